@@ -31,7 +31,7 @@ class Block(nn.Module):
     def forward(self, x):
         q, k, v = (y.unflatten(-1, (HEADS, -1)).transpose(1, 2) for y in self.qkv(self.norms[0](x)).chunk(3, dim=-1))
         k, v = rota.with_earlier_chunks(k, v)
-        mask = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool).tril(k.shape[-2] - q.shape[-2])
+        mask = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=x.device).tril(k.shape[-2] - q.shape[-2])
         x = x + self.out(functional.scaled_dot_product_attention(q, k, v, mask).transpose(1, 2).flatten(2))
         return x + self.mlp(self.norms[1](x))
 

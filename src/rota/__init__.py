@@ -44,7 +44,8 @@ _HOMES = {
     "rota.search": ("SearchResult", "find_backups", "find_frontier", "find_plan"),
     "rota.batching": ("BatchBound", "BatchPlan", "plan_batch", "plan_replicas"),
     "rota.models": (
-        *("CutPoint", "Stages", "add_loss", "chunk_start", "collect_losses", "split", "with_earlier_chunks"),
+        *("CutPoint", "Stages", "add_loss", "chunk_start", "collect_losses", "pack_samples"),
+        *("packed_attention", "split", "use_packed_attention", "with_earlier_chunks"),
     ),
     "rota.profiling": ("profile", "profile_chunks", "profile_layers", "profile_sizes"),
     "rota.runtime": (
@@ -106,7 +107,10 @@ if TYPE_CHECKING:
     from rota.models import add_loss as add_loss
     from rota.models import chunk_start as chunk_start
     from rota.models import collect_losses as collect_losses
+    from rota.models import pack_samples as pack_samples
+    from rota.models import packed_attention as packed_attention
     from rota.models import split as split
+    from rota.models import use_packed_attention as use_packed_attention
     from rota.models import with_earlier_chunks as with_earlier_chunks
     from rota.placement import Edge as Edge
     from rota.placement import Placement as Placement

@@ -2,9 +2,10 @@
 
 python -m rota.plan_server
 
-    first line    {"function": "module:name", "options": {…}}
+    first line    {"options": {…}}, or {"function": "module:name", "options": {…}}
     request       {"lengths": [512, 33, …], "num_replicas": 2}
-    answer        {"took_us": 52000, "replicas": [{"groups": [[3, 7], …], "plan": "…", …}, …]}, or {"error": "…"}
+    answer        {"took_us": 52000, "is_searched": true, "replicas": [{"groups": [[3, 7], …], "plan": "…", …}, …]}
+                  or {"error": "…"}
 
 It ends when its input does, so it never outlives the process that has started it.
 """
@@ -18,7 +19,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from rota.costs import Cluster
 from rota.errors import RotaError
@@ -43,17 +44,48 @@ class Grouped(Protocol):
     def bound_us(self) -> int: ...  # noqa: D102
 
 
+class Answer(NamedTuple):
+    """What a batch gets: per replica a plan; `is_searched`: not by rules alone."""
+
+    replicas: Iterable[Grouped]
+    is_searched: bool
+
+
+#: Answers a request: the lengths, and the number of replicas.
+Planning = Callable[[Sequence[int], int], Answer]
+
 _PLACINGS = {"place": place, "interleaved": interleaved, "wave": wave}
 
 
-def plan_by_model(
-    lengths: Sequence[int], num_replicas: int, model: str, cluster: str, placing: str = "place", **options: Any
-) -> Iterable[Grouped]:
+def by_model(model: str, cluster: str, placing: str = "place", packed: bool = False, **options: Any) -> Planning:
     """`rota.plan_replicas` with JSON of a SizeModel and a Cluster, and the name of a function that places stages."""
-    from rota.batching import plan_replicas
+    from rota.batching.serving import BatchServer
 
     costs, ranks = SizeModel.from_json(model), Cluster.from_json(cluster)
-    return plan_replicas(costs, ranks, lengths, num_replicas, place=_PLACINGS[placing], **options)
+    server = BatchServer(costs, ranks, packed=packed, place=_PLACINGS[placing], **options)
+    if server.compiles():
+        print(
+            "rota: the loops that search for the plans of batches are being compiled, once on this machine; until then "
+            "batches have plans by simple rules",
+            file=sys.stderr,
+            flush=True,
+        )
+
+    def answer(lengths: Sequence[int], num_replicas: int) -> Answer:
+        return Answer(*server.plan(lengths, num_replicas))
+
+    return answer
+
+
+def by_function(name: str, options: dict[str, Any]) -> Planning:
+    """The user's own function, "module:function"."""
+    module, _, function = name.partition(":")
+    plan: Callable[..., Iterable[Grouped]] = getattr(importlib.import_module(module), function)
+
+    def answer(lengths: Sequence[int], num_replicas: int) -> Answer:
+        return Answer(plan(lengths, num_replicas, **options), is_searched=True)
+
+    return answer
 
 
 def main() -> None:
@@ -61,30 +93,32 @@ def main() -> None:
     requests, answers = sys.stdin, os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # other output is not for the caller
     first = json.loads(requests.readline())
-    module, _, name = first["function"].partition(":")
-    plan: Callable[..., Iterable[Grouped]] = getattr(importlib.import_module(module), name)
+    options = first["options"]
+    plan = by_function(first["function"], options) if "function" in first else by_model(**options)
     for line in requests:
-        answers.write(f"{json.dumps(_answer(plan, json.loads(line), first['options']))}\n")
+        answers.write(f"{json.dumps(_answer(plan, json.loads(line)))}\n")
         answers.flush()
 
 
-def _answer(plan: Callable[..., Iterable[Grouped]], request: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
+def _answer(plan: Planning, request: dict[str, Any]) -> dict[str, Any]:
     begun_ns = time.monotonic_ns()
     try:
+        found = plan(request["lengths"], request["num_replicas"])
         replicas = [
             {
-                "groups": [[*group] for group in found.groups],
-                "plan": found.plan.to_json(),
-                "makespan_us": found.makespan_us,
-                "bound_us": found.bound_us,
+                "groups": [[*group] for group in of_replica.groups],
+                "plan": of_replica.plan.to_json(),
+                "makespan_us": of_replica.makespan_us,
+                "bound_us": of_replica.bound_us,
             }
-            for found in plan(request["lengths"], request["num_replicas"], **options)
+            for of_replica in found.replicas
         ]
     except RotaError as error:
         return {"error": str(error)}
     except Exception:
         return {"error": f"the planner failed:\n{traceback.format_exc()}"}
-    return {"took_us": (time.monotonic_ns() - begun_ns) // 1000, "replicas": replicas}
+    took_us = (time.monotonic_ns() - begun_ns) // 1000
+    return {"took_us": took_us, "is_searched": found.is_searched, "replicas": replicas}
 
 
 if __name__ == "__main__":

@@ -87,6 +87,9 @@ def test_a_sample_that_fits_nowhere_is_refused_by_its_index() -> None:
         rota.plan_batch(model(2, False), cluster, lengths)
     need = int(str(error.value).split("needs ")[1].split()[0])
     assert rota.plan_batch(model(2, False), Cluster.uniform(2, 2 * need), lengths).groups
+    with pytest.raises(SearchError, match="sample 2 of length 300 fits in no micro-batch") as error:
+        rota.plan_replicas(model(2, False), cluster, lengths, 2)
+    assert f"needs {need} bytes" in str(error.value)
 
 
 @pytest.mark.parametrize("lengths", [[], [3, 0]])

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import rota
-from rota import Cluster, Costs, Pipeline, PipelineError, place
+from rota import Cluster, Costs, Curve, Pipeline, PipelineError, place
 from rota.schedules import one_f_one_b
 from support import ROOT
 from support.networks import StepResult, assert_equal_steps, gradients_of
@@ -68,18 +68,23 @@ def train(rank: int, num_batches: int, dp: int) -> list[tuple[StepResult, Any]]:
     return results
 
 
+def unsplit(batch: list[Tensor]) -> StepResult:
+    """The whole batch, sample by sample, without any padding."""
+    stages = text_stages(2)
+    total, count = torch.zeros((), dtype=torch.float64), 0
+    for sample in batch:
+        loss, _ = summed_loss(stages.run(sample[None, :-1]), sample[None, 1:])
+        total, count = total + loss, count + tokens_in(sample)
+    (total / count).backward()
+    return StepResult(float(total.detach()) / count, gradients_of(stages, range(2)))
+
+
 @pytest.mark.parametrize("dp", [1, 2])
 def test_every_batch_is_planned_and_exact(pool: Pool, dp: int) -> None:
     by_process = pool.run(2 * dp, train, 4, dp)
     assert [len(of) for of in by_process] == [4] * (2 * dp)
     for i, given in enumerate(batches(4)):
-        stages = text_stages(2)
-        total, count = torch.zeros((), dtype=torch.float64), 0
-        for sample in given:
-            loss, _ = summed_loss(stages.run(sample[None, :-1]), sample[None, 1:])
-            total, count = total + loss, count + tokens_in(sample)
-        (total / count).backward()
-        whole = StepResult(float(total.detach()) / count, gradients_of(stages, range(2)))
+        whole = unsplit(given)
         assert_equal_steps([of[i][0] for of in by_process], whole)
         trained = sorted(m for of in by_process[::2] for group in of[i][1][0] for m in group)
         assert trained == [*range(len(given))]
@@ -88,6 +93,63 @@ def test_every_batch_is_planned_and_exact(pool: Pool, dp: int) -> None:
             assert [rows for rows, _ in sizes] == [*map(len, group)]
             assert all(rows * length <= TOKENS and length % 2 == 0 for rows, length in sizes)
             assert len(groups) == len(sizes)
+
+
+#: Times by size, and 1,000 bytes per token.
+MODEL = rota.SizeModel((Curve(60, 2, 0.1),) * 2, (Curve(120, 4, 0.2),) * 2, activation_bytes=(Curve(0, 1000),) * 2)
+
+
+def train_by_model(rank: int, given: list[list[Tensor]]) -> tuple[list[Any], str, int]:
+    """Steps of all batches but the last, which has a sample that fits nowhere; each is evaluated before."""
+    del rank
+    results: list[Any] = []
+    with Pipeline(
+        text_stages(2), base_plan(2), summed_loss, mesh=rota.mesh(pp=2, dp=2), check_data="never"
+    ) as pipeline:
+        planner = rota.Planner(
+            pipeline,
+            given,
+            collate,
+            model=MODEL,
+            cluster=Cluster.uniform(2, 60_000),
+            length_of=tokens_in,
+            options={"tries": 20},
+        )
+        try:
+            for batch in planner:
+                for parameter in pipeline.parameters():
+                    parameter.grad = None
+                assert batch.bound_us <= batch.makespan_us
+                evaluated = pipeline.evaluate(batch.inputs, batch.targets, plan=batch.plan, sizes=batch.sizes)
+                loss = pipeline.step(batch.inputs, batch.targets, plan=batch.plan, sizes=batch.sizes)
+                result = StepResult(loss, gradients_of(pipeline.stages, pipeline.local_stages))
+                own_us = rota.simulate(batch.plan).makespan_us
+                results.append((result, evaluated, batch.groups, own_us, batch.makespan_us))
+        except PipelineError as error:
+            return results, str(error), pipeline.num_steps
+    return results, "", 0
+
+
+def test_replicas_get_batches_balanced_by_the_model(pool: Pool) -> None:
+    given = batches(3)
+    too_long = 1 + 60
+    given.append([*given[0], torch.zeros(too_long + 1, dtype=torch.int64)])
+    found = pool.run(4, train_by_model, given)
+    for i, batch in enumerate(given[:-1]):
+        of_batch = [results[i] for results, _, _ in found]
+        whole = unsplit(batch)
+        assert_equal_steps([result for result, *_ in of_batch], whole)
+        assert all(abs(evaluated - whole.loss) < 1e-10 for _, evaluated, *_ in of_batch)
+        groups = [of[2] for of in of_batch[::2]]  # of each replica
+        assert sorted(m for of in groups for group in of for m in group) == [*range(len(batch))]
+        spans = [of[3] for of in of_batch[::2]]
+        assert max(spans) == of_batch[0][4]
+        assert max(spans) <= 1.3 * min(spans)
+    told = {error for _, error, _ in found}
+    assert len(told) == 1
+    which = f"sample {len(given[0])} of length {too_long}"
+    assert f"{which} fits in no micro-batch: alone it needs {1000 * too_long} bytes" in told.pop()
+    assert {num_steps for _, _, num_steps in found} == {3}  # none of the batch that is refused
 
 
 def run_page(rank: int, code: str) -> list[float]:

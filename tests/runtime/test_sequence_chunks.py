@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
+import rota
 from rota import (
     Cluster,
     Costs,
@@ -25,6 +26,7 @@ from rota import (
     simulate,
     with_earlier_chunks,
 )
+from rota.planning.verify_on_ranks import Unsplit
 from rota.runtime.gradients.chunks import length_of
 from support.chunked_gpt import WIDTH, Attention, Words, gpt_stages, tokens
 from support.core_strategies import Chooser, deal, linear_extension
@@ -96,6 +98,68 @@ def test_gradients_are_those_of_the_whole_samples(pool: Pool, num_ranks: int) ->
     for i in range(len(given)):
         assert_equal_steps([of_rank[i][0] for of_rank in by_rank], whole)
         assert all(abs(of_rank[i][1] - whole.loss) < 1e-10 for of_rank in by_rank)
+
+
+def plan_steps(rank: int, base: Plan, given: list[list[Plan]], recompute: Any, dp: int) -> list[Any]:
+    """A step and an evaluation with each plan, by replica, on rows of the replica's own."""
+    del rank
+    results = []
+    mesh = rota.mesh(pp=2, dp=dp)
+    with Pipeline(gpt_stages(2), base, summed_loss, mesh=mesh, check_data="never", recompute=recompute) as pipeline:
+        for of_replicas in given:
+            plan = of_replicas[pipeline.replica]
+            inputs, targets = tokens(ROWS, LENGTH, seed=pipeline.replica)
+            for parameter in pipeline.parameters():
+                parameter.grad = None
+            evaluated = pipeline.evaluate(inputs, targets, plan=plan)
+            loss = pipeline.step(inputs, targets, plan=plan)
+            results.append((StepResult(loss, gradients_of(pipeline.stages, pipeline.local_stages)), evaluated))
+    return results
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("dp", [1, 2])
+def test_plans_per_step_of_replicas_that_have_other_chunks(pool: Pool, dp: int, recompute: str) -> None:
+    """Between steps, the chunks change, and there are steps without any."""
+    mixed, whole_ones = (0, 0, 1, 2, 2, 2, 2), (0, 1, 2)
+    seq = [schedules.seq1f1b(placement(2, samples), len(samples)) for samples in ((0, 0, 0, 1, 1, 1, 2, 2, 2), mixed)]
+    base = schedules.one_f_one_b(place(Costs.uniform(2, 10, 20), Cluster.uniform(2)), 3)
+    given = [[seq[0], seq[1]], [base, base], [seq[1], schedules.gpipe(placement(2, whole_ones), 3)]]
+    by_process = pool.run(2 * dp, plan_steps, base, given, recompute, dp)
+    stages = gpt_stages(2)
+    total, count = torch.zeros((), dtype=torch.float64), 0
+    for replica in range(dp):
+        inputs, targets = tokens(ROWS, LENGTH, seed=replica)
+        loss, tokens_there = summed_loss(stages.run(inputs), targets)
+        total, count = total + loss, count + int(tokens_there)
+    (total / count).backward()
+    whole = StepResult(float(total.detach()) / count, gradients_of(stages, range(2)))
+    for i in range(len(given)):
+        assert_equal_steps([of_process[i][0] for of_process in by_process], whole)
+        assert all(abs(of_process[i][1] - whole.loss) < 1e-10 for of_process in by_process)
+
+
+def verified(rank: int, plan: Plan, dp: int) -> list[Any]:
+    """Whether verify finds the pipeline equal to the same model and to another one, and how outputs differ."""
+    del rank
+    found = []
+    with Pipeline(gpt_stages(2), plan, summed_loss, mesh=rota.mesh(pp=2, dp=dp)) as pipeline:
+        for stages in (gpt_stages(2), gpt_stages(2, is_causal=False)):
+            batch = tokens(2 * ROWS, LENGTH, seed=pipeline.replica)
+            report = rota.verify(pipeline, lambda stages=stages: Unsplit(stages), *batch)
+            found.append((report.exact, [each.output_difference for each in report.comparisons]))
+    return found
+
+
+@pytest.mark.parametrize("dp", [1, pytest.param(2, marks=pytest.mark.sweep)])
+def test_verify_compares_whole_samples(pool: Pool, dp: int) -> None:
+    samples = (0, 0, 0, 1, 1, 2)
+    for good, bad in pool.run(2 * dp, verified, schedules.seq1f1b(placement(2, samples), len(samples)), dp):
+        assert good[0]
+        assert all(difference is not None and difference < 1e-4 for difference in good[1])
+        assert not bad[0]
+        assert bad[1][0] is not None
+        assert bad[1][0] > 1e-4
 
 
 class InPlace(torch.nn.Module):

@@ -8,7 +8,7 @@ import pytest
 
 from rota import Plan
 from rota.schedules import FAMILIES, Family
-from runtime import test_boundaries, test_inference, test_random_orders, test_spmd
+from runtime import test_boundaries, test_inference, test_random_orders, test_sequence_chunks, test_spmd
 from runtime.gradients import test_recompute_training, test_split_backward_training
 from runtime.reducing import test_replicas, test_shared_weights
 from support.device_orders import family_plans
@@ -105,3 +105,9 @@ def test_stages_on_several_ranks(sim_pool: SimPool, case: str) -> None:
 @pytest.mark.parametrize("name", ["V", "K"])
 def test_evaluation(sim_pool: SimPool, name: str) -> None:
     test_inference.test_batch_norm(sim_pool, name, True)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("recompute", ["none", pytest.param("full", marks=pytest.mark.sweep)])
+def test_chunks_of_samples(sim_pool: SimPool, recompute: str) -> None:
+    test = test_sequence_chunks.test_plans_per_step_of_replicas_that_have_other_chunks
+    test(sim_pool, 1, recompute)  # type: ignore[arg-type]

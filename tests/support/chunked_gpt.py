@@ -26,7 +26,8 @@ class Words(nn.Module):
 
 def rotated(x: Tensor, start: int) -> Tensor:
     half = x.shape[-1] // 2
-    angles = torch.arange(start, start + x.shape[-2], dtype=x.dtype)[:, None] / torch.arange(1, half + 1, dtype=x.dtype)
+    places = torch.arange(start, start + x.shape[-2], dtype=x.dtype, device=x.device)
+    angles = places[:, None] / torch.arange(1, half + 1, dtype=x.dtype, device=x.device)
     a, b = x[..., :half], x[..., half:]
     return torch.cat([a * angles.cos() - b * angles.sin(), a * angles.sin() + b * angles.cos()], -1)
 
@@ -43,7 +44,7 @@ class Attention(nn.Module):
             q, k = rotated(q, chunk_start()), rotated(k, chunk_start())
         if self.joins:
             k, v = with_earlier_chunks(k, v)
-        mask = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool).tril(k.shape[-2] - q.shape[-2])
+        mask = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=x.device).tril(k.shape[-2] - q.shape[-2])
         y = functional.scaled_dot_product_attention(q, k, v, mask if self.is_causal else None)
         return x + self.drop(torch.tanh(self.out(y.transpose(1, 2).flatten(2))))
 

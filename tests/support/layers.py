@@ -87,7 +87,7 @@ TABLE = {
     "rota.batching": Row((*CORE, "numpy", "numba")),
     "rota.plan_server": Row(CORE, lazy=("rota.batching",)),
     "rota.torch_internals": Row(("torch",)),
-    "rota.models": Row((*CORE, *TORCH)),
+    "rota.models": Row((*CORE, *TORCH), lazy=("transformers",)),
     "rota.runtime": Row((*CORE, "rota.models", *TORCH), lazy=("safetensors",)),
     "rota.verifying": Row((*CORE, "rota.models", "rota.runtime", *TORCH)),
     "rota.profiling": Row((*CORE, "rota.models", "rota.runtime", *TORCH)),

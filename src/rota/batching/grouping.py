@@ -63,6 +63,11 @@ class Grouper:
         self._needs, self._rooms = _needs(layout)
         self._refuse_what_does_not_fit(layout)
 
+    @property
+    def num_samples(self) -> int:
+        """Number of samples."""
+        return len(self._listed)
+
     def groupings(self) -> Iterator[Groups]:
         """Different groupings: for several largest times, and for several numbers of them in flight."""
         sizes = np.stack([self._lengths, self._lengths**2]).astype(np.float64)

@@ -9,6 +9,7 @@ from heapq import heapify, heapreplace
 import numpy as np
 
 from rota.batching.figures import Layout, Place
+from rota.batching.grouping import Grouper
 from rota.batching.planning import plan_batch
 from rota.batching.result import BatchPlan
 from rota.costs import Cluster
@@ -48,11 +49,21 @@ def plan_replicas(
         SearchError: As `plan_batch`, or a replica gets no sample.
         PlacementError: The stages do not fit the cluster.
     """
+    layout = Layout.of(model, cluster, place)
+    Grouper(layout, lengths, packed)  # refuses a sample that fits nowhere by its index in the whole batch
+    plans = []
+    for share in shares_of(layout, lengths, num_replicas):
+        found = plan_batch(model, cluster, [lengths[i] for i in share], packed=packed, place=place, tries=tries)
+        plans.append(of_share(found, share))
+    return tuple(plans)
+
+
+def shares_of(layout: Layout, lengths: Sequence[int], num_replicas: int) -> list[list[int]]:
+    """Each replica's samples, by the rule of `plan_replicas`. Raises SearchError if a replica gets none."""
     if not 1 <= num_replicas <= len(lengths):
         raise SearchError(f"num_replicas is {num_replicas} for {len(lengths)} samples; give each replica at least one")
-    work = Layout.of(model, cluster, place).work()[:, 1:]
     given = np.array(lengths, np.float64)
-    times = (work @ np.stack([given, given * given])).max(axis=0)
+    times = (layout.work()[:, 1:] @ np.stack([given, given * given])).max(axis=0)
     shares: list[list[int]] = [[] for _ in range(num_replicas)]
     loads = [(0.0, replica) for replica in range(num_replicas)]
     heapify(loads)
@@ -60,9 +71,9 @@ def plan_replicas(
         load, replica = loads[0]
         heapreplace(loads, (load + float(times[sample]), replica))
         shares[replica].append(sample)
-    plans = []
-    for share in shares:
-        share.sort()
-        found = plan_batch(model, cluster, [lengths[i] for i in share], packed=packed, place=place, tries=tries)
-        plans.append(replace(found, groups=tuple(tuple(share[i] for i in group) for group in found.groups)))
-    return tuple(plans)
+    return [sorted(share) for share in shares]
+
+
+def of_share(found: BatchPlan, share: Sequence[int]) -> BatchPlan:
+    """The plan of a replica's samples, whose groups have indices into the whole batch instead of into `share`."""
+    return replace(found, groups=tuple(tuple(share[i] for i in group) for group in found.groups))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from rota.models.added_losses import AddedLoss, AddedLosses, add_loss, collect_losses
 from rota.models.cutpoint import CutPoint
+from rota.models.packing import pack_samples, packed_attention, use_packed_attention
 from rota.models.sequence_chunks import chunk_start, with_earlier_chunks
 from rota.models.splitting import finest, is_marked, split
 from rota.models.stage_edges import StageEdge
@@ -20,6 +21,9 @@ __all__ = [
     "collect_losses",
     "finest",
     "is_marked",
+    "pack_samples",
+    "packed_attention",
     "split",
+    "use_packed_attention",
     "with_earlier_chunks",
 ]

@@ -30,10 +30,8 @@ from rota.runtime.json_messages import all_gather_json, broadcast_json
 from rota.runtime.transport import collective
 from rota.sizes import SizeModel
 
-#: Makes a micro-batch of samples that are padded to the given lengths: (inputs, targets).
+#: Makes a micro-batch of samples, padded to the given lengths or packed into one row of them: (inputs, targets).
 Collate = Callable[..., tuple[Any, Any]]
-
-_BY_MODEL = "rota.plan_server:plan_by_model"
 
 
 @final
@@ -50,6 +48,8 @@ class PlannedBatch:
         makespan_us: The step's predicted time; the largest of all replicas.
         bound_us: Lower bound on the step's time for these micro-batches, as the planner proved it.
         planning_us: Time that the planner took, while the batch before this one ran.
+        is_searched: Whether the plan was searched for. On a machine where the loops of the search are not compiled yet,
+            the first batches have plans by rules: neighbours in length, and a named schedule.
         waited_us: Time that this process waited for the plan.
     """
 
@@ -61,6 +61,7 @@ class PlannedBatch:
     makespan_us: int
     bound_us: int
     planning_us: int
+    is_searched: bool
     waited_us: int
 
 
@@ -77,18 +78,20 @@ class Planner(Iterator[PlannedBatch]):
         pipeline: The pipeline whose steps are planned.
         batches: Yields each batch as a list of samples, those of all replicas; the same on all processes. None on a
             process that reads neither inputs nor targets.
-        collate: `collate(samples, length)` makes a micro-batch (inputs, targets) whose rows are all padded to `length`.
+        collate: `collate(samples, length)` makes a micro-batch (inputs, targets) whose rows are all padded to `length`;
+            if `packed`, one row of `length` tokens, as `rota.pack_samples` does.
         model: What a stage costs, by the size of a micro-batch; see `rota.profile_sizes`.
         cluster: Ranks and links. None: those of the pipeline's plan.
         length_of: The length of a sample; or a tuple of lengths, of which `collate` gets the longest of each, and
             the plan counts the sum.
         round_to: Lengths are rounded up to multiples of this.
+        packed: Whether the samples of a micro-batch follow one another in one row, each attending to only itself.
         plan_with: "module:function" that plans instead of `rota.plan_batch`: `function(lengths, num_replicas,
             **options)` returns for each replica an object with `groups`, `plan`, `makespan_us` and `bound_us`.
         options: Further keyword arguments of `rota.plan_batch`, or of the function; JSON values.
 
     Raises:
-        PipelineError: There is neither a model nor a function, or the planner's process fails.
+        PipelineError: There is neither a model nor a function, `options` has `packed`, or the planner's process fails.
     """
 
     def __init__(
@@ -101,12 +104,18 @@ class Planner(Iterator[PlannedBatch]):
         cluster: Cluster | None = None,
         length_of: Callable[[Any], int | tuple[int, ...]] = len,
         round_to: int = 1,
+        packed: bool = False,
         plan_with: str | None = None,
         options: Mapping[str, Any] | None = None,
     ) -> None:
         if (model is None) == (plan_with is None):
             raise PipelineError("give a Planner either model=, what stages cost by size, or plan_with=, a function")
-        self._pipeline, self._collate, self._length_of, self._round_to = pipeline, collate, length_of, round_to
+        if model is not None and "packed" in (options or {}):
+            raise PipelineError(
+                "options has packed, which the sizes of micro-batches depend on; give it to the Planner itself"
+            )
+        self._pipeline, self._collate = pipeline, collate
+        self._length_of, self._round_to, self._packed = length_of, round_to, packed
         self._batches = None if batches is None else iter(batches)
         self._group = pipeline._processes.of_everyone()
         self._server: _Server | None = None
@@ -114,8 +123,8 @@ class Planner(Iterator[PlannedBatch]):
             given = dict(options or {})
             if model is not None:
                 cluster = pipeline.plan.placement.cluster if cluster is None else cluster
-                given |= {"model": model.to_json(), "cluster": cluster.to_json()}
-            self._server = _Server(plan_with or _BY_MODEL, given)
+                given |= {"model": model.to_json(), "cluster": cluster.to_json(), "packed": packed}
+            self._server = _Server(plan_with, given)
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name="rota-planner", daemon=True)
         self._thread.start()
@@ -182,6 +191,7 @@ class Planner(Iterator[PlannedBatch]):
             found.makespan_us,
             found.bound_us,
             found.planning_us,
+            found.is_searched,
             waited_us,
         )
 
@@ -226,11 +236,19 @@ class Planner(Iterator[PlannedBatch]):
     def _prepared(self, answer: dict[str, Any]) -> _Found:
         of_replica, lengths = answer["replicas"][self._pipeline.replica], answer["lengths"]
         groups = tuple(map(tuple, of_replica["groups"]))
-        sizes = tuple((len(group), *map(max, zip(*(lengths[i] for i in group), strict=True))) for group in groups)
+        sizes = tuple(self._size_of([lengths[i] for i in group]) for group in groups)
         plan = Plan.from_json(of_replica["plan"])
         self._pipeline.prepare(plan, sizes)
         makespan_us = max(replica["makespan_us"] for replica in answer["replicas"])
-        return _Found(plan, sizes, groups, makespan_us, of_replica["bound_us"], answer["took_us"])
+        return _Found(
+            plan, sizes, groups, makespan_us, of_replica["bound_us"], answer["took_us"], answer["is_searched"]
+        )
+
+    def _size_of(self, lengths: list[list[int]]) -> tuple[int, ...]:
+        """Rows and lengths of the micro-batch of these samples."""
+        if self._packed:
+            return (1, *map(sum, zip(*lengths, strict=True)))
+        return (len(lengths), *map(max, zip(*lengths, strict=True)))
 
 
 _END: Any = object()
@@ -259,13 +277,14 @@ class _Found:
     makespan_us: int
     bound_us: int
     planning_us: int
+    is_searched: bool
 
 
 @final
 class _Server:
     """The planner's process. Raises PipelineError if it ends early."""
 
-    def __init__(self, function: str, options: dict[str, Any]) -> None:
+    def __init__(self, function: str | None, options: dict[str, Any]) -> None:
         found = os.pathsep.join(filter(None, sys.path))  # where this process finds Rota, and the user's function
         environment = os.environ | {"PYTHONPATH": found, "OMP_NUM_THREADS": "1"}
         self._process = subprocess.Popen(
@@ -275,7 +294,7 @@ class _Server:
             text=True,
             env=environment,
         )
-        self._write({"function": function, "options": options})
+        self._write({"options": options} | ({} if function is None else {"function": function}))
 
     def ask(self, lengths: list[tuple[int, ...]], num_replicas: int) -> dict[str, Any]:
         """What the process answers, with the lengths that it was asked about."""

@@ -63,7 +63,8 @@ def main(path: str) -> None:
     materialize(stages, local_stages(plan, processes), local_device())
     with Pipeline(stages, plan, file.loss_fn, mesh=processes) as pipeline:
         torch.manual_seed(1 + pipeline.replica)  # the same batch on all ranks of a replica
-        batch = file.made_batch(options.rows * plan.num_microbatches)
+        num_samples = len({*plan.placement.sample_of}) or plan.num_microbatches
+        batch = file.made_batch(options.rows * num_samples)
         against: Any = options.against
         how: dict[str, Any] = {"fp64": options.fp64, "against": against}
         found = verify(pipeline, lambda: _unsplit(file), *batch, **how, report=_report)

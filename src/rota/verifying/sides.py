@@ -15,6 +15,7 @@ from rota.costs import Cluster, Costs
 from rota.errors import PipelineError
 from rota.models import Stages
 from rota.placing import place
+from rota.plan import Plan
 from rota.programs.actions import ValueKey
 from rota.runtime import Pipeline
 from rota.runtime.compute import Compute
@@ -163,7 +164,10 @@ class ManyProcesses:
 
     def __init__(self, pipeline: Pipeline, batch: GivenBatch, loss_fn: LossFn) -> None:
         self._pipeline, self._batch = pipeline, GivenBatch(*map(plain, batch))
-        self.stages, self.loss_fn, self.num_microbatches = pipeline.stages, loss_fn, pipeline.plan.num_microbatches
+        self.stages, self.loss_fn = pipeline.stages, loss_fn
+        #: Of each sample its micro-batches: one, or several chunks.
+        self._samples = _samples_of(pipeline.plan)
+        self.num_microbatches = len(self._samples)
         self.device = pipeline.device
         assert dist.group.WORLD is not None
         self._here, self._everyone = dist.get_rank(), dist.group.WORLD
@@ -244,10 +248,10 @@ class ManyProcesses:
             by_microbatch: dict[int, Any] = {}
             for sink in pipeline.stages.sinks:
                 process = self._process_of[replica, placement.ranks_of(sink)[0]]
-                numbers = placement.microbatches(sink, self.num_microbatches)
+                numbers = placement.microbatches(sink, pipeline.plan.num_microbatches)
                 mine = {m: [*tensors_in(pipeline.outputs[m])] for m in numbers if m in pipeline.outputs}
                 by_microbatch |= self._bring(mine, process)
-            outputs += [by_microbatch[m] for m in sorted(by_microbatch)]
+            outputs += [_whole([by_microbatch[m] for m in of]) for of in self._samples if of[0] in by_microbatch]
         return loss, outputs
 
     def tensors(self, places: Iterable[Place], of_gradient: bool) -> Iterator[torch.Tensor | None]:
@@ -260,6 +264,21 @@ class ManyProcesses:
                 if tensor is not None and is_sharded(tensor):
                     tensor = tensor.full_tensor()  # type: ignore[attr-defined]  # of all replicas together
             yield self._bring(tensor, self._process_of[0, placement.ranks_of(stage)[0]])
+
+
+def _samples_of(plan: Plan) -> list[list[int]]:
+    """The micro-batches of each sample, in the order in which a batch is spread over the samples."""
+    samples: dict[int, list[int]] = {}
+    for m, sample in enumerate(plan.placement.sample_of or range(plan.num_microbatches)):
+        samples.setdefault(sample, []).append(m)
+    return [*samples.values()]
+
+
+def _whole(chunks: list[list[torch.Tensor]]) -> list[torch.Tensor]:
+    """The outputs of a sample, joined along its length; tensors without a length are those of the first chunk."""
+    if len(chunks) == 1:
+        return chunks[0]
+    return [torch.cat(parts, 1) if parts[0].dim() > 1 else parts[0] for parts in zip(*chunks, strict=True)]
 
 
 def _shards(module: nn.Module) -> bool:

@@ -26,6 +26,7 @@ from support.pool import Pool
 pytestmark = pytest.mark.dist
 
 NUM_MICROBATCHES, NUM_STEPS = 4, 3
+PATIENT_S = 600.0  # a busy machine takes minutes to compile a stage, and its neighbours wait for the first micro-batch
 Step = tuple[float, dict[tuple[int, str], Tensor]]
 
 
@@ -72,7 +73,7 @@ def steps_of(rank: int, cases: list[tuple[Plan, str]], backend: str, autocast: b
             for module in stages.modules:
                 module.compile(backend=backend)
         of_case = []
-        with Pipeline(stages, plan, loss_fn, recompute=recompute) as pipeline:
+        with Pipeline(stages, plan, loss_fn, recompute=recompute, timeout_s=PATIENT_S) as pipeline:
             for seed in range(NUM_STEPS):
                 for parameter in pipeline.parameters():
                     parameter.grad = None
@@ -135,7 +136,7 @@ def test_compiled_stages(pool: Pool, wrapped: bool) -> None:
 @pytest.mark.sweep
 def test_inductor(pool: Pool) -> None:
     cases = [(plan_for("zb_h1", 2, weight_us=10), "none")]
-    found = pool.run(2, steps_of, cases, "inductor", False, True)
+    found = pool.run(2, steps_of, cases, "inductor", False, True, timeout_s=PATIENT_S)
     assert_equal(found, serial_steps(2, autocast=False), rtol=1e-10, atol=1e-10)
 
 

@@ -1,0 +1,89 @@
+"""Plans of batches by rules alone, without a compiled loop: for the time until the loops of the search are compiled.
+
+Samples of similar lengths share a micro-batch, up to a budget of tokens; a named schedule orders them in a valley.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from math import inf
+
+from rota.batching.bounds import ALL_ORDERS, of_grouping
+from rota.batching.figures import Layout, Place
+from rota.batching.grouping import Grouper, Groups
+from rota.batching.policies import valley
+from rota.batching.replicas import of_share, shares_of
+from rota.batching.result import BatchPlan
+from rota.checking import check
+from rota.costs import Cluster
+from rota.errors import RotaError
+from rota.plan import Plan
+from rota.schedules import NAMED
+from rota.simulation import simulate
+from rota.sizes import SizeModel
+from rota.timeline import Timeline
+
+_MICROBATCHES_PER_RANK = (8, 16, 32, inf)  # the first that fits in memory is taken; in the end, a sample each
+#: The first that is defined for the placement and fits in memory is taken.
+_SCHEDULES = ("zb_h1", "1f1b", "interleaved_1f1b", "zb_v", "v_min", "gpipe")
+
+
+def plan_replicas_by_name(
+    model: SizeModel, cluster: Cluster, lengths: Sequence[int], num_replicas: int, *, packed: bool, place: Place
+) -> tuple[BatchPlan, ...] | None:
+    """As `plan_replicas`, by rules; None if no named schedule fits in memory. Raises SearchError as that does."""
+    layout = Layout.of(model, cluster, place)
+    Grouper(layout, lengths, packed)  # refuses a sample that fits nowhere by its index in the whole batch
+    plans = []
+    for share in shares_of(layout, lengths, num_replicas):
+        found = _plan(layout, Grouper(layout, [lengths[i] for i in share], packed))
+        if found is None:
+            return None
+        plans.append(of_share(found, share))
+    return tuple(plans)
+
+
+def _plan(layout: Layout, grouper: Grouper) -> BatchPlan | None:
+    for groups in _groupings(grouper, layout.placement.num_ranks):
+        sizes = [grouper.size(group) for group in groups]
+        problem = layout.problem(sizes)
+        sequence = valley(problem)
+        placement = layout.placed(problem, sizes, sequence)
+        in_order = sequence.tolist()
+        for name in _SCHEDULES:
+            try:
+                plan = NAMED[name](placement, len(groups))
+                check(plan)
+            except RotaError:
+                continue  # for other placements, or other numbers
+            timeline = simulate(plan)
+            if _fits(plan, timeline):
+                bounds = [bound for bound in of_grouping(problem) if bound.among == ALL_ORDERS]
+                return BatchPlan(
+                    plan,
+                    tuple(grouper.samples(groups[m]) for m in in_order),
+                    tuple(sizes[m] for m in in_order),
+                    timeline.makespan_us,
+                    (max(bounds, key=lambda bound: bound.us),),
+                )
+    return None
+
+
+def _fits(plan: Plan, timeline: Timeline) -> bool:
+    limits = plan.placement.cluster.limit_bytes
+    return all(limit is None or peak <= limit for peak, limit in zip(timeline.peak_memory_bytes, limits, strict=True))
+
+
+def _groupings(grouper: Grouper, num_ranks: int) -> Iterator[Groups]:
+    """Groups of neighbours in the sorted samples, of at most a budget of tokens, with smaller and smaller budgets."""
+    num_samples = grouper.num_samples
+    total = sum(grouper.size((i,)).tokens for i in range(num_samples))
+    for per_rank in _MICROBATCHES_PER_RANK:
+        groups: list[tuple[int, ...]] = []
+        for i in range(num_samples):
+            grown = (*groups[-1], i) if groups else ()
+            if grown and grouper.size(grown).tokens <= total / (per_rank * num_ranks):
+                groups[-1] = grown
+            else:
+                groups.append((i,))
+        yield tuple(groups)
