@@ -53,6 +53,8 @@ _FIRST_SHARE_OF_FITTING = 0.15  # the same for small steps whose transfers hold 
 _EXACT_TIMES_OF_FITTING = 5  # times that share for CP-SAT, which gains nothing from being asked twice
 _EXACT_TIMES = 3  # times that share for a proof
 _ROUNDS_TIMES = 6  # times that share for long steps with few micro-batches in flight, which this solves exactly
+_LONG_OPS = 20_000  # in longer steps a policy takes long to try, and nothing else finds more: local search goes first
+_LONG_TIMES = 4  # and has so many times that share
 _TURN_S = 0.01  # nominal cost of a turn itself, so that idle turns use up the budget
 _AUTO_S_PER_OP = 0.0006  # nominal seconds that zb_auto costs per op
 _MOST_STEADY_TASKS = 200  # up to here the middle of a plan is tried as a steady state
@@ -353,7 +355,8 @@ class Portfolio:
         problem = self.with_reserve if fits(self.with_reserve, orders) else self.problem
         if self.climb is None or self.climb.problem is not problem:
             self.climb = Climb(problem, self.measure == "span", self.seed)
-        self._better("local search", partial(improving.improve, climb=self.climb), part, turn)
+        times = _LONG_TIMES if self.num_ops > _LONG_OPS else 1
+        self._better("local search", partial(improving.improve, climb=self.climb), times * part, turn)
 
     def _windows(self, part: float, turn: int) -> None:
         self._better("windows", neighbourhood.improve, part, turn)
@@ -453,6 +456,8 @@ class Portfolio:
         methods: list[Callable[[float, int], None]]
         methods = [self._unroll, self._improve, self._try_all_states, self._prove, self._windows]
         loops = [Part.OFFSETS, Part.MOVES, Part.STATES, Part.WINDOWS, Part.WINDOWS]
+        if self.num_ops > _LONG_OPS:
+            methods[:2], loops[:2] = methods[1::-1], loops[1::-1]
         if self.given is None and self.measure == "makespan":
             self.rounds = Rounds(self.problem)
             if not self.rounds.is_over:

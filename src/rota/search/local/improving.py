@@ -21,6 +21,7 @@ from rota.stopping import Stopped
 _CHUNK = NOMINAL_OPS_PER_S // 20  # ops timed between two looks at the budget
 _FIRST_ROUND = 600  # times the ops of the problem: ops timed in the first round's annealing
 _CLIMB_PART = 0.5  # of that for policies
+_LONG_OPS, _LONG_CLIMB_PART = 20_000, 4.0  # in longer steps a move changes little, and a policy everything
 _HEATS = (0.1, 0.3)  # in turn: by how many mean ops a move may readily lengthen the step at first
 
 
@@ -90,9 +91,10 @@ class _Improvement:
 
     def run(self) -> None:
         work, turn = _FIRST_ROUND * len(self.best), 0
+        climb_part = _CLIMB_PART if len(self.best) <= _LONG_OPS else _LONG_CLIMB_PART
         while not self.is_over:
             before = self.climb.key
-            self._climb(_CLIMB_PART * work)
+            self._climb(climb_part * work)
             heat = _HEATS[turn % len(_HEATS)] * self.mean_us
             found = self.climb.key
             if self.climb.orders is not None and found is not None and found not in (before, self.key):

@@ -20,7 +20,7 @@ from rota.search.timing import score
 from rota.tasks import Kind
 
 _SPREADS = (1.6, 1.3, 2.0, 1.0, 3.0, 0.7)  # how much longer a micro-batch may last than it has to
-_PATIENCES = (2.0, 1.0, 0.5, 0.25, 0.0)
+_PATIENCES = (0.25, 0.0, 0.5, 1.0, 2.0)  # what is good most often comes first: long steps have time for few
 _ROOMS = (None, 2.0, 1.5, 3.0)  # caps in parts of the micro-batches that fit; None: no caps
 
 #: (caps in parts of the memory of a rank, what each forward has at least); None: no caps
@@ -31,7 +31,8 @@ _PLAIN_PART = 0.3  # of the tries, as long as there are plain policies
 
 _NEVER_US = 1 << 61
 _HEAT = 0.001  # by what part a step may readily become longer at the beginning of a cycle
-_FIRST_CYCLE = 300  # tries
+_FIRST_CYCLE, _LEAST_CYCLE = 300, 30  # tries
+_OPS_OF_FIRST_CYCLE = 3_000_000  # that these tries may list: fewer tries where steps are long, so that it cools down
 _BETTER_PART = 0.7  # of the tries, for the walk that has found the better plan
 _GOOD = 6  # plain policies that are kept
 
@@ -55,13 +56,13 @@ class _Walk:
     """Annealing on policies of one family; `policy` is where it is, at a step of `at_us`."""
 
     plain: Iterator[Policy]
+    cycle: int  # tries
     policy: Policy | None = None
     at_us: int | None = None
     best: Policy | None = None
     best_us: int = _NEVER_US
     good: list[tuple[int, Policy]] = field(default_factory=list)  # plain ones, from which every other cycle begins
     tries: int = 0
-    cycle: int = _FIRST_CYCLE
     cycles: int = 0
 
     def heat(self, random: np.random.Generator) -> float:
@@ -94,7 +95,9 @@ class Climb:
         self.most = _most_in_flight(problem)
         self.largest_held_bytes = _largest_held_bytes(problem)
         self.period_us = busiest_us(problem)
-        self.walks = [_Walk(self._by_kind()), _Walk(self._by_time())]
+        num_ops = int(problem.first_op[-1])
+        cycle = min(max(_OPS_OF_FIRST_CYCLE // num_ops, _LEAST_CYCLE), _FIRST_CYCLE)
+        self.walks = [_Walk(self._by_kind(), cycle), _Walk(self._by_time(), cycle)]
         self.key: Objectives | None = None
         self.orders: Orders | None = None
 
@@ -156,6 +159,8 @@ class Climb:
         is_read = problem.outputs.first[1:] > problem.outputs.first[:-1]
         last = 4 * heads.max(initial=0) + self.period_us * problem.num_microbatches
         all_caps = [self._caps(room) for room in (_ROOMS if len(self.capped) else _ROOMS[:1])]
+        if len(self.capped):
+            all_caps.insert(1, self._filling_caps(*_FILLS[0]))
         put_offs = (0.0,) if is_read.all() else (last, 0.0)
         for put_off, spread, patience, caps in product(put_offs, _SPREADS, _PATIENCES, all_caps):
             yield self._plain(spread * heads + put_off * ~is_read, self.period_us, patience, caps)
