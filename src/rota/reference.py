@@ -8,12 +8,17 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
+from typing import Any, Literal
 
 from rota import reading, writing
 from rota.placement import Placement
 from rota.plan import Plan
 from rota.simulation import simulate
+
+NEAR = 0.01  #: a gap up to which a problem counts as nearly closed
+
+State = Literal["closed", "within 1 %", "open"]
 
 
 @dataclass(frozen=True)
@@ -45,6 +50,23 @@ class Reference:
     def num_microbatches(self) -> int:
         """Micro-batches of a step."""
         return self.plan.num_microbatches
+
+    @cached_property
+    def makespan_us(self) -> int:
+        """Makespan of the best plan known, simulated."""
+        return simulate(self.plan).makespan_us
+
+    @property
+    def gap(self) -> float:
+        """How much slower than the bound the best plan may be, as a fraction of its time."""
+        return max(0.0, 1 - self.bound_us / self.makespan_us) if self.makespan_us else 0.0
+
+    @property
+    def state(self) -> State:
+        """Whether the best plan is proven optimal, nearly, or neither."""
+        if self.makespan_us <= self.bound_us:
+            return "closed"
+        return "within 1 %" if self.gap <= NEAR else "open"
 
     def is_of(self, placement: Placement, num_microbatches: int) -> bool:
         """Whether this is the same problem."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from cli.test_cli import run
 from rota import Cluster, Costs, place, schedules, simulate
 from rota.reference import Reference
-from support.problem_library import check
+from support.problem_library import FOLDER, check
 
 Capsys = pytest.CaptureFixture[str]
 
@@ -25,9 +26,15 @@ def write_poor(folder: Path, name: str, bound_us: int = 0) -> Path:
     return path
 
 
+def add_checker(folder: Path) -> None:
+    for name in ("check.py", "certificates.py"):
+        shutil.copy(FOLDER / name, folder)
+
+
 @pytest.mark.parametrize("jobs", [1, 2])
 def test_better_plans_and_bounds_are_written(jobs: int, tmp_path: Path, capsys: Capsys) -> None:
     paths = [write_poor(tmp_path, name) for name in ("poor", "poorer", "other")]
+    add_checker(tmp_path)
     before = [path.read_text() for path in paths]
     arguments = ("bench-search", tmp_path, "--only", "poor*", "--time-limit", 5, "--jobs", jobs)
     code, out, _ = run(capsys, *arguments)
@@ -52,6 +59,44 @@ def test_better_plans_and_bounds_are_written(jobs: int, tmp_path: Path, capsys: 
     assert "reached the best known plan of 2 of 2" in out
 
 
+def test_nothing_is_written_that_the_checker_refuses(tmp_path: Path, capsys: Capsys) -> None:
+    path = write_poor(tmp_path, "poor")
+    before = path.read_text()
+    arguments = ("bench-search", path, "--time-limit", 5, "--update")
+    code, _, err = run(capsys, *arguments)
+    assert code == 2
+    assert "check.py is missing" in err
+    (tmp_path / "check.py").write_text("import sys\nsys.exit('the plan takes too long')\n")
+    code, _, err = run(capsys, *arguments)
+    assert code == 2
+    assert "poor.json stays as it was" in err
+    assert "refuses what the search found: the plan takes too long" in err
+    assert path.read_text() == before
+
+
+def test_what_is_known_is_listed_without_a_search(tmp_path: Path, capsys: Capsys) -> None:
+    write_poor(tmp_path, "poor")
+    write_poor(tmp_path, "nearly", bound_us=2390)
+    code, out, _ = run(capsys, "bench-search", tmp_path, "--list")
+    assert code == 0
+    assert "0 closed, 1 within 1 %, 1 open: 50.0% closed or within 1 %" in out
+    assert "Open: poor (100.0%)" in out
+    code, out, _ = run(capsys, "bench-search", tmp_path, "--list", "--json", "--only", "near*")
+    assert code == 0
+    fields = json.loads(out)
+    assert (fields["name"], fields["makespan_us"], fields["bound_us"]) == ("nearly", 2400, 2390)
+    assert (fields["state"], fields["found_by"], fields["argument"]) == ("within 1 %", "gpipe", "words")
+
+
+def test_only_those_that_are_open_are_searched(tmp_path: Path, capsys: Capsys) -> None:
+    write_poor(tmp_path, "done", bound_us=2400)
+    write_poor(tmp_path, "poor")
+    code, out, _ = run(capsys, "bench-search", tmp_path, "--open", "--list")
+    assert code == 0
+    assert "poor" in out
+    assert "done" not in out
+
+
 def test_json_has_one_object_per_problem(tmp_path: Path, capsys: Capsys) -> None:
     path = write_poor(tmp_path, "poor")
     code, out, _ = run(capsys, "bench-search", path, "--time-limit", 5, "--json")
@@ -63,6 +108,7 @@ def test_json_has_one_object_per_problem(tmp_path: Path, capsys: Capsys) -> None
 
 def test_a_wrong_bound_is_noticed(tmp_path: Path, capsys: Capsys) -> None:
     path = write_poor(tmp_path, "poor", bound_us=2101)
+    add_checker(tmp_path)
     code, _, err = run(capsys, "bench-search", path, "--time-limit", 5, "--update")
     assert code == 2
     assert "poor.json: the bound of 2101 µs is wrong: the search found a plan that takes 2100 µs" in err

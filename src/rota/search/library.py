@@ -6,7 +6,7 @@ import importlib.metadata
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 from rota.checking import check
 from rota.errors import FormatError, SearchError
@@ -15,12 +15,7 @@ from rota.reference import Reference
 from rota.search import bounds
 from rota.search.finding import find_plan
 from rota.search.problem import Problem
-from rota.search.result import SearchResult, gap
-from rota.simulation import simulate
-
-NEAR = 0.01  #: a gap up to which a problem counts as nearly closed
-
-State = Literal["closed", "within 1 %", "open"]
+from rota.search.result import SearchResult
 
 
 @dataclass(frozen=True)
@@ -44,28 +39,6 @@ class Attempt:
     was_stopped: bool
 
     @property
-    def known_us(self) -> int:
-        """Makespan of the plan that was known."""
-        return simulate(self.known.plan).makespan_us
-
-    @property
-    def makespan_us(self) -> int:
-        """Makespan of the best plan."""
-        return self.known_us if self.found_us is None else min(self.known_us, self.found_us)
-
-    @property
-    def gap(self) -> float:
-        """How much slower than the bound the best plan may be, as a fraction of its time."""
-        return gap(self.makespan_us, self.best.bound_us)
-
-    @property
-    def state(self) -> State:
-        """Whether the best plan is proven optimal, nearly, or neither."""
-        if self.makespan_us <= self.best.bound_us:
-            return "closed"
-        return "within 1 %" if self.gap <= NEAR else "open"
-
-    @property
     def has_better_plan(self) -> bool:
         """Whether the search found a faster plan than was known."""
         return self.best.plan is not self.known.plan
@@ -81,11 +54,11 @@ class Attempt:
             "name": self.known.name,
             "family": self.known.family,
             "num_ops": self.known.plan.num_ops,
-            "state": self.state,
-            "gap": self.gap,
-            "makespan_us": self.makespan_us,
+            "state": self.best.state,
+            "gap": self.best.gap,
+            "makespan_us": self.best.makespan_us,
             "bound_us": self.best.bound_us,
-            "known_us": self.known_us,
+            "known_us": self.known.makespan_us,
             "known_bound_us": self.known.bound_us,
             "found_us": self.found_us,
             "elapsed_s": round(self.elapsed_s, 3),
@@ -120,7 +93,7 @@ def search_file(path: str | os.PathLike[str], time_limit_s: float) -> Attempt:
         raise FormatError(
             f"the bound of {known.bound_us} µs is wrong: the search found a plan that takes {found_us} µs; remove it"
         )
-    if found_us < simulate(known.plan).makespan_us:
+    if found_us < known.makespan_us:
         best = replace(best, plan=result.plan, found_by=result.how)
     bound_us, certificate = _bound(result)
     if (bound_us, _is_argument(certificate)) > (known.bound_us, _is_argument(known.certificate)):
