@@ -17,18 +17,22 @@ from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from typing import final
 
-_KEPT = "ROTA_KEPT_MEMORY"  # an environment variable, set by the launcher: the number of an open file
+# Environment variables, set by the launcher: numbers of open files.
+_KEPT, _FORMER = "ROTA_KEPT_MEMORY", "ROTA_FORMER_MEMORIES"
 _NONE = -1
 _HEADER = struct.Struct("<qqQQQ")  # step, its complement, bytes of data, where they start, bytes of room there
 _SLOT_BYTES, _HEADERS_BYTES = 64, 4096
 NUM_SLOTS = 2
 _MORE = 17 / 16  # room for numbers that grow
 _POPULATE_WRITE = 23  # linux/mman.h: madvise maps all pages at once, which is ten times as fast as one by one
+MOST_FORMER = 120  #: memories of earlier processes that one process can be given
 
 
 def environment_of(files: Sequence[int]) -> dict[str, str]:
-    """The environment through which a rank finds its memory; empty if it was given none."""
-    return {_KEPT: str(files[0])} if files else {}
+    """The environment through which a rank finds its memory, and then those of earlier processes; empty if none."""
+    if not files:
+        return {}
+    return {_KEPT: str(files[0]), **({_FORMER: ",".join(map(str, files[1:]))} if files[1:] else {})}
 
 
 def given() -> int | None:
@@ -39,6 +43,14 @@ def given() -> int | None:
     return int(number)
 
 
+def given_former() -> list[int]:
+    """The files of the memories that the processes of another plan have left, by their rank."""
+    files = [int(number) for number in os.environ.get(_FORMER, "").split(",") if number]
+    for file in files:
+        os.set_inheritable(file, False)
+    return files
+
+
 @final
 class KeptMemories:
     """One memory per rank, for as long as the context manager is entered. Nothing is in any folder."""
@@ -47,6 +59,8 @@ class KeptMemories:
         self._num_ranks = num_ranks
         self._stack = ExitStack()
         self.files: list[int] = []
+        #: What the processes of another plan have left, by their rank; no process writes to it.
+        self.former: list[int] = []
 
     def __enter__(self) -> KeptMemories:
         with self._stack as stack:
@@ -57,7 +71,7 @@ class KeptMemories:
         return self
 
     def _close(self) -> None:
-        for file in self.files:
+        for file in (*self.files, *self.former):
             os.close(file)
 
     def __exit__(self, *_: object) -> None:
@@ -78,10 +92,26 @@ class KeptMemories:
         while at < left:
             at += os.sendfile(self.files[target], self.files[source], at, left - at)
 
+    def set_aside(self, ranks: Sequence[int]) -> None:
+        """Keep what these ranks have as `former`, and give all ranks new memories."""
+        if not self.files:
+            return
+        self.drop_former()
+        self.former = [self.files[rank] for rank in ranks]
+        for rank, file in enumerate(self.files):
+            if rank not in ranks:
+                os.close(file)
+            self.files[rank] = os.memfd_create(f"rota-rank-{rank}")
+
+    def drop_former(self) -> None:
+        """Free what is in `former`."""
+        for file in self.former:
+            os.close(file)
+        self.former = []
+
     def newest_step(self, ranks: Sequence[int]) -> int:
         """The newest step that all of these ranks hold; -1 if there is none."""
-        held = [steps_in(self.files[rank]) for rank in ranks] if self.files else []
-        return max(set.intersection(*map(set, held)), default=_NONE) if held else _NONE
+        return newest_common([self.files[rank] for rank in ranks]) if self.files else _NONE
 
 
 def steps_in(file: int) -> list[int]:
@@ -91,6 +121,12 @@ def steps_in(file: int) -> list[int]:
         return []
     found = (_HEADER.unpack_from(headers, slot * _SLOT_BYTES) for slot in range(NUM_SLOTS))
     return [step for step, complement, *_ in found if step >= 0 and complement == ~step]
+
+
+def newest_common(files: Sequence[int]) -> int:
+    """The newest step that is whole in all of these memories; -1 if there is none."""
+    held = [{*steps_in(file)} for file in files]
+    return max(set.intersection(*held), default=_NONE) if held else _NONE
 
 
 @final

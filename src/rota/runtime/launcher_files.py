@@ -21,6 +21,7 @@ from rota.units import count_text, time_text
 
 # Environment variables, set by the launcher.
 _FOLDER, _RESTART, _LIMIT = "ROTA_FOLDER", "ROTA_RESTART", "ROTA_TIMEOUT_S"
+_FORMER_PLAN = "former-plan.json"
 
 
 def digest(plan: Plan) -> str:
@@ -28,10 +29,20 @@ def digest(plan: Plan) -> str:
     return hashlib.sha256(plan.to_json().encode()).hexdigest()
 
 
-def write_plan(plan: Plan, folder: str) -> dict[str, str]:
-    """Write the plan for the ranks; returns the environment through which they find it."""
+def write_plan(plan: Plan, folder: str, former: Plan | None = None) -> dict[str, str]:
+    """Write the plan for the ranks; returns the environment through which they find it.
+
+    `former`: what the processes ran whose memories these ranks go on from, if it was another plan.
+    """
     Path(folder, "plan.json").write_text(plan.to_json())
+    if former is not None:
+        Path(folder, _FORMER_PLAN).write_text(former.to_json())
     return {_FOLDER: folder}
+
+
+def former_plan() -> Plan:
+    """What the processes ran whose memories this one was given."""
+    return Plan.from_json(Path(os.environ[_FOLDER], _FORMER_PLAN).read_text())
 
 
 def given_plan(path: str | Path | None = None, *, dp: int = 1, tp: int = 1) -> Plan:
@@ -130,11 +141,19 @@ def given_limit_s() -> float | None:
 # --- records ----------------------------------------------------------------------------------------------------------
 
 
-def leave_record(plan: Plan, record: Record) -> None:
-    """Write a rank's record for the launcher, if there is one."""
+def leave_record(plan: Plan, record: Record, ran: Plan | None = None) -> None:
+    """Write a rank's record for the launcher, if there is one. `ran`: what the last step ran, if not `plan`."""
     if _FOLDER in os.environ:
-        path = _path(os.environ[_FOLDER], plan, record.rank, int(os.environ.get(_RESTART, "0")))
-        path.write_text(json.dumps(record.to_fields()))
+        folder, restart = os.environ[_FOLDER], int(os.environ.get(_RESTART, "0"))
+        if record.rank == 0 and ran is not None and ran is not plan:
+            _path_of_last(folder, plan, restart).write_text(ran.to_json())
+        _path(folder, plan, record.rank, restart).write_text(json.dumps(record.to_fields()))
+
+
+def last_plan(plan: Plan, folder: str, restart: int = 0) -> Plan:
+    """What the last step of a pipeline of `plan` ran: another order if it has swapped, see `rota run --adapt`."""
+    path = _path_of_last(folder, plan, restart)
+    return Plan.from_json(path.read_text()) if path.exists() else plan
 
 
 def collect(plan: Plan, folder: str, restart: int = 0) -> list[Record]:
@@ -163,6 +182,10 @@ def _read_record(found: Field, rank: int) -> Record:
 
 
 _LATEST_NS = 2**63 - 1
+
+
+def _path_of_last(folder: str, plan: Plan, restart: int) -> Path:
+    return Path(folder, f"{digest(plan)[:16]}.restart{restart}.last-plan.json")
 
 
 def _path(folder: str, plan: Plan, rank: int, restart: int) -> Path:

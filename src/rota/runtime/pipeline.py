@@ -24,6 +24,7 @@ from rota.checking import check
 from rota.errors import PipelineError
 from rota.models import Stages
 from rota.plan import Plan
+from rota.runtime.adapting import Adapting, least_gain_of
 from rota.runtime.agreement import Agreement, Call, refuse_differences
 from rota.runtime.channels import Channels
 from rota.runtime.clocks import clock_offset_ns
@@ -78,6 +79,8 @@ class Pipeline:
         allow_nonfinite_loss: `step` returns a loss that is nan or infinite instead of raising PipelineError.
         check_data: when ranks compare what they were given: "first" (in the first step, evaluation and forward),
             "always" or "never". Ranks of one replica must have the same batch, replicas different ones.
+        adapt: look every ten steps whether a rank has become slower or faster, and swap to another order between two
+            steps if that saves at least this fraction of a step, such as 0.03. None: as `rota run --adapt` says.
 
     Raises:
         PlanError: `check` refuses the plan.
@@ -100,8 +103,10 @@ class Pipeline:
         recompute: str | Iterable[int] = "none",
         allow_nonfinite_loss: bool = False,
         check_data: Literal["first", "always", "never"] = "first",
+        adapt: float | None = None,
     ) -> None:
         check(plan)
+        least_gain = least_gain_of(adapt, plan)
         if check_data not in ("first", "always", "never"):
             raise PipelineError(f"check_data={check_data!r}; say 'first', 'always' or 'never'")
         refuse_other_cuts(stages, plan)
@@ -134,7 +139,7 @@ class Pipeline:
             self._report_failure = self._watchdog.fail
             self._teardown.callback(self._end_checkpoints)
             with self._watchdog.watching("the other ranks to make their pipelines", PATIENT):
-                otherwise = refuse_differences(plan, stages, shared, mesh)
+                otherwise = refuse_differences(plan, stages, shared, mesh, least_gain)
                 self.mesh, self._processes = mesh, Processes(mesh, limit)
                 # The last references: this closes the connections, so that the peers notice.
                 self._teardown.callback(lambda: leave(self._processes.close()))
@@ -177,6 +182,11 @@ class Pipeline:
                 with collective("comparing clocks"):
                     self._record.offset_ns = clock_offset_ns(self._processes.pipeline)
             self._num_steps = 0  # that were begun
+            self._ran_own = True  # the last step was given no plan
+            self._adapting: Adapting | None = None
+            if least_gain is not None:
+                self._adapting = Adapting(plan, least_gain, self._processes, self._plans.get)
+                self._teardown.callback(self._adapting.close)
             self._progress = progress_of(plan, self._processes.is_first)
             self._loss_counts, self._stops = LossCounts(self.parameters()), StopRequests(self._processes.is_first)
             self._step_end = StepEnd(
@@ -370,7 +380,8 @@ class Pipeline:
                 without dims, or with one row beside others with more, goes to every micro-batch whole.
             targets: what `loss_fn` gets, on the ranks of the last stage; in the same forms as `inputs`.
                 None if `loss_fn` takes the output alone.
-            plan: the plan of this step, the same on all ranks of a replica; see `prepare`. None: that of the pipeline.
+            plan: the plan of this step, the same on all ranks of a replica; see `prepare`. None: that of the pipeline,
+                or the one that it has swapped to, see `adapt`.
             sizes: as for `prepare`.
             scale: multiplies the gradients, but not the loss returned.
             sync: reduce the gradients of replicas and of tied weights, with those of earlier steps without `sync`.
@@ -391,7 +402,8 @@ class Pipeline:
             LostRankError: another rank is gone.
         """
         self._refuse_closed()
-        ready = self._plans.get(plan, sizes)
+        adapting = self._adapting if plan is None and not sizes else None
+        ready = self._plans.get(plan if adapting is None else adapting.plan, sizes)
         before_first, self._before_first = self._before_first, None
         if before_first is not None:
             before_first(self, inputs, targets)
@@ -400,17 +412,28 @@ class Pipeline:
         factor = self._step_end.loss_scale.begin(scaler)
         batch = self._take(ready, inputs, targets, has_loss=ready.execution.trains, scale=scale * factor)
         ready.inputs.warn_of_other_rows(batch)
+        self._ran_own = plan is None or plan is self.plan
         self._num_steps += 1
         begun_s = time.monotonic()
         if wait:
             loss = self._run(Call.STEP if sync else Call.STEP_WITHOUT_SYNC, ready, batch, float(scale)).loss.mean
             if self._progress is not None:
                 self._progress.done(self._num_steps, begun_s, loss)
+            if adapting is not None:
+                self._adapt(adapting)
             return loss
         call = Call.STEP_WITHOUT_WAIT if sync else Call.STEP_WITHOUT_SYNC_AND_WAIT
         handle = self._run(call, ready, batch, float(scale)).handle
         assert handle is not None
         return handle
+
+    def _adapt(self, adapting: Adapting) -> None:
+        """After a step of the pipeline's own plan that has ended."""
+        before = adapting.plan
+        with self.watching("the other ranks' times"), collective("comparing the ranks' times"):
+            adapting.after_step(self._record, self._num_steps)
+        if self._progress is not None and adapting.plan is not before:
+            self._progress.runs(adapting.plan)
 
     def evaluate(
         self, inputs: Any = None, targets: Any = None, *, plan: Plan | None = None, sizes: Sequence[Sequence[int]] = ()
@@ -697,10 +720,10 @@ class Pipeline:
     def _leave_record(self) -> None:
         if self._failed and self._channels is not None:  # the device may never end the step
             return
-        if self._last is self._plans.base and self._last.execution.complete and self._processes.is_first_pipeline:
+        if self._ran_own and self._last.execution.complete and self._processes.is_first_pipeline:
             self._last.execution.settle()
             try:
-                leave_record(self.plan, self._record)
+                leave_record(self.plan, self._record, self._last.plan)
             except OSError as error:
                 raise PipelineError(
                     f"the last step's record for `rota run --timeline` was not written ({error}); make room there, or "

@@ -35,6 +35,10 @@ class StepProgress:
         self._num_told = 0
         self._planned = ""
 
+    def runs(self, plan: Plan) -> None:
+        """The steps from now on run this plan."""
+        self._plan, self._planned = plan, ""
+
     def done(self, number: int, begun_s: float, loss: float) -> None:
         """Step `number`, which began at `begun_s` of `time.monotonic`, has ended. A `loss` of nan is not told."""
         now_s = self._now_s()

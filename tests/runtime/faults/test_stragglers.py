@@ -12,10 +12,10 @@ import pytest
 from rota import Cluster, Costs, FormatError, Plan, place
 from rota.cli.commands.run import _report_end
 from rota.runtime.faults.stragglers import Straggler, stragglers
-from rota.runtime.launcher_files import collect, leave_record
+from rota.runtime.launcher_files import collect, last_plan, leave_record
 from rota.runtime.launching.launch import Run
 from rota.runtime.recorder import Record
-from rota.schedules import gpipe
+from rota.schedules import gpipe, one_f_one_b
 
 
 def plan(num_ranks: int = 3) -> Plan:
@@ -74,6 +74,17 @@ def test_records_are_handed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         leave_record(plan(), record)
     (found,) = stragglers(plan(), collect(plan(), str(tmp_path)))
     assert (found.rank, found.num_slow, found.num_steps) == (2, 20, 20)
+
+
+def test_a_record_of_another_order_is_handed_over_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ROTA_FOLDER", str(tmp_path))
+    other = one_f_one_b(plan().placement, 2)
+    assert last_plan(plan(), str(tmp_path)) == plan()
+    for record in records([600], [600], [600]):
+        leave_record(plan(), record, other)
+    assert len(collect(plan(), str(tmp_path))) == 3
+    assert last_plan(plan(), str(tmp_path)) == other
+    assert last_plan(plan(), str(tmp_path), restart=1) == plan()
 
 
 @pytest.mark.parametrize(

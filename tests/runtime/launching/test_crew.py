@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from rota import Cluster, Costs, Plan, place
+from rota import Cluster, Costs, Plan, place, replan
 from rota.backups import Backup, Backups, Place, plan_backup
 from rota.runtime.kept_memory import KeptMemories, Slots, steps_in
 from rota.runtime.launching.crew import Crew
@@ -24,6 +24,7 @@ from support.replicated_training import NUM_MICROBATCHES, NUM_STAGES, train
 SCRIPT = str(Path(replicated_training.__file__))
 PLAN = one_f_one_b(place(Costs.uniform(NUM_STAGES, 100, 200), Cluster.uniform(NUM_STAGES)), NUM_MICROBATCHES)
 NUM_STEPS = 14
+FOUR = one_f_one_b(place(Costs.uniform(4, 100, 200), Cluster.uniform(4)), 4)
 
 
 def backups_of(plan: Plan, num_replicas: int) -> Backups:
@@ -89,6 +90,59 @@ def test_without_peers_nobody_goes_on() -> None:
         assert crew.members == [1, 2, 3]
         assert crew.lose(1, 5) is None  # rank 0 of replica 1, the last one with stage 0
         assert crew.members == [1, 2, 3]
+
+
+def test_fewer_ranks_get_what_all_had_in_memory(tmp_path: Path) -> None:
+    with KeptMemories(4) as memories:
+        crew = Crew(FOUR, 1, 1, memories, rejoin_after_s=None, min_ranks=2)
+        for number, file in enumerate(memories.files):
+            keep(file, 7, bytes([number]))
+            keep(file, 8 if number != 2 else 6, bytes([10 + number]))
+        assert [len(files) for files in crew.files_of_start()] == [1] * 4
+
+        told = crew.lose(1, 7)
+        assert told is not None
+        assert told.startswith("the others go on without rank 1: makespan ")
+        assert (crew.members, crew.plan, crew.former_plan) == ([0, 2, 3], replan(FOUR, 3), FOUR)
+        assert crew.rejoin_at_s is None
+        left = crew.environments(str(tmp_path))
+        assert [one["LOCAL_RANK"] for one in left] == ["0", "2", "3"]
+        assert {one["ROTA_MESH"] for one in left} == {"1 3 1"}
+        files = crew.files_of_start()
+        assert [steps_in(own) for own, *_ in files] == [[]] * 3
+        for _, *former in files:
+            assert [bytes(Slots(file).data(7)) for file in former] == [bytes([i]) for i in range(4)]
+        assert crew.newest_step() == 7
+        assert crew.lose(0, 7) is None  # no step was done since then
+
+        for own in (memories.files[0], memories.files[2]):
+            keep(own, 8, b"new")
+        assert len(crew.files_of_start()[0]) == 5  # one has not committed: all go on from step 7 again
+        keep(memories.files[3], 8, b"last")
+        assert len(crew.files_of_start()[0]) == 1
+        assert crew.former_plan is None
+
+        assert crew.lose(2, 8) is not None
+        assert (crew.members, crew.former_plan) == ([0, 2], replan(FOUR, 3))
+        assert crew.plan == replan(FOUR, 2)
+        assert [bytes(Slots(file).data(8)) for file in crew.files_of_start()[0][1:]] == [b"new", b"new", b"last"]
+        for member in crew.members:
+            keep(memories.files[member], 9, b"two")
+        assert crew.lose(0, 9) is None  # fewer than two
+
+        assert crew.rejoin() == "rank 1 and rank 3 join again"
+        assert (crew.plan, crew.members, crew.former_plan) == (FOUR, [0, 1, 2, 3], replan(FOUR, 2))
+        assert [bytes(Slots(file).data(9)) for file in crew.files_of_start()[3][1:]] == [b"two", b"two"]
+
+
+def test_what_only_some_have_committed_is_not_taken_for_another_plans(tmp_path: Path) -> None:
+    """Nobody has committed a step when the second rank is lost, but the others have begun to."""
+    with KeptMemories(4) as memories:
+        crew = Crew(FOUR, 1, 1, memories, rejoin_after_s=None, min_ranks=2)
+        for number in (0, 2, 3):
+            keep(memories.files[number], 1, b"one")
+        assert crew.lose(1, -1) is not None
+        assert [[steps_in(file) for file in files] for files in crew.files_of_start()] == [[[]]] * 3
 
 
 # --- in a run ---------------------------------------------------------------------------------------------------------

@@ -204,3 +204,29 @@ def test_the_half_that_torchrun_has_left_goes_on(pool: Pool, tmp_path: Path) -> 
     for step, loss, _ in told(tmp_path):
         assert loss == pytest.approx(expected[step], abs=1e-10)
     assert_nothing_left(tmp_path)
+
+
+@pytest.mark.faults
+def test_fewer_ranks_go_on_from_memory(short_folder: Path) -> None:
+    """A rank is lost two steps after a checkpoint, then another one; no checkpoint is read, no sample seen twice."""
+    seen_in = {}
+    for name, faults in (("undisturbed", []), ("disturbed", [(6, 1, "SIGKILL"), (10, 0, "raise")])):
+        folder = short_folder / name
+        folder.mkdir()
+        (folder / "plan.json").write_text(PLAN.to_json())
+        (folder / "faults.json").write_text(json.dumps(faults))
+        done = rota_run(folder, "--min-ranks", "2", arguments=["epochs"])
+        assert done.returncode == 0, done.stderr
+        seen_in[name] = told(folder)
+        assert_nothing_left(folder)
+    lines = [line for line in done.stderr.splitlines() if line.startswith(("rota run: ", "rota: training"))]
+    assert [line.partition(": makespan")[0] for line in lines] == [
+        "rota run: rank 1 ended with SIGKILL: the others go on without rank 1",
+        "rota: training resumes from step 6 in memory",
+        "rota run: rank 0 ended with exit code 1: the others go on without rank 0",
+        "rota: training resumes from step 10 in memory",
+    ]
+    expected = seen_in["undisturbed"]
+    assert [(step, numbers) for step, _, numbers in seen_in["disturbed"]] == [(s, n) for s, _, n in expected]
+    for (_, loss, _), (_, other, _) in zip(seen_in["disturbed"], expected, strict=True):
+        assert loss == pytest.approx(other, abs=1e-12, rel=0)

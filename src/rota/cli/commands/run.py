@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from rota import reading, schedule_csv
 from rota.cli import files
-from rota.cli.arguments import add_force, mesh, number, seconds
+from rota.cli.arguments import add_force, mesh, number, percent, seconds
 from rota.cli.parser import Command, Parser, one_of
 from rota.cli.requirements import InputError, require_installed
 from rota.errors import PipelineError
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from rota.runtime.launching.launch import Run
 
 _REJOIN_AFTER_S = 60.0
+_ADAPT_GAIN = 0.03
 _MOST_PROCESSES = 1024  # that `rota run` starts
 _WORKERS = {"rota": "rota.runtime.launching.worker", "torch": "rota.interop.torch_worker"}  # by engine
 
@@ -42,8 +43,20 @@ def add_arguments(parser: Parser) -> None:
         "plans from `rota plan --backups`"
     )
     parser.add_argument("--backups", metavar="FILE", help=help_text)
-    help_text = "with --backups: start a lost rank again after S seconds (default: 60)"
+    help_text = (
+        "continue on fewer ranks, at least N, if one failed after all restarts: they run the same stages, and take the "
+        "state from memory"
+    )
+    parser.add_argument("--min-ranks", type=number(1), metavar="N", help=help_text)
+    help_text = "start a lost rank again after S seconds (default: 60 with --backups, never with --min-ranks)"
     parser.add_argument("--rejoin-after", type=seconds, metavar="S", help=help_text)
+    help_text = (
+        "look whether a rank becomes slower or faster than the others, and swap to another order of the same stages "
+        "while training goes on"
+    )
+    parser.add_argument("--adapt", action="store_true", help=help_text)
+    help_text = "with --adapt: swap only if a step gets shorter by PERCENT (default: 3)"
+    parser.add_argument("--adapt-gain", type=percent, metavar="PERCENT", help=help_text)
     help_text = "end the run after S seconds without progress (default: 20 simulated steps, at least 60 s)"
     parser.add_argument("--timeout", type=seconds, metavar="S", help=help_text)
     help_text = (
@@ -71,12 +84,13 @@ def run(arguments: argparse.Namespace) -> int:
     """Run the script on every rank of the plan. Returns the exit code: 128 + its number if a signal ended the run."""
     planned = files.read_plan(arguments.plan)
     require_installed("torch", "torch")  # for the ranks: this process needs none
-    from rota.runtime.environment import PROGRESS, device_environment
+    from rota.runtime.environment import PROGRESS, adapt_environment, device_environment
     from rota.runtime.launching.launch import EndedBySignal, launch
 
     reading.read_text(arguments.script)
     if arguments.engine == "torch":
         schedule_csv.require_chain(planned.placement, "or use --engine rota")
+    least_gain = _least_gain(arguments, planned)
     backups = _backups(arguments, planned)
     replicas = 1 if planned.usage is None else planned.usage.num_replicas
     if backups is not None:
@@ -97,6 +111,7 @@ def run(arguments: argparse.Namespace) -> int:
             f"--mesh dp={dp},tp={tp}: {arguments.backups} is for dp={backups.num_replicas},tp=1; plan the backups for "
             f"this mesh, or leave --mesh out"
         )
+    _refuse_min_ranks(arguments, planned, dp * tp)
     if arguments.device not in ("auto", "cpu"):
         from rota.runtime.device.local import device_type
 
@@ -108,7 +123,10 @@ def run(arguments: argparse.Namespace) -> int:
         "--mesh",
         "--max-restarts",
         "--backups",
+        "--min-ranks",
         "--rejoin-after",
+        "--adapt",
+        "--adapt-gain",
         "--timeout",
         "--engine",
         "--device",
@@ -123,12 +141,14 @@ def run(arguments: argparse.Namespace) -> int:
             worker=_WORKERS[arguments.engine] if arguments.verify is None else "rota.verifying.run_worker",
             environment=device_environment(arguments.device)
             | {PROGRESS: "1"}
+            | adapt_environment(least_gain)
             | ({} if arguments.verify is None else {"ROTA_VERIFY": arguments.verify}),
             dp=dp,
             tp=tp,
             max_restarts=arguments.max_restarts,
             backups=backups,
-            rejoin_after_s=arguments.rejoin_after or _REJOIN_AFTER_S,
+            rejoin_after_s=arguments.rejoin_after or (None if backups is None else _REJOIN_AFTER_S),
+            min_ranks=arguments.min_ranks,
             timeout_s=arguments.timeout,
             report=_report,
         )
@@ -145,11 +165,37 @@ def run(arguments: argparse.Namespace) -> int:
     return _report_end(done, arguments.timeline)
 
 
+def _least_gain(arguments: argparse.Namespace, planned: Plan) -> float | None:
+    """What --adapt asks of another order, as a fraction of a step; None without it."""
+    if not arguments.adapt:
+        if arguments.adapt_gain is not None:
+            raise InputError(f"--adapt-gain {100 * arguments.adapt_gain:g} is for --adapt")
+        return None
+    if arguments.engine == "torch":
+        raise InputError("--adapt: PyTorch's engine cannot run another order between two steps; use --engine rota")
+    if not planned.placement.is_alike:
+        raise InputError(f"--adapt: the micro-batches of {arguments.plan} differ; leave --adapt out")
+    return _ADAPT_GAIN if arguments.adapt_gain is None else float(arguments.adapt_gain)
+
+
+def _refuse_min_ranks(arguments: argparse.Namespace, planned: Plan, num_pipelines: int) -> None:
+    if (least := arguments.min_ranks) is None:
+        return
+    if arguments.backups is not None:
+        raise InputError(f"--min-ranks {least} and --backups are two ways to go on without a rank; give one of them")
+    if arguments.engine == "torch":
+        raise InputError(f"--min-ranks {least}: PyTorch's engine keeps no state in memory; use --engine rota")
+    if num_pipelines > 1:
+        raise InputError(f"--min-ranks {least} is for one pipeline without TP shards; use --backups with replicas")
+    if least >= planned.num_ranks:
+        raise InputError(f"--min-ranks {least}: {arguments.plan} is for {planned.num_ranks} ranks; give fewer")
+
+
 def _backups(arguments: argparse.Namespace, planned: Plan) -> Backups | None:
     """The backup plans of --backups."""
     if arguments.backups is None:
-        if arguments.rejoin_after is not None:
-            raise InputError(f"--rejoin-after {arguments.rejoin_after:g} is for --backups FILE")
+        if arguments.rejoin_after is not None and arguments.min_ranks is None:
+            raise InputError(f"--rejoin-after {arguments.rejoin_after:g} is for --backups FILE and --min-ranks N")
         return None
     if arguments.engine == "torch":
         raise InputError(f"--backups {arguments.backups}: PyTorch's engine cannot run these plans; use --engine rota")

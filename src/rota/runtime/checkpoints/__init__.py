@@ -32,6 +32,7 @@ from rota.runtime.checkpoints.batches import Batches
 from rota.runtime.checkpoints.contents import read_contents
 from rota.runtime.checkpoints.copies import Copies
 from rota.runtime.checkpoints.files import Saved
+from rota.runtime.checkpoints.former_states import FormerStates
 from rota.runtime.checkpoints.in_memory import StatesInMemory
 from rota.runtime.checkpoints.lock import locked
 from rota.runtime.checkpoints.manifest import File, Manifest, require_json
@@ -51,7 +52,7 @@ from rota.runtime.checkpoints.training_json import training_to_json
 from rota.runtime.faults.watchdog import PATIENT
 from rota.runtime.host_memory import available_bytes
 from rota.runtime.json_messages import all_gather_json
-from rota.runtime.launcher_files import is_restart
+from rota.runtime.launcher_files import former_plan, is_restart
 from rota.runtime.pipeline import Pipeline
 from rota.runtime.reducing.wrapped_stages import is_sharded
 from rota.runtime.transport import collective
@@ -120,6 +121,7 @@ class Checkpoints:
         self._copies = Copies(pipeline._device, None)
         self._lock = ExitStack()
         self._in_memory = self._of_this_rank()
+        self._former = FormerStates(kept_memory.given_former(), self._trained)
         self._fits_in_memory: bool | None = None  # not known before the first `commit`
         self._num_steps_committed = -1  # of the pipeline's, when `commit` was called last
         with pipeline.watching("the other ranks to make their Checkpoints", PATIENT):
@@ -388,18 +390,25 @@ class Checkpoints:
         return self._fits_in_memory
 
     def _load_from_memory(self, in_memory: StatesInMemory, newest_saved: int) -> Checkpoint | None:
-        """Restore the newest step that all ranks have in memory, unless a later one was saved. Collective."""
+        """Restore the newest step that all ranks have in memory, or those of the plan before. Collective.
+
+        Nothing is restored if a later step was saved.
+        """
         steps = set.intersection(*map(set, self._ranks.gather(in_memory.steps)))
-        step = max(steps, default=-1)
+        is_former = not steps
+        step = self._former.step if is_former else max(steps)
         if step < max(newest_saved, 0):
             in_memory.forget_all_but(None)
             return None
-        kept = self._ranks.agreed(f"looking at step {step} in memory", lambda: in_memory.prepare(step))
+        kept = self._ranks.agreed(
+            f"looking at step {step} in memory",
+            lambda: self._former.prepare() if is_former else in_memory.prepare(step),
+        )
         self._ranks.agreed(f"setting the state of step {step} in memory", kept.restore)
-        in_memory.forget_all_but(step)
+        in_memory.forget_all_but(None if is_former else step)
         if is_restart():
             self._report(f"training resumes from step {step} in memory")
-        return Checkpoint(step, kept.extra, self._pipeline.plan, None)
+        return Checkpoint(step, kept.extra, former_plan() if is_former else self._pipeline.plan, None)
 
     # --- loading --------------------------------------------------------------------------------------------------
 

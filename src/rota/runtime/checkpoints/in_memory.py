@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Iterator
+from math import prod
 from typing import Any, NamedTuple, final
 
 import torch
@@ -19,6 +20,7 @@ from rota import reading
 from rota.errors import PipelineError
 from rota.reading import Field
 from rota.runtime.checkpoints.manifest import Manifest
+from rota.runtime.checkpoints.optimizer_state import Record
 from rota.runtime.checkpoints.random_states import random_from_json, random_state, random_to_json
 from rota.runtime.checkpoints.state import Restoring, Trained
 from rota.runtime.checkpoints.tensors import Stored
@@ -44,6 +46,51 @@ class Kept(NamedTuple):
             if data:
                 tensor.copy_(torch.frombuffer(data, dtype=tensor.dtype).view(tensor.shape))
         self.restoring.finish()
+
+
+class Head(NamedTuple):
+    """What is beside the tensors of a state in memory, and their bytes, `data`, in the order of `stored`."""
+
+    of: str
+    step: int
+    extra: dict[str, Any]
+    records: dict[str, Record]
+    scheduler: dict[str, Any] | None
+    random: dict[str, Any]
+    stored: dict[str, Stored]
+    data: memoryview
+
+
+def read_head(data: memoryview) -> Head:
+    """Read a state in memory. Raises FormatError that names the field."""
+    (length,) = _LENGTH.unpack_from(data, 0)
+    head = Field("memory", reading.load(bytes(data[_LENGTH.size : _LENGTH.size + length]).decode()))
+    rows = [tuple(row) for row in head["tensors"]]
+    return Head(
+        head["of"].text(),
+        head["step"].integer(),
+        head["extra"].value,
+        {key: record_from_json(head["records"][key]) for key in head["records"].value},
+        scheduler_from_json(head["scheduler"]),
+        random_from_json(head["random"]),
+        {key.text(): Stored(read_dtype(dtype), read_size(size), ()) for key, dtype, size in rows},
+        data[_aligned(_LENGTH.size + length) :],
+    )
+
+
+def parts_of(head: Head) -> dict[str, memoryview]:
+    """The bytes of each tensor, if the state has all of them whole. Raises PipelineError if some are sharded."""
+    found, at = {}, 0
+    for key, stored in head.stored.items():
+        num_bytes = prod(stored.size) * stored.dtype.itemsize
+        found[key] = head.data[at : at + num_bytes]
+        at += _aligned(num_bytes)
+    if at != len(head.data):
+        raise PipelineError(
+            f"the state in memory of {head.of} is sharded over ranks, so that other ranks cannot take it; save a "
+            f"checkpoint"
+        )
+    return found
 
 
 @final
@@ -92,27 +139,21 @@ class StatesInMemory:
 
     def prepare(self, step: int) -> Kept:
         """Check that the state after `step` fits, before anything changes. Raises PipelineError, FormatError."""
-        data = self._slots.data(step)
-        (length,) = _LENGTH.unpack_from(data, 0)
-        head = Field("memory", reading.load(bytes(data[_LENGTH.size : _LENGTH.size + length]).decode()))
-        if head["of"].text() != self._of or head["step"].integer() != step:
+        head = read_head(self._slots.data(step))
+        if head.of != self._of or head.step != step:
             raise PipelineError(
-                f"the state of step {step} in memory is of {head['of'].text()}, but this process has {self._of}; "
-                f"restart the run"
+                f"the state of step {step} in memory is of {head.of}, but this process has {self._of}; restart the run"
             )
         trained = self._trained
-        records = {key: record_from_json(head["records"][key]) for key in head["records"].value}
-        training = TrainingState(records, scheduler_from_json(head["scheduler"]), random_from_json(head["random"]))
+        training = TrainingState(head.records, head.scheduler, head.random)
         shards = {weight.names[0]: weight.num_tp_shards for weight in trained.weights.all}
-        manifest = Manifest(0, step, head["extra"].value, 0, 0, shards, {}, {})
-        rows = [tuple(row) for row in head["tensors"]]
-        index = {key.text(): Stored(read_dtype(dtype), read_size(size), ()) for key, dtype, size in rows}
+        manifest = Manifest(0, step, head.extra, 0, 0, shards, {}, {})
+        index = head.stored
         restoring = trained.prepare(manifest, training, index)
         if missing := restoring.tensors.keys() ^ index.keys():
             raise PipelineError(f"the state in memory and the model differ in {min(missing)}; make the same model")
         local = [_local(restoring.tensors[key]) for key in index]
-        parts = _parts(data[_aligned(_LENGTH.size + length) :], local)
-        return Kept(step, head["extra"].value, restoring, [*zip(local, parts, strict=True)])
+        return Kept(step, head.extra, restoring, [*zip(local, _parts(head.data, local), strict=True)])
 
     def forget_all_but(self, step: int | None) -> None:
         """Steps that not all ranks have are not committed: drop them."""

@@ -2,6 +2,12 @@
 
 all ranks ──a rank is given up──▶ those left, their backup plan ──after a while──▶ all ranks, the run's own plan
 its memory is gone                                               the new rank's memory is a copy of its peer's
+
+Without replicas, those left run the same stages on fewer ranks, and each takes what it needs of the state from the
+memories of all ranks before, which are set aside until a step is committed on the new plan:
+
+all ranks ──a rank is given up──▶ those left, planned again ──after a while──▶ all ranks, the run's own plan
+memories are set aside            load from them                              load from theirs
 """
 
 from __future__ import annotations
@@ -12,8 +18,9 @@ from typing import final
 from rota.backups import Backups, Place, plan_backup, survivors
 from rota.errors import PlacementError, PlanError
 from rota.plan import Plan
+from rota.replanning import replan
 from rota.runtime.environment import meeting_environments, mesh_environment
-from rota.runtime.kept_memory import KeptMemories
+from rota.runtime.kept_memory import KeptMemories, newest_common
 from rota.simulation import simulate
 from rota.units import time_text
 
@@ -22,10 +29,11 @@ _NO_LOSS = -2  # before the first step, of which -1 is the number
 
 @final
 class Crew:
-    """The processes of the next start, their plan and their memories. `backups`: None if no rank can be given up.
+    """The processes of the next start, their plan and their memories.
 
-    Processes are numbered replica after replica, and within one by rank and TP shard. `rejoin_after_s`: for how long
-    the others go on before a lost rank is started again.
+    Processes are numbered replica after replica, and within one by rank and TP shard. A lost rank's work is
+    done by its peers, by `backups`, or by all others, as long as `min_ranks` are left; if both are None, no rank can be
+    given up. `rejoin_after_s`: for how long the others go on before a lost rank is started again; None: for ever.
     """
 
     def __init__(
@@ -35,10 +43,12 @@ class Crew:
         tp: int,
         memories: KeptMemories,
         backups: Backups | None = None,
-        rejoin_after_s: float = 60.0,
+        rejoin_after_s: float | None = 60.0,
+        min_ranks: int | None = None,
     ) -> None:
         self._base, self._dp, self._tp = plan, dp, tp
         self._memories, self._backups, self._rejoin_after_s = memories, backups, rejoin_after_s
+        self._min_ranks = min_ranks
         self._lost: list[Place] = []
         self._step_at_loss = _NO_LOSS
         #: What the processes run now, and each one's number among all of the run.
@@ -46,6 +56,8 @@ class Crew:
         self.members = [*range(plan.num_ranks * dp * tp)]
         #: When all are to be started again (monotonic clock), None while nobody is missing.
         self.rejoin_at_s: float | None = None
+        #: What those ran whose memories are set aside; None if none are.
+        self.former_plan: Plan | None = None
 
     def environments(self, folder: str) -> list[dict[str, str]]:
         """The variables of each process of the next start, which keeps the device that it has in the whole run."""
@@ -57,24 +69,29 @@ class Crew:
             for member, of_rank in zip(self.members, each, strict=True)
         ]
 
-    @property
-    def files(self) -> list[int]:
-        """The memory of each process of the next start; empty if none is kept."""
-        return [self._memories.files[member] for member in self.members] if self._memories.files else []
+    def files_of_start(self) -> list[list[int]]:
+        """The memory of each process of the next start, and those that are set aside; empty if none is kept."""
+        if self._memories.newest_step(self.members) >= 0:  # a step was committed on this plan
+            self._memories.drop_former()
+            self.former_plan = None
+        former = self._memories.former
+        return [[self._memories.files[member], *former] for member in self.members] if self._memories.files else []
 
     def newest_step(self) -> int:
-        """The newest step that all of them hold in memory; -1 if there is none."""
-        return self._memories.newest_step(self.members)
+        """The newest step that is whole in memory; -1 if there is none."""
+        return max(self._memories.newest_step(self.members), newest_common(self._memories.former))
 
     def lose(self, number: int | None, newest_step: int) -> str | None:
         """Give up the process with this number in the last start; all have ended.
 
         Returns:
-            What the others do now, for people; None if they cannot go on: they have no backup plan, or have done no
-            step since the last loss, so that the script rather than a rank is at fault.
+            What the others do now, for people; None if they cannot go on: they have no plan, or have done no step since
+            the last loss, so that the script rather than a rank is at fault.
         """
-        if self._backups is None or number is None or newest_step <= self._step_at_loss:
+        if number is None or newest_step <= self._step_at_loss:
             return None
+        if self._backups is None:
+            return self._on_fewer(number, newest_step)
         place = Place(*divmod(self.members[number], self._base.num_ranks))
         lost = [*self._lost, place]
         try:
@@ -85,19 +102,56 @@ class Crew:
         left = survivors(self._base.num_ranks, self._dp, lost)
         self._memories.forget(self.members[number])
         self.members = [replica * self._base.num_ranks + rank for replica, rank in left]
-        self.rejoin_at_s = time.monotonic() + self._rejoin_after_s
-        after, before = (time_text(simulate(one).makespan_us) for one in (plan, self._base))
+        self._set_rejoining()
         where = f"rank {place.rank} of replica {place.replica}"
-        return f"the others go on without {where}: makespan {after}, with all ranks {before}"
+        return f"the others go on without {where}: {self._makespans()}"
+
+    def _on_fewer(self, number: int, newest_step: int) -> str | None:
+        """Give up a process when there are no peers: all others run its stages, too."""
+        num_ranks = self.plan.num_ranks - 1
+        if self._min_ranks is None or num_ranks < self._min_ranks:
+            return None
+        try:
+            plan = replan(self._base, num_ranks)
+        except (PlacementError, PlanError):
+            return None
+        lost = self.members[number]
+        self._set_aside()
+        self._step_at_loss, self.plan = newest_step, plan
+        self._lost.append(Place(0, lost))
+        self.members.remove(lost)
+        self._set_rejoining()
+        return f"the others go on without rank {lost}: {self._makespans()}"
+
+    def _set_aside(self) -> None:
+        """Keep the memories of the plan that ran; those of the one before it if it has not committed a step."""
+        if self._memories.newest_step(self.members) >= 0:
+            self._memories.set_aside(self.members)
+            self.former_plan = self.plan
+            return
+        for member in self.members:
+            self._memories.forget(member)
+
+    def _set_rejoining(self) -> None:
+        self.rejoin_at_s = None if self._rejoin_after_s is None else time.monotonic() + self._rejoin_after_s
+
+    def _makespans(self) -> str:
+        after, before = (time_text(simulate(one).makespan_us) for one in (self.plan, self._base))
+        return f"makespan {after}, with all ranks {before}"
 
     def rejoin(self) -> str:
-        """Take back all that are lost, each with the state of a peer; returns what happens, for people."""
+        """Take back all that are lost, each with its stages' state; returns what happens, for people."""
         num_ranks = self._base.num_ranks
+        if self._backups is None:
+            self._set_aside()
         for place in self._lost:
-            if self._memories.files:
+            if self._memories.files and self._backups is not None:
                 peer = next(member for member in self.members if member % num_ranks == place.rank)
                 self._memories.copy(peer, place.replica * num_ranks + place.rank)
-        where = " and ".join(f"rank {rank} of replica {replica}" for replica, rank in self._lost)
+        where = " and ".join(
+            f"rank {rank}" if self._backups is None else f"rank {rank} of replica {replica}"
+            for replica, rank in self._lost
+        )
         verb = "joins" if len(self._lost) == 1 else "join"
         self._lost, self.plan = [], self._base
         self.members = [*range(num_ranks * self._dp * self._tp)]

@@ -19,8 +19,8 @@ from rota.plan import Plan
 from rota.runtime.environment import meeting_environments
 from rota.runtime.faults.stragglers import Straggler, stragglers
 from rota.runtime.freed_memory import HUGE_PAGES
-from rota.runtime.kept_memory import KeptMemories
-from rota.runtime.launcher_files import collect, limit_environment, restart_environment, write_plan
+from rota.runtime.kept_memory import MOST_FORMER, KeptMemories
+from rota.runtime.launcher_files import collect, last_plan, limit_environment, restart_environment, write_plan
 from rota.runtime.launching.crew import Crew
 from rota.runtime.launching.rank_processes import EndedBySignal, RankFailed, Ranks
 from rota.runtime.launching.requests import Requests
@@ -54,7 +54,8 @@ def launch(
     tp: int = 1,
     max_restarts: int = 0,
     backups: Backups | None = None,
-    rejoin_after_s: float = 60.0,
+    rejoin_after_s: float | None = 60.0,
+    min_ranks: int | None = None,
     timeout_s: float | None = None,
     environment: Mapping[str, str] | None = None,
     report: Callable[[str], None] = print,
@@ -62,9 +63,9 @@ def launch(
     """Run `script` with `arguments` in one process per rank; `rota.given_plan()` returns the plan there.
 
     When a process fails, all others are killed, and all are started again; with `backups`, one that fails too often is
-    left out, its peers do its work, and after a while it is started again. SIGTERM and SIGUSR1 end the ranks after the
-    step that is running, if the script reads `pipeline.should_stop`. If it does not, or at a second signal, they end
-    the ranks at once.
+    left out, its peers do its work, and after a while it is started again; with `min_ranks`, the others run its stages,
+    too. SIGTERM and SIGUSR1 end the ranks after the step that is running, if the script reads `pipeline.should_stop`.
+    If it does not, or at a second signal, they end the ranks at once.
 
     Args:
         plan: what the ranks run.
@@ -76,7 +77,8 @@ def launch(
         tp: TP shards of each replica.
         max_restarts: how often the ranks are started again without a newer checkpoint in between.
         backups: plans for the loss of each rank of `plan` in one of `dp` replicas.
-        rejoin_after_s: for how many seconds the others go on before a lost rank is started again.
+        rejoin_after_s: for how many seconds the others go on before a lost rank is started again; None: for ever.
+        min_ranks: how few ranks of `plan` may go on without the others; None: all are needed. Not with replicas.
         timeout_s: how long a rank may make no progress, in seconds, if the script gives no `timeout_s` of its own.
         environment: variables of the ranks, besides this process's own and those that the launcher adds.
         report: called with one line for each restart, loss and replacement.
@@ -93,6 +95,11 @@ def launch(
     if not Path(script).is_file():
         raise PipelineError(f"no script {script!r}; give the path of a Python file")
     num_processes = plan.num_ranks * dp * tp
+    if min_ranks is not None and (dp * tp > 1 or num_processes > MOST_FORMER):
+        raise PipelineError(
+            f"min_ranks is for one pipeline of at most {MOST_FORMER} ranks, not for {num_processes} processes with "
+            f"dp={dp} and tp={tp}; leave it out"
+        )
     with ExitStack() as stack:
         folder = stack.enter_context(run_folder("rota-run-"))
         of_ranks = {
@@ -102,24 +109,25 @@ def launch(
         }
         restarts = _Restarts(max_restarts, report)
         requests = stack.enter_context(Requests())
-        may_restart = max_restarts > 0 or backups is not None
+        may_restart = max_restarts > 0 or backups is not None or min_ranks is not None
         memories = stack.enter_context(KeptMemories(num_processes if may_restart else 0))
-        crew = Crew(plan, dp, tp, memories, backups, rejoin_after_s)
+        crew = Crew(plan, dp, tp, memories, backups, rejoin_after_s, min_ranks)
         stand_by = stack.enter_context(StandBy(_inherited() | of_ranks, for_restarts=may_restart))
         is_over, failed = False, None
         while not is_over:
             with Ranks(folder, requests) as ranks:
                 if not stand_by.is_alive():
                     stand_by.replace()
+                files = crew.files_of_start()
                 of_start = {
                     **(_inherited() | of_ranks),
-                    **write_plan(crew.plan, folder.path),
+                    **write_plan(crew.plan, folder.path, crew.former_plan),
                     **restart_environment(restarts.num_all),
                 }
                 environments = [of_start | of_rank for of_rank in crew.environments(folder.path)]
                 try:
                     failed = None
-                    ranks.fork(stand_by, (worker, script, *arguments), environments, crew.files)
+                    ranks.fork(stand_by, (worker, script, *arguments), environments, files)
                     is_over = ranks.wait(crew.rejoin_at_s)
                 except RankFailed as error:
                     failed = error
@@ -134,7 +142,8 @@ def launch(
                 f"and call its step, or start it by `python {script}`"
             )
         records = collect(crew.plan, folder.path, restarts.num_all)
-    return Run(merge(crew.plan, records) if records else None, stragglers(crew.plan, records), requests.asked)
+        ran = last_plan(crew.plan, folder.path, restarts.num_all)
+    return Run(merge(ran, records) if records else None, stragglers(crew.plan, records), requests.asked)
 
 
 def start(

@@ -113,7 +113,7 @@ class Ranks:
         stand_by: StandBy,
         command: Sequence[str],
         environments: Sequence[Mapping[str, str]],
-        memories: Sequence[int] = (),
+        memories: Sequence[Sequence[int]] = (),
     ) -> None:
         """Fork one process per environment, which runs the module `command[0]`, from a stand-by that may not be ready.
 
@@ -139,7 +139,7 @@ class Ranks:
         stand_by: StandBy,
         command: Sequence[str],
         environments: Sequence[Mapping[str, str]],
-        memories: Sequence[int],
+        memories: Sequence[Sequence[int]],
     ) -> None:
         with ExitStack() as stack:
             lines, files = [], []
@@ -147,7 +147,7 @@ class Ranks:
                 ours, theirs = control.make_pair()
                 stack.enter_context(theirs)
                 lines.append(ours)
-                files.append([theirs.fileno(), *memories[number : number + 1]])
+                files.append([theirs.fileno(), *(memories[number] if memories else ())])
             try:
                 processes = stand_by.fork(command, environments, files)
             except BaseException:

@@ -137,15 +137,17 @@ class StandBy:
         Args:
             command: a module, which runs as `python -m` would run it, and its arguments.
             environments: the children's variables; those that the stand-by has as well are not sent.
-            files: for each child its socket, see `control`, and for all or none the memory that is kept for it.
+            files: for each child its socket, see `control`, and for all or none the memory that is kept for it, and
+                those of earlier processes, the same number for all.
 
         Raises:
             PipelineError: the machine refuses to start one more process; none is left then.
             StandByEndedError: the stand-by has ended.
         """
         forked: list[Forked] = []
-        for first in range(0, len(environments), _AT_ONCE):
-            rows = slice(first, first + _AT_ONCE)
+        at_once = max(min(_AT_ONCE, MOST_FILES // len(files[0])), 1)
+        for first in range(0, len(environments), at_once):
+            rows = slice(first, first + at_once)
             forked += self._fork_some(command, environments[rows], [file for row in files[rows] for file in row])
         if len(forked) < len(environments):
             for each in forked:
