@@ -5,9 +5,11 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
+from numba import njit
 
 from rota.batching.problem import NO_LIMIT, BatchProblem, Integers
 
@@ -17,6 +19,7 @@ ANY_SEQUENCE = "all plans of this grouping with one sequence of micro-batches on
 THIS_SEQUENCE = "all plans of this grouping with this sequence of micro-batches on all ranks"
 
 _MOST_TURNAROUNDS = 16  # micro-batches that are looked at, those that hold most
+_ROUNDING = 1e-9  # more than all rounding errors of a sum of floats together
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,16 +39,19 @@ class BatchBound:
 
 def of_grouping(problem: BatchProblem) -> list[BatchBound]:
     """The bounds for all orders."""
-    heads, tails = _ways(problem)
+    tables = problem.tables
+    heads, tails = _ways(tables)
     longest = int((heads + problem.durations_us + tails).max())
     bounds = [BatchBound(longest, ALL_ORDERS, "the longest way of one micro-batch")]
-    turns = _turns(problem) if problem.has_one_stage_per_rank else None
+    turns = _turns(tables, problem.roles) if problem.has_one_stage_per_rank else None
+    firsts, lasts = heads.min(axis=0), tails.min(axis=0)
+    works = tables.loads_us - tables.tails_us
     for rank in range(problem.num_ranks):
-        own = np.flatnonzero(problem.rank_of == rank)
-        if not len(own):
+        own = problem.rank_of == rank
+        if not own.any():
             continue
-        before, after = int(heads[:, own].min()), int(tails[:, own].min())
-        work = before + int(problem.durations_us[:, own].sum()) + after
+        before, after = int(firsts[own].min()), int(lasts[own].min())
+        work = before + int(works[rank]) + after
         bounds.append(BatchBound(work, ALL_ORDERS, f"the work of rank {rank}, what comes before it and after it"))
         if problem.limits_bytes[rank] < NO_LIMIT and turns is not None:
             us = before + _area_us(problem, rank, turns[rank]) + after
@@ -58,8 +64,8 @@ def of_any_sequence(problem: BatchProblem) -> list[BatchBound]:
     """Bounds for plans in which all tasks do the micro-batches in the same sequence, whichever it is."""
     if not problem.has_one_stage_per_rank or (problem.roles[:, 2] >= 0).any():
         return []  # weight gradients fill the time of turnarounds
-    heads, tails = _ways(problem)
-    turns = _turns(problem)
+    heads, tails = _ways(problem.tables)
+    turns = _turns(problem.tables, problem.roles)
     bounds = []
     for rank in np.flatnonzero(problem.limits_bytes < NO_LIMIT).tolist():
         own = problem.roles[rank, :2]
@@ -69,46 +75,59 @@ def of_any_sequence(problem: BatchProblem) -> list[BatchBound]:
     return bounds
 
 
-def _ways(problem: BatchProblem) -> tuple[Integers, Integers]:
+@njit(cache=True, nogil=True)
+def _ways(tables):  # type: ignore[no-untyped-def]
     """(heads, tails) of each op along its micro-batch's own way: int64[num_microbatches, num_tasks]."""
-    heads = np.zeros_like(problem.durations_us)
-    tails = np.tile(problem.tails_us[problem.rank_of], (problem.num_microbatches, 1))
-    by_target = np.argsort(problem.edges[:, 1], kind="stable").tolist()
-    by_source = np.argsort(-problem.edges[:, 0], kind="stable").tolist()
-    durations = problem.durations_us
-    for e in by_target:
-        a, b = problem.edges[e]
-        heads[:, b] = np.maximum(heads[:, b], heads[:, a] + durations[:, a] + problem.lags_us[:, e])
-    for e in by_source:
-        a, b = problem.edges[e]
-        tails[:, a] = np.maximum(tails[:, a], tails[:, b] + durations[:, b] + problem.lags_us[:, e])
+    durations, lags, first_in, in_task = tables.durations_us, tables.lags_us, tables.first_in, tables.in_task
+    count, num_tasks = durations.shape
+    heads, tails = np.zeros_like(durations), np.zeros_like(durations)
+    for m in range(count):
+        for t in range(num_tasks):
+            tails[m, t] = tables.tails_us[tables.rank_of[t]]
+            for j in range(first_in[t], first_in[t + 1]):
+                u = in_task[j]
+                heads[m, t] = max(heads[m, t], heads[m, u] + durations[m, u] + lags[m, tables.in_edge[j]])
+        for t in range(num_tasks - 1, -1, -1):
+            for j in range(first_in[t], first_in[t + 1]):
+                u = in_task[j]
+                tails[m, u] = max(tails[m, u], tails[m, t] + durations[m, t] + lags[m, tables.in_edge[j]])
     return heads, tails
 
 
-def _turns(problem: BatchProblem) -> Integers:
+@njit(cache=True, nogil=True)
+def _turns(tables, roles):  # type: ignore[no-untyped-def]
     """int64[num_ranks, num_microbatches]: the longest way from the end of each rank's F to its B or I."""
-    forwards, backwards, ranks = problem.roles[:, 0], problem.roles[:, 1], np.arange(problem.num_ranks)
-    far = np.full((problem.num_ranks, *problem.durations_us.shape), -NO_LIMIT)  # to the end of each task
-    far[ranks, :, forwards] = 0
-    for e in np.argsort(problem.edges[:, 1], kind="stable").tolist():
-        a, b = problem.edges[e].tolist()
-        np.maximum(far[:, :, b], far[:, :, a] + problem.lags_us[:, e] + problem.durations_us[:, b], out=far[:, :, b])
-    return np.maximum(far[ranks, :, backwards] - problem.durations_us.T[backwards], 0)
+    durations, lags, first_in, in_task = tables.durations_us, tables.lags_us, tables.first_in, tables.in_task
+    count, num_tasks = durations.shape
+    turns = np.zeros((len(roles), count), np.int64)
+    far = np.zeros(num_tasks, np.int64)  # to the end of the task; -1 if there is no way
+    for r in range(len(roles)):
+        forward, backward = roles[r, 0], roles[r, 1]
+        for m in range(count):
+            far[:] = -1
+            far[forward] = 0
+            for t in range(forward + 1, backward + 1):
+                for j in range(first_in[t], first_in[t + 1]):
+                    if far[in_task[j]] >= 0:
+                        way = far[in_task[j]] + lags[m, tables.in_edge[j]] + durations[m, t]
+                        far[t] = max(far[t], way)
+            turns[r, m] = max(far[backward] - durations[m, backward], 0)
+    return turns
 
 
 def _area_us(problem: BatchProblem, rank: int, turns: Integers) -> int:
     """Bytes times µs that all micro-batches hold at least on a rank, over its limit."""
     forward, backward, weight = problem.roles[rank].tolist()
-    durations, held, peaks = problem.durations_us, problem.held_bytes, problem.peak_bytes
+    durations = problem.durations_us.astype(np.float64)  # products of bytes and µs may be larger than int64
+    held, peaks = problem.held_bytes, problem.peak_bytes
     until_backward = durations[:, forward] + turns + durations[:, backward]
-    area = int(np.maximum(held[:, forward], 0).astype(object) @ until_backward)
+    area = np.maximum(held[:, forward], 0) @ until_backward
     own = [forward, backward]
     if weight >= 0:
-        left = np.maximum(held[:, forward] + held[:, backward], 0)
-        area += int(left.astype(object) @ durations[:, weight])
+        area += np.maximum(held[:, forward] + held[:, backward], 0) @ durations[:, weight]
         own.append(weight)
-    area += sum(int(peaks[:, task].astype(object) @ durations[:, task]) for task in own)
-    return -(-area // max(int(problem.limits_bytes[rank]), 1))
+    area += (peaks[:, own] * durations[:, own]).sum()
+    return math.ceil(area * (1 - _ROUNDING) / max(int(problem.limits_bytes[rank]), 1))
 
 
 def _lost_us(problem: BatchProblem, rank: int, turns: Integers) -> int:

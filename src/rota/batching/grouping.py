@@ -9,18 +9,16 @@ memory is limited, groups of at most a share of it are tried too, so that a whol
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 from numba import njit
 
 from rota.batching.figures import Layout
-from rota.batching.problem import Floats
+from rota.batching.problem import Floats, Integers
 from rota.errors import SearchError
 from rota.sizes import Size
 from rota.units import size_text
-
-Groups = tuple[tuple[int, ...], ...]
 
 _NUM_LIMITS = 8  # largest times that are tried
 _IN_FLIGHT = (
@@ -58,37 +56,40 @@ class Grouper:
         given = np.array(lengths, np.int64)
         self._order = np.argsort(-given, kind="stable")
         self._lengths = given[self._order]
-        self._listed: list[int] = self._lengths.tolist()
         self._work = layout.work()
         self._needs, self._rooms = _needs(layout)
         self._refuse_what_does_not_fit(layout)
 
-    def groupings(self) -> Iterator[Groups]:
-        """Different groupings: for several largest times, and for several numbers of them in flight."""
+    def groupings(self) -> list[Integers]:
+        """Different groupings, for several largest times, and for several numbers of them in flight.
+
+        Each says at which of the sorted samples its groups begin: int64[num_groups].
+        """
         sizes = np.stack([self._lengths, self._lengths**2]).astype(np.float64)
         total = float((self._work[:, 1:] @ sizes).max(axis=0).sum() + self._work[:, 0].max() * self._num_ranks)
         limits = np.geomspace(total / (_MOST * self._num_ranks), total / (_FEWEST * self._num_ranks), _NUM_LIMITS)
-        first, times = _times(self._lengths, self._work, self._needs, self._rooms, float(limits[-1]), self._packed)
-        found = [_split(first, times, limit) for limit in limits.tolist()]
-        for share in _IN_FLIGHT if len(self._needs) else ():
-            rooms = self._rooms / max(share * self._num_ranks, 1.0)
-            first, times = _times(self._lengths, self._work, self._needs, rooms, np.inf, self._packed)
-            found.append(_split(first, times, np.inf))
-        for key in dict.fromkeys(tuple(starts.tolist()) for starts in found):
-            yield self._groups(key)
+        found = [self._split(limit, 1.0) for limit in limits.tolist()]
+        if len(self._needs):
+            found += [self._split(np.inf, max(share * self._num_ranks, 1.0)) for share in _IN_FLIGHT]
+        return [*{starts.tobytes(): starts for starts in found}.values()]
 
-    def size(self, group: Sequence[int]) -> Size:
-        """The size of a micro-batch of these positions in the sorted samples."""
-        lengths = self._listed[group[0] : group[-1] + 1]
-        return Size.packed(lengths) if self._packed else Size.padded(lengths)
+    def sizes(self, starts: Integers) -> tuple[Size, ...]:
+        """The size of each micro-batch of a grouping."""
+        if self._packed:
+            tokens, squares = np.add.reduceat(self._lengths, starts), np.add.reduceat(self._lengths**2, starts)
+        else:
+            longest = self._lengths[starts]
+            tokens = np.diff(starts, append=len(self._lengths)) * longest
+            squares = tokens * longest
+        return tuple(map(Size, tokens.tolist(), squares.tolist()))
 
-    def samples(self, group: Sequence[int]) -> tuple[int, ...]:
-        """Positions in the sorted samples as indices into the given ones, rising."""
-        return tuple(sorted(self._order[list(group)].tolist()))
+    def samples(self, starts: Integers) -> list[tuple[int, ...]]:
+        """The samples of each micro-batch of a grouping, rising."""
+        return [tuple(sorted(group.tolist())) for group in np.split(self._order, starts[1:])]
 
-    def _groups(self, starts: tuple[int, ...]) -> Groups:
-        ends = (*starts[1:], len(self._lengths))
-        return tuple(tuple(range(a, b)) for a, b in zip(starts, ends, strict=True))
+    def _split(self, limit_us: float, num_in_flight: float) -> Integers:
+        rooms = self._rooms / num_in_flight
+        return _split(self._lengths, self._work, self._needs, rooms, limit_us, self._packed)
 
     def _refuse_what_does_not_fit(self, layout: Layout) -> None:
         """The longest sample is the first."""
@@ -129,15 +130,19 @@ def _needs(layout: Layout) -> tuple[Floats, Floats]:
 
 
 @njit(cache=True, nogil=True)
-def _times(lengths, work, needs, rooms, limit, packed):  # type: ignore[no-untyped-def]
-    """(first, times): times[first[e] + i] is the time of a group that ends before sample e and has i + 1 samples."""
-    count = len(lengths)
-    first = np.zeros(count + 2, np.int64)
-    times, used = np.empty(max(4 * count, 64)), 0
+def _split(lengths, work, needs, rooms, limit, packed):  # type: ignore[no-untyped-def]
+    """Where groups of the samples begin that take the least time in all.
+
+    None but single samples takes more than `limit` or needs more than `rooms`. If a rank is slowest whatever the group,
+    the last group of more samples never begins earlier: where starting later is no slower for some samples, one sample
+    more adds no more time to the group that starts later, whose longest sample is no longer.
+    """
+    count, can_skip = len(lengths), len(work) == 1
+    least, begins = np.full(count + 1, np.inf), np.zeros(count + 1, np.int64)
+    least[0] = 0.0
     for end in range(1, count + 1):
         tokens, squares = 0.0, 0.0
-        first[end] = used
-        for begin in range(end - 1, -1, -1):
+        for begin in range(end - 1, (begins[end - 1] if can_skip else 0) - 1, -1):
             length, rows = float(lengths[begin]), float(end - begin)
             tokens = tokens + length if packed else rows * length
             squares = squares + length * length if packed else rows * length * length
@@ -150,29 +155,6 @@ def _times(lengths, work, needs, rooms, limit, packed):  # type: ignore[no-untyp
                     fits = fits and needs[i, 0] + needs[i, 1] * tokens + needs[i, 2] * squares <= rooms[i]
                 if not fits:
                     break
-            if used == len(times):
-                grown = np.empty(2 * used)
-                for i in range(used):
-                    grown[i] = times[i]
-                times = grown
-            times[used] = time
-            used += 1
-    first[count + 1] = used
-    return first, times
-
-
-@njit(cache=True, nogil=True)
-def _split(first, times, limit):  # type: ignore[no-untyped-def]
-    """Where groups of the samples begin that take the least time in all, none above `limit` but single samples."""
-    count = len(first) - 2
-    least, begins = np.full(count + 1, np.inf), np.zeros(count + 1, np.int64)
-    least[0] = 0.0
-    for end in range(1, count + 1):
-        for i in range(first[end + 1] - first[end]):
-            time = times[first[end] + i]
-            if i > 0 and time > limit:
-                break
-            begin = end - 1 - i
             if least[begin] + time < least[end]:
                 least[end], begins[end] = least[begin] + time, begin
     num_groups, end = 0, count
