@@ -10,6 +10,7 @@ memory is limited, groups of at most a share of it are tried too, so that a whol
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from numba import njit
@@ -56,7 +57,11 @@ class Grouper:
         given = np.array(lengths, np.int64)
         self._order = np.argsort(-given, kind="stable")
         self._lengths = given[self._order]
-        self._work = layout.work()
+        given_lengths = self._lengths.astype(np.float64)
+        sums = [np.concatenate([[0.0], np.cumsum(given_lengths**power)]) for power in (1, 2)]
+        self._sums = (given_lengths, *sums)
+        work = layout.work()
+        self._curve = work[int((work[:, 1] * sums[0][-1] + work[:, 2] * sums[1][-1]).argmax())]  # of the busiest rank
         self._needs, self._rooms = _needs(layout)
         self._refuse_what_does_not_fit(layout)
 
@@ -65,12 +70,13 @@ class Grouper:
 
         Each says at which of the sorted samples its groups begin: int64[num_groups].
         """
-        sizes = np.stack([self._lengths, self._lengths**2]).astype(np.float64)
-        total = float((self._work[:, 1:] @ sizes).max(axis=0).sum() + self._work[:, 0].max() * self._num_ranks)
+        _, tokens, squares = self._sums
+        total = float(self._curve @ [self._num_ranks, tokens[-1], squares[-1]])
         limits = np.geomspace(total / (_MOST * self._num_ranks), total / (_FEWEST * self._num_ranks), _NUM_LIMITS)
         found = [self._split(limit, 1.0) for limit in limits.tolist()]
         if len(self._needs):
             found += [self._split(np.inf, max(share * self._num_ranks, 1.0)) for share in _IN_FLIGHT]
+            found.append(_fill(len(self._lengths), self._given(np.inf, self._num_ranks)))
         return [*{starts.tobytes(): starts for starts in found}.values()]
 
     def sizes(self, starts: Integers) -> tuple[Size, ...]:
@@ -88,8 +94,11 @@ class Grouper:
         return [tuple(sorted(group.tolist())) for group in np.split(self._order, starts[1:])]
 
     def _split(self, limit_us: float, num_in_flight: float) -> Integers:
-        rooms = self._rooms / num_in_flight
-        return _split(self._lengths, self._work, self._needs, rooms, limit_us, self._packed)
+        return _split(len(self._lengths), self._given(limit_us, num_in_flight))
+
+    def _given(self, limit_us: float, num_in_flight: float) -> tuple[Any, ...]:
+        """What the time of a group follows from."""
+        return (*self._sums, self._curve, self._needs, self._rooms / num_in_flight, limit_us, self._packed)
 
     def _refuse_what_does_not_fit(self, layout: Layout) -> None:
         """The longest sample is the first."""
@@ -130,33 +139,38 @@ def _needs(layout: Layout) -> tuple[Floats, Floats]:
 
 
 @njit(cache=True, nogil=True)
-def _split(lengths, work, needs, rooms, limit, packed):  # type: ignore[no-untyped-def]
-    """Where groups of the samples begin that take the least time in all.
+def _split(count, given):  # type: ignore[no-untyped-def]
+    """Where groups of the samples begin that take the least time in all, as `_time` has it.
 
-    None but single samples takes more than `limit` or needs more than `rooms`. If a rank is slowest whatever the group,
-    the last group of more samples never begins earlier: where starting later is no slower for some samples, one sample
-    more adds no more time to the group that starts later, whose longest sample is no longer.
+    A later begin that is as good as an earlier one stays so when samples are added at the end: to the
+    group that begins later, whose longest sample is no longer, they add no more. So each begin is best for one range of
+    ends at most, and a queue has these ranges (Hirschberg and Larmore, "The Least Weight Subsequence Problem", 1987).
     """
-    count, can_skip = len(lengths), len(work) == 1
-    least, begins = np.full(count + 1, np.inf), np.zeros(count + 1, np.int64)
-    least[0] = 0.0
+    least, begins = np.zeros(count + 1), np.zeros(count + 1, np.int64)
+    queue, since = np.zeros(count + 1, np.int64), np.zeros(count + 1, np.int64)  # begins, and their first ends
+    head, tail = 0, 0
     for end in range(1, count + 1):
-        tokens, squares = 0.0, 0.0
-        for begin in range(end - 1, (begins[end - 1] if can_skip else 0) - 1, -1):
-            length, rows = float(lengths[begin]), float(end - begin)
-            tokens = tokens + length if packed else rows * length
-            squares = squares + length * length if packed else rows * length * length
-            time = 0.0
-            for i in range(len(work)):
-                time = max(time, work[i, 0] + work[i, 1] * tokens + work[i, 2] * squares)
-            if rows > 1:
-                fits = time <= limit
-                for i in range(len(needs)):
-                    fits = fits and needs[i, 0] + needs[i, 1] * tokens + needs[i, 2] * squares <= rooms[i]
-                if not fits:
-                    break
-            if least[begin] + time < least[end]:
-                least[end], begins[end] = least[begin] + time, begin
+        begin = end - 1
+        while tail - head > 1 and since[head + 1] <= end:
+            head += 1
+        if tail > head:
+            since[head] = max(since[head], end)
+        while tail > head and _is_better(least, begin, queue[tail - 1], since[tail - 1], given):
+            tail -= 1
+        low = end
+        if tail > head:
+            low, high = since[tail - 1] + 1, count + 1
+            while low < high:
+                middle = (low + high) // 2
+                if _is_better(least, begin, queue[tail - 1], middle, given):
+                    high = middle
+                else:
+                    low = middle + 1
+        if low <= count:
+            queue[tail], since[tail] = begin, low
+            tail += 1
+        begins[end] = queue[head]
+        least[end] = least[queue[head]] + _time(queue[head], end, *given)
     num_groups, end = 0, count
     while end > 0:
         end = begins[end]
@@ -166,3 +180,39 @@ def _split(lengths, work, needs, rooms, limit, packed):  # type: ignore[no-untyp
         end = begins[end]
         starts[i] = end
     return starts
+
+
+@njit(cache=True, nogil=True)
+def _fill(count, given):  # type: ignore[no-untyped-def]
+    """Where groups of the samples begin that are as full as may be, one after the other."""
+    starts, num_groups = np.zeros(count, np.int64), 1
+    for end in range(1, count):
+        if _time(starts[num_groups - 1], end + 1, *given) == np.inf:
+            starts[num_groups] = end
+            num_groups += 1
+    return starts[:num_groups]
+
+
+@njit(cache=True, nogil=True)
+def _is_better(least, one, other, end, given):  # type: ignore[no-untyped-def]
+    """Whether the last group of the samples before `end` may as well begin at `one` as at `other`."""
+    return least[one] + _time(one, end, *given) <= least[other] + _time(other, end, *given)
+
+
+@njit(cache=True, nogil=True)
+def _time(begin, end, lengths, tokens, squares, curve, needs, rooms, limit, packed):  # type: ignore[no-untyped-def]
+    """The time of a group; infinite if it may not be: more than one sample over `limit` or with more than `rooms`.
+
+    `tokens` and `squares` are sums over the first samples.
+    """
+    rows, length = end - begin, lengths[begin]
+    group_tokens = tokens[end] - tokens[begin] if packed else rows * length
+    group_squares = squares[end] - squares[begin] if packed else rows * length * length
+    time = curve[0] + curve[1] * group_tokens + curve[2] * group_squares
+    if rows > 1:
+        if time > limit:
+            return np.inf
+        for i in range(len(needs)):
+            if needs[i, 0] + needs[i, 1] * group_tokens + needs[i, 2] * group_squares > rooms[i]:
+                return np.inf
+    return time

@@ -19,7 +19,7 @@ from rota.batching.memory_use import peaks_bytes
 from rota.batching.policies import by_policy, falling, valley
 from rota.batching.problem import NO_LIMIT, BatchProblem, Integers
 from rota.batching.result import BatchPlan
-from rota.batching.rules import by_rule
+from rota.batching.rules import by_few_rules, by_rule
 from rota.batching.windows import sequence_bound_us
 from rota.costs import Cluster
 from rota.errors import SearchError
@@ -186,7 +186,7 @@ def _first_of(candidate: _Candidate) -> _Found | None:
     """A good plan of a grouping, found fast; None if memory has no room for what transfers hold."""
     sequence, found = valley(candidate.problem), None
     if candidate.problem.has_one_stage_per_rank:
-        found = _first_plan(candidate, sequence, by_rule)
+        found = _first_plan(candidate, sequence, by_few_rules)
     return found or _first_plan(candidate, sequence, by_policy)
 
 
@@ -213,7 +213,7 @@ def _improved(best: _Found, tries: int | None, clock: _Clock) -> _Found:
     is_small = (ops // problem.num_ops if tries is None else tries) >= _TRIES_FOR_ALL
     tried = []
     if problem.has_one_stage_per_rank:
-        tried.append((by_rule, falling))
+        tried += [(by_rule, valley), (by_rule, falling)]
     if is_small or not (problem.has_one_stage_per_rank and problem.has_weights):  # else slower than rules, and worse
         tried += [(by_policy, valley), (by_policy, falling)]
     others = [_first_plan(candidate, sequence(problem), orders) for orders, sequence in tried]

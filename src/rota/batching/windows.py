@@ -23,8 +23,8 @@ from numba import njit
 from rota.batching.problem import BatchProblem, Integers
 
 _NEVER = 1 << 61
-_MOST_ROUNDS = 12  # of windows, per makespan that is tried
-_STATES_PER_BOUND = 4_000_000  # looked at, about 10 ns each
+_MOST_ROUNDS = 8  # of windows, per makespan that is tried
+_STATES_PER_BOUND = 2_000_000  # looked at, about 10 ns each
 _FINENESS = 11  # binary digits: 0.05 % more tells nobody anything
 
 
@@ -58,8 +58,8 @@ def sequence_bound_us(
     heads = np.zeros_like(columns[0])
     outs = np.repeat(tables.tails_us[tables.rank_of][:, None], len(sequence), axis=1)
     low, high, spent = lowest_us - 1, best_us, 0
-    target = high - 1
     while high - low > max(high >> _FINENESS, 1) and spent < _STATES_PER_BOUND and not is_over():
+        target = (low + high) // 2
         tried_heads, tried_outs = heads.copy(), outs.copy()
         refuted, states = _refutes(*columns, roles, *graph, *limits, tried_heads, tried_outs, target)
         spent += states
@@ -67,7 +67,6 @@ def sequence_bound_us(
             low = target
         else:  # what holds for plans that meet the target holds for those that meet a lower one
             high, heads, outs = target, tried_heads, tried_outs
-        target = (low + high) // 2
     return low + 1
 
 
