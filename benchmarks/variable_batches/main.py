@@ -29,7 +29,7 @@ from rota.batching.rules import by_rule
 RESULTS = Path(__file__).with_name("result.jsonl")
 BYTES_PER_TOKEN = 1_000
 TOKENS_IN_FLIGHT = 8_192  # that a rank has room for, times the number of ranks: 1F1B's memory
-SAMPLES = {"bimodal": 1_700, "heavy tail": 1_000, "uniform": 1_100}  # of 8 ranks: about 64 micro-batches
+SAMPLES = {"bimodal": 2_400, "heavy tail": 1_500, "uniform": 1_250}  # about 64 micro-batches, with memory 1
 NUM_SMALL = 90
 SIZES_TIMED = ((8, 64), (16, 128))  # ranks and micro-batches
 TIMES_EACH = 5

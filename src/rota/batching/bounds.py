@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -43,20 +42,18 @@ def of_grouping(problem: BatchProblem) -> list[BatchBound]:
     heads, tails = _ways(tables)
     longest = int((heads + problem.durations_us + tails).max())
     bounds = [BatchBound(longest, ALL_ORDERS, "the longest way of one micro-batch")]
-    turns = _turns(tables, problem.roles) if problem.has_one_stage_per_rank else None
-    firsts, lasts = heads.min(axis=0), tails.min(axis=0)
-    works = tables.loads_us - tables.tails_us
-    for rank in range(problem.num_ranks):
-        own = problem.rank_of == rank
-        if not own.any():
-            continue
-        before, after = int(firsts[own].min()), int(lasts[own].min())
-        work = before + int(works[rank]) + after
-        bounds.append(BatchBound(work, ALL_ORDERS, f"the work of rank {rank}, what comes before it and after it"))
-        if problem.limits_bytes[rank] < NO_LIMIT and turns is not None:
-            us = before + _area_us(problem, rank, turns[rank]) + after
+    before, after = np.full((2, problem.num_ranks), NO_LIMIT)
+    np.minimum.at(before, problem.rank_of, heads.min(axis=0))
+    np.minimum.at(after, problem.rank_of, tails.min(axis=0))
+    around = before + after
+    works = around + tables.loads_us - tables.tails_us
+    areas = around + _areas_us(problem, _turns(tables, problem.roles)) if problem.has_one_stage_per_rank else None
+    for rank in np.flatnonzero(np.bincount(problem.rank_of, minlength=problem.num_ranks)).tolist():
+        why = f"the work of rank {rank}, what comes before it and after it"
+        bounds.append(BatchBound(int(works[rank]), ALL_ORDERS, why))
+        if problem.limits_bytes[rank] < NO_LIMIT and areas is not None:
             why = f"what micro-batches hold on rank {rank} over time, in its limit"
-            bounds.append(BatchBound(us, ALL_ORDERS, why))
+            bounds.append(BatchBound(int(areas[rank]), ALL_ORDERS, why))
     return bounds
 
 
@@ -115,41 +112,50 @@ def _turns(tables, roles):  # type: ignore[no-untyped-def]
     return turns
 
 
-def _area_us(problem: BatchProblem, rank: int, turns: Integers) -> int:
-    """Bytes times µs that all micro-batches hold at least on a rank, over its limit."""
-    forward, backward, weight = problem.roles[rank].tolist()
+def _areas_us(problem: BatchProblem, turns: Integers) -> Integers:
+    """int64[num_ranks]: bytes times µs that all micro-batches hold at least on a rank, over its limit."""
     durations = problem.durations_us.astype(np.float64)  # products of bytes and µs may be larger than int64
-    held, peaks = problem.held_bytes, problem.peak_bytes
-    until_backward = durations[:, forward] + turns + durations[:, backward]
-    area = np.maximum(held[:, forward], 0) @ until_backward
-    own = [forward, backward]
-    if weight >= 0:
-        area += np.maximum(held[:, forward] + held[:, backward], 0) @ durations[:, weight]
-        own.append(weight)
-    area += (peaks[:, own] * durations[:, own]).sum()
-    return math.ceil(area * (1 - _ROUNDING) / max(int(problem.limits_bytes[rank]), 1))
+    held = problem.held_bytes
+    forwards, backwards, weights = problem.roles.T
+    until_backward = durations[:, forwards] + turns.T + durations[:, backwards]
+    areas = (np.maximum(held[:, forwards], 0) * until_backward).sum(axis=0)
+    if problem.has_weights:
+        split = weights >= 0
+        left = np.maximum(held[:, forwards] + held[:, backwards], 0)
+        areas += np.where(split, (left * durations[:, weights]).sum(axis=0), 0.0)
+    np.add.at(areas, problem.rank_of, (problem.peak_bytes * durations).sum(axis=0))
+    return np.ceil(areas * (1 - _ROUNDING) / np.maximum(problem.limits_bytes, 1)).astype(np.int64)
 
 
 def _lost_us(problem: BatchProblem, rank: int, turns: Integers) -> int:
     """Idle time of a rank between F and B of a large micro-batch; of several, where no two are in flight at once."""
     forward, backward, _ = problem.roles[rank].tolist()
-    durations, held = problem.durations_us, problem.held_bytes[:, forward]
-    limit, idle = int(problem.limits_bytes[rank]), np.zeros(problem.num_microbatches, np.int64)
-    for m in np.argsort(-held, kind="stable")[:_MOST_TURNAROUNDS].tolist():
-        others, room = np.arange(problem.num_microbatches) != m, limit - int(held[m])
-        fits = sum(_knapsack(durations[others, task], held[others], room) for task in (forward, backward))
-        idle[m] = max(int(turns[m]) - fits, 0)
-    return max(int(idle[2 * held > limit].sum()), int(idle.max()))
+    held = np.maximum(problem.held_bytes[:, forward], 0)
+    limit, idle = int(problem.limits_bytes[rank]), turns.copy()
+    largest = np.argsort(-held, kind="stable")[:_MOST_TURNAROUNDS]
+    for task in (forward, backward):
+        values = problem.durations_us[:, task]
+        order = np.argsort(-(values / np.maximum(held, 1)), kind="stable")
+        idle[largest] -= _knapsacks(values, held, order, largest, limit)
+    idle = np.maximum(idle[largest], 0)
+    return int(max(idle[2 * held[largest] > limit].sum(), idle.max()))
 
 
-def _knapsack(values: Integers, weights: Integers, room: int) -> int:
-    """At least the largest sum of values whose weights fit: the last one is taken in part."""
-    order = np.argsort(-(values / np.maximum(weights, 1)), kind="stable")
-    values, weights = values[order], weights[order]
-    filled = np.cumsum(weights)
-    whole = int(np.searchsorted(filled, room, side="right"))
-    total = int(values[:whole].sum())
-    if whole == len(values):
-        return total
-    left = max(room - (int(filled[whole - 1]) if whole else 0), 0)
-    return total + -(-int(values[whole]) * left // int(weights[whole]))
+@njit(cache=True, nogil=True)
+def _knapsacks(values, weights, order, chosen, limit):  # type: ignore[no-untyped-def]
+    """For each chosen one, at least the largest sum of values of others whose weights fit beside it within a limit.
+
+    `order` has those first whose values are highest for their weights. The last one is taken in part.
+    """
+    totals = np.zeros(len(chosen), np.int64)
+    for i in range(len(chosen)):
+        room = limit - weights[chosen[i]]
+        for other in order:
+            if other == chosen[i]:
+                continue
+            if weights[other] > room:
+                totals[i] += int(np.ceil(values[other] * (max(room, 0) / weights[other]) * (1 + _ROUNDING)))
+                break
+            room -= weights[other]
+            totals[i] += values[other]
+    return totals
