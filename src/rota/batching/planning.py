@@ -97,9 +97,11 @@ def plan_batch(
         The plan, the samples of each micro-batch, and the bounds.
 
     Raises:
-        SearchError: A sample fits in no micro-batch, or the placement is not supported.
+        SearchError: A sample fits in no micro-batch, the placement is not supported, or the time limit is below 0.
         PlacementError: The stages do not fit the cluster.
     """
+    if time_limit_s is not None and time_limit_s < 0:
+        raise SearchError(f"time_limit_s is {time_limit_s}: give the seconds that the search may take, or None")
     clock = _Clock(time_limit_s)
     layout = Layout.of(model, cluster, place)
     grouper = Grouper(layout, lengths, packed)
@@ -125,7 +127,9 @@ class _Clock:
 
     def share_over(self) -> float:
         """The share of the limit that is over; 0 without a limit."""
-        return (time.monotonic() - self._began_s) / self._limit_s if self._limit_s is not None else 0.0
+        if self._limit_s is None:
+            return 0.0
+        return (time.monotonic() - self._began_s) / self._limit_s if self._limit_s else 1.0
 
     def is_over(self) -> bool:
         """Whether the limit is over."""
