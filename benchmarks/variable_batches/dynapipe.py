@@ -10,10 +10,11 @@ forward waits while memory is short.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import permutations
 
 import numpy as np
+from numba import njit
 
 from rota.batching.figures import Layout
 from rota.batching.problem import BatchProblem
@@ -28,33 +29,46 @@ def groups_of(layout: Layout, lengths: Sequence[int], limit_bytes: int) -> list[
     order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
     ordered = np.array([lengths[i] for i in order], np.float64)
     ranks = layout.placement.num_ranks
-    constant, per_token, per_square = layout.work().max(axis=0)
+    curve = layout.work().max(axis=0)
     held = max(curve.per_token for curve in layout.model.activation_bytes)
-    rows: list[np.ndarray] = []  # per end, the times of groups that begin 1, 2, … samples before it
-    for end in range(1, len(ordered) + 1):
-        padded = ordered[max(end - 2_000, 0) : end][::-1]
-        count = np.arange(1, len(padded) + 1)
-        fits = held * count * padded <= limit_bytes / ranks
-        fits[0] = True
-        keep = len(fits) if fits.all() else int(np.argmin(fits))
-        rows.append((constant + per_token * count * padded + per_square * count * padded**2)[:keep])
-    shortest, longest = max(row[0] for row in rows), max(row[-1] for row in rows)
-    best: tuple[float, list[int]] = np.inf, []
-    for most in np.linspace(shortest, longest, _NUM_TIMES):
-        sums, begins = np.zeros(len(rows) + 1), [0] * (len(rows) + 1)
-        for end, row in enumerate(rows, start=1):
-            own = row[row <= most]
-            totals = own + sums[end - len(own) : end][::-1]
-            at = int(totals.argmin())
-            sums[end], begins[end] = totals[at], end - 1 - at
-        value = sums[-1] + (ranks - 1) * most
-        if value < best[0]:
+    share = limit_bytes / ranks
+    longest = max(
+        (curve * [1, rows * length, rows * length**2]).sum() for rows, length in _largest(ordered, held, share)
+    )
+    shortest = float((curve * [1, ordered[0], ordered[0] ** 2]).sum())
+    best: tuple[float, np.ndarray] = np.inf, np.zeros(0, np.int64)
+    for most in np.linspace(shortest, longest, _NUM_TIMES).tolist():
+        total, begins = _split(ordered, curve, held, share, most)
+        if (value := total + (ranks - 1) * most) < best[0]:
             best = value, begins
-    groups, end = [], len(rows)
+    groups, end = [], len(ordered)
     while end > 0:
-        groups.append([order[i] for i in range(best[1][end], end)])
-        end = best[1][end]
+        begin = int(best[1][end])
+        groups.append(order[begin:end])
+        end = begin
     return groups
+
+
+def _largest(ordered: np.ndarray, held: float, share: float) -> Iterator[tuple[int, float]]:
+    """(rows, length) of the largest group that begins at each sample and has room in a share of the memory."""
+    for i, length in enumerate(ordered.tolist()):
+        yield max(min(int(share / (held * length)), len(ordered) - i), 1), length
+
+
+@njit(cache=True)
+def _split(ordered, curve, held, share, most):  # type: ignore[no-untyped-def]
+    """(the least sum of times of groups, where the last group begins of the first n samples)."""
+    sums, begins = np.full(len(ordered) + 1, np.inf), np.zeros(len(ordered) + 1, np.int64)
+    sums[0] = 0.0
+    for end in range(1, len(ordered) + 1):
+        for begin in range(end - 1, -1, -1):
+            rows, length = end - begin, ordered[begin]
+            time = curve[0] + curve[1] * rows * length + curve[2] * rows * length**2
+            if rows > 1 and (held * rows * length > share or time > most):
+                break
+            if sums[begin] + time < sums[end]:
+                sums[end], begins[end] = sums[begin] + time, begin
+    return sums[-1], begins
 
 
 def makespan_us(problem: BatchProblem) -> int:

@@ -1,9 +1,11 @@
 """plan_batch against other ways to make micro-batches, on equal costs: speed, gaps to the bounds, time to plan.
 
-python benchmarks/variable_batches/main.py [--batches 200] [--ranks 8] [--only bimodal] [--results FILE] [--small]
+python benchmarks/variable_batches/main.py [--batches 200] [--seconds S]     12 kinds of batches: the table
+python benchmarks/variable_batches/main.py --small [--seconds S]             small batches against their optimum
+python benchmarks/variable_batches/main.py --times                           exactly 8 x 64 and 16 x 128: times
 
---results keeps what each batch gave, one line of JSON each: a run that was ended goes on from there. Nothing but the
-column of times depends on how busy the machine is.
+What each batch gave is kept in result.jsonl beside this file, one line of JSON each, until `--anew`: a run that was
+ended, or that ended after --seconds, goes on from there. Only times depend on how busy the machine is.
 """
 
 from __future__ import annotations
@@ -11,21 +13,43 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import dynapipe
 import numpy as np
 
-from rota import Cluster, Curve, SizeModel, find_plan, place, plan_batch
+from rota import BatchPlan, Cluster, Curve, SizeModel, find_plan, place, plan_batch
 from rota.batching.figures import Layout
 from rota.batching.policies import by_policy
 from rota.batching.rules import by_rule
 
+RESULTS = Path(__file__).with_name("result.jsonl")
 BYTES_PER_TOKEN = 1_000
 TOKENS_IN_FLIGHT = 8_192  # that a rank has room for, times the number of ranks: 1F1B's memory
-SAMPLES = {"bimodal": 1_700, "heavy tail": 1_000, "uniform": 1_100}  # of 8 ranks: about 64 micro-batches
+SAMPLES = {"bimodal": 2_400, "heavy tail": 1_500, "uniform": 1_250}  # about 64 micro-batches, with memory 1
+NUM_SMALL = 90
+SIZES_TIMED = ((8, 64), (16, 128))  # ranks and micro-batches
+TIMES_EACH = 5
+
+
+class Case(NamedTuple):
+    """Batches of one kind."""
+
+    lengths: str
+    split: bool
+    memory: float
+
+    @property
+    def text(self) -> str:
+        """As the first columns of a table."""
+        return f"{self.lengths} | {'split' if self.split else 'whole'} | {self.memory:g}"
+
+
+CASES = [Case(*case) for case in product(SAMPLES, (False, True), (1.0, 0.75))]
+OF_TEXT = {case.text: case for case in CASES}
 
 
 def model(num_ranks: int, split: bool) -> SizeModel:
@@ -52,11 +76,22 @@ def draw(name: str, count: int, rng: np.random.Generator) -> list[int]:
     return [int(length) for length in np.clip(lengths, 8, TOKENS_IN_FLIGHT)]
 
 
-def scheduled_us(layout: Layout, groups: Sequence[Sequence[int]], lengths: Sequence[int]) -> int:
-    """The makespan of groups in their order, with the best of plan_batch's own rules and policies, but no search."""
+def setting(case: Case, num_ranks: int) -> tuple[SizeModel, Cluster]:
+    limit = int(num_ranks * TOKENS_IN_FLIGHT * BYTES_PER_TOKEN * case.memory)
+    return model(num_ranks, case.split), Cluster.uniform(num_ranks, limit, 5, 4_000)
+
+
+# --- the others ---------------------------------------------------------------------------------------------------
+
+
+def scheduled_us(layout: Layout, groups: Sequence[Sequence[int]], lengths: Sequence[int], are_alike: bool) -> int:
+    """The makespan of groups in their order, with the best of plan_batch's own rules and policies, but no search.
+
+    1F1B and ZB-H1, which are among the rules, are made for micro-batches that are all alike.
+    """
     problem, sequence = layout.problem(dynapipe.sizes_of(groups, lengths)), np.arange(len(groups))
-    found = [orders for orders in (by_rule(problem, sequence), by_policy(problem, sequence)) if orders]
-    return min(orders.makespan_us for orders in found)
+    ways = (by_rule,) if are_alike else (by_rule, by_policy)
+    return min(orders.makespan_us for way in ways if (orders := way(problem, sequence)))
 
 
 def by_rows(lengths: Sequence[int], room_tokens: int) -> list[list[int]]:
@@ -68,33 +103,37 @@ def by_rows(lengths: Sequence[int], room_tokens: int) -> list[list[int]]:
 def by_tokens(order: Sequence[int], lengths: Sequence[int], room_tokens: int) -> list[list[int]]:
     """Samples in this order, until the padded micro-batch is full."""
     groups: list[list[int]] = [[]]
+    longest = 0
     for i in order:
-        group = [*groups[-1], i]
-        if groups[-1] and len(group) * max(lengths[j] for j in group) > room_tokens:
-            groups.append([i])
-        else:
-            groups[-1] = group
+        longest = max(longest, lengths[i])
+        if groups[-1] and (len(groups[-1]) + 1) * longest > room_tokens:
+            groups.append([])
+            longest = lengths[i]
+        groups[-1].append(i)
     return groups
 
 
-def measured(name: str, split: bool, memory: float, num_ranks: int, seed: int) -> dict[str, Any]:
-    """One batch: the gaps of its plan, how much longer the others' steps are, and the time to plan it."""
-    limit = int(num_ranks * TOKENS_IN_FLIGHT * BYTES_PER_TOKEN * memory)
-    cluster, costs = Cluster.uniform(num_ranks, limit, 5, 4_000), model(num_ranks, split)
-    layout, room = Layout.of(costs, cluster, place), int(TOKENS_IN_FLIGHT * memory)
-    lengths = draw(name, SAMPLES[name] * num_ranks // 8 * (1 + (num_ranks > 8)), np.random.default_rng(seed))
+# --- one batch of each table --------------------------------------------------------------------------------------
+
+
+def compared(kind: str, seed: int) -> dict[str, Any]:
+    """A batch of a case: the gaps of its plan, how much longer the others' steps are, and the time to plan it."""
+    case, num_ranks = OF_TEXT[kind], 8
+    costs, cluster = setting(case, num_ranks)
+    layout, room = Layout.of(costs, cluster, place), int(TOKENS_IN_FLIGHT * case.memory)
+    lengths = draw(case.lengths, SAMPLES[case.lengths], np.random.default_rng(seed))
     began = time.perf_counter()
     found = plan_batch(costs, cluster, lengths)
     seconds = time.perf_counter() - began
     padded = [max(lengths)] * len(lengths)
     falling = sorted(range(len(lengths)), key=lambda i: -lengths[i])
+    limit = int(num_ranks * TOKENS_IN_FLIGHT * BYTES_PER_TOKEN * case.memory)
+    own = dynapipe.groups_of(layout, lengths, limit)
     others = {
-        "padded": scheduled_us(layout, by_rows(lengths, room), padded),
-        "token budget": scheduled_us(layout, by_tokens(range(len(lengths)), lengths, room), lengths),
-        "sorted": scheduled_us(layout, by_tokens(falling, lengths, room), lengths),
-        "DynaPipe": dynapipe.makespan_us(
-            layout.problem(dynapipe.sizes_of(dynapipe.groups_of(layout, lengths, limit), lengths))
-        ),
+        "padded": scheduled_us(layout, by_rows(lengths, room), padded, are_alike=True),
+        "token budget": scheduled_us(layout, by_tokens(range(len(lengths)), lengths, room), lengths, are_alike=False),
+        "sorted": scheduled_us(layout, by_tokens(falling, lengths, room), lengths, are_alike=False),
+        "DynaPipe": dynapipe.makespan_us(layout.problem(dynapipe.sizes_of(own, lengths))),
     }
     return {
         "gains": {other: us / found.makespan_us for other, us in others.items()},
@@ -105,68 +144,132 @@ def measured(name: str, split: bool, memory: float, num_ranks: int, seed: int) -
     }
 
 
-def compare(name: str, split: bool, memory: float, num_ranks: int, num_batches: int, results: Path | None) -> None:
-    """Prints a row: the batches that `results` has, and the others, which are added to it."""
-    case = [name, split, memory, num_ranks]
-    lines = results.read_text().splitlines() if results is not None and results.exists() else []
-    known = {seed: found for *of, seed, found in map(json.loads, lines) if of == case}
-    plan_batch(model(num_ranks, split), Cluster.uniform(num_ranks), [5, 6, 7])  # compiles
-    rows = []
-    for seed in range(num_batches):
-        if seed not in known:
-            known[seed] = measured(name, split, memory, num_ranks, seed)
-            if results is not None:
-                with results.open("a") as file:
-                    file.write(f"{json.dumps([*case, seed, known[seed]])}\n")
-        rows.append(known[seed])
-    gains = {other: [row["gains"][other] for row in rows] for other in rows[0]["gains"]}
-    cells = [f"{np.mean(gain):.2f} ({min(gain):.2f})" for gain in gains.values()]
-    p50, p95 = np.quantile([row["gap"] for row in rows], [0.5, 0.95])
-    all50, all95 = np.quantile([row["all"] for row in rows], [0.5, 0.95])
-    counts, times = [row["groups"] for row in rows], [row["seconds"] for row in rows]
+def against_optimum(_: str, seed: int) -> dict[str, Any]:
+    """A random small batch: how far its plan is above the best of all orders of its grouping, if CP-SAT closes it."""
+    rng = np.random.default_rng(seed)
+    num_ranks, split = int(rng.integers(2, 4)), bool(rng.integers(2))
+    lengths = draw([*SAMPLES][seed % 3], int(rng.integers(4, 8)), rng)
+    limit = int(max(*lengths, sum(lengths) * rng.uniform(0.3, 1.0)) * 1.1 * BYTES_PER_TOKEN)
+    found = plan_batch(model(num_ranks, split), Cluster.uniform(num_ranks, limit, 5, 4_000), lengths)
+    best = find_plan(found.plan.placement, len(found.groups), time_limit_s=5)
+    off = found.makespan_us / best.makespan_us - 1 if best.gap == 0 else None
+    return {"groups": len(found.groups), "split": split, "off": off, "gap": found.gap}
+
+
+def timed(case: Case, num_ranks: int, num_microbatches: int, seed: int) -> tuple[BatchPlan, list[float]]:
+    """A batch that makes exactly so many micro-batches: its plan, and the seconds of some plannings of it."""
+    costs, cluster = setting(case, num_ranks)
+    lengths = draw(case.lengths, 40 * num_microbatches, np.random.default_rng(seed))
+    fewest, most = num_microbatches, len(lengths)
+    while fewest <= most:
+        count = (fewest + most) // 2
+        found = plan_batch(costs, cluster, lengths[:count], tries=0)
+        if len(found.groups) == num_microbatches:
+            break
+        fewest, most = (count + 1, most) if len(found.groups) < num_microbatches else (fewest, count - 1)
+    seconds = []
+    for _ in range(TIMES_EACH):
+        began = time.perf_counter()
+        found = plan_batch(costs, cluster, lengths[:count])
+        seconds.append(time.perf_counter() - began)
+    return found, seconds
+
+
+# --- tables -----------------------------------------------------------------------------------------------------------
+
+
+class Kept:
+    """The results of batches, in a file."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        lines = path.read_text().splitlines() if path.exists() else []
+        self._known = {tuple(key): found for *key, found in map(json.loads, lines)}
+
+    def get(self, *key: str | int) -> dict[str, Any] | None:
+        """What a batch gave, if it is known."""
+        return self._known.get(key)
+
+    def add(self, *key: str | int, found: dict[str, Any]) -> None:
+        """Keeps what a batch gave."""
+        self._known[key] = found
+        with self._path.open("a") as file:
+            file.write(f"{json.dumps([*key, found])}\n")
+
+
+def complete(
+    kept: Kept, keys: Iterable[tuple[str, int]], result_of: Callable[[str, int], dict[str, Any]], end_s: float
+) -> None:
+    """Adds the results that are not kept yet, until the time is over."""
+    for key in keys:
+        if kept.get(*key) is None:
+            if time.monotonic() >= end_s:
+                return
+            kept.add(*key, found=result_of(*key))
+
+
+def print_comparison(kept: Kept, num_batches: int) -> None:
+    others = ["padded", "token budget", "sorted", "DynaPipe"]
+    columns = ["lengths", "backward", "memory", "batches", "micro-batches", *others, "gap p50 / p95", "all orders"]
+    print(f"| {' | '.join(columns)} |\n{'|---' * len(columns)}|")
+    for case in CASES:
+        rows = [row for seed in range(num_batches) if (row := kept.get(case.text, seed))]
+        if not rows:
+            continue
+        gains = {other: [row["gains"][other] for row in rows] for other in others}
+        cells = [f"{np.mean(gain):.2f} ({min(gain):.3f})" for gain in gains.values()]
+        gaps = [np.quantile([row[name] for row in rows], [0.5, 0.95]) for name in ("gap", "all")]
+        cells += [f"{p50:.1%} / {p95:.1%}" for p50, p95 in gaps]
+        groups = np.mean([row["groups"] for row in rows])
+        print(f"| {case.text} | {len(rows)} | {groups:.0f} | {' | '.join(cells)} |")
+
+
+def print_small(kept: Kept) -> None:
+    rows = [row for seed in range(NUM_SMALL) if (row := kept.get("small", seed))]
+    off = np.array([row["off"] for row in rows if row["off"] is not None])
     print(
-        f"| {name} | {'split' if split else 'whole'} | {memory:g} | {np.mean(counts):.0f} | {' | '.join(cells)} "
-        f"| {p50:.1%} / {p95:.1%} | {all50:.1%} / {all95:.1%} | {np.median(times) * 1e3:.0f} |",
-        flush=True,
+        f"{len(rows)} small batches, {len(off)} closed: {off.mean():.2%} above the optimum on average, "
+        f"{off.max():.2%} at most, {np.mean(off == 0):.0%} optimal"
     )
 
 
-def small_cases(count: int) -> None:
-    """Random small batches: plan_batch against the optimum of all orders of its grouping, where CP-SAT closes it."""
-    off: list[float] = []
-    for seed in range(count):
-        rng = np.random.default_rng(seed)
-        num_ranks, split = int(rng.integers(2, 4)), bool(rng.integers(2))
-        lengths = draw(("bimodal", "heavy tail", "uniform")[seed % 3], int(rng.integers(4, 8)), rng)
-        limit = int(max(*lengths, sum(lengths) * rng.uniform(0.3, 1.0)) * 1.1 * BYTES_PER_TOKEN)
-        found = plan_batch(model(num_ranks, split), Cluster.uniform(num_ranks, limit, 5, 4_000), lengths)
-        best = find_plan(found.plan.placement, len(found.groups), time_limit_s=5)
-        if best.gap == 0:
-            off.append(found.makespan_us / best.makespan_us - 1)
-    print(
-        f"{count} small batches, {len(off)} closed: {np.mean(off):.2%} above the optimum on average, {max(off):.2%} at "
-        f"most, {np.mean(np.array(off) == 0):.0%} optimal"
-    )
+def print_times() -> None:
+    print("| ranks x micro-batches | lengths | backward | memory | ms: median | slowest | gap |")
+    print("|---|---|---|---|---|---|---|")
+    for num_ranks, num_microbatches in SIZES_TIMED:
+        for case in CASES:
+            found, seconds = timed(case, num_ranks, num_microbatches, seed=0)
+            cells = [f"{us * 1e3:.0f}" for us in (np.median(seconds), max(seconds))]
+            print(
+                f"| {num_ranks} x {len(found.groups)} | {case.text} | {' | '.join(cells)} | {found.gap:.1%} |",
+                flush=True,
+            )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--batches", type=int, default=200)
-    parser.add_argument("--ranks", type=int, default=8)
-    parser.add_argument("--only", choices=SAMPLES)
-    parser.add_argument("--results", type=Path)
+    parser.add_argument("--batches", type=int, default=200, help="of each kind")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no batch after these")
     parser.add_argument("--small", action="store_true", help="small batches against their optimum instead")
+    parser.add_argument("--times", action="store_true", help="times to plan instead")
+    parser.add_argument("--anew", action="store_true", help="forget what is kept")
     given = parser.parse_args()
-    if given.small:
-        small_cases(60)
+    end_s = time.monotonic() + given.seconds
+    if given.anew:
+        RESULTS.unlink(missing_ok=True)
+    for case in CASES:
+        plan_batch(*setting(case, 2), [5, 6, 7])  # compiles
+    if given.times:
+        print_times()
         return
-    columns = ["lengths", "backward", "memory", "micro-batches", "padded", "token budget", "sorted", "DynaPipe"]
-    print("| " + " | ".join([*columns, "gap p50 / p95", "all orders", "ms"]) + " |")
-    print("|" + "---|" * 11)
-    for name in [given.only] if given.only else SAMPLES:
-        for split in (False, True):
-            for memory in (1.0, 0.75):
-                compare(name, split, memory, given.ranks, given.batches, given.results)
+    kept = Kept(RESULTS)
+    if given.small:
+        complete(kept, (("small", seed) for seed in range(NUM_SMALL)), against_optimum, end_s)
+        print_small(kept)
+        return
+    keys = ((case.text, seed) for seed in range(given.batches) for case in CASES)  # all kinds advance together
+    complete(kept, keys, compared, end_s)
+    print_comparison(kept, given.batches)
 
 
 if __name__ == "__main__":

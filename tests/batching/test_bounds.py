@@ -11,6 +11,7 @@ from batching.steps import chain, optimum_us
 from rota.batching.bounds import of_any_sequence, of_grouping
 from rota.batching.climbing import climb
 from rota.batching.policies import by_policy, falling, valley
+from rota.batching.replaying import fits
 from rota.batching.rules import by_rule
 from rota.batching.windows import sequence_bound_us
 
@@ -75,6 +76,22 @@ def test_plans_are_close_to_the_optimum() -> None:
         assert all(each.makespan_us >= best_us for each in found)
         off.append(min(each.makespan_us for each in found) / best_us - 1)
     assert np.mean(off) <= 0.01, off
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_local_search_never_makes_a_step_longer(seed: int) -> None:
+    problem = chain(seed, 3, 9, bool(seed % 2), 2.5, giants=seed % 3)
+    sequence = np.random.default_rng(seed).permutation(9)
+    given = by_policy(problem, sequence)
+    assert given is not None
+    last_us = given.makespan_us
+    for tries in (10, 100, 1_000):
+        climbed, found = climb(problem, sequence, given, 0, tries)
+        assert sorted(climbed.tolist()) == [*range(9)]
+        assert fits(problem.tables, problem.limits_bytes, climbed, found.orders, -1)
+        assert found.makespan_us <= last_us
+        last_us = found.makespan_us
+    assert climb(problem, sequence, given, 0, 1_000, is_over=lambda: True)[1].makespan_us == given.makespan_us
 
 
 def test_the_bound_of_a_sequence_is_close_to_its_optimum() -> None:

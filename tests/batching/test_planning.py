@@ -107,6 +107,16 @@ def test_placements_that_are_not_supported_are_refused() -> None:
         rota.plan_batch(model(2, False), Cluster((None, None), gap_us=1), [3])
 
 
+@pytest.mark.parametrize("time_limit_s", [0.0, 0.05])
+def test_a_plan_is_there_when_the_time_is_over(time_limit_s: float) -> None:
+    lengths = np.random.default_rng(1).integers(1, 60, 200).tolist()
+    found = rota.plan_batch(model(3, True), Cluster.uniform(3, 20_000, 2), lengths, time_limit_s=time_limit_s)
+    rota.check(found.plan)
+    assert found.bound_us <= found.makespan_us == found.timeline.makespan_us
+    with pytest.raises(SearchError, match="time_limit_s"):
+        rota.plan_batch(model(3, True), Cluster.uniform(3), lengths, time_limit_s=-1)
+
+
 def test_replicas_get_batches_of_about_the_same_time() -> None:
     lengths = np.random.default_rng(0).integers(5, 200, 400).tolist()
     costs = model(3, True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+from numba import njit
 
 from rota.batching.problem import NO_LIMIT, BatchProblem, Integers
 
@@ -17,6 +18,7 @@ ANY_SEQUENCE = "all plans of this grouping with one sequence of micro-batches on
 THIS_SEQUENCE = "all plans of this grouping with this sequence of micro-batches on all ranks"
 
 _MOST_TURNAROUNDS = 16  # micro-batches that are looked at, those that hold most
+_ROUNDING = 1e-9  # more than all rounding errors of a sum of floats together
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,23 +36,25 @@ class BatchBound:
     why: str
 
 
-def of_grouping(problem: BatchProblem) -> list[BatchBound]:
-    """The bounds for all orders."""
-    heads, tails = _ways(problem)
+def of_grouping(problem: BatchProblem, compiled: bool = True) -> list[BatchBound]:
+    """The bounds for all orders. `compiled=False` computes them without compiled loops, which takes longer."""
+    tables = problem.tables
+    ways, turns = (_ways, _turns) if compiled else (_ways.py_func, _turns.py_func)
+    heads, tails = ways(tables)
     longest = int((heads + problem.durations_us + tails).max())
     bounds = [BatchBound(longest, ALL_ORDERS, "the longest way of one micro-batch")]
-    turns = _turns(problem) if problem.has_one_stage_per_rank else None
-    for rank in range(problem.num_ranks):
-        own = np.flatnonzero(problem.rank_of == rank)
-        if not len(own):
-            continue
-        before, after = int(heads[:, own].min()), int(tails[:, own].min())
-        work = before + int(problem.durations_us[:, own].sum()) + after
-        bounds.append(BatchBound(work, ALL_ORDERS, f"the work of rank {rank}, what comes before it and after it"))
-        if problem.limits_bytes[rank] < NO_LIMIT and turns is not None:
-            us = before + _area_us(problem, rank, turns[rank]) + after
+    before, after = np.full((2, problem.num_ranks), NO_LIMIT)
+    np.minimum.at(before, problem.rank_of, heads.min(axis=0))
+    np.minimum.at(after, problem.rank_of, tails.min(axis=0))
+    around = before + after
+    works = around + tables.loads_us - tables.tails_us
+    areas = around + _areas_us(problem, turns(tables, problem.roles)) if problem.has_one_stage_per_rank else None
+    for rank in np.flatnonzero(np.bincount(problem.rank_of, minlength=problem.num_ranks)).tolist():
+        why = f"the work of rank {rank}, what comes before it and after it"
+        bounds.append(BatchBound(int(works[rank]), ALL_ORDERS, why))
+        if problem.limits_bytes[rank] < NO_LIMIT and areas is not None:
             why = f"what micro-batches hold on rank {rank} over time, in its limit"
-            bounds.append(BatchBound(us, ALL_ORDERS, why))
+            bounds.append(BatchBound(int(areas[rank]), ALL_ORDERS, why))
     return bounds
 
 
@@ -58,8 +62,8 @@ def of_any_sequence(problem: BatchProblem) -> list[BatchBound]:
     """Bounds for plans in which all tasks do the micro-batches in the same sequence, whichever it is."""
     if not problem.has_one_stage_per_rank or (problem.roles[:, 2] >= 0).any():
         return []  # weight gradients fill the time of turnarounds
-    heads, tails = _ways(problem)
-    turns = _turns(problem)
+    heads, tails = _ways(problem.tables)
+    turns = _turns(problem.tables, problem.roles)
     bounds = []
     for rank in np.flatnonzero(problem.limits_bytes < NO_LIMIT).tolist():
         own = problem.roles[rank, :2]
@@ -69,68 +73,90 @@ def of_any_sequence(problem: BatchProblem) -> list[BatchBound]:
     return bounds
 
 
-def _ways(problem: BatchProblem) -> tuple[Integers, Integers]:
+@njit(cache=True, nogil=True)
+def _ways(tables):  # type: ignore[no-untyped-def]
     """(heads, tails) of each op along its micro-batch's own way: int64[num_microbatches, num_tasks]."""
-    heads = np.zeros_like(problem.durations_us)
-    tails = np.tile(problem.tails_us[problem.rank_of], (problem.num_microbatches, 1))
-    by_target = np.argsort(problem.edges[:, 1], kind="stable").tolist()
-    by_source = np.argsort(-problem.edges[:, 0], kind="stable").tolist()
-    durations = problem.durations_us
-    for e in by_target:
-        a, b = problem.edges[e]
-        heads[:, b] = np.maximum(heads[:, b], heads[:, a] + durations[:, a] + problem.lags_us[:, e])
-    for e in by_source:
-        a, b = problem.edges[e]
-        tails[:, a] = np.maximum(tails[:, a], tails[:, b] + durations[:, b] + problem.lags_us[:, e])
+    durations, lags, first_in, in_task = tables.durations_us, tables.lags_us, tables.first_in, tables.in_task
+    count, num_tasks = durations.shape
+    heads, tails = np.zeros_like(durations), np.zeros_like(durations)
+    for m in range(count):
+        for t in range(num_tasks):
+            tails[m, t] = tables.tails_us[tables.rank_of[t]]
+            for j in range(first_in[t], first_in[t + 1]):
+                u = in_task[j]
+                heads[m, t] = max(heads[m, t], heads[m, u] + durations[m, u] + lags[m, tables.in_edge[j]])
+        for t in range(num_tasks - 1, -1, -1):
+            for j in range(first_in[t], first_in[t + 1]):
+                u = in_task[j]
+                tails[m, u] = max(tails[m, u], tails[m, t] + durations[m, t] + lags[m, tables.in_edge[j]])
     return heads, tails
 
 
-def _turns(problem: BatchProblem) -> Integers:
+@njit(cache=True, nogil=True)
+def _turns(tables, roles):  # type: ignore[no-untyped-def]
     """int64[num_ranks, num_microbatches]: the longest way from the end of each rank's F to its B or I."""
-    forwards, backwards, ranks = problem.roles[:, 0], problem.roles[:, 1], np.arange(problem.num_ranks)
-    far = np.full((problem.num_ranks, *problem.durations_us.shape), -NO_LIMIT)  # to the end of each task
-    far[ranks, :, forwards] = 0
-    for e in np.argsort(problem.edges[:, 1], kind="stable").tolist():
-        a, b = problem.edges[e].tolist()
-        np.maximum(far[:, :, b], far[:, :, a] + problem.lags_us[:, e] + problem.durations_us[:, b], out=far[:, :, b])
-    return np.maximum(far[ranks, :, backwards] - problem.durations_us.T[backwards], 0)
+    durations, lags, first_in, in_task = tables.durations_us, tables.lags_us, tables.first_in, tables.in_task
+    count, num_tasks = durations.shape
+    turns = np.zeros((len(roles), count), np.int64)
+    far = np.zeros(num_tasks, np.int64)  # to the end of the task; -1 if there is no way
+    for r in range(len(roles)):
+        forward, backward = roles[r, 0], roles[r, 1]
+        for m in range(count):
+            far[:] = -1
+            far[forward] = 0
+            for t in range(forward + 1, backward + 1):
+                for j in range(first_in[t], first_in[t + 1]):
+                    if far[in_task[j]] >= 0:
+                        way = far[in_task[j]] + lags[m, tables.in_edge[j]] + durations[m, t]
+                        far[t] = max(far[t], way)
+            turns[r, m] = max(far[backward] - durations[m, backward], 0)
+    return turns
 
 
-def _area_us(problem: BatchProblem, rank: int, turns: Integers) -> int:
-    """Bytes times µs that all micro-batches hold at least on a rank, over its limit."""
-    forward, backward, weight = problem.roles[rank].tolist()
-    durations, held, peaks = problem.durations_us, problem.held_bytes, problem.peak_bytes
-    until_backward = durations[:, forward] + turns + durations[:, backward]
-    area = int(np.maximum(held[:, forward], 0).astype(object) @ until_backward)
-    own = [forward, backward]
-    if weight >= 0:
-        left = np.maximum(held[:, forward] + held[:, backward], 0)
-        area += int(left.astype(object) @ durations[:, weight])
-        own.append(weight)
-    area += sum(int(peaks[:, task].astype(object) @ durations[:, task]) for task in own)
-    return -(-area // max(int(problem.limits_bytes[rank]), 1))
+def _areas_us(problem: BatchProblem, turns: Integers) -> Integers:
+    """int64[num_ranks]: bytes times µs that all micro-batches hold at least on a rank, over its limit."""
+    durations = problem.durations_us.astype(np.float64)  # products of bytes and µs may be larger than int64
+    held = problem.held_bytes
+    forwards, backwards, weights = problem.roles.T
+    until_backward = durations[:, forwards] + turns.T + durations[:, backwards]
+    areas = (np.maximum(held[:, forwards], 0) * until_backward).sum(axis=0)
+    if problem.has_weights:
+        split = weights >= 0
+        left = np.maximum(held[:, forwards] + held[:, backwards], 0)
+        areas += np.where(split, (left * durations[:, weights]).sum(axis=0), 0.0)
+    np.add.at(areas, problem.rank_of, (problem.peak_bytes * durations).sum(axis=0))
+    return np.ceil(areas * (1 - _ROUNDING) / np.maximum(problem.limits_bytes, 1)).astype(np.int64)
 
 
 def _lost_us(problem: BatchProblem, rank: int, turns: Integers) -> int:
     """Idle time of a rank between F and B of a large micro-batch; of several, where no two are in flight at once."""
     forward, backward, _ = problem.roles[rank].tolist()
-    durations, held = problem.durations_us, problem.held_bytes[:, forward]
-    limit, idle = int(problem.limits_bytes[rank]), np.zeros(problem.num_microbatches, np.int64)
-    for m in np.argsort(-held, kind="stable")[:_MOST_TURNAROUNDS].tolist():
-        others, room = np.arange(problem.num_microbatches) != m, limit - int(held[m])
-        fits = sum(_knapsack(durations[others, task], held[others], room) for task in (forward, backward))
-        idle[m] = max(int(turns[m]) - fits, 0)
-    return max(int(idle[2 * held > limit].sum()), int(idle.max()))
+    held = np.maximum(problem.held_bytes[:, forward], 0)
+    limit, idle = int(problem.limits_bytes[rank]), turns.copy()
+    largest = np.argsort(-held, kind="stable")[:_MOST_TURNAROUNDS]
+    for task in (forward, backward):
+        values = problem.durations_us[:, task]
+        order = np.argsort(-(values / np.maximum(held, 1)), kind="stable")
+        idle[largest] -= _knapsacks(values, held, order, largest, limit)
+    idle = np.maximum(idle[largest], 0)
+    return int(max(idle[2 * held[largest] > limit].sum(), idle.max()))
 
 
-def _knapsack(values: Integers, weights: Integers, room: int) -> int:
-    """At least the largest sum of values whose weights fit: the last one is taken in part."""
-    order = np.argsort(-(values / np.maximum(weights, 1)), kind="stable")
-    values, weights = values[order], weights[order]
-    filled = np.cumsum(weights)
-    whole = int(np.searchsorted(filled, room, side="right"))
-    total = int(values[:whole].sum())
-    if whole == len(values):
-        return total
-    left = max(room - (int(filled[whole - 1]) if whole else 0), 0)
-    return total + -(-int(values[whole]) * left // int(weights[whole]))
+@njit(cache=True, nogil=True)
+def _knapsacks(values, weights, order, chosen, limit):  # type: ignore[no-untyped-def]
+    """For each chosen one, at least the largest sum of values of others whose weights fit beside it within a limit.
+
+    `order` has those first whose values are highest for their weights. The last one is taken in part.
+    """
+    totals = np.zeros(len(chosen), np.int64)
+    for i in range(len(chosen)):
+        room = limit - weights[chosen[i]]
+        for other in order:
+            if other == chosen[i]:
+                continue
+            if weights[other] > room:
+                totals[i] += int(np.ceil(values[other] * (max(room, 0) / weights[other]) * (1 + _ROUNDING)))
+                break
+            room -= weights[other]
+            totals[i] += values[other]
+    return totals

@@ -5,12 +5,12 @@ Samples of similar lengths share a micro-batch, up to a budget of tokens; a name
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from math import inf
 
 from rota.batching.bounds import ALL_ORDERS, of_grouping
 from rota.batching.figures import Layout, Place
-from rota.batching.grouping import Grouper, Groups
+from rota.batching.grouping import Grouper
 from rota.batching.policies import valley
 from rota.batching.replicas import of_share, shares_of
 from rota.batching.result import BatchPlan
@@ -44,24 +44,25 @@ def plan_replicas_by_name(
 
 
 def _plan(layout: Layout, grouper: Grouper) -> BatchPlan | None:
-    for groups in _groupings(grouper, layout.placement.num_ranks):
-        sizes = [grouper.size(group) for group in groups]
+    for per_rank in _MICROBATCHES_PER_RANK:
+        starts = grouper.within(grouper.num_tokens / (per_rank * layout.placement.num_ranks))
+        sizes, samples = grouper.sizes(starts), grouper.samples(starts)
         problem = layout.problem(sizes)
         sequence = valley(problem)
         placement = layout.placed(problem, sizes, sequence)
         in_order = sequence.tolist()
         for name in _SCHEDULES:
             try:
-                plan = NAMED[name](placement, len(groups))
+                plan = NAMED[name](placement, len(starts))
                 check(plan)
             except RotaError:
                 continue  # for other placements, or other numbers
             timeline = simulate(plan)
             if _fits(plan, timeline):
-                bounds = [bound for bound in of_grouping(problem) if bound.among == ALL_ORDERS]
+                bounds = [bound for bound in of_grouping(problem, compiled=False) if bound.among == ALL_ORDERS]
                 return BatchPlan(
                     plan,
-                    tuple(grouper.samples(groups[m]) for m in in_order),
+                    tuple(samples[m] for m in in_order),
                     tuple(sizes[m] for m in in_order),
                     timeline.makespan_us,
                     (max(bounds, key=lambda bound: bound.us),),
@@ -72,18 +73,3 @@ def _plan(layout: Layout, grouper: Grouper) -> BatchPlan | None:
 def _fits(plan: Plan, timeline: Timeline) -> bool:
     limits = plan.placement.cluster.limit_bytes
     return all(limit is None or peak <= limit for peak, limit in zip(timeline.peak_memory_bytes, limits, strict=True))
-
-
-def _groupings(grouper: Grouper, num_ranks: int) -> Iterator[Groups]:
-    """Groups of neighbours in the sorted samples, of at most a budget of tokens, with smaller and smaller budgets."""
-    num_samples = grouper.num_samples
-    total = sum(grouper.size((i,)).tokens for i in range(num_samples))
-    for per_rank in _MICROBATCHES_PER_RANK:
-        groups: list[tuple[int, ...]] = []
-        for i in range(num_samples):
-            grown = (*groups[-1], i) if groups else ()
-            if grown and grouper.size(grown).tokens <= total / (per_rank * num_ranks):
-                groups[-1] = grown
-            else:
-                groups.append((i,))
-        yield tuple(groups)

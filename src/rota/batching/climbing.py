@@ -1,73 +1,141 @@
 """Local search over the sequence of micro-batches and the orders of ranks; each try is timed by one replay.
 
-Half of the tries exchange micro-batches in the sequence, or put one elsewhere: the ranks' orders stay, whose k-th F is
-that of the k-th micro-batch. The others move an op of the critical path to another place on its rank, as in Nowicki and
-Smutnicki, "A Fast Taboo Search Algorithm for the Job Shop Problem", 1996: while that path stays, nothing gets faster.
-What makes nothing longer is kept.
+Some tries exchange micro-batches in the sequence, or put one elsewhere: the ranks' orders stay, whose k-th F is that of
+the k-th micro-batch. The others move an op of the critical path to another place on its rank, as in Nowicki and
+Smutnicki, "A Fast Taboo Search Algorithm for the Job Shop Problem", 1996: while that path stays, nothing gets faster,
+and it stays if ops only change places within one of its *blocks*, which are on one rank. So most of these moves are at
+the *borders* of blocks, where a rank has waited for another one. What makes nothing longer is kept.
+
+A replay begins at the first op that a move may change. It ends as soon as a rank's work no longer fits before the best
+makespan.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import numpy as np
 from numba import njit
 
 from rota.batching.dispatching import Dispatch
 from rota.batching.problem import BatchProblem, Integers
-from rota.batching.replaying import fits, replay
+from rota.batching.replaying import fits, replay, replay_since
 
 _FARTHEST = 6  # places that an op is moved by
+_OPS_PER_CALL = 200_000  # timed between two looks at the clock, some ms
 
 
 def climb(
-    problem: BatchProblem, sequence: Integers, given: Dispatch, goal_us: int, tries: int
+    problem: BatchProblem,
+    sequence: Integers,
+    given: Dispatch,
+    goal_us: int,
+    tries: int,
+    most_ops: int = 1 << 60,
+    is_over: Callable[[], bool] = lambda: False,
 ) -> tuple[Integers, Dispatch]:
-    """The best sequence and orders after so many tries, or the first that reach `goal_us`; repeatable."""
+    """The best sequence and orders after so many tries.
+
+    It ends earlier when one reaches `goal_us`, after about `most_ops` ops of replays, or when `is_over` says so; apart
+    from that, it is repeatable.
+    """
     sequence, orders = sequence.copy(), given.orders.copy()
     starts = np.zeros_like(given.starts_us)
-    best_us = _climb(problem.tables, problem.limits_bytes, sequence, orders, starts, goal_us, tries)
+    state = np.array([88172645463325252], np.uint64)
+    best_us = given.makespan_us
+    while tries > 0 and most_ops > 0 and best_us > goal_us and not is_over():
+        some = min(most_ops, _OPS_PER_CALL)
+        best_us, tried, timed = _climb(
+            problem.tables, problem.limits_bytes, sequence, orders, starts, goal_us, tries, some, state
+        )
+        tries, most_ops = tries - tried, most_ops - timed
+    best_us = replay(problem.tables, sequence, orders, starts, 1 << 60)
     return sequence, Dispatch(int(best_us), starts, orders)
 
 
 @njit(cache=True, nogil=True)
-def _climb(tables, limits, sequence, orders, starts, goal, tries):  # type: ignore[no-untyped-def]
-    """The makespan of the best; the arrays end as it."""
-    count, first_on = len(sequence), tables.first_on
-    places = np.zeros_like(starts)
-    path = np.zeros((starts.size, 2), np.int64)
-    best = replay(tables, sequence, orders, starts, 1 << 60)
-    length = _critical(tables, sequence, orders, starts, places, path)
-    state = np.uint64(88172645463325252)
-    for _ in range(tries):
-        if best <= goal:
-            break
-        state ^= state << np.uint64(13)
-        state ^= state >> np.uint64(7)
-        state ^= state << np.uint64(17)
-        dice = np.int64(state >> np.uint64(20))
-        move, dice = dice % 6, dice // 6
+def _climb(tables, limits, sequence, orders, kept, goal, tries, most_ops, state):  # type: ignore[no-untyped-def]
+    """(makespan, tries made, ops timed); `sequence`, `orders` and their starts `kept` end as the best."""
+    durations, first_on = tables.durations_us, tables.first_on
+    count, num_tasks = durations.shape
+    num_ops = count * num_tasks
+    nth, places = np.zeros(orders.shape, np.int64), np.zeros((count, num_tasks), np.int64)
+    path, borders = np.zeros((num_ops, 2), np.int64), np.zeros(num_ops, np.int64)
+    work = np.zeros((num_tasks, count + 1), np.int64)
+    best = replay(tables, sequence, orders, kept, 1 << 60)
+    starts = kept.copy()
+    for r in range(len(orders)):
+        _number(tables, orders, r, nth, places)
+    _add_up(durations, sequence, work)
+    length, num_borders = _critical(tables, sequence, orders, kept, nth, places, path, borders)
+    tried, timed = 0, num_ops
+    dice = state[0]
+    while tried < tries and timed < most_ops and best > goal:
+        tried += 1
+        timed += 1
+        dice ^= dice << np.uint64(13)
+        dice ^= dice >> np.uint64(7)
+        dice ^= dice << np.uint64(17)
+        rest = np.int64(dice >> np.uint64(20))
+        move, rest = rest % 8, rest // 8
         row = -1
         if move < 3:
-            a, b = dice % count, dice // count % count
+            a, b = rest % count, rest // count % count
             if move == 0:
                 b = (a + 1 + b % 4) % count
-        else:
-            at, dice = dice % length, dice // length
-            row, a = path[at, 0], path[at, 1]
-            far = 1 + dice % _FARTHEST
-            b = a + far if dice // _FARTHEST % 2 else a - far
-            last = count * (first_on[row + 1] - first_on[row]) - 1
-            if not 0 <= b <= last or orders[row, a] == orders[row, b]:
+            if a == b:
                 continue
+            first = min(a, b)
+            since = kept[sequence[first], 0]
+            for t in range(1, num_tasks):
+                since = min(since, kept[sequence[first], t])
+        else:
+            far, rest = 1 + rest % _FARTHEST, rest // _FARTHEST
+            way, rest = rest % 4, rest // 4
+            if move == 3 or num_borders == 0:
+                at = rest % length
+                row, a = path[at, 0], path[at, 1]
+                b = a + far if way < 2 else a - far
+            else:
+                at = borders[rest % num_borders]
+                if way < 2:  # the op that waits: one behind it goes first, or it goes back
+                    row, a = path[at, 0], path[at, 1]
+                    b = a + far
+                    if way == 0:
+                        a, b = b, a
+                else:  # the op that is waited for: it goes first, or one before it goes behind it
+                    row, a = path[at + 1, 0], path[at + 1, 1]
+                    b = a - far
+                    if way == 2:
+                        a, b = b, a
+            last = count * (first_on[row + 1] - first_on[row]) - 1
+            if not (0 <= a <= last and 0 <= b <= last) or orders[row, a] == orders[row, b]:
+                continue
+            first = min(a, b)
+            since = 0
+            if first > 0:
+                t = orders[row, first - 1]
+                m = sequence[nth[row, first - 1]]
+                since = kept[m, t] + durations[m, t]
         _move(sequence, orders, move, row, a, b)
         value = best + 1
         if fits(tables, limits, sequence, orders, row):
-            value = replay(tables, sequence, orders, starts, best)
+            value = replay_since(tables, sequence, orders, starts, work, since, best)
+            timed += num_ops
         if value <= best:
             best = value
-            length = _critical(tables, sequence, orders, starts, places, path)
+            timed += num_ops  # what follows takes about as long
+            kept[:] = starts
+            if row >= 0:
+                _number(tables, orders, row, nth, places)
+            else:
+                _add_up(durations, sequence, work)
+            length, num_borders = _critical(tables, sequence, orders, kept, nth, places, path, borders)
         else:
+            starts[:] = kept
             _move(sequence, orders, move, row, b, a)
-    return replay(tables, sequence, orders, starts, 1 << 60)
+    state[0] = dice
+    return best, tried, timed
 
 
 @njit(cache=True, nogil=True)
@@ -90,48 +158,63 @@ def _move(sequence, orders, move, row, a, b):  # type: ignore[no-untyped-def]
 
 
 @njit(cache=True, nogil=True)
-def _critical(tables, sequence, orders, starts, places, path):  # type: ignore[no-untyped-def]
-    """Fills `path` with (rank, place in its order) of ops that make the step as long as it is; returns how many."""
+def _number(tables, orders, r, nth, places):  # type: ignore[no-untyped-def]
+    """For a rank, nth[r, i] is how many ops of its task come before place i; places[k, t] is where the k-th one is."""
+    count, num_tasks = places.shape
+    done = np.zeros(num_tasks, np.int64)
+    for i in range(count * (tables.first_on[r + 1] - tables.first_on[r])):
+        t = orders[r, i]
+        nth[r, i] = done[t]
+        places[done[t], t] = i
+        done[t] += 1
+
+
+@njit(cache=True, nogil=True)
+def _add_up(durations, sequence, work):  # type: ignore[no-untyped-def]
+    """Fills work[t, k] with the time of the first k ops of each task."""
+    for k in range(len(sequence)):
+        for t in range(len(work)):
+            work[t, k + 1] = work[t, k] + durations[sequence[k], t]
+
+
+@njit(cache=True, nogil=True)
+def _critical(tables, sequence, orders, starts, nth, places, path, borders):  # type: ignore[no-untyped-def]
+    """Fills `path` with (rank, place in its order) of ops that make the step as long as it is, the last one first.
+
+    Fills `borders` with the entries of `path` that begin when an op of another rank, the next entry, lets them. Returns
+    the numbers of both.
+    """
     durations, lags, first_in, first_on = tables.durations_us, tables.lags_us, tables.first_in, tables.first_on
     count = len(sequence)
-    done = np.zeros(durations.shape[1], np.int64)
-    latest, r, i, k = -1, 0, 0, 0
+    latest, r, i = -1, 0, 0
     for q in range(len(orders)):
-        last = count * (first_on[q + 1] - first_on[q])
-        for j in range(last):
-            t = orders[q, j]
-            places[done[t], t] = j  # of the task's k-th op
-            done[t] += 1
-        if last:
-            t = orders[q, last - 1]
-            m = sequence[count - 1]
+        last = count * (first_on[q + 1] - first_on[q]) - 1
+        if last >= 0:
+            t = orders[q, last]
+            m = sequence[nth[q, last]]
             end = starts[m, t] + durations[m, t] + tables.tails_us[q]
             if end > latest:
-                latest, r, i, k = end, q, last - 1, count - 1
-    length, t = 0, orders[r, i]
+                latest, r, i = end, q, last
+    length, num_borders = 0, 0
     while True:
         path[length, 0], path[length, 1] = r, i
         length += 1
-        begin = starts[sequence[k], t]
+        t, k = orders[r, i], nth[r, i]
+        m = sequence[k]
+        begin = starts[m, t]
         if i > 0:
-            u = orders[r, i - 1]
-            low, high = 0, count - 1
-            while low < high:
-                middle = (low + high) // 2
-                if places[middle, u] >= i - 1:
-                    high = middle
-                else:
-                    low = middle + 1
-            m = sequence[low]
-            if starts[m, u] + durations[m, u] == begin:
-                t, k, i = u, low, i - 1
+            u, n = orders[r, i - 1], sequence[nth[r, i - 1]]
+            if starts[n, u] + durations[n, u] == begin:
+                i -= 1
                 continue
-        m, follows = sequence[k], False
+        follows = False
         for j in range(first_in[t], first_in[t + 1]):
             u = tables.in_task[j]
             if starts[m, u] + durations[m, u] + lags[m, tables.in_edge[j]] == begin:
-                t, r, follows = u, tables.rank_of[u], True
-                i = places[k, t]
+                if tables.rank_of[u] != r:
+                    borders[num_borders] = length - 1
+                    num_borders += 1
+                r, i, follows = tables.rank_of[u], places[k, u], True
                 break
         if not follows:
-            return length
+            return length, num_borders

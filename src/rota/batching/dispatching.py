@@ -84,6 +84,7 @@ def run(tables, sequence, levels, weight_levels, patience, limits, starts, order
         first_on,
         on,
         tails,
+        _,
     ) = tables
     num_microbatches, num_tasks = durations.shape
     num_ranks, keeps_orders = len(first_on) - 1, orders.shape[1] > 0

@@ -9,18 +9,17 @@ memory is limited, groups of at most a share of it are tried too, so that a whol
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from numba import njit
 
 from rota.batching.figures import Layout
-from rota.batching.problem import Floats
+from rota.batching.problem import Floats, Integers
 from rota.errors import SearchError
 from rota.sizes import Size
 from rota.units import size_text
-
-Groups = tuple[tuple[int, ...], ...]
 
 _NUM_LIMITS = 8  # largest times that are tried
 _IN_FLIGHT = (
@@ -58,42 +57,64 @@ class Grouper:
         given = np.array(lengths, np.int64)
         self._order = np.argsort(-given, kind="stable")
         self._lengths = given[self._order]
-        self._listed: list[int] = self._lengths.tolist()
-        self._work = layout.work()
+        given_lengths = self._lengths.astype(np.float64)
+        sums = [np.concatenate([[0.0], np.cumsum(given_lengths**power)]) for power in (1, 2)]
+        self._sums = (given_lengths, *sums)
+        work = layout.work()
+        self._curve = work[int((work[:, 1] * sums[0][-1] + work[:, 2] * sums[1][-1]).argmax())]  # of the busiest rank
         self._needs, self._rooms = _needs(layout)
         self._refuse_what_does_not_fit(layout)
 
     @property
-    def num_samples(self) -> int:
-        """Number of samples."""
-        return len(self._listed)
+    def num_tokens(self) -> int:
+        """The tokens of all samples."""
+        return int(self._lengths.sum())
 
-    def groupings(self) -> Iterator[Groups]:
-        """Different groupings: for several largest times, and for several numbers of them in flight."""
-        sizes = np.stack([self._lengths, self._lengths**2]).astype(np.float64)
-        total = float((self._work[:, 1:] @ sizes).max(axis=0).sum() + self._work[:, 0].max() * self._num_ranks)
+    def within(self, most_tokens: float) -> Integers:
+        """Groups of neighbours in the sorted samples, with at most so many tokens or one sample; as `groupings`."""
+        starts, tokens, lengths = [0], 0, self._lengths.tolist()
+        for i, length in enumerate(lengths):
+            grown = tokens + length if self._packed else (i - starts[-1] + 1) * lengths[starts[-1]]
+            if i > starts[-1] and grown > most_tokens:
+                starts.append(i)
+                grown = length
+            tokens = grown
+        return np.array(starts, np.int64)
+
+    def groupings(self) -> list[Integers]:
+        """Different groupings, for several largest times, and for several numbers of them in flight.
+
+        Each says at which of the sorted samples its groups begin: int64[num_groups].
+        """
+        _, tokens, squares = self._sums
+        total = float(self._curve @ [self._num_ranks, tokens[-1], squares[-1]])
         limits = np.geomspace(total / (_MOST * self._num_ranks), total / (_FEWEST * self._num_ranks), _NUM_LIMITS)
-        first, times = _times(self._lengths, self._work, self._needs, self._rooms, float(limits[-1]), self._packed)
-        found = [_split(first, times, limit) for limit in limits.tolist()]
-        for share in _IN_FLIGHT if len(self._needs) else ():
-            rooms = self._rooms / max(share * self._num_ranks, 1.0)
-            first, times = _times(self._lengths, self._work, self._needs, rooms, np.inf, self._packed)
-            found.append(_split(first, times, np.inf))
-        for key in dict.fromkeys(tuple(starts.tolist()) for starts in found):
-            yield self._groups(key)
+        found = [self._split(limit, 1.0) for limit in limits.tolist()]
+        if len(self._needs):
+            found += [self._split(np.inf, max(share * self._num_ranks, 1.0)) for share in _IN_FLIGHT]
+            found.append(_fill(len(self._lengths), self._given(np.inf, self._num_ranks)))
+        return [*{starts.tobytes(): starts for starts in found}.values()]
 
-    def size(self, group: Sequence[int]) -> Size:
-        """The size of a micro-batch of these positions in the sorted samples."""
-        lengths = self._listed[group[0] : group[-1] + 1]
-        return Size.packed(lengths) if self._packed else Size.padded(lengths)
+    def sizes(self, starts: Integers) -> tuple[Size, ...]:
+        """The size of each micro-batch of a grouping."""
+        if self._packed:
+            tokens, squares = np.add.reduceat(self._lengths, starts), np.add.reduceat(self._lengths**2, starts)
+        else:
+            longest = self._lengths[starts]
+            tokens = np.diff(starts, append=len(self._lengths)) * longest
+            squares = tokens * longest
+        return tuple(map(Size, tokens.tolist(), squares.tolist()))
 
-    def samples(self, group: Sequence[int]) -> tuple[int, ...]:
-        """Positions in the sorted samples as indices into the given ones, rising."""
-        return tuple(sorted(self._order[list(group)].tolist()))
+    def samples(self, starts: Integers) -> list[tuple[int, ...]]:
+        """The samples of each micro-batch of a grouping, rising."""
+        return [tuple(sorted(group.tolist())) for group in np.split(self._order, starts[1:])]
 
-    def _groups(self, starts: tuple[int, ...]) -> Groups:
-        ends = (*starts[1:], len(self._lengths))
-        return tuple(tuple(range(a, b)) for a, b in zip(starts, ends, strict=True))
+    def _split(self, limit_us: float, num_in_flight: float) -> Integers:
+        return _split(len(self._lengths), self._given(limit_us, num_in_flight))
+
+    def _given(self, limit_us: float, num_in_flight: float) -> tuple[Any, ...]:
+        """What the time of a group follows from."""
+        return (*self._sums, self._curve, self._needs, self._rooms / num_in_flight, limit_us, self._packed)
 
     def _refuse_what_does_not_fit(self, layout: Layout) -> None:
         """The longest sample is the first."""
@@ -134,52 +155,38 @@ def _needs(layout: Layout) -> tuple[Floats, Floats]:
 
 
 @njit(cache=True, nogil=True)
-def _times(lengths, work, needs, rooms, limit, packed):  # type: ignore[no-untyped-def]
-    """(first, times): times[first[e] + i] is the time of a group that ends before sample e and has i + 1 samples."""
-    count = len(lengths)
-    first = np.zeros(count + 2, np.int64)
-    times, used = np.empty(max(4 * count, 64)), 0
-    for end in range(1, count + 1):
-        tokens, squares = 0.0, 0.0
-        first[end] = used
-        for begin in range(end - 1, -1, -1):
-            length, rows = float(lengths[begin]), float(end - begin)
-            tokens = tokens + length if packed else rows * length
-            squares = squares + length * length if packed else rows * length * length
-            time = 0.0
-            for i in range(len(work)):
-                time = max(time, work[i, 0] + work[i, 1] * tokens + work[i, 2] * squares)
-            if rows > 1:
-                fits = time <= limit
-                for i in range(len(needs)):
-                    fits = fits and needs[i, 0] + needs[i, 1] * tokens + needs[i, 2] * squares <= rooms[i]
-                if not fits:
-                    break
-            if used == len(times):
-                grown = np.empty(2 * used)
-                for i in range(used):
-                    grown[i] = times[i]
-                times = grown
-            times[used] = time
-            used += 1
-    first[count + 1] = used
-    return first, times
+def _split(count, given):  # type: ignore[no-untyped-def]
+    """Where groups of the samples begin that take the least time in all, as `_time` has it.
 
-
-@njit(cache=True, nogil=True)
-def _split(first, times, limit):  # type: ignore[no-untyped-def]
-    """Where groups of the samples begin that take the least time in all, none above `limit` but single samples."""
-    count = len(first) - 2
-    least, begins = np.full(count + 1, np.inf), np.zeros(count + 1, np.int64)
-    least[0] = 0.0
+    A later begin that is as good as an earlier one stays so when samples are added at the end: to the
+    group that begins later, whose longest sample is no longer, they add no more. So each begin is best for one range of
+    ends at most, and a queue has these ranges (Hirschberg and Larmore, "The Least Weight Subsequence Problem", 1987).
+    """
+    least, begins = np.zeros(count + 1), np.zeros(count + 1, np.int64)
+    queue, since = np.zeros(count + 1, np.int64), np.zeros(count + 1, np.int64)  # begins, and their first ends
+    head, tail = 0, 0
     for end in range(1, count + 1):
-        for i in range(first[end + 1] - first[end]):
-            time = times[first[end] + i]
-            if i > 0 and time > limit:
-                break
-            begin = end - 1 - i
-            if least[begin] + time < least[end]:
-                least[end], begins[end] = least[begin] + time, begin
+        begin = end - 1
+        while tail - head > 1 and since[head + 1] <= end:
+            head += 1
+        if tail > head:
+            since[head] = max(since[head], end)
+        while tail > head and _is_better(least, begin, queue[tail - 1], since[tail - 1], given):
+            tail -= 1
+        low = end
+        if tail > head:
+            low, high = since[tail - 1] + 1, count + 1
+            while low < high:
+                middle = (low + high) // 2
+                if _is_better(least, begin, queue[tail - 1], middle, given):
+                    high = middle
+                else:
+                    low = middle + 1
+        if low <= count:
+            queue[tail], since[tail] = begin, low
+            tail += 1
+        begins[end] = queue[head]
+        least[end] = least[queue[head]] + _time(queue[head], end, *given)
     num_groups, end = 0, count
     while end > 0:
         end = begins[end]
@@ -189,3 +196,39 @@ def _split(first, times, limit):  # type: ignore[no-untyped-def]
         end = begins[end]
         starts[i] = end
     return starts
+
+
+@njit(cache=True, nogil=True)
+def _fill(count, given):  # type: ignore[no-untyped-def]
+    """Where groups of the samples begin that are as full as may be, one after the other."""
+    starts, num_groups = np.zeros(count, np.int64), 1
+    for end in range(1, count):
+        if _time(starts[num_groups - 1], end + 1, *given) == np.inf:
+            starts[num_groups] = end
+            num_groups += 1
+    return starts[:num_groups]
+
+
+@njit(cache=True, nogil=True)
+def _is_better(least, one, other, end, given):  # type: ignore[no-untyped-def]
+    """Whether the last group of the samples before `end` may as well begin at `one` as at `other`."""
+    return least[one] + _time(one, end, *given) <= least[other] + _time(other, end, *given)
+
+
+@njit(cache=True, nogil=True)
+def _time(begin, end, lengths, tokens, squares, curve, needs, rooms, limit, packed):  # type: ignore[no-untyped-def]
+    """The time of a group; infinite if it may not be: more than one sample over `limit` or with more than `rooms`.
+
+    `tokens` and `squares` are sums over the first samples.
+    """
+    rows, length = end - begin, lengths[begin]
+    group_tokens = tokens[end] - tokens[begin] if packed else rows * length
+    group_squares = squares[end] - squares[begin] if packed else rows * length * length
+    time = curve[0] + curve[1] * group_tokens + curve[2] * group_squares
+    if rows > 1:
+        if time > limit:
+            return np.inf
+        for i in range(len(needs)):
+            if needs[i, 0] + needs[i, 1] * group_tokens + needs[i, 2] * group_squares > rooms[i]:
+                return np.inf
+    return time

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import chain, pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -12,12 +14,12 @@ from rota.batching.bounds import ALL_ORDERS, ANY_SEQUENCE, THIS_SEQUENCE, BatchB
 from rota.batching.climbing import climb
 from rota.batching.dispatching import Dispatch
 from rota.batching.figures import Layout, Place
-from rota.batching.grouping import Grouper, Groups
+from rota.batching.grouping import Grouper
 from rota.batching.memory_use import peaks_bytes
 from rota.batching.policies import by_policy, falling, valley
 from rota.batching.problem import NO_LIMIT, BatchProblem, Integers
 from rota.batching.result import BatchPlan
-from rota.batching.rules import by_rule
+from rota.batching.rules import by_few_rules, by_rule
 from rota.batching.windows import sequence_bound_us
 from rota.costs import Cluster
 from rota.errors import SearchError
@@ -28,10 +30,13 @@ from rota.sizes import Size, SizeModel
 from rota.tasks import Op
 
 _ROUNDS_FOR_TRANSFERS = 8  # of lower limits, until what transfers hold fits too
-_SHARES_OF_TRIES = (0.5, 0.3, 0.2)  # of a local search; what transfers hold is counted after each
+_PARTS = (0.0, 0.5, 0.8, 1.0)  # of a local search; what transfers hold is counted after each
 _NUM_STARTS = 2  # of local searches of a long step; all are tried where there are so many tries:
 _TRIES_FOR_ALL = 4_000
-_OPS_TIMED = 2_000_000  # in all tries of a local search
+_OPS_TIMED = 3_000_000  # in all tries of a local search, if the number of tries is not given
+_ANY_NUMBER = 1 << 60
+_GROUPS_UNTIL = 0.4  # of a time limit
+_CLIMBS_UNTIL = 0.7  # of a time limit; the rest is for the plan and its bound
 
 _Orders = Callable[[BatchProblem, Integers], Dispatch | None]
 
@@ -39,7 +44,7 @@ _Orders = Callable[[BatchProblem, Integers], Dispatch | None]
 class _Candidate(NamedTuple):
     """A grouping."""
 
-    groups: Groups
+    starts: Integers
     sizes: tuple[Size, ...]
     problem: BatchProblem
     bounds: list[BatchBound]
@@ -70,11 +75,12 @@ def plan_batch(
     packed: bool = False,
     place: Place = place_chain,
     tries: int | None = None,
+    time_limit_s: float | None = None,
 ) -> BatchPlan:
     """The micro-batches of a batch of samples, and a plan for them with a proof of how good it is.
 
     Groups come from a dynamic program at several largest times of a micro-batch; a local search then changes sequence
-    and policy of list scheduling. The same arguments give the same plan, on every rank and machine.
+    and orders. Without a time limit, the same arguments give the same plan, on every rank and machine.
 
     Args:
         model: What stages cost as a function of a micro-batch's size.
@@ -83,43 +89,90 @@ def plan_batch(
         packed: Whether the samples of a micro-batch follow one another in one row, each attending to only itself.
             Else each is a row, padded to the longest of its micro-batch.
         place: Puts the stages on ranks: `rota.place`, `rota.interleaved`, `rota.wave`, or your own.
-        tries: Changes that the local search tries: more take longer and find better plans. None: about as many as it
-            times 2,000,000 ops with.
+        tries: Changes that the local search tries: more take longer and find better plans. None: about as many as take
+            a twentieth of a second.
+        time_limit_s: When the local search and the search for a bound end at the latest, after the call.
 
     Returns:
         The plan, the samples of each micro-batch, and the bounds.
 
     Raises:
-        SearchError: A sample fits in no micro-batch, or the placement is not supported.
+        SearchError: A sample fits in no micro-batch, the placement is not supported, or the time limit is below 0.
         PlacementError: The stages do not fit the cluster.
     """
+    if time_limit_s is not None and time_limit_s < 0:
+        raise SearchError(f"time_limit_s is {time_limit_s}: give the seconds that the search may take, or None")
+    clock = _Clock(time_limit_s)
     layout = Layout.of(model, cluster, place)
     grouper = Grouper(layout, lengths, packed)
-    found = _improved(_first(layout, grouper), tries)
-    groups, sizes, problem, bounds = found.candidate
-    sequence = found.sequence
+    found = _improved(_first(layout, grouper, clock), tries, clock)
+    starts, sizes, problem, bounds = found.candidate
+    samples, sequence = grouper.samples(starts), found.sequence
     plan = _plan(layout, found)
     makespan_us = found.makespan_us if layout.has_exact_tails else simulate(plan).makespan_us
     return BatchPlan(
         plan,
-        tuple(grouper.samples(groups[m]) for m in sequence.tolist()),
+        tuple(samples[m] for m in sequence.tolist()),
         tuple(sizes[m] for m in sequence.tolist()),
         makespan_us,
-        _proven(problem, sequence, bounds, makespan_us),
+        _proven(problem, sequence, bounds, makespan_us, clock),
     )
 
 
-def _first(layout: Layout, grouper: Grouper) -> _Found:
+class _Clock:
+    """How much of a time limit is over."""
+
+    def __init__(self, limit_s: float | None) -> None:
+        self._began_s, self._limit_s = time.monotonic(), limit_s
+
+    def share_over(self) -> float:
+        """The share of the limit that is over; 0 without a limit."""
+        if self._limit_s is None:
+            return 0.0
+        return (time.monotonic() - self._began_s) / self._limit_s if self._limit_s else 1.0
+
+    def is_over(self) -> bool:
+        """Whether the limit is over."""
+        return self.share_over() >= 1
+
+
+class _Effort(NamedTuple):
+    """What a local search may take."""
+
+    tries: int
+    ops: int  #: of replays
+    clock: _Clock
+    begin: float  #: as a share of the clock's limit
+    end: float
+
+    def part(self, begin: float, end: float) -> _Effort:
+        """The part of it between two shares of it."""
+        share, span = end - begin, self.end - self.begin
+        return _Effort(
+            int(self.tries * share),
+            int(self.ops * share),
+            self.clock,
+            self.begin + begin * span,
+            self.begin + end * span,
+        )
+
+    def is_over(self) -> bool:
+        """Whether its time is over."""
+        return self.clock.share_over() >= self.end
+
+
+def _first(layout: Layout, grouper: Grouper, clock: _Clock) -> _Found:
     """A plan of the best grouping. Groupings whose bound is above a plan that is known are left out."""
-    candidates = []
-    for groups in grouper.groupings():
-        sizes = tuple(map(grouper.size, groups))
-        problem = layout.problem(sizes)
-        candidates.append(_Candidate(groups, sizes, problem, of_grouping(problem)))
+    groupings = grouper.groupings()
+    sizes = [grouper.sizes(starts) for starts in groupings]
+    problems = layout.problem([*chain.from_iterable(sizes)]).parts([*map(len, sizes)])
+    candidates = [
+        _Candidate(*of, problem, of_grouping(problem)) for *of, problem in zip(groupings, sizes, problems, strict=True)
+    ]
     candidates.sort(key=lambda candidate: candidate.bound_us)
     best: _Found | None = None
     for candidate in candidates:
-        if best is None or candidate.bound_us < best.makespan_us:
+        if best is None or (candidate.bound_us < best.makespan_us and clock.share_over() < _GROUPS_UNTIL):
             best = _better(best, _first_of(candidate))
     if best is None:
         raise SearchError(
@@ -137,7 +190,7 @@ def _first_of(candidate: _Candidate) -> _Found | None:
     """A good plan of a grouping, found fast; None if memory has no room for what transfers hold."""
     sequence, found = valley(candidate.problem), None
     if candidate.problem.has_one_stage_per_rank:
-        found = _first_plan(candidate, sequence, by_rule)
+        found = _first_plan(candidate, sequence, by_few_rules)
     return found or _first_plan(candidate, sequence, by_policy)
 
 
@@ -156,34 +209,37 @@ def _first_plan(candidate: _Candidate, sequence: Integers, orders: _Orders) -> _
     return None
 
 
-def _improved(best: _Found, tries: int | None) -> _Found:
+def _improved(best: _Found, tries: int | None, clock: _Clock) -> _Found:
     """The plan after local searches from it and from the best of other starts."""
     candidate = best.candidate
     problem = candidate.problem
-    if tries is None:
-        tries = _OPS_TIMED // (problem.num_microbatches * problem.num_tasks)
-    is_small = tries >= _TRIES_FOR_ALL
+    ops = _OPS_TIMED if tries is None else _ANY_NUMBER
+    is_small = (ops // problem.num_ops if tries is None else tries) >= _TRIES_FOR_ALL
     tried = []
     if problem.has_one_stage_per_rank:
-        tried.append((by_rule, falling))
+        tried += [(by_rule, valley), (by_rule, falling)]
     if is_small or not (problem.has_one_stage_per_rank and problem.has_weights):  # else slower than rules, and worse
         tried += [(by_policy, valley), (by_policy, falling)]
     others = [_first_plan(candidate, sequence(problem), orders) for orders, sequence in tried]
     starts = sorted((best, *(each for each in others if each)), key=lambda each: each.makespan_us)
     if not is_small:
         starts = starts[:_NUM_STARTS]
-    for start in starts:
-        best = min(best, _climbed(start, tries // len(starts)), key=lambda each: each.makespan_us)
+    effort = _Effort(_ANY_NUMBER if tries is None else tries, ops, clock, clock.share_over(), _CLIMBS_UNTIL)
+    for i, start in enumerate(starts):
+        climbed = _climbed(start, effort.part(i / len(starts), (i + 1) / len(starts)))
+        best = min(best, climbed, key=lambda each: each.makespan_us)
     return best
 
 
-def _climbed(best: _Found, tries: int) -> _Found:
+def _climbed(best: _Found, effort: _Effort) -> _Found:
     """The plan after a local search. Where transfers overflow the memory, it begins again with more room for them."""
     candidate, reserved = best.candidate, best.reserved_bytes
     problem = candidate.problem
-    for share in _SHARES_OF_TRIES:
-        tight = _with_reserve(problem, reserved)
-        sequence, found = climb(tight, best.sequence, best.dispatch, candidate.bound_us, int(tries * share))
+    for begin, end in pairwise(_PARTS):
+        tight, part = _with_reserve(problem, reserved), effort.part(begin, end)
+        sequence, found = climb(
+            tight, best.sequence, best.dispatch, candidate.bound_us, part.tries, part.ops, part.is_over
+        )
         over = peaks_bytes(problem, sequence, found) - problem.limits_bytes
         if (over > 0).any():
             reserved = reserved + np.maximum(over, 0)
@@ -220,7 +276,7 @@ def _plan(layout: Layout, found: _Found) -> Plan:
 
 
 def _proven(
-    problem: BatchProblem, sequence: Integers, bounds: list[BatchBound], makespan_us: int
+    problem: BatchProblem, sequence: Integers, bounds: list[BatchBound], makespan_us: int, clock: _Clock
 ) -> tuple[BatchBound, ...]:
     """The highest bound of each sort, from the largest set of plans to the smallest."""
     highest: dict[str, BatchBound] = {}
@@ -228,6 +284,6 @@ def _proven(
         highest[bound.among] = bound
     if problem.has_one_stage_per_rank:
         lowest_us = max(bound.us for bound in highest.values())
-        us = sequence_bound_us(problem, sequence, lowest_us, makespan_us)
+        us = sequence_bound_us(problem, sequence, lowest_us, makespan_us, clock.is_over)
         highest[THIS_SEQUENCE] = BatchBound(us, THIS_SEQUENCE, "no times of all ops fit into less")
     return tuple(highest[among] for among in (ALL_ORDERS, ANY_SEQUENCE, THIS_SEQUENCE) if among in highest)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -33,6 +34,7 @@ class Tables(NamedTuple):
     first_on: Integers
     on: Integers  #: per rank its tasks, the last of a micro-batch first
     tails_us: Integers  #: int64[num_ranks]: what follows the rank's last op
+    loads_us: Integers  #: int64[num_ranks]: the time of all its ops, and what follows the last one
 
 
 @dataclass(frozen=True)
@@ -74,6 +76,11 @@ class BatchProblem:
         return len(self.rank_of)
 
     @property
+    def num_ops(self) -> int:
+        """Number of ops of the step."""
+        return self.durations_us.size
+
+    @property
     def num_ranks(self) -> int:
         """Number of ranks."""
         return len(self.limits_bytes)
@@ -82,6 +89,14 @@ class BatchProblem:
     def most_ops(self) -> int:
         """Ops of the rank that has most."""
         return self.num_microbatches * int(np.bincount(self.rank_of).max())
+
+    def parts(self, counts: Sequence[int]) -> list[BatchProblem]:
+        """Steps of so many of the micro-batches each, in order."""
+        per_microbatch = ("durations_us", "held_bytes", "peak_bytes", "lags_us", "edge_bytes")
+        return [
+            replace(self, **{name: getattr(self, name)[end - count : end] for name in per_microbatch})
+            for count, end in zip(counts, accumulate(counts), strict=True)
+        ]
 
     @cached_property
     def roles(self) -> Integers:
@@ -113,6 +128,8 @@ class BatchProblem:
         first_on, on = _grouped(self.rank_of, self.num_ranks)
         for begin, end in pairwise(first_on.tolist()):
             on[begin:end] = on[begin:end][::-1].copy()
+        loads = self.tails_us.copy()
+        np.add.at(loads, self.rank_of, self.durations_us.sum(axis=0))
         return Tables(
             self.durations_us,
             self.held_bytes,
@@ -128,6 +145,7 @@ class BatchProblem:
             first_on,
             on,
             self.tails_us,
+            loads,
         )
 
 

@@ -27,6 +27,7 @@ def plan_replicas(
     packed: bool = False,
     place: Place = place_chain,
     tries: int | None = None,
+    time_limit_s: float | None = None,
 ) -> tuple[BatchPlan, ...]:
     """One plan per replica. The longest samples go first, each to the replica with least predicted work so far.
 
@@ -41,6 +42,7 @@ def plan_replicas(
         packed: As in `plan_batch`.
         place: As in `plan_batch`.
         tries: As in `plan_batch`, per replica.
+        time_limit_s: As in `plan_batch`, for all replicas together: each gets the same part.
 
     Returns:
         The plans; `groups` has indices into `lengths`.
@@ -51,9 +53,11 @@ def plan_replicas(
     """
     layout = Layout.of(model, cluster, place)
     Grouper(layout, lengths, packed)  # refuses a sample that fits nowhere by its index in the whole batch
+    part_s = None if time_limit_s is None else time_limit_s / num_replicas
     plans = []
     for share in shares_of(layout, lengths, num_replicas):
-        found = plan_batch(model, cluster, [lengths[i] for i in share], packed=packed, place=place, tries=tries)
+        own = [lengths[i] for i in share]
+        found = plan_batch(model, cluster, own, packed=packed, place=place, tries=tries, time_limit_s=part_s)
         plans.append(of_share(found, share))
     return tuple(plans)
 
