@@ -39,7 +39,8 @@ class BatchBound:
 def of_grouping(problem: BatchProblem, compiled: bool = True) -> list[BatchBound]:
     """The bounds for all orders. `compiled=False` computes them without compiled loops, which takes longer."""
     tables = problem.tables
-    ways, turns = (_ways, _turns) if compiled else (_ways.py_func, _turns.py_func)
+    ways: Any = _ways if compiled else _ways.py_func
+    turns: Any = _turns if compiled else _turns.py_func
     heads, tails = ways(tables)
     longest = int((heads + problem.durations_us + tails).max())
     bounds = [BatchBound(longest, ALL_ORDERS, "the longest way of one micro-batch")]
@@ -125,7 +126,8 @@ def _areas_us(problem: BatchProblem, turns: Integers) -> Integers:
         left = np.maximum(held[:, forwards] + held[:, backwards], 0)
         areas += np.where(split, (left * durations[:, weights]).sum(axis=0), 0.0)
     np.add.at(areas, problem.rank_of, (problem.peak_bytes * durations).sum(axis=0))
-    return np.ceil(areas * (1 - _ROUNDING) / np.maximum(problem.limits_bytes, 1)).astype(np.int64)
+    over_us: Integers = np.ceil(areas * (1 - _ROUNDING) / np.maximum(problem.limits_bytes, 1)).astype(np.int64)
+    return over_us
 
 
 def _lost_us(problem: BatchProblem, rank: int, turns: Integers) -> int:
