@@ -21,7 +21,7 @@ from rota.stopping import Stopped
 _CHUNK = NOMINAL_OPS_PER_S // 20  # ops timed between two looks at the budget
 _FIRST_ROUND = 600  # times the ops of the problem: ops timed in the first round's annealing
 _CLIMB_PART = 0.5  # of that for policies
-_LONG_OPS, _LONG_CLIMB_PART = 20_000, 4.0  # in longer steps a move changes little, and a policy everything
+_LONG_OPS, _LONG_CLIMB_PART = 20_000, 2.0  # in longer steps a move changes less, and a policy everything
 _HEATS = (0.1, 0.3)  # in turn: by how many mean ops a move may readily lengthen the step at first
 
 

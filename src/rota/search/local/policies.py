@@ -31,8 +31,8 @@ _PLAIN_PART = 0.3  # of the tries, as long as there are plain policies
 
 _NEVER_US = 1 << 61
 _HEAT = 0.001  # by what part a step may readily become longer at the beginning of a cycle
-_FIRST_CYCLE, _LEAST_CYCLE = 300, 30  # tries
-_OPS_OF_FIRST_CYCLE = 3_000_000  # that these tries may list: fewer tries where steps are long, so that it cools down
+_LONG_OPS = 10_000  # longer steps have time for few tries: the longer, the less heat
+_FIRST_CYCLE = 300  # tries
 _BETTER_PART = 0.7  # of the tries, for the walk that has found the better plan
 _GOOD = 6  # plain policies that are kept
 
@@ -56,13 +56,14 @@ class _Walk:
     """Annealing on policies of one family; `policy` is where it is, at a step of `at_us`."""
 
     plain: Iterator[Policy]
-    cycle: int  # tries
+    first_heat: float
     policy: Policy | None = None
     at_us: int | None = None
     best: Policy | None = None
     best_us: int = _NEVER_US
     good: list[tuple[int, Policy]] = field(default_factory=list)  # plain ones, from which every other cycle begins
     tries: int = 0
+    cycle: int = _FIRST_CYCLE
     cycles: int = 0
 
     def heat(self, random: np.random.Generator) -> float:
@@ -74,7 +75,7 @@ class _Walk:
                 self.at_us, self.policy = self.good[int(random.integers(len(self.good)))]
             elif self.best is not None:
                 self.at_us, self.policy = self.best_us, self.best
-        return _HEAT * (1 - self.tries / self.cycle)
+        return self.first_heat * (1 - self.tries / self.cycle)
 
 
 class Climb:
@@ -95,9 +96,8 @@ class Climb:
         self.most = _most_in_flight(problem)
         self.largest_held_bytes = _largest_held_bytes(problem)
         self.period_us = busiest_us(problem)
-        num_ops = int(problem.first_op[-1])
-        cycle = min(max(_OPS_OF_FIRST_CYCLE // num_ops, _LEAST_CYCLE), _FIRST_CYCLE)
-        self.walks = [_Walk(self._by_kind(), cycle), _Walk(self._by_time(), cycle)]
+        heat = _HEAT * min(1.0, _LONG_OPS / int(problem.first_op[-1]))
+        self.walks = [_Walk(self._by_kind(), heat), _Walk(self._by_time(), heat)]
         self.key: Objectives | None = None
         self.orders: Orders | None = None
 
