@@ -66,10 +66,10 @@ def test_problems_that_are_left_alone() -> None:
 
 
 def test_no_room_for_more_states(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rota.search.exact.gains._MOST_STATES", 1000)
+    monkeypatch.setattr("rota.search.exact.gains._MOST_STATES", 1024)
     problem = Problem(tessel("x", 6, 3), 64)
     gains = Gains(problem, Rounds(problem))
-    monkeypatch.setattr("rota.search.exact.gains._FIRST_STATES", 500)
+    monkeypatch.setattr("rota.search.exact.gains._FIRST_STATES", 512)
     gains.run(bounds.best(problem).us, 1 << 60, Budget(60, deterministic=True))
     assert gains.is_over
     assert gains.bound_us == bounds.best(problem).us

@@ -23,7 +23,7 @@ from rota.search.problem import NO_LIMIT, Integers, Problem
 from rota.stopping import look
 
 _MOST_STATES = 1 << 22
-_FIRST_STATES = 1 << 16
+_FIRST_STATES = 1 << 16  # a power of 2, as the table needs
 _MOST_HALVES = 400_000  # states of one component
 _MOST_DURATION = 8  # units of time, each of which is a state
 _MOST_COMPONENTS = 2
