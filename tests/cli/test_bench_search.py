@@ -135,3 +135,18 @@ def test_wrong_arguments_and_files(tmp_path: Path, capsys: Capsys) -> None:
         code, _, err = run(capsys, "bench-search", path)
         assert code in (1, 2)
         assert said in err
+
+
+def test_a_bound_that_counts_transfers_is_in_words(tmp_path: Path, capsys: Capsys) -> None:
+    """A certificate knows nothing of what ops read and send, so it would prove less than the bound."""
+    name = "transfers-chain-4x4-whole-room2-rate4"
+    path = tmp_path / f"{name}.json"
+    fields = json.loads((FOLDER / path.name).read_text())
+    path.write_text(json.dumps(fields | {"bound_us": 1302, "certificate": {"argument": "words", "why": "0"}}))
+    add_checker(tmp_path)
+    code, _, _ = run(capsys, "bench-search", path, "--time-limit", 1, "--update")
+    assert code == 0
+    reference = Reference.read(path)
+    assert reference.bound_us >= 1524
+    assert reference.certificate["argument"] != "load"
+    assert check.check(path)

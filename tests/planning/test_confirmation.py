@@ -28,10 +28,12 @@ def no_batch(rows: int) -> tuple[None, None]:
     return None, None
 
 
-def steps_of(trial: Trial, times: float = 1.0, apart: float = 0.0) -> StepTimes:
+def steps_of(trial: Trial, times: float = 1.0, apart: float = 0.0, num_starts: int = 3) -> StepTimes:
     """Steps that take `times` as long as planned, and differ by `apart`."""
     us = simulate(trial.plan).makespan_us * 1000 * times
-    return StepTimes(tuple(round(us * (1 + apart * i)) for i in range(5)), (simulate(trial.plan),))
+    return StepTimes(
+        tuple(round(us * (1 + apart * i)) for i in range(5)), (simulate(trial.plan),), num_starts=num_starts
+    )
 
 
 @pytest.fixture
@@ -126,8 +128,8 @@ def test_all_plans_are_run_in_turn(confirmed: Confirm) -> None:
 def test_starts_that_other_programs_disturbed_do_not_count() -> None:
     quiet, loud = StepTimes((10, 11, 12)), StepTimes((30, 31, 32), (), 0.9)
     assert of_starts([loud, quiet, loud, quiet]).steps_us == 2 * quiet.steps_us
-    assert of_starts([loud, loud]) == replace(loud, steps_us=2 * loud.steps_us)
-    assert of_starts([loud, replace(loud, missing_cores=0.6)]) == replace(loud, missing_cores=0.6)
+    assert of_starts([loud, loud]) == replace(loud, steps_us=2 * loud.steps_us, num_starts=2)
+    assert of_starts([loud, replace(loud, missing_cores=0.6)]) == replace(loud, missing_cores=0.6, num_starts=2)
 
 
 def test_a_plan_is_run_and_shown_once(confirmed: Confirm, answer: Answer) -> None:
@@ -147,6 +149,45 @@ def test_replicas_are_named(confirmed: Confirm) -> None:
     names = {ranks_text(one.found) for one in found.confirmed}
     assert "1 rank x 2 replicas" in names
     assert all(f" on {name}: " in found.to_text() for name in names)
+
+
+def test_with_little_time_the_plans_that_matter_are_started_once(
+    confirmed: Confirm, answer: Answer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left_s = 2.0  # for three plans to be started once each, and for no more
+    monkeypatch.setattr("rota.planning.deadline.Deadline.left_s", left_s)
+    usual = answer.candidates[-1]
+    assert not usual.is_as(answer.best)
+    tried: list[Trial] = []
+
+    def steps(trials: Sequence[Trial]) -> list[StepTimes]:
+        tried.extend(trials)
+        return [steps_of(trial, num_starts=1) for trial in trials]
+
+    told = confirmed(steps, replace(answer, usual=usual), time_limit_s=3.0)
+    assert len(tried) == 3
+    assert tried[0].plan.orders == answer.best.plan.orders
+    assert tried[1].plan.orders == usual.plan.orders
+    assert tried[2].num_processes == 1
+    assert "for lack of time 3 plans started only once each" in told.to_text()
+    assert "left out for lack of time: steps of" in told.to_text()
+    assert told.tolerance >= answer.tolerance
+    assert "started only once" not in confirmed(lambda trials: [steps_of(trial) for trial in trials]).to_text()
+
+
+def test_1f1b_on_equal_layers_is_recommended_where_its_steps_are_the_fastest(
+    confirmed: Confirm, answer: Answer
+) -> None:
+    usual = next(found for found in answer.candidates if not found.is_as(answer.best))
+
+    def steps(trials: Sequence[Trial]) -> list[StepTimes]:
+        return [steps_of(trial, 0.1 if trial.plan.orders == usual.plan.orders else 1.0) for trial in trials]
+
+    others = tuple(found for found in answer.candidates if found is not usual)
+    told = confirmed(steps, replace(answer, usual=usual, candidates=others))
+    assert told.best.is_as(usual)
+    assert told.best.steps is not None
+    check(told.plan)
 
 
 def test_why_nothing_was_run(confirmed: Confirm, answer: Answer) -> None:

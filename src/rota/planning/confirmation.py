@@ -33,6 +33,7 @@ from rota.runtime.losses import LossFn
 from rota.units import count_text
 
 _MOST = 3  # candidates
+_MATTER = 3  # plans that are run before there are second starts: the best, 1F1B on equal layers, one process
 _REPEATS, _REPEATS_BEFORE_STEPS = 7, 3  # of a stage's measurement: where steps follow, those have its times
 _LOADED = 0.10  # spread of steps, or missing cores, above which the machine is busy with something else
 _LEAST_TOLERANCE = 0.01
@@ -55,9 +56,10 @@ def confirm(
     """The same answer, with its best candidates measured as they will run.
 
     Their stages are measured first, and what does not fit by that is left out. Then steps of each are run on this
-    machine, with one process per rank, and of the whole model on one process. The simplest of the plans that are as
-    fast by these steps becomes the best, and its plan is checked. A remark says so if the machine was busy with
-    something else: steps of one plan differed by more than a tenth, or other programs used the same cores.
+    machine, with one process per rank, of 1F1B on equal layers, and of the whole model on one process. With little
+    time, the best of them and 1F1B come first, and may be started only once; a remark says so. The simplest of the
+    plans that are as fast by these steps becomes the best, and its plan is checked. A remark says so if the machine was
+    busy with something else: steps of one plan differed by more than a tenth, or other programs used the same cores.
 
     Ctrl-C ends the measuring: what was measured by then counts; if nothing was, the answer stays as it was and says so.
     An answer that Ctrl-C ended is not measured.
@@ -125,6 +127,7 @@ class _Confirming:
         self.usual, self.alone = answer.usual, None if answer.request.inference else one_process(answer.request)
         self.remarks: list[str] = []
         self.predicted_because = ""
+        self.was_short = False  #: whether some plan was started only once
 
     def measure_stages(self) -> None:
         """Measure the stages of the best candidates, and leave out those that do not fit."""
@@ -155,12 +158,9 @@ class _Confirming:
             self.usual = _measured(self.usual, *self._how, repeats)
 
     def run_steps(self) -> None:
-        """Run steps of the confirmed plans, of one process, and of 1F1B on equal layers, as far as there is time."""
-        first, *others = sorted((one.found for one in self.confirmed), key=lambda found: found.key)
-        plans = [found for found in (first, self.alone, *others) if found is not None]
-        if isinstance(self.usual, Found) and not any(map(self.usual.is_as, plans)):
-            plans.append(self.usual)
-        while plans and (least := least_s(self._trials(plans))) > self._deadline.left_s:
+        """Run steps of the plans that matter most, and of the other candidates if there is time for all of them."""
+        plans = self._by_importance()
+        while plans and (least := self._least_s(plans)) > self._deadline.left_s:
             self._leave_out(f"steps of {_named(plans.pop())}, which take {least:.1f} s in all with those before it")
         if not plans:
             self.predicted_because = "no time was left for it"
@@ -169,9 +169,31 @@ class _Confirming:
         steps = self._tried(self._trials(plans))
         for found, of_found in zip(plans, steps, strict=False):
             self._take(found, _with_steps(found, of_found))
+        for found in plans[len(steps) :] if steps else []:
+            self._leave_out(f"steps of {_named(found)}")
+        self.was_short = any(one.num_starts == 1 for one in steps)
+        if self.was_short:
+            self.remarks.append(
+                f"for lack of time {count_text(len(steps), 'plan')} started only once each, and steps differ from "
+                f"start to start: give a longer --time-limit"
+            )
         if busy := _why_busy(steps):
             self.remarks.append(f"the machine is busy: {busy}")
             self._report(self.remarks[-1])
+
+    def _by_importance(self) -> list[Found]:
+        """The best plan, 1F1B on equal layers, one process, and the other candidates."""
+        best, *others = sorted((one.found for one in self.confirmed), key=lambda found: found.key)
+        plans = [best]
+        if isinstance(self.usual, Found) and not any(map(self.usual.is_as, (best, *others))):
+            plans.append(self.usual)
+        named = [found for found in others if isinstance(self.usual, Found) and self.usual.is_as(found)]
+        plans += named if self.alone is None else [*named, self.alone]
+        return plans + [found for found in others if found not in named]
+
+    def _least_s(self, plans: Sequence[Found]) -> float:
+        """About how long the fewest steps of these plans take: those that matter may be started only once."""
+        return least_s([found.plan for found in plans], 1 if len(plans) <= _MATTER else 2)
 
     def _trials(self, plans: Sequence[Found]) -> list[Trial]:
         model, make_batch, *_ = self._how
@@ -208,6 +230,7 @@ class _Confirming:
             confirmed = [one for one in confirmed if one.found.steps is not None]
         tolerance = self._tolerance(answer.tolerance)
         plans = [one.found for one in confirmed]
+        plans += self._usual_if_run(plans)
         alone = self.alone if self.alone is not None and self.alone.steps is not None else None
         if alone is not None and any(found.num_processes == 1 for found in plans):
             alone_plans = [found for found in plans if found.num_processes == 1]
@@ -238,10 +261,24 @@ class _Confirming:
             elapsed_s=answer.elapsed_s + self._deadline.elapsed_s,
         )
 
+    def _usual_if_run(self, plans: Sequence[Found]) -> list[Found]:
+        """1F1B on equal layers, if it was run, fits by its own figures, and is none of the plans."""
+        usual = self.usual
+        if not isinstance(usual, Found) or usual.steps is None or any(map(usual.is_as, plans)):
+            return []
+        try:
+            check(usual.plan)
+        except PlanError:
+            return []
+        return [usual]
+
     def _tolerance(self, predicted: float) -> float:
         """How far steps may differ and count as equal: as far as those of one plan do."""
         spreads = [one.found.steps.spread for one in self.confirmed if one.found.steps is not None]
-        return min(max(*spreads, _LEAST_TOLERANCE), _LOADED) if spreads else predicted
+        if not spreads:
+            return predicted
+        least = max(_LEAST_TOLERANCE, predicted) if self.was_short else _LEAST_TOLERANCE
+        return min(max(*spreads, least), _LOADED)
 
 
 def _why_busy(steps: Sequence[StepTimes]) -> str:

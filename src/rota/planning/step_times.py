@@ -17,12 +17,14 @@ _DISTURBED = (
 class StepTimes:
     """Steps of one plan that were run on this machine: each one's time in µs, and the ops of some of them.
 
-    `missing_cores` is how many cores other programs took away from them, on average.
+    `missing_cores` is how many cores other programs took away from them, on average; `num_starts` is how often the
+    processes were started for them.
     """
 
     steps_us: tuple[int, ...]
     timelines: tuple[Timeline, ...] = ()
     missing_cores: float = 0.0
+    num_starts: int = 1
 
     @property
     def median_us(self) -> int:
@@ -46,4 +48,5 @@ def of_starts(starts: Sequence[StepTimes]) -> StepTimes:
         tuple(us for start in counted for us in start.steps_us),
         tuple(timeline for start in counted for timeline in start.timelines),
         mean(start.missing_cores for start in counted),
+        len(starts),
     )

@@ -34,7 +34,8 @@ from rota.timeline import Timeline
 _WARM_UP, _WARM_UP_S = 2, 0.4  # steps of a start that are not measured: so many, or as many as begin in this time
 _LEAST, _MOST = 2, 8  # steps of a start that are
 _ENOUGH_S = 0.4  # of measured steps in a start: others, at another moment, tell more than a longer one
-_LEAST_ROUNDS, _SETTLED_ROUNDS, _MOST_ROUNDS = 2, 3, 8
+_SETTLED_ROUNDS, _MOST_ROUNDS = 3, 8
+_COMPARED = 2  # plans that are started once whatever time is left: one alone would be compared with nothing
 _SETTLED = 0.03  # spread of steps below which further rounds would tell nothing new
 _START_S = 0.5  # for processes to start, and for a plan's pipeline
 
@@ -67,10 +68,12 @@ def run_trials(
         trials: Plans whose stages are on the CPU. The modules are not touched.
         loss_fn: As for `Pipeline`.
         make_optimizer: Makes an optimizer of a list of parameters; None: the steps have none.
-        seconds: How long all of them may take together; each plan is started at least once, for two measured steps.
+        seconds: How long all of them may take together; the first two plans are started at least once, for two measured
+            steps each.
 
     Returns:
-        The steps of each plan, with the timelines of the first replica.
+        The steps of each plan, with the timelines of the first replica; of fewer plans where there was no time for
+        the last ones.
 
     Raises:
         PipelineError: A step fails.
@@ -79,20 +82,22 @@ def run_trials(
     starts: list[list[StepTimes]] = [[] for _ in trials]
     for num_rounds in range(1, _MOST_ROUNDS + 1):
         round_began_s = time.monotonic()
-        for trial, of_trial in zip(trials, starts, strict=True):
+        for number, (trial, of_trial) in enumerate(zip(trials, starts, strict=True)):
+            if num_rounds == 1 and number >= _COMPARED and time.monotonic() > began_s + seconds:
+                break
             of_trial.append(_started(trial, loss_fn, make_optimizer))
         now_s = time.monotonic()
         longest_s = max(longest_s, now_s - round_began_s)
-        is_settled = num_rounds >= _SETTLED_ROUNDS and all(of_starts(made).spread < _SETTLED for made in starts)
+        is_settled = num_rounds >= _SETTLED_ROUNDS and all(of_starts(made).spread < _SETTLED for made in starts if made)
         if is_settled or now_s + longest_s > began_s + seconds:
             break
-    return [of_starts(of_trial) for of_trial in starts]
+    return [of_starts(of_trial) for of_trial in starts if of_trial]
 
 
-def least_s(trials: Sequence[Trial]) -> float:
-    """About how long the fewest steps of these trials take together, by their plans."""
-    steps_s = (simulate(trial.plan).makespan_us / 1e6 for trial in trials)
-    return _LEAST_ROUNDS * sum(_START_S + (1 + _LEAST) * step_s for step_s in steps_s)
+def least_s(plans: Sequence[Plan], num_starts: int) -> float:
+    """About how long the fewest steps of these plans take together, as simulated, if each is started so often."""
+    steps_s = (simulate(plan).makespan_us / 1e6 for plan in plans)
+    return num_starts * sum(_START_S + (1 + _LEAST) * step_s for step_s in steps_s)
 
 
 def _started(trial: Trial, loss_fn: LossFn, make_optimizer: MakeOptimizer | None) -> StepTimes:

@@ -13,9 +13,11 @@ from rota.errors import FormatError, SearchError
 from rota.placement import Placement
 from rota.reference import Reference
 from rota.search import bounds
+from rota.search.bounds.certificates import Proof
 from rota.search.finding import find_plan
 from rota.search.problem import Problem
 from rota.search.result import SearchResult
+from rota.search.transfer_levels import counting_transfers
 
 
 @dataclass(frozen=True)
@@ -106,7 +108,7 @@ def _bound(result: SearchResult) -> tuple[int, Mapping[str, Any]]:
     problem = Problem(result.plan.placement, result.plan.num_microbatches)
     bound = bounds.best(problem)
     found_us = int(result.bound_us)
-    if bound.us >= found_us and bound.proof is not None:
+    if bound.us >= found_us and bound.proof is not None and not _counts_transfers(problem, bound.proof):
         certificate = bounds.certificate_of(problem, bound.proof)
         if certificate is not None:
             return bound.us, certificate
@@ -116,6 +118,13 @@ def _bound(result: SearchResult) -> tuple[int, Mapping[str, Any]]:
         return found_us, {"argument": "words", "why": result.why}
     version = importlib.metadata.version("ortools")
     return found_us, {"argument": "CP-SAT", "seconds": round(result.elapsed_s, 1), "ortools": version}
+
+
+def _counts_transfers(problem: Problem, proof: Proof) -> bool:
+    """Whether the bound may be one that counts what ops hold of transfers, of which certificates know nothing."""
+    if proof.argument == "area" or not proof.with_limits:
+        return False
+    return bool((counting_transfers(problem).peak_bytes != problem.peak_bytes).any())
 
 
 def _is_argument(certificate: Mapping[str, Any]) -> bool:
