@@ -65,9 +65,10 @@ def assert_cases(pool: Pool, num_ranks: int, plans: list[Plan], engines: list[An
                 assert_equal_steps([results[case][engine][step] for results in by_rank], serial)
 
 
-def test_random_chains_on_both_engines(pool: Pool) -> None:
+@pytest.mark.parametrize("first", [0, pytest.param(9, marks=pytest.mark.sweep)])
+def test_random_chains_on_both_engines(pool: Pool, first: int) -> None:
     for num_ranks in (2, 3, 4):
-        plans = [random_chain(seed, num_ranks) for seed in range(num_ranks, 3 * NUM_PLANS, 9)]
+        plans = [random_chain(seed, num_ranks) for seed in range(first + num_ranks, 3 * NUM_PLANS, 18)]
         assert_cases(pool, num_ranks, plans, [TorchEngine, Pipeline])
 
 
