@@ -1,4 +1,4 @@
-"""Samples packed into rows, each attending to itself alone: every gradient is that of the samples one by one."""
+"""Samples packed into rows, each attending only to itself: every gradient is that of the samples one by one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Several samples in one row, each attending to itself alone: no padding, and no mask of the whole row.
+"""Several samples in one row, each attending only to itself: no padding, and no mask of the whole row.
 
     samples  a b c, d e, f g h i      input_ids  a b d f g h      position_ids  0 1 0 0 1 2      targets  b c e g h i
 
@@ -63,7 +63,7 @@ def packed_attention(
     dropout_p: float = 0.0,
     scale: float | None = None,
 ) -> torch.Tensor:
-    """Causal attention in which every sample of a row attends to itself alone.
+    """Causal attention in which every sample of a row attends only to itself.
 
     Args:
         query: [1, heads, length, width].
