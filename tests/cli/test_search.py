@@ -217,7 +217,7 @@ def test_backups_are_told_and_written(tmp_path: Path, capsys: Capsys) -> None:
     for options, error in (
         (["--rejoin-after", 3, plan], "--rejoin-after 3 is for --backups FILE and --min-ranks N"),
         (["--min-ranks", 1, "--backups", backups, plan], "two ways to go on without a rank"),
-        (["--min-ranks", 2, plan], "is for one pipeline without TP shards; use --backups with replicas"),
+        (["--min-ranks", 1, "--mesh", "dp=2", plan], "is for one pipeline without TP shards; use --backups with"),
         (["--min-ranks", 3, other], "other.json is for 3 ranks; give fewer"),
         (["--adapt-gain", 5, plan], "--adapt-gain 5 is for --adapt"),
         (["--adapt", "--adapt-gain", 100, plan], "must be a number of percent, above 0 and below 100"),

@@ -2,7 +2,7 @@
 
 every step        when ops began and ended ──▶ kept for ten steps
 every ten steps   all ranks' times ──▶ first rank: has a rank changed? ──▶ search, in a process beside the training
-                  its answer ──▶ all ranks make it ready, and agree ──▶ the next step runs it
+ten steps later   its answer ──▶ all ranks make it ready, and agree ──▶ the next step runs it
 
 All ranks look after the same step, so they swap between the same two. Each step compares the plans that the ranks run.
 """
@@ -22,7 +22,7 @@ from rota.plan import Plan
 from rota.runtime.background_search import Answer, BackgroundSearch
 from rota.runtime.environment import given_least_gain
 from rota.runtime.faults.changed_ranks import Change, changed_rank, compared, planned_us
-from rota.runtime.json_messages import all_gather_json, broadcast_json
+from rota.runtime.json_messages import all_gather_json
 from rota.runtime.meshes import Processes
 from rota.runtime.recorder import Record
 from rota.tasks import Kind
@@ -58,6 +58,7 @@ class Adapting:
         #: What the steps run that are given no plan.
         self.plan = base
         self._watch = _Watch(base, least_gain) if processes.is_first else None
+        self._proposed: Plan | None = None  # on the first rank, what all are to swap to
 
     def after_step(self, record: Record, number: int) -> None:
         """Step `number` has run `plan`, and `record` has its times."""
@@ -65,15 +66,20 @@ class Adapting:
         self._spans.append((self.plan, record.starts_ns, record.ends_ns))
         if self._num_steps % NUM_STEPS:
             return
-        mine = _to_json(_times(self._spans, self._processes.rank))
-        gathered = all_gather_json(mine, self._processes.everyone)
-        proposed, error = None, ""
-        if self._watch is not None:
-            times = [_from_json(each) for each in gathered]
-            proposed = self._watch.look([[times[p] for p in of] for of in self._processes.pipelines], self.plan)
-        text = broadcast_json(None if proposed is None else proposed.to_json(), group=self._processes.everyone)
-        if text is None:
-            return
+        times = _times(self._spans, self._processes.rank)
+        # What the first rank proposes goes with the times of the next look: a message of its own would cost each look.
+        proposed = None if self._proposed is None else self._proposed.to_json()
+        gathered = all_gather_json([*_to_json(times), proposed], self._processes.everyone)
+        text = next(filter(None, (row[-1] for row in gathered)), None)
+        if text is not None:
+            self._swap(text, number)
+        elif self._watch is not None:
+            of_all = [_from_json(row) for row in gathered]
+            self._proposed = self._watch.look([[of_all[p] for p in of] for of in self._processes.pipelines], self.plan)
+
+    def _swap(self, text: str, number: int) -> None:
+        """All ranks make the plan ready; if one of them cannot, none runs it."""
+        error = ""
         try:
             plan = Plan.from_json(text)
             self._prepare(plan)
@@ -82,7 +88,8 @@ class Adapting:
         errors = all_gather_json(error, self._processes.everyone)
         if not any(errors):
             self.plan = plan
-            self._spans.clear()
+        self._spans.clear()
+        self._proposed = None
         if self._watch is not None:
             self._watch.swapped(number, next(filter(None, errors), ""))
 
@@ -216,11 +223,12 @@ def _times(spans: Sequence[tuple[Plan, list[int], list[int]]], rank: int) -> Tim
 
 
 def _to_json(times: Times) -> list[Any]:
+    """Followed by what the rank proposes."""
     return [times.busy_us, [[*task, us] for task, us in times.of_tasks_us.items()]]
 
 
 def _from_json(row: list[Any]) -> Times:
-    busy_us, of_tasks = row
+    busy_us, of_tasks, _ = row
     return Times(busy_us, {(stage, Kind(kind)): us for stage, kind, us in of_tasks})
 
 
