@@ -79,8 +79,12 @@ class KeptMemories:
 
     def newest_step(self, ranks: Sequence[int]) -> int:
         """The newest step that all of these ranks hold; -1 if there is none."""
-        held = [steps_in(self.files[rank]) for rank in ranks] if self.files else []
-        return max(set.intersection(*map(set, held)), default=_NONE) if held else _NONE
+        return max(self.common_steps(ranks), default=_NONE)
+
+    def common_steps(self, ranks: Sequence[int]) -> set[int]:
+        """The steps that all of these ranks hold."""
+        held = [{*steps_in(self.files[rank])} for rank in ranks] if self.files else []
+        return set.intersection(*held) if held else set()
 
 
 def steps_in(file: int) -> list[int]:

@@ -21,8 +21,12 @@ from rota.runtime.faults.stragglers import Straggler, stragglers
 from rota.runtime.kept_memory import KeptMemories
 from rota.runtime.launcher_files import collect, limit_environment, restart_environment, write_plan
 from rota.runtime.launching.crew import Crew
-from rota.runtime.launching.rank_processes import EndedBySignal, RankFailed, Ranks
-from rota.runtime.launching.requests import Requests
+from rota.runtime.launching.follower import Follower, follow
+from rota.runtime.launching.leader import Leader
+from rota.runtime.launching.node_crew import NodeCrew
+from rota.runtime.launching.nodes import Nodes, job_of
+from rota.runtime.launching.rank_processes import RankFailed, Ranks
+from rota.runtime.launching.requests import EndedBySignal, Requests
 from rota.runtime.launching.run_folder import Folder, run_folder
 from rota.runtime.launching.stand_by import StandBy
 from rota.runtime.recorder import merge
@@ -56,6 +60,7 @@ def launch(
     rejoin_after_s: float = 60.0,
     timeout_s: float | None = None,
     environment: Mapping[str, str] | None = None,
+    nodes: Nodes | None = None,
     report: Callable[[str], None] = print,
 ) -> Run:
     """Run `script` with `arguments` in one process per rank; `rota.given_plan()` returns the plan there.
@@ -78,6 +83,7 @@ def launch(
         rejoin_after_s: for how many seconds the others go on before a lost rank is started again.
         timeout_s: how long a rank may make no progress, in seconds, if the script gives no `timeout_s` of its own.
         environment: variables of the ranks, besides this process's own and those that the launcher adds.
+        nodes: which of several machines this is; all run the same, and each starts its part of the ranks.
         report: called with one line for each restart, loss and replacement.
 
     Returns:
@@ -92,6 +98,9 @@ def launch(
     if not Path(script).is_file():
         raise PipelineError(f"no script {script!r}; give the path of a Python file")
     num_processes = plan.num_ranks * dp * tp
+    num_here = num_processes if nodes is None else nodes.num_here(num_processes)
+    if nodes is not None and backups is not None:
+        raise PipelineError("backups are for ranks on one machine; leave them out, or leave out nodes")
     with ExitStack() as stack:
         folder = stack.enter_context(run_folder("rota-run-"))
         of_ranks = {
@@ -102,12 +111,26 @@ def launch(
         restarts = _Restarts(max_restarts, report)
         requests = stack.enter_context(Requests())
         may_restart = max_restarts > 0 or backups is not None
-        memories = stack.enter_context(KeptMemories(num_processes if may_restart else 0))
-        crew = Crew(plan, dp, tp, memories, backups, rejoin_after_s)
+        memories = stack.enter_context(KeptMemories(num_here if may_restart else 0))
+        crew: Crew | NodeCrew = Crew(plan, dp, tp, memories, backups, rejoin_after_s)
         stand_by = stack.enter_context(StandBy(_inherited() | of_ranks, for_restarts=may_restart))
+        leader = None
+        if nodes is not None:
+            sizes, command = (plan.num_ranks, dp, tp), (worker, script, *arguments)
+            job = job_of(plan, script, arguments, (worker, sizes, max_restarts, timeout_s, environment))
+            if nodes.node:
+                follower = stack.enter_context(Follower(nodes, job, requests, report))
+                ended_by = follow(
+                    follower, nodes, plan, sizes, command, _inherited() | of_ranks, folder, requests, stand_by, memories
+                )
+                return Run(None, [], ended_by)
+            leader = stack.enter_context(Leader(nodes, num_processes, job, requests, folder.path, report))
+            crew = NodeCrew(plan, sizes, memories, nodes, leader)
         is_over, failed = False, None
         while not is_over:
-            with Ranks(folder, requests) as ranks:
+            with Ranks(folder, requests, leader) as ranks:
+                if leader is not None:
+                    leader.start(restarts.num_all)
                 if not stand_by.is_alive():
                     stand_by.replace()
                 of_start = {
@@ -158,7 +181,7 @@ class _Restarts:
         self._most, self._report = most, report
         self._in_a_row, self._newest_step = 0, -1
 
-    def count(self, error: RankFailed, saved_step: int, crew: Crew, may_restart: bool) -> None:
+    def count(self, error: RankFailed, saved_step: int, crew: Crew | NodeCrew, may_restart: bool) -> None:
         """Count one restart, of all or of those that can go on. Raises PipelineError if no more are allowed."""
         if saved_step > self._newest_step:
             # Older checkpoints do not count: otherwise a run could repeat the same steps without end.
@@ -176,7 +199,7 @@ class _Restarts:
         self._in_a_row += 1
         self._report(f"{error}: restart {self._in_a_row} of {self._most}")
 
-    def count_rejoining(self, crew: Crew) -> None:
+    def count_rejoining(self, crew: Crew | NodeCrew) -> None:
         """Count the restart in which lost ranks join again."""
         self.num_all += 1
         self._in_a_row = 0
