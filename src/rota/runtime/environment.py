@@ -62,6 +62,11 @@ def node_environments(
     return [{**shared, "RANK": str(number), "LOCAL_RANK": str(i)} for i, number in enumerate(numbers)]
 
 
+def node_of_this_process() -> int:
+    """The number of the machine that this process of the run is on; 0 if there is one."""
+    return int(os.environ.get("GROUP_RANK", "0"))
+
+
 def num_cores() -> int:
     """Cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -83,6 +83,8 @@ class NodeStore(Store):
         number: int = self._ask("count")
         return number
 
+    deleteKey, getNumKeys = delete_key, num_keys  # names by which PyTorch calls them
+
     def _await(self, key: str, timeout: timedelta | None) -> bytes:
         own: timedelta = self.timeout  # type: ignore[attr-defined]
         limit_s = (own if timeout is None else timeout).total_seconds()
@@ -110,11 +112,21 @@ class NodeStore(Store):
 
     def _line(self) -> socket.socket:
         if not hasattr(self._of_thread, "line"):
-            line = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            line.connect(self._path)
-            self._of_thread.line = line
-        own: socket.socket = self._of_thread.line
-        return own
+            self._of_thread.line = _Line(self._path)
+        own: _Line = self._of_thread.line
+        return own.socket
+
+
+@final
+class _Line:
+    """A connection that is closed when its thread ends."""
+
+    def __init__(self, path: str) -> None:
+        self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.socket.connect(path)
+
+    def __del__(self) -> None:
+        self.socket.close()
 
 
 def _text(value: str | bytes) -> str:
