@@ -73,6 +73,8 @@ def suffer(folder: Path, step: int, pipeline: rota.Pipeline) -> None:
                 os.kill(LAUNCHER, signal.Signals[what.split()[1]])
                 while not control.stop_is_asked():
                     time.sleep(0.01)
+            elif what == "wait":
+                time.sleep(1000)
             else:
                 in_the_middle_of_a_step(pipeline, what)
 

@@ -14,8 +14,8 @@ from rota.diagnosis.rank import ERROR, OPTIONS, RESULTS, Options, Step
 from rota.diagnosis.report import say
 from rota.errors import PipelineError
 from rota.runtime.launching.launch import start
-from rota.runtime.launching.rank_processes import EndedBySignal, RankFailed, Ranks
-from rota.runtime.launching.requests import Requests
+from rota.runtime.launching.rank_processes import RankFailed, Ranks
+from rota.runtime.launching.requests import EndedBySignal, Requests
 from rota.runtime.launching.run_folder import run_folder
 
 _MOST_FAILURES = 2  # of the steps of one session: then the others would fail in the same way

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Sequence
 from pathlib import Path
 from uuid import uuid4
 
 from rota.errors import PipelineError
 
-STORE = "ROTA_STORE"  # the file through which the ranks meet
+STORE = "ROTA_STORE"  # where the ranks meet: a file, or see `node_store`
 MESH = "ROTA_MESH"  # dp, pp and tp
 DEVICE = "ROTA_DEVICE"  # what `rota run --device` says
 PROGRESS = "ROTA_PROGRESS"  # set where the first process is to say how the training goes
@@ -34,6 +35,37 @@ def meeting_environments(folder: str, num_processes: int) -> list[dict[str, str]
         "LOCAL_WORLD_SIZE": str(num_processes),
     }
     return [{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(num_processes)]
+
+
+def node_environments(
+    store: str, num_processes: int, numbers: Sequence[int], node: int, head: tuple[str, int], interface: str
+) -> list[dict[str, str]]:
+    """The environment of each of this node's processes, of `num_processes` on all nodes.
+
+    Args:
+        store: where they meet, see `node_store`.
+        num_processes: on all nodes.
+        numbers: those of this node's processes.
+        node: the number of this node.
+        head: host and port of node 0, for scripts that read them.
+        interface: the network interface by which other nodes reach this one.
+    """
+    shared = {
+        STORE: store,
+        "GLOO_SOCKET_IFNAME": interface,
+        "NCCL_SOCKET_IFNAME": os.environ.get("NCCL_SOCKET_IFNAME", interface),
+        "MASTER_ADDR": head[0],
+        "MASTER_PORT": str(head[1]),
+        "GROUP_RANK": str(node),
+        "WORLD_SIZE": str(num_processes),
+        "LOCAL_WORLD_SIZE": str(len(numbers)),
+    }
+    return [{**shared, "RANK": str(number), "LOCAL_RANK": str(i)} for i, number in enumerate(numbers)]
+
+
+def node_of_this_process() -> int:
+    """The number of the machine that this process of the run is on; 0 if there is one."""
+    return int(os.environ.get("GROUP_RANK", "0"))
 
 
 def num_cores() -> int:

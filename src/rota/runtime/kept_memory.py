@@ -111,7 +111,11 @@ class KeptMemories:
 
     def newest_step(self, ranks: Sequence[int]) -> int:
         """The newest step that all of these ranks hold; -1 if there is none."""
-        return newest_common([self.files[rank] for rank in ranks]) if self.files else _NONE
+        return max(self.common_steps(ranks), default=_NONE)
+
+    def common_steps(self, ranks: Sequence[int]) -> set[int]:
+        """The steps that all of these ranks hold."""
+        return common_steps([self.files[rank] for rank in ranks]) if self.files else set()
 
 
 def steps_in(file: int) -> list[int]:
@@ -123,10 +127,15 @@ def steps_in(file: int) -> list[int]:
     return [step for step, complement, *_ in found if step >= 0 and complement == ~step]
 
 
+def common_steps(files: Sequence[int]) -> set[int]:
+    """The steps that are whole in all of these memories."""
+    held = [{*steps_in(file)} for file in files]
+    return set.intersection(*held) if held else set()
+
+
 def newest_common(files: Sequence[int]) -> int:
     """The newest step that is whole in all of these memories; -1 if there is none."""
-    held = [{*steps_in(file)} for file in files]
-    return max(set.intersection(*held), default=_NONE) if held else _NONE
+    return max(common_steps(files), default=_NONE)
 
 
 @final

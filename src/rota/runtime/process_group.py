@@ -13,11 +13,11 @@ from urllib.parse import parse_qs, urlparse
 from uuid import uuid4
 
 import torch.distributed as dist
-from torch.distributed import FileStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.constants import default_pg_timeout
 
 from rota.errors import PipelineError
-from rota.runtime import control
+from rota.runtime import control, node_store
 from rota.runtime.device.local import group_backend
 from rota.runtime.environment import STORE
 from rota.runtime.faults.watchdog import PATIENT, limit_s
@@ -57,7 +57,7 @@ def join(timeout_s: float | None = None) -> bool:
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     control.report("joins")
     if STORE in os.environ:
-        store = _meet_in_folder(rank, size, limit)
+        store = _meet_at_launcher(rank, size, limit)
     elif os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         store = _meet_at_agent(rank, size, limit)
     else:
@@ -93,11 +93,11 @@ def leave(groups: Iterable[dist.ProcessGroup | None]) -> None:
                 dist.destroy_process_group(group)
 
 
-# --- in the launcher's folder -----------------------------------------------------------------------------------------
+# --- in the launcher's folder, or at its store ------------------------------------------------------------------------
 
 
 def meet_by_environment() -> None:
-    """Make `torch.distributed.init_process_group()` meet in the launcher's folder, too, instead of at a port."""
+    """Make `torch.distributed.init_process_group()` meet where the launcher says, too, instead of at a port."""
     if STORE in os.environ:
         replace_rendezvous("env", _handle_environment)
 
@@ -107,15 +107,15 @@ def _handle_environment(url: str, timeout: timedelta, **_: Any) -> Iterator[tupl
     rank = given.get("rank", int(os.environ["RANK"]))
     size = given.get("world_size", int(os.environ["WORLD_SIZE"]))
     control.report("joins")
-    yield _meet_in_folder(rank, size, timeout.total_seconds()), rank, size
+    yield _meet_at_launcher(rank, size, timeout.total_seconds()), rank, size
 
 
-def _meet_in_folder(rank: int, size: int, limit: float) -> Store:
+def _meet_at_launcher(rank: int, size: int, limit: float) -> Store:
     """A store that only the processes of this start use, once all have joined."""
     global _num_meetings
     _num_meetings += 1
     # A script may leave and join again; the earlier addresses are those of closed connections.
-    store = PrefixStore(f"rota/{_num_meetings}", FileStore(os.environ[STORE], -1))
+    store = PrefixStore(f"rota/{_num_meetings}", node_store.at(os.environ[STORE]))
     store.set(f"here {rank}", "")
     missing = [*range(size)]
     for _ in _looks(missing, limit):

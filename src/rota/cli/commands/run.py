@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from rota import reading, schedule_csv
 from rota.cli import files
 from rota.cli.arguments import add_force, mesh, number, percent, seconds
+from rota.cli.nodes import add_nodes, given_nodes
 from rota.cli.parser import Command, Parser, one_of
 from rota.cli.requirements import InputError, require_installed
 from rota.errors import PipelineError
@@ -57,6 +58,7 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("--adapt", action="store_true", help=help_text)
     help_text = "with --adapt: swap only if a step gets shorter by PERCENT (default: 3)"
     parser.add_argument("--adapt-gain", type=percent, metavar="PERCENT", help=help_text)
+    add_nodes(parser)
     help_text = "end the run after S seconds without progress (default: 20 simulated steps, at least 60 s)"
     parser.add_argument("--timeout", type=seconds, metavar="S", help=help_text)
     help_text = (
@@ -98,7 +100,13 @@ def run(arguments: argparse.Namespace) -> int:
     dp, tp = arguments.mesh.get("dp", replicas), arguments.mesh.get("tp", 1)
     if (pp := arguments.mesh.get("pp", planned.num_ranks)) != planned.num_ranks:
         raise InputError(f"--mesh pp={pp}: {arguments.plan} is for {planned.num_ranks} ranks; leave pp out")
-    if (num_processes := planned.num_ranks * dp * tp) > _MOST_PROCESSES:
+    nodes = given_nodes(arguments)
+    if nodes is not None:
+        _refuse_for_one_machine(arguments)
+    num_processes = planned.num_ranks * dp * tp
+    if nodes is not None:
+        num_processes = nodes.num_here(num_processes)
+    if num_processes > _MOST_PROCESSES:
         raise InputError(f"--mesh: {num_processes:,} processes on this machine; give {_MOST_PROCESSES:,} at most")
     if arguments.engine == "torch" and dp * tp > 1:
         raise InputError(f"--mesh dp={dp},tp={tp}: PyTorch's engine runs one pipeline; use --engine rota")
@@ -130,6 +138,10 @@ def run(arguments: argparse.Namespace) -> int:
         "--timeout",
         "--engine",
         "--device",
+        "--nodes",
+        "--node",
+        "--head",
+        "--secret-file",
     ):
         if option in arguments.arguments:
             print(f"rota run: {option} after the script goes to the script; for rota put it first", file=sys.stderr)
@@ -150,12 +162,13 @@ def run(arguments: argparse.Namespace) -> int:
             rejoin_after_s=arguments.rejoin_after or (None if backups is None else _REJOIN_AFTER_S),
             min_ranks=arguments.min_ranks,
             timeout_s=arguments.timeout,
+            nodes=nodes,
             report=_report,
         )
     except EndedBySignal as error:
         _report(str(error))
         return 128 + error.number
-    if arguments.timeline is not None:
+    if arguments.timeline is not None and (nodes is None or not nodes.node):
         if done.timeline is None:
             raise PipelineError(
                 f"{arguments.script} ran no step of a Pipeline: there is no timeline to write to {arguments.timeline}"
@@ -176,6 +189,13 @@ def _least_gain(arguments: argparse.Namespace, planned: Plan) -> float | None:
     if not planned.placement.is_alike:
         raise InputError(f"--adapt: the micro-batches of {arguments.plan} differ; leave --adapt out")
     return _ADAPT_GAIN if arguments.adapt_gain is None else float(arguments.adapt_gain)
+
+
+def _refuse_for_one_machine(arguments: argparse.Namespace) -> None:
+    for option in ("backups", "min_ranks", "adapt"):
+        if getattr(arguments, option):
+            name = option.replace("_", "-")
+            raise InputError(f"--{name} is for one machine; leave it out, or leave out --nodes")
 
 
 def _refuse_min_ranks(arguments: argparse.Namespace, planned: Plan, num_pipelines: int) -> None:
@@ -224,7 +244,7 @@ def _report(line: str) -> None:
 
 COMMAND = Command(
     "run",
-    "train: start a script on every rank of a plan, on this machine",
+    "train: start a script on every rank of a plan, on this machine or several",
     "rota run --timeline measured.json plan.json train.py --steps 100",
     add_arguments,
     run,

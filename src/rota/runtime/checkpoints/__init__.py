@@ -49,6 +49,7 @@ from rota.runtime.checkpoints.tensors import (
     write_chunks,
 )
 from rota.runtime.checkpoints.training_json import training_to_json
+from rota.runtime.environment import node_of_this_process
 from rota.runtime.faults.watchdog import PATIENT
 from rota.runtime.host_memory import available_bytes
 from rota.runtime.json_messages import all_gather_json
@@ -374,13 +375,15 @@ class Checkpoints:
         is_over = False
         if limit_bytes is not None and self._pipeline.device.type == "cpu":
             is_over = simulate(plan).peak_memory_bytes[rank] + needed_bytes > limit_bytes
-        told = self._share("the other ranks' first commit", [needed_bytes, available_bytes(), is_over])
-        all_bytes = sum(needed for needed, *_ in told)
-        free_bytes = min((free for _, free, _ in told if free is not None), default=all_bytes)
-        over = [process for process, (_, _, is_over) in enumerate(told) if is_over]
+        mine = [needed_bytes, available_bytes(), is_over, node_of_this_process()]
+        told = self._share("the other ranks' first commit", mine)
+        rooms = [_room_on(node, told) for node in sorted({node for *_, node in told})]
+        all_bytes, free_bytes = min(rooms, key=lambda room: room[1] - room[0])  # on the node that has the least left
+        over = [process for process, (_, _, is_over, _) in enumerate(told) if is_over]
         self._fits_in_memory = not over and all_bytes <= free_bytes
         if not self._fits_in_memory:
-            why = f"this machine has {size_text(free_bytes)} available"
+            where = "this machine" if len(rooms) == 1 else f"node {rooms.index((all_bytes, free_bytes))}"
+            why = f"{where} has {size_text(free_bytes)} available"
             if over:
                 why = f"the plan's limit for process {over[0]} has no room for {size_text(told[over[0]][0])}"
             self._report(
@@ -490,6 +493,13 @@ class Checkpoints:
         reader = Reader(saved, contents.index, restoring.tensors)
         reader.check()
         return saved, contents.plan, restoring, reader
+
+
+def _room_on(node: int, told: list[Any]) -> tuple[int, int]:
+    """The bytes that the processes of a node need together, and those that are free there."""
+    here = [(needed, free) for needed, free, _, its_node in told if its_node == node]
+    all_bytes = sum(needed for needed, _ in here)
+    return all_bytes, min((free for _, free in here if free is not None), default=all_bytes)
 
 
 def _share_of(pipeline: Pipeline) -> str:

@@ -22,8 +22,12 @@ from rota.runtime.freed_memory import HUGE_PAGES
 from rota.runtime.kept_memory import MOST_FORMER, KeptMemories
 from rota.runtime.launcher_files import collect, last_plan, limit_environment, restart_environment, write_plan
 from rota.runtime.launching.crew import Crew
-from rota.runtime.launching.rank_processes import EndedBySignal, RankFailed, Ranks
-from rota.runtime.launching.requests import Requests
+from rota.runtime.launching.follower import Follower, follow
+from rota.runtime.launching.leader import Leader
+from rota.runtime.launching.node_crew import NodeCrew
+from rota.runtime.launching.nodes import Nodes, job_of
+from rota.runtime.launching.rank_processes import RankFailed, Ranks
+from rota.runtime.launching.requests import EndedBySignal, Requests
 from rota.runtime.launching.run_folder import Folder, run_folder
 from rota.runtime.launching.stand_by import StandBy
 from rota.runtime.recorder import merge
@@ -58,6 +62,7 @@ def launch(
     min_ranks: int | None = None,
     timeout_s: float | None = None,
     environment: Mapping[str, str] | None = None,
+    nodes: Nodes | None = None,
     report: Callable[[str], None] = print,
 ) -> Run:
     """Run `script` with `arguments` in one process per rank; `rota.given_plan()` returns the plan there.
@@ -81,6 +86,7 @@ def launch(
         min_ranks: how few ranks of `plan` may go on without the others; None: all are needed. Not with replicas.
         timeout_s: how long a rank may make no progress, in seconds, if the script gives no `timeout_s` of its own.
         environment: variables of the ranks, besides this process's own and those that the launcher adds.
+        nodes: which of several machines this is; all run the same, and each starts its part of the ranks.
         report: called with one line for each restart, loss and replacement.
 
     Returns:
@@ -100,6 +106,9 @@ def launch(
             f"min_ranks is for one pipeline of at most {MOST_FORMER} ranks, not for {num_processes} processes with "
             f"dp={dp} and tp={tp}; leave it out"
         )
+    num_here = num_processes if nodes is None else nodes.num_here(num_processes)
+    if nodes is not None and (backups is not None or min_ranks is not None):
+        raise PipelineError("backups and min_ranks are for ranks on one machine; leave them out, or leave out nodes")
     with ExitStack() as stack:
         folder = stack.enter_context(run_folder("rota-run-"))
         of_ranks = {
@@ -110,12 +119,26 @@ def launch(
         restarts = _Restarts(max_restarts, report)
         requests = stack.enter_context(Requests())
         may_restart = max_restarts > 0 or backups is not None or min_ranks is not None
-        memories = stack.enter_context(KeptMemories(num_processes if may_restart else 0))
-        crew = Crew(plan, dp, tp, memories, backups, rejoin_after_s, min_ranks)
+        memories = stack.enter_context(KeptMemories(num_here if may_restart else 0))
+        crew: Crew | NodeCrew = Crew(plan, dp, tp, memories, backups, rejoin_after_s, min_ranks)
         stand_by = stack.enter_context(StandBy(_inherited() | of_ranks, for_restarts=may_restart))
+        leader = None
+        if nodes is not None:
+            sizes, command = (plan.num_ranks, dp, tp), (worker, script, *arguments)
+            job = job_of(plan, script, arguments, (worker, sizes, max_restarts, timeout_s, environment))
+            if nodes.node:
+                follower = stack.enter_context(Follower(nodes, job, requests, report))
+                ended_by = follow(
+                    follower, nodes, plan, sizes, command, _inherited() | of_ranks, folder, requests, stand_by, memories
+                )
+                return Run(None, [], ended_by)
+            leader = stack.enter_context(Leader(nodes, num_processes, job, requests, folder.path, report))
+            crew = NodeCrew(plan, sizes, memories, nodes, leader)
         is_over, failed = False, None
         while not is_over:
-            with Ranks(folder, requests) as ranks:
+            with Ranks(folder, requests, leader) as ranks:
+                if leader is not None:
+                    leader.start(restarts.num_all)
                 if not stand_by.is_alive():
                     stand_by.replace()
                 files = crew.files_of_start()
@@ -168,7 +191,7 @@ class _Restarts:
         self._most, self._report = most, report
         self._in_a_row, self._newest_step = 0, -1
 
-    def count(self, error: RankFailed, saved_step: int, crew: Crew, may_restart: bool) -> None:
+    def count(self, error: RankFailed, saved_step: int, crew: Crew | NodeCrew, may_restart: bool) -> None:
         """Count one restart, of all or of those that can go on. Raises PipelineError if no more are allowed."""
         if saved_step > self._newest_step:
             # Older checkpoints do not count: otherwise a run could repeat the same steps without end.
@@ -186,7 +209,7 @@ class _Restarts:
         self._in_a_row += 1
         self._report(f"{error}: restart {self._in_a_row} of {self._most}")
 
-    def count_rejoining(self, crew: Crew) -> None:
+    def count_rejoining(self, crew: Crew | NodeCrew) -> None:
         """Count the restart in which lost ranks join again."""
         self.num_all += 1
         self._in_a_row = 0

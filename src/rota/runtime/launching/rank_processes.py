@@ -4,6 +4,7 @@ supervisor ──▶ rank 0, rank 1, …   each leads a session of its own, so t
     a process ends: its pidfd becomes readable; it is reaped only after its process group was killed, so that no
     other group can have the same number by then
     a process reports something: see `control`
+    on other nodes: their supervisors tell it, see `leader`
 """
 
 from __future__ import annotations
@@ -16,19 +17,21 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from typing import Protocol, final
 
 from rota.errors import PipelineError
+from rota.reading import Field
 from rota.runtime import control
 from rota.runtime.control import Message
-from rota.runtime.launching.requests import Requests
+from rota.runtime.launching.requests import EndedBySignal, Requests
 from rota.runtime.launching.run_folder import Folder
 from rota.runtime.launching.stand_by import StandBy, StandByEndedError
 
 _FIRST_FAILURE_S = 5.0  # that the rank with the first error has to print it and end, after others have lost it
 _TERM_S = 5.0  # for handlers of SIGTERM that the script has set
+_ONE_REQUEST_S = 3.0  # in which nodes get the same signal; ranks take it for the same request, too
 
 
 class RankFailed(Exception):
@@ -47,13 +50,23 @@ class RankFailed(Exception):
         return f"{self}{after}, and the others were ended; see above for its output"
 
 
-@final
-class EndedBySignal(PipelineError):
-    """All ranks were ended by a signal to the launcher, without a checkpoint."""
+class _Elsewhere(Protocol):
+    """The other nodes of a run, see `leader.Leader`."""
 
-    def __init__(self, number: signal.Signals, why: str) -> None:
-        super().__init__(f"all ranks were ended by {number.name}{why}")
-        self.number = number
+    def fileno(self) -> int:
+        """A file descriptor that is readable when there is news."""
+
+    def ranks_elsewhere(self) -> dict[int, str]:
+        """The number of each rank on another node, and the node's name."""
+
+    def news(self) -> Iterator[tuple[str, Field]]:
+        """What has happened on other nodes: the node's name, and its message."""
+
+    def terminate(self) -> None:
+        """SIGTERM to all ranks of the other nodes."""
+
+    def end(self) -> None:
+        """Kill the ranks of the other nodes."""
 
 
 class _Process(Protocol):
@@ -67,16 +80,25 @@ class _Process(Protocol):
     def kill(self) -> None: ...
 
 
-@final
 class Ranks:
-    """One start of all ranks, as a context manager: on exit it kills all processes that are left."""
+    """One start of all ranks, as a context manager: on exit it kills all processes that are left.
 
-    def __init__(self, folder: Folder, requests: Requests) -> None:
-        self._folder, self._requests = folder, requests
+    Args:
+        folder: of the run.
+        requests: signals to this process.
+        elsewhere: the other nodes, if there are any; they have been told to start their ranks.
+        first: the number of this machine's first rank.
+    """
+
+    def __init__(self, folder: Folder, requests: Requests, elsewhere: _Elsewhere | None = None, first: int = 0) -> None:
+        self._folder, self._requests, self._elsewhere, self._first = folder, requests, elsewhere, first
         self._ranks: list[_Rank] = []
-        self._running = 0
-        self._suspects: list[_Rank] = []  # with a failure of their own, in the order of failing
-        self._lost: list[_Rank] = []  # ended because another rank failed
+        of_others = elsewhere.ranks_elsewhere() if elsewhere else {}
+        self._others = {number: RankOfRun(number, f" on {name}") for number, name in of_others.items()}
+        self._running = len(self._others)
+        self._suspects: list[RankOfRun] = []  # with a failure of their own, in the order of failing
+        self._lost: list[RankOfRun] = []  # ended because another rank failed
+        self._asked_s = 0.0
         self._hang: str | None = None
         self._deadline_s: float | None = None
         #: The newest step with a whole checkpoint since this start, and whether any rank made a pipeline.
@@ -87,6 +109,8 @@ class Ranks:
         with ExitStack() as stack:
             self._selector = stack.enter_context(selectors.DefaultSelector())
             self._selector.register(self._requests, selectors.EVENT_READ)
+            if self._elsewhere is not None:
+                self._selector.register(self._elsewhere, selectors.EVENT_READ, self._elsewhere)
             stack.callback(self._end)
             self._stack = stack.pop_all()
         return self
@@ -160,7 +184,7 @@ class Ranks:
             self._add(line, process)
 
     def _add(self, line: socket.socket, process: _Process) -> None:
-        rank = _Rank(len(self._ranks), line, process)
+        rank = _Rank(self._first + len(self._ranks), line, process)
         self._ranks.append(rank)
         self._running += 1
         for source in (rank.end, rank.line):
@@ -181,12 +205,12 @@ class Ranks:
         self._selector.register(stand_by.line, selectors.EVENT_READ)
         while not stand_by.has_message():
             self._wait_for_event()
-            for number in self._requests.taken():
-                if number == signal.SIGINT:
-                    raise KeyboardInterrupt
-                raise EndedBySignal(number, " before they were started")
+            self._end_if_asked()
         self._selector.unregister(stand_by.line)
         stand_by.note_ready()
+
+    def _end_if_asked(self) -> None:
+        self._requests.end_if_asked("before they were started")
 
     def wait(self, until_s: float | None = None) -> bool:
         """Wait until all ranks have ended without failure; returns False if `until_s` (monotonic) comes first.
@@ -209,8 +233,11 @@ class Ranks:
                 raise
             if not self._running:
                 return True
-            if until_s is not None and time.monotonic() >= until_s and not any(rank.code for rank in self._ranks):
+            if until_s is not None and time.monotonic() >= until_s and not any(rank.code for rank in self._all()):
                 return False
+
+    def _all(self) -> list[RankOfRun]:
+        return [*self._ranks, *self._others.values()]
 
     # --- events ---------------------------------------------------------------------------------------------------
 
@@ -230,6 +257,29 @@ class Ranks:
         # Of ranks that ended at the same moment, killed ones come first: they did not end because others did.
         for rank in sorted(ended, key=lambda rank: rank.exit_code() > 0):
             self._note_end(rank)
+        if any(of is not None and not isinstance(of, (_Rank, StandBy)) for of, _ in events):
+            self._note_elsewhere()
+
+    def _note_elsewhere(self) -> None:
+        """Take what other nodes tell. Raises RankFailed or PipelineError if one cannot start its ranks, or is lost."""
+        assert self._elsewhere is not None
+        for name, message in self._elsewhere.news():
+            match message["kind"].text():
+                case "report":
+                    if (said := Message.from_bytes(message["said"].text().encode())) is not None:
+                        self._note(self._other(message), said)
+                case "end":
+                    self._note_code(self._other(message), message["code"].integer(-64, 255))
+                case "failed" if message["again"].value is True:
+                    raise RankFailed(f"{name}: {message['words'].text()}")
+                case "failed":
+                    raise PipelineError(f"{name}: {message['words'].text()}")
+
+    def _other(self, message: Field) -> RankOfRun:
+        number = message["rank"].integer(0)
+        if number not in self._others:
+            raise message["rank"].wrong("a rank of another node")
+        return self._others[number]
 
     def _keep_stand_by(self, stand_by: StandBy) -> None:
         """Another stand-by shall be ready when ranks fail: it has become ready, or the one before it has ended."""
@@ -249,7 +299,7 @@ class Ranks:
         for message in messages:
             self._note(rank, message)
 
-    def _note(self, rank: _Rank, message: Message) -> None:
+    def _note(self, rank: RankOfRun, message: Message) -> None:
         rank.reported[message.event] += 1
         match message.event:
             case "opens":
@@ -269,14 +319,17 @@ class Ranks:
     def _note_end(self, rank: _Rank) -> None:
         self._receive(rank)  # what it reported before
         self._selector.unregister(rank.end)
+        self._note_code(rank, rank.exit_code())
+
+    def _note_code(self, rank: RankOfRun, code: int) -> None:
         self._running -= 1
-        rank.code = rank.exit_code()
+        rank.code = code
         if rank.code and rank.reported["lost"]:
             self._lost.append(rank)
         elif rank.code or rank.has_open_pipeline:
             self._suspect(rank)
 
-    def _suspect(self, rank: _Rank) -> None:
+    def _suspect(self, rank: RankOfRun) -> None:
         if rank not in self._suspects:
             self._suspects.append(rank)
 
@@ -287,11 +340,11 @@ class Ranks:
         if self._hang is not None:
             raise RankFailed(f"the run hung ({self._hang})", is_hang=True)
         for event, what in (("joins", "joined the others"), ("opens", "made the pipeline that the others make")):
-            most = max(rank.reported[event] for rank in self._ranks)
-            for rank in self._ranks:
+            most = max(rank.reported[event] for rank in self._all())
+            for rank in self._all():
                 if rank.code == 0 and rank.reported[event] < most:
-                    raise RankFailed(f"rank {rank.number} ended with exit code 0 before it {what}")
-        if not any(rank.code for rank in self._ranks):
+                    raise RankFailed(f"{rank.name} ended with exit code 0 before it {what}")
+        if not any(rank.code for rank in self._all()):
             return
         first = (self._suspects + self._lost)[0]
         if first in self._lost or first.code is None:  # another rank may have failed first, or may yet print its error
@@ -307,10 +360,12 @@ class Ranks:
             raise KeyboardInterrupt
         asked, may_ask = self._requests.asked, number in (signal.SIGTERM, signal.SIGUSR1)
         if may_ask and asked is None and self._requests.listens:
-            self._requests.asked = number
+            self._requests.asked, self._asked_s = number, time.monotonic()
             with suppress(OSError):  # it has ended
                 self._ranks[0].line.send(control.STOP, socket.MSG_DONTWAIT)
             return
+        if self._elsewhere is not None and number == asked and time.monotonic() - self._asked_s < _ONE_REQUEST_S:
+            return  # it was sent to several nodes
         why = ""
         if may_ask:
             why = ", the second signal" if asked else ": the script has not read pipeline.should_stop"
@@ -320,11 +375,16 @@ class Ranks:
 
     # --- the end --------------------------------------------------------------------------------------------------
 
-    def _terminate(self) -> None:
-        """Send SIGTERM to all ranks, and wait for their handlers until another request comes."""
+    def _send_term(self) -> None:
         for rank in self._ranks:
             if rank.code is None:
                 signal.pidfd_send_signal(rank.end, signal.SIGTERM)
+
+    def _terminate(self) -> None:
+        """Send SIGTERM to all ranks, and wait for their handlers until another request comes."""
+        self._send_term()
+        if self._elsewhere is not None:
+            self._elsewhere.terminate()
         self._deadline_s = time.monotonic() + _TERM_S
         while self._running and time.monotonic() < self._deadline_s and not self._requests.taken():
             self._wait_for_event()
@@ -333,6 +393,8 @@ class Ranks:
         """Kill all ranks that are left, and all processes that they forked."""
         for rank in self._ranks:
             rank.kill()
+        if self._elsewhere is not None:
+            self._elsewhere.end()
         for rank in self._ranks:
             rank.process.wait()
         self._folder.guard([])
@@ -340,38 +402,48 @@ class Ranks:
             rank.close()
 
 
-@final
-class _Rank:
-    """One process, its reports, and how it ended."""
+class RankOfRun:
+    """One rank, its reports, and how it ended. `where`: " on node 1", or "" on this machine."""
 
-    def __init__(self, number: int, line: socket.socket, process: _Process) -> None:
-        self.number, self.line, self.process = number, line, process
-        with ExitStack() as stack:
-            stack.callback(line.close)
-            stack.callback(process.wait)
-            stack.callback(process.kill)
-            self.end = os.pidfd_open(self.process.pid)
-            stack.pop_all()
+    def __init__(self, number: int, where: str = "") -> None:
+        self.number, self.name = number, f"rank {number}{where}"
         self.reported: Counter[str] = Counter()
         self.failure = ""
         self.code: int | None = None
 
     @property
     def has_open_pipeline(self) -> bool:
+        """Whether it has made a pipeline that it has not closed."""
         return self.reported["opens"] > self.reported["closes"]
+
+    def to_text(self) -> str:
+        """How it failed."""
+        if self.code is None:
+            return f"{self.name} failed ({self.failure})"
+        if self.code == 0:
+            return f"{self.name} ended with exit code 0 in the middle of its pipeline"
+        return f"{self.name} ended with {_code_text(self.code)}"
+
+
+@final
+class _Rank(RankOfRun):
+    """A rank that is a process of this machine."""
+
+    def __init__(self, number: int, line: socket.socket, process: _Process) -> None:
+        super().__init__(number)
+        self.line, self.process = line, process
+        with ExitStack() as stack:
+            stack.callback(line.close)
+            stack.callback(process.wait)
+            stack.callback(process.kill)
+            self.end = os.pidfd_open(self.process.pid)
+            stack.pop_all()
 
     def exit_code(self) -> int:
         """The exit code of an ended process, as `subprocess` gives it; does not reap the process."""
         status = os.waitid(os.P_PIDFD, self.end, os.WEXITED | os.WNOWAIT)
         assert status is not None
         return status.si_status if status.si_code == os.CLD_EXITED else -status.si_status
-
-    def to_text(self) -> str:
-        if self.code is None:
-            return f"rank {self.number} failed ({self.failure})"
-        if self.code == 0:
-            return f"rank {self.number} ended with exit code 0 in the middle of its pipeline"
-        return f"rank {self.number} ended with {_code_text(self.code)}"
 
     def kill(self) -> None:
         with suppress(ProcessLookupError, PermissionError):

@@ -9,7 +9,18 @@ from contextlib import suppress
 from types import FrameType
 from typing import Any, final
 
+from rota.errors import PipelineError
+
 _HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGQUIT)
+
+
+@final
+class EndedBySignal(PipelineError):
+    """All ranks were ended by a signal to the launcher, without a checkpoint."""
+
+    def __init__(self, number: signal.Signals, why: str) -> None:
+        super().__init__(f"all ranks were ended by {number.name}{why}")
+        self.number = number
 
 
 @final
@@ -39,6 +50,10 @@ class Requests:
         os.close(self._write)
 
     def _note(self, number: int, _: FrameType | None) -> None:
+        self.note(number)
+
+    def note(self, number: int) -> None:
+        """Take a signal that was sent here, or to another node of the run."""
         with suppress(BlockingIOError):  # the pipe is full of requests
             os.write(self._write, bytes([number]))
 
@@ -52,3 +67,10 @@ class Requests:
             return [*map(signal.Signals, os.read(self._read, 1024))]
         except BlockingIOError:
             return []
+
+    def end_if_asked(self, when: str) -> None:
+        """Raise KeyboardInterrupt or EndedBySignal if a request has come, while there are no ranks."""
+        for number in self.taken():
+            if number == signal.SIGINT:
+                raise KeyboardInterrupt
+            raise EndedBySignal(number, f" {when}")

@@ -1,0 +1,80 @@
+"""Which machine of several this is: from --nodes, --node, --head and --secret-file, or from Slurm."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+from typing import TYPE_CHECKING, NamedTuple
+
+from rota.cli.arguments import argument_type, number
+from rota.cli.parser import Parser
+from rota.cli.requirements import InputError
+
+if TYPE_CHECKING:
+    from rota.runtime.launching.nodes import Nodes
+
+
+class Head(NamedTuple):
+    """Where node 0 listens."""
+
+    host: str
+    port: int
+
+
+def parse_head(text: str) -> Head:
+    """The host and port of "node0:29400" or "[::1]:29400". Raises ValueError."""
+    match = re.fullmatch(r"(?:\[([0-9a-fA-F:.%\w]+)\]|([^\[\]:\s]+)):(\d{1,5})", text)
+    if match is None or not 0 < int(match[3]) < 65536:
+        raise ValueError(f"{text!r} is no HOST:PORT; write such as node0:29400")
+    return Head(match[1] or match[2], int(match[3]))
+
+
+def add_nodes(parser: Parser) -> None:
+    """Add the options for several machines."""
+    help_text = (
+        "number of machines; run the same command on each, with its --node (default: 1; under srun, those of the step)"
+    )
+    parser.add_argument("--nodes", type=number(1), metavar="N", help=help_text)
+    help_text = "with --nodes: the number of this machine, from 0; node 0 leads"
+    parser.add_argument("--node", type=number(0), metavar="I", help=help_text)
+    help_text = "with --nodes: where node 0 listens until all have joined, and the others find it"
+    parser.add_argument("--head", type=argument_type(parse_head), metavar="HOST:PORT", help=help_text)
+    help_text = (
+        "with --nodes: a secret that only your nodes share, in a file that only you can read (default: ROTA_SECRET)"
+    )
+    parser.add_argument("--secret-file", metavar="FILE", help=help_text)
+
+
+def given_nodes(arguments: argparse.Namespace) -> Nodes | None:
+    """Which node this is; None on a single machine.
+
+    Raises:
+        InputError: the options do not fit together.
+        PipelineError: there is no good secret, or Slurm started a wrong number of tasks.
+    """
+    from rota.runtime.launching.nodes import MOST_NODES, Nodes
+    from rota.runtime.launching.shared_secret import given_secret
+    from rota.runtime.launching.slurm import step_of
+
+    step = None if arguments.nodes is not None else step_of(os.environ)
+    if step is None and (arguments.nodes or 1) == 1:
+        for option, value in (
+            ("node", arguments.node),
+            ("head", arguments.head),
+            ("secret-file", arguments.secret_file),
+        ):
+            if value is not None:
+                raise InputError(f"--{option} is for several machines; give their number by --nodes N, or leave it out")
+        return None
+    num_nodes, node, head = arguments.nodes, arguments.node, arguments.head
+    if step is not None:
+        num_nodes, node = step.num_nodes, step.node if node is None else node
+        head = head or Head(step.host, step.port)
+    if num_nodes > MOST_NODES:
+        raise InputError(f"--nodes {num_nodes}: {MOST_NODES} at most")
+    if node is None or not node < num_nodes:
+        raise InputError(f"--nodes {num_nodes}: give this machine's number, from 0 to {num_nodes - 1}, by --node I")
+    if head is None:
+        raise InputError(f"--nodes {num_nodes}: say where node 0 listens, by --head HOST:PORT, the same on all nodes")
+    return Nodes(num_nodes, node, head.host, head.port, given_secret(arguments.secret_file))
