@@ -23,7 +23,6 @@ from rota.search import bounds
 from rota.search.budget import Budget
 from rota.search.critical_path import CriticalPath
 from rota.search.dispatching import Dispatcher, Memory, guesses, serial
-from rota.search.exact.gains import Gains
 from rota.search.exact.rounds import Rounds
 from rota.search.exact.states import States
 from rota.search.local.fitting import find_fitting
@@ -54,7 +53,6 @@ class Part(Enum):
     WINDOWS = "heads and tails of orders"
     STATES = "all states of a step"
     ROUNDS = "all states, round by round"
-    GAINS = "states of faster steps"
     FITTING = "local search with transfers"
 
 
@@ -208,11 +206,6 @@ def _try_rounds() -> None:
     Rounds(problem).run(NO_LIMIT, Budget(1.0, deterministic=True))
 
 
-def _try_gains() -> None:
-    problem = Problem(place(Costs.uniform(2, 1, 1, activation_bytes=1), Cluster.uniform(2, 1)), 2)
-    Gains(problem, Rounds(problem)).run(1, NO_LIMIT, Budget(1.0, deterministic=True))
-
-
 def _fit() -> None:
     problem, orders = _small_step()
     find_fitting(problem, [orders], False, NO_LIMIT, 0, Budget(0.001, deterministic=True), 0, lambda _: True)
@@ -228,6 +221,5 @@ _EXERCISES: dict[Part, Callable[[], None]] = {
     Part.WINDOWS: _find_paths,
     Part.STATES: _try_states,
     Part.ROUNDS: _try_rounds,
-    Part.GAINS: _try_gains,
     Part.FITTING: _fit,
 }

@@ -29,7 +29,6 @@ from rota.search.budget import Budget
 from rota.search.compiling import Part
 from rota.search.dispatching import OPS_PER_DISPATCH, Dispatcher, Priorities, guesses, serial
 from rota.search.exact import longest_us
-from rota.search.exact.gains import Gains
 from rota.search.exact.rounds import Rounds
 from rota.search.exact.states import States
 from rota.search.incumbent import Incumbent
@@ -106,7 +105,6 @@ class Portfolio:
         self.steady: SteadyResult | None = None
         self.climb: Climb | None = None  # goes on from turn to turn
         self.rounds: Rounds | None = None  # goes on from turn to turn
-        self.gains: Gains | None = None  # the same
         self.states: States | None = None  # goes on from turn to turn
         self.has_tried_all = (
             False  #: whether all orders with each task's micro-batches in sequence are ruled out as better
@@ -436,17 +434,6 @@ class Portfolio:
         if self.rounds.bound_us > self.bound_us:
             self.bound_us, self.why = self.rounds.bound_us, "all states of a step have been tried, round by round"
 
-    def _try_gains(self, part: float, _turn: int) -> None:
-        """Raises the bound where the states of a step are too many, by those that faster steps come through."""
-        assert self.gains is not None
-        if self.gains.is_over or self.incumbent.orders is None:
-            return
-        self.turn_to("states of faster steps")
-        self.gains.run(self.bound_us, self.incumbent.value_us, self.share(_ROUNDS_TIMES * part))
-        if self.gains.bound_us > self.bound_us:
-            self.bound_us = self.gains.bound_us
-            self.why = "no row of states earns more memory and time than it uses (all states of faster steps)"
-
     def _try_all_states(self, part: float, turn: int) -> None:
         """Goes on through the states of the step, best first; in a long step, as long as that raises the bound."""
         if self.measure != "makespan" or self.incumbent.orders is None or self.num_ops > _STATES_OPS:
@@ -475,10 +462,6 @@ class Portfolio:
             self.rounds = Rounds(self.problem)
             if not self.rounds.is_over:
                 methods, loops = [self._try_all_rounds, *methods], [Part.ROUNDS, *loops]
-            else:
-                self.gains = Gains(self.problem, self.rounds)
-                if not self.gains.is_over:
-                    methods, loops = [*methods, self._try_gains], [*loops, Part.GAINS]
         if self.given is not None:
             methods, loops = [self._improve, self._prove, self._windows], [Part.MOVES, Part.WINDOWS, Part.WINDOWS]
             if self.num_ops <= _EXACT_OPS:  # trying a policy lasts longer than its nominal time where ops are few

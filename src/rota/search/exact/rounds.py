@@ -363,7 +363,7 @@ def _sorted(graph: Graph, component_of: Integers) -> tuple[Graph, Words]:
 
 
 @inner
-def unpack(packed, num_tasks, num_ranks, still_bytes, key):  # type: ignore[no-untyped-def]
+def _unpack(packed, num_tasks, num_ranks, still_bytes, key):  # type: ignore[no-untyped-def]
     """Fills the key of a state."""
     for task in range(num_tasks):
         key[task] = packed[task]
@@ -376,7 +376,7 @@ def unpack(packed, num_tasks, num_ranks, still_bytes, key):  # type: ignore[no-u
 
 
 @inner
-def pack(key, num_tasks, num_ranks, still_bytes, packed):  # type: ignore[no-untyped-def]
+def _pack(key, num_tasks, num_ranks, still_bytes, packed):  # type: ignore[no-untyped-def]
     """Fills the bytes of a key."""
     for task in range(num_tasks):
         packed[task] = key[task]
@@ -427,7 +427,7 @@ def _explore(  # type: ignore[no-untyped-def]
         if len(keys) - meta[STATES] <= SPARE or len(target) - meta[_EDGES] <= SPARE:
             return _FULL
         most -= 1
-        unpack(keys[state], num_tasks, num_ranks, still_bytes, key)
+        _unpack(keys[state], num_tasks, num_ranks, still_bytes, key)
         found = successors(
             key,
             counts,
@@ -465,7 +465,7 @@ def _explore(  # type: ignore[no-untyped-def]
                     parts |= complete[component] << (2 * component)
             for task in range(num_tasks):
                 child[task] -= complete[component_of[task]]
-            pack(child, num_tasks, num_ranks, still_bytes, packed)
+            _pack(child, num_tasks, num_ranks, still_bytes, packed)
             edge = meta[_EDGES]
             target[edge] = find(keys, table, meta, packed)
             passes[edge], progress[edge] = passed[i], parts
