@@ -29,6 +29,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def time_is_work(monkeypatch: pytest.MonkeyPatch) -> None:
     """To searches time is the work that they have counted: those with a limit find the same on a busy machine."""
     monkeypatch.setattr("rota.search.budget.Budget.elapsed_s", property(lambda budget: budget.spent_s))
+    monkeypatch.setattr("rota.search.budget.Budget._after_s", 0.0)
     monkeypatch.setattr("rota.planning.deadline.Deadline.elapsed_s", 0.0)
 
 

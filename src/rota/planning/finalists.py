@@ -83,6 +83,6 @@ def _searched(sweep: Sweep, candidate: Candidate) -> Found | None:
     except SearchError:
         return None  # nothing fits
     deadline.stopped_by = deadline.stopped_by or budget.stopped_by
-    deadline.ran_out |= budget.elapsed_s >= budget.latest_s
+    deadline.ran_out |= budget.must_stop and not budget.stopped_by
     bound_us = max(int(result.bound_us), placement_bound_us(candidate.placement, layout.num_microbatches))
     return Found(candidate, SEARCHED, replace(result.plan, usage=candidate.usage), bound_us)

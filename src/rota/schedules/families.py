@@ -370,7 +370,10 @@ NAMED: Mapping[str, Family] = {family.name: family for family in FAMILIES}
 
 
 def named_plans(
-    placement: Placement, num_microbatches: int, progress: Callable[[str], None]
+    placement: Placement,
+    num_microbatches: int,
+    progress: Callable[[str], None],
+    wants: Callable[[str], bool] = lambda _: True,
 ) -> Iterator[tuple[str, Plan]]:
     """The named schedules that a placement allows, as candidates and for comparison.
 
@@ -380,12 +383,13 @@ def named_plans(
         placement: Any placement.
         num_microbatches: Micro-batches per step.
         progress: Called with each name before its plan is made.
+        wants: Says of a name whether its plan is to be made.
 
     Yields:
         (name, plan) of each schedule that is defined here.
     """
     for family in FAMILIES:
-        if family.name == "zb_auto":
+        if family.name == "zb_auto" or not wants(family.name):
             continue
         progress(family.name)
         look()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 
 NOMINAL_OPS_PER_S = 20_000_000  #: ops that the compiled loops time in a nominal second
+_MOST_BUSY = 4.0  # a process that waits looks like one on a busy machine
 
 
 class Budget:
@@ -35,15 +36,19 @@ class Budget:
         self.stopped_by = ""  #: Ctrl-C, or an error of the caller
         self.progress_error: Exception | None = None
         self._whole = whole
-        self._began = time.monotonic()
+        self._reserved_s = 0.0
+        self._began, self._began_cpu_s = time.monotonic(), time.process_time()
 
     def share(self, nominal_s: float) -> Budget:
         """A part of this budget; what is spent there is spent here too."""
         return Budget(nominal_s, True, self)
 
     def reserve(self, seconds: float) -> None:
-        """Ends the search so many real seconds sooner, at most half of its time, for what has to come after it."""
-        self.latest_s -= min(seconds, self.seconds / 2)
+        """Ends the search so many real seconds sooner, at most half of its time, for what has to come after it.
+
+        They are seconds of a core. Where the machine is busy, and gave this process less than that, it is more time.
+        """
+        self._reserved_s = seconds
 
     def last_at_least(self, seconds: float) -> None:
         """Ends the search no sooner than after so many real seconds."""
@@ -59,7 +64,18 @@ class Budget:
         """Whether real time, Ctrl-C or an error of the caller has ended the search as a whole."""
         if self._whole is not None:
             return self._whole.must_stop
-        return bool(self.stopped_by) or self.elapsed_s >= self.latest_s
+        if self.stopped_by:
+            return True
+        elapsed_s = self.elapsed_s  # the second half is the earliest that it may end in: see `_after_s`
+        return elapsed_s >= self.latest_s / 2 and elapsed_s >= self.latest_s - self._after_s
+
+    @property
+    def _after_s(self) -> float:
+        """Real seconds for what comes after the search, at the pace that this process had so far."""
+        if not self._reserved_s:
+            return 0.0
+        busy = self.elapsed_s / max(time.process_time() - self._began_cpu_s, 1e-3)
+        return min(self._reserved_s * min(max(busy, 1.0), _MOST_BUSY), self.latest_s / 2)
 
     @property
     def left_s(self) -> float:

@@ -24,12 +24,14 @@ from rota.search.budget import Budget
 from rota.search.critical_path import CriticalPath
 from rota.search.dispatching import Dispatcher, Memory, guesses, serial
 from rota.search.exact.rounds import Rounds
+from rota.search.exact.state_space import rehash
 from rota.search.exact.states import States
 from rota.search.local.fitting import find_fitting
 from rota.search.local.moves import State, anneal
 from rota.search.periodic.loop import Loop
 from rota.search.periodic.modulo import Interval
 from rota.search.periodic.offsets import anneal_offsets
+from rota.search.periodic.retiming import Wait, retime
 from rota.search.problem import NO_LIMIT, Orders, Problem
 from rota.search.timing import Tables, peaks, replay, score, start_times
 from rota.search.transfer_levels import Transfers, peaks_with_transfers
@@ -181,6 +183,7 @@ def _count_transfers() -> None:
 
 def _anneal_offsets() -> None:
     anneal_offsets(Interval(Loop(_small_step()[0].given), 1, 20), Budget(0.001, deterministic=True))
+    retime(1, [Wait(0, 0, 1, 1)])
 
 
 def _anneal() -> None:
@@ -199,11 +202,13 @@ def _try_states() -> None:
     timed = score(problem, orders)
     assert timed is not None
     States(problem, 0, timed.makespan_us).run(timed.makespan_us, Budget(0.001, deterministic=True))
+    rehash(np.zeros((1, 1), np.int32), np.full(2, -1, np.int32), 0)  # once there are many states
 
 
 def _try_rounds() -> None:
     problem = Problem(place(Costs.uniform(2, 1, 1, activation_bytes=1), Cluster.uniform(2, 1)), 2)
     Rounds(problem).run(NO_LIMIT, Budget(1.0, deterministic=True))
+    rehash(np.zeros((1, 1), np.uint8), np.full(2, -1, np.int32), 0)
 
 
 def _fit() -> None:

@@ -149,13 +149,17 @@ class Dispatcher:
 def serial(problem: Problem) -> Orders:
     """One micro-batch at a time, or one sample whose chunks are; in the order that exceeds the limits least."""
     order, placement, joined = one_at_a_time(problem), problem.placement, _joined_streams(problem)
-    rows: list[list[int]] = [[] for _ in range(placement.num_ranks)]
-    for microbatch in range(problem.num_microbatches):
-        for task in order:
-            if joined[placement.component_of[task]] == microbatch % placement.num_components:
-                for rank in placement.tasks[task].ranks:
-                    rows[rank].append(task)
-    return np.array([task for row in rows for task in row], np.int32)
+    num_streams = placement.num_components
+    all_rounds, left = divmod(problem.num_microbatches, num_streams)
+    rows: list[NDArray[np.int32]] = []
+    for rank in range(placement.num_ranks):
+        here = [task for task in order if rank in placement.tasks[task].ranks]
+        turns = [
+            [task for task in here if joined[placement.component_of[task]] == stream] for stream in range(num_streams)
+        ]
+        whole, last = ([task for turn in part for task in turn] for part in (turns, turns[:left]))
+        rows += [np.tile(np.array(whole, np.int32), all_rounds), np.array(last, np.int32)]
+    return np.concatenate(rows)
 
 
 def _joined_streams(problem: Problem) -> list[int]:

@@ -42,10 +42,10 @@ def find_plan(
 ) -> SearchResult:
     """The order that finishes first, for any placement, and how far from the best possible it may still be.
 
-    The plan is never worse than a named schedule that fits. Ctrl-C ends the search with the best so far; a second one
-    aborts. An answer that is proven optimal is the same on every run; another one depends on how far the search gets in
-    `time_limit_s`, unless it is `deterministic`. The first search on a machine compiles its loops for some seconds; if
-    its time is up by then, it returns the best named schedule.
+    The plan is never worse than a named schedule that fits and that there was time to make. Ctrl-C ends the search with
+    the best so far; a second one aborts. An answer that is proven optimal is the same on every run; another one depends
+    on how far the search gets in `time_limit_s`, unless it is `deterministic`. The first search on a machine compiles
+    its loops for some seconds; if its time is up by then, it returns the best named schedule.
 
     Args:
         placement: The tasks of one micro-batch, and the cluster with its memory limits. Its micro-batches may differ
@@ -63,7 +63,7 @@ def find_plan(
             Ctrl-C: it is issued as a warning and reported in `stopped_by`, or raised if no plan was found by then.
 
     Returns:
-        The best plan found, checked, with a proven bound.
+        The best plan found, checked (above 50,000 ops only by the search's own loops), with a proven bound.
 
     Raises:
         SearchError: An argument is invalid, or no plan that fits was found.

@@ -56,10 +56,13 @@ _ROUNDS_TIMES = 6  # times that share for long steps with few micro-batches in f
 _LONG_OPS = 20_000  # in longer steps a policy takes long to try, and nothing else finds more: local search goes first
 _LONG_TIMES = 4  # and has so many times that share
 _TURN_S = 0.01  # nominal cost of a turn itself, so that idle turns use up the budget
-_AUTO_S_PER_OP = 0.0006  # nominal seconds that zb_auto costs per op
+_NAMED_S_PER_OP = 4e-6  # nominal seconds that a named schedule costs per op
+#: Named schedules that are searches themselves: nominal seconds per op, and the part of what is left that they may use.
+_SEARCHING = {"v_half": (0.0002, 0.5), "v_min": (0.0002, 0.5), "zb_auto": (0.0006, 1.0)}
 _MOST_STEADY_TASKS = 200  # up to here the middle of a plan is tried as a steady state
-_WITHIN_S_PER_TASK = 0.01  # nominal seconds that this costs
-_CHECK_S_PER_OP = 4e-6  # real seconds to make and check the plan in the end
+_WITHIN_SHARE = 0.1  # of the whole budget at least, for that
+_MAKE_S_PER_OP, _CHECK_S_PER_OP = 4e-7, 3e-6  # real seconds to make the plan in the end, and to check it
+_MOST_CHECKED_OPS = 50_000  # up to here the final plan is also checked as `rota.check` does
 _HALVINGS = 5
 _FEW_OPS, _FEW_GUESSES = 3_000, 4  # in longer steps fewer priorities are tried for holding less
 _EXACT_OPS = 400  # up to here CP-SAT may prove a whole step
@@ -112,7 +115,8 @@ class Portfolio:
         self.has_tried_waits = False  #: the same where ops may also wait, for the bound
         self.none_fits = False  #: whether it is proven that no plan fits
         self.num_ops = int(self.problem.first_node[-1])
-        self.budget.reserve(_CHECK_S_PER_OP * self.num_ops)
+        self.is_checked = self.num_ops <= _MOST_CHECKED_OPS
+        self.budget.reserve((_MAKE_S_PER_OP + _CHECK_S_PER_OP * self.is_checked) * self.num_ops)
         self.incumbent = Incumbent(self.problem, objective == "span", self.report)
         #: Named schedules, taken while loops were still being compiled.
         self.simulated = Incumbent(self.problem, objective == "span", self.report)
@@ -170,7 +174,7 @@ class Portfolio:
             self._bound()
         if self.given is None:
             self._take_named()
-        for method in (self._take_turns,) if self.given is not None else (self._take_auto, self._take_turns):
+        for method in (self._take_turns,) if self.given is not None else (self._take_searching, self._take_turns):
             if not self.is_over:
                 method()
         if self.incumbent.orders is not None:
@@ -187,8 +191,9 @@ class Portfolio:
         compiling.is_ready(*parts, Part.BOUNDS)  # asks for them
         if not compiling.wait_for(*parts, most_s=_LOADING_S if self.given is None else 0.0):
             with compiling.paused():
-                for name, plan in self._named_plans():
-                    self._simulate(name, plan)
+                for wants in (self._is_quick, self._has_time_for):
+                    for name, plan in self._named_plans(wants):
+                        self._simulate(name, plan)
             compiling.wait_for(*parts)
 
     def _simulate(self, name: str, plan: Plan) -> None:
@@ -237,14 +242,26 @@ class Portfolio:
 
     def _take_named(self) -> None:
         self.named.clear()  # of those that were simulated while loops were being compiled
-        for name, plan in self._named_plans():
+        for name, plan in self._named_plans(self._is_quick):
             self._take_plan(name, plan)
+            self.budget.spend(_NAMED_S_PER_OP * self.num_ops)
 
-    def _named_plans(self) -> Iterable[tuple[str, Plan]]:
-        """The plans to begin with: the given ones, or the named schedules."""
+    def _named_plans(self, wants: Callable[[str], bool]) -> Iterable[tuple[str, Plan]]:
+        """The plans to begin with: the given ones, or the named schedules that are wanted."""
         if self.given is not None:
-            return self.given
-        return named_plans(self.problem.given, self.problem.num_microbatches, self.turn_to)
+            return self.given if wants == self._is_quick else ()
+        return named_plans(self.problem.given, self.problem.num_microbatches, self.turn_to, wants)
+
+    @staticmethod
+    def _is_quick(name: str) -> bool:
+        return name not in _SEARCHING
+
+    def _has_time_for(self, name: str) -> bool:
+        """Whether a named schedule is a search itself, for which there is time."""
+        if name not in _SEARCHING:
+            return False
+        s_per_op, part = _SEARCHING[name]
+        return s_per_op * self.num_ops <= part * self.budget.left_s
 
     def _take_plan(self, name: str, plan: Plan) -> None:
         try:
@@ -259,17 +276,19 @@ class Portfolio:
         self.named.append(NamedPlan(name, timed.makespan_us, timed.span_us, int(held.max()), fits))
         self.incumbent.offer(orders, name)
 
-    def _take_auto(self) -> None:
-        """`zb_auto` is a search itself: it is left out where it would use up the time."""
-        auto_s = _AUTO_S_PER_OP * self.num_ops
-        if auto_s > self.budget.left_s:
+    def _take_searching(self) -> None:
+        """Named schedules that are searches themselves; they are left out where they would use up the time."""
+        for name, plan in self._named_plans(self._has_time_for):
+            self._take_plan(name, plan)
+            self.budget.spend(_SEARCHING[name][0] * self.num_ops)
+        if self.is_over or not self._has_time_for("zb_auto"):
             return
         self.turn_to("zb_auto")
         try:
             self._take_plan("zb_auto", zb_auto(self.problem.given, self.problem.num_microbatches))
         except RotaError:
             return  # another placement, or nothing that it knows fits
-        self.budget.spend(auto_s)
+        self.budget.spend(_SEARCHING["zb_auto"][0] * self.num_ops)
 
     def _dispatch(self, all_priorities: Iterable[Priorities], how: str = "list scheduling") -> None:
         """Tries list scheduling; where transfers hold too much, again with more memory reserved for them."""
@@ -309,7 +328,7 @@ class Portfolio:
             return
         self.turn_to("steady state")
         found = self._find_steady(self.share(part), turn)
-        within = self._steady_within()
+        within = self._steady_within(part)
         if within is not None and (found is None or within.steady.us_per_microbatch < found.steady.us_per_microbatch):
             found = within
             self._offer_unrolled(found)
@@ -337,16 +356,14 @@ class Portfolio:
         orders = self.problem.to_orders(found.steady.unroll(self.problem.num_microbatches))
         self.incumbent.offer(orders, "steady state")
 
-    def _steady_within(self) -> SteadyResult | None:
+    def _steady_within(self, part: float) -> SteadyResult | None:
         """The steady state in the middle of the best plan so far."""
         orders = self.incumbent.orders
         if orders is None or len(self.problem.placement.tasks) > _MOST_STEADY_TASKS:
             return None
         starts = start_times(Tables.of(self.problem), orders)
         assert starts is not None
-        found = steady_within(self.problem, starts)
-        self.budget.spend(_WITHIN_S_PER_TASK * len(self.problem.placement.tasks))
-        return found
+        return steady_within(self.problem, starts, self.share(max(part, _WITHIN_SHARE)))
 
     def _improve(self, part: float, turn: int) -> None:
         orders = self.incumbent.orders
@@ -518,10 +535,14 @@ class Portfolio:
     # --- the result -----------------------------------------------------------------------------------------------
 
     def result(self) -> SearchResult:
-        """The answer; the plan is checked again first."""
+        """The answer; the plan is checked again first, if that does not take long.
+
+        Compiled loops have found that the orders are complete, contradict nothing and fit, in either case.
+        """
         assert self.incumbent.orders is not None
         plan = self.problem.to_plan(self.incumbent.orders)
-        check(plan)
+        if self.is_checked:
+            check(plan)
         value_us, bound_us, why = Fraction(self.incumbent.value_us), Fraction(self.bound_us), self.why
         if self.objective == "period":
             assert self.steady is not None

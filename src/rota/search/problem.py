@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from graphlib import TopologicalSorter
 from heapq import heappop, heappush
-from itertools import accumulate, chain
+from itertools import accumulate, chain, repeat
 from typing import NamedTuple
 
 import numpy as np
@@ -300,13 +300,18 @@ class Problem:
         num_components = self.placement.num_components
         with _uncollected():
             ops = [
-                [Op(task.stage, task.kind, m) for m in range(component, self.num_microbatches, num_components)]
-                for task, component in zip(self.placement.tasks, self.placement.component_of, strict=True)
+                [
+                    *map(
+                        Op._make,
+                        zip(repeat(task.stage), repeat(task.kind), range(first, self.num_microbatches, num_components)),
+                    )
+                ]
+                for task, first in zip(self.placement.tasks, self.placement.component_of, strict=True)
             ]
             rows = []
             for rank in range(self.num_ranks):
-                following = [iter(row) for row in ops]
-                rows.append(tuple(map(next, map(following.__getitem__, self._row(orders, rank)))))
+                following = [iter(row).__next__ for row in ops]
+                rows.append(tuple([following[task]() for task in self._row(orders, rank)]))
         plan = Plan(self.given, self.num_microbatches, tuple(rows))
         return replace(plan, service_orders=self._served(plan, orders)) if self.given.cluster.shared else plan
 

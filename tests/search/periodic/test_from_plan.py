@@ -6,6 +6,7 @@ import pytest
 
 from rota import Cluster, Costs, Placement, Plan, check, interleaved, place, wave
 from rota.schedules import interleaved_one_f_one_b, one_f_one_b, v_min
+from rota.search.budget import Budget
 from rota.search.local.policies import Climb
 from rota.search.periodic.from_plan import steady_within
 from rota.search.problem import Problem
@@ -16,7 +17,7 @@ from support.tessel_shapes import tessel
 def within(problem: Problem, plan: Plan):
     starts = start_times(Tables.of(problem), problem.to_orders(plan))
     assert starts is not None
-    return steady_within(problem, starts)
+    return steady_within(problem, starts, Budget(60, deterministic=True))
 
 
 @pytest.mark.parametrize(

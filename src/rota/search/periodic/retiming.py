@@ -9,9 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from graphlib import TopologicalSorter
+from itertools import chain
 from typing import NamedTuple
 
+import numpy as np
+
+from rota.search.compiled import loop
+from rota.search.problem import Integers
 from rota.stopping import look
+
+_DONE, _RISING = -1, -2  #: what `_raise_starts` answers, besides a node
+_ARCS_AT_ONCE = 5_000_000  # of the compiled loop, which cannot be interrupted
 
 
 class Wait(NamedTuple):
@@ -34,8 +42,9 @@ class Rhythm(NamedTuple):
 def retime(num_nodes: int, waits: Sequence[Wait], at_least_us: int = 1) -> Rhythm | None:
     """The least period from `at_least_us` on, with the earliest starts; None if no period is long enough."""
     period_us = at_least_us
+    table = np.fromiter(chain.from_iterable(waits), np.int64, 4 * len(waits)).reshape(-1, 4)
     while True:
-        starts, cycle = _longest_paths(num_nodes, waits, period_us)
+        starts, cycle = _longest_paths(num_nodes, waits, table, period_us)
         if not cycle:
             return Rhythm(period_us, tuple(starts), _ties(num_nodes, waits, period_us, starts))
         rounds = sum(wait.rounds for wait in cycle)
@@ -44,49 +53,54 @@ def retime(num_nodes: int, waits: Sequence[Wait], at_least_us: int = 1) -> Rhyth
         period_us = -(-sum(wait.least_us for wait in cycle) // rounds)
 
 
-def _longest_paths(num_nodes: int, waits: Sequence[Wait], period_us: int) -> tuple[list[int], list[Wait]]:
+def _longest_paths(
+    num_nodes: int, waits: Sequence[Wait], table: Integers, period_us: int
+) -> tuple[list[int], list[Wait]]:
     """(earliest starts, all 0 or more; a cycle on which they would rise forever, or nothing): Bellman and Ford."""
-    starts = [0] * num_nodes
-    last: list[Wait | None] = [None] * num_nodes
-    arcs = [(wait.source, wait.target, wait.least_us - period_us * wait.rounds, wait) for wait in waits]
-    rising = True
-    while rising:
+    sources, targets, least_us = table[:, 0].copy(), table[:, 1].copy(), table[:, 2] - period_us * table[:, 3]
+    starts, last = np.zeros(num_nodes, np.int64), np.full(num_nodes, -1)
+    sweeps = max(1, _ARCS_AT_ONCE // max(1, len(waits)))
+    while True:
         look()
-        rising = False
-        for source, target, least, wait in arcs:
-            if starts[source] + least > starts[target]:
-                starts[target] = starts[source] + least
-                last[target] = wait
-                rising = True
-        if rising and (cycle := _cycle(last)):
-            return starts, cycle
-    return starts, []
+        found = int(_raise_starts(sources, targets, least_us, starts, last, sweeps))
+        if found != _RISING:
+            break
+    return starts.tolist(), [] if found == _DONE else _cycle_at(waits, last.tolist(), found)
 
 
-def _cycle(last: Sequence[Wait | None]) -> list[Wait]:
-    """A cycle among the waits that made each node as late as it is; empty without one."""
-    seen = [-1] * len(last)
-    for first in range(len(last)):
-        node = first
-        while seen[node] < 0:
-            seen[node] = first
-            wait = last[node]
-            if wait is None:
-                break
-            node = wait.source
-        else:
-            if seen[node] == first:
-                return _walk(last, node)
-    return []
-
-
-def _walk(last: Sequence[Wait | None], node: int) -> list[Wait]:
-    cycle: list[Wait] = []
-    while not cycle or cycle[-1].source != node:
-        wait = last[cycle[-1].source if cycle else node]
-        assert wait is not None, "the walk follows a cycle"
-        cycle.append(wait)
+def _cycle_at(waits: Sequence[Wait], last: Sequence[int], node: int) -> list[Wait]:
+    """The waits of the cycle that a node is on; `last[node]` is the wait that made a node as late as it is."""
+    cycle = [waits[last[node]]]
+    while cycle[-1].source != node:
+        cycle.append(waits[last[cycle[-1].source]])
     return cycle
+
+
+@loop
+def _raise_starts(sources, targets, least_us, starts, last, sweeps):  # type: ignore[no-untyped-def]
+    """Makes starts later until nothing waits any more (_DONE); a node on a cycle, or _RISING after so many sweeps."""
+    seen = np.empty(len(starts), np.int64)
+    for _ in range(sweeps):
+        rising = False
+        for i in range(len(sources)):
+            if starts[sources[i]] + least_us[i] > starts[targets[i]]:
+                starts[targets[i]] = starts[sources[i]] + least_us[i]
+                last[targets[i]] = i
+                rising = True
+        if not rising:
+            return -1
+        for node in range(len(seen)):
+            seen[node] = -1
+        for first in range(len(seen)):
+            node = first
+            while seen[node] < 0:
+                seen[node] = first
+                if last[node] < 0:
+                    break
+                node = sources[last[node]]
+                if seen[node] == first:
+                    return node
+    return -2
 
 
 def _ties(num_nodes: int, waits: Sequence[Wait], period_us: int, starts: Sequence[int]) -> tuple[int, ...]:
