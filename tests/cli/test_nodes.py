@@ -100,7 +100,7 @@ def test_processes_are_divided_node_by_node() -> None:
 
 def test_the_interface_of_an_address() -> None:
     assert interface_of("127.0.0.1") == interface_of("::ffff:127.0.0.1") == "lo"
-    with pytest.raises(PipelineError, match="no network interface has the address 192.0.2.1"):
+    with pytest.raises(PipelineError, match=r"no network interface has the address 192\.0\.2\.1"):
         interface_of("192.0.2.1")
 
 
