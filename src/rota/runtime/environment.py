@@ -11,6 +11,8 @@ from uuid import uuid4
 from rota.errors import PipelineError
 
 STORE = "ROTA_STORE"  # where the ranks meet: a file, or see `node_store`
+AT_SUPERVISOR = "nodes:"  # begins the address of a store that the supervisor has, with the start's number and a socket
+MOST_STORE_BYTES = 1 << 17  # of a request to that store, or an answer
 MESH = "ROTA_MESH"  # dp, pp and tp
 DEVICE = "ROTA_DEVICE"  # what `rota run --device` says
 PROGRESS = "ROTA_PROGRESS"  # set where the first process is to say how the training goes

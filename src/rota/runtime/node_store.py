@@ -16,7 +16,7 @@ from typing import Any, final
 
 from torch.distributed import FileStore, Store  # type: ignore[attr-defined]
 
-from rota.runtime.launching.meeting_store import MOST_BYTES, PREFIX
+from rota.runtime.environment import AT_SUPERVISOR, MOST_STORE_BYTES
 
 _SHORTEST_LOOK_S, _LONGEST_LOOK_S = 0.002, 0.05
 _CODE = "latin-1"  # any bytes as text, one character each
@@ -25,9 +25,9 @@ _made: list[NodeStore] = []  # PyTorch keeps only its own half of a store, and c
 
 def at(where: str) -> Store:
     """The store that the launcher told of: a file, or at the supervisor."""
-    if not where.startswith(PREFIX):
+    if not where.startswith(AT_SUPERVISOR):
         return FileStore(where, -1)
-    start, path = where.removeprefix(PREFIX).split(":", 1)
+    start, path = where.removeprefix(AT_SUPERVISOR).split(":", 1)
     _made.append(NodeStore(path, int(start)))
     return _made[-1]
 
@@ -99,11 +99,13 @@ class NodeStore(Store):
 
     def _ask(self, do: str, **fields: Any) -> Any:
         request = json.dumps({"do": do, "start": self._start, **fields}).encode()
-        if len(request) > MOST_BYTES:
-            raise RuntimeError(f"a store on several nodes takes {MOST_BYTES:,} bytes per value, not {len(request):,}")
+        if len(request) > MOST_STORE_BYTES:
+            raise RuntimeError(
+                f"a store on several nodes takes {MOST_STORE_BYTES:,} bytes per value, not {len(request):,}"
+            )
         line = self._line()
         line.send(request)
-        if not (data := line.recv(MOST_BYTES)):
+        if not (data := line.recv(MOST_STORE_BYTES)):
             raise RuntimeError("the supervisor of this node has closed the store")
         reply = json.loads(data)
         if reply["error"] is not None:

@@ -22,9 +22,8 @@ from typing import Any, Protocol, final
 from rota import reading
 from rota.errors import FormatError, PipelineError
 from rota.reading import Field
+from rota.runtime.environment import AT_SUPERVISOR, MOST_STORE_BYTES
 
-PREFIX = "nodes:"  # of the address of such a store, which tells it from the path of a file
-MOST_BYTES = 1 << 17  # of a request or an answer, between a rank and its supervisor
 _SOCKET = "store"
 _ANSWER_S = 60.0  # for the leader's answer; a leader that is gone is noticed before
 _WRITES = ("set", "add", "compare_set", "delete")
@@ -32,7 +31,7 @@ _WRITES = ("set", "add", "compare_set", "delete")
 
 def address(folder: str, start: int) -> str:
     """What `node_store.at` takes: the server in this folder, and the number of the start whose store it is."""
-    return f"{PREFIX}{start}:{Path(folder, _SOCKET)}"
+    return f"{AT_SUPERVISOR}{start}:{Path(folder, _SOCKET)}"
 
 
 class StoreError(Exception):
@@ -211,7 +210,7 @@ class StoreServer:
 
     def _serve(self, connection: socket.socket) -> None:
         with connection, suppress(OSError):
-            while data := connection.recv(MOST_BYTES):
+            while data := connection.recv(MOST_STORE_BYTES):
                 try:
                     fields = answered(self._store, Field("request", reading.load(data.decode())))
                 except (FormatError, UnicodeDecodeError) as error:
