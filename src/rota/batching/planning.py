@@ -35,7 +35,8 @@ _NUM_STARTS = 2  # of local searches of a long step; all are tried where there a
 _TRIES_FOR_ALL = 4_000
 _OPS_TIMED = 3_000_000  # in all tries of a local search, if the number of tries is not given
 _ANY_NUMBER = 1 << 60
-_GROUPS_UNTIL = 0.4  # of a time limit
+_FEWEST_GROUPINGS = 5  # that are compared, even if the time is over
+_GROUPS_UNTIL = 0.5  # of a time limit
 _CLIMBS_UNTIL = 0.7  # of a time limit; the rest is for the plan and its bound
 
 _Orders = Callable[[BatchProblem, Integers], Dispatch | None]
@@ -52,6 +53,13 @@ class _Candidate(NamedTuple):
     @property
     def bound_us(self) -> int:
         return max(bound.us for bound in self.bounds if bound.among == ALL_ORDERS)
+
+    @property
+    def is_tight(self) -> bool:
+        """Whether memory has no room for as many micro-batches as ranks, so that the bound is far from any plan."""
+        held = np.maximum(self.problem.held_bytes, 0).mean(axis=0)
+        of_rank = np.bincount(self.problem.rank_of, weights=held, minlength=self.problem.num_ranks)
+        return bool((of_rank * self.problem.num_ranks > self.problem.limits_bytes).any())
 
 
 class _Found(NamedTuple):
@@ -169,10 +177,11 @@ def _first(layout: Layout, grouper: Grouper, clock: _Clock) -> _Found:
     candidates = [
         _Candidate(*of, problem, of_grouping(problem)) for *of, problem in zip(groupings, sizes, problems, strict=True)
     ]
-    candidates.sort(key=lambda candidate: candidate.bound_us)
+    candidates.sort(key=lambda candidate: (candidate.is_tight, candidate.bound_us))
     best: _Found | None = None
-    for candidate in candidates:
-        if best is None or (candidate.bound_us < best.makespan_us and clock.share_over() < _GROUPS_UNTIL):
+    for i, candidate in enumerate(candidates):
+        has_time = i < _FEWEST_GROUPINGS or clock.share_over() < _GROUPS_UNTIL
+        if best is None or (candidate.bound_us < best.makespan_us and has_time):
             best = _better(best, _first_of(candidate))
     if best is None:
         raise SearchError(
