@@ -33,6 +33,7 @@ _ROUNDS_FOR_TRANSFERS = 8  # of lower limits, until what transfers hold fits too
 _PARTS = (0.0, 0.5, 0.8, 1.0)  # of a local search; what transfers hold is counted after each
 _NUM_STARTS = 2  # of local searches of a long step; all are tried where there are so many tries:
 _TRIES_FOR_ALL = 4_000
+_MOST_SHUFFLED = 24  # of these starts have a random sequence, one for each so many tries
 _OPS_TIMED = 3_000_000  # in all tries of a local search, if the number of tries is not given
 _ANY_NUMBER = 1 << 60
 _FEWEST_GROUPINGS = 5  # that are compared, even if the time is over
@@ -40,6 +41,7 @@ _GROUPS_UNTIL = 0.5  # of a time limit
 _CLIMBS_UNTIL = 0.7  # of a time limit; the rest is for the plan and its bound
 
 _Orders = Callable[[BatchProblem, Integers], Dispatch | None]
+_Sequence = Callable[[BatchProblem], Integers]
 
 
 class _Candidate(NamedTuple):
@@ -223,12 +225,16 @@ def _improved(best: _Found, tries: int | None, clock: _Clock) -> _Found:
     candidate = best.candidate
     problem = candidate.problem
     ops = _OPS_TIMED if tries is None else _ANY_NUMBER
-    is_small = (ops // problem.num_ops if tries is None else tries) >= _TRIES_FOR_ALL
-    tried = []
+    most_tries = ops // problem.num_ops if tries is None else tries
+    is_small = most_tries >= _TRIES_FOR_ALL
+    tried: list[tuple[_Orders, _Sequence]] = []
     if problem.has_one_stage_per_rank:
         tried += [(by_rule, valley), (by_rule, falling)]
     if is_small or not (problem.has_one_stage_per_rank and problem.has_weights):  # else slower than rules, and worse
         tried += [(by_policy, valley), (by_policy, falling)]
+    random = np.random.default_rng(0)
+    for _ in range(min(most_tries // _TRIES_FOR_ALL, _MOST_SHUFFLED)):
+        tried.append((by_policy, lambda problem: random.permutation(problem.num_microbatches)))
     others = [_first_plan(candidate, sequence(problem), orders) for orders, sequence in tried]
     starts = sorted((best, *(each for each in others if each)), key=lambda each: each.makespan_us)
     if not is_small:
