@@ -177,7 +177,8 @@ def _first(layout: Layout, grouper: Grouper, clock: _Clock) -> _Found:
     sizes = [grouper.sizes(starts) for starts in groupings]
     problems = layout.problem([*chain.from_iterable(sizes)]).parts([*map(len, sizes)])
     candidates = [
-        _Candidate(*of, problem, of_grouping(problem)) for *of, problem in zip(groupings, sizes, problems, strict=True)
+        _Candidate(starts, each, problem, of_grouping(problem))
+        for starts, each, problem in zip(groupings, sizes, problems, strict=True)
     ]
     candidates.sort(key=lambda candidate: (candidate.is_tight, candidate.bound_us))
     best: _Found | None = None
