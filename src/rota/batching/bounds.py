@@ -127,8 +127,8 @@ def _areas_us(problem: BatchProblem, turns: Integers) -> Integers:
         left = np.maximum(held[:, forwards] + held[:, backwards], 0)
         areas += np.where(split, (left * durations[:, weights]).sum(axis=0), 0.0)
     np.add.at(areas, problem.rank_of, (problem.peak_bytes * durations).sum(axis=0))
-    over_us: Integers = np.ceil(areas * (1 - _ROUNDING) / np.maximum(problem.limits_bytes, 1)).astype(np.int64)
-    return over_us
+    bounds: Integers = np.ceil(areas * (1 - _ROUNDING) / np.maximum(problem.limits_bytes, 1)).astype(np.int64)
+    return bounds
 
 
 def _lost_us(problem: BatchProblem, rank: int, turns: Integers) -> int:

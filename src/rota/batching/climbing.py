@@ -23,6 +23,7 @@ from rota.batching.replaying import fits, replay, replay_since
 
 _FARTHEST = 6  # places that an op is moved by
 _OPS_PER_CALL = 200_000  # timed between two looks at the clock, some ms
+_OPS_PER_TRY = 50  # that take as long as what a try takes besides its replay
 
 
 def climb(
@@ -72,7 +73,7 @@ def _climb(tables, limits, sequence, orders, kept, goal, tries, most_ops, state)
     dice = state[0]
     while tried < tries and timed < most_ops and best > goal:
         tried += 1
-        timed += 1
+        timed += _OPS_PER_TRY
         dice ^= dice << np.uint64(13)
         dice ^= dice >> np.uint64(7)
         dice ^= dice << np.uint64(17)

@@ -110,7 +110,8 @@ class Grouper:
         return [tuple(sorted(group.tolist())) for group in np.split(self._order, starts[1:])]
 
     def _split(self, limit_us: float, num_in_flight: float) -> Integers:
-        return _split(len(self._lengths), self._given(limit_us, num_in_flight))
+        starts: Integers = _split(len(self._lengths), self._given(limit_us, num_in_flight))
+        return starts
 
     def _given(self, limit_us: float, num_in_flight: float) -> tuple[Any, ...]:
         """What the time of a group follows from."""

@@ -33,12 +33,15 @@ _ROUNDS_FOR_TRANSFERS = 8  # of lower limits, until what transfers hold fits too
 _PARTS = (0.0, 0.5, 0.8, 1.0)  # of a local search; what transfers hold is counted after each
 _NUM_STARTS = 2  # of local searches of a long step; all are tried where there are so many tries:
 _TRIES_FOR_ALL = 4_000
+_MOST_SHUFFLED = 24  # of these starts have a random sequence, one for each so many tries
 _OPS_TIMED = 3_000_000  # in all tries of a local search, if the number of tries is not given
 _ANY_NUMBER = 1 << 60
-_GROUPS_UNTIL = 0.4  # of a time limit
+_FEWEST_GROUPINGS = 5  # that are compared, even if the time is over
+_GROUPS_UNTIL = 0.5  # of a time limit
 _CLIMBS_UNTIL = 0.7  # of a time limit; the rest is for the plan and its bound
 
 _Orders = Callable[[BatchProblem, Integers], Dispatch | None]
+_Sequence = Callable[[BatchProblem], Integers]
 
 
 class _Candidate(NamedTuple):
@@ -52,6 +55,13 @@ class _Candidate(NamedTuple):
     @property
     def bound_us(self) -> int:
         return max(bound.us for bound in self.bounds if bound.among == ALL_ORDERS)
+
+    @property
+    def is_tight(self) -> bool:
+        """Whether memory has no room for as many micro-batches as ranks, so that the bound is far from any plan."""
+        held = np.maximum(self.problem.held_bytes, 0).mean(axis=0)
+        of_rank = np.bincount(self.problem.rank_of, weights=held, minlength=self.problem.num_ranks)
+        return bool((of_rank * self.problem.num_ranks > self.problem.limits_bytes).any())
 
 
 class _Found(NamedTuple):
@@ -167,12 +177,14 @@ def _first(layout: Layout, grouper: Grouper, clock: _Clock) -> _Found:
     sizes = [grouper.sizes(starts) for starts in groupings]
     problems = layout.problem([*chain.from_iterable(sizes)]).parts([*map(len, sizes)])
     candidates = [
-        _Candidate(*of, problem, of_grouping(problem)) for *of, problem in zip(groupings, sizes, problems, strict=True)
+        _Candidate(starts, each, problem, of_grouping(problem))
+        for starts, each, problem in zip(groupings, sizes, problems, strict=True)
     ]
-    candidates.sort(key=lambda candidate: candidate.bound_us)
+    candidates.sort(key=lambda candidate: (candidate.is_tight, candidate.bound_us))
     best: _Found | None = None
-    for candidate in candidates:
-        if best is None or (candidate.bound_us < best.makespan_us and clock.share_over() < _GROUPS_UNTIL):
+    for i, candidate in enumerate(candidates):
+        has_time = i < _FEWEST_GROUPINGS or clock.share_over() < _GROUPS_UNTIL
+        if best is None or (candidate.bound_us < best.makespan_us and has_time):
             best = _better(best, _first_of(candidate))
     if best is None:
         raise SearchError(
@@ -214,12 +226,16 @@ def _improved(best: _Found, tries: int | None, clock: _Clock) -> _Found:
     candidate = best.candidate
     problem = candidate.problem
     ops = _OPS_TIMED if tries is None else _ANY_NUMBER
-    is_small = (ops // problem.num_ops if tries is None else tries) >= _TRIES_FOR_ALL
-    tried = []
+    most_tries = ops // problem.num_ops if tries is None else tries
+    is_small = most_tries >= _TRIES_FOR_ALL
+    tried: list[tuple[_Orders, _Sequence]] = []
     if problem.has_one_stage_per_rank:
         tried += [(by_rule, valley), (by_rule, falling)]
     if is_small or not (problem.has_one_stage_per_rank and problem.has_weights):  # else slower than rules, and worse
         tried += [(by_policy, valley), (by_policy, falling)]
+    random = np.random.default_rng(0)
+    for _ in range(min(most_tries // _TRIES_FOR_ALL, _MOST_SHUFFLED)):
+        tried.append((by_policy, lambda problem: random.permutation(problem.num_microbatches)))
     others = [_first_plan(candidate, sequence(problem), orders) for orders, sequence in tried]
     starts = sorted((best, *(each for each in others if each)), key=lambda each: each.makespan_us)
     if not is_small:
