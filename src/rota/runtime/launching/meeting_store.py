@@ -50,24 +50,24 @@ class _Values:
 
     def __init__(self) -> None:
         self._start = -1
-        self._values: dict[str, str] = {}
+        self._entries: dict[str, str] = {}
         self._lock = threading.Lock()
 
     def begin(self, start: int) -> None:
         """Forget everything: a new start of the ranks begins."""
         with self._lock:
-            self._start, self._values = start, {}
+            self._start, self._entries = start, {}
 
     def _read(self, request: Field) -> Any:
         with self._lock:
             self._require_start(request)
             match request["do"].text():
                 case "get":
-                    return self._values.get(request["key"].text())
+                    return self._entries.get(request["key"].text())
                 case "check":
-                    return all(key.text() in self._values for key in request["keys"])
+                    return all(key.text() in self._entries for key in request["keys"])
                 case "count":
-                    return len(self._values)
+                    return len(self._entries)
         raise StoreError(f"no request: {reading.short(request['do'].value)}")
 
     def _require_start(self, request: Field) -> None:
@@ -92,7 +92,7 @@ class LeadersStore(_Values):
             return self._write(request, request["key"].text())
 
     def _write(self, request: Field, key: str) -> Any:
-        found = self._values.get(key)
+        found = self._entries.get(key)
         match request["do"].text():
             case "set":
                 self._put(key, request["value"].text())
@@ -112,12 +112,12 @@ class LeadersStore(_Values):
                     return desired
                 return found
         if found is not None:
-            del self._values[key]
+            del self._entries[key]
             self._spread(self._start, key, None)
         return found is not None
 
     def _put(self, key: str, value: str) -> None:
-        self._values[key] = value
+        self._entries[key] = value
         self._spread(self._start, key, value)  # under the lock, so that all see the same order
 
 
@@ -138,9 +138,9 @@ class FollowersStore(_Values):
                 return
             key, value = message["key"].text(), message["value"]
             if value.value is None:
-                self._values.pop(key, None)
+                self._entries.pop(key, None)
             else:
-                self._values[key] = value.text()
+                self._entries[key] = value.text()
 
     def answer(self, message: Field) -> None:
         """Take the leader's answer to a request."""
