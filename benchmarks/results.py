@@ -21,9 +21,9 @@ PAGE = HERE.parent / "docs" / "results.md"
 NAMES = sorted(main.parent.name for main in HERE.glob("*/main.py"))
 HEAD = """# Results
 
-Every claim about speed, with the command that checks it, and what that printed. `make bench` makes this page anew;
-`python benchmarks/results.py NAME` one part of it. What the figures mean, and which claims are not met, is in the
-README of each folder, which also has the results that this page lacks so far.
+Every claim about speed, with the command that checks it and its output. `make bench` writes this page again;
+`python benchmarks/results.py NAME` updates one part of it. The README of each folder explains the figures, says which
+claims are not met, and has results that this page does not have yet.
 """
 _LIBRARIES = ("torch", "ortools", "numba", "matplotlib")
 
