@@ -142,6 +142,7 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=32, help="4096: some 200 MB of weights and AdamW's state per rank")
     parser.add_argument("--rows", type=int, default=32)
     parser.add_argument("--few", action="store_true", help="one role per phase, no saves, no deaths that overlap")
+    parser.add_argument("--phases", nargs="+", choices=PHASES, help="with --few: only these")
     parser.add_argument("--loaded", action="store_true", help="first weights from a folder, instead of drawn")
     parser.add_argument("--torchrun-kills", type=int, default=3)
     options = parser.parse_args()
@@ -152,7 +153,8 @@ def main() -> None:
     phases = [phase for phase in PHASES if phase != "reduce"]
     if options.few:
         phases.remove("save")
-        deaths = spread([(process, phase) for phase, process in zip(phases, [0, 1, 3] * 4, strict=False)])
+        chosen = options.phases or phases
+        deaths = spread([(process, phase) for phase, process in zip(chosen, [0, 1, 3] * 4, strict=False)])
     else:
         deaths = spread([(process, phase) for phase in phases for process in ROLES.values()] + [*AT_ONCE])
     rows, num_again, cost = standstills(deaths, _piped, rota_run, **of_all)
