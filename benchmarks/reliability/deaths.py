@@ -3,7 +3,7 @@
 The phases are the keys of `PHASES`; "joining" and "restoring", in the restart that follows the deaths before it; and
 "with K", which also kills process K, "with stand-by" and "with supervisor". `dead-N` in the folder has the time of the
 Nth death. "stop" and "drop" kill nobody: they stop the process, or the loopback interface, which needs root and a
-network namespace. "drop S" starts it again after S seconds, "drop" when the process is started again.
+network namespace. "drop S" starts it again after S seconds; any start of a process does so, too.
 """
 
 from __future__ import annotations
@@ -42,7 +42,9 @@ class Deaths:
 
     def before_joining(self) -> None:
         """A death before the process joins the others, or while it gets its state; and the network is back."""
-        if any(phase == "drop" and self._mark(number).exists() for number, (_, _, phase) in enumerate(self._all)):
+        if any(
+            phase.startswith("drop") and self._mark(number).exists() for number, (_, _, phase) in enumerate(self._all)
+        ):
             set_loopback(True)
         for number, phase in self._mine("joining", "restoring"):
             before = [self._mark(other).exists() for other in range(number)]

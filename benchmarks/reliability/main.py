@@ -21,6 +21,8 @@ from typing import NamedTuple
 
 import torch
 from deaths import AT_ONCE, PHASES, RECOVERY, spread
+from safetensors.torch import save_file
+from train import Options, model_of
 from trainings import Done, await_done, compare, done_in, leftovers, plan_of, prepare, rota_run, torchrun
 
 NUM_PROCESSES = 4
@@ -62,11 +64,18 @@ def standstills(
     start: Callable[[Path], subprocess.Popen[bytes]],
     start_undisturbed: Callable[[Path], subprocess.Popen[bytes]],
     num_ranks: int = NUM_PROCESSES,
+    *,
+    is_loaded: bool = False,
     **options: object,
-) -> tuple[list[Standstill], int]:
-    """One training with all the deaths: how long each took, and how many steps were done again in all."""
+) -> tuple[list[Standstill], int, str]:
+    """One training with all the deaths: how long each took, how many steps were done again, and what commits cost.
+
+    `is_loaded`: its processes read the first weights from a folder, instead of drawing those of the whole model.
+    """
     with tempfile.TemporaryDirectory(prefix="rota-reliability-") as name:
         folder, quiet = Path(name, "disturbed"), Path(name, "undisturbed")
+        if is_loaded:
+            options = {**options, "weights": str(written_weights(Path(name), options))}
         last = max(step for step, *_ in deaths) + 4
         options = {**options, "num_steps": last + 1}
         prepare(folder, plan_of(num_ranks), deaths, **options)
@@ -82,7 +91,27 @@ def standstills(
         num_again = compare(found, done_in(quiet))
         if left := leftovers(folder):
             raise SystemExit(f"left behind: {', '.join(left)}")
-        return _measured(folder, deaths, found, told.at_s), num_again
+        return _measured(folder, deaths, found, told.at_s), num_again, cost_of_commits(quiet)
+
+
+def written_weights(folder: Path, options: dict[str, object]) -> Path:
+    """The first weights of the training with these options, as a pretrained folder."""
+    weights = folder / "weights"
+    weights.mkdir()
+    model = model_of(Options()._replace(**options))  # type: ignore[arg-type]
+    save_file(model.state_dict(), weights / "model.safetensors")
+    return weights
+
+
+def cost_of_commits(folder: Path) -> str:
+    """What part of a step commits take, in a training that was not disturbed."""
+    step_s = statistics.median(b.at_s - a.at_s for a, b in pairwise(done_in(folder)))
+    commits_s = [float(line) for file in folder.glob("commits-*") for line in file.read_text().split()]
+    commit_s = statistics.median(commits_s)
+    return (
+        f"without faults: a step takes {1e3 * step_s:.3g} ms, a commit {1e3 * commit_s:.3g} ms, "
+        f"{commit_s / step_s:.1%}; medians of {len(commits_s)} commits"
+    )
 
 
 def _measured(
@@ -113,27 +142,31 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=32, help="4096: some 200 MB of weights and AdamW's state per rank")
     parser.add_argument("--rows", type=int, default=32)
     parser.add_argument("--few", action="store_true", help="one role per phase, no saves, no deaths that overlap")
+    parser.add_argument("--phases", nargs="+", choices=PHASES, help="with --few: only these")
+    parser.add_argument("--loaded", action="store_true", help="first weights from a folder, instead of drawn")
     parser.add_argument("--torchrun-kills", type=int, default=3)
     options = parser.parse_args()
-    of_all = {"width": options.width, "rows": options.rows, "evaluate_every": 4}
+    of_all = {"width": options.width, "rows": options.rows, "evaluate_every": 4, "is_loaded": options.loaded}
     of_all["save_every"] = None if options.few else 4
     print(f"torch {torch.__version__}, {platform.machine()}, {os.cpu_count()} cores, {NUM_PROCESSES} processes")
 
     phases = [phase for phase in PHASES if phase != "reduce"]
     if options.few:
         phases.remove("save")
-        deaths = spread([(process, phase) for phase, process in zip(phases, [0, 1, 3] * 4, strict=False)])
+        chosen = options.phases or phases
+        deaths = spread([(process, phase) for phase, process in zip(chosen, [0, 1, 3] * 4, strict=False)])
     else:
         deaths = spread([(process, phase) for phase in phases for process in ROLES.values()] + [*AT_ONCE])
-    rows, num_again = standstills(deaths, _piped, rota_run, **of_all)
+    rows, num_again, cost = standstills(deaths, _piped, rota_run, **of_all)
     if not options.few:
         reduces = spread([(process, "reduce") for process in (0, 3)])
-        two, again_of_two = standstills(reduces, _piped_replicas, _replicas, 2, dp=2, **of_all)
+        two, again_of_two, _ = standstills(reduces, _piped_replicas, _replicas, 2, dp=2, **of_all)
         rows, num_again = rows + two, num_again + again_of_two
     _print(rows, num_again)
+    print(cost)
     if options.torchrun_kills:
         deaths = spread([(process, "forward") for process in (0, 1, 3, 2)[: options.torchrun_kills]])
-        theirs, num_again = standstills(deaths, _piped_torchrun, rota_run, **of_all)
+        theirs, num_again, _ = standstills(deaths, _piped_torchrun, rota_run, **of_all)
         total = [row.total_ms for row in theirs]
         print(f"torchrun, forward: {_of(total)}; {num_again} steps were done again")
 

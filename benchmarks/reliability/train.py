@@ -1,16 +1,19 @@
 """What is trained, in a folder of its own that has `options.json`, an `Options`. See `deaths` for what goes wrong.
 
 The first process writes a line to `losses` for each step: its number, its loss to the last bit, its samples, when it
-was done; and a line to `starts` for each start: when it was begun, had joined the others, and had its state.
+was done; and a line to `starts` for each start: when it was begun, had joined the others, and had its state. At the
+end of the training, process N writes how many seconds each of its commits took to `commits-N`.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -27,7 +30,10 @@ BATCHES_PER_EPOCH = 40
 
 
 class Options(NamedTuple):
-    """Of a training; `num_steps` is where it ends, `dp` the replicas, `num_workers` those of the loader."""
+    """Of a training; `num_steps` is where it ends, `dp` the replicas, `num_workers` those of the loader.
+
+    `weights`: the folder with the first weights. None: each process draws those of the whole model.
+    """
 
     num_steps: int = 10**9
     num_layers: int = 4
@@ -39,6 +45,7 @@ class Options(NamedTuple):
     asynchronous: bool = False
     evaluate_every: int | None = None
     pause_s: float = 0.0
+    weights: str | None = None
 
 
 class Samples(Dataset[tuple[torch.Tensor, int]]):
@@ -54,19 +61,32 @@ class Samples(Dataset[tuple[torch.Tensor, int]]):
         return (self._rows[number] + 0.1 * torch.rand(self._rows.shape[1])).to(torch.get_default_dtype()), number
 
 
+def model_of(options: Options) -> nn.Sequential:
+    """The whole model."""
+    width = options.width
+    dtype = torch.float64 if width < 1000 else torch.float32
+    layers = [
+        nn.Sequential(nn.Linear(width, width, dtype=dtype), nn.Tanh(), nn.Dropout(0.1))
+        for _ in range(options.num_layers)
+    ]
+    return nn.Sequential(*layers)
+
+
 def main(folder: Path) -> None:
     options = Options(**json.loads((folder / "options.json").read_text()))
     torch.manual_seed(0)
     if options.width < 1000:
         torch.set_default_dtype(torch.float64)
-    width = options.width
-    layers = [nn.Sequential(nn.Linear(width, width), nn.Tanh(), nn.Dropout(0.1)) for _ in range(options.num_layers)]
+    with rota.deferred_init(to_load=True) if options.weights else nullcontext():
+        model = model_of(options)
     plan = rota.given_plan(folder / "plan.json")
-    data = Samples(BATCHES_PER_EPOCH * options.rows, width)
+    data = Samples(BATCHES_PER_EPOCH * options.rows, options.width)
     deaths = Deaths(folder)
     deaths.before_joining()
     mesh = rota.mesh(pp=plan.num_ranks, dp=options.dp)
-    stages = rota.split(nn.Sequential(*layers), plan.num_stages)
+    stages = rota.split(model, plan.num_stages)
+    if options.weights:
+        rota.load_pretrained(stages, rota.local_stages(plan, mesh), options.weights)
     with rota.Pipeline(stages, plan, nn.functional.mse_loss, mesh=mesh) as pipeline:
         joined_s = time.monotonic()
         deaths.watch(pipeline)
@@ -75,6 +95,7 @@ def main(folder: Path) -> None:
         checkpoints = rota.Checkpoints(
             folder / "run", pipeline, optimizer, scheduler, asynchronous=options.asynchronous
         )
+        commits_s = timed_commits(checkpoints)
         batch_size = options.rows // options.dp
         loader = DataLoader(data, batch_size, sampler=pipeline.sampler(data), num_workers=options.num_workers)
         is_first = pipeline.rank == pipeline.replica == 0
@@ -96,6 +117,20 @@ def main(folder: Path) -> None:
                 samples = ",".join(map(str, numbers.tolist()))
                 _append(folder / "losses", f"{step} {loss.hex()} {samples} {time.monotonic()}")
             time.sleep(options.pause_s)
+    (folder / f"commits-{os.environ['RANK']}").write_text("\n".join(map(str, commits_s)))
+
+
+def timed_commits(checkpoints: rota.Checkpoints) -> list[float]:
+    """The seconds of each commit, as they come."""
+    commit, found = checkpoints.commit, []
+
+    def timed(*arguments: Any, **extra: Any) -> None:
+        begun_s = time.perf_counter()
+        commit(*arguments, **extra)
+        found.append(time.perf_counter() - begun_s)
+
+    checkpoints.commit = timed  # type: ignore[method-assign]
+    return found
 
 
 def _append(file: Path, line: str) -> None:

@@ -17,7 +17,7 @@ from rota.schedules import one_f_one_b
 
 TRAIN = Path(__file__).parent / "train.py"
 NUM_MICROBATCHES = 4
-PATIENCE_S = 120.0  # for a start, a step or an end on a busy machine
+PATIENCE_S = 300.0  # for a start, a step or an end on a busy machine
 
 
 class Wrong(Exception):

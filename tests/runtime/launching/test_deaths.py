@@ -20,9 +20,18 @@ from trainings import compare, done_in, last_words, leftovers, plan_of, prepare,
 pytestmark = [pytest.mark.dist, pytest.mark.faults]
 
 
+def exit_code(folder: Path, dp: int = 1, options_of_run: Sequence[str] = (), inside: Sequence[str] = ()) -> int:
+    """Of `rota run`, of which nothing is left, even if the test is out of time."""
+    with rota_run(folder, dp, None, options_of_run, inside) as command:
+        try:
+            return command.wait()
+        finally:
+            command.kill()
+
+
 def undisturbed(folder: Path, num_steps: int, dp: int = 1, num_ranks: int = 4) -> None:
     prepare(folder, plan_of(num_ranks), num_steps=num_steps, dp=dp, save_every=None)
-    assert rota_run(folder, dp).wait() == 0, last_words(folder)
+    assert exit_code(folder, dp) == 0, last_words(folder)
 
 
 def die(
@@ -38,7 +47,7 @@ def die(
     num_steps = max(step for step, *_ in deaths) + 3
     options = {"num_steps": num_steps, "dp": dp, "save_every": 4, "evaluate_every": 4}
     prepare(disturbed, plan_of(num_ranks), deaths, **options)
-    assert rota_run(disturbed, dp, None, options_of_run, inside).wait() == 0, last_words(disturbed)
+    assert exit_code(disturbed, dp, options_of_run, inside) == 0, last_words(disturbed)
     assert [number for number in range(len(deaths)) if not (disturbed / f"dead-{number}").exists()] == []
     assert leftovers(disturbed) == []
     undisturbed(quiet, num_steps, dp, num_ranks)
@@ -60,9 +69,9 @@ def test_the_supervisor(tmp_path: Path) -> None:
     """The next command goes on from the last checkpoint."""
     disturbed, quiet = tmp_path / "disturbed", tmp_path / "undisturbed"
     prepare(disturbed, plan_of(4), [(6, 1, "with supervisor")], num_steps=10, save_every=4)
-    assert rota_run(disturbed).wait() == -9
+    assert exit_code(disturbed) == -9
     assert leftovers(disturbed) == []
-    assert rota_run(disturbed).wait() == 0, last_words(disturbed)
+    assert exit_code(disturbed) == 0, last_words(disturbed)
     undisturbed(quiet, 10)
     assert compare(done_in(disturbed), done_in(quiet)) == 2  # steps 4 and 5
     assert leftovers(disturbed) == []
