@@ -96,7 +96,7 @@ def test_plan_simulate_show_and_compare_pass_files_on(
         assert "plan.json over timeline.json" in page.read_text()
     code, _, err = run(capsys, "show", timeline, "--above", plan_file)
     assert code == 2
-    assert "name one by -o" in err
+    assert "name one with -o" in err
     assert run(capsys, "show", plan_file, "--bound", "-o", tmp_path / "bound.html")[0] == 0
     assert "proven optimal" in (tmp_path / "bound.html").read_text()
     code, out, _ = run(capsys, "compare", plan_file, timeline)
@@ -223,7 +223,7 @@ def _corrupt(folder: Path, name: str, text: str) -> Path:
         (["plan", "1f1b", "--ranks", "2", "--microbatches=2", "--quux"], 2, ["no option --quux; see rota plan --help"]),
         (["autoplan", "m.py", "--ranks=2", "--batch=2", "--memroy=8GB"], 2, ["did you mean --memory?"]),
         (["export", "torchtitan", "plan.json", "--mdoel", "m.py:f"], 2, ["no option --mdoel; did you mean --model?"]),
-        (["check", "plan.json", "again.json"], 2, ["'again.json' is one word too many; see rota check --help"]),
+        (["check", "plan.json", "again.json"], 2, ["'again.json' is an unexpected argument; see rota check --help"]),
         (["run", "plan.json"], 2, ["required: script; for example: rota run", "plan.json train.py"]),
         (["run", "plan.json", "--timline", "m.json"], 2, ["no option --timline; did you mean --timeline?"]),
         (["run", "--pink", "absent.json", "train.py", "--timline"], 2, ["no option --pink; see rota run --help"]),

@@ -102,7 +102,7 @@ class Parser(argparse.ArgumentParser):
         if unknown:
             self._refuse_misspelt(unknown)
             options = [word for word in unknown if word.startswith("-")]
-            what = f"there is no option {options[0]}" if options else f"{unknown[0]!r} is one word too many"
+            what = f"there is no option {options[0]}" if options else f"{unknown[0]!r} is an unexpected argument"
             self._end(f"{what}; see {self.prog} --help")
         return found, unknown
 

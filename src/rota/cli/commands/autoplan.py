@@ -86,7 +86,7 @@ def _slowdowns(text: str) -> tuple[float, ...]:
 def run(arguments: Namespace) -> int:
     """Print the fastest plan found for the model or its profile, and write it to --output. Returns the exit code."""
     if arguments.model is None and arguments.profile is None:
-        raise InputError("what is to be planned? give MODEL.py, or --profile of `rota profile`, or both")
+        raise InputError("nothing to plan; give MODEL.py, or --profile of `rota profile`, or both")
     from rota.planning import autoplan
     from rota.planning.deadline import Deadline
 
@@ -205,7 +205,7 @@ def _model_file(arguments: Namespace) -> ModelFile:
     path = arguments.model
     if path.lower().endswith(".json") and not path.startswith("hf:"):
         raise InputError(
-            f"{path} is not a Python file; give a profile by --profile {path}, a config of transformers by hf:{path}"
+            f"{path} is not a Python file; give a profile with --profile {path}, a config of transformers as hf:{path}"
         )
     return load_model_file(path, arguments.length)
 
@@ -281,8 +281,8 @@ def _machine_here(
 
 def _not_run(arguments: Namespace) -> str:
     if arguments.inference:
-        return "these are forwards only"
-    return f"this is for {arguments.device}"
+        return "the plan has forward passes only"
+    return f"the plan is for {arguments.device}"
 
 
 def _confirmed(

@@ -70,10 +70,10 @@ def _paths(given: list[str], only: str | None) -> list[Path]:
     """The files of the problems, smallest first. Raises InputError if there are none."""
     found = {path for one in map(Path, given) for path in (one.glob("*.json") if one.is_dir() else [one])}
     if wrong := [path for path in found if not path.is_file()]:
-        raise InputError(f"{wrong[0]} is no file and no folder; give the folder problems/ of Rota's repository")
+        raise InputError(f"{wrong[0]} is neither a file nor a folder; give the folder problems/ of Rota's repository")
     paths = [path for path in found if only is None or fnmatch(path.stem, only)]
     if not paths:
-        which = f" whose name fits {only!r}" if only else ""
+        which = f" whose name matches {only!r}" if only else ""
         raise InputError(f"there is no problem{which} in {', '.join(given)}; problems/names.txt lists their names")
     return sorted(paths, key=lambda path: (path.stat().st_size, path.name))
 

@@ -39,7 +39,7 @@ def run(arguments: Namespace) -> int:
     for objective, value_us, bounds in found:
         best = bounds[0].us
         proof = "proven optimal" if value_us <= best else f"at most {gap(value_us, best):.2%} from the best possible"
-        print(f"{objective} {value_us:,} µs; no plan for this placement has less than {best:,}: {proof}")
+        print(f"{objective} {value_us:,} µs, lower bound {best:,} µs: {proof}")
         highest = {one.name: one for one in reversed(bounds) if one.us}
         for one in sorted(highest.values(), key=lambda one: -one.us):
             print(f"  {one.us:>12,} µs  {one.name}: {one.why}")

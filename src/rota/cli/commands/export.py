@@ -72,7 +72,7 @@ def _split(text: str) -> list[str]:
     """The words between commas."""
     words = [word.strip() for word in text.split(",")]
     if not all(words):
-        raise ValueError(f"{text!r} has nothing between two commas; write such as a,b")
+        raise ValueError(f"{text!r} has nothing between two commas; write, for example, a,b")
     return words
 
 
@@ -82,7 +82,7 @@ def _integers(text: str) -> list[int]:
     words = _split(text)
     for word in words:
         if not (word.isascii() and word.isdecimal() and len(word) < 10):
-            raise ValueError(f"{word!r} in {text!r} is not a number of layers; write such as 0,4,8")
+            raise ValueError(f"{word!r} in {text!r} is not a number of layers; write, for example, 0,4,8")
     return [*map(int, words)]
 
 
@@ -93,7 +93,7 @@ def _layers(text: str) -> list[str]:
     for word in _split(text):
         name, star, times = word.partition("*")
         if not name or (star and not (times.isascii() and times.isdecimal() and len(times) < 6)):
-            raise ValueError(f"{word!r} is not a layer; write such as Block, or Block*8 for eight of them")
+            raise ValueError(f"{word!r} is not a layer; write, for example, Block, or Block*8 for eight of them")
         layers += [name] * (int(times) if star else 1)
     return layers
 
@@ -119,7 +119,7 @@ def _to_torchtitan(arguments: Namespace) -> int:
         files.write(str(path), text)
     for stage, names in enumerate(parts):
         print(f"stage {stage}: {' '.join(names)}")
-    print(f"torchtitan must get {planned.num_microbatches} micro-batches per step; docs/other-trainers.md says how.")
+    print(f"Give torchtitan {planned.num_microbatches} micro-batches per step, as docs/other-trainers.md explains.")
     print(_TITAN_LEAVES_NONE)
     return 0
 
@@ -150,9 +150,9 @@ def _to_megatron(arguments: Namespace) -> int:
 
     remedy = "give --boundaries, where E, each t and L count as one"
     if (arguments.type is None) is not (arguments.layers is None):
-        raise InputError("--type and --layers go together; give both, or --boundaries alone")
+        raise InputError("--type and --layers go together; give both, or only --boundaries")
     if arguments.layers is not None and arguments.mtp:
-        raise InputError("--layers cannot tell layers of multi-token prediction; give --mtp with --boundaries alone")
+        raise InputError("--layers cannot mark layers of multi-token prediction; give --mtp with only --boundaries")
     if arguments.layers is not None:
         boundaries = arguments.boundaries or _planned_boundaries(arguments, planned, "give --boundaries too")
         layout = megatron.layout_of_layers(planned, boundaries, arguments.layers, arguments.type)
@@ -206,7 +206,7 @@ def _planned_boundaries(arguments: Namespace, planned: Plan, remedy: str) -> tup
     """The boundaries at which autoplan cut the model."""
     boundaries = None if planned.usage is None else planned.usage.boundaries
     if boundaries is None:
-        raise InputError(f"where is the cut? {arguments.plan} does not say; {remedy}")
+        raise InputError(f"{arguments.plan} does not say where the model is cut; {remedy}")
     return boundaries
 
 

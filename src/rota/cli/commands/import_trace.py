@@ -29,7 +29,7 @@ def run(arguments: Namespace) -> int:
     print(imported.to_text())
     print()
     print(accounting.explain(imported.timeline, imported.timeline.plan, arguments.cores).to_text())
-    then = f"; see it by `rota show {arguments.output} -o timeline.html`"
+    then = f"; see it with `rota show {arguments.output} -o timeline.html`"
     files.keep(arguments.output, imported.timeline.to_json(), "timeline.json", then)
     return 0
 

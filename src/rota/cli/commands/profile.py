@@ -96,7 +96,7 @@ def _layers(arguments: Namespace) -> int:
             f"Measurements that vary by {worst:.0%} are too noisy for planning: close other programs, and measure more "
             f"often, by --repeats {3 * repeats}{refresh}."
         )
-    then = f"; plan with it by `rota autoplan --profile {arguments.output} …`"
+    then = f"; plan with `rota autoplan --profile {arguments.output} …`"
     files.keep(arguments.output, found.to_json(), then=then)
     return 0
 
@@ -114,7 +114,7 @@ def _sizes(arguments: Namespace) -> int:
             arguments.model, arguments.lengths, arguments.rows or (1, 4), arguments.stages or 2, report=show, **how
         )
     print(_sizes_table(found.model))
-    print(f"cut at {', '.join(found.cuts) or 'nothing'}; times are {found.model.error:.1%} off at most where measured")
+    print(f"cut at {', '.join(found.cuts) or 'nothing'}; fitted times differ from measured ones by at most {found.model.error:.1%}")
     files.keep(arguments.output, found.model.to_json(), then="; it is a rota.SizeModel, which rota.Planner takes")
     return 0
 

@@ -173,7 +173,7 @@ def run(arguments: argparse.Namespace) -> int:
             raise PipelineError(
                 f"{arguments.script} ran no step of a Pipeline: there is no timeline to write to {arguments.timeline}"
             )
-        then = f"; see it by `rota compare {arguments.plan} {arguments.timeline}`"
+        then = f"; see it with `rota compare {arguments.plan} {arguments.timeline}`"
         files.write(arguments.timeline, done.timeline.to_json(), then)
     return _report_end(done, arguments.timeline)
 
@@ -227,7 +227,7 @@ def _backups(arguments: argparse.Namespace, planned: Plan) -> Backups | None:
 def _report_end(done: Run, timeline: str | None) -> int:
     """Report stragglers and an early end. Returns the exit code: as in a shell for SIGTERM, 0 for SIGUSR1."""
     for straggler in done.stragglers:
-        first = "" if timeline else "measure by --timeline measured.json, and "
+        first = "" if timeline else "measure with --timeline measured.json, and "
         _report(
             f"{straggler.to_text()}; {first}plan with measured costs: rota calibrate {timeline or 'measured.json'} "
             f"-o better.json"

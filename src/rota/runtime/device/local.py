@@ -38,7 +38,7 @@ def local_device() -> torch.device:
     if int(os.environ.get("WORLD_SIZE", 1)) > 1 and "LOCAL_RANK" not in os.environ:
         raise PipelineError(
             "LOCAL_RANK is not set, so it is not known which device is this process's; set LOCAL_RANK and "
-            "LOCAL_WORLD_SIZE (under Slurm from SLURM_LOCALID and SLURM_NTASKS_PER_NODE), or start by `rota run`"
+            "LOCAL_WORLD_SIZE (under Slurm from SLURM_LOCALID and SLURM_NTASKS_PER_NODE), or start with `rota run`"
         )
     device = torch.device(kind, number)
     torch.accelerator.set_device_index(device)
