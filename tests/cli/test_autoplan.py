@@ -127,7 +127,7 @@ def test_links_that_cannot_be_measured_are_counted_as_free(
     assert main(["autoplan", *given]) == 0
     told = capsys.readouterr().out
     assert told.startswith("Transfers are counted as free; give --link or --links")
-    remark = "links were not measured, so that transfers are counted as free: the machine is too busy"
+    remark = "links were not measured, so transfers are counted as free: the machine is too busy"
     assert remark in " ".join(told.split())  # whatever the width of the terminal
 
 
@@ -162,7 +162,7 @@ def test_a_run_has_the_replicas_of_the_plan(tmp_path: Path, monkeypatch: pytest.
     [
         ([], "nothing to plan; give MODEL.py, or --profile"),
         (["--profile", "PROFILE", "--memory", "500B"], "found nothing that fits: the least is"),
-        (["--profile", "PROFILE", "--node-link", "5us"], "--node-link is between nodes: say how many ranks one has"),
+        (["--profile", "PROFILE", "--node-link", "5us"], "--node-link is between nodes; give the ranks per node"),
         (
             ["--profile", "PROFILE", "--link", "5us", "--links", "PROFILE"],
             "has all links; leave --link and --node out",
@@ -173,7 +173,7 @@ def test_a_run_has_the_replicas_of_the_plan(tmp_path: Path, monkeypatch: pytest.
             ["--profile", "PROFILE", "--memory", "80"],
             "80 of what? write, for example, 80GB, or 80B for bytes",
         ),
-        (["--profile", "PROFILE", "--memory", "80%"], "a share of which device's memory? say it in GB, or name"),
+        (["--profile", "PROFILE", "--memory", "80%"], "a share of which device's memory? give it in GB, or name"),
         (["--profile", "PROFILE", "--memory", "120%"], "'120%' must be more than 0% and at most 100%"),
         (["--profile", "PROFILE", "--device", "h10", "--memory", "80%"], "did you mean h100?"),
         (

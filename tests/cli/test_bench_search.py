@@ -69,7 +69,7 @@ def test_nothing_is_written_that_the_checker_refuses(tmp_path: Path, capsys: Cap
     (tmp_path / "check.py").write_text("import sys\nsys.exit('the plan takes too long')\n")
     code, _, err = run(capsys, *arguments)
     assert code == 2
-    assert "poor.json stays as it was" in err
+    assert "poor.json was not changed" in err
     assert "refuses what the search found: the plan takes too long" in err
     assert path.read_text() == before
 

@@ -222,9 +222,15 @@ EXPORT = "export torchtitan plan.json --model"
         ("export megatron cut.json --layers a*6 --type a", "boundaries end with 5, but there are 6 layers"),
         ("export megatron cut.json --layers e,a,n,a,h --type a", "layer 2 (n) is between transformer layers"),
         ("export megatron cut.json --layers a*5 --type b", "pattern 'b' matches none of the layers"),
-        ("export deepspeed three.json", "three.json does not say where the model is cut; give --boundaries, or --type and"),
+        (
+            "export deepspeed three.json",
+            "three.json does not say where the model is cut; give --boundaries, or --type and",
+        ),
         ("export deepspeed three.json --type a", "--type and --layers go together; give --boundaries, or --type and"),
-        ("export deepspeed three.json --type a --layers B*x", "'B*x' is not a layer; write, for example, Block, or Block*8"),
+        (
+            "export deepspeed three.json --type a --layers B*x",
+            "'B*x' is not a layer; write, for example, Block, or Block*8",
+        ),
         (
             "export deepspeed three.json --type a --layers Block*4",
             "pattern 'a' matches none of the layers, which are Block",

@@ -130,7 +130,10 @@ def test_force_does_not_write_over_what_the_command_reads(capsys: pytest.Capture
     ("command", "told"),
     [
         ("plan 1f1b --ranks 3 --microbatches 4 -o plan.html", "then draw it with `rota show plan.json -o plan.html`"),
-        ("simulate plan.json -o x.html", "a timeline is written as .json, not as x.html; write it with -o timeline.json"),
+        (
+            "simulate plan.json -o x.html",
+            "a timeline is written as .json, not as x.html; write it with -o timeline.json",
+        ),
         ("simulate plan.json -o x.csv", "-o timeline.json, a CSV holds a plan"),
         ("import-trace trace.json -o x.html", "then draw it with `rota show timeline.json -o x.html`"),
         ("run --timeline x.PNG plan.json train.py", "write it with --timeline timeline.json, then draw it with"),

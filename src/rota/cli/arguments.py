@@ -248,7 +248,7 @@ def add_shape(parser: Parser, *, group: str | None = None, default: str | None =
     options.add_argument(
         "--split-backward",
         action="store_true",
-        help="split the backward into I and W, half the time each, if the costs are not split",
+        help="split the backward into I and W, with half the time each, unless the costs are split",
     )
     summaries = "; ".join(f"{name}: {shape.summary}" for name, shape in SHAPES.items())
     options.add_argument(
@@ -301,7 +301,9 @@ def cluster_of(arguments: Namespace, num_ranks: int, limit_bytes: int | None) ->
         measured = files.read_cluster(arguments.links)
         if measured.num_ranks != num_ranks:
             there = count_text(measured.num_ranks, "rank")
-            raise InputError(f"--links {arguments.links} has {there}, and the plan has {num_ranks}; measure the links of {num_ranks}")
+            raise InputError(
+                f"--links {arguments.links} has {there}, and the plan has {num_ranks}; measure the links of {num_ranks}"
+            )
     elif not given:
         links_of: Callable[[int], Cluster | None] = getattr(arguments, "links_of", lambda _: None)
         measured = links_of(num_ranks)

@@ -203,7 +203,9 @@ def _refuse_suffix(command: str, output: str, what: Written) -> None:
     if what == "timeline" and suffix in (*_PICTURES, ".csv"):
         option = "--timeline" if command == "run" else "-o"
         draw = f"then draw it with `rota show timeline.json -o {output}`" if suffix != ".csv" else "a CSV holds a plan"
-        raise InputError(f"a timeline is written as .json, not as {output}; write it with {option} timeline.json, {draw}")
+        raise InputError(
+            f"a timeline is written as .json, not as {output}; write it with {option} timeline.json, {draw}"
+        )
 
 
 def _same_file(a: str, b: str) -> bool:

@@ -65,7 +65,9 @@ def given_nodes(arguments: argparse.Namespace) -> Nodes | None:
             ("secret-file", arguments.secret_file),
         ):
             if value is not None:
-                raise InputError(f"--{option} is for several machines; give their number with --nodes N, or leave it out")
+                raise InputError(
+                    f"--{option} is for several machines; give their number with --nodes N, or leave it out"
+                )
         return None
     num_nodes, node, head = arguments.nodes, arguments.node, arguments.head
     if step is not None:

@@ -157,7 +157,9 @@ def _expanded(text: str) -> str:
             if not opened or not group.pieces:
                 raise first.wrong("closes no group, or one without layers; remove it, or write, for example, (tt|)*2")
             if here.text != "*":
-                raise here.wrong("follows a group, which Megatron reads only with a number; write, for example, (tt|)*2")
+                raise here.wrong(
+                    "follows a group, which Megatron reads only with a number; write, for example, (tt|)*2"
+                )
             opened, piece = None, "".join(group.pieces)
         elif piece not in (*_LETTERS, "|"):
             raise first.wrong("is unknown here; use E, t, m, L, |, commas, x*n and (…)*n")

@@ -55,6 +55,4 @@ def _print_measured(timeline: Timeline, planned: Timeline) -> None:
         )
 
 
-COMMAND = Command(
-    "bound", "prove how far at most a plan is from the optimum", "rota bound plan.json", add_arguments, run
-)
+COMMAND = Command("bound", "prove how close a plan is to the optimum", "rota bound plan.json", add_arguments, run)

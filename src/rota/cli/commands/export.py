@@ -28,7 +28,7 @@ def add_arguments(parser: Parser) -> None:
 
 def _add_torchtitan(parser: Parser) -> None:
     parser.add_argument("plan", help="plan.json, or a schedule CSV")
-    help_text = "a function that returns the model"
+    help_text = "function that returns the model"
     parser.add_argument("--model", required=True, metavar="FILE.py:FUNCTION", help=help_text)
     help_text = (
         "CutPoints to cut at, by number or name; in models without any, the modules that start stages (default: the "
@@ -41,31 +41,36 @@ def _add_torchtitan(parser: Parser) -> None:
 def _add_megatron(parser: Parser) -> None:
     parser.add_argument("plan", help="plan.json, or a schedule CSV")
     help_text = (
-        "0, where each further stage begins, the number of layers; E, each t, each m and L count as one, or, with "
-        "--layers, each of these (default: with --layers the plan's, where autoplan counted them)"
+        "boundaries of the stages: 0, the first layer of each further stage, and the number of layers; E, t, m and L "
+        "count as one layer each; with --layers, each name does (default: with --layers, those of an autoplan plan)"
     )
     parser.add_argument("--boundaries", type=_integers, metavar="0,N,…", help=help_text)
     help_text = (
-        "the layers' classes, in order; before the transformer layers is the embedding (E), behind them the loss (L)"
+        "class names of the layers, in order; those before the transformer layers are the embedding (E), those after "
+        "them the loss (L)"
     )
     parser.add_argument("--layers", type=_layers, metavar="NAME*N,…", help=help_text)
-    help_text = "for --layers: the transformer layers have this regular expression in their class's name"
+    help_text = "with --layers: regular expression that is found in the class names of transformer layers"
     parser.add_argument("--type", metavar="REGEX", help=help_text)
     parser.add_argument("--mtp", type=int, default=0, metavar="N", help="layers of multi-token prediction")
-    add_output(parser, "FILE", "write it there")
+    add_output(parser, "FILE", "write the layout")
 
 
 def _add_deepspeed(parser: Parser) -> None:
     parser.add_argument("plan", help="plan.json, or a schedule CSV")
     help_text = (
-        "0, where each further stage begins, the number of layers (default: the plan's, where autoplan counted them)"
+        "boundaries of the stages: 0, the first layer of each further stage, and the number of layers (default: those "
+        "of an autoplan plan)"
     )
     parser.add_argument("--boundaries", type=_integers, metavar="0,N,…", help=help_text)
-    help_text = "instead: as many layers in each stage whose class has this regular expression in its name"
+    help_text = (
+        "instead of --boundaries: give each stage the same number of layers whose class name contains this regular "
+        "expression"
+    )
     parser.add_argument("--type", metavar="REGEX", help=help_text)
-    help_text = "for --type: the layers' classes, in order"
+    help_text = "with --type: class names of the layers, in order"
     parser.add_argument("--layers", type=_layers, metavar="NAME*N,…", help=help_text)
-    add_output(parser, "FILE", "write it there")
+    add_output(parser, "FILE", "write the boundaries as JSON")
 
 
 def _split(text: str) -> list[str]:
