@@ -27,7 +27,7 @@ class BatchBound:
     """A lower bound.
 
     Attributes:
-        us: No plan among `among` takes less time, in µs.
+        us: The bound in µs, for all plans in `among`.
         among: The plans that it holds for.
         why: The reason, as one line of text.
     """

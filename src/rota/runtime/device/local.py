@@ -23,10 +23,10 @@ def local_device() -> torch.device:
     no accelerator, or fewer than processes (LOCAL_WORLD_SIZE), which the machine's first process reports.
 
     Returns:
-        Such as `device(type="cuda", index=1)`, or the CPU.
+        The device, such as `device(type="cuda", index=1)`, or the CPU.
 
     Raises:
-        PipelineError: `rota run --device` names another device than there is, or there are too few.
+        PipelineError: `rota run --device` names a device that is not there, or there are too few.
     """
     wish = os.environ.get(DEVICE, AUTO)
     number, num_processes = (int(os.environ.get(name, of)) for name, of in (("LOCAL_RANK", 0), ("LOCAL_WORLD_SIZE", 1)))
