@@ -27,6 +27,10 @@ BANNED = {
     r"\bis wanted here\b": "expected",
     r"\b(µs|bytes?|times|twice|ops|pages?|lines?|process|seconds?) an? (rank|µs|step|second|micro-batch|op)\b": "per",
     r"\bplan against truth\b": "predicted vs. measured",
+    r"\blongest way\b": "longest path",
+    r"\bwrite such as\b": "write, for example,",
+    r"\b(it|them|one) by (`rota |--?[a-z])": "with",
+    r"\bcannot be told\b": "is unknown; cannot be distinguished",
 }
 #: Old texts, and what benchmarks printed, stay as they were.
 FILES = [
