@@ -17,7 +17,8 @@ HEAD = f"""# The named schedules
 
 {{made}}
 
-A schedule is a function `(placement, num_microbatches) -> Plan`. `rota schedules` compares them for your costs:
+A schedule is a function `(placement, num_microbatches) -> Plan`. `rota schedules` compares them for your sizes and
+costs:
 
     rota schedules --ranks {NUM_RANKS} --microbatches {NUM_MICROBATCHES} --forward-us 1000 --backward-us 1000 \\
         --weight-us 1000 --activation 2kB
