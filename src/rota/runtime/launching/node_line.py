@@ -1,4 +1,4 @@
-"""A node's line to another one: messages that come are handed on by a thread, and silence is noticed.
+"""A node's line to another one: a thread passes on the messages that come, and silence is noticed.
 
 {"kind": "alive"}   every `_BEAT_S`, both ways; a node that sends nothing for `SILENT_S` is lost
 """
