@@ -322,6 +322,27 @@ def test_help_teaches_by_example(command: str, capsys: pytest.CaptureFixture[str
     assert f"example:\n  rota {command}" in out
 
 
+@pytest.mark.parametrize("arguments", [(), ("--help",), ("autoplan", "--help"), ("verify", "--help")])
+def test_help_fits_the_terminal(
+    arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    code, out, _ = run(capsys, *arguments)
+    assert code == 0
+    assert max(map(len, out.splitlines())) <= 60
+
+
+def test_check_fits_the_terminal(
+    plan_file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(plan_file.parent)
+    wide = run(capsys, "check", plan_file.name, "--device")[1]
+    monkeypatch.setenv("COLUMNS", "60")
+    narrow = run(capsys, "check", plan_file.name, "--device")[1]
+    assert all(len(line) <= 60 for line in narrow.splitlines() if "https://" not in line)
+    assert narrow.split() == wide.split()
+
+
 def test_help_describes_every_schedule(capsys: pytest.CaptureFixture[str]) -> None:
     lines = {" ".join(line.split()) for line in run(capsys, "plan", "--help")[1].splitlines()}
     for family in FAMILIES:
