@@ -118,7 +118,7 @@ def test_wrong_arguments_and_files(tmp_path: Path, capsys: Capsys) -> None:
     path = write_poor(tmp_path, "poor")
     for given, said in (
         ([tmp_path / "nothing"], "nothing is neither a file nor a folder"),
-        ([tmp_path, "--only", "wave-*"], "there is no problem whose name fits 'wave-*'"),
+        ([tmp_path, "--only", "wave-*"], "there is no problem whose name matches 'wave-*'"),
         ([tmp_path, "--jobs", 0], "--jobs"),
     ):
         code, _, err = run(capsys, "bench-search", *given)
