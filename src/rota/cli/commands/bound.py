@@ -50,8 +50,9 @@ def _print_measured(timeline: Timeline, planned: Timeline) -> None:
     """Say what was measured: the bounds are those of the plan's own costs."""
     if (timeline.makespan_us, timeline.span_us) != (planned.makespan_us, planned.span_us):
         print(
-            f"measured makespan {timeline.makespan_us:,} µs, span {timeline.span_us:,} µs; planned, and bounded below, "
-            f"are {planned.makespan_us:,} and {planned.span_us:,} (`rota compare` says what was slower)"
+            f"measured makespan {timeline.makespan_us:,} µs, span {timeline.span_us:,} µs; planned "
+            f"{planned.makespan_us:,} µs and {planned.span_us:,} µs, which the bounds are for (`rota compare` shows what "
+            f"was slower)"
         )
 
 
