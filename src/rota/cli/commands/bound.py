@@ -51,8 +51,8 @@ def _print_measured(timeline: Timeline, planned: Timeline) -> None:
     if (timeline.makespan_us, timeline.span_us) != (planned.makespan_us, planned.span_us):
         print(
             f"measured makespan {timeline.makespan_us:,} µs, span {timeline.span_us:,} µs; planned "
-            f"{planned.makespan_us:,} µs and {planned.span_us:,} µs, which the bounds are for (`rota compare` shows what "
-            f"was slower)"
+            f"{planned.makespan_us:,} µs and {planned.span_us:,} µs, which the bounds are for (`rota compare` shows "
+            f"what was slower)"
         )
 
 
