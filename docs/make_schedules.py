@@ -17,7 +17,8 @@ HEAD = f"""# The named schedules
 
 {{made}}
 
-A family is a function `(placement, num_microbatches) -> Plan`. `rota schedules` compares them on your sizes and costs:
+A schedule is a function `(placement, num_microbatches) -> Plan`. `rota schedules` compares them for your sizes and
+costs:
 
     rota schedules --ranks {NUM_RANKS} --microbatches {NUM_MICROBATCHES} --forward-us 1000 --backward-us 1000 \\
         --weight-us 1000 --activation 2kB
@@ -26,21 +27,25 @@ A family is a function `(placement, num_microbatches) -> Plan`. `rota schedules`
 {{table}}
 ```
 
-A rank's work is divided evenly among its stages; a time of fewer µs than stages is refused. By default, F lasts 1 ms,
-B 2 ms, and F keeps 1 kB. "bubble" is the idle share of makespan × ranks, here and wherever Rota says
-it. The columns behind it are for one rank: the idle time that a formula gives, beside what the simulator finds for the
-rank that idles least: within the makespan, for `zb_h2` and `zb_v` within the span (the busy window of one rank). The
-formulas are the papers' own, except for four: `dualpipe` and `dualpipe_v` (the report lets F and B overlap), `chimera`
-for F unlike B, and `hanayo` are derived here. A backward that a paper does not split is whole here; one that it
-splits, and that was measured whole, is halved. `rota plan` says so where it does that.
+A rank's work is divided evenly among its stages; a time of fewer µs than stages is refused. By default, F takes 1 ms,
+B takes 2 ms, and F keeps 1 kB.
 
-Write your own: [own-schedule.md](own-schedule.md).
+- "bubble" is the idle share of makespan × ranks, here and everywhere in Rota.
+- "idle by it" is the idle time of one rank by the formula, and "idle" is what the simulator finds for the rank that
+  idles least. Both are within the makespan, or for `zb_h2` and `zb_v` within the span (the busy window of one rank).
+- The formulas are from the papers, except for four, which are derived here: `dualpipe` and `dualpipe_v` (the report
+  lets F and B overlap), `chimera` for F unlike B, and `hanayo`.
+- If a paper does not split the backward, it is whole here. If a paper splits it, and it was measured whole, it is
+  halved; `rota plan` says so.
+
+[own-schedule.md](own-schedule.md) shows how to write your own.
 
 ## All of them
 
-4 ranks, 8 micro-batches; per rank F takes 1 ms and the backward 2 ms. "Bubble" is the idle share of makespan × ranks,
-"memory" the activations of the fullest rank as a share of 1F1B's. Between a rank's first and last op `zb_h2` and `zb_v`
-have no idle time here: what is left is that ranks begin and end one after the other.
+This table is for 4 ranks and 8 micro-batches; per rank F takes 1 ms and the backward 2 ms. "Bubble" is the idle share
+of makespan × ranks. "Memory" is the activations of the fullest rank as a share of 1F1B's. In `zb_h2` and `zb_v`, ranks
+have no idle time here between their first and last op; the bubble is left because ranks begin and end one after the
+other.
 
 {{overview}}
 """

@@ -33,7 +33,7 @@ class View:
         self.room = [inf if limit is None else limit - p.static[r] - self.left[r] for r, limit in enumerate(p.limits)]
         self.lag = {(b, a) if backward else (a, b): lag for (a, b), lag in p.lag.items()}
         self.release = [max(self.step_ends(t, r) for r in p.ranks[t]) * backward for t in range(len(p.tasks))]
-        self.path = {(t, t): 0 for t in range(len(p.tasks))}  # (a, b) -> longest way from the start of a to that of b
+        self.path = {(t, t): 0 for t in range(len(p.tasks))}  # (a, b) -> longest path from the start of a to that of b
         for t in TopologicalSorter({b: {a for a, c in self.lag if c == b} for b in range(len(p.tasks))}).static_order():
             for a in (a for a, b in self.lag if b == t):
                 for source, us in [(s, us) for (s, b), us in self.path.items() if b == a]:

@@ -20,7 +20,7 @@ def main() -> None:
     for memory in (80, 24, 12):
         began = time.perf_counter()
         answer = autoplan(profiles, Machine(64, memory * GB, FAST, 8, NODES), 512, time_limit_s=60)
-        print(f"{memory} GB a rank: {time.perf_counter() - began:.1f} s")
+        print(f"{memory} GB per rank: {time.perf_counter() - began:.1f} s")
         print(answer.to_text(), end="\n\n", flush=True)
 
 

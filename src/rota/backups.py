@@ -388,6 +388,6 @@ def check_backup(backup: Plan, plan: Plan, num_replicas: int, lost: Sequence[Pla
     ):
         raise PlacementError(
             f"the backup plan for {', '.join(f'rank {rank}' for _, rank in lost)} is not one for {num_replicas} "
-            f"replicas of this plan; make it again by `rota plan --backups`"
+            f"replicas of this plan; make it again with `rota plan --backups`"
         )
     check(backup)

@@ -55,7 +55,7 @@ class OpDifference:
 
 @dataclass(frozen=True, slots=True)
 class KindRow:
-    """All ops of one kind of one stage: the planned duration, and the median, least and most of the measured ones."""
+    """All ops of one kind of one stage: the planned duration, and the measured median, minimum and maximum."""
 
     stage: int
     kind: Kind
@@ -68,16 +68,16 @@ class KindRow:
 
 #: Each part in words, for text reports.
 _DESCRIPTIONS = {
-    Part.SLOWER: "the plan simulated with the measured op times",
-    Part.CORES: "of these, and of launch gaps: more ranks are busy than cores",
-    Part.ARRIVALS: "and with the measured transfer times",
-    Part.CONTENTION: "of these, because transfers share a link",
-    Part.MESSAGES: "and what ranks needed of the planned time for messages and gaps",
-    Part.SHARED_LINKS: "handed over, but waiting for a shared link",
-    Part.SENDS: "made, but not yet on its way",
-    Part.LAUNCH: "ready, but not started yet",
+    Part.SLOWER: "ops took longer than planned",
+    Part.CORES: "ops and launches waited for a CPU core",
+    Part.ARRIVALS: "transfers took longer than planned",
+    Part.CONTENTION: "transfers waited for others on the same link",
+    Part.MESSAGES: "planned time for messages and gaps that ranks did not need",
+    Part.SHARED_LINKS: "transfers waited for a shared link",
+    Part.SENDS: "outputs were ready but not yet sent",
+    Part.LAUNCH: "ops were ready but had not started",
     Part.STEP_END: "reductions and optimizer steps",
-    Part.CLOCK: "read before it arrived, by the clocks",
+    Part.CLOCK: "data was read before it arrived, by the clocks",
 }
 
 
@@ -90,7 +90,7 @@ class Comparison:
         measured: What happened.
         rows: One row per stage and kind, sorted.
         ops: One entry per op and rank, in the order of `Timeline.op_spans`.
-        parts_us: Measured less planned makespan by cause, in µs. The parts add up exactly. Each is the growth of the
+        parts_us: Measured minus planned makespan by cause, in µs. The parts add up exactly. Each is the growth of the
             makespan when, in the order of `Part`, one more measured quantity is simulated.
     """
 
@@ -102,7 +102,7 @@ class Comparison:
 
     @property
     def difference_us(self) -> int:
-        """Measured less planned makespan."""
+        """Measured minus planned makespan."""
         return self.measured.makespan_us - self.planned.makespan_us
 
     @property
@@ -130,10 +130,10 @@ class Comparison:
             f"{'bubble':<12}{planned.bubble_fraction:>11.1%}{measured.bubble_fraction:>12.1%}"
             f"{100 * (measured.bubble_fraction - planned.bubble_fraction):>+8.1f} pts",
             "",
-            "Where the difference in makespan comes from:",
+            "Where the difference in makespan comes from (negative: faster than planned):",
             *(f"  {part:<16}{us:>+12,} µs   ({_DESCRIPTIONS[part]})" for part, us in self.parts_us.items()),
             "",
-            "  op      planned µs   median µs    of planned    least … most µs",
+            "  op      planned µs   median µs    of planned      min … max µs",
         ]
         for row in self.rows:
             ratio = f"{row.median_us / row.planned_us:.0%}" if row.planned_us else "-"

@@ -41,7 +41,7 @@ def whole_rows(value: object) -> int:
 class Link:
     """One direction between two ranks.
 
-    A rate is in bytes per µs; 1 GB/s is 1000. None: nothing per byte.
+    A rate is in bytes per µs; 1 GB/s is 1000. None: no time per byte.
 
     Attributes:
         latency_us: Time before the first byte arrives.
@@ -121,7 +121,7 @@ class SharedLink:
         receivers: Ranks.
 
     Raises:
-        PlacementError: The rate is not a whole number of 1 or more, or ranks are missing, there twice, or no ranks.
+        PlacementError: The rate is not a whole number of 1 or more, or ranks are missing, repeated or invalid.
     """
 
     name: str

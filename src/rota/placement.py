@@ -210,7 +210,7 @@ class Placement:
     def of_classes(
         cls, placements: Sequence[Placement], class_of: Sequence[int], sample_of: Sequence[int] = ()
     ) -> Placement:
-        """One placement for micro-batches that differ: those of class c ask what `placements[c]` says.
+        """One placement for micro-batches that differ: those of class c cost what `placements[c]` says.
 
         Args:
             placements: One per class, with the same tasks, edges, ranks and links; only durations and sizes differ.
@@ -278,7 +278,7 @@ class Placement:
         return replace(self, tasks=tuple(tasks), edges=tuple(edges), class_of=(), sample_of=())
 
     def for_microbatch(self, microbatch: int) -> Placement:
-        """What one micro-batch asks of each task, as plain ints; the placement itself where all are alike."""
+        """The placement with one micro-batch's figures, as plain ints; itself where all are alike."""
         return self.classes[self.class_in(microbatch)]
 
     @cached_property
@@ -340,7 +340,7 @@ class Placement:
             The placement with `sample_of`; itself for 1 chunk.
 
         Raises:
-            PlacementError: The number of micro-batches is no such multiple.
+            PlacementError: The number of micro-batches is not such a multiple.
         """
         if num_chunks < 1 or num_microbatches % (num_chunks * self.num_components):
             streams = f" in each of {self.num_components} data streams" if self.num_components > 1 else ""
@@ -352,7 +352,7 @@ class Placement:
         return replace(self, sample_of=tuple(k // num_chunks * self.num_components + c for k, c in streams_of))
 
     def require_alike(self, what: str) -> None:
-        """Raises PlacementError where micro-batches differ, which `what` does not know."""
+        """Raises PlacementError if micro-batches differ, which `what` does not support."""
         if self.sample_of:
             raise PlacementError(
                 f"{what} knows no chunks of samples, but this placement cuts {len(self.chunks)} samples into chunks; "
@@ -468,8 +468,7 @@ class Placement:
         """The transfers of one micro-batch; an edge that stays on one rank has no transfer.
 
         If both tasks are on the same number of ranks, each rank sends to its counterpart; otherwise the source's first
-        rank sends
-        to all.
+        rank sends to all ranks.
         """
         routes = []
         for edge in self.edges:
@@ -526,7 +525,7 @@ class Placement:
         )
 
     def forward_only(self) -> Placement:
-        """The same stages for inference: F tasks alone, which hold no bytes after they end."""
+        """The same stages for inference: only F tasks, which hold no bytes after they end."""
         kept = [i for i, task in enumerate(self.tasks) if task.kind is Kind.F]
         new = {old: i for i, old in enumerate(kept)}
         edges = tuple(Edge(new[a], new[b], size) for a, b, size in self.edges if a in new and b in new)

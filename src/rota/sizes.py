@@ -13,7 +13,7 @@ from rota.errors import PlacementError
 
 
 class Size(NamedTuple):
-    """How much one micro-batch asks of every stage.
+    """The size of a micro-batch, from which its costs in every stage follow.
 
     Attributes:
         tokens: Positions computed, padding included.

@@ -1,10 +1,24 @@
-"""Tables as text: columns as wide as their widest cell, so that no two can run into each other."""
+"""Tables and lines as text that fits a width: columns are as wide as their widest cell, so that none overlap."""
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Collection, Iterable, Sequence
 
 _BETWEEN = "  "
+
+
+def fitted(line: str, width: int | None, indent: int | None = None) -> str:
+    """Return `line` in lines of at most `width` characters where its words allow it; None: unchanged.
+
+    The second line and those after it begin with `indent` spaces, by default two more than the first.
+    """
+    if width is None or len(line) <= width:
+        return line
+    if indent is None:
+        indent = len(line) - len(line.lstrip()) + 2
+    further = " " * min(indent, width // 2)
+    return textwrap.fill(line, width, subsequent_indent=further, break_long_words=False, break_on_hyphens=False)
 
 
 def table_lines(

@@ -54,7 +54,7 @@ class Timeline:
         arrived_us: `arrived_us[r][k]` is its end.
         step_ends_us: `step_ends_us[j]` is the start and end of the reduction, and the start and end of the optimizer
             step, of `plan.step_end_ranks[j]`.
-        num_cores: CPU cores that all ranks shared when this was measured; None: they shared none, or nobody knows.
+        num_cores: CPU cores that all ranks shared when this was measured; None: they shared none, or it is unknown.
     """
 
     plan: Plan
@@ -92,7 +92,7 @@ class Timeline:
 
     @property
     def idle_us(self) -> tuple[int, ...]:
-        """Makespan less time in ops, per rank."""
+        """Makespan minus time in ops, per rank."""
         return tuple(self.makespan_us - busy for busy in self.busy_us)
 
     @property

@@ -356,7 +356,7 @@ def test_calibrate_searches(measured_file: Path, tmp_path: Path, capsys: pytest.
         (["{measured}", "--time-limit", "3"], "--time-limit is for --plan search; leave it out, or search"),
         (["{measured}", "--costs", "{measured}"], "is read by the command, and would be overwritten"),
         (["{measured}", "-o", "{measured}"], "is read by the command, and would be overwritten"),
-        (["{plan}"], "is a plan, whose times are expected ones; give measured timelines"),
+        (["{plan}"], "is a plan; give timelines measured with `rota run --timeline`"),
         (["{measured}", "-o", "{folder}/nowhere/x.json"], "/nowhere/x.json: its folder does not exist"),
     ],
 )

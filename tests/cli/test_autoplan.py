@@ -127,7 +127,7 @@ def test_links_that_cannot_be_measured_are_counted_as_free(
     assert main(["autoplan", *given]) == 0
     told = capsys.readouterr().out
     assert told.startswith("Transfers are counted as free; give --link or --links")
-    remark = "links were not measured, so that transfers are counted as free: the machine is too busy"
+    remark = "links were not measured, so transfers are counted as free: the machine is too busy"
     assert remark in " ".join(told.split())  # whatever the width of the terminal
 
 
@@ -160,9 +160,9 @@ def test_a_run_has_the_replicas_of_the_plan(tmp_path: Path, monkeypatch: pytest.
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        ([], "what is to be planned? give MODEL.py, or --profile"),
+        ([], "nothing to plan; give MODEL.py, or --profile"),
         (["--profile", "PROFILE", "--memory", "500B"], "found nothing that fits: the least is"),
-        (["--profile", "PROFILE", "--node-link", "5us"], "--node-link is between nodes: say how many ranks one has"),
+        (["--profile", "PROFILE", "--node-link", "5us"], "--node-link is between nodes; give the ranks per node"),
         (
             ["--profile", "PROFILE", "--link", "5us", "--links", "PROFILE"],
             "has all links; leave --link and --node out",
@@ -171,9 +171,9 @@ def test_a_run_has_the_replicas_of_the_plan(tmp_path: Path, monkeypatch: pytest.
         (["--profile", "PROFILE", "--slowdowns", "1,2,3"], "slowdowns has 3 entries for 2 ranks"),
         (
             ["--profile", "PROFILE", "--memory", "80"],
-            "80 of what? write such as 80GB, or 80B for bytes",
+            "80 of what? write, for example, 80GB, or 80B for bytes",
         ),
-        (["--profile", "PROFILE", "--memory", "80%"], "a share of which device's memory? say it in GB, or name"),
+        (["--profile", "PROFILE", "--memory", "80%"], "a share of which device's memory? give it in GB, or name"),
         (["--profile", "PROFILE", "--memory", "120%"], "'120%' must be more than 0% and at most 100%"),
         (["--profile", "PROFILE", "--device", "h10", "--memory", "80%"], "did you mean h100?"),
         (
@@ -181,7 +181,7 @@ def test_a_run_has_the_replicas_of_the_plan(tmp_path: Path, monkeypatch: pytest.
             "num_ranks is 100,001, more than any machine has; give 100,000",
         ),
         (["--profile", __file__], "is a Python file, but this needs a file that Rota wrote"),
-        (["PROFILE"], "is not a Python file; give a profile by --profile "),
+        (["PROFILE"], "is not a Python file; give a profile with --profile "),
         (["--profile", "nowhere.json"], "cannot read nowhere.json"),
         (["nowhere.py"], "cannot read nowhere.py"),
     ],

@@ -69,7 +69,7 @@ def test_nothing_is_written_that_the_checker_refuses(tmp_path: Path, capsys: Cap
     (tmp_path / "check.py").write_text("import sys\nsys.exit('the plan takes too long')\n")
     code, _, err = run(capsys, *arguments)
     assert code == 2
-    assert "poor.json stays as it was" in err
+    assert "poor.json was not changed" in err
     assert "refuses what the search found: the plan takes too long" in err
     assert path.read_text() == before
 
@@ -117,8 +117,8 @@ def test_a_wrong_bound_is_noticed(tmp_path: Path, capsys: Capsys) -> None:
 def test_wrong_arguments_and_files(tmp_path: Path, capsys: Capsys) -> None:
     path = write_poor(tmp_path, "poor")
     for given, said in (
-        ([tmp_path / "nothing"], "nothing is no file and no folder"),
-        ([tmp_path, "--only", "wave-*"], "there is no problem whose name fits 'wave-*'"),
+        ([tmp_path / "nothing"], "nothing is neither a file nor a folder"),
+        ([tmp_path, "--only", "wave-*"], "there is no problem whose name matches 'wave-*'"),
         ([tmp_path, "--jobs", 0], "--jobs"),
     ):
         code, _, err = run(capsys, "bench-search", *given)

@@ -96,7 +96,7 @@ def test_plan_simulate_show_and_compare_pass_files_on(
         assert "plan.json over timeline.json" in page.read_text()
     code, _, err = run(capsys, "show", timeline, "--above", plan_file)
     assert code == 2
-    assert "name one by -o" in err
+    assert "name one with -o" in err
     assert run(capsys, "show", plan_file, "--bound", "-o", tmp_path / "bound.html")[0] == 0
     assert "proven optimal" in (tmp_path / "bound.html").read_text()
     code, out, _ = run(capsys, "compare", plan_file, timeline)
@@ -223,7 +223,7 @@ def _corrupt(folder: Path, name: str, text: str) -> Path:
         (["plan", "1f1b", "--ranks", "2", "--microbatches=2", "--quux"], 2, ["no option --quux; see rota plan --help"]),
         (["autoplan", "m.py", "--ranks=2", "--batch=2", "--memroy=8GB"], 2, ["did you mean --memory?"]),
         (["export", "torchtitan", "plan.json", "--mdoel", "m.py:f"], 2, ["no option --mdoel; did you mean --model?"]),
-        (["check", "plan.json", "again.json"], 2, ["'again.json' is one word too many; see rota check --help"]),
+        (["check", "plan.json", "again.json"], 2, ["'again.json' is an unexpected argument; see rota check --help"]),
         (["run", "plan.json"], 2, ["required: script; for example: rota run", "plan.json train.py"]),
         (["run", "plan.json", "--timline", "m.json"], 2, ["no option --timline; did you mean --timeline?"]),
         (["run", "--pink", "absent.json", "train.py", "--timline"], 2, ["no option --pink; see rota run --help"]),
@@ -320,6 +320,27 @@ def test_help_teaches_by_example(command: str, capsys: pytest.CaptureFixture[str
     code, out, _ = run(capsys, command, "--help")
     assert code == 0
     assert f"example:\n  rota {command}" in out
+
+
+@pytest.mark.parametrize("arguments", [(), ("--help",), ("autoplan", "--help"), ("verify", "--help")])
+def test_help_fits_the_terminal(
+    arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    code, out, _ = run(capsys, *arguments)
+    assert code == 0
+    assert max(map(len, out.splitlines())) <= 60
+
+
+def test_check_fits_the_terminal(
+    plan_file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(plan_file.parent)
+    wide = run(capsys, "check", plan_file.name, "--device")[1]
+    monkeypatch.setenv("COLUMNS", "60")
+    narrow = run(capsys, "check", plan_file.name, "--device")[1]
+    assert all(len(line) <= 60 for line in narrow.splitlines() if "https://" not in line)
+    assert narrow.split() == wide.split()
 
 
 def test_help_describes_every_schedule(capsys: pytest.CaptureFixture[str]) -> None:

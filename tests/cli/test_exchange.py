@@ -85,7 +85,7 @@ def test_torchtitan(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
         code, out, error = run(capsys, *export, f"model.py:{model}", "--cuts", cuts, "-o", model)
         assert (code, error) == (0, "")
         assert stages_of(out) == names
-        assert "must get 4 micro-batches per step" in out
+        assert "Give torchtitan 4 micro-batches per step" in out
         code, out, _ = run(capsys, "import", "torchtitan", f"{model}/parallelism.toml", "-o", f"{model}.json")
         assert code == 0
         assert stages_of(out) == names
@@ -208,23 +208,29 @@ EXPORT = "export torchtitan plan.json --model"
         (f"{EXPORT} model.py -o titan", "give FILE.py:FUNCTION, such as model.py:make_model"),
         (f"{EXPORT} none.py:make -o titan", "cannot read none.py: No such file or directory"),
         (f"{EXPORT} plan.json:make -o titan", "give FILE.py:FUNCTION"),
-        (f"{EXPORT} model.py:marked -o model.py", "model.py exists already"),
+        (f"{EXPORT} model.py:marked -o model.py", "model.py already exists"),
         ("export megatron plan.json --boundaries 0,4,8", "make 2 parts for 4 stages; give 5 entries"),
         ("export megatron plan.json --boundaries 0,x", "'x' in '0,x' is not a number of layers"),
         ("export megatron plan.json --boundaries 0,4,3,9,12", "fall from 4 to 3"),
-        ("export megatron plan.json", "where is the cut? plan.json does not say; give --boundaries"),
+        ("export megatron plan.json", "plan.json does not say where the model is cut; give --boundaries"),
         ("export megatron cut.json", "which of the layers that cut.json cuts at 0,1,3,4,5 are transformer layers?"),
         ("export megatron cut.json --layers a*5", "--type and --layers go together"),
         (
             "export megatron cut.json --layers a*5 --type a --mtp 1",
-            "--layers cannot tell layers of multi-token prediction",
+            "--layers cannot mark layers of multi-token prediction",
         ),
         ("export megatron cut.json --layers a*6 --type a", "boundaries end with 5, but there are 6 layers"),
         ("export megatron cut.json --layers e,a,n,a,h --type a", "layer 2 (n) is between transformer layers"),
         ("export megatron cut.json --layers a*5 --type b", "pattern 'b' matches none of the layers"),
-        ("export deepspeed three.json", "where is the cut? three.json does not say; give --boundaries, or --type and"),
+        (
+            "export deepspeed three.json",
+            "three.json does not say where the model is cut; give --boundaries, or --type and",
+        ),
         ("export deepspeed three.json --type a", "--type and --layers go together; give --boundaries, or --type and"),
-        ("export deepspeed three.json --type a --layers B*x", "'B*x' is not a layer; write such as Block, or Block*8"),
+        (
+            "export deepspeed three.json --type a --layers B*x",
+            "'B*x' is not a layer; write, for example, Block, or Block*8",
+        ),
         (
             "export deepspeed three.json --type a --layers Block*4",
             "pattern 'a' matches none of the layers, which are Block",
@@ -284,7 +290,7 @@ def test_what_exists_is_written_over_by_force_alone(here: Path, capsys: pytest.C
         kept.write_text("mine")
         code, _, error = run(capsys, *command.split())
         assert code == 2
-        assert "exists already; give another name, or --force to overwrite it" in error
+        assert "already exists; give another name, or --force to overwrite it" in error
         assert kept.read_text() == "mine"
         assert run(capsys, *command.split(), "--force")[0] == 0
         assert kept.read_text() != "mine"

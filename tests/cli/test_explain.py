@@ -39,6 +39,18 @@ def test_explain_says_why_against_the_timelines_own_plan(
     assert run(capsys, "explain", measured_file, "--cores", 1)[1] == explain(MEASURED, PLAN, 1).to_text() + "\n"
 
 
+@pytest.mark.parametrize("columns", [60, 45])
+def test_explain_fits_the_terminal(
+    columns: int, measured_file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, wide, _ = run(capsys, "explain", measured_file, "--cores", 1)
+    monkeypatch.setenv("COLUMNS", str(columns))
+    _, narrow, _ = run(capsys, "explain", measured_file, "--cores", 1)
+    assert max(map(len, wide.splitlines())) > columns
+    assert max(map(len, narrow.splitlines())) <= columns
+    assert {*wide.split()} == {*narrow.split()}
+
+
 def test_explain_takes_a_plan_another_timeline_and_writes_json(
     measured_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

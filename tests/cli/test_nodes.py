@@ -54,11 +54,11 @@ def test_by_slurm(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        (["--node", "0"], "--node is for several machines; give their number by --nodes N"),
+        (["--node", "0"], "--node is for several machines; give their number with --nodes N"),
         (["--secret-file", "x"], "--secret-file is for several machines"),
-        (["--nodes", "2", "--head", "a:1"], "--nodes 2: give this machine's number, from 0 to 1, by --node I"),
+        (["--nodes", "2", "--head", "a:1"], "--nodes 2: give this machine's number, from 0 to 1, with --node I"),
         (["--nodes", "2", "--node", "2", "--head", "a:1"], "give this machine's number, from 0 to 1"),
-        (["--nodes", "2", "--node", "0"], "say where node 0 listens, by --head HOST:PORT"),
+        (["--nodes", "2", "--node", "0"], "say where node 0 listens, with --head HOST:PORT"),
         (["--nodes", "257", "--node", "0", "--head", "a:1"], "--nodes 257: 256 at most"),
     ],
 )
@@ -70,7 +70,7 @@ def test_options_that_do_not_fit_are_refused(options: list[str], told: str) -> N
 
 @pytest.mark.parametrize("text", ["a", "a:", ":1", "a:0", "a:65536", "::1:5", "a b:1", "a:1:2", "[]:1"])
 def test_a_head_without_host_or_port_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match="is no HOST:PORT"):
+    with pytest.raises(ValueError, match="is not HOST:PORT"):
         parse_head(text)
 
 

@@ -68,7 +68,7 @@ def test_what_is_there_is_written_over_by_force_alone(command: str, capsys: pyte
     code, error = rota(capsys, command)
     assert (code, error.count("\n")) == (2, 1)
     force = "--force (before the plan)" if command.startswith("run") else "--force"
-    assert f"{name} exists already; give another name, or {force} to overwrite it" in error
+    assert f"{name} already exists; give another name, or {force} to overwrite it" in error
     assert path.read_text() == "precious"
     if command.startswith(("plan", "simulate", "show", "compare")):
         assert rota(capsys, f"{command} --force")[0] == 0
@@ -129,11 +129,14 @@ def test_force_does_not_write_over_what_the_command_reads(capsys: pytest.Capture
 @pytest.mark.parametrize(
     ("command", "told"),
     [
-        ("plan 1f1b --ranks 3 --microbatches 4 -o plan.html", "then draw it by `rota show plan.json -o plan.html`"),
-        ("simulate plan.json -o x.html", "a timeline is written as .json, not as x.html; write it by -o timeline.json"),
+        ("plan 1f1b --ranks 3 --microbatches 4 -o plan.html", "then draw it with `rota show plan.json -o plan.html`"),
+        (
+            "simulate plan.json -o x.html",
+            "a timeline is written as .json, not as x.html; write it with -o timeline.json",
+        ),
         ("simulate plan.json -o x.csv", "-o timeline.json, a CSV holds a plan"),
-        ("import-trace trace.json -o x.html", "then draw it by `rota show timeline.json -o x.html`"),
-        ("run --timeline x.PNG plan.json train.py", "write it by --timeline timeline.json, then draw it by"),
+        ("import-trace trace.json -o x.html", "then draw it with `rota show timeline.json -o x.html`"),
+        ("run --timeline x.PNG plan.json train.py", "write it with --timeline timeline.json, then draw it with"),
         ("compare measured.json plan.json", "the plan comes first, as in `rota compare plan.json measured.json`"),
         ("compare measured.json planned.json", "measured.json has measured times, planned.json planned ones"),
         ("explain plan.json measured.json", "give `rota explain measured.json --planned plan.json`"),
@@ -154,7 +157,7 @@ def test_the_right_command_is_told(command: str, told: str, capsys: pytest.Captu
 def test_two_measured_timelines_are_compared_with_a_word(capsys: pytest.CaptureFixture[str]) -> None:
     assert rota(capsys, "compare plan.json measured.json") == (0, "")
     code, error = rota(capsys, "compare measured.json measured.json")
-    assert (code, error) == (0, "rota compare: measured.json has measured times, which count as planned here\n")
+    assert (code, error) == (0, "rota compare: measured.json has measured times, which are treated as planned\n")
 
 
 def cut_off() -> None:

@@ -138,7 +138,7 @@ def test_times_that_say_nothing_are_told(
     code, out, _ = run(capsys, model, "--repeats", 9, "--cache", model.parent / "cache")
     assert (code, {*asked}) == (0, {9})
     advice = (
-        "Measurements that vary by 657% are too noisy for planning: close other programs, and measure more often, by "
+        "Measurements that vary by 657% are too noisy for planning: close other programs, and measure more often, with "
     )
     assert (f"{advice}--repeats 27 --refresh." in out) is told
     assert ("too noisy for planning" in out) is told
@@ -208,7 +208,7 @@ def test_costs_by_length_are_fitted(tmp_path: Path, capsys: pytest.CaptureFixtur
     path.write_text(LENGTHS)
     code, out, _ = run(capsys, path, "--lengths", "4,8,16", "--rows", "1,3", "--stages", "2", "-o", output)
     assert code == 0
-    assert "off at most where measured" in out
+    assert "differ from measured ones by at most" in out
     model = SizeModel.from_json(output.read_text())
     assert model.num_stages == 2
     assert model.boundary_bytes[0] == pytest.approx((0, 8 * 4, 0), abs=1e-6)  # a token is a row of 8 floats

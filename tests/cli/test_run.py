@@ -207,7 +207,7 @@ def test_the_page_on_training_does_what_it_says(pool: Pool, tmp_path: Path) -> N
     ("options", "told"),
     [
         (["--mesh", "pp=3"], "--mesh pp=3: plan.json is for 2 ranks; leave pp out"),
-        (["--mesh", "pp=2,dp=0"], "'pp=2,dp=0' is not a mesh: 'dp=0' is wrong; write such as pp=4,dp=2,tp=1"),
+        (["--mesh", "pp=2,dp=0"], "'pp=2,dp=0' is not a mesh: 'dp=0' is wrong; write, for example, pp=4,dp=2,tp=1"),
         (["--mesh", "dp=2", "--engine", "torch"], "--mesh dp=2,tp=1: PyTorch's engine runs one pipeline"),
     ],
 )

@@ -61,7 +61,7 @@ def test_bound_tells_each_reason(tmp_path: Path, capsys: Capsys) -> None:
     assert run(capsys, "plan", "gpipe", *CHAIN, "--microbatches", 8, "-o", path)[0] == 0
     code, out, _ = run(capsys, "bound", path)
     assert code == 0
-    assert "makespan 3,000 µs; no plan for this placement has less than 2,700: at most 10.00% from" in out
+    assert "makespan 3,000 µs, lower bound 2,700 µs: at most 10.00% from" in out
     assert "load: rank " in out
 
 
@@ -164,8 +164,10 @@ def test_bound_of_a_measured_timeline_tells_both(tmp_path: Path, capsys: Capsys)
         path.write_text(timeline.to_json())
         code, out, _ = run(capsys, "bound", path)
         assert (code, out.count("measured makespan")) == (0, lines)
-        assert "makespan 15 µs; no plan for this placement has less than 15: proven optimal" in out
-    assert out.startswith("measured makespan 15,000 µs, span 15,000 µs; planned, and bounded below, are 15 and 15 (")
+        assert "makespan 15 µs, lower bound 15 µs: proven optimal" in out
+    assert out.startswith(
+        "measured makespan 15,000 µs, span 15,000 µs; planned 15 µs and 15 µs, which the bounds are for ("
+    )
 
 
 def test_progress_fits_into_the_terminal(monkeypatch: pytest.MonkeyPatch, capsys: Capsys) -> None:
@@ -215,11 +217,11 @@ def test_backups_are_told_and_written(tmp_path: Path, capsys: Capsys) -> None:
     other = tmp_path / "other.json"
     other.write_text(chain_plan(3).to_json())
     for options, error in (
-        (["--rejoin-after", 3, plan], "--rejoin-after 3 is for --backups FILE and --min-ranks N"),
+        (["--rejoin-after", 3, plan], "--rejoin-after 3 needs --backups FILE or --min-ranks N"),
         (["--min-ranks", 1, "--backups", backups, plan], "two ways to go on without a rank"),
         (["--min-ranks", 1, "--mesh", "dp=2", plan], "is for one pipeline without TP shards; use --backups with"),
         (["--min-ranks", 3, other], "other.json is for 3 ranks; give fewer"),
-        (["--adapt-gain", 5, plan], "--adapt-gain 5 is for --adapt"),
+        (["--adapt-gain", 5, plan], "--adapt-gain 5 needs --adapt"),
         (["--adapt", "--adapt-gain", 100, plan], "must be a number of percent, above 0 and below 100"),
         (["--adapt", "--engine", "torch", plan], "PyTorch's engine cannot run another order"),
         (["--backups", backups, other], "expected '"),

@@ -62,7 +62,7 @@ def test_measured_links_go_into_the_plan_and_are_told_by_every_command(
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        (("--ranks", "3", "--links"), "has 2 ranks, and the plan has 3; measure as many"),
+        (("--ranks", "3", "--links"), "has 2 ranks, and the plan has 3; measure the links of 3"),
         (("--ranks", "2", "--latency-us", "5", "--links"), "has all links; leave --latency-us out"),
         (("--ranks", "2", "--link", "5us", "--links"), "has all links; leave --link out"),
     ],

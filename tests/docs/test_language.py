@@ -33,6 +33,10 @@ BANNED = {
     r"\bcomes? true\b": "say how far the prediction was off",
     r"\bgo(es)? on where\b": "continue where",
     r"\bNot (modelled|checked|counted|measured) is\b": "is not modelled",
+    r"\blongest way\b": "longest path",
+    r"\bwrite such as\b": "write, for example,",
+    r"\b(it|them|one) by (`rota |--?[a-z])": "with",
+    r"\bcannot be told\b": "is unknown; cannot be distinguished",
 }
 #: Old texts, and what benchmarks printed, stay as they were.
 FILES = [

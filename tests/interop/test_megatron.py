@@ -109,7 +109,7 @@ def test_any_text_is_read_as_megatron_does_or_refused(text: str) -> None:
         ("E()*2|L", "character 3: ')' closes no group, or one without layers"),
         ("E(tt)t|L", "character 6: 't' follows a group, which Megatron reads only with a number"),
         ("E(tt)", "character 6: the end follows a group"),
-        ("Et*|L", "character 4: '|' follows '*', which needs a number; write such as t*3"),
+        ("Et*|L", "character 4: '|' follows '*', which needs a number; write, for example, t*3"),
         ("E*t|L", "character 3: 't' follows '*'"),
         ("*3E|L", "character 1: '*' is unknown here"),
         ("Et*2*3|L", "character 5: '*' multiplies a second time, which Megatron misreads"),

@@ -87,7 +87,7 @@ def test_1f1b_takes_any_dag_of_stages(placement: Placement, num_microbatches: in
 
 
 def ways_on(placement: Placement, stage: int) -> int:
-    """The number of stages on the longest way from `stage` to a last one, both ends included."""
+    """The number of stages on the longest path from `stage` to a last one, both ends included."""
     return 1 + max((ways_on(placement, b) for a, b in placement.stage_edges if a == stage), default=0)
 
 

@@ -14,12 +14,14 @@ from rota.accounting.suggestions import Suggestion, suggestions, with_measured_t
 from rota.contention import Contention
 from rota.plan import Plan, Transfer
 from rota.simulation import simulate, timeline_of
+from rota.tables import fitted
 from rota.tasks import Op
 from rota.timeline import StepEndWork, Timeline
 from rota.units import count_text, time_text
 
 _NUM_WAITS = 8  # longest waits in a report
 _MAX_ROWS = 16  # ranks in the table; if there are more, the idlest
+_TABLE_LEFT, _TABLE_COLUMN = 13, 9  # characters: of rank and idle, and of each cause
 
 _STEP_END = {"reduce": "reduction", "optimizer": "optimizer step"}
 
@@ -99,8 +101,8 @@ class Explanation:
         cores = Contention(ops, self.num_cores)
         return sum(cores.lost_us(start, end) for start, end in ops)
 
-    def to_text(self) -> str:
-        """The report that `rota explain` prints."""
+    def to_text(self, width: int | None = None) -> str:
+        """The report that `rota explain` prints, in lines of at most `width` characters; None: of any length."""
         timeline, total = self.timeline, sum(self.timeline.idle_us)
         makespan = time_text(timeline.makespan_us)
         lines = [f"{count_text(timeline.num_ranks, 'rank')}, makespan {makespan}, idle {timeline.bubble_fraction:.1%}"]
@@ -109,16 +111,18 @@ class Explanation:
             lines.append(f"Its planned times are estimates ({usage.note}): nothing was measured.")
         lines += self._core_lines()
         if not total:
-            return "\n".join([*lines, "No rank is idle."])
+            return "\n".join(fitted(line, width) for line in [*lines, "No rank is idle."])
         lines += ["", "Why, on all ranks together:"]
-        width = max(len(f"{us:,}") for us in self.by_cause.values())
+        digits = max(len(f"{us:,}") for us in self.by_cause.values())
         for cause, us in self.by_cause.items():
-            lines.append(f"  {us:>{width},} µs {us / total:>6.1%}  {cause:<9} {DESCRIPTIONS[cause]}")
-        lines += ["", *self._table(), "", "The longest waits:"]
+            before = f"  {us:>{digits},} µs {us / total:>6.1%}  {cause:<9} "
+            lines += fitted(before + DESCRIPTIONS[cause], width, len(before)).split("\n")
+        lines += ["", *self._table(width), "", "The longest waits:"]
         for stretch in self.worst[:_NUM_WAITS]:
             times = f", {stretch.times} times" if stretch.times > 1 else ""
             lines.append(f"  rank {stretch.rank}: {stretch.total_us:,} µs {_describe(stretch)}{times}")
-        return "\n".join([*lines, "", *self._suggestion_lines()])
+        lines += ["", *self._suggestion_lines()]
+        return "\n".join(fitted(line, width) for line in lines)
 
     def _core_lines(self) -> list[str]:
         """What it means that there were fewer cores than ranks."""
@@ -127,22 +131,27 @@ class Explanation:
             return []
         return [
             f"{count_text(self.timeline.num_ranks, 'rank')} shared {count_text(self.num_cores or 0, 'core')}: "
-            f"{lost_us / busy_us:.0%} of the time of their ops ({time_text(lost_us)} in all) went to waiting for one.",
-            "No other plan can change that. Use at most as many ranks as cores before you judge the idle times below.",
+            f"{lost_us / busy_us:.0%} of the time of their ops ({time_text(lost_us)} in all) was lost waiting for a "
+            f"core.",
+            "No other plan can change that. Use no more ranks than cores before you judge the idle times below.",
         ]
 
-    def _table(self) -> list[str]:
-        """One row per rank, one column per cause, in % of the makespan."""
+    def _table(self, width: int | None) -> list[str]:
+        """One row per rank, one column per cause, in % of the makespan; several tables where they are too wide."""
         makespan, causes = self.timeline.makespan_us, list(self.by_cause)
         ranks = list(range(self.timeline.num_ranks))
         if len(ranks) > _MAX_ROWS:
             idle_us = self.timeline.idle_us
             ranks = sorted(sorted(ranks, key=lambda rank: -idle_us[rank])[:_MAX_ROWS])
         shown = f"the {_MAX_ROWS} idlest ranks, " if len(ranks) < self.timeline.num_ranks else ""
-        lines = [f"By rank ({shown}% of the makespan):", "  rank   idle" + "".join(f"{c:>9}" for c in causes)]
-        for rank in ranks:
-            cells = (f"{self.by_rank[rank].get(cause, 0) / makespan:>9.1%}" for cause in causes)
-            lines.append(f"  {rank:>4} {self.timeline.idle_us[rank] / makespan:>6.1%}" + "".join(cells))
+        lines = [f"By rank ({shown}% of the makespan):"]
+        at_once = len(causes) if width is None else max((width - _TABLE_LEFT) // _TABLE_COLUMN, 1)
+        for first in range(0, len(causes), at_once):
+            columns = causes[first : first + at_once]
+            lines.append("  rank   idle" + "".join(f"{cause:>{_TABLE_COLUMN}}" for cause in columns))
+            for rank in ranks:
+                cells = (f"{self.by_rank[rank].get(cause, 0) / makespan:>{_TABLE_COLUMN}.1%}" for cause in columns)
+                lines.append(f"  {rank:>4} {self.timeline.idle_us[rank] / makespan:>6.1%}" + "".join(cells))
         return lines
 
     def _suggestion_lines(self) -> list[str]:
@@ -154,7 +163,7 @@ class Explanation:
             )
         if not self.suggestions:
             return [*lines, "None of the changes tried would help: other orders, balanced stages, faster transfers."]
-        lines.append(f"What would help, each alone (simulated, against {self.model_us:,} µs):")
+        lines.append(f"What would help, each change on its own (simulated, against {self.model_us:,} µs):")
         for one in self.suggestions:
             share = f"{-one.gain_us / self.model_us:+.1%}"
             lines.append(f"  {-one.gain_us:>+10,} µs {share:>7}  {one.words}")

@@ -1,4 +1,4 @@
-"""Lower bounds for a grouping, whatever the sequence: work, the longest way, memory over time, and turnarounds.
+"""Lower bounds for a grouping, whatever the sequence: work, the longest path, memory over time, and turnarounds.
 
 `docs/variable-batches.md` has the proofs. The bound of one sequence is `rota.batching.windows`.
 """
@@ -27,7 +27,7 @@ class BatchBound:
     """A lower bound.
 
     Attributes:
-        us: No plan among `among` takes less time, in µs.
+        us: The bound in µs, for all plans in `among`.
         among: The plans that it holds for.
         why: The reason, as one line of text.
     """
@@ -44,7 +44,7 @@ def of_grouping(problem: BatchProblem, compiled: bool = True) -> list[BatchBound
     turns: Any = _turns if compiled else _turns.py_func
     heads, tails = ways(tables)
     longest = int((heads + problem.durations_us + tails).max())
-    bounds = [BatchBound(longest, ALL_ORDERS, "the longest way of one micro-batch")]
+    bounds = [BatchBound(longest, ALL_ORDERS, "the longest path of one micro-batch")]
     before, after = np.full((2, problem.num_ranks), NO_LIMIT)
     np.minimum.at(before, problem.rank_of, heads.min(axis=0))
     np.minimum.at(after, problem.rank_of, tails.min(axis=0))
@@ -96,7 +96,7 @@ def _ways(tables):  # type: ignore[no-untyped-def]
 
 @njit(cache=True, nogil=True)
 def _turns(tables, roles):  # type: ignore[no-untyped-def]
-    """int64[num_ranks, num_microbatches]: the longest way from the end of each rank's F to its B or I."""
+    """int64[num_ranks, num_microbatches]: the longest path from the end of each rank's F to its B or I."""
     durations, lags, first_in, in_task = tables.durations_us, tables.lags_us, tables.first_in, tables.in_task
     count, num_tasks = durations.shape
     turns = np.zeros((len(roles), count), np.int64)

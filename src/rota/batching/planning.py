@@ -87,7 +87,7 @@ def plan_batch(
     tries: int | None = None,
     time_limit_s: float | None = None,
 ) -> BatchPlan:
-    """The micro-batches of a batch of samples, and a plan for them with a proof of how good it is.
+    """Group the samples of a batch into micro-batches, and plan their step, with proven bounds.
 
     Groups come from a dynamic program at several largest times of a micro-batch; a local search then changes sequence
     and orders. Without a time limit, the same arguments give the same plan, on every rank and machine.
@@ -96,12 +96,12 @@ def plan_batch(
         model: What stages cost as a function of a micro-batch's size.
         cluster: The ranks, with their memory limits, and the links.
         lengths: Per sample its number of tokens.
-        packed: Whether the samples of a micro-batch follow one another in one row, each attending to only itself.
-            Else each is a row, padded to the longest of its micro-batch.
+        packed: Whether the samples of a micro-batch follow one another in one row, each attending only to itself.
+            Otherwise each is a row, padded to the longest of its micro-batch.
         place: Puts the stages on ranks: `rota.place`, `rota.interleaved`, `rota.wave`, or your own.
         tries: Changes that the local search tries: more take longer and find better plans. None: about as many as take
             a twentieth of a second.
-        time_limit_s: When the local search and the search for a bound end at the latest, after the call.
+        time_limit_s: Seconds after the call at which the local search and the search for a bound end at the latest.
 
     Returns:
         The plan, the samples of each micro-batch, and the bounds.

@@ -33,12 +33,12 @@ class BatchPlan:
 
     @property
     def bound(self) -> BatchBound:
-        """The highest bound; what it is proven among is `bound.among`."""
+        """The highest bound; `bound.among` names the plans that it covers."""
         return max(self.bounds, key=lambda bound: bound.us)
 
     @property
     def bound_us(self) -> int:
-        """No plan among `bound.among` takes less."""
+        """The highest lower bound in µs; see `bound`."""
         return self.bound.us
 
     @property
@@ -58,7 +58,7 @@ class BatchPlan:
         return simulate(self.plan)
 
     def to_text(self) -> str:
-        """The makespan, and how good it is among what."""
+        """The makespan, and its distance from each bound."""
         samples = sum(map(len, self.groups))
         lines = [f"{samples} samples in {len(self.groups)} micro-batches: {time_text(self.makespan_us)}"]
         for bound in self.bounds:

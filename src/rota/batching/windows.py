@@ -120,7 +120,7 @@ def _lowest(held, peaks, role, limit, lowest):  # type: ignore[no-untyped-def]
 
 @njit(cache=True, nogil=True)
 def _turnarounds(durations, lags, role, first_in, in_edge, in_task, turns):  # type: ignore[no-untyped-def]
-    """turns[k]: the longest way from the end of the rank's forward of k to its backward; tasks are sorted."""
+    """turns[k]: the longest path from the end of the rank's forward of k to its backward; tasks are sorted."""
     f, b, _ = role
     num_tasks, count = durations.shape
     far = np.zeros(num_tasks, np.int64)

@@ -44,10 +44,10 @@ def parse_bytes(text: str) -> int:
     """Return bytes: "40GB" -> 40000000000, "512MiB" -> 536870912, "1000" -> 1000. Raises ValueError."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(|[kmgt]i?)b?", text.strip().lower())
     if match is None:
-        raise ValueError(f"{text!r} is not a size; write bytes, or such as 40GB or 512MiB")
+        raise ValueError(f"{text!r} is not a size; write, for example, 40GB or 512MiB")
     number, unit = Fraction(match[1]), match[2]
     if not unit and number.denominator > 1:
-        raise ValueError(f"{text!r} is not a whole number of bytes; write such as {int(number)}, or {match[1]}GB")
+        raise ValueError(f"{text!r} is not a whole number of bytes; write, for example, {int(number)}, or {match[1]}GB")
     return int(number * (_UNITS | _BINARY)[unit])  # rounded down: a limit must not be exceeded by a fraction of a byte
 
 
@@ -60,7 +60,7 @@ def parse_memory(text: str) -> int | Fraction:
         return Fraction(share[1]) / 100
     num_bytes = parse_bytes(text)
     if text.strip()[-1].isdigit():  # the unit was probably forgotten
-        raise ValueError(f"{text} of what? write such as {text}GB, or {text}B for bytes")
+        raise ValueError(f"{text} of what? write, for example, {text}GB, or {text}B for bytes")
     return num_bytes
 
 
@@ -93,7 +93,7 @@ def parse_mesh(text: str) -> dict[str, int]:
         match = re.fullmatch(r"\s*(pp|dp|tp)\s*=\s*([1-9]\d*)\s*", part)
         if match is None or match[1] in found:
             raise ValueError(
-                f"{text!r} is not a mesh: {part!r} is wrong; write such as pp=4,dp=2,tp=1, each at most once"
+                f"{text!r} is not a mesh: {part!r} is wrong; write, for example, pp=4,dp=2,tp=1, each at most once"
             )
         found[match[1]] = int(match[2])
     return found
@@ -248,7 +248,7 @@ def add_shape(parser: Parser, *, group: str | None = None, default: str | None =
     options.add_argument(
         "--split-backward",
         action="store_true",
-        help="split the backward into I and W, half the time each, if the costs are not split",
+        help="split the backward into I and W, with half the time each, unless the costs are split",
     )
     summaries = "; ".join(f"{name}: {shape.summary}" for name, shape in SHAPES.items())
     options.add_argument(
@@ -301,7 +301,9 @@ def cluster_of(arguments: Namespace, num_ranks: int, limit_bytes: int | None) ->
         measured = files.read_cluster(arguments.links)
         if measured.num_ranks != num_ranks:
             there = count_text(measured.num_ranks, "rank")
-            raise InputError(f"--links {arguments.links} has {there}, and the plan has {num_ranks}; measure as many")
+            raise InputError(
+                f"--links {arguments.links} has {there}, and the plan has {num_ranks}; measure the links of {num_ranks}"
+            )
     elif not given:
         links_of: Callable[[int], Cluster | None] = getattr(arguments, "links_of", lambda _: None)
         measured = links_of(num_ranks)

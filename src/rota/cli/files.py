@@ -92,7 +92,7 @@ def text_of(path: str) -> str:
     if path.lower().endswith(".py"):
         raise InputError(
             f"{path} is a Python file, but this needs a file that Rota wrote; run a script by "
-            f"`rota run plan.json {path}`, plan a model by `rota autoplan {path}`"
+            f"`rota run plan.json {path}`, plan a model with `rota autoplan {path}`"
         )
     return text
 
@@ -164,7 +164,7 @@ def _refuse_twice(outputs: list[str | None]) -> None:
 def refuse_taken(path: Path, force: bool, is_folder: bool = False, option: str = "--force") -> None:
     """Raise InputError if the path has content to lose, unless `force`."""
     if not force and _is_taken(path, is_folder):
-        raise InputError(f"{path} exists already; give another name, or {option} to overwrite it")
+        raise InputError(f"{path} already exists; give another name, or {option} to overwrite it")
 
 
 def _is_taken(path: Path, is_folder: bool) -> bool:
@@ -191,19 +191,21 @@ def _refuse_folder(path: str) -> None:
     place = Path(path).absolute()
     there = next(folder for folder in (place, *place.parents) if folder.exists())
     if not there.is_dir() or not os.access(there, os.W_OK):
-        raise InputError(f"cannot make the folder {path}: {there} is not a writable folder; give another by -o")
+        raise InputError(f"cannot make the folder {path}: {there} is not a writable folder; give another with -o")
 
 
 def _refuse_suffix(command: str, output: str, what: Written) -> None:
     """Raise InputError if a plan or a timeline would be written as a picture."""
     suffix = Path(output).suffix.lower()
     if what == "plan" and suffix in _PICTURES:
-        picture = f"write the plan by -o plan.json, then draw it by `rota show plan.json -o {output}`"
+        picture = f"write the plan with -o plan.json, then draw it with `rota show plan.json -o {output}`"
         raise InputError(f"a plan is written as .json, or as .csv in PyTorch's form, not as {output}; {picture}")
     if what == "timeline" and suffix in (*_PICTURES, ".csv"):
         option = "--timeline" if command == "run" else "-o"
-        draw = f"then draw it by `rota show timeline.json -o {output}`" if suffix != ".csv" else "a CSV holds a plan"
-        raise InputError(f"a timeline is written as .json, not as {output}; write it by {option} timeline.json, {draw}")
+        draw = f"then draw it with `rota show timeline.json -o {output}`" if suffix != ".csv" else "a CSV holds a plan"
+        raise InputError(
+            f"a timeline is written as .json, not as {output}; write it with {option} timeline.json, {draw}"
+        )
 
 
 def _same_file(a: str, b: str) -> bool:
@@ -215,7 +217,7 @@ def make_folder(path: str) -> None:
     try:
         Path(path).mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise InputError(f"cannot make the folder {path}: {error.strerror}; give another by -o") from None
+        raise InputError(f"cannot make the folder {path}: {error.strerror}; give another with -o") from None
 
 
 def write(path: str, text: str, then: str = "", *, quietly: bool = False) -> None:
@@ -229,7 +231,7 @@ def write(path: str, text: str, then: str = "", *, quietly: bool = False) -> Non
 
 
 def keep(path: str | None, text: str, example: str = "", then: str = "") -> None:
-    """Write what a command has made, or say that it is lost, and how to keep it: by -o `example`."""
+    """Write what a command has made, or say that it is lost, and how to keep it: with -o `example`."""
     if path is None:
         print(f"Not written; use {f'-o {example}'.strip()} to keep it.")
     else:

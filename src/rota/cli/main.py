@@ -16,15 +16,21 @@ from rota.cli.screen import ascii_form
 from rota.errors import PipelineError, PlanError, RotaError
 from rota.reading import printable
 
-_FIRST_COMMANDS = """Rota plans, proves and runs pipeline-parallel training of PyTorch models.
+_FIRST_COMMANDS = """Rota plans and runs pipeline-parallel training of PyTorch
+models. Begin with these commands:
 
-  rota demo                                                   see it all once, on this machine
-  rota autoplan model.py --ranks 4 --batch 32 -o plan.json    plan your model
-  rota show plan.json                                         look at the plan
-  rota run --timeline measured.json plan.json train.py        train as planned
-  rota explain measured.json                                  see why ranks were idle
+see everything once, on this machine:
+  rota demo
+plan your model:
+  rota autoplan model.py --ranks 4 --batch 32 -o plan.json
+look at the plan:
+  rota show plan.json
+train as planned:
+  rota run --timeline measured.json plan.json train.py
+see why ranks were idle:
+  rota explain measured.json
 """
-_MORE = "`rota --help` lists all commands, `rota COMMAND --help` explains one."
+_MORE = "`rota --help` lists all commands.\n`rota COMMAND --help` explains one command."
 
 
 def make_parser() -> Parser:

@@ -26,7 +26,7 @@ def parse_head(text: str) -> Head:
     """The host and port of "node0:29400" or "[::1]:29400". Raises ValueError."""
     match = re.fullmatch(r"(?:\[([0-9a-fA-F:.%\w]+)\]|([^\[\]:\s]+)):(\d{1,5})", text)
     if match is None or not 0 < int(match[3]) < 65536:
-        raise ValueError(f"{text!r} is no HOST:PORT; write such as node0:29400")
+        raise ValueError(f"{text!r} is not HOST:PORT; write, for example, node0:29400")
     return Head(match[1] or match[2], int(match[3]))
 
 
@@ -65,7 +65,9 @@ def given_nodes(arguments: argparse.Namespace) -> Nodes | None:
             ("secret-file", arguments.secret_file),
         ):
             if value is not None:
-                raise InputError(f"--{option} is for several machines; give their number by --nodes N, or leave it out")
+                raise InputError(
+                    f"--{option} is for several machines; give their number with --nodes N, or leave it out"
+                )
         return None
     num_nodes, node, head = arguments.nodes, arguments.node, arguments.head
     if step is not None:
@@ -74,7 +76,7 @@ def given_nodes(arguments: argparse.Namespace) -> Nodes | None:
     if num_nodes > MOST_NODES:
         raise InputError(f"--nodes {num_nodes}: {MOST_NODES} at most")
     if node is None or not node < num_nodes:
-        raise InputError(f"--nodes {num_nodes}: give this machine's number, from 0 to {num_nodes - 1}, by --node I")
+        raise InputError(f"--nodes {num_nodes}: give this machine's number, from 0 to {num_nodes - 1}, with --node I")
     if head is None:
-        raise InputError(f"--nodes {num_nodes}: say where node 0 listens, by --head HOST:PORT, the same on all nodes")
+        raise InputError(f"--nodes {num_nodes}: say where node 0 listens, with --head HOST:PORT, the same on all nodes")
     return Nodes(num_nodes, node, head.host, head.port, given_secret(arguments.secret_file))

@@ -5,9 +5,12 @@ from __future__ import annotations
 import argparse
 import difflib
 import re
+import shutil
 import sys
+import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any, NoReturn, final
 
 
@@ -102,9 +105,19 @@ class Parser(argparse.ArgumentParser):
         if unknown:
             self._refuse_misspelt(unknown)
             options = [word for word in unknown if word.startswith("-")]
-            what = f"there is no option {options[0]}" if options else f"{unknown[0]!r} is one word too many"
+            what = f"there is no option {options[0]}" if options else f"{unknown[0]!r} is an unexpected argument"
             self._end(f"{what}; see {self.prog} --help")
         return found, unknown
+
+    def format_help(self) -> str:
+        """The help, with its description and examples wrapped to the terminal's width, as argparse wraps the rest."""
+        width = shutil.get_terminal_size().columns - 2
+        texts = self.description, self.epilog
+        self.description, self.epilog = (text and _wrapped(text, width) for text in texts)
+        try:
+            return super().format_help()
+        finally:
+            self.description, self.epilog = texts
 
     def _check_command(self) -> None:
         """The first word that is not an option must be a sub-command, if there are any."""
@@ -137,6 +150,25 @@ class Parser(argparse.ArgumentParser):
     def _end(self, message: str) -> NoReturn:
         print(f"{self.prog}: error: {message}", file=sys.stderr)
         sys.exit(2)
+
+
+def _wrapped(text: str, width: int) -> str:
+    """Paragraphs in lines of at most `width` characters; indented lines are commands, which a backslash continues."""
+    lines: list[str] = []
+    for is_kept, group in groupby(text.split("\n"), key=lambda line: line[:1] in ("", " ")):
+        paragraph = list(group)
+        lines += [_command(line, width) for line in paragraph] if is_kept else textwrap.wrap(" ".join(paragraph), width)
+    return "\n".join(lines)
+
+
+def _command(line: str, width: int) -> str:
+    if len(line) <= width:
+        return line
+    kept_together = re.sub(r"( --?[\w-]+) (?!-)", "\\1\N{NO-BREAK SPACE}", line)  # an option and its value
+    parts = textwrap.wrap(
+        kept_together, width - 2, subsequent_indent="      ", break_long_words=False, break_on_hyphens=False
+    )
+    return " \\\n".join(parts).replace("\N{NO-BREAK SPACE}", " ")
 
 
 def _nearest(wrong: str, choices: Iterable[str]) -> str | None:

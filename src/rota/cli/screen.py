@@ -12,6 +12,7 @@ from contextlib import contextmanager
 
 from rota.cli.wire_effects import wire_effects
 from rota.plan import Plan
+from rota.tables import fitted
 from rota.timeline import Timeline
 
 #: What the characters of charts and units become where the output's encoding has none of them.
@@ -35,6 +36,16 @@ def terminal_columns() -> int:
     return max(shutil.get_terminal_size((100, 24)).columns, 20)
 
 
+def report_columns() -> int | None:
+    """The width that sentences are wrapped to: the terminal's, or COLUMNS; None: not at all, as in a log."""
+    return terminal_columns() if sys.stdout.isatty() or os.environ.get("COLUMNS") else None
+
+
+def print_text(text: str) -> None:
+    """Print lines of text, wrapped to the terminal's width."""
+    print("\n".join(fitted(line, report_columns()) for line in text.split("\n")))
+
+
 def print_wire_effects(plan: Plan, width: int | None = None) -> None:
     """Say which effects of wires the plan counts, if it sends anything; in one line, or in lines of `width` columns."""
     if effects := wire_effects(plan.placement):
@@ -49,7 +60,7 @@ def _wants_color() -> bool:
 def print_replicas(plan: Plan, done: str) -> None:
     """Say that a plan is one pipeline, if it is meant for several replicas of it."""
     if plan.usage is not None and plan.usage.num_replicas > 1:
-        print(f"This {done} one of {plan.usage.num_replicas} replicas: all of them run the same pipeline.")
+        print_text(f"This {done} one of {plan.usage.num_replicas} replicas: all of them run the same pipeline.")
 
 
 def ascii_form(error: UnicodeError) -> tuple[str, int]:

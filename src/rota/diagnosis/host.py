@@ -27,7 +27,7 @@ _CGROUP = Path("/sys/fs/cgroup")
 @final
 @dataclass(frozen=True, slots=True)
 class Host:
-    """What was found on this host; None: it cannot be told. `error` texts are empty if all is well.
+    """What was found on this host; None: it is unknown. `error` texts are empty if all is well.
 
     Attributes:
         system: The operating system, such as "linux".

@@ -183,7 +183,7 @@ def judge_case(section: Section, outcome: Outcome) -> dict[str, Any]:
     elif not difference <= TOLERANCE:
         verdict = "problem"
         off = "missing or not finite" if math.isinf(difference) else f"off by {difference:.1e}"
-        remedy = "do not train here: write this report by --json and report it, with the versions above"
+        remedy = "do not train here: write this report with --json and send it to us, with the versions above"
         section.problem(about, f"{size}: losses or gradients are {off}, not the unsplit model's", remedy)
     else:
         verdict = "ok"

@@ -48,7 +48,7 @@ def ranks(device: torch.device) -> list[dict[str, Any]]:
 
 
 def num_open_files() -> int:
-    """How many files and sockets this process has open; 0 if that cannot be told."""
+    """How many files and sockets this process has open; 0 if that is unknown."""
     folder = Path("/proc/self/fd")
     return len([*folder.iterdir()]) if folder.exists() else 0
 

@@ -29,7 +29,7 @@ def read_boundaries(text: str) -> tuple[int, ...]:
         entries = json.loads(text)
     except (ValueError, RecursionError) as error:
         reason = "nested too deep" if isinstance(error, RecursionError) else error
-        raise FormatError(f"not a list of boundaries ({reason}); write such as [0, 4, 8]") from None
+        raise FormatError(f"not a list of boundaries ({reason}); write, for example, [0, 4, 8]") from None
     return require_boundaries(Field("boundaries", entries).integers(0))
 
 

@@ -155,9 +155,11 @@ def _expanded(text: str) -> str:
         piece = first.text
         if piece == ")":
             if not opened or not group.pieces:
-                raise first.wrong("closes no group, or one without layers; remove it, or write such as (tt|)*2")
+                raise first.wrong("closes no group, or one without layers; remove it, or write, for example, (tt|)*2")
             if here.text != "*":
-                raise here.wrong("follows a group, which Megatron reads only with a number; write such as (tt|)*2")
+                raise here.wrong(
+                    "follows a group, which Megatron reads only with a number; write, for example, (tt|)*2"
+                )
             opened, piece = None, "".join(group.pieces)
         elif piece not in (*_LETTERS, "|"):
             raise first.wrong("is unknown here; use E, t, m, L, |, commas, x*n and (…)*n")
@@ -166,7 +168,7 @@ def _expanded(text: str) -> str:
             times, here = _number(rest)
         (group if opened else outside).add(piece, times, first)
     if opened:
-        raise opened.wrong("opens a group that never ends; write such as (tt|)*2")
+        raise opened.wrong("opens a group that never ends; write, for example, (tt|)*2")
     return "".join(outside.pieces)
 
 
@@ -180,7 +182,7 @@ def _number(rest: Iterator[_Character]) -> tuple[int, _Character]:
             raise first.wrong(f"begins a number of more than {len(str(MOST_LAYERS))} digits; {MOST_LAYERS:,} at most")
         here = next(rest)
     if not digits:
-        raise here.wrong("follows '*', which needs a number; write such as t*3")
+        raise here.wrong("follows '*', which needs a number; write, for example, t*3")
     if here.text == "*":
         raise here.wrong("multiplies a second time, which Megatron misreads; write the product")
     return int(digits), here

@@ -59,8 +59,8 @@ def add_loss(value: torch.Tensor, count: float | torch.Tensor | None = None) -> 
             number of tokens in the micro-batch. None with a `loss_fn` that returns a mean.
 
     Raises:
-        PipelineError: `value` is no real tensor with one element, or `count` no finite number of 0 or more. A count on
-            an accelerator is only looked at by the pipeline, at the end of the step.
+        PipelineError: `value` is not a real tensor with one element, or `count` is not a finite number of 0 or more. A
+            count on an accelerator is only looked at by the pipeline, at the end of the step.
         SplitError: `rota.split` traces the forward that calls it.
     """
     if isinstance(value, fx.Proxy):

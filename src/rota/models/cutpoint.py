@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 @final
 class CutPoint(nn.Module):
-    """A possible boundary between two stages: returns what it is given. Call each one once in a forward.
+    """A possible boundary between two stages: it returns its input. Call each CutPoint once per forward.
 
     It has no state, so a plain Python list of them works as well as an `nn.ModuleList` or an attribute.
     """

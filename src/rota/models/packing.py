@@ -25,7 +25,7 @@ _HARMLESS = frozenset(("use_cache", "output_attentions", "output_hidden_states",
 def pack_samples(
     samples: Sequence[torch.Tensor], length: int | None = None
 ) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    """A micro-batch of one row in which samples follow one another, to predict each token from those before it.
+    """Make a micro-batch of one row in which samples follow one another, to predict each token from those before it.
 
     It is the `collate` of `rota.Planner(…, packed=True, length_of=lambda sample: len(sample) - 1)`.
 
@@ -102,8 +102,8 @@ def use_packed_attention(model: nn.Module) -> None:
     """Let a causal model of transformers use `packed_attention`; its batches then have `position_ids`.
 
     Args:
-        model: A model of transformers, before it is split. What its attention does besides (windows, soft caps, sinks)
-            is refused by the first forward.
+        model: A model of transformers, before it is split. The first forward refuses attention with windows, soft caps
+            or sinks.
 
     Raises:
         PipelineError: The model does not take attention functions from outside.

@@ -78,7 +78,7 @@ class Chunk:
 
 
 def with_earlier_chunks(*values: torch.Tensor, dim: int = -2) -> tuple[torch.Tensor, ...]:
-    """Values of this chunk, such as keys and values of attention, joined with those of the sample's earlier chunks.
+    """Join values of this chunk, such as keys and values of attention, with those of the sample's earlier chunks.
 
     Gradients flow back to the chunks that made them. Where no chunk runs, as in the unsplit model, the values are
     returned as they are.
@@ -92,8 +92,8 @@ def with_earlier_chunks(*values: torch.Tensor, dim: int = -2) -> tuple[torch.Ten
         `torch.ones(q_length, k_length, dtype=torch.bool).tril(k_length - q_length)`.
 
     Raises:
-        PipelineError: It is called in a backward of a step with chunks, as checkpointed blocks do, in compiled code,
-            or not equally often for every chunk.
+        PipelineError: It is called in a backward of a step with chunks, as checkpointed blocks do, in compiled code, or
+            not the same number of times for every chunk.
         SplitError: `rota.split` traces the forward that calls it.
     """
     if any(isinstance(value, fx.Proxy) for value in values):

@@ -32,7 +32,7 @@ def split(
     example: Any = None,
     direct_skips: bool = False,
 ) -> Stages:
-    """Cut `model` into stages that together do what it does, with its own parameters.
+    """Cut `model` into stages that together compute the same, with the model's own parameters.
 
     A model whose forward calls CutPoints is cut at them, and an `nn.Sequential` between its children. Any other model
     is cut before modules of it, unmodified: one forward on `example` shows what each stage reads and sends.
@@ -43,21 +43,22 @@ def split(
 
     Args:
         model: The model, in training mode if it is to be trained. Or stages made by hand, of which neighbours become
-            one; what is `weight` in stage 3 is `3.weight` then.
+            one; `weight` in stage 3 is then `3.weight`.
         num_stages: The number of stages, 1 or more.
         cuts: The CutPoints to cut at, by number in call order or by attribute path (`"cutpoints[2]"`), or the children
             of an `nn.Sequential`, or the stages made by hand, to cut before. For any other model the modules to cut
             before, by path (`"model.layers.4"`), or patterns of modules that a stage may begin with
-            (`"model.layers.*"`). None: spread so that no stage has two pieces more than another.
+            (`"model.layers.*"`). None: spread evenly, so that numbers of pieces per stage differ by one at most.
         example: For a model without CutPoints: a batch, as a dict of its keyword arguments, or as a tuple.
-        direct_skips: With an example: what a stage needs of one that is not right before it travels directly. By
-            default it passes through the stages between, which are a chain then, as most named schedules require.
+        direct_skips: With an example: values from a stage that is not right before the one that reads them travel
+            directly. By default they pass through the stages between, so that stages form a chain, as most named
+            schedules require.
 
     Returns:
         The stages, with `cuts` set to the names of these cuts.
 
     Raises:
-        SplitError: Where the model cannot be cut so, with the place in its forward.
+        SplitError: The model cannot be cut like this; the message gives the place in its forward.
     """
     if num_stages < 1:
         raise SplitError(f"num_stages is {num_stages}: give at least 1")

@@ -41,9 +41,9 @@ def autoplan(
     It chooses together: ranks per pipeline and replicas, cuts, stages per rank and their shape, rows per micro-batch,
     recomputation, and the schedule. As simulated, the plan is never slower than any named schedule on equal layers,
     with nothing or everything recomputed, unless time runs out: then the answer says so. With the search extra it also
-    searches the orders of the best candidates. Of plans that are as fast, for all that the profile's spread can tell,
-    the simplest is chosen. There are replicas only where the cost of their all-reduces is known, and stages recompute
-    only where memory is limited.
+    searches the orders of the best candidates. Among plans that are equally fast within the profile's spread, it takes
+    the simplest. It uses replicas only if the cost of their all-reduces is known, and recomputes stages only if memory
+    is limited.
 
     Ctrl-C ends the search with the best plan so far. So does an error that `progress` raises: it becomes a warning and
     the answer's `stopped_by`, or is raised if there is no plan yet. A search that ends by itself gives the same answer
@@ -53,7 +53,7 @@ def autoplan(
         profiles: The model's layers by rows per micro-batch, such as a `rota.profiles.Profile`.
         machine: The processes, their memory, speed and links.
         batch_rows: Rows of a step, over all replicas.
-        inference: Whether there are forwards only.
+        inference: Whether to plan forward passes only.
         recompute: Whether stages may recompute. PyTorch's schedule CSV, and so torchtitan, cannot express it.
         pipeline_ranks: Ranks of every pipeline; None: any number.
         copies: Whether a stage may be on two ranks, as in bidirectional pipelines. Never on a machine whose links have
@@ -65,8 +65,8 @@ def autoplan(
         The best plan, others of different kinds, and why each of them is slower.
 
     Raises:
-        PlacementError: For arguments that make no sense together.
-        SearchError: Where nothing fits; the message says what would.
+        PlacementError: Arguments contradict each other.
+        SearchError: No plan fits; the message says what would fit.
     """
     if not isinstance(profiles, Mapping):
         raise PlacementError(

@@ -68,7 +68,7 @@ def read_config(spec: str) -> HfModel:
     try:
         from transformers import AutoConfig
     except ImportError:
-        raise FormatError(f"{spec}: this needs transformers; install it by: pip install transformers") from None
+        raise FormatError(f"{spec}: this needs transformers; install it with: pip install transformers") from None
     known = {name: value for name, value in fields.items() if name != "model_type"}
     try:
         config = AutoConfig.for_model(fields["model_type"], **{**known, "use_cache": False})

@@ -16,20 +16,20 @@ _MOST_RANKS = 100_000  # more than any machine has; the time to look at a layout
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """The processes that a plan may use some or all of, numbered as by `rota.mesh`.
+    """The processes that a plan may use, all or some of them, numbered as in `rota.mesh`.
 
     Rank r of replica k, of pipelines on p ranks, is process k · p + r.
 
     Attributes:
         num_ranks: The number of processes.
-        limit_bytes: Most bytes that a process may hold: one number, or one per process (None: no limit).
+        limit_bytes: Maximum bytes that a process may hold: one number, or one per process (None: no limit).
         link: The link between processes of a node; or a Cluster with the links of all pairs, as measured by
             `rota.profiling.measure_links`, and maybe limits.
         ranks_per_node: Number of neighbouring processes on one node (None: all).
         node_link: The link between processes of different nodes (None: `link`).
         slowdowns: The factor of each process's times (empty: 1).
         all_reduces: Measured sums over processes, as by `rota.profiling.all_reduces`, by number of processes: (bytes,
-            µs) of several sizes. They count instead of what the links would give.
+            µs) of several sizes. They replace times computed from the links.
 
     Raises:
         PlacementError: A value is invalid, or contradicts another one.
@@ -91,7 +91,7 @@ class Machine:
 
     @property
     def prices_transfers(self) -> bool:
-        """Whether transfers are more than free."""
+        """Whether transfers cost time."""
         return self.link != _ANY_LINK or self.node_link is not None
 
     @property

@@ -41,13 +41,13 @@ class PlannedBatch:
 
     Attributes:
         inputs: The micro-batches' inputs; None where no stage reads any.
-        targets: Their targets; None but on the ranks of the last stage.
+        targets: Their targets; None except on the ranks of the last stage.
         plan: The plan of the step.
         sizes: Rows and length of each micro-batch, for `step`.
         groups: The samples of each micro-batch, as indices into the batch.
         makespan_us: The step's predicted time; the largest of all replicas.
         bound_us: Lower bound on the step's time for these micro-batches, as the planner proved it.
-        planning_us: Time that the planner took, while the batch before this one ran.
+        planning_us: Planning time, while the batch before this one ran.
         is_searched: Whether the plan was searched for. On a machine where the loops of the search are not compiled yet,
             the first batches have plans by rules: neighbours in length, and a named schedule.
         waited_us: Time that this process waited for the plan.
@@ -85,7 +85,7 @@ class Planner(Iterator[PlannedBatch]):
         length_of: The length of a sample; or a tuple of lengths, of which `collate` gets the longest of each, and
             the plan counts the sum.
         round_to: Lengths are rounded up to multiples of this.
-        packed: Whether the samples of a micro-batch follow one another in one row, each attending to only itself.
+        packed: Whether the samples of a micro-batch follow one another in one row, each attending only to itself.
         plan_with: "module:function" that plans instead of `rota.plan_batch`: `function(lengths, num_replicas,
             **options)` returns for each replica an object with `groups`, `plan`, `makespan_us` and `bound_us`.
         options: Further keyword arguments of `rota.plan_batch`, or of the function; JSON values.
@@ -151,7 +151,7 @@ class Planner(Iterator[PlannedBatch]):
         return self._batch(job, job.found, waited_us)
 
     def close(self) -> None:
-        """End the planner's process and thread. The pipeline's end does so too."""
+        """End the planner's process and thread. Closing the pipeline does so too."""
         if not self._is_closed:
             self._is_closed = True
             self._jobs.put(None)

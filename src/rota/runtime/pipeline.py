@@ -71,9 +71,10 @@ class Pipeline:
         loss_fn: `loss_fn(output, target)`, or `loss_fn(output)` if the output has the loss; None if nothing is trained.
             It returns the mean loss of a micro-batch (one element), or `(sum, count)`, or a dict with one of the two as
             "loss" and metrics beside it.
-        timeout_s: a rank without progress for so long ends all; None: 20 simulated steps, at least 60 s.
+        timeout_s: end all ranks if one makes no progress for this many seconds; None: 20 simulated steps, at least 60
+            s.
         dynamic_shapes: shapes between stages depend on the data, not only on the inputs' shapes.
-        keep_outputs: keep the last stage's outputs in `outputs`; a plan of forwards only always does.
+        keep_outputs: keep the last stage's outputs in `outputs`; a plan with forward passes only always does.
         mesh: as `rota.mesh` makes it; the plan's ranks are its dim "pp". None: all processes are the pipeline.
         recompute: "none", "full", or stages that keep only what they receive, and repeat their forward for B or I.
         allow_nonfinite_loss: `step` returns a loss that is nan or infinite instead of raising PipelineError.
@@ -235,8 +236,8 @@ class Pipeline:
         Args:
             plan: a plan for a batch of its own: the same tasks on the same ranks as in the pipeline's plan. The number
                 of micro-batches, their times and bytes, and all orders may differ.
-            sizes: of each micro-batch its rows and whatever else shapes follow from, such as (rows, length). Ranks
-                learn how layouts follow from them, and then exchange none for sizes that they have not seen.
+            sizes: for each micro-batch its rows and whatever else determines shapes, such as (rows, length). Ranks
+                learn how layouts follow from sizes, and then exchange no layouts for new sizes.
 
         Raises:
             PlanError: `check` refuses the plan.
@@ -250,7 +251,7 @@ class Pipeline:
         return self.stages.named_parameters(self.local_stages)
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """The parameters of this rank's stages: what this rank's optimizer takes."""
+        """The parameters of this rank's stages, for this rank's optimizer."""
         return (parameter for _, parameter in self.named_parameters())
 
     @property
@@ -378,8 +379,8 @@ class Pipeline:
             inputs: what the stages on this rank read, None if they read nothing: a tensor, or a tuple or mapping of
                 tensors, whose rows are spread over the plan's micro-batches; or a list of micro-batches. A tensor
                 without dims, or with one row beside others with more, goes to every micro-batch whole.
-            targets: what `loss_fn` gets, on the ranks of the last stage; in the same forms as `inputs`.
-                None if `loss_fn` takes the output alone.
+            targets: what `loss_fn` gets, on the ranks of the last stage; in the same forms as `inputs`. None if
+                `loss_fn` takes only the output.
             plan: the plan of this step, the same on all ranks of a replica; see `prepare`. None: that of the pipeline,
                 or the one that it has swapped to, see `adapt`.
             sizes: as for `prepare`.
@@ -388,8 +389,8 @@ class Pipeline:
             scaler: this process's own GradScaler; the gradients have its factor until it takes it out. If gradients
                 overflow on one rank, they become infinite on all, so that every scaler skips the step.
             wait: False: return a `StepHandle` at once, so that an accelerator gets the next step while it runs this
-                one. The first step waits all the same. What a step is refused for, and nobody has asked its handle for,
-                is raised by a later call on all ranks, at the latest by `close`.
+                one. The first step waits all the same. If a step fails and nobody waits for its handle, a later call
+                raises the error on all ranks, `close` at the latest.
 
         Returns:
             The mean loss over all micro-batches and replicas, on every rank, with all losses that modules added; nan
@@ -628,7 +629,7 @@ class Pipeline:
         Args:
             max_norm: the norm of all gradients together is at most this afterwards.
             norm_type: any number above 0, or inf.
-            error_if_nonfinite: raise PipelineError if the norm is nan or infinite. An accelerator is waited for then.
+            error_if_nonfinite: raise PipelineError if the norm is nan or infinite. This waits for an accelerator.
 
         Returns:
             The norm of all gradients together before: a tensor of float64 without dims, where the stages are.
@@ -672,7 +673,7 @@ class Pipeline:
         """Watch anything else that all ranks do together: a rank that gets stuck is reported as in a step.
 
         Args:
-            doing: goes on after "waits for".
+            doing: text after "waits for" in the report.
             times: how many times `timeout_s` it may take, if some ranks work long while others wait.
         """
         return self._watchdog.watching(doing, times)

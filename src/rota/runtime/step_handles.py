@@ -70,7 +70,7 @@ class StepHandle:
     def wait(self) -> float:
         """Wait for the step to end; it may be called on only some ranks, and again.
 
-        `pipeline.metrics` are the step's then, unless those of a later step or evaluation have been read.
+        `pipeline.metrics` are then those of this step, unless those of a later step or evaluation have been read.
 
         Returns:
             What `step` returns with `wait=True`.

@@ -2,9 +2,10 @@
 
 Qi, Wan, Amar and Lin, "Pipeline Parallelism with Controllable Memory", 2024, section 3. All ops of one micro-batch are
 a building block, which is repeated every 6 slots: F, I and W of a rank's two stages take one slot each. The longer a
-stage holds a micro-batch, the more of them it holds at a time; in a V, one stage of a rank holds it for a short time
-where the other one holds it for a long time. The block of V-Min on 4 ranks, where each hop takes one slot (in V-Half: 1
-down and 2 up):
+stage holds a micro-batch, the more micro-batches it holds at a time. In a V, one stage of each rank holds it for a
+short time and the other for a long time.
+
+The block of V-Min on 4 ranks, where each hop takes one slot (in V-Half: 1 down and 2 up):
 
     slot     0  1  2  3  4  5  6  7  8  9  10 11 12 13 14 15
     rank 0   F0 .  .  .  .  .  .  F1 I1 .  .  .  .  .  .  I0        stage 0 on the way down, 1 on the way up;

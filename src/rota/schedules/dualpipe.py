@@ -1,9 +1,9 @@
 """DualPipe: micro-batches enter at both ends, so that a forward always runs beside the backward of another one.
 
 DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024, section 3.2.1, and the eight steps published with it (github.com,
-deepseek-ai/DualPipe). DualPipeV is one half of it, in which the middle of the pipeline becomes the turn of a V: "Cut-
-in-half" (Sea AI Lab, 2025). W runs right after I, except in the last backwards, where it is postponed to fill the
-drain.
+deepseek-ai/DualPipe). DualPipeV is one half of it, in which the middle of the pipeline becomes the turn of a V:
+"Cut-in-half" (Sea AI Lab, 2025). W runs right after I, except in the last backwards, where it is postponed to fill
+the drain.
 
     4 ranks, 8 micro-batches, all ops equally long. Ranks 3 and 2 mirror these; DualPipeV's 2 ranks do the same in a V.
 
@@ -46,7 +46,7 @@ def dualpipe(placement: Placement, num_microbatches: int) -> Plan:
 
 
 def dualpipe_v(placement: Placement, num_microbatches: int) -> Plan:
-    """One half of DualPipe on a V. It has PyTorch's order.
+    """One half of DualPipe on a V, in PyTorch's order.
 
     Args:
         placement: A V: `rota.wave` with two stages per rank and a split backward.

@@ -193,7 +193,7 @@ FAMILIES = (
         _in_turn,
         "Narayanan et al. 2021",
         bubble=_1F1B,
-        use_when="The default of most trainers: rank r holds p − r micro-batches, however many a step has.",
+        use_when="The default of most trainers: rank r holds p − r micro-batches, even in a long step.",
     ),
     Family(
         "eager_1f1b",
@@ -232,7 +232,7 @@ FAMILIES = (
         "Qi et al. 2023",
         "split",
         bubble=_zb(1),
-        use_when="You use 1f1b and the backward can be split: the same memory, a third of the bubble if F = I = W.",
+        use_when="The backward can be split: the memory of 1f1b, and a third of its bubble if F = I = W.",
     ),
     Family(
         "zb_h2",
@@ -252,7 +252,7 @@ FAMILIES = (
         place,
         "Qi et al. 2023",
         "split",
-        use_when="Uneven stages with a split backward; a limit on memory between those of zb_h1 and zb_h2.",
+        use_when="Uneven stages with a split backward, and a memory limit between the memory of zb_h1 and zb_h2.",
     ),
     Family(
         "interleaved_zb",
@@ -274,7 +274,7 @@ FAMILIES = (
         2,
         bubble=_NONE,
         of_span=True,
-        use_when="Memory as for 1f1b, F, I and W about equal: almost no bubble.",
+        use_when="As much memory as 1f1b, and F, I and W about equal: almost no bubble.",
     ),
     Family(
         "v_half",
@@ -284,7 +284,7 @@ FAMILIES = (
         "Qi et al. 2024",
         "split",
         2,
-        use_when="Activations are what limits you: about half of 1f1b's memory for a small bubble.",
+        use_when="Activations limit you: about half of 1f1b's memory, for a small bubble.",
     ),
     Family(
         "v_min",
@@ -294,7 +294,7 @@ FAMILIES = (
         "Qi et al. 2024",
         "split",
         2,
-        use_when="Activations are what limits you by far: about a third of 1f1b's memory for a larger bubble.",
+        use_when="Activations limit you severely: about a third of 1f1b's memory, for a larger bubble.",
     ),
     Family(
         "dualpipe_v",
@@ -305,7 +305,7 @@ FAMILIES = (
         "split",
         2,
         bubble=_DUALPIPE_V,
-        use_when="Messages are long enough to hide behind ops of the other direction, and weights fit only once.",
+        use_when="Long messages to hide behind ops of the other direction, and memory for one copy of the weights.",
     ),
     Family(
         "dualpipe",
@@ -315,7 +315,7 @@ FAMILIES = (
         "DeepSeek-AI 2024",
         "split",
         bubble=_DUALPIPE,
-        use_when="The same with room for the weights twice; mixtures of experts whose messages must be hidden.",
+        use_when="As dualpipe_v, with memory for two copies of the weights; mixtures of experts with long messages.",
     ),
     Family(
         "chimera",
@@ -325,7 +325,7 @@ FAMILIES = (
         "Li and Hoefler 2021",
         "whole",
         bubble=_CHIMERA,
-        use_when="Few micro-batches, at most as many as ranks, and room for the weights twice.",
+        use_when="No more micro-batches than ranks, and memory for two copies of the weights.",
     ),
     Family(
         "hanayo",
@@ -335,7 +335,7 @@ FAMILIES = (
         "Liu et al. 2023",
         stages_per_rank=2,
         bubble=_HANAYO,
-        use_when="Few micro-batches and a whole backward, and weights fit only once.",
+        use_when="Few micro-batches, a whole backward, and memory for one copy of the weights.",
     ),
     Family(
         "varuna",
@@ -349,7 +349,7 @@ FAMILIES = (
     ),
     Family(
         "seq1f1b",
-        "1f1b whose micro-batches are chunks of samples (--chunks)",
+        "1f1b for micro-batches that are chunks of samples (--chunks)",
         seq1f1b,
         _in_turn,
         "Sun et al. 2024",

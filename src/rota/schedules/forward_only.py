@@ -1,7 +1,9 @@
 """Inference: every micro-batch forward, in order.
 
-rank 0  F0 F1 F2 F3
-rank 1  .  F0 F1 F2 F3
+GPipe without its backwards.
+
+    rank 0  F0 F1 F2 F3
+    rank 1  .  F0 F1 F2 F3
 """
 
 from __future__ import annotations

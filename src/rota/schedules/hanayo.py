@@ -26,9 +26,10 @@ _SHAPE = "rota.wave(costs, cluster)"
 
 
 def hanayo(placement: Placement, num_microbatches: int) -> Plan:
-    """Waves; a rank keeps no more than the activations of p micro-batches, as in 1F1B. W runs right after I.
+    """Waves in which a rank keeps the activations of at most p micro-batches, as in 1F1B. W runs right after I.
 
-    Several ways to handle a last unit that is not full, and to let ops overtake late ones, are tried; the fastest wins.
+    It tries several ways to handle a last unit that is not full, and to let ops overtake late ones, and takes the
+    fastest plan.
 
     Args:
         placement: `rota.wave` with 2w stages per rank.

@@ -21,9 +21,9 @@ from rota.tasks import Op
 def one_f_one_b(placement: Placement, num_microbatches: int) -> Plan:
     """1F1B on any DAG of stages.
 
-    A stage warms up with one forward for each stage on its longest path to the end. Along an edge that path shrinks
-    by at least one. So with h = its length, running F of micro-batch m at 2m - h and B at 2m + h + 1 contradicts
-    neither data nor orders: no DAG deadlocks.
+    A stage warms up with one forward for each stage on its longest path to the end. Along an edge, the length h of that
+    path shrinks by at least one. So F of micro-batch m at time 2m - h and B at 2m + h + 1 agree with all edges and
+    orders: no DAG can deadlock.
 
     Args:
         placement: At most one stage per rank.

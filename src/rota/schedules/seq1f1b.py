@@ -18,8 +18,8 @@ from rota.schedules.common import alternate, depth, require_microbatches
 def seq1f1b(placement: Placement, num_microbatches: int) -> Plan:
     """Seq1F1B on any DAG of stages.
 
-    A stage warms up with one forward for each stage on its longest path to the end, as in 1F1B, and with as many more
-    as the last stage needs before its first backward: the chunks of a sample less one.
+    A stage warms up with one forward for each stage on its longest path to the end, as in 1F1B. It adds the forwards
+    that the last stage needs before its first backward: the number of chunks per sample minus one.
 
     Args:
         placement: At most one stage per rank; `sample_of` says which micro-batches are chunks of one sample.

@@ -15,7 +15,7 @@ from rota.costs import Cluster, Costs
 from rota.errors import PlanError, RotaError
 from rota.schedules.families import FAMILIES, Family, Sizes
 from rota.simulation import simulate
-from rota.tables import table_lines
+from rota.tables import fitted, table_lines
 from rota.timeline import Timeline
 from rota.units import size_text, time_text
 
@@ -162,7 +162,7 @@ def to_text(rows: list[Row], limit_bytes: int | None = None, width: int | None =
     Args:
         rows: Of `compare_schedules`.
         limit_bytes: The limit of each rank, for the last line.
-        width: The number of characters that a line of the table may have; None: any.
+        width: The number of characters that a line may have; None: any.
 
     Returns:
         Lines without a newline at the end.
@@ -176,11 +176,18 @@ def to_text(rows: list[Row], limit_bytes: int | None = None, width: int | None =
     lines += ["", *(textwrap.fill(note, width or 120) for note in notes)]
     if missing := [row for row in rows if row.makespan_us is None]:
         names = max(len(row.name) for row in missing)
-        lines += ["", "Not possible here:", *(f"  {row.name:<{names}}  {row.problem}" for row in missing)]
+        lines += ["", "Not possible here:"]
+        lines += [_problem_line(row, names, width) for row in missing]
     if winner is not None:
         within = "" if limit_bytes is None else f" within {size_text(limit_bytes)} per rank"
         lines += ["", f"▸ fastest{within}: {winner.name}, {time_text(winner.makespan_us or 0)} per step"]
     return "\n".join(lines)
+
+
+def _problem_line(row: Row, name_width: int, width: int | None) -> str:
+    """Why a schedule has no figures; its error may begin with its name."""
+    problem = row.problem.removeprefix(f"{row.name}: ")
+    return fitted(f"  {row.name:<{name_width}}  {problem}", width, name_width + 4)
 
 
 def _cells(row: Row, is_best: bool, one_f_one_b: int | None) -> tuple[str, ...]:

@@ -23,7 +23,7 @@ _SHAPE = "rota.wave(costs, cluster), with two stages per rank"
 
 
 def zb_v(placement: Placement, num_microbatches: int) -> Plan:
-    """ZB-V in PyTorch's order. Fewer than 2p - 1 micro-batches run as the first ones of 2p - 1 would.
+    """ZB-V in PyTorch's order. Fewer than 2p - 1 micro-batches run in the order of the first ones of 2p - 1.
 
     Args:
         placement: A V: `rota.wave` with two stages per rank and a split backward.

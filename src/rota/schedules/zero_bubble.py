@@ -17,7 +17,7 @@ _SHAPE = "rota.place(costs, cluster)"
 
 
 def zb_h1(placement: Placement, num_microbatches: int) -> Plan:
-    """1F1B's warm-up; rank r does W r rounds after I, so that all ranks hold as much as rank 0 does in 1F1B.
+    """1F1B with W postponed: rank r runs it r rounds after I, so that all ranks hold as much as rank 0 in 1F1B.
 
     Args:
         placement: A chain with one stage per rank (`rota.place`) and a split backward.
@@ -33,7 +33,7 @@ def zb_h1(placement: Placement, num_microbatches: int) -> Plan:
 
 
 def zb_h2(placement: Placement, num_microbatches: int) -> Plan:
-    """Forwards until the first gradient comes back, 2(p - r) - 1 of them.
+    """Rank r warms up with 2(p - r) - 1 forwards, until the first gradient comes back.
 
     When rank 0 has no forwards left, it receives gradients faster, so the ranks after it postpone W to deliver them.
 

@@ -47,10 +47,10 @@ Score = tuple[int, int]
 
 
 def zb_auto(placement: Placement, num_microbatches: int) -> Plan:
-    """The shortest span found; of equal ones, the shortest makespan.
+    """A search for the shortest span; of equal spans, the shortest makespan wins.
 
-    It is no longer than that of zb_h1, zb_h2 and 1f1b where these fit, and never over `placement.cluster.limit_bytes`.
-    When a surrounding search must stop, the result is the best of what was tried by then.
+    The span is no longer than that of zb_h1, zb_h2 and 1f1b where these fit, and memory stays within
+    `placement.cluster.limit_bytes`. When a surrounding search must stop, the result is the best plan found so far.
 
     Args:
         placement: A chain with one stage per rank (`rota.place`) and a split backward.

@@ -24,10 +24,10 @@ def find_backups(
     deterministic: bool = False,
     progress: Callable[[Progress], None] | None = None,
 ) -> Backups:
-    """A backup plan for each rank of a plan, whose peers in the other replicas take its micro-batches.
+    """Make a backup plan for each rank of a plan: its peers in the other replicas run its micro-batches.
 
-    Each is the best one of what `plan_backup` makes and what `find_plan` finds, with split backwards where the plan's
-    are whole. A rank for which list scheduling already reaches the bound is not searched for.
+    Each is the better of the plans of `plan_backup` and `find_plan`, with split backwards where the plan's are whole. A
+    rank for which list scheduling already reaches the bound is not searched for.
 
     Args:
         plan: The plan of each replica.

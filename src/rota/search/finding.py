@@ -40,7 +40,7 @@ def find_plan(
     keep_sequence: bool = False,
     progress: Callable[[Progress], None] | None = None,
 ) -> SearchResult:
-    """The order that finishes first, for any placement, and how far from the best possible it may still be.
+    """Search for the fastest order for a placement, with a proven bound on how much faster any order can be.
 
     The plan is never worse than a named schedule that fits and that there was time to make. Ctrl-C ends the search with
     the best so far; a second one aborts. An answer that is proven optimal is the same on every run; another one depends
@@ -57,8 +57,8 @@ def find_plan(
         seed: Seed of all random choices.
         deterministic: Do `time_limit_s` nominal seconds of work, however long they last; the answer is then the same
             on every run.
-        keep_sequence: Where micro-batches differ: whether every task takes them in their sequence. The plan is then
-            the best one that does; `SearchResult.among` says what the proof is among.
+        keep_sequence: Where micro-batches differ: whether every task takes them in their sequence. The plan is then the
+            best one that does; `SearchResult.among` says which plans the proof covers.
         progress: Called with each better plan and each method's turn. An error that it raises ends the search like
             Ctrl-C: it is issued as a warning and reported in `stopped_by`, or raised if no plan was found by then.
 

@@ -76,15 +76,15 @@ class SearchResult:
         plan: The plan, which was checked.
         objective: What was minimized.
         value_us: Its value: makespan, span, or time per micro-batch in steady state, in µs.
-        bound_us: No plan for this placement has less; see `among`.
+        bound_us: A proven lower bound of the value; see `among`.
         why: The reason for the bound, in one line.
         how: The method that found the plan.
-        period_us: Least time per micro-batch of the steady states found; None if none was found that keeps up with the
-            plan.
+        period_us: Shortest time per micro-batch of the steady states found; None if none was found that keeps up with
+            the plan.
         named: The named schedules on this placement, fastest first.
         elapsed_s: How long the search lasted.
         stopped_by: Ctrl-C, or an error of `progress`; empty if the search ended by itself.
-        among: Where micro-batches differ: among which plans the bound and the proof hold. Empty: among all.
+        among: If micro-batches differ: the plans that the bound and the proof cover. Empty: all plans.
     """
 
     plan: Plan

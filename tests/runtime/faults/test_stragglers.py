@@ -112,5 +112,5 @@ def test_the_command_tells_what_to_do(capsys: pytest.CaptureFixture[str]) -> Non
     assert _report_end(Run(None, slow, None), "t.json") == 0
     assert "plan with measured costs: rota calibrate t.json -o better.json" in capsys.readouterr().err
     assert _report_end(Run(None, slow, signal.SIGUSR1), None) == 0
-    assert "measure by --timeline measured.json, and plan with" in capsys.readouterr().err
+    assert "measure with --timeline measured.json, and plan with" in capsys.readouterr().err
     assert _report_end(Run(None, [], signal.SIGTERM), None) == 143

@@ -86,7 +86,7 @@ def _slowdowns(text: str) -> tuple[float, ...]:
 def run(arguments: Namespace) -> int:
     """Print the fastest plan found for the model or its profile, and write it to --output. Returns the exit code."""
     if arguments.model is None and arguments.profile is None:
-        raise InputError("what is to be planned? give MODEL.py, or --profile of `rota profile`, or both")
+        raise InputError("nothing to plan; give MODEL.py, or --profile of `rota profile`, or both")
     from rota.planning import autoplan
     from rota.planning.deadline import Deadline
 
@@ -105,9 +105,9 @@ def run(arguments: Namespace) -> int:
             machine = _machine_here(arguments, machine, profiles, deadline, show, remarks)
         if all(layers.num_layers == 1 for layers in profiles.values()) and machine.num_ranks > 1:
             print(
-                "rota autoplan: warning: the model has no place where it may be cut, so there is no pipeline, only "
-                "replicas: name modules that a stage may begin with, --cuts 'layers.*', or call a rota.CutPoint() of "
-                "its own between blocks in its forward, x = self.cuts[i](x)",
+                "rota autoplan: warning: the model has no place to cut, so there is no pipeline, only replicas; name "
+                "modules that can start a stage, such as --cuts 'layers.*', or call a rota.CutPoint() of its own "
+                "between blocks in its forward: x = self.cuts[i](x)",
                 file=sys.stderr,
             )
         least_s = _LEAST_SEARCH_S if arguments.profile is None else _LEAST_S
@@ -163,7 +163,7 @@ def _machine(arguments: Namespace) -> Machine:
     from rota.planning import Machine
 
     if arguments.node_link is not None and arguments.node is None:
-        raise InputError("--node-link is between nodes: say how many ranks one has, by --node")
+        raise InputError("--node-link is between nodes; give the ranks per node with --node")
     link: Link | Cluster = Link(*arguments.link)
     if arguments.links is not None:
         if arguments.link != _ANY_LINK or arguments.node is not None:
@@ -188,7 +188,7 @@ def _limit_bytes(arguments: Namespace) -> int | None:
         limit: int | None = arguments.memory
         return limit
     if arguments.profile is not None and arguments.device is None:
-        raise InputError("--memory: a share of which device's memory? say it in GB, or name the --device")
+        raise InputError("--memory: a share of which device's memory? give it in GB, or name the device with --device")
     require("torch", "torch")
     from rota.profiling.places import memory_bytes_per_rank
 
@@ -205,7 +205,7 @@ def _model_file(arguments: Namespace) -> ModelFile:
     path = arguments.model
     if path.lower().endswith(".json") and not path.startswith("hf:"):
         raise InputError(
-            f"{path} is not a Python file; give a profile by --profile {path}, a config of transformers by hf:{path}"
+            f"{path} is not a Python file; give a profile with --profile {path}, a config of transformers as hf:{path}"
         )
     return load_model_file(path, arguments.length)
 
@@ -262,27 +262,27 @@ def _machine_here(
     try:
         links = links_of_this_machine(arguments.ranks, cache=folder, refresh=arguments.refresh, report=show)
     except PipelineError as error:
-        remarks.append(f"links were not measured, so that transfers are counted as free: {error}")
+        remarks.append(f"links were not measured, so transfers are counted as free: {error}")
         return machine
     machine = replace(machine, link=links)
     gradient_bytes = max(sum(layers.gradient_bytes) for layers in profiles.values())
     if 2 * (arguments.pipeline or 1) > arguments.ranks or not gradient_bytes:
         return machine
     if deadline.left_s < deadline.seconds / 2:
-        remarks.append("left out for lack of time: all-reduces, which are priced by the links' rates")
+        remarks.append("left out for lack of time: all-reduces; their cost is estimated from the links' rates")
         return machine
     show("measuring all-reduces of the gradients")
     try:
         return replace(machine, all_reduces=measure_all_reduces(arguments.ranks, gradient_bytes))
     except PipelineError as error:
-        remarks.append(f"all-reduces were not measured, and are priced by the links' rates: {error}")
+        remarks.append(f"all-reduces were not measured; their cost is estimated from the links' rates: {error}")
         return machine
 
 
 def _not_run(arguments: Namespace) -> str:
     if arguments.inference:
-        return "these are forwards only"
-    return f"this is for {arguments.device}"
+        return "the plan has forward passes only"
+    return f"the plan is for {arguments.device}"
 
 
 def _confirmed(

@@ -32,7 +32,7 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("problems", nargs="+", help="problem files, or folders of them, such as problems/")
     parser.add_argument("--only", metavar="GLOB", help="only problems whose name matches, such as 'wave-*-half'")
     parser.add_argument("--open", action="store_true", help="only problems whose best plan is not proven optimal")
-    parser.add_argument("--list", action="store_true", help="print what is known, and search nothing")
+    parser.add_argument("--list", action="store_true", help="print what is known, without searching")
     add_time_limit(parser, "search each problem for this many seconds (default: 10)", default=10.0)
     parser.add_argument(
         "--jobs", type=number(1), default=1, help="number of problems to search at the same time (default: 1)"
@@ -70,10 +70,10 @@ def _paths(given: list[str], only: str | None) -> list[Path]:
     """The files of the problems, smallest first. Raises InputError if there are none."""
     found = {path for one in map(Path, given) for path in (one.glob("*.json") if one.is_dir() else [one])}
     if wrong := [path for path in found if not path.is_file()]:
-        raise InputError(f"{wrong[0]} is no file and no folder; give the folder problems/ of Rota's repository")
+        raise InputError(f"{wrong[0]} is neither a file nor a folder; give the folder problems/ of Rota's repository")
     paths = [path for path in found if only is None or fnmatch(path.stem, only)]
     if not paths:
-        which = f" whose name fits {only!r}" if only else ""
+        which = f" whose name matches {only!r}" if only else ""
         raise InputError(f"there is no problem{which} in {', '.join(given)}; problems/names.txt lists their names")
     return sorted(paths, key=lambda path: (path.stat().st_size, path.name))
 
@@ -194,7 +194,7 @@ def _require_checkers(paths: Iterable[Path]) -> None:
     for path in paths:
         if not _checker(path).is_file():
             raise InputError(
-                f"--update: {_checker(path)} is missing, which has to accept a file before it is written; copy "
+                f"--update: {_checker(path)} is missing, but must accept each file before it is written; copy "
                 f"check.py and certificates.py from problems/ of Rota's repository"
             )
 
@@ -208,7 +208,7 @@ def _update(attempt: Attempt) -> None:
         done = subprocess.run([sys.executable, _checker(path), better], capture_output=True, text=True)
     if done.returncode:
         said = (done.stdout + done.stderr).strip().splitlines() or [f"exit code {done.returncode}"]
-        raise InputError(f"{path} stays as it was: {_checker(path)} refuses what the search found: {said[0]}")
+        raise InputError(f"{path} was not changed: {_checker(path)} refuses what the search found: {said[0]}")
     attempt.best.write(path)
 
 

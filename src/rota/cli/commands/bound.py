@@ -39,7 +39,7 @@ def run(arguments: Namespace) -> int:
     for objective, value_us, bounds in found:
         best = bounds[0].us
         proof = "proven optimal" if value_us <= best else f"at most {gap(value_us, best):.2%} from the best possible"
-        print(f"{objective} {value_us:,} µs; no plan for this placement has less than {best:,}: {proof}")
+        print(f"{objective} {value_us:,} µs, lower bound {best:,} µs: {proof}")
         highest = {one.name: one for one in reversed(bounds) if one.us}
         for one in sorted(highest.values(), key=lambda one: -one.us):
             print(f"  {one.us:>12,} µs  {one.name}: {one.why}")
@@ -50,11 +50,10 @@ def _print_measured(timeline: Timeline, planned: Timeline) -> None:
     """Say what was measured: the bounds are those of the plan's own costs."""
     if (timeline.makespan_us, timeline.span_us) != (planned.makespan_us, planned.span_us):
         print(
-            f"measured makespan {timeline.makespan_us:,} µs, span {timeline.span_us:,} µs; planned, and bounded below, "
-            f"are {planned.makespan_us:,} and {planned.span_us:,} (`rota compare` says what was slower)"
+            f"measured makespan {timeline.makespan_us:,} µs, span {timeline.span_us:,} µs; planned "
+            f"{planned.makespan_us:,} µs and {planned.span_us:,} µs, which the bounds are for (`rota compare` shows "
+            f"what was slower)"
         )
 
 
-COMMAND = Command(
-    "bound", "prove how far at most a plan is from the optimum", "rota bound plan.json", add_arguments, run
-)
+COMMAND = Command("bound", "prove how close a plan is to the optimum", "rota bound plan.json", add_arguments, run)

@@ -60,7 +60,7 @@ def run(arguments: Namespace) -> int:
 def _measured(path: str) -> Timeline:
     loaded = files.read_plan_or_timeline(path)
     if not isinstance(loaded, Timeline):
-        raise InputError(f"{path} is a plan, whose times are expected ones; give measured timelines")
+        raise InputError(f"{path} is a plan; give timelines measured with `rota run --timeline`")
     return loaded
 
 

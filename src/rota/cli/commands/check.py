@@ -11,13 +11,16 @@ from rota.cli.arguments import add_json
 from rota.cli.json_reports import print_json
 from rota.cli.parser import Command, Parser
 from rota.cli.requirements import InputError, require
-from rota.cli.screen import print_replicas, print_wire_effects
+from rota.cli.screen import print_replicas, print_text, print_wire_effects, report_columns
 from rota.errors import PlanError
 from rota.plan import Plan
 from rota.programs import device_order, torch_order
 from rota.programs.device_order import DeviceOrder
+from rota.tables import fitted
 from rota.timeline import Timeline
 from rota.units import count_text
+
+_PARAGRAPH_COLUMNS = 112  # where the output is no terminal
 
 
 def add_arguments(parser: Parser) -> None:
@@ -48,15 +51,16 @@ def run(arguments: Namespace) -> int:
         return 0
     limits = planned.placement.cluster.limit_bytes
     fits = "fits in memory" if any(limit is not None for limit in limits) else "no memory limit is set"
-    print(
-        f"{arguments.plan}: {planned.num_ops:,} ops of {planned.num_stages} stages and {planned.num_microbatches} "
-        f"micro-batches on {planned.num_ranks} ranks: complete, in order, cannot deadlock, {fits}; "
-        f"makespan {timeline.makespan_us:,} µs, bubble {timeline.bubble_fraction:.1%}{_assumed(arguments.plan)}"
+    print_text(
+        f"{arguments.plan}: complete, in order, cannot deadlock, {fits}\n"
+        f"  {planned.num_ops:,} ops of {planned.num_stages} stages and {planned.num_microbatches} micro-batches on "
+        f"{planned.num_ranks} ranks\n"
+        f"  makespan {timeline.makespan_us:,} µs, bubble {timeline.bubble_fraction:.1%}{_assumed(arguments.plan)}"
     )
-    print_wire_effects(planned)
+    print_wire_effects(planned, report_columns())
     print_replicas(planned, "checked")
     if arguments.device:
-        print(_device_text(device_order.check_device_order(planned)))
+        _print_proof(*_device_text(device_order.check_device_order(planned)))
     if arguments.torch:
         _check_torch(arguments.plan, planned)
     return 0
@@ -80,45 +84,50 @@ def _check_torch(path: str, planned: Plan) -> None:
     text = files.text_of(path) if files.is_csv(path) else planned.to_csv()
     with files.named(path):
         if torch_order.has_communication(text):
-            print(_torch_text("the CSV's messages", torch_order.check_torch_order(text)))
+            _print_proof(*_torch_text("the CSV's messages", torch_order.check_torch_order(text)))
             return
         require("torch", "torch")
         from rota.interop.torch_order import derived
 
         by_torch = derived(text)
-        print(_torch_text("the messages that it derives", torch_order.check_torch_order(by_torch)))
+        _print_proof(*_torch_text("the messages that it derives", torch_order.check_torch_order(by_torch)))
         if differences := torch_order.first_differences(by_torch, planned.to_csv(communication=True)):
-            print(
-                f"  Its order of messages is not the plan's, which makespan and --device are about ({differences}):\n"
-                f"  rota.interop.keep_order runs the plan's (docs/other-trainers.md)"
+            print_text(
+                f"  Its order of messages is not the plan's, which makespan and --device are about ({differences});\n"
+                f"  rota.interop.keep_order runs the plan's order (docs/other-trainers.md)"
             )
         try:
             torch_order.check_torch_order(derived(text, defers_receives=True))
         except PlanError as error:
-            print(f"  defer_pp_recv=True could hang or swap messages, leave it off: {error}")
+            print_text(f"  defer_pp_recv=True could hang or swap messages, leave it off: {error}")
 
 
-def _torch_text(messages: str, proved: DeviceOrder) -> str:
+def _print_proof(proved: str, why: str) -> None:
+    """Print what was proved, and why it is enough."""
+    print_text(proved)
+    print(fitted(f"  {why}", report_columns() or _PARAGRAPH_COLUMNS, 2))
+
+
+def _torch_text(messages: str, proved: DeviceOrder) -> tuple[str, str]:
     return (
         f"on PyTorch's engine, with {messages}: {proved.num_kernels:,} kernels on "
-        f"{count_text(proved.num_ranks, 'rank')} with {count_text(proved.num_channels, 'channel')} wait in no cycle\n"
-        f"  This holds for both ways in which PyTorch makes NCCL's communicators, one per pair of ranks or one for\n"
-        f"  all, even if each send waits for its receive, and if a device runs kernels in the order of their launch."
+        f"{count_text(proved.num_ranks, 'rank')} with {count_text(proved.num_channels, 'channel')} wait in no cycle",
+        "This holds whether PyTorch makes one NCCL communicator per pair of ranks or one for all ranks, even if each "
+        "send waits for its receive, and if a device runs kernels in the order of their launch.",
     )
 
 
-def _device_text(proved: DeviceOrder) -> str:
-    """What was proved, and why it is enough."""
+def _device_text(proved: DeviceOrder) -> tuple[str, str]:
     met = f"{count_text(proved.num_channels, 'channel')} (one stream and communicator per directed pair of ranks)"
     if proved.num_collectives:
         met += f" and {count_text(proved.num_collectives, 'operation')} of several ranks"
     return (
         f"on devices with streams: {proved.num_kernels:,} kernels on {count_text(proved.num_ranks, 'rank')} with {met} "
-        f"wait in no cycle, and both sides of each communicator enqueue in the same order\n"
-        f"  This holds even if each send waits for its receive, and if a device runs kernels only in the order of\n"
-        f"  their launch. It is enough because a kernel waits for nothing but its stream, events, its other side and\n"
-        f"  the launch order. NCCL requires operations to be submitted in the same order across ranks:\n"
-        f"  https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/usage/communicators.html (docs/accelerators.md)"
+        f"wait in no cycle, and both sides of each communicator enqueue in the same order",
+        "This holds even if each send waits for its receive, and if a device runs kernels only in the order of their "
+        "launch. It is enough because a kernel waits only for its stream, events, its other side and the launch order. "
+        "NCCL requires operations to be submitted in the same order across ranks: "
+        "https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/usage/communicators.html (docs/accelerators.md)",
     )
 
 

@@ -32,12 +32,12 @@ def run(arguments: Namespace) -> int:
                 f"{arguments.planned} has measured times, {arguments.measured} planned ones: the plan comes first, as "
                 f"in `rota compare {arguments.measured} {arguments.planned}`"
             )
-        print(f"rota compare: {arguments.planned} has measured times, which count as planned here", file=sys.stderr)
+        print(f"rota compare: {arguments.planned} has measured times, which are treated as planned", file=sys.stderr)
     elif not is_measured(measured):
         raise InputError(
             f"{arguments.measured} has planned times, as {arguments.planned} has: nothing was measured. Write a "
             f"measured timeline with `rota run --timeline measured.json {arguments.planned} train.py` or "
-            f"`rota rehearse {arguments.planned} -o measured.json`; two plans are compared by `rota show --above`"
+            f"`rota rehearse {arguments.planned} -o measured.json`; `rota show --above` compares two plans"
         )
     compared = comparison.compare(planned, measured, arguments.cores)
     if arguments.json:

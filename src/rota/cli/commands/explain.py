@@ -9,13 +9,14 @@ from rota.cli import files
 from rota.cli.arguments import add_cores, add_json
 from rota.cli.parser import Command, Parser
 from rota.cli.requirements import InputError
+from rota.cli.screen import report_columns
 
 
 def add_arguments(parser: Parser) -> None:
     """Add the arguments of `rota explain` to its parser."""
     parser.add_argument("timeline", help="timeline.json, or a plan (simulated first)")
     parser.add_argument("second", nargs="?", help=argparse.SUPPRESS)  # refused, with the right command
-    help_text = "plan with the expected op times (default: the timeline's own plan)"
+    help_text = "plan that has the expected op times (default: the timeline's own plan)"
     parser.add_argument("--planned", metavar="FILE", help=help_text)
     add_cores(parser)
     add_json(parser)
@@ -32,7 +33,7 @@ def run(arguments: argparse.Namespace) -> int:
     timeline = files.read_timeline(arguments.timeline)
     planned = timeline.plan if arguments.planned is None else files.read_timeline(arguments.planned)
     explanation = accounting.explain(timeline, planned, arguments.cores)
-    print(explanation.to_json() if arguments.json else explanation.to_text() + "\n", end="")
+    print(explanation.to_json() if arguments.json else explanation.to_text(report_columns()) + "\n", end="")
     return 0
 
 

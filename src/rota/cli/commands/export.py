@@ -28,7 +28,7 @@ def add_arguments(parser: Parser) -> None:
 
 def _add_torchtitan(parser: Parser) -> None:
     parser.add_argument("plan", help="plan.json, or a schedule CSV")
-    help_text = "a function that returns the model"
+    help_text = "function that returns the model"
     parser.add_argument("--model", required=True, metavar="FILE.py:FUNCTION", help=help_text)
     help_text = (
         "CutPoints to cut at, by number or name; in models without any, the modules that start stages (default: the "
@@ -41,38 +41,43 @@ def _add_torchtitan(parser: Parser) -> None:
 def _add_megatron(parser: Parser) -> None:
     parser.add_argument("plan", help="plan.json, or a schedule CSV")
     help_text = (
-        "0, where each further stage begins, the number of layers; E, each t, each m and L count as one, or, with "
-        "--layers, each of these (default: with --layers the plan's, where autoplan counted them)"
+        "boundaries of the stages: 0, the first layer of each further stage, and the number of layers; E, t, m and L "
+        "count as one layer each; with --layers, each name does (default: with --layers, those of an autoplan plan)"
     )
     parser.add_argument("--boundaries", type=_integers, metavar="0,N,…", help=help_text)
     help_text = (
-        "the layers' classes, in order; before the transformer layers is the embedding (E), behind them the loss (L)"
+        "class names of the layers, in order; those before the transformer layers are the embedding (E), those after "
+        "them the loss (L)"
     )
     parser.add_argument("--layers", type=_layers, metavar="NAME*N,…", help=help_text)
-    help_text = "for --layers: the transformer layers have this regular expression in their class's name"
+    help_text = "with --layers: regular expression that is found in the class names of transformer layers"
     parser.add_argument("--type", metavar="REGEX", help=help_text)
     parser.add_argument("--mtp", type=int, default=0, metavar="N", help="layers of multi-token prediction")
-    add_output(parser, "FILE", "write it there")
+    add_output(parser, "FILE", "write the layout")
 
 
 def _add_deepspeed(parser: Parser) -> None:
     parser.add_argument("plan", help="plan.json, or a schedule CSV")
     help_text = (
-        "0, where each further stage begins, the number of layers (default: the plan's, where autoplan counted them)"
+        "boundaries of the stages: 0, the first layer of each further stage, and the number of layers (default: those "
+        "of an autoplan plan)"
     )
     parser.add_argument("--boundaries", type=_integers, metavar="0,N,…", help=help_text)
-    help_text = "instead: as many layers in each stage whose class has this regular expression in its name"
+    help_text = (
+        "instead of --boundaries: give each stage the same number of layers whose class name contains this regular "
+        "expression"
+    )
     parser.add_argument("--type", metavar="REGEX", help=help_text)
-    help_text = "for --type: the layers' classes, in order"
+    help_text = "with --type: class names of the layers, in order"
     parser.add_argument("--layers", type=_layers, metavar="NAME*N,…", help=help_text)
-    add_output(parser, "FILE", "write it there")
+    add_output(parser, "FILE", "write the boundaries as JSON")
 
 
 def _split(text: str) -> list[str]:
     """The words between commas."""
     words = [word.strip() for word in text.split(",")]
     if not all(words):
-        raise ValueError(f"{text!r} has nothing between two commas; write such as a,b")
+        raise ValueError(f"{text!r} has nothing between two commas; write, for example, a,b")
     return words
 
 
@@ -82,7 +87,7 @@ def _integers(text: str) -> list[int]:
     words = _split(text)
     for word in words:
         if not (word.isascii() and word.isdecimal() and len(word) < 10):
-            raise ValueError(f"{word!r} in {text!r} is not a number of layers; write such as 0,4,8")
+            raise ValueError(f"{word!r} in {text!r} is not a number of layers; write, for example, 0,4,8")
     return [*map(int, words)]
 
 
@@ -93,7 +98,7 @@ def _layers(text: str) -> list[str]:
     for word in _split(text):
         name, star, times = word.partition("*")
         if not name or (star and not (times.isascii() and times.isdecimal() and len(times) < 6)):
-            raise ValueError(f"{word!r} is not a layer; write such as Block, or Block*8 for eight of them")
+            raise ValueError(f"{word!r} is not a layer; write, for example, Block, or Block*8 for eight of them")
         layers += [name] * (int(times) if star else 1)
     return layers
 
@@ -119,7 +124,7 @@ def _to_torchtitan(arguments: Namespace) -> int:
         files.write(str(path), text)
     for stage, names in enumerate(parts):
         print(f"stage {stage}: {' '.join(names)}")
-    print(f"torchtitan must get {planned.num_microbatches} micro-batches per step; docs/other-trainers.md says how.")
+    print(f"Give torchtitan {planned.num_microbatches} micro-batches per step, as docs/other-trainers.md explains.")
     print(_TITAN_LEAVES_NONE)
     return 0
 
@@ -150,9 +155,9 @@ def _to_megatron(arguments: Namespace) -> int:
 
     remedy = "give --boundaries, where E, each t and L count as one"
     if (arguments.type is None) is not (arguments.layers is None):
-        raise InputError("--type and --layers go together; give both, or --boundaries alone")
+        raise InputError("--type and --layers go together; give both, or only --boundaries")
     if arguments.layers is not None and arguments.mtp:
-        raise InputError("--layers cannot tell layers of multi-token prediction; give --mtp with --boundaries alone")
+        raise InputError("--layers cannot mark layers of multi-token prediction; give --mtp with only --boundaries")
     if arguments.layers is not None:
         boundaries = arguments.boundaries or _planned_boundaries(arguments, planned, "give --boundaries too")
         layout = megatron.layout_of_layers(planned, boundaries, arguments.layers, arguments.type)
@@ -206,7 +211,7 @@ def _planned_boundaries(arguments: Namespace, planned: Plan, remedy: str) -> tup
     """The boundaries at which autoplan cut the model."""
     boundaries = None if planned.usage is None else planned.usage.boundaries
     if boundaries is None:
-        raise InputError(f"where is the cut? {arguments.plan} does not say; {remedy}")
+        raise InputError(f"{arguments.plan} does not say where the model is cut; {remedy}")
     return boundaries
 
 

@@ -8,6 +8,7 @@ from rota import accounting
 from rota.cli import files
 from rota.cli.arguments import add_cores, add_output, number
 from rota.cli.parser import Command, Parser
+from rota.cli.screen import report_columns
 
 
 def add_arguments(parser: Parser) -> None:
@@ -28,8 +29,9 @@ def run(arguments: Namespace) -> int:
     imported = import_traces(arguments.traces, arguments.step)
     print(imported.to_text())
     print()
-    print(accounting.explain(imported.timeline, imported.timeline.plan, arguments.cores).to_text())
-    then = f"; see it by `rota show {arguments.output} -o timeline.html`"
+    explanation = accounting.explain(imported.timeline, imported.timeline.plan, arguments.cores)
+    print(explanation.to_text(report_columns()))
+    then = f"; see it with `rota show {arguments.output} -o timeline.html`"
     files.keep(arguments.output, imported.timeline.to_json(), "timeline.json", then)
     return 0
 

@@ -94,9 +94,9 @@ def _layers(arguments: Namespace) -> int:
         refresh = " --refresh" if arguments.cache else ""
         print(
             f"Measurements that vary by {worst:.0%} are too noisy for planning: close other programs, and measure more "
-            f"often, by --repeats {3 * repeats}{refresh}."
+            f"often, with --repeats {3 * repeats}{refresh}."
         )
-    then = f"; plan with it by `rota autoplan --profile {arguments.output} …`"
+    then = f"; plan with `rota autoplan --profile {arguments.output} …`"
     files.keep(arguments.output, found.to_json(), then=then)
     return 0
 
@@ -105,17 +105,18 @@ def _sizes(arguments: Namespace) -> int:
     from rota.planning.size_profile import profile_file_sizes
 
     if len(arguments.lengths) < 2 or arguments.length:
-        raise InputError("--lengths needs two lengths or more, and no --length beside it, such as --lengths 64,128,256")
+        raise InputError("--lengths needs two lengths or more, such as --lengths 64,128,256, and no --length")
     how = {"device": arguments.device, "cuts": arguments.cuts, "repeats": arguments.repeats or _REPEATS}
     if arguments.cache:
-        raise InputError("--cache keeps a profile of one length; leave it out with --lengths")
+        raise InputError("--cache stores profiles of one length; leave it out with --lengths")
     with progress_line() as show:
         found = profile_file_sizes(
             arguments.model, arguments.lengths, arguments.rows or (1, 4), arguments.stages or 2, report=show, **how
         )
     print(_sizes_table(found.model))
-    print(f"cut at {', '.join(found.cuts) or 'nothing'}; times are {found.model.error:.1%} off at most where measured")
-    files.keep(arguments.output, found.model.to_json(), then="; it is a rota.SizeModel, which rota.Planner takes")
+    cuts = ", ".join(found.cuts) or "nothing"
+    print(f"cut at {cuts}; fitted times differ from measured ones by at most {found.model.error:.1%}")
+    files.keep(arguments.output, found.model.to_json(), then=", a rota.SizeModel for rota.Planner")
     return 0
 
 
@@ -176,7 +177,7 @@ def _links(arguments: Namespace) -> int:
         found = of_launched
     print(found.text)
     cluster = found.rehearsal if arguments.rehearsal else found.cluster
-    files.keep(arguments.output, cluster.to_json(), then="; it is a rota.Cluster: `rota autoplan --links` takes it")
+    files.keep(arguments.output, cluster.to_json(), then=", a rota.Cluster for `rota autoplan --links`")
     return 0
 
 

@@ -50,7 +50,7 @@ def run(arguments: Namespace) -> int:
         print(rehearsed.to_text())
         print_replicas(planned, "rehearsed")
     if arguments.output is not None:
-        then = f"; see it by `rota show {arguments.output}`"
+        then = f"; see it with `rota show {arguments.output}`"
         files.write(arguments.output, rehearsed.measured.to_json(), then, quietly=arguments.json)
     return 0
 

@@ -45,18 +45,18 @@ def add_arguments(parser: Parser) -> None:
     )
     parser.add_argument("--backups", metavar="FILE", help=help_text)
     help_text = (
-        "continue on fewer ranks, at least N, if one failed after all restarts: they run the same stages, and take the "
-        "state from memory"
+        "continue on fewer ranks, at least N, without a rank that failed after all restarts: the others run all "
+        "stages, with the state from memory"
     )
     parser.add_argument("--min-ranks", type=number(1), metavar="N", help=help_text)
     help_text = "start a lost rank again after S seconds (default: 60 with --backups, never with --min-ranks)"
     parser.add_argument("--rejoin-after", type=seconds, metavar="S", help=help_text)
     help_text = (
-        "look whether a rank becomes slower or faster than the others, and swap to another order of the same stages "
+        "if a rank becomes slower or faster than the others, switch to a better order of the same stages while "
         "while training goes on"
     )
     parser.add_argument("--adapt", action="store_true", help=help_text)
-    help_text = "with --adapt: swap only if a step gets shorter by PERCENT (default: 3)"
+    help_text = "with --adapt: switch only if a step gets shorter by PERCENT (default: 3)"
     parser.add_argument("--adapt-gain", type=percent, metavar="PERCENT", help=help_text)
     add_nodes(parser)
     help_text = "end the run after S seconds without progress (default: 20 simulated steps, at least 60 s)"
@@ -173,7 +173,7 @@ def run(arguments: argparse.Namespace) -> int:
             raise PipelineError(
                 f"{arguments.script} ran no step of a Pipeline: there is no timeline to write to {arguments.timeline}"
             )
-        then = f"; see it by `rota compare {arguments.plan} {arguments.timeline}`"
+        then = f"; see it with `rota compare {arguments.plan} {arguments.timeline}`"
         files.write(arguments.timeline, done.timeline.to_json(), then)
     return _report_end(done, arguments.timeline)
 
@@ -182,7 +182,7 @@ def _least_gain(arguments: argparse.Namespace, planned: Plan) -> float | None:
     """What --adapt asks of another order, as a fraction of a step; None without it."""
     if not arguments.adapt:
         if arguments.adapt_gain is not None:
-            raise InputError(f"--adapt-gain {100 * arguments.adapt_gain:g} is for --adapt")
+            raise InputError(f"--adapt-gain {100 * arguments.adapt_gain:g} needs --adapt")
         return None
     if arguments.engine == "torch":
         raise InputError("--adapt: PyTorch's engine cannot run another order between two steps; use --engine rota")
@@ -215,7 +215,7 @@ def _backups(arguments: argparse.Namespace, planned: Plan) -> Backups | None:
     """The backup plans of --backups."""
     if arguments.backups is None:
         if arguments.rejoin_after is not None and arguments.min_ranks is None:
-            raise InputError(f"--rejoin-after {arguments.rejoin_after:g} is for --backups FILE and --min-ranks N")
+            raise InputError(f"--rejoin-after {arguments.rejoin_after:g} needs --backups FILE or --min-ranks N")
         return None
     if arguments.engine == "torch":
         raise InputError(f"--backups {arguments.backups}: PyTorch's engine cannot run these plans; use --engine rota")
@@ -227,7 +227,7 @@ def _backups(arguments: argparse.Namespace, planned: Plan) -> Backups | None:
 def _report_end(done: Run, timeline: str | None) -> int:
     """Report stragglers and an early end. Returns the exit code: as in a shell for SIGTERM, 0 for SIGUSR1."""
     for straggler in done.stragglers:
-        first = "" if timeline else "measure by --timeline measured.json, and "
+        first = "" if timeline else "measure with --timeline measured.json, and "
         _report(
             f"{straggler.to_text()}; {first}plan with measured costs: rota calibrate {timeline or 'measured.json'} "
             f"-o better.json"

@@ -33,7 +33,7 @@ def run(arguments: Namespace) -> int:
         draw(timeline, arguments.output, above, (str(arguments.above), arguments.file), bound_us)
     elif arguments.above is not None or arguments.bound:
         option = "--bound" if arguments.above is None else f"--above {arguments.above}"
-        raise InputError(f"{option} is for pictures: name one by -o, such as -o plan.html")
+        raise InputError(f"{option} is for pictures; name one with -o, such as -o plan.html")
     else:
         print_timeline(timeline, arguments.width)
     return 0

@@ -56,7 +56,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     load_model_file(arguments.model, arguments.length)  # what it lacks is said once, and not by every rank
     if not any(task.kind.makes_weight_gradients for task in planned.placement.tasks):
-        raise InputError(f"{arguments.plan} has forwards only, so there are no gradients to verify")
+        raise InputError(f"{arguments.plan} has forward passes only, so there are no gradients to verify")
     rows = arguments.rows or planned.microbatch_rows or 1
     how = (arguments.against, not arguments.own_dtype, arguments.timeout, arguments.length)
     options = Options(arguments.model, rows, *how)

@@ -36,7 +36,7 @@ def rehearse(
 ) -> Rehearsal:
     """Run `plan` on this machine, one process per rank, with waits of the planned durations instead of its ops.
 
-    On accelerators, kernels that last as long as planned are instead of the ops, and messages go from one to another.
+    On accelerators, kernels of the planned durations replace the ops, and messages go between accelerators.
 
     Messages are real and as large as planned; loop, transport and watchdog are those of `Pipeline`. No process is left
     behind.

@@ -23,10 +23,10 @@ def local_device() -> torch.device:
     no accelerator, or fewer than processes (LOCAL_WORLD_SIZE), which the machine's first process reports.
 
     Returns:
-        Such as `device(type="cuda", index=1)`, or the CPU.
+        The device, such as `device(type="cuda", index=1)`, or the CPU.
 
     Raises:
-        PipelineError: `rota run --device` names another device than there is, or there are too few.
+        PipelineError: `rota run --device` names a device that is not there, or there are too few.
     """
     wish = os.environ.get(DEVICE, AUTO)
     number, num_processes = (int(os.environ.get(name, of)) for name, of in (("LOCAL_RANK", 0), ("LOCAL_WORLD_SIZE", 1)))
@@ -38,7 +38,7 @@ def local_device() -> torch.device:
     if int(os.environ.get("WORLD_SIZE", 1)) > 1 and "LOCAL_RANK" not in os.environ:
         raise PipelineError(
             "LOCAL_RANK is not set, so it is not known which device is this process's; set LOCAL_RANK and "
-            "LOCAL_WORLD_SIZE (under Slurm from SLURM_LOCALID and SLURM_NTASKS_PER_NODE), or start by `rota run`"
+            "LOCAL_WORLD_SIZE (under Slurm from SLURM_LOCALID and SLURM_NTASKS_PER_NODE), or start with `rota run`"
         )
     device = torch.device(kind, number)
     torch.accelerator.set_device_index(device)

@@ -318,7 +318,7 @@ def _listening(host: str, port: int) -> socket.socket:
     except OSError as error:
         raise PipelineError(
             f"node 0 cannot listen at {reading.printable(host)}:{port}: {error.strerror}; give its own address and a "
-            f"free port by --head HOST:PORT"
+            f"free port with --head HOST:PORT"
         ) from None
 
 

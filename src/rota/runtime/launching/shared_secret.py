@@ -23,7 +23,7 @@ def given_secret(path: str | Path | None) -> bytes:
     if path is not None:
         return _checked(_read(Path(path)), f"the secret in {path}")
     if in_environment is None:
-        raise PipelineError(f"several nodes need a secret; {_MAKE}, and give it by --secret-file or in {VARIABLE}")
+        raise PipelineError(f"several nodes need a secret; {_MAKE}, and give it with --secret-file or in {VARIABLE}")
     return _checked(in_environment.encode(errors="surrogateescape"), f"the secret in {VARIABLE}")
 
 

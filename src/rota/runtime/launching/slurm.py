@@ -44,5 +44,5 @@ def first_host(hosts: str) -> str:
     """The first host of a list as Slurm writes it: "n[03-05,9],login" -> "n03". Raises PipelineError without one."""
     match = re.match(r"(?:[^,\[\]\s]|\[\d[\d,-]*\])+", hosts)
     if match is None:
-        raise PipelineError(f"SLURM_STEP_NODELIST={hosts!r} names no host; name node 0 by --head HOST:PORT")
+        raise PipelineError(f"SLURM_STEP_NODELIST={hosts!r} names no host; name node 0 with --head HOST:PORT")
     return re.sub(r"\[(\d+)[\d,-]*\]", r"\1", match[0])

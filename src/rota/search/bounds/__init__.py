@@ -130,7 +130,7 @@ class _BothSides:
         head, tail = int(first[k, task]), int(last[self.first.counts[task] - 1 - k, task])
         duration, node = int(self.first.durations_us[task]), self.problem.node_name(task, k)
         why = f"{node} cannot start before {head:,} µs, takes {duration:,} and is followed by {tail:,}"
-        return Bound(longest, "longest way" + self.name, why, Proof("path", -1, task, k, bool(self.name)))
+        return Bound(longest, "longest path" + self.name, why, Proof("path", -1, task, k, bool(self.name)))
 
     def load(self, heads: tuple[Heads, Heads], rank: int) -> Bound | None:
         """A rank's work, and its idle time before an op and after it."""

@@ -89,7 +89,7 @@ def find_frontier(
         placement: The tasks of one micro-batch, and the cluster.
         time_limit_s: How long to search, in seconds.
         microbatches_per_period: Of each data stream; None tries one and more, which tight memory needs.
-        seed: Of all random choices.
+        seed: Seed of all random choices.
         deterministic: As in `find_plan`.
         progress: Called with each point. An error that it raises ends the search like Ctrl-C, with a warning.
 
