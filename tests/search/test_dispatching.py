@@ -88,6 +88,22 @@ def test_a_patient_rank_waits_for_the_better_op() -> None:
     assert patient[last].tolist() == [f1, i1, f1, i1, w1, w1]
 
 
+def test_what_is_certain_to_last_too_long_is_given_up() -> None:
+    """The last rank's work is 12 · 9 = 108 µs, and it cannot begin before 3."""
+    dispatcher = Dispatcher(Problem(place(Costs((1, 1, 1, 4), (1, 1, 1, 5)), Cluster.uniform(4)), 12))
+    priorities = (np.arange(2 * 4 * 12) % 12).astype(np.float64)
+    orders = dispatcher(priorities)
+    assert orders is not None
+    timed = score(dispatcher.problem, orders)
+    assert timed is not None
+    again = dispatcher(priorities, most_us=timed.makespan_us)
+    assert again is not None
+    assert again.tolist() == orders.tolist()
+    assert dispatcher.num_started == len(orders)
+    assert dispatcher(priorities, most_us=110) is None
+    assert dispatcher.num_started < len(orders) / 2
+
+
 def test_tight_memory_on_a_wave() -> None:
     """Two stages per rank, room for the one micro-batch: its second stage has to fit when the first is there."""
     placement = wave(Costs.uniform(8, 1, 1, 1, activation_bytes=2), Cluster.uniform(4, limit_bytes=4))

@@ -116,6 +116,11 @@ class Dispatcher:
         self.problem = problem
         self.tables = Tables.of(problem)
         self.memory = Memory.of(problem)
+        self.num_started = 0  #: ops that the last call has started, an op on several ranks once on each
+        work_us, tails_us = problem.counts * problem.durations_us, problem.tails_us
+        rows = [tasks[problem.counts[tasks] > 0] for tasks in problem.tasks_on]
+        #: int64[num_ranks]: work of the rank and what follows it at least
+        self._least_us = np.array([work_us[row].sum() + tails_us[row].min() if len(row) else 0 for row in rows])
 
     def __call__(
         self,
@@ -123,8 +128,9 @@ class Dispatcher:
         patience: float | NDArray[np.float64] = 0.0,
         limits_bytes: Integers | None = None,
         caps: Integers | None = None,
+        most_us: int = _NEVER,
     ) -> Orders | None:
-        """The orders, or None where memory lets nothing more start.
+        """The orders, or None where memory lets nothing more start, or some rank is too late to end by `most_us`.
 
         Args:
             priorities: float64[num_ops], per node; the lowest goes first.
@@ -132,6 +138,7 @@ class Dispatcher:
                 than `patience` times that delay; one for all ranks, or float64[num_ranks].
             limits_bytes: int64[num_ranks], lower than the problem's limits to keep fewer micro-batches in flight.
             caps: int64[num_tasks]: most micro-batches between each forward and its backward, 1 or more.
+            most_us: How long the step may last. An order that lasts longer may be returned all the same.
         """
         memory = self.memory
         if limits_bytes is not None:
@@ -140,10 +147,16 @@ class Dispatcher:
         memory = memory if caps is None else memory._replace(caps=caps)
         state, num_ranks = DispatchState.of(self.tables), len(self.tables.first_op) - 1
         patiences = np.full(num_ranks, patience, np.float64)
-        while run(self.tables, memory, priorities, patiences, state, _OPS_PER_CALL):
+        latest_us = most_us - self._least_us  # when each rank's next op must start if those after it are to end in time
+        while run(self.tables, memory, priorities, patiences, latest_us, state, _OPS_PER_CALL):
             look()
-        num_started = int((state.next_op - self.tables.first_op[:-1]).sum())
-        return state.orders if num_started == self.tables.first_op[-1] else None
+        self.num_started = int((state.next_op - self.tables.first_op[:-1]).sum())
+        return state.orders if self.num_started == self.tables.first_op[-1] else None
+
+    @property
+    def ops_of_last_call(self) -> int:
+        """What the last call cost, and timing what it found, as the number of ops that could be timed instead."""
+        return OPS_PER_DISPATCH * self.num_started + int(self.tables.first_op[-1])
 
 
 def serial(problem: Problem) -> Orders:
@@ -283,8 +296,8 @@ def _most_to_finish(problem: Problem, rank: int) -> int:
 # Passing a tuple of arrays to a compiled function counts references to each, which costs as much as a short loop. So
 # `run` calls `admits` only where it must.
 @loop
-def run(tables, memory, priorities, patiences, state, most_ops):  # type: ignore[no-untyped-def]
-    """Starts `most_ops` ops; False when no ops are left, or memory and caps let nothing start."""
+def run(tables, memory, priorities, patiences, latest_us, state, most_ops):  # type: ignore[no-untyped-def]
+    """Starts `most_ops` ops; False when none is left, memory and caps let none start, or a rank is late."""
     _, first_node, durations, first_rank, ranks, first_input, inputs, first_output, outputs, first_on, on, _ = tables
     orders, next_op, free_us, wake_us, started, ends_us, levels, oldest, newest, ready_us, due_us = state
     limits, held_bytes, peak_bytes, first_row, _, component_of, safe_bytes, caps, backward_of = memory
@@ -346,6 +359,8 @@ def run(tables, memory, priorities, patiences, state, most_ops):  # type: ignore
         wake_us[rank] = wake
         if chosen < 0:
             continue
+        if now > latest_us[rank]:
+            return False
         num_ops += 1
         k, end = started[chosen], now + durations[chosen]
         ends_us[first_node[chosen] + k] = end
@@ -355,6 +370,7 @@ def run(tables, memory, priorities, patiences, state, most_ops):  # type: ignore
             orders[next_op[q]] = chosen
             next_op[q] += 1
             free_us[q] = wake_us[q] = end
+            latest_us[q] += durations[chosen]
             levels[q] += held_bytes[chosen]
             newest[q] = max(newest[q], k * num_components + component_of[chosen])
         for o in range(first_output[chosen] - 2, first_output[chosen + 1], 2):  # itself first, then what it feeds
@@ -370,7 +386,8 @@ def run(tables, memory, priorities, patiences, state, most_ops):  # type: ignore
                 at = max(at, ends_us[first_node[inputs[i]] + n] + inputs[i + 1])
             ready_us[task] = at
             for j in range(first_rank[task], first_rank[task + 1]):
-                wake_us[ranks[j]] = min(wake_us[ranks[j]], at)
+                q = ranks[j]
+                wake_us[q] = min(wake_us[q], max(at, free_us[q]))
         if work_together:  # another rank may have waited for this one, or for its memory
             for q in range(num_ranks):
                 wake_us[q] = min(wake_us[q], max(end, free_us[q]))
@@ -404,5 +421,7 @@ def admits(memory, rank, task, started, levels, oldest, newest, num_components):
             break
         if is_oldest:
             oldest[rank] = microbatch + 1
+        if level <= memory.safe_bytes[rank]:
+            break
     started[task] -= 1
     return is_safe

@@ -27,7 +27,7 @@ from rota.search import bounds, compiling, exact
 from rota.search.bounds.memory_bounds import period_reason, refuse_too_little_memory
 from rota.search.budget import Budget
 from rota.search.compiling import Part
-from rota.search.dispatching import OPS_PER_DISPATCH, Dispatcher, Priorities, guesses, serial
+from rota.search.dispatching import Dispatcher, Priorities, guesses, serial
 from rota.search.exact import longest_us
 from rota.search.exact.rounds import Rounds
 from rota.search.exact.states import States
@@ -54,11 +54,12 @@ _EXACT_TIMES_OF_FITTING = 5  # times that share for CP-SAT, which gains nothing 
 _EXACT_TIMES = 3  # times that share for a proof
 _ROUNDS_TIMES = 6  # times that share for long steps with few micro-batches in flight, which this solves exactly
 _LONG_OPS = 20_000  # in longer steps a policy takes long to try, and nothing else finds more: local search goes first
-_LONG_TIMES = 4  # and has so many times that share
+_LONG_TIMES = 8  # and has so many times that share
 _TURN_S = 0.01  # nominal cost of a turn itself, so that idle turns use up the budget
 _NAMED_S_PER_OP = 4e-6  # nominal seconds that a named schedule costs per op
-#: Named schedules that are searches themselves: nominal seconds per op, and the part of what is left that they may use.
-_SEARCHING = {"v_half": (0.0002, 0.5), "v_min": (0.0002, 0.5), "zb_auto": (0.0006, 1.0)}
+#: Named schedules that are searches themselves: nominal seconds per op.
+_SEARCHING = {"v_half": 0.0002, "v_min": 0.0002, "zb_auto": 0.0006}
+_SEARCHING_PART, _LONG_SEARCHING_PART = 0.5, 0.1  # of what is left, for one of them; in long steps policies find more
 _MOST_STEADY_TASKS = 200  # up to here the middle of a plan is tried as a steady state
 _WITHIN_SHARE = 0.1  # of the whole budget at least, for that
 _MAKE_S_PER_OP, _CHECK_S_PER_OP = 4e-7, 3e-6  # real seconds to make the plan in the end, and to check it
@@ -191,7 +192,7 @@ class Portfolio:
         compiling.is_ready(*parts, Part.BOUNDS)  # asks for them
         if not compiling.wait_for(*parts, most_s=_LOADING_S if self.given is None else 0.0):
             with compiling.paused():
-                for wants in (self._is_quick, self._has_time_for):
+                for wants in (self._is_quick, partial(self._has_time_for, part=_SEARCHING_PART)):
                     for name, plan in self._named_plans(wants):
                         self._simulate(name, plan)
             compiling.wait_for(*parts)
@@ -256,12 +257,11 @@ class Portfolio:
     def _is_quick(name: str) -> bool:
         return name not in _SEARCHING
 
-    def _has_time_for(self, name: str) -> bool:
-        """Whether a named schedule is a search itself, for which there is time."""
+    def _has_time_for(self, name: str, part: float) -> bool:
+        """Whether a named schedule is a search itself, for which `part` of the time left is enough."""
         if name not in _SEARCHING:
             return False
-        s_per_op, part = _SEARCHING[name]
-        return s_per_op * self.num_ops <= part * self.budget.left_s
+        return _SEARCHING[name] * self.num_ops <= part * self.budget.left_s
 
     def _take_plan(self, name: str, plan: Plan) -> None:
         try:
@@ -278,17 +278,18 @@ class Portfolio:
 
     def _take_searching(self) -> None:
         """Named schedules that are searches themselves; they are left out where they would use up the time."""
-        for name, plan in self._named_plans(self._has_time_for):
+        part = _LONG_SEARCHING_PART if self.num_ops > _LONG_OPS else _SEARCHING_PART
+        for name, plan in self._named_plans(partial(self._has_time_for, part=part)):
             self._take_plan(name, plan)
-            self.budget.spend(_SEARCHING[name][0] * self.num_ops)
-        if self.is_over or not self._has_time_for("zb_auto"):
+            self.budget.spend(_SEARCHING[name] * self.num_ops)
+        if self.is_over or not self._has_time_for("zb_auto", 1.0):
             return
         self.turn_to("zb_auto")
         try:
             self._take_plan("zb_auto", zb_auto(self.problem.given, self.problem.num_microbatches))
         except RotaError:
             return  # another placement, or nothing that it knows fits
-        self.budget.spend(_SEARCHING["zb_auto"][0] * self.num_ops)
+        self.budget.spend(_SEARCHING["zb_auto"] * self.num_ops)
 
     def _dispatch(self, all_priorities: Iterable[Priorities], how: str = "list scheduling") -> None:
         """Tries list scheduling; where transfers hold too much, again with more memory reserved for them."""
@@ -301,12 +302,18 @@ class Portfolio:
             for cap, priorities, patience in product(_CAPS, all_priorities, _PATIENCES):
                 capped = np.minimum(limits, np.maximum(least, (limits * cap).astype(np.int64)))
                 look()
-                self.incumbent.offer(dispatcher(priorities, patience, capped), how)
-                share.spend_ops(OPS_PER_DISPATCH * self.num_ops)
+                most_us = self._most_us()
+                self.incumbent.offer(dispatcher(priorities, patience, capped, most_us=most_us), how)
+                share.spend_ops(dispatcher.ops_of_last_call)
                 if self.is_proven or share.is_over:
                     break
             if not self._reserve_more():
                 return
+
+    def _most_us(self) -> int:
+        """What lasts longer than this is no better than the best plan."""
+        is_known = self.incumbent.key is not None and self.measure == "makespan"
+        return self.incumbent.value_us if is_known else NO_LIMIT
 
     def _reserve_more(self) -> bool:
         """Reserves more if nothing fitted because of what transfers hold; whether it did."""
@@ -353,13 +360,13 @@ class Portfolio:
         return found
 
     def _offer_unrolled(self, found: SteadyResult) -> None:
-        orders = self.problem.to_orders(found.steady.unroll(self.problem.num_microbatches))
-        self.incumbent.offer(orders, "steady state")
+        self.incumbent.offer(found.steady.orders(self.problem.num_microbatches), "steady state")
 
     def _steady_within(self, part: float) -> SteadyResult | None:
         """The steady state in the middle of the best plan so far."""
         orders = self.incumbent.orders
-        if orders is None or len(self.problem.placement.tasks) > _MOST_STEADY_TASKS:
+        is_long = self.num_ops > _LONG_OPS and self.objective != "period"  # then policies find more in that time
+        if orders is None or is_long or len(self.problem.placement.tasks) > _MOST_STEADY_TASKS:
             return None
         starts = start_times(Tables.of(self.problem), orders)
         assert starts is not None
@@ -525,8 +532,8 @@ class Portfolio:
             found = []
             for policy, p in product(all_priorities, _PATIENCES):
                 look()
-                found.append(dispatcher(policy, p, limits))
-            self.budget.spend_ops(OPS_PER_DISPATCH * self.num_ops * len(found))
+                found.append(dispatcher(policy, p, limits, most_us=self._most_us()))
+                self.budget.spend_ops(dispatcher.ops_of_last_call)
             better = [self.incumbent.offer(orders, how) for orders in found]
             if not any(better):
                 part += step

@@ -35,6 +35,7 @@ def test_a_schedule_that_repeats_has_its_own_period(
     assert found is not None
     found.steady.verify()
     assert found.steady.us_per_microbatch == work_us
+    assert not any(found.steady.over_bytes())
     check(found.steady.unroll(num_microbatches))
 
 

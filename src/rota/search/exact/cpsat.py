@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from threading import Thread
+from time import monotonic
 
 from ortools.sat.python import cp_model
 
@@ -10,6 +11,7 @@ from rota.search.budget import Budget
 
 _S_PER_UNIT = 2.0  # seconds of an ordinary machine per unit of CP-SAT's own count of work
 _LOOK_EVERY_S = 0.05  # how often to look whether the search as a whole is over
+_MOST_STOPPING_S = 0.2  # how long to wait for a solver that was told to stop, before it is left to end by itself
 
 
 def solve(
@@ -34,11 +36,23 @@ def solve(
     def run() -> None:
         status[0] = int(solver.solve(model))
 
-    thread = Thread(target=run, daemon=True)  # the main thread stays free, for only it receives Ctrl-C
+    thread = Thread(target=run)  # the main thread stays free, for only it receives Ctrl-C
     thread.start()
-    while thread.is_alive():
-        thread.join(_LOOK_EVERY_S)
-        if budget.must_stop:
-            solver.stop_search()
+    try:
+        while thread.is_alive() and not budget.must_stop:
+            thread.join(_LOOK_EVERY_S)
+    finally:
+        is_done = _stopped(thread, solver)
+    if not is_done:
+        return int(cp_model.UNKNOWN), solver
     budget.spend(solver.response_proto.deterministic_time * _S_PER_UNIT)
     return status[0], solver
+
+
+def _stopped(thread: Thread, solver: cp_model.CpSolver) -> bool:
+    """Ends the solver: whether it has ended within `_MOST_STOPPING_S`. Simplifying a model may last longer."""
+    deadline_s = monotonic() + _MOST_STOPPING_S
+    while thread.is_alive() and monotonic() < deadline_s:
+        solver.stop_search()
+        thread.join(_LOOK_EVERY_S)
+    return not thread.is_alive()

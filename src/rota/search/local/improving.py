@@ -106,8 +106,8 @@ class _Improvement:
         done = 0
         while done < most_work and not self.is_over:
             self.climb.try_one()
-            done += self.climb.ops_per_try
-            self.budget.spend_ops(self.climb.ops_per_try)
+            done += self.climb.dispatcher.ops_of_last_call
+            self.budget.spend_ops(self.climb.dispatcher.ops_of_last_call)
             if self.climb.orders is not None and self.climb.key is not None and self.climb.key < self.key:
                 self._take(self.climb.orders, self.climb.key)
 

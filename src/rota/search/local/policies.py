@@ -14,7 +14,7 @@ from itertools import product
 import numpy as np
 from numpy.typing import NDArray
 
-from rota.search.dispatching import NO_CAP, OPS_PER_DISPATCH, Dispatcher, busiest_us, from_starts
+from rota.search.dispatching import NO_CAP, Dispatcher, busiest_us, from_starts
 from rota.search.problem import NO_LIMIT, Integers, Orders, Problem
 from rota.search.timing import score
 from rota.tasks import Kind
@@ -27,7 +27,7 @@ _ROOMS = (None, 2.0, 1.5, 3.0)  # caps in parts of the micro-batches that fit; N
 _FILLS = ((1.0, 1), (1.0, 2), (1.2, 0), (0.9, 0), (None, 0))
 _HOW_PATIENT = (0.5, 1.0, 0.0, 2.0)
 _ORDERS = ((0, 1, 2), (1, 0, 2), (1, 2, 0))  # places of forwards, backwards and weight gradients
-_PLAIN_PART = 0.3  # of the tries, as long as there are plain policies
+_PLAIN_PART, _LONG_PLAIN_PART = 0.3, 0.5  # of the tries, as long as there are plain policies; the latter in long steps
 
 _NEVER_US = 1 << 61
 _HEAT = 0.001  # by what part a step may readily become longer at the beginning of a cycle
@@ -77,6 +77,19 @@ class _Walk:
                 self.at_us, self.policy = self.best_us, self.best
         return self.first_heat * (1 - self.tries / self.cycle)
 
+    def accepts_us(self, random: np.random.Generator) -> int:
+        """How long the next step may be for the walk to go there."""
+        chance = 1 - random.random()
+        if self.at_us is None:
+            return _NEVER_US
+        heat = self.heat(random)
+        return int(self.at_us * (1 - heat * np.log(chance)))
+
+    @property
+    def good_us(self) -> int:
+        """How long a plain policy's step may be for it to be kept."""
+        return self.good[-1][0] if len(self.good) == _GOOD else _NEVER_US
+
 
 class Climb:
     """Annealing on policies: plain ones, and in between them changes of the best one, or of a good plain one.
@@ -96,27 +109,26 @@ class Climb:
         self.most = _most_in_flight(problem)
         self.largest_held_bytes = _largest_held_bytes(problem)
         self.period_us = busiest_us(problem)
+        self.is_long = int(problem.first_op[-1]) > _LONG_OPS
         heat = _HEAT * min(1.0, _LONG_OPS / int(problem.first_op[-1]))
         self.walks = [_Walk(self._by_kind(), heat), _Walk(self._by_time(), heat)]
         self.key: Objectives | None = None
         self.orders: Orders | None = None
 
-    @property
-    def ops_per_try(self) -> int:
-        """What one try costs, as the number of ops that could be timed instead."""
-        return OPS_PER_DISPATCH * int(self.problem.first_op[-1])
-
     def try_one(self) -> None:
-        """Tries the next plain policy, or a change of the best."""
+        """Tries the next plain policy, or a change of the best; it is given up once it is certain not to be kept."""
         better, other = sorted(self.walks, key=lambda walk: walk.best_us)
         walk = better if self.random.random() < _BETTER_PART else other
-        is_plain = walk.policy is None or self.random.random() < _PLAIN_PART
+        is_plain = walk.policy is None or self.random.random() < (_LONG_PLAIN_PART if self.is_long else _PLAIN_PART)
         plain = policy = next(walk.plain, None) if is_plain else None
         if policy is None:
             assert walk.policy is not None, "there are plain policies"
             policy = self._changed(walk.policy)
+        accepted_us = walk.accepts_us(self.random)
+        most_us = accepted_us if plain is None else max(accepted_us, walk.good_us)
         priorities = from_starts(self.problem, policy.starts_us, policy.period_us)
-        orders = self.dispatcher(priorities, policy.patience, policy.limits_bytes, policy.caps)
+        limits = policy.patience, policy.limits_bytes, policy.caps
+        orders = self.dispatcher(priorities, *limits, _NEVER_US if self.is_span else most_us)
         timed = None if orders is None else score(self.problem, orders)
         if timed is None:
             walk.policy = walk.policy or policy
@@ -124,8 +136,7 @@ class Climb:
         key = (timed.span_us, timed.makespan_us) if self.is_span else (timed.makespan_us, timed.span_us)
         if plain is not None:
             walk.good = sorted([*walk.good, (key[0], plain)], key=lambda pair: pair[0])[:_GOOD]
-        chance = 1 - self.random.random()
-        if walk.at_us is None or key[0] <= walk.at_us * (1 - walk.heat(self.random) * np.log(chance)):
+        if key[0] <= accepted_us:
             walk.policy, walk.at_us = policy, key[0]
         if key[0] <= walk.best_us:
             walk.best, walk.best_us = policy, key[0]
@@ -161,6 +172,8 @@ class Climb:
         all_caps = [self._caps(room) for room in (_ROOMS if len(self.capped) else _ROOMS[:1])]
         if len(self.capped):
             all_caps.insert(1, self._filling_caps(*_FILLS[0]))
+        if len(self.capped) and self.is_long:
+            all_caps = [self._filling_caps(*shape) for shape in _FILLS]
         put_offs = (0.0,) if is_read.all() else (last, 0.0)
         for put_off, spread, patience, caps in product(put_offs, _SPREADS, _PATIENCES, all_caps):
             yield self._plain(spread * heads + put_off * ~is_read, self.period_us, patience, caps)

@@ -14,11 +14,12 @@ from rota.search.periodic.loop import Loop
 from rota.search.periodic.modulo import Interval, rhythm_of
 from rota.search.periodic.steady import Steady, SteadyResult
 from rota.search.problem import Integers, Problem
+from rota.search.timing import fits
 from rota.stopping import look
 
 _MOST_COPIES = 12  # micro-batches of a component per period
 _PLACES = 5  # in the plan, where periods are cut out
-_MOST_OPS = 20_000  # of a period unrolled, whose memory is simulated
+_MOST_OPS = 20_000  # of a period unrolled, whose memory is looked at
 _S_PER_NODE = 2e-5  # nominal seconds
 
 
@@ -38,11 +39,16 @@ def steady_within(problem: Problem, starts_us: Integers, budget: Budget) -> Stea
     bound_us = period_bound(problem.given)
     for steady in _candidates(problem, loop, starts_us, budget):
         look()
-        if best is None or steady.us_per_microbatch < best.us_per_microbatch:
-            periods = steady.latency_us // steady.period_us + 3
-            if periods * steady.microbatches_per_period * loop.num_tasks <= _MOST_OPS and not any(steady.over_bytes()):
-                best = steady
+        if (best is None or steady.us_per_microbatch < best.us_per_microbatch) and _fits(steady):
+            best = steady
     return None if best is None else SteadyResult(best, bound_us, False)
+
+
+def _fits(steady: Steady) -> bool:
+    """Whether ranks hold no more than they may until the state is steady; as no transfer does, orders say it all."""
+    periods = steady.latency_us // steady.period_us + 3
+    unrolled = Problem(steady.placement, periods * steady.microbatches_per_period * steady.placement.num_components)
+    return unrolled.first_node[-1] <= _MOST_OPS and fits(unrolled, steady.orders(unrolled.num_microbatches))
 
 
 def _candidates(problem: Problem, loop: Loop, starts_us: Integers, budget: Budget) -> Iterator[Steady]:

@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
-from itertools import pairwise
+from itertools import chain, pairwise
 from math import ceil
 from typing import Literal
 
@@ -28,11 +28,10 @@ from rota.search.periodic.loop import Loop
 from rota.search.periodic.modulo import Answer, Interval, Period
 from rota.search.periodic.offsets import anneal_offsets
 from rota.search.periodic.retiming import Rhythm
-from rota.search.problem import Integers, Problem
+from rota.search.problem import Integers, Orders, Problem
 from rota.search.timing import Tables, fits, start_times
 from rota.simulation import simulate
 from rota.stopping import Stopped
-from rota.tasks import Kind
 from rota.timeline import Timeline
 
 _MOST_COPIES = 6
@@ -103,23 +102,42 @@ class Steady:
 
     def unroll(self, num_microbatches: int) -> Plan:
         """The plan of so many micro-batches in which each rank does its ops in the order of their flat starts."""
-        return self._rows(num_microbatches)[0]
+        return Problem(self.placement, num_microbatches).to_plan(self.orders(num_microbatches))
+
+    def orders(self, num_microbatches: int) -> Orders:
+        """The orders of `unroll`."""
+        problem = Problem(self.placement, num_microbatches)
+        return problem.task_of[self._nodes(problem)].astype(np.int32)
+
+    def _nodes(self, problem: Problem) -> Integers:
+        """int64[...]: the nodes of each rank, in the order of their flat starts."""
+        tasks, task_of, ranks = problem.placement.tasks, problem.task_of, problem.ranks
+        nth = np.arange(len(task_of)) - problem.first_node[task_of]
+        names = sorted({(task.stage, task.kind) for task in tasks})
+        columns = (
+            task_of,
+            nth,
+            np.array([names.index((task.stage, task.kind)) for task in tasks])[task_of],
+            np.array(self.ties)[task_of, nth % self.microbatches_per_period],
+            problem.durations_us[task_of] > 0,
+            self._flat(problem),
+        )
+        nodes = np.repeat(np.arange(len(task_of)), np.diff(ranks.first)[task_of])
+        on = np.concatenate([np.tile(row, count) for row, count in zip(ranks, problem.counts, strict=True)])
+        sequence: Integers = nodes[np.lexsort((*(column[nodes] for column in columns), on))]
+        return sequence
+
+    def _flat(self, problem: Problem) -> Integers:
+        """int64[num_ops]: the flat start of each node."""
+        return np.fromiter(chain.from_iterable(self.flat_starts(problem.num_microbatches)), np.int64)
 
     def _rows(self, num_microbatches: int) -> tuple[Plan, list[list[int]]]:
         """(the plan, flat starts of each rank's ops)."""
         problem = Problem(self.placement, num_microbatches)
-        flat, tasks = self.flat_starts(num_microbatches), problem.placement.tasks
-        entries: list[tuple[int, int, bool, int, tuple[int, Kind], int, int]] = []  # rank, start, …, task
-        for t, (task, starts, ties) in enumerate(zip(tasks, flat, self.ties, strict=True)):
-            for i, start in enumerate(starts):
-                tie = ties[i % self.microbatches_per_period]
-                key = (start, task.duration_us > 0, tie, (task.stage, task.kind), i, t)
-                entries += [(rank, *key) for rank in task.ranks]
-        entries.sort()
-        rows: list[list[int]] = [[] for _ in range(problem.placement.num_ranks)]
-        for rank, start, *_ in entries:
-            rows[rank].append(start)
-        return problem.to_plan(np.array([entry[-1] for entry in entries], np.int32)), rows[: problem.num_ranks]
+        nodes, first = self._nodes(problem), problem.first_op
+        starts = self._flat(problem)[nodes]
+        rows = [starts[first[rank] : first[rank + 1]].tolist() for rank in range(problem.num_ranks)]
+        return problem.to_plan(problem.task_of[nodes].astype(np.int32)), rows
 
     @cached_property
     def _timeline(self) -> Timeline:
