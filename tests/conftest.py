@@ -5,6 +5,7 @@ Property tests draw the same examples in every run, and none of them is timed. C
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Iterator
 
@@ -18,6 +19,9 @@ settings.load_profile("rota")
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # started in the background; what tests start would inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+os.environ.pop("COLUMNS", None)  # reports are wrapped to it
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -115,7 +115,9 @@ SEARCHES: dict[str, Callable[[], Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", SEARCHES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.sweep] * (name in ("span", "frontier"))) for name in SEARCHES]
+)
 def test_every_part_of_a_search_looks_often(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     SEARCHES[name]()  # what it needs is compiled by now
     looks = Looks()

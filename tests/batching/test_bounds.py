@@ -61,6 +61,7 @@ def test_a_giant_that_fills_the_memory_makes_its_rank_wait() -> None:
     assert max(b.us for b in of_any_sequence(problem)) > max(b.us for b in of_grouping(problem) if "work" in b.why)
 
 
+@pytest.mark.sweep
 def test_plans_are_close_to_the_optimum() -> None:
     off = []
     for case in FEW:

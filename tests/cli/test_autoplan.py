@@ -289,6 +289,7 @@ with rota.Pipeline(stages, plan, loss_fn, mesh=rota.mesh()) as pipeline:
 
 
 @pytest.mark.dist
+@pytest.mark.sweep
 def test_stages_made_by_hand_are_planned_and_trained(tmp_path: Path, pool: Pool) -> None:
     model, script, output = tmp_path / "model.py", tmp_path / "train.py", tmp_path / "plan.json"
     model.write_text(BY_HAND)

@@ -31,7 +31,7 @@ def add_checker(folder: Path) -> None:
         shutil.copy(FOLDER / name, folder)
 
 
-@pytest.mark.parametrize("jobs", [1, 2])
+@pytest.mark.parametrize("jobs", [pytest.param(1, marks=pytest.mark.sweep), 2])
 def test_better_plans_and_bounds_are_written(jobs: int, tmp_path: Path, capsys: Capsys) -> None:
     paths = [write_poor(tmp_path, name) for name in ("poor", "poorer", "other")]
     add_checker(tmp_path)

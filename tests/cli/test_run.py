@@ -128,6 +128,7 @@ def test_a_refused_plan_starts_nothing(
     assert "cycle" in error
 
 
+@pytest.mark.sweep
 def test_demo(tmp_path: Path) -> None:
     done = rota(tmp_path, "demo", "--steps", "12", "-o", "out")
     assert done.returncode == 0, done.stderr

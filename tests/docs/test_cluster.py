@@ -18,6 +18,7 @@ pytestmark = pytest.mark.dist
 PAGE = ROOT / "docs" / "cluster.md"
 
 
+@pytest.mark.sweep
 def test_two_nodes(tmp_path: Path) -> None:
     page = PAGE.read_text()
     (script,) = re.findall(r"```python\n# train.py\n(.*?)```", page, flags=re.DOTALL)

@@ -49,7 +49,9 @@ def test_several_processes_train_as_one_does(name: str, pool: Pool, tmp_path: Pa
     assert numbers == pytest.approx(expected, abs=2e-9)
 
 
-@pytest.mark.parametrize("name", FALLING)
+@pytest.mark.parametrize(
+    "name", ["encoder_decoder", "pretrain_llama", pytest.param("finetune_lora", marks=pytest.mark.sweep)]
+)
 def test_the_loss_falls(name: str, pool: Pool, tmp_path: Path) -> None:
     planning, running = commands(name)
     output_of(pool, tmp_path, planning)

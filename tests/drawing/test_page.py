@@ -35,6 +35,7 @@ def stretched(planned: rota.Timeline) -> rota.Timeline:
     return rota.Timeline(plan, columns[0], columns[1], tuple(sent), tuple(arrived))
 
 
+@pytest.mark.sweep
 def test_65536_ops_as_planned_and_as_measured_are_less_than_a_megabyte() -> None:
     costs = rota.Costs.uniform(64, 1000, 2000, activation_bytes=10**9, boundary_bytes=64_000)
     placement = rota.place(costs, rota.Cluster.uniform(64, 80 * 10**9, latency_us=3, bytes_per_us=10_000))

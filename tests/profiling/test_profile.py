@@ -189,6 +189,7 @@ def links(rank: int) -> list[Link]:
     return [measure_link(0, 2, repeats=3), measure_link(2, 1, repeats=3)]
 
 
+@pytest.mark.sweep
 def test_links_of_processes_of_the_command_line(tmp_path: Path) -> None:
     options = ["--processes", "2", "--repeats", "2", "--max-spread", "inf", "-o", "cluster.json"]
     command = [sys.executable, "-m", "rota", "profile", "links", *options]

@@ -271,6 +271,7 @@ def train_with_workers(rank: int, folder: Path) -> None:
 
 
 @pytest.mark.dist
+@pytest.mark.sweep
 def test_a_loader_with_workers_trains_as_the_unsplit_model(tmp_path: Path) -> None:
     ended = run_fresh(tmp_path, 2, train_with_workers, tmp_path)
     assert [each.exit_code for each in ended] == [0, 0], ended[0].stderr

@@ -189,7 +189,7 @@ def compare(pool: Pool, pp: int, dp: int, tp: int, cases: list[Case]) -> None:
 
 @pytest.mark.parametrize(
     ("pp", "dp"),
-    [(1, 2), (2, 1), (2, 2), *(pytest.param(*sizes, marks=pytest.mark.sweep) for sizes in [(1, 1), (3, 1), (3, 2)])],
+    [(1, 2), (2, 1), *(pytest.param(*sizes, marks=pytest.mark.sweep) for sizes in [(1, 1), (2, 2), (3, 1), (3, 2)])],
 )
 def test_pipelines_and_replicas(pool: Pool, pp: int, dp: int) -> None:
     compare(pool, pp, dp, 1, CASES)

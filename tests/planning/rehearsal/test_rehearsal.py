@@ -303,6 +303,7 @@ def test_no_rank_outlives_the_command(tmp_path: Path, number: signal.Signals, co
 # --- the page ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep
 def test_the_page_does_what_it_says(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

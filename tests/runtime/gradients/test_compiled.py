@@ -161,6 +161,7 @@ def stages_of_blocks(num_stages: int) -> Stages:
     return Stages([nn.Sequential(*of).double() for of in layers])
 
 
+@pytest.mark.sweep
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler, and finds no g++")
 def test_compiled_blocks_beside_other_layers(pool: Pool) -> None:
     """The first plan's backwards are whole: what is compiled for them gives its buffers away."""
