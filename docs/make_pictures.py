@@ -25,7 +25,6 @@ def main() -> None:
     with TemporaryDirectory() as folder, sync_playwright() as playwright:
         path = Path(folder)
         rota(["demo", "--steps", "30", "-o", folder])
-        rota(["show", str(path / "plan.json"), "-o", str(PICTURES / "demo.png"), "--force"])
         browser = playwright.chromium.launch(executable_path=chromium, args=FLAGS)
         shoot(browser, path / "timeline.html", "page.png", point=(0.55, 0.27))
         save(v_shaped(), path / "v.html", title="ZB-V on 4 ranks")
