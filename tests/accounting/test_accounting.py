@@ -401,8 +401,8 @@ def test_transfers_that_take_no_time_cost_nothing_and_share_nothing() -> None:
 @pytest.mark.parametrize(
     ("num_layers", "advice"),
     [
-        ((), ["to stage 2, if it has more than one layer", "take the mean, if it has more than one layer"]),
-        ((1, 1, 1, 2), ["(14%) to stage 2", "that all stages take the mean"]),
+        ((), ["to stage 2, if it has more than one layer", "take equal time, if it has more than one layer"]),
+        ((1, 1, 1, 2), ["(14%) to stage 2", "that all stages take equal time"]),
         ((2, 2, 2, 1), []),
     ],
 )

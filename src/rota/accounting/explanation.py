@@ -239,6 +239,6 @@ def _describe(stretch: Stretch) -> str:
         Cause.SHARED_LINK: f"while {what} waits for a shared link",
         Cause.TRANSFER: f"while {what} is in transfer",
         Cause.MESSAGES: f"while messages of {what} occupy a rank",
-        Cause.LAUNCH: f"before {what} starts, although it is ready",
+        Cause.LAUNCH: f"before {what} started, although it was ready",
         Cause.DRAIN: f"after its last op, until {what} ends the step",
     }[stretch.cause]

@@ -93,7 +93,7 @@ def _rebalanced(placement: Placement, num_layers: Sequence[int]) -> Iterator[tup
             fraction = moved_us / loads[slow]
             words = f"{slow_text}move {time_text(moved_us)} of its work ({fraction:.0%}) to stage {fast}{several}"
             yield words, _moved(placement, slow, fast, fraction)
-    yield f"{slow_text}cut the model so that all stages take the mean{several}", _all_equal(placement)
+    yield f"{slow_text}cut the model so that all stages take equal time{several}", _all_equal(placement)
 
 
 def _moved(placement: Placement, slow: int, fast: int, fraction: float) -> Placement:

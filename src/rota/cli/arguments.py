@@ -179,7 +179,10 @@ def add_force(parser: Parser) -> None:
 
 def add_model_options(parser: Parser) -> None:
     """--cuts and --length."""
-    help_text = "modules that can start a stage, such as 'transformer.h.*' (default: its CutPoints, or its blocks)"
+    help_text = (
+        "modules that can start a stage, such as 'transformer.h.*' (default: the model's CutPoints, or its lists of "
+        "blocks)"
+    )
     parser.add_argument("--cuts", type=lambda text: text.split(","), metavar="PATTERN,…", help=help_text)
     help_text = "tokens per row, if MODEL.py has no make_batch (default: 1024, or the model's maximum if smaller)"
     parser.add_argument("--length", type=number(1), metavar="N", help=help_text)

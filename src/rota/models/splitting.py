@@ -129,7 +129,9 @@ def _chosen_calls(candidates: Candidates, num_stages: int, cuts: Cuts | None) ->
         if len(possible) >= num_stages:  # else even the first block needs a cut before it
             possible.pop(min(possible))
     possible.pop(0, None)  # what comes before the forward's first call is no stage
-    return _choose(num_stages, cuts, possible, "module that the forward calls and a stage may begin with")
+    what = "module that the forward calls and that may start a stage, by default those of lists of blocks"
+    how = " by naming modules, such as cuts=['layers.*'] (for a plan, rota autoplan --cuts 'layers.*')"
+    return _choose(num_stages, cuts, possible, what, how)
 
 
 def _split_marked(model: nn.Module, num_stages: int, cuts: Cuts | None) -> Stages:
@@ -199,14 +201,14 @@ def _refuse_patches(model: nn.Module) -> None:
         )
 
 
-def _choose(num_stages: int, cuts: Cuts | None, possible: Mapping[int, str], what: str) -> list[int]:
-    """The numbers of the cuts to make, in order, out of the possible ones and their names."""
+def _choose(num_stages: int, cuts: Cuts | None, possible: Mapping[int, str], what: str, how: str = "") -> list[int]:
+    """The numbers of the cuts to make, in order, out of the possible ones and their names; `how` one adds more."""
     needed = num_stages - 1
     names = ", ".join(f"{number} ({name})" for number, name in possible.items()) or "none"
     if len(possible) < needed:
         raise SplitError(
             f"{num_stages} stages need {needed} cuts, but there are {len(possible)} possible ones, one for each "
-            f"{what}: {names}. Add some, or ask for at most {len(possible) + 1} stages"
+            f"{what}: {names}. Add some{how}, or ask for at most {len(possible) + 1} stages"
         )
     if cuts is None:
         numbers, num_pieces = [*possible], len(possible) + 1

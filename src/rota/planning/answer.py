@@ -235,7 +235,7 @@ class Answer:
         both = [line for pair in zip(lines, reasons, strict=True) for line in pair if line]
         legend = [text for name, text in _LEGEND.items() if name in head]
         if any(self._is_unmeasured(found) for found, _ in shown):
-            legend.append("~: its stages were not measured; as much slower as the layers' figures say")
+            legend.append("~: not measured; scaled by what the layers' times predict")
         return [head, *both, *misfit, "", *legend]
 
     def _cells(self, found: Found, mark: str) -> tuple[str, ...]:

@@ -53,7 +53,7 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("--rejoin-after", type=seconds, metavar="S", help=help_text)
     help_text = (
         "if a rank becomes slower or faster than the others, switch to a better order of the same stages while "
-        "while training goes on"
+        "training goes on"
     )
     parser.add_argument("--adapt", action="store_true", help=help_text)
     help_text = "with --adapt: switch only if a step gets shorter by PERCENT (default: 3)"
@@ -173,7 +173,7 @@ def run(arguments: argparse.Namespace) -> int:
             raise PipelineError(
                 f"{arguments.script} ran no step of a Pipeline: there is no timeline to write to {arguments.timeline}"
             )
-        then = f"; see it with `rota compare {arguments.plan} {arguments.timeline}`"
+        then = f", the timeline of the last step; see it with `rota compare {arguments.plan} {arguments.timeline}`"
         files.write(arguments.timeline, done.timeline.to_json(), then)
     return _report_end(done, arguments.timeline)
 
