@@ -5,6 +5,7 @@ Property tests draw the same examples in every run, and none of them is timed. C
 
 from __future__ import annotations
 
+import importlib
 import os
 import signal
 from collections.abc import Iterator
@@ -22,6 +23,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # started in the backgrou
 
 
 os.environ.pop("COLUMNS", None)  # reports are wrapped to it
+importlib.import_module("rota")  # before any test imports numba, which reads a variable that rota sets
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -11,7 +11,12 @@ Names are loaded when they are first used: importing rota loads neither torch no
 from __future__ import annotations
 
 import importlib
+import os
 from typing import TYPE_CHECKING, Any
+
+# Where colorama is installed, numba colours each error that it handles while it compiles, and for that sets sys.stdout
+# and sets it back. Rota compiles in a thread: a redirect_stdout that begins meanwhile elsewhere would be undone.
+os.environ.setdefault("NUMBA_DISABLE_ERROR_MESSAGE_HIGHLIGHTING", "1")
 
 _HOMES = {
     "rota.tasks": ("Kind", "Op", "Task"),

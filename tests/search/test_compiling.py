@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 
 import pytest
+from numba.core import errors
 from numba.core.registry import CPUDispatcher
 
 from rota.checking import check
@@ -110,3 +111,8 @@ def test_the_thread_does_what_is_asked_and_ends(monkeypatch: pytest.MonkeyPatch)
 def test_an_error_while_compiling_does_not_hold_a_search_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(compiling._EXERCISES, compiling.Part.TIMING, lambda: 1 / 0)
     assert compiling._Compiler().wait_for(compiling.Part.TIMING)
+
+
+def test_numba_leaves_the_output_alone() -> None:
+    """Coloured errors set sys.stdout and set it back, in the thread that compiles, whatever others set meanwhile."""
+    assert not hasattr(errors, "ColorShell")
