@@ -398,21 +398,23 @@ def test_transfers_that_take_no_time_cost_nothing_and_share_nothing() -> None:
     assert found["transfers that take no time"] == simulate(free).makespan_us
 
 
+_EVEN, _MOVE = "cut the model so that all stages take equal time", "move 60 µs of its work (14%) to stage 2"
+
+
 @pytest.mark.parametrize(
     ("num_layers", "advice"),
     [
-        ((), ["to stage 2, if it has more than one layer", "take equal time, if it has more than one layer"]),
-        ((1, 1, 1, 2), ["(14%) to stage 2", "that all stages take equal time"]),
-        ((2, 2, 2, 1), []),
+        ((), {f"{_EVEN}, if it has more than one layer", f"{_MOVE}, if it has more than one layer"}),
+        ((1, 1, 1, 2), {_EVEN, _MOVE}),
+        ((2, 2, 2, 1), set()),
     ],
 )
-def test_a_single_layer_is_not_cut(num_layers: tuple[int, ...], advice: list[str]) -> None:
+def test_a_single_layer_is_not_cut(num_layers: tuple[int, ...], advice: set[str]) -> None:
     plan = replace(uneven_plan(), usage=Usage(("a", "b", "c"), 1, 1, num_layers))
-    found = sorted(one.words for one in explain(plan).suggestions if one.words.startswith("stage 3 takes 27% longer"))
+    longer = "stage 3 takes 27% longer than the mean: "
+    found = [one.words.removeprefix(longer) for one in explain(plan).suggestions if one.words.startswith(longer)]
     assert len(found) == len(advice)
-    assert all(
-        words.endswith(end) for words, end in zip(found, sorted(advice, key=lambda end: "mean" not in end), strict=True)
-    )
+    assert set(found) == advice
 
 
 @pytest.mark.parametrize(

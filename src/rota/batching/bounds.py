@@ -40,9 +40,9 @@ class BatchBound:
 def of_grouping(problem: BatchProblem, compiled: bool = True) -> list[BatchBound]:
     """The bounds for all orders. `compiled=False` computes them without compiled loops, which takes longer."""
     tables = problem.tables
-    ways: Any = _ways if compiled else _ways.py_func
+    longest_paths: Any = _longest_paths if compiled else _longest_paths.py_func
     turns: Any = _turns if compiled else _turns.py_func
-    heads, tails = ways(tables)
+    heads, tails = longest_paths(tables)
     longest = int((heads + problem.durations_us + tails).max())
     bounds = [BatchBound(longest, ALL_ORDERS, "the longest path of one micro-batch")]
     before, after = np.full((2, problem.num_ranks), NO_LIMIT)
@@ -64,7 +64,7 @@ def of_any_sequence(problem: BatchProblem) -> list[BatchBound]:
     """Bounds for plans in which all tasks do the micro-batches in the same sequence, whichever it is."""
     if not problem.has_one_stage_per_rank or (problem.roles[:, 2] >= 0).any():
         return []  # weight gradients fill the time of turnarounds
-    heads, tails = _ways(problem.tables)
+    heads, tails = _longest_paths(problem.tables)
     turns = _turns(problem.tables, problem.roles)
     bounds = []
     for rank in np.flatnonzero(problem.limits_bytes < NO_LIMIT).tolist():
@@ -76,7 +76,7 @@ def of_any_sequence(problem: BatchProblem) -> list[BatchBound]:
 
 
 @njit(cache=True, nogil=True)
-def _ways(tables):  # type: ignore[no-untyped-def]
+def _longest_paths(tables):  # type: ignore[no-untyped-def]
     """(heads, tails) of each op along its micro-batch's own way: int64[num_microbatches, num_tasks]."""
     durations, lags, first_in, in_task = tables.durations_us, tables.lags_us, tables.first_in, tables.in_task
     count, num_tasks = durations.shape
@@ -100,7 +100,7 @@ def _turns(tables, roles):  # type: ignore[no-untyped-def]
     durations, lags, first_in, in_task = tables.durations_us, tables.lags_us, tables.first_in, tables.in_task
     count, num_tasks = durations.shape
     turns = np.zeros((len(roles), count), np.int64)
-    far = np.zeros(num_tasks, np.int64)  # to the end of the task; -1 if there is no way
+    far = np.zeros(num_tasks, np.int64)  # to the end of the task; -1 if no path leads there
     for r in range(len(roles)):
         forward, backward = roles[r, 0], roles[r, 1]
         for m in range(count):
@@ -109,8 +109,8 @@ def _turns(tables, roles):  # type: ignore[no-untyped-def]
             for t in range(forward + 1, backward + 1):
                 for j in range(first_in[t], first_in[t + 1]):
                     if far[in_task[j]] >= 0:
-                        way = far[in_task[j]] + lags[m, tables.in_edge[j]] + durations[m, t]
-                        far[t] = max(far[t], way)
+                        path = far[in_task[j]] + lags[m, tables.in_edge[j]] + durations[m, t]
+                        far[t] = max(far[t], path)
             turns[r, m] = max(far[backward] - durations[m, backward], 0)
     return turns
 

@@ -17,11 +17,9 @@ from rota.batching.result import BatchPlan
 from rota.checking import check
 from rota.costs import Cluster
 from rota.errors import RotaError
-from rota.plan import Plan
 from rota.schedules import NAMED
 from rota.simulation import simulate
 from rota.sizes import SizeModel
-from rota.timeline import Timeline
 
 _MICROBATCHES_PER_RANK = (8, 16, 32, inf)  # the first that fits in memory is taken; in the end, a sample each
 #: The first that is defined for the placement and fits in memory is taken.
@@ -56,20 +54,13 @@ def _plan(layout: Layout, grouper: Grouper) -> BatchPlan | None:
                 plan = NAMED[name](placement, len(starts))
                 check(plan)
             except RotaError:
-                continue  # for other placements, or other numbers
-            timeline = simulate(plan)
-            if _fits(plan, timeline):
-                bounds = [bound for bound in of_grouping(problem, compiled=False) if bound.among == ALL_ORDERS]
-                return BatchPlan(
-                    plan,
-                    tuple(samples[m] for m in in_order),
-                    tuple(sizes[m] for m in in_order),
-                    timeline.makespan_us,
-                    (max(bounds, key=lambda bound: bound.us),),
-                )
+                continue  # for other placements or numbers, or it does not fit in memory
+            bounds = [bound for bound in of_grouping(problem, compiled=False) if bound.among == ALL_ORDERS]
+            return BatchPlan(
+                plan,
+                tuple(samples[m] for m in in_order),
+                tuple(sizes[m] for m in in_order),
+                simulate(plan).makespan_us,
+                (max(bounds, key=lambda bound: bound.us),),
+            )
     return None
-
-
-def _fits(plan: Plan, timeline: Timeline) -> bool:
-    limits = plan.placement.cluster.limit_bytes
-    return all(limit is None or peak <= limit for peak, limit in zip(timeline.peak_memory_bytes, limits, strict=True))

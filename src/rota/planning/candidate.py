@@ -79,12 +79,13 @@ class Request:
                 f"batch_rows is {batch_rows!r}: give a multiple of one of the rows that were measured, "
                 f"{', '.join(map(str, sorted(profiles)))}, of at most {_MOST_ROWS:,}"
             )
-        most = min(machine.num_ranks, max(layers.num_layers for layers in profiles.values()))
+        num_layers = max(layers.num_layers for layers in profiles.values())
+        most = min(machine.num_ranks, num_layers)
         if pipeline_ranks is not None and not 1 <= whole("pipeline_ranks", pipeline_ranks) <= most:
             raise PlacementError(
                 f"a pipeline of {pipeline_ranks} ranks: give 1 to {most}, as there are {machine.num_ranks} ranks and "
-                f"the model can be cut into {max(layers.num_layers for layers in profiles.values())} layers; to cut it "
-                f"in more places, name modules, such as --cuts 'layers.*'"
+                f"the model can be cut into {num_layers} layers; to cut it in more places, name modules, such as "
+                f"--cuts 'layers.*'"
             )
         of = {rows: _forward_alone(layers) if inference else layers for rows, layers in sorted(profiles.items())}
         return cls(of, machine, batch_rows, inference, recompute, pipeline_ranks, copies)

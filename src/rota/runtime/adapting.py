@@ -223,7 +223,7 @@ def _times(spans: Sequence[tuple[Plan, list[int], list[int]]], rank: int) -> Tim
 
 
 def _to_json(times: Times) -> list[Any]:
-    """Followed by what the rank proposes."""
+    """The times as JSON, to which `after_step` appends the plan that the rank proposes."""
     return [times.busy_us, [[*task, us] for task, us in times.of_tasks_us.items()]]
 
 

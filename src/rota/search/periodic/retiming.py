@@ -88,7 +88,7 @@ def _raise_starts(sources, targets, least_us, starts, last, sweeps):  # type: ig
                 last[targets[i]] = i
                 rising = True
         if not rising:
-            return -1
+            return _DONE
         for node in range(len(seen)):
             seen[node] = -1
         for first in range(len(seen)):
@@ -100,7 +100,7 @@ def _raise_starts(sources, targets, least_us, starts, last, sweeps):  # type: ig
                 node = sources[last[node]]
                 if seen[node] == first:
                     return node
-    return -2
+    return _RISING
 
 
 def _ties(num_nodes: int, waits: Sequence[Wait], period_us: int, starts: Sequence[int]) -> tuple[int, ...]:
