@@ -87,6 +87,7 @@ def test_the_bound_is_never_above_the_best_of_all_orders_and_exact_without_trans
 
 
 @pytest.mark.sweep
+@pytest.mark.timeout(3600)
 def test_the_bound_is_never_above_the_best_of_all_orders_in_many_more() -> None:
     checked = sum(check_against_every_plan(seed, most=60)[0] for seed in range(1_000, 11_000))
     assert checked > 10_000
