@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 import rota
 from rota import Cluster, Curve, SearchError, Size, SizeModel
 from rota.batching.figures import Layout
+from rota.batching.grouping import Grouper
+from rota.batching.policies import by_policy, falling
 from support.recount import recount, step_end_times
 
 
@@ -115,6 +117,20 @@ def test_a_plan_is_there_when_the_time_is_over(time_limit_s: float) -> None:
     assert found.bound_us <= found.makespan_us == found.timeline.makespan_us
     with pytest.raises(SearchError, match="time_limit_s"):
         rota.plan_batch(model(3, True), Cluster.uniform(3), lengths, time_limit_s=-1)
+
+
+def test_a_few_giants_and_little_memory() -> None:
+    """Rules rate a grouping far too low here; list scheduling of groups filled up in falling order is better."""
+    lengths = np.clip(np.random.default_rng(179).lognormal(5.0, 1.2, 1_500), 8, 8_192).astype(int).tolist()
+    stage = Curve(60, 0.02, 4e-6)
+    stages = SizeModel((stage,) * 8, (stage,) * 8, (stage,) * 8, activation_bytes=(Curve(0, 1_000),) * 8)
+    cluster = Cluster.uniform(8, 8 * 6_144_000)
+    layout = Layout.of(stages, cluster, rota.place)
+    grouper = Grouper(layout, lengths, packed=False)
+    filled = layout.problem(grouper.sizes(grouper.within(6_144)))
+    simple = by_policy(filled, falling(filled))
+    assert simple is not None
+    assert rota.plan_batch(stages, cluster, lengths).makespan_us <= simple.makespan_us
 
 
 def test_replicas_get_batches_of_about_the_same_time() -> None:

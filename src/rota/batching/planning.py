@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import chain, pairwise
 from typing import NamedTuple
@@ -36,6 +36,8 @@ _TRIES_FOR_ALL = 4_000
 _MOST_SHUFFLED = 24  # of these starts have a random sequence, one for each so many tries
 _OPS_TIMED = 3_000_000  # in all tries of a local search, if the number of tries is not given
 _ANY_NUMBER = 1 << 60
+_FAR = 1.05  # above its bound, a plan by rules is compared with plans by policies of
+_NUM_BY_POLICY = 4  # groupings
 _FEWEST_GROUPINGS = 5  # that are compared, even if the time is over
 _GROUPS_UNTIL = 0.5  # of a time limit
 _CLIMBS_UNTIL = 0.7  # of a time limit; the rest is for the plan and its bound
@@ -181,21 +183,37 @@ def _first(layout: Layout, grouper: Grouper, clock: _Clock) -> _Found:
         for starts, each, problem in zip(groupings, sizes, problems, strict=True)
     ]
     candidates.sort(key=lambda candidate: (candidate.is_tight, candidate.bound_us))
-    best: _Found | None = None
+    found: list[_Found] = []
     for i, candidate in enumerate(candidates):
         has_time = i < _FEWEST_GROUPINGS or clock.share_over() < _GROUPS_UNTIL
-        if best is None or (candidate.bound_us < best.makespan_us and has_time):
-            best = _better(best, _first_of(candidate))
-    if best is None:
+        if not found or (candidate.bound_us < min(map(_makespan_us, found)) and has_time):
+            found += filter(None, [_first_of(candidate)])
+    if not found:
         raise SearchError(
             "no grouping of the batch fits in memory beside what transfers hold; raise the limits, or give the ranks "
             "fewer layers"
         )
-    return best
+    found.sort(key=_makespan_us)
+    return min([found[0], *_by_policy(found, clock)], key=_makespan_us)
 
 
-def _better(one: _Found | None, other: _Found | None) -> _Found | None:
-    return min((each for each in (one, other) if each), key=lambda each: each.makespan_us, default=None)
+def _by_policy(found: list[_Found], clock: _Clock) -> Iterator[_Found]:
+    """Plans by list scheduling of the best groupings, where the best plan by rules is far above its bound.
+
+    That is rare: with split backwards, little memory, and a few micro-batches much longer than all others.
+    """
+    best = found[0]
+    problem = best.candidate.problem
+    if not (problem.has_one_stage_per_rank and problem.has_weights):
+        return  # without a split backward, `_improved` tries policies
+    if best.makespan_us > _FAR * best.candidate.bound_us:
+        for one in found[:_NUM_BY_POLICY]:
+            if one.candidate.bound_us < best.makespan_us and clock.share_over() < _GROUPS_UNTIL:
+                yield from filter(None, [_first_plan(one.candidate, one.sequence, by_policy)])
+
+
+def _makespan_us(found: _Found) -> int:
+    return found.makespan_us
 
 
 def _first_of(candidate: _Candidate) -> _Found | None:
@@ -237,13 +255,13 @@ def _improved(best: _Found, tries: int | None, clock: _Clock) -> _Found:
     for _ in range(min(most_tries // _TRIES_FOR_ALL, _MOST_SHUFFLED)):
         tried.append((by_policy, lambda problem: random.permutation(problem.num_microbatches)))
     others = [_first_plan(candidate, sequence(problem), orders) for orders, sequence in tried]
-    starts = sorted((best, *(each for each in others if each)), key=lambda each: each.makespan_us)
+    starts = sorted((best, *(each for each in others if each)), key=_makespan_us)
     if not is_small:
         starts = starts[:_NUM_STARTS]
     effort = _Effort(_ANY_NUMBER if tries is None else tries, ops, clock, clock.share_over(), _CLIMBS_UNTIL)
     for i, start in enumerate(starts):
         climbed = _climbed(start, effort.part(i / len(starts), (i + 1) / len(starts)))
-        best = min(best, climbed, key=lambda each: each.makespan_us)
+        best = min(best, climbed, key=_makespan_us)
     return best
 
 
