@@ -32,8 +32,9 @@ test-core: $(READY) ## run the tests of which none starts processes, side by sid
 test-models: $(READY) ## train every unmodified model with every kind of plan on 2 and 4 processes
 	$(BIN)/pytest -m "dist and not faults" --numprocesses 1 tests/models/test_models_on_processes.py
 
-test-sweep: $(READY) ## run the other sweeps: more numbers of ranks, sizes, and ways to start them
-	$(BIN)/pytest -m sweep --numprocesses 2 --dist worksteal --ignore tests/models/test_models_on_processes.py
+test-sweep: export ROTA_WHOLE_SWEEPS := 1
+test-sweep: $(READY) ## run the other sweeps: more numbers of ranks, sizes, drawn cases, and ways to start them
+	$(BIN)/pytest -m "(sweep or sampled) and not faults" --numprocesses 2 --dist worksteal --ignore tests/models/test_models_on_processes.py
 
 test-faults: $(READY) ## run the tests that kill, stop and starve processes, some minutes
 	$(BIN)/pytest -m faults --numprocesses 3 --dist worksteal \

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from support.pool import Pool
+from support.sampling import mark_sweeps
 
 settings.register_profile("rota", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("rota")
@@ -26,8 +27,10 @@ os.environ.pop("COLUMNS", None)  # reports are wrapped to it
 importlib.import_module("rota")  # before any test imports numba, which reads a variable that rota sets
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+@pytest.hookimpl(tryfirst=True)  # before `-m` chooses by marks
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """The longest tests come first, so that no worker is left with one when the others have ended."""
+    mark_sweeps(items, are_whole_files=not any("::" in argument for argument in config.args))
     items.sort(key=lambda item: "test_sim_device.py" not in item.nodeid)
 
 

@@ -44,7 +44,7 @@ def test_the_readme_does_what_it_says(tmp_path: Path) -> None:
     (tmp_path / "model.py").write_text(model)
     outputs = {}
     for command in re.findall(r"^    rota (.*?)(?: +#.*)?$", (ROOT / "README.md").read_text(), flags=re.MULTILINE):
-        done = rota(tmp_path, *command.replace("-o plan", "--time-limit 12 -o plan").split())
+        done = rota(tmp_path, *command.replace("-o plan", "--time-limit 6 -o plan").split())
         assert done.returncode == 0, done.stderr
         outputs[command.split()[0]] = done.stdout
     assert list(outputs) == ["autoplan", "run", "compare", "explain"]

@@ -53,10 +53,12 @@ BY_DESIGN = {"CONTRIBUTING.md"}  # its page of style quotes them
 def test_no_banned_phrase(path: Path) -> None:
     if path.name in BY_DESIGN:
         return
+    text = path.read_text()
     found = [
         f"line {number}: {line.strip()[:80]} -> {better}"
-        for number, line in enumerate(path.read_text().splitlines(), 1)
         for phrase, better in BANNED.items()
+        if re.search(phrase, text)  # the lines are many, and most pages have none
+        for number, line in enumerate(text.splitlines(), 1)
         if re.search(phrase, line)
     ]
     assert found == []

@@ -18,8 +18,9 @@ from support import fake_nccl
 from support.core_strategies import deal, linear_extension
 from support.device_orders import Programs, family_plans
 from support.fake_nccl import HangError, WrongMessageError
+from support.sampling import some
 
-NUM_RANDOM_PLANS = 60
+NUM_RANDOM_PLANS = some(60)
 
 
 def a_plan(name: str, num_ranks: int, num_microbatches: int = 8) -> Plan:

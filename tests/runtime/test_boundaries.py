@@ -170,7 +170,7 @@ CASES: dict[str, Stages] = {
 }
 
 
-PLACES = {"1f1b": [[0, 1, 2], [2, 0, 1]], "gpipe": [[0, 0, 1], [0, 1, 1], [1, 0, 1]]}
+PLACES = {"1f1b": [[2, 0, 1]], "gpipe": [[0, 0, 1], [1, 0, 1]]}
 
 
 def plans_for(stages: Stages, num_microbatches: int = 4) -> list[Plan]:

@@ -15,6 +15,7 @@ from rota.search import Repeating, bounds_of, find_repeating, find_steady
 from rota.search.budget import Budget
 from rota.search.problem import Problem
 from support.core_strategies import placed
+from support.sampling import some
 from support.search_brute_force import best_of, every_plan, tiny_placement
 from support.tessel_shapes import tessel
 
@@ -158,7 +159,7 @@ def test_no_shorter_period_by_brute_force(times: tuple[int, int, int, int], limi
     assert step.period_us == brute_force_period(times, limit, in_flight)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=some(25), deadline=None)
 @given(placed())
 def test_any_placement(placement) -> None:
     placement = replace(
@@ -176,7 +177,7 @@ def test_any_placement(placement) -> None:
 def test_the_makespan_is_the_plans_and_no_repeating_step_of_the_period_is_shorter() -> None:
     """Alone, a step may run faster than with the times at which its middle repeats; all DAGs, all orders."""
     chooser, num_proven = Random(3), 0
-    for _ in range(250):
+    for _ in range(some(250)):
         placement = tiny_placement(chooser)
         lasting = tuple(replace(task, duration_us=max(task.duration_us, 1)) for task in placement.tasks)
         placement = replace(placement, tasks=lasting, step_ends=())
@@ -187,7 +188,7 @@ def test_the_makespan_is_the_plans_and_no_repeating_step_of_the_period_is_shorte
             plans = every_plan(placement, step.num_microbatches)
             best = None if plans is None else best_of(plans)
             assert best is None or best.makespan_us <= step.makespan_us
-    assert num_proven > 90
+    assert num_proven > 0.36 * some(250)
 
 
 def test_the_same_on_every_run() -> None:

@@ -67,7 +67,7 @@ def test_families(pool: Pool, num_ranks: int) -> None:
     assert all(has(plan, "FIW") for plan in plans)
     plans += [plan_for("varuna", num_ranks, m) for m in (1, 2, 5)]
     assert has(plans[-1], "FBR")
-    plans += [plan_for(name, num_ranks, m) for name in WHOLE for m in (2 * num_ranks, 2 * num_ranks + num_ranks)]
+    plans += [plan_for(name, num_ranks, m) for name in WHOLE for m in [3 * num_ranks]]
     assert has(plans[-1], "FB")
     cases = [(chain(plan.num_stages), plan, [batch_of(plan.num_microbatches, s) for s in (1, 2)]) for plan in plans]
     by_rank = pool.run(num_ranks, run_each, cases)

@@ -20,10 +20,11 @@ from rota.search.problem import Problem
 from rota.search.timing import Score, Tables, fits, peaks, score
 from support import core_strategies as strategies
 from support.core_strategies import with_limits
+from support.sampling import some
 
 
 @given(strategies.plans())
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=some(40))
 def test_moves_keep_times_exact_and_memory_within_limits(plan: Plan) -> None:
     problem = Problem(plan.placement, plan.num_microbatches)
     orders = problem.to_orders(plan)
