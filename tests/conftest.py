@@ -5,6 +5,7 @@ Property tests draw the same examples in every run, and none of them is timed. C
 
 from __future__ import annotations
 
+import gc
 import importlib
 import os
 import signal
@@ -32,6 +33,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """The longest tests come first, so that no worker is left with one when the others have ended."""
     mark_sweeps(items, are_whole_files=not any("::" in argument for argument in config.args))
     items.sort(key=lambda item: "test_sim_device.py" not in item.nodeid)
+
+
+def pytest_sessionstart() -> None:
+    """What is imported and collected stays: searching it for cycles, again and again, is in vain."""
+    gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture

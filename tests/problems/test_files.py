@@ -15,7 +15,7 @@ from rota.reference import Reference
 from support.problem_library import FOLDER, PATHS, check, script
 
 MOST_BYTES = 15_000_000
-LARGE_BYTES = 300_000  # such problems take many seconds each
+LARGE_BYTES = 100_000  # such problems take many seconds each
 
 
 @pytest.mark.parametrize(

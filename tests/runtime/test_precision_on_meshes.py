@@ -20,6 +20,7 @@ from support.meshed import on_each, part_of
 from support.networks import ROWS, batch_of, chain, loss_fn
 from support.parallel_modules import GatheredLayer, ParallelLayer
 from support.pool import Pool
+from support.sampling import IS_WHOLE
 
 pytestmark = pytest.mark.dist
 
@@ -207,5 +208,7 @@ def test_pipeline_and_tensor_and_replicas(pool: Pool, cases: list[Case]) -> None
 @pytest.mark.parametrize("wrap", [in_ddp, sharded])
 def test_wrapped_stages(pool: Pool, wrap: Any) -> None:
     cases = [Case("1f1b", torch.float16, wrap=wrap), Case("zb_h1", torch.float64, "full", wrap=wrap)]
+    if IS_WHOLE:
+        cases += [Case("zb_h1", torch.bfloat16, wrap=wrap), Case("1f1b", torch.float64, "full", wrap=wrap)]
     pool.renew()
     compare(pool, 2, 2, 1, cases)

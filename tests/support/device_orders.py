@@ -17,7 +17,7 @@ from support.sampling import IS_WHOLE
 
 Programs = Sequence[DeviceProgram]
 
-NUMBERS_OF_RANKS = range(2, 9) if IS_WHOLE else (2, 3, 5, 8)
+NUMBERS_OF_RANKS = range(2, 9) if IS_WHOLE else (2, 4, 7)
 
 
 def family_plans(families: Sequence[Family] = FAMILIES, ranks: Sequence[int] = NUMBERS_OF_RANKS) -> Iterator[Plan]:

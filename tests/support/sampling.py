@@ -19,7 +19,7 @@ def some(number: int) -> int:
 
 
 def mark_sweeps(items: Collection[pytest.Item], *, are_whole_files: bool) -> None:
-    """Gives the mark `sweep` to the tests of LEFT_OUT, and `sampled` to those of files that draw `some` cases.
+    """Gives the mark `sweep` to the tests of LEFT_OUT, and `sampled` to those of files that use `some` or `IS_WHOLE`.
 
     Raises:
         pytest.UsageError: a name in LEFT_OUT is no test's, or no parameters of a test are left for `make test`.
@@ -27,7 +27,7 @@ def mark_sweeps(items: Collection[pytest.Item], *, are_whole_files: bool) -> Non
     names = {line for line in LEFT_OUT.read_text().splitlines() if line and not line.startswith("#")}
     left = set()
     for item in items:
-        if getattr(getattr(item, "module", None), "some", None) is some:
+        if any(hasattr(getattr(item, "module", None), name) for name in ("some", "IS_WHOLE")):
             item.add_marker(pytest.mark.sampled)
         if item.nodeid in names:
             item.add_marker(pytest.mark.sweep)
