@@ -151,6 +151,7 @@ def test_the_best_there_is_in_a_tiny_pipeline(times: tuple[int, int, int, int], 
     assert simulate(zb_auto(placement, 3)).span_us == min(spans)
 
 
+@pytest.mark.sweep
 def test_memory_buys_time_down_to_one_microbatch_and_up_to_no_bubble() -> None:
     spans = [simulate(zb_auto(pipeline(4, limit), 12)).span_us for limit in (2, 4, 6, 8, 10, 12, 16, None)]
     assert spans == sorted(spans, reverse=True)

@@ -103,6 +103,7 @@ def test_tessel_shapes_proven(shape: str, limit: int | None, num_microbatches: i
     assert (result.makespan_us, result.gap) == (makespan_us, 0)
 
 
+@pytest.mark.sweep
 def test_tight_wave_beats_v_min() -> None:
     costs = Costs.uniform(8, 93, 91, 47, activation_bytes=2)
     placement = wave(costs, Cluster.uniform(4, 8, latency_us=6))

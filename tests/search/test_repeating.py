@@ -77,6 +77,7 @@ def test_the_fewest_micro_batches_of_the_least_period(shape, limit, rounds, peri
     assert (step.num_microbatches, step.period_us) == (rounds, period_us)
 
 
+@pytest.mark.sweep
 def test_a_long_step_is_a_shorter_one_whose_middle_is_repeated() -> None:
     step = found(tessel("v", 4, 4), 300, time_limit_s=3)
     assert (step.num_microbatches, step.makespan_us) == (300, 4 * 303)
