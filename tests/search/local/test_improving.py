@@ -82,6 +82,7 @@ def test_stops_at_the_bound() -> None:
     assert budget.spent_s == 0
 
 
+@pytest.mark.sweep  # test_neighbourhood compares with all orders too
 def test_the_best_of_all_orders_of_a_tiny_pipeline() -> None:
     costs = Costs((3, 2), (2, 4), (2, 1), activation_bytes=2)
     problem = Problem(place(costs, Cluster.uniform(2, 4, latency_us=1)), 2)
