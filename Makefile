@@ -23,8 +23,10 @@ unexport PYTHONDONTWRITEBYTECODE
 
 # In one command, as each of its processes reads all tests first: half a minute of CPU time. Three processes for two
 # cores, as tests of processes wait now and then.
+# Meanwhile the loops of searches are compiled, once, to be loaded from disk.
 test: $(READY) browser ## run every test
-	$(BIN)/pytest -rs -m "not faults and not sweep" --numprocesses 3 --dist worksteal
+	@$(BIN)/python -c 'from rota.search import compiling; compiling.wait_for(*compiling.Part)' & \
+	$(BIN)/pytest -rs -m "not faults and not sweep" --numprocesses 3 --dist worksteal; code=$$?; wait; exit $$code
 
 test-core: $(READY) ## run the tests of which none starts processes, side by side
 	$(BIN)/pytest -rs -m "not dist and not faults and not sweep" --numprocesses auto --dist worksteal
@@ -32,8 +34,9 @@ test-core: $(READY) ## run the tests of which none starts processes, side by sid
 test-models: $(READY) ## train every unmodified model with every kind of plan on 2 and 4 processes
 	$(BIN)/pytest -m "dist and not faults" --numprocesses 1 tests/models/test_models_on_processes.py
 
-test-sweep: $(READY) ## run the other sweeps: more numbers of ranks, sizes, and ways to start them
-	$(BIN)/pytest -m sweep --numprocesses 2 --dist worksteal --ignore tests/models/test_models_on_processes.py
+test-sweep: export ROTA_WHOLE_SWEEPS := 1
+test-sweep: $(READY) ## run the other sweeps: more numbers of ranks, sizes, drawn cases, and ways to start them
+	$(BIN)/pytest -m "(sweep or sampled) and not faults" --numprocesses 2 --dist worksteal --ignore tests/models/test_models_on_processes.py
 
 test-faults: $(READY) ## run the tests that kill, stop and starve processes, some minutes
 	$(BIN)/pytest -m faults --numprocesses 3 --dist worksteal \

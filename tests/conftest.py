@@ -5,6 +5,7 @@ Property tests draw the same examples in every run, and none of them is timed. C
 
 from __future__ import annotations
 
+import gc
 import importlib
 import os
 import signal
@@ -14,6 +15,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from support.pool import Pool
+from support.sampling import mark_sweeps
 
 settings.register_profile("rota", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("rota")
@@ -26,9 +28,21 @@ os.environ.pop("COLUMNS", None)  # reports are wrapped to it
 importlib.import_module("rota")  # before any test imports numba, which reads a variable that rota sets
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+@pytest.hookimpl(tryfirst=True)  # before `-m` chooses by marks
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """The longest tests come first, so that no worker is left with one when the others have ended."""
+    mark_sweeps(items, are_whole_files=not any("::" in argument for argument in config.args))
     items.sort(key=lambda item: "test_sim_device.py" not in item.nodeid)
+
+
+def pytest_sessionstart() -> None:
+    """What is imported and collected stays: searching it for cycles, again and again, is in vain."""
+    gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture

@@ -21,6 +21,7 @@ from rota.plan import Plan
 from rota.simulation import simulate
 from rota.tasks import Kind, Op, Task
 from support.core_strategies import Chooser, deal, plans, read_by, with_limits
+from support.sampling import some
 
 Orders = list[list[Op]]
 choosers = st.integers(0, 2**16).map(Chooser)
@@ -114,7 +115,7 @@ REASONS: dict[Callable[[Plan, Orders, Chooser], None], str] = {
 
 @pytest.mark.parametrize("break_", REASONS, ids=lambda function: function.__name__)
 @given(plan=plans(), chooser=choosers)
-@settings(max_examples=40)
+@settings(max_examples=some(40))
 def test_a_broken_plan_is_refused_for_the_right_reason(
     break_: Callable[[Plan, Orders, Chooser], None], plan: Plan, chooser: Chooser
 ) -> None:
@@ -154,7 +155,7 @@ def believe_cycle(plan: Plan, message: str) -> None:
 
 
 @given(plans(), choosers)
-@settings(max_examples=150)
+@settings(max_examples=some(150))
 def test_shuffled_orders_pass_exactly_if_nothing_waits_in_a_cycle(plan: Plan, chooser: Chooser) -> None:
     orders = [list(order) for order in plan.orders]
     for order in orders:
@@ -192,7 +193,7 @@ def test_a_long_cycle_is_told_in_short() -> None:
 
 
 @given(plans(), choosers)
-@settings(max_examples=150)
+@settings(max_examples=some(150))
 def test_a_limit_holds_to_the_byte(plan: Plan, chooser: Chooser) -> None:
     timeline = simulate(plan)
     peaks = timeline.peak_memory_bytes

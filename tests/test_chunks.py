@@ -21,6 +21,7 @@ from rota.search import find_plan
 from rota.simulation import simulate
 from rota.tasks import Kind, Op
 from support.core_strategies import deal, differing_plans
+from support.sampling import some
 
 
 def chain(num_ranks: int, sample_of: tuple[int, ...], weight_us: int | None = None) -> Placement:
@@ -44,7 +45,7 @@ def violates(plan: Plan) -> bool:
 
 
 @given(differing_plans(), st.randoms(use_true_random=False))
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.filter_too_much])
+@settings(max_examples=some(30), deadline=None, suppress_health_check=[HealthCheck.filter_too_much])
 def test_check_refuses_exactly_the_wrong_orders(plan: Plan, chooser: random.Random) -> None:
     assume(plan.placement.sample_of)
     check(plan)

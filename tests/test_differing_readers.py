@@ -26,6 +26,7 @@ from rota.simulation import simulate
 from rota.tasks import Task
 from rota.timeline import Timeline
 from support.core_strategies import differing_plans
+from support.sampling import some
 
 
 def two_sizes(num_ranks: int = 2, class_of: tuple[int, ...] = (0, 1, 1, 0)) -> Placement:
@@ -51,7 +52,7 @@ def slower(plan: Plan) -> Timeline:
 
 
 @given(differing_plans() | differing_plans(wired=True))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=some(150), deadline=None)
 def test_explained_compared_and_drawn(plan: Plan) -> None:
     timeline = simulate(plan)
     explanation = explain(plan)
@@ -71,7 +72,7 @@ def test_explained_compared_and_drawn(plan: Plan) -> None:
 
 
 @given(differing_plans())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=some(100), deadline=None)
 def test_calibration_finds_the_time_of_each_class(plan: Plan) -> None:
     measured = slower(plan)
     placement = calibrated(replace(measured, plan=plan))

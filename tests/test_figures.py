@@ -25,6 +25,7 @@ from rota.tasks import Kind, Op, Task
 from rota.timeline import Timeline
 from support import recount as counting
 from support.core_strategies import differing, differing_plans, plans, with_limits
+from support.sampling import some
 
 F, B = Kind.F, Kind.B
 TWO = PerClass((3, 5))
@@ -79,7 +80,7 @@ def test_each_computes_class_by_class_and_is_one_number_where_all_are_the_same(v
 
 
 @given(differing())
-@settings(max_examples=100)
+@settings(max_examples=some(100))
 def test_a_placement_is_that_of_each_class(placement: Placement) -> None:
     placement = replace(placement, sample_of=())
     assert len(placement.classes) == placement.num_classes
@@ -140,7 +141,7 @@ def times(timeline: Timeline) -> dict[tuple[int, Op], tuple[int, int]]:
 
 
 @given(differing_plans() | differing_plans(wired=True))
-@settings(max_examples=200)
+@settings(max_examples=some(200))
 def test_times_match_a_count_of_every_microsecond(plan: Plan) -> None:
     timeline, counted = simulate(plan), counting.recount(plan)
     assert times(timeline) == {key: entry[:2] for key, entry in counted.ops.items()}
@@ -154,7 +155,7 @@ def test_times_match_a_count_of_every_microsecond(plan: Plan) -> None:
 
 
 @given(differing_plans() | differing_plans(wired=True))
-@settings(max_examples=100)
+@settings(max_examples=some(100))
 def test_a_plan_and_its_timeline_are_read_as_they_were_written(plan: Plan) -> None:
     assert Plan.from_json(plan.to_json()) == plan
     timeline = simulate(plan)
@@ -164,7 +165,7 @@ def test_a_plan_and_its_timeline_are_read_as_they_were_written(plan: Plan) -> No
 
 
 @given(plans())
-@settings(max_examples=100)
+@settings(max_examples=some(100))
 def test_one_class_is_a_plan_as_ever(plan: Plan) -> None:
     """Byte for byte in JSON, whether its placement was given once or once per class."""
     again = Placement.of_classes([plan.placement] * 3, [m % 3 for m in range(plan.num_microbatches)])
@@ -174,7 +175,7 @@ def test_one_class_is_a_plan_as_ever(plan: Plan) -> None:
 
 
 @given(differing_plans(), st.data())
-@settings(max_examples=200)
+@settings(max_examples=some(200))
 def test_check_refuses_one_byte_less_than_the_peak(plan: Plan, data: st.DataObject) -> None:
     peaks = simulate(plan).peak_memory_bytes
     check(with_limits(plan, peaks))

@@ -14,6 +14,7 @@ from rota.tasks import Kind, Op, Task
 from rota.timeline import Timeline
 from support.core_strategies import differing_plans, plans, wired_plans
 from support.recount import figure_of, recount
+from support.sampling import some
 
 F, B = Kind.F, Kind.B
 
@@ -70,7 +71,7 @@ class Replay:
 
 
 @given(plans() | wired_plans() | differing_plans() | differing_plans(wired=True))
-@settings(max_examples=400)
+@settings(max_examples=some(400))
 def test_peak_and_every_instant_match_the_naive_replay(plan: Plan) -> None:
     timeline = simulate(plan)
     for rank in range(plan.num_ranks):

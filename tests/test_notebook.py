@@ -19,6 +19,7 @@ from rota.search.result import SearchResult
 from rota.simulation import simulate
 from rota.timeline import Timeline
 from support.core_strategies import plans
+from support.sampling import some
 
 PLAN = schedules.one_f_one_b(
     place(Costs.uniform(4, 100, 200, reduce_us=30, optimizer_us=(0, 0, 0, 10)), Cluster.uniform(4, latency_us=5)), 6
@@ -61,7 +62,7 @@ def test_every_op_is_a_bar_where_it_ran() -> None:
 
 
 @given(plans())
-@settings(max_examples=50)
+@settings(max_examples=some(50))
 def test_any_plan_can_be_shown(plan: Plan) -> None:
     parsed(plan._repr_html_())
     parsed(simulate(plan)._repr_html_())

@@ -22,6 +22,7 @@ from rota.placing import place
 from rota.plan import Plan, Transfer
 from rota.tasks import Op
 from support.core_strategies import every_op, plans, read_by, wired_plans
+from support.sampling import some
 
 PLAN = schedules.one_f_one_b(
     place(Costs.uniform(2, reduce_us=2), Cluster((None, 99), Link(1, 2), ((0, 1, Link(3)),))), num_microbatches=3
@@ -29,7 +30,7 @@ PLAN = schedules.one_f_one_b(
 
 
 @given(plans())
-@settings(max_examples=150)
+@settings(max_examples=some(150))
 def test_nodes_number_every_op_once(plan: Plan) -> None:
     ops = [plan.op(node) for node in range(plan.num_ops)]
     assert sorted(ops) == sorted(every_op(plan.placement, plan.num_microbatches))
@@ -38,7 +39,7 @@ def test_nodes_number_every_op_once(plan: Plan) -> None:
 
 
 @given(plans() | wired_plans())
-@settings(max_examples=300)
+@settings(max_examples=some(300))
 def test_the_wire_order_holds_everything_after_what_it_needs(plan: Plan) -> None:
     position = {action: i for i, action in enumerate(plan.wire_order)}
     assert set(every_op(plan.placement, plan.num_microbatches)) | set(plan.transfers) == set(position)
@@ -52,7 +53,7 @@ def test_the_wire_order_holds_everything_after_what_it_needs(plan: Plan) -> None
 
 
 @given(wired_plans())
-@settings(max_examples=300)
+@settings(max_examples=some(300))
 def test_each_rank_sends_in_the_order_of_service(plan: Plan) -> None:
     sent_us = plan.earliest.starts_us
     for nodes in plan.served:
@@ -203,7 +204,7 @@ def hoisted(plan: Plan, far: bool) -> list[list[int]]:
 
 
 @given(plans() | wired_plans())
-@settings(max_examples=300)
+@settings(max_examples=some(300))
 def test_a_checked_plan_finishes(plan: Plan) -> None:
     check(plan)
     assert finishes(plan, programs(plan)), "where every send waits for its receive"
@@ -232,7 +233,7 @@ def test_the_interpreter_sees_a_hang() -> None:
 
 
 @given(plans() | wired_plans())
-@settings(max_examples=300)
+@settings(max_examples=some(300))
 def test_text_round_trips(plan: Plan) -> None:
     text = plan.to_json()
     assert Plan.from_json(text) == plan

@@ -26,6 +26,7 @@ from rota.costs import Link, SharedLink
 from rota.replanning import replan
 from rota.schedules import NAMED, forward_only, gpipe, one_f_one_b
 from rota.schedules.ready_first import ready_first
+from support.sampling import some
 
 
 def chain(num_ranks: int, num_microbatches: int = 8, **costs: int) -> Plan:
@@ -152,7 +153,7 @@ def plans(draw: st.DrawFn) -> Plan:
     return gpipe(place(costs, cluster), draw(st.integers(1, 6)))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=some(150), deadline=None)
 @given(plans(), st.data())
 def test_any_plan_on_any_number_of_ranks(plan: Plan, data: st.DataObject) -> None:
     num_ranks = data.draw(st.integers(1, plan.num_stages))
@@ -170,7 +171,7 @@ def test_any_plan_on_any_number_of_ranks(plan: Plan, data: st.DataObject) -> Non
         assert simulate(found).makespan_us <= simulate(gpipe(found.placement, plan.num_microbatches)).makespan_us
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=some(100), deadline=None)
 @given(plans(), st.integers(0, 3), st.data())
 def test_ready_first_makes_a_plan_for_any_placement(plan: Plan, forwards_a_hop: int, data: st.DataObject) -> None:
     stages = plan.num_stages

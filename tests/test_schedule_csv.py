@@ -25,6 +25,7 @@ from rota.schedules.one_f_one_b import one_f_one_b
 from rota.schedules.zero_bubble import zb_h1
 from rota.tasks import Kind, Op, Task
 from support.core_strategies import clusters, plans
+from support.sampling import some
 from support.torch_orders import simulates, theirs
 
 FORMS = [{"communication": c, "overlap": o} for c in (False, True) for o in (False, True)]
@@ -89,7 +90,7 @@ def chains(draw: st.DrawFn) -> Placement:
 
 
 @given(plans(chains()))
-@settings(max_examples=200)
+@settings(max_examples=some(200))
 def test_chains_come_back(plan: Plan) -> None:
     for form in FORMS:
         text = plan.to_csv(**form)
@@ -99,7 +100,7 @@ def test_chains_come_back(plan: Plan) -> None:
 
 
 @given(plans(chains()))
-@settings(max_examples=100)
+@settings(max_examples=some(100))
 def test_pytorch_takes_any_chain_that_keeps_all_ranks_busy(plan: Plan) -> None:
     """Its own adding of communication takes no idle rank, its validator no forwards only."""
     assume(all(plan.orders) and len(plan.placement.tasks) > plan.num_stages)
@@ -119,7 +120,7 @@ def test_pytorch_takes_any_chain_that_keeps_all_ranks_busy(plan: Plan) -> None:
 
 
 @given(plans(chains()), st.randoms(use_true_random=False))
-@settings(max_examples=200)
+@settings(max_examples=some(200))
 def test_no_message_may_be_missing_or_there_twice_or_elsewhere(plan: Plan, chooser: random.Random) -> None:
     lines = [line.split(",") for line in plan.to_csv(communication=True).splitlines()]
     messages = [
@@ -222,7 +223,7 @@ def mutants(draw: st.DrawFn) -> str:
 
 
 @given(mutants())
-@settings(max_examples=300)
+@settings(max_examples=some(300))
 def test_any_text_is_a_plan_or_told(text: str) -> None:
     for placement in (lambda: PLAN.placement, lambda: _placement_of_csv(text)):
         try:

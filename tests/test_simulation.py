@@ -18,6 +18,7 @@ from rota.tasks import Kind, Op, Task
 from rota.timeline import Timeline
 from support import recount as counting
 from support.core_strategies import deal, plans, read_by, wired_plans
+from support.sampling import some
 
 F, B = Kind.F, Kind.B
 
@@ -73,7 +74,7 @@ def step_end_times(timeline: Timeline) -> list[tuple[int, int, int, int]]:
 
 
 @given(plans())
-@settings(max_examples=200)
+@settings(max_examples=some(200))
 def test_everything_starts_as_soon_as_inputs_and_ranks_allow(plan: Plan) -> None:
     placement, timeline = plan.placement, simulate(plan)
     at, cluster = times(timeline), placement.cluster
@@ -94,7 +95,7 @@ def test_everything_starts_as_soon_as_inputs_and_ranks_allow(plan: Plan) -> None
 
 
 @given(plans())
-@settings(max_examples=200)
+@settings(max_examples=some(200))
 def test_transfers_start_when_their_producer_ends_and_do_not_contend(plan: Plan) -> None:
     placement, timeline = plan.placement, simulate(plan)
     at = times(timeline)
@@ -110,7 +111,7 @@ def test_transfers_start_when_their_producer_ends_and_do_not_contend(plan: Plan)
 
 
 @given(plans())
-@settings(max_examples=200)
+@settings(max_examples=some(200))
 def test_makespan_ends_with_the_last_work_and_respects_its_bounds(plan: Plan) -> None:
     placement, timeline = plan.placement, simulate(plan)
     ends = step_end_times(timeline)
@@ -142,7 +143,7 @@ def _ancestors(placement: Placement, op: Op) -> set[Op]:
 
 
 @given(wired_plans())
-@settings(max_examples=400)
+@settings(max_examples=some(400))
 def test_shared_links_and_occupied_ranks_match_a_count_of_every_microsecond(plan: Plan) -> None:
     timeline, counted = simulate(plan), counting.recount(plan)
     at = times(timeline)
@@ -161,7 +162,7 @@ def _window(counted: counting.Recount, rank: int) -> int:
 
 
 @given(wired_plans())
-@settings(max_examples=200)
+@settings(max_examples=some(200))
 def test_the_order_of_first_come_first_served_written_down_changes_nothing(plan: Plan) -> None:
     plan = replace(plan, service_orders=())
     found = [[(time, node) for node in nodes for time in [plan.earliest.starts_us[node]]] for nodes in plan.served]

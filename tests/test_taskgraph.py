@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rota.taskgraph import CycleError, Earliest, TaskGraph
+from support.sampling import some
 
 Inputs = list[list[tuple[int, int]]]
 
@@ -56,7 +57,7 @@ def slack_us(graph: TaskGraph, earliest: Earliest) -> list[int]:
 
 
 @given(graphs())
-@settings(max_examples=200)
+@settings(max_examples=some(200))
 def test_each_node_ends_with_the_longest_path_to_it(graph: TaskGraph) -> None:
     earliest = graph.earliest()
     for node, duration in enumerate(graph.durations_us):
@@ -67,7 +68,7 @@ def test_each_node_ends_with_the_longest_path_to_it(graph: TaskGraph) -> None:
 
 
 @given(graphs())
-@settings(max_examples=200)
+@settings(max_examples=some(200))
 def test_slack_is_how_much_longer_a_node_may_take(graph: TaskGraph) -> None:
     earliest = graph.earliest()
     latest = graph.latest_ends(earliest)
@@ -77,7 +78,7 @@ def test_slack_is_how_much_longer_a_node_may_take(graph: TaskGraph) -> None:
 
 
 @given(graphs())
-@settings(max_examples=200)
+@settings(max_examples=some(200))
 def test_the_critical_path_is_a_chain_without_gaps_or_slack(graph: TaskGraph) -> None:
     earliest = graph.earliest()
     starts, ends = earliest.starts_us, earliest.ends_us
@@ -91,7 +92,7 @@ def test_the_critical_path_is_a_chain_without_gaps_or_slack(graph: TaskGraph) ->
 
 
 @given(graphs(cyclic=True))
-@settings(max_examples=200)
+@settings(max_examples=some(200))
 def test_a_cycle_is_found_and_told_as_who_waits_for_whom(graph: TaskGraph) -> None:
     if not has_cycle(graph):
         assert len(graph.earliest().sequence) == len(graph.durations_us)
@@ -125,7 +126,7 @@ def served_graphs(draw: st.DrawFn) -> tuple[TaskGraph, dict[int, tuple[int, ...]
 
 
 @given(served_graphs())
-@settings(max_examples=300)
+@settings(max_examples=some(300))
 def test_who_comes_first_is_served_first(given_graph: tuple[TaskGraph, dict[int, tuple[int, ...]]]) -> None:
     graph, served = given_graph
     earliest = graph.first_come(served)

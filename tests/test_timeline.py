@@ -20,6 +20,7 @@ from rota.simulation import simulate
 from rota.tasks import Kind, Op
 from rota.timeline import Span, StepEndWork, Timeline
 from support.core_strategies import plans, wired_plans
+from support.sampling import some
 
 TIMELINE = simulate(
     schedules.one_f_one_b(
@@ -53,7 +54,7 @@ def linked(plan: Plan, before: Span, after: Span) -> bool:
 
 
 @given(plans())
-@settings(max_examples=200)
+@settings(max_examples=some(200))
 def test_the_critical_path_explains_the_makespan(plan: Plan) -> None:
     timeline = simulate(plan)
     path = timeline.critical_path()
@@ -69,7 +70,7 @@ def test_the_critical_path_explains_the_makespan(plan: Plan) -> None:
 
 
 @given(wired_plans())
-@settings(max_examples=200)
+@settings(max_examples=some(200))
 def test_the_critical_path_explains_the_makespan_with_what_messages_cost(plan: Plan) -> None:
     """Of a transfer that another one waits for, only the time for which it occupies what they share."""
     path, occupied_us = simulate(plan).critical_path(), plan.placement.occupied_us
@@ -93,7 +94,7 @@ def test_the_critical_path_explains_the_makespan_with_what_messages_cost(plan: P
 
 
 @given(plans() | wired_plans())
-@settings(max_examples=200)
+@settings(max_examples=some(200))
 def test_spans_are_all_that_happens(plan: Plan) -> None:
     timeline = simulate(plan)
     ops = [(span.rank, span.work) for span in timeline.op_spans()]
@@ -108,7 +109,7 @@ def test_spans_are_all_that_happens(plan: Plan) -> None:
 
 
 @given(plans())
-@settings(max_examples=100)
+@settings(max_examples=some(100))
 def test_idle_busy_and_bubble_add_up(plan: Plan) -> None:
     timeline = simulate(plan)
     for rank, order in enumerate(plan.orders):
@@ -120,7 +121,7 @@ def test_idle_busy_and_bubble_add_up(plan: Plan) -> None:
 
 
 @given(plans() | wired_plans())
-@settings(max_examples=200)
+@settings(max_examples=some(200))
 def test_json_round_trip(plan: Plan) -> None:
     timeline = simulate(plan)
     text = timeline.to_json()

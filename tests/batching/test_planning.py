@@ -13,6 +13,7 @@ from rota.batching.figures import Layout
 from rota.batching.grouping import Grouper
 from rota.batching.policies import by_policy, falling
 from support.recount import recount, step_end_times
+from support.sampling import some
 
 
 def model(num_stages: int, split: bool, seed: int = 0) -> SizeModel:
@@ -57,7 +58,7 @@ def test_figures_are_those_of_the_placement_of_each_size(place, stages: int, spl
         assert problem.lags_us[m].tolist() == [lags.get(edge[:2], 0) for edge in placement.edges]
 
 
-@settings(max_examples=25)
+@settings(max_examples=some(25))
 @given(st.data())
 def test_random_batches(data: st.DataObject) -> None:
     split, packed = data.draw(st.booleans()), data.draw(st.booleans())

@@ -25,6 +25,7 @@ from rota.timeline import Timeline
 from rota.usage import Usage
 from support.core_strategies import Chooser, placed, plans, wired_plans
 from support.measured import measured_like
+from support.sampling import some
 
 OLD = place(
     Costs((100,) * 4, 150, 120, activation_bytes=3, boundary_bytes=1000, static_bytes=7, optimizer_us=20),  # type: ignore[arg-type]
@@ -42,7 +43,7 @@ def in_truth(placement: Placement, chooser: random.Random) -> Placement:
 
 
 @given(plans(), st.integers(0, 2**16))
-@settings(max_examples=100)
+@settings(max_examples=some(100))
 def test_what_is_planned_by_measured_costs_comes_true(plan: Plan, seed: int) -> None:
     """A run whose every op, transfer and step end takes other times than planned."""
     truth = simulate(replace(plan, placement=in_truth(plan.placement, Chooser(seed))))

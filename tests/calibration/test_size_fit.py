@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rota import Costs, Curve, FormatError, PlacementError, Size, SizeModel, fit_sizes
+from support.sampling import some
 
 SIZES = [Size.padded([length] * rows) for length in (16, 64, 128, 256) for rows in (1, 4)]
 
@@ -37,7 +38,7 @@ def test_what_was_put_in_comes_out() -> None:
     assert "fitted to 8 sizes" in found.note
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=some(30), deadline=None)
 @given(st.integers(0, 10_000))
 def test_no_coefficient_is_negative_and_no_measured_byte_is_missed(seed: int) -> None:
     rng = random.Random(seed)

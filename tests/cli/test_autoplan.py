@@ -123,7 +123,7 @@ def test_links_that_cannot_be_measured_are_counted_as_free(
     monkeypatch.setattr("rota.profiling.forked.why_not_here", lambda _: "")
     model = tmp_path / "model.py"
     model.write_text(MODEL)
-    given = [str(model), "--ranks", "2", "--batch", "4", "--rows", "2", "--cache", str(tmp_path), "--time-limit", "9"]
+    given = [str(model), "--ranks", "2", "--batch", "4", "--rows", "2", "--cache", str(tmp_path), "--time-limit", "3"]
     assert main(["autoplan", *given]) == 0
     told = capsys.readouterr().out
     assert told.startswith("Transfers are counted as free; give --link or --links")

@@ -39,12 +39,13 @@ def blocks_of(markdown: Path, language: str) -> list[str]:
 
 
 def test_the_readme_does_what_it_says(tmp_path: Path) -> None:
+    """With a link that is given: test_doctor measures one."""
     model, train = blocks_of(ROOT / "README.md", "python")
     (tmp_path / "train.py").write_text(train.replace("range(1, 61)", "range(1, 13)").replace("step % 10", "step % 2"))
     (tmp_path / "model.py").write_text(model)
     outputs = {}
     for command in re.findall(r"^    rota (.*?)(?: +#.*)?$", (ROOT / "README.md").read_text(), flags=re.MULTILINE):
-        done = rota(tmp_path, *command.replace("-o plan", "--time-limit 12 -o plan").split())
+        done = rota(tmp_path, *command.replace("-o plan", "--link 20us,2GB/s --time-limit 6 -o plan").split())
         assert done.returncode == 0, done.stderr
         outputs[command.split()[0]] = done.stdout
     assert list(outputs) == ["autoplan", "run", "compare", "explain"]

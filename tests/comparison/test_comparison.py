@@ -20,6 +20,7 @@ from rota.tasks import Kind, Op, Task
 from rota.timeline import Timeline
 from support.core_strategies import Chooser, plans, wired_plans
 from support.measured import measured_like
+from support.sampling import some
 
 
 def gpipe(num_microbatches: int = 4, forward_us: tuple[int, ...] = (100, 100), latency_us: int = 10) -> Plan:
@@ -162,7 +163,7 @@ def test_what_is_sent_late_and_what_clocks_deny() -> None:
 
 
 @given(plans() | wired_plans(), st.integers(0, 2**16), st.none() | st.integers(1, 3))
-@settings(max_examples=200)
+@settings(max_examples=some(200))
 def test_every_microsecond_of_what_can_have_been_has_its_cause(plan: Plan, seed: int, num_cores: int | None) -> None:
     """Nothing that started only when it could is left to the clocks, and no cause to what did not happen."""
     real = measured_like(plan, Chooser(seed))
@@ -179,7 +180,7 @@ def test_every_microsecond_of_what_can_have_been_has_its_cause(plan: Plan, seed:
 
 
 @given(plans() | wired_plans(), st.none() | st.integers(1, 3))
-@settings(max_examples=200)
+@settings(max_examples=some(200))
 def test_what_is_simulated_differs_in_nothing_whatever_is_measured(plan: Plan, num_cores: int | None) -> None:
     """In the replay of a simulated timeline, no part changes the makespan: it has the simulator's meaning of wires."""
     found = _parts_us(plan, simulate(plan), num_cores)
@@ -221,7 +222,7 @@ def test_the_slowest_of_a_tasks_ranks_counts() -> None:
 
 
 @given(plans() | wired_plans(), st.integers(0, 2**16).map(Chooser))
-@settings(max_examples=200)
+@settings(max_examples=some(200))
 def test_the_parts_add_up_to_the_difference(plan: Plan, chooser: Chooser) -> None:
     """Whatever was measured: every op, transfer and gap as long as chance has it."""
 
@@ -241,7 +242,7 @@ def test_the_parts_add_up_to_the_difference(plan: Plan, chooser: Chooser) -> Non
 
 
 @given(plans(), st.integers(1, 4))
-@settings(max_examples=100)
+@settings(max_examples=some(100))
 def test_ops_and_transfers_that_take_longer_leave_no_rest(plan: Plan, factor: int) -> None:
     """A measured timeline that is itself a simulation, of slower ops and links, is explained to the last µs."""
     placement = replace(plan.placement, step_ends=())

@@ -33,6 +33,7 @@ from rota.compat.rene import (
     backward_dep,
     forward_dep,
 )
+from support.sampling import some
 
 PICTURE = {Forward: [1.0, 1.0, 1.4, 1.2], Backward: [1.5, 1.5, 2.0, 1.7]}
 
@@ -169,7 +170,7 @@ def test_it_is_there_for_durations_of_any_size(scale: float) -> None:
     require_path(dag)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=some(60), deadline=None)
 @given(
     st.integers(1, 4),
     st.integers(1, 5),

@@ -347,6 +347,7 @@ def test_a_profile_must_be_whole(tmp_path: Path) -> None:
         Profile.load(tmp_path)
 
 
+@pytest.mark.sweep  # test_varuna_training profiles too
 def test_a_process_alone_profiles(tmp_path: Path) -> None:
     model = Net()
     before = {name: value.clone() for name, value in model.state_dict().items()}

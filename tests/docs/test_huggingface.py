@@ -32,6 +32,7 @@ def test_the_unet_is_cut() -> None:
 
 
 @pytest.mark.dist
+@pytest.mark.sweep  # test_examples trains such a model too
 def test_the_training_prints_what_the_page_says(pool: Pool, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(BLOCKS[0])
     *_, printed = [output_of(pool, tmp_path, command) for command in re.findall(r"^    (rota .*)$", PAGE, flags=re.M)]

@@ -15,6 +15,7 @@ PAGE = (ROOT / "docs" / "torchtitan.md").read_text()
 SMALL = {"DIM": 64, "NUM_LAYERS": 8, "NUM_HEADS": 4, "NUM_KV_HEADS": 2, "HIDDEN": 96, "VOCABULARY": 4096, "LENGTH": 16}
 
 
+@pytest.mark.sweep  # of smaller models in interop/test_torchtitan.py
 def test_llama_is_planned_and_exported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -25,6 +25,7 @@ def replaced(text: str, parts: dict[str, str]) -> str:
 
 
 @pytest.mark.dist
+@pytest.mark.sweep  # test_run runs the same commands as the README has them
 def test_the_tutorial(pool: Pool, tmp_path: Path) -> None:
     assert all(old in MODEL for old in SMALLER)
     assert all(old in MODEL + TRAIN for old in FEWER)

@@ -24,6 +24,7 @@ from rota.simulation import simulate
 from rota.timeline import Timeline
 from support.core_strategies import plans, wired_plans
 from support.measured import measured_like
+from support.sampling import some
 
 COSTS = Costs((30, 50), (70, 90), activation_bytes=4, boundary_bytes=6, reduce_us=20, optimizer_us=10)
 TIMELINE = simulate(schedules.one_f_one_b(place(COSTS, Cluster.uniform(2, 20, latency_us=10, bytes_per_us=1)), 3))
@@ -62,7 +63,7 @@ def tracks(events: list[dict[str, Any]]) -> dict[tuple[int, int], list[tuple[int
 
 
 @given(plans() | wired_plans())
-@settings(max_examples=60)
+@settings(max_examples=some(60))
 def test_slices_are_what_happened_and_none_of_a_track_overlap(plan: Plan) -> None:
     for timeline in (simulate(plan), measured_like(plan, random.Random(plan.num_ops))):
         events = events_of(timeline)

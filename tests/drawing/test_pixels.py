@@ -16,8 +16,8 @@ from rota.drawing import draw, save  # noqa: E402
 from rota.drawing.artists import Lanes  # noqa: E402
 
 
-def test_65536_ops_are_pixels(tmp_path):
-    drawn = timeline(num_stages=64, num_microbatches=512, forward_us=1000, backward_us=2000)
+def test_16384_ops_are_pixels(tmp_path):
+    drawn = timeline(num_stages=64, num_microbatches=128, forward_us=1000, backward_us=2000)
     ax = draw(drawn, axes())
     assert isinstance(part(ax, "ops"), Lanes)
     assert "marks" not in parts(ax)

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 import rota
 from rota.drawing import to_text
 from rota.units import size_text, time_text, time_unit
+from support.sampling import some
 
 GB = 10**9
 
@@ -79,7 +80,7 @@ def charts(text):
     return [line[start : len(head) - len("  bubble")] for line in lines if line.startswith("rank")]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=some(60), deadline=None)
 @given(
     schedule=st.sampled_from(["1f1b", "gpipe"]),
     num_stages=st.integers(1, 12),
@@ -112,7 +113,7 @@ def test_no_line_is_wider_than_asked(schedule, num_stages, stages_per_rank, widt
     assert "\x1b[" not in text
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=some(25), deadline=None)
 @given(
     num_microbatches=st.integers(1, 30),
     width=st.integers(60, 300),

@@ -23,10 +23,11 @@ from support.fresh import run_fresh
 from support.networks import WIDTH, Layer, StepResult, assert_equal_steps, batch_of, chain, loss_fn, serial_step
 from support.plain_torch import plain_steps
 from support.pool import Pool
+from support.sampling import some
 
 pytestmark = pytest.mark.dist
 
-NUM_PLANS = 60
+NUM_PLANS = some(60)
 
 
 def random_chain(seed: int, num_ranks: int, split_chance: float = 0.0) -> Plan:
@@ -73,7 +74,7 @@ def test_random_chains_on_both_engines(pool: Pool, first: int) -> None:
 
 
 def test_random_chains_of_split_backwards(pool: Pool) -> None:
-    assert_cases(pool, 3, [random_chain(seed, 3, split_chance=1) for seed in range(20)], [TorchEngine, Pipeline])
+    assert_cases(pool, 3, [random_chain(seed, 3, split_chance=1) for seed in range(some(20))], [TorchEngine, Pipeline])
 
 
 # --- what travels -----------------------------------------------------------------------------------------------------

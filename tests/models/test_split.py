@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 from rota.errors import PipelineError, SplitError
 from rota.models import CutPoint, StageEdge, Stages, split
+from support.sampling import some
 
 WIDTH, WORDS = 4, 7
 
@@ -122,7 +123,7 @@ def test_gpt_table() -> None:
     ]
 
 
-@settings(derandomize=True, max_examples=25, deadline=None)
+@settings(derandomize=True, max_examples=some(25), deadline=None)
 @given(st.data())
 def test_any_cuts_of_any_gpt(data: st.DataObject) -> None:
     num_blocks = data.draw(st.integers(1, 6))
@@ -133,7 +134,7 @@ def test_any_cuts_of_any_gpt(data: st.DataObject) -> None:
     assert_same(model, stages, tokens())
 
 
-@settings(derandomize=True, max_examples=25, deadline=None)
+@settings(derandomize=True, max_examples=some(25), deadline=None)
 @given(num_blocks=st.integers(0, 12), num_stages=st.integers(1, 13))
 def test_default_cuts_are_even(num_blocks: int, num_stages: int) -> None:
     model = nn.Sequential(*(nn.Linear(1, 1) for _ in range(num_blocks + 1)))

@@ -134,6 +134,7 @@ def refuse_wrong_structure(found: FoundLinks, num_ranks: int) -> None:
 
 
 @pytest.mark.dist
+@pytest.mark.sweep  # `rota doctor` and the README's autoplan measure so
 def test_two_processes_are_started_and_measured() -> None:
     lines: list[str] = []
     refuse_wrong_structure(links_of_started(2, "cpu", 2, math.inf, lines.append), 2)

@@ -26,8 +26,9 @@ from support.device_orders import (
     with_pair_communicators,
 )
 from support.random_plans import random_plan, with_random_wires
+from support.sampling import some
 
-NUM_RANDOM_PLANS = int(os.environ.get("ROTA_RANDOM_DEVICE_ORDERS", "2000"))
+NUM_RANDOM_PLANS = int(os.environ.get("ROTA_RANDOM_DEVICE_ORDERS", some(2000)))
 NUM_PARTS = 8
 FORWARD_ONLY = "forward_only"
 
@@ -77,7 +78,7 @@ def test_no_order_of_service_can_hang(part: int) -> None:
         position = {action: i for i, action in enumerate(plan.wire_order)}
         next_op = {a: b for order in plan.orders for a, b in pairwise(order)}
         late += sum(position.get(next_op.get(t.source), 10**9) < position[t] for t in plan.transfers)
-    assert late > 50
+    assert late > NUM_RANDOM_PLANS // 40
 
 
 def test_stages_on_several_ranks_and_two_directions() -> None:

@@ -27,6 +27,8 @@ from support.device_orders import (
 from support.fake_nccl import HangError, World, WrongMessageError
 from support.random_plans import random_plan
 
+pytestmark = pytest.mark.sampled
+
 
 def is_proved(programs: Programs, serial: bool) -> bool:
     try:

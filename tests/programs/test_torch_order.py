@@ -18,8 +18,9 @@ from support import fake_nccl
 from support.core_strategies import deal, linear_extension
 from support.device_orders import Programs, family_plans
 from support.fake_nccl import HangError, WrongMessageError
+from support.sampling import some
 
-NUM_RANDOM_PLANS = 60
+NUM_RANDOM_PLANS = some(60)
 
 
 def a_plan(name: str, num_ranks: int, num_microbatches: int = 8) -> Plan:
@@ -57,7 +58,7 @@ def finishes(programs: Programs, serial: bool) -> bool:
 
 @pytest.mark.parametrize("family", [f for f in FAMILIES if f.name != "forward_only"], ids=lambda family: family.name)
 def test_neither_plans_nor_what_pytorch_derives_can_hang(family: Family) -> None:
-    for plan in family_plans([family], (2, 3, 4)):
+    for plan in family_plans([family], (2, 4)):
         try:
             text = plan.to_csv(communication=True)
         except ScheduleError:

@@ -27,6 +27,7 @@ from support.networks import (
 )
 from support.odd_stages import IN_PLACE
 from support.pool import Pool
+from support.sampling import IS_WHOLE
 
 pytestmark = pytest.mark.dist
 
@@ -170,7 +171,9 @@ CASES: dict[str, Stages] = {
 }
 
 
-PLACES = {"1f1b": [[0, 1, 2], [2, 0, 1]], "gpipe": [[0, 0, 1], [0, 1, 1], [1, 0, 1]]}
+PLACES = {"1f1b": [[2, 0, 1]], "gpipe": [[1, 0, 1]]}
+if IS_WHOLE:
+    PLACES = {"1f1b": [[0, 1, 2], [2, 0, 1]], "gpipe": [[0, 0, 1], [0, 1, 1], [1, 0, 1]]}
 
 
 def plans_for(stages: Stages, num_microbatches: int = 4) -> list[Plan]:

@@ -20,6 +20,7 @@ from support.meshed import on_each, part_of
 from support.networks import ROWS, batch_of, chain, loss_fn
 from support.parallel_modules import GatheredLayer, ParallelLayer
 from support.pool import Pool
+from support.sampling import IS_WHOLE
 
 pytestmark = pytest.mark.dist
 
@@ -195,13 +196,19 @@ def test_pipelines_and_replicas(pool: Pool, pp: int, dp: int) -> None:
     compare(pool, pp, dp, 1, CASES)
 
 
-def test_pipeline_and_tensor_and_replicas(pool: Pool) -> None:
-    compare(pool, 2, 2, 2, [case for case in CASES if not case.compiled])
+@pytest.mark.parametrize(
+    "cases",
+    [CASES[1:3], pytest.param([case for case in CASES if not case.compiled], marks=pytest.mark.sweep)],
+    ids=["core", "all"],
+)
+def test_pipeline_and_tensor_and_replicas(pool: Pool, cases: list[Case]) -> None:
+    compare(pool, 2, 2, 2, cases)
 
 
 @pytest.mark.parametrize("wrap", [in_ddp, sharded])
 def test_wrapped_stages(pool: Pool, wrap: Any) -> None:
-    cases = [Case("1f1b", torch.float16, wrap=wrap), Case("zb_h1", torch.bfloat16, wrap=wrap)]
-    cases += [Case(schedule, torch.float64, "full", wrap=wrap) for schedule in ("1f1b", "zb_h1")]
+    cases = [Case("1f1b", torch.float16, wrap=wrap), Case("zb_h1", torch.float64, "full", wrap=wrap)]
+    if IS_WHOLE:
+        cases += [Case("zb_h1", torch.bfloat16, wrap=wrap), Case("1f1b", torch.float64, "full", wrap=wrap)]
     pool.renew()
     compare(pool, 2, 2, 1, cases)

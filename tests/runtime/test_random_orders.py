@@ -13,10 +13,11 @@ from rota import Kind, Plan, Stages
 from support.networks import StepResult, assert_equal_steps, batch_of, graph_of_layers, pipeline_steps, serial_step
 from support.pool import Pool
 from support.random_plans import random_plan, with_random_wires
+from support.sampling import some
 
 pytestmark = pytest.mark.dist
 
-NUM_PLANS = int(os.environ.get("ROTA_RANDOM_PLANS", "40"))  # for each number of ranks; `make fuzz` runs more
+NUM_PLANS = int(os.environ.get("ROTA_RANDOM_PLANS", some(40)))  # for each number of ranks; `make fuzz` runs more
 AT_ONCE = 100  # in one job of the pool
 
 

@@ -20,6 +20,7 @@ from rota.schedules.dualpipe import dualpipe
 from rota.simulation import simulate
 from rota.tasks import Op
 from rota.timeline import Timeline
+from support.sampling import some
 
 Schedule = Callable[[Placement, int], Plan]
 EVEN = (2, 4, 6, 8)
@@ -72,7 +73,7 @@ times = st.integers(0, 9)
 
 
 @given(st.sampled_from([chimera, dualpipe]), st.data(), st.sampled_from(EVEN[:3]), st.integers(0, 4), st.booleans())
-@settings(max_examples=100)
+@settings(max_examples=some(100))
 def test_any_costs(schedule: Schedule, data: st.DataObject, num_ranks: int, more: int, recomputes: bool) -> None:
     forward, backward, weight = data.draw(st.tuples(*[st.tuples(*[times] * num_ranks)] * 3))
     costs = Costs(forward, backward, weight, recompute_us=forward if recomputes else None)

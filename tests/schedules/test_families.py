@@ -18,6 +18,8 @@ from rota.simulation import simulate
 from rota.tasks import Kind, Op
 from support.sizes import MOST_RANKS, microbatches
 
+pytestmark = pytest.mark.sampled
+
 FORWARD_US, INPUT_US, WEIGHT_US = 7, 6, 5
 FEW = (1, 3, 7, 12)  # numbers of micro-batches, for a family that takes long
 SEVERAL_STAGES_PER_RANK = {

@@ -20,6 +20,7 @@ from rota.schedules import forward_only, gpipe, one_f_one_b
 from rota.simulation import simulate
 from rota.tasks import Kind
 from support.core_strategies import clusters, costs, placed, raw
+from support.sampling import some
 
 Schedule = Callable[[Placement, int], Plan]
 FORWARD_US, BACKWARD_US = 3, 5
@@ -76,7 +77,7 @@ def one_stage_a_rank(draw: st.DrawFn) -> Placement:
 
 
 @given(one_stage_a_rank(), counts)
-@settings(max_examples=100)
+@settings(max_examples=some(100))
 def test_1f1b_takes_any_dag_of_stages(placement: Placement, num_microbatches: int) -> None:
     plan = one_f_one_b(placement, num_microbatches)
     check(plan)
@@ -92,13 +93,13 @@ def ways_on(placement: Placement, stage: int) -> int:
 
 
 @given(placed(), counts)
-@settings(max_examples=100)
+@settings(max_examples=some(100))
 def test_gpipe_takes_any_stages_on_any_ranks(placement: Placement, num_microbatches: int) -> None:
     check(gpipe(placement, num_microbatches))
 
 
 @given(placed() | raw(), counts)
-@settings(max_examples=100)
+@settings(max_examples=some(100))
 def test_forward_only_takes_any_forwards(placement: Placement, num_microbatches: int) -> None:
     assume(any(task.kind is Kind.F for task in placement.tasks))
     plan = forward_only(placement.forward_only(), num_microbatches)

@@ -23,6 +23,7 @@ from rota.schedules.interleaved import interleaved_one_f_one_b
 from rota.schedules.zb_v import zb_v
 from rota.simulation import simulate
 from rota.tasks import Kind
+from support.sampling import some
 from support.sizes import MOST_RANKS, microbatches
 
 Schedule = Callable[[Placement, int], Plan]
@@ -87,7 +88,7 @@ schedules = st.sampled_from([zb_v, dualpipe_v, v_half, v_min, hanayo])
 
 
 @given(schedules, st.data(), st.integers(1, 5), st.integers(0, 8), st.integers(0, 20), st.booleans())
-@settings(max_examples=150)
+@settings(max_examples=some(150))
 def test_any_costs(
     schedule: Schedule, data: st.DataObject, num_ranks: int, more: int, latency_us: int, recomputes: bool
 ) -> None:

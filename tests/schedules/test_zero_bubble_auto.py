@@ -24,6 +24,7 @@ from rota.schedules.zero_bubble import zb_h1, zb_h2
 from rota.schedules.zero_bubble_auto import zb_auto
 from rota.simulation import simulate
 from rota.tasks import Kind, Op
+from support.sampling import some
 
 REFERENCE = json.loads((Path(__file__).parent / "zero_bubble_reference.json").read_text())["rows"]
 
@@ -97,7 +98,7 @@ def placements(draw: st.DrawFn) -> Placement:
     return place(costs, Cluster(limit_bytes, Link(draw(st.integers(0, 15)), draw(st.sampled_from((None, 1))))))
 
 
-@settings(max_examples=80, deadline=None, derandomize=True)
+@settings(max_examples=some(80), deadline=None, derandomize=True)
 @given(placements(), st.integers(1, 9))
 def test_fits_and_is_never_worse_than_by_hand(placement: Placement, num_microbatches: int) -> None:
     by_hand = [schedule(placement, num_microbatches) for schedule in (zb_h1, zb_h2, one_f_one_b)]
@@ -150,6 +151,7 @@ def test_the_best_there_is_in_a_tiny_pipeline(times: tuple[int, int, int, int], 
     assert simulate(zb_auto(placement, 3)).span_us == min(spans)
 
 
+@pytest.mark.sweep
 def test_memory_buys_time_down_to_one_microbatch_and_up_to_no_bubble() -> None:
     spans = [simulate(zb_auto(pipeline(4, limit), 12)).span_us for limit in (2, 4, 6, 8, 10, 12, 16, None)]
     assert spans == sorted(spans, reverse=True)

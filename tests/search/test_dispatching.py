@@ -19,6 +19,7 @@ from rota.search.problem import NO_LIMIT, Problem
 from rota.search.timing import fits, peaks, score
 from support import core_strategies as strategies
 from support.core_strategies import with_limits
+from support.sampling import some
 
 
 def tightest(plan: Plan) -> Problem:
@@ -54,7 +55,7 @@ def test_any_priorities_make_orders_that_fit(plan: Plan, seed: int, patience: fl
 
 
 @given(strategies.plans(most_microbatches=1))
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=some(50))
 def test_serial_needs_least_memory(plan: Plan) -> None:
     """Against every order of one micro-batch, where all ranks have the same limit."""
     tasks, static = plan.placement.tasks, plan.placement.static_bytes

@@ -15,6 +15,7 @@ from rota.search import Repeating, bounds_of, find_repeating, find_steady
 from rota.search.budget import Budget
 from rota.search.problem import Problem
 from support.core_strategies import placed
+from support.sampling import some
 from support.search_brute_force import best_of, every_plan, tiny_placement
 from support.tessel_shapes import tessel
 
@@ -76,6 +77,7 @@ def test_the_fewest_micro_batches_of_the_least_period(shape, limit, rounds, peri
     assert (step.num_microbatches, step.period_us) == (rounds, period_us)
 
 
+@pytest.mark.sweep
 def test_a_long_step_is_a_shorter_one_whose_middle_is_repeated() -> None:
     step = found(tessel("v", 4, 4), 300, time_limit_s=3)
     assert (step.num_microbatches, step.makespan_us) == (300, 4 * 303)
@@ -158,7 +160,7 @@ def test_no_shorter_period_by_brute_force(times: tuple[int, int, int, int], limi
     assert step.period_us == brute_force_period(times, limit, in_flight)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=some(25), deadline=None)
 @given(placed())
 def test_any_placement(placement) -> None:
     placement = replace(
@@ -176,7 +178,7 @@ def test_any_placement(placement) -> None:
 def test_the_makespan_is_the_plans_and_no_repeating_step_of_the_period_is_shorter() -> None:
     """Alone, a step may run faster than with the times at which its middle repeats; all DAGs, all orders."""
     chooser, num_proven = Random(3), 0
-    for _ in range(250):
+    for _ in range(some(250)):
         placement = tiny_placement(chooser)
         lasting = tuple(replace(task, duration_us=max(task.duration_us, 1)) for task in placement.tasks)
         placement = replace(placement, tasks=lasting, step_ends=())
@@ -187,7 +189,7 @@ def test_the_makespan_is_the_plans_and_no_repeating_step_of_the_period_is_shorte
             plans = every_plan(placement, step.num_microbatches)
             best = None if plans is None else best_of(plans)
             assert best is None or best.makespan_us <= step.makespan_us
-    assert num_proven > 90
+    assert num_proven > 0.36 * some(250)
 
 
 def test_the_same_on_every_run() -> None:

@@ -22,6 +22,7 @@ from rota.search.problem import Problem
 from rota.search.result import Objective
 from rota.search.timing import score
 from support import core_strategies as strategies
+from support.sampling import some
 from support.search_brute_force import every_plan
 from support.wired_placements import every_service_order, recount, transfers_by_link, wired_placement
 
@@ -52,7 +53,7 @@ def _by_start(plan: Plan, transfers: list[Transfer]) -> list[Transfer]:
 
 
 @given(seeds)
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=some(300))
 def test_an_independent_recount_the_simulator_and_the_search_agree(seed: int) -> None:
     plan = _random_plan(random.Random(seed))
     counted = recount(plan)
@@ -72,7 +73,7 @@ def test_an_independent_recount_the_simulator_and_the_search_agree(seed: int) ->
 
 
 @given(seeds)
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=some(100))
 def test_first_come_first_served_is_the_order_that_it_makes(seed: int) -> None:
     plan = replace(_random_plan(random.Random(seed)), service_orders=())
     orders = tuple(tuple(_by_start(plan, transfers)) for transfers in transfers_by_link(plan))
@@ -163,7 +164,7 @@ def _chain(num_ranks: int, rate: int, limit: int | None = None, link: Link | Non
 
 
 @given(seeds)
-@settings(deadline=None, max_examples=15)
+@settings(deadline=None, max_examples=some(15))
 def test_a_search_is_never_worse_than_the_named_plans_and_says_what_the_simulator_does(seed: int) -> None:
     chooser = random.Random(seed)
     link = Link(chooser.choice((0, 5)), chooser.choice((None, 50)), chooser.choice((0, 3)), None, 2, None)
@@ -240,7 +241,7 @@ def test_a_shared_link_that_nothing_uses_changes_no_answer(objective: Objective)
 
 
 @given(seeds)
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=some(30))
 def test_the_bound_on_a_layout_is_below_every_plan(seed: int) -> None:
     chooser = random.Random(seed)
     link = Link(chooser.choice((0, 5)), chooser.choice((None, 50)), chooser.choice((0, 30)), None, 20, None)

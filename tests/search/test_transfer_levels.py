@@ -13,6 +13,7 @@ from rota.search.timing import Tables, peaks, start_times
 from rota.search.transfer_levels import Transfers, counting_transfers, peaks_with_transfers
 from rota.simulation import simulate
 from support import core_strategies as strategies
+from support.sampling import some
 
 
 def in_turn(plan: Plan) -> tuple[Problem, Plan]:
@@ -22,7 +23,7 @@ def in_turn(plan: Plan) -> tuple[Problem, Plan]:
 
 
 @given(strategies.plans(most_microbatches=5))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=some(300), deadline=None)
 def test_peaks_are_the_simulators(given_plan: Plan) -> None:
     unlimited = strategies.with_limits(given_plan, [None] * given_plan.num_ranks)
     problem, plan = in_turn(unlimited)
@@ -38,7 +39,7 @@ def test_peaks_are_the_simulators(given_plan: Plan) -> None:
 
 
 @given(strategies.plans(most_microbatches=5))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=some(200), deadline=None)
 def test_counted_peaks_are_part_of_what_is_held(given_plan: Plan) -> None:
     problem, plan = in_turn(given_plan)
     counted = counting_transfers(problem)

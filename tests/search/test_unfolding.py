@@ -25,6 +25,7 @@ from rota.search.unfolding import Unfolding
 from rota.simulation import simulate
 from rota.tasks import Kind, Task
 from support.core_strategies import differing_plans, with_limits
+from support.sampling import some
 from support.search_brute_force import best_of, every_plan, tiny_placement
 
 
@@ -71,7 +72,7 @@ def cases(count: int, seed: int) -> Iterator[Case]:
 
 @pytest.fixture(scope="module")
 def tiny() -> list[Case]:
-    return [*cases(40, seed=11)]
+    return [*cases(some(40), seed=11)]
 
 
 def keeps_sequence(plan: Plan) -> bool:
@@ -120,7 +121,7 @@ def test_tiny_placements_as_by_brute_force(tiny: list[Case], objective: str, kee
         assert found.among in found.to_text()
         assert not keep or keeps_sequence(found.plan)
         num_proven += found.is_optimal
-    assert num_proven > 0.8 * num_fitting > 10
+    assert num_proven > 0.8 * num_fitting > some(40) / 4
 
 
 def test_bounds_hold_for_all_plans(tiny: list[Case]) -> None:
@@ -141,7 +142,7 @@ def test_bounds_hold_for_all_plans(tiny: list[Case]) -> None:
 
 
 @given(differing_plans() | differing_plans(wired=True))
-@settings(max_examples=150)
+@settings(max_examples=some(150))
 def test_an_unfolded_plan_is_the_same_plan(plan: Plan) -> None:
     if plan.placement.is_alike:
         return
@@ -158,7 +159,7 @@ def test_an_unfolded_plan_is_the_same_plan(plan: Plan) -> None:
 
 
 @given(differing_plans(most_microbatches=4), st.integers(0, 99))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=some(20), deadline=None)
 def test_never_worse_than_a_named_schedule(plan: Plan, seed: int) -> None:
     placement = with_limits(plan, [2 * peak for peak in simulate(plan).peak_memory_bytes]).placement
     if placement.is_alike:

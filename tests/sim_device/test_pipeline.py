@@ -14,6 +14,7 @@ from runtime.reducing import test_replicas, test_shared_weights
 from support.device_orders import family_plans
 from support.networks import assert_equal_steps, batch_of, chain, pipeline_steps, serial_step
 from support.pool import Pool
+from support.sampling import some
 from support.sim_device.pool import SimPool
 
 pytestmark = pytest.mark.dist
@@ -55,7 +56,7 @@ def test_every_family(sim_pool: SimPool, family: Family, num_ranks: int) -> None
 
 @pytest.mark.parametrize("num_ranks", [2, pytest.param(3, marks=pytest.mark.sweep)])
 def test_random_orders_of_graphs_and_shared_stages(sim_pool: SimPool, num_ranks: int) -> None:
-    test_random_orders.run_and_compare(sim_pool, num_ranks, range(12))  # type: ignore[arg-type]
+    test_random_orders.run_and_compare(sim_pool, num_ranks, range(some(12)))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("case", ["nested", "large"])

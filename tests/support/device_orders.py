@@ -13,11 +13,14 @@ from rota.placing import bidirectional
 from rota.plan import Plan
 from rota.programs.device_steps import Communicator, DeviceProgram, Step
 from rota.schedules import FAMILIES, Family
+from support.sampling import IS_WHOLE
 
 Programs = Sequence[DeviceProgram]
 
+NUMBERS_OF_RANKS = range(2, 9) if IS_WHOLE else (2, 4, 7)
 
-def family_plans(families: Sequence[Family] = FAMILIES, ranks: Sequence[int] = range(2, 9)) -> Iterator[Plan]:
+
+def family_plans(families: Sequence[Family] = FAMILIES, ranks: Sequence[int] = NUMBERS_OF_RANKS) -> Iterator[Plan]:
     """Each family on 2 to 8 ranks, without latency, with some, and with more than an op lasts."""
     for family, num_ranks, latency_us in product(families, ranks, (0, 15, 100)):
         num_stages = num_ranks * (1 if family.place is bidirectional else family.stages_per_rank)

@@ -9,6 +9,7 @@ import ast
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import rota
@@ -138,6 +139,12 @@ def home(module: str) -> str | None:
     return next((name for i in range(len(parts), 1, -1) if (name := ".".join(parts[:i])) in TABLE), None)
 
 
+@cache
+def imports_of(path: Path) -> tuple[str, ...]:
+    """All modules that a file imports, in functions too."""
+    return tuple(name for name, _ in imports(ast.parse(path.read_text())))
+
+
 def imports(tree: ast.AST, lazy: bool = False) -> Iterator[tuple[str, bool]]:
     """(module, whether only a function or a type checker imports it)."""
     for node in ast.iter_child_nodes(tree):
@@ -216,7 +223,7 @@ def contracted(room: str) -> dict[str, set[str]]:
     found: dict[str, set[str]] = {}
     for module, path in MODULES.items():
         if module.startswith(f"rota.{room}."):
-            targets = {name for name, _ in imports(ast.parse(path.read_text())) if name.startswith(f"rota.{room}.")}
+            targets = {name for name in imports_of(path) if name.startswith(f"rota.{room}.")}
             found.setdefault(part(module), set()).update(part(name) for name in targets if name in MODULES)
     return {name: targets - {name} for name, targets in found.items()}
 

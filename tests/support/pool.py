@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import faulthandler
+import gc
 import multiprocessing
 import os
 import shutil
@@ -121,6 +122,7 @@ class Pool:
 
 
 def _work(pipe: Connection) -> None:
+    gc.freeze()  # a search for cycles in what is preloaded would find none, and copy the pages that processes share
     faulthandler.register(signal.SIGUSR1)
     os.environ["OMP_NUM_THREADS"] = "1"
     import torch

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-MOST_RANKS = 8
+from support.sampling import IS_WHOLE
+
+MOST_RANKS = 8 if IS_WHOLE else 6
 
 
 def microbatches(num_ranks: int) -> list[int]:

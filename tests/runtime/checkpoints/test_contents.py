@@ -285,10 +285,13 @@ def train_shards(rank: int, folder: Path, run: Run, shard: bool) -> list[float]:
         return losses + training.steps(range(2, 6))
 
 
-def test_shards_are_saved_as_wholes(pool: Pool, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    on_one, sharded, split_backward = Run("1f1b", 1), Run("1f1b", 1, 2), Run("zb", 2, 2)
+@pytest.mark.parametrize("further", [(), pytest.param((Run("zb", 2, 2),), marks=pytest.mark.sweep)], ids=["", "zb"])
+def test_shards_are_saved_as_wholes(
+    pool: Pool, tmp_path: Path, capsys: pytest.CaptureFixture[str], further: tuple[Run, ...]
+) -> None:
+    on_one, sharded = Run("1f1b", 1), Run("1f1b", 1, 2)
     (expected,) = pool.run(1, train_shards, tmp_path / "whole", on_one, False)
-    for run in (sharded, split_backward):
+    for run in (sharded, *further):
         pool.renew()
         by_rank = pool.run(run.num_processes, train_shards, tmp_path / run.name, run, True)
         assert by_rank == [pytest.approx(expected, abs=1e-10)] * run.num_processes

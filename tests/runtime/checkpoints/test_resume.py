@@ -64,7 +64,7 @@ def without_random(small: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("runs", "num_pairs"), [(CORE_RUNS, 7), pytest.param(RUNS, 20, marks=pytest.mark.sweep)], ids=["core", "all"]
+    ("runs", "num_pairs"), [(CORE_RUNS, 3), pytest.param(RUNS, 20, marks=pytest.mark.sweep)], ids=["core", "all"]
 )
 def test_every_plan_saves_the_same_and_resumes_from_any_other(
     pool: Pool, tmp_path: Path, runs: list[Run], num_pairs: int

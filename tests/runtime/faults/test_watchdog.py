@@ -76,6 +76,7 @@ def hang(folder: Path, where: str, microbatch: int, schedule: str, num_steps: in
     return run_fresh(folder, NUM_RANKS, steps, stages, plan_for(schedule), num_steps, *options.values())
 
 
+@pytest.mark.faults
 def test_stage_that_hangs_in_its_forward(tmp_path: Path) -> None:
     assert_one_report(
         hang(tmp_path, "forward", 2, "1f1b"),
@@ -130,6 +131,7 @@ def test_rank_that_never_does_what_the_others_do(tmp_path: Path, never: str, wai
     )
 
 
+@pytest.mark.faults
 def test_rank_that_hangs_before_the_losses(tmp_path: Path) -> None:
     """It is still inside of the step, so it is the one that makes no progress."""
     ended = run_fresh(

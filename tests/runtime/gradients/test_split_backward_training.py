@@ -26,6 +26,7 @@ from support.networks import (
     serial_step,
 )
 from support.pool import Pool
+from support.sampling import IS_WHOLE
 
 pytestmark = pytest.mark.dist
 
@@ -63,11 +64,12 @@ def test_no_family_is_left_out() -> None:
     "num_ranks", [pytest.param(2, marks=pytest.mark.sweep), 3, pytest.param(4, marks=pytest.mark.sweep)]
 )
 def test_families(pool: Pool, num_ranks: int) -> None:
-    plans = [plan_for(name, num_ranks, m) for name in SPLIT for m in (2 * num_ranks, 2 * num_ranks + num_ranks)]
+    sizes = (2 * num_ranks, 3 * num_ranks) if IS_WHOLE else (3 * num_ranks,)
+    plans = [plan_for(name, num_ranks, m) for name in SPLIT for m in sizes]
     assert all(has(plan, "FIW") for plan in plans)
     plans += [plan_for("varuna", num_ranks, m) for m in (1, 2, 5)]
     assert has(plans[-1], "FBR")
-    plans += [plan_for(name, num_ranks, m) for name in WHOLE for m in (2 * num_ranks, 2 * num_ranks + num_ranks)]
+    plans += [plan_for(name, num_ranks, m) for name in WHOLE for m in sizes]
     assert has(plans[-1], "FB")
     cases = [(chain(plan.num_stages), plan, [batch_of(plan.num_microbatches, s) for s in (1, 2)]) for plan in plans]
     by_rank = pool.run(num_ranks, run_each, cases)

@@ -140,7 +140,8 @@ def test_restarts_come_to_an_end(tmp_path: Path) -> None:
     assert "rank 1 ended with exit code 9 after 1 restart, and the others were ended" in done.stderr.splitlines()[1]
 
 
-def test_the_page_does_what_it_says(pool: Pool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["steps", pytest.param("own", marks=pytest.mark.sweep)])
+def test_the_page_does_what_it_says(pool: Pool, tmp_path: Path, name: str) -> None:
     """Without a restart: those are tested in test_supervisor, and here with killed ranks."""
     page = (ROOT / "docs" / "elastic.md").read_text()
     script, own_loop = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
@@ -149,13 +150,10 @@ def test_the_page_does_what_it_says(pool: Pool, tmp_path: Path) -> None:
     assert len(plain) == 2
     before_loop, loop, _ = script.partition("    for step, (inputs")
     assert loop
-    for name, text in (("steps", script), ("own", before_loop + indent(own_loop, "    "))):
-        folder = tmp_path / name
-        folder.mkdir()
-        (folder / "train.py").write_text(text)
-        for command in plain:
-            output_of(pool, folder, command.replace(" --max-restarts 3", ""))
-        assert {path.name for path in (folder / "run").glob("step-*")} == {"step-30", "step-40", "step-50"}
+    (tmp_path / "train.py").write_text(script if name == "steps" else before_loop + indent(own_loop, "    "))
+    for command in plain:
+        output_of(pool, tmp_path, command.replace(" --max-restarts 3", ""))
+    assert {path.name for path in (tmp_path / "run").glob("step-*")} == {"step-30", "step-40", "step-50"}
 
 
 # --- under torchrun ---------------------------------------------------------------------------------------------------

@@ -135,6 +135,7 @@ def test_the_time_before_the_pipeline_has_a_limit(tmp_path: Path, options: tuple
     assert "rota: rank 0: process 1 has not joined the others within 4 s; look there for the first error" in done.stderr
 
 
+@pytest.mark.faults
 def test_the_limit_holds_for_the_pipeline_too(tmp_path: Path) -> None:
     done = run(tmp_path, "--timeout", "4", inside="pipeline.rank and time.sleep(1000); pipeline.clip_grad_norm_(1.0)")
     assert done.returncode == 1

@@ -187,6 +187,7 @@ def test_four_ranks(pool: Pool) -> None:
     )
 
 
+@pytest.mark.sweep
 def test_random_orders(pool: Pool) -> None:
     cases = {}
     for seed in range(12):

@@ -13,6 +13,7 @@ from rota.search.budget import Budget
 from rota.search.exact import longest_us, solve_with_transfers
 from rota.search.problem import Problem
 from rota.simulation import simulate
+from support.sampling import some
 from support.search_brute_force import Case, tiny_cases
 
 OBJECTIVES = ("makespan", "span")
@@ -20,7 +21,7 @@ OBJECTIVES = ("makespan", "span")
 
 @pytest.fixture(scope="module")
 def cases() -> list[Case]:
-    return list(tiny_cases(150, seed=11, carries=True))
+    return list(tiny_cases(some(150), seed=11, carries=True))
 
 
 def in_turn(case: Case, objective: str) -> int | None:
@@ -80,4 +81,4 @@ def test_the_search_finds_the_best_and_refuses_nothing_that_has_a_plan(cases: li
         assert result.value_us == least, case.placement
         assert case.best is not None
         assert result.bound_us <= getattr(case.best, f"{objective}_us"), case.placement
-    assert refused > 5
+    assert refused > 5 * len(cases) // 150

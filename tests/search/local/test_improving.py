@@ -20,10 +20,11 @@ from rota.search.problem import Problem
 from rota.search.timing import Score, Tables, fits, peaks, score
 from support import core_strategies as strategies
 from support.core_strategies import with_limits
+from support.sampling import some
 
 
 @given(strategies.plans())
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=some(40))
 def test_moves_keep_times_exact_and_memory_within_limits(plan: Plan) -> None:
     problem = Problem(plan.placement, plan.num_microbatches)
     orders = problem.to_orders(plan)
@@ -81,6 +82,7 @@ def test_stops_at_the_bound() -> None:
     assert budget.spent_s == 0
 
 
+@pytest.mark.sweep  # test_neighbourhood compares with all orders too
 def test_the_best_of_all_orders_of_a_tiny_pipeline() -> None:
     costs = Costs((3, 2), (2, 4), (2, 1), activation_bytes=2)
     problem = Problem(place(costs, Cluster.uniform(2, 4, latency_us=1)), 2)

@@ -23,6 +23,7 @@ from rota.search.timing import fits, score
 from rota.shapes import v_shape
 from rota.simulation import simulate
 from support.core_strategies import plans
+from support.sampling import some
 from support.search_brute_force import tiny_cases
 
 
@@ -51,7 +52,7 @@ def _value(problem: Problem, orders: Orders, objective: str = "makespan") -> int
 
 
 @given(plans(most_microbatches=4), st.sampled_from(["makespan", "span"]))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=some(40), deadline=None)
 def test_heads_and_tails(plan: object, objective: str) -> None:
     """Each way through a node is as long as its head, its length and its tail, and the longest is what is measured."""
     problem = Problem(plan.placement, plan.num_microbatches)  # type: ignore[attr-defined]
@@ -72,7 +73,7 @@ def test_heads_and_tails(plan: object, objective: str) -> None:
 @pytest.mark.parametrize("objective", ["makespan", "span"])
 def test_finds_the_best_of_tiny_steps(objective: Literal["makespan", "span"]) -> None:
     chooser = random.Random(2)
-    for placement, num_microbatches, best in tiny_cases(40, seed=8):
+    for placement, num_microbatches, best in tiny_cases(some(40), seed=8):
         if best is None:
             continue
         problem, least = Problem(placement, num_microbatches), getattr(best, f"{objective}_us")

@@ -14,6 +14,7 @@ from rota.search.periodic.offsets import anneal_offsets
 from rota.search.periodic.retiming import Wait, retime
 from rota.search.periodic.steady import Steady
 from support.core_strategies import placed
+from support.sampling import some
 
 
 def v_loop(num_ranks: int, limit: int | None) -> Loop:
@@ -73,7 +74,7 @@ def test_annealing_packs_a_full_period_on_tight_memory():
     assert anneal_offsets(Interval(loop, 1, 462), Budget(5, deterministic=True)) == rhythm
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=some(12), deadline=None)
 @given(placed())
 def test_what_is_found_is_true_for_any_placement(placement):
     loop = Loop(placement)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from rota import Cluster, Costs, Placement, SearchError, check, find_plan, place
 from rota.search import find_frontier
+from support.sampling import some
 from support.search_brute_force import best_of, every_plan, tiny_placement
 
 
@@ -35,7 +36,7 @@ def with_limit_of(point, num_microbatches):  # type: ignore[no-untyped-def]
     return plan
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=some(10), deadline=None)
 @given(
     st.integers(2, 4),
     st.integers(1, 9),
@@ -75,7 +76,7 @@ def tiny_cases(count: int, seed: int) -> Iterator[tuple[Placement, int]]:
 def test_a_plan_is_found_wherever_brute_force_finds_one() -> None:
     """One with each task's micro-batches in order: the search knows no others."""
     num_fitting = 0
-    for placement, num_microbatches in tiny_cases(250, seed=1):
+    for placement, num_microbatches in tiny_cases(some(250), seed=1):
         plans = every_plan(placement, num_microbatches)
         best = None if plans is None else best_of(plans)
         if best is not None and best.fitting:
@@ -83,12 +84,12 @@ def test_a_plan_is_found_wherever_brute_force_finds_one() -> None:
             result = find_plan(placement, num_microbatches, time_limit_s=0.1, deterministic=True)
             check(result.plan)
             assert result.bound_us <= best.makespan_us, placement
-    assert num_fitting > 40
+    assert num_fitting > 0.16 * some(250)
 
 
 def test_nothing_is_found_where_a_plan_out_of_order_fits() -> None:
     """No claim that nothing fits, then: one with micro-batches out of order may."""
-    for placement, num_microbatches in tiny_cases(100, seed=2):
+    for placement, num_microbatches in tiny_cases(some(100), seed=2):
         plans = every_plan(placement, num_microbatches)
         if plans is not None and best_of(plans) is None:
             with pytest.raises(SearchError) as error:

@@ -1,0 +1,46 @@
+"""How much `make test` runs of what sweeps over many cases; `make test-sweep` runs all of it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection
+from pathlib import Path
+
+import pytest
+
+IS_WHOLE = "ROTA_WHOLE_SWEEPS" in os.environ
+#: Tests with parameters, of which `make test` leaves these out: it runs the same test with others.
+LEFT_OUT = Path(__file__).parents[1] / "left_out.txt"
+
+
+def some(number: int) -> int:
+    """Of so many drawn cases a quarter, and five or more; all of them in `make test-sweep`."""
+    return number if IS_WHOLE else min(number, max(number // 4, 5))
+
+
+def mark_sweeps(items: Collection[pytest.Item], *, are_whole_files: bool) -> None:
+    """Gives the mark `sweep` to the tests of LEFT_OUT, and `sampled` to those of files that use `some` or `IS_WHOLE`.
+
+    Raises:
+        pytest.UsageError: a name in LEFT_OUT is no test's, or no parameters of a test are left for `make test`.
+    """
+    names = {line for line in LEFT_OUT.read_text().splitlines() if line and not line.startswith("#")}
+    left = set()
+    for item in items:
+        if any(hasattr(getattr(item, "module", None), name) for name in ("some", "IS_WHOLE")):
+            item.add_marker(pytest.mark.sampled)
+        if item.nodeid in names:
+            item.add_marker(pytest.mark.sweep)
+        elif item.get_closest_marker("sweep") is None:
+            left.add(without_parameters(item.nodeid))
+    if are_whole_files:
+        found = {item.nodeid for item in items}
+        files = {item.nodeid.partition("::")[0] for item in items}
+        for name in names:
+            if name.partition("::")[0] in files and (name not in found or without_parameters(name) not in left):
+                raise pytest.UsageError(f"{LEFT_OUT.name}: {name} is no test, or `make test` runs nothing of it")
+
+
+def without_parameters(name: str) -> str:
+    """The test without its parameters."""
+    return name.partition("[")[0]
