@@ -137,8 +137,8 @@ def profile_model(
         missing.sort()
     if missing and within_s < math.inf and how.device is None and not accelerators_of(stages):
         left_s = within_s - (time.monotonic() - began_s)
-        missing, repeats = affordable(stages, make_batch, missing, repeats, left_s)
-        how = how._replace(repeats=repeats)
+        fitting = affordable(stages, make_batch, missing, repeats, left_s)
+        missing, how = [*fitting.rows], how._replace(repeats=fitting.repeats)
     for number, count in enumerate([*filter(cached.knows, sorted(sizes)), *missing]):
         if number and not cached.knows(count) and time.monotonic() - began_s > _OVERRUN * within_s:
             break
