@@ -21,6 +21,8 @@ Shared: TypeAlias = tuple[int, int, int]
 
 #: A note of costs begins with this where nothing was measured.
 ESTIMATED = "estimated"
+#: And with this where they are computed from those of fewer and of more rows.
+INTERPOLATED = "interpolated"
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +114,11 @@ class LayerCosts:
         for a, b in [*self.edges, *pairs]:
             if not 0 <= a < b < self.num_layers:
                 raise PlacementError(f"({a}, {b}) must join a layer to a later one of the {self.num_layers}")
+
+    @property
+    def is_interpolated(self) -> bool:
+        """Whether the figures are computed from those of fewer and of more rows."""
+        return self.note.startswith(INTERPOLATED)
 
     @property
     def num_layers(self) -> int:

@@ -231,7 +231,7 @@ def test_the_loop_closes() -> None:
     again = calibrate([second])
     assert again.gain < 0.01
     assert again.chosen.orders == found.chosen.orders
-    assert again.verdict().startswith("Keep the plan: none of ")
+    assert again.verdict().startswith("Keep the plan's orders: none of ")
     text = found.to_text().splitlines()
     assert text[1].split()[-2] == f"{simulate(old).makespan_us:,}"
     assert text[2] == f"measured (one step){'':<17}{first.makespan_us:>12,}        +0.0%"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import rota
 from planning.test_autoplan import UNEVEN, layer_costs
 from rota.cli import main
 from rota.cli.arguments import parse_link
+from rota.cli.commands.autoplan import by_importance
 from rota.errors import PipelineError
 from rota.profiles import Profile
 from rota.profiling.places import memory_bytes_per_rank
@@ -110,6 +112,17 @@ def test_a_model_is_measured_planned_and_measured_again(tmp_path: Path, capsys: 
     exec(MODEL, namespace)
     stages = rota.split(namespace["make_model"](), plan.num_stages, plan.cuts)  # type: ignore[operator]
     assert len(stages) == plan.num_stages
+
+
+@pytest.mark.parametrize(
+    ("ranks", "pipeline", "sizes"),
+    [(2, None, [8, 1, 4, 2]), (4, None, [4, 1, 8, 2]), (8, 2, [8, 1, 4, 2]), (64, None, [1, 8, 4, 2])],
+)
+def test_large_micro_batches_are_measured_first_if_ranks_get_two_of_them(
+    ranks: int, pipeline: int | None, sizes: list[int]
+) -> None:
+    given = argparse.Namespace(ranks=ranks, pipeline=pipeline, batch=32)
+    assert by_importance([1, 2, 4, 8], given) == sizes
 
 
 @pytest.mark.dist  # measuring stages starts processes

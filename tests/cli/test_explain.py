@@ -16,6 +16,8 @@ from rota.accounting import explain
 from rota.costs import Cluster, Costs
 from rota.drawing import to_chrome_trace
 from rota.placing import place
+from rota.plan import Plan
+from rota.simulation import simulate
 from rota.timeline import Timeline
 from support.measured import measured_like
 
@@ -37,6 +39,26 @@ def test_explain_says_why_against_the_timelines_own_plan(
     assert (code, out) == (0, explain(MEASURED, PLAN).to_text() + "\n")
     assert "slower" in out
     assert run(capsys, "explain", measured_file, "--cores", 1)[1] == explain(MEASURED, PLAN, 1).to_text() + "\n"
+
+
+def test_which_step_a_measured_timeline_has_is_told(
+    measured_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan = tmp_path / "plan.json"
+    plan.write_text(PLAN.to_json())
+    told = f"{measured_file} holds one step, of a `rota run` its last; other steps may differ\n"
+    assert run(capsys, "explain", measured_file)[2] == f"rota explain: {told}"
+    assert run(capsys, "compare", plan, measured_file)[2] == f"rota compare: {told}"
+    assert run(capsys, "explain", plan)[2] == ""
+
+
+def test_calibrate_writes_what_it_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    timeline, better = tmp_path / "measured.json", tmp_path / "better.json"
+    timeline.write_text(simulate(PLAN).to_json())
+    _, out, _ = run(capsys, "calibrate", timeline, "--plan", "1f1b", "-o", better)
+    assert "Keep the plan's orders: none of 1 other plan is 1% faster." in out
+    assert out.endswith(f"Wrote {better}: the plan's own orders, with the measured costs.\n")
+    assert Plan.from_json(better.read_text()).orders == PLAN.orders
 
 
 @pytest.mark.parametrize("columns", [60, 45])

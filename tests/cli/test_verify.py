@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 import rota
 from rota.cli import main
+from rota.usage import Usage
 from support.commands import output_of
 from support.hf_models import gpt2
 from support.pool import Pool
@@ -184,6 +186,18 @@ def test_a_deferred_model_whose_batches_are_mappings_and_whose_loss_has_a_count(
     told = capfd.readouterr()
     assert "rota: before the first step: exact" in told.err
     assert sorted(told.out.splitlines()) == sorted(expected.splitlines())
+
+
+def test_a_plan_whose_cuts_the_model_lacks_is_wrong_input(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    costs = rota.Costs.uniform(2, 10, 20)
+    planned = rota.schedules.gpipe(rota.place(costs, rota.Cluster.uniform(2)), 2)
+    path, model = tmp_path / "plan.json", tmp_path / "model.py"
+    path.write_text(replace(planned, usage=Usage(("blocks.4",), 1)).to_json())
+    model.write_text(MODEL.format(extra=""))
+    assert main(["verify", str(path), str(model)]) == 2
+    told = capfd.readouterr().err
+    assert told.startswith(f"rota verify: error: {model} cannot be cut as the plan says: ")
+    assert told.count("\n") == 1
 
 
 def test_refusals(plan: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,12 +13,13 @@ from planning.test_autoplan import LONG_S, UNEVEN, layer_costs
 from rota.checking import check
 from rota.costs import Link
 from rota.errors import PipelineError
-from rota.planning import Answer, Machine, autoplan, confirmation, finalists
+from rota.planning import Answer, Machine, autoplan, confirmation, finalists, trials
 from rota.planning.answer import ranks_text
 from rota.planning.evaluation import Found
 from rota.planning.step_times import StepTimes, of_starts
 from rota.planning.trials import Trial, run_trials
 from rota.simulation import simulate
+from rota.units import time_text
 
 MODEL = nn.Linear(1, 1)
 Confirm = Callable[..., Answer]
@@ -105,6 +106,29 @@ def test_a_plan_on_more_processes_must_be_faster_by_more_than_the_spread(confirm
     assert quiet.plan.num_ranks * quiet.best.candidate.layout.num_replicas == 2
 
 
+def test_figures_that_disagree_are_told(confirmed: Confirm, answer: Answer) -> None:
+    def tried(times: float) -> Callable[[Sequence[Trial]], list[StepTimes]]:
+        def steps(trials: Sequence[Trial]) -> list[StepTimes]:
+            slower = []
+            for trial in trials:
+                tasks = tuple(
+                    replace(task, duration_us=round(task.duration_us * times)) for task in trial.plan.placement.tasks
+                )
+                plan = replace(trial.plan, placement=replace(trial.plan.placement, tasks=tasks))
+                slower.append(StepTimes((10**6,) * 3, (simulate(plan),), num_starts=3))
+            return slower
+
+        return steps
+
+    (told,) = [line for line in confirmed(tried(3.0)).remarks if "times apart" in line]
+    figures = [(time_text(one.before_us), time_text(one.found.makespan_us)) for one in confirmed(tried(3.0)).confirmed]
+    assert any(
+        f"predict {layers} per step" in told and f"in place, {stages} (3.0 times" in told for layers, stages in figures
+    )
+    assert "may be ranked wrongly: plan again on an idle machine with --refresh" in told
+    assert not any("times apart" in line for line in confirmed(tried(1.2)).remarks)
+
+
 def test_a_loaded_machine_is_told(confirmed: Confirm) -> None:
     told = confirmed(lambda trials: [steps_of(trial, 1.0, 0.1) for trial in trials])
     assert "the machine is busy: steps of one plan differ by 17%, above 10%" in told.to_text()
@@ -130,6 +154,29 @@ def test_starts_that_other_programs_disturbed_do_not_count() -> None:
     assert of_starts([loud, quiet, loud, quiet]).steps_us == 2 * quiet.steps_us
     assert of_starts([loud, loud]) == replace(loud, steps_us=2 * loud.steps_us, num_starts=2)
     assert of_starts([loud, replace(loud, missing_cores=0.6)]) == replace(loud, missing_cores=0.6, num_starts=2)
+
+
+def test_a_plan_that_is_clearly_slower_is_started_once(answer: Answer, monkeypatch: pytest.MonkeyPatch) -> None:
+    plans = [found.plan for found in answer.candidates[:3]]
+    us = dict(zip(map(id, plans), (1000, 1200, 1400), strict=True))
+    monkeypatch.setattr(trials, "_started", lambda trial, *_: StepTimes((us[id(trial.plan)], us[id(trial.plan)])))
+    given = [Trial(plan, MODEL, None, None) for plan in plans]
+    found = run_trials(given, nn.functional.mse_loss, None, LONG_S)
+    assert [steps.median_us for steps in found] == [1000, 1200, 1400]
+    assert [steps.num_starts for steps in found] == [3, 3, 1]
+
+
+def test_plans_that_divide_the_processes_differently_are_measured_before_others(
+    confirmed: Confirm, answer: Answer
+) -> None:
+    pipeline = next(found for found in answer.candidates if found.candidate.layout.num_ranks == 2)
+    replicas = next(found for found in answer.candidates if found.candidate.layout.num_replicas == 2)
+    alike = tuple(replace(pipeline, schedule=f"{pipeline.schedule} {i}") for i in range(3))
+    told = confirmed(
+        lambda trials: [steps_of(trial) for trial in trials], replace(answer, candidates=(*alike, replicas))
+    )
+    measured = {ranks_text(one.found) for one in told.confirmed}
+    assert {"2 ranks", "1 rank x 2 replicas"} <= measured
 
 
 def test_a_plan_is_run_and_shown_once(confirmed: Confirm, answer: Answer) -> None:
@@ -167,9 +214,10 @@ def test_with_little_time_the_plans_that_matter_are_started_once(
     told = confirmed(steps, replace(answer, usual=usual), time_limit_s=3.0)
     assert len(tried) == 3
     assert tried[0].plan.orders == answer.best.plan.orders
-    assert tried[1].plan.orders == usual.plan.orders
+    of_best = answer.best.candidate.layout
+    assert (tried[1].plan.num_ranks, tried[1].num_replicas) != (of_best.num_ranks, of_best.num_replicas)
     assert tried[2].num_processes == 1
-    assert "for lack of time 3 plans started only once each" in told.to_text()
+    assert "for lack of time 2 plans started only once" in told.to_text()
     assert "left out for lack of time: steps of" in told.to_text()
     assert told.tolerance >= answer.tolerance
     assert "started only once" not in confirmed(lambda trials: [steps_of(trial) for trial in trials]).to_text()

@@ -52,9 +52,9 @@ class Explanation:
     Attributes:
         timeline: What is explained.
         idles: Every idle interval with its cause, sorted by rank and start.
-        model_us: Makespan in µs of the plan simulated with the timeline's median times, against which suggestions are
-            compared. For a simulated timeline it is its own makespan; for a measured one it lacks launch gaps and ops
-            slower than the median.
+        model_us: Makespan in µs of the plan simulated with the median times of the timeline's ops, and messages as
+            planned; suggestions are compared with it. For a simulated timeline it is its own makespan; for a measured
+            one it lacks launch gaps and ops slower than the median.
         suggestions: Changes that would shorten the step, the largest gain first.
         num_cores: CPU cores that all ranks shared; None if they shared none, or it is not known.
     """
@@ -158,8 +158,8 @@ class Explanation:
         lines, lost = [], self.timeline.makespan_us - self.model_us
         if lost > 0:
             lines.append(
-                f"The plan with the median times takes {self.model_us:,} µs; the other {lost:,} µs are launch gaps, "
-                f"later arrivals and ops slower than the median."
+                f"With the median time of each op, and messages as planned, the plan takes {self.model_us:,} µs; the "
+                f"other {lost:,} µs are launch gaps, later arrivals and ops slower than the median."
             )
         if not self.suggestions:
             return [*lines, "None of the changes tried would help: other orders, balanced stages, faster transfers."]

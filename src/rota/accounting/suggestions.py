@@ -75,23 +75,31 @@ def _changes(plan: Plan) -> Iterator[tuple[str, Plan]]:
 def _rebalanced(placement: Placement, num_layers: Sequence[int]) -> Iterator[tuple[str, Placement]]:
     """(description, placement): some of the slowest stage's work moved to its faster neighbour; all stages equal.
 
-    `num_layers`: of each stage; empty if unknown. A stage with a single layer cannot be cut.
+    `num_layers`: of each stage; empty if unknown. Only whole layers can be moved: nothing is advised where the slowest
+    stage is ahead of the mean by less than half a layer of its own.
     """
     tasks = placement.average.tasks
     loads = {stage: sum(task.duration_us for task in tasks if task.stage == stage) for stage in placement.stages}
     slow, average = max(loads, key=loads.__getitem__), mean(loads.values())
     # A placement with copies of the stages (X) lists the copies in the same order.
-    if loads[slow] <= _SLOW_STAGE * average or (num_layers and num_layers[slow % len(num_layers)] == 1):
+    layers = num_layers[slow % len(num_layers)] if num_layers else None
+    if loads[slow] <= _SLOW_STAGE * average or layers == 1:
         return
-    several = "" if num_layers else ", if it has more than one layer"
+    if layers is not None and loads[slow] - average < loads[slow] / layers / 2:
+        return
+    several = "" if layers else ", if it has more than one layer"
     slow_text = f"stage {slow} takes {loads[slow] / average - 1:.0%} longer than the mean: "
     neighbours = {b if a == slow else a for a, b in placement.stage_edges if slow in (a, b)}
     if neighbours:
         fast = min(neighbours, key=loads.__getitem__)
-        moved_us = (loads[slow] - loads[fast]) // 2
-        if moved_us > 0:
+        moved_us = (loads[slow] - loads[fast]) / 2
+        part = "of its work"
+        if layers is not None:
+            count = round(moved_us / (loads[slow] / layers))
+            moved_us, part = loads[slow] * count / layers, f"of its work, {count} of its {layers} layers,"
+        if moved_us >= 1:
             fraction = moved_us / loads[slow]
-            words = f"{slow_text}move {time_text(moved_us)} of its work ({fraction:.0%}) to stage {fast}{several}"
+            words = f"{slow_text}move {time_text(int(moved_us))} ({fraction:.0%}) {part} to stage {fast}{several}"
             yield words, _moved(placement, slow, fast, fraction)
     yield f"{slow_text}cut the model so that all stages take equal time{several}", _all_equal(placement)
 

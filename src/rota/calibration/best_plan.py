@@ -99,9 +99,10 @@ class Calibration:
             best = self.candidates[0]
             text = f"Use {best.name}: {self.gain:.1%} faster than the same orders, with the new costs."
         elif self.candidates:
-            text = f"Keep the plan: none of {count_text(len(self.candidates), 'other plan')} is {MIN_GAIN:.0%} faster."
+            others = count_text(len(self.candidates), "other plan")
+            text = f"Keep the plan's orders: none of {others} is {MIN_GAIN:.0%} faster."
         else:
-            text = "Keep the plan: no other schedule fits this placement."
+            text = "Keep the plan's orders: no other schedule fits this placement."
         rank, share = self.unevenness
         if share > OVERLOADED:
             text += f"\nRank {rank} has {share - 1:.0%} more work than the mean, which no order can fix"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -72,6 +73,11 @@ def read_plan_or_timeline(path: str) -> Plan | Timeline:
             return Plan.from_csv(text, _placement_of_csv(text))
         document = reading.parse(text, "plan", "timeline")
         return Timeline.from_fields(document) if document.path == "timeline" else Plan.from_fields(document)
+
+
+def note_one_step(command: str, path: str) -> None:
+    """Say on standard error that a measured timeline has a single step, and of a run which one."""
+    print(f"rota {command}: {path} holds one step, of a `rota run` its last; other steps may differ", file=sys.stderr)
 
 
 def is_csv(path: str) -> bool:

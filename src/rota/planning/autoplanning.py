@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import replace
 
@@ -18,7 +18,7 @@ from rota.planning.evaluation import Found, Misfit, evaluate, families
 from rota.planning.finalists import search_finalists
 from rota.planning.layouts import Layout, cuts
 from rota.planning.machine import Machine
-from rota.planning.sweep import Sweep, best_of_kinds, kind_of
+from rota.planning.sweep import Sweep, kind_of
 from rota.schedules import FAMILIES
 from rota.stopping import Stopped, ended_by_ctrl_c, watched
 from rota.units import size_text
@@ -90,7 +90,7 @@ def autoplan(
     counts = Counts(sweep.num_layouts, sweep.num_pruned, sweep.num_misfits, sweep.num_left, sweep.num_plans)
     return Answer(
         request,
-        _ordered(best, sweep.found.values()),
+        _ordered(best, sweep.found.values(), request.tolerance),
         usual,
         counts,
         sweep.bound_us,
@@ -102,11 +102,14 @@ def autoplan(
     )
 
 
-def _ordered(best: Found, plans: Iterable[Found]) -> tuple[Found, ...]:
-    """The best plan, the fastest if that is another one, and the fastest of each other kind."""
-    others = [found for found in best_of_kinds(plans) if found is not best]
-    fastest = [found for found in others[:1] if found.step_us < best.step_us]
-    return best, *fastest, *(f for f in others if f not in fastest and kind_of(f) != kind_of(best))
+def _ordered(best: Found, plans: Collection[Found], tolerance: float) -> tuple[Found, ...]:
+    """The best plan, the fastest if that is another one, and of each other kind the simplest of the fastest."""
+    fastest = min(plans, key=lambda found: found.key)
+    first = [best, fastest] if fastest.step_us < best.step_us else [best]
+    kinds = {kind_of(found): [other for other in plans if kind_of(other) == kind_of(found)] for found in plans}
+    of_kinds = [chosen(of_kind, tolerance) for of_kind in kinds.values()]
+    others = [found for found in of_kinds if found is not None and kind_of(found) not in map(kind_of, first)]
+    return *first, *sorted(others, key=lambda found: found.key)
 
 
 def one_process(request: Request) -> Found | None:

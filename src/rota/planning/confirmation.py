@@ -24,17 +24,22 @@ from rota.planning.deadline import Deadline
 from rota.planning.evaluation import Found
 from rota.planning.layout_bounds import placement_bound_us
 from rota.planning.step_times import StepTimes
-from rota.planning.trials import Trial, least_s, run_trials
+from rota.planning.trials import Trial, is_far, least_s, run_trials
 from rota.profiling import profile, profile_here
 from rota.profiling.forked import why_not_here
 from rota.profiling.places import accelerators_of
 from rota.runtime.environment import num_cores
 from rota.runtime.losses import LossFn
-from rota.units import count_text
+from rota.units import count_text, time_text
 
 _MOST = 3  # candidates
-_MATTER = 3  # plans that are run before there are second starts: the best, 1F1B on equal layers, one process
+_MATTER = 3  # plans that are run before there are second starts: the best, the best divided differently, one process
+_KEPT_FOR_STEPS, _KEPT_FROM_OTHERS = (
+    0.5,
+    0.75,
+)  # of the time: for steps, from candidates that divide processes alike too
 _REPEATS, _REPEATS_BEFORE_STEPS = 7, 3  # of a stage's measurement: where steps follow, those have its times
+_DISAGREE = 1.5  # times that one prediction of a step is another, from which on the answer says so
 _LOADED = 0.10  # spread of steps, or missing cores, above which the machine is busy with something else
 _LEAST_TOLERANCE = 0.01
 
@@ -131,12 +136,13 @@ class _Confirming:
 
     def measure_stages(self) -> None:
         """Measure the stages of the best candidates, and leave out those that do not fit."""
-        shown, repeats = self._answer.shown, _REPEATS if self.predicted_because else _REPEATS_BEFORE_STEPS
-        others = [found for found in self._answer.candidates if found not in shown]
-        for found in (*shown, *others):
+        repeats = _REPEATS if self.predicted_because else _REPEATS_BEFORE_STEPS
+        several, others = _divided_differently(self._answer.candidates)
+        for found in (*several, *others):
             if len(self.confirmed) >= _MOST:
                 break
-            if self.confirmed and self._deadline.left_s < self._deadline.seconds / 2:
+            kept = _KEPT_FOR_STEPS if found in several else _KEPT_FROM_OTHERS
+            if self.confirmed and self._deadline.left_s < kept * self._deadline.seconds:
                 self._leave_out(f"stages of {_named(found)}")
                 continue
             self._report(f"measuring the stages of {_named(found)}")
@@ -154,7 +160,7 @@ class _Confirming:
             )
         if not isinstance(self.usual, Found) or any(self.usual.is_as(one.found) for one in self.confirmed):
             return
-        if self._deadline.left_s > self._deadline.seconds / 2:
+        if self._deadline.left_s > _KEPT_FROM_OTHERS * self._deadline.seconds:
             self.usual = _measured(self.usual, *self._how, repeats)
 
     def run_steps(self) -> None:
@@ -171,25 +177,29 @@ class _Confirming:
             self._take(found, _with_steps(found, of_found))
         for found in plans[len(steps) :] if steps else []:
             self._leave_out(f"steps of {_named(found)}")
-        self.was_short = any(one.num_starts == 1 for one in steps)
-        if self.was_short:
+        best_us = min((one.median_us for one in steps), default=0)
+        once = sum(one.num_starts == 1 and not is_far(one, best_us) for one in steps)
+        self.was_short = once > 0
+        if once:
             self.remarks.append(
-                f"for lack of time {count_text(len(steps), 'plan')} started only once each, and steps differ from "
-                f"start to start: give a longer --time-limit"
+                f"for lack of time {count_text(once, 'plan')} started only once, and steps differ from start to "
+                f"start: give a longer --time-limit"
             )
         if busy := _why_busy(steps):
             self.remarks.append(f"the machine is busy: {busy}")
             self._report(self.remarks[-1])
 
     def _by_importance(self) -> list[Found]:
-        """The best plan, 1F1B on equal layers, one process, and the other candidates."""
+        """The best plan, the best on other numbers of ranks, one process, 1F1B on equal layers, and the others."""
         best, *others = sorted((one.found for one in self.confirmed), key=lambda found: found.key)
-        plans = [best]
+        apart = [found for found in others if _division(found) != _division(best)][:1]
+        alone = [] if self.alone is None else [self.alone]
+        usual = [found for found in others if isinstance(self.usual, Found) and self.usual.is_as(found)]
         if isinstance(self.usual, Found) and not any(map(self.usual.is_as, (best, *others))):
-            plans.append(self.usual)
-        named = [found for found in others if isinstance(self.usual, Found) and self.usual.is_as(found)]
-        plans += named if self.alone is None else [*named, self.alone]
-        return plans + [found for found in others if found not in named]
+            usual.append(self.usual)
+        usual = [found for found in usual if found not in apart]
+        first = [best, *apart, *alone, *usual]
+        return first + [found for found in others if found not in first]
 
     def _least_s(self, plans: Sequence[Found]) -> float:
         """About how long the fewest steps of these plans take: those that matter may be started only once."""
@@ -256,7 +266,7 @@ class _Confirming:
             tolerance=tolerance,
             one_process=alone,
             predicted_because="" if best.steps is not None else self.predicted_because,
-            remarks=(*answer.remarks, *self.remarks),
+            remarks=(*answer.remarks, *self.remarks, *_disagreement(confirmed)),
             ran_out=answer.ran_out or self._deadline.ran_out,
             elapsed_s=answer.elapsed_s + self._deadline.elapsed_s,
         )
@@ -279,6 +289,42 @@ class _Confirming:
             return predicted
         least = max(_LEAST_TOLERANCE, predicted) if self.was_short else _LEAST_TOLERANCE
         return min(max(*spreads, least), _LOADED)
+
+
+def _division(found: Found) -> tuple[int, int]:
+    """How a plan divides the processes: ranks of a pipeline, and replicas."""
+    return found.candidate.layout.num_ranks, found.candidate.layout.num_replicas
+
+
+def _divided_differently(candidates: Sequence[Found]) -> tuple[list[Found], list[Found]]:
+    """The first candidate of each division of the processes, and the others, with one process alone.
+
+    Predictions of plans that divide the processes alike are off alike. Those of others are not, so these are measured
+    first.
+    """
+    first: dict[tuple[int, int], Found] = {}
+    for found in candidates:
+        first.setdefault(_division(found), found)
+    several = [found for found in first.values() if found.num_processes > 1 or found is candidates[0]]
+    return several, [found for found in candidates if found not in several]
+
+
+def _disagreement(confirmed: Sequence[Confirmed]) -> list[str]:
+    """What it means that the layers' figures and those of stages in place differ much: for the plan with the most."""
+    by_times = [(_times_apart(one.before_us, one.found.makespan_us), one) for one in confirmed]
+    times, most = max(by_times, key=lambda entry: entry[0])
+    if times < _DISAGREE:
+        return []
+    layers, stages = time_text(most.before_us), time_text(most.found.makespan_us)
+    return [
+        f"the layers, measured one by one, predict {layers} per step for {_named(most.found)}, but its stages, timed "
+        f"in place, {stages} ({times:.1f} times apart), so plans that were not run may be ranked wrongly: plan again "
+        f"on an idle machine with --refresh and a longer --time-limit"
+    ]
+
+
+def _times_apart(a_us: int, b_us: int) -> float:
+    return max(a_us, b_us) / max(min(a_us, b_us), 1)
 
 
 def _why_busy(steps: Sequence[StepTimes]) -> str:

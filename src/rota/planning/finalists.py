@@ -16,6 +16,7 @@ from rota.stopping import ended_by_ctrl_c
 _MOST = 3  # finalists
 _SHARE, _MOST_S = 0.05, 3.0  # for each: a share of the time limit, in nominal seconds of the search
 _COMPILING_S = 15.0
+_LEAST_S = 8.0  # left, without which no search is begun: loading it takes seconds, and steps tell more
 _WORTH = 0.001  # share of the best time: a smaller gain is not worth a search
 
 
@@ -28,7 +29,13 @@ def search_finalists(sweep: Sweep) -> None:
     """Search for better orders of the best candidates, if the search extra is installed and time is left."""
     if not can_search():
         return
-    for candidate in list(_finalists(sweep)):
+    finalists = list(_finalists(sweep))
+    if finalists and sweep.best is not None and not sweep.deadline.has(_LEAST_S):
+        sweep.remarks.append(
+            "left out for lack of time: better orders than those of named schedules; give a longer --time-limit"
+        )
+        return
+    for candidate in finalists:
         if not sweep.deadline.has(_seconds(sweep) + (compiling_s := _compiling_s())):
             if compiling_s:
                 sweep.remarks.append(

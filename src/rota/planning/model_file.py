@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 import os
 import runpy
 import sys
@@ -140,7 +141,7 @@ def profile_file(
     cache: str | Path | None = None,
     refresh: bool = False,
     cuts: Iterable[str] | None = None,
-    enough: Callable[[], bool] = lambda: False,
+    within_s: float = math.inf,
 ) -> Profile:
     """Costs of the model's layers for micro-batches of `rows` rows.
 
@@ -170,7 +171,7 @@ def profile_file(
         cache=cache,
         refresh=refresh,
         cuts=cuts,
-        enough=enough,
+        within_s=within_s,
     )
 
 

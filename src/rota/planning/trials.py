@@ -6,7 +6,7 @@ round 2   plan A: start, warm up, steps   plan B: start, warm up, steps      bar
 
 Each start has new processes, as a run has: where memory lies differs by the start, and steps with it. All plans take
 turns, and rounds go on until steps settle or time is up, so that a machine that is slow for some seconds does not hit
-one plan alone.
+one plan alone. Plans that are clearly slower than the best are left out of further rounds, which the others then get.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ _ENOUGH_S = 0.4  # of measured steps in a start: others, at another moment, tell
 _SETTLED_ROUNDS, _MOST_ROUNDS = 3, 8
 _COMPARED = 2  # plans that are started once whatever time is left: one alone would be compared with nothing
 _SETTLED = 0.03  # spread of steps below which further rounds would tell nothing new
+_FAR = 1.25  # a plan whose fastest step is this many times as long as the best plan's is not started again
 _START_S = 0.5  # for processes to start, and for a plan's pipeline
 
 
@@ -78,20 +79,29 @@ def run_trials(
     Raises:
         PipelineError: A step fails.
     """
-    began_s, longest_s = time.monotonic(), 0.0
+    began_s = time.monotonic()
     starts: list[list[StepTimes]] = [[] for _ in trials]
+    longest_s = [0.0] * len(trials)  # of a plan's starts
+    running = list(range(len(trials)))
     for num_rounds in range(1, _MOST_ROUNDS + 1):
-        round_began_s = time.monotonic()
-        for number, (trial, of_trial) in enumerate(zip(trials, starts, strict=True)):
-            if num_rounds == 1 and number >= _COMPARED and time.monotonic() > began_s + seconds:
+        for i in running:
+            start_began_s = time.monotonic()
+            if num_rounds == 1 and i >= _COMPARED and start_began_s > began_s + seconds:
                 break
-            of_trial.append(_started(trial, loss_fn, make_optimizer))
-        now_s = time.monotonic()
-        longest_s = max(longest_s, now_s - round_began_s)
-        is_settled = num_rounds >= _SETTLED_ROUNDS and all(of_starts(made).spread < _SETTLED for made in starts if made)
-        if is_settled or now_s + longest_s > began_s + seconds:
+            starts[i].append(_started(trials[i], loss_fn, make_optimizer))
+            longest_s[i] = max(longest_s[i], time.monotonic() - start_began_s)
+        found = [of_starts(made) for made in starts if made]
+        best_us = min(steps.median_us for steps in found)
+        running = [i for i, steps in enumerate(found) if not is_far(steps, best_us)]
+        is_settled = num_rounds >= _SETTLED_ROUNDS and all(found[i].spread < _SETTLED for i in running)
+        if is_settled or time.monotonic() + sum(longest_s[i] for i in running) > began_s + seconds:
             break
-    return [of_starts(of_trial) for of_trial in starts if of_trial]
+    return found
+
+
+def is_far(steps: StepTimes, best_us: int) -> bool:
+    """Whether even the fastest step of a plan is clearly slower than the best plan's: further starts tell no more."""
+    return min(steps.steps_us) > _FAR * best_us
 
 
 def least_s(plans: Sequence[Plan], num_starts: int) -> float:

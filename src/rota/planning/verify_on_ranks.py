@@ -12,9 +12,11 @@ from pathlib import Path
 from typing import Any, final
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from rota import reading
+from rota.errors import FormatError, PipelineError, RotaError
 from rota.models import Stages, split
 from rota.plan import Plan
 from rota.planning.model_file import ModelFile, load_model_file
@@ -41,12 +43,22 @@ class Options:
 
 
 def verify_plan(plan: Plan, options: Options) -> Verification:
-    """Run the plan once on as many processes as it has, replicas included, and compare. Raises PipelineError."""
+    """Run the plan once on as many processes as it has, replicas included, and compare.
+
+    Raises:
+        FormatError: The model cannot be made, or not be cut as the plan says.
+        PipelineError: A process fails.
+    """
     with run_folder("rota-verify-") as folder:
         path = Path(folder.path, "options.json")
         path.write_text(json.dumps(asdict(options)))
         replicas = 1 if plan.usage is None else plan.usage.num_replicas
-        launch(plan, __file__, [str(path)], dp=replicas, timeout_s=options.timeout_s, report=_report)
+        try:
+            launch(plan, __file__, [str(path)], dp=replicas, timeout_s=options.timeout_s, report=_report)
+        except PipelineError:
+            if _refusal_file(path).exists():
+                raise FormatError(_refusal_file(path).read_text()) from None
+            raise
         return Verification.from_fields(reading.load(_report_file(path).read_text()))
 
 
@@ -54,12 +66,22 @@ def _report_file(options: Path) -> Path:
     return options.with_name("report.json")
 
 
+def _refusal_file(options: Path) -> Path:
+    """Why the model cannot be cut; the ranks then end without a step."""
+    return options.with_name("refusal.txt")
+
+
 def main(path: str) -> None:
     """On one rank."""
     options = Options(**json.loads(Path(path).read_text()))
     plan, processes = given_plan(), mesh()
     file = load_model_file(options.model, options.length)
-    stages = _stages(file, plan, options.rows)
+    try:
+        stages = _stages(file, plan, options.rows)
+    except RotaError as error:  # the same on all ranks
+        if dist.get_rank() == 0:
+            _refusal_file(Path(path)).write_text(str(error))
+        return
     materialize(stages, local_stages(plan, processes), local_device())
     with Pipeline(stages, plan, file.loss_fn, mesh=processes) as pipeline:
         torch.manual_seed(1 + pipeline.replica)  # the same batch on all ranks of a replica
@@ -74,8 +96,11 @@ def main(path: str) -> None:
 
 def _stages(file: ModelFile, plan: Plan, rows: int) -> Stages:
     torch.manual_seed(0)
-    model = file.made_model()
-    return split(model, plan.num_stages, plan.cuts, example=file.made_batch(rows)[0])
+    model, example = file.made_model(), file.made_batch(rows)[0]
+    try:
+        return split(model, plan.num_stages, plan.cuts, example=example)
+    except RotaError as error:
+        raise FormatError(f"{file.path} cannot be cut as the plan says: {error}") from error
 
 
 def _unsplit(file: ModelFile) -> nn.Module:

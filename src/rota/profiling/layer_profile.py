@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -12,18 +14,21 @@ from rota.errors import PipelineError
 from rota.layers import ESTIMATED, LayerCosts
 from rota.models import Stages, finest, is_marked
 from rota.profiles import Profile
+from rota.profiling.affordable_sizes import affordable
 from rota.profiling.devices import device_named
+from rota.profiling.interpolation import interpolated
 from rota.profiling.known_numbers import KnownNumbers
 from rota.profiling.layer_costs import costs_of
 from rota.profiling.layer_measurement import HowTo, Layer, called, measure_layers
 from rota.profiling.optimizers import MakeOptimizer
-from rota.profiling.places import place_name
+from rota.profiling.places import accelerators_of, place_name
 from rota.profiling.profile_cache import ProfileCache, identity_of, inputs_of
 from rota.profiling.stage_run import Given, tensors_of
 from rota.runtime.losses import LossFn
 from rota.units import count_text, time_text
 
 Report = Callable[[str], None]
+_OVERRUN = 1.5  # of the time to measure for, after which no more sizes are begun: the machine is slower than it seemed
 
 
 def profile_layers(
@@ -93,14 +98,14 @@ def profile_model(
     cache: str | Path | None = None,
     refresh: bool = False,
     cuts: Iterable[str] | None = None,
-    enough: Callable[[], bool] = lambda: False,
+    within_s: float = math.inf,
 ) -> Profile:
     """Measure or estimate the costs of each layer for micro-batches of several sizes.
 
     Args:
         model: As in `profile_layers`.
         make_batch: Makes inputs and targets of one micro-batch, given its number of rows.
-        rows: The numbers of rows.
+        rows: The numbers of rows; where `within_s` is given, the most important first.
         loss_fn: As in `profile_layers`.
         optimizer: As in `profile_layers`.
         repeats: As in `profile_layers`.
@@ -109,8 +114,9 @@ def profile_model(
         cache: As in `profile_layers`.
         refresh: As in `profile_layers`.
         cuts: Where a model without CutPoints may be cut, as `rota.split` takes them; None: before any of its blocks.
-
-        enough: Called before each number of rows but the first; True leaves out those that are left.
+        within_s: About how many seconds to measure for. Which sizes fit is decided before, by a quick timing, so that
+            it is the same in every run. Sizes between two that were measured are interpolated, and their notes say so;
+            others are left out.
 
     Returns:
         The layers' costs, by number of rows.
@@ -118,15 +124,23 @@ def profile_model(
     Raises:
         PipelineError: As in `profile_layers`, and for a batch with another number of rows.
     """
-    sizes = sorted({*rows})
+    began_s = time.monotonic()
+    sizes = list(dict.fromkeys(rows))
     how = HowTo(repeats, None if device is None else device_named(device), optimizer)
-    stages, names = _layers(model, sizes, make_batch, cuts)
+    stages, names = _layers(model, sorted(sizes), make_batch, cuts)
     _refuse(stages, device)
     where = how.device.name if how.device is not None else place_name(stages)
     identity = identity_of(stages, loss_fn, optimizer) | {"device": where}
     cached = ProfileCache.of(cache, f"{_class_name(model)}-{where}", identity, refresh)
-    for count in sizes:
-        if count > sizes[0] and enough():
+    missing = [count for count in sizes if not cached.knows(count)]
+    if within_s == math.inf or how.device is not None:
+        missing.sort()
+    if missing and within_s < math.inf and how.device is None and not accelerators_of(stages):
+        left_s = within_s - (time.monotonic() - began_s)
+        fitting = affordable(stages, make_batch, missing, repeats, left_s)
+        missing, how = [*fitting.rows], how._replace(repeats=fitting.repeats)
+    for number, count in enumerate([*filter(cached.knows, sorted(sizes)), *missing]):
+        if number and not cached.knows(count) and time.monotonic() - began_s > _OVERRUN * within_s:
             break
         batch, target = make_batch(count)
         if (given := num_rows(batch)) != count:
@@ -143,7 +157,17 @@ def profile_model(
             layers.append(measured)
         note = f"{ESTIMATED} for {where}" if how.device else f"measured on {where}, one layer after another"
         cached.add(costs_of(stages, layers, names, count, note), inputs)
-    return cached.profile
+    return _with_those_between(cached.profile, sizes)
+
+
+def _with_those_between(profile: Profile, sizes: Iterable[int]) -> Profile:
+    """The profile with those sizes too that are between two that it has."""
+    more = []
+    for count in sizes:
+        below, above = [rows for rows in profile if rows < count], [rows for rows in profile if rows > count]
+        if count not in profile and below and above:
+            more.append(interpolated(profile[below[-1]], profile[above[0]], count))
+    return Profile((*profile.layers, *filter(None, more)), profile.key)
 
 
 def _layers(

@@ -48,10 +48,14 @@ class ProfileCache:
         cache._refuse_stale(identity)
         return cache
 
+    def knows(self, rows: int) -> bool:
+        """Whether there is an entry for `rows`, for whatever inputs."""
+        return self._known is not None and rows in self._known
+
     def has(self, rows: int, inputs: Mapping[str, str]) -> bool:
         """Whether there is an entry for `rows`. Raises PipelineError if it is for other inputs."""
         self._asked.append(rows)
-        if self._known is None or rows not in self._known:
+        if not self.knows(rows):
             return False
         self._refuse_stale(inputs)
         return True

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from typing import TYPE_CHECKING
@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 
 _ANY_LINK = (0, None)
 _ROWS = (1, 2, 4, 8)  # of a micro-batch, by default
-_PROFILE = 0.25  # of the time limit, after which no more rows are begun to be measured
+_PER_RANK = 2  # micro-batches of a step, without which a pipeline's ranks wait too much
+_PROFILE = 0.4  # of the time limit, for measuring the layers at all numbers of rows that fit
 _SEARCH = 0.45  # of the time that is left after measuring: the rest is for steps of the best plans
 _LEAST_S = 0.2
 _LEAST_SEARCH_S = 3.0  # even if measuring took all of the time: without a plan the measurements would be lost
@@ -223,18 +224,41 @@ def _read(arguments: Namespace) -> Mapping[int, LayerCosts]:
 def _measured(
     arguments: Namespace, model_file: ModelFile, deadline: Deadline, show: Callable[[object], None], remarks: list[str]
 ) -> Mapping[int, LayerCosts]:
-    """The layers' costs, measured or estimated; `remarks` gets which numbers of rows were left out."""
+    """The layers' costs, measured or estimated; `remarks` gets which numbers of rows were not measured."""
     from rota.planning.model_file import profile_file
 
-    sizes = arguments.rows or [num_rows for num_rows in _ROWS if arguments.batch % num_rows == 0]
+    given = arguments.rows or [num_rows for num_rows in _ROWS if arguments.batch % num_rows == 0]
+    sizes = by_importance(given, arguments)
     how = {"device": arguments.device, "cache": arguments.cache, "refresh": arguments.refresh, "cuts": arguments.cuts}
-    found = profile_file(
-        model_file, sizes, report=show, enough=lambda: deadline.elapsed_s > _PROFILE * deadline.seconds, **how
-    )
-    if missing := [num_rows for num_rows in sizes if num_rows not in found]:
-        sizes_text = ", ".join(map(str, missing))
-        remarks.append(f"left out for lack of time: micro-batches of {sizes_text} rows; give a longer --time-limit")
+    left_s = max(_PROFILE * deadline.seconds - deadline.elapsed_s, 0.0)
+    found = profile_file(model_file, sizes, report=show, within_s=left_s, **how)
+    between = [num_rows for num_rows in found if found[num_rows].is_interpolated]
+    if between:
+        measured = _listed([num_rows for num_rows in found if num_rows not in between])
+        remarks.append(
+            f"for lack of time layers were measured with {measured} rows per micro-batch only; their costs with "
+            f"{_listed(between)} rows are interpolated: give a longer --time-limit to measure them"
+        )
+    if missing := sorted({*sizes} - {*found}):
+        remarks.append(
+            f"left out for lack of time: micro-batches of {_listed(missing)} rows; give a longer --time-limit"
+        )
     return found
+
+
+def by_importance(sizes: Sequence[int], arguments: Namespace) -> list[int]:
+    """The largest size of which each rank of a pipeline gets two or more, the smallest, then the others, largest first.
+
+    Large micro-batches make ops efficient, and the first of them is measured even if no time is left for others.
+    """
+    ascending = sorted({*sizes})
+    ranks = arguments.pipeline or arguments.ranks
+    largest = max((rows for rows in ascending if arguments.batch >= _PER_RANK * ranks * rows), default=ascending[0])
+    return list(dict.fromkeys([largest, ascending[0], *reversed(ascending)]))
+
+
+def _listed(sizes: Iterable[int]) -> str:
+    return ", ".join(map(str, sizes))
 
 
 def _is_here(arguments: Namespace) -> bool:

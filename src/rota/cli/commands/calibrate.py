@@ -30,7 +30,7 @@ def add_arguments(parser: Parser) -> None:
     add_time_limit(parser, "for --plan search: at most this many seconds (default: 10)")
     parser.add_argument("--costs", metavar="FILE", help="write the measured costs as JSON, for `rota plan --costs`")
     add_json(parser)
-    add_output(parser, "FILE", "write the better plan as JSON")
+    add_output(parser, "FILE", "write the better plan, or the same orders with the measured costs, as JSON")
     parser.set_defaults(written={"output": "file", "costs": "file"})
 
 
@@ -53,7 +53,8 @@ def run(arguments: Namespace) -> int:
         note = f"calibrated by {', '.join(arguments.timelines)}"
         files.write(arguments.costs, calibration.costs_of(found.plan.placement, note).to_json(), quietly=arguments.json)
     if arguments.output is not None:
-        files.write(arguments.output, found.chosen.to_json(), quietly=arguments.json)
+        kept = ": the plan's own orders, with the measured costs" if found.chosen is found.plan else ""
+        files.write(arguments.output, found.chosen.to_json(), kept, quietly=arguments.json)
     return 0
 
 

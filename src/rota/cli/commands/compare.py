@@ -40,6 +40,7 @@ def run(arguments: Namespace) -> int:
             f"`rota rehearse {arguments.planned} -o measured.json`; `rota show --above` compares two plans"
         )
     compared = comparison.compare(planned, measured, arguments.cores)
+    files.note_one_step("compare", arguments.measured)
     if arguments.json:
         print_json(json_reports.of_comparison(compared))
     else:

@@ -8,6 +8,7 @@ from rota import accounting
 from rota.cli import files
 from rota.cli.arguments import add_cores, add_json
 from rota.cli.parser import Command, Parser
+from rota.cli.pictures import is_measured
 from rota.cli.requirements import InputError
 from rota.cli.screen import report_columns
 
@@ -33,6 +34,8 @@ def run(arguments: argparse.Namespace) -> int:
     timeline = files.read_timeline(arguments.timeline)
     planned = timeline.plan if arguments.planned is None else files.read_timeline(arguments.planned)
     explanation = accounting.explain(timeline, planned, arguments.cores)
+    if is_measured(timeline):
+        files.note_one_step("explain", arguments.timeline)
     print(explanation.to_json() if arguments.json else explanation.to_text(report_columns()) + "\n", end="")
     return 0
 
