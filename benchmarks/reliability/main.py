@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from deaths import AT_ONCE, PHASES, RECOVERY, spread
+from deaths import AT_ONCE, EVERY, PHASES, RECOVERY, spread
 from safetensors.torch import save_file
-from train import Options, model_of
+from train import Options, model_of, samples_of
 from trainings import Done, await_done, compare, done_in, leftovers, plan_of, prepare, rota_run, torchrun
 
 NUM_PROCESSES = 4
@@ -70,12 +70,12 @@ def standstills(
 ) -> tuple[list[Standstill], int, str]:
     """One training with all the deaths: how long each took, how many steps were done again, and what commits cost.
 
-    `is_loaded`: its processes read the first weights from a folder, instead of drawing those of the whole model.
+    `is_loaded`: its processes read samples and the first weights of their stages from a folder, instead of drawing all.
     """
     with tempfile.TemporaryDirectory(prefix="rota-reliability-") as name:
         folder, quiet = Path(name, "disturbed"), Path(name, "undisturbed")
         if is_loaded:
-            options = {**options, "weights": str(written_weights(Path(name), options))}
+            options = {**options, "inputs": str(written_inputs(Path(name), options))}
         last = max(step for step, *_ in deaths) + 4
         options = {**options, "num_steps": last + 1}
         prepare(folder, plan_of(num_ranks), deaths, **options)
@@ -94,13 +94,13 @@ def standstills(
         return _measured(folder, deaths, found, told.at_s), num_again, cost_of_commits(quiet)
 
 
-def written_weights(folder: Path, options: dict[str, object]) -> Path:
-    """The first weights of the training with these options, as a pretrained folder."""
-    weights = folder / "weights"
-    weights.mkdir()
-    model = model_of(Options()._replace(**options))  # type: ignore[arg-type]
-    save_file(model.state_dict(), weights / "model.safetensors")
-    return weights
+def written_inputs(folder: Path, options: dict[str, object]) -> Path:
+    """The first weights of the training with these options, as a pretrained folder, and beside them its samples."""
+    inputs, of_training = folder / "inputs", Options()._replace(**options)  # type: ignore[arg-type]
+    inputs.mkdir()
+    save_file(model_of(of_training).state_dict(), inputs / "model.safetensors")
+    samples_of(of_training).numpy().tofile(inputs / "samples")
+    return inputs
 
 
 def cost_of_commits(folder: Path) -> str:
@@ -143,20 +143,21 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=32)
     parser.add_argument("--few", action="store_true", help="one role per phase, no saves, no deaths that overlap")
     parser.add_argument("--phases", nargs="+", choices=PHASES, help="with --few: only these")
-    parser.add_argument("--loaded", action="store_true", help="first weights from a folder, instead of drawn")
+    parser.add_argument("--loaded", action="store_true", help="samples and first weights from files, instead of drawn")
     parser.add_argument("--torchrun-kills", type=int, default=3)
     options = parser.parse_args()
-    of_all = {"width": options.width, "rows": options.rows, "evaluate_every": 4, "is_loaded": options.loaded}
-    of_all["save_every"] = None if options.few else 4
+    of_all = {"width": options.width, "rows": options.rows, "is_loaded": options.loaded}
+    of_all["save_every"] = None if options.few else EVERY
     print(f"torch {torch.__version__}, {platform.machine()}, {os.cpu_count()} cores, {NUM_PROCESSES} processes")
 
     phases = [phase for phase in PHASES if phase != "reduce"]
     if options.few:
         phases.remove("save")
-        chosen = options.phases or phases
-        deaths = spread([(process, phase) for phase, process in zip(chosen, [0, 1, 3] * 4, strict=False)])
+        phases = options.phases or phases
+        deaths = spread([(process, phase) for phase, process in zip(phases, [0, 1, 3] * 4, strict=False)])
     else:
         deaths = spread([(process, phase) for phase in phases for process in ROLES.values()] + [*AT_ONCE])
+    of_all["evaluate_every"] = EVERY if "evaluate" in phases else None
     rows, num_again, cost = standstills(deaths, _piped, rota_run, **of_all)
     if not options.few:
         reduces = spread([(process, "reduce") for process in (0, 3)])

@@ -32,7 +32,7 @@ BATCHES_PER_EPOCH = 40
 class Options(NamedTuple):
     """Of a training; `num_steps` is where it ends, `dp` the replicas, `num_workers` those of the loader.
 
-    `weights`: the folder with the first weights. None: each process draws those of the whole model.
+    `inputs`: the folder with the first weights, and with the samples, `samples`. None: each process draws all of them.
     """
 
     num_steps: int = 10**9
@@ -45,20 +45,29 @@ class Options(NamedTuple):
     asynchronous: bool = False
     evaluate_every: int | None = None
     pause_s: float = 0.0
-    weights: str | None = None
+    inputs: str | None = None
 
 
 class Samples(Dataset[tuple[torch.Tensor, int]]):
     """With noise of their own each time, and their numbers."""
 
-    def __init__(self, num_samples: int, width: int) -> None:
-        self._rows = torch.randn(num_samples, width, dtype=torch.float64)
+    def __init__(self, rows: torch.Tensor) -> None:
+        self._rows = rows
 
     def __len__(self) -> int:
         return len(self._rows)
 
     def __getitem__(self, number: int) -> tuple[torch.Tensor, int]:
         return (self._rows[number] + 0.1 * torch.rand(self._rows.shape[1])).to(torch.get_default_dtype()), number
+
+
+def samples_of(options: Options) -> torch.Tensor:
+    """All samples without noise, as they are drawn or in a file that is mapped."""
+    num_samples = BATCHES_PER_EPOCH * options.rows
+    if options.inputs is None:
+        return torch.randn(num_samples, options.width, dtype=torch.float64)
+    file = str(Path(options.inputs, "samples"))
+    return torch.from_file(file, size=num_samples * options.width, dtype=torch.float64).view(num_samples, options.width)
 
 
 def model_of(options: Options) -> nn.Sequential:
@@ -77,16 +86,16 @@ def main(folder: Path) -> None:
     torch.manual_seed(0)
     if options.width < 1000:
         torch.set_default_dtype(torch.float64)
-    with rota.deferred_init(to_load=True) if options.weights else nullcontext():
+    with rota.deferred_init(to_load=True) if options.inputs else nullcontext():
         model = model_of(options)
     plan = rota.given_plan(folder / "plan.json")
-    data = Samples(BATCHES_PER_EPOCH * options.rows, options.width)
+    data = Samples(samples_of(options))
     deaths = Deaths(folder)
     deaths.before_joining()
     mesh = rota.mesh(pp=plan.num_ranks, dp=options.dp)
     stages = rota.split(model, plan.num_stages)
-    if options.weights:
-        rota.load_pretrained(stages, rota.local_stages(plan, mesh), options.weights)
+    if options.inputs:
+        rota.load_pretrained(stages, rota.local_stages(plan, mesh), options.inputs)
     with rota.Pipeline(stages, plan, nn.functional.mse_loss, mesh=mesh) as pipeline:
         joined_s = time.monotonic()
         deaths.watch(pipeline)

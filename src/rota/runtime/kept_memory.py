@@ -1,6 +1,6 @@
 """Memory that outlives a rank: the supervisor owns it, the rank writes its state of the last steps into it.
 
-    0                                          64              4096
+    0                                          64              4096, or 2 MiB
     │ slot 0: step, ~step, bytes, start, room  │ slot 1 …      │ data of slot 0 │ data of slot 1 │ …
 
 A slot holds the state after one step. It is whole if `step` and its complement say so: the writer takes `step` away,
@@ -14,8 +14,10 @@ import mmap
 import os
 import struct
 from collections.abc import Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from typing import final
+
+from rota.runtime.mapped_file import HUGE_BYTES, MappedFile
 
 # Environment variables, set by the launcher: numbers of open files.
 _KEPT, _FORMER = "ROTA_KEPT_MEMORY", "ROTA_FORMER_MEMORIES"
@@ -24,7 +26,6 @@ _HEADER = struct.Struct("<qqQQQ")  # step, its complement, bytes of data, where 
 _SLOT_BYTES, _HEADERS_BYTES = 64, 4096
 NUM_SLOTS = 2
 _MORE = 17 / 16  # room for numbers that grow
-_POPULATE_WRITE = 23  # linux/mman.h: madvise maps all pages at once, which is ten times as fast as one by one
 MOST_FORMER = 120  #: memories of earlier processes that one process can be given
 
 
@@ -148,15 +149,15 @@ class Slots:
         self._mapped: set[int] = set()  # slots of which all pages are mapped
         if os.fstat(file).st_size < _HEADERS_BYTES:
             os.posix_fallocate(file, 0, _HEADERS_BYTES)
-            self._map = mmap.mmap(file, _HEADERS_BYTES)
+            self._mapping = MappedFile(file, _HEADERS_BYTES)
             for slot in range(NUM_SLOTS):
                 self._put(slot, _NONE, 0, _HEADERS_BYTES, 0)
-        self._map = mmap.mmap(file, os.fstat(file).st_size)
+        self._mapping = MappedFile(file, os.fstat(file).st_size)
 
     @property
     def steps(self) -> dict[int, int]:
         """Each whole step, and its slot."""
-        headers = {slot: _HEADER.unpack_from(self._map, slot * _SLOT_BYTES) for slot in range(NUM_SLOTS)}
+        headers = {slot: _HEADER.unpack_from(self._mapping.view, slot * _SLOT_BYTES) for slot in range(NUM_SLOTS)}
         return {step: slot for slot, (step, complement, *_) in headers.items() if step >= 0 and complement == ~step}
 
     def begin(self, num_bytes: int) -> memoryview:
@@ -166,40 +167,44 @@ class Slots:
         """
         held = {slot: step for step, slot in self.steps.items()}
         self._writing = slot = min(range(NUM_SLOTS), key=lambda slot: held.get(slot, _NONE))
-        *_, start, room = _HEADER.unpack_from(self._map, slot * _SLOT_BYTES)
+        *_, start, room = _HEADER.unpack_from(self._mapping.view, slot * _SLOT_BYTES)
         self._put(slot, _NONE, 0, start, room)
         if room < num_bytes:  # behind all else: the other slot must stay as it is
-            start = len(self._map)
-            room = -(-int(num_bytes * _MORE) // mmap.PAGESIZE) * mmap.PAGESIZE
-            os.posix_fallocate(self._file, start, room)  # now: a page that is missing later would end the process
-            self._map = mmap.mmap(self._file, start + room)
+            page_bytes = HUGE_BYTES if num_bytes >= HUGE_BYTES else mmap.PAGESIZE
+            start, room = (_aligned(size, page_bytes) for size in (len(self._mapping.view), int(num_bytes * _MORE)))
+            os.ftruncate(self._file, start + room)
+            self._mapping = MappedFile(self._file, start + room)
+            self._mapping.fill(start, room)
             self._mapped.clear()
             self._put(slot, _NONE, 0, start, room)
         if slot not in self._mapped:
             self._mapped.add(slot)
-            with suppress(OSError):  # an older system
-                self._map.madvise(_POPULATE_WRITE, start, room)
-        return memoryview(self._map)[start : start + num_bytes]
+            self._mapping.map_now(start, room)
+        return self._mapping.view[start : start + num_bytes]
 
     def finish(self, step: int, num_bytes: int) -> None:
         """The data of the slot from `begin` are the state after `step`."""
-        *_, start, room = _HEADER.unpack_from(self._map, self._writing * _SLOT_BYTES)
+        *_, start, room = _HEADER.unpack_from(self._mapping.view, self._writing * _SLOT_BYTES)
         self._put(self._writing, step, num_bytes, start, room)
 
     def data(self, step: int) -> memoryview:
         """The state after a step that is whole."""
-        *_, num_bytes, start, room = _HEADER.unpack_from(self._map, self.steps[step] * _SLOT_BYTES)
-        return memoryview(self._map)[start : start + min(num_bytes, room)]
+        *_, num_bytes, start, room = _HEADER.unpack_from(self._mapping.view, self.steps[step] * _SLOT_BYTES)
+        return self._mapping.view[start : start + min(num_bytes, room)]
 
     def drop_all_but(self, step: int | None) -> None:
         """Forget other steps: those that not all ranks have."""
         for other, slot in self.steps.items():
             if other != step:
-                self._put(slot, _NONE, 0, *_HEADER.unpack_from(self._map, slot * _SLOT_BYTES)[3:])
+                self._put(slot, _NONE, 0, *_HEADER.unpack_from(self._mapping.view, slot * _SLOT_BYTES)[3:])
 
     def _put(self, slot: int, step: int, num_bytes: int, start: int, room: int) -> None:
         """Write a header so that its slot is not whole until the last field, the step, is written."""
         at = slot * _SLOT_BYTES
-        struct.pack_into("<q", self._map, at, _NONE)
-        struct.pack_into("<qQQQ", self._map, at + 8, ~step, num_bytes, start, room)
-        struct.pack_into("<q", self._map, at, step)
+        struct.pack_into("<q", self._mapping.view, at, _NONE)
+        struct.pack_into("<qQQQ", self._mapping.view, at + 8, ~step, num_bytes, start, room)
+        struct.pack_into("<q", self._mapping.view, at, step)
+
+
+def _aligned(num_bytes: int, to_bytes: int) -> int:
+    return -(-num_bytes // to_bytes) * to_bytes

@@ -27,6 +27,7 @@ from rota.runtime.checkpoints.tensors import Stored
 from rota.runtime.checkpoints.training_json import TrainingState, record_from_json, scheduler_from_json
 from rota.runtime.checkpoints.values import dtype_name, read_dtype, read_size
 from rota.runtime.kept_memory import Slots
+from rota.runtime.large_copies import copy
 
 _LENGTH = struct.Struct("<Q")
 _ALIGNED = 64
@@ -44,7 +45,7 @@ class Kept(NamedTuple):
         """Set weights, buffers, optimizer, scheduler and random states."""
         for tensor, data in self.values:
             if data:
-                tensor.copy_(torch.frombuffer(data, dtype=tensor.dtype).view(tensor.shape))
+                copy(tensor, torch.frombuffer(data, dtype=tensor.dtype).view(tensor.shape))
         self.restoring.finish()
 
 
@@ -134,7 +135,7 @@ class StatesInMemory:
         data[_LENGTH.size : _LENGTH.size + len(text)] = text
         for tensor, part in zip(local, _parts(data[start:], local), strict=True):
             if part:
-                torch.frombuffer(part, dtype=tensor.dtype).view(tensor.shape).copy_(tensor)
+                copy(torch.frombuffer(part, dtype=tensor.dtype).view(tensor.shape), tensor)
         self._slots.finish(step, num_bytes)
 
     def prepare(self, step: int) -> Kept:

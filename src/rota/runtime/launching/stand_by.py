@@ -24,6 +24,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, final
 
 from rota.errors import PipelineError
+from rota.runtime.large_copies import with_large_copies
 
 _PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 MOST_BYTES = 1 << 18  # of a message
@@ -89,7 +90,7 @@ class StandBy:
             with theirs:
                 self._process = subprocess.Popen(
                     [sys.executable, "-P", "-m", module, str(theirs.fileno()), str(os.getpid()), *self._modules],
-                    env=self._environment,
+                    env=with_large_copies(self._environment),
                     pass_fds=[theirs.fileno()],
                     start_new_session=True,
                 )

@@ -17,6 +17,7 @@ import sys
 import time
 
 from rota.runtime import control, kept_memory
+from rota.runtime.large_copies import forget_variable
 from rota.runtime.launching.stand_by import MOST_BYTES, MOST_FILES
 from rota.runtime.orphans import end_with_parent
 
@@ -29,6 +30,7 @@ def main() -> None:
     line, parent = socket.socket(fileno=int(number)), int(supervisor)
     os.set_inheritable(line.fileno(), False)
     end_with_parent(parent)
+    forget_variable()
     for module in modules:
         importlib.import_module(module)
     gc.collect()
