@@ -133,3 +133,8 @@ def test_make_targets_exist(page: Path) -> None:
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
     for target in re.findall(r"(?:`|^ {4})make ([a-z-]+)", text_of(page), flags=re.MULTILINE):
         assert target in targets, target
+
+
+@pytest.mark.parametrize("page", PAGES, ids=IDS)
+def test_no_merge_conflict_was_committed(page: Path) -> None:
+    assert re.findall(r"^(?:<{7}|>{7}|={7}$).*", text_of(page), flags=re.MULTILINE) == []
