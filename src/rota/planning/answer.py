@@ -14,7 +14,7 @@ from rota.plan import Plan
 from rota.planning.candidate import Request
 from rota.planning.evaluation import Found, Misfit
 from rota.planning.reasons import why_slower
-from rota.tables import table_lines
+from rota.tables import fitted, table_lines
 from rota.timeline import Timeline
 from rota.units import count_text, size_text, time_text
 
@@ -233,13 +233,13 @@ class Answer:
             misfit = [f"·  1F1B with equal layers does not fit: rank {self.usual.rank} would hold {held}"]
         rows = [self._cells(found, mark) for found, mark in shown]
         head, *lines = table_lines(_HEADER, rows, left={"", "schedule"}, width=width, optional=_OPTIONAL)
-        reasons = [self._reason(found, mark) for found, mark in shown]
+        reasons = [fitted(self._reason(found, mark), width) for found, mark in shown]
         both = [line for pair in zip(lines, reasons, strict=True) for line in pair if line]
         marks = ["▸ best plan", *("· 1F1B with equal layers" for _, mark in shown if mark == "·")]
         legend = ["   ".join(marks), *(text for name, text in _LEGEND.items() if name in head)]
         if any(self._is_unmeasured(found) for found, _ in shown):
             legend.append("~: not measured; scaled by what the layers' times predict")
-        return [head, *both, *misfit, "", *legend]
+        return [head, *both, *(fitted(line, width) for line in (*misfit, "", *legend))]
 
     def _cells(self, found: Found, mark: str) -> tuple[str, ...]:
         """A row of the table."""
