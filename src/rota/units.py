@@ -18,7 +18,8 @@ def size_text(num_bytes: int) -> str:
 
 def exact_size_text(num_bytes: int) -> str:
     """70000000000 -> "70GB", as an option takes it: in the largest unit that needs no fraction."""
-    length, name = next(unit for unit in SIZE_UNITS if num_bytes % unit[0] == 0)
+    options = (unit for unit in SIZE_UNITS[1:] if num_bytes and num_bytes % unit[0] == 0)  # no option takes PB
+    length, name = next(options, SIZE_UNITS[-1])
     return f"{num_bytes // length}{name}"
 
 
