@@ -1,6 +1,7 @@
-"""`make bench`: runs the benchmarks, and writes docs/results.md: each claim, its command, its environment, its result.
+"""`make bench`: runs the benchmarks, and writes docs/results.md: each claim, its command, its environment, its output.
 
-python benchmarks/results.py [NAME …]      all of them, or those named: the page keeps what it has of the others
+python benchmarks/results.py [NAME …]      all of them, or those named: the page keeps its outputs of the others
+python benchmarks/results.py --claims      none: only brings the claims up to date with the READMEs
 """
 
 from __future__ import annotations
@@ -21,9 +22,10 @@ PAGE = HERE.parent / "docs" / "results.md"
 NAMES = sorted(main.parent.name for main in HERE.glob("*/main.py"))
 HEAD = """# Results
 
-Every claim about speed, with the command that checks it and its output. `make bench` writes this page again;
-`python benchmarks/results.py NAME` updates one part of it. The README of each folder explains the figures, says which
-claims are not met, and has results that this page does not have yet.
+Every claim about speed and quality, and the output of the command that checks it. `make bench` runs all benchmarks,
+which takes hours, and writes this page. `make bench ONLY="import simulate"` runs some of them and keeps the other
+outputs. The README in each folder explains the figures and says which claims are not met. If a benchmark has no output
+here, its results are only in its README.
 """
 _LIBRARIES = ("torch", "ortools", "numba", "matplotlib")
 
@@ -61,30 +63,48 @@ def result_of(name: str) -> tuple[str, float]:
     return "\n".join(lines).strip(), time.monotonic() - began_s
 
 
-def section(name: str) -> str:
-    around = f"{datetime.date.today()}; {environment()}"
+def measured(name: str) -> str:
+    """Runs the benchmark. Returns its output, and where and how long it ran."""
+    where = f"{datetime.date.today()}; {environment()}"
     result, seconds = result_of(name)
     shown = result if result.startswith("|") else f"```\n{result}\n```"
-    return (
-        f"## {name}\n\n{claim_of(name)}\n\n**Command.** `python benchmarks/{name}/main.py` ({seconds:,.0f} s); "
-        f"[more](../benchmarks/{name}/README.md)\n\n**Environment.** {around}.\n\n**Result.**\n\n{shown}\n"
+    return f"**Environment.** {where}. It took {seconds:,.0f} s.\n\n**Output.**\n\n{shown}\n"
+
+
+def section(name: str, output: str) -> str:
+    """The part of the page about a benchmark, with the claim that its README has now."""
+    folder = f"benchmarks/{name}"
+    command = (
+        f"**Command.** `python {folder}/main.py`; [{folder}](../{folder}/README.md) has the results and explains them."
     )
+    return "\n\n".join(part for part in (f"## {name}", claim_of(name), command, output) if part).rstrip() + "\n"
+
+
+def outputs_on_page() -> dict[str, str]:
+    """What the page has of each benchmark, from its environment on."""
+    page = PAGE.read_text() if PAGE.exists() else ""
+    parts = re.findall(r"^## ([\w-]+)\n(.*?)(?=^## [\w-]+\n|\Z)", page, re.DOTALL | re.MULTILINE)
+    found = {name: re.search(r"^\*\*Environment\.\*\*.*", body, re.DOTALL | re.MULTILINE) for name, body in parts}
+    return {name: output[0].rstrip() for name, output in found.items() if output is not None}
+
+
+def page_of(outputs: dict[str, str]) -> str:
+    return "\n".join([HEAD, *(section(name, outputs.get(name, "")) for name in NAMES)])
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(NAMES)}; default: all")
-    names = parser.parse_args().names or NAMES
-    if unknown := sorted({*names} - {*NAMES}):
+    parser.add_argument("--claims", action="store_true", help="run no benchmark")
+    arguments = parser.parse_args()
+    if unknown := sorted({*arguments.names} - {*NAMES}):
         parser.error(f"no benchmark {unknown[0]!r}; there are {', '.join(NAMES)}")
-    there = PAGE.read_text() if PAGE.exists() else ""
-    parts = dict(re.findall(r"^(## (?:[\w-]+)\n)(.*?)(?=^## [\w-]+\n|\Z)", there, re.DOTALL | re.MULTILINE))
-    sections = {head[3:].strip(): f"{head}{body.rstrip()}\n" for head, body in parts.items()}
-    for name in names:
+    outputs = outputs_on_page()
+    for name in [] if arguments.claims else arguments.names or NAMES:
         print(f"== {name}", flush=True)
-        sections[name] = section(name)
-        whole = [HEAD, *(sections[known] for known in NAMES if known in sections)]
-        PAGE.write_text("\n".join(whole))  # after each: an interrupted run loses nothing
+        outputs[name] = measured(name)
+        PAGE.write_text(page_of(outputs))  # after each: an interrupted run loses nothing
+    PAGE.write_text(page_of(outputs))
     print(f"Wrote {PAGE.relative_to(HERE.parent)}.")
 
 

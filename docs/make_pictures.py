@@ -1,4 +1,7 @@
-"""Writes the pictures of README.md and docs/seeing.md: `make pictures`. Needs Chromium."""
+"""Writes the pictures of README.md and docs/seeing.md: `make pictures`. Needs Chromium.
+
+python docs/make_pictures.py [FOLDER]      FOLDER: what `rota demo` wrote; without it the demo is run
+"""
 
 from __future__ import annotations
 
@@ -24,9 +27,13 @@ def main() -> None:
         sys.exit("the pictures need Chromium: apt-get install chromium")
     with TemporaryDirectory() as folder, sync_playwright() as playwright:
         path = Path(folder)
-        rota(["demo", "--steps", "30", "-o", folder])
+        demo = Path(sys.argv[1]) if sys.argv[1:] else path
+        if demo is path:
+            rota(["demo", "--steps", "30", "-o", folder])
+        planned, measured = demo / "plan.json", demo / "measured.json"
+        rota(["compare", str(planned), str(measured), "-o", str(path / "both.html")])
         browser = playwright.chromium.launch(executable_path=chromium, args=FLAGS)
-        shoot(browser, path / "timeline.html", "page.png", point=(0.55, 0.27))
+        shoot(browser, path / "both.html", "page.png", point=(0.45, 0.54))
         save(v_shaped(), path / "v.html", title="ZB-V on 4 ranks")
         shoot(browser, path / "v.html", "page_follow.png", keys="]]]]]", point=(0.62, 0.3))
         save(large(), path / "large.html", title="1F1B, 64 ranks × 512 micro-batches: 65,536 ops")

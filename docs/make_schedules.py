@@ -31,7 +31,7 @@ A rank's work is divided evenly among its stages; a time of fewer µs than stage
 B takes 2 ms, and F keeps 1 kB.
 
 - "bubble" is the idle share of makespan × ranks, here and everywhere in Rota.
-- "idle by it" is the idle time of one rank by the formula, and "idle" is what the simulator finds for the rank that
+- "idle (paper)" is the idle time of one rank by the formula, and "idle" is what the simulator finds for the rank that
   idles least. Both are within the makespan, or for `zb_h2` and `zb_v` within the span (the busy window of one rank).
 - The formulas are from the papers, except for four, which are derived here: `dualpipe` and `dualpipe_v` (the report
   lets F and B overlap), `chimera` for F unlike B, and `hanayo`.

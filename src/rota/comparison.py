@@ -22,6 +22,7 @@ from rota.errors import PlanError
 from rota.placement import StepEnd
 from rota.plan import Plan
 from rota.simulation import timeline_of
+from rota.tables import fitted
 from rota.taskgraph import TaskGraph
 from rota.tasks import Kind, Op
 from rota.timeline import Timeline
@@ -120,8 +121,8 @@ class Comparison:
         """The sum of the other parts."""
         return self.difference_us - self.slower_ops_us - self.later_arrivals_us
 
-    def to_text(self) -> str:
-        """The report that `rota compare` prints."""
+    def to_text(self, width: int | None = None) -> str:
+        """The report that `rota compare` prints, in lines of at most `width` characters; None: of any length."""
         planned, measured = self.planned, self.measured
         lines = [
             *_other_rows(planned.plan, measured.plan),
@@ -130,8 +131,11 @@ class Comparison:
             f"{'bubble':<12}{planned.bubble_fraction:>11.1%}{measured.bubble_fraction:>12.1%}"
             f"{100 * (measured.bubble_fraction - planned.bubble_fraction):>+8.1f} pts",
             "",
-            "Where the difference in makespan comes from (negative: faster than planned):",
-            *(f"  {part:<16}{us:>+12,} µs   ({_DESCRIPTIONS[part]})" for part, us in self.parts_us.items()),
+            fitted("Where the difference in makespan comes from (negative: faster than planned):", width),
+            *(
+                fitted(f"  {part:<16}{us:>+12,} µs   ({_DESCRIPTIONS[part]})", width, 37)
+                for part, us in self.parts_us.items()
+            ),
             "",
             "  op      planned µs   median µs    of planned      min … max µs",
         ]
@@ -144,7 +148,7 @@ class Comparison:
         worst = sorted(self.ops, key=lambda d: -d.longer_us)[:3]
         if worst and worst[0].longer_us > 0:
             longest = ", ".join(f"{d.op} (+{d.longer_us:,} µs)" for d in worst if d.longer_us > 0)
-            lines += ["", f"Longest overruns: {longest}"]
+            lines += ["", fitted(f"Longest overruns: {longest}", width)]
         return "\n".join(lines)
 
     def _repr_html_(self) -> str:

@@ -158,7 +158,7 @@ class Cluster:
         link: The link of every pair of ranks that `links` does not list.
         links: (sender, receiver, Link) of the pairs that differ. The first entry of a pair counts.
         shared: What pairs of ranks share. Empty: transfers never wait for each other.
-        gap_us: Time that a rank needs before each op, for what is between two of them.
+        gap_us: Time that a rank needs between two ops.
 
     Raises:
         PlacementError: There is no rank, a number is negative or not whole, or a link leaves the cluster.

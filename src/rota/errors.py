@@ -52,7 +52,7 @@ class LostRankError(PipelineError):
 
     Attributes:
         lost: Which rank was lost, and when.
-        first_error: The error that that rank reported before; empty if none.
+        first_error: The error that this rank reported before it was lost; empty if none.
     """
 
     def __init__(self, lost: str) -> None:

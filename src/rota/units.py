@@ -16,6 +16,13 @@ def size_text(num_bytes: int) -> str:
     return _text(num_bytes, SIZE_UNITS)
 
 
+def exact_size_text(num_bytes: int) -> str:
+    """70000000000 -> "70GB", as an option takes it: in the largest unit that needs no fraction."""
+    options = (unit for unit in SIZE_UNITS[1:] if num_bytes and num_bytes % unit[0] == 0)  # no option takes PB
+    length, name = next(options, SIZE_UNITS[-1])
+    return f"{num_bytes // length}{name}"
+
+
 def count_text(number: int, noun: str, plural: str = "s") -> str:
     """2, "rank" -> "2 ranks"."""
     return f"{number} {noun}{plural if number != 1 else ''}"

@@ -267,7 +267,7 @@ def test_a_rank_with_too_much_to_do_is_told() -> None:
         ((), "cut again, if it has more than one layer, with"),
         (
             (1, 1, 2, 1),
-            "fix: cut again, with\n`rota autoplan --profile profile.json --ranks 8 --memory 9000B --batch 64 -o be",
+            "fix: cut again, with\n`rota autoplan --profile profile.json --ranks 8 --memory 9kB --batch 64 -o be",
         ),
         ((2, 2, 1, 2), "no order can fix, nor another cut: it has a single layer. Put a CutPoint"),
     ],

@@ -344,9 +344,16 @@ def test_check_fits_the_terminal(
 
 
 def test_help_describes_every_schedule(capsys: pytest.CaptureFixture[str]) -> None:
-    lines = {" ".join(line.split()) for line in run(capsys, "plan", "--help")[1].splitlines()}
+    told = " ".join(run(capsys, "plan", "--help")[1].split())
     for family in FAMILIES:
-        assert f"{family.name} {family.summary}" in lines
+        assert f"{family.name} {family.summary}" in told
+
+
+def test_help_fits_narrow_terminals(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    for words in [[], *([command.name] for command in COMMANDS)]:
+        wide = [line for line in run(capsys, *words, "--help")[1].splitlines() if len(line) > 60]
+        assert wide == [], words
 
 
 def test_bare_command_shows_the_first_commands(capsys: pytest.CaptureFixture[str]) -> None:

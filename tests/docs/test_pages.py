@@ -133,3 +133,20 @@ def test_make_targets_exist(page: Path) -> None:
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
     for target in re.findall(r"(?:`|^ {4})make ([a-z-]+)", text_of(page), flags=re.MULTILINE):
         assert target in targets, target
+
+
+@pytest.mark.parametrize("page", PAGES, ids=IDS)
+def test_no_merge_conflict_was_committed(page: Path) -> None:
+    assert re.findall(r"^(?:<{7}|>{7}|={7}$).*", text_of(page), flags=re.MULTILINE) == []
+
+
+def test_results_have_the_claims_of_the_benchmarks() -> None:
+    """`python benchmarks/results.py --claims` writes them."""
+    page = text_of(ROOT / "docs" / "results.md")
+    for readme in ROOT.glob("benchmarks/*/README.md"):
+        if readme.with_name("main.py").exists():
+            claims = re.search(
+                r"^\*\*Claims?\.?\*\*.*?(?=^\*\*Command)", text_of(readme), flags=re.DOTALL | re.MULTILINE
+            )
+            assert claims is not None
+            assert f"\n## {readme.parent.name}\n\n{claims[0].strip()}\n" in page

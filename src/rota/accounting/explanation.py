@@ -108,7 +108,7 @@ class Explanation:
         lines = [f"{count_text(timeline.num_ranks, 'rank')}, makespan {makespan}, idle {timeline.bubble_fraction:.1%}"]
         usage = timeline.plan.usage
         if usage is not None and usage.is_estimate:
-            lines.append(f"Its planned times are estimates ({usage.note}): nothing was measured.")
+            lines.append(f"Its planned times are {usage.note}; nothing was measured.")
         lines += self._core_lines()
         if not total:
             return "\n".join(fitted(line, width) for line in [*lines, "No rank is idle."])

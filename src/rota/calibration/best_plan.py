@@ -16,7 +16,7 @@ from rota.schedules import NAMED
 from rota.schedules.families import named_plans
 from rota.simulation import simulate
 from rota.timeline import Timeline
-from rota.units import count_text
+from rota.units import count_text, exact_size_text
 
 MIN_GAIN = 0.01  # a smaller gain, relative to the makespan, does not justify another plan
 OVERLOADED = 1.10  # a rank has too much work above this multiple of the mean
@@ -156,7 +156,7 @@ def _command(plan: Plan) -> str:
     """The command that plans the model for the same ranks, memory and rows; "…" for values that are not in the plan."""
     usage, limits = plan.usage, {*plan.placement.cluster.limit_bytes}
     limit = limits.pop() if len(limits) == 1 else None
-    memory = "" if limit is None else f" --memory {limit}B"
+    memory = "" if limit is None else f" --memory {exact_size_text(limit)}"
     replicas = 1 if usage is None else usage.num_replicas
     batch = "…" if usage is None else usage.microbatch_rows * plan.num_microbatches * replicas
     return (

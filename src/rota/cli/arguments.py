@@ -191,7 +191,10 @@ def add_model_options(parser: Parser) -> None:
 def add_cores(parser: Parser) -> None:
     """--cores."""
     parser.add_argument(
-        "--cores", type=number(1), help="CPU cores of the machine that all ranks share (default: as the run noted)"
+        "--cores",
+        type=number(1),
+        metavar="N",
+        help="CPU cores of the machine that all ranks share (default: as the run noted)",
     )
 
 
@@ -207,37 +210,57 @@ _UNIFORM = ("forward_us", "backward_us", "weight_us", "activation_bytes", "bound
 
 def add_step(parser: Parser) -> None:
     """--microbatches and --limit."""
-    parser.add_argument("--microbatches", type=number(1), required=True, help="micro-batches per step")
-    parser.add_argument("--limit", type=size, help="memory limit per rank, such as 40GB (default: none)")
+    parser.add_argument("--microbatches", type=number(1), metavar="M", required=True, help="micro-batches per step")
+    parser.add_argument(
+        "--limit", type=size, metavar="BYTES", help="memory limit per rank, such as 40GB (default: none)"
+    )
 
 
 def add_costs(parser: Parser, of_what: str) -> None:
     """--ranks, the costs of stages, from a file or uniform, and the links."""
     default = ASSUMED_COSTS
-    parser.add_argument("--ranks", type=number(1), help="number of ranks (default: one per stage of --costs)")
+    parser.add_argument(
+        "--ranks", type=number(1), metavar="N", help="number of ranks (default: one per stage of --costs)"
+    )
     parser.add_argument(
         "--costs", metavar="FILE", help="costs per stage, from Costs.to_json() or `rota calibrate --costs`"
     )
     parser.add_argument(
-        "--forward-us", type=number(0), help=f"forward (F) time per {of_what} (default: {default['forward_us']})"
+        "--forward-us",
+        type=number(0),
+        metavar="US",
+        help=f"forward (F) time per {of_what}, in µs (default: {default['forward_us']})",
     )
-    help_text = f"backward (B) time; with --weight-us, of the input gradient (I) (default: {default['backward_us']})"
-    parser.add_argument("--backward-us", type=number(0), help=help_text)
+    help_text = (
+        f"backward (B) time; with --weight-us, that of the input gradient (I) (default: {default['backward_us']})"
+    )
+    parser.add_argument("--backward-us", type=number(0), metavar="US", help=help_text)
     parser.add_argument(
-        "--weight-us", type=number(0), help="weight gradient (W) time: splits the backward into I and W"
+        "--weight-us",
+        type=number(0),
+        metavar="US",
+        help="weight gradient (W) time: splits the backward into I and W",
     )
     help_text = f"bytes that F keeps until the backward (default: {default['activation_bytes']})"
-    parser.add_argument("--activation", type=size, dest="activation_bytes", help=help_text)
+    parser.add_argument("--activation", type=size, metavar="BYTES", dest="activation_bytes", help=help_text)
     parser.add_argument(
-        "--boundary", type=size, dest="boundary_bytes", help="bytes sent from stage to stage (default: 0)"
+        "--boundary",
+        type=size,
+        metavar="BYTES",
+        dest="boundary_bytes",
+        help="bytes sent from stage to stage (default: 0)",
     )
     add_links(parser)
 
 
 def add_links(parser: Parser) -> None:
     """The links: the same for all ranks, or from a file."""
-    parser.add_argument("--latency-us", type=number(0), default=0, help="latency of every link (default: 0)")
-    parser.add_argument("--bytes-per-us", type=number(1), help="rate of every link; 1 GB/s is 1000 (default: infinite)")
+    parser.add_argument(
+        "--latency-us", type=number(0), metavar="US", default=0, help="latency of every link (default: 0)"
+    )
+    parser.add_argument(
+        "--bytes-per-us", type=number(1), metavar="N", help="rate of every link; 1 GB/s is 1000 (default: infinite)"
+    )
     parser.add_argument("--link", type=link, metavar="LINK", help="latency and rate of every link, such as 5us,50GB/s")
     help_text = (
         "measured links from `rota profile links -o cluster.json`: latency, rate, shared links, cost per message"
@@ -258,6 +281,7 @@ def add_shape(parser: Parser, *, group: str | None = None, default: str | None =
         "--shape",
         type=one_of(SHAPES, "--shape"),
         choices=SHAPES,
+        metavar="SHAPE",
         default=default,
         help=f"placement (default: v); {summaries}",
     )

@@ -8,7 +8,7 @@ import re
 import shutil
 import sys
 import textwrap
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, NoReturn, final
@@ -159,6 +159,16 @@ def _wrapped(text: str, width: int) -> str:
         paragraph = list(group)
         lines += [_command(line, width) for line in paragraph] if is_kept else textwrap.wrap(" ".join(paragraph), width)
     return "\n".join(lines)
+
+
+def two_columns(texts: Mapping[str, str]) -> str:
+    """Each name with its text beside it, wrapped to the terminal's width: a description of a group of arguments."""
+    indent = " " * (max(map(len, texts)) + 2)
+    width = shutil.get_terminal_size().columns - 4  # argparse indents descriptions by 2
+    return "\n".join(
+        textwrap.fill(text, width, initial_indent=name.ljust(len(indent)), subsequent_indent=indent)
+        for name, text in texts.items()
+    )
 
 
 def _command(line: str, width: int) -> str:

@@ -97,7 +97,7 @@ def _fields(
             [
                 summary(timeline, bound_us),
                 *([f"peak {size_text(peak_bytes)}"] if peak_bytes else []),
-                *(f"{name} {busy:.0%} busy" for name, busy in utilisation(timeline)),
+                *(f"{name} {busy:.1%} busy" for name, busy in utilisation(timeline)),
             ]
         ),
         **pack_timeline(timeline, idle(timeline, planned), columns),

@@ -35,7 +35,8 @@ def split(
     """Cut `model` into stages that together compute the same, with the model's own parameters.
 
     A model whose forward calls CutPoints is cut at them, and an `nn.Sequential` between its children. Any other model
-    is cut before modules of it, unmodified: one forward on `example` shows what each stage reads and sends.
+    stays unmodified and is cut before some of its modules: one forward on `example` shows what each stage reads and
+    sends.
 
     Stages read the forward's inputs where they use them. With CutPoints, the inputs' defaults hold, unless the trace
     cannot follow what the forward does with them (`mask=None`, and `if mask is None` in the forward): then a batch must
@@ -46,7 +47,7 @@ def split(
             one; `weight` in stage 3 is then `3.weight`.
         num_stages: The number of stages, 1 or more.
         cuts: The CutPoints to cut at, by number in call order or by attribute path (`"cutpoints[2]"`), or the children
-            of an `nn.Sequential`, or the stages made by hand, to cut before. For any other model the modules to cut
+            of an `nn.Sequential`, or the stages made by hand, to cut before. For any other model: the modules to cut
             before, by path (`"model.layers.4"`), or patterns of modules that a stage may begin with
             (`"model.layers.*"`). None: spread evenly, so that numbers of pieces per stage differ by one at most.
         example: For a model without CutPoints: a batch, as a dict of its keyword arguments, or as a tuple.

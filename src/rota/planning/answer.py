@@ -14,7 +14,7 @@ from rota.plan import Plan
 from rota.planning.candidate import Request
 from rota.planning.evaluation import Found, Misfit
 from rota.planning.reasons import why_slower
-from rota.tables import table_lines
+from rota.tables import fitted, table_lines
 from rota.timeline import Timeline
 from rota.units import count_text, size_text, time_text
 
@@ -33,7 +33,7 @@ _HEADER = (
 )
 _OPTIONAL = ("gap", "recomputed", "stages", "bubble", "micro-batches")  # the first to go on a narrow terminal
 _LEGEND = {
-    "step": "▸ best plan   · 1F1B with equal layers   ranks: per pipeline x replicas",
+    "ranks": "ranks: per pipeline x replicas",
     "micro-batches": "micro-batches: per replica x rows of each",
     "recomputed": "recomputed: stages whose forwards run again before their backwards",
     "bubble": "bubble: idle share of the step",
@@ -159,7 +159,7 @@ class Answer:
                 "rate, or --links"
             )
         if request.estimated_for:
-            lines.append(f"All times are estimates ({request.estimated_for}): nothing was measured")
+            lines.append(f"All times are {request.estimated_for}; nothing was measured")
         return lines
 
     def _headline(self) -> list[str]:
@@ -186,7 +186,9 @@ class Answer:
         lines, best, alone = [], self.best, self.one_process
         if alone is not None and alone.steps is not None and best.steps is not None and best.num_processes > 1:
             lines.append(f"  vs. one process              {_times(alone.step_us / best.step_us)}")
-        if isinstance(self.usual, Found) and not self.usual.is_as(best):
+        if isinstance(self.usual, Found) and self.usual.is_as(best):
+            lines.append("  vs. 1F1B with equal layers   the same plan")
+        elif isinstance(self.usual, Found):
             ratio = _times(self._by_layers_us(self.usual) / max(self._by_layers_us(best), 1))
             lines.append(f"  vs. 1F1B with equal layers   {ratio}, as simulated from the layers")
         return lines
@@ -231,12 +233,13 @@ class Answer:
             misfit = [f"·  1F1B with equal layers does not fit: rank {self.usual.rank} would hold {held}"]
         rows = [self._cells(found, mark) for found, mark in shown]
         head, *lines = table_lines(_HEADER, rows, left={"", "schedule"}, width=width, optional=_OPTIONAL)
-        reasons = [self._reason(found, mark) for found, mark in shown]
+        reasons = [fitted(self._reason(found, mark), width) for found, mark in shown]
         both = [line for pair in zip(lines, reasons, strict=True) for line in pair if line]
-        legend = [text for name, text in _LEGEND.items() if name in head]
+        marks = ["▸ best plan", *("· 1F1B with equal layers" for _, mark in shown if mark == "·")]
+        legend = ["   ".join(marks), *(text for name, text in _LEGEND.items() if name in head)]
         if any(self._is_unmeasured(found) for found, _ in shown):
             legend.append("~: not measured; scaled by what the layers' times predict")
-        return [head, *both, *misfit, "", *legend]
+        return [head, *both, *(fitted(line, width) for line in (*misfit, "", *legend))]
 
     def _cells(self, found: Found, mark: str) -> tuple[str, ...]:
         """A row of the table."""

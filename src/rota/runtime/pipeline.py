@@ -68,9 +68,9 @@ class Pipeline:
     Args:
         stages: the model; this process runs the stages that the plan has on its rank.
         plan: for each rank its ops in order; `check` must accept it.
-        loss_fn: `loss_fn(output, target)`, or `loss_fn(output)` if the output has the loss; None if nothing is trained.
-            It returns the mean loss of a micro-batch (one element), or `(sum, count)`, or a dict with one of the two as
-            "loss" and metrics beside it.
+        loss_fn: `loss_fn(output, target)`, or `loss_fn(output)` if the output contains the loss; None if nothing is
+            trained. It returns the mean loss of a micro-batch (one element), or `(sum, count)`, or a dict with one of
+            the two as "loss" and metrics beside it.
         timeout_s: end all ranks if one makes no progress for this many seconds; None: 20 simulated steps, at least 60
             s.
         dynamic_shapes: shapes between stages depend on the data, not only on the inputs' shapes.
@@ -80,7 +80,7 @@ class Pipeline:
         allow_nonfinite_loss: `step` returns a loss that is nan or infinite instead of raising PipelineError.
         check_data: when ranks compare what they were given: "first" (in the first step, evaluation and forward),
             "always" or "never". Ranks of one replica must have the same batch, replicas different ones.
-        adapt: look every ten steps whether a rank has become slower or faster, and swap to another order between two
+        adapt: check every ten steps whether a rank has become slower or faster, and switch to another order between two
             steps if that saves at least this fraction of a step, such as 0.03. None: as `rota run --adapt` says.
 
     Raises:
@@ -311,7 +311,7 @@ class Pipeline:
 
     @property
     def should_stop(self) -> bool:
-        """Whether SIGTERM or SIGUSR1 has come to any rank or to `rota run`: save, and leave the loop.
+        """Whether any rank or `rota run` has received SIGTERM or SIGUSR1. If so, save and leave the loop.
 
         The same on all ranks, which agree on it at the end of each step. Once a script has looked at it, these signals
         do not end a rank until the pipeline is closed, unless one comes again after 3 s or more.
@@ -382,14 +382,14 @@ class Pipeline:
             targets: what `loss_fn` gets, on the ranks of the last stage; in the same forms as `inputs`. None if
                 `loss_fn` takes only the output.
             plan: the plan of this step, the same on all ranks of a replica; see `prepare`. None: that of the pipeline,
-                or the one that it has swapped to, see `adapt`.
+                or the one that it has switched to, see `adapt`.
             sizes: as for `prepare`.
             scale: multiplies the gradients, but not the loss returned.
             sync: reduce the gradients of replicas and of tied weights, with those of earlier steps without `sync`.
             scaler: this process's own GradScaler; the gradients have its factor until it takes it out. If gradients
                 overflow on one rank, they become infinite on all, so that every scaler skips the step.
             wait: False: return a `StepHandle` at once, so that an accelerator gets the next step while it runs this
-                one. The first step waits all the same. If a step fails and nobody waits for its handle, a later call
+                one. The first step waits in any case. If a step fails and nobody waits for its handle, a later call
                 raises the error on all ranks, `close` at the latest.
 
         Returns:
@@ -606,7 +606,7 @@ class Pipeline:
 
     @contextmanager
     def trial(self) -> Iterator[None]:
-        """For steps that only look: outputs are kept, and weights may have another dtype inside. On all ranks."""
+        """For trial steps: outputs are kept, and weights may have another dtype in this context. On all ranks."""
         kept, count, metrics = self._compute.keep_outputs, self._num_steps, self._step_end.metrics
         self._compute.keep_outputs = True
         self._plans.base.execution.forget()
@@ -627,12 +627,12 @@ class Pipeline:
         Every weight counts once, also if it is tied, replicated or sharded.
 
         Args:
-            max_norm: the norm of all gradients together is at most this afterwards.
+            max_norm: the largest norm that all gradients together may have afterwards.
             norm_type: any number above 0, or inf.
             error_if_nonfinite: raise PipelineError if the norm is nan or infinite. This waits for an accelerator.
 
         Returns:
-            The norm of all gradients together before: a tensor of float64 without dims, where the stages are.
+            The norm of all gradients before clipping: a float64 tensor without dims, on the stages' device.
         """
         self._refuse_closed()
         if self._loss_counts.is_open:
@@ -679,7 +679,7 @@ class Pipeline:
         return self._watchdog.watching(doing, times)
 
     def close(self) -> None:
-        """End the pipeline's threads, and leave the last step's record where `rota run --timeline` wants it."""
+        """End the pipeline's threads, and write the last step's record where `rota run --timeline` expects it."""
         self._close(sys.exception())
 
     def _close_at_exit(self) -> None:

@@ -143,16 +143,16 @@ _HEADER = (
     "peak",
     "vs. 1f1b",
     "formula",
-    "idle by it",
+    "idle (paper)",
     "idle",
     " ",
 )
-_OPTIONAL = ("formula", "idle by it", "idle", "span", "vs. 1f1b", "stages")  # the first to go on a narrow terminal
+_OPTIONAL = ("formula", "idle (paper)", "idle", "span", "vs. 1f1b", "stages")  # the first to go on a narrow terminal
 _NOTES = {
     "peak": "peak: activations of the fullest rank",
     "vs. 1f1b": "vs. 1f1b: that peak as a share of 1f1b's",
     "idle": "idle: of the rank that idles least, as simulated",
-    "idle by it": "idle by it: the same by the formula of the schedule's paper",
+    "idle (paper)": "idle (paper): the same by the formula of the schedule's paper",
 }
 
 

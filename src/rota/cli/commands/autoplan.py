@@ -44,8 +44,8 @@ def add_arguments(parser: Parser) -> None:
         "make_optimizer(parameters); or hf:config.json for a transformers language model",
     )
     add_model_options(parser)
-    parser.add_argument("--ranks", type=number(1), required=True, help="total number of processes")
-    parser.add_argument("--batch", type=number(1), required=True, help="rows per step, over all replicas")
+    parser.add_argument("--ranks", type=number(1), metavar="N", required=True, help="total number of processes")
+    parser.add_argument("--batch", type=number(1), metavar="N", required=True, help="rows per step, over all replicas")
     help_text = "memory limit per rank, such as 40GB or 80%% of the device's memory (default: none)"
     parser.add_argument("--memory", type=memory, help=help_text)
     parser.add_argument("--profile", metavar="FILE", help="use costs from `rota profile` instead of measuring")
@@ -61,7 +61,7 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("--node-link", type=link, metavar="LINK", help=help_text)
     help_text = "use measured links from `rota profile links -o cluster.json` instead of --link"
     parser.add_argument("--links", metavar="FILE", help=help_text)
-    help_text = "slowdown factor of each rank, such as 1,1,1.5,1.5 (default: all 1)"
+    help_text = "how many times slower each rank is, such as 1,1,1.5,1.5 (default: all 1)"
     parser.add_argument("--slowdowns", type=_slowdowns, default=(), metavar="X,…", help=help_text)
     parser.add_argument("--inference", action="store_true", help="plan forward passes only")
     help_text = (

@@ -35,7 +35,11 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("--list", action="store_true", help="print what is known, without searching")
     add_time_limit(parser, "search each problem for this many seconds (default: 10)", default=10.0)
     parser.add_argument(
-        "--jobs", type=number(1), default=1, help="number of problems to search at the same time (default: 1)"
+        "--jobs",
+        type=number(1),
+        metavar="N",
+        default=1,
+        help="number of problems to search at the same time (default: 1)",
     )
     help_text = "write better plans and bounds into the files, once check.py in the same folder has accepted them"
     parser.add_argument("--update", action="store_true", help=help_text)

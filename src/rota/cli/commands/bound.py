@@ -10,6 +10,8 @@ from rota.cli.arguments import add_json
 from rota.cli.json_reports import print_json
 from rota.cli.parser import Command, Parser
 from rota.cli.requirements import require_search
+from rota.cli.screen import report_columns
+from rota.tables import fitted
 from rota.timeline import Timeline
 
 
@@ -39,10 +41,10 @@ def run(arguments: Namespace) -> int:
     for objective, value_us, bounds in found:
         best = bounds[0].us
         proof = "proven optimal" if value_us <= best else f"at most {gap(value_us, best):.2%} from the best possible"
-        print(f"{objective} {value_us:,} µs, lower bound {best:,} µs: {proof}")
+        print(fitted(f"{objective} {value_us:,} µs, lower bound {best:,} µs: {proof}", report_columns()))
         highest = {one.name: one for one in reversed(bounds) if one.us}
         for one in sorted(highest.values(), key=lambda one: -one.us):
-            print(f"  {one.us:>12,} µs  {one.name}: {one.why}")
+            print(fitted(f"  {one.us:>12,} µs  {one.name}: {one.why}", report_columns(), 19))
     return 0
 
 

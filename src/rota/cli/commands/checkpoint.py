@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from rota.cli import files
 from rota.cli.arguments import add_output
-from rota.cli.parser import Command, Parser, one_of
+from rota.cli.parser import Command, Parser, one_of, two_columns
 from rota.cli.requirements import InputError, require
 from rota.errors import PipelineError
 from rota.reading import printable, read_text, short
@@ -17,16 +17,17 @@ from rota.reading import printable, read_text, short
 if TYPE_CHECKING:
     from rota.runtime.checkpoints.files import Saved
 
-_HELP = """ls      list the checkpoints in FOLDER, oldest first
-verify  compare every file with its hash, and check that every tensor is complete
-export  write the model of one checkpoint (of FOLDER: the newest) as one safetensors file
-
-None of these runs code from a checkpoint, so they are safe for checkpoints that you do not trust."""
+_DETAILS = " This runs no code from a checkpoint, so it is safe for checkpoints that you do not trust."
+_ACTIONS = {
+    "ls": "list the checkpoints in FOLDER, oldest first",
+    "verify": "compare every file with its hash, and check that every tensor is complete",
+    "export": "write the model of a checkpoint, or of the newest one in FOLDER, as one safetensors file",
+}
 
 
 def add_arguments(parser: Parser) -> None:
     """Add the arguments of `rota checkpoint` to its parser."""
-    actions = parser.add_argument_group("actions", _HELP)
+    actions = parser.add_argument_group("actions", two_columns(_ACTIONS))
     actions.add_argument("action", type=one_of(ACTIONS), metavar="ACTION", help="ls, verify or export")
     help_text = "folder of rota.Checkpoints, or one checkpoint in it: FOLDER/step-N"
     actions.add_argument("folder", metavar="FOLDER", help=help_text)
@@ -120,4 +121,5 @@ COMMAND = Command(
     "rota checkpoint export run/step-100 -o model.safetensors",
     add_arguments,
     run,
+    _DETAILS,
 )

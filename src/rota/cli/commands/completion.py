@@ -27,7 +27,7 @@ _SHELLS = ("bash", "zsh", "fish")
 
 def add_arguments(parser: Parser) -> None:
     """Add the arguments of `rota completion` to its parser."""
-    parser.add_argument("shell", type=one_of(_SHELLS), metavar="SHELL", help=", ".join(_SHELLS))
+    parser.add_argument("shell", type=one_of(_SHELLS), metavar="SHELL", help="bash, zsh or fish")
 
 
 def run(arguments: Namespace) -> int:

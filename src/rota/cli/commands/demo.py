@@ -12,7 +12,9 @@ from rota.cli.requirements import require
 
 def add_arguments(parser: Parser) -> None:
     """Add the arguments of `rota demo` to its parser."""
-    parser.add_argument("--steps", type=number(1), default=40, help="number of training steps (default: 40)")
+    parser.add_argument(
+        "--steps", type=number(1), metavar="N", default=40, help="number of training steps (default: 40)"
+    )
     add_output(
         parser, "FOLDER", "folder for the demo's files (default: rota-demo)", default="rota-demo", writes="folder"
     )

@@ -20,7 +20,9 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: Parser) -> None:
     """Add the arguments of `rota frontier` to its parser."""
-    parser.add_argument("--stages", type=number(1), help="number of stages (default: the number that the shape needs)")
+    parser.add_argument(
+        "--stages", type=number(1), metavar="N", help="number of stages (default: the number that the shape needs)"
+    )
     add_costs(parser, "stage")
     add_shape(parser, default="v")
     add_time_limit(parser, "at most this many seconds (default: 60)", default=60.0)
@@ -60,7 +62,7 @@ def _text(point: Point) -> str:
 COMMAND = Command(
     "frontier",
     "show the shortest time per micro-batch at each memory limit",
-    "rota frontier --shape wave --ranks 8 --forward-us 93 --backward-us 91 --weight-us 47 --activation 2",
+    "rota frontier --shape wave --ranks 8 --forward-us 93 --backward-us 91 --weight-us 47 --activation 2GB",
     add_arguments,
     run,
 )

@@ -29,7 +29,9 @@ def _add_torchtitan(parser: Parser) -> None:
 
 def _add_megatron(parser: Parser) -> None:
     parser.add_argument("file", help="text file that contains only the layout, such as Et*3|(tt|)*29,m|L")
-    parser.add_argument("--ranks", type=int, required=True, help="Megatron's --pipeline-model-parallel-size")
+    parser.add_argument(
+        "--ranks", type=int, metavar="N", required=True, help="Megatron's --pipeline-model-parallel-size"
+    )
     parser.add_argument("--microbatches", type=int, required=True, help="micro-batches per step")
     _add_costs_and_output(parser)
 

@@ -16,7 +16,7 @@ def add_arguments(parser: Parser) -> None:
     help_text = "one rank's trace from torch.profiler, .json or .json.gz; give all ranks"
     parser.add_argument("traces", nargs="+", metavar="TRACE", help=help_text)
     parser.add_argument(
-        "--step", type=number(0), help="number of the profiled step, counted from 0 (default: the last)"
+        "--step", type=number(0), metavar="N", help="number of the profiled step, counted from 0 (default: the last)"
     )
     add_cores(parser)
     add_output(parser, "FILE", "write the timeline as JSON", writes="timeline")

@@ -20,7 +20,7 @@ from rota.cli.arguments import (
     number,
     shaped,
 )
-from rota.cli.parser import Command, Parser, one_of
+from rota.cli.parser import Command, Parser, one_of, two_columns
 from rota.cli.requirements import InputError, require_search
 from rota.cli.screen import print_timeline, progress_line
 from rota.cli.searching import SEARCH, STARTING, search_plan
@@ -47,7 +47,7 @@ def add_arguments(parser: Parser) -> None:
     help_text = "cut each sample into N micro-batches along its length; --microbatches counts them all (default: 1)"
     parser.add_argument("--chunks", type=number(1), default=1, metavar="N", help=help_text)
     parser.add_argument(
-        "--stages", type=number(1), help="number of stages (default: the fewest that the schedule needs)"
+        "--stages", type=number(1), metavar="N", help="number of stages (default: the fewest that the schedule needs)"
     )
     add_costs(parser, "stage")
     add_shape(parser, group="for search")
@@ -61,15 +61,14 @@ def add_arguments(parser: Parser) -> None:
     add_backups(parser)
     add_output(parser, "FILE", "write the plan as .json, or as .csv in PyTorch's format", writes="plan")
     parser.set_defaults(written={"output": "plan", "backups": "file"})
-    width = max(map(len, NAMED))
-    named = [f"{SEARCH:<{width}}  the fastest order for any placement, with a proven bound"]
-    named += [f"{name:<{width}}  {family.summary}" for name, family in NAMED.items()]
-    parser.add_argument_group("schedules", "\n".join(named))
+    named = {SEARCH: "the fastest order for any placement, with a proven bound"}
+    named |= {name: family.summary for name, family in NAMED.items()}
+    parser.add_argument_group("schedules", two_columns(named))
 
 
 def add_backups(parser: Parser) -> None:
     """--dp and --backups."""
-    options = parser.add_argument_group("for the loss of a rank")
+    options = parser.add_argument_group("for runs that go on without a lost rank")
     options.add_argument("--dp", type=number(2), metavar="N", help="number of replicas of the pipeline (default: 2)")
     help_text = "for each rank, plan how the others continue without it, and write these plans as .json"
     options.add_argument("--backups", metavar="FILE", help=help_text)

@@ -23,16 +23,20 @@ def add_arguments(parser: Parser) -> None:
         "lengths of a batch's samples, in tokens: [130, 85, 2300]; or of several batches: [[130, 85], [77, 512]]"
     )
     parser.add_argument("lengths", metavar="LENGTHS.json", help=help_text)
-    parser.add_argument("--ranks", type=number(1), help="number of ranks (default: one per stage)")
-    parser.add_argument("--limit", type=size, help="memory limit per rank, such as 40GB (default: none)")
+    parser.add_argument("--ranks", type=number(1), metavar="N", help="number of ranks (default: one per stage)")
+    parser.add_argument(
+        "--limit", type=size, metavar="BYTES", help="memory limit per rank, such as 40GB (default: none)"
+    )
     add_links(parser)
     help_text = "placement of stages: one per rank (place), or several, interleaved or in a wave (default: place)"
-    parser.add_argument("--placing", type=one_of(_PLACINGS, "--placing"), choices=_PLACINGS, help=help_text)
+    parser.add_argument(
+        "--placing", type=one_of(_PLACINGS, "--placing"), choices=_PLACINGS, metavar="PLACING", help=help_text
+    )
     help_text = "put the samples of a micro-batch one after another in one row, instead of padding each to the longest"
     parser.add_argument("--packed", action="store_true", help=help_text)
     help_text = "changes that the local search tries; more take longer and find better plans (default: by size)"
     parser.add_argument("--tries", type=number(0), metavar="N", help=help_text)
-    help_text = "write the plan of each batch as batch0.json, batch1.json, …; made if missing"
+    help_text = "write the plan of each batch as batch0.json, batch1.json, …; Rota creates the folder if necessary"
     add_output(parser, "FOLDER", help_text, writes="files in a folder")
 
 

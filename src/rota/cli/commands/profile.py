@@ -43,7 +43,10 @@ def add_arguments(parser: Parser) -> None:
     help_text = f"measurements per layer; the median counts (default: {_REPEATS})"
     parser.add_argument("--repeats", type=number(1), metavar="N", help=help_text)
     parser.add_argument(
-        "--processes", type=number(2), help="for links: number of processes to start on this machine (default: 2)"
+        "--processes",
+        type=number(2),
+        metavar="N",
+        help="for links: number of processes to start on this machine (default: 2)",
     )
     help_text = "for links: measure for `rota rehearse`, with ranks that wait instead of computing"
     parser.add_argument("--rehearsal", action="store_true", help=help_text)

@@ -17,7 +17,7 @@ def add_arguments(parser: Parser) -> None:
     help_text = "plan.json; several plans run one after another, one step each"
     parser.add_argument("plans", nargs="+", metavar="plan", help=help_text)
     help_text = "number of steps after one warm-up step (default: 5)"
-    parser.add_argument("--steps", type=number(1), default=5, help=help_text)
+    parser.add_argument("--steps", type=number(1), metavar="N", default=5, help=help_text)
     parser.add_argument("--allocate", action="store_true", help="also allocate the memory that the plan needs")
     help_text = "end a rank after S seconds without progress (default: 20 simulated steps, at least 60 s)"
     parser.add_argument("--timeout", type=seconds, metavar="S", help=help_text)

@@ -28,7 +28,7 @@ _WORKERS = {"rota": "rota.runtime.launching.worker", "torch": "rota.interop.torc
 
 def add_arguments(parser: Parser) -> None:
     """Add the arguments of `rota run` to its parser."""
-    parser.add_argument("plan", help="the plan, plan.json")
+    parser.add_argument("plan", help="plan.json")
     parser.add_argument("script", help="Python file to run on every rank; it calls rota.given_plan()")
     # Before Python 3.13, argparse reports the remaining words as required.
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments passed to the script").required = False
@@ -69,7 +69,7 @@ def add_arguments(parser: Parser) -> None:
         "before training, compare the first batch with the unsplit model, and stop unless loss and gradients are exact"
     )
     parser.add_argument("--verify", action="store_const", const="batch", help=help_text)
-    help_text = "as --verify, with the unsplit model run one micro-batch at a time, which BatchNorm needs"
+    help_text = "like --verify, but run the unsplit model one micro-batch at a time, as BatchNorm needs"
     parser.add_argument(
         "--verify-microbatches", action="store_const", const="microbatches", dest="verify", help=help_text
     )

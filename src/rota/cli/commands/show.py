@@ -16,7 +16,9 @@ from rota.timeline import Timeline
 def add_arguments(parser: Parser) -> None:
     """Add the arguments of `rota show` to its parser."""
     parser.add_argument("file", help="plan.json (simulated first), a timeline.json, or a schedule CSV")
-    parser.add_argument("--width", type=number(20), help="columns of the chart (default: the terminal's width)")
+    parser.add_argument(
+        "--width", type=number(20), metavar="N", help="columns of the chart (default: the terminal's width)"
+    )
     add_output(parser, "PICTURE", "write a .png, .svg, .pdf or .html instead, or a .json for Perfetto")
     parser.add_argument(
         "--above", metavar="FILE", help="for -o: draw a second plan or timeline above the first, on the same time axis"

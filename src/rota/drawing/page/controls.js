@@ -175,12 +175,12 @@ function makeIdleBars(page) {
     head.className = "head";
     head.textContent = `${sections.length > 1 ? `${title}: ` : ""}idle, of the step`;
     row.append(head);
-    const order = causes.map((_, cause) => cause).filter((cause) => totals.all[cause] > 0);
+    const order = causes.map((_, cause) => cause).filter((cause) => totals.all[cause] * 2000 >= step); // less is 0.0%
     order.sort((a, b) => totals.all[b] - totals.all[a]);
     for (const cause of order) {
       row.append(causeOf(page, cause, totals.all[cause] / step, totals.all[cause] / timeline.numRanks));
     }
-    if (!order.length) row.append("no rank is ever idle");
+    if (!order.length) row.append("no rank is idle");
     return row;
   });
   document.getElementById("idle").replaceChildren(...rows);

@@ -56,6 +56,7 @@ function paintAxis(context, { layout, view, theme }) {
   for (let time = Math.ceil(view.t0 / step) * step; time <= view.t1; time += step) {
     const x = Math.round(xOf(layout, view, time)) + 0.5;
     line(context, x, AXIS - 6, x, AXIS);
+    if (view.pointed && Math.abs(x - xOf(layout, view, view.pointed.time)) < 56) continue; // the cursor's time is there
     context.textAlign = x < GUTTER + 24 ? "left" : x > GUTTER + layout.plot - 24 ? "right" : "center";
     context.fillText(timeText(time, view.t1, step), x, 10);
   }
@@ -103,11 +104,12 @@ function paintNames(context, { layout, view, theme, sections }, { timeline, inde
   }
 }
 
-/** Draws each rank's idle time: a bar divided by causes, and its share of the makespan. */
-function paintSide(context, { layout, view, theme, causes }, { timeline, index, totals }) {
+/** Draws each rank's idle time: a bar divided by causes, and its share of the makespan; one scale for both sections. */
+function paintSide(context, { layout, view, theme, causes, sections }, { timeline, index, totals }) {
   const x = GUTTER + layout.plot + 14;
   const maxWidth = SIDE - 66;
-  const longest = Math.max(1, ...totals.ranks.map((times) => times.reduce((sum, time) => sum + time, 0)));
+  const makespan = timeline.makespan || 1;
+  const longest = makespan * Math.max(...sections.map(largestIdleShare)) || 1;
   const [from, to] = ranksInSight(layout, view, index, timeline.numRanks);
   context.textAlign = "left";
   context.font = `11px ${FONT}`;
@@ -125,8 +127,14 @@ function paintSide(context, { layout, view, theme, causes }, { timeline, index, 
     if (layout.row < 11) continue;
     context.fillStyle = cssOf(theme.muted);
     const idle = totals.ranks[rank].reduce((sum, time) => sum + time, 0);
-    context.fillText(percent(idle / (timeline.makespan || 1)), x + maxWidth + 8, y + layout.lane / 2 + 0.5);
+    context.fillText(percent(idle / makespan), x + maxWidth + 8, y + layout.lane / 2 + 0.5);
   }
+}
+
+/** Returns the idle share of the step of the rank that is idle longest. */
+function largestIdleShare({ timeline, totals }) {
+  const idle = totals.ranks.map((times) => times.reduce((sum, time) => sum + time, 0));
+  return Math.max(0, ...idle) / (timeline.makespan || 1);
 }
 
 /** Draws the memory limits as lines in the strips. */

@@ -160,7 +160,7 @@ class Checkpoints:
     def steps(
         self, loader: Any, *, num_epochs: int = 1, save_every: int | None = None, seed: int = 0
     ) -> Iterator[tuple[int, Any]]:
-        """Load, then give each step's number and batch, and after it commit, save, and stop when asked to.
+        """Load, then yield each step's number and batch; commit and save after steps, and stop when asked to.
 
         The body of the loop does one step: `pipeline.step`, `optimizer.step()`, `optimizer.zero_grad()`. No sample is
         lost or seen twice after a restart, and the batches are those of the undisturbed run. A loop that is left by

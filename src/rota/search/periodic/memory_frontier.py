@@ -15,6 +15,7 @@ from rota.search.periodic.steady import SteadyResult, find_steady
 from rota.search.problem import Problem
 from rota.search.validation import refuse_wrong_curve, refuse_wrong_options, seconds_of
 from rota.stopping import ended_by_ctrl_c, guarded, watched
+from rota.units import exact_size_text
 
 _MOST_POINTS = 64
 _HOPE = 0.1  # weight of the chance that a range whose ends are equally fast has something better in between
@@ -56,17 +57,18 @@ class Frontier:
     stopped_by: str = ""
 
     def to_text(self) -> str:
-        """One line per point."""
-        lines = ["memory per rank   time per micro-batch   lower bound   over the fastest"]
+        """One line per point; limits are written as `--limit` takes them."""
+        lines = ["memory per rank   time per micro-batch     lower bound   over the fastest"]
         least = float(self.points[-1].us_per_microbatch)
         for point in self.points:
             us = float(point.us_per_microbatch)
             slower = f"{us / least - 1:.1%}" if least else "-"
             proven = "   proven optimal" if point.result.is_optimal else ""
             bound = f"{float(point.bound_us):,.1f}"
-            lines.append(f"{point.limit_bytes:>15,}{us:>20,.1f} µs{bound:>14}{slower:>19}{proven}")
+            lines.append(f"{exact_size_text(point.limit_bytes):>15}{us:>20,.1f} µs{bound:>13} µs{slower:>19}{proven}")
         lines += [f"stopped by {self.stopped_by}"] if self.stopped_by else []
-        lines += [f"not tried, for lack of time: between {low:,} and {high:,}" for low, high in self.untried]
+        untried = [(exact_size_text(low), exact_size_text(high)) for low, high in self.untried]
+        lines += [f"not tried, for lack of time: between {low} and {high}" for low, high in untried]
         return "\n".join(lines)
 
 
