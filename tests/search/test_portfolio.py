@@ -249,3 +249,15 @@ def test_ranks_that_take_turns_are_proven_by_all_states() -> None:
     """Two streams in opposite directions on 4 ranks, each with room for two micro-batches."""
     result = find_plan(tessel("x", 4, 2), 16, time_limit_s=10, deterministic=True)
     assert result.value_us == result.bound_us == 107
+
+
+def test_a_proof_in_sight_is_finished_before_other_methods_have_a_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rota.search.portfolio._ROUNDS_TIMES", 0.55)  # less than the states of this step take
+    monkeypatch.setattr("rota.search.exact.rounds._AT_ONCE", 100)
+    told: list[str] = []
+    placement = tessel("nn", 8, 3)
+    result = find_plan(
+        placement, 64, time_limit_s=1, deterministic=True, progress=lambda progress: told.append(progress.doing)
+    )
+    assert result.value_us == result.bound_us == 995
+    assert not {"steady state", "local search", "windows"} & {*told}

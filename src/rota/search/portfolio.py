@@ -454,6 +454,9 @@ class Portfolio:
             return
         self.turn_to("all states, round by round")
         self.rounds.run(self.incumbent.value_us, self.share(_ROUNDS_TIMES * part))
+        left_s = self.rounds.left_s()
+        if left_s is not None and left_s < self.budget.left_s:  # the optimum is near, which no other method would prove
+            self.rounds.run(self.incumbent.value_us, self.share(1.0))
         self.incumbent.offer(self.rounds.orders, "all states")
         if self.rounds.bound_us > self.bound_us:
             self.bound_us, self.why = self.rounds.bound_us, "all states of a step have been tried, round by round"

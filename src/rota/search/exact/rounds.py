@@ -34,6 +34,7 @@ _KEPT_EVERY = 12  # rounds
 _MOST_PERIOD = 12  # micro-batches after which times may grow by a constant again
 _UNKNOWN = np.int32(1 << 30)
 _S_PER_STATE, _S_PER_EDGE = 4.5e-6, 4e-9  # nominal seconds, about
+_CLOSING_PART = 0.85  # of the most open states at a time: once fewer are open, their number goes on falling
 _EDGES, _DONE = 0, 2  #: places in `Graph.meta` beside STATES
 _RUNNING, _FULL, _TOO_MANY, _FINISHED = range(4)  #: what `_explore` answers
 
@@ -79,6 +80,7 @@ class Rounds:
         self.is_over = not self._is_promising()
         self.graph: Graph | None = None
         self.values: _Values | None = None
+        self.most_open = 0  # states that were found and not yet followed up, at a time
 
     def _is_promising(self) -> bool:
         """Whether memory leaves so few micro-batches in flight that there may be few states."""
@@ -115,9 +117,28 @@ class Rounds:
         if self.values is not None:
             self.bound_us = self._least_us(self.values)
 
+    def left_s(self) -> float | None:
+        """Nominal seconds until all is proven, about; None if this is over, or new states still open faster than close.
+
+        States are followed up in the order in which they are found, so the open ones are a front that grows and then
+        shrinks. Each state left may open one more, and finding the orders in the end repeats most rounds.
+        """
+        if self.is_over or self.graph is None:
+            return None
+        rounds_s = 2 * self.rounds * _S_PER_EDGE * int(self.graph.meta[_EDGES])
+        if self.values is not None:
+            return rounds_s * (1 - self.values.rounds / (2 * self.rounds))
+        num_open = self._num_open(self.graph)
+        return None if num_open > _CLOSING_PART * self.most_open else rounds_s + 2 * _S_PER_STATE * num_open
+
+    @staticmethod
+    def _num_open(graph: Graph) -> int:
+        return int(graph.meta[STATES] - graph.meta[_DONE])
+
     def _explore(self, graph: Graph, budget: Budget) -> None:
         before = int(graph.meta[_DONE])
         answer = _explore(*self.step, self.component_of, *graph, self.still_bytes, _AT_ONCE)
+        self.most_open = max(self.most_open, self._num_open(graph))
         budget.spend(_S_PER_STATE * int(graph.meta[_DONE] - before))
         if answer == _FULL and sum(array.nbytes for array in graph) > _MOST_BYTES:
             answer = _TOO_MANY
