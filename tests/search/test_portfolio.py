@@ -76,7 +76,7 @@ def test_tiny_placements_as_by_brute_force(objective: str) -> None:
         result = find_plan(placement, num_microbatches, objective=objective, time_limit_s=0.5, deterministic=True)  # type: ignore[arg-type]
         assert result.value_us == best[objective == "span"], placement
         proven += result.is_optimal
-    assert proven > some(100) / 2
+    assert proven > some(100) / 3
 
 
 # --- the figures that others reach, and better ---------------------------------------------------------------------

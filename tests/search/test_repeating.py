@@ -189,7 +189,7 @@ def test_the_makespan_is_the_plans_and_no_repeating_step_of_the_period_is_shorte
             plans = every_plan(placement, step.num_microbatches)
             best = None if plans is None else best_of(plans)
             assert best is None or best.makespan_us <= step.makespan_us
-    assert num_proven > 0.36 * some(250)
+    assert num_proven > 0.18 * some(250)
 
 
 def test_the_same_on_every_run() -> None:

@@ -18,7 +18,7 @@ from rota.search import bounds
 from rota.search.problem import Problem
 from rota.simulation import simulate
 from rota.tasks import Kind, Op, Task
-from support.sampling import some
+from support.sampling import IS_WHOLE, some
 
 OBJECTIVES = ("makespan", "span")
 
@@ -129,8 +129,8 @@ def check_against_every_plan(seed: int, most: int) -> tuple[int, int]:
 def test_no_bound_is_above_the_best_of_all_orders() -> None:
     counts = [check_against_every_plan(seed, most=120) for seed in range(some(250))]
     checked, met = map(sum, zip(*counts, strict=True))
-    assert checked > 3.6 * some(250)
-    assert met > 0.9 * checked
+    assert checked > 1.8 * some(250)
+    assert met > (0.9 if IS_WHOLE else 0.8) * checked
 
 
 def test_a_bound_that_is_too_high_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

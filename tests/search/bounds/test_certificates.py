@@ -14,7 +14,7 @@ from rota.search import bounds
 from rota.search.problem import Problem
 from search.bounds.test_bounds import every_plan, tessel, tiny_placement
 from support.problem_library import proven_us
-from support.sampling import some
+from support.sampling import IS_WHOLE, some
 
 
 def check_certificates(seed: int, most: int) -> tuple[int, int]:
@@ -42,8 +42,8 @@ def check_certificates(seed: int, most: int) -> tuple[int, int]:
 
 def test_no_certificate_proves_more_than_the_best_of_all_orders() -> None:
     found, written = map(sum, zip(*(check_certificates(seed, most=120) for seed in range(some(150))), strict=True))
-    assert found > 1000 / 150 * some(150)
-    assert written > 0.95 * found
+    assert found > 3 * some(150)
+    assert written > (0.95 if IS_WHOLE else 0.9) * found
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from rota.search.budget import Budget
 from rota.search.exact import longest_us, solve_with_transfers
 from rota.search.problem import Problem
 from rota.simulation import simulate
-from support.sampling import some
+from support.sampling import IS_WHOLE, some
 from support.search_brute_force import Case, tiny_cases
 
 OBJECTIVES = ("makespan", "span")
@@ -62,7 +62,7 @@ def test_with_waits_it_is_a_bound_for_every_plan(cases: list[Case], objective: s
         least = getattr(case.best, f"{objective}_us")
         assert found.bound_us <= least, case.placement
         assert bounds.best(problem, objective).us <= least, case.placement
-    assert none_fits > 0
+    assert none_fits > 0 or not IS_WHOLE
 
 
 @pytest.mark.parametrize("objective", [pytest.param("makespan", marks=pytest.mark.sweep), "span"])
@@ -81,4 +81,4 @@ def test_the_search_finds_the_best_and_refuses_nothing_that_has_a_plan(cases: li
         assert result.value_us == least, case.placement
         assert case.best is not None
         assert result.bound_us <= getattr(case.best, f"{objective}_us"), case.placement
-    assert refused > 5 * len(cases) // 150
+    assert refused > 5 or not IS_WHOLE

@@ -84,7 +84,7 @@ def test_a_plan_is_found_wherever_brute_force_finds_one() -> None:
             result = find_plan(placement, num_microbatches, time_limit_s=0.1, deterministic=True)
             check(result.plan)
             assert result.bound_us <= best.makespan_us, placement
-    assert num_fitting > 0.16 * some(250)
+    assert num_fitting > 0.08 * some(250)
 
 
 def test_nothing_is_found_where_a_plan_out_of_order_fits() -> None:
