@@ -153,6 +153,16 @@ def ranks_of(command: int) -> list[int]:
     return found[1:]
 
 
+def left_in_shared_memory(before: set[str]) -> set[str]:
+    """What is new in /dev/shm, and no living process has mapped: those of the training have all ended."""
+    new = {*os.listdir("/dev/shm")} - before
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        with suppress(OSError):
+            text = maps.read_text()
+            new = {name for name in new if f"/dev/shm/{name}" not in text}
+    return new
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--minutes", type=float, default=1.0)
@@ -166,7 +176,7 @@ def main() -> None:
             soak.train(until_s)
             print(", ".join(f"{what}: {count}" for what, count in sorted(soak.seen.items())), flush=True)
         num_steps, num_again = soak.compare()
-    left = {*os.listdir("/dev/shm")} - shared_before
+    left = left_in_shared_memory(shared_before)
     print(
         f"Python {platform.python_version()}, torch {torch.__version__}, {platform.machine()}, {os.cpu_count()} cores\n"
         f"{options.minutes:g} minutes, seed {options.seed}: {num_steps:,} steps and {num_again:,} that were done "

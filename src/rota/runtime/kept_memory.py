@@ -36,6 +36,11 @@ def environment_of(files: Sequence[int]) -> dict[str, str]:
     return {_KEPT: str(files[0]), **({_FORMER: ",".join(map(str, files[1:]))} if files[1:] else {})}
 
 
+def is_given() -> bool:
+    """Whether the launcher keeps a memory for this rank: then the rank may be started again."""
+    return _KEPT in os.environ
+
+
 def given() -> int | None:
     """The file of this rank's memory, which no process that it starts gets; None if the launcher keeps none."""
     if (number := os.environ.get(_KEPT)) is None:

@@ -19,6 +19,8 @@ from torch.overrides import TorchFunctionMode
 
 from rota.errors import PipelineError
 from rota.models.replacing import replace
+from rota.runtime.deferred import known_draws
+from rota.runtime.deferred.known_draws import KnownDraws
 from rota.runtime.deferred.log import Deferred, Log, Operation, Region, deferred, generator_of
 from rota.torch_internals import (
     TorchDispatchMode,
@@ -32,6 +34,7 @@ from rota.torch_internals import (
 
 SMALL_BYTES = 64 * 1024  # a new tensor of fewer bytes gets memory at once, so that constructors can read it
 _META = torch.device("meta")
+_NAMED = (torch.Tensor, torch.Generator)  # arguments that are known by other means when draws are compared
 _REMEDY = "make this model without deferred_init, or do this after it"
 _READS_VALUES = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 #: Operations that write all of their first argument and read nothing.
@@ -48,9 +51,12 @@ _FILLS = frozenset(
 def deferring(draws: bool) -> Iterator[None]:
     """Inside the context, large tensors are made without memory."""
     log = Log(draws)
+    known = known_draws.of_this_run() if draws else None
     try:
-        with _Recorder(log), _AsOnTheirDevice():
+        with _Recorder(log, known), _AsOnTheirDevice():
             yield
+        if known is not None:
+            known.save()
     finally:
         for mark in log.marks.values():
             mark.release()
@@ -58,9 +64,9 @@ def deferring(draws: bool) -> Iterator[None]:
 
 @final
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    def __init__(self, log: Log) -> None:
+    def __init__(self, log: Log, known: KnownDraws | None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._log = log
+        self._log, self._known = log, known
         self._drawn: WeakSet[Deferred] = WeakSet()  # those whose memory is kept: the one drawn last,
         self._read: WeakSet[Deferred] = WeakSet()  # and those made for the last read
 
@@ -106,8 +112,9 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         call = _Call(func, args, kwargs, [], device)
         state = None
         if call.is_random and self._log.draws:
-            state = generator_of(args, kwargs).get_state()
-            func(*args, **kwargs)
+            generator = generator_of(args, kwargs)
+            state = generator.get_state()
+            self._advance(generator, call, (), lambda: func(*args, **kwargs))
         self._note(call, made, state)
         return made
 
@@ -146,19 +153,37 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 return drawn
             self._note(call, made, state)
             return made
+        storage: torch.UntypedStorage | None = None
         if self._log.draws:
-            for other in self._drawn - self._read:
-                other.release()
-            storage = _scratch(args[0].untyped_storage().nbytes(), call.device)
-            target = Region.of(args[0], 0).on(storage)
-            state = generator_of((target,), kwargs).get_state()
-            func(target, *args[1:], **kwargs)
+            region = Region.of(args[0], 0)
+            generator = generator_of((torch.empty(0, device=call.device),), kwargs)
+            state = generator.get_state()
+
+            def draw() -> None:
+                nonlocal storage
+                for other in self._drawn - self._read:
+                    other.release()
+                storage = _scratch(args[0].untyped_storage().nbytes(), call.device)
+                func(region.on(storage), *args[1:], **kwargs)
+
+            self._advance(generator, call, region, draw)
         self._note(call, args[0], state)
         mark = deferred(args[0])
-        if state is not None and mark is not None and call.overwrites:
+        if storage is not None and mark is not None and call.overwrites:
             self._drawn = WeakSet((mark,))
             mark.keep(storage, len(self._log.operations) - 1)
         return args[0]
+
+    def _advance(
+        self, generator: torch.Generator, call: _Call, target: tuple[Any, ...], draw: Callable[[], object]
+    ) -> None:
+        """Draw what `call` draws into `target`, or only set the generator as that would, where it is known how."""
+        if self._known is None or call.device.type != "cpu":
+            draw()
+            return
+        leaves, structure = tree_flatten((call.args, call.kwargs))
+        given = ["" if isinstance(leaf, _NAMED) else leaf for leaf in leaves]
+        self._known.draw(generator, (call.func, target, given, structure, torch.get_default_dtype()), draw)
 
     # --- values that are read -------------------------------------------------------------------------------------
 
