@@ -17,10 +17,8 @@ from rota.models import Stages
 from rota.models.randomness import random_state_kept
 
 _FORWARDS = 3.0  # a forward and a backward together take as long as so many forwards
-_RUNS, _RUNS_PER_REPEAT = (
-    12,
-    2,
-)  # of a layer while it is measured; each repeat has one with a whole and one with a split B
+#: Of a layer while it is measured; each repeat has one with a whole and one with a split B.
+_RUNS, _RUNS_PER_REPEAT = 12, 2
 _LAYER_S = 0.1  # for a layer besides its runs
 _FEW_REPEATS = 3  # instead of the usual number, where there is little time
 

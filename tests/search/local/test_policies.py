@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from rota.costs import Cluster, Costs
 from rota.placing import wave
-from rota.search.local.policies import Climb
+from rota.search.local.policies import Climb, _Walk
 from rota.search.problem import Problem
 from rota.search.timing import fits, score
 from support.tessel_shapes import tessel
@@ -47,6 +48,19 @@ def test_the_same_every_time(seed: int) -> None:
     assert first.orders is not None
     assert second.orders is not None
     assert (first.orders == second.orders).all()
+
+
+@pytest.mark.parametrize("is_long", [True, False])
+def test_in_long_steps_a_cycle_begins_again_with_each_gain(is_long: bool) -> None:
+    policy, random = next(climbed(half_memory(4, 12), 1).walks[0].plain), np.random.default_rng(0)
+    walk = _Walk(iter(()), 0.001, is_long)
+    walk.go_to(policy, 1_000)
+    for _ in range(200):
+        walk.accepts_us(random)
+    walk.go_to(policy, 1_005)  # worse, which heat allows
+    assert walk.tries == 200
+    walk.go_to(policy, 999)
+    assert walk.tries == (0 if is_long else 200)
 
 
 def test_no_more_is_held_than_the_limit_where_nothing_is_kept_between_forward_and_backward() -> None:

@@ -57,6 +57,7 @@ class _Walk:
 
     plain: Iterator[Policy]
     first_heat: float
+    is_long: bool  #: whether there is time for few tries: then a cycle begins again with each gain
     policy: Policy | None = None
     at_us: int | None = None
     best: Policy | None = None
@@ -85,6 +86,12 @@ class _Walk:
         heat = self.heat(random)
         return int(self.at_us * (1 - heat * np.log(chance)))
 
+    def go_to(self, policy: Policy, us: int) -> None:
+        """Goes on from this policy, whose step takes so long."""
+        if self.is_long and (self.at_us is None or us < self.at_us):
+            self.tries = 0
+        self.policy, self.at_us = policy, us
+
     @property
     def good_us(self) -> int:
         """How long a plain policy's step may be for it to be kept."""
@@ -111,7 +118,7 @@ class Climb:
         self.period_us = busiest_us(problem)
         self.is_long = int(problem.first_op[-1]) > _LONG_OPS
         heat = _HEAT * min(1.0, _LONG_OPS / int(problem.first_op[-1]))
-        self.walks = [_Walk(self._by_kind(), heat), _Walk(self._by_time(), heat)]
+        self.walks = [_Walk(plain, heat, self.is_long) for plain in (self._by_kind(), self._by_time())]
         self.key: Objectives | None = None
         self.orders: Orders | None = None
 
@@ -137,7 +144,7 @@ class Climb:
         if plain is not None:
             walk.good = sorted([*walk.good, (key[0], plain)], key=lambda pair: pair[0])[:_GOOD]
         if key[0] <= accepted_us:
-            walk.policy, walk.at_us = policy, key[0]
+            walk.go_to(policy, key[0])
         if key[0] <= walk.best_us:
             walk.best, walk.best_us = policy, key[0]
         if self.key is None or key <= self.key:
