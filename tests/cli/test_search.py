@@ -71,7 +71,7 @@ def test_frontier_as_table_and_picture(tmp_path: Path, capsys: Capsys) -> None:
     code, out, _ = run(capsys, "frontier", *arguments)
     assert code == 0
     rows = [line.split()[:2] for line in out.splitlines()[1:5]]
-    assert rows == [["1,000", "16.0"], ["2,000", "8.0"], ["3,000", "5.3"], ["4,000", "4.0"]]
+    assert rows == [["1kB", "16.0"], ["2kB", "8.0"], ["3kB", "5.3"], ["4kB", "4.0"]]
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
