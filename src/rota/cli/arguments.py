@@ -180,8 +180,8 @@ def add_force(parser: Parser) -> None:
 def add_model_options(parser: Parser) -> None:
     """--cuts and --length."""
     help_text = (
-        "modules that can start a stage, such as 'transformer.h.*' (default: the model's CutPoints, or its lists of "
-        "blocks)"
+        "modules that can start a stage, such as 'transformer.h.*' (default: the model's rota.CutPoint "
+        "modules or, without any, the entries of its nn.ModuleList or nn.Sequential)"
     )
     parser.add_argument("--cuts", type=lambda text: text.split(","), metavar="PATTERN,…", help=help_text)
     help_text = "tokens per row, if MODEL.py has no make_batch (default: 1024, or the model's maximum if smaller)"
@@ -194,7 +194,7 @@ def add_cores(parser: Parser) -> None:
         "--cores",
         type=number(1),
         metavar="N",
-        help="CPU cores of the machine that all ranks share (default: as the run noted)",
+        help="number of CPU cores, if all ranks share one machine (default: as recorded by the run)",
     )
 
 
@@ -239,7 +239,7 @@ def add_costs(parser: Parser, of_what: str) -> None:
         "--weight-us",
         type=number(0),
         metavar="US",
-        help="weight gradient (W) time: splits the backward into I and W",
+        help="weight-gradient (W) time; if given, the backward is split into I and W",
     )
     help_text = f"bytes that F keeps until the backward (default: {default['activation_bytes']})"
     parser.add_argument("--activation", type=size, metavar="BYTES", dest="activation_bytes", help=help_text)
@@ -274,7 +274,7 @@ def add_shape(parser: Parser, *, group: str | None = None, default: str | None =
     options.add_argument(
         "--split-backward",
         action="store_true",
-        help="split the backward into I and W, with half the time each, unless the costs are split",
+        help="split the backward into I and W, with half the time each, unless the costs are already split",
     )
     summaries = "; ".join(f"{name}: {shape.summary}" for name, shape in SHAPES.items())
     options.add_argument(
@@ -283,7 +283,7 @@ def add_shape(parser: Parser, *, group: str | None = None, default: str | None =
         choices=SHAPES,
         metavar="SHAPE",
         default=default,
-        help=f"placement (default: v); {summaries}",
+        help=f"how the stages are placed on the ranks (default: v);  {summaries}",
     )
 
 

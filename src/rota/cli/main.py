@@ -19,7 +19,7 @@ from rota.reading import printable
 _FIRST_COMMANDS = """Rota plans and runs pipeline-parallel training of PyTorch
 models. Begin with these commands:
 
-see everything once, on this machine:
+take a quick tour on this machine:
   rota demo
 plan your model:
   rota autoplan model.py --ranks 4 --batch 32 -o plan.json

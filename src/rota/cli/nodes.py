@@ -33,15 +33,19 @@ def parse_head(text: str) -> Head:
 def add_nodes(parser: Parser) -> None:
     """Add the options for several machines."""
     help_text = (
-        "number of machines; run the same command on each, with its --node (default: 1; under srun, those of the step)"
+        "number of machines; run the same command on each, with its own --node (default: 1; under srun, "
+        "the number of nodes of the Slurm job step)"
     )
     parser.add_argument("--nodes", type=number(1), metavar="N", help=help_text)
-    help_text = "with --nodes: the number of this machine, from 0; node 0 leads"
+    help_text = "with --nodes: the number of this machine, counted from 0; node 0 coordinates the run"
     parser.add_argument("--node", type=number(0), metavar="I", help=help_text)
-    help_text = "with --nodes: where node 0 listens until all have joined, and the others find it"
+    help_text = (
+        "with --nodes: address at which node 0 listens until all nodes have joined, and at which the others reach it"
+    )
     parser.add_argument("--head", type=argument_type(parse_head), metavar="HOST:PORT", help=help_text)
     help_text = (
-        "with --nodes: a secret that only your nodes share, in a file that only you can read (default: ROTA_SECRET)"
+        "with --nodes: file that only you can read, with a secret that only your nodes share (default: the "
+        "secret in the environment variable ROTA_SECRET)"
     )
     parser.add_argument("--secret-file", metavar="FILE", help=help_text)
 

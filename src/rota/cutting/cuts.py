@@ -26,7 +26,7 @@ class Cut(Sequence[int]):
     """A sequence of boundaries, with how good they are.
 
     Attributes:
-        boundaries: 0, the first layer of each further stage, and the number of layers.
+        boundaries: 0, the first layer of each later stage, and the number of layers.
         rank_us: Time of one micro-batch on each rank, in µs: all of the rank's stages, slowdown included. The largest
             is the time per micro-batch in steady state.
         bound_us: Proven lower bound on the largest `rank_us` of any cut within the limits.

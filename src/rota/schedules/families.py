@@ -188,7 +188,7 @@ FAMILIES = (
     ),
     Family(
         "1f1b",
-        "one forward, one backward in turn; holds few micro-batches",
+        "alternates one forward and one backward; keeps activations of few micro-batches",
         one_f_one_b,
         _in_turn,
         "Narayanan et al. 2021",
@@ -226,7 +226,7 @@ FAMILIES = (
     ),
     Family(
         "zb_h1",
-        "splits the backward; W fills the bubble; memory of 1f1b",
+        "splits the backward; W fills the bubble; same memory as 1f1b",
         zb_h1,
         place,
         "Qi et al. 2023",
@@ -278,7 +278,7 @@ FAMILIES = (
     ),
     Family(
         "v_half",
-        "like zb_v in about half the memory of 1f1b",
+        "like zb_v, with about half the memory of 1f1b",
         v_half,
         wave,
         "Qi et al. 2024",
@@ -288,7 +288,7 @@ FAMILIES = (
     ),
     Family(
         "v_min",
-        "like zb_v in about a third of the memory of 1f1b",
+        "like zb_v, with about a third of the memory of 1f1b",
         v_min,
         wave,
         "Qi et al. 2024",
@@ -298,7 +298,7 @@ FAMILIES = (
     ),
     Family(
         "dualpipe_v",
-        "half of dualpipe: stages down the ranks and back up",
+        "dualpipe cut in half, with one copy of the weights: stages down the ranks and back up",
         dualpipe_v,
         wave,
         "DeepSeek-AI 2024",

@@ -41,36 +41,41 @@ def add_arguments(parser: Parser) -> None:
         nargs="?",
         metavar="MODEL.py",
         help="Python file that defines make_model(), make_batch(rows), loss_fn and optionally "
-        "make_optimizer(parameters); or hf:config.json for a transformers language model",
+        "make_optimizer(parameters); or hf:config.json for a language model from Hugging Face transformers",
     )
     add_model_options(parser)
     parser.add_argument("--ranks", type=number(1), metavar="N", required=True, help="total number of processes")
-    parser.add_argument("--batch", type=number(1), metavar="N", required=True, help="rows per step, over all replicas")
-    help_text = "memory limit per rank, such as 40GB or 80%% of the device's memory (default: none)"
+    parser.add_argument(
+        "--batch", type=number(1), metavar="N", required=True, help="rows (samples) per step, over all replicas"
+    )
+    help_text = "memory limit per rank, such as 40GB, or 80%% for that share of the device's memory (default: none)"
     parser.add_argument("--memory", type=memory, help=help_text)
     parser.add_argument("--profile", metavar="FILE", help="use costs from `rota profile` instead of measuring")
     parser.add_argument("--device", help="estimate costs for this device, such as h100, instead of measuring")
     help_text = "rows per micro-batch to choose from, such as 1,2,4 (default: 1,2,4,8, or those in --profile)"
     parser.add_argument("--rows", type=rows, help=help_text)
     help_text = (
-        "latency and rate between ranks, such as 5us,50GB/s (default: measured if MODEL.py runs here, otherwise free)"
+        "latency and rate between ranks, such as 5us,50GB/s (default: measured if MODEL.py runs here; "
+        "otherwise transfers take no time)"
     )
     parser.add_argument("--link", type=link, default=_ANY_LINK, metavar="LINK", help=help_text)
-    parser.add_argument("--node", type=number(1), metavar="N", help="ranks per node (default: one node)")
+    parser.add_argument("--node", type=number(1), metavar="N", help="ranks per node (default: all ranks on one node)")
     help_text = "latency and rate between nodes, such as 20us,12GB/s (default: same as --link)"
     parser.add_argument("--node-link", type=link, metavar="LINK", help=help_text)
     help_text = "use measured links from `rota profile links -o cluster.json` instead of --link"
     parser.add_argument("--links", metavar="FILE", help=help_text)
-    help_text = "how many times slower each rank is, such as 1,1,1.5,1.5 (default: all 1)"
+    help_text = "time that each rank needs relative to the measured one, such as 1,1,1.5,1.5 (default: all 1)"
     parser.add_argument("--slowdowns", type=_slowdowns, default=(), metavar="X,…", help=help_text)
     parser.add_argument("--inference", action="store_true", help="plan forward passes only")
     help_text = (
         "consider only plans that `rota export` can write for other trainers: no recomputation, one rank per stage"
     )
     parser.add_argument("--exportable", action="store_true", help=help_text)
-    help_text = "ranks per pipeline; the others become replicas (default: the fastest split)"
+    help_text = "ranks per pipeline; the others become replicas (default: whichever is fastest)"
     parser.add_argument("--pipeline", type=number(1), metavar="N", help=help_text)
-    add_time_limit(parser, "seconds to measure, search and try the best plans (default: 60)", default=60.0)
+    add_time_limit(
+        parser, "time limit in seconds for measuring, searching and trying the best plans (default: 60)", default=60.0
+    )
     parser.add_argument("--cache", metavar="PATH", help="file or folder that stores measurements for the next run")
     parser.add_argument("--refresh", action="store_true", help="measure again, even if the cache has a result")
     add_json(parser)

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 def add_arguments(parser: Parser) -> None:
     """Add the arguments of `rota bench-search` to its parser."""
     parser.add_argument("problems", nargs="+", help="problem files, or folders of them, such as problems/")
-    parser.add_argument("--only", metavar="GLOB", help="only problems whose name matches, such as 'wave-*-half'")
+    parser.add_argument("--only", metavar="GLOB", help="only problems whose names match, such as 'wave-*-half'")
     parser.add_argument("--open", action="store_true", help="only problems whose best plan is not proven optimal")
     parser.add_argument("--list", action="store_true", help="print what is known, without searching")
     add_time_limit(parser, "search each problem for this many seconds (default: 10)", default=10.0)
@@ -218,7 +218,7 @@ def _update(attempt: Attempt) -> None:
 
 COMMAND = Command(
     "bench-search",
-    "run the search on reference problems and compare with the best known results",
+    "run the search on reference problems and compare the results with the best known ones",
     "rota bench-search problems/ --only 'wave-*' --time-limit 30",
     add_arguments,
     run,

@@ -18,7 +18,7 @@ from rota.timeline import Timeline
 
 def add_arguments(parser: Parser) -> None:
     """Add the arguments of `rota calibrate` to its parser."""
-    help_text = "timeline.json from `rota run --timeline`; with several, the median of each op counts"
+    help_text = "timeline.json from `rota run --timeline`; with several timelines, the median time of each op is used"
     parser.add_argument("timelines", nargs="+", metavar="MEASURED", help=help_text)
     parser.add_argument(
         "--plan",
@@ -30,7 +30,9 @@ def add_arguments(parser: Parser) -> None:
     add_time_limit(parser, "for --plan search: at most this many seconds (default: 10)")
     parser.add_argument("--costs", metavar="FILE", help="write the measured costs as JSON, for `rota plan --costs`")
     add_json(parser)
-    add_output(parser, "FILE", "write the better plan, or the same orders with the measured costs, as JSON")
+    add_output(
+        parser, "FILE", "write the better plan as JSON or, if there is none, the same plan with the measured costs"
+    )
     parser.set_defaults(written={"output": "file", "costs": "file"})
 
 
@@ -67,7 +69,7 @@ def _measured(path: str) -> Timeline:
 
 COMMAND = Command(
     "calibrate",
-    "update a plan's costs with measured times, and plan again if that is faster",
+    "update a plan's costs with measured times, and make a new plan if it would be faster",
     "rota calibrate measured.json -o better.json",
     add_arguments,
     run,

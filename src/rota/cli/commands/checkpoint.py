@@ -29,7 +29,7 @@ def add_arguments(parser: Parser) -> None:
     """Add the arguments of `rota checkpoint` to its parser."""
     actions = parser.add_argument_group("actions", two_columns(_ACTIONS))
     actions.add_argument("action", type=one_of(ACTIONS), metavar="ACTION", help="ls, verify or export")
-    help_text = "folder of rota.Checkpoints, or one checkpoint in it: FOLDER/step-N"
+    help_text = "folder that rota.Checkpoints writes to, or one checkpoint in it: FOLDER/step-N"
     actions.add_argument("folder", metavar="FOLDER", help=help_text)
     add_output(
         parser, "FILE", "for export: model.safetensors, or a folder for it with --config", writes="file or folder"

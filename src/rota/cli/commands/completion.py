@@ -77,7 +77,7 @@ COMMAND = Command(
     run,
     details="""
 
-Write it where your shell looks, or evaluate it in ~/.bashrc or ~/.zshrc:
+Save it where your shell looks for completions, or evaluate it in ~/.bashrc or ~/.zshrc:
 
   eval "$(rota completion bash)"
   rota completion fish > ~/.config/fish/completions/rota.fish""",

@@ -30,4 +30,10 @@ def run(arguments: Namespace) -> int:
     return 0
 
 
-COMMAND = Command("demo", "a first tour: plan a small GPT, train it, compare, explain", "rota demo", add_arguments, run)
+COMMAND = Command(
+    "demo",
+    "take a first tour: plan a small GPT, train it, compare the run with the plan, explain its idle time",
+    "rota demo",
+    add_arguments,
+    run,
+)

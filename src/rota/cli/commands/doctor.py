@@ -20,13 +20,14 @@ _DETAILS = """
 
 It reports versions, accelerators and their memory, which rank gets which device, peer access, the host's limits, and
 environment variables that slow training down or break it. Then it starts one process per device (or CPU processes if
-there is no device) and measures the messages between each pair, and the clocks. Finally it runs small plans and
-compares their gradients with the unsplit model's. All of this takes less than two minutes.
+there is no device) and measures messages between each pair of processes, and how far their clocks differ. Finally it
+runs small plans and compares their gradients with the unsplit model's. All of this takes less than two minutes.
 
-Each line is ok, skipped (with the reason), warning (Rota runs, but slowly or at risk) or problem (with the fix).
+Each line is ok, skipped (with the reason), warning (Rota runs, but slowly or with a risk of failure) or problem (with
+the fix).
 To examine several nodes, start it with torchrun: torchrun … -m rota doctor
 
-exit code: 0 nothing is a problem, 1 something is, 2 wrong arguments"""
+exit code: 0 no problems, 1 at least one problem, 2 invalid arguments"""
 
 
 def add_arguments(parser: Parser) -> None:
@@ -34,7 +35,7 @@ def add_arguments(parser: Parser) -> None:
     help_text = "write all findings and measurements as JSON to FILE; - prints them instead of the text"
     parser.add_argument("--json", metavar="FILE", help=help_text)
     add_force(parser)
-    help_text = "number of processes to test with (default: one per device; on the CPU up to 4)"
+    help_text = "number of processes to test with (default: one per device; on the CPU, up to 4)"
     parser.add_argument("--ranks", type=number(1), metavar="N", help=help_text)
     parser.add_argument("--no-self-test", action="store_true", help="measure links and clocks, but run no plans")
     help_text = "run every schedule on 2 to N ranks, and measure messages of 1 kB to 64 MB (takes minutes)"

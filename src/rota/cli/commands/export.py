@@ -16,8 +16,8 @@ from rota.plan import Plan
 
 #: A requirement of torchtitan that not every model meets.
 _TITAN_LEAVES_NONE = (
-    "In a stage, torchtitan replaces the modules of other stages by None: the model's forward must skip them, as those "
-    "of torchtitan's own models do."
+    "In each stage, torchtitan replaces the modules of other stages with None, so the model's "
+    "forward must skip them, as the forward of torchtitan's own models does."
 )
 
 
@@ -32,17 +32,18 @@ def _add_torchtitan(parser: Parser) -> None:
     parser.add_argument("--model", required=True, metavar="FILE.py:FUNCTION", help=help_text)
     help_text = (
         "CutPoints to cut at, by number or name; in models without any, the modules that start stages (default: the "
-        "plan's cuts; if it has none, evenly spread CutPoints)"
+        "plan's cuts; if it has none, evenly spaced CutPoints)"
     )
     parser.add_argument("--cuts", type=argument_type(_split), metavar="NAME,…", help=help_text)
-    add_output(parser, "FOLDER", "folder for the files; made if missing", required=True, writes="files in a folder")
+    add_output(parser, "FOLDER", "folder for the files; created if missing", required=True, writes="files in a folder")
 
 
 def _add_megatron(parser: Parser) -> None:
     parser.add_argument("plan", help="plan.json, or a schedule CSV")
     help_text = (
-        "boundaries of the stages: 0, the first layer of each further stage, and the number of layers; E, t, m and L "
-        "count as one layer each; with --layers, each name does (default: with --layers, those of an autoplan plan)"
+        "boundaries of the stages: 0, the first layer of each later stage, and the number of layers; "
+        "each letter of Megatron's layout (E, t, m, L) counts as one layer or, with --layers, each class name does "
+        "(default with --layers: those of a plan from rota autoplan)"
     )
     parser.add_argument("--boundaries", type=_integers, metavar="0,N,…", help=help_text)
     help_text = (
@@ -50,22 +51,22 @@ def _add_megatron(parser: Parser) -> None:
         "them the loss (L)"
     )
     parser.add_argument("--layers", type=_layers, metavar="NAME*N,…", help=help_text)
-    help_text = "with --layers: regular expression that is found in the class names of transformer layers"
+    help_text = "with --layers: regular expression that matches part of the class names of transformer layers"
     parser.add_argument("--type", metavar="REGEX", help=help_text)
-    parser.add_argument("--mtp", type=int, default=0, metavar="N", help="layers of multi-token prediction")
+    parser.add_argument("--mtp", type=int, default=0, metavar="N", help="number of multi-token-prediction layers")
     add_output(parser, "FILE", "write the layout")
 
 
 def _add_deepspeed(parser: Parser) -> None:
     parser.add_argument("plan", help="plan.json, or a schedule CSV")
     help_text = (
-        "boundaries of the stages: 0, the first layer of each further stage, and the number of layers (default: those "
-        "of an autoplan plan)"
+        "boundaries of the stages: 0, the first layer of each later stage, and the number of layers (default: those "
+        "of a plan from rota autoplan)"
     )
     parser.add_argument("--boundaries", type=_integers, metavar="0,N,…", help=help_text)
     help_text = (
-        "instead of --boundaries: give each stage the same number of layers whose class name contains this regular "
-        "expression"
+        "instead of --boundaries: give each stage the same number of layers whose class name contains a "
+        "match for this regular expression"
     )
     parser.add_argument("--type", metavar="REGEX", help=help_text)
     help_text = "with --type: class names of the layers, in order"
@@ -241,7 +242,7 @@ _FORMATS = (
     ),
     Command(
         "deepspeed",
-        "write the boundaries of a PipelineModule's stages in its list of layers",
+        "write where each stage of a PipelineModule begins in its list of layers",
         "rota export deepspeed plan.json --layers 'Embed,Block*8,Norm,Head' --type block -o parts.json",
         _add_deepspeed,
         _to_deepspeed,

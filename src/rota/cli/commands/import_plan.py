@@ -37,7 +37,7 @@ def _add_megatron(parser: Parser) -> None:
 
 
 def _add_deepspeed(parser: Parser) -> None:
-    parser.add_argument("file", help="a JSON list, such as [0, 4, 8]: PipelineModule.parts")
+    parser.add_argument("file", help="JSON file with PipelineModule.parts, a list such as [0, 4, 8]")
     parser.add_argument("--microbatches", type=int, required=True, help="micro-batches per step")
     _add_costs_and_output(parser)
 
@@ -96,7 +96,7 @@ def _check_and_write(arguments: Namespace, planned: Plan, boundaries: Sequence[i
 _FORMATS = (
     Command(
         "torchtitan",
-        "read the parts in a job config and the schedule CSV beside it",
+        "read the modules of each stage from a job config, and the schedule CSV next to it",
         "rota import torchtitan titan/parallelism.toml --costs costs.json -o plan.json",
         _add_torchtitan,
         _from_torchtitan,

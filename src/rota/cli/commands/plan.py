@@ -55,7 +55,8 @@ def add_arguments(parser: Parser) -> None:
         "--objective",
         type=one_of(_OBJECTIVES, "--objective"),
         choices=_OBJECTIVES,
-        help="for search: the time to minimize (default: makespan)",
+        help="for search: what to minimize: the makespan of a step (default), the span (the longest busy window of "
+        "a rank), or the period (the time per micro-batch in steady state)",
     )
     add_time_limit(parser, "for search, and for --backups: at most this many seconds (default: 10)")
     add_backups(parser)
@@ -68,7 +69,7 @@ def add_arguments(parser: Parser) -> None:
 
 def add_backups(parser: Parser) -> None:
     """--dp and --backups."""
-    options = parser.add_argument_group("for runs that go on without a lost rank")
+    options = parser.add_argument_group("for runs that continue after losing a rank")
     options.add_argument("--dp", type=number(2), metavar="N", help="number of replicas of the pipeline (default: 2)")
     help_text = "for each rank, plan how the others continue without it, and write these plans as .json"
     options.add_argument("--backups", metavar="FILE", help=help_text)
@@ -180,7 +181,7 @@ def _warn_of_idle_ranks(planned: Plan) -> None:
 
 COMMAND = Command(
     "plan",
-    "make a plan by name or by search, check it and draw it",
+    "make a plan from a named schedule or by search, check it and draw it",
     "rota plan 1f1b --ranks 4 --microbatches 8 --forward-us 100 --backward-us 200 -o plan.json",
     add_arguments,
     run,

@@ -17,10 +17,13 @@ _PLACINGS = ("place", "interleaved", "wave")
 
 def add_arguments(parser: Parser) -> None:
     """Add the arguments of `rota plan-batch` to its parser."""
-    help_text = "costs of stages by length, from `rota profile MODEL.py --lengths 64,128,256 -o sizes.json`"
+    help_text = (
+        "costs of the stages as a function of length, from `rota profile MODEL.py --lengths 64,128,256 -o sizes.json`"
+    )
     parser.add_argument("sizes", metavar="SIZES.json", help=help_text)
     help_text = (
-        "lengths of a batch's samples, in tokens: [130, 85, 2300]; or of several batches: [[130, 85], [77, 512]]"
+        "lengths of a batch's samples, in tokens, such as [130, 85, 2300], or of several batches, such as "
+        "[[130, 85], [77, 512]]"
     )
     parser.add_argument("lengths", metavar="LENGTHS.json", help=help_text)
     parser.add_argument("--ranks", type=number(1), metavar="N", help="number of ranks (default: one per stage)")
@@ -28,13 +31,19 @@ def add_arguments(parser: Parser) -> None:
         "--limit", type=size, metavar="BYTES", help="memory limit per rank, such as 40GB (default: none)"
     )
     add_links(parser)
-    help_text = "placement of stages: one per rank (place), or several, interleaved or in a wave (default: place)"
+    help_text = (
+        "placement of stages: one per rank (place), or several per rank, either round-robin (interleaved) "
+        "or down the ranks and back up (wave) (default: place)"
+    )
     parser.add_argument(
         "--placing", type=one_of(_PLACINGS, "--placing"), choices=_PLACINGS, metavar="PLACING", help=help_text
     )
     help_text = "put the samples of a micro-batch one after another in one row, instead of padding each to the longest"
     parser.add_argument("--packed", action="store_true", help=help_text)
-    help_text = "changes that the local search tries; more take longer and find better plans (default: by size)"
+    help_text = (
+        "number of changes that the local search tries; a larger number takes longer and finds better "
+        "plans (default: depends on the size of the step)"
+    )
     parser.add_argument("--tries", type=number(0), metavar="N", help=help_text)
     help_text = "write the plan of each batch as batch0.json, batch1.json, …; Rota creates the folder if necessary"
     add_output(parser, "FOLDER", help_text, writes="files in a folder")
@@ -85,7 +94,7 @@ def _batches(path: str) -> list[list[int]]:
 
 COMMAND = Command(
     "plan-batch",
-    "plan batches whose samples differ in length: group samples into micro-batches and order them, with a proof",
+    "plan batches whose samples differ in length: group samples into micro-batches and order them, with a proven bound",
     "rota plan-batch sizes.json lengths.json --limit 40GB -o plans",
     add_arguments,
     run,

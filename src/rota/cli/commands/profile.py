@@ -26,21 +26,21 @@ def add_arguments(parser: Parser) -> None:
         "model",
         metavar="MODEL.py",
         help="Python file that defines make_model(), make_batch(rows) and loss_fn; or hf:config.json for a "
-        "transformers language model; or the word links, to measure messages between processes",
+        "language model from Hugging Face transformers; or the word links, to measure messages between processes",
     )
     add_model_options(parser)
     parser.add_argument("--rows", type=rows, metavar="N,N,…", help="rows per micro-batch (default: 1)")
-    help_text = "profile at each of these lengths and fit costs by length, for batches whose lengths vary"
+    help_text = "profile at each of these lengths and fit costs as a function of length, for batches whose lengths vary"
     parser.add_argument("--lengths", type=rows, metavar="N,N,…", help=help_text)
     help_text = "with --lengths: number of stages to cut the model into (default: 2)"
     parser.add_argument("--stages", type=number(1), metavar="N", help=help_text)
     parser.add_argument(
         "--device",
         metavar="NAME",
-        help="a device of this machine, such as cpu or cuda, to measure on (default: cpu; for links: auto), or another "
-        "device, such as h100, to estimate for without computing anything",
+        help="device of this machine to measure on, such as cpu or cuda (default: cpu; for links: auto), or "
+        "another device, such as h100, whose costs are estimated without running anything",
     )
-    help_text = f"measurements per layer; the median counts (default: {_REPEATS})"
+    help_text = f"measurements per layer, of which the median is used (default: {_REPEATS})"
     parser.add_argument("--repeats", type=number(1), metavar="N", help=help_text)
     parser.add_argument(
         "--processes",
@@ -50,11 +50,14 @@ def add_arguments(parser: Parser) -> None:
     )
     help_text = "for links: measure for `rota rehearse`, with ranks that wait instead of computing"
     parser.add_argument("--rehearsal", action="store_true", help=help_text)
-    help_text = "for links: refuse a result whose median exceeds its fastest quarter by more than X times (default: 2)"
+    help_text = (
+        "for links: refuse measurements that vary too much: the median may exceed the lower quartile by at "
+        "most X times that quartile (default: 2)"
+    )
     parser.add_argument("--max-spread", type=_spread, metavar="X", help=help_text)
     parser.add_argument("--cache", metavar="PATH", help="file or folder that stores measurements for the next run")
     parser.add_argument("--refresh", action="store_true", help="measure again, even if the cache has a result")
-    add_output(parser, "FILE", "write the profile, or the cluster, as JSON")
+    add_output(parser, "FILE", "write the profile, or the measured links, as JSON")
 
 
 def _spread(text: str) -> float:
@@ -191,7 +194,7 @@ def _tell(doing: str) -> None:
 
 COMMAND = Command(
     "profile",
-    "measure (or estimate) time and memory per layer of a model; or measure links",
+    "measure (or estimate) the time and memory of each layer of a model, or measure the links between processes",
     "rota profile model.py --rows 1,2,4,8 -o profile.json\n  rota profile links --processes 4 -o cluster.json",
     add_arguments,
     run,

@@ -19,9 +19,14 @@ def add_arguments(parser: Parser) -> None:
     help_text = "number of steps after one warm-up step (default: 5)"
     parser.add_argument("--steps", type=number(1), metavar="N", default=5, help=help_text)
     parser.add_argument("--allocate", action="store_true", help="also allocate the memory that the plan needs")
-    help_text = "end a rank after S seconds without progress (default: 20 simulated steps, at least 60 s)"
+    help_text = (
+        "end a rank after S seconds without progress (default: the time of 20 simulated steps, but at least 60 s)"
+    )
     parser.add_argument("--timeout", type=seconds, metavar="S", help=help_text)
-    help_text = "cpu, cuda or another device of this machine, or auto: accelerators if there is one per rank (default)"
+    help_text = (
+        "cpu, cuda or another device of this machine, or auto (default), which uses accelerators if there "
+        "is one per rank"
+    )
     parser.add_argument("--device", default="auto", metavar="NAME", help=help_text)
     add_json(parser)
     add_output(parser, "FILE", "write the median step's timeline as JSON")
@@ -71,7 +76,7 @@ def _batches(arguments: Namespace) -> int:
 
 COMMAND = Command(
     "rehearse",
-    "run a plan with real processes and messages, but timed waits instead of compute",
+    "run a plan with real processes and messages, but with timed waits instead of computation",
     "rota rehearse plan.json --steps 5 -o rehearsed.json",
     add_arguments,
     run,

@@ -37,16 +37,17 @@ def add_arguments(parser: Parser) -> None:
     parser.set_defaults(written={"timeline": "timeline"})
     help_text = "number of pipeline ranks (pp), replicas (dp, default: the plan's) and tensor-parallel shards (tp)"
     parser.add_argument("--mesh", type=mesh, default={}, metavar="pp=N,dp=N,tp=N", help=help_text)
-    help_text = "restart all ranks if one fails, up to N times in a row without a newer checkpoint (default: 0)"
+    help_text = "restart all ranks if one fails, up to N times without a new checkpoint in between (default: 0)"
     parser.add_argument("--max-restarts", type=number(0), default=0, metavar="N", help=help_text)
     help_text = (
-        "continue without a rank that failed after all restarts: its peers in the other replicas do its work, with "
+        "continue without a rank that still fails after all restarts: its peers in the other replicas do its work, "
+        "with "
         "plans from `rota plan --backups`"
     )
     parser.add_argument("--backups", metavar="FILE", help=help_text)
     help_text = (
-        "continue on fewer ranks, at least N, without a rank that failed after all restarts: the others run all "
-        "stages, with the state from memory"
+        "if a rank still fails after all restarts, continue without it on at least N ranks: the others run "
+        "all stages, with the state that rota run keeps in memory"
     )
     parser.add_argument("--min-ranks", type=number(1), metavar="N", help=help_text)
     help_text = "start a lost rank again after S seconds (default: 60 with --backups, never with --min-ranks)"
@@ -56,17 +57,21 @@ def add_arguments(parser: Parser) -> None:
         "training goes on"
     )
     parser.add_argument("--adapt", action="store_true", help=help_text)
-    help_text = "with --adapt: switch only if a step gets shorter by PERCENT (default: 3)"
+    help_text = "with --adapt: switch only if this makes a step shorter by at least PERCENT (default: 3)"
     parser.add_argument("--adapt-gain", type=percent, metavar="PERCENT", help=help_text)
     add_nodes(parser)
-    help_text = "end the run after S seconds without progress (default: 20 simulated steps, at least 60 s)"
+    help_text = (
+        "end the run after S seconds without progress (default: the time of 20 simulated steps, but at least 60 s)"
+    )
     parser.add_argument("--timeout", type=seconds, metavar="S", help=help_text)
     help_text = (
-        "device of each rank: cpu, a type such as cuda, or auto: accelerators if there is one per rank (default)"
+        "device of each rank: cpu, a type such as cuda, or auto (default), which uses accelerators if "
+        "there is one per rank"
     )
     parser.add_argument("--device", default="auto", metavar="TYPE", help=help_text)
     help_text = (
-        "before training, compare the first batch with the unsplit model, and stop unless loss and gradients are exact"
+        "before training, compare the split model with the unsplit one on the first batch, and stop unless "
+        "the loss and gradients are exact"
     )
     parser.add_argument("--verify", action="store_const", const="batch", help=help_text)
     help_text = "like --verify, but run the unsplit model one micro-batch at a time, as BatchNorm needs"
@@ -78,7 +83,8 @@ def add_arguments(parser: Parser) -> None:
         type=one_of(_WORKERS, "--engine"),
         choices=_WORKERS,
         default="rota",
-        help="rota (default), or torch for PyTorch's own pipeline engine, which runs chains only",
+        help="rota (default), or torch for PyTorch's own pipeline engine, which runs only plans whose stages form "
+        "a chain",
     )
 
 
@@ -244,7 +250,7 @@ def _report(line: str) -> None:
 
 COMMAND = Command(
     "run",
-    "train: start a script on every rank of a plan, on this machine or several",
+    "train: start a script on every rank of a plan, on one machine or several",
     "rota run --timeline measured.json plan.json train.py --steps 100",
     add_arguments,
     run,

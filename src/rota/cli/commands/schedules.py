@@ -14,7 +14,7 @@ from rota.schedules import table
 def add_arguments(parser: Parser) -> None:
     """Add the arguments of `rota schedules` to its parser."""
     add_step(parser)
-    add_costs(parser, "rank; schedules with several stages per rank divide it among them")
+    add_costs(parser, "rank; schedules with several stages per rank divide it among those stages")
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="print JSON")
     form.add_argument("--csv", action="store_true", help="print CSV")

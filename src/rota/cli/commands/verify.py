@@ -13,13 +13,13 @@ from rota.cli.requirements import InputError, require
 _AGAINST = ("batch", "microbatches")
 _DETAILS = """
 
-It starts the plan's processes, makes the model in each, splits it as the plan says, and runs the plan once on a batch
-from make_batch. The first process also runs the unsplit model with the same weights. Rota compares loss, outputs and
-every gradient in float64 (exact to 1e-10) and in the model's own dtype, with dropout switched off.
+The command starts the plan's processes, makes the model in each, splits it as the plan says, and runs the plan once on
+a batch from make_batch. The first process also runs the unsplit model with the same weights. Rota compares the loss,
+the outputs and every gradient in float64 (exact to 1e-10) and in the model's own dtype, with dropout switched off.
 
-If they differ, it says where and why: a BatchNorm or a loss that mixes the rows of a batch, unequal numbers of tokens
-per micro-batch, random numbers, a different mask in a stage, tied weights that were cut apart, a parameter without a
-gradient.
+If the results differ, Rota says where, and names the cause: a BatchNorm or a loss that mixes the rows of a batch,
+unequal numbers of tokens per micro-batch, random numbers, a different mask in a stage, tied weights that were cut
+apart, a parameter without a gradient.
 
 exit code: 0 exact, 1 not exact, 2 wrong input"""
 
@@ -28,7 +28,7 @@ def add_arguments(parser: Parser) -> None:
     """Add the arguments of `rota verify` to its parser."""
     parser.add_argument("plan", help="plan.json")
     help_text = "Python file that defines make_model(), make_batch(rows) and loss_fn, as for rota autoplan, and "
-    help_text += "make_unsplit() if make_model returns hand-made Stages; or hf:config.json"
+    help_text += "make_unsplit() if make_model returns rota.Stages that you built yourself; or hf:config.json"
     parser.add_argument("model", metavar="MODEL.py", help=help_text)
     help_text = "tokens per row, if MODEL.py has no make_batch (default: 1024, or the model's maximum if smaller)"
     parser.add_argument("--length", type=number(1), metavar="N", help=help_text)
