@@ -14,19 +14,18 @@ SIZES = ((4, 8), (8, 16), (8, 32), (16, 32), (16, 64))
 
 
 def measure() -> dict[str, list[tuple[float, float] | None]]:
-    """For each family and each column (costs x sizes) bubble fraction and activations as a share of 1F1B's."""
-    names = [family.name for family in FAMILIES if family.name != "forward_only"]
-    results: dict[str, list[tuple[float, float] | None]] = {name: [] for name in names}
+    """For each family and each column (costs x sizes): bubble, and activations as a share of 1F1B's."""
+    results: dict[str, list[tuple[float, float] | None]] = {}
     for forward, inputs, weight, transfer in COSTS.values():
         for num_ranks, num_microbatches in SIZES:
             costs = Costs.uniform(num_ranks, forward, inputs, weight, activation_bytes=4096)
             cluster = Cluster.uniform(num_ranks, latency_us=transfer)
             rows = {row.name: row for row in compare_schedules(costs, cluster, num_microbatches)}
             one_f_one_b = rows["1f1b"].activation_bytes or 1
-            for name in names:
-                row = rows[name]
-                known = row.bubble_fraction is not None and row.activation_bytes is not None
-                results[name].append((row.bubble_fraction, row.activation_bytes / one_f_one_b) if known else None)  # type: ignore[operator, arg-type]
+            for name in (family.name for family in FAMILIES if family.name in rows):
+                bubble, activation_bytes = rows[name].bubble_fraction, rows[name].activation_bytes
+                known = bubble is not None and activation_bytes is not None
+                results.setdefault(name, []).append((bubble, activation_bytes / one_f_one_b) if known else None)
     return results
 
 
