@@ -106,10 +106,9 @@ function paintNames(context, { layout, view, theme, sections }, { timeline, inde
 
 /** Draws each rank's idle time: a bar divided by causes, and its share of the makespan; one scale for both sections. */
 function paintSide(context, { layout, view, theme, causes, sections }, { timeline, index, totals }) {
-  const x = GUTTER + layout.plot + 14;
-  const maxWidth = SIDE - 66;
-  const makespan = timeline.makespan || 1;
-  const longest = makespan * Math.max(...sections.map(largestIdleShare)) || 1;
+  const [x, maxWidth] = [GUTTER + layout.plot + 14, SIDE - 66];
+  const shares = idleShares({ timeline, totals });
+  const longest = (timeline.makespan || 1) * Math.max(...sections.flatMap(idleShares)) || 1;
   const [from, to] = ranksInSight(layout, view, index, timeline.numRanks);
   context.textAlign = "left";
   context.font = `11px ${FONT}`;
@@ -126,15 +125,13 @@ function paintSide(context, { layout, view, theme, causes, sections }, { timelin
     context.globalAlpha = 1;
     if (layout.row < 11) continue;
     context.fillStyle = cssOf(theme.muted);
-    const idle = totals.ranks[rank].reduce((sum, time) => sum + time, 0);
-    context.fillText(percent(idle / makespan), x + maxWidth + 8, y + layout.lane / 2 + 0.5);
+    context.fillText(percent(shares[rank]), x + maxWidth + 8, y + layout.lane / 2 + 0.5);
   }
 }
 
-/** Returns the idle share of the step of the rank that is idle longest. */
-function largestIdleShare({ timeline, totals }) {
-  const idle = totals.ranks.map((times) => times.reduce((sum, time) => sum + time, 0));
-  return Math.max(0, ...idle) / (timeline.makespan || 1);
+/** Returns the idle share of each rank's step. */
+function idleShares({ timeline, totals }) {
+  return totals.ranks.map((times) => times.reduce((sum, time) => sum + time, 0) / (timeline.makespan || 1));
 }
 
 /** Draws the memory limits as lines in the strips. */
