@@ -229,7 +229,7 @@ def add_costs(parser: Parser, of_what: str) -> None:
         "--forward-us",
         type=number(0),
         metavar="US",
-        help=f"forward (F) time per {of_what}, in µs (default: {default['forward_us']})",
+        help=f"forward (F) time in µs per {of_what} (default: {default['forward_us']})",
     )
     help_text = (
         f"backward (B) time; with --weight-us, that of the input gradient (I) (default: {default['backward_us']})"
