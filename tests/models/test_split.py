@@ -147,6 +147,26 @@ def test_default_cuts_are_even(num_blocks: int, num_stages: int) -> None:
     assert max(sizes) - min(sizes) <= 1
 
 
+def test_the_layers_of_a_dict_are_blocks_if_they_are_alike() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.ends = nn.ModuleDict({"first": nn.Linear(WIDTH, WIDTH), "last": nn.LayerNorm(WIDTH)})
+            self.layers = nn.ModuleDict({str(i): Block() for i in range(3)})
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.ends["first"](x)
+            for layer in self.layers.values():
+                x = layer(x)
+            return self.ends["last"](x)
+
+    model = Model().double()
+    stages = split(model, 3, example=values())
+    held = [{name.split(".norm")[0] for name, _ in stage.named_parameters() if ".norm." in name} for stage in stages]
+    assert held == [{"layers.0"}, {"layers.1"}, {"layers.2"}]
+    assert_same(model, stages, values())
+
+
 def test_cut_points_in_a_list_of_a_submodule() -> None:
     class Encoder(nn.Module):
         def __init__(self) -> None:

@@ -21,6 +21,16 @@ def test_numbers_that_follow_from_inputs_and_shapes() -> None:
         assert int(mask.sum()) == 5
 
 
+def test_a_part_of_longer_rows_is_laid_out_as_its_copy() -> None:
+    """Its copy is contiguous, so PyTorch flattens it by a view, which the part itself does not allow."""
+    known = KnownNumbers()
+    with known:
+        targets = known.on_meta(torch.arange(10).reshape(2, 5)[:, 1:])
+        assert int(targets.flatten()[4]) == 6
+        across = known.on_meta(torch.arange(6).reshape(2, 3).t())
+        assert int(across.flatten()[1]) == 3
+
+
 def test_activations_random_numbers_and_what_was_written_to_are_unknown() -> None:
     known = KnownNumbers()
     with known:

@@ -133,7 +133,8 @@ class Explanation:
             f"{count_text(self.timeline.num_ranks, 'rank')} shared {count_text(self.num_cores or 0, 'core')}: "
             f"{lost_us / busy_us:.0%} of the time of their ops ({time_text(lost_us)} in all) was lost waiting for a "
             f"core.",
-            "No other plan can change that. Use no more ranks than cores before you judge the idle times below.",
+            f"No other plan for {count_text(self.timeline.num_ranks, 'rank')} can change that. Use no more ranks than "
+            f"cores before you judge the idle times below.",
         ]
 
     def _table(self, width: int | None) -> list[str]:

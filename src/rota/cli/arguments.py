@@ -181,7 +181,7 @@ def add_model_options(parser: Parser) -> None:
     """--cuts and --length."""
     help_text = (
         "modules that can start a stage, such as 'transformer.h.*' (default: the model's rota.CutPoint "
-        "modules or, without any, the entries of its nn.ModuleList or nn.Sequential)"
+        "modules or, without any, the entries of its nn.ModuleList, nn.ModuleDict or nn.Sequential)"
     )
     parser.add_argument("--cuts", type=lambda text: text.split(","), metavar="PATTERN,…", help=help_text)
     help_text = "tokens per row, if MODEL.py has no make_batch (default: 1024, or the model's maximum if smaller)"

@@ -95,7 +95,7 @@ def render(parts: Sequence[Sequence[str]], plan: Plan, folder: str | Path) -> di
     texts = (
         plan.to_csv(),
         plan.to_csv(communication=True),
-        _toml(common, parts, plan.num_microbatches),
+        _toml(common, parts, plan),
         _json(common, parts, plan.num_microbatches),
     )
     return {Path(folder) / name: text for name, text in zip(FILES, texts, strict=True)}
@@ -137,10 +137,11 @@ def _require_parts(parts: Sequence[Sequence[str]], num_stages: int) -> Parts:
     return tuple(map(tuple, parts))
 
 
-def _toml(common: dict[str, str | int], parts: Parts, num_microbatches: int) -> str:
+def _toml(common: dict[str, str | int], parts: Parts, plan: Plan) -> str:
     """The section in TOML, which has the same numbers and strings of printable characters as JSON."""
     lines = [
-        f"# training.local_batch_size must be {num_microbatches} times pipeline_parallel_microbatch_size",
+        f"# training.local_batch_size must be {plan.num_microbatches} times pipeline_parallel_microbatch_size"
+        + (f"; the plan is for {rows} and {rows * plan.num_microbatches}" if (rows := plan.microbatch_rows) else ""),
         "[parallelism]",
         *(f"{name} = {json.dumps(value, ensure_ascii=False)}" for name, value in common.items()),
         f"{_PARTS_IN_0_2} = [",

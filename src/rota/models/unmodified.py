@@ -20,23 +20,27 @@ from rota.models.stages import Carried, Stages
 
 
 def find_blocks(model: nn.Module) -> list[str]:
-    """The modules where stages may begin by default: those with parameters in lists of modules."""
-    for containers in ((nn.ModuleList,), (nn.Sequential,)):
-        found = [*_in_containers(model, containers)]
+    """The modules where stages may begin by default: those with parameters in lists or dicts of modules.
+
+    A dict counts if its modules are of one class, as torchtitan's layers are; others hold the parts of a model by name.
+    """
+    for container in (nn.ModuleList, nn.ModuleDict, nn.Sequential):
+        found = _in_containers(model, container)
         if found:
             return found
     return []
 
 
-def _in_containers(module: nn.Module, containers: tuple[type[nn.Module], ...], path: str = "") -> list[str]:
+def _in_containers(module: nn.Module, container: type[nn.Module], path: str = "") -> list[str]:
     found: list[str] = []
     for name, child in module.named_children():
         inside = f"{path}.{name}".lstrip(".")
-        having = [key for key, one in child.named_children() if any(True for _ in one.parameters())]
-        if isinstance(child, containers) and len(having) > 1:
+        having = {key: one for key, one in child.named_children() if any(True for _ in one.parameters())}
+        is_alike = not isinstance(child, nn.ModuleDict) or len({*map(type, having.values())}) == 1
+        if isinstance(child, container) and len(having) > 1 and is_alike:
             found += [f"{inside}.{key}" for key in having]
         else:
-            found += _in_containers(child, containers, inside)
+            found += _in_containers(child, container, inside)
     return found
 
 

@@ -33,7 +33,7 @@ class KnownNumbers(TorchDispatchMode):
         def change(tensor: torch.Tensor) -> torch.Tensor:
             made = tensor.to("meta")
             if not tensor.is_meta and _is_countable(tensor):
-                self._known[made] = tensor
+                self._known[made] = _laid_out_as(made, tensor)
             return made
 
         return over_tensors(change, value)
@@ -64,6 +64,13 @@ class KnownNumbers(TorchDispatchMode):
     def _number(self, tensor: torch.Tensor) -> torch.Tensor:
         found: torch.Tensor = self._known.get(tensor, tensor)  # type: ignore[no-untyped-call]
         return found
+
+
+def _laid_out_as(made: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor with the strides of its copy, from which PyTorch chooses the operations that both then do."""
+    if tensor.stride() == made.stride():
+        return tensor
+    return torch.empty_strided(made.size(), made.stride(), dtype=tensor.dtype).copy_(tensor)
 
 
 def _is_countable(tensor: torch.Tensor) -> bool:

@@ -13,6 +13,7 @@ from rota.cli.arguments import add_output, argument_type, comma_separated
 from rota.cli.parser import Command, Parser
 from rota.cli.requirements import InputError, require
 from rota.plan import Plan
+from rota.units import count_text
 
 #: A requirement of torchtitan that not every model meets.
 _TITAN_LEAVES_NONE = (
@@ -125,7 +126,9 @@ def _to_torchtitan(arguments: Namespace) -> int:
         files.write(str(path), text)
     for stage, names in enumerate(parts):
         print(f"stage {stage}: {' '.join(names)}")
-    print(f"Give torchtitan {planned.num_microbatches} micro-batches per step, as docs/other-trainers.md explains.")
+    rows = planned.microbatch_rows
+    given = f"{planned.num_microbatches} micro-batches" + (f" of {count_text(rows, 'row')} each" if rows else "")
+    print(f"Give torchtitan {given} per step, as docs/other-trainers.md explains.")
     print(_TITAN_LEAVES_NONE)
     return 0
 
