@@ -36,8 +36,8 @@ _TRIES_FOR_ALL = 4_000
 _MOST_SHUFFLED = 24  # of these starts have a random sequence, one for each so many tries
 _OPS_TIMED = 3_000_000  # in all tries of a local search, if the number of tries is not given
 _ANY_NUMBER = 1 << 60
-_FAR = 1.05  # above its bound, a plan by rules is compared with plans by policies of
-_NUM_BY_POLICY = 4  # groupings
+_FAR = 1.05  # times its bound: above it, the best plan by rules is compared with plans by policies
+_NUM_BY_POLICY = 4  # groupings that are then planned by policies
 _FEWEST_GROUPINGS = 5  # that are compared, even if the time is over
 _GROUPS_UNTIL = 0.5  # of a time limit
 _CLIMBS_UNTIL = 0.7  # of a time limit; the rest is for the plan and its bound
@@ -186,18 +186,20 @@ def _first(layout: Layout, grouper: Grouper, clock: _Clock) -> _Found:
     found: list[_Found] = []
     for i, candidate in enumerate(candidates):
         has_time = i < _FEWEST_GROUPINGS or clock.share_over() < _GROUPS_UNTIL
-        if not found or (candidate.bound_us < min(map(_makespan_us, found)) and has_time):
-            found += filter(None, [_first_of(candidate)])
+        if found and not (has_time and candidate.bound_us < min(map(_makespan_us, found))):
+            continue
+        if (one := _first_of(candidate)) is not None:
+            found.append(one)
     if not found:
         raise SearchError(
             "no grouping of the batch fits in memory beside what transfers hold; raise the limits, or give the ranks "
             "fewer layers"
         )
     found.sort(key=_makespan_us)
-    return min([found[0], *_by_policy(found, clock)], key=_makespan_us)
+    return min([found[0], *_by_policies(found, clock)], key=_makespan_us)
 
 
-def _by_policy(found: list[_Found], clock: _Clock) -> Iterator[_Found]:
+def _by_policies(found: list[_Found], clock: _Clock) -> Iterator[_Found]:
     """Plans by list scheduling of the best groupings, where the best plan by rules is far above its bound.
 
     That is rare: with split backwards, little memory, and a few micro-batches much longer than all others.
@@ -206,10 +208,13 @@ def _by_policy(found: list[_Found], clock: _Clock) -> Iterator[_Found]:
     problem = best.candidate.problem
     if not (problem.has_one_stage_per_rank and problem.has_weights):
         return  # without a split backward, `_improved` tries policies
-    if best.makespan_us > _FAR * best.candidate.bound_us:
-        for one in found[:_NUM_BY_POLICY]:
-            if one.candidate.bound_us < best.makespan_us and clock.share_over() < _GROUPS_UNTIL:
-                yield from filter(None, [_first_plan(one.candidate, one.sequence, by_policy)])
+    if best.makespan_us <= _FAR * best.candidate.bound_us:
+        return
+    for one in found[:_NUM_BY_POLICY]:
+        if one.candidate.bound_us < best.makespan_us and clock.share_over() < _GROUPS_UNTIL:
+            planned = _first_plan(one.candidate, one.sequence, by_policy)
+            if planned is not None:
+                yield planned
 
 
 def _makespan_us(found: _Found) -> int:

@@ -283,7 +283,7 @@ def add_shape(parser: Parser, *, group: str | None = None, default: str | None =
         choices=SHAPES,
         metavar="SHAPE",
         default=default,
-        help=f"how the stages are placed on the ranks (default: v);  {summaries}",
+        help=f"how the stages are placed on the ranks (default: v); {summaries}",
     )
 
 
