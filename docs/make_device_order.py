@@ -11,7 +11,7 @@ import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.patches import FancyArrowPatch, Rectangle
 
-from rota import Cluster, Costs, Op, place
+from rota import Cluster, Costs, Kind, Op, place
 from rota.notebook import COLORS
 from rota.programs.device_steps import DeviceProgram, Step, device_programs
 from rota.schedules import one_f_one_b
@@ -26,7 +26,7 @@ ROWS = {
     (1, "compute"): (5.6, "compute (your stream)"),
 }
 MESSAGE, EVENT, MEETING = "#DDD9D0", "#6B6F76", "#B5503C"
-HEIGHT, WIDTH = 0.62, 0.74
+HEIGHT, WIDTH = 0.62, 0.78
 
 
 def main() -> None:
@@ -71,21 +71,22 @@ def draw_step(axes: Axes, step: Step, x: float, y: float) -> None:
     elif step.what in ("run", "send", "receive"):
         is_op = isinstance(step.subject, Op)
         color = COLORS[step.subject.kind] if isinstance(step.subject, Op) else MESSAGE
+        ink = "white" if color == COLORS[Kind.F] else "black"
         axes.add_patch(
             Rectangle(
                 (x - WIDTH / 2, y - HEIGHT / 2), WIDTH, HEIGHT, facecolor=color, edgecolor=EVENT, lw=0.7, zorder=2
             )
         )
-        look = {"color": "white", "fontsize": 9} if is_op else {"fontsize": 7}
+        look = {"color": ink, "fontsize": 9 if is_op else 6.5}
         axes.text(x, y, str(step.subject) if is_op else step.what, ha="center", va="center", zorder=4, **look)
 
 
 def draw_event(axes: Axes, source: tuple[float, float], target: tuple[float, float], before: Step) -> None:
     start = (source[0] + (WIDTH / 2 if before.has_kernel else 0.07), source[1])
     end = (target[0] - WIDTH / 2, target[1])
-    style = "solid" if before.has_kernel else (0, (2, 2))
+    style, depth = ("solid", 1.5) if before.has_kernel else ((0, (2, 2)), 3)  # an allocation is beside an op's box
     arrow = FancyArrowPatch(
-        start, end, arrowstyle="-|>", mutation_scale=9, color=EVENT, lw=1, ls=style, shrinkA=0, shrinkB=0, zorder=3
+        start, end, arrowstyle="-|>", mutation_scale=9, color=EVENT, lw=1, ls=style, shrinkA=0, shrinkB=0, zorder=depth
     )
     axes.add_patch(arrow)
 

@@ -19,6 +19,7 @@ PICTURE = Path(__file__).parent / "pictures" / "wires.png"
 MESSAGE, GAP, SERVICE, WAITING, LINE = "#DDD9D0", "#F4F2EE", "#6B6F76", "#332288", "#6B6F76"
 ROWS = {0: 0.0, 1: 1.0, "host": 2.0, 2: 3.0, 3: 4.0}  # senders above the link that they share, receivers below
 HALF = 0.28
+BEHIND = 0.5  # the bars, which have 1
 
 
 def main() -> None:
@@ -67,7 +68,7 @@ def draw_transfer(axes: Axes, timeline: Timeline, r: int) -> None:
     (handed_over,), (sent,), (arrived,) = timeline.handed_over_us(r), timeline.sent_us[r], timeline.arrived_us[r]
     from_y, to_y, link = ROWS[route.sender] + HALF, ROWS[route.receiver] - HALF, ROWS["host"]
     served = sent + route.service_us
-    axes.plot([handed_over, handed_over], [from_y, link - HALF], color=LINE, linewidth=0.9)
+    axes.plot([handed_over, handed_over], [from_y, link - HALF], color=LINE, linewidth=0.9, zorder=BEHIND)
     if sent > handed_over:
         axes.plot([handed_over, sent], [link - HALF] * 2, color=WAITING, linewidth=2.2, linestyle=(0, (1, 1)))
         axes.text(
@@ -75,9 +76,9 @@ def draw_transfer(axes: Axes, timeline: Timeline, r: int) -> None:
         )
     size = f"{route.num_bytes} bytes: {route.service_us} µs"
     box(axes, "host", sent, served, SERVICE, size, "white")
-    axes.plot([served, arrived], [link + HALF, to_y], color=LINE, linewidth=0.9)
+    axes.plot([served, arrived], [link + HALF, to_y], color=LINE, linewidth=0.9, zorder=BEHIND)
     if ROWS[route.receiver] == link + 1:  # elsewhere the line crosses another rank's bar
-        axes.text((served + arrived) / 2 + 0.4, (link + to_y) / 2 + 0.14, "latency", color=LINE, size=8)
+        axes.text((served + arrived) / 2 + 0.6, (link + to_y) / 2 + 0.1, "latency", color=LINE, size=8)
 
 
 def box(axes: Axes, row: int | str, left: float, right: float, color: str, text: str, ink: str = "black") -> None:

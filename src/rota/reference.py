@@ -18,7 +18,7 @@ from rota.simulation import simulate
 
 NEAR = 0.01  #: a gap up to which a problem counts as nearly closed
 
-State = Literal["closed", "within 1 %", "open"]
+State = Literal["closed", "within 1%", "open"]
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Reference:
         """Whether the best plan is proven optimal, nearly, or neither."""
         if self.makespan_us <= self.bound_us:
             return "closed"
-        return "within 1 %" if self.gap <= NEAR else "open"
+        return "within 1%" if self.gap <= NEAR else "open"
 
     def is_of(self, placement: Placement, num_microbatches: int) -> bool:
         """Whether this is the same problem."""

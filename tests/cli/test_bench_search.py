@@ -39,7 +39,7 @@ def test_better_plans_and_bounds_are_written(jobs: int, tmp_path: Path, capsys: 
     arguments = ("bench-search", tmp_path, "--only", "poor*", "--time-limit", 5, "--jobs", jobs)
     code, out, _ = run(capsys, *arguments)
     assert code == 0
-    assert "2 closed, 0 within 1 %, 0 open" in out
+    assert "2 closed, 0 within 1%, 0 open" in out
     assert "2 better plans: poor poorer" in out
     assert "2 better bounds: poor poorer" in out
     assert "Not written" in out
@@ -79,13 +79,13 @@ def test_what_is_known_is_listed_without_a_search(tmp_path: Path, capsys: Capsys
     write_poor(tmp_path, "nearly", bound_us=2390)
     code, out, _ = run(capsys, "bench-search", tmp_path, "--list")
     assert code == 0
-    assert "0 closed, 1 within 1 %, 1 open: 50.0% closed or within 1 %" in out
+    assert "0 closed, 1 within 1%, 1 open: 50.0% closed or within 1%" in out
     assert "Open: poor (100.0%)" in out
     code, out, _ = run(capsys, "bench-search", tmp_path, "--list", "--json", "--only", "near*")
     assert code == 0
     fields = json.loads(out)
     assert (fields["name"], fields["makespan_us"], fields["bound_us"]) == ("nearly", 2400, 2390)
-    assert (fields["state"], fields["found_by"], fields["argument"]) == ("within 1 %", "gpipe", "words")
+    assert (fields["state"], fields["found_by"], fields["argument"]) == ("within 1%", "gpipe", "words")
 
 
 def test_only_those_that_are_open_are_searched(tmp_path: Path, capsys: Capsys) -> None:

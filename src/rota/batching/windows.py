@@ -25,7 +25,7 @@ from rota.batching.problem import BatchProblem, Integers
 _NEVER = 1 << 61
 _MOST_ROUNDS = 8  # of windows, per makespan that is tried
 _STATES_PER_BOUND = 2_000_000  # looked at, about 10 ns each
-_FINENESS = 11  # binary digits: 0.05 % more tells nobody anything
+_FINENESS = 11  # binary digits: 0.05% more tells nobody anything
 
 
 def sequence_bound_us(

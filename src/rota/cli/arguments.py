@@ -231,24 +231,23 @@ def add_costs(parser: Parser, of_what: str) -> None:
         metavar="US",
         help=f"forward (F) time in µs per {of_what} (default: {default['forward_us']})",
     )
-    help_text = (
-        f"backward (B) time; with --weight-us, that of the input gradient (I) (default: {default['backward_us']})"
-    )
+    help_text = "backward (B) time in µs; with --weight-us, only the time of the input gradient (I) "
+    help_text += f"(default: {default['backward_us']})"
     parser.add_argument("--backward-us", type=number(0), metavar="US", help=help_text)
     parser.add_argument(
         "--weight-us",
         type=number(0),
         metavar="US",
-        help="weight-gradient (W) time; if given, the backward is split into I and W",
+        help="weight-gradient (W) time in µs; if given, the backward is split into I and W",
     )
-    help_text = f"bytes that F keeps until the backward (default: {default['activation_bytes']})"
+    help_text = f"bytes of activations that F keeps until the backward (default: {default['activation_bytes']})"
     parser.add_argument("--activation", type=size, metavar="BYTES", dest="activation_bytes", help=help_text)
     parser.add_argument(
         "--boundary",
         type=size,
         metavar="BYTES",
         dest="boundary_bytes",
-        help="bytes sent from stage to stage (default: 0)",
+        help="bytes sent from each stage to the next (default: 0)",
     )
     add_links(parser)
 
@@ -256,14 +255,17 @@ def add_costs(parser: Parser, of_what: str) -> None:
 def add_links(parser: Parser) -> None:
     """The links: the same for all ranks, or from a file."""
     parser.add_argument(
-        "--latency-us", type=number(0), metavar="US", default=0, help="latency of every link (default: 0)"
+        "--latency-us", type=number(0), metavar="US", default=0, help="latency of every link in µs (default: 0)"
     )
     parser.add_argument(
-        "--bytes-per-us", type=number(1), metavar="N", help="rate of every link; 1 GB/s is 1000 (default: infinite)"
+        "--bytes-per-us",
+        type=number(1),
+        metavar="N",
+        help="rate of every link in bytes per µs; 1 GB/s is 1000 (default: infinite)",
     )
     parser.add_argument("--link", type=link, metavar="LINK", help="latency and rate of every link, such as 5us,50GB/s")
     help_text = (
-        "measured links from `rota profile links -o cluster.json`: latency, rate, shared links, cost per message"
+        "use measured links from `rota profile links -o cluster.json`: latency, rate, shared links, cost per message"
     )
     parser.add_argument("--links", metavar="FILE", help=help_text)
 
@@ -274,7 +276,7 @@ def add_shape(parser: Parser, *, group: str | None = None, default: str | None =
     options.add_argument(
         "--split-backward",
         action="store_true",
-        help="split the backward into I and W, with half the time each, unless the costs are already split",
+        help="split the backward into I and W, each with half of the time, unless the costs are already split",
     )
     summaries = "; ".join(f"{name}: {shape.summary}" for name, shape in SHAPES.items())
     options.add_argument(

@@ -66,7 +66,7 @@ _PCIE_WAYS: Mapping[str, tuple[str, bool]] = {
     "SYS": ("through the interconnect of the CPU sockets", True),
 }
 
-#: A link is slow if it gives less than this part of its rating. NCCL's point-to-point kernels reach 40 to 80 % of it.
+#: A link is slow if it gives less than this part of its rating. NCCL's point-to-point kernels reach 40 to 80% of it.
 SLOW = 0.25
 
 

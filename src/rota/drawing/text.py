@@ -98,7 +98,7 @@ def _legend(timeline: Timeline, charts: Iterable[Iterable[Work | None]], width: 
     """Return the lines that explain what fills the chart."""
     entries = {f"{key[0]}{LOOKS[key].fill} {LOOKS[key].word}": key for key in look_keys(timeline)}
     unseen = sum(map(len, timeline.plan.orders)) - sum(isinstance(w, Op) for columns in charts for w in set(columns))
-    hidden = [f"{count_text(unseen, 'op')} unseen"] if unseen else []
+    hidden = [f"{count_text(unseen, 'op')} not shown"] if unseen else []
     lines = _flow([*entries, f"{_IDLE} idle", *hidden], "   ", width)
     if color:
         for entry, key in entries.items():

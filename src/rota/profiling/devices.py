@@ -3,8 +3,8 @@
 The figures are dense peaks (no sparsity), with the matrix units where the dtype uses them by default, and the bandwidth
 of the device's own memory.
 
-The two efficiencies are estimates, not data: large matrix multiplications reach about 60 to 75 % of the peak on these
-devices, and element-wise kernels about 80 % of the bandwidth. This is good enough to choose between cuts and schedules;
+The two efficiencies are estimates, not data: large matrix multiplications reach about 60 to 75% of the peak on these
+devices, and element-wise kernels about 80% of the bandwidth. This is good enough to choose between cuts and schedules;
 measure on the device itself if you can.
 """
 

@@ -188,7 +188,7 @@ FAMILIES = (
     ),
     Family(
         "1f1b",
-        "alternates one forward and one backward; keeps activations of few micro-batches",
+        "alternates one forward and one backward; keeps the activations of only a few micro-batches",
         one_f_one_b,
         _in_turn,
         "Narayanan et al. 2021",
@@ -216,7 +216,7 @@ FAMILIES = (
     ),
     Family(
         "looped_bfs",
-        "several stages per rank; each runs all micro-batches before the next",
+        "several stages per rank; a rank runs all micro-batches through one stage before the next",
         looped_bfs,
         interleaved,
         "Lamy-Poirier 2023",

@@ -64,14 +64,14 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("--node-link", type=link, metavar="LINK", help=help_text)
     help_text = "use measured links from `rota profile links -o cluster.json` instead of --link"
     parser.add_argument("--links", metavar="FILE", help=help_text)
-    help_text = "time that each rank needs relative to the measured one, such as 1,1,1.5,1.5 (default: all 1)"
+    help_text = "slowdown of each rank relative to the measured one, such as 1,1,1.5,1.5 (default: all 1)"
     parser.add_argument("--slowdowns", type=_slowdowns, default=(), metavar="X,…", help=help_text)
     parser.add_argument("--inference", action="store_true", help="plan forward passes only")
     help_text = (
         "consider only plans that `rota export` can write for other trainers: no recomputation, one rank per stage"
     )
     parser.add_argument("--exportable", action="store_true", help=help_text)
-    help_text = "ranks per pipeline; the others become replicas (default: whichever is fastest)"
+    help_text = "ranks per pipeline; the remaining ranks run replicas of it (default: whichever is fastest)"
     parser.add_argument("--pipeline", type=number(1), metavar="N", help=help_text)
     add_time_limit(
         parser, "time limit in seconds for measuring, searching and trying the best plans (default: 60)", default=60.0

@@ -123,8 +123,8 @@ def _known_line(known: Reference) -> str:
 def _count(known: Sequence[Reference]) -> None:
     """Print how many problems are closed, nearly closed and open, and which are open."""
     states = Counter(one.state for one in known)
-    print(", ".join(f"{states[state]} {state}" for state in ("closed", "within 1 %", "open")), end="")
-    print(f": {(len(known) - states['open']) / max(len(known), 1):.1%} closed or within 1 %")
+    print(", ".join(f"{states[state]} {state}" for state in ("closed", "within 1%", "open")), end="")
+    print(f": {(len(known) - states['open']) / max(len(known), 1):.1%} closed or within 1%")
     if still_open := sorted((one for one in known if one.state == "open"), key=lambda one: -one.gap):
         print(f"Open: {' '.join(f'{one.name} ({one.gap:.1%})' for one in still_open)}")
 

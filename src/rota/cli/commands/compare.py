@@ -17,7 +17,7 @@ from rota.cli.screen import report_columns
 
 def add_arguments(parser: Parser) -> None:
     """Add the arguments of `rota compare` to its parser."""
-    parser.add_argument("planned", help="plan.json (simulated first), or a timeline.json")
+    parser.add_argument("planned", help="plan.json (which is simulated first), or a timeline.json")
     parser.add_argument("measured", help="timeline.json, for example from `rota run --timeline`")
     add_cores(parser)
     add_json(parser)

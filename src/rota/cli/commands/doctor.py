@@ -18,13 +18,14 @@ _STDOUT = "-"
 _TIMEOUT_S = 30.0
 _DETAILS = """
 
-It reports versions, accelerators and their memory, which rank gets which device, peer access, the host's limits, and
-environment variables that slow training down or break it. Then it starts one process per device (or CPU processes if
-there is no device) and measures messages between each pair of processes, and how far their clocks differ. Finally it
-runs small plans and compares their gradients with the unsplit model's. All of this takes less than two minutes.
+First, it reports versions, accelerators and their memory, the device of each rank, peer access, the host's limits, and
+environment variables that slow down or break training. Then it starts one process per device, or CPU processes if
+there is no device. It measures messages between each pair of processes, and how much their clocks differ. Finally, it
+runs small plans and compares their gradients with those of the unsplit model. All of this takes less than two minutes.
 
-Each line is ok, skipped (with the reason), warning (Rota runs, but slowly or with a risk of failure) or problem (with
-the fix).
+Each line begins with ok, skipped (with the reason), warning (Rota runs, but slowly or with a risk of failure) or
+problem (with the fix).
+
 To examine several nodes, start it with torchrun: torchrun … -m rota doctor
 
 exit code: 0 no problems, 1 at least one problem, 2 invalid arguments"""
@@ -32,7 +33,7 @@ exit code: 0 no problems, 1 at least one problem, 2 invalid arguments"""
 
 def add_arguments(parser: Parser) -> None:
     """Add the arguments of `rota doctor` to its parser."""
-    help_text = "write all findings and measurements as JSON to FILE; - prints them instead of the text"
+    help_text = "write all findings and measurements as JSON to FILE, or print them instead of the text if FILE is -"
     parser.add_argument("--json", metavar="FILE", help=help_text)
     add_force(parser)
     help_text = "number of processes to test with (default: one per device; on the CPU, up to 4)"

@@ -15,7 +15,7 @@ from rota.cli.screen import report_columns
 
 def add_arguments(parser: Parser) -> None:
     """Add the arguments of `rota explain` to its parser."""
-    parser.add_argument("timeline", help="timeline.json, or a plan (simulated first)")
+    parser.add_argument("timeline", help="timeline.json, or a plan (which is simulated first)")
     parser.add_argument("second", nargs="?", help=argparse.SUPPRESS)  # refused, with the right command
     help_text = "plan that has the expected op times (default: the timeline's own plan)"
     parser.add_argument("--planned", metavar="FILE", help=help_text)

@@ -13,7 +13,7 @@ from rota.cli.screen import report_columns
 
 def add_arguments(parser: Parser) -> None:
     """Add the arguments of `rota import-trace` to its parser."""
-    help_text = "one rank's trace from torch.profiler, .json or .json.gz; give one file for every rank"
+    help_text = "trace of one rank from torch.profiler, .json or .json.gz; give one file per rank"
     parser.add_argument("traces", nargs="+", metavar="TRACE", help=help_text)
     parser.add_argument(
         "--step", type=number(0), metavar="N", help="number of the profiled step, counted from 0 (default: the last)"

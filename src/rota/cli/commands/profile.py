@@ -30,7 +30,7 @@ def add_arguments(parser: Parser) -> None:
     )
     add_model_options(parser)
     parser.add_argument("--rows", type=rows, metavar="N,N,…", help="rows per micro-batch (default: 1)")
-    help_text = "profile at each of these lengths and fit costs as a function of length, for batches whose lengths vary"
+    help_text = "measure at these lengths and fit costs as a function of length, for samples that differ in length"
     parser.add_argument("--lengths", type=rows, metavar="N,N,…", help=help_text)
     help_text = "with --lengths: number of stages to cut the model into (default: 2)"
     parser.add_argument("--stages", type=number(1), metavar="N", help=help_text)
@@ -40,7 +40,7 @@ def add_arguments(parser: Parser) -> None:
         help="device of this machine to measure on, such as cpu or cuda (default: cpu; for links: auto), or "
         "another device, such as h100, whose costs are estimated without running anything",
     )
-    help_text = f"measurements per layer, of which the median is used (default: {_REPEATS})"
+    help_text = f"measurements per layer; the result is their median (default: {_REPEATS})"
     parser.add_argument("--repeats", type=number(1), metavar="N", help=help_text)
     parser.add_argument(
         "--processes",
@@ -48,7 +48,7 @@ def add_arguments(parser: Parser) -> None:
         metavar="N",
         help="for links: number of processes to start on this machine (default: 2)",
     )
-    help_text = "for links: measure for `rota rehearse`, with ranks that wait instead of computing"
+    help_text = "for links: measure for `rota rehearse`, in which ranks wait instead of computing"
     parser.add_argument("--rehearsal", action="store_true", help=help_text)
     help_text = (
         "for links: refuse measurements that vary too much: the median may exceed the lower quartile by at "

@@ -32,7 +32,7 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("script", help="Python file to run on every rank; it calls rota.given_plan()")
     # Before Python 3.13, argparse reports the remaining words as required.
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments passed to the script").required = False
-    parser.add_argument("--timeline", metavar="FILE", help="write the last step's measured timeline")
+    parser.add_argument("--timeline", metavar="FILE", help="write the measured timeline of the last step")
     add_force(parser)
     parser.set_defaults(written={"timeline": "timeline"})
     help_text = "number of pipeline ranks (pp), replicas (dp, default: the plan's) and tensor-parallel shards (tp)"
@@ -40,9 +40,8 @@ def add_arguments(parser: Parser) -> None:
     help_text = "restart all ranks if one fails, up to N times without a new checkpoint in between (default: 0)"
     parser.add_argument("--max-restarts", type=number(0), default=0, metavar="N", help=help_text)
     help_text = (
-        "continue without a rank that still fails after all restarts: its peers in the other replicas do its work, "
-        "with "
-        "plans from `rota plan --backups`"
+        "if a rank still fails after all restarts, continue without it: its peers in the other replicas do its work, "
+        "with the plans in FILE, from `rota plan --backups`"
     )
     parser.add_argument("--backups", metavar="FILE", help=help_text)
     help_text = (
@@ -53,8 +52,8 @@ def add_arguments(parser: Parser) -> None:
     help_text = "start a lost rank again after S seconds (default: 60 with --backups, never with --min-ranks)"
     parser.add_argument("--rejoin-after", type=seconds, metavar="S", help=help_text)
     help_text = (
-        "if a rank becomes slower or faster than the others, switch to a better order of the same stages while "
-        "training goes on"
+        "if a rank becomes slower or faster than the others, switch to a better order of the same stages during "
+        "training"
     )
     parser.add_argument("--adapt", action="store_true", help=help_text)
     help_text = "with --adapt: switch only if this makes a step shorter by at least PERCENT (default: 3)"
@@ -74,7 +73,7 @@ def add_arguments(parser: Parser) -> None:
         "the loss and gradients are exact"
     )
     parser.add_argument("--verify", action="store_const", const="batch", help=help_text)
-    help_text = "like --verify, but run the unsplit model one micro-batch at a time, as BatchNorm needs"
+    help_text = "like --verify, but run the unsplit model one micro-batch at a time, as BatchNorm requires"
     parser.add_argument(
         "--verify-microbatches", action="store_const", const="microbatches", dest="verify", help=help_text
     )

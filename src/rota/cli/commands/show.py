@@ -15,7 +15,7 @@ from rota.timeline import Timeline
 
 def add_arguments(parser: Parser) -> None:
     """Add the arguments of `rota show` to its parser."""
-    parser.add_argument("file", help="plan.json (simulated first), a timeline.json, or a schedule CSV")
+    parser.add_argument("file", help="plan.json (which is simulated first), a timeline.json, or a schedule CSV")
     parser.add_argument(
         "--width", type=number(20), metavar="N", help="columns of the chart (default: the terminal's width)"
     )

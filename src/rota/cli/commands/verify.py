@@ -17,9 +17,9 @@ The command starts the plan's processes, makes the model in each, splits it as t
 a batch from make_batch. The first process also runs the unsplit model with the same weights. Rota compares the loss,
 the outputs and every gradient in float64 (exact to 1e-10) and in the model's own dtype, with dropout switched off.
 
-If the results differ, Rota says where, and names the cause: a BatchNorm or a loss that mixes the rows of a batch,
-unequal numbers of tokens per micro-batch, random numbers, a different mask in a stage, tied weights that were cut
-apart, a parameter without a gradient.
+If the results differ, Rota says where, and names the cause, such as a BatchNorm or a loss that mixes the rows of a
+batch, unequal numbers of tokens per micro-batch, random numbers, a different mask in a stage, tied weights that were
+separated by a cut, or a parameter without a gradient.
 
 exit code: 0 exact, 1 not exact, 2 wrong input"""
 
@@ -36,7 +36,7 @@ def add_arguments(parser: Parser) -> None:
         "--rows", type=number(1), metavar="N", help="rows per micro-batch (default: the plan's, otherwise 1)"
     )
     help_text = "run the unsplit model on the whole batch (default), or one micro-batch at a time, as gradient "
-    help_text += "accumulation does and BatchNorm needs"
+    help_text += "accumulation does and BatchNorm requires"
     parser.add_argument(
         "--against", type=one_of(_AGAINST, "--against"), choices=_AGAINST, default="batch", help=help_text
     )
@@ -44,7 +44,7 @@ def add_arguments(parser: Parser) -> None:
         "--own-dtype", action="store_true", help="compare in the model's own dtype only, not in float64"
     )
     parser.add_argument("--timeout", type=seconds, metavar="S", help="end a rank after S seconds without progress")
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--json", action="store_true", help="print the figures as JSON instead of text")
 
 
 def run(arguments: argparse.Namespace) -> int:
