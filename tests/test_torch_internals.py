@@ -124,6 +124,14 @@ def test_hooks_that_pack_what_is_saved_are_seen() -> None:
     assert not torch_internals.has_saved_tensor_hooks(get_gradient_edge(x.exp()).node)
 
 
+def test_compiled_modules_are_known() -> None:
+    in_place, plain = nn.Linear(2, 2), nn.Linear(2, 2)
+    in_place.compile(backend="eager")
+    assert torch_internals.is_compiled_module(in_place)
+    assert torch_internals.is_compiled_module(torch.compile(nn.Linear(2, 2), backend="eager"))
+    assert not torch_internals.is_compiled_module(plain)
+
+
 def test_compiled_functions_are_known_and_run_in_a_graph_that_is_kept() -> None:
     x = torch.ones(2, requires_grad=True)
     made = torch.compile(lambda t: (t.exp() * t).sin(), backend="aot_eager")(x)

@@ -7,6 +7,7 @@ of PyTorch, the change belongs here and nowhere else. This module imports nothin
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import cache, lru_cache
@@ -328,6 +329,17 @@ def compile_alike(original: nn.Module, copied: nn.Module) -> None:
     for one, other in zip(original.modules(), copied.modules(), strict=True):
         if one._compiled_call_impl is not None:
             other._compiled_call_impl = _compiler_of(one._compiled_call_impl)(other._call_impl)
+
+
+def is_compiled_module(module: nn.Module) -> bool:
+    """Whether a module runs compiled, by `Module.compile` or `torch.compile`.
+
+    Relies on `Module._compiled_call_impl`, and on `OptimizedModule`, which exists once something was compiled.
+    """
+    if module._compiled_call_impl is not None:
+        return True
+    frames = sys.modules.get("torch._dynamo.eval_frame")
+    return frames is not None and isinstance(module, frames.OptimizedModule)
 
 
 def _compiler_of(compiled: Any) -> Callable[..., Any]:

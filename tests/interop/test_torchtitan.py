@@ -8,6 +8,7 @@ import random
 import re
 import tomllib
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from rota import Cluster, Costs, Plan, RotaError, Stages, interleaved, place
 from rota.interop import module_parts, parts_beginning_with, torchtitan
 from rota.models import CutPoint, split
 from rota.schedules import NAMED
+from rota.usage import Usage
 from support.plain_gpt import GPT
 
 FOUR = (
@@ -194,11 +196,20 @@ def test_the_files_say_what_torchtitan_reads(tmp_path: Path) -> None:
         "pipeline_parallel_degree": 2,
         "pipeline_parallel_schedule": "ZBVZeroBubble",
         "pipeline_parallel_schedule_csv": (tmp_path / "schedule.csv").as_posix(),
+        "pipeline_parallel_microbatch_size": 1,
     }
     assert toml == {"parallelism": {**common, "module_fqns_per_model_part": parts}}
     named = {"pipeline_parallel_module_fqns_per_model_part": parts}
     assert fields == {**common, "num_pp_microbatches": 4, **named}
     assert (tmp_path / "schedule.csv").read_text() == a_plan("zb_v").to_csv()
+
+
+def test_the_rows_of_a_micro_batch_are_written_and_read(tmp_path: Path) -> None:
+    planned = replace(a_plan(), usage=Usage(("a", "b", "c"), microbatch_rows=8))
+    _, _, toml, config = torchtitan.export(FOUR, planned, tmp_path)
+    assert tomllib.loads(toml.read_text())["parallelism"]["pipeline_parallel_microbatch_size"] == 8
+    assert toml.read_text().startswith("# 4 micro-batches of 8 rows each: set training.local_batch_size = 32\n")
+    assert torchtitan.load(toml).microbatch_rows == torchtitan.load(config).microbatch_rows == 8
 
 
 @pytest.mark.parametrize(
@@ -247,6 +258,7 @@ def change(config: str, **fields: object) -> str:
     ("fields", "told"),
     [
         ({"pipeline_parallel_degree": 4}, "the CSV has 2 lines for pipeline_parallel_degree = 4"),
+        ({"pipeline_parallel_microbatch_size": 0}, "parallelism.pipeline_parallel_microbatch_size is 0; expected"),
         ({"pipeline_parallel_degree": "2"}, 'parallelism.pipeline_parallel_degree is "2"; expected a whole number'),
         ({"pipeline_parallel_schedule": "DualPipeV"}, 'for "DualPipeV" torchtitan puts them on 0, 1, 1, 0; change'),
         ({"pipeline_parallel_schedule_csv": None}, "names no schedule; set pipeline_parallel_schedule_csv"),

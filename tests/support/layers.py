@@ -92,9 +92,12 @@ TABLE = {
     "rota.runtime": Row((*CORE, "rota.models", *TORCH), lazy=("safetensors",)),
     "rota.verifying": Row((*CORE, "rota.models", "rota.runtime", *TORCH)),
     "rota.profiling": Row((*CORE, "rota.models", "rota.runtime", *TORCH)),
-    "rota.interop": Row((*CORE, "rota.models", "rota.runtime", *TORCH), lazy=TRAINERS),
+    "rota.interop": Row(
+        (*CORE, "rota.models", "rota.runtime", *TORCH), lazy=(*TRAINERS, "rota.interop.planned_config")
+    ),
     "rota.interop.layer_boundaries": Row(CORE),
     **{name: Row((*CORE, "rota.interop.layer_boundaries")) for name in TRAINERS},
+    "rota.interop.planned_config": Row((*CORE, "rota.interop", "rota.interop.torchtitan", "torch")),
     "rota.planning": Row(
         (*CORE, "rota.models", "rota.runtime", "rota.profiling", "rota.verifying", *TORCH),
         lazy=("rota.search", "transformers"),

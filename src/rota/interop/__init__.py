@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from rota.interop.modules import module_parts as module_parts
     from rota.interop.modules import parts_beginning_with as parts_beginning_with
     from rota.interop.naming import named_actions as named_actions
+    from rota.interop.planned_config import in_planned_order as in_planned_order
+    from rota.interop.planned_config import with_plan as with_plan
     from rota.interop.torch_engine import TorchEngine as TorchEngine
     from rota.interop.torch_order import keep_order as keep_order
     from rota.interop.torch_order import schedule_from as schedule_from
@@ -26,11 +28,13 @@ _HOMES = {
     "ImportedTrace": "rota.interop.traces",
     "TorchEngine": "rota.interop.torch_engine",
     "import_traces": "rota.interop.traces",
+    "in_planned_order": "rota.interop.planned_config",
     "keep_order": "rota.interop.torch_order",
     "module_parts": "rota.interop.modules",
     "named_actions": "rota.interop.naming",
     "parts_beginning_with": "rota.interop.modules",
     "schedule_from": "rota.interop.torch_order",
+    "with_plan": "rota.interop.planned_config",
 }
 
 __all__ = [
@@ -38,6 +42,7 @@ __all__ = [
     "TorchEngine",
     "deepspeed",
     "import_traces",
+    "in_planned_order",
     "keep_order",
     "megatron",
     "module_parts",
@@ -45,6 +50,7 @@ __all__ = [
     "parts_beginning_with",
     "schedule_from",
     "torchtitan",
+    "with_plan",
 ]
 
 

@@ -89,6 +89,27 @@ def parts_beginning_with(model: nn.Module, first_modules: Iterable[str]) -> Part
     return _without_ties(named, [names[begin:end] for begin, end in zip(begins, ends, strict=True)])
 
 
+def require_parts(model: nn.Module, parts: Sequence[Sequence[str]]) -> None:
+    """Raise SplitError unless the parts name modules of the model, and each with parameters is in one.
+
+    torchtitan says nothing about either: a module that no part names is missing on all ranks.
+    """
+    named = _named(model)
+    given = {name for part in parts for name in part}
+    if unknown := sorted(given - {*named}):
+        raise SplitError(
+            f"the plan's parts have {unknown[0]!r}, but {type(model).__name__} has {', '.join(named)}: export the plan "
+            f"with a model whose modules have these names"
+        )
+    for name, module in named.items():
+        if name not in given and next(module.parameters(), None) is not None:
+            raise SplitError(
+                f"{name!r} of {type(model).__name__} is in none of the plan's parts, so torchtitan would leave it out "
+                f"on all ranks: plan and export with this model"
+            )
+    _without_ties(named, parts)
+
+
 def _named(model: nn.Module) -> dict[str, nn.Module]:
     """The modules that a part can have or lack, by name."""
     if isinstance(model, nn.Sequential):

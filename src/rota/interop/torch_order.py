@@ -19,7 +19,7 @@ from rota import reading, schedule_csv, torch_internals
 from rota.errors import FormatError, PipelineError, PlanError
 from rota.interop.refusals import refuse_old_torch
 from rota.programs.torch_order import check_torch_order
-from rota.tasks import Op
+from rota.tasks import Kind, Op
 
 
 def derived(text: str, *, defers_receives: bool = False) -> str:
@@ -64,8 +64,8 @@ def schedule_from(
     Raises:
         FormatError: The CSV is malformed or has no communication.
         PlanError: The CSV's order could hang, see `rota.programs.torch_order.check_torch_order`.
-        PipelineError: The CSV does not fit the stages, the ranks or the micro-batches, or differs between ranks;
-            or PyTorch is older than 2.13.
+        PipelineError: The CSV does not fit the stages, the ranks or the micro-batches, or differs between ranks; it
+            splits backwards (I and W), and a stage is compiled; or PyTorch is older than 2.13.
     """
     return keep_order(torch_internals.new_schedule(stages, num_microbatches, loss_fn, **options), path)
 
@@ -96,8 +96,9 @@ def keep_order(schedule: Any, path: str | Path) -> Any:
         raise PlanError(f"{path}: {error}", error.reason) from None
     except FormatError as error:
         raise FormatError(f"{path}: {error}") from None
-    stages = torch_internals.stages_of(schedule)
-    _refuse_other_plans(path, schedule_csv.read(text), stages, torch_internals.num_microbatches_of(schedule))
+    stages, orders = torch_internals.stages_of(schedule), schedule_csv.read(text)
+    _refuse_other_plans(path, orders, stages, torch_internals.num_microbatches_of(schedule))
+    _refuse_compiled(path, orders, stages)
     _refuse_differences(path, text, stages[0])
     with _refusals():
         torch_internals.load_communication(schedule, _rows(text))
@@ -134,6 +135,20 @@ def _refuse_other_plans(
     ):
         if of_csv != here:
             raise PipelineError(f"{path} has {what} {of_csv}, but PyTorch's schedule {here}; export the plan that runs")
+
+
+def _refuse_compiled(path: str | Path, orders: Sequence[Sequence[Op]], stages: Sequence[Any]) -> None:
+    """Raise PipelineError if the CSV splits backwards and a module is compiled: PyTorch checks that for no CSV."""
+    if not any(op.kind is Kind.W for order in orders for op in order):
+        return
+    for stage in stages:
+        for name, module in stage.submod.named_modules():
+            if torch_internals.is_compiled_module(module):
+                raise PipelineError(
+                    f"{path} splits backwards into I and W, which PyTorch cannot do in a compiled module, and "
+                    f"{name or 'the model'!r} of stage {stage.stage_index} is compiled: turn torch.compile off, or "
+                    f"export a plan with whole backwards, such as one of `rota plan interleaved_1f1b`"
+                )
 
 
 def _refuse_differences(path: str | Path, text: str, stage: Any) -> None:

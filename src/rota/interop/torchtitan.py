@@ -3,10 +3,11 @@
     schedule.csv        what `parallelism.pipeline_parallel_schedule_csv` names
     schedule_comms.csv  the same with the plan's order of messages, for `rota.interop.keep_order`
     parallelism.toml    [parallelism] of a job config: torchtitan 0.2
-    parallelism.json    fields of `config.parallelism`: torchtitan after 0.2, whose configs are Python
+    parallelism.json    what `rota.interop.with_plan` sets in a config of torchtitan 0.3 or later, which is Python
 
-The latter has `pipeline_parallel_module_fqns_per_model_part` where 0.2 has `module_fqns_per_model_part`. Both are
-read. torchtitan puts stage i on rank i mod p, or for "V" schedules two stages per rank, down the ranks and back up.
+Names are those of torchtitan 0.2.2 in the TOML, and in the JSON those of its main branch after 0.3.0, which renamed
+`module_fqns_per_model_part` to `pipeline_parallel_module_fqns_per_model_part`. Both are read. torchtitan puts stage i
+on rank i mod p, or for "V" schedules two stages per rank, down the ranks and back up.
 """
 
 from __future__ import annotations
@@ -30,12 +31,13 @@ from rota.placing import place
 from rota.plan import Plan
 from rota.reading import Field, short
 from rota.tasks import Kind
+from rota.units import count_text
 
 Parts: TypeAlias = tuple[tuple[str, ...], ...]
 
 FILES = ("schedule.csv", "schedule_comms.csv", "parallelism.toml", "parallelism.json")
-_PARTS = "pipeline_parallel_module_fqns_per_model_part"
-_PARTS_IN_0_2 = "module_fqns_per_model_part"
+_PARTS, _PARTS_IN_0_2 = NAMES_OF_PARTS = ("pipeline_parallel_module_fqns_per_model_part", "module_fqns_per_model_part")
+_ROWS = "pipeline_parallel_microbatch_size"
 _LOOP, _V = (
     "PipelineScheduleMulti",
     "ZBVZeroBubble",
@@ -48,10 +50,19 @@ _DEEP_KEY = re.compile(rf"""(?<![\w-])(?:(?:[\w-]++|"[^"\n]*+"|'[^'\n]*+')[ \t]*
 
 
 class Imported(NamedTuple):
-    """A plan, and for each of its stages the names of its modules."""
+    """A plan, for each of its stages the names of its modules, and what a config says besides.
+
+    Attributes:
+        plan: The plan.
+        parts: The names of each stage's modules.
+        schedule: The schedule by which torchtitan puts stages on ranks.
+        microbatch_rows: Rows per micro-batch; torchtitan's default is 1.
+    """
 
     plan: Plan
     parts: Parts
+    schedule: str = _LOOP
+    microbatch_rows: int = 1
 
     @property
     def boundaries(self) -> tuple[int, ...]:
@@ -91,6 +102,7 @@ def render(parts: Sequence[Sequence[str]], plan: Plan, folder: str | Path) -> di
         "pipeline_parallel_degree": plan.num_ranks,
         "pipeline_parallel_schedule": schedule,
         "pipeline_parallel_schedule_csv": csv,
+        _ROWS: plan.microbatch_rows or 1,
     }
     texts = (
         plan.to_csv(),
@@ -139,9 +151,11 @@ def _require_parts(parts: Sequence[Sequence[str]], num_stages: int) -> Parts:
 
 def _toml(common: dict[str, str | int], parts: Parts, plan: Plan) -> str:
     """The section in TOML, which has the same numbers and strings of printable characters as JSON."""
+    rows, count = plan.microbatch_rows, plan.num_microbatches
     lines = [
-        f"# training.local_batch_size must be {plan.num_microbatches} times pipeline_parallel_microbatch_size"
-        + (f"; the plan is for {rows} and {rows * plan.num_microbatches}" if (rows := plan.microbatch_rows) else ""),
+        f"# {count} micro-batches of {count_text(rows, 'row')} each: set training.local_batch_size = {rows * count}"
+        if rows
+        else f"# {count} micro-batches of any size: set training.local_batch_size = {count} * {_ROWS}",
         "[parallelism]",
         *(f"{name} = {json.dumps(value, ensure_ascii=False)}" for name, value in common.items()),
         f"{_PARTS_IN_0_2} = [",
@@ -185,7 +199,8 @@ def load(path: str | Path, costs: Costs | None = None, cluster: Cluster | None =
     except FormatError as error:
         raise FormatError(f"{beside}: {error}") from None
     check(plan)
-    return Imported(plan, parts)
+    rows = config[_ROWS].integer(1) if _ROWS in config else 1
+    return Imported(plan, parts, _text(config, "pipeline_parallel_schedule", _LOOP), rows)
 
 
 def _config(path: str | Path) -> Field:

@@ -1,0 +1,107 @@
+"""torchtitan trains as planned: its config has the plan's cuts and micro-batches, and its messages the plan's order."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from rota.errors import PipelineError
+from rota.interop import torchtitan
+from rota.interop.modules import require_parts
+from rota.interop.torch_order import keep_order
+
+_SCHEDULE, _MESSAGES, _, _FIELDS = torchtitan.FILES
+
+
+def with_plan(config: Any, folder: str | Path) -> Any:
+    """Change a Python config of torchtitan so that it trains as planned.
+
+    It sets the fields of `config.parallelism`, the batch size, and turns CUDA graphs off, which torchtitan refuses with
+    pipelines. The `pipelining_fn` of `config.model_spec` becomes that of `in_planned_order`.
+
+    Args:
+        config: What a function of a `config_registry` of torchtitan returns, from version 0.3.0 on.
+        folder: The folder that `rota export torchtitan` wrote.
+
+    Returns:
+        The config.
+
+    Raises:
+        FormatError, SplitError, PlanError: As `rota.interop.torchtitan.load`.
+        PipelineError: The config lacks what the plan must set, as in other versions of torchtitan.
+    """
+    fields = torchtitan.load(Path(folder, _FIELDS))
+    num_microbatches, rows = fields.plan.num_microbatches, fields.microbatch_rows
+    parallelism, training = _get(config, "parallelism"), _get(config, "training")
+    _set(parallelism, fields.plan.num_ranks, "pipeline_parallel_degree")
+    _set(parallelism, fields.schedule, "pipeline_parallel_schedule")
+    _set(parallelism, Path(folder, _SCHEDULE).as_posix(), "pipeline_parallel_schedule_csv")
+    _set(parallelism, [[*names] for names in fields.parts], *torchtitan.NAMES_OF_PARTS)
+    if hasattr(parallelism, "num_pp_microbatches"):  # since 0.3.0, batches are counted in tokens
+        parallelism.num_pp_microbatches = num_microbatches
+        num_tokens = rows * _get(training, "max_context_length")
+        _set(training, num_tokens, "num_tokens_per_microbatch_per_dp_rank")
+    else:
+        _set(parallelism, rows, "pipeline_parallel_microbatch_size")
+        _set(training, num_microbatches * rows, "local_batch_size")
+    if hasattr(training, "disable_cuda_graphs"):
+        training.disable_cuda_graphs = True
+    spec = _get(config, "model_spec")
+    planned = in_planned_order(_get(spec, "pipelining_fn"), folder)
+    config.model_spec = dataclasses.replace(spec, pipelining_fn=planned)
+    return config
+
+
+def in_planned_order(pipelining_fn: Callable[..., Any], folder: str | Path) -> Callable[..., Any]:
+    """The `pipelining_fn` of a torchtitan model, whose schedule then runs the plan's messages in the plan's order.
+
+    Args:
+        pipelining_fn: Of torchtitan's `TrainSpec` (0.2) or `ModelSpec` (0.3).
+        folder: The folder that `rota export torchtitan` wrote.
+
+    Returns:
+        A function that takes and returns the same. It raises SplitError if the model's modules are not those of the
+        plan, and what `keep_order` raises.
+
+    Raises:
+        FormatError, SplitError, PlanError: As `rota.interop.torchtitan.load`.
+        PipelineError: There is no `pipelining_fn`.
+    """
+    if pipelining_fn is None:
+        raise PipelineError("torchtitan does not pipeline this model: its pipelining_fn is None; use another model")
+    parts = torchtitan.load(Path(folder, _FIELDS)).parts
+
+    @functools.wraps(pipelining_fn)
+    def pipeline(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        require_parts(model, parts)
+        schedule, *rest = pipelining_fn(model, *args, **kwargs)
+        return keep_order(schedule, Path(folder, _MESSAGES)), *rest
+
+    return pipeline
+
+
+def _get(section: Any, name: str) -> Any:
+    if not hasattr(section, name):
+        raise _unknown_version(section, name)
+    return getattr(section, name)
+
+
+def _set(section: Any, value: Any, *names: str) -> None:
+    """Set the field that has one of the names."""
+    for name in names:
+        if hasattr(section, name):
+            setattr(section, name, value)
+            return
+    raise _unknown_version(section, " or ".join(names))
+
+
+def _unknown_version(section: Any, name: str) -> PipelineError:
+    return PipelineError(
+        f"torchtitan's {type(section).__qualname__} has no {name}: with_plan knows the configs of version 0.3.0 and "
+        f"somewhat later ones; set what {_FIELDS} says by hand"
+    )
