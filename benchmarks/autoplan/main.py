@@ -55,7 +55,7 @@ def recommended(time_limit_s: float) -> dict[str, Any]:
         given = ["--time-limit", f"{time_limit_s:g}", "-o", str(path)]
         done = subprocess.run([*command, *given], capture_output=True, text=True, check=True)
         lines = done.stdout.splitlines()
-        says = [line for line in lines if " per step" in line or "equally fast" in line or "one process" in line]
+        says = [line for line in lines if " per step" in line or "Trial steps" in line or "one process" in line]
         return {"plan": path.read_text(), "says": says, "seconds": round(time.monotonic() - began_s, 1)}
 
 

@@ -95,6 +95,28 @@ def test_the_rows_may_be_chosen_and_inference_has_forwards_alone(
     assert "--rows 3: " in capsys.readouterr().err
 
 
+def test_whole_backwards(profile: str, tmp_path: Path) -> None:
+    given = [
+        "autoplan",
+        "--profile",
+        profile,
+        "--ranks",
+        "4",
+        "--pipeline",
+        "4",
+        "--batch",
+        "16",
+        "--link",
+        "1us,1GB/s",
+    ]
+    kinds = []
+    for option in ([], ["--whole-backward"]):
+        output = tmp_path / f"plan{len(kinds)}.json"
+        assert main([*given, *option, "--time-limit", "600", "-o", str(output)]) == 0
+        kinds.append({task.kind for task in rota.Plan.from_json(output.read_text()).placement.tasks})
+    assert kinds == [{rota.Kind.F, rota.Kind.I, rota.Kind.W}, {rota.Kind.F, rota.Kind.B}]
+
+
 @pytest.mark.dist  # measuring stages starts processes
 @pytest.mark.sweep  # what the README says is tested in test_run
 def test_a_model_is_measured_planned_and_measured_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

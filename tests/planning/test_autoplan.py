@@ -31,6 +31,7 @@ from rota.planning.reasons import parts_of, why_slower
 from rota.schedules import FAMILIES, NAMED
 from rota.simulation import simulate
 from rota.stopping import Stopped
+from rota.tasks import Kind
 from support.sampling import some
 
 LONG_S = 10_000  # no test waits for the clock
@@ -295,6 +296,19 @@ def test_nothing_is_recomputed_without_a_memory_limit() -> None:
         assert not found.candidate.recomputed
     assert not Request.checked(profiles, Machine(4), 8).may_recompute
     assert Request.checked(profiles, Machine(4, 50), 8).may_recompute
+
+
+def test_no_backward_is_split_if_it_must_be_whole() -> None:
+    profiles, machine = {1: layer_costs(1, UNEVEN, parameters=8)}, Machine(4, None, Link(1, 100))
+    either = autoplan(profiles, machine, 16, pipeline_ranks=4, time_limit_s=LONG_S)
+    whole = autoplan(profiles, machine, 16, pipeline_ranks=4, split_backward=False, time_limit_s=LONG_S)
+    assert Kind.W in {task.kind for task in either.plan.placement.tasks}
+    for found in whole.candidates:
+        kinds = {task.kind for task in found.plan.placement.tasks}
+        assert Kind.B in kinds
+        assert not kinds & {Kind.I, Kind.W}
+    assert either.plan.num_ranks == whole.plan.num_ranks == 4
+    assert either.best.makespan_us <= whole.best.makespan_us
 
 
 def test_of_plans_as_fast_the_simplest_is_chosen() -> None:

@@ -102,6 +102,7 @@ def test_a_plan_on_more_processes_must_be_faster_by_more_than_the_spread(confirm
     quiet, noisy = confirmed(tried(0.0)), confirmed(tried(0.03))
     assert quiet.tolerance == pytest.approx(0.01)
     assert noisy.tolerance > 0.04
+    assert "Trial steps show differences to within 1.0%. Plans whose steps differ by less than 1.0%" in quiet.to_text()
     assert noisy.plan.num_ranks * noisy.best.candidate.layout.num_replicas == 1
     assert quiet.plan.num_ranks * quiet.best.candidate.layout.num_replicas == 2
 
@@ -137,6 +138,22 @@ def test_a_loaded_machine_is_told(confirmed: Confirm) -> None:
     assert "busy" not in confirmed(lambda trials: [steps_of(trial, 1.0, 0.01) for trial in trials]).to_text()
 
 
+def test_a_spread_above_the_most_that_simplicity_may_cost_is_told(confirmed: Confirm) -> None:
+    def tried(trials: Sequence[Trial]) -> list[StepTimes]:
+        of = {1: (1000, 1300, 1000, 1300), 2: (1000, 1000, 1000, 1000)}
+        return [
+            replace(steps_of(trial), steps_us=of[trial.num_processes], rounds_us=of[trial.num_processes])
+            for trial in trials
+        ]
+
+    told = confirmed(tried)
+    assert told.tolerance == pytest.approx(0.15)
+    assert told.plan.num_ranks * told.best.candidate.layout.num_replicas == 2  # one process is 15 % slower
+    text = told.to_text()
+    assert "too noisy to choose by speed: trial steps show differences between plans only to within 15.0%" in text
+    assert "Trial steps show differences to within 15.0%. Plans whose steps differ by less than 10.0%" in text
+
+
 def test_all_plans_are_run_in_turn(confirmed: Confirm) -> None:
     processes: list[list[int]] = []
 
@@ -152,8 +169,10 @@ def test_all_plans_are_run_in_turn(confirmed: Confirm) -> None:
 def test_starts_that_other_programs_disturbed_do_not_count() -> None:
     quiet, loud = StepTimes((10, 11, 12)), StepTimes((30, 31, 32), (), 0.9)
     assert of_starts([loud, quiet, loud, quiet]).steps_us == 2 * quiet.steps_us
-    assert of_starts([loud, loud]) == replace(loud, steps_us=2 * loud.steps_us, num_starts=2)
-    assert of_starts([loud, replace(loud, missing_cores=0.6)]) == replace(loud, missing_cores=0.6, num_starts=2)
+    assert of_starts([loud, quiet, loud, quiet]).rounds_us == (None, 11, None, 11)
+    assert of_starts([loud, loud]) == replace(loud, steps_us=2 * loud.steps_us, num_starts=2, rounds_us=(31, 31))
+    less = replace(loud, missing_cores=0.6)
+    assert of_starts([loud, less]) == replace(less, num_starts=2, rounds_us=(None, 31))
 
 
 def test_a_plan_that_is_clearly_slower_is_started_once(answer: Answer, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ from typing import NamedTuple
 from rota import notebook
 from rota.plan import Plan
 from rota.planning.candidate import Request
+from rota.planning.choosing import MOST_TOLERANCE
 from rota.planning.evaluation import Found, Misfit
 from rota.planning.reasons import why_slower
 from rota.tables import fitted, table_lines
@@ -76,7 +77,8 @@ class Answer:
         ran_out: Whether layouts were left out for lack of time.
         confirmed: The candidates whose own stages were measured.
         is_unmeasured: Whether Ctrl-C came before any of them was measured.
-        tolerance: The part of a step by which plans may differ and count as equally fast.
+        tolerance: How far measured or predicted differences between plans may be off, as a part of a step. Plans
+            that differ by less count as equally fast, but never if they differ by more than a tenth.
         one_process: The model as it is, on one process, as measured.
         predicted_because: Why steps are predicted and were not run: "" where they were.
         remarks: What else to know about the figures.
@@ -283,10 +285,7 @@ class Answer:
             *self._bounds(),
         ]
         if self.tolerance:
-            lines.append(
-                f"Plans whose steps differ by less than {self.tolerance:.1%} count as equally fast; Rota recommends "
-                f"the simplest of them: the fewest processes, replicas and recomputed stages, then a named schedule"
-            )
+            lines.append(self._equally_fast())
         if self.is_unmeasured:
             lines.append("The plan's stages were not measured; its times are the sums of its layers' times")
         for before_us, found in self.confirmed:
@@ -297,6 +296,15 @@ class Answer:
                 f"{time_text(before_us)} simulated from its layers"
             )
         return [*lines, *self._alone(), *self.remarks]
+
+    def _equally_fast(self) -> str:
+        """Which plans count as equally fast, and which of them is recommended."""
+        told = "" if self.best.steps is None else f"Trial steps show differences to within {self.tolerance:.1%}. "
+        return (
+            f"{told}Plans whose steps differ by less than {min(self.tolerance, MOST_TOLERANCE):.1%} count as equally "
+            f"fast; Rota recommends the simplest of them: the fewest processes and recomputed stages, a named "
+            f"schedule, a whole backward, the fewest stages per rank, then the fewest replicas"
+        )
 
     def _bounds(self) -> list[str]:
         """The lower bound on all layouts, by the figures that it was made of."""

@@ -33,6 +33,7 @@ def autoplan(
     recompute: bool = True,
     pipeline_ranks: int | None = None,
     copies: bool = True,
+    split_backward: bool = True,
     time_limit_s: float = 60.0,
     progress: Callable[[Progress], None] | None = None,
 ) -> Answer:
@@ -58,6 +59,8 @@ def autoplan(
         pipeline_ranks: Ranks of every pipeline; None: any number.
         copies: Whether a stage may be on two ranks, as in bidirectional pipelines. Never on a machine whose links have
             no rate, where the cost of summing gradients is unknown.
+        split_backward: Whether backwards may be split into I and W. Trainers other than Rota cannot split those of
+            models under `torch.compile` or with activation checkpointing.
         time_limit_s: Seconds to search for.
         progress: Called several times per second.
 
@@ -74,7 +77,9 @@ def autoplan(
         )
     if not 0 < time_limit_s < math.inf:
         raise SearchError(f"time_limit_s is {time_limit_s!r}; give a number of seconds above 0")
-    request = Request.checked(profiles, machine, batch_rows, inference, recompute, pipeline_ranks, copies)
+    request = Request.checked(
+        profiles, machine, batch_rows, inference, recompute, pipeline_ranks, copies, split_backward
+    )
     deadline = Deadline(time_limit_s, progress)
     sweep = Sweep(request, deadline)
     with ended_by_ctrl_c(deadline):

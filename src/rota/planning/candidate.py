@@ -33,6 +33,7 @@ class Request:
     recompute: bool = True  # whether stages may
     pipeline_ranks: int | None = None  # None: any number
     copies: bool = True  # whether stages may be on two ranks each
+    split_backward: bool = True  # whether backwards may be split into I and W
 
     @property
     def may_recompute(self) -> bool:
@@ -66,6 +67,7 @@ class Request:
         recompute: bool = True,
         pipeline_ranks: int | None = None,
         copies: bool = True,
+        split_backward: bool = True,
     ) -> Request:
         """Validate: PlacementError where no step can be made of these micro-batches, or no pipeline of these ranks."""
         if not profiles:
@@ -88,7 +90,7 @@ class Request:
                 f"--cuts 'layers.*'"
             )
         of = {rows: _forward_alone(layers) if inference else layers for rows, layers in sorted(profiles.items())}
-        return cls(of, machine, batch_rows, inference, recompute, pipeline_ranks, copies)
+        return cls(of, machine, batch_rows, inference, recompute, pipeline_ranks, copies, split_backward)
 
 
 def _forward_alone(layers: LayerCosts) -> LayerCosts:

@@ -19,7 +19,7 @@ from rota.errors import PipelineError, PlanError, SearchError
 from rota.models import Stages, split
 from rota.planning.answer import Answer, Confirmed, ranks_text
 from rota.planning.autoplanning import one_process
-from rota.planning.choosing import chosen
+from rota.planning.choosing import MOST_TOLERANCE, chosen, spread_between
 from rota.planning.deadline import Deadline
 from rota.planning.evaluation import Found
 from rota.planning.layout_bounds import placement_bound_us
@@ -34,10 +34,8 @@ from rota.units import count_text, time_text
 
 _MOST = 3  # candidates
 _MATTER = 3  # plans that are run before there are second starts: the best, the best divided differently, one process
-_KEPT_FOR_STEPS, _KEPT_FROM_OTHERS = (
-    0.5,
-    0.75,
-)  # of the time: for steps, from candidates that divide processes alike too
+_ROUNDS = 3  # of steps: candidates that divide the processes as others do are measured if time is left for so many
+_KEPT_FOR_STEPS = 0.5  # of the time
 _REPEATS, _REPEATS_BEFORE_STEPS = 7, 3  # of a stage's measurement: where steps follow, those have its times
 _DISAGREE = 1.5  # times that one prediction of a step is another, from which on the answer says so
 _LOADED = 0.10  # spread of steps, or missing cores, above which the machine is busy with something else
@@ -141,8 +139,7 @@ class _Confirming:
         for found in (*several, *others):
             if len(self.confirmed) >= _MOST:
                 break
-            kept = _KEPT_FOR_STEPS if found in several else _KEPT_FROM_OTHERS
-            if self.confirmed and self._deadline.left_s < kept * self._deadline.seconds:
+            if self.confirmed and not self._has_time_for(found, is_alike=found in others):
                 self._leave_out(f"stages of {_named(found)}")
                 continue
             self._report(f"measuring the stages of {_named(found)}")
@@ -160,8 +157,19 @@ class _Confirming:
             )
         if not isinstance(self.usual, Found) or any(self.usual.is_as(one.found) for one in self.confirmed):
             return
-        if self._deadline.left_s > _KEPT_FROM_OTHERS * self._deadline.seconds:
+        if self._has_time_for(self.usual, is_alike=True):
             self.usual = _measured(self.usual, *self._how, repeats)
+
+    def _has_time_for(self, found: Found, *, is_alike: bool) -> bool:
+        """Whether one more plan may be measured; `is_alike`: one that divides the processes as another one does.
+
+        Such a plan must leave time for several rounds of steps: more rounds of fewer plans tell more.
+        """
+        plans = [one.found.plan for one in self.confirmed] + [found.plan]
+        if self.alone is not None:
+            plans.append(self.alone.plan)
+        rounds_s = least_s(plans, _ROUNDS) if is_alike and not self.predicted_because else 0.0
+        return self._deadline.left_s > max(rounds_s, _KEPT_FOR_STEPS * self._deadline.seconds)
 
     def run_steps(self) -> None:
         """Run steps of the plans that matter most, and of the other candidates if there is time for all of them."""
@@ -238,7 +246,7 @@ class _Confirming:
         confirmed, request = self.confirmed, answer.request
         if any(one.found.steps for one in confirmed):  # what was run is not compared with what was not
             confirmed = [one for one in confirmed if one.found.steps is not None]
-        tolerance = self._tolerance(answer.tolerance)
+        least = self._least_tolerance(answer.tolerance)
         plans = [one.found for one in confirmed]
         plans += self._usual_if_run(plans)
         alone = self.alone if self.alone is not None and self.alone.steps is not None else None
@@ -249,7 +257,7 @@ class _Confirming:
             alone = replace(alone, plan=_in_cluster(alone, answer))
             confirmed = [*confirmed, Confirmed(one_process(request).makespan_us, alone)]  # type: ignore[union-attr]
             plans.append(alone)
-        best = chosen(plans, tolerance)
+        best = chosen(plans, least)
         assert best is not None
         check(best.plan)
         candidates = best, *sorted((found for found in plans if found is not best), key=lambda found: found.key)
@@ -263,10 +271,10 @@ class _Confirming:
             candidates=candidates,
             usual=usual,
             confirmed=tuple(confirmed),
-            tolerance=tolerance,
+            tolerance=(tolerance := _spread_of(plans, least)),
             one_process=alone,
             predicted_because="" if best.steps is not None else self.predicted_because,
-            remarks=(*answer.remarks, *self.remarks, *_disagreement(confirmed)),
+            remarks=(*answer.remarks, *self.remarks, *_too_noisy(tolerance), *_disagreement(confirmed)),
             ran_out=answer.ran_out or self._deadline.ran_out,
             elapsed_s=answer.elapsed_s + self._deadline.elapsed_s,
         )
@@ -282,13 +290,28 @@ class _Confirming:
             return []
         return [usual]
 
-    def _tolerance(self, predicted: float) -> float:
-        """How far steps may differ and count as equal: as far as those of one plan do."""
-        spreads = [one.found.steps.spread for one in self.confirmed if one.found.steps is not None]
-        if not spreads:
+    def _least_tolerance(self, predicted: float) -> float:
+        """How far steps may differ and count as equal, however little the rounds of them differ."""
+        if all(one.found.steps is None for one in self.confirmed):
             return predicted
-        least = max(_LEAST_TOLERANCE, predicted) if self.was_short else _LEAST_TOLERANCE
-        return min(max(*spreads, least), _LOADED)
+        return max(_LEAST_TOLERANCE, predicted) if self.was_short else _LEAST_TOLERANCE
+
+
+def _spread_of(plans: Sequence[Found], least: float) -> float:
+    """The most by which a plan may really differ from the fastest otherwise than measured; of those that are near."""
+    fastest = min(plans, key=lambda found: found.key)
+    near = [found for found in plans if found.steps is None or not is_far(found.steps, fastest.step_us)]
+    return max(spread_between(found, fastest, least) for found in near)
+
+
+def _too_noisy(tolerance: float) -> list[str]:
+    """That the rounds of steps did not tell which plan is faster, if so, and what to do."""
+    if tolerance <= MOST_TOLERANCE:
+        return []
+    return [
+        f"too noisy to choose by speed: trial steps show differences between plans only to within {tolerance:.1%}, "
+        f"above {MOST_TOLERANCE:.0%}; stop other programs, and give a longer --time-limit for more of them"
+    ]
 
 
 def _division(found: Found) -> tuple[int, int]:

@@ -160,8 +160,8 @@ def _saving(candidate: Candidate, timeline: Timeline) -> frozenset[int]:
     return frozenset(chosen)
 
 
-def whole_and_split(candidate: Candidate, inference: bool) -> Iterator[Candidate]:
-    """The candidate with its backward whole, and with it split."""
+def whole_and_split(candidate: Candidate) -> Iterator[Candidate]:
+    """The candidate with its backward whole, and with it split if it may be."""
     yield candidate
-    if not inference:
+    if candidate.request.split_backward and not candidate.request.inference:
         yield replace(candidate, splits_backward=True)

@@ -1,16 +1,20 @@
-"""Measured steps: their median, and how far they are apart."""
+"""Measured steps: their median, how far they are apart, and how much longer those of one plan are than another's."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import comb
 from statistics import mean, median, quantiles
+from typing import NamedTuple
 
 from rota.timeline import Timeline
 
 _DISTURBED = (
     0.1  # cores that other programs take away more than in the quietest start, from which on a start is left out
 )
+_DOUBT = 0.1  # probability that a median lies outside of what is said of it, where there are rounds enough
+_FEW = 3  # rounds: fewer may agree by chance, so that steps within them count as well
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,13 +22,15 @@ class StepTimes:
     """Steps of one plan that were run on this machine: each one's time in µs, and the ops of some of them.
 
     `missing_cores` is how many cores other programs took away from them, on average; `num_starts` is how often the
-    processes were started for them.
+    processes were started for them. `rounds_us` has the median step of each start, and None instead of those that
+    other programs disturbed: two plans are compared by the rounds that both have.
     """
 
     steps_us: tuple[int, ...]
     timelines: tuple[Timeline, ...] = ()
     missing_cores: float = 0.0
     num_starts: int = 1
+    rounds_us: tuple[int | None, ...] = ()
 
     @property
     def median_us(self) -> int:
@@ -49,4 +55,39 @@ def of_starts(starts: Sequence[StepTimes]) -> StepTimes:
         tuple(timeline for start in counted for timeline in start.timelines),
         mean(start.missing_cores for start in counted),
         len(starts),
+        tuple(start.median_us if start.missing_cores < most else None for start in starts),
     )
+
+
+class Difference(NamedTuple):
+    """How many `times` as long the steps of one plan are as another's, and the `spread` of that.
+
+    The spread is how far from `times` the ratio may really be, as far as the rounds tell.
+    """
+
+    times: float
+    spread: float
+
+
+def difference(steps: StepTimes, others: StepTimes) -> Difference:
+    """Compare the steps of two plans round by round, so that what slows the machine for a while cancels.
+
+    The median of the rounds' ratios counts. Its spread is that of the order statistics between which the true median
+    is, with a probability of 90 % or more from five rounds on; of fewer, it is the range.
+    """
+    pairs = zip(steps.rounds_us, others.rounds_us, strict=False)  # a plan that is far off has fewer
+    ratios = sorted(mine / theirs for mine, theirs in pairs if mine and theirs)
+    within = max(steps.spread, others.spread)
+    if not ratios:
+        return Difference(steps.median_us / max(others.median_us, 1), within)
+    times, outer = median(ratios), _left_out(len(ratios))
+    apart = max(times - ratios[outer], ratios[-1 - outer] - times)
+    return Difference(times, max(apart, within) if len(ratios) < _FEW else apart)
+
+
+def _left_out(count: int) -> int:
+    """How many of `count` values may be left out at either end, so that the true median is rarely outside the rest."""
+    outside, left_out = 2 / 2**count, 0
+    while (outside := outside + 2 * comb(count, left_out + 1) / 2**count) <= _DOUBT:
+        left_out += 1
+    return left_out

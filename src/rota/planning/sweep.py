@@ -139,7 +139,7 @@ class Sweep:
             if self.deadline.left_s <= 0:
                 break
             whole = Candidate(self.request, layout, boundaries, recomputed=frozenset(layout.recomputed))
-            for candidate in whole_and_split(whole, self.request.inference):
+            for candidate in whole_and_split(whole):
                 try:
                     over = misfit(candidate)
                 except PlacementError:  # the shape does not suit these stages

@@ -1,12 +1,13 @@
 """Trials: a few real steps of plans, on real processes of this machine, before one of them is recommended.
 
 round 1   plan A: start, warm up, steps   plan B: start, warm up, steps      every step with its optimizer, from one
-round 2   plan A: start, warm up, steps   plan B: start, warm up, steps      barrier to the end on the last process
+round 2   plan B: start, warm up, steps   plan A: start, warm up, steps      barrier to the end on the last process
 …
 
 Each start has new processes, as a run has: where memory lies differs by the start, and steps with it. All plans take
-turns, and rounds go on until steps settle or time is up, so that a machine that is slow for some seconds does not hit
-one plan alone. Plans that are clearly slower than the best are left out of further rounds, which the others then get.
+turns, every second round backwards, and rounds go on until steps settle or time is up: plans are compared round by
+round, so that a machine that is slow for some seconds, or becomes slower, does not hit one plan alone. Plans that are
+clearly slower than the best are left out of further rounds, which the others then get.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ import torch.distributed as dist
 
 from rota.models import Stages
 from rota.plan import Plan
-from rota.planning.step_times import StepTimes, of_starts
+from rota.planning.choosing import MOST_TOLERANCE
+from rota.planning.step_times import StepTimes, difference, of_starts
 from rota.profiling.forked import run_forked
 from rota.profiling.optimizers import MakeOptimizer
 from rota.profiling.other_programs import OtherPrograms
@@ -31,10 +33,10 @@ from rota.runtime.messages import over_tensors
 from rota.simulation import simulate
 from rota.timeline import Timeline
 
-_WARM_UP, _WARM_UP_S = 2, 0.4  # steps of a start that are not measured: so many, or as many as begin in this time
+_WARM_UP, _WARM_UP_S = 2, 0.2  # steps of a start that are not measured: so many, or as many as begin in this time
 _LEAST, _MOST = 2, 8  # steps of a start that are
 _ENOUGH_S = 0.4  # of measured steps in a start: others, at another moment, tell more than a longer one
-_SETTLED_ROUNDS, _MOST_ROUNDS = 3, 8
+_SETTLED_ROUNDS, _MOST_ROUNDS, _MOST_IF_NOISY = 3, 8, 16
 _COMPARED = 2  # plans that are started once whatever time is left: one alone would be compared with nothing
 _SETTLED = 0.03  # spread of steps below which further rounds would tell nothing new
 _FAR = 1.25  # a plan whose fastest step is this many times as long as the best plan's is not started again
@@ -83,8 +85,8 @@ def run_trials(
     starts: list[list[StepTimes]] = [[] for _ in trials]
     longest_s = [0.0] * len(trials)  # of a plan's starts
     running = list(range(len(trials)))
-    for num_rounds in range(1, _MOST_ROUNDS + 1):
-        for i in running:
+    for num_rounds in range(1, _MOST_IF_NOISY + 1):
+        for i in running if num_rounds % 2 else reversed(running):
             start_began_s = time.monotonic()
             if num_rounds == 1 and i >= _COMPARED and start_began_s > began_s + seconds:
                 break
@@ -94,6 +96,7 @@ def run_trials(
         best_us = min(steps.median_us for steps in found)
         running = [i for i, steps in enumerate(found) if not is_far(steps, best_us)]
         is_settled = num_rounds >= _SETTLED_ROUNDS and all(found[i].spread < _SETTLED for i in running)
+        is_settled |= num_rounds >= _MOST_ROUNDS and not _is_too_noisy([found[i] for i in running])
         if is_settled or time.monotonic() + sum(longest_s[i] for i in running) > began_s + seconds:
             break
     return found
@@ -102,6 +105,12 @@ def run_trials(
 def is_far(steps: StepTimes, best_us: int) -> bool:
     """Whether even the fastest step of a plan is clearly slower than the best plan's: further starts tell no more."""
     return min(steps.steps_us) > _FAR * best_us
+
+
+def _is_too_noisy(steps: Sequence[StepTimes]) -> bool:
+    """Whether the rounds do not tell how much slower one of these plans is than the fastest."""
+    fastest = min(steps, key=lambda one: one.median_us)
+    return any(difference(one, fastest).spread > MOST_TOLERANCE for one in steps if one is not fastest)
 
 
 def least_s(plans: Sequence[Plan], num_starts: int) -> float:

@@ -71,6 +71,11 @@ def add_arguments(parser: Parser) -> None:
         "consider only plans that `rota export` can write for other trainers: no recomputation, one rank per stage"
     )
     parser.add_argument("--exportable", action="store_true", help=help_text)
+    help_text = (
+        "consider only schedules with whole backwards (B), for trainers that cannot split the backward of a model "
+        "under torch.compile or with activation checkpointing"
+    )
+    parser.add_argument("--whole-backward", action="store_true", help=help_text)
     help_text = "ranks per pipeline; the remaining ranks run replicas of it (default: whichever is fastest)"
     parser.add_argument("--pipeline", type=number(1), metavar="N", help=help_text)
     add_time_limit(
@@ -124,6 +129,7 @@ def run(arguments: Namespace) -> int:
             inference=arguments.inference,
             recompute=not arguments.exportable,
             copies=not arguments.exportable,
+            split_backward=not arguments.whole_backward,
             pipeline_ranks=arguments.pipeline,
             time_limit_s=max(deadline.left_s * (_SEARCH if confirms else 1), least_s),
             progress=show,
