@@ -73,7 +73,7 @@ def difference(steps: StepTimes, others: StepTimes) -> Difference:
     """Compare the steps of two plans round by round, so that what slows the machine for a while cancels.
 
     The median of the rounds' ratios counts. Its spread is that of the order statistics between which the true median
-    is, with a probability of 90 % or more from five rounds on; of fewer, it is the range.
+    is, with a probability of 90% or more from five rounds on; of fewer, it is the range.
     """
     pairs = zip(steps.rounds_us, others.rounds_us, strict=False)  # a plan that is far off has fewer
     ratios = sorted(mine / theirs for mine, theirs in pairs if mine and theirs)
