@@ -19,8 +19,6 @@ def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:
         name = PurePosixPath(link[1]).name
         return f"[{titles.get(name, name)}]({link[1]}{link[2]})"
 
-    if page.file.src_uri == "index.md":
-        page.meta["hide"] = ["navigation"]  # its only entry is this page
     inside = markdown if page.file.src_uri.startswith("api/") else _OUTSIDE.sub(r"\1", markdown)
     return _FILE_NAME.sub(titled, inside)
 
