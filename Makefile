@@ -42,7 +42,7 @@ test-faults: $(READY) ## run the tests that kill, stop and starve processes, som
 	$(BIN)/pytest -m faults --numprocesses 3 --dist worksteal \
 		$$(grep -rl --include='test_*.py' 'pytest\.mark\.faults' tests)
 
-# On x86-64 Linux, .venv gets PyPI's build of PyTorch, which is for CUDA; benchmarks/gpu/README.md tells how to get
+# On x86-64 Linux, .venv gets PyPI's build of PyTorch, which is for CUDA; benchmarks/gpu/README.md explains how to get
 # another one.
 test-gpu: export ROTA_GPU_TESTS ?= 1
 test-gpu: $(READY) ## test on 1, 2 or 4 GPUs, some minutes, and write benchmarks/gpu/result.json

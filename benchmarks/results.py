@@ -1,7 +1,9 @@
 """`make bench`: runs the benchmarks, and writes docs/results.md: each claim, its command, its environment, its output.
 
+A benchmark without a recorded output has the results that its README states.
+
 python benchmarks/results.py [NAME …]      all of them, or those named: the page keeps its outputs of the others
-python benchmarks/results.py --claims      none: only brings the claims up to date with the READMEs
+python benchmarks/results.py --claims      none: only brings the page up to date with the READMEs
 """
 
 from __future__ import annotations
@@ -24,9 +26,10 @@ HEAD = """# Results
 
 Every claim about speed and quality, and the output of the command that checks it. `make bench` runs all benchmarks,
 which takes hours, and writes this page. `make bench ONLY="import simulate"` runs some of them and keeps the other
-outputs. The README in each folder explains the figures and says which claims are not met. If a benchmark has no output
-here, its results are only in its README.
+outputs. The README in each folder explains the figures and says which claims are not met. If no output of a benchmark
+has been recorded, this page has the results from its README, under "Measured in".
 """
+_LINK = re.compile(r"\[([^\]]*)\]\([^)]*\)")  # relative to the README
 _LIBRARIES = ("torch", "ortools", "numba", "matplotlib")
 
 
@@ -37,6 +40,16 @@ def claim_of(name: str) -> str:
     if found is None:
         raise SystemExit(f"benchmarks/{name}/README.md has no **Claim.** before its **Command.**")
     return found[0].strip()
+
+
+def results_of(name: str) -> str:
+    """Where the results in the benchmark's README were measured, and the results up to what the README says of them."""
+    text = (HERE / name / "README.md").read_text()
+    where = re.search(r"^\*\*Environment\.\*\* (.*?)\n\n", text, re.DOTALL | re.MULTILINE)
+    results = re.search(r"^\*\*Result\b.*?(?=^\*\*|^## |^!\[|\Z)", text, re.DOTALL | re.MULTILINE)
+    if where is None or results is None:
+        raise SystemExit(f"benchmarks/{name}/README.md has no **Environment.** and **Result.**")
+    return _LINK.sub(r"\1", f"**Measured in.** {where[1]}\n\n{results[0].strip()}\n")
 
 
 def environment() -> str:
@@ -72,12 +85,12 @@ def measured(name: str) -> str:
 
 
 def section(name: str, output: str) -> str:
-    """The part of the page about a benchmark, with the claim that its README has now."""
+    """The part of the page about a benchmark, with its README's claim, and without an output its README's results."""
     folder = f"benchmarks/{name}"
     command = (
         f"**Command.** `python {folder}/main.py`; [{folder}](../{folder}/README.md) has the results and explains them."
     )
-    return "\n\n".join(part for part in (f"## {name}", claim_of(name), command, output) if part).rstrip() + "\n"
+    return "\n\n".join((f"## {name}", claim_of(name), command, output or results_of(name))).rstrip() + "\n"
 
 
 def outputs_on_page() -> dict[str, str]:
@@ -95,7 +108,7 @@ def page_of(outputs: dict[str, str]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(NAMES)}; default: all")
-    parser.add_argument("--claims", action="store_true", help="run no benchmark")
+    parser.add_argument("--claims", action="store_true", help="run no benchmark: only bring the page up to date")
     arguments = parser.parse_args()
     if unknown := sorted({*arguments.names} - {*NAMES}):
         parser.error(f"no benchmark {unknown[0]!r}; there are {', '.join(NAMES)}")

@@ -13,9 +13,8 @@ from rota.schedules.table import to_text
 
 FOLDER = Path(__file__).parent
 NUM_RANKS, NUM_MICROBATCHES = 8, 24
-HEAD = f"""# The named schedules
-
-{{made}}
+HEAD = f"""<!-- Written by `make docs`; change docs/make_schedules.py instead. -->
+# The named schedules
 
 A schedule is a function `(placement, num_microbatches) -> Plan`. `rota schedules` compares them for your sizes and
 costs:
@@ -23,20 +22,21 @@ costs:
     rota schedules --ranks {NUM_RANKS} --microbatches {NUM_MICROBATCHES} --forward-us 1000 --backward-us 1000 \\
         --weight-us 1000 --activation 2kB
 
-```
+```text
 {{table}}
 ```
 
-A rank's work is divided evenly among its stages; a time of fewer µs than stages is refused. By default, F takes 1 ms,
-B takes 2 ms, and F keeps 1 kB.
+A rank's work is divided evenly among its stages. Rota refuses times with fewer µs than a rank has stages. By default,
+F takes 1 ms, B takes 2 ms, and F keeps 1 kB.
 
 - "bubble" is the idle share of makespan × ranks, here and everywhere in Rota.
-- "idle (paper)" is the idle time of one rank by the formula, and "idle" is what the simulator finds for the rank that
-  idles least. Both are within the makespan, or for `zb_h2` and `zb_v` within the span (the busy window of one rank).
-- The formulas are from the papers, except for four, which are derived here: `dualpipe` and `dualpipe_v` (the report
-  lets F and B overlap), `chimera` for F unlike B, and `hanayo`.
-- If a paper does not split the backward, it is whole here. If a paper splits it, and it was measured whole, it is
-  halved; `rota plan` says so.
+- "idle (paper)" is the idle time of one rank according to the formula. "idle" is the simulated idle time of the rank
+  that idles least. Both count the makespan, except for `zb_h2` and `zb_v`: there, they count the span (the busy window
+  of one rank).
+- The formulas are from the papers, except for four, which we derived: `dualpipe` and `dualpipe_v` (where the report
+  lets F and B overlap), `chimera` for different F and B, and `hanayo`.
+- The backward is split if the paper splits it, and whole otherwise. If it must be split but was measured whole, each
+  part gets half of its time, and `rota plan` says so.
 
 [own-schedule.md](own-schedule.md) shows how to write your own.
 
@@ -44,8 +44,8 @@ B takes 2 ms, and F keeps 1 kB.
 
 This table is for 4 ranks and 8 micro-batches; per rank F takes 1 ms and the backward 2 ms. "Bubble" is the idle share
 of makespan × ranks. "Memory" is the activations of the fullest rank as a share of 1F1B's. In `zb_h2` and `zb_v`, ranks
-have no idle time here between their first and last op; the bubble is left because ranks begin and end one after the
-other.
+have no idle time between their first and last op here. Their bubble comes from ranks that start and end at different
+times.
 
 {{overview}}
 """
@@ -54,8 +54,7 @@ other.
 def main() -> None:
     costs = Costs.uniform(NUM_RANKS, 1000, 1000, 1000, activation_bytes=2000)
     table = to_text(compare_schedules(costs, Cluster.uniform(NUM_RANKS), NUM_MICROBATCHES))
-    made = "*Table and pictures are made by `make docs`.*"
-    parts = [HEAD.format(made=made, table=table, overview=overview())]
+    parts = [HEAD.format(table=table, overview=overview())]
     for family in FAMILIES:
         picture(family)
         parts.append(section(family))

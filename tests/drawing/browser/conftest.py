@@ -1,20 +1,17 @@
-"""A real browser, Debian's Chromium, and pages opened in it from disk."""
+"""Pages of timelines, opened in a real browser from disk."""
 
 from __future__ import annotations
 
-import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 
 from rota.drawing import to_html
+from support.chromium import chromium
 
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-FLAGS = (
-    *("--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync"),
-    *("--disable-background-networking", "--disable-component-update"),
-)
+__all__ = ["chromium"]  # the fixture
+
 SIZE = {"width": 1280, "height": 720}
 
 
@@ -22,17 +19,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if Path(__file__).parent in item.path.parents:
             item.add_marker(pytest.mark.dist)  # a browser is several processes
-
-
-@pytest.fixture(scope="session")
-def chromium():
-    if CHROMIUM is None:
-        pytest.skip("needs Chromium: apt-get install chromium, as `make test` does where it may")
-    sync_api = pytest.importorskip("playwright.sync_api", reason="needs Playwright: pip install --group dev")
-    with sync_api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
-        yield browser
-        browser.close()
 
 
 @dataclass
