@@ -22,7 +22,7 @@ from rota.errors import PlanError
 from rota.placement import StepEnd
 from rota.plan import Plan
 from rota.simulation import timeline_of
-from rota.tables import fitted
+from rota.tables import fitted, table_lines
 from rota.taskgraph import TaskGraph
 from rota.tasks import Kind, Op
 from rota.timeline import Timeline
@@ -137,19 +137,30 @@ class Comparison:
                 for part, us in self.parts_us.items()
             ),
             "",
-            "  op      planned µs   median µs    of planned      min … max µs",
+            *self._op_table(width),
         ]
-        for row in self.rows:
-            ratio = f"{row.median_us / row.planned_us:.0%}" if row.planned_us else "-"
-            lines.append(
-                f"  {row.stage}{row.kind:<4}{row.planned_us:>13,}{row.median_us:>12,}{ratio:>14}"
-                f"    {row.least_us:,} … {row.most_us:,}  ({row.num_ops})"
-            )
         worst = sorted(self.ops, key=lambda d: -d.longer_us)[:3]
         if worst and worst[0].longer_us > 0:
             longest = ", ".join(f"{d.op} (+{d.longer_us:,} µs)" for d in worst if d.longer_us > 0)
             lines += ["", fitted(f"Longest overruns: {longest}", width)]
         return "\n".join(lines)
+
+    def _op_table(self, width: int | None) -> list[str]:
+        """One row per task: how long its ops were planned to take, and how long they took."""
+        rows = [
+            (
+                f"  {row.stage}{row.kind}",
+                f"{row.planned_us:,}",
+                f"{row.median_us:,}",
+                f"{row.median_us / row.planned_us:.0%}" if row.planned_us else "-",
+                f"{row.least_us:,}",
+                f"{row.most_us:,}",
+                str(row.num_ops),
+            )
+            for row in self.rows
+        ]
+        header = ("  op", "planned µs", "median µs", "of plan", "min µs", "max µs", "ops")
+        return table_lines(header, rows, left={"  op"}, width=width, optional=("ops", "of plan"))
 
     def _repr_html_(self) -> str:
         """Both timelines on one scale, and the report."""

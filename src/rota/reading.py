@@ -134,6 +134,12 @@ class Field:
             raise self.wrong("a list")
         return (Field(f"{self.path}[{i}]", value) for i, value in enumerate(self.value))
 
+    def boolean(self) -> bool:
+        """This value, true or false."""
+        if not isinstance(self.value, bool):
+            raise self.wrong("true or false")
+        return self.value
+
     def integer(self, minimum: int | None = None, maximum: int = LARGEST) -> int:
         """The value as a whole number from `minimum` (default: -LARGEST) to `maximum`."""
         # A bool is an int in Python, but not in a file.

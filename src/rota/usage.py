@@ -21,6 +21,8 @@ class Usage:
         num_layers: Number of layers of each stage; a layer is what is between two adjacent places where the model may
             be cut. Empty: unknown.
         note: Where the times of the plan come from, such as "estimated for h100".
+        pipeline_ranks: Ranks per pipeline, if they were given instead of chosen.
+        exportable: Whether only plans were considered that other trainers can run.
     """
 
     cuts: tuple[str, ...]
@@ -28,6 +30,8 @@ class Usage:
     num_replicas: int = 1
     num_layers: tuple[int, ...] = ()
     note: str = ""
+    pipeline_ranks: int | None = None
+    exportable: bool = False
 
     @property
     def is_estimate(self) -> bool:
@@ -39,6 +43,12 @@ class Usage:
         """The stages' boundaries as in `rota.cutting`: 0, the first layer of each later stage, the number of layers."""
         return tuple(accumulate(self.num_layers, initial=0)) if self.num_layers else None
 
+    def span_text(self, stage: int) -> str:
+        """What a stage has of the model, by the names of the cuts: "all from layers.2 to before layers.5"."""
+        begin = f"from {self.cuts[stage - 1]}" if stage else ""
+        end = f"before {self.cuts[stage]}" if stage < len(self.cuts) else "on" if begin else ""
+        return " ".join(filter(None, ("all", begin, "to" if begin and end != "on" else "", end)))
+
     def to_fields(self) -> dict[str, Any]:
         """The fields in JSON."""
         return {
@@ -47,6 +57,8 @@ class Usage:
             "num_replicas": self.num_replicas,
             "num_layers": list(self.num_layers),
             **({"note": self.note} if self.note else {}),
+            **({"pipeline_ranks": self.pipeline_ranks} if self.pipeline_ranks is not None else {}),
+            **({"exportable": True} if self.exportable else {}),
         }
 
     @classmethod
@@ -57,4 +69,7 @@ class Usage:
         if num_layers and len(num_layers) != len(cuts) + 1:
             raise field["num_layers"].wrong(f"a number for each of the {len(cuts) + 1} stages that the cuts make")
         rows, num_replicas = field["microbatch_rows"].integer(1), field["num_replicas"].integer(1)
-        return cls(cuts, rows, num_replicas, num_layers, field["note"].text() if "note" in field else "")
+        note = field["note"].text() if "note" in field else ""
+        pipeline_ranks = field["pipeline_ranks"].integer(1) if "pipeline_ranks" in field else None
+        exportable = field["exportable"].boolean() if "exportable" in field else False
+        return cls(cuts, rows, num_replicas, num_layers, note, pipeline_ranks, exportable)

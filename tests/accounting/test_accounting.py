@@ -413,10 +413,24 @@ _EVEN, _MOVE = "cut the model so that all stages take equal time", "move 60 µs 
 )
 def test_only_whole_layers_are_moved(num_layers: tuple[int, ...], advice: set[str]) -> None:
     plan = replace(uneven_plan(), usage=Usage(("a", "b", "c"), 1, 1, num_layers))
-    longer = "stage 3 takes 27% longer than the mean: "
+    longer = "stage 3 (all from c on) takes 27% longer than the mean: "
     found = [one.words.removeprefix(longer) for one in explain(plan).suggestions if one.words.startswith(longer)]
     assert len(found) == len(advice)
     assert set(found) == advice
+    command = "  rota autoplan --profile profile.json --ranks 4 --batch 8 -o better.json"
+    assert (command in explain(plan).to_text().split("\n")) is bool(advice)
+
+
+def test_the_work_of_each_rank_is_shown_beside_its_idle_time() -> None:
+    lines = explain(uneven_plan()).to_text(60).split("\n")
+    first = next(i for i, line in enumerate(lines) if line.startswith("  rank   work   idle"))
+    assert [line.split()[:2] for line in lines[first + 1 : first + 5]] == [
+        ["0", "91%"],
+        ["1", "91%"],
+        ["2", "91%"],
+        ["3", "127%"],
+    ]
+    assert max(map(len, lines)) <= 60
 
 
 @pytest.mark.parametrize(

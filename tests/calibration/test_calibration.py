@@ -254,7 +254,8 @@ def test_a_rank_with_too_much_to_do_is_told() -> None:
     assert "Rank 2 has 26% more work than the mean" in calibrate([timeline]).verdict()
     assert "rota autoplan --profile" in calibrate([timeline]).to_text()
     command = (
-        "cut again, if it has more than one layer, with\n`rota autoplan --profile profile.json --ranks 4 --batch … -o"
+        "cut again, if it has more than one layer, with\n`rota autoplan --profile profile.json --ranks 4 --pipeline 4 "
+        "--batch … -o better.json`, and --link or --links as before,\nfrom"
     )
     assert command in calibrate([timeline]).verdict()
     even = calibrate([measured_by(schedules.gpipe(OLD, 8), (100, 100, 110, 100))])
@@ -275,6 +276,14 @@ def test_a_rank_with_too_much_to_do_is_told() -> None:
 def test_the_command_that_cuts_anew_is_whole(num_layers: tuple[int, ...], told: str) -> None:
     limited = replace(OLD, cluster=replace(OLD.cluster, limit_bytes=(9000,) * 4))
     plan = replace(schedules.gpipe(limited, 8), usage=Usage(("a", "b", "c"), 4, 2, num_layers))
+    assert told in calibrate([measured_by(plan, (100, 100, 240, 100))]).verdict()
+
+
+def test_the_command_that_cuts_again_keeps_the_trainer_and_the_ranks_per_pipeline() -> None:
+    usage = Usage(("a", "b", "c"), 4, 2, (1, 1, 2, 1), pipeline_ranks=4, exportable=True)
+    plan = Plan.from_json(replace(schedules.gpipe(OLD, 8), usage=usage).to_json())
+    assert plan.usage == usage
+    told = "`rota autoplan --profile profile.json --ranks 8 --pipeline 4 --batch 64 --exportable -o better.json`"
     assert told in calibrate([measured_by(plan, (100, 100, 240, 100))]).verdict()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from rota.cli.commands.autoplan import by_importance
 from rota.errors import PipelineError
 from rota.profiles import Profile
 from rota.profiling.places import memory_bytes_per_rank
+from rota.runtime import host_memory
 from rota.runtime.launching.launch import Run
 from rota.usage import Usage
 from support.commands import output_of
@@ -36,6 +38,12 @@ loss_fn = nn.functional.mse_loss
 def make_optimizer(parameters):
     return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
 """
+
+
+def told_by(capsys: pytest.CaptureFixture[str], profile: str, output: Path, *options: str) -> str:
+    asked = ["--ranks", "2", "--pipeline", "2", "--batch", "8", "--time-limit", "600", *options]
+    assert main(["autoplan", "--profile", profile, *asked, "--force", "-o", str(output)]) == 0
+    return capsys.readouterr().out
 
 
 @pytest.fixture
@@ -336,3 +344,24 @@ def test_stages_made_by_hand_are_planned_and_trained(tmp_path: Path, pool: Pool)
     assert len(plan.cuts) == plan.num_stages - 1
     assert {*plan.cuts} <= {"1", "2", "3"}
     assert output_of(pool, tmp_path, "rota run plan.json train.py").count("loss") == 4
+
+
+def test_a_plan_for_other_machines_is_to_be_exported(
+    profile: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output = tmp_path / "plan.json"
+    export = f"  rota export torchtitan {output} --model MODEL.py:make_model -o titan"
+    here = told_by(capsys, profile, output)
+    assert ". Next:\n  rota verify" in here
+    assert export not in here
+    monkeypatch.setattr(host_memory, "total_bytes", lambda: 1000)
+    large = told_by(capsys, profile, output)
+    assert re.search(
+        r"Next \(its ranks need [\d.]+ kB, and this machine has 1 kB\):\n  rota autoplan … --exportab", large
+    )
+    assert large.index(export) < large.index("rota verify")
+    estimated = told_by(capsys, profile, output, "--device", "h100", "--exportable")
+    assert f"Next (the plan is for h100, so it is not tried here):\n{export}" in estimated
+    usage = rota.Plan.from_json(output.read_text()).usage
+    assert usage is not None
+    assert (usage.pipeline_ranks, usage.exportable) == (2, True)

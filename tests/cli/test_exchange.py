@@ -86,6 +86,7 @@ def test_torchtitan(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert (code, error) == (0, "")
         assert stages_of(out) == names
         assert "Give torchtitan 4 micro-batches per step" in out
+        assert "The plan's backwards are whole, so torch.compile may be on." in out
         code, out, _ = run(capsys, "import", "torchtitan", f"{model}/parallelism.toml", "-o", f"{model}.json")
         assert code == 0
         assert stages_of(out) == names
@@ -97,6 +98,10 @@ def test_torchtitan(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "torchtitan replaces the modules" in run(capsys, "export", "torchtitan", "--help")[1]
     code, out, _ = run(capsys, "export", "torchtitan", "cut.json", "--model", "model.py:marked", "-o", "planned")
     assert (code, stages_of(out)) == (0, ["tok_embeddings layers.0", "layers.1 layers.2", "layers.3", "output"])
+    split = NAMED["interleaved_zb"](interleaved(assumed_costs(4).with_split_backward(), Cluster.uniform(2)), 4)
+    (here / "split.json").write_text(split.to_json())
+    code, out, _ = run(capsys, "export", "torchtitan", "split.json", "--model", "model.py:marked", "-o", "split")
+    assert "The plan splits backwards (I and W), which PyTorch cannot do under torch.compile: leave it off" in out
 
 
 def test_megatron(here: Path, capsys: pytest.CaptureFixture[str]) -> None:

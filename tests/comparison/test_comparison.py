@@ -262,8 +262,16 @@ def test_text() -> None:
     lines = {line.split()[0]: line.split() for line in text.splitlines() if line.strip()}
     assert lines["makespan"][1:] == ["µs", "1,520", "1,720", "+13.2%"]
     assert lines["slower"][:4] == ["slower", "ops", "+200", "µs"]
-    assert lines["1F"][1:4] == ["100", "150", "150%"]
+    assert lines["1F"][1:] == ["100", "150", "150%", "150", "150", "4"]
     assert "Longest overruns: 1F0 (+50 µs), 1F1 (+50 µs), 1F2 (+50 µs)" in text
+
+
+def test_the_text_fits_a_narrow_terminal() -> None:
+    planned = simulate(gpipe(forward_us=(1_000_000, 1_200_000)))
+    slower = replace(simulate(gpipe(forward_us=(1_000_100, 1_500_000))), plan=planned.plan)
+    lines = compare(planned, slower).to_text(60).split("\n")
+    assert max(map(len, lines)) <= 60
+    assert any(line.split() == ["1F", "1,200,000", "1,500,000", "125%", "1,500,000", "1,500,000"] for line in lines)
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,11 @@ from __future__ import annotations
 import re
 import shlex
 import sys
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -15,7 +18,14 @@ from rota.errors import PipelineError
 from support import ROOT
 
 PAGE = (ROOT / "docs" / "other-trainers.md").read_text()
-MODEL, CONFIG, ORDER, TITAN, MEGATRON, DEEPSPEED = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)
+MODEL, CONFIG, TITAN, MEGATRON, DEEPSPEED = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)
+
+
+@dataclass
+class ModelSpec:
+    """The part of torchtitan's that counts here."""
+
+    pipelining_fn: Callable[..., Any]
 
 
 def run(code: str) -> dict[str, object]:
@@ -38,20 +48,23 @@ def test_the_page(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatc
     assert arguments in told[5]
     assert (tmp_path / "again.json").read_text() == (tmp_path / "plan.json").read_text()
 
-    config = SimpleNamespace(parallelism=SimpleNamespace())
-    run(CONFIG)["planned"](config)  # type: ignore[operator]
-    assert config.parallelism.num_pp_microbatches == 8
-    assert config.parallelism.pipeline_parallel_module_fqns_per_model_part[3] == [
-        "layers.6",
-        "layers.7",
-        "norm",
-        "output",
-    ]
+    parallelism = SimpleNamespace(
+        pipeline_parallel_degree=1,
+        pipeline_parallel_schedule="1F1B",
+        pipeline_parallel_schedule_csv="",
+        pipeline_parallel_microbatch_size=1,
+        module_fqns_per_model_part=None,
+    )
+    spec = ModelSpec(lambda model: (SimpleNamespace(), [model]))
+    config = SimpleNamespace(parallelism=parallelism, training=SimpleNamespace(local_batch_size=1), model_spec=spec)
+    planned = run(CONFIG)["planned"](config)  # type: ignore[operator]
+    assert planned is config
+    assert config.training.local_batch_size == 8
+    assert config.parallelism.module_fqns_per_model_part[3] == ["layers.6", "layers.7", "norm", "output"]
     assert "with the messages that it derives: " in told[3]
     assert "with the CSV's messages: " in told[4]
-    pipeline = run(ORDER)["in_planned_order"](lambda parts: (SimpleNamespace(), parts))  # type: ignore[operator]
     with pytest.raises(PipelineError, match="a SimpleNamespace runs no schedule CSV with communication"):
-        pipeline([])
+        config.model_spec.pipelining_fn(run(MODEL)["make_model"]())  # type: ignore[operator]
     try:
         run(TITAN)
     finally:

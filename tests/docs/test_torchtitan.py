@@ -4,14 +4,25 @@ from __future__ import annotations
 
 import json
 import re
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from torch import nn
 
+from rota import Cluster, Costs
 from rota.cli import main
+from rota.errors import SplitError
+from rota.interop import torchtitan
+from rota.schedules import NAMED
 from support import ROOT
 
 PAGE = (ROOT / "docs" / "torchtitan.md").read_text()
+MODEL, CONFIG, SPEC = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)
 SMALL = {"DIM": 64, "NUM_LAYERS": 8, "NUM_HEADS": 4, "NUM_KV_HEADS": 2, "HIDDEN": 96, "VOCABULARY": 4096, "LENGTH": 16}
 
 
@@ -20,9 +31,8 @@ def test_llama_is_planned_and_exported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    (model,) = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)
     names, sizes = ", ".join(SMALL), ", ".join(map(str, SMALL.values()))
-    small, replaced = re.subn(rf"^{names} = .*$", f"{names} = {sizes}", model, flags=re.MULTILINE)
+    small, replaced = re.subn(rf"^{names} = .*$", f"{names} = {sizes}", MODEL, flags=re.MULTILINE)
     assert replaced == 1
     Path("llama.py").write_text(small)
     profile = ["llama.py", "--cuts", "layers.*", "--rows", "1", "--device", "h100", "-o", "profile.json"]
@@ -37,7 +47,51 @@ def test_llama_is_planned_and_exported(
         "tok_embeddings",
         *(f"layers.{i}" for i in range(8)),
         "norm",
-        "output",
+        "lm_head",
     ]
     assert main(["check", "titan/schedule_comms.csv", "--torch"]) == 0
     assert "cannot" in capsys.readouterr().out
+
+
+@dataclass
+class Spec:
+    """The part of torchtitan's `ModelSpec` and `TrainSpec` that counts here."""
+
+    pipelining_fn: Callable[..., Any]
+
+
+def test_what_is_launched_has_the_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`planned.py` for both versions, with stand-ins for the modules of torchtitan that it imports."""
+    monkeypatch.chdir(tmp_path)
+    family = NAMED["zb_v"]
+    plan = family(family.place(family.adapted(Costs.uniform(4)), Cluster.uniform(2)), 6)
+    torchtitan.export([["tok_embeddings"], ["layers.0"], ["layers.1"], ["norm", "lm_head"]], plan, "titan")
+    names = ("degree", "schedule", "schedule_csv", "microbatch_size")
+    parallelism = SimpleNamespace(
+        **{f"pipeline_parallel_{name}": None for name in names}, module_fqns_per_model_part=None
+    )
+    training = SimpleNamespace(local_batch_size=1, disable_cuda_graphs=False)
+    config = SimpleNamespace(parallelism=parallelism, training=training, model_spec=Spec(lambda model: (None, model)))
+    registered = {}
+    stand_ins = {
+        "torchtitan": {},
+        "torchtitan.models": {},
+        "torchtitan.models.llama3": {},
+        "torchtitan.models.llama3.config_registry": {"llama3_8b": lambda: config},
+        "torchtitan.protocols": {},
+        "torchtitan.protocols.train_spec": {
+            "get_train_spec": lambda name: Spec(lambda model, *rest: (None, model)),
+            "register_train_spec": registered.__setitem__,
+        },
+    }
+    for name, content in stand_ins.items():
+        monkeypatch.setitem(sys.modules, name, SimpleNamespace(**content))
+    space: dict[str, Any] = {}
+    exec(compile(CONFIG, "docs/torchtitan.md", "exec"), space)
+    assert space["llama3_8b_planned"]() is config
+    assert config.training == SimpleNamespace(local_batch_size=6, disable_cuda_graphs=True)
+    assert config.parallelism.pipeline_parallel_schedule_csv == "titan/schedule.csv"
+    exec(compile(SPEC, "docs/torchtitan.md", "exec"), space)
+    for spec in (config.model_spec, registered["llama3"]):
+        with pytest.raises(SplitError, match=r"the plan's parts have 'layers\.0', but ModuleDict has a:"):
+            spec.pipelining_fn(nn.ModuleDict({"a": nn.Linear(2, 2)}))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from functools import cached_property
+from statistics import mean
 from typing import Any
 
 from rota import notebook
@@ -21,7 +22,7 @@ from rota.units import count_text, time_text
 
 _NUM_WAITS = 8  # longest waits in a report
 _MAX_ROWS = 16  # ranks in the table; if there are more, the idlest
-_TABLE_LEFT, _TABLE_COLUMN = 13, 9  # characters: of rank and idle, and of each cause
+_TABLE_LEFT, _TABLE_COLUMN = 20, 9  # characters: of rank, work and idle, and of each cause
 
 _STEP_END = {"reduce": "reduction", "optimizer": "optimizer step"}
 
@@ -145,14 +146,17 @@ class Explanation:
             idle_us = self.timeline.idle_us
             ranks = sorted(sorted(ranks, key=lambda rank: -idle_us[rank])[:_MAX_ROWS])
         shown = f"the {_MAX_ROWS} idlest ranks, " if len(ranks) < self.timeline.num_ranks else ""
-        lines = [f"By rank ({shown}% of the makespan):"]
+        busy_us = self.timeline.busy_us
+        average_us = mean(busy_us) or 1
+        lines = [f"By rank ({shown}work in % of the mean rank's, the others in % of the makespan):"]
         at_once = len(causes) if width is None else max((width - _TABLE_LEFT) // _TABLE_COLUMN, 1)
         for first in range(0, len(causes), at_once):
             columns = causes[first : first + at_once]
-            lines.append("  rank   idle" + "".join(f"{cause:>{_TABLE_COLUMN}}" for cause in columns))
+            lines.append("  rank   work   idle" + "".join(f"{cause:>{_TABLE_COLUMN}}" for cause in columns))
             for rank in ranks:
                 cells = (f"{self.by_rank[rank].get(cause, 0) / makespan:>{_TABLE_COLUMN}.1%}" for cause in columns)
-                lines.append(f"  {rank:>4} {self.timeline.idle_us[rank] / makespan:>6.1%}" + "".join(cells))
+                work = f"{busy_us[rank] / average_us:>6.0%}"
+                lines.append(f"  {rank:>4} {work} {self.timeline.idle_us[rank] / makespan:>6.1%}" + "".join(cells))
         return lines
 
     def _suggestion_lines(self) -> list[str]:
@@ -168,6 +172,12 @@ class Explanation:
         for one in self.suggestions:
             share = f"{-one.gain_us / self.model_us:+.1%}"
             lines.append(f"  {-one.gain_us:>+10,} µs {share:>7}  {one.words}")
+        if command := next((one.command for one in self.suggestions if one.command), ""):
+            links = ", with --link or --links as before" if self.timeline.plan.placement.routes else ""
+            lines += [
+                f"To cut again, measure the layers with `rota profile MODEL.py -o profile.json`, then plan{links}:",
+                f"  {command}",
+            ]
         return lines
 
     def _repr_html_(self) -> str:

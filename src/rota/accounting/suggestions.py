@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from operator import add, sub
 from statistics import mean
 from typing import NamedTuple
 
 from rota.calibration.measured_times import median_us, step_ends_us, with_durations
+from rota.calibration.planning_again import autoplan_command
 from rota.costs import Link
 from rota.errors import RotaError
 from rota.figures import each
@@ -19,6 +20,7 @@ from rota.simulation import simulate
 from rota.tasks import Kind
 from rota.timeline import Timeline
 from rota.units import size_text, time_text
+from rota.usage import Usage
 
 _SLOW_STAGE = 1.02  # a stage is slow if it takes more than this times the mean
 _SEARCHED, _MAX_SEARCHED_OPS = ("zb_auto",), 2_000  # families that search are tried up to this size
@@ -31,11 +33,13 @@ class Suggestion(NamedTuple):
         words: What to change.
         gain_us: By how much the makespan is shorter.
         makespan_us: The simulated makespan with the change.
+        command: The command that makes it; "" if there is none.
     """
 
     words: str
     gain_us: int
     makespan_us: int
+    command: str = ""
 
 
 def with_measured_times(timeline: Timeline) -> Plan:
@@ -49,16 +53,21 @@ def with_measured_times(timeline: Timeline) -> Plan:
 def suggestions(plan: Plan) -> tuple[Suggestion, ...]:
     """Changes that shorten the step, the largest gain first. Each is tried alone."""
     before_us = simulate(plan).makespan_us
+    cuts = [(words, simulate(changed).makespan_us) for words, changed in _other_cuts(plan)]
     tried = [(words, simulate(changed).makespan_us) for words, changed in _changes(plan)]
-    found = [Suggestion(words, before_us - after, after) for words, after in [*tried, *_other_orders(plan, before_us)]]
+    found = [Suggestion(words, before_us - after, after, autoplan_command(plan)) for words, after in cuts]
+    found += [Suggestion(words, before_us - after, after) for words, after in [*tried, *_other_orders(plan, before_us)]]
     return tuple(sorted((one for one in found if one.gain_us > 0), key=lambda one: -one.gain_us))
+
+
+def _other_cuts(plan: Plan) -> Iterator[tuple[str, Plan]]:
+    """(description, plan) of work moved between stages; the orders stay."""
+    yield from ((words, replace(plan, placement=moved)) for words, moved in _rebalanced(plan.placement, plan.usage))
 
 
 def _changes(plan: Plan) -> Iterator[tuple[str, Plan]]:
     """(description, plan) of changes to the costs; the orders stay."""
     placement = plan.placement
-    num_layers = () if plan.usage is None else plan.usage.num_layers
-    yield from ((words, replace(plan, placement=balanced)) for words, balanced in _rebalanced(placement, num_layers))
     alone = placement.cluster.gap_us, 0  # what occupies ranks where messages cost nothing
     if any(route.duration_us != 0 for route in placement.routes) or any(us != alone for us in placement.occupied_us):
         free = replace(placement, cluster=replace(placement.cluster, link=Link(), links=(), shared=()))
@@ -72,23 +81,25 @@ def _changes(plan: Plan) -> Iterator[tuple[str, Plan]]:
 # --- work moved between stages ----------------------------------------------------------------------------------------
 
 
-def _rebalanced(placement: Placement, num_layers: Sequence[int]) -> Iterator[tuple[str, Placement]]:
+def _rebalanced(placement: Placement, usage: Usage | None) -> Iterator[tuple[str, Placement]]:
     """(description, placement): some of the slowest stage's work moved to its faster neighbour; all stages equal.
 
-    `num_layers`: of each stage; empty if unknown. Only whole layers can be moved: nothing is advised where the slowest
-    stage is ahead of the mean by less than half a layer of its own.
+    Only whole layers can be moved: nothing is advised where the slowest stage is ahead of the mean by less than half a
+    layer of its own, if `usage` says how many it has.
     """
     tasks = placement.average.tasks
     loads = {stage: sum(task.duration_us for task in tasks if task.stage == stage) for stage in placement.stages}
     slow, average = max(loads, key=loads.__getitem__), mean(loads.values())
     # A placement with copies of the stages (X) lists the copies in the same order.
+    num_layers = () if usage is None else usage.num_layers
     layers = num_layers[slow % len(num_layers)] if num_layers else None
     if loads[slow] <= _SLOW_STAGE * average or layers == 1:
         return
     if layers is not None and loads[slow] - average < loads[slow] / layers / 2:
         return
     several = "" if layers else ", if it has more than one layer"
-    slow_text = f"stage {slow} takes {loads[slow] / average - 1:.0%} longer than the mean: "
+    of_model = f" ({usage.span_text(slow % (len(usage.cuts) + 1))})" if usage is not None else ""
+    slow_text = f"stage {slow}{of_model} takes {loads[slow] / average - 1:.0%} longer than the mean: "
     neighbours = {b if a == slow else a for a, b in placement.stage_edges if slow in (a, b)}
     if neighbours:
         fast = min(neighbours, key=loads.__getitem__)

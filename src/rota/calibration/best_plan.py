@@ -9,6 +9,7 @@ from statistics import mean, median_low
 from typing import NamedTuple
 
 from rota.calibration.measured_times import calibrated
+from rota.calibration.planning_again import autoplan_command
 from rota.checking import check
 from rota.errors import PlanError
 from rota.plan import Plan
@@ -16,7 +17,7 @@ from rota.schedules import NAMED
 from rota.schedules.families import named_plans
 from rota.simulation import simulate
 from rota.timeline import Timeline
-from rota.units import count_text, exact_size_text
+from rota.units import count_text
 
 MIN_GAIN = 0.01  # a smaller gain, relative to the makespan, does not justify another plan
 OVERLOADED = 1.10  # a rank has too much work above this multiple of the mean
@@ -116,7 +117,10 @@ class Calibration:
         if num_layers and sum(num_layers[stage % len(num_layers)] for stage in stages) == 1:
             return ", nor another cut: it has a single layer. Put a CutPoint inside that layer."
         several = "" if num_layers or len(stages) > 1 else ", if it has more than one layer"
-        return f": cut again{several}, with\n`{_command(self.plan)}`,\nfrom what `rota profile` measures."
+        links = ", and --link or --links as before" if self.plan.placement.routes else ""
+        return (
+            f": cut again{several}, with\n`{autoplan_command(self.plan)}`{links},\nfrom what `rota profile` measures."
+        )
 
 
 def calibrate(
@@ -150,19 +154,6 @@ def calibrate(
         except PlanError:  # it would not fit in memory
             continue
     return result
-
-
-def _command(plan: Plan) -> str:
-    """The command that plans the model for the same ranks, memory and rows; "…" for values that are not in the plan."""
-    usage, limits = plan.usage, {*plan.placement.cluster.limit_bytes}
-    limit = limits.pop() if len(limits) == 1 else None
-    memory = "" if limit is None else f" --memory {exact_size_text(limit)}"
-    replicas = 1 if usage is None else usage.num_replicas
-    batch = "…" if usage is None else usage.microbatch_rows * plan.num_microbatches * replicas
-    return (
-        f"rota autoplan --profile profile.json --ranks {plan.num_ranks * replicas}{memory} --batch {batch} "
-        f"-o better.json"
-    )
 
 
 def _of_steps(count: int) -> str:

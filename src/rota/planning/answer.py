@@ -177,6 +177,7 @@ class Answer:
             *self._predicted(),
             f"  ranks       {layout.num_ranks} x {count_text(layout.num_replicas, 'replica')}, {used} of {ranks}",
             f"  stages      {layout.num_stages} ({several}), layers {_runs(sizes)}",
+            *_cuts(best),
             f"  step        {count_text(layout.num_microbatches, 'micro-batch', 'es')} per replica, of "
             f"{count_text(layout.rows, 'row')} each",
             f"  recomputed  {_runs(recomputed) if recomputed else 'nothing'}",
@@ -376,6 +377,16 @@ def ranks_text(found: Found) -> str:
     return ranks if layout.num_replicas == 1 else f"{ranks} x {layout.num_replicas} replicas"
 
 
+def _cuts(found: Found) -> list[str]:
+    """Where each stage begins, and what counts as a layer."""
+    cuts, every = found.candidate.usage.cuts, found.candidate.layers.cuts
+    if not cuts:
+        return []
+    return [
+        f"  cut before  {_runs(cuts)}; the first layer is all before {every[0]}, the last all from {every[-1]} on",
+    ]
+
+
 def _short_ops(found: Found) -> str:
     """Says that a plan's ops are shorter than its messages, if they are."""
     placement = found.plan.placement
@@ -408,7 +419,7 @@ def memory_text(found: Found) -> str:
     return peak if limit is None else f"{peak} of {size_text(limit)}"
 
 
-def _runs(numbers: Sequence[int]) -> str:
-    """The numbers, shortened if there are many."""
-    text = " ".join(map(str, numbers[:32]))
-    return text + (f" … ({len(numbers)})" if len(numbers) > 32 else "")
+def _runs(values: Sequence[object]) -> str:
+    """The values, shortened if there are many."""
+    text = " ".join(map(str, values[:32]))
+    return text + (f" … ({len(values)})" if len(values) > 32 else "")

@@ -134,7 +134,8 @@ class Candidate:
         """How a training script uses the plan: its cuts, rows per micro-batch, replicas and layers per stage."""
         num_layers = tuple(b - a for a, b in pairwise(self.boundaries))
         cuts, note = self.layers.cuts_at(self.boundaries), self.layers.note
-        return Usage(cuts, self.layout.rows, self.layout.num_replicas, num_layers, note)
+        asked = self.request.pipeline_ranks, not (self.request.recompute or self.request.copies)
+        return Usage(cuts, self.layout.rows, self.layout.num_replicas, num_layers, note, *asked)
 
     def recomputing(self, stages: Collection[int]) -> Candidate:
         """This candidate with exactly `stages` recomputed."""

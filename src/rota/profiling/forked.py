@@ -28,7 +28,8 @@ def why_not_here(num_processes: int) -> str:
     """Why so many processes cannot be measured on this machine; "" if they can."""
     if num_processes > num_cores():
         return (
-            f"{num_processes} processes would share the {num_cores()} cores of this machine, and steps here are slower"
+            f"{num_processes} processes would share the {num_cores()} cores of this machine, so that steps would take "
+            f"up to {num_processes / num_cores():.1f} times as long as with a core for each"
         )
     if dist.is_initialized():
         return "this process is one of a process group, and cannot be forked"

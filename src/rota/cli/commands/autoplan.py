@@ -19,6 +19,7 @@ from rota.cli.screen import print_timeline, progress_line, terminal_columns
 from rota.costs import Cluster, Link
 from rota.errors import PipelineError, PlacementError
 from rota.layers import LayerCosts
+from rota.units import size_text
 
 if TYPE_CHECKING:
     from rota.planning import Answer, Machine
@@ -152,23 +153,51 @@ def run(arguments: Namespace) -> int:
 def _print_answer(answer: Answer, arguments: Namespace) -> None:
     print(answer.to_text(terminal_columns()), end="\n\n")
     print_timeline(answer.timeline)
-    model = arguments.model or "MODEL.py"
-    export = f"  rota export torchtitan {arguments.output} --model {model}:make_model -o titan    # or others\n"
-    then = (
-        f". Next:\n"
-        f"  rota verify {arguments.output} {model}    # check that the split model is exact\n"
-        f"  rota run {arguments.output} train.py    # train with it\n"
-        f"{export if arguments.exportable else ''}"
-        "In train.py, plan = rota.given_plan() is this plan, and its stages are\n"
-        "  rota.split(model, plan.num_stages, plan.cuts, example=make_batch(1)[0])\n"
-        "An nn.Sequential, or a model with CutPoints, needs no example"
-    )
+    then = f". Next{_next_commands(answer, arguments)}"
     usage = answer.plan.usage
     if usage is not None and usage.num_replicas > 1:
         then += (
             f"\nEach of the {usage.num_replicas} replicas needs rows of its own: pipeline.sampler(dataset) gives them"
         )
     files.keep(arguments.output, answer.plan.to_json(), "plan.json", then)
+
+
+def _next_commands(answer: Answer, arguments: Namespace) -> str:
+    """What to do with the plan: on this machine, or where the ranks for which it is planned are."""
+    plan, model = arguments.output, arguments.model or "MODEL.py"
+    train = (
+        f"  rota verify {plan} {model}    # check that the split model is exact\n"
+        f"  rota run {plan} train.py    # train with it\n"
+    )
+    export = f"  rota export torchtitan {plan} --model {model}:make_model -o titan    # or others\n"
+    in_train = (
+        "In train.py, plan = rota.given_plan() is this plan, and its stages are\n"
+        "  rota.split(model, plan.num_stages, plan.cuts, example=make_batch(1)[0])\n"
+        "An nn.Sequential, or a model with CutPoints, needs no example"
+    )
+    if not (elsewhere := _why_elsewhere(answer, arguments)):
+        return f":\n{train}{export if arguments.exportable else ''}{in_train}"
+    exports = export
+    if not arguments.exportable:
+        exports = "  rota autoplan … --exportable    # plan what other trainers can run, then\n" + export
+    return f" ({elsewhere}):\n{exports}Or, where the plan is to run, with Rota:\n{train}{in_train}"
+
+
+def _why_elsewhere(answer: Answer, arguments: Namespace) -> str:
+    """Why the plan is not for this machine; "" if it may be."""
+    from rota.runtime.host_memory import total_bytes
+
+    usage = answer.plan.usage
+    if arguments.device not in (None, "cpu") or (usage is not None and usage.is_estimate):
+        return f"the plan is for {arguments.device or 'another device'}, so it is not tried here"
+    if arguments.node is not None and arguments.node < arguments.ranks:
+        return "its ranks are on several nodes"
+    needed, there_is = sum(answer.timeline.peak_memory_bytes), total_bytes()
+    if usage is not None:
+        needed *= usage.num_replicas
+    if there_is is not None and needed > there_is:
+        return f"its ranks need {size_text(needed)}, and this machine has {size_text(there_is)}"
+    return ""
 
 
 def _machine(arguments: Namespace) -> Machine:

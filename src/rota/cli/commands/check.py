@@ -12,6 +12,7 @@ from rota.cli.json_reports import print_json
 from rota.cli.parser import Command, Parser
 from rota.cli.requirements import InputError, require
 from rota.cli.screen import print_replicas, print_text, print_wire_effects, report_columns
+from rota.costs import ASSUMED_COSTS
 from rota.errors import PlanError
 from rota.plan import Plan
 from rota.programs import device_order, torch_order
@@ -55,7 +56,7 @@ def run(arguments: Namespace) -> int:
         f"{arguments.plan}: complete, in order, cannot deadlock, {fits}\n"
         f"  {planned.num_ops:,} ops of {planned.num_stages} stages and {planned.num_microbatches} micro-batches on "
         f"{planned.num_ranks} ranks\n"
-        f"  makespan {timeline.makespan_us:,} µs, bubble {timeline.bubble_fraction:.1%}{_assumed(arguments.plan)}"
+        f"  {_times(arguments.plan, timeline)}"
     )
     print_wire_effects(planned, report_columns())
     print_replicas(planned, "checked")
@@ -66,9 +67,15 @@ def run(arguments: Namespace) -> int:
     return 0
 
 
-def _assumed(path: str) -> str:
-    """A schedule CSV has no times."""
-    return " (a CSV has no times; F is counted as 1 ms, B as 2 ms, I and W as 1 ms each)" if files.is_csv(path) else ""
+def _times(path: str, timeline: Timeline) -> str:
+    """The makespan, in units of a forward for a schedule CSV, which has no times."""
+    bubble = f"bubble {timeline.bubble_fraction:.1%}"
+    if not files.is_csv(path):
+        return f"makespan {timeline.makespan_us:,} µs, {bubble}"
+    return (
+        f"no times given; with B twice as long as F, and I and W as long as F: makespan "
+        f"{timeline.makespan_us / ASSUMED_COSTS['forward_us']:g} F, {bubble}"
+    )
 
 
 def _fields(arguments: Namespace, planned: Plan, timeline: Timeline) -> dict[str, Any]:

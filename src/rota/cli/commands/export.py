@@ -13,12 +13,24 @@ from rota.cli.arguments import add_output, argument_type, comma_separated
 from rota.cli.parser import Command, Parser
 from rota.cli.requirements import InputError, require
 from rota.plan import Plan
+from rota.tasks import Kind
 from rota.units import count_text
 
 #: A requirement of torchtitan that not every model meets.
 _TITAN_LEAVES_NONE = (
     "In each stage, torchtitan replaces the modules of other stages with None, so the model's "
     "forward must skip them, as the forward of torchtitan's own models does."
+)
+
+
+_SPLIT = (
+    "The plan splits backwards (I and W), which PyTorch cannot do under torch.compile: leave it off, and activation "
+    "checkpointing too (docs/torchtitan.md), or export a plan with whole backwards, such as one of `rota plan "
+    "interleaved_1f1b`."
+)
+_WHOLE = (
+    "The plan's backwards are whole, so torch.compile may be on. Activation checkpointing may be on as well, but the "
+    "plan counts on its time and memory only if it was profiled with it."
 )
 
 
@@ -128,8 +140,9 @@ def _to_torchtitan(arguments: Namespace) -> int:
         print(f"stage {stage}: {' '.join(names)}")
     rows = planned.microbatch_rows
     given = f"{planned.num_microbatches} micro-batches" + (f" of {count_text(rows, 'row')} each" if rows else "")
-    print(f"Give torchtitan {given} per step, as docs/other-trainers.md explains.")
+    print(f"Give torchtitan {given} per step. docs/torchtitan.md has the launch commands of its versions.")
     print(_TITAN_LEAVES_NONE)
+    print(_SPLIT if any(task.kind is Kind.W for task in planned.placement.tasks) else _WHOLE)
     return 0
 
 
