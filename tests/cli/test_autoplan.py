@@ -360,8 +360,10 @@ def test_a_plan_for_other_machines_is_to_be_exported(
         r"Next \(its ranks need [\d.]+ kB, and this machine has 1 kB\):\n  rota autoplan … --exportab", large
     )
     assert large.index(export) < large.index("rota verify")
-    estimated = told_by(capsys, profile, output, "--device", "h100", "--exportable")
-    assert f"Next (the plan is for h100, so it is not tried here):\n{export}" in estimated
+    estimates = tuple(replace(layer_costs(rows, UNEVEN, parameters=100), note="estimated for h100") for rows in (1, 2))
+    Path(profile).write_text(Profile(estimates).to_json())
+    estimated = told_by(capsys, profile, output, "--exportable")
+    assert f"Next (the plan is estimated for h100, not measured here):\n{export}" in estimated
     usage = rota.Plan.from_json(output.read_text()).usage
     assert usage is not None
     assert (usage.pipeline_ranks, usage.exportable) == (2, True)

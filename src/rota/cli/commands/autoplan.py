@@ -188,8 +188,8 @@ def _why_elsewhere(answer: Answer, arguments: Namespace) -> str:
     from rota.runtime.host_memory import total_bytes
 
     usage = answer.plan.usage
-    if arguments.device not in (None, "cpu") or (usage is not None and usage.is_estimate):
-        return f"the plan is for {arguments.device or 'another device'}, so it is not tried here"
+    if usage is not None and usage.is_estimate:
+        return f"the plan is {usage.note}, not measured here"
     if arguments.node is not None and arguments.node < arguments.ranks:
         return "its ranks are on several nodes"
     needed, there_is = sum(answer.timeline.peak_memory_bytes), total_bytes()
