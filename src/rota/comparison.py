@@ -78,7 +78,7 @@ _DESCRIPTIONS = {
     Part.SENDS: "outputs were ready but not yet sent",
     Part.LAUNCH: "ops were ready but had not started",
     Part.STEP_END: "reductions and optimizer steps",
-    Part.CLOCK: "data was read before it arrived, by the clocks",
+    Part.CLOCK: "according to the clocks, data was read before it arrived",
 }
 
 

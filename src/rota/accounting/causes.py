@@ -48,7 +48,7 @@ DESCRIPTIONS = {
     Cause.TRANSFER: "an input of the next op is in transfer",
     Cause.MESSAGES: "ranks are occupied with sending and receiving",
     Cause.LAUNCH: "the next op is ready but has not started yet",
-    Cause.DRAIN: "this rank has finished, others have not",
+    Cause.DRAIN: "this rank has finished, but others have not",
 }
 
 

@@ -383,7 +383,8 @@ def _cuts(found: Found) -> list[str]:
     if not cuts:
         return []
     return [
-        f"  cut before  {_runs(cuts)}; the first layer is all before {every[0]}, the last all from {every[-1]} on",
+        f"  cut before  {_runs(cuts)}; the first layer is everything before {every[0]}, and the last is everything from "
+        f"{every[-1]} on",
     ]
 
 

@@ -38,7 +38,7 @@ def add_arguments(parser: Parser) -> None:
         "--torch",
         action="store_true",
         help="also prove that PyTorch's own pipeline engine cannot hang on GPUs when it runs this plan, with the "
-        "communication that a schedule CSV lists or, without any, that PyTorch derives",
+        "communication that a schedule CSV lists or, if none is listed, the communication that PyTorch derives",
     )
 
 

@@ -17,7 +17,7 @@ from rota.reading import printable, read_text, short
 if TYPE_CHECKING:
     from rota.runtime.checkpoints.files import Saved
 
-_DETAILS = " This runs no code from a checkpoint, so it is safe for checkpoints that you do not trust."
+_DETAILS = " The command runs no code from a checkpoint, so it is safe to use on checkpoints that you do not trust."
 _ACTIONS = {
     "ls": "list the checkpoints in FOLDER, oldest first",
     "verify": "compare every file with its hash, and check that every tensor is complete",
@@ -32,7 +32,7 @@ def add_arguments(parser: Parser) -> None:
     help_text = "folder that rota.Checkpoints writes to, or one checkpoint in it: FOLDER/step-N"
     actions.add_argument("folder", metavar="FOLDER", help=help_text)
     add_output(
-        parser, "FILE", "for export: model.safetensors, or a folder for it with --config", writes="file or folder"
+        parser, "FILE", "for export: model.safetensors or, with --config, a folder for it", writes="file or folder"
     )
     help_text = "for export: the model's config.json, copied beside the model.safetensors that from_pretrained loads"
     parser.add_argument("--config", metavar="CONFIG.json", help=help_text)

@@ -18,15 +18,15 @@ _STDOUT = "-"
 _TIMEOUT_S = 30.0
 _DETAILS = """
 
-First, it reports versions, accelerators and their memory, the device of each rank, peer access, the host's limits, and
-environment variables that slow down or break training. Then it starts one process per device, or CPU processes if
+First, the command reports versions, accelerators and their memory, the device of each rank, peer access, the host's
+limits, and environment variables that slow down or break training. Then it starts one process per device, or CPU processes if
 there is no device. It measures messages between each pair of processes, and how much their clocks differ. Finally, it
 runs small plans and compares their gradients with those of the unsplit model. All of this takes less than two minutes.
 
 Each line begins with ok, skipped (with the reason), warning (Rota runs, but slowly or with a risk of failure) or
 problem (with the fix).
 
-To examine several nodes, start it with torchrun: torchrun … -m rota doctor
+To examine several nodes, start the command with torchrun: torchrun … -m rota doctor
 
 exit code: 0 no problems, 1 at least one problem, 2 invalid arguments"""
 

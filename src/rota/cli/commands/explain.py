@@ -42,7 +42,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 COMMAND = Command(
     "explain",
-    "show why ranks are idle, worst first, and what would help",
+    "show why ranks are idle, largest causes first, and what would help",
     "rota explain timeline.json",
     add_arguments,
     run,

@@ -56,7 +56,7 @@ def _add_megatron(parser: Parser) -> None:
     help_text = (
         "boundaries of the stages: 0, the first layer of each later stage, and the number of layers; "
         "each letter of Megatron's layout (E, t, m, L) counts as one layer or, with --layers, each class name does "
-        "(default with --layers: those of a plan from rota autoplan)"
+        "(default with --layers: those of a plan from `rota autoplan`)"
     )
     parser.add_argument("--boundaries", type=_integers, metavar="0,N,…", help=help_text)
     help_text = (
@@ -74,7 +74,7 @@ def _add_deepspeed(parser: Parser) -> None:
     parser.add_argument("plan", help="plan.json, or a schedule CSV")
     help_text = (
         "boundaries of the stages: 0, the first layer of each later stage, and the number of layers (default: those "
-        "of a plan from rota autoplan)"
+        "of a plan from `rota autoplan`)"
     )
     parser.add_argument("--boundaries", type=_integers, metavar="0,N,…", help=help_text)
     help_text = (

@@ -43,7 +43,7 @@ def _add_deepspeed(parser: Parser) -> None:
 
 
 def _add_costs_and_output(parser: Parser) -> None:
-    help_text = "costs per stage or per layer (default: F 1 ms, B 2 ms per stage)"
+    help_text = "costs per stage or per layer (default: forward 1 ms, backward 2 ms per stage)"
     parser.add_argument("--costs", metavar="FILE", help=help_text)
     add_output(parser, "FILE", "write the plan as JSON")
 

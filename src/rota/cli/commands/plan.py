@@ -55,8 +55,8 @@ def add_arguments(parser: Parser) -> None:
         "--objective",
         type=one_of(_OBJECTIVES, "--objective"),
         choices=_OBJECTIVES,
-        help="for search: what to minimize: the makespan of a step (default), the span (the longest busy window of "
-        "a rank), or the period (the time per micro-batch in steady state)",
+        help="for search: what to minimize: the makespan (the time of one step; default), the span (the longest busy "
+        "window of a rank), or the period (the time per micro-batch in steady state)",
     )
     add_time_limit(parser, "for search, and for --backups: at most this many seconds (default: 10)")
     add_backups(parser)

@@ -46,14 +46,14 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("--backups", metavar="FILE", help=help_text)
     help_text = (
         "if a rank still fails after all restarts, continue without it on at least N ranks: the others run "
-        "all stages, with the state that rota run keeps in memory"
+        "all stages, with the state that `rota run` keeps in memory"
     )
     parser.add_argument("--min-ranks", type=number(1), metavar="N", help=help_text)
     help_text = "start a lost rank again after S seconds (default: 60 with --backups, never with --min-ranks)"
     parser.add_argument("--rejoin-after", type=seconds, metavar="S", help=help_text)
     help_text = (
-        "if a rank becomes slower or faster than the others, switch to a better order of the same stages during "
-        "training"
+        "if a rank becomes slower or faster than the others, switch to a better order of ops, with the same stages, "
+        "during training"
     )
     parser.add_argument("--adapt", action="store_true", help=help_text)
     help_text = "with --adapt: switch only if this makes a step shorter by at least PERCENT (default: 3)"

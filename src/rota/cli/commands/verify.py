@@ -27,7 +27,7 @@ exit code: 0 exact, 1 not exact, 2 wrong input"""
 def add_arguments(parser: Parser) -> None:
     """Add the arguments of `rota verify` to its parser."""
     parser.add_argument("plan", help="plan.json")
-    help_text = "Python file that defines make_model(), make_batch(rows) and loss_fn, as for rota autoplan, and "
+    help_text = "Python file that defines make_model(), make_batch(rows) and loss_fn, as for `rota autoplan`, and "
     help_text += "make_unsplit() if make_model returns rota.Stages that you built yourself; or hf:config.json"
     parser.add_argument("model", metavar="MODEL.py", help=help_text)
     help_text = "tokens per row, if MODEL.py has no make_batch (default: 1024, or the model's maximum if smaller)"
