@@ -19,6 +19,8 @@ from rota.errors import PlacementError
 _Pair: TypeAlias = tuple[int, int]
 Shared: TypeAlias = tuple[int, int, int]
 
+_MOST_MISSING_CORES, _MOST_SPREAD = 0.1, 0.2  # above which a measurement is doubtful
+
 #: A note of costs begins with this where nothing was measured.
 ESTIMATED = "estimated"
 #: And with this where they are computed from those of fewer and of more rows.
@@ -61,6 +63,7 @@ class LayerCosts:
         tied: The same for what is always held.
         spread: Relative interquartile range of the measured F + B.
         note: Where the numbers come from.
+        missing_cores: How many of the cores that measuring used other programs took away, on average.
 
     Raises:
         PlacementError: A field has the wrong number of entries, a number is negative or not whole, or an edge or a
@@ -95,6 +98,7 @@ class LayerCosts:
     tied: tuple[Shared, ...] = ()
     spread: tuple[float, ...] = ()
     note: str = ""
+    missing_cores: float = 0.0
 
     def __post_init__(self) -> None:
         if not self.forward_us:
@@ -119,6 +123,23 @@ class LayerCosts:
     def is_interpolated(self) -> bool:
         """Whether the figures are computed from those of fewer and of more rows."""
         return self.note.startswith(INTERPOLATED)
+
+    @property
+    def mean_spread(self) -> float:
+        """How far measured times of a layer are apart, weighted by these times; 0.0 if nothing says so."""
+        times_us = [f + b for f, b in zip(self.forward_us, self.backward_us, strict=True)]
+        if not self.spread or not any(times_us):
+            return 0.0
+        return sum(us * spread for us, spread in zip(times_us, self.spread, strict=True)) / sum(times_us)
+
+    @property
+    def why_doubtful(self) -> str:
+        """What shows that the machine was busy or uneven while the layers were measured; "" if nothing does."""
+        if self.missing_cores > _MOST_MISSING_CORES:
+            return f"other programs took {self.missing_cores:.1f} of the cores"
+        if self.mean_spread > _MOST_SPREAD:
+            return f"repeated timings of a layer vary by {self.mean_spread:.0%} (the middle half of them)"
+        return ""
 
     @property
     def num_layers(self) -> int:
@@ -264,7 +285,10 @@ class LayerCosts:
 
     def to_fields(self) -> dict[str, Any]:
         """The fields in JSON."""
-        return {field.name: getattr(self, field.name) for field in fields(self)}
+        found = {field.name: getattr(self, field.name) for field in fields(self)}
+        if not self.missing_cores:
+            del found["missing_cores"]
+        return found
 
     def to_json(self) -> str:
         """The text of a "layers" file, one line per field, which `from_json` reads."""
@@ -283,6 +307,8 @@ class LayerCosts:
         values |= {name: tuple(_tuple(entry, 3) for entry in document[name]) for name in _PAIRS}
         values["cuts"] = tuple(entry.name() for entry in document["cuts"])
         values["spread"] = tuple(_fraction(entry) for entry in document["spread"])
+        if "missing_cores" in document:
+            values["missing_cores"] = _fraction(document["missing_cores"])
         return cls(rows=document["rows"].integer(1), note=document["note"].text(), **values)
 
 

@@ -60,6 +60,10 @@ RECORDED: list[tuple[Starts, Starts]] = [  # 1F1B in two replicas, bidirectional
         [(297675, 228612), (272319, 300714), (256415, 298084), (330096, 231909)],
         [(277880, 366975), (298720, 260595), (252851, 249169), (236617, 281111)],
     ),
+    (
+        [(377821, 372191), (277557, 268718), (393776, 367921)],
+        [(315587, 312682), (352326, 325057), (334067, 292966)],
+    ),
 ]
 
 
@@ -97,11 +101,13 @@ def test_a_plan_that_is_slower_in_every_round_is_not_as_fast_though_the_machine_
     assert chosen([near, replicas], LEAST) is near
 
 
-def test_simplicity_never_costs_more_than_a_tenth() -> None:
-    noisy = run(PIPELINE, rounds_of(300, 400, 350))
+def test_simplicity_never_costs_more_than_a_quarter() -> None:
     replicas = run(REPLICAS, rounds_of(300, 300, 300))
+    noisy, far = run(PIPELINE, rounds_of(300, 400, 350)), run(PIPELINE, rounds_of(300, 600, 380))
     assert spread_between(noisy, replicas, LEAST) == pytest.approx(1 / 6, abs=1e-3)
-    assert chosen([noisy, replicas], LEAST) is replicas
+    assert chosen([noisy, replicas], LEAST) is noisy  # in one round it was as fast
+    assert spread_between(far, replicas, LEAST) > 0.5
+    assert chosen([far, replicas], LEAST) is replicas
 
 
 def test_what_is_simple() -> None:

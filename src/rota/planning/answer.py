@@ -12,7 +12,7 @@ from typing import NamedTuple
 from rota import notebook
 from rota.plan import Plan
 from rota.planning.candidate import Request
-from rota.planning.choosing import MOST_TOLERANCE
+from rota.planning.choosing import FAR
 from rota.planning.evaluation import Found, Misfit
 from rota.planning.reasons import why_slower
 from rota.tables import fitted, table_lines
@@ -78,7 +78,7 @@ class Answer:
         confirmed: The candidates whose own stages were measured.
         is_unmeasured: Whether Ctrl-C came before any of them was measured.
         tolerance: How far measured or predicted differences between plans may be off, as a part of a step. Plans
-            that differ by less count as equally fast, but never if they differ by more than a tenth.
+            that differ by less count as equally fast, but never if they differ by more than a quarter.
         one_process: The model as it is, on one process, as measured.
         predicted_because: Why steps are predicted and were not run: "" where they were.
         remarks: What else to know about the figures.
@@ -302,7 +302,7 @@ class Answer:
         """Which plans count as equally fast, and which of them is recommended."""
         told = "" if self.best.steps is None else f"Trial steps show differences to within {self.tolerance:.1%}. "
         return (
-            f"{told}Plans whose steps differ by less than {min(self.tolerance, MOST_TOLERANCE):.1%} count as equally "
+            f"{told}Plans whose steps differ by less than {min(self.tolerance, FAR - 1):.1%} count as equally "
             f"fast; Rota recommends the simplest of them: the fewest processes and recomputed stages, a named "
             f"schedule, a whole backward, the fewest stages per rank, then the fewest replicas"
         )
@@ -383,8 +383,8 @@ def _cuts(found: Found) -> list[str]:
     if not cuts:
         return []
     return [
-        f"  cut before  {_runs(cuts)}; the first layer is everything before {every[0]}, and the last is everything from "
-        f"{every[-1]} on",
+        f"  cut before  {_runs(cuts)}; the first layer is everything before {every[0]}, and the last is everything "
+        f"from {every[-1]} on",
     ]
 
 

@@ -103,7 +103,7 @@ def autoplan(
         deadline.stopped_by,
         deadline.ran_out,
         tolerance=request.tolerance,
-        remarks=tuple(sweep.remarks),
+        remarks=(*request.doubts, *sweep.remarks),
     )
 
 

@@ -16,6 +16,7 @@ from rota.placement import Placement
 from rota.placing import bidirectional, place
 from rota.planning.layouts import Layout
 from rota.planning.machine import Machine
+from rota.units import count_text
 from rota.usage import Usage
 
 _MOST_ROWS = 10_000_000  # of a step
@@ -49,7 +50,20 @@ class Request:
     @cached_property
     def tolerance(self) -> float:
         """The part of a step by which predicted steps may differ and count as equal: how far the profile is apart."""
-        return min(max(map(_spread, self.profiles.values()), default=0.0), _MOST_TOLERANCE)
+        return min(max((layers.mean_spread for layers in self.profiles.values()), default=0.0), _MOST_TOLERANCE)
+
+    @property
+    def doubts(self) -> tuple[str, ...]:
+        """What shows that the layers were measured on a busy machine, and what to do: one line, or none."""
+        doubtful = {rows: layers.why_doubtful for rows, layers in self.profiles.items() if layers.why_doubtful}
+        if not doubtful:
+            return ()
+        rows, why = next(iter(doubtful.items()))
+        more = f"; the same goes for {count_text(len(doubtful) - 1, 'other size')}" if len(doubtful) > 1 else ""
+        return (
+            f"layers were measured on a busy or uneven machine: with {count_text(rows, 'row')} per micro-batch, "
+            f"{why}{more}. Another run may cut the model elsewhere: stop other programs, and profile again (--refresh)",
+        )
 
     @property
     def estimated_for(self) -> str:
@@ -103,14 +117,6 @@ def _forward_alone(layers: LayerCosts) -> LayerCosts:
     # Shared storages may be among what is left out; tied parameters count with each layer.
     columns |= dict.fromkeys(("shared", "waiting_shared", "tied"), ())
     return replace(layers, **columns)
-
-
-def _spread(layers: LayerCosts) -> float:
-    """How far measured times of the layers are apart, weighted by their times."""
-    times_us = [f + b for f, b in zip(layers.forward_us, layers.backward_us, strict=True)]
-    if not layers.spread or not any(times_us):
-        return 0.0
-    return sum(us * spread for us, spread in zip(times_us, layers.spread, strict=True)) / sum(times_us)
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,10 @@ from rota.planning.evaluation import SEARCHED, Found
 from rota.planning.step_times import difference
 from rota.schedules import FAMILIES
 
-#: Of a step: a plan that measured slower by more than this is never taken for its simplicity, however noisy it was.
-MOST_TOLERANCE = 0.10
+#: Of a step: a spread above which rounds of steps do not tell which plan is faster.
+NOISY = 0.10
+#: A plan whose steps are this many times as long as the fastest is slower, however noisy the rounds were.
+FAR = 1.25
 
 _PLACES = {family.name: place for place, family in enumerate(FAMILIES)}
 
@@ -18,7 +20,7 @@ def chosen(plans: Iterable[Found], tolerance: float) -> Found | None:
     """The simplest of the plans that are as fast as the fastest; None if there are none.
 
     Plans are as fast if their steps differ by at most `tolerance` of a step, or, where steps of both were run, by at
-    most what `spread_between` says, up to `MOST_TOLERANCE`.
+    most what `spread_between` says: a plan is only passed over for a less simple one that the rounds show to be faster.
     """
     every = list(plans)
     fastest = min(every, key=lambda found: found.key, default=None)
@@ -39,7 +41,7 @@ def _is_as_fast(found: Found, fastest: Found, tolerance: float) -> bool:
     if found.steps is None or fastest.steps is None:
         return found.step_us <= fastest.step_us * (1 + tolerance)
     slower = difference(found.steps, fastest.steps).times - 1
-    return slower <= min(spread_between(found, fastest, tolerance), MOST_TOLERANCE)
+    return slower <= min(spread_between(found, fastest, tolerance), FAR - 1)
 
 
 def simplicity(found: Found) -> tuple[int | bool, ...]:

@@ -19,7 +19,7 @@ from rota.errors import PipelineError, PlanError, SearchError
 from rota.models import Stages, split
 from rota.planning.answer import Answer, Confirmed, ranks_text
 from rota.planning.autoplanning import one_process
-from rota.planning.choosing import MOST_TOLERANCE, chosen, spread_between
+from rota.planning.choosing import NOISY, chosen, spread_between
 from rota.planning.deadline import Deadline
 from rota.planning.evaluation import Found
 from rota.planning.layout_bounds import placement_bound_us
@@ -27,6 +27,7 @@ from rota.planning.step_times import StepTimes
 from rota.planning.trials import Trial, is_far, least_s, run_trials
 from rota.profiling import profile, profile_here
 from rota.profiling.forked import why_not_here
+from rota.profiling.other_programs import OtherPrograms
 from rota.profiling.places import accelerators_of
 from rota.runtime.environment import num_cores
 from rota.runtime.losses import LossFn
@@ -143,7 +144,7 @@ class _Confirming:
                 self._leave_out(f"stages of {_named(found)}")
                 continue
             self._report(f"measuring the stages of {_named(found)}")
-            again = _measured(found, *self._how, repeats)
+            again = self._stages_of(found, repeats)
             try:
                 check(again.plan)
             except PlanError as error:
@@ -159,6 +160,23 @@ class _Confirming:
             return
         if self._has_time_for(self.usual, is_alike=True):
             self.usual = _measured(self.usual, *self._how, repeats)
+
+    def _stages_of(self, found: Found, repeats: int) -> Found:
+        """The plan with its stages' measured costs; measured once more if other programs disturbed them.
+
+        Where steps follow, these have the stages' times, and notice other programs as well.
+        """
+        again, missing_cores = _measured_beside_others(found, *self._how, repeats)
+        if not self.predicted_because or missing_cores <= _LOADED:
+            return again
+        self._report(f"other programs took {missing_cores:.1f} of the cores; measuring once more")
+        second, missing_then = _measured_beside_others(found, *self._how, repeats)
+        if (least := min(missing_cores, missing_then)) > _LOADED:
+            self.remarks.append(
+                f"the machine is busy: other programs took {least:.1f} of the cores while the stages of "
+                f"{_named(found)} were measured; stop them, and plan again"
+            )
+        return second if missing_then < missing_cores else again
 
     def _has_time_for(self, found: Found, *, is_alike: bool) -> bool:
         """Whether one more plan may be measured; `is_alike`: one that divides the processes as another one does.
@@ -306,11 +324,12 @@ def _spread_of(plans: Sequence[Found], least: float) -> float:
 
 def _too_noisy(tolerance: float) -> list[str]:
     """That the rounds of steps did not tell which plan is faster, if so, and what to do."""
-    if tolerance <= MOST_TOLERANCE:
+    if tolerance <= NOISY:
         return []
     return [
         f"too noisy to choose by speed: trial steps show differences between plans only to within {tolerance:.1%}, "
-        f"above {MOST_TOLERANCE:.0%}; stop other programs, and give a longer --time-limit for more of them"
+        f"above {NOISY:.0%}, so the simplest of those that may be as fast is recommended; stop other programs, and "
+        f"give a longer --time-limit for more steps"
     ]
 
 
@@ -396,13 +415,29 @@ def _measured(
         "repeats": repeats,
     }
     batch = inputs, target, loss_fn
-    if layout.num_ranks <= num_cores() and layout.shape != "bidirectional":
+    if _is_at_once(found):
         costs = profile(stages, *batch, ranks=layout.ranks, **how)
-    else:  # they will run on other machines: on this one they would share cores
+    else:
         costs = profile_here(stages, *batch, **how)
     candidate = replace(candidate, measured=costs)
     plan = replace(found.plan, placement=candidate.placement)
     return Found(candidate, found.schedule, plan, placement_bound_us(candidate.placement, layout.num_microbatches))
+
+
+def _measured_beside_others(found: Found, *how: Any) -> tuple[Found, float]:
+    """What `_measured` returns, and how many cores other programs took away meanwhile."""
+    others = OtherPrograms()
+    again = _measured(found, *how)
+    return again, others.missing_cores(found.candidate.layout.num_ranks if _is_at_once(found) else 1)
+
+
+def _is_at_once(found: Found) -> bool:
+    """Whether the stages of all ranks are measured at once, as they run.
+
+    Otherwise one after another: plans for more ranks than there are cores will run on other machines.
+    """
+    layout = found.candidate.layout
+    return layout.num_ranks <= num_cores() and layout.shape != "bidirectional"
 
 
 def _with_steps(found: Found, steps: StepTimes) -> Found:

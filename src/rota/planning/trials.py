@@ -12,7 +12,6 @@ clearly slower than the best are left out of further rounds, which the others th
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -22,7 +21,7 @@ import torch.distributed as dist
 
 from rota.models import Stages
 from rota.plan import Plan
-from rota.planning.choosing import MOST_TOLERANCE
+from rota.planning.choosing import FAR, NOISY
 from rota.planning.step_times import StepTimes, difference, of_starts
 from rota.profiling.forked import run_forked
 from rota.profiling.optimizers import MakeOptimizer
@@ -39,7 +38,6 @@ _ENOUGH_S = 0.4  # of measured steps in a start: others, at another moment, tell
 _SETTLED_ROUNDS, _MOST_ROUNDS, _MOST_IF_NOISY = 3, 8, 16
 _COMPARED = 2  # plans that are started once whatever time is left: one alone would be compared with nothing
 _SETTLED = 0.03  # spread of steps below which further rounds would tell nothing new
-_FAR = 1.25  # a plan whose fastest step is this many times as long as the best plan's is not started again
 _START_S = 0.5  # for processes to start, and for a plan's pipeline
 
 
@@ -104,13 +102,13 @@ def run_trials(
 
 def is_far(steps: StepTimes, best_us: int) -> bool:
     """Whether even the fastest step of a plan is clearly slower than the best plan's: further starts tell no more."""
-    return min(steps.steps_us) > _FAR * best_us
+    return min(steps.steps_us) > FAR * best_us
 
 
 def _is_too_noisy(steps: Sequence[StepTimes]) -> bool:
     """Whether the rounds do not tell how much slower one of these plans is than the fastest."""
     fastest = min(steps, key=lambda one: one.median_us)
-    return any(difference(one, fastest).spread > MOST_TOLERANCE for one in steps if one is not fastest)
+    return any(difference(one, fastest).spread > NOISY for one in steps if one is not fastest)
 
 
 def least_s(plans: Sequence[Plan], num_starts: int) -> float:
@@ -123,7 +121,7 @@ def _started(trial: Trial, loss_fn: LossFn, make_optimizer: MakeOptimizer | None
     """Steps of one plan on new processes."""
     others = OtherPrograms()
     first, *_ = run_forked(trial.num_processes, lambda number: _run(trial, loss_fn, make_optimizer, number == 0))
-    missing_cores = max(0.0, others.num_cores() + trial.num_processes - (os.cpu_count() or 1))
+    missing_cores = others.missing_cores(trial.num_processes)
     return StepTimes(tuple(first["us"]), tuple(map(Timeline.from_json, first["timelines"])), missing_cores)
 
 

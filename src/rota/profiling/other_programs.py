@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import final
 
 _STAT = Path("/proc/stat")
+_LEAST_S = 0.5  # without which missing cores are not judged: the system counts in ticks of 10 ms
 _BUSY = (0, 1, 2, 5, 6, 7)  # of a line of /proc/stat: user, nice, system, irq, softirq, steal
 
 
@@ -23,6 +24,12 @@ class OtherPrograms:
         """How many cores they used on average since then; 0.0 where the system does not tell."""
         elapsed_s = time.monotonic() - self._began_s
         return max(0.0, _others_s() - self._others_s) / elapsed_s if elapsed_s else 0.0
+
+    def missing_cores(self, num_processes: int) -> float:
+        """How many cores they took from `num_processes` processes of one thread; 0.0 for less than half a second."""
+        if time.monotonic() - self._began_s < _LEAST_S:
+            return 0.0
+        return max(0.0, self.num_cores() + num_processes - (os.cpu_count() or 1))
 
 
 def _others_s() -> float:

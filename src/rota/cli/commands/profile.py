@@ -96,12 +96,15 @@ def _layers(arguments: Namespace) -> int:
     for layers in found.values():
         print(_summary(layers))
     worst = max((spread for layers in found.values() for spread in layers.spread), default=0.0)
+    doubtful = next((layers.why_doubtful for layers in found.values() if layers.why_doubtful), "")
+    refresh, with_refresh = (" --refresh", ", with --refresh") if arguments.cache else ("", "")
     if worst > _TOO_FAR_APART:
-        refresh = " --refresh" if arguments.cache else ""
         print(
             f"Measurements that vary by {worst:.0%} are too noisy for planning: close other programs, and measure more "
             f"often, with --repeats {3 * repeats}{refresh}."
         )
+    elif doubtful:
+        print(f"The machine was busy or uneven: {doubtful}. Close other programs, and measure again{with_refresh}.")
     then = f"; plan with `rota autoplan --profile {arguments.output} …`"
     files.keep(arguments.output, found.to_json(), then=then)
     return 0

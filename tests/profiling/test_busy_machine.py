@@ -1,0 +1,113 @@
+"""A busy machine is noticed while layers are measured: by other programs' time on the cores, and by uneven timings."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from planning.test_autoplan import LONG_S, UNEVEN, layer_costs
+from rota.layers import LayerCosts
+from rota.models import Stages
+from rota.planning import Machine, autoplan
+from rota.profiles import Profile
+from rota.profiling import layer_profile, other_programs
+from rota.profiling.interpolation import interpolated
+from rota.profiling.layer_profile import profile_model
+from rota.profiling.other_programs import OtherPrograms
+
+STAGES = Stages([nn.Linear(2, 2), nn.Linear(2, 2)])
+
+
+def batch_of(rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.ones(rows, 2), torch.ones(rows, 2)
+
+
+class Reports(list[str]):
+    def about(self, what: str) -> list[str]:
+        return [line for line in self if what in line]
+
+
+def profiled(
+    monkeypatch: pytest.MonkeyPatch, missing: list[float], within_s: float = 60.0, cache: Path | None = None
+) -> tuple[Profile, Reports]:
+    """A profile of one size, while other programs take so many cores, measurement by measurement."""
+    given: Iterator[float] = iter(missing)
+    monkeypatch.setattr(OtherPrograms, "missing_cores", lambda *_: next(given))
+    monkeypatch.setattr(LayerCosts, "mean_spread", 0.01)  # of tiny layers it may be anything
+    reports = Reports()
+    how = {"report": reports.append, "within_s": within_s, "cache": cache, "repeats": 1}
+    profile = profile_model(STAGES, batch_of, [4], nn.functional.mse_loss, **how)  # type: ignore[arg-type]
+    assert not [*given]
+    return profile, reports
+
+
+def test_a_disturbed_measurement_is_repeated_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    profile, reports = profiled(monkeypatch, [0.8, 0.02])
+    assert profile[4].missing_cores == 0.02
+    assert not profile[4].why_doubtful
+    assert reports.about("once more") == ["4 rows: other programs took 0.8 of the cores; measuring once more"]
+    profile, _ = profiled(monkeypatch, [0.5, 0.9])
+    assert profile[4].missing_cores == 0.5  # the better one counts, and says so
+    assert profile[4].why_doubtful == "other programs took 0.5 of the cores"
+    profile, reports = profiled(monkeypatch, [0.05])
+    assert not reports.about("once more")
+
+
+def test_no_time_no_repetition(monkeypatch: pytest.MonkeyPatch) -> None:
+    profile, reports = profiled(monkeypatch, [0.8], within_s=1e-6)
+    assert profile[4].why_doubtful
+    assert not reports.about("once more")
+
+
+def test_the_doubt_is_kept_in_files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    profile, _ = profiled(monkeypatch, [0.8, 0.7], cache=tmp_path / "profile.json")
+    assert Profile.from_json(profile.to_json()) == profile
+    again, _ = profiled(monkeypatch, [], cache=tmp_path / "profile.json")
+    assert again[4].missing_cores == profile[4].missing_cores == 0.7
+    quiet = layer_costs(1)
+    assert "missing_cores" not in quiet.to_json()
+    assert LayerCosts.from_json(quiet.to_json()) == quiet
+    between = interpolated(replace(layer_costs(2), missing_cores=0.3), layer_costs(8), 4)
+    assert between is not None
+    assert between.missing_cores == 0.3
+
+
+def test_uneven_timings_are_doubtful() -> None:
+    costs = replace(layer_costs(1, (10, 30)), spread=(0.5, 0.1))
+    assert costs.mean_spread == pytest.approx(0.2)
+    assert not costs.why_doubtful
+    doubtful = replace(costs, spread=(0.9, 0.1))
+    assert doubtful.why_doubtful == "repeated timings of a layer vary by 30% (the middle half of them)"
+
+
+def test_autoplan_says_so() -> None:
+    machine, disturbed = Machine(4), replace(layer_costs(1, UNEVEN), missing_cores=0.8)
+    more = replace(layer_costs(2, UNEVEN), missing_cores=0.4)
+    assert "busy" not in autoplan({1: layer_costs(1, UNEVEN)}, machine, 8, time_limit_s=LONG_S).to_text()
+    told = autoplan({1: disturbed, 2: more}, machine, 8, time_limit_s=LONG_S).remarks[0]
+    assert told == (
+        "layers were measured on a busy or uneven machine: with 1 row per micro-batch, other programs took 0.8 of the "
+        "cores; the same goes for 1 other size. Another run may cut the model elsewhere: stop other programs, and "
+        "profile again (--refresh)"
+    )
+
+
+def test_missing_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    others = OtherPrograms()
+    monkeypatch.setattr(OtherPrograms, "num_cores", lambda _: 1.25)
+    monkeypatch.setattr(other_programs.os, "cpu_count", lambda: 2)  # type: ignore[attr-defined]
+    assert others.missing_cores(1) == 0.0  # too short to tell
+    monkeypatch.setattr(other_programs, "_LEAST_S", 0.0)
+    assert [others.missing_cores(count) for count in (0, 1, 2)] == [0.0, 0.25, 1.25]
+
+
+def test_estimates_are_never_disturbed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(OtherPrograms, "missing_cores", lambda *_: 1.0)
+    monkeypatch.setattr(layer_profile, "_doubt", None)
+    profile = profile_model(STAGES, batch_of, [4], nn.functional.mse_loss, device="h100")
+    assert not profile[4].why_doubtful
