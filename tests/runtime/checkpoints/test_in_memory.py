@@ -79,14 +79,23 @@ def begin_again(folder: Path, expected_step: int, *, in_new_process: bool = True
     return again
 
 
+@contextmanager
+def killed(training: Training, file: int) -> Iterator[None]:
+    """At the end of the context the training leaves its memory as it is then."""
+    with training.pipeline:
+        yield
+        image = os.pread(file, os.fstat(file).st_size, 0)
+    os.pwrite(file, image, 0)
+
+
 def go_on_from_tensors_in_use(rank: int, folder: Path) -> None:
-    """Each kill leaves the memory as it is then: while the step after a commit runs, or while the optimizer does."""
+    """From a kill while the step after a commit runs, while the optimizer does, and after that again."""
     with memory() as file, small_ones_count():
         whole = Training(TWO)
         with whole.pipeline:
             expected = whole.steps(range(9))
         first = Training(TWO)
-        with first.pipeline:
+        with killed(first, file):
             kept = first.checkpoints(folder)
             for step in range(3):
                 assert first.steps(range(step, step + 1)) == expected[step : step + 1]
@@ -94,14 +103,14 @@ def go_on_from_tensors_in_use(rank: int, folder: Path) -> None:
             assert Slots(file).step_in_use == 3
             assert Slots(file).leans(3)
         second = begin_again(folder, 3)
-        with second.pipeline:  # killed in the middle of the optimizer's step
+        with killed(second, file):
             assert Slots(file).step_in_use == 3
             second.optimizer.register_step_post_hook(fail)
             with pytest.raises(RuntimeError, match="killed"):
                 second.steps(range(3, 4))
             assert Slots(file).step_in_use == -1
         third = begin_again(folder, 3)
-        with third.pipeline:
+        with killed(third, file):
             kept = third.checkpoints(folder)
             assert kept.load() is not None  # once more, into the same optimizer
             for step in range(3, 6):
@@ -110,7 +119,31 @@ def go_on_from_tensors_in_use(rank: int, folder: Path) -> None:
             assert Slots(file).leans(6)
         fourth = begin_again(folder, 6)
         with fourth.pipeline:
+            assert Slots(file).step_in_use == 6
             assert fourth.steps(range(6, 9)) == expected[6:]
+
+
+def go_on_after_close(rank: int, folder: Path) -> None:
+    """What the optimizer does once nobody is told of it does not change what was committed."""
+    with memory() as file, small_ones_count():
+        first = Training(TWO)
+        with first.pipeline:
+            kept = first.checkpoints(folder)
+            expected = first.steps(range(1))
+            kept.commit(1)
+            expected += first.steps(range(1, 2))
+            kept.commit(2)
+            assert Slots(file).leans(2)
+            kept.close()
+            assert (steps_in(file), Slots(file).step_in_use) == ([1, 2], -1)
+            expected += first.steps(range(2, 4))
+        again = begin_again(folder, 2)
+        with again.pipeline:
+            assert again.steps(range(2, 4)) == expected[2:]
+
+
+def test_a_closed_training_leaves_its_state_whole(pool: Pool, tmp_path: Path) -> None:
+    pool.run(2, go_on_after_close, tmp_path)
 
 
 def fail(*_: object) -> None:

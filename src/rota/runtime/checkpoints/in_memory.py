@@ -17,6 +17,7 @@ import json
 import os
 import struct
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from math import prod
 from typing import Any, NamedTuple, final
 
@@ -146,9 +147,11 @@ class StatesInMemory:
         return sorted(self._slots.steps)
 
     def close(self) -> None:
-        """Take the hook out of the optimizer, and end the thread that copies."""
+        """Let go of the optimizer, whose tensors stay where they are, and end the thread that copies."""
         if self._hook is not None:
             self._hook.remove()
+        with suppress(PipelineError):  # then the step before is left
+            self._let_write()
         self._copies.close()
 
     def num_bytes(self) -> int:
@@ -281,6 +284,10 @@ class StatesInMemory:
 
     def _before_optimizer(self, *_: object) -> None:
         self._has_stepped = True
+        self._let_write()
+
+    def _let_write(self) -> None:
+        """Anything may be written to the tensors in use afterwards."""
         if self._in_use:
             self._finish_copies()
             self._slots.release()
