@@ -13,7 +13,7 @@ from rota.costs import Cluster, Costs
 from rota.placement import Placement
 from rota.placing import place
 from rota.search.budget import Budget
-from rota.search.exact import Exact, solve
+from rota.search.exact import Exact, cpsat, solve
 from rota.search.problem import Problem
 from rota.search.timing import score
 from rota.shapes import k_shape, m_shape, nn_shape, v_shape, x_shape
@@ -128,3 +128,10 @@ def test_is_the_same_on_every_run() -> None:
     assert first.bound_us == second.bound_us
     assert (first.orders is None) == (second.orders is None)
     assert first.orders is None or second.orders is None or (first.orders == second.orders).all()
+
+
+def test_a_solver_that_does_not_end_in_time_raises_no_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy machine a solver may still simplify its model when the search is over; it is then left alone."""
+    monkeypatch.setattr(cpsat, "_MOST_STOPPING_S", 0.0)
+    problem = Problem(v_shape(Costs.uniform(4, **_UNIT), Cluster.uniform(4, 4)), 12)
+    assert solve(problem, "makespan", None, 7, Budget(0.0)) == Exact(None, 7)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import permutations
-from math import ceil
 from typing import Any, Literal
 
 import numpy as np
@@ -68,7 +67,7 @@ def solve(
     status, solver = cpsat.solve(ordering.model, budget, seed)
     if status == cp_model.INFEASIBLE:
         return Exact(None, most_us + 1)
-    bound_us = max(bound_us, ceil(solver.best_objective_bound))
+    bound_us = cpsat.raised(bound_us, solver)
     if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
         return Exact(None, bound_us)
     return Exact(critical_path.orders(ordering.rows(solver.value)), bound_us)
@@ -165,7 +164,7 @@ def solve_with_transfers(
     status, solver = cpsat.solve(ordering.model, budget, seed, relaxes=may_wait)
     if status == cp_model.INFEASIBLE:
         return Exact(None, most_us + 1, True)
-    bound_us = max(bound_us, ceil(solver.best_objective_bound))
+    bound_us = cpsat.raised(bound_us, solver)
     if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
         return Exact(None, bound_us)
     return Exact(critical_path.orders(ordering.rows(solver.value)), bound_us, status == cp_model.OPTIMAL)

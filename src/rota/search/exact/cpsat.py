@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import ceil
 from threading import Thread
 from time import monotonic
 
@@ -47,6 +48,14 @@ def solve(
         return int(cp_model.UNKNOWN), solver
     budget.spend(solver.response_proto.deterministic_time * _S_PER_UNIT)
     return status[0], solver
+
+
+def raised(bound_us: int, solver: cp_model.CpSolver) -> int:
+    """The larger of this bound and the one that the solver has proven, if it has ended."""
+    try:
+        return max(bound_us, ceil(solver.best_objective_bound))
+    except RuntimeError:  # it was left to end by itself, and has no bound yet
+        return bound_us
 
 
 def _stopped(thread: Thread, solver: cp_model.CpSolver) -> bool:

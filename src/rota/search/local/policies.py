@@ -3,6 +3,9 @@
 A policy says when tasks would like to start, how patient ranks are, what they may hold, and how many micro-batches may
 be between a forward and its backward. Good caps for a chain are those of 1F1B, one less from stage to stage. Elsewhere
 caps that fill the memory of each rank are a good beginning, and they are climbed over with the rest.
+
+Most changes of a policy leave the makespan as it is. So of two equally long steps, the climb prefers the one whose ops
+start earlier on average: it has more room at the end, where a further change may shorten it.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ from numpy.typing import NDArray
 
 from rota.search.dispatching import NO_CAP, Dispatcher, busiest_us, from_starts
 from rota.search.problem import NO_LIMIT, Integers, Orders, Problem
-from rota.search.timing import score
+from rota.search.timing import measure, start_times
 from rota.tasks import Kind
 
 _SPREADS = (1.6, 1.3, 2.0, 1.0, 3.0, 0.7)  # how much longer a micro-batch may last than it has to
@@ -35,6 +38,9 @@ _LONG_OPS = 10_000  # longer steps have time for few tries: the longer, the less
 _FIRST_CYCLE = 300  # tries
 _BETTER_PART = 0.7  # of the tries, for the walk that has found the better plan
 _GOOD = 6  # plain policies that are kept
+_EARLY_PART = 0.2  # what a µs of the mean start counts, in µs of the objective
+_SLOPING_PART = 0.3  # of the changes of caps
+_SINGLE_PART = 0.4  # of the changes of wishes
 
 Objectives = tuple[int, int]  #: µs of the objective, then of the other one of makespan and span
 Floats = NDArray[np.float64]
@@ -53,22 +59,25 @@ class Policy:
 
 @dataclass
 class _Walk:
-    """Annealing on policies of one family; `policy` is where it is, at a step of `at_us`."""
+    """Annealing on policies of one family; `policy` is where it is, and its step has the value `at_us`.
+
+    The value is the objective and a part of the mean start, see `Climb`.
+    """
 
     plain: Iterator[Policy]
     first_heat: float
     is_long: bool  #: whether there is time for few tries: then a cycle begins again with each gain
     policy: Policy | None = None
-    at_us: int | None = None
+    at_us: float | None = None
     best: Policy | None = None
-    best_us: int = _NEVER_US
-    good: list[tuple[int, Policy]] = field(default_factory=list)  # plain ones, from which every other cycle begins
+    best_us: float = _NEVER_US
+    good: list[tuple[float, Policy]] = field(default_factory=list)  # plain ones, from which every other cycle begins
     tries: int = 0
     cycle: int = _FIRST_CYCLE
     cycles: int = 0
 
     def heat(self, random: np.random.Generator) -> float:
-        """By how much a step may readily become longer; it falls to 0 in each cycle, and cycles become longer."""
+        """By what part a step may readily become longer; it falls to 0 in each cycle, and cycles become longer."""
         self.tries += 1
         if self.tries > self.cycle:
             self.tries, self.cycle, self.cycles = 0, self.cycle * 5 // 4, self.cycles + 1
@@ -78,23 +87,23 @@ class _Walk:
                 self.at_us, self.policy = self.best_us, self.best
         return self.first_heat * (1 - self.tries / self.cycle)
 
-    def accepts_us(self, random: np.random.Generator) -> int:
-        """How long the next step may be for the walk to go there."""
+    def accepts_us(self, random: np.random.Generator) -> float:
+        """The value that the next step may have for the walk to go there."""
         chance = 1 - random.random()
         if self.at_us is None:
             return _NEVER_US
         heat = self.heat(random)
-        return int(self.at_us * (1 - heat * np.log(chance)))
+        return float(self.at_us * (1 - heat * np.log(chance)))
 
-    def go_to(self, policy: Policy, us: int) -> None:
-        """Goes on from this policy, whose step takes so long."""
+    def go_to(self, policy: Policy, us: float) -> None:
+        """Goes on from this policy, whose step has this value."""
         if self.is_long and (self.at_us is None or us < self.at_us):
             self.tries = 0
         self.policy, self.at_us = policy, us
 
     @property
-    def good_us(self) -> int:
-        """How long a plain policy's step may be for it to be kept."""
+    def good_us(self) -> float:
+        """The value that a plain policy's step may have for it to be kept."""
         return self.good[-1][0] if len(self.good) == _GOOD else _NEVER_US
 
 
@@ -103,6 +112,8 @@ class Climb:
 
     Those that go by the kinds of tasks and those that go by times are two walks, as either family may be the better
     one to begin with; the walk that has found the better plan has more tries.
+
+    They compare steps by the objective plus `_EARLY_PART` of the mean start of all ops that another one waits for.
     """
 
     def __init__(self, problem: Problem, is_span: bool, seed: int) -> None:
@@ -116,6 +127,11 @@ class Climb:
         self.most = _most_in_flight(problem)
         self.largest_held_bytes = _largest_held_bytes(problem)
         self.period_us = busiest_us(problem)
+        kinds = np.array([task.kind.value for task in problem.placement.tasks])
+        self.of_kind = [np.flatnonzero(kinds == kind) for kind in sorted(set(kinds.tolist()))]
+        is_read = problem.outputs.first[1:] > problem.outputs.first[:-1]
+        self.awaited = np.flatnonzero(is_read[problem.task_of] | ~is_read.any())  #: int64[...], nodes
+        self.least_mean_us = 0.0  #: the least mean start so far
         self.is_long = int(problem.first_op[-1]) > _LONG_OPS
         heat = _HEAT * min(1.0, _LONG_OPS / int(problem.first_op[-1]))
         self.walks = [_Walk(plain, heat, self.is_long) for plain in (self._by_kind(), self._by_time())]
@@ -133,22 +149,34 @@ class Climb:
             policy = self._changed(walk.policy)
         accepted_us = walk.accepts_us(self.random)
         most_us = accepted_us if plain is None else max(accepted_us, walk.good_us)
-        priorities = from_starts(self.problem, policy.starts_us, policy.period_us)
-        limits = policy.patience, policy.limits_bytes, policy.caps
-        orders = self.dispatcher(priorities, *limits, _NEVER_US if self.is_span else most_us)
-        timed = None if orders is None else score(self.problem, orders)
-        if timed is None:
+        value_us = self._value_us(policy, most_us - _EARLY_PART * self.least_mean_us)
+        if value_us is None:
             walk.policy = walk.policy or policy
             return
-        key = (timed.span_us, timed.makespan_us) if self.is_span else (timed.makespan_us, timed.span_us)
         if plain is not None:
-            walk.good = sorted([*walk.good, (key[0], plain)], key=lambda pair: pair[0])[:_GOOD]
-        if key[0] <= accepted_us:
-            walk.go_to(policy, key[0])
-        if key[0] <= walk.best_us:
-            walk.best, walk.best_us = policy, key[0]
+            walk.good = sorted([*walk.good, (value_us, plain)], key=lambda pair: pair[0])[:_GOOD]
+        if value_us <= accepted_us:
+            walk.go_to(policy, value_us)
+        if value_us <= walk.best_us:
+            walk.best, walk.best_us = policy, value_us
+
+    def _value_us(self, policy: Policy, most_us: float) -> float | None:
+        """How good the policy's step is; None where nothing fits, or it is certain to last longer than `most_us`."""
+        priorities = from_starts(self.problem, policy.starts_us, policy.period_us)
+        limits = policy.patience, policy.limits_bytes, policy.caps
+        orders = self.dispatcher(priorities, *limits, _NEVER_US if self.is_span else int(most_us))
+        if orders is None:
+            return None
+        tables = self.dispatcher.tables
+        starts_us = start_times(tables, orders)
+        assert starts_us is not None
+        makespan_us, span_us = map(int, measure(tables, self.problem.step_ends, orders, starts_us))
+        key = (span_us, makespan_us) if self.is_span else (makespan_us, span_us)
         if self.key is None or key <= self.key:
             self.key, self.orders = key, orders
+        mean_us = float(starts_us[self.awaited].mean())
+        self.least_mean_us = min(self.least_mean_us or mean_us, mean_us)
+        return key[0] + _EARLY_PART * mean_us
 
     def _plain(self, starts: Floats, period_us: float, patience: float, caps: Integers) -> Policy:
         patiences = np.full(len(self.problem.limits_bytes), patience)
@@ -233,16 +261,32 @@ class Climb:
             more = self.largest_held_bytes[rank] * random.integers(-2, 3)
             limits[rank] = min(self.problem.limits_bytes[rank], limits[rank] + more)
             return replace(policy, limits_bytes=limits)
+        return self._with_other_wishes(policy)
+
+    def _with_other_wishes(self, policy: Policy) -> Policy:
+        """Tasks of one kind would like to start later or sooner: one, or a stretch of stages, all alike or sloping."""
+        random = self.random
+        tasks = self.of_kind[int(random.integers(len(self.of_kind)))]
+        if random.random() < _SINGLE_PART:
+            tasks, slope = tasks[random.integers(len(tasks), size=1)], np.ones(1)
+        else:
+            tasks = tasks[self._stretch(len(tasks))]
+            slope = self._slope(len(tasks)) if random.random() < 0.5 else np.ones(len(tasks))
         starts = policy.starts_us.copy()
-        neighbours = self._neighbours(len(starts))
-        starts[neighbours] += self.period_us * random.normal() * random.choice((0.3, 1.0, 3.0))
+        starts[tasks] += slope * self.period_us * random.normal() * random.choice((0.3, 1.0, 3.0))
         return replace(policy, starts_us=starts)
 
     def _with_other_caps(self, policy: Policy) -> Policy:
-        caps = policy.caps.copy()
-        tasks = self.capped[self._neighbours(len(self.capped))]
-        most = self.most[tasks]
-        caps[tasks] = np.clip(np.minimum(caps[tasks], most) + self.random.choice((-2, -1, 1, 2)), 1, most)
+        """Of neighbours by one or two; or of a stretch of stages, the more the closer to one end."""
+        random = self.random
+        if random.random() < _SLOPING_PART:
+            tasks = self.capped[self._stretch(len(self.capped))]
+            more = np.rint(self._slope(len(tasks)) * random.choice((-4, -3, -2, 2, 3, 4))).astype(np.int64)
+        else:
+            tasks = self.capped[self._neighbours(len(self.capped))]
+            more = np.full(len(tasks), random.choice((-2, -1, 1, 2)))
+        caps, most = policy.caps.copy(), self.most[tasks]
+        caps[tasks] = np.clip(np.minimum(caps[tasks], most) + more, 1, most)
         return replace(policy, caps=caps)
 
     def _with_other_patience(self, policy: Policy) -> Policy:
@@ -250,6 +294,16 @@ class Climb:
         ranks = self._neighbours(len(patience)) if self.random.random() < 0.7 else slice(None)
         patience[ranks] = np.maximum(patience[ranks] + 0.4 * self.random.normal(), 0)
         return replace(policy, patience=patience)
+
+    def _stretch(self, count: int) -> slice:
+        """From one index below `count` to another."""
+        first, last = sorted(self.random.integers(count, size=2).tolist())
+        return slice(first, last + 1)
+
+    def _slope(self, count: int) -> Floats:
+        """From 0 to 1 or back, in even steps."""
+        slope = np.linspace(0.0, 1.0, count)
+        return slope if self.random.random() < 0.5 else 1.0 - slope
 
     def _neighbours(self, count: int) -> slice:
         """One index below `count`, or as many neighbours as there are ranks at most."""
