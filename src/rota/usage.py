@@ -23,6 +23,7 @@ class Usage:
         note: Where the times of the plan come from, such as "estimated for h100".
         pipeline_ranks: Ranks per pipeline, if they were given instead of chosen.
         exportable: Whether only plans were considered that other trainers can run.
+        whole_backward: Whether only plans were considered that do not split backwards.
     """
 
     cuts: tuple[str, ...]
@@ -32,6 +33,7 @@ class Usage:
     note: str = ""
     pipeline_ranks: int | None = None
     exportable: bool = False
+    whole_backward: bool = False
 
     @property
     def is_estimate(self) -> bool:
@@ -59,6 +61,7 @@ class Usage:
             **({"note": self.note} if self.note else {}),
             **({"pipeline_ranks": self.pipeline_ranks} if self.pipeline_ranks is not None else {}),
             **({"exportable": True} if self.exportable else {}),
+            **({"whole_backward": True} if self.whole_backward else {}),
         }
 
     @classmethod
@@ -71,5 +74,5 @@ class Usage:
         rows, num_replicas = field["microbatch_rows"].integer(1), field["num_replicas"].integer(1)
         note = field["note"].text() if "note" in field else ""
         pipeline_ranks = field["pipeline_ranks"].integer(1) if "pipeline_ranks" in field else None
-        exportable = field["exportable"].boolean() if "exportable" in field else False
-        return cls(cuts, rows, num_replicas, num_layers, note, pipeline_ranks, exportable)
+        asked = [field[name].boolean() if name in field else False for name in ("exportable", "whole_backward")]
+        return cls(cuts, rows, num_replicas, num_layers, note, pipeline_ranks, *asked)

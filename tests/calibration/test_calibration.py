@@ -280,10 +280,13 @@ def test_the_command_that_cuts_anew_is_whole(num_layers: tuple[int, ...], told: 
 
 
 def test_the_command_that_cuts_again_keeps_the_trainer_and_the_ranks_per_pipeline() -> None:
-    usage = Usage(("a", "b", "c"), 4, 2, (1, 1, 2, 1), pipeline_ranks=4, exportable=True)
+    usage = Usage(("a", "b", "c"), 4, 2, (1, 1, 2, 1), pipeline_ranks=4, exportable=True, whole_backward=True)
     plan = Plan.from_json(replace(schedules.gpipe(OLD, 8), usage=usage).to_json())
     assert plan.usage == usage
-    told = "`rota autoplan --profile profile.json --ranks 8 --pipeline 4 --batch 64 --exportable -o better.json`"
+    told = (
+        "`rota autoplan --profile profile.json --ranks 8 --pipeline 4 --batch 64 --exportable --whole-backward "
+        "-o better.json`"
+    )
     assert told in calibrate([measured_by(plan, (100, 100, 240, 100))]).verdict()
 
 

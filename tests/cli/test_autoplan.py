@@ -362,8 +362,8 @@ def test_a_plan_for_other_machines_is_to_be_exported(
     assert large.index(export) < large.index("rota verify")
     estimates = tuple(replace(layer_costs(rows, UNEVEN, parameters=100), note="estimated for h100") for rows in (1, 2))
     Path(profile).write_text(Profile(estimates).to_json())
-    estimated = told_by(capsys, profile, output, "--exportable")
+    estimated = told_by(capsys, profile, output, "--exportable", "--whole-backward")
     assert f"Next (the plan is estimated for h100, not measured here):\n{export}" in estimated
     usage = rota.Plan.from_json(output.read_text()).usage
     assert usage is not None
-    assert (usage.pipeline_ranks, usage.exportable) == (2, True)
+    assert (usage.pipeline_ranks, usage.exportable, usage.whole_backward) == (2, True, True)

@@ -20,5 +20,6 @@ def autoplan_command(plan: Plan) -> str:
     return (
         f"rota autoplan --profile profile.json --ranks {plan.num_ranks * replicas}"
         f"{'' if pipeline is None else f' --pipeline {pipeline}'}{memory} --batch {batch}"
-        f"{' --exportable' if usage is not None and usage.exportable else ''} -o better.json"
+        f"{' --exportable' if usage is not None and usage.exportable else ''}"
+        f"{' --whole-backward' if usage is not None and usage.whole_backward else ''} -o better.json"
     )

@@ -147,7 +147,7 @@ def _refuse_compiled(path: str | Path, orders: Sequence[Sequence[Op]], stages: S
                 raise PipelineError(
                     f"{path} splits backwards into I and W, which PyTorch cannot do in a compiled module, and "
                     f"{name or 'the model'!r} of stage {stage.stage_index} is compiled: turn torch.compile off, or "
-                    f"export a plan with whole backwards, such as one of `rota plan interleaved_1f1b`"
+                    f"export a plan with whole backwards (`rota autoplan … --whole-backward`)"
                 )
 
 

@@ -140,8 +140,9 @@ class Candidate:
         """How a training script uses the plan: its cuts, rows per micro-batch, replicas and layers per stage."""
         num_layers = tuple(b - a for a, b in pairwise(self.boundaries))
         cuts, note = self.layers.cuts_at(self.boundaries), self.layers.note
-        asked = self.request.pipeline_ranks, not (self.request.recompute or self.request.copies)
-        return Usage(cuts, self.layout.rows, self.layout.num_replicas, num_layers, note, *asked)
+        request, layout = self.request, self.layout
+        asked = request.pipeline_ranks, not (request.recompute or request.copies), not request.split_backward
+        return Usage(cuts, layout.rows, layout.num_replicas, num_layers, note, *asked)
 
     def recomputing(self, stages: Collection[int]) -> Candidate:
         """This candidate with exactly `stages` recomputed."""

@@ -25,8 +25,8 @@ _TITAN_LEAVES_NONE = (
 
 _SPLIT = (
     "The plan splits backwards (I and W), which PyTorch cannot do under torch.compile: leave it off, and activation "
-    "checkpointing too (docs/torchtitan.md), or export a plan with whole backwards, such as one of `rota plan "
-    "interleaved_1f1b`."
+    "checkpointing too (docs/torchtitan.md), or export a plan with whole backwards "
+    "(`rota autoplan … --whole-backward`)."
 )
 _WHOLE = (
     "The plan's backwards are whole, so torch.compile may be on. Activation checkpointing may be on as well, but the "
