@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 from rota.errors import PipelineError, SplitError
 from rota.models import CutPoint, StageEdge, Stages, split
+from rota.models.unmodified import find_blocks
 from support.sampling import some
 
 WIDTH, WORDS = 4, 7
@@ -165,6 +166,43 @@ def test_the_layers_of_a_dict_are_blocks_if_they_are_alike() -> None:
     held = [{name.split(".norm")[0] for name, _ in stage.named_parameters() if ".norm." in name} for stage in stages]
     assert held == [{"layers.0"}, {"layers.1"}, {"layers.2"}]
     assert_same(model, stages, values())
+
+
+class Expert(Block):
+    """A block of which one part is a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + sum(expert(x) for expert in self.experts)
+
+
+@pytest.mark.parametrize(
+    "layers",
+    [
+        lambda: nn.ModuleDict({str(i): Expert() for i in range(3)}),
+        lambda: nn.Sequential(*(Expert() for _ in range(3))),
+        lambda: nn.ModuleList(Expert() for _ in range(3)),
+    ],
+    ids=["dict", "sequential", "list"],
+)
+def test_lists_inside_of_blocks_are_no_blocks(layers: Callable[[], nn.Module]) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.layers = nn.Linear(WIDTH, WIDTH), layers()
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.first(x)
+            for layer in self.layers.children():
+                x = layer(x)
+            return x
+
+    model = Model().double()
+    assert find_blocks(model) == ["layers.0", "layers.1", "layers.2"]
+    assert_same(model, split(model, 3, example=values()), values())
 
 
 def test_cut_points_in_a_list_of_a_submodule() -> None:

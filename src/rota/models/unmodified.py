@@ -20,9 +20,10 @@ from rota.models.stages import Carried, Stages
 
 
 def find_blocks(model: nn.Module) -> list[str]:
-    """The modules where stages may begin by default: those with parameters in lists or dicts of modules.
+    """The modules where stages may begin by default: those with parameters in the outermost lists or dicts of modules.
 
     A dict counts if its modules are of one class, as torchtitan's layers are; others hold the parts of a model by name.
+    A dict or an `nn.Sequential` of one class also counts, instead of the lists inside it: a block may have experts.
     """
     for container in (nn.ModuleList, nn.ModuleDict, nn.Sequential):
         found = _in_containers(model, container)
@@ -36,12 +37,18 @@ def _in_containers(module: nn.Module, container: type[nn.Module], path: str = ""
     for name, child in module.named_children():
         inside = f"{path}.{name}".lstrip(".")
         having = {key: one for key, one in child.named_children() if any(True for _ in one.parameters())}
-        is_alike = not isinstance(child, nn.ModuleDict) or len({*map(type, having.values())}) == 1
-        if isinstance(child, container) and len(having) > 1 and is_alike:
+        if len(having) > 1 and _holds_blocks(child, container, len({*map(type, having.values())}) == 1):
             found += [f"{inside}.{key}" for key in having]
         else:
             found += _in_containers(child, container, inside)
     return found
+
+
+def _holds_blocks(module: nn.Module, container: type[nn.Module], is_of_one_class: bool) -> bool:
+    if isinstance(module, container):
+        return is_of_one_class or not isinstance(module, nn.ModuleDict)
+    has_one_inside = any(isinstance(each, container) for each in module.modules())
+    return is_of_one_class and isinstance(module, (nn.ModuleDict, nn.Sequential)) and has_one_inside
 
 
 def matching(model: nn.Module, patterns: Sequence[str]) -> list[str]:
