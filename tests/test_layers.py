@@ -25,7 +25,9 @@ from support.layers import (
 
 
 def test_every_module_imports_only_what_its_row_allows() -> None:
-    assert [line for module, path in MODULES.items() for line in complaints(module, path.read_text())] == []
+    assert [
+        line for module, path in MODULES.items() for line in complaints(module, path.read_text(encoding="utf-8"))
+    ] == []
 
 
 @pytest.mark.parametrize(
@@ -89,11 +91,11 @@ def test_a_circle_is_found() -> None:
 
 
 def test_contributing_shows_the_table() -> None:
-    assert PAGE.read_text() == page(), "run PYTHONPATH=tests python -m support.layers"
+    assert PAGE.read_text(encoding="utf-8") == page(), "run PYTHONPATH=tests python -m support.layers"
 
 
 def test_lazy_names_and_names_for_type_checkers_are_the_same() -> None:
-    (block,) = (node for node in ast.parse(MODULES["rota"].read_text()).body if is_for_types(node))
+    (block,) = (node for node in ast.parse(MODULES["rota"].read_text(encoding="utf-8")).body if is_for_types(node))
     for_types = {
         alias.asname: node.module for node in block.body if isinstance(node, ast.ImportFrom) for alias in node.names
     }

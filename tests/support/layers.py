@@ -145,7 +145,7 @@ def home(module: str) -> str | None:
 @cache
 def imports_of(path: Path) -> tuple[str, ...]:
     """All modules that a file imports, in functions too."""
-    return tuple(name for name, _ in imports(ast.parse(path.read_text())))
+    return tuple(name for name, _ in imports(ast.parse(path.read_text(encoding="utf-8"))))
 
 
 def imports(tree: ast.AST, lazy: bool = False) -> Iterator[tuple[str, bool]]:
@@ -211,7 +211,7 @@ BEGIN, END = "<!-- rooms: python -m support.layers -->", "<!-- end of rooms -->"
 
 def purpose(module: str) -> str:
     """The first sentence of a module's docstring."""
-    text = ast.get_docstring(ast.parse(MODULES[module].read_text())) or ""
+    text = ast.get_docstring(ast.parse(MODULES[module].read_text(encoding="utf-8"))) or ""
     return " ".join(text.partition("\n\n")[0].split())
 
 
@@ -256,7 +256,7 @@ def table() -> str:
 
 def page() -> str:
     """CONTRIBUTING.md with the table as it is now."""
-    text = PAGE.read_text()
+    text = PAGE.read_text(encoding="utf-8")
     before, rest = text.split(BEGIN)
     return f"{before}{BEGIN}\n{table()}\n{END}{rest.split(END)[1]}"
 
