@@ -81,7 +81,8 @@ def test_the_profiles_of_the_docs_are_made(capsys: pytest.CaptureFixture[str]) -
     model, layers, estimate = blocks("profiling.md")
     exec(compile(model, "docs/profiling.md", "exec"), namespace)
     exec(compile(layers, "docs/profiling.md", "exec"), namespace)
-    lines = capsys.readouterr().out.splitlines()
+    told = capsys.readouterr().out.splitlines()
+    lines = told[:7] + told[-1:]  # a busy machine is measured again
     assert lines[6].startswith("layer 7 of 7 (6): F ")
     assert lines[7].startswith("('3',) (")
     exec(compile(estimate, "docs/profiling.md", "exec"), namespace)

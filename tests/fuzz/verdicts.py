@@ -189,14 +189,14 @@ def of_cluster(cluster: Cluster, chooser: Random) -> str:
 
 
 def of_export(imported: torchtitan.Imported, chooser: Random) -> str:
-    plan, parts = imported
+    plan, parts, *_ = imported
     assert imported.boundaries[-1] == sum(map(len, parts))
     assert len(parts) == plan.num_stages
     with TemporaryDirectory() as folder:
         written = tried(lambda: torchtitan.export(parts, plan, folder))
         for path in written or ():
             if path.suffix != ".csv":
-                assert torchtitan.load(path) == imported
+                assert torchtitan.load(path)[:2] == (plan, parts)
     return "accepted and exported" if written and of_plan(plan, chooser) == "accepted" else "accepted"
 
 
