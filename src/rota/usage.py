@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
 from rota import reading
 from rota.layers import ESTIMATED
+from rota.units import count_text
+
+_FROM_RUN = "measured in a run"
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +40,15 @@ class Usage:
     def is_estimate(self) -> bool:
         """Whether nothing was measured: the plan's times were computed from what a device can do."""
         return self.note.startswith(ESTIMATED)
+
+    @property
+    def is_from_run(self) -> bool:
+        """Whether the plan's times were measured in a run of its ranks, which `rota calibrate` put into it."""
+        return self.note.startswith(_FROM_RUN)
+
+    def measured_in(self, num_steps: int) -> Usage:
+        """This usage for a plan with the times that a run of its ranks took, in so many recorded steps."""
+        return replace(self, note=f"{_FROM_RUN}, in {count_text(num_steps, 'recorded step')}")
 
     @property
     def boundaries(self) -> tuple[int, ...] | None:
