@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
 from rota import reading
 from rota.layers import ESTIMATED
+from rota.units import count_text
+
+_FROM_RUN = "measured in a run"
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +27,7 @@ class Usage:
         pipeline_ranks: Ranks per pipeline, if they were given instead of chosen.
         exportable: Whether only plans were considered that other trainers can run.
         whole_backward: Whether only plans were considered that do not split backwards.
+        places: Names of all places where the model could be cut, in the model's order. Empty: unknown.
     """
 
     cuts: tuple[str, ...]
@@ -34,11 +38,21 @@ class Usage:
     pipeline_ranks: int | None = None
     exportable: bool = False
     whole_backward: bool = False
+    places: tuple[str, ...] = ()
 
     @property
     def is_estimate(self) -> bool:
         """Whether nothing was measured: the plan's times were computed from what a device can do."""
         return self.note.startswith(ESTIMATED)
+
+    @property
+    def is_from_run(self) -> bool:
+        """Whether the plan's times were measured in a run of its ranks, which `rota calibrate` put into it."""
+        return self.note.startswith(_FROM_RUN)
+
+    def measured_in(self, num_steps: int) -> Usage:
+        """This usage for a plan with the times that a run of its ranks took, in so many recorded steps."""
+        return replace(self, note=f"{_FROM_RUN}, in {count_text(num_steps, 'recorded step')}")
 
     @property
     def boundaries(self) -> tuple[int, ...] | None:
@@ -62,6 +76,7 @@ class Usage:
             **({"pipeline_ranks": self.pipeline_ranks} if self.pipeline_ranks is not None else {}),
             **({"exportable": True} if self.exportable else {}),
             **({"whole_backward": True} if self.whole_backward else {}),
+            **({"places": list(self.places)} if self.places else {}),
         }
 
     @classmethod
@@ -75,4 +90,5 @@ class Usage:
         note = field["note"].text() if "note" in field else ""
         pipeline_ranks = field["pipeline_ranks"].integer(1) if "pipeline_ranks" in field else None
         asked = [field[name].boolean() if name in field else False for name in ("exportable", "whole_backward")]
-        return cls(cuts, rows, num_replicas, num_layers, note, pipeline_ranks, *asked)
+        places = tuple(place.name() for place in field["places"]) if "places" in field else ()
+        return cls(cuts, rows, num_replicas, num_layers, note, pipeline_ranks, *asked, places)

@@ -352,7 +352,12 @@ def test_cores_that_are_shared() -> None:
     assert idle(noted, plan) == idle(measured, plan, num_cores=1)  # as a run notes it
     assert idle(noted, plan, num_cores=2) == idle(measured, plan, num_cores=2)
     # Two ops share the core from 12 to 20 and from 50 to 70 µs.
-    assert "2 ranks shared 1 core: 22% of the time of their ops (28 µs in all)" in explain(noted).to_text()
+    found, text = explain(noted), explain(noted).to_text()
+    assert "22% of the time of the ranks' ops (28 µs in all) was lost waiting for a core" in text
+    assert found.core_use == (sum(measured.busy_us) - 28) / measured.makespan_us
+    use, left = f"{found.core_use:.0%}", f"{1 - found.core_use:.0%}"
+    shared = f"2 ranks shared 1 core, in use {use} of the time: with the same work on these cores, a step can"
+    assert text.split("\n")[1] == f"{shared} be at most {left} shorter."
     assert "shared" not in explain(noted, num_cores=2).to_text()
 
 
@@ -417,7 +422,7 @@ def test_only_whole_layers_are_moved(num_layers: tuple[int, ...], advice: set[st
     found = [one.words.removeprefix(longer) for one in explain(plan).suggestions if one.words.startswith(longer)]
     assert len(found) == len(advice)
     assert set(found) == advice
-    command = "  rota autoplan --profile profile.json --ranks 4 --batch 8 -o better.json"
+    command = "  rota autoplan --profile profile.json --links cluster.json --ranks 4 --batch 8 -o better.json"
     assert (command in explain(plan).to_text().split("\n")) is bool(advice)
 
 

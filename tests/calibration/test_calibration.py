@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 from pathlib import Path
+from statistics import median
 
 import pytest
 from hypothesis import given, settings
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from cli.test_cli import run
 from rota import schedules
 from rota.calibration import Calibration, calibrate, calibrated, costs_of, median_us
+from rota.calibration.planning_again import patterns
 from rota.calibration.measured_times import fit_link
 from rota.costs import Cluster, Costs, Link, SharedLink
 from rota.errors import PlacementError, PlanError, RotaError
@@ -81,7 +83,7 @@ def test_any_timelines_can_be_calibrated_by(plan: Plan, seed: int) -> None:
         if slowest:
             assert sum(us < task.duration_us for us in slowest) <= len(slowest) / 2
             assert sum(us > task.duration_us for us in slowest) <= len(slowest) / 2
-            assert median_us(timelines)[task.stage, task.kind] == task.duration_us in slowest
+            assert median_us(timelines)[task.stage, task.kind] == task.duration_us == round(median(slowest))
 
 
 def test_step_ends_that_were_not_measured_stay_as_planned() -> None:
@@ -216,7 +218,8 @@ def measured_by(orders: Plan, forward_us: tuple[int, ...]) -> Timeline:
 
 def test_the_loop_closes() -> None:
     """Plan, run, calibrate, run again: what was predicted is what happens."""
-    old = replace(schedules.gpipe(OLD, 8), usage=Usage(("a", "b", "c"), 4, 2))
+    usage = Usage(("a", "b", "c"), 4, 2)
+    old = replace(schedules.gpipe(OLD, 8), usage=usage)
     first = measured_by(old, (150, 90, 110, 100))
     found = calibrate([first])
     assert found.planned_us == simulate(old).makespan_us
@@ -225,7 +228,7 @@ def test_the_loop_closes() -> None:
     assert found.gain > 0.05
     best = found.candidates[0]
     assert best.makespan_us == min(one.makespan_us for one in found.candidates) == simulate(found.chosen).makespan_us
-    assert found.chosen.usage == old.usage
+    assert found.chosen.usage == replace(usage, note="measured in a run, in 1 recorded step")
     second = measured_by(replace(found.chosen, placement=OLD), (150, 90, 110, 100))
     assert second.makespan_us == best.makespan_us
     again = calibrate([second])
@@ -252,10 +255,11 @@ def test_one_schedule_may_be_asked_for_and_the_search_may_join() -> None:
 def test_a_rank_with_too_much_to_do_is_told() -> None:
     timeline = measured_by(schedules.gpipe(OLD, 8), (100, 100, 240, 100))
     assert "Rank 2 has 26% more work than the mean" in calibrate([timeline]).verdict()
-    assert "rota autoplan --profile" in calibrate([timeline]).to_text()
     command = (
-        "cut again, if it has more than one layer, with\n`rota autoplan --profile profile.json --ranks 4 --pipeline 4 "
-        "--batch … -o better.json`, and --link or --links as before,\nfrom"
+        "cut again, if it has more than one layer:\n"
+        "  rota profile MODEL.py --rows 1,2,4,8 -o profile.json\n"
+        "  rota profile links --processes 4 -o cluster.json\n"
+        "  rota autoplan --profile profile.json --links cluster.json --ranks 4 --pipeline 4 --batch ROWS -o better.json"
     )
     assert command in calibrate([timeline]).verdict()
     even = calibrate([measured_by(schedules.gpipe(OLD, 8), (100, 100, 110, 100))])
@@ -265,10 +269,10 @@ def test_a_rank_with_too_much_to_do_is_told() -> None:
 @pytest.mark.parametrize(
     ("num_layers", "told"),
     [
-        ((), "cut again, if it has more than one layer, with"),
+        ((), "cut again, if it has more than one layer:\n"),
         (
             (1, 1, 2, 1),
-            "fix: cut again, with\n`rota autoplan --profile profile.json --ranks 8 --memory 9kB --batch 64 -o be",
+            "autoplan --profile profile.json --links cluster.json --ranks 8 --memory 9kB --batch 64 -o better.json",
         ),
         ((2, 2, 1, 2), "no order can fix, nor another cut: it has a single layer. Put a CutPoint"),
     ],
@@ -280,14 +284,24 @@ def test_the_command_that_cuts_anew_is_whole(num_layers: tuple[int, ...], told: 
 
 
 def test_the_command_that_cuts_again_keeps_the_trainer_and_the_ranks_per_pipeline() -> None:
-    usage = Usage(("a", "b", "c"), 4, 2, (1, 1, 2, 1), pipeline_ranks=4, exportable=True, whole_backward=True)
+    usage = Usage(("b.1", "b.2", "b.4"), 4, 2, (1, 1, 2, 1), "", 4, True, True, ("b.1", "b.2", "b.3", "b.4", "head"))
     plan = Plan.from_json(replace(schedules.gpipe(OLD, 8), usage=usage).to_json())
     assert plan.usage == usage
-    told = (
-        "`rota autoplan --profile profile.json --ranks 8 --pipeline 4 --batch 64 --exportable --whole-backward "
-        "-o better.json`"
-    )
-    assert told in calibrate([measured_by(plan, (100, 100, 240, 100))]).verdict()
+    told = calibrate([measured_by(plan, (100, 100, 240, 100))]).verdict()
+    assert "rota profile MODEL.py --cuts 'b.*,head' --rows 2,4,8 -o profile.json" in told
+    assert "--links cluster.json --ranks 8 --pipeline 4 --batch 64 --exportable --whole-backward -o better.json" in told
+
+
+@pytest.mark.parametrize(
+    ("places", "told"),
+    [
+        (["layers.1", "layers.2", "norm"], "layers.*,norm"),
+        (["a.b.0", "a.b.1", "c.d.5", "c.d.7", "head"], "a.b.*,c.d.5,c.d.7,head"),
+        (["1", "2"], "1,2"),
+    ],
+)
+def test_places_as_patterns(places: list[str], told: str) -> None:
+    assert patterns(places) == told
 
 
 def test_schedules_that_do_not_fit_in_memory_are_left_out() -> None:

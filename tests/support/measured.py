@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
+from dataclasses import replace
 
+from rota.figures import same_or_per_class
 from rota.plan import Plan
+from rota.simulation import simulate
 from rota.tasks import Op
 from rota.timeline import Timeline
 
@@ -55,3 +59,14 @@ def measured_like(plan: Plan, chooser: random.Random, longest_us: int = 30) -> T
         ),
         tuple(step_ends),
     )
+
+
+def timed(plan: Plan, duration_us: Callable[[Op], int]) -> Timeline:
+    """The timeline of a run in which each op takes the given time, and everything else what is planned."""
+    every = range(plan.num_microbatches)
+    tasks = tuple(
+        replace(task, duration_us=same_or_per_class(duration_us(Op(task.stage, task.kind, m)) for m in every))
+        for task in plan.placement.tasks
+    )
+    truth = simulate(replace(plan, placement=replace(plan.placement, tasks=tasks, class_of=tuple(every))))
+    return replace(truth, plan=plan)

@@ -11,7 +11,8 @@ from typing import Any
 from rota import notebook
 from rota.accounting.causes import COLORS, DESCRIPTIONS, Cause, Idle
 from rota.accounting.idle_time import idle
-from rota.accounting.suggestions import Suggestion, suggestions, with_measured_times
+from rota.accounting.suggestions import Suggestion, advice, with_measured_times
+from rota.calibration.spread import Spread
 from rota.contention import Contention
 from rota.plan import Plan, Transfer
 from rota.simulation import simulate, timeline_of
@@ -58,6 +59,7 @@ class Explanation:
             one it lacks launch gaps and ops slower than the median.
         suggestions: Changes that would shorten the step, the largest gain first.
         num_cores: CPU cores that all ranks shared; None if they shared none, or it is not known.
+        doubts: What the measured ops are too far apart to tell, in words.
     """
 
     timeline: Timeline
@@ -65,6 +67,7 @@ class Explanation:
     model_us: int
     suggestions: tuple[Suggestion, ...]
     num_cores: int | None = None
+    doubts: tuple[str, ...] = ()
 
     @cached_property
     def by_rank(self) -> tuple[dict[Cause, int], ...]:
@@ -102,6 +105,18 @@ class Explanation:
         cores = Contention(ops, self.num_cores)
         return sum(cores.lost_us(start, end) for start, end in ops)
 
+    @property
+    def core_use(self) -> float | None:
+        """The share of the makespan in which ops used the shared cores, averaged over these; None if none were shared.
+
+        It counts no more ops at a time than there are cores. No plan with the same work can take less than this share
+        of the makespan on these cores.
+        """
+        if self.num_cores is None or not self.timeline.makespan_us:
+            return None
+        used_us = sum(self.timeline.busy_us) - self.lost_to_cores_us
+        return used_us / (self.num_cores * self.timeline.makespan_us)
+
     def to_text(self, width: int | None = None) -> str:
         """The report that `rota explain` prints, in lines of at most `width` characters; None: of any length."""
         timeline, total = self.timeline, sum(self.timeline.idle_us)
@@ -118,6 +133,7 @@ class Explanation:
         for cause, us in self.by_cause.items():
             before = f"  {us:>{digits},} µs {us / total:>6.1%}  {cause:<9} "
             lines += fitted(before + DESCRIPTIONS[cause], width, len(before)).split("\n")
+        lines += self._order_lines()
         lines += ["", *self._table(width), "", "The longest waits:"]
         for stretch in self.worst[:_NUM_WAITS]:
             times = f", {stretch.times} times" if stretch.times > 1 else ""
@@ -128,14 +144,27 @@ class Explanation:
     def _core_lines(self) -> list[str]:
         """What it means that there were fewer cores than ranks."""
         lost_us, busy_us = self.lost_to_cores_us, sum(self.timeline.busy_us)
-        if not lost_us:
+        if not lost_us or self.core_use is None:
             return []
+        ranks, cores = count_text(self.timeline.num_ranks, "rank"), count_text(self.num_cores or 0, "core")
         return [
-            f"{count_text(self.timeline.num_ranks, 'rank')} shared {count_text(self.num_cores or 0, 'core')}: "
-            f"{lost_us / busy_us:.0%} of the time of their ops ({time_text(lost_us)} in all) was lost waiting for a "
-            f"core.",
-            f"No other plan for {count_text(self.timeline.num_ranks, 'rank')} can change that. Use no more ranks than "
-            f"cores before you judge the idle times below.",
+            f"{ranks} shared {cores}, in use {self.core_use:.0%} of the time: with the same work on these "
+            f"cores, a step can be at most {max(1 - self.core_use, 0):.0%} shorter.",
+            f"{lost_us / busy_us:.0%} of the time of the ranks' ops ({time_text(lost_us)} in all) was lost waiting for "
+            f"a core. Use no more ranks than cores before you judge the idle times below.",
+        ]
+
+    def _order_lines(self) -> list[str]:
+        """What another order could gain, where ORDER is a cause."""
+        if Cause.ORDER not in self.by_cause:
+            return []
+        gains_us = [one.gain_us for one in self.suggestions if one.what == "order"]
+        found = f"shortens the step by {gains_us[0] / self.model_us:.1%} (see below)" if gains_us else "gains nothing"
+        if not gains_us and any("the order of" in one for one in self.doubts):
+            found = "gains nothing for sure (see below)"
+        return [
+            f'  "{Cause.ORDER}" does not mean that another order is faster: the best of the named schedules that fit '
+            f"{found}."
         ]
 
     def _table(self, width: int | None) -> list[str]:
@@ -166,18 +195,19 @@ class Explanation:
                 f"With the median time of each op, and messages as planned, the plan takes {self.model_us:,} µs; the "
                 f"other {lost:,} µs are launch gaps, later arrivals and ops slower than the median."
             )
+        doubts = [f"Too uncertain to advise: {doubt}." for doubt in self.doubts]
         if not self.suggestions:
-            return [*lines, "None of the changes tried would help: other orders, balanced stages, faster transfers."]
-        lines.append(f"What would help, each change on its own (simulated, against {self.model_us:,} µs):")
+            surely = " for sure" if doubts else ""
+            tried = "other orders, balanced stages, faster transfers"
+            return [*lines, *doubts, f"None of the changes tried would help{surely}: {tried}."]
+        alone = ", as if each rank had a core of its own" if self.lost_to_cores_us else ""
+        lines.append(f"What would help, each change on its own (simulated{alone}, against {self.model_us:,} µs):")
         for one in self.suggestions:
             share = f"{-one.gain_us / self.model_us:+.1%}"
             lines.append(f"  {-one.gain_us:>+10,} µs {share:>7}  {one.words}")
-        if command := next((one.command for one in self.suggestions if one.command), ""):
-            links = ", with --link or --links as before" if self.timeline.plan.placement.routes else ""
-            lines += [
-                f"To cut again, measure the layers with `rota profile MODEL.py -o profile.json`, then plan{links}:",
-                f"  {command}",
-            ]
+        lines += doubts
+        if commands := next((one.commands for one in self.suggestions if one.commands), ()):
+            lines += ["To cut again:", *(f"  {command}" for command in commands)]
         return lines
 
     def _repr_html_(self) -> str:
@@ -200,7 +230,9 @@ class Explanation:
             "model_us": self.model_us,
             "num_cores": self.num_cores,
             "lost_to_cores_us": self.lost_to_cores_us,
+            "core_use": self.core_use,
             "suggestions": [one._asdict() for one in self.suggestions],
+            "doubts": list(self.doubts),
         }
         return json.dumps(fields, indent=2, ensure_ascii=False) + "\n"
 
@@ -225,7 +257,8 @@ def explain(
     num_cores = num_cores or timeline.num_cores
     idles = idle(timeline, planned, num_cores)
     model = with_measured_times(timeline)
-    return Explanation(timeline, idles, simulate(model).makespan_us, suggestions(model), num_cores)
+    found, doubts = advice(model, Spread.of([timeline], model.placement))
+    return Explanation(timeline, idles, simulate(model).makespan_us, found, num_cores, doubts)
 
 
 def _task_of(work: Op | Transfer | StepEndWork | None) -> str:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from operator import add, sub
 from statistics import mean
 from typing import NamedTuple
 
 from rota.calibration.measured_times import median_us, step_ends_us, with_durations
-from rota.calibration.planning_again import autoplan_command
+from rota.calibration.planning_again import commands
+from rota.calibration.spread import Spread, copies, have_same_layers, with_equal_copies
 from rota.costs import Link
 from rota.errors import RotaError
 from rota.figures import each
@@ -33,13 +35,30 @@ class Suggestion(NamedTuple):
         words: What to change.
         gain_us: By how much the makespan is shorter.
         makespan_us: The simulated makespan with the change.
-        command: The command that makes it; "" if there is none.
+        commands: The commands that make it, in order; none if there are none.
+        what: What is changed: "cut", "order", "memory" (with an order), "transfers" or "step ends".
     """
 
     words: str
     gain_us: int
     makespan_us: int
-    command: str = ""
+    commands: tuple[str, ...] = ()
+    what: str = ""
+
+
+class Advice(NamedTuple):
+    """Suggestions, the largest gain first, and in words what the measured times are too far apart to tell."""
+
+    suggestions: tuple[Suggestion, ...]
+    doubts: tuple[str, ...]
+
+
+class _Change(NamedTuple):
+    """A change, which makes a plan of one with the same orders and any times."""
+
+    what: str
+    words: str
+    changed: Callable[[Plan], Plan]
 
 
 def with_measured_times(timeline: Timeline) -> Plan:
@@ -50,35 +69,100 @@ def with_measured_times(timeline: Timeline) -> Plan:
     return replace(plan, placement=replace(plan.placement, tasks=tasks, step_ends=ends))
 
 
-def suggestions(plan: Plan) -> tuple[Suggestion, ...]:
-    """Changes that shorten the step, the largest gain first. Each is tried alone."""
+def advice(plan: Plan, spread: Spread) -> Advice:
+    """Changes that shorten the step, each tried alone, also with other times of ops that `spread` leaves possible."""
     before_us = simulate(plan).makespan_us
-    cuts = [(words, simulate(changed).makespan_us) for words, changed in _other_cuts(plan)]
-    tried = [(words, simulate(changed).makespan_us) for words, changed in _changes(plan)]
-    found = [Suggestion(words, before_us - after, after, autoplan_command(plan)) for words, after in cuts]
-    found += [Suggestion(words, before_us - after, after) for words, after in [*tried, *_other_orders(plan, before_us)]]
-    return tuple(sorted((one for one in found if one.gain_us > 0), key=lambda one: -one.gain_us))
+    found = [
+        Suggestion(words, gain_us, before_us - gain_us, commands(plan), "cut")
+        for words, gain_us in _gains_of_cuts(plan)
+    ]
+    doubts: tuple[str, ...] = ()
+    if found and not _is_slowest_for_sure(plan.placement, spread):
+        found, doubts = [], (_doubt_text(plan, spread),)
+    for change in (*_changes(plan), *_other_orders(plan, before_us)):
+        after_us = simulate(change.changed(plan)).makespan_us
+        if after_us >= before_us:
+            continue
+        if spread.holds(plan, change.changed):
+            found.append(Suggestion(change.words, before_us - after_us, after_us, what=change.what))
+        else:
+            gain = f"{(before_us - after_us) / before_us:.1%}"
+            doubts += (f"{change.words}: {gain} shorter with the median times, but not with all that are possible",)
+    return Advice(tuple(sorted(found, key=lambda one: -one.gain_us)), doubts)
 
 
-def _other_cuts(plan: Plan) -> Iterator[tuple[str, Plan]]:
-    """(description, plan) of work moved between stages; the orders stay."""
-    yield from ((words, replace(plan, placement=moved)) for words, moved in _rebalanced(plan.placement, plan.usage))
-
-
-def _changes(plan: Plan) -> Iterator[tuple[str, Plan]]:
-    """(description, plan) of changes to the costs; the orders stay."""
+def _changes(plan: Plan) -> Iterator[_Change]:
+    """Changes to the costs; the orders stay."""
     placement = plan.placement
     alone = placement.cluster.gap_us, 0  # what occupies ranks where messages cost nothing
     if any(route.duration_us != 0 for route in placement.routes) or any(us != alone for us in placement.occupied_us):
-        free = replace(placement, cluster=replace(placement.cluster, link=Link(), links=(), shared=()))
-        yield "transfers that take no time", replace(plan, placement=free, service_orders=())
+        yield _Change("transfers", "transfers that take no time", _with_free_transfers)
     if placement.step_ends:
-        ends = tuple(StepEnd(end.stage, 0, 0) for end in placement.step_ends)
-        words = "reductions and optimizer steps that take no time"
-        yield words, replace(plan, placement=replace(placement, step_ends=ends))
+        yield _Change("step ends", "reductions and optimizer steps that take no time", _with_free_step_ends)
+
+
+def _with_free_transfers(plan: Plan) -> Plan:
+    cluster = replace(plan.placement.cluster, link=Link(), links=(), shared=())
+    return replace(plan, placement=replace(plan.placement, cluster=cluster), service_orders=())
+
+
+def _with_free_step_ends(plan: Plan) -> Plan:
+    ends = tuple(StepEnd(end.stage, 0, 0) for end in plan.placement.step_ends)
+    return replace(plan, placement=replace(plan.placement, step_ends=ends))
 
 
 # --- work moved between stages ----------------------------------------------------------------------------------------
+
+
+def _gains_of_cuts(plan: Plan) -> Iterator[tuple[str, int]]:
+    """(description, gain in µs) of work moved between stages; the orders stay.
+
+    Copies of a stage have the same layers: they count as equally long, and work is moved in all of them at once.
+    """
+    if have_same_layers(plan.placement):
+        return
+    equal = replace(plan, placement=with_equal_copies(plan.placement))
+    before_us = simulate(equal).makespan_us
+    for words, moved in _rebalanced(equal.placement, plan.usage):
+        gain_us = before_us - simulate(replace(equal, placement=moved)).makespan_us
+        if gain_us > 0:
+            yield words, gain_us
+
+
+def _loads(placement: Placement) -> list[float]:
+    """The work of each stage per micro-batch in µs; of copies, the mean."""
+    tasks = with_equal_copies(placement).average.tasks
+    loads: dict[int, float] = dict.fromkeys(placement.stages[: copies(placement)], 0)
+    for task in tasks:
+        if task.stage in loads:
+            loads[task.stage] += task.duration_us
+    return [*loads.values()]
+
+
+def _slowest(placement: Placement) -> int:
+    """The index of the stage with the most work."""
+    loads = _loads(placement)
+    return max(range(len(loads)), key=loads.__getitem__)
+
+
+def _is_slowest_for_sure(placement: Placement, spread: Spread) -> bool:
+    return spread.is_exact or spread.longest_part(_loads, _slowest(placement))
+
+
+def _doubt_text(plan: Plan, spread: Spread) -> str:
+    """That the slowest stage may not be slow."""
+    placement = plan.placement
+    loads, slow = _loads(placement), _slowest(placement)
+    mine = placement.stages[slow :: copies(placement)]
+    return (
+        f"{_stages_text(placement, slow)}: {loads[slow] / mean(loads) - 1:.0%} longer than the mean with the median "
+        f"times, but its ops differ too much to tell whether another cut helps: {spread.text(mine)}"
+    )
+
+
+def _stages_text(placement: Placement, index: int) -> str:
+    mine = placement.stages[index :: copies(placement)]
+    return f"stage {mine[0]}" if len(mine) == 1 else f"stages {' and '.join(map(str, mine))}"
 
 
 def _rebalanced(placement: Placement, usage: Usage | None) -> Iterator[tuple[str, Placement]]:
@@ -87,31 +171,36 @@ def _rebalanced(placement: Placement, usage: Usage | None) -> Iterator[tuple[str
     Only whole layers can be moved: nothing is advised where the slowest stage is ahead of the mean by less than half a
     layer of its own, if `usage` says how many it has.
     """
-    tasks = placement.average.tasks
-    loads = {stage: sum(task.duration_us for task in tasks if task.stage == stage) for stage in placement.stages}
-    slow, average = max(loads, key=loads.__getitem__), mean(loads.values())
-    # A placement with copies of the stages (X) lists the copies in the same order.
+    stages, period = placement.stages, copies(placement)
+    loads, index = _loads(placement), _slowest(placement)
+    load, average = loads[index], mean(loads)
     num_layers = () if usage is None else usage.num_layers
-    layers = num_layers[slow % len(num_layers)] if num_layers else None
-    if loads[slow] <= _SLOW_STAGE * average or layers == 1:
+    layers = num_layers[index % len(num_layers)] if num_layers else None
+    if load <= _SLOW_STAGE * average or layers == 1:
         return
-    if layers is not None and loads[slow] - average < loads[slow] / layers / 2:
+    if layers is not None and load - average < load / layers / 2:
         return
     several = "" if layers else ", if it has more than one layer"
-    of_model = f" ({usage.span_text(slow % (len(usage.cuts) + 1))})" if usage is not None else ""
-    slow_text = f"stage {slow}{of_model} takes {loads[slow] / average - 1:.0%} longer than the mean: "
-    neighbours = {b if a == slow else a for a, b in placement.stage_edges if slow in (a, b)}
+    of_model = f" ({usage.span_text(index % (len(usage.cuts) + 1))})" if usage is not None else ""
+    verb = "takes" if period == len(stages) else "take"
+    slow_text = f"{_stages_text(placement, index)}{of_model} {verb} {load / average - 1:.0%} longer than the mean: "
+    position = {stage: i % period for i, stage in enumerate(stages)}
+    edges = {(position[a], position[b]) for a, b in placement.stage_edges}
+    neighbours = {b if a == index else a for a, b in edges if index in (a, b)} - {index}
     if neighbours:
         fast = min(neighbours, key=loads.__getitem__)
-        moved_us = (loads[slow] - loads[fast]) / 2
+        moved_us = (load - loads[fast]) / 2
         part = "of its work"
         if layers is not None:
-            count = round(moved_us / (loads[slow] / layers))
-            moved_us, part = loads[slow] * count / layers, f"of its work, {count} of its {layers} layers,"
+            count = round(moved_us / (load / layers))
+            moved_us, part = load * count / layers, f"of its work, {count} of its {layers} layers,"
         if moved_us >= 1:
-            fraction = moved_us / loads[slow]
-            words = f"{slow_text}move {time_text(int(moved_us))} ({fraction:.0%}) {part} to stage {fast}{several}"
-            yield words, _moved(placement, slow, fast, fraction)
+            fraction, target = moved_us / load, _stages_text(placement, fast)
+            words = f"{slow_text}move {time_text(int(moved_us))} ({fraction:.0%}) {part} to {target}{several}"
+            moved = placement
+            for first in range(0, len(stages), period):  # in each copy
+                moved = _moved(moved, stages[first + index], stages[first + fast], fraction)
+            yield words, moved
     yield f"{slow_text}cut the model so that all stages take equal time{several}", _all_equal(placement)
 
 
@@ -148,9 +237,9 @@ def _with_times(placement: Placement, times_us: list[int]) -> Placement:
 # --- other orders -----------------------------------------------------------------------------------------------------
 
 
-def _other_orders(plan: Plan, before_us: int) -> Iterator[tuple[str, int]]:
+def _other_orders(plan: Plan, before_us: int) -> Iterator[_Change]:
     """The fastest named schedule that fits, and the fastest that would fit with memory for one more micro-batch."""
-    best: dict[bool, tuple[str, int]] = {}  # fits -> (description, makespan)
+    best: dict[bool, tuple[_Change, int]] = {}  # fits -> (change, makespan)
     for name, family in NAMED.items():
         if name in _SEARCHED and plan.num_ops > _MAX_SEARCHED_OPS:
             continue
@@ -158,16 +247,22 @@ def _other_orders(plan: Plan, before_us: int) -> Iterator[tuple[str, int]]:
             timeline = simulate(family(plan.placement, plan.num_microbatches))
         except RotaError:  # not defined for this placement
             continue
-        if timeline.makespan_us >= best.get(True, ("", before_us))[1]:
+        makespan_us = timeline.makespan_us
+        if makespan_us >= before_us or (True in best and makespan_us >= best[True][1]):
             continue
         if (excess := _excess_bytes(timeline)) is None:
             continue
-        words = f"the order of {name}"
-        if excess:
-            words = f"memory for one more micro-batch ({size_text(excess)} over the limit), in {words}"
-        if timeline.makespan_us < best.get(not excess, ("", before_us))[1]:
-            best[not excess] = words, timeline.makespan_us
-    yield from best.values()
+        if (not excess) not in best or makespan_us < best[not excess][1]:
+            words = f"the order of {name}"
+            if excess:
+                words = f"memory for one more micro-batch ({size_text(excess)} over the limit), in {words}"
+            change = _Change("memory" if excess else "order", words, partial(_in_order_of, timeline.plan))
+            best[not excess] = change, makespan_us
+    yield from (change for change, _ in best.values())
+
+
+def _in_order_of(other: Plan, plan: Plan) -> Plan:
+    return replace(other, placement=plan.placement)
 
 
 def _excess_bytes(timeline: Timeline) -> int | None:

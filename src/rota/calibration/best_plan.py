@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from statistics import mean, median_low
+from statistics import mean, median
 from typing import NamedTuple
 
 from rota.calibration.measured_times import calibrated
-from rota.calibration.planning_again import autoplan_command
+from rota.calibration.planning_again import commands
+from rota.calibration.spread import Spread, with_equal_copies
 from rota.checking import check
 from rota.errors import PlanError
+from rota.placement import Placement
 from rota.plan import Plan
 from rota.schedules import NAMED
 from rota.schedules.families import named_plans
@@ -41,12 +43,14 @@ class Calibration:
         measured_us: Makespan of each timeline.
         plan: The old orders with the measured costs.
         candidates: Other plans that fit, with the measured costs, fastest first.
+        spread: How far the measured ops of each task are apart; None: unknown, and they count as exact.
     """
 
     planned_us: int
     measured_us: tuple[int, ...]
     plan: Plan
     candidates: tuple[Candidate, ...]
+    spread: Spread | None = None
 
     @cached_property
     def predicted_us(self) -> int:
@@ -59,18 +63,26 @@ class Calibration:
         best = min((one.makespan_us for one in self.candidates), default=self.predicted_us)
         return max(1 - best / self.predicted_us, 0.0) if self.predicted_us else 0.0
 
+    @cached_property
+    def is_faster(self) -> bool:
+        """Whether the best candidate gains at least `MIN_GAIN`, and something with all times that `spread` allows."""
+        if self.gain < MIN_GAIN:
+            return False
+        best = self.candidates[0].plan
+        return self.spread is None or self.spread.holds(self.plan, lambda one: replace(best, placement=one.placement))
+
     @property
     def chosen(self) -> Plan:
-        """The best candidate if its gain is at least `MIN_GAIN`, else the old orders; with the measured costs."""
-        return self.candidates[0].plan if self.gain >= MIN_GAIN else self.plan
+        """The best candidate if it is faster for sure, else the old orders; with the measured costs."""
+        return self.candidates[0].plan if self.is_faster else self.plan
 
     @property
     def unevenness(self) -> tuple[int, float]:
-        """The rank with the most work per micro-batch, and its work as a multiple of the mean."""
-        loads = [
-            sum(task.duration_us for task in self.plan.placement.average.tasks if rank in task.ranks)
-            for rank in range(self.plan.num_ranks)
-        ]
+        """The rank with the most work per micro-batch, and its work as a multiple of the mean.
+
+        Copies of a stage have the same layers, and count as equally long.
+        """
+        loads = _loads(self.plan.placement)
         most = max(range(len(loads)), key=loads.__getitem__)
         return most, loads[most] / mean(loads) if any(loads) else 1.0
 
@@ -83,7 +95,7 @@ class Calibration:
 
     def to_text(self) -> str:
         """The report that `rota calibrate` prints."""
-        measured = median_low(self.measured_us)
+        measured = round(median(self.measured_us))
         rows = [
             ("planned, with the old costs", self.planned_us),
             (f"measured ({_of_steps(len(self.measured_us))})", measured),
@@ -96,19 +108,27 @@ class Calibration:
 
     def verdict(self) -> str:
         """Whether to keep the plan, and whether to cut the model again."""
-        if self.gain >= MIN_GAIN:
+        if self.is_faster:
             best = self.candidates[0]
             text = f"Use {best.name}: {self.gain:.1%} faster than the same orders, with the new costs."
+        elif self.gain >= MIN_GAIN:
+            text = (
+                f"Keep the plan's orders: {self.candidates[0].name} is {self.gain:.1%} faster with the median times, "
+                f"but the measured ops differ too much to tell."
+            )
         elif self.candidates:
             others = count_text(len(self.candidates), "other plan")
             text = f"Keep the plan's orders: none of {others} is {MIN_GAIN:.0%} faster."
         else:
             text = "Keep the plan's orders: no other schedule fits this placement."
         rank, share = self.unevenness
-        if share > OVERLOADED:
-            text += f"\nRank {rank} has {share - 1:.0%} more work than the mean, which no order can fix"
-            text += self._how_to_cut(rank)
-        return text
+        if share <= OVERLOADED:
+            return text
+        text += f"\nRank {rank} has {share - 1:.0%} more work than the mean"
+        if self.spread is not None and not self.spread.is_exact and not self.spread.longest_part(_loads, rank):
+            differing = self.spread.text(self.plan.placement.stages_on(rank))
+            return f"{text} with the median times, but its ops differ too much to tell: {differing}."
+        return f"{text}, which no order can fix{self._how_to_cut(rank)}"
 
     def _how_to_cut(self, rank: int) -> str:
         """How to cut the model again, if the rank has more than one layer."""
@@ -117,10 +137,13 @@ class Calibration:
         if num_layers and sum(num_layers[stage % len(num_layers)] for stage in stages) == 1:
             return ", nor another cut: it has a single layer. Put a CutPoint inside that layer."
         several = "" if num_layers or len(stages) > 1 else ", if it has more than one layer"
-        links = ", and --link or --links as before" if self.plan.placement.routes else ""
-        return (
-            f": cut again{several}, with\n`{autoplan_command(self.plan)}`{links},\nfrom what `rota profile` measures."
-        )
+        return "\n  ".join([f": cut again{several}:", *commands(self.plan)])
+
+
+def _loads(placement: Placement) -> list[int]:
+    """The work of each rank per micro-batch in µs."""
+    tasks = with_equal_copies(placement).average.tasks
+    return [sum(task.duration_us for task in tasks if rank in task.ranks) for rank in range(placement.num_ranks)]
 
 
 def calibrate(
@@ -144,8 +167,9 @@ def calibrate(
     old = timelines[0].plan
     num_microbatches = old.num_microbatches
     measured = tuple(timeline.makespan_us for timeline in timelines)
-    plan = replace(old, placement=placement)
-    result = Calibration(simulate(old).makespan_us, measured, plan, ())
+    usage = None if old.usage is None else old.usage.measured_in(len(timelines))
+    plan = replace(old, placement=placement, usage=usage)
+    result = Calibration(simulate(old).makespan_us, measured, plan, (), Spread.of(timelines, placement))
     if schedule is not None:
         return result.with_plan(schedule, NAMED[schedule](placement, num_microbatches))
     for name, other in named_plans(placement, num_microbatches, looking_at):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from operator import itemgetter
-from statistics import median_low
+from statistics import median, median_low
 
 from rota.contention import Contention
 from rota.costs import Cluster, Link
@@ -41,27 +41,33 @@ def calibrated(*timelines: Timeline) -> Placement:
 
 
 def median_us(timelines: Iterable[Timeline]) -> dict[tuple[int, Kind], int]:
-    """(stage, kind) -> the low median of its ops' durations in µs; of several ranks the slowest counts.
+    """(stage, kind) -> the median of its ops' durations in µs; of several ranks the slowest counts.
 
     Where micro-batches differ, it is one per class, a `rota.figures.PerClass`; a class that none had is as planned.
     """
+    timelines = [*timelines]
+    planned = {(task.stage, task.kind): task.duration_us for one in timelines for task in one.plan.placement.tasks}
+    return {
+        task: same_or_per_class(
+            round(median(times[c])) if c in times else value_in(planned[task], c)
+            for c in range(timelines[0].plan.placement.num_classes)
+        )
+        for task, times in op_times_us(timelines).items()
+    }
+
+
+def op_times_us(timelines: Iterable[Timeline]) -> dict[tuple[int, Kind], dict[int, list[int]]]:
+    """(stage, kind) -> class of micro-batches -> durations of its ops in µs; of several ranks the slowest counts."""
     seen: dict[tuple[int, Kind], dict[int, list[int]]] = {}
-    planned: dict[tuple[int, Kind], tuple[int, ...]] = {}
     for timeline in timelines:
         slowest: dict[Op, int] = {}
         for span in timeline.op_spans():
             assert isinstance(span.work, Op)
             slowest[span.work] = max(slowest.get(span.work, 0), span.duration_us)
-        placement = timeline.plan.placement
-        for task in placement.tasks:
-            planned[task.stage, task.kind] = tuple(value_in(task.duration_us, c) for c in range(placement.num_classes))
         for op, us in slowest.items():
             of_class = seen.setdefault((op.stage, op.kind), {})
-            of_class.setdefault(placement.class_in(op.microbatch), []).append(us)
-    return {
-        task: same_or_per_class(median_low(times[c]) if c in times else us for c, us in enumerate(planned[task]))
-        for task, times in seen.items()
-    }
+            of_class.setdefault(timeline.plan.placement.class_in(op.microbatch), []).append(us)
+    return seen
 
 
 def with_durations(tasks: Iterable[Task], durations_us: Mapping[tuple[int, Kind], int]) -> tuple[Task, ...]:
@@ -132,8 +138,8 @@ def _step_end(planned: StepEnd, seen: Mapping[int, Sequence[tuple[int, int]]]) -
     reduce_us, optimizer_us = (list(column) for column in zip(*seen[planned.stage], strict=True))
     return StepEnd(
         planned.stage,
-        median_low(reduce_us) if any(reduce_us) else planned.reduce_us,
-        median_low(optimizer_us) if any(optimizer_us) else planned.optimizer_us,
+        round(median(reduce_us)) if any(reduce_us) else planned.reduce_us,
+        round(median(optimizer_us)) if any(optimizer_us) else planned.optimizer_us,
     )
 
 

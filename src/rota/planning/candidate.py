@@ -142,7 +142,7 @@ class Candidate:
         cuts, note = self.layers.cuts_at(self.boundaries), self.layers.note
         request, layout = self.request, self.layout
         asked = request.pipeline_ranks, not (request.recompute or request.copies), not request.split_backward
-        return Usage(cuts, layout.rows, layout.num_replicas, num_layers, note, *asked)
+        return Usage(cuts, layout.rows, layout.num_replicas, num_layers, note, *asked, self.layers.cuts)
 
     def recomputing(self, stages: Collection[int]) -> Candidate:
         """This candidate with exactly `stages` recomputed."""

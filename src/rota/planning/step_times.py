@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import comb
 from statistics import mean, median, quantiles
 from typing import NamedTuple
 
+from rota.calibration.spread import num_left_out
 from rota.timeline import Timeline
 
 _DISTURBED = (
     0.1  # cores that other programs take away more than in the quietest start, from which on a start is left out
 )
-_DOUBT = 0.1  # probability that a median lies outside of what is said of it, where there are rounds enough
 _FEW = 3  # rounds: fewer may agree by chance, so that steps within them count as well
 
 
@@ -80,14 +79,6 @@ def difference(steps: StepTimes, others: StepTimes) -> Difference:
     within = max(steps.spread, others.spread)
     if not ratios:
         return Difference(steps.median_us / max(others.median_us, 1), within)
-    times, outer = median(ratios), _left_out(len(ratios))
+    times, outer = median(ratios), num_left_out(len(ratios))
     apart = max(times - ratios[outer], ratios[-1 - outer] - times)
     return Difference(times, max(apart, within) if len(ratios) < _FEW else apart)
-
-
-def _left_out(count: int) -> int:
-    """How many of `count` values may be left out at either end, so that the true median is rarely outside the rest."""
-    outside, left_out = 2 / 2**count, 0
-    while (outside := outside + 2 * comb(count, left_out + 1) / 2**count) <= _DOUBT:
-        left_out += 1
-    return left_out

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from numbers import Real
-from statistics import median_low
+from statistics import median
 from typing import Any, NamedTuple, final
 
 from rota.errors import PipelineError, RotaError
@@ -219,7 +219,7 @@ def _times(spans: Sequence[tuple[Plan, list[int], list[int]]], rank: int) -> Tim
     for plan, starts, ends in spans:
         for op, start, end in zip(plan.orders[rank], starts, ends, strict=True):
             durations.setdefault((op.stage, op.kind), []).append(end - start)
-    return Times(busy_us, {task: round(median_low(ns) / 1000) for task, ns in durations.items()})
+    return Times(busy_us, {task: round(median(ns) / 1000) for task, ns in durations.items()})
 
 
 def _to_json(times: Times) -> list[Any]:

@@ -5,17 +5,21 @@ from __future__ import annotations
 import json
 import re
 import signal
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from rota import Cluster, Costs, FormatError, Plan, place
+from rota.calibration import calibrate
 from rota.cli.commands.run import _report_end
 from rota.runtime.faults.stragglers import Straggler, stragglers
 from rota.runtime.launcher_files import collect, last_plan, leave_record
 from rota.runtime.launching.launch import Run
 from rota.runtime.recorder import Record
 from rota.schedules import gpipe, one_f_one_b
+from rota.usage import Usage
+from support.measured import timed
 
 
 def plan(num_ranks: int = 3) -> Plan:
@@ -109,8 +113,29 @@ def test_a_record_is_checked(
 
 def test_the_command_tells_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:
     slow = [Straggler(2, 1.31, 1.0, 18, 20)]
-    assert _report_end(Run(None, slow, None), "t.json") == 0
+    assert _report_end(Run(None, slow, None), plan(), "t.json") == 0
     assert "plan with measured costs: rota calibrate t.json -o better.json" in capsys.readouterr().err
-    assert _report_end(Run(None, slow, signal.SIGUSR1), None) == 0
+    assert _report_end(Run(None, slow, signal.SIGUSR1), plan(), None) == 0
     assert "measure with --timeline measured.json, and plan with" in capsys.readouterr().err
-    assert _report_end(Run(None, [], signal.SIGTERM), None) == 143
+    assert _report_end(Run(None, [], signal.SIGTERM), plan(), None) == 143
+
+
+def test_a_plan_with_the_times_of_a_run_is_not_calibrated_by_one_again(capsys: pytest.CaptureFixture[str]) -> None:
+    measured = timed(plan(), lambda op: 150 if op.stage == 2 else 100)
+    calibrated = calibrate([replace(measured, plan=replace(plan(), usage=Usage(("a", "b"), 1)))]).chosen
+    calibrated = Plan.from_json(calibrated.to_json())
+    _report_end(Run(None, [Straggler(2, 1.31, 1.0, 18, 20)], None), calibrated, "t.json")
+    told = capsys.readouterr().err
+    assert "the plan's times were measured in a run, in 1 recorded step: either this rank was faster then" in told
+    assert "rota calibrate t.json" not in told
+
+
+@pytest.mark.parametrize(("other_us", "is_advised"), [(280, True), (50, False)])
+def test_ops_that_differ_as_much_as_the_rank_is_slower_are_no_reason_to_calibrate(
+    other_us: int, is_advised: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of ops that take 100 µs by plan, half take 300 µs, and the others 280 or 50."""
+    planned = gpipe(place(Costs.uniform(3, 100, 100), Cluster.uniform(3)), 8)
+    last = timed(planned, lambda op: 300 if op.microbatch % 2 else other_us)
+    _report_end(Run(last, [Straggler(2, 1.31, 1.0, 18, 20)], None), planned, "t.json")
+    assert ("rota calibrate t.json" in capsys.readouterr().err) is is_advised

@@ -8,6 +8,8 @@ import sys
 from typing import TYPE_CHECKING
 
 from rota import reading, schedule_csv
+from rota.calibration.planning_again import free_name
+from rota.calibration.spread import Spread
 from rota.cli import files
 from rota.cli.arguments import add_force, mesh, number, percent, seconds
 from rota.cli.nodes import add_nodes, given_nodes
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
     from rota.backups import Backups
     from rota.plan import Plan
     from rota.runtime.launching.launch import Run
+    from rota.timeline import Timeline
 
 _REJOIN_AFTER_S = 60.0
 _ADAPT_GAIN = 0.03
@@ -180,7 +183,7 @@ def run(arguments: argparse.Namespace) -> int:
             )
         then = f", the timeline of the last step; see it with `rota compare {arguments.plan} {arguments.timeline}`"
         files.write(arguments.timeline, done.timeline.to_json(), then)
-    return _report_end(done, arguments.timeline)
+    return _report_end(done, planned, arguments.timeline)
 
 
 def _least_gain(arguments: argparse.Namespace, planned: Plan) -> float | None:
@@ -229,18 +232,31 @@ def _backups(arguments: argparse.Namespace, planned: Plan) -> Backups | None:
     return files.read_backups(arguments.backups, planned)
 
 
-def _report_end(done: Run, timeline: str | None) -> int:
+def _report_end(done: Run, plan: Plan, timeline: str | None) -> int:
     """Report stragglers and an early end. Returns the exit code: as in a shell for SIGTERM, 0 for SIGUSR1."""
     for straggler in done.stragglers:
-        first = "" if timeline else "measure with --timeline measured.json, and "
-        _report(
-            f"{straggler.to_text()}; {first}plan with measured costs: rota calibrate {timeline or 'measured.json'} "
-            f"-o better.json"
-        )
+        _report(f"{straggler.to_text()}; {_remedy(plan, done.timeline, straggler.rank, timeline)}")
     if done.ended_by is None:
         return 0
     _report(f"{done.ended_by.name}: all ranks have ended after the step that was running")
     return 128 + done.ended_by if done.ended_by == signal.SIGTERM else 0
+
+
+def _remedy(plan: Plan, last: Timeline | None, rank: int, timeline: str | None) -> str:
+    """What to do about a rank that is slower than planned; `last` is the last step."""
+    if plan.usage is not None and plan.usage.is_from_run:
+        return (
+            f"the plan's times were {plan.usage.note}: either this rank was faster then than it is now, or the steps "
+            f"of that run differ; look for other programs on its cores, or calibrate with the timelines of several runs"
+        )
+    if last is not None and rank < last.num_ranks and Spread.of([last], last.plan.placement).allows(rank):
+        return (
+            "within the last step its ops differ by as much, so new costs need not be better: look for other programs "
+            "on its cores, or calibrate with the timelines of several runs"
+        )
+    first = "" if timeline else "measure with --timeline measured.json, and "
+    measured, better = timeline or "measured.json", free_name("better.json")
+    return f"{first}plan with measured costs: rota calibrate {measured} -o {better}"
 
 
 def _report(line: str) -> None:

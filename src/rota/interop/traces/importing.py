@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from statistics import median_low
+from statistics import median, median_low
 from typing import NamedTuple
 
 from rota.costs import Cluster, Costs, Link
@@ -168,7 +168,7 @@ def _plan(steps: Sequence[Step]) -> Plan:
             raise FormatError(f"no trace runs stage {stage}, but one runs stage {max(ranks)}; give those of all ranks")
 
     def median_us(kind: Kind) -> tuple[int, ...]:
-        return tuple(median_low(times.get((stage, kind), [0])) for stage in range(len(ranks)))
+        return tuple(round(median(times.get((stage, kind), [0]))) for stage in range(len(ranks)))
 
     kinds = {kind for _, kind in times}
     back = Kind.I if Kind.W in kinds else Kind.B

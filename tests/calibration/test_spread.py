@@ -1,0 +1,199 @@
+"""Advice follows what the measured ops can tell, not their noise."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from rota import schedules
+from rota.accounting import explain
+from rota.calibration import calibrate
+from rota.calibration.planning_again import commands, free_name
+from rota.calibration.spread import Spread, copies, have_same_layers, num_left_out, with_equal_copies
+from rota.cli.main import make_parser
+from rota.costs import Cluster, Costs
+from rota.placing import bidirectional, interleaved, place
+from rota.plan import Plan
+from rota.tasks import Kind, Op
+from rota.timeline import Timeline
+from rota.usage import Usage
+from support.measured import timed
+
+
+def chain(num_microbatches: int = 8) -> Plan:
+    plan = schedules.one_f_one_b(place(Costs.uniform(4, 100, 200), Cluster.uniform(4)), num_microbatches)
+    return replace(plan, usage=Usage(("a", "b", "c"), 1, 1, (4, 4, 4, 4)))
+
+
+def both_ways(num_stages: int = 2, num_microbatches: int = 8) -> Plan:
+    plan = schedules.chimera(
+        bidirectional(Costs.uniform(num_stages, 100, 200), Cluster.uniform(num_stages)), num_microbatches
+    )
+    return replace(plan, usage=Usage(tuple("abc"[: num_stages - 1]), 1, 1, (4,) * num_stages))
+
+
+def noisy(plan: Plan, spread: float, seed: int, slow: Sequence[int] = (), times: float = 1.6) -> Timeline:
+    """A run whose ops take from 1 to 1 + `spread` times as long as planned, and those of slow stages `times` that."""
+    chooser = random.Random(seed)
+
+    def us(op: Op) -> int:
+        longer = (1 + spread * chooser.random()) * (times if op.stage in slow else 1)
+        return round((100 if op.kind is Kind.F else 200) * longer)
+
+    return timed(plan, us)
+
+
+def cuts(timeline: Timeline) -> list[str]:
+    return [one.words for one in explain(timeline).suggestions if one.what == "cut"]
+
+
+@pytest.mark.parametrize(("count", "told"), [(4, (10, 40)), (5, (10, 50)), (8, (20, 70)), (3, (0, 60)), (1, (0, 20))])
+def test_the_range_of_a_median(count: int, told: tuple[int, int]) -> None:
+    """Of 8 ops, the second and seventh: the true median is outside with a probability of 18 / 256."""
+    plan = schedules.gpipe(place(Costs.uniform(1, 7, 100), Cluster.uniform(1)), count)
+    measured = timed(plan, lambda op: 10 * (op.microbatch + 1 + (count == 1)) if op.kind is Kind.F else 100)
+    spread = Spread.of([measured], plan.placement)
+    shortest, longest = (one.tasks[0].duration_us for one in (spread.shortest, spread.longest))
+    assert (shortest, longest) == (told if count > 1 else (0, 40))
+    assert [one.tasks[1].duration_us for one in (spread.shortest, spread.longest)] == [100, 100]  # as planned: exact
+    assert not spread.is_exact
+
+
+def test_the_true_median_is_rarely_outside() -> None:
+    chooser = random.Random(1)
+    for count in (5, 8, 16, 33):
+        cut, inside = num_left_out(count), 0
+        for _ in range(2000):
+            values = sorted(chooser.random() for _ in range(count))
+            inside += values[cut] <= 0.5 <= values[count - 1 - cut]
+        assert inside / 2000 > 0.88
+
+
+def test_equal_stages_with_differing_ops_are_never_cut_again() -> None:
+    for seed in range(12):
+        timeline = noisy(chain(), 3.0, seed)
+        assert cuts(timeline) == []
+        assert "cut again" not in calibrate([timeline], "1f1b").verdict()
+
+
+def test_a_slow_stage_is_told_if_its_ops_do_not_differ_much() -> None:
+    for seed in range(6):
+        timeline = noisy(chain(), 0.1, seed, slow=[2])
+        assert all(words.startswith("stage 2 (all from b to before c) takes ") for words in cuts(timeline))
+        assert cuts(timeline)
+        assert explain(timeline).doubts == ()
+        assert "which no order can fix: cut again:" in calibrate([timeline], "1f1b").verdict()
+
+
+def test_it_is_said_that_the_ops_differ_too_much() -> None:
+    """Half of the ops of stage 2 take six times as long as the others, so that its median is above the mean."""
+    plan = chain()
+    timeline = timed(plan, lambda op: 600 if op.stage == 2 and op.microbatch % 2 else 100)
+    explanation = explain(timeline)
+    assert cuts(timeline) == []
+    assert explanation.doubts == (
+        "stage 2: 115% longer than the mean with the median times, but its ops differ too much to tell whether another "
+        "cut helps: 2F took 100 µs to 600 µs",
+    )
+    assert f"Too uncertain to advise: {explanation.doubts[0]}." in explanation.to_text()
+    assert calibrate([timeline], "1f1b").verdict().split("\n")[-1] == (
+        "Rank 2 has 115% more work than the mean with the median times, but its ops differ too much to tell: "
+        "2F took 100 µs to 600 µs."
+    )
+
+
+def test_several_runs_tell_more_than_one() -> None:
+    timelines = [noisy(chain(), 1.0, seed, slow=[2], times=1.8) for seed in range(8)]
+    widths = []
+    for some in (timelines[:1], timelines):
+        spread = Spread.of(some, chain().placement)
+        pairs = zip(spread.shortest.tasks, spread.longest.tasks, strict=True)
+        widths.append(sum(b.duration_us - a.duration_us for a, b in pairs))
+    assert widths[1] < widths[0] / 2
+    assert "cut again" in calibrate(timelines, "1f1b").verdict()
+
+
+@pytest.mark.parametrize("differ", [0, 2])
+def test_another_order_is_told_if_it_is_faster_whatever_the_times(differ: int) -> None:
+    """GPipe's order is faster than one that does all of a micro-batch before the next, but hardly than 1F1B."""
+    placement = place(Costs.uniform(3, 100, 200), Cluster.uniform(3))
+    alone = [" ".join(f"{stage}F{m} {stage}B{m}" for m in range(8)) for stage in range(3)]
+    plan = Plan(placement, 8, tuple(tuple(map(Op.parse, order.split())) for order in alone))
+    found = explain(noisy(plan, differ, 0))
+    (order,) = [one for one in found.suggestions if one.what == "order"]
+    assert order.gain_us > 0.2 * found.model_us
+    text = found.to_text()
+    share = f"{order.gain_us / found.model_us:.1%}"
+    assert ("does not mean" in text) is ("order" in {str(cause) for cause in found.by_cause})
+    if "does not mean" in text:
+        assert f"the best of the named schedules that fit shortens the step by {share} (see below)." in text
+
+
+def test_an_order_that_is_faster_with_some_times_only_is_not_told() -> None:
+    """The first stage takes 100 µs or 1,000: what eager_1f1b gains over 1F1B depends on which."""
+    plan, told = chain(), set()
+    for seed in range(8):
+        timeline = noisy(plan, 8.0, seed)
+        found, explanation = calibrate([timeline]), explain(timeline)
+        faster = [one.name for one in found.candidates if one.makespan_us < 0.99 * found.predicted_us]
+        assert bool(faster) is ("the measured ops differ too much to tell" in found.verdict() or found.is_faster)
+        assert (found.chosen is found.plan) is not found.is_faster
+        told.add((bool(faster), found.is_faster, any("the order of" in doubt for doubt in explanation.doubts)))
+    assert (True, False, True) in told
+
+
+# --- copies of stages -------------------------------------------------------------------------------------------------
+
+
+def test_ranks_with_the_same_layers_are_never_told_to_cut_again() -> None:
+    plan = both_ways()
+    assert (copies(plan.placement), have_same_layers(plan.placement)) == (2, True)
+    measured = timed(plan, lambda op: 300 if op.stage == 3 else 100)  # a copy of stage 1
+    assert cuts(measured) == []
+    assert explain(measured).doubts == ()
+    found = calibrate([measured])
+    assert found.unevenness[1] == 1.0
+    assert "cut again" not in found.verdict()
+
+
+def test_work_is_moved_in_all_copies_of_a_stage() -> None:
+    plan = both_ways(4)
+    assert (copies(plan.placement), have_same_layers(plan.placement)) == (4, False)
+    measured = timed(plan, lambda op: 300 if op.stage in (1, 5) else 100)
+    assert all(words.startswith("stages 1 and 5 (all from a to before b) take 100% longer") for words in cuts(measured))
+    assert any("to stages 0 and 4" in words or "to stages 2 and 6" in words for words in cuts(measured))
+
+
+def test_copies_count_as_equally_long_and_other_stages_do_not() -> None:
+    measured = timed(both_ways(), lambda op: 300 if op.stage == 3 else 100)
+    placement = calibrate([measured]).plan.placement
+    times = {(task.stage, task.kind): task.duration_us for task in with_equal_copies(placement).tasks}
+    assert times[1, Kind.F] == times[3, Kind.F] == 200
+    assert times[0, Kind.F] == times[2, Kind.F] == 100
+    uneven = interleaved(Costs((1, 2, 3, 4), (5, 6, 7, 8)), Cluster.uniform(2))
+    assert with_equal_copies(uneven) is uneven
+
+
+# --- commands ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_commands_run_as_printed_and_overwrite_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("profile.json", "better.json", "better2.json"):
+        (tmp_path / name).touch()
+    assert free_name("better.json") == "better3.json"
+    usage = Usage(("a", "b", "c"), 4, 2, (1, 1, 2, 1), pipeline_ranks=4, exportable=True)
+    plan = replace(chain(), usage=usage)
+    plan = replace(plan, placement=replace(plan.placement, cluster=Cluster.uniform(4, latency_us=3)))
+    assert commands(plan) == (
+        "rota profile MODEL.py --rows 2,4,8 -o profile2.json",
+        "rota profile links --processes 8 -o cluster.json",
+        "rota autoplan --profile profile2.json --links cluster.json --ranks 8 --pipeline 4 --batch 64 --exportable "
+        "-o better3.json",
+    )
+    for command in commands(plan):
+        make_parser().parse_args(command.split()[1:])
