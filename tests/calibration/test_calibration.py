@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from cli.test_cli import run
 from rota import schedules
 from rota.calibration import Calibration, calibrate, calibrated, costs_of, median_us
-from rota.calibration.planning_again import patterns
 from rota.calibration.measured_times import fit_link
+from rota.calibration.planning_again import patterns
 from rota.costs import Cluster, Costs, Link, SharedLink
 from rota.errors import PlacementError, PlanError, RotaError
 from rota.placement import Edge, Placement, StepEnd
