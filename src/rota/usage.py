@@ -89,6 +89,8 @@ class Usage:
         rows, num_replicas = field["microbatch_rows"].integer(1), field["num_replicas"].integer(1)
         note = field["note"].text() if "note" in field else ""
         pipeline_ranks = field["pipeline_ranks"].integer(1) if "pipeline_ranks" in field else None
-        asked = [field[name].boolean() if name in field else False for name in ("exportable", "whole_backward")]
+        exportable, whole_backward = (
+            field[name].boolean() if name in field else False for name in ("exportable", "whole_backward")
+        )
         places = tuple(place.name() for place in field["places"]) if "places" in field else ()
-        return cls(cuts, rows, num_replicas, num_layers, note, pipeline_ranks, *asked, places)
+        return cls(cuts, rows, num_replicas, num_layers, note, pipeline_ranks, exportable, whole_backward, places)
