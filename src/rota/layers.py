@@ -64,6 +64,7 @@ class LayerCosts:
         spread: Relative interquartile range of the measured F + B.
         note: Where the numbers come from.
         missing_cores: How many of the cores that measuring used other programs took away, on average.
+        contents: Names of what each layer holds, such as "layers.9, norm, output"; empty: unknown.
 
     Raises:
         PlacementError: A field has the wrong number of entries, a number is negative or not whole, or an edge or a
@@ -99,6 +100,7 @@ class LayerCosts:
     spread: tuple[float, ...] = ()
     note: str = ""
     missing_cores: float = 0.0
+    contents: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.forward_us:
@@ -107,6 +109,8 @@ class LayerCosts:
             raise PlacementError(
                 f"cuts has {len(self.cuts)} names for {self.num_layers} layers; give one per pair of neighbours"
             )
+        if len(self.contents) not in (0, self.num_layers):
+            raise PlacementError(f"contents has {len(self.contents)} entries, expected {self.num_layers}")
         if not self.changed_bytes:
             object.__setattr__(self, "changed_bytes", (0,) * self.num_layers)
         for name in _BY_LAYER + _BY_EDGE:
@@ -288,6 +292,8 @@ class LayerCosts:
         found = {field.name: getattr(self, field.name) for field in fields(self)}
         if not self.missing_cores:
             del found["missing_cores"]
+        if not self.contents:
+            del found["contents"]
         return found
 
     def to_json(self) -> str:
@@ -309,6 +315,8 @@ class LayerCosts:
         values["spread"] = tuple(_fraction(entry) for entry in document["spread"])
         if "missing_cores" in document:
             values["missing_cores"] = _fraction(document["missing_cores"])
+        if "contents" in document:
+            values["contents"] = tuple(entry.text() for entry in document["contents"])
         return cls(rows=document["rows"].integer(1), note=document["note"].text(), **values)
 
 

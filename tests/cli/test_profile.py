@@ -63,6 +63,9 @@ def test_a_profile_is_written_for_each_number_of_rows(
     assert len(split(load_model_file(str(model)).make_model(), 3, profile[4].cuts)) == 3
     assert "4 rows per micro-batch, measured on" in out
     assert out.count("layer  F") == 2
+    assert len(profile[4].contents) == profile[4].num_layers == 3
+    table = [line.split("  ") for line in out.splitlines() if line[:3] in ("1  ", "2  ", "3  ")]
+    assert [(row[0], row[-1].strip()) for row in table] == 2 * [*zip("123", profile[4].contents, strict=True)]
 
 
 def test_an_estimate_makes_the_model_where_it_takes_no_memory(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,7 +22,7 @@ from rota.schedules import NAMED
 from support import ROOT
 
 PAGE = (ROOT / "docs" / "torchtitan.md").read_text()
-MODEL, CONFIG, SPEC = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)
+MODEL, CONFIG, OWN_CONFIG, SPEC, OWN_SPEC = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)
 SMALL = {"DIM": 64, "NUM_LAYERS": 8, "NUM_HEADS": 4, "NUM_KV_HEADS": 2, "HIDDEN": 96, "VOCABULARY": 4096, "LENGTH": 16}
 
 
@@ -58,6 +58,7 @@ class Spec:
     """The part of torchtitan's `ModelSpec` and `TrainSpec` that counts here."""
 
     pipelining_fn: Callable[..., Any]
+    model_args: Mapping[str, Any] | None = None
 
 
 def test_what_is_launched_has_the_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,11 +73,16 @@ def test_what_is_launched_has_the_plan(tmp_path: Path, monkeypatch: pytest.Monke
     )
     training = SimpleNamespace(local_batch_size=1, disable_cuda_graphs=False)
     config = SimpleNamespace(parallelism=parallelism, training=training, model_spec=Spec(lambda model: (None, model)))
-    registered = {}
+    registered: dict[str, Spec] = {}
+    of_llama3 = {
+        "llama3_configs": {},
+        "model_registry": lambda name: Spec(lambda model: (None, model), {name: llama3.llama3_configs[name]}),
+        "TransformerModelArgs": SimpleNamespace,
+    }
     stand_ins = {
         "torchtitan": {},
-        "torchtitan.models": {},
-        "torchtitan.models.llama3": {},
+        "torchtitan.models": {"llama3": (llama3 := SimpleNamespace(**of_llama3))},
+        "torchtitan.models.llama3": vars(llama3),
         "torchtitan.models.llama3.config_registry": {"llama3_8b": lambda: config},
         "torchtitan.protocols": {},
         "torchtitan.protocols.train_spec": {
@@ -84,6 +90,7 @@ def test_what_is_launched_has_the_plan(tmp_path: Path, monkeypatch: pytest.Monke
             "register_train_spec": registered.__setitem__,
         },
     }
+    stand_ins["my_variant"] = {"wide": "a wide Llama"}
     for name, content in stand_ins.items():
         monkeypatch.setitem(sys.modules, name, SimpleNamespace(**content))
     space: dict[str, Any] = {}
@@ -91,7 +98,11 @@ def test_what_is_launched_has_the_plan(tmp_path: Path, monkeypatch: pytest.Monke
     assert space["llama3_8b_planned"]() is config
     assert config.training == SimpleNamespace(local_batch_size=6, disable_cuda_graphs=True)
     assert config.parallelism.pipeline_parallel_schedule_csv == "titan/schedule.csv"
-    exec(compile(SPEC, "docs/torchtitan.md", "exec"), space)
-    for spec in (config.model_spec, registered["llama3"]):
+    planned = config.model_spec
+    for code in (OWN_CONFIG, SPEC, OWN_SPEC):
+        exec(compile(code, "docs/torchtitan.md", "exec"), space)
+    assert space["wide_planned"]().model_spec.model_args == {"wide": "a wide Llama"}
+    assert registered["wide"].model_args["wide"].n_layers == 30
+    for spec in (planned, config.model_spec, registered["llama3"], registered["wide"]):
         with pytest.raises(SplitError, match=r"the plan's parts have 'layers\.0', but ModuleDict has a:"):
             spec.pipelining_fn(nn.ModuleDict({"a": nn.Linear(2, 2)}))

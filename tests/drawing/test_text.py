@@ -167,6 +167,19 @@ def test_names_where_there_is_room_else_kinds():
     assert narrow.endswith(f"{8 * 200 - sum(cells.count('═') for cells in charts(narrow))} ops not shown")
 
 
+def test_of_a_long_step_the_beginning_is_drawn_if_it_may_be() -> None:
+    long = timeline(num_microbatches=64)
+    text = to_text(long, 100, may_cut=True)
+    assert "drawn: the first 3.19 ms of 20.1 ms; all of it: rota show PLAN -o plan.html" in text.splitlines()
+    top, *_, bottom = charts(text)
+    assert re.match(r"F0─?F1─?F2─?F3", top)
+    assert re.match(r"·+F0─?B0═+F1─?B1═+F2", bottom)
+    assert not re.search(r"\d\d ops not shown", text)
+    few = timeline(num_microbatches=4)
+    assert to_text(few, 100, may_cut=True) == to_text(few, 100)
+    assert to_text(nothing_takes_time(), may_cut=True)
+
+
 def test_stages_are_told_where_a_rank_has_several():
     top, bottom = charts(to_text(two_stages_per_rank(), 250))
     for name in ("0F0", "3F2", "3I0", "0W2", "reduce"):

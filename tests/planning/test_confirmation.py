@@ -18,6 +18,7 @@ from rota.planning.answer import ranks_text
 from rota.planning.evaluation import Found
 from rota.planning.step_times import StepTimes, of_starts
 from rota.planning.trials import Trial, run_trials
+from rota.profiling import forked
 from rota.simulation import simulate
 from rota.units import time_text
 
@@ -126,8 +127,29 @@ def test_figures_that_disagree_are_told(confirmed: Confirm, answer: Answer) -> N
     assert any(
         f"predict {layers} per step" in told and f"in place, {stages} (3.0 times" in told for layers, stages in figures
     )
-    assert "may be ranked wrongly: plan again on an idle machine with --refresh" in told
+    assert "may be ranked wrongly: plan again on an idle machine with a longer --time-limit" in told
     assert not any("times apart" in line for line in confirmed(tried(1.2)).remarks)
+
+
+def test_with_fewer_cores_than_ranks_the_figures_are_for_a_core_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(finalists, "can_search", lambda: False)
+    machine = Machine(2, None, Link(1, 100))
+    answer = autoplan({1: layer_costs(1, UNEVEN, parameters=8)}, machine, 16, pipeline_ranks=2, time_limit_s=LONG_S)
+    for module in (confirmation, forked):
+        monkeypatch.setattr(module, "num_cores", lambda: 1)
+    monkeypatch.setattr(confirmation, "_measured", lambda found, *_: _three_times_as_slow(found))
+    told = confirmation.confirm(answer, MODEL, no_batch, nn.functional.mse_loss)
+    assert told.predicted_because == (
+        "2 processes would share the 1 core of this machine. All times are for a core per process; steps here would "
+        "take up to 2.0 times as long"
+    )
+    (apart,) = [line for line in told.remarks if "times apart" in line]
+    assert "but its stages, timed one after another, each with a whole core, " in apart
+
+
+def _three_times_as_slow(found: Found) -> Found:
+    tasks = tuple(replace(task, duration_us=3 * task.duration_us) for task in found.plan.placement.tasks)
+    return replace(found, plan=replace(found.plan, placement=replace(found.plan.placement, tasks=tasks)))
 
 
 def test_a_loaded_machine_is_told(confirmed: Confirm) -> None:

@@ -23,11 +23,14 @@ _EVERY_S = 5.0  # between lines of progress where there is no terminal
 
 
 def print_timeline(timeline: Timeline, width: int | None = None) -> None:
-    """Print a chart as wide as the terminal, in colour if it has any, and which effects of wires the plan counts."""
+    """Print a chart as wide as the terminal, in colour if it has any, and which effects of wires the plan counts.
+
+    It has only the beginning of a step whose ops would be too narrow to be seen.
+    """
     from rota.drawing import to_text
 
     columns = width or terminal_columns()
-    print(to_text(timeline, columns, color=_wants_color()))
+    print(to_text(timeline, columns, color=_wants_color(), may_cut=True))
     print_wire_effects(timeline.plan, columns)
 
 

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from itertools import groupby
 from operator import attrgetter, itemgetter
+from statistics import median
+from typing import TypeAlias
 
 from rota.drawing.looks import LOOKS, Work, look_key, look_keys, utilisation
 from rota.errors import RotaError
@@ -22,10 +24,15 @@ from rota.units import count_text, size_text, time_text, time_unit
 _MIN_WIDTH = 20
 _MIN_CHART = 32  # columns; a narrower chart has the table below it instead of beside it
 _MIN_TICK = 8  # columns from one tick to the next
+_MOST_UNSEEN = 0.25  # of the ops, in a chart of a whole step that tells enough
+_LEGIBLE = 4  # columns that most names need
 _IDLE = "·"
 
+_Busy: TypeAlias = Sequence[Sequence[Span]]
+_Charts: TypeAlias = Sequence[Sequence[Work | None]]
 
-def to_text(timeline: Timeline | Plan, width: int = 80, color: bool = False) -> str:
+
+def to_text(timeline: Timeline | Plan, width: int = 80, color: bool = False, *, may_cut: bool = False) -> str:
     """Return a chart with time from left to right; every column shows what fills most of its time.
 
     An op that is too narrow for its name shows its kind. If most ops of a rank are too narrow, its row shows only the
@@ -35,6 +42,8 @@ def to_text(timeline: Timeline | Plan, width: int = 80, color: bool = False) -> 
         timeline: What to draw. A plan is simulated first.
         width: The number of columns that no line exceeds, 20 or more.
         color: Whether to add ANSI colours (256 colours).
+        may_cut: Whether to draw only the beginning of a step if more than a quarter of its ops would be hidden, so wide
+            that most have their names. The table beside the chart is about the whole step.
 
     Returns:
         Lines of text, without a newline at the end.
@@ -50,18 +59,26 @@ def to_text(timeline: Timeline | Plan, width: int = 80, color: bool = False) -> 
     table = _table(timeline, width - len(names[0]) - 1)
     beside = width - len(names[0]) - len(table[0]) - 2 >= _MIN_CHART
     num_columns = width - len(names[0]) - (len(table[0]) + 2 if beside else 0)
-    charts = [_fill(spans, timeline.makespan_us, num_columns) for spans in _busy_spans(timeline)]
+    busy, end_us = _busy_spans(timeline), timeline.makespan_us
+    charts = [_fill(spans, end_us, num_columns) for spans in busy]
+    if may_cut and _MOST_UNSEEN * timeline.plan.num_ops < _num_unseen(busy, charts):
+        end_us = _legible_us(busy, num_columns, end_us)
+        busy = _until(busy, end_us)
+        charts = [_fill(spans, end_us, num_columns) for spans in busy]
     several = [len(timeline.plan.placement.stages_on(rank)) > 1 for rank in range(timeline.num_ranks)]
     rows = [_row(columns, stages, color) for columns, stages in zip(charts, several, strict=True)]
-    rows = [_axis(timeline.makespan_us, num_columns), *rows]
+    rows = [_axis(end_us, num_columns), *rows]
 
     lines = [*_flow(_header(timeline), " · ", width), ""]
+    if end_us < timeline.makespan_us:
+        drawn = f"drawn: the first {time_text(end_us)} of {time_text(timeline.makespan_us)}"
+        lines[-1:] = [*_flow([drawn, "all of it: rota show PLAN -o plan.html"], "; ", width), ""]
     if beside:
         lines += [f"{name}{row}  {entry}" for name, row, entry in zip(names, rows, table, strict=True)]
     else:
         lines += [name + row for name, row in zip(names, rows, strict=True)]
         lines += ["", *(f"{name} {entry}" for name, entry in zip(names, table, strict=True))]
-    return "\n".join([*lines, *_links(timeline, width), "", *_legend(timeline, charts, width, color)])
+    return "\n".join([*lines, *_links(timeline, width), "", *_legend(timeline, busy, charts, width, color)])
 
 
 def _links(timeline: Timeline, width: int) -> list[str]:
@@ -94,10 +111,10 @@ def _header(timeline: Timeline) -> list[str]:
     ]
 
 
-def _legend(timeline: Timeline, charts: Iterable[Iterable[Work | None]], width: int, color: bool) -> list[str]:
+def _legend(timeline: Timeline, busy: _Busy, charts: _Charts, width: int, color: bool) -> list[str]:
     """Return the lines that explain what fills the chart."""
     entries = {f"{key[0]}{LOOKS[key].fill} {LOOKS[key].word}": key for key in look_keys(timeline)}
-    unseen = sum(map(len, timeline.plan.orders)) - sum(isinstance(w, Op) for columns in charts for w in set(columns))
+    unseen = _num_unseen(busy, charts)
     hidden = [f"{count_text(unseen, 'op')} not shown"] if unseen else []
     lines = _flow([*entries, f"{_IDLE} idle", *hidden], "   ", width)
     if color:
@@ -207,6 +224,23 @@ def _fill(spans: Sequence[Span], makespan_us: int, num_columns: int) -> list[Wor
         else:
             filled.append(max(by_key[most], key=itemgetter(0))[1])
     return filled
+
+
+def _num_unseen(busy: _Busy, charts: _Charts) -> int:
+    """Return how many ops fill most of no column."""
+    shown = sum(isinstance(work, Op) for columns in charts for work in set(columns))
+    return sum(isinstance(span.work, Op) for spans in busy for span in spans) - shown
+
+
+def _legible_us(busy: _Busy, num_columns: int, makespan_us: int) -> int:
+    """Return how much of the step fits into the columns if an op of median length has `_LEGIBLE` of them."""
+    op_us = median(span.end_us - span.start_us for spans in busy for span in spans if isinstance(span.work, Op))
+    return max(1, min(round(op_us * num_columns / _LEGIBLE), makespan_us))
+
+
+def _until(busy: _Busy, end_us: int) -> list[list[Span]]:
+    """Return what begins before `end_us`, up to then."""
+    return [[s._replace(end_us=min(s.end_us, end_us)) for s in spans if s.start_us < end_us] for spans in busy]
 
 
 def _busy_spans(timeline: Timeline) -> list[list[Span]]:

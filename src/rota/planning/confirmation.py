@@ -360,9 +360,14 @@ def _disagreement(confirmed: Sequence[Confirmed]) -> list[str]:
     layers, stages = time_text(most.before_us), time_text(most.found.makespan_us)
     return [
         f"the layers, measured one by one, predict {layers} per step for {_named(most.found)}, but its stages, timed "
-        f"in place, {stages} ({times:.1f} times apart), so plans that were not run may be ranked wrongly: plan again "
-        f"on an idle machine with --refresh and a longer --time-limit"
+        f"{_how_timed(most.found)}, {stages} ({times:.1f} times apart), so plans that were not run may be ranked "
+        f"wrongly: plan again on an idle machine with a longer --time-limit (and --refresh if you use --cache)"
     ]
+
+
+def _how_timed(found: Found) -> str:
+    """How the stages of a plan were timed."""
+    return "in place" if found.steps is not None or _is_at_once(found) else "one after another, each with a whole core"
 
 
 def _times_apart(a_us: int, b_us: int) -> float:

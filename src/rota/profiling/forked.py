@@ -20,6 +20,7 @@ from rota.errors import PipelineError, RotaError
 from rota.runtime.environment import meeting_environments, num_cores
 from rota.runtime.freed_memory import keep_freed_memory
 from rota.runtime.orphans import end_with_parent
+from rota.units import count_text
 
 _OF_ANOTHER_RUN = ("ROTA_", "TORCHELASTIC_")  # the first letters of environment variables
 
@@ -28,8 +29,9 @@ def why_not_here(num_processes: int) -> str:
     """Why so many processes cannot be measured on this machine; "" if they can."""
     if num_processes > num_cores():
         return (
-            f"{num_processes} processes would share the {num_cores()} cores of this machine, so that steps would take "
-            f"up to {num_processes / num_cores():.1f} times as long as with a core for each"
+            f"{num_processes} processes would share the {count_text(num_cores(), 'core')} of this machine. All "
+            f"times are for a core per process; steps here would take up to {num_processes / num_cores():.1f} times as "
+            f"long"
         )
     if dist.is_initialized():
         return "this process is one of a process group, and cannot be forked"

@@ -9,7 +9,7 @@ from typing import Any
 
 from rota.layers import INTERPOLATED, LayerCosts
 
-_SAME = ("cuts", "edges")  # of one model, whatever the rows
+_SAME = ("cuts", "edges", "contents")  # of one model, whatever the rows
 _PAIRS = ("shared", "waiting_shared", "tied")
 
 

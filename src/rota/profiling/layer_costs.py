@@ -9,6 +9,7 @@ from torch import nn
 
 from rota.layers import LayerCosts, Shared
 from rota.models import StageEdge, Stages
+from rota.models.cut_table import holds
 from rota.profiling.kept_storages import Name, gradient_of, one_name, sharing
 from rota.profiling.layer_measurement import Layer
 
@@ -53,6 +54,7 @@ def costs_of(stages: Stages, layers: Sequence[Layer], cuts: tuple[str, ...], row
         tied=_tied(parameters, layers),
         spread=tuple(layer.spread for layer in layers),
         note=note,
+        contents=tuple(holds(stages[s]) for s in range(len(stages))),
     )
 
 

@@ -42,8 +42,8 @@ def test_a_rank_that_is_slower_in_most_steps() -> None:
     found = stragglers(plan(), records([600] * 21, [600] * 21, [600] * 3 + [786] * 18))
     assert found == [Straggler(2, 1.31, 1.0, 18, 20)]
     assert found[0].to_text() == (
-        "rank 2 was slower than the others in 18 of the last 20 steps: its ops took 1.31 times as long as planned, "
-        "theirs 1.00 times"
+        "rank 2 was slower than the median of the other ranks in 18 of the last 20 steps: its ops took 1.31 times as "
+        "long as planned, theirs 1.00 times"
     )
 
 

@@ -68,13 +68,12 @@ def run(arguments: Namespace) -> int:
 
 
 def _times(path: str, timeline: Timeline) -> str:
-    """The makespan, in units of a forward for a schedule CSV, which has no times."""
-    bubble = f"bubble {timeline.bubble_fraction:.1%}"
+    """The makespan and bubble; of a schedule CSV, which has no times, the makespan in units of a forward."""
     if not files.is_csv(path):
-        return f"makespan {timeline.makespan_us:,} µs, {bubble}"
+        return f"makespan {timeline.makespan_us:,} µs, bubble {timeline.bubble_fraction:.1%}"
     return (
         f"no times given; with B twice as long as F, and I and W as long as F: makespan "
-        f"{timeline.makespan_us / ASSUMED_COSTS['forward_us']:g} F, {bubble}"
+        f"{timeline.makespan_us / ASSUMED_COSTS['forward_us']:g} F"
     )
 
 

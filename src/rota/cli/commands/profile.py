@@ -143,13 +143,13 @@ def _sizes_table(model: SizeModel) -> str:
 
 
 def _summary(layers: LayerCosts) -> str:
-    """The layers as a table."""
-    header = ("layer", "F", "B", "kept", "static", "ends at")
-    ends = (*layers.cuts, "-")
-    columns = layers.forward_us, layers.backward_us, layers.kept_bytes, layers.static_bytes, ends
+    """The layers as a table, with the numbers and contents that progress and errors give them."""
+    header = ("layer", "F", "B", "kept", "static", "contents")
+    contents = layers.contents or ("-", *(f"from {cut}" for cut in layers.cuts))
+    columns = layers.forward_us, layers.backward_us, layers.kept_bytes, layers.static_bytes, contents
     rows = [
-        (str(i), time_text(f_us), time_text(b_us), size_text(kept), size_text(static), end)
-        for i, (f_us, b_us, kept, static, end) in enumerate(zip(*columns, strict=True))
+        (str(number), time_text(f_us), time_text(b_us), size_text(kept), size_text(static), held)
+        for number, (f_us, b_us, kept, static, held) in enumerate(zip(*columns, strict=True), start=1)
     ]
     widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
     table = "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in (header, *rows))

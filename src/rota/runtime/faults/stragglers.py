@@ -16,7 +16,7 @@ _MOST_STEPS = 0.8  # of the steps
 
 @dataclass(frozen=True, slots=True)
 class Straggler:
-    """A rank that was more than a fifth slower than the others in `num_slow` of `num_steps` steps.
+    """A rank that was more than a fifth slower than the median of the others in `num_slow` of `num_steps` steps.
 
     `times_planned`: how many times as long as planned its ops took, and `others`: theirs. Both are medians of steps.
     """
@@ -30,8 +30,9 @@ class Straggler:
     def to_text(self) -> str:
         """One sentence: which rank is slower, in how many steps, and by how much."""
         return (
-            f"rank {self.rank} was slower than the others in {self.num_slow} of the last {self.num_steps} steps: its "
-            f"ops took {self.times_planned:.2f} times as long as planned, theirs {self.others:.2f} times"
+            f"rank {self.rank} was slower than the median of the other ranks in {self.num_slow} of the last "
+            f"{self.num_steps} steps: its ops took {self.times_planned:.2f} times as long as planned, theirs "
+            f"{self.others:.2f} times"
         )
 
 
