@@ -233,17 +233,6 @@ def test_storages_are_told_apart_also_on_meta() -> None:
         assert address != torch_internals.address_of(other.untyped_storage())
 
 
-def test_a_tensor_is_alone_in_its_memory() -> None:
-    tensor = torch.zeros(6)
-    assert torch_internals.is_alone_in_memory(tensor)
-    for use in (lambda: tensor.view(2, 3), lambda: tensor[1:], tensor.detach, tensor.numpy):
-        other = use()
-        assert not torch_internals.is_alone_in_memory(tensor)
-        del other
-        assert torch_internals.is_alone_in_memory(tensor)
-    assert not torch_internals.is_alone_in_memory(torch.zeros(6)[:3])
-
-
 def test_a_reference_to_a_storage_expires_with_it() -> None:
     tensor = torch.empty(4)
     reference = torch_internals.StorageReference(tensor.untyped_storage())

@@ -26,7 +26,6 @@ from rota import Pipeline
 from rota.runtime import checkpoints as checkpoints_room
 from rota.runtime.checkpoints import in_memory
 from rota.runtime.kept_memory import Slots
-from rota.runtime.spare_time_copies import SpareTimeCopies
 
 
 @final
@@ -209,11 +208,6 @@ def _committing(here: Here) -> None:
     Slots.finish = here.die  # type: ignore[method-assign]
 
 
-def _before_copies(here: Here) -> None:
-    """The state is committed, and the optimizer's large tensors are only where the optimizer has them."""
-    SpareTimeCopies.start = here.die  # type: ignore[method-assign]
-
-
 def _saving(here: Here) -> None:
     checkpoints_room.write_chunks = here.die
 
@@ -229,15 +223,12 @@ PHASES: dict[str, Callable[[Here], None]] = {
     "optimizer": _before_optimizer,
     "after optimizer": _after_optimizer,
     "commit": _committing,
-    "copies": _before_copies,
     "save": _saving,
 }
 
 
 # --- which there are --------------------------------------------------------------------------------------------------
 
-#: Only with replicas, and only with a large model.
-SPECIAL = ("reduce", "copies")
 #: Deaths that begin once those before them have been dealt with in part: in the restart itself.
 RECOVERY = ("joining", "restoring")
 #: (process, phase) of deaths at once, of the stand-by as well, and during the recovery from one.

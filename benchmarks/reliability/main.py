@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from deaths import AT_ONCE, EVERY, PHASES, RECOVERY, SPECIAL, spread
+from deaths import AT_ONCE, EVERY, PHASES, RECOVERY, spread
 from safetensors.torch import save_file
 from train import Options, model_of, samples_of
 from trainings import Done, await_done, compare, done_in, leftovers, plan_of, prepare, rota_run, torchrun
@@ -151,7 +151,7 @@ def main() -> None:
     of_all |= {"save_every": None if options.few else EVERY, "is_deferred": options.deferred}
     print(f"torch {torch.__version__}, {platform.machine()}, {os.cpu_count()} cores, {NUM_PROCESSES} processes")
 
-    phases = [phase for phase in PHASES if phase not in SPECIAL]
+    phases = [phase for phase in PHASES if phase != "reduce"]
     if options.few:
         phases.remove("save")
         phases = options.phases or phases

@@ -234,13 +234,6 @@ def address_of(storage: torch.UntypedStorage) -> int:
     return address
 
 
-def is_alone_in_memory(tensor: torch.Tensor) -> bool:
-    """Whether the tensor fills its memory, and no other one lies there. Relies on `torch._C._storage_Use_Count`."""
-    storage = tensor.untyped_storage()
-    users: int = torch._C._storage_Use_Count(storage._cdata)
-    return storage.nbytes() == tensor.nbytes and users == 2  # the tensor, and `storage`
-
-
 @final
 class StorageReference:
     """Does not keep a storage alive, but keeps its address from being used again. Relies on `StorageWeakRef`."""

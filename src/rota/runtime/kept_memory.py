@@ -1,14 +1,11 @@
 """Memory that outlives a rank: the supervisor owns it, the rank writes its state of the last steps into it.
 
-    0                                                 64        128           4096, or 2 MiB
-    │ slot 0: step, ~step, bytes, start, room, leans  │ slot 1 … │ in use … │ data of slot 0 │ data of slot 1 │ …
+    0                                          64              4096, or 2 MiB
+    │ slot 0: step, ~step, bytes, start, room  │ slot 1 …      │ data of slot 0 │ data of slot 1 │ …
 
 A slot holds the state after one step. It is whole if `step` and its complement say so: the writer takes `step` away,
 writes the data, and puts the new step in place last. So a rank that is killed at any instant loses at most the slot
 that it was writing: the kernel keeps what a killed process has written, in the order in which it was written.
-
-Tensors that training itself has in use may lie here, too. They are the state of the step in their header, and before
-the rank writes to them, it takes that step away. A slot may lean on them: then it is whole if both have its step.
 """
 
 from __future__ import annotations
@@ -25,9 +22,8 @@ from rota.runtime.mapped_file import HUGE_BYTES, MappedFile
 # Environment variables, set by the launcher: numbers of open files.
 _KEPT, _FORMER = "ROTA_KEPT_MEMORY", "ROTA_FORMER_MEMORIES"
 _NONE = -1
-_HEADER = struct.Struct("<qqQQQQ")  # step, its complement, bytes of data, where they start, bytes of room there, leans
-_LEANS_AT = _HEADER.size - 8
-_SLOT_BYTES, _IN_USE_AT, _HEADERS_BYTES = 64, 128, 4096
+_HEADER = struct.Struct("<qqQQQ")  # step, its complement, bytes of data, where they start, bytes of room there
+_SLOT_BYTES, _HEADERS_BYTES = 64, 4096
 NUM_SLOTS = 2
 _MORE = 17 / 16  # room for numbers that grow
 MOST_FORMER = 120  #: memories of earlier processes that one process can be given
@@ -130,24 +126,11 @@ class KeptMemories:
 
 def steps_in(file: int) -> list[int]:
     """The steps that are whole in a rank's memory."""
-    headers = os.pread(file, _HEADERS_BYTES, 0)
-    return [*_whole(headers)] if len(headers) == _HEADERS_BYTES else []
-
-
-def _whole(headers: bytes | memoryview) -> dict[int, int]:
-    """Each whole step, and its slot."""
-    step_in_use, found = _step_at(headers, _IN_USE_AT), {}
-    for slot in range(NUM_SLOTS):
-        step = _step_at(headers, slot * _SLOT_BYTES)
-        leans = _HEADER.unpack_from(headers, slot * _SLOT_BYTES)[-1]
-        if step != _NONE and (not leans or step == step_in_use):
-            found[step] = slot
-    return found
-
-
-def _step_at(headers: bytes | memoryview, at: int) -> int:
-    step, complement, *_ = _HEADER.unpack_from(headers, at)
-    return step if step >= 0 and complement == ~step else _NONE
+    headers = os.pread(file, NUM_SLOTS * _SLOT_BYTES, 0)
+    if len(headers) < NUM_SLOTS * _SLOT_BYTES:
+        return []
+    found = (_HEADER.unpack_from(headers, slot * _SLOT_BYTES) for slot in range(NUM_SLOTS))
+    return [step for step, complement, *_ in found if step >= 0 and complement == ~step]
 
 
 def common_steps(files: Sequence[int]) -> set[int]:
@@ -168,20 +151,19 @@ class Slots:
     def __init__(self, file: int) -> None:
         self._file = file
         self._writing = 0
-        self._mapped: set[int] = set()  # headers of which all pages of the data are mapped
+        self._mapped: set[int] = set()  # slots of which all pages are mapped
         if os.fstat(file).st_size < _HEADERS_BYTES:
             os.posix_fallocate(file, 0, _HEADERS_BYTES)
             self._mapping = MappedFile(file, _HEADERS_BYTES)
-            for at in (_IN_USE_AT, *(slot * _SLOT_BYTES for slot in range(NUM_SLOTS))):
-                self._put(at, _NONE, 0, _HEADERS_BYTES, 0)
+            for slot in range(NUM_SLOTS):
+                self._put(slot, _NONE, 0, _HEADERS_BYTES, 0)
         self._mapping = MappedFile(file, os.fstat(file).st_size)
 
     @property
     def steps(self) -> dict[int, int]:
         """Each whole step, and its slot."""
-        return _whole(self._mapping.view)
-
-    # --- slots ----------------------------------------------------------------------------------------------------
+        headers = {slot: _HEADER.unpack_from(self._mapping.view, slot * _SLOT_BYTES) for slot in range(NUM_SLOTS)}
+        return {step: slot for slot, (step, complement, *_) in headers.items() if step >= 0 and complement == ~step}
 
     def begin(self, num_bytes: int) -> memoryview:
         """Room for a new state, in the slot that holds the older step or none; what that held is gone.
@@ -189,99 +171,43 @@ class Slots:
         Raises OSError if there is not enough memory.
         """
         held = {slot: step for step, slot in self.steps.items()}
-        self._writing = min(range(NUM_SLOTS), key=lambda slot: held.get(slot, _NONE))
-        return self._room(self._writing * _SLOT_BYTES, num_bytes)
-
-    def finish(self, step: int, num_bytes: int, *, leans: bool = False) -> None:
-        """The data of the slot from `begin` are the state after `step`; if it leans, together with the tensors in use.
-
-        Then `use` makes it whole, and `complete` can follow.
-        """
-        at = self._writing * _SLOT_BYTES
-        self._put(at, step, num_bytes, *self._place(at), leans)
-
-    def complete(self, step: int) -> None:
-        """The slot of a step does not lean any more, if it is still there: its data are all of the state."""
-        if (slot := self.steps.get(step)) is not None:
-            struct.pack_into("<Q", self._mapping.view, slot * _SLOT_BYTES + _LEANS_AT, 0)
-
-    def data(self, step: int) -> memoryview:
-        """The state after a step that is whole; `leans` tells if some of it is in the tensors in use."""
-        return self._data_at(self.steps[step] * _SLOT_BYTES)
-
-    def leans(self, step: int) -> bool:
-        """Whether the state after a step that is whole leans on the tensors in use."""
-        return bool(_HEADER.unpack_from(self._mapping.view, self.steps[step] * _SLOT_BYTES)[-1])
-
-    def drop_all_but(self, step: int | None) -> None:
-        """Forget other steps: those that not all ranks have."""
-        kept = self.steps.get(-1 if step is None else step)
-        for slot in range(NUM_SLOTS):
-            if slot != kept:
-                at = slot * _SLOT_BYTES
-                self._put(at, _NONE, 0, *self._place(at))
-        if step is None or step != self.step_in_use:
-            self.release()
-
-    # --- tensors in use -------------------------------------------------------------------------------------------
-
-    @property
-    def step_in_use(self) -> int:
-        """The step after which the tensors in use are the state; -1 if they may be anything."""
-        return _step_at(self._mapping.view, _IN_USE_AT)
-
-    @property
-    def in_use(self) -> memoryview:
-        """The bytes of the tensors in use."""
-        return self._data_at(_IN_USE_AT)
-
-    def make_room_in_use(self, num_bytes: int) -> memoryview:
-        """Room for the tensors in use, which belong to no step. Raises OSError if there is not enough memory."""
-        room = self._room(_IN_USE_AT, num_bytes)
-        self._put(_IN_USE_AT, _NONE, num_bytes, *self._place(_IN_USE_AT))
-        return room
-
-    def use(self, step: int) -> None:
-        """The tensors in use are the state after `step` until `release`."""
-        *_, num_bytes, start, room, _ = _HEADER.unpack_from(self._mapping.view, _IN_USE_AT)
-        self._put(_IN_USE_AT, step, num_bytes, start, room)
-
-    def release(self) -> None:
-        """The tensors in use may be written now. What leans on them is not whole any more."""
-        struct.pack_into("<q", self._mapping.view, _IN_USE_AT, _NONE)
-
-    # --- both -----------------------------------------------------------------------------------------------------
-
-    def _room(self, at: int, num_bytes: int) -> memoryview:
-        """Take the step of the header at `at` away; room for new data, as large as before or behind all else."""
-        start, room = self._place(at)
-        self._put(at, _NONE, 0, start, room)
-        if room < num_bytes:  # behind all else: what other headers hold must stay as it is
+        self._writing = slot = min(range(NUM_SLOTS), key=lambda slot: held.get(slot, _NONE))
+        *_, start, room = _HEADER.unpack_from(self._mapping.view, slot * _SLOT_BYTES)
+        self._put(slot, _NONE, 0, start, room)
+        if room < num_bytes:  # behind all else: the other slot must stay as it is
             page_bytes = HUGE_BYTES if num_bytes >= HUGE_BYTES else mmap.PAGESIZE
             start, room = (_aligned(size, page_bytes) for size in (len(self._mapping.view), int(num_bytes * _MORE)))
             os.ftruncate(self._file, start + room)
             self._mapping = MappedFile(self._file, start + room)
             self._mapping.fill(start, room)
             self._mapped.clear()
-            self._put(at, _NONE, 0, start, room)
-        if at not in self._mapped:
-            self._mapped.add(at)
+            self._put(slot, _NONE, 0, start, room)
+        if slot not in self._mapped:
+            self._mapped.add(slot)
             self._mapping.map_now(start, room)
         return self._mapping.view[start : start + num_bytes]
 
-    def _place(self, at: int) -> tuple[int, int]:
-        """Where the data of a header start, and the bytes of room there."""
-        *_, start, room, _ = _HEADER.unpack_from(self._mapping.view, at)
-        return start, room
+    def finish(self, step: int, num_bytes: int) -> None:
+        """The data of the slot from `begin` are the state after `step`."""
+        *_, start, room = _HEADER.unpack_from(self._mapping.view, self._writing * _SLOT_BYTES)
+        self._put(self._writing, step, num_bytes, start, room)
 
-    def _data_at(self, at: int) -> memoryview:
-        *_, num_bytes, start, room, _ = _HEADER.unpack_from(self._mapping.view, at)
+    def data(self, step: int) -> memoryview:
+        """The state after a step that is whole."""
+        *_, num_bytes, start, room = _HEADER.unpack_from(self._mapping.view, self.steps[step] * _SLOT_BYTES)
         return self._mapping.view[start : start + min(num_bytes, room)]
 
-    def _put(self, at: int, step: int, num_bytes: int, start: int, room: int, leans: bool = False) -> None:
-        """Write a header so that what it tells of is not whole until the last field, the step, is written."""
+    def drop_all_but(self, step: int | None) -> None:
+        """Forget other steps: those that not all ranks have."""
+        for other, slot in self.steps.items():
+            if other != step:
+                self._put(slot, _NONE, 0, *_HEADER.unpack_from(self._mapping.view, slot * _SLOT_BYTES)[3:])
+
+    def _put(self, slot: int, step: int, num_bytes: int, start: int, room: int) -> None:
+        """Write a header so that its slot is not whole until the last field, the step, is written."""
+        at = slot * _SLOT_BYTES
         struct.pack_into("<q", self._mapping.view, at, _NONE)
-        struct.pack_into("<qQQQQ", self._mapping.view, at + 8, ~step, num_bytes, start, room, leans)
+        struct.pack_into("<qQQQ", self._mapping.view, at + 8, ~step, num_bytes, start, room)
         struct.pack_into("<q", self._mapping.view, at, step)
 
 

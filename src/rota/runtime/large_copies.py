@@ -36,13 +36,13 @@ def forget_variable() -> None:
 
 def copy(target: torch.Tensor, source: torch.Tensor) -> None:
     """`target.copy_(source)` for tensors of the same size and dtype."""
-    if all(is_plain(tensor) for tensor in (target, source)):
+    if all(_is_plain(tensor) for tensor in (target, source)):
         ctypes.memmove(target.data_ptr(), source.data_ptr(), source.nbytes)
     else:
         target.copy_(source)
 
 
-def is_plain(tensor: torch.Tensor) -> bool:
+def _is_plain(tensor: torch.Tensor) -> bool:
     """Whether the values lie in the host's memory one after the other, as they are."""
     import torch
 

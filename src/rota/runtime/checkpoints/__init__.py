@@ -258,8 +258,6 @@ class Checkpoints:
             if self._thread is not None:
                 self._thread.shutdown()
             self._copies.close()
-            if self._in_memory is not None:
-                self._in_memory.close()
             self._ranks.close()
             self._lock.close()
 
@@ -409,10 +407,7 @@ class Checkpoints:
             f"looking at step {step} in memory",
             lambda: self._former.prepare() if is_former else in_memory.prepare(step),
         )
-        self._ranks.agreed(
-            f"setting the state of step {step} in memory",
-            lambda: kept.restore() if is_former else in_memory.resume(kept),
-        )
+        self._ranks.agreed(f"setting the state of step {step} in memory", kept.restore)
         in_memory.forget_all_but(None if is_former else step)
         if is_restart():
             self._report(f"training resumes from step {step} in memory")

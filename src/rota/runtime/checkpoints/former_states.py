@@ -34,7 +34,7 @@ class FormerStates:
 
     def prepare(self) -> Kept:
         """Check that the state of `step` fits, before anything changes. Raises PipelineError, FormatError."""
-        heads = [read_head(Slots(file), self.step) for file in self._files]
+        heads = [read_head(Slots(file).data(self.step)) for file in self._files]
         index: dict[str, Stored] = {}
         parts: dict[str, memoryview] = {}
         records: dict[str, Record] = {}
@@ -57,7 +57,7 @@ class FormerStates:
                 f"{sharded[0]} is sharded over ranks, which cannot take it from memory; use checkpoints"
             )
         values = [(tensor.detach(), parts[key]) for key, tensor in restoring.tensors.items()]
-        return Kept(self.step, heads[0].extra, restoring, values, {})
+        return Kept(self.step, heads[0].extra, restoring, values)
 
     def _refuse_other(self, head: Head, first: Head) -> None:
         if head.step != self.step or not same(head.extra, first.extra):
