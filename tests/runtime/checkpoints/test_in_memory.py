@@ -56,6 +56,33 @@ def test_the_newest_step_in_memory_is_restored(pool: Pool, tmp_path: Path) -> No
     pool.run(2, go_on, tmp_path)
 
 
+def go_back(rank: int, folder: Path) -> None:
+    with memory() as file:
+        first = Training(TWO)
+        with first.pipeline:
+            kept = first.checkpoints(folder)
+            for step in range(4):
+                first.steps(range(step, step + 1))
+                kept.commit(step + 1)
+                if step == 1:
+                    kept.save(2)
+                    kept.wait()
+            first.steps(range(4, 5))
+            with pytest.raises(PipelineError, match=r"commit\(4\) after commit\(4\) and more steps"):
+                kept.commit(4)
+            found = kept.load(2)
+            assert found is not None
+            assert found.step == 2
+            assert steps_in(file) == []  # a restart may not lead back to step 4
+            first.steps(range(2, 3))
+            kept.commit(3)
+            assert steps_in(file) == [3]
+
+
+def test_loading_an_earlier_checkpoint_forgets_later_steps(pool: Pool, tmp_path: Path) -> None:
+    pool.run(2, go_back, tmp_path)
+
+
 def go_on_together(rank: int, folder: Path) -> None:
     """Rank 0 has committed the step in which rank 1 was killed."""
     with memory() as file:

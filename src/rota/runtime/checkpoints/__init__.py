@@ -125,6 +125,7 @@ class Checkpoints:
         self._former = FormerStates(kept_memory.given_former(), self._trained)
         self._fits_in_memory: bool | None = None  # not known before the first `commit`
         self._num_steps_committed = -1  # of the pipeline's, when `commit` was called last
+        self._step_committed = -1  # what `commit` was given last
         with pipeline.watching("the other ranks to make their Checkpoints", PATIENT):
             self._ranks = Ranks()
             pipeline.before_close.callback(self.close)
@@ -352,12 +353,17 @@ class Checkpoints:
             )
         if type(step) is not int or step < 0:
             raise PipelineError(f"step={step!r}; give a whole number of 0 or more")
+        if step <= self._step_committed and self._pipeline.num_steps != self._num_steps_committed:
+            raise PipelineError(
+                f"commit({step}) after commit({self._step_committed}) and more steps: a restart could not tell which "
+                f"state is newer; give the number of steps done"
+            )
         if self._fits_in_memory is None and not self._decide(self._in_memory):
             return
         if self._pipeline.has_begun_steps or self._pipeline.num_steps == self._num_steps_committed:
             # No rank may be two steps ahead of another, and no step has made them wait for each other.
             self._share(f"the other ranks to commit step {step}", None)
-        self._num_steps_committed = self._pipeline.num_steps
+        self._num_steps_committed, self._step_committed = self._pipeline.num_steps, step
         try:
             require_json(extra)
             self._in_memory.keep(step, extra)
@@ -409,6 +415,7 @@ class Checkpoints:
         )
         self._ranks.agreed(f"setting the state of step {step} in memory", kept.restore)
         in_memory.forget_all_but(None if is_former else step)
+        self._step_committed = step
         if is_restart():
             self._report(f"training resumes from step {step} in memory")
         return Checkpoint(step, kept.extra, former_plan() if is_former else self._pipeline.plan, None)
@@ -446,10 +453,17 @@ class Checkpoints:
                 else:
                     if is_restart():
                         self._report(f"training resumes from {found.path}")
+                    self._forget_steps_in_memory()
                     return found
             if is_restart():
                 self._report(f"training starts from the beginning: no whole checkpoint in {self._folder}")
             return None
+
+    def _forget_steps_in_memory(self) -> None:
+        """Training goes on from a checkpoint: no restart may lead back to later steps of before."""
+        self._step_committed = -1
+        if self._in_memory is not None:
+            self._in_memory.forget_all_but(None)
 
     def _report(self, text: str) -> None:
         """Print one line on the first process."""
