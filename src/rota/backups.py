@@ -22,8 +22,7 @@ from rota.costs import Cluster, Link, SharedLink
 from rota.errors import FormatError, PlacementError, PlanError
 from rota.placement import Edge, Placement, StepEnd
 from rota.plan import Plan
-from rota.schedules.families import named_plans
-from rota.schedules.ready_first import ready_first
+from rota.replanning import fastest_that_fits
 from rota.simulation import simulate
 from rota.tables import table_lines
 from rota.tasks import Kind, Task
@@ -345,30 +344,12 @@ def plan_backup(plan: Plan, num_replicas: int, lost: Collection[Place]) -> Plan:
         PlacementError: `backup_placement` is not possible.
         PlanError: No plan fits in memory.
     """
-    best: tuple[int, Plan] | None = None
-    refused: PlanError | None = None
-    for placement in backup_placements(plan, num_replicas, lost):
-        for candidate in _candidates(placement, plan.num_microbatches * num_replicas):
-            try:
-                check(candidate)
-            except PlanError as error:
-                refused = refused or error
-                continue
-            makespan_us = simulate(candidate).makespan_us
-            if best is None or makespan_us < best[0]:
-                best = makespan_us, candidate
-    if best is None:
-        assert refused is not None  # ready_first plans any placement
+    try:
+        found = fastest_that_fits(backup_placements(plan, num_replicas, lost), plan.num_microbatches * num_replicas)
+    except PlanError as error:
         where = ", ".join(f"rank {rank} of replica {replica}" for replica, rank in sorted(lost))
-        raise PlanError(f"without {where} the step does not fit in memory: {refused}", refused.reason)
-    return as_backup(best[1], plan, num_replicas)
-
-
-def _candidates(placement: Placement, num_microbatches: int) -> Iterator[Plan]:
-    """1F1B-like plans, from most forwards ahead to fewest, then every named schedule that is defined here."""
-    for forwards_per_hop in (2, 1, 0):
-        yield ready_first(placement, num_microbatches, forwards_per_hop)
-    yield from (plan for _, plan in named_plans(placement, num_microbatches, lambda _: None))
+        raise PlanError(f"without {where} the step does not fit in memory: {error}", error.reason) from error
+    return as_backup(found, plan, num_replicas)
 
 
 def check_backup(backup: Plan, plan: Plan, num_replicas: int, lost: Sequence[Place]) -> None:

@@ -13,10 +13,10 @@ from itertools import pairwise
 from rota.checking import check
 from rota.costs import Cluster, SharedLink
 from rota.cutting import balanced
-from rota.errors import PlacementError, PlanError, ScheduleError
+from rota.errors import PlacementError, PlanError
 from rota.placement import Placement
 from rota.plan import Plan
-from rota.schedules import FAMILIES
+from rota.schedules.families import named_plans
 from rota.schedules.ready_first import ready_first
 from rota.simulation import simulate
 
@@ -47,19 +47,13 @@ def replan(plan: Plan, num_ranks: int) -> Plan:
     refused: PlanError | None = None
     for ranks in _rank_choices(plan.placement, components, num_ranks):
         placement = _moved(plan.placement, ranks, num_ranks)
-        best: tuple[int, Plan] | None = None
-        for candidate in _candidates(placement, plan.num_microbatches):
-            try:
-                check(candidate)
-            except PlanError as error:
-                refused = refused or error
-                continue
-            makespan_us = simulate(candidate).makespan_us
-            if best is None or makespan_us < best[0]:
-                best = makespan_us, candidate
-        if best is not None:
-            return replace(plan, placement=placement, orders=best[1].orders, service_orders=())
-    assert refused is not None  # ready_first plans any placement
+        try:
+            found = fastest_that_fits([placement], plan.num_microbatches)
+        except PlanError as error:
+            refused = refused or error
+            continue
+        return replace(plan, placement=placement, orders=found.orders, service_orders=())
+    assert refused is not None  # every placement has a plan
     raise PlanError(
         f"the plan's {plan.num_stages} stages do not fit on {num_ranks} ranks: {refused}; or start more ranks",
         refused.reason,
@@ -143,12 +137,32 @@ def _among(link: SharedLink, num_ranks: int) -> Iterator[SharedLink]:
         yield replace(link, senders=senders, receivers=receivers)
 
 
-def _candidates(placement: Placement, num_microbatches: int) -> Iterable[Plan]:
+def fastest_that_fits(placements: Iterable[Placement], num_microbatches: int) -> Plan:
+    """The fastest of the 1F1B-like plans and named schedules that `check` accepts.
+
+    Raises:
+        PlanError: None is accepted; it says what the first one lacks.
+    """
+    best: tuple[int, Plan] | None = None
+    refused: PlanError | None = None
+    for placement in placements:
+        for candidate in _candidates(placement, num_microbatches):
+            try:
+                check(candidate)
+            except PlanError as error:
+                refused = refused or error
+                continue
+            makespan_us = simulate(candidate).makespan_us
+            if best is None or makespan_us < best[0]:
+                best = makespan_us, candidate
+    if best is None:
+        assert refused is not None  # ready_first plans any placement
+        raise refused
+    return best[1]
+
+
+def _candidates(placement: Placement, num_microbatches: int) -> Iterator[Plan]:
     """1F1B-like plans, from most forwards ahead to fewest, then every named schedule that is defined here."""
     for forwards_per_hop in (2, 1, 0):
         yield ready_first(placement, num_microbatches, forwards_per_hop)
-    for family in FAMILIES:
-        try:
-            yield family(placement, num_microbatches)
-        except (ScheduleError, PlacementError):
-            continue
+    yield from (plan for _, plan in named_plans(placement, num_microbatches, lambda _: None))
