@@ -216,7 +216,7 @@ class Answer:
         steps = self.best.steps
         if steps is None:
             return " (estimated)" if self.request.estimated_for else " (predicted)"
-        return f" (measured: {count_text(len(steps.steps_us), 'step')}, the middle half within {steps.spread:.1%})"
+        return f" (measured: median of {count_text(len(steps.steps_us), 'step')}, interquartile range {steps.spread:.1%})"
 
     def _predicted(self) -> list[str]:
         """The predictions of the best plan's step beside what was measured; or why nothing was."""

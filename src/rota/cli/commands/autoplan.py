@@ -65,7 +65,7 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("--node-link", type=link, metavar="LINK", help=help_text)
     help_text = "use measured links from `rota profile links -o cluster.json` instead of --link"
     parser.add_argument("--links", metavar="FILE", help=help_text)
-    help_text = "slowdown of each rank relative to the measured one, such as 1,1,1.5,1.5 (default: all 1)"
+    help_text = "slowdown of each rank relative to the measured device, such as 1,1,1.5,1.5 (default: all 1)"
     parser.add_argument("--slowdowns", type=_slowdowns, default=(), metavar="X,…", help=help_text)
     parser.add_argument("--inference", action="store_true", help="plan forward passes only")
     help_text = (
