@@ -184,9 +184,8 @@ def add_model_options(parser: Parser) -> None:
         "modules or, without any, the entries of its nn.ModuleList, nn.ModuleDict or nn.Sequential)"
     )
     parser.add_argument("--cuts", type=lambda text: text.split(","), metavar="PATTERN,…", help=help_text)
-    help_text = (
-        "tokens per row, for Hugging Face models without a make_batch (default: 1024, or the model's maximum if smaller)"
-    )
+    help_text = "tokens per row, for Hugging Face models without a make_batch (default: 1024, or the model's "
+    help_text += "maximum if smaller)"
     parser.add_argument("--length", type=number(1), metavar="N", help=help_text)
 
 

@@ -216,7 +216,8 @@ class Answer:
         steps = self.best.steps
         if steps is None:
             return " (estimated)" if self.request.estimated_for else " (predicted)"
-        return f" (measured: median of {count_text(len(steps.steps_us), 'step')}, interquartile range {steps.spread:.1%})"
+        count = count_text(len(steps.steps_us), "step")
+        return f" (measured: median of {count}, interquartile range {steps.spread:.1%})"
 
     def _predicted(self) -> list[str]:
         """The predictions of the best plan's step beside what was measured; or why nothing was."""

@@ -181,7 +181,8 @@ def run(arguments: argparse.Namespace) -> int:
             raise PipelineError(
                 f"{arguments.script} ran no step of a Pipeline: there is no timeline to write to {arguments.timeline}"
             )
-        then = f", the timeline of the last step; compare it with the plan: `rota compare {arguments.plan} {arguments.timeline}`"
+        command = f"rota compare {arguments.plan} {arguments.timeline}"
+        then = f", the timeline of the last step; compare it with the plan: `{command}`"
         files.write(arguments.timeline, done.timeline.to_json(), then)
     return _report_end(done, planned, arguments.timeline)
 
