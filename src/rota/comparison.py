@@ -239,7 +239,7 @@ def _mismatch(a: Plan, b: Plan) -> str:
             f"against {b.num_ranks} and {b.num_microbatches}; compare two timelines of one plan"
         )
     differing = [r for r, (x, y) in enumerate(zip(a.orders, b.orders, strict=True)) if x != y]
-    what = f"rank {differing[0]} does another order" if differing else "tasks or edges differ"
+    what = f"rank {differing[0]} runs its ops in another order" if differing else "tasks or edges differ"
     return f"the timelines are of different plans: {what}; compare two timelines of one plan"
 
 

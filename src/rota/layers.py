@@ -142,7 +142,7 @@ class LayerCosts:
         if self.missing_cores > _MOST_MISSING_CORES:
             return f"other programs took {self.missing_cores:.1f} of the cores"
         if self.mean_spread > _MOST_SPREAD:
-            return f"repeated timings of a layer vary by {self.mean_spread:.0%} (the middle half of them)"
+            return f"repeated timings of a layer vary by {self.mean_spread:.0%} (interquartile range)"
         return ""
 
     @property

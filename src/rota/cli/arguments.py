@@ -294,7 +294,8 @@ def costs_of(arguments: Namespace, stages_per_rank: int = 1, further_stages: int
     """The costs in the file, or uniform ones for --stages stages or as many as the ranks need."""
     if arguments.costs is not None:
         if arguments.stages is not None:
-            raise InputError(f"--stages {arguments.stages} and --costs {arguments.costs}: the file has the stages")
+            both = f"--stages {arguments.stages} and --costs {arguments.costs}"
+            raise InputError(f"{both}: the file has the stages; leave --stages out")
         return measured(arguments)
     if not (arguments.stages or arguments.ranks):
         raise InputError("how many stages? give --ranks, --stages or --costs")

@@ -272,7 +272,7 @@ class Answer:
         equal = "1F1B with equal layers: " if mark == "·" else ""
         if self._is_unmeasured(found):
             slower = self._by_layers_us(found) / max(self._by_layers_us(self.best), 1) - 1
-            return f"      {equal}{slower:+.1%} by the layers' figures; its stages were not measured"
+            return f"      {equal}{slower:+.1%} according to its layers' times; its stages were not measured"
         return f"      {equal}{why_slower(found, self.best)}"
 
     def _search(self) -> list[str]:
@@ -314,9 +314,9 @@ class Answer:
             return [f"Lower bound for every layout, from its work alone: {time_text(self.bound_us)} per step"]
         # The measured stages say nothing about layouts whose stages were not measured.
         before = [one.before_us for one in self.confirmed if one.found is self.best]
-        beside = f"; by the same figures this plan takes {time_text(before[0])}" if before else ""
+        beside = f"; according to the same times, this plan takes {time_text(before[0])}" if before else ""
         return [
-            f"Lower bound for every layout by the layers' figures, not by what was measured: "
+            f"Lower bound for every layout according to the layers' times, not to measured steps: "
             f"{time_text(self.bound_us)} per step{beside}"
         ]
 

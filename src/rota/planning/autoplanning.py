@@ -163,9 +163,9 @@ def _nothing_fits(sweep: Sweep) -> SearchError:
     # What was not tried may need less.
     nothing = (
         f"found nothing that fits in {elapsed_s:.0f} s, with {sweep.num_left:,} of {sweep.num_layouts:,} "
-        f"layouts not looked at: give a longer --time-limit. So far the least"
+        f"layouts not examined: give a longer --time-limit. So far, the plan that needs the least memory"
         if ran_out
-        else "found nothing that fits: the least"
+        else "found nothing that fits: the plan that needs the least memory"
     )
     return SearchError(
         f"{nothing} is {closest.schedule} on {layout.num_ranks} ranks x {layout.num_replicas}, "

@@ -98,7 +98,7 @@ def _slowdowns(text: str) -> tuple[float, ...]:
 def run(arguments: Namespace) -> int:
     """Print the fastest plan found for the model or its profile, and write it to --output. Returns the exit code."""
     if arguments.model is None and arguments.profile is None:
-        raise InputError("nothing to plan; give MODEL.py, or --profile of `rota profile`, or both")
+        raise InputError("nothing to plan; give MODEL.py, or --profile with a file from `rota profile`, or both")
     from rota.planning import autoplan
     from rota.planning.deadline import Deadline
 
@@ -180,7 +180,7 @@ def _next_commands(answer: Answer, arguments: Namespace) -> str:
     exports = export
     if not arguments.exportable:
         exports = "  rota autoplan … --exportable    # plan what other trainers can run, then\n" + export
-    return f" ({elsewhere}):\n{exports}Or, where the plan is to run, with Rota:\n{train}{in_train}"
+    return f" ({elsewhere}):\n{exports}Or, with Rota, on the machines that the plan is for:\n{train}{in_train}"
 
 
 def _why_elsewhere(answer: Answer, arguments: Namespace) -> str:

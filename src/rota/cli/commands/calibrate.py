@@ -39,7 +39,7 @@ def add_arguments(parser: Parser) -> None:
 def run(arguments: Namespace) -> int:
     """Print the calibrated costs and the plan chosen for them, and write both where asked. Returns the exit code."""
     if arguments.time_limit is not None and arguments.schedule != SEARCH:
-        raise InputError("--time-limit is for --plan search; leave it out, or search")
+        raise InputError("--time-limit is for --plan search; leave it out, or add --plan search")
     timelines = [_measured(path) for path in arguments.timelines]
     named = None if arguments.schedule == SEARCH else arguments.schedule
     with progress_line() as show:

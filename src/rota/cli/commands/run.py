@@ -152,7 +152,8 @@ def run(arguments: argparse.Namespace) -> int:
         "--secret-file",
     ):
         if option in arguments.arguments:
-            print(f"rota run: {option} after the script goes to the script; for rota put it first", file=sys.stderr)
+            told = f"{option} is passed to the script, because it follows it; for `rota run`, put it before the plan"
+            print(f"rota run: {told}", file=sys.stderr)
     try:
         done = launch(
             planned,
