@@ -69,7 +69,7 @@ class Answer:
     Attributes:
         request: The arguments of the call.
         candidates: The best plan of each kind, fastest first.
-        usual: 1F1B on equal layers, with the sizes of the best plan; None for inference.
+        usual: 1F1B with the same number of layers in each stage, and the sizes of the best plan; None for inference.
         counts: Numbers of layouts and plans that were tried.
         bound_us: A lower bound on the step time of every layout.
         elapsed_s: Seconds that the search took.

@@ -40,11 +40,11 @@ def autoplan(
     """Find the fastest way to do training steps of a model on a machine.
 
     It chooses together: ranks per pipeline and replicas, cuts, stages per rank and their shape, rows per micro-batch,
-    recomputation, and the schedule. As simulated, the plan is never slower than any named schedule on equal layers,
-    with nothing or everything recomputed, unless time runs out: then the answer says so. With the search extra it also
-    searches the orders of the best candidates. Among plans that are equally fast within the profile's spread, it takes
-    the simplest. It uses replicas only if the cost of their all-reduces is known, and recomputes stages only if memory
-    is limited.
+    recomputation, and the schedule. As simulated, the plan is never slower than any named schedule with the same number
+    of layers in each stage and nothing or everything recomputed, unless time runs out: then the answer says so. With
+    the search extra it also searches the orders of the best candidates. Among plans that are equally fast within the
+    profile's spread, it takes the simplest. It uses replicas only if the cost of their all-reduces is known, and
+    recomputes stages only if memory is limited.
 
     Ctrl-C ends the search with the best plan so far. So does an error that `progress` raises: it becomes a warning and
     the answer's `stopped_by`, or is raised if there is no plan yet. A search that ends by itself gives the same answer

@@ -276,7 +276,7 @@ def _measured(
     if between:
         measured = _listed([num_rows for num_rows in found if num_rows not in between])
         remarks.append(
-            f"for lack of time layers were measured with {measured} rows per micro-batch only; their costs with "
+            f"for lack of time, layers were measured with {measured} rows per micro-batch only; their costs with "
             f"{_listed(between)} rows are interpolated: give a longer --time-limit to measure them"
         )
     if missing := sorted({*sizes} - {*found}):
