@@ -580,7 +580,7 @@ class Plan:
                     (a, b, to), first = next(iter(routes.items()))
                     m = next(iter(self.microbatches_on(first)), 0)
                     expected = f"expected one such as {a}{m}>{b}{m}{to}"
-                raise FormatError(f"{field.path}: {reading.short(text)} is no transfer; {expected}")
+                raise FormatError(f"{field.path}: {reading.short(text)} is not a transfer; {expected}")
             found.append(self.transfer(route, pair[0].microbatch))
         return tuple(found)
 
