@@ -192,7 +192,7 @@ def compare(planned: Timeline | Plan, measured: Timeline | Plan, num_cores: int 
     Args:
         planned: The plan, which is simulated, or its timeline.
         measured: The timeline of a run of the same plan; a plan is simulated.
-        num_cores: Number of cores, if all ranks share one machine; None: those that the run noted. If known, part of
+        num_cores: Number of cores, if all ranks share one machine; None: as recorded by the run. If known, part of
             the time that ops ran longer is `Part.CORES`.
 
     Returns:

@@ -165,7 +165,7 @@ class LayerCosts:
     ) -> Costs:
         """Costs of stages that are runs of layers.
 
-        Times add up. Bytes add up, except that what layers share counts once. Of peaks the highest layer's counts. If
+        Times add up. Bytes add up, except that what layers share counts once. The highest peak of a layer counts. If
         the backward is split, a stage whose inputs need no gradients has no I: its W is the whole backward.
 
         Args:

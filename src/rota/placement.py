@@ -76,7 +76,7 @@ class StepEnd:
 class Placement:
     """Tasks on ranks, and edges between tasks, which form a DAG.
 
-    Each disconnected component is a data stream: of C components, sorted by their lowest stage, component c runs the
+    Each disconnected component is a data stream: with C components, sorted by their lowest stage, component c runs the
     micro-batches c, c + C, c + 2C, …
 
     Attributes:

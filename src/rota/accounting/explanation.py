@@ -245,7 +245,7 @@ def explain(
     Args:
         timeline: What happened. A plan is simulated.
         planned: What should have happened; see `idle`.
-        num_cores: Number of cores, if all ranks share one machine; see `idle`. None: those that the run noted.
+        num_cores: Number of cores, if all ranks share one machine; see `idle`. None: as recorded by the run.
 
     Returns:
         Idle time by cause, the longest waits, and suggestions with their simulated gains.

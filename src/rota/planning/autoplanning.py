@@ -46,7 +46,7 @@ def autoplan(
     profile's spread, it takes the simplest. It uses replicas only if the cost of their all-reduces is known, and
     recomputes stages only if memory is limited.
 
-    Ctrl-C ends the search with the best plan so far. So does an error that `progress` raises: it becomes a warning and
+    Ctrl-C ends the search with the best plan so far. An error that `progress` raises does the same: it is a warning and
     the answer's `stopped_by`, or is raised if there is no plan yet. A search that ends by itself gives the same answer
     every time.
 

@@ -169,7 +169,7 @@ def profile_chunks(
         repeats: Number of runs; their median counts.
 
     Returns:
-        [num_chunks]: the costs of each. Place them, and join the placements by `Placement.of_classes`.
+        [num_chunks]: the costs of each. Place them, and join the placements with `Placement.of_classes`.
 
     Raises:
         PipelineError: The batch cannot be cut, or the stages are not on this machine.
