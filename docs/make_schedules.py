@@ -33,8 +33,8 @@ F takes 1 ms, B takes 2 ms, and F keeps 1 kB.
 - "idle (paper)" is the idle time of one rank according to the formula. "idle" is the simulated idle time of the rank
   that idles least. Both count the makespan, except for `zb_h2` and `zb_v`: there, they count the span (the busy window
   of one rank).
-- The formulas are from the papers, except for four, which we derived: `dualpipe` and `dualpipe_v` (where the report
-  lets F and B overlap), `chimera` for different F and B, and `hanayo`.
+- The formulas are from the papers, except for four, which we derived: `dualpipe` and `dualpipe_v` (where DeepSeek's
+  report lets F and B overlap), `chimera` for different F and B, and `hanayo`.
 - The backward is split if the paper splits it, and whole otherwise. If it must be split but was measured whole, each
   part gets half of its time, and `rota plan` says so.
 
@@ -65,7 +65,7 @@ def overview() -> str:
     """A row per schedule: how it compares with the others in a small step, and when to use it."""
     timelines = {family.name: simulate(small_plan(family)) for family in FAMILIES}
     usual_bytes = max(timelines["1f1b"].peak_memory_bytes)
-    rows = ["| schedule | bubble | memory | use it when | paper |", "|---|---|---|---|---|"]
+    rows = ["| schedule | bubble | memory | when to use it | paper |", "|---|---|---|---|---|"]
     for family in FAMILIES:
         timeline = timelines[family.name]
         memory = f"{max(timeline.peak_memory_bytes) / usual_bytes:.0%}"
@@ -85,7 +85,7 @@ def section(family: Family) -> str:
     arguments = {name: " ".join(text.split()) for name, text in re.findall(r"(\w+): (.*(?:\n {12}.*)*)", sections)}
     cite = " ".join(citation.split())
     return (
-        f"## {family.name}\n\n{says}\n\n**Use it when:** {family.use_when}\n\n"
+        f"## {family.name}\n\n{says}\n\n**When to use it:** {family.use_when}\n\n"
         f"**Paper:** {cite or family.source}\n\n**Placement:** {arguments['placement']} "
         f"**Micro-batches:** {arguments['num_microbatches']} "
         f"**Function:** `rota.schedules.{family.schedule.__name__}`.\n\n"

@@ -108,7 +108,7 @@ def test_data_streams_have_chunks_of_their_own() -> None:
     check(schedules.gpipe(both.in_chunks(2, 8), 8))
     with pytest.raises(PlacementError, match="different data streams"):
         replace(both, sample_of=(0, 0, 1, 1))
-    with pytest.raises(PlacementError, match="no whole number of samples of 2 chunks in each of 2 data streams"):
+    with pytest.raises(PlacementError, match="not a whole number of samples of 2 chunks in each of 2 data streams"):
         both.in_chunks(2, 6)
 
 
@@ -126,7 +126,7 @@ def test_refused() -> None:
         (lambda: simulate(schedules.one_f_one_b(placement, 4)), "rank 0 does 0B0 before 0B1, a later chunk"),
         (lambda: check(schedules.seq1f1b(placement, 2)), "has the sizes of 4 micro-batches"),
         (lambda: placement.in_chunks(3, 4), "give a multiple of 3"),
-        (lambda: placement.require_alike("this"), "this knows no chunks of samples"),
+        (lambda: placement.require_alike("this"), "this does not support chunks of samples"),
         (lambda: replace(placement, sample_of=(0, -1, 0)), r"sample_of\[1\]"),
         (lambda: Placement.of_classes([placement], (0, 0)), "has classes or chunks"),
         (

@@ -307,7 +307,7 @@ def test_what_is_no_transfer_is_refused_with_one_that_is(entry: str) -> None:
     document = json.loads(hosted().to_json()) | {"service_orders": [entry]}
     with pytest.raises(FormatError) as caught:
         Plan.from_json(json.dumps(document))
-    assert str(caught.value) == (f'plan.service_orders[0]: "{entry}" is no transfer; expected one such as 0F0>1F0@1')
+    assert str(caught.value) == (f'plan.service_orders[0]: "{entry}" is not a transfer; expected one such as 0F0>1F0@1')
 
 
 @pytest.mark.parametrize("plan", [PLAN, hosted()], ids=["plain", "wired"])

@@ -192,7 +192,7 @@ def compare(planned: Timeline | Plan, measured: Timeline | Plan, num_cores: int 
     Args:
         planned: The plan, which is simulated, or its timeline.
         measured: The timeline of a run of the same plan; a plan is simulated.
-        num_cores: Number of cores, if all ranks share one machine; None: those that the run noted. If known, part of
+        num_cores: Number of cores, if all ranks share one machine; None: as recorded by the run. If known, part of
             the time that ops ran longer is `Part.CORES`.
 
     Returns:
@@ -239,7 +239,7 @@ def _mismatch(a: Plan, b: Plan) -> str:
             f"against {b.num_ranks} and {b.num_microbatches}; compare two timelines of one plan"
         )
     differing = [r for r, (x, y) in enumerate(zip(a.orders, b.orders, strict=True)) if x != y]
-    what = f"rank {differing[0]} does another order" if differing else "tasks or edges differ"
+    what = f"rank {differing[0]} runs its ops in another order" if differing else "tasks or edges differ"
     return f"the timelines are of different plans: {what}; compare two timelines of one plan"
 
 

@@ -142,7 +142,7 @@ class LayerCosts:
         if self.missing_cores > _MOST_MISSING_CORES:
             return f"other programs took {self.missing_cores:.1f} of the cores"
         if self.mean_spread > _MOST_SPREAD:
-            return f"repeated timings of a layer vary by {self.mean_spread:.0%} (the middle half of them)"
+            return f"repeated timings of a layer vary by {self.mean_spread:.0%} (interquartile range)"
         return ""
 
     @property
@@ -165,7 +165,7 @@ class LayerCosts:
     ) -> Costs:
         """Costs of stages that are runs of layers.
 
-        Times add up. Bytes add up, except that what layers share counts once. Of peaks the highest layer's counts. If
+        Times add up. Bytes add up, except that what layers share counts once. The highest peak of a layer counts. If
         the backward is split, a stage whose inputs need no gradients has no I: its W is the whole backward.
 
         Args:

@@ -76,7 +76,7 @@ class StepEnd:
 class Placement:
     """Tasks on ranks, and edges between tasks, which form a DAG.
 
-    Each disconnected component is a data stream: of C components, sorted by their lowest stage, component c runs the
+    Each disconnected component is a data stream: with C components, sorted by their lowest stage, component c runs the
     micro-batches c, c + C, c + 2C, …
 
     Attributes:
@@ -345,7 +345,7 @@ class Placement:
         if num_chunks < 1 or num_microbatches % (num_chunks * self.num_components):
             streams = f" in each of {self.num_components} data streams" if self.num_components > 1 else ""
             raise PlacementError(
-                f"{num_microbatches} micro-batches are no whole number of samples of {num_chunks} chunks{streams}; "
+                f"{num_microbatches} micro-batches are not a whole number of samples of {num_chunks} chunks{streams}; "
                 f"give a multiple of {max(num_chunks, 1) * self.num_components}"
             )
         streams_of = ((m // self.num_components, m % self.num_components) for m in range(num_microbatches))
@@ -355,8 +355,8 @@ class Placement:
         """Raises PlacementError if micro-batches differ, which `what` does not support."""
         if self.sample_of:
             raise PlacementError(
-                f"{what} knows no chunks of samples, but this placement cuts {len(self.chunks)} samples into chunks; "
-                f"give it one class, placement.classes[0], or placement.average"
+                f"{what} does not support chunks of samples, but this placement cuts {len(self.chunks)} samples into "
+                f"chunks; give it one class, placement.classes[0], or placement.average"
             )
         if self.class_of:
             raise PlacementError(

@@ -47,8 +47,8 @@ class Plan:
         orders: For each rank its ops, first to last.
         usage: Cuts, micro-batch size and replicas, if they were decided together with the plan.
         service_orders: For each shared link of the cluster its transfers, in the order in which it serves them. Empty:
-            first come, first served; of transfers that come at once the one on the first route, then the earliest
-            micro-batch.
+            first come, first served; if several come at once, the one on the first route is served first, then the
+            earliest micro-batch.
         merged_replicas: How many replicas of a pipeline its data streams are, as in the plans of `rota.backups`; see
             `origin`.
     """
@@ -86,7 +86,7 @@ class Plan:
         return self.usage.microbatch_rows if known is None and self.usage is not None else known
 
     def origin(self, microbatch: int) -> tuple[int, int]:
-        """Of which replica a micro-batch is, and its number there: of C data streams, replica r has C / R in a row."""
+        """The replica of a micro-batch, and its number there. With C data streams, replica r has C / R in a row."""
         return origin_of(microbatch, self.placement.num_components, self.merged_replicas)
 
     # --- the plan as a graph -------------------------------------------------------------------------------------
@@ -580,7 +580,7 @@ class Plan:
                     (a, b, to), first = next(iter(routes.items()))
                     m = next(iter(self.microbatches_on(first)), 0)
                     expected = f"expected one such as {a}{m}>{b}{m}{to}"
-                raise FormatError(f"{field.path}: {reading.short(text)} is no transfer; {expected}")
+                raise FormatError(f"{field.path}: {reading.short(text)} is not a transfer; {expected}")
             found.append(self.transfer(route, pair[0].microbatch))
         return tuple(found)
 

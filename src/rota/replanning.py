@@ -25,9 +25,9 @@ def replan(plan: Plan, num_ranks: int) -> Plan:
     """Plan the same stages for another number of ranks.
 
     Neighbouring stages share a rank. They are divided so that the ranks' times are balanced; if that does not fit in
-    memory, their static bytes, then the bytes that their ops hold. Ranks are assumed equal: the lowest limit applies to
-    each, and a rank's static bytes are divided evenly among its stages. The result depends only on the arguments, so
-    processes that call it with the same arguments get the same plan.
+    memory, so that their static bytes are, then the bytes that their ops hold. Ranks are assumed equal: the lowest
+    limit applies to each, and a rank's static bytes are divided evenly among its stages. The result depends only on the
+    arguments, so processes that call it with the same arguments get the same plan.
 
     Args:
         plan: The old plan.

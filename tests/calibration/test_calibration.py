@@ -380,7 +380,7 @@ def test_calibrate_searches(measured_file: Path, tmp_path: Path, capsys: pytest.
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (["{measured}", "--time-limit", "3"], "--time-limit is for --plan search; leave it out, or search"),
+        (["{measured}", "--time-limit", "3"], "--time-limit is for --plan search; leave it out, or add --plan search"),
         (["{measured}", "--costs", "{measured}"], "is read by the command, and would be overwritten"),
         (["{measured}", "-o", "{measured}"], "is read by the command, and would be overwritten"),
         (["{plan}"], "is a plan; give timelines measured with `rota run --timeline`"),

@@ -56,8 +56,8 @@ def test_check_proves_the_order_on_pytorch_s_engine(
     assert code == 0
     # 24 ops, and 16 messages with two sides each.
     assert "with the messages that it derives: 56 kernels on 3 ranks with 4 channels wait in no cycle" in out
-    assert "Its order of messages is not the plan's" in out
-    assert "defer_pp_recv=True could hang or swap messages, leave it off: where each pair of ranks has a comm" in out
+    assert "PyTorch sends messages in another order than the plan" in out
+    assert "defer_pp_recv=True could hang or swap messages; leave it off: where each pair of ranks has a comm" in out
     plan = Plan.from_json(plan_file.read_text())
     (tmp_path / "ours.csv").write_text(plan.to_csv(communication=True))
     code, out, _ = run(capsys, "check", tmp_path / "ours.csv", "--torch")
@@ -322,7 +322,7 @@ def test_binary_files_and_folders_are_told(tmp_path: Path, capsys: pytest.Captur
 def test_help_teaches_by_example(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = run(capsys, command, "--help")
     assert code == 0
-    assert f"example:\n  rota {command}" in out
+    assert f":\n  rota {command}" in out.split("\nexample")[1]
 
 
 @pytest.mark.parametrize("arguments", [(), ("--help",), ("autoplan", "--help"), ("verify", "--help")])

@@ -46,7 +46,7 @@ def test_which_step_a_measured_timeline_has_is_told(
 ) -> None:
     plan = tmp_path / "plan.json"
     plan.write_text(PLAN.to_json())
-    told = f"{measured_file} holds one step, of a `rota run` its last; other steps may differ\n"
+    told = f"{measured_file} has one step (the last one, if `rota run` wrote it); other steps may differ\n"
     assert run(capsys, "explain", measured_file)[2] == f"rota explain: {told}"
     assert run(capsys, "compare", plan, measured_file)[2] == f"rota compare: {told}"
     assert run(capsys, "explain", plan)[2] == ""

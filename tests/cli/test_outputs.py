@@ -139,7 +139,7 @@ def test_force_does_not_write_over_what_the_command_reads(capsys: pytest.Capture
         ("run --timeline x.PNG plan.json train.py", "write it with --timeline timeline.json, then draw it with"),
         ("compare measured.json plan.json", "the plan comes first, as in `rota compare plan.json measured.json`"),
         ("compare measured.json planned.json", "measured.json has measured times, planned.json planned ones"),
-        ("explain plan.json measured.json", "give `rota explain measured.json --planned plan.json`"),
+        ("explain plan.json measured.json", "use `rota explain measured.json --planned plan.json`"),
         ("show absent/plan.json", "cannot read absent/plan.json: No such file or directory; check the path"),
         (f"simulate plan.json -o {'x' * 300}.json", "File name too long"),
     ],
@@ -155,7 +155,9 @@ def test_the_right_command_is_told(command: str, told: str, capsys: pytest.Captu
 
 @pytest.mark.usefixtures("files")
 def test_two_measured_timelines_are_compared_with_a_word(capsys: pytest.CaptureFixture[str]) -> None:
-    one_step = "rota compare: measured.json holds one step, of a `rota run` its last; other steps may differ\n"
+    one_step = (
+        "rota compare: measured.json has one step (the last one, if `rota run` wrote it); other steps may differ\n"
+    )
     assert rota(capsys, "compare plan.json measured.json") == (0, one_step)
     code, error = rota(capsys, "compare measured.json measured.json")
     as_planned = "rota compare: measured.json has measured times, which are treated as planned\n"

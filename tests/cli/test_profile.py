@@ -112,7 +112,7 @@ LAYERS = "nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))"
         (MODEL.replace("nn.Linear(4, 8)", "nn.Linear(4, -8)"), "make_model failed: RuntimeError: "),
         (MODEL.replace("return nn.Sequential", "return str"), "make_model failed: TypeError"),
         (MODEL.replace(LAYERS, "3"), "make_model returned a int; return an nn.Module"),
-        (MODEL.replace("return torch.zeros(rows, 4), ", "return "), "make_batch(2) returned no pair"),
+        (MODEL.replace("return torch.zeros(rows, 4), ", "return "), "make_batch(2) did not return a pair"),
         (MODEL.replace("torch.zeros(rows, 4)", "torch.zeros(3, 4)"), "the batch for 2 rows has 3; return 2"),
     ],
 )
@@ -179,7 +179,7 @@ def test_a_spread_that_is_none_is_refused(capsys: pytest.CaptureFixture[str]) ->
 def test_a_file_that_is_no_python(tmp_path: Path) -> None:
     path = tmp_path / "model.txt"
     path.write_text(MODEL)
-    with pytest.raises(FormatError, match=r"is no Python file; give one that ends in \.py"):
+    with pytest.raises(FormatError, match=r"is not a Python file; give one that ends in \.py"):
         load_model_file(str(path))
 
 

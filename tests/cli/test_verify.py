@@ -126,7 +126,7 @@ def test_an_exact_model_and_the_report_as_json(plan: str, tmp_path: Path, capfd:
     assert report["exact"]
     assert [each["dtype"] for each in report["comparisons"]] == ["float64", "float32"]
     assert {each["stage"] for each in report["comparisons"][0]["parameters"]} == {0, 1}
-    assert report["notes"] == ["dropout was switched off, in both"]
+    assert report["notes"] == ["dropout was switched off in both models"]
     assert "rota verify: float64: the unsplit model" in told.err
 
 
@@ -171,7 +171,7 @@ def test_an_unmodified_model_by_its_config(plan: str, tmp_path: Path, capfd: pyt
     assert main(["verify", plan, f"hf:{config}", "--length", "8", "--json"]) == 0
     report = json.loads(capfd.readouterr().out)
     assert {each["stage"] for each in report["comparisons"][0]["parameters"]} == {0, 1}
-    assert report["notes"] == ["dropout was switched off, in both"]
+    assert report["notes"] == ["dropout was switched off in both models"]
 
 
 @pytest.mark.sweep

@@ -54,7 +54,7 @@ def test_what_comes_from_outside_stays_in_its_line() -> None:
 
 
 def test_without_a_self_test_the_summary_says_so() -> None:
-    assert report_of("ok").to_text().endswith("but the self-test has not run.")
+    assert report_of("ok").to_text().endswith("but the self-test was not run.")
     section = Section("self-test, on the CPU")
     section.ok("1f1b", "exact")
     assert Report(joined([section]), {}).to_text().endswith("no problem, no warning: Rota runs here.")

@@ -175,8 +175,8 @@ def step_with(rank: int, first: nn.Module, positive: int) -> None:
         (
             Adds(),
             0,
-            "rota.errors.PipelineError: stage 0 calls rota.add_loss, which PyTorch's engine does not take; run the "
-            "plan by Rota's engine",
+            "rota.errors.PipelineError: stage 0 calls rota.add_loss, which PyTorch's engine does not support; run the "
+            "plan on Rota's engine",
         ),
     ],
 )

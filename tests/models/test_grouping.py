@@ -47,7 +47,7 @@ def test_refusals() -> None:
     stages = Stages([nn.Linear(2, 2) for _ in range(3)])
     with pytest.raises(SplitError, match="4 stages need 3 cuts, but there are 2 possible ones"):
         split(stages, 4)
-    with pytest.raises(SplitError, match="cuts has 3, which is no possible cut"):
+    with pytest.raises(SplitError, match="cuts has 3, which is not a possible cut"):
         split(stages, 2, [3])
     with pytest.raises(SplitError, match="edge 1 -> 0 leads back"):
         split(Stages([nn.Linear(2, 2), nn.Linear(2, 2)], [(1, 0)]), 2)

@@ -474,10 +474,10 @@ def test_tied_parameter_in_one_stage_and_in_two() -> None:
         (0, None, "num_stages is 0: give at least 1"),
         (6, None, r"6 stages need 5 cuts, but there are 4 possible .*CutPoint.*0 \(cuts\[0\]\), .* at most 5 stages"),
         (3, [1], r"cuts \[1\] are 1, but 3 stages need 2"),
-        (1, [1], "cuts has 1, which is no possible cut"),
+        (1, [1], "cuts has 1, which is not a possible cut"),
         (3, [1, "cuts[1]"], r"cuts \[1, 'cuts\[1\]'\] have 1 twice"),
-        (2, [4], r"cuts has 4, which is no possible cut. Possible are: 0 \(cuts\[0\]\)"),
-        (2, ["cut[1]"], r"cuts has 'cut\[1\]', which is no possible cut, did you mean 'cuts\[1\]'\?"),
+        (2, [4], r"cuts has 4, which is not a possible cut. Possible cuts are: 0 \(cuts\[0\]\)"),
+        (2, ["cut[1]"], r"cuts has 'cut\[1\]', which is not a possible cut, did you mean 'cuts\[1\]'\?"),
     ],
 )
 def test_cuts_that_cannot_be(num_stages: int, cuts: list[int | str] | None, message: str) -> None:
@@ -487,7 +487,7 @@ def test_cuts_that_cannot_be(num_stages: int, cuts: list[int | str] | None, mess
 
 def test_sequential_cuts_that_cannot_be() -> None:
     model = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
-    with pytest.raises(SplitError, match=r"cuts has 0, which is no possible cut. Possible are: 1 \(1\)"):
+    with pytest.raises(SplitError, match=r"cuts has 0, which is not a possible cut. Possible cuts are: 1 \(1\)"):
         split(model, 2, cuts=[0])
     with pytest.raises(SplitError, match="3 stages need 2 cuts, but there are 1 possible"):
         split(model, 3)

@@ -243,5 +243,5 @@ def test_names_say_what_the_model_calls_its_weights() -> None:
     modules = [nn.Linear(2, 2), nn.Linear(2, 2)]
     with pytest.raises(SplitError, match="names has 1 entries for 2 stages"):
         Stages(modules, names=["a"])
-    with pytest.raises(SplitError, match=r"names\[1\] has 'head', which is no module or weight of stage 1"):
+    with pytest.raises(SplitError, match=r"names\[1\] has 'head', which is not a module or weight of stage 1"):
         Stages(modules, names=["a", {"head": "b"}])

@@ -64,9 +64,9 @@ def test_the_figures_are_those_of_the_steps_that_were_run(confirmed: Confirm) ->
     assert told.best.steps is not None
     assert told.best.step_us == told.best.steps.median_us != told.best.makespan_us
     text = told.to_text()
-    assert "(measured: 5 steps, the middle half within 0.0%)" in text
+    assert "(measured: median of 5 steps, interquartile range 0.0%)" in text
     assert "from its ops timed in plan order" in text
-    assert "Lower bound for every layout by the layers' figures, not by what was measured" in text
+    assert "Lower bound for every layout according to the layers' times, not to measured steps" in text
     assert "from its work alone" not in text
     check(told.plan)
 
@@ -283,7 +283,7 @@ def test_with_little_time_the_plans_that_matter_are_started_once(
     of_best = answer.best.candidate.layout
     assert (tried[1].plan.num_ranks, tried[1].num_replicas) != (of_best.num_ranks, of_best.num_replicas)
     assert tried[2].num_processes == 1
-    assert "for lack of time 2 plans started only once" in told.to_text()
+    assert "for lack of time, 2 plans started only once" in told.to_text()
     assert "left out for lack of time: steps of" in told.to_text()
     assert told.tolerance >= answer.tolerance
     assert "started only once" not in confirmed(lambda trials: [steps_of(trial) for trial in trials]).to_text()

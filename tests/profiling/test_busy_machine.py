@@ -82,7 +82,7 @@ def test_uneven_timings_are_doubtful() -> None:
     assert costs.mean_spread == pytest.approx(0.2)
     assert not costs.why_doubtful
     doubtful = replace(costs, spread=(0.9, 0.1))
-    assert doubtful.why_doubtful == "repeated timings of a layer vary by 30% (the middle half of them)"
+    assert doubtful.why_doubtful == "repeated timings of a layer vary by 30% (interquartile range)"
 
 
 def test_autoplan_says_so() -> None:

@@ -136,4 +136,5 @@ def engine_steps(rank: int) -> str:
 
 
 def test_torch_engine_refuses_other_options(pool: Pool) -> None:
-    assert pool.run(2, engine_steps) == ["some ranks gave step sync=True, others sync=False; give all the same"] * 2
+    told = "some ranks gave step sync=True, others sync=False; pass the same on all ranks"
+    assert pool.run(2, engine_steps) == [told] * 2

@@ -139,7 +139,7 @@ def refused(folder: Path) -> str:
 
 
 def test_folders_that_cannot_be_trusted_or_read(tmp_path: Path) -> None:
-    assert "is no folder" in refused(tmp_path / "none")
+    assert "is not a folder" in refused(tmp_path / "none")
     assert "has neither model.safetensors nor" in refused(tmp_path)
     torch.save({}, tmp_path / "pytorch_model.bin")
     assert "has pytorch_model.bin, a pickle, which could run code" in refused(tmp_path)

@@ -57,7 +57,7 @@ def test_a_pipeline_is_exact_and_trains_on_as_without(pool: Pool, schedule: str)
         assert found.exact, found.to_text()
         assert len(found.comparisons[0].parameters) == 6
         assert losses[:3] == losses[3:]
-        assert "dropout was switched off, in both" in found.notes
+        assert "dropout was switched off in both models" in found.notes
 
 
 def test_replicas_and_a_bidirectional_plan(pool: Pool) -> None:

@@ -105,7 +105,7 @@ def test_another_mask_is_named_with_its_layer_and_stage(copied: bool) -> None:
     assert not found.exact
     assert found.by_microbatches is False
     assert found.reasons == (
-        "'layers.1' of stage 1 gets a different 'mask' from the unsplit model: different values",
+        "'layers.1' of stage 1 gets a different 'mask' than in the unsplit model: different values",
     ), found.to_text()
     assert {each.stage for each in found.comparisons[0].worst} == {0, 1}
 
@@ -225,7 +225,7 @@ def test_a_different_input_after_a_norm_is_named() -> None:
     model = nn.Sequential(nn.Identity(), Normed(layer))
     found = verify(Stages([nn.Identity(), Normed(layer, with_relu=True)]), model, x, x, functional.mse_loss)
     assert found.reasons == (
-        "'1.layer' of stage 1 gets a different 'input' from the unsplit model: different values",
+        "'1.layer' of stage 1 gets a different 'input' than in the unsplit model: different values",
     ), found.to_text()
 
 
@@ -416,7 +416,7 @@ def test_randomness_is_named_and_dropout_is_switched_off() -> None:
     model, x = sequential(nn.Dropout(0.5))
     found = verify(split(model, 3), model, x, torch.randn(8, 4), functional.mse_loss)
     assert found.exact
-    assert "dropout was switched off, in both" in found.notes
+    assert "dropout was switched off in both models" in found.notes
     model, x = sequential(nn.Dropout(0.5), Noisy())
     found = verify(split(model, 3), model, x, torch.randn(8, 4), functional.mse_loss)
     assert not found.exact

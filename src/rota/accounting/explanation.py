@@ -161,7 +161,7 @@ class Explanation:
         gains_us = [one.gain_us for one in self.suggestions if one.what == "order"]
         found = f"shortens the step by {gains_us[0] / self.model_us:.1%} (see below)" if gains_us else "gains nothing"
         if not gains_us and any("the order of" in one for one in self.doubts):
-            found = "gains nothing for sure (see below)"
+            found = "is not certain to gain anything (see below)"
         return [
             f'  "{Cause.ORDER}" does not mean that another order is faster: the best of the named schedules that fit '
             f"{found}."
@@ -197,9 +197,9 @@ class Explanation:
             )
         doubts = [f"Too uncertain to advise: {doubt}." for doubt in self.doubts]
         if not self.suggestions:
-            surely = " for sure" if doubts else ""
+            helps = "is certain to help" if doubts else "would help"
             tried = "other orders, balanced stages, faster transfers"
-            return [*lines, *doubts, f"None of the changes tried would help{surely}: {tried}."]
+            return [*lines, *doubts, f"None of the changes tried {helps}: {tried}."]
         alone = ", as if each rank had a core of its own" if self.lost_to_cores_us else ""
         lines.append(f"What would help, each change on its own (simulated{alone}, against {self.model_us:,} µs):")
         for one in self.suggestions:
@@ -245,7 +245,7 @@ def explain(
     Args:
         timeline: What happened. A plan is simulated.
         planned: What should have happened; see `idle`.
-        num_cores: Number of cores, if all ranks share one machine; see `idle`. None: those that the run noted.
+        num_cores: Number of cores, if all ranks share one machine; see `idle`. None: as recorded by the run.
 
     Returns:
         Idle time by cause, the longest waits, and suggestions with their simulated gains.

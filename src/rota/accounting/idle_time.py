@@ -31,7 +31,7 @@ def idle(
         timeline: What happened. A plan is simulated.
         planned: What should have happened. If given, time that upstream ops ran longer than planned is SLOWER. A plan
             is simulated.
-        num_cores: Number of cores, if all ranks share one machine; None: those that the run noted. If known, part of
+        num_cores: Number of cores, if all ranks share one machine; None: as recorded by the run. If known, part of
             the SLOWER and LAUNCH time is CORES.
 
     Returns:

@@ -87,7 +87,7 @@ def advice(plan: Plan, spread: Spread) -> Advice:
             found.append(Suggestion(change.words, before_us - after_us, after_us, what=change.what))
         else:
             gain = f"{(before_us - after_us) / before_us:.1%}"
-            doubts += (f"{change.words}: {gain} shorter with the median times, but not with all that are possible",)
+            doubts += (f"{change.words}: {gain} shorter with the median times, but not with all possible times",)
     return Advice(tuple(sorted(found, key=lambda one: -one.gain_us)), doubts)
 
 

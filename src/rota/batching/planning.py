@@ -97,7 +97,7 @@ def plan_batch(
     Args:
         model: What stages cost as a function of a micro-batch's size.
         cluster: The ranks, with their memory limits, and the links.
-        lengths: Per sample its number of tokens.
+        lengths: The number of tokens of each sample.
         packed: Whether the samples of a micro-batch follow one another in one row, each attending only to itself.
             Otherwise each is a row, padded to the longest of its micro-batch.
         place: Puts the stages on ranks: `rota.place`, `rota.interleaved`, `rota.wave`, or your own.

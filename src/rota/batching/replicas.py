@@ -37,7 +37,7 @@ def plan_replicas(
     Args:
         model: As in `plan_batch`.
         cluster: The ranks of one replica.
-        lengths: Per sample of the whole batch its number of tokens.
+        lengths: The number of tokens of each sample of the whole batch.
         num_replicas: Number of replicas, at most one per sample.
         packed: As in `plan_batch`.
         place: As in `plan_batch`.

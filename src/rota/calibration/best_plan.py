@@ -73,7 +73,7 @@ class Calibration:
 
     @property
     def chosen(self) -> Plan:
-        """The best candidate if it is faster for sure, else the old orders; with the measured costs."""
+        """The best candidate if it is certain to be faster, otherwise the old orders; with the measured costs."""
         return self.candidates[0].plan if self.is_faster else self.plan
 
     @property

@@ -19,11 +19,11 @@ from rota.timeline import Timeline
 def calibrated(*timelines: Timeline) -> Placement:
     """The timelines' placement with measured times instead of planned ones.
 
-    A task gets the median duration of its ops (of several ranks, that of the slowest), a link the latency and rate that
+    A task gets the median duration of its ops (on several ranks, that of the slowest), a link the latency and rate that
     fit its transfers best, and a step end the median of its time on its slowest rank. What no timeline measured stays
-    as planned: links without transfers, reductions and optimizer steps of length 0. So do memory, the rates of shared
-    links, what messages cost their ranks, and gaps between ops: they are not part of the durations of ops and
-    transfers.
+    as planned: links without transfers, reductions and optimizer steps of length 0. Memory, the rates of shared links,
+    what messages cost their ranks, and gaps between ops also stay as planned: they are not part of the durations of ops
+    and transfers.
 
     Args:
         timelines: One or more timelines of plans of one placement.

@@ -184,7 +184,8 @@ def add_model_options(parser: Parser) -> None:
         "modules or, without any, the entries of its nn.ModuleList, nn.ModuleDict or nn.Sequential)"
     )
     parser.add_argument("--cuts", type=lambda text: text.split(","), metavar="PATTERN,…", help=help_text)
-    help_text = "tokens per row, if MODEL.py has no make_batch (default: 1024, or the model's maximum if smaller)"
+    help_text = "tokens per row, for Hugging Face models without a make_batch (default: 1024, or the model's "
+    help_text += "maximum if smaller)"
     parser.add_argument("--length", type=number(1), metavar="N", help=help_text)
 
 
@@ -293,7 +294,8 @@ def costs_of(arguments: Namespace, stages_per_rank: int = 1, further_stages: int
     """The costs in the file, or uniform ones for --stages stages or as many as the ranks need."""
     if arguments.costs is not None:
         if arguments.stages is not None:
-            raise InputError(f"--stages {arguments.stages} and --costs {arguments.costs}: the file has the stages")
+            both = f"--stages {arguments.stages} and --costs {arguments.costs}"
+            raise InputError(f"{both}: the file has the stages; leave --stages out")
         return measured(arguments)
     if not (arguments.stages or arguments.ranks):
         raise InputError("how many stages? give --ranks, --stages or --costs")

@@ -77,7 +77,10 @@ def read_plan_or_timeline(path: str) -> Plan | Timeline:
 
 def note_one_step(command: str, path: str) -> None:
     """Say on standard error that a measured timeline has a single step, and of a run which one."""
-    print(f"rota {command}: {path} holds one step, of a `rota run` its last; other steps may differ", file=sys.stderr)
+    print(
+        f"rota {command}: {path} has one step (the last one, if `rota run` wrote it); other steps may differ",
+        file=sys.stderr,
+    )
 
 
 def is_csv(path: str) -> bool:
@@ -97,8 +100,8 @@ def text_of(path: str) -> str:
     text = reading.read_text(path)
     if path.lower().endswith(".py"):
         raise InputError(
-            f"{path} is a Python file, but this needs a file that Rota wrote; run a script by "
-            f"`rota run plan.json {path}`, plan a model with `rota autoplan {path}`"
+            f"{path} is a Python file, but this needs a file that Rota wrote; run a script with "
+            f"`rota run plan.json {path}`, or make a plan for a model with `rota autoplan {path}`"
         )
     return text
 
@@ -205,7 +208,7 @@ def _refuse_suffix(command: str, output: str, what: Written) -> None:
     suffix = Path(output).suffix.lower()
     if what == "plan" and suffix in _PICTURES:
         picture = f"write the plan with -o plan.json, then draw it with `rota show plan.json -o {output}`"
-        raise InputError(f"a plan is written as .json, or as .csv in PyTorch's form, not as {output}; {picture}")
+        raise InputError(f"a plan is written as .json, or as .csv in PyTorch's format, not as {output}; {picture}")
     if what == "timeline" and suffix in (*_PICTURES, ".csv"):
         option = "--timeline" if command == "run" else "-o"
         draw = f"then draw it with `rota show timeline.json -o {output}`" if suffix != ".csv" else "a CSV holds a plan"

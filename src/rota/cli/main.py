@@ -21,7 +21,7 @@ models. Begin with these commands:
 
 take a quick tour on this machine:
   rota demo
-plan your model:
+make a plan for your model:
   rota autoplan model.py --ranks 4 --batch 32 -o plan.json
 look at the plan:
   rota show plan.json

@@ -71,11 +71,12 @@ class Parser(argparse.ArgumentParser):
         """Declare sub-commands; the chosen one's `run` becomes the namespace's `function`."""
         subparsers = self.add_subparsers(metavar=metavar, dest=dest, required=required)
         for command in commands:
+            heading = "examples" if "\n" in command.example else "example"
             sub = subparsers.add_parser(
                 command.name,
                 help=command.summary,
                 description=f"{command.summary[0].upper()}{command.summary[1:]}.{command.details}",
-                epilog=f"example:\n  {command.example}",
+                epilog=f"{heading}:\n  {command.example}",
                 add_arguments=command.add_arguments,
             )
             if command.run is not None:
@@ -128,7 +129,7 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Report an error that argparse assigns to no single argument: a required one is missing."""
         self._refuse_misspelt(self._words)
-        _, _, examples = (self.epilog or "").partition("example:\n")
+        _, _, examples = (self.epilog or "").partition(":\n")
         self._end(message + (f"; for example: {examples.splitlines()[0].strip()}" if examples else ""))
 
     def _end_with_choices(self, error: UnknownChoiceError) -> NoReturn:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 #: Instead of a schedule's name: search for the best order.
 SEARCH = "search"
-STARTING = "starting (the first search on a machine compiles for some ten seconds)"
+STARTING = "starting (the first search on a machine compiles for about ten seconds)"
 
 
 def search_plan(

@@ -112,7 +112,7 @@ def judge(host: Host, num_ranks: int, on_accelerators: bool) -> Section:
     else:
         section.ok("loopback", "a connection over 127.0.0.1 works")
     if host.pidfd_error:
-        remedy = "use Linux 5.3 or newer, and a container that allows pidfd_open: `rota run` watches its ranks by it"
+        remedy = "use Linux 5.3 or newer, and a container that allows pidfd_open: `rota run` watches its ranks with it"
         section.problem("processes", host.pidfd_error, remedy)
     return section
 
@@ -134,7 +134,7 @@ def _judge_memory(section: Section, host: Host, num_ranks: int) -> None:
         return
     text = f"{size_text(host.available_bytes)} of {size_text(host.memory_bytes)} available"
     if host.available_bytes < _LITTLE_BYTES * num_ranks // 2:
-        remedy = f"close other programs, or run fewer ranks: each takes about {size_text(_LITTLE_BYTES // 2)} at least"
+        remedy = f"close other programs, or run fewer ranks: each needs at least about {size_text(_LITTLE_BYTES // 2)}"
         section.warning("memory", f"{text}, for {count_text(num_ranks, 'rank')}", remedy)
     else:
         section.ok("memory", text)

@@ -79,7 +79,7 @@ def between(way: str | None, capability: tuple[int, int] | None, pcie: tuple[int
         pcie: (generation, lanes) of the slower one of the two, as it could run; None if not known.
     """
     if way is None:
-        return Interconnect("unknown: nvidia-smi, which tells how devices are connected, has not told it")
+        return Interconnect("unknown: nvidia-smi did not say how the devices are connected")
     if way.startswith("NV") and way[2:].isdecimal():
         return _nvlink(int(way[2:]), capability)
     if way in _PCIE_WAYS:

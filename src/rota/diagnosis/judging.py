@@ -18,12 +18,13 @@ _CLOCK_NS = 1_000_000  # more than a busy host answers late by
 _MOST_LINES = 6  # for pairs that are alike
 _FEW_FILES = 0.5  # of the limit
 _NCCL_REMEDY = (
-    "run again with NCCL_DEBUG=WARN, and with NCCL_P2P_DISABLE=1: if that helps, the way between the devices is at "
-    "fault (IOMMU, PCIe ACS, virtual machine), see NCCL's troubleshooting page; else look at /dev/shm and the driver"
+    "run again with NCCL_DEBUG=WARN, and with NCCL_P2P_DISABLE=1: if that helps, the path between the devices is at "
+    "fault (IOMMU, PCIe ACS, virtual machine; see NCCL's troubleshooting page); otherwise look at /dev/shm and the "
+    "driver"
 )
 _HOST_REMEDY = (
-    "see above for the ranks' output; give a longer --timeout if the machine is busy; where a rank was killed, dmesg "
-    "tells whether memory ran out"
+    "see above for the ranks' output; give a longer --timeout if the machine is busy; if a rank was killed, dmesg "
+    "shows whether memory ran out"
 )
 
 
@@ -84,7 +85,7 @@ def judge_links(
         told = {"name": connected.name, "bytes_per_s": connected.bytes_per_s, "source": connected.source}
         facts.append({**link, "latency_ns": measured.latency_ns, "bytes_per_s": measured.rate, "interconnect": told})
         if not link["intact"]:
-            text = f"ranks {a} and {b}: bytes that were sent there and back are not the same"
+            text = f"ranks {a} and {b}: bytes that were sent there and back have changed"
             section.problem(measured.name, text, "check memory and cables" if on_host else _NCCL_REMEDY)
     for connected, pairs in alike.items():
         _judge_alike(section, connected, pairs)
@@ -107,7 +108,7 @@ def _judge_alike(section: Section, connected: Interconnect, pairs: list[_Measure
                 f"{pair.to_text()}, {connected.name}: less than {SLOW:.0%} of other pairs, {size_text(round(middle))}/s"
             )
             section.warning(
-                pair.name, text, "measure again on an idle machine; if it stays, look at this pair's devices"
+                pair.name, text, "measure again on an idle machine; if it is still slow, look at this pair's devices"
             )
         else:
             fine.append(pair)
@@ -130,8 +131,8 @@ def _of_rating(connected: Interconnect) -> str:
 
 
 _SLOW_REMEDY = (
-    "see whether variables above keep NCCL off it; look at peer access, `nvidia-smi topo -m` and `nvidia-smi nvlink "
-    "-s`; NCCL_DEBUG=INFO tells the way that messages take"
+    "see whether variables above keep NCCL from using it; look at peer access, `nvidia-smi topo -m` and "
+    "`nvidia-smi nvlink -s`; NCCL_DEBUG=INFO shows which path messages take"
 )
 
 
@@ -190,7 +191,7 @@ def judge_case(section: Section, outcome: Outcome) -> dict[str, Any]:
         step = time_text(round(result["step_ns"] / 1000))
         exact = "to the last bit" if not difference else f"within {difference:.0e}"
         what = "loss and gradients" if result["trains"] else "loss"
-        section.ok(about, f"{what} as of the unsplit model, {exact}; a step takes {step}, {size}")
+        section.ok(about, f"{what} as in the unsplit model, {exact}; a step takes {step}, {size}")
     fields = {**case.to_fields(), "message_bytes": case.message_bytes, "verdict": verdict, "error": outcome.error}
     known = {"difference": difference if math.isfinite(difference) else None, "step_ns": result.get("step_ns")}
     return {**fields, **known}
@@ -201,7 +202,7 @@ def judge_files(section: Section, outcomes: Sequence[Outcome], max_files: int) -
     counts = [outcome.result["open_files"] for outcome in outcomes if outcome.step.do == "case" and outcome.result]
     if not counts or not max(counts):
         return
-    text = f"at most {max(counts)} files and sockets on a rank"
+    text = f"at most {max(counts)} files and sockets per rank"
     if 0 < max_files < max(counts) / _FEW_FILES:
         section.warning("open files", f"{text}, of {max_files}", "ulimit -n 4096: your data loaders need some, too")
     else:

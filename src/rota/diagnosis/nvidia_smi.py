@@ -68,7 +68,7 @@ def look(run: Callable[..., subprocess.CompletedProcess[str]] = subprocess.run) 
             return Driver(error=f"nvidia-smi failed: {words[-1][:200]}")
         matrix = run([program, "topo", "-m"], capture_output=True, text=True, errors="replace", timeout=_TIMEOUT_S)
     except subprocess.TimeoutExpired:
-        return Driver(error=f"nvidia-smi did not answer within {_TIMEOUT_S} s, as where the driver hangs")
+        return Driver(error=f"nvidia-smi did not answer within {_TIMEOUT_S} s: perhaps the driver hangs")
     except OSError as error:
         return Driver(error=f"nvidia-smi cannot be run: {error.strerror}")
     return Driver(devices(listed.stdout), ways(matrix.stdout) if not matrix.returncode else None)

@@ -113,7 +113,7 @@ class Report:
         if counts["problem"]:
             return f"{told}: Rota does not run here as it should; see the remedies above."
         if not any(finding.section.startswith(SELF_TEST) and finding.level == "ok" for finding in self.findings):
-            return f"{told}: nothing was found that keeps Rota from running, but the self-test has not run."
+            return f"{told}: nothing was found that keeps Rota from running, but the self-test was not run."
         return f"{told}: Rota runs here."
 
 

@@ -91,12 +91,12 @@ def _judge_torch(section: Section, software: Software, facts: dict[str, Any]) ->
         return
     least, ceiling = _range_of_torch()
     version = _numbers(facts["torch"])
-    wanted = f"Rota has run with {'.'.join(map(str, least))} up to below {'.'.join(map(str, ceiling))}"
+    wanted = f"Rota has been tested with {'.'.join(map(str, least))} or newer, below {'.'.join(map(str, ceiling))}"
     if least and version < least:
         section.problem("PyTorch", f"{facts['torch']}; {wanted}", f"{_INSTALL} --upgrade")
     elif ceiling and version >= ceiling:
         remedy = "install an older PyTorch if the self-test below fails"
-        section.warning("PyTorch", f"{facts['torch']} is newer than any that Rota has run with; {wanted}", remedy)
+        section.warning("PyTorch", f"{facts['torch']} is newer than any tested version; {wanted}", remedy)
     else:
         section.ok("PyTorch", facts["torch"])
     import torch.distributed as dist

@@ -60,7 +60,7 @@ _HARMS: Mapping[str, _Harm] = {
     "NCCL_CHECKS_DISABLE": _Harm(_on, "wrong arguments are not noticed"),
     "NCCL_ALGO": _Harm(_any, "NCCL may not choose the fastest algorithm, or fail where yours does not exist"),
     "NCCL_PROTO": _Harm(_any, "NCCL may not choose the fastest protocol; LL128 corrupts data where links reorder"),
-    "NCCL_DEBUG": _Harm(_is("INFO", "TRACE"), "it logs to standard output, and slows down", "set it to WARN"),
+    "NCCL_DEBUG": _Harm(_is("INFO", "TRACE"), "it logs to standard output, and slows the run down", "set it to WARN"),
     "NCCL_DMABUF_ENABLE": _Harm(_off, "messages to other nodes may be copied through host memory"),
     "NCCL_BLOCKING_WAIT": _Harm(_on, _SERIAL),
     "TORCH_NCCL_BLOCKING_WAIT": _Harm(_on, "the host waits for each message, so that nothing overlaps"),
@@ -74,7 +74,7 @@ _HARMS: Mapping[str, _Harm] = {
     "AMD_SERIALIZE_KERNEL": _Harm(_on, _SERIAL),
     "CUDA_DEVICE_MAX_CONNECTIONS": _Harm(
         _is("1"),
-        "kernels start in the order of their launch: plans cannot hang by it, but messages overlap less with compute",
+        "kernels start in the order of their launch: plans cannot hang, but messages overlap less with compute",
         "unset it, unless tensor parallelism in your stages needs it",
     ),
     "PYTORCH_NO_CUDA_MEMORY_CACHING": _Harm(_on, "each allocation waits for the device"),

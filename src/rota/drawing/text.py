@@ -83,7 +83,7 @@ def to_text(timeline: Timeline | Plan, width: int = 80, color: bool = False, *, 
 
 def _links(timeline: Timeline, width: int) -> list[str]:
     """Return lines that say how busy each shared link is; none if there are no such links."""
-    found = [f"{name} {busy:.1%} busy" for name, busy in utilisation(timeline)]
+    found = [f"shared link {name}: {busy:.1%} busy" for name, busy in utilisation(timeline)]
     return ["", *_flow(found, " · ", width)] if found else []
 
 

@@ -217,7 +217,7 @@ class TorchEngine:
             self._agree(flags)
         changed, syncs, leaves, *scales = flags.tolist()
         if syncs and leaves:
-            raise PipelineError("some ranks gave step sync=True, others sync=False; give all the same")
+            raise PipelineError("some ranks gave step sync=True, others sync=False; pass the same on all ranks")
         self._loss_scale.refuse_differences(*scales)
         self._signature = signature
         return bool(changed)

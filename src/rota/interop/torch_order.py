@@ -157,4 +157,4 @@ def _refuse_differences(path: str | Path, text: str, stage: Any) -> None:
     bounds = torch.tensor([digest, -digest], device=stage.device)
     dist.all_reduce(bounds, dist.ReduceOp.MAX, group=stage.group)
     if bounds[0] != -bounds[1]:
-        raise PipelineError(f"{path} is not the same file on all ranks of the pipeline; give all the same")
+        raise PipelineError(f"{path} is not the same file on all ranks of the pipeline; use the same file on all")

@@ -84,7 +84,7 @@ class StageModule(nn.Module):
             output = self.stages.call(self.stage, self._arguments(value), self.step.inputs[microbatch])
             if added.losses:
                 raise PipelineError(
-                    f"stage {self.stage} calls rota.add_loss, which PyTorch's engine does not take; run the plan by "
+                    f"stage {self.stage} calls rota.add_loss, which PyTorch's engine does not support; run the plan on "
                     f"Rota's engine"
                 )
             leaving, layout = self.leaving(output, microbatch)

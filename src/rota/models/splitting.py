@@ -235,7 +235,7 @@ def _find(cut: int | str, possible: Mapping[int, str], names: str) -> int:
             return by_name[_plain(cut)]
         close = get_close_matches(_plain(cut), by_name, n=1)
         hint = f", did you mean {possible[by_name[close[0]]]!r}?" if close else "."
-    raise SplitError(f"cuts has {cut!r}, which is no possible cut{hint} Possible are: {names}")
+    raise SplitError(f"cuts has {cut!r}, which is not a possible cut{hint} Possible cuts are: {names}")
 
 
 def _plain(path: str) -> str:

@@ -327,7 +327,7 @@ def _parse_names(
         }
         if unknown := sorted(paths.keys() - own):
             raise SplitError(
-                f"names[{stage}] has {unknown[0]!r}, which is no module or weight of stage {stage}, a "
+                f"names[{stage}] has {unknown[0]!r}, which is not a module or weight of stage {stage}, a "
                 f"{type(module).__name__}: give paths as its named_modules() has them"
             )
     return parsed

@@ -69,7 +69,7 @@ class Answer:
     Attributes:
         request: The arguments of the call.
         candidates: The best plan of each kind, fastest first.
-        usual: 1F1B on equal layers, with the sizes of the best plan; None for inference.
+        usual: 1F1B with the same number of layers in each stage, and the sizes of the best plan; None for inference.
         counts: Numbers of layouts and plans that were tried.
         bound_us: A lower bound on the step time of every layout.
         elapsed_s: Seconds that the search took.
@@ -216,7 +216,8 @@ class Answer:
         steps = self.best.steps
         if steps is None:
             return " (estimated)" if self.request.estimated_for else " (predicted)"
-        return f" (measured: {count_text(len(steps.steps_us), 'step')}, the middle half within {steps.spread:.1%})"
+        count = count_text(len(steps.steps_us), "step")
+        return f" (measured: median of {count}, interquartile range {steps.spread:.1%})"
 
     def _predicted(self) -> list[str]:
         """The predictions of the best plan's step beside what was measured; or why nothing was."""
@@ -271,7 +272,7 @@ class Answer:
         equal = "1F1B with equal layers: " if mark == "·" else ""
         if self._is_unmeasured(found):
             slower = self._by_layers_us(found) / max(self._by_layers_us(self.best), 1) - 1
-            return f"      {equal}{slower:+.1%} by the layers' figures; its stages were not measured"
+            return f"      {equal}{slower:+.1%} according to its layers' times; its stages were not measured"
         return f"      {equal}{why_slower(found, self.best)}"
 
     def _search(self) -> list[str]:
@@ -313,9 +314,9 @@ class Answer:
             return [f"Lower bound for every layout, from its work alone: {time_text(self.bound_us)} per step"]
         # The measured stages say nothing about layouts whose stages were not measured.
         before = [one.before_us for one in self.confirmed if one.found is self.best]
-        beside = f"; by the same figures this plan takes {time_text(before[0])}" if before else ""
+        beside = f"; according to the same times, this plan takes {time_text(before[0])}" if before else ""
         return [
-            f"Lower bound for every layout by the layers' figures, not by what was measured: "
+            f"Lower bound for every layout according to the layers' times, not to measured steps: "
             f"{time_text(self.bound_us)} per step{beside}"
         ]
 

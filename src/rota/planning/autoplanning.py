@@ -40,13 +40,13 @@ def autoplan(
     """Find the fastest way to do training steps of a model on a machine.
 
     It chooses together: ranks per pipeline and replicas, cuts, stages per rank and their shape, rows per micro-batch,
-    recomputation, and the schedule. As simulated, the plan is never slower than any named schedule on equal layers,
-    with nothing or everything recomputed, unless time runs out: then the answer says so. With the search extra it also
-    searches the orders of the best candidates. Among plans that are equally fast within the profile's spread, it takes
-    the simplest. It uses replicas only if the cost of their all-reduces is known, and recomputes stages only if memory
-    is limited.
+    recomputation, and the schedule. As simulated, the plan is never slower than any named schedule with the same number
+    of layers in each stage and nothing or everything recomputed, unless time runs out: then the answer says so. With
+    the search extra it also searches the orders of the best candidates. Among plans that are equally fast within the
+    profile's spread, it takes the simplest. It uses replicas only if the cost of their all-reduces is known, and
+    recomputes stages only if memory is limited.
 
-    Ctrl-C ends the search with the best plan so far. So does an error that `progress` raises: it becomes a warning and
+    Ctrl-C ends the search with the best plan so far. An error that `progress` raises does the same: it is a warning and
     the answer's `stopped_by`, or is raised if there is no plan yet. A search that ends by itself gives the same answer
     every time.
 
@@ -163,9 +163,9 @@ def _nothing_fits(sweep: Sweep) -> SearchError:
     # What was not tried may need less.
     nothing = (
         f"found nothing that fits in {elapsed_s:.0f} s, with {sweep.num_left:,} of {sweep.num_layouts:,} "
-        f"layouts not looked at: give a longer --time-limit. So far the least"
+        f"layouts not examined: give a longer --time-limit. So far, the plan that needs the least memory"
         if ran_out
-        else "found nothing that fits: the least"
+        else "found nothing that fits: the plan that needs the least memory"
     )
     return SearchError(
         f"{nothing} is {closest.schedule} on {layout.num_ranks} ranks x {layout.num_replicas}, "

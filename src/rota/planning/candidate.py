@@ -88,7 +88,10 @@ class Request:
             raise PlacementError("profiles is empty: measure the layers for one number of rows or more")
         for rows, layers in profiles.items():
             if layers.rows != rows:
-                raise PlacementError(f"profiles[{rows}] is of micro-batches of {layers.rows} rows; give it as that")
+                raise PlacementError(
+                    f"profiles[{rows}] was measured with {count_text(layers.rows, 'row')} per micro-batch; give it as "
+                    f"profiles[{layers.rows}]"
+                )
         fits = isinstance(batch_rows, int) and not all(batch_rows % rows for rows in profiles)
         if not fits or not 1 <= batch_rows <= _MOST_ROWS:
             raise PlacementError(

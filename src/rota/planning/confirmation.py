@@ -153,8 +153,8 @@ class _Confirming:
             self.confirmed.append(Confirmed(found.makespan_us, again))
         if not self.confirmed:
             raise SearchError(
-                "none of the plans fits as its stages were measured; profile the layers again (--refresh), or plan "
-                "with less memory than there is, to leave room"
+                "none of the plans fits in memory with its stages as measured; profile the layers again (--refresh), "
+                "or plan with a lower limit, to leave room"
             )
         if not isinstance(self.usual, Found) or any(self.usual.is_as(one.found) for one in self.confirmed):
             return
@@ -193,7 +193,7 @@ class _Confirming:
         """Run steps of the plans that matter most, and of the other candidates if there is time for all of them."""
         plans = self._by_importance()
         while plans and (least := self._least_s(plans)) > self._deadline.left_s:
-            self._leave_out(f"steps of {_named(plans.pop())}, which take {least:.1f} s in all with those before it")
+            self._leave_out(f"steps of {_named(plans.pop())}: with the steps of the plans before it, {least:.1f} s")
         if not plans:
             self.predicted_because = "no time was left for it"
             return
@@ -208,7 +208,7 @@ class _Confirming:
         self.was_short = once > 0
         if once:
             self.remarks.append(
-                f"for lack of time {count_text(once, 'plan')} started only once, and steps differ from start to "
+                f"for lack of time, {count_text(once, 'plan')} started only once, and steps differ from start to "
                 f"start: give a longer --time-limit"
             )
         if busy := _why_busy(steps):

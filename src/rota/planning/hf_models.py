@@ -19,7 +19,7 @@ _LENGTH = 1024  # of a row in tokens, if nothing else is asked for; fewer where 
 _REFUSED = {
     "auto_map": "it names code of its own, which Rota does not run",
     "custom_pipelines": "it names code of its own, which Rota does not run",
-    "quantization_config": "its weights are quantized, and cannot be trained so",
+    "quantization_config": "its weights are quantized, and quantized weights cannot be trained",
 }
 _ATTENTION = ("attn_implementation", "_attn_implementation")
 
@@ -56,7 +56,7 @@ def read_config(spec: str) -> HfModel:
     try:
         fields = reading.load(reading.read_text(path))
     except ValueError as error:
-        raise FormatError(f"{path}: is no JSON: {error}") from None
+        raise FormatError(f"{path}: is not JSON: {error}") from None
     if not isinstance(fields, dict) or not isinstance(fields.get("model_type"), str):
         raise FormatError(f"{path}: has no model_type; give the config.json of a transformers model")
     for name, value in _fields(fields):
@@ -73,7 +73,7 @@ def read_config(spec: str) -> HfModel:
     try:
         config = AutoConfig.for_model(fields["model_type"], **{**known, "use_cache": False})
     except Exception as error:
-        raise FormatError(f"{path}: transformers does not take it: {type(error).__name__}: {error}") from error
+        raise FormatError(f"{path}: transformers does not accept it: {type(error).__name__}: {error}") from error
     return HfModel(path, config)
 
 

@@ -70,7 +70,7 @@ class ModelFile:
         """Inputs and targets of that many rows. Raises FormatError if make_batch fails, or returns something else."""
         made = _made(self, f"make_batch({rows})", lambda: self.make_batch(rows))
         if not isinstance(made, tuple) or len(made) != 2:
-            raise FormatError(f"{self.path}: make_batch({rows}) returned no pair; return (inputs, targets)")
+            raise FormatError(f"{self.path}: make_batch({rows}) did not return a pair; return (inputs, targets)")
         return made
 
 
@@ -120,7 +120,7 @@ def _module(path: str) -> ModuleType:
     name = f"rota_model_file_{Path(path).stem}"
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
-        raise FormatError(f"{path} is no Python file; give one that ends in .py")
+        raise FormatError(f"{path} is not a Python file; give one that ends in .py")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # where the sources of its classes are looked up
     with _importing_beside(path):

@@ -109,7 +109,7 @@ class Planner(Iterator[PlannedBatch]):
         options: Mapping[str, Any] | None = None,
     ) -> None:
         if (model is None) == (plan_with is None):
-            raise PipelineError("give a Planner either model=, what stages cost by size, or plan_with=, a function")
+            raise PipelineError("give a Planner either model= (what stages cost by size) or plan_with= (a function)")
         if model is not None and "packed" in (options or {}):
             raise PipelineError(
                 "options has packed, which the sizes of micro-batches depend on; give it to the Planner itself"
@@ -231,7 +231,9 @@ class Planner(Iterator[PlannedBatch]):
         if not job.has_batch:
             raise PipelineError(_OTHER_NUMBER)
         if job.samples is not None and [[*of_sample] for of_sample in job.lengths] != lengths:
-            raise PipelineError("the processes' loaders yield samples of different lengths; give all the same batches")
+            raise PipelineError(
+                "the processes' loaders yield samples of different lengths; give the same batches to all"
+            )
 
     def _prepared(self, answer: dict[str, Any]) -> _Found:
         of_replica, lengths = answer["replicas"][self._pipeline.replica], answer["lengths"]
@@ -252,7 +254,7 @@ class Planner(Iterator[PlannedBatch]):
 
 
 _END: Any = object()
-_OTHER_NUMBER = "the processes' loaders differ in their number of batches; give all the same"
+_OTHER_NUMBER = "the processes' loaders differ in their number of batches; give the same batches to all"
 
 
 @dataclass(slots=True)

@@ -181,7 +181,7 @@ class LinkMeasurements:
         if self.ranks_per_core > 1:
             notes.append(
                 f"{self.ranks_per_core:g} ranks share a core: what a message costs its ranks includes that it takes "
-                f"the core away from others; it holds on this machine alone, with this number of ranks"
+                f"the core away from others; it is valid only on this machine, with this number of ranks"
             )
         if self.busy > 0:
             notes.append(
@@ -229,7 +229,7 @@ _PAIR_COLUMNS = (
     ("largest", "the largest message and its time, alone"),
     (
         "spread",
-        "how far the middle half of the repeats is apart, as a part of their median; the worst size",
+        "interquartile range of the repeats, as a share of their median; the worst size",
     ),
 )
 _HOST_COLUMNS = (
@@ -241,7 +241,7 @@ _HOST_COLUMNS = (
 _COST_COLUMNS = (
     ("message", "beside ranks that all compute"),
     ("sender", "how much longer the sender's ops take for each message"),
-    ("±", "how far the middle half of the repeats is apart"),
+    ("±", "interquartile range of the repeats"),
     ("receiver", "how much longer the receiver's ops take for each message"),
     ("± ", "as above, of the receiver"),
 )

@@ -169,7 +169,7 @@ def profile_chunks(
         repeats: Number of runs; their median counts.
 
     Returns:
-        [num_chunks]: the costs of each. Place them, and join the placements by `Placement.of_classes`.
+        [num_chunks]: the costs of each. Place them, and join the placements with `Placement.of_classes`.
 
     Raises:
         PipelineError: The batch cannot be cut, or the stages are not on this machine.
@@ -229,7 +229,8 @@ def _costs_of(job: _Job, rows: list[StageCosts], note: str, report: Callable[[st
             per_edge[edge.source, edge.target] = sizes[0], sizes[1]
     edges = [(edge.source, edge.target) for edge in stages.edges]
     report(
-        f"F and B of a stage vary by {max(row.spread for row in rows):.0%} at most (the middle half of {job.repeats})"
+        f"F and B of a stage vary by {max(row.spread for row in rows):.0%} at most (interquartile range of "
+        f"{job.repeats} repeats)"
     )
     forward, again, backward, weight = zip(*(row.times_us for row in rows), strict=True)
     peaks = [*zip(*(row.peaks for row in rows), strict=True)]

@@ -100,7 +100,7 @@ def load_pretrained(
 def _stored(folder: Path) -> dict[str, _Stored]:
     """All tensors of the folder by name, from the files' headers."""
     if not folder.is_dir():
-        raise FormatError(f"{folder} is no folder; give one with {_SINGLE} or {_INDEX}")
+        raise FormatError(f"{folder} is not a folder; give one with {_SINGLE} or {_INDEX}")
     if (folder / _INDEX).is_file():
         wanted: dict[str, set[str] | None] = {**_index(folder / _INDEX)}
     elif (folder / _SINGLE).is_file():

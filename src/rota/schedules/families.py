@@ -315,7 +315,7 @@ FAMILIES = (
         "DeepSeek-AI 2024",
         "split",
         bubble=_DUALPIPE,
-        use_when="As dualpipe_v, with memory for two copies of the weights; mixtures of experts with long messages.",
+        use_when="Like dualpipe_v, with memory for two copies of the weights; mixtures of experts with long messages.",
     ),
     Family(
         "chimera",

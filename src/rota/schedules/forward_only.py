@@ -16,7 +16,7 @@ from rota.tasks import Kind, Op
 
 
 def forward_only(placement: Placement, num_microbatches: int) -> Plan:
-    """Every micro-batch forward, in order; several stages on a rank take turns.
+    """The forward of every micro-batch, in order; several stages on a rank take turns.
 
     Args:
         placement: F tasks only: `placement.forward_only()`.

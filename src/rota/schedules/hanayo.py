@@ -28,7 +28,7 @@ _SHAPE = "rota.wave(costs, cluster)"
 def hanayo(placement: Placement, num_microbatches: int) -> Plan:
     """Waves in which a rank keeps the activations of at most p micro-batches, as in 1F1B. W runs right after I.
 
-    It tries several ways to handle a last unit that is not full, and to let ops overtake late ones, and takes the
+    Rota tries several ways to handle a last unit that is not full, and to let ops overtake late ones, and takes the
     fastest plan.
 
     Args:

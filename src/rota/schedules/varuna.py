@@ -1,8 +1,9 @@
 """Varuna: activations are recomputed just in time for the gradient, and whatever frees memory goes first.
 
 Athlur et al., "Varuna: Scalable, Low-cost Training of Massive Deep Learning Models", EuroSys 2022, section 3.2. In
-ticks of F = R = 1 and B = 2, a rank takes what it can in the order: second half of a backward, backward, recompute,
-forward. A recompute becomes ready when the next stage is half through its backward, so it ends as the gradient comes.
+ticks of F = R = 1 and B = 2, a rank runs the first of these that is ready: second half of a backward, backward,
+recompute, forward. A recompute becomes ready when the next stage is half through its backward, so it ends when the
+gradient arrives.
 
     rank 0  F0 F1 F2 .  .  R0 B0 B0 F3 R1 B1 B1 …
     rank 1  .  F0 F1 .  R0 B0 B0 ...

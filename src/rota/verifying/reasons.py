@@ -221,13 +221,13 @@ def other_values(matching: Matching, probes: Probes, of_stages: Sequence[dict[st
 def _of_value(name: str, where: str, stage: int, here: list[float] | None, there: list[float] | None) -> str:
     if not where.startswith("in "):
         return (
-            f"{name!r} of stage {stage} returns something different from the unsplit model, from equal inputs: check "
+            f"{name!r} of stage {stage} returns another result than in the unsplit model, from equal inputs: check "
             f"its training mode, its buffers, and random numbers that it draws"
         )
     argument = where.removeprefix("in ")
     got = "None, where the unsplit model passes a tensor" if there is None else "different values"
     got = "a tensor, where the unsplit model passes None" if here is None else got
-    return f"{name!r} of stage {stage} gets a different {argument!r} from the unsplit model: {got}"
+    return f"{name!r} of stage {stage} gets a different {argument!r} than in the unsplit model: {got}"
 
 
 def _listed(values: Iterable[object]) -> str:

@@ -123,7 +123,7 @@ class _Verifier:
                 comparison, why, parts, dropped = self._compared(dtype, matching)
             comparisons.append(comparison)
             if dropped:
-                notes.append("dropout was switched off, in both")
+                notes.append("dropout was switched off in both models")
             if not agreed(side, comparison.is_equal and not why):
                 break
         why += agreed(side, self._other_weights(matching) if side.is_first else [])

@@ -198,7 +198,7 @@ def test_the_text_begins_with_the_verdict_and_tells_the_worst_first() -> None:
     times = f"{measured.makespan_us / 1000:.1f} ms against {planned.makespan_us / 1000:.1f} simulated"
     share = difference / planned.makespan_us
     assert lines[0].startswith(f"runs to its end; {times}, {share:+.1%} (the median of 3 steps")
-    assert f"The difference of +{difference:,} µs is made of:" in text
+    assert f"The difference of +{difference:,} µs is made up of:" in text
     assert f"later arrivals  {difference:>+12,} µs" in text
     rows = [line.split() for line in lines]
     assert rows.index(["1", "1,234", "1B0", "(+1,000", "µs)"]) < rows.index(["0", "40", "0F1", "(+30", "µs)"])

@@ -87,7 +87,7 @@ def test_bytes_stay_bytes_and_a_rank_waits_for_another(both: tuple[Any, Any]) ->
     of_leader.wait(["a"], timedelta(seconds=1))
     with pytest.raises(RuntimeError, match=r"the store has no 'b' after 0\.01 s"):
         of_leader.wait(["b"], timedelta(seconds=0.01))
-    with pytest.raises(RuntimeError, match="is no number"):
+    with pytest.raises(RuntimeError, match="is not a number"):
         of_follower.add("a", 1)
     with pytest.raises(RuntimeError, match="takes 131,072 bytes per value"):
         of_leader.set("a", "x" * 200_000)

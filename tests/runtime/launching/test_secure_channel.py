@@ -341,7 +341,7 @@ def test_a_secret_that_is_no_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(PipelineError, match=r"cannot read the secret .*: No such file"):
         given_secret(tmp_path / "none")
     os.mkfifo(tmp_path / "pipe", 0o600)
-    with pytest.raises(PipelineError, match=r"is no regular file"):
+    with pytest.raises(PipelineError, match=r"is not a regular file"):
         given_secret(tmp_path / "pipe")
-    with pytest.raises(PipelineError, match=r"is no regular file|Is a directory"):
+    with pytest.raises(PipelineError, match=r"is not a regular file|Is a directory"):
         given_secret(tmp_path)

@@ -65,7 +65,7 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("--node-link", type=link, metavar="LINK", help=help_text)
     help_text = "use measured links from `rota profile links -o cluster.json` instead of --link"
     parser.add_argument("--links", metavar="FILE", help=help_text)
-    help_text = "slowdown of each rank relative to the measured one, such as 1,1,1.5,1.5 (default: all 1)"
+    help_text = "slowdown of each rank relative to the measured device, such as 1,1,1.5,1.5 (default: all 1)"
     parser.add_argument("--slowdowns", type=_slowdowns, default=(), metavar="X,…", help=help_text)
     parser.add_argument("--inference", action="store_true", help="plan forward passes only")
     help_text = (
@@ -98,7 +98,7 @@ def _slowdowns(text: str) -> tuple[float, ...]:
 def run(arguments: Namespace) -> int:
     """Print the fastest plan found for the model or its profile, and write it to --output. Returns the exit code."""
     if arguments.model is None and arguments.profile is None:
-        raise InputError("nothing to plan; give MODEL.py, or --profile of `rota profile`, or both")
+        raise InputError("nothing to plan; give MODEL.py, or --profile with a file from `rota profile`, or both")
     from rota.planning import autoplan
     from rota.planning.deadline import Deadline
 
@@ -180,7 +180,7 @@ def _next_commands(answer: Answer, arguments: Namespace) -> str:
     exports = export
     if not arguments.exportable:
         exports = "  rota autoplan … --exportable    # plan what other trainers can run, then\n" + export
-    return f" ({elsewhere}):\n{exports}Or, where the plan is to run, with Rota:\n{train}{in_train}"
+    return f" ({elsewhere}):\n{exports}Or, with Rota, on the machines that the plan is for:\n{train}{in_train}"
 
 
 def _why_elsewhere(answer: Answer, arguments: Namespace) -> str:
@@ -276,7 +276,7 @@ def _measured(
     if between:
         measured = _listed([num_rows for num_rows in found if num_rows not in between])
         remarks.append(
-            f"for lack of time layers were measured with {measured} rows per micro-batch only; their costs with "
+            f"for lack of time, layers were measured with {measured} rows per micro-batch only; their costs with "
             f"{_listed(between)} rows are interpolated: give a longer --time-limit to measure them"
         )
     if missing := sorted({*sizes} - {*found}):

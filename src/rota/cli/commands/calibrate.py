@@ -18,7 +18,7 @@ from rota.timeline import Timeline
 
 def add_arguments(parser: Parser) -> None:
     """Add the arguments of `rota calibrate` to its parser."""
-    help_text = "timeline.json from `rota run --timeline`; with several timelines, the median time of each op is used"
+    help_text = "timeline.json from `rota run --timeline`; with several timelines, medians are over all of them"
     parser.add_argument("timelines", nargs="+", metavar="MEASURED", help=help_text)
     parser.add_argument(
         "--plan",
@@ -39,7 +39,7 @@ def add_arguments(parser: Parser) -> None:
 def run(arguments: Namespace) -> int:
     """Print the calibrated costs and the plan chosen for them, and write both where asked. Returns the exit code."""
     if arguments.time_limit is not None and arguments.schedule != SEARCH:
-        raise InputError("--time-limit is for --plan search; leave it out, or search")
+        raise InputError("--time-limit is for --plan search; leave it out, or add --plan search")
     timelines = [_measured(path) for path in arguments.timelines]
     named = None if arguments.schedule == SEARCH else arguments.schedule
     with progress_line() as show:

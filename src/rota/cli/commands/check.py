@@ -99,13 +99,13 @@ def _check_torch(path: str, planned: Plan) -> None:
         _print_proof(*_torch_text("the messages that it derives", torch_order.check_torch_order(by_torch)))
         if differences := torch_order.first_differences(by_torch, planned.to_csv(communication=True)):
             print_text(
-                f"  Its order of messages is not the plan's, which makespan and --device are about ({differences});\n"
-                f"  rota.interop.keep_order runs the plan's order (docs/other-trainers.md)"
+                f"  PyTorch sends messages in another order than the plan; makespan and --device refer to the plan's\n"
+                f"  ({differences}); rota.interop.keep_order runs the plan's order (docs/other-trainers.md)"
             )
         try:
             torch_order.check_torch_order(derived(text, defers_receives=True))
         except PlanError as error:
-            print_text(f"  defer_pp_recv=True could hang or swap messages, leave it off: {error}")
+            print_text(f"  defer_pp_recv=True could hang or swap messages; leave it off: {error}")
 
 
 def _print_proof(proved: str, why: str) -> None:

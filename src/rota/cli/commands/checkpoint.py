@@ -67,7 +67,7 @@ def _verify(arguments: Namespace) -> int:
     whole, damaged = _readable(arguments.folder)
     for saved in whole:
         found = damages(saved)
-        whole_text = f"whole: {len(saved.manifest.files)} files, {saved.num_bytes:,} bytes"
+        whole_text = f"complete: {len(saved.manifest.files)} files, {saved.num_bytes:,} bytes"
         print(f"{_name(saved.path)}  {printable('; '.join(found) or whole_text)}")
         damaged += [saved.path.name] * bool(found)
     if damaged:
@@ -82,7 +82,7 @@ def _readable(folder: str) -> tuple[list[Saved], list[str]]:
 
     found, damaged = find(Path(folder))
     for path in unfinished_ones(Path(folder)):
-        print(f"{_name(path)}  not whole, left out by load")
+        print(f"{_name(path)}  incomplete, ignored by load")
     for path, error in damaged:
         print(f"{_name(path)}  unreadable: {printable(str(error))}")
     return found, [path.name for path, _ in damaged]

@@ -20,9 +20,9 @@ _DETAILS = """
 
 First, the command reports versions, accelerators and their memory, the device of each rank, peer access, the host's
 limits, and environment variables that slow down or break training. Then it starts one process per device, or CPU
-processes if there is no device. It measures messages between each pair of processes, and how much their clocks differ.
-Finally, it runs small plans and compares their gradients with those of the unsplit model. All of this takes less than
-two minutes.
+processes if there is no device. It measures how fast each pair of processes exchanges messages, and how much the
+clocks of the processes differ. Finally, it runs small plans and compares their gradients with those of the unsplit
+model. All of this takes less than two minutes.
 
 Each line begins with ok, skipped (with the reason), warning (Rota runs, but slowly or with a risk of failure) or
 problem (with the fix).

@@ -28,7 +28,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.second is not None:
         a, b = arguments.timeline, arguments.second
         raise InputError(
-            f"explain takes one file, not {a} and {b}; to explain a measured timeline by its plan, give "
+            f"explain takes one file, not {a} and {b}; to explain a measured timeline with its plan, use "
             f"`rota explain measured.json --planned plan.json`; `rota compare` compares the two"
         )
     timeline = files.read_timeline(arguments.timeline)

@@ -30,7 +30,7 @@ _SPLIT = (
 )
 _WHOLE = (
     "The plan's backwards are whole, so torch.compile may be on. Activation checkpointing may be on as well, but the "
-    "plan counts on its time and memory only if it was profiled with it."
+    "plan includes its time and memory only if the layers were profiled with it."
 )
 
 

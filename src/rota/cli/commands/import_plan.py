@@ -32,13 +32,13 @@ def _add_megatron(parser: Parser) -> None:
     parser.add_argument(
         "--ranks", type=int, metavar="N", required=True, help="Megatron's --pipeline-model-parallel-size"
     )
-    parser.add_argument("--microbatches", type=int, required=True, help="micro-batches per step")
+    parser.add_argument("--microbatches", type=int, metavar="M", required=True, help="micro-batches per step")
     _add_costs_and_output(parser)
 
 
 def _add_deepspeed(parser: Parser) -> None:
     parser.add_argument("file", help="JSON file with PipelineModule.parts, a list such as [0, 4, 8]")
-    parser.add_argument("--microbatches", type=int, required=True, help="micro-batches per step")
+    parser.add_argument("--microbatches", type=int, metavar="M", required=True, help="micro-batches per step")
     _add_costs_and_output(parser)
 
 

@@ -14,9 +14,9 @@ from rota.cli.screen import print_replicas, progress_line
 
 def add_arguments(parser: Parser) -> None:
     """Add the arguments of `rota rehearse` to its parser."""
-    help_text = "plan.json; several plans run one after another, one step each"
+    help_text = "plan.json; if there are several, each runs for one step, one after another, and --steps has no effect"
     parser.add_argument("plans", nargs="+", metavar="plan", help=help_text)
-    help_text = "number of steps after one warm-up step (default: 5)"
+    help_text = "number of steps to measure, after one to four warm-up steps (default: 5)"
     parser.add_argument("--steps", type=number(1), metavar="N", default=5, help=help_text)
     parser.add_argument("--allocate", action="store_true", help="also allocate the memory that the plan needs")
     help_text = (

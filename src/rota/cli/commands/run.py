@@ -152,7 +152,8 @@ def run(arguments: argparse.Namespace) -> int:
         "--secret-file",
     ):
         if option in arguments.arguments:
-            print(f"rota run: {option} after the script goes to the script; for rota put it first", file=sys.stderr)
+            told = f"{option} is passed to the script, because it follows it; for `rota run`, put it before the plan"
+            print(f"rota run: {told}", file=sys.stderr)
     try:
         done = launch(
             planned,
@@ -181,7 +182,8 @@ def run(arguments: argparse.Namespace) -> int:
             raise PipelineError(
                 f"{arguments.script} ran no step of a Pipeline: there is no timeline to write to {arguments.timeline}"
             )
-        then = f", the timeline of the last step; see it with `rota compare {arguments.plan} {arguments.timeline}`"
+        command = f"rota compare {arguments.plan} {arguments.timeline}"
+        then = f", the timeline of the last step; compare it with the plan: `{command}`"
         files.write(arguments.timeline, done.timeline.to_json(), then)
     return _report_end(done, planned, arguments.timeline)
 

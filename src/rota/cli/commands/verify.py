@@ -30,11 +30,11 @@ def add_arguments(parser: Parser) -> None:
     help_text = "Python file that defines make_model(), make_batch(rows) and loss_fn, as for `rota autoplan`, and "
     help_text += "make_unsplit() if make_model returns rota.Stages that you built yourself; or hf:config.json"
     parser.add_argument("model", metavar="MODEL.py", help=help_text)
-    help_text = "tokens per row, if MODEL.py has no make_batch (default: 1024, or the model's maximum if smaller)"
+    help_text = "tokens per row, for Hugging Face models without a make_batch (default: 1024, or the model's "
+    help_text += "maximum if smaller)"
     parser.add_argument("--length", type=number(1), metavar="N", help=help_text)
-    parser.add_argument(
-        "--rows", type=number(1), metavar="N", help="rows per micro-batch (default: the plan's, otherwise 1)"
-    )
+    help_text = "rows per micro-batch (default: as in the plan, or 1 if the plan does not say)"
+    parser.add_argument("--rows", type=number(1), metavar="N", help=help_text)
     help_text = "run the unsplit model on the whole batch (default), or one micro-batch at a time, as gradient "
     help_text += "accumulation does and BatchNorm requires"
     parser.add_argument(

@@ -142,7 +142,7 @@ def _difference(comparison: Comparison, device: str) -> str:
         ("the rest", comparison.rest_us, rest),
     ]
     lines = [f"  {what:<16}{us:>+12,} µs   ({why})" for what, us, why in rows]
-    return "\n".join([f"The difference of {comparison.difference_us:+,} µs is made of:", *lines])
+    return "\n".join([f"The difference of {comparison.difference_us:+,} µs is made up of:", *lines])
 
 
 def _overhead_table(rehearsal: Rehearsal) -> str:
@@ -162,7 +162,7 @@ def _link_table(rehearsal: Rehearsal) -> str:
         for link in sorted(rehearsal.links, key=lambda link: link.planned_us - link.median_us)
     ]
     header = "  ranks    messages     bytes  planned µs  median µs    planned MB/s    real MB/s"
-    return _table("What messages took, the latest against the plan first:", header, rows) if rows else ""
+    return _table("What messages took, those furthest behind the plan first:", header, rows) if rows else ""
 
 
 def _memory_table(rehearsal: Rehearsal) -> str:
@@ -172,7 +172,8 @@ def _memory_table(rehearsal: Rehearsal) -> str:
         for m in sorted(rehearsal.memory, key=lambda m: m.planned_bytes - (m.process_bytes or 0))
     ]
     header = "  rank  planned peak    held by its ops    process grew by"
-    return _table("The most memory of each rank (planned with messages, ops without):", header, rows) if rows else ""
+    title = "Peak memory of each rank (planned: with messages; held by its ops: without):"
+    return _table(title, header, rows) if rows else ""
 
 
 def _rate(time_us: int, bytes_per_us: float) -> str:

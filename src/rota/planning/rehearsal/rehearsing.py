@@ -121,7 +121,9 @@ def rehearse_batches(
         check(plan)
         _refuse(plan, 1, False, timeout_s, CPU)
         if plan.num_ranks != plans[0].num_ranks:
-            raise PipelineError(f"the plans have {plan.num_ranks} and {plans[0].num_ranks} ranks; give all the same")
+            raise PipelineError(
+                f"the plans have {plan.num_ranks} and {plans[0].num_ranks} ranks; give plans with the same number"
+            )
     planned_us = tuple(simulate(plan).makespan_us for plan in plans)
     if timeout_s is None:
         timeout_s = max(20e-6 * max(planned_us), 60)

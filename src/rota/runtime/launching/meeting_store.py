@@ -99,7 +99,7 @@ class LeadersStore(_Values):
                 return None
             case "add":
                 if found is not None and not found.removeprefix("-").isdecimal():
-                    raise StoreError(f"{reading.short(key)} is no number")
+                    raise StoreError(f"{reading.short(key)} is not a number")
                 number = int(found or 0) + request["by"].integer()
                 self._put(key, str(number))
                 return number

@@ -33,7 +33,7 @@ def _read(path: Path) -> bytes:
         with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
             of_file = os.fstat(file.fileno())
             if not stat.S_ISREG(of_file.st_mode):
-                raise PipelineError(f"the secret {path} is no regular file; {_MAKE}")
+                raise PipelineError(f"the secret {path} is not a regular file; {_MAKE}")
             if of_file.st_mode & (stat.S_IRWXG | stat.S_IRWXO):
                 raise PipelineError(f"others may read or write the secret {path}; run `chmod 600 {path}`")
             if of_file.st_uid not in (os.geteuid(), 0):
