@@ -139,6 +139,8 @@ def _placement_of_csv(text: str, costs: Costs | None) -> Placement:
         raise FormatError("the CSV is empty; it needs one line per rank, such as 0F0,0F1,0B0,0B1")
     ranks = schedule_csv.stage_ranks(orders)
     kinds = {op.kind for order in orders for op in order}
+    if costs is not None and costs.num_stages != len(ranks):
+        raise FormatError(f"the CSV has {len(ranks)} stages, but --costs has costs of {costs.num_stages}; give all")
     costs = assumed_costs(len(ranks)) if costs is None else costs
     costs = costs.with_split_backward() if Kind.W in kinds else costs
     placement = place(costs, Cluster.uniform(len(orders)), ranks)
