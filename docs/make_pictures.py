@@ -36,7 +36,7 @@ def main() -> None:
         rota(["compare", str(planned), str(measured), "-o", str(path / "both.html")])
         browser = playwright.chromium.launch(executable_path=chromium, args=FLAGS)
         for name, dark in (("page.png", False), ("page.dark.png", True)):
-            shoot(browser, path / "both.html", name, point=(0.45, 0.54), dark=dark)
+            shoot(browser, path / "both.html", name, point=(0.145, 0.57), dark=dark)
         save(v_shaped(), path / "v.html", title="ZB-V on 4 ranks")
         shoot(browser, path / "v.html", "page_follow.png", keys="]]]]]", point=(0.62, 0.3))
         save(large(), path / "large.html", title="1F1B, 64 ranks × 512 micro-batches: 65,536 ops")
