@@ -1,5 +1,7 @@
 """Writes the pictures of README.md and docs/seeing.md: `make pictures`. Needs Chromium.
 
+The site shows NAME.dark.png instead of NAME.png in its dark theme.
+
 python docs/make_pictures.py [FOLDER]      FOLDER: what `rota demo` wrote; without it the demo is run
 """
 
@@ -33,7 +35,8 @@ def main() -> None:
         planned, measured = demo / "plan.json", demo / "measured.json"
         rota(["compare", str(planned), str(measured), "-o", str(path / "both.html")])
         browser = playwright.chromium.launch(executable_path=chromium, args=FLAGS)
-        shoot(browser, path / "both.html", "page.png", point=(0.45, 0.54))
+        for name, dark in (("page.png", False), ("page.dark.png", True)):
+            shoot(browser, path / "both.html", name, point=(0.145, 0.57), dark=dark)
         save(v_shaped(), path / "v.html", title="ZB-V on 4 ranks")
         shoot(browser, path / "v.html", "page_follow.png", keys="]]]]]", point=(0.62, 0.3))
         save(large(), path / "large.html", title="1F1B, 64 ranks × 512 micro-batches: 65,536 ops")

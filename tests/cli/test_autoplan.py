@@ -15,6 +15,7 @@ from rota.cli import main
 from rota.cli.arguments import parse_link
 from rota.cli.commands.autoplan import by_importance
 from rota.errors import PipelineError
+from rota.planning import model_file
 from rota.profiles import Profile
 from rota.profiling.places import memory_bytes_per_rank
 from rota.runtime import host_memory
@@ -172,6 +173,95 @@ def test_links_that_cannot_be_measured_are_counted_as_free(
     assert told.startswith("Transfers are counted as free; give --link or --links")
     remark = "links were not measured, so transfers are counted as free: the machine is too busy"
     assert remark in " ".join(told.split())  # whatever the width of the terminal
+
+
+BLOCKS = """
+import torch
+from torch import nn
+from rota import CutPoint
+
+class Block(nn.Module):
+    def __init__(self, mark=None):
+        super().__init__()
+        self.attention, self.mlp, self.mark = nn.Linear(4, 4), nn.Linear(4, 4), mark
+        self.cut = CutPoint() if mark else None
+
+    def forward(self, x):
+        x = self.attention(x)
+        x = self.cut(x) if self.mark == "inside" else x
+        x = self.mlp(x)
+        return self.cut(x) if self.mark == "end" else x
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.layers = nn.Linear(4, 4), nn.ModuleList([Block(MARK) for _ in range(3)])
+
+    def forward(self, x):
+        x = self.embed(x) if self.embed is not None else x
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+class Wrapped(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.model, self.head = Model(), nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.head(self.model(x))
+
+def make_model():
+    return MODEL()
+
+def make_batch(rows):
+    return torch.ones(rows, 4), torch.ones(rows, 4)
+
+loss_fn = nn.functional.mse_loss
+"""
+
+
+@pytest.mark.parametrize(
+    ("model", "mark", "cuts", "told"),
+    [
+        ("Model", None, "layers.*.mlp", "at layers.0.mlp: it is inside layers.0, .* with --cuts 'layers.*', or"),
+        ("Model", None, "layers.*.attention", "at layers.0.attention: it is inside layers.0, "),
+        ("Wrapped", None, "model.layers.*.mlp", "at model.layers.0.mlp: .* with --cuts 'model.layers.*', or"),
+        ("Model", "'inside'", None, "at layers.0.cut: it is inside layers.0, .* call the CutPoint between bl"),
+        ("Model", None, "layers.*", ""),
+        ("Model", None, None, ""),
+        ("Model", "'end'", None, ""),
+        ("Wrapped", None, None, "to Megatron and DeepSpeed only; .* 'model.layers.0' is inside 'model', "),
+        ("lambda: nn.Sequential(Model(), Model())", None, None, "DeepSpeed only; .* an nn.Sequential calls"),
+    ],
+)
+def test_cuts_that_no_other_trainer_can_make(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    model: str,
+    mark: str | None,
+    cuts: str | None,
+    told: str,
+) -> None:
+    """Refused before anything is measured, or because of the names in a profile; others get a warning at most."""
+    monkeypatch.chdir(tmp_path)
+    Path("model.py").write_text(BLOCKS.replace("MARK", str(mark)).replace("MODEL()", f"({model})()"))
+    options = ["--ranks", "2", "--batch", "4", "--exportable", "--time-limit", "600", "-o", "plan.json"]
+    given = [] if cuts is None else ["--cuts", cuts]
+    with monkeypatch.context() as patched:
+        patched.setattr(model_file, "profile_file", lambda *_, **__: (_ for _ in ()).throw(PipelineError("measures")))
+        code = main(["autoplan", "model.py", *given, *options])
+    error = capsys.readouterr().err
+    assert re.search(told, error)
+    refused = "--exportable: no other trainer can begin a stage at" in error
+    assert (code, "measures" in error) == ((2, False) if refused else (1, True))
+    assert ("warning" in error) == ("only" in told)
+    assert main(["profile", "model.py", *given, "--device", "h100", "-o", "profile.json"]) == 0
+    code = main(["autoplan", "--profile", "profile.json", *options])
+    assert code == (2 if refused else 0)
+    assert (re.search(told, capsys.readouterr().err) is not None) == (refused or not told)
+    assert Path("plan.json").exists() is not refused
 
 
 def test_a_model_too_large_for_this_machine_is_estimated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

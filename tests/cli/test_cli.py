@@ -114,7 +114,35 @@ def test_csv_is_written_and_read(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert code == 0
     assert "4 stages and 3 micro-batches on 2 ranks" in out
     assert re.search(r"^  no times given; with B twice as long as F, and .*: makespan \d+ F$", out, re.MULTILINE)
+    assert "these times are assumed; --costs costs.json gives the costs of each stage" in out
     assert "µs" not in out
+
+
+def test_times_of_a_csv_are_assumed_or_given(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, costs, timeline = tmp_path / "plan.csv", tmp_path / "costs.json", tmp_path / "timeline.json"
+    given = Costs(forward_us=(5, 7, 6, 8), backward_us=(11, 13, 12, 14))
+    costs.write_text(given.to_json())
+    assert run(capsys, "plan", "interleaved_1f1b", "--stages", 4, "--ranks", 2, "--microbatches", 4, "-o", path)[0] == 0
+    commands = [["check", path], ["simulate", path], ["bound", path], ["explain", path]]
+    for command in commands:
+        code, out, err = run(capsys, *command, "--json")
+        assert (code, json.loads(out)["times_assumed"]) == (0, True)
+        assert f"{path} has no times; assumed are 1 ms for F, 2 ms for B, and" in err
+        assert f"`rota simulate {path} --costs costs.json -o timeline.json` uses the costs of each stage" in err
+    assert "has no times" in run(capsys, "show", path)[2]
+    assert run(capsys, "simulate", path, "--costs", costs, "-o", timeline)[0] == 0
+    read = Timeline.from_json(timeline.read_text())
+    placement = place(given, Cluster.uniform(2), [0, 1, 0, 1])
+    assert read.makespan_us == simulate(Plan.from_csv(path.read_text(), placement)).makespan_us < 1000
+    for command in (["check", path, "--costs", costs], ["simulate", timeline]):
+        code, out, err = run(capsys, *command, "--json")
+        fields = json.loads(out)
+        assert (code, err, fields["times_assumed"], fields["makespan_us"]) == (0, "", False, read.makespan_us)
+    code, _, err = run(capsys, "simulate", timeline, "--costs", costs)
+    assert (code, "has costs of its own; leave --costs out" in err) == (2, True)
+    costs.write_text(Costs.uniform(3).to_json())
+    code, _, err = run(capsys, "check", path, "--costs", costs)
+    assert (code, "the CSV has 4 stages, but --costs has costs of 3; give all" in err) == (2, True)
 
 
 def test_measured_costs_are_taken_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -172,6 +172,43 @@ def test_torchtitan_makes_weights_where_it_must(here: Path, capsys: pytest.Captu
     assert stages_of(out)[0] == "tok_embeddings layers.0"
 
 
+SKIPS = """x = self.tok_embeddings(x) if self.tok_embeddings is not None else x
+        for layer in self.layers.values():
+            x = layer(x)
+        return self.output(x) if self.output is not None else x
+"""
+
+
+def test_torchtitan_runs_every_stage_without_the_modules_of_others(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    batch = "\n\ndef make_batch(rows):\n    return torch.zeros(rows, 3, dtype=torch.long), None\n"
+    calls_all = MODEL.replace("from torch import nn", "import torch\nfrom torch import nn") + batch
+    before, _, after = calls_all.partition("x = self.tok_embeddings(x)\n")
+    skips = before + SKIPS + after.partition("return self.output(x)\n")[2]
+    export = ["export", "torchtitan", "plan.json", "--cuts", "layers.1,layers.2,output"]
+    for name, text in (("all", calls_all), ("skips", skips), ("large", skips.replace("4, 4", "10**9, 10**9"))):
+        (here / f"{name}.py").write_text(text.replace("(10, 4)", "(10, 10**9)") if name == "large" else text)
+    code, out, error = run(capsys, *export, "--model", "all.py:plain", "-o", "all")
+    assert (code, out) == (2, "")
+    assert "all.py: stage 0 calls 'output', which torchtitan replaces with None there" in error
+    assert not (here / "all").exists()
+    code, out, _ = run(capsys, *export, "--model", "all.py:plain", "--unchecked", "-o", "all")
+    assert code == 0
+    assert "so the model's forward must skip them" in out
+    code, out, _ = run(capsys, *export, "--model", "skips.py:plain", "-o", "skips")
+    assert code == 0
+    assert "Checked: every stage runs without the modules of the others" in out
+    (here / "large.py").write_text((here / "large.py").read_text().replace("nn.Linear(4, 10)", "nn.Linear(10**9, 10)"))
+    code, out, _ = run(capsys, *export, "--model", "large.py:plain", "-o", "large")
+    assert code == 0
+    assert "Checked, by shapes only: every stage" in out
+    (here / "fails.py").write_text(skips.replace("torch.zeros(rows", "torch.zeros(words"))
+    code, out, _ = run(capsys, *export, "--model", "fails.py:plain", "-o", "fails")
+    assert code == 0
+    assert "This was not checked: fails.py: make_batch(1) raised NameError: name 'words' is not defined." in out
+
+
 def test_deepspeed(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     by_type = ["--layers", "Embedding, Linear*7", "--type", "LIN"]
     code, out, error = run(capsys, "export", "deepspeed", "three.json", *by_type, "-o", "parts.json")

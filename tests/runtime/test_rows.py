@@ -40,6 +40,7 @@ def steps(rank: int, plan: Plan, batches: list[Any]) -> tuple[str, Timeline]:
 
 
 RAGGED = [*batch(16)[0].split([3, 5, 4, 4])], [*batch(16)[1].split([3, 5, 4, 4])]
+MOSTLY_LARGER = [*batch(22)[0].split([6, 6, 4, 6])], [*batch(22)[1].split([6, 6, 4, 6])]
 LARGER = [*batch(22)[0].split([6, 6, 5, 5])], [*batch(22)[1].split([6, 6, 5, 5])]
 CASES: dict[str, tuple[Plan, list[Any], str]] = {
     "as planned": (plan_for(5), [batch(20), batch(40)], ""),
@@ -56,6 +57,7 @@ CASES: dict[str, tuple[Plan, list[Any], str]] = {
         "for micro-batches of 5 rows, but this step's have 2",
     ),
     "some are as planned": (plan_for(4), [RAGGED], ""),
+    "one is as planned": (plan_for(4), [MOSTLY_LARGER], "of 4 rows, but 3 of this step's 4 have 6, so the plan's"),
     "none is as planned": (plan_for(4), [LARGER], "for micro-batches of 4 rows, but this step's have 5 to 6, so the"),
 }
 

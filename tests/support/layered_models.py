@@ -53,7 +53,7 @@ class CutGPT(nn.Module):
         self.cuts = [CutPoint() for _ in range(num_blocks - 1)]
 
     def forward(self, tokens: Tensor) -> Tensor:
-        x = self.whole.embed(tokens) + self.whole.position
+        x = self.whole.embed(tokens)
         for i, block in enumerate(self.whole.blocks):
             x = block(x)
             if i < len(self.cuts):

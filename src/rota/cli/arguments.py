@@ -167,6 +167,15 @@ def add_output(
     parser.set_defaults(written={"output": writes})
 
 
+def add_costs_of_csv(parser: Parser) -> None:
+    """--costs, for commands that compute times of a schedule CSV."""
+    help_text = (
+        "for a schedule CSV, which has no times: costs of each stage, as Costs.to_json() or `rota calibrate --costs` "
+        "writes them (default: forward 1 ms, backward 2 ms)"
+    )
+    parser.add_argument("--costs", metavar="FILE", help=help_text)
+
+
 def add_json(parser: Parser) -> None:
     """--json."""
     parser.add_argument("--json", action="store_true", help="print the figures as JSON instead of text")

@@ -23,6 +23,8 @@ from rota.simulation import timeline_of
 from rota.tasks import Kind
 from rota.timeline import Timeline
 
+#: What a schedule CSV gets from `assumed_costs`.
+ASSUMED_TIMES = "assumed are 1 ms for F, 2 ms for B, and 1 ms each for I and W"
 _PICTURES = (".html", ".png", ".svg", ".pdf")
 
 #: The kind of an output decides which names are refused, and whether a folder is made.
@@ -52,9 +54,9 @@ def read_cluster(path: str) -> Cluster:
         return Cluster.from_json(text)
 
 
-def read_plan(path: str) -> Plan:
-    """A plan.json, the plan inside a timeline.json, or a schedule CSV (then with the default costs)."""
-    loaded = read_plan_or_timeline(path)
+def read_plan(path: str, costs: str | None = None) -> Plan:
+    """A plan.json, the plan inside a timeline.json, or a schedule CSV, with the costs in a file or assumed ones."""
+    loaded = read_plan_or_timeline(path, costs)
     return loaded.plan if isinstance(loaded, Timeline) else loaded
 
 
@@ -65,12 +67,15 @@ def read_timeline(path: str) -> Timeline:
         return timeline_of(loaded)
 
 
-def read_plan_or_timeline(path: str) -> Plan | Timeline:
-    """The plan in a plan.json or schedule CSV, or the timeline in a timeline.json."""
+def read_plan_or_timeline(path: str, costs: str | None = None) -> Plan | Timeline:
+    """The plan in a plan.json or schedule CSV, or the timeline in a timeline.json. `costs`: a file, for a CSV."""
     text = text_of(path)
+    of_stages = None if costs is None else read_costs(costs)
+    if costs is not None and not is_csv(path):
+        raise InputError(f"--costs {costs}: {path} has costs of its own; leave --costs out")
     with named(path):
         if is_csv(path):
-            return Plan.from_csv(text, _placement_of_csv(text))
+            return Plan.from_csv(text, _placement_of_csv(text, of_stages))
         document = reading.parse(text, "plan", "timeline")
         return Timeline.from_fields(document) if document.path == "timeline" else Plan.from_fields(document)
 
@@ -81,6 +86,19 @@ def note_one_step(command: str, path: str) -> None:
         f"rota {command}: {path} has one step (the last one, if `rota run` wrote it); other steps may differ",
         file=sys.stderr,
     )
+
+
+def note_assumed_times(command: str, *paths: str) -> bool:
+    """Say on standard error which files have no times, so that times are assumed. Returns whether there is one."""
+    without = [path for path in paths if is_csv(path)]
+    for path in without:
+        print(f"rota {command}: {path} has no times; {ASSUMED_TIMES}; {how_to_give_times(path)}", file=sys.stderr)
+    return bool(without)
+
+
+def how_to_give_times(path: str) -> str:
+    """The command that makes a timeline of a schedule CSV with the user's own times."""
+    return f"for your own, `rota simulate {path} --costs costs.json -o timeline.json` uses the costs of each stage"
 
 
 def is_csv(path: str) -> bool:
@@ -117,14 +135,16 @@ def named(path: str) -> Iterator[None]:
         raise InputError(f"{path}: {error}") from None
 
 
-def _placement_of_csv(text: str) -> Placement:
-    """A chain of stages where the CSV puts them: F 1 ms, B 2 ms or I and W 1 ms each, no limit."""
+def _placement_of_csv(text: str, costs: Costs | None) -> Placement:
+    """A chain of stages where the CSV puts them, without a memory limit, with these costs or `ASSUMED_TIMES`."""
     orders = schedule_csv.read(text)
     if not orders:
         raise FormatError("the CSV is empty; it needs one line per rank, such as 0F0,0F1,0B0,0B1")
     ranks = schedule_csv.stage_ranks(orders)
     kinds = {op.kind for order in orders for op in order}
-    costs = assumed_costs(len(ranks))
+    if costs is not None and costs.num_stages != len(ranks):
+        raise FormatError(f"the CSV has {len(ranks)} stages, but --costs has costs of {costs.num_stages}; give all")
+    costs = assumed_costs(len(ranks)) if costs is None else costs
     costs = costs.with_split_backward() if Kind.W in kinds else costs
     placement = place(costs, Cluster.uniform(len(orders)), ranks)
     return placement if kinds - {Kind.F} else placement.forward_only()

@@ -13,6 +13,17 @@ from torch.nn import functional
 NUM_BYTES, LENGTH, WIDTH, NUM_BLOCKS, NUM_HEADS = 256, 64, 128, 8, 4
 
 
+class Embedding(nn.Module):
+    """Maps bytes (batch, length) to vectors of them and their positions."""
+
+    def __init__(self, width, length):
+        super().__init__()
+        self.byte, self.position = nn.Embedding(NUM_BYTES, width), nn.Parameter(torch.randn(length, width) * 0.02)
+
+    def forward(self, tokens):
+        return self.byte(tokens) + self.position
+
+
 class Block(nn.Module):
     """A transformer block with pre-norm: attention and MLP, each added to its input."""
 
@@ -35,13 +46,12 @@ class GPT(nn.Module):
 
     def __init__(self, num_blocks=NUM_BLOCKS, width=WIDTH, num_heads=NUM_HEADS, length=LENGTH):
         super().__init__()
-        self.embed = nn.Embedding(NUM_BYTES, width)
-        self.position = nn.Parameter(torch.randn(length, width) * 0.02)
+        self.embed = Embedding(width, length)
         self.blocks = nn.ModuleList(Block(width, num_heads) for _ in range(num_blocks))
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, NUM_BYTES)
 
     def forward(self, tokens):
-        x = self.embed(tokens) + self.position
+        x = self.embed(tokens)
         for block in self.blocks:
             x = block(x)
         return self.head(self.norm(x))

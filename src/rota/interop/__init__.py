@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from rota.interop.naming import named_actions as named_actions
     from rota.interop.planned_config import in_planned_order as in_planned_order
     from rota.interop.planned_config import with_plan as with_plan
+    from rota.interop.running_parts import check_parts as check_parts
     from rota.interop.torch_engine import TorchEngine as TorchEngine
     from rota.interop.torch_order import keep_order as keep_order
     from rota.interop.torch_order import schedule_from as schedule_from
@@ -27,6 +28,7 @@ _TRAINERS = ("deepspeed", "megatron", "torchtitan")
 _HOMES = {
     "ImportedTrace": "rota.interop.traces",
     "TorchEngine": "rota.interop.torch_engine",
+    "check_parts": "rota.interop.running_parts",
     "import_traces": "rota.interop.traces",
     "in_planned_order": "rota.interop.planned_config",
     "keep_order": "rota.interop.torch_order",
@@ -40,6 +42,7 @@ _HOMES = {
 __all__ = [
     "ImportedTrace",
     "TorchEngine",
+    "check_parts",
     "deepspeed",
     "import_traces",
     "in_planned_order",

@@ -87,10 +87,9 @@ class Candidates:
     """A model, recorded, with the modules that a stage may begin with."""
 
     def __init__(self, model: nn.Module, cuts: Iterable[int | str] | None, inputs: Mapping[str, Any]) -> None:
-        named = [cut for cut in cuts or () if isinstance(cut, str)]
         self._model, self._inputs = model, inputs
-        self._blocks = matching(model, named) if named else find_blocks(model)
-        self._recording = record(model, _outermost(self._blocks), inputs)
+        self._blocks = outermost_candidates(model, cuts)
+        self._recording = record(model, self._blocks, inputs)
 
     def called(self) -> dict[int, str]:
         """The first call of each module, with its path, in order."""
@@ -117,7 +116,10 @@ class Candidates:
         return carve(self._model, self._recording, calls, self._inputs, relay)
 
 
-def _outermost(paths: Sequence[str]) -> list[str]:
+def outermost_candidates(model: nn.Module, cuts: Iterable[int | str] | None) -> list[str]:
+    """The modules that a stage may begin with: those that `cuts` names, or `find_blocks`; none inside another."""
+    named = [cut for cut in cuts or () if isinstance(cut, str)]
+    paths = matching(model, named) if named else find_blocks(model)
     return [path for path in paths if not any(path.startswith(other + ".") for other in paths)]
 
 

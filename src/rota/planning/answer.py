@@ -175,7 +175,8 @@ class Answer:
             f"{time_text(best.step_us)} per step{self._source()}",
             *self._compared(),
             *self._predicted(),
-            f"  ranks       {layout.num_ranks} x {count_text(layout.num_replicas, 'replica')}, {used} of {ranks}",
+            f"  ranks       {layout.num_ranks} per pipeline x {count_text(layout.num_replicas, 'replica')}: {used} of "
+            f"{ranks}",
             f"  stages      {layout.num_stages} ({several}), layers {_runs(sizes)}",
             *_cuts(best),
             f"  step        {count_text(layout.num_microbatches, 'micro-batch', 'es')} per replica, of "

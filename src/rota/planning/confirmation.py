@@ -130,6 +130,7 @@ class _Confirming:
         self.confirmed: list[Confirmed] = []
         self.usual, self.alone = answer.usual, None if answer.request.inference else one_process(answer.request)
         self.remarks: list[str] = []
+        self._left_out: dict[str, list[str]] = {}  # what was not done for lack of time, of which plans
         self.predicted_because = ""
         self.was_short = False  #: whether some plan was started only once
 
@@ -141,7 +142,7 @@ class _Confirming:
             if len(self.confirmed) >= _MOST:
                 break
             if self.confirmed and not self._has_time_for(found, is_alike=found in others):
-                self._leave_out(f"stages of {_named(found)}")
+                self._leave_out("measuring the stages of", found)
                 continue
             self._report(f"measuring the stages of {_named(found)}")
             again = self._stages_of(found, repeats)
@@ -192,8 +193,8 @@ class _Confirming:
     def run_steps(self) -> None:
         """Run steps of the plans that matter most, and of the other candidates if there is time for all of them."""
         plans = self._by_importance()
-        while plans and (least := self._least_s(plans)) > self._deadline.left_s:
-            self._leave_out(f"steps of {_named(plans.pop())}: with the steps of the plans before it, {least:.1f} s")
+        while plans and self._least_s(plans) > self._deadline.left_s:
+            self._leave_out("running steps of", plans.pop())
         if not plans:
             self.predicted_because = "no time was left for it"
             return
@@ -202,7 +203,7 @@ class _Confirming:
         for found, of_found in zip(plans, steps, strict=False):
             self._take(found, _with_steps(found, of_found))
         for found in plans[len(steps) :] if steps else []:
-            self._leave_out(f"steps of {_named(found)}")
+            self._leave_out("running steps of", found)
         best_us = min((one.median_us for one in steps), default=0)
         once = sum(one.num_starts == 1 and not is_far(one, best_us) for one in steps)
         self.was_short = once > 0
@@ -255,9 +256,14 @@ class _Confirming:
             self.usual = after
         self.confirmed = [one._replace(found=after) if one.found is before else one for one in self.confirmed]
 
-    def _leave_out(self, what: str) -> None:
-        self.remarks.append(f"left out for lack of time: {what}")
+    def _leave_out(self, what: str, found: Found) -> None:
+        self._left_out.setdefault(what, []).append(_named(found))
         self._deadline.ran_out = True
+
+    def _remarks(self) -> list[str]:
+        """What to know about the figures; of all plans for which something was left out, one line."""
+        left_out = (f"left out for lack of time: {what} {', '.join(of)}" for what, of in self._left_out.items())
+        return [*left_out, *self.remarks]
 
     def answered(self, answer: Answer) -> Answer:
         """The answer with what was measured."""
@@ -292,7 +298,7 @@ class _Confirming:
             tolerance=(tolerance := _spread_of(plans, least)),
             one_process=alone,
             predicted_because="" if best.steps is not None else self.predicted_because,
-            remarks=(*answer.remarks, *self.remarks, *_too_noisy(tolerance), *_disagreement(confirmed)),
+            remarks=(*answer.remarks, *self._remarks(), *_too_noisy(tolerance), *_disagreement(confirmed)),
             ran_out=answer.ran_out or self._deadline.ran_out,
             elapsed_s=answer.elapsed_s + self._deadline.elapsed_s,
         )

@@ -31,6 +31,8 @@ from rota.profiling.places import is_here
 from rota.runtime.losses import LossFn
 from rota.runtime.messages import over_tensors
 
+_SMALL_BYTES = 2**26  # of parameters: such a model runs a row in seconds, also on a CPU
+
 EXAMPLE = """\
     def make_model():
         return GPT()                                   # with CutPoints, an nn.Sequential, or rota.Stages
@@ -65,6 +67,14 @@ class ModelFile:
                 f"{self.path}: make_model returned a {type(model).__name__}; return an nn.Module, or rota.Stages"
             )
         return model
+
+    def made_without_weights(self) -> nn.Module | Stages:
+        """What make_model returns on the meta device, or with weights if it needs their numbers."""
+        try:
+            with torch.device("meta"):
+                return self.made_model()
+        except FormatError:
+            return self.made_model()
 
     def made_batch(self, rows: int) -> tuple[Any, Any]:
         """Inputs and targets of that many rows. Raises FormatError if make_batch fails, or returns something else."""
@@ -188,8 +198,43 @@ def _with_line(error: Exception, path: str) -> str:
     return f"{type(error).__name__}: {error}" + (f" (line {lines[-1]})" if lines else "")
 
 
-def load_model_shape(spec: str) -> nn.Module:
-    """The model that `spec`, FILE.py:FUNCTION, makes on the meta device, where weights need no memory.
+@final
+@dataclass(frozen=True, slots=True)
+class ExportedModel:
+    """The model of FILE.py:FUNCTION, on the meta device if the function can make it there.
+
+    Attributes:
+        path: The file.
+        model: The model.
+        make: The function.
+        make_batch: The file's `make_batch`; None: it has none.
+    """
+
+    path: str
+    model: nn.Module
+    make: Callable[[], Any]
+    make_batch: Callable[[int], Any] | None
+
+    def with_batch(self) -> tuple[nn.Module, Any]:
+        """The model and the inputs of one row: with weights if these are small, otherwise on the meta device.
+
+        Raises FormatError if the file makes no such batch.
+        """
+        if self.make_batch is None:
+            raise FormatError(f"{self.path} has no make_batch(rows)")
+        num_bytes = sum(parameter.numel() * parameter.element_size() for parameter in self.model.parameters())
+        with _importing_beside(self.path):
+            try:
+                inputs, _ = self.make_batch(1)
+                model = self.make() if num_bytes <= _SMALL_BYTES else self.model
+            except Exception as error:
+                raise FormatError(f"{self.path}: make_batch(1) raised {_one_line(error)}") from error
+        device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+        return model, over_tensors(lambda tensor: tensor.to(device), inputs)
+
+
+def load_exported_model(spec: str) -> ExportedModel:
+    """The model that `spec`, FILE.py:FUNCTION, makes.
 
     The file is run as `python FILE.py` would run it: it can import what is beside it. Where the function needs
     numbers, the weights are made after all, with a note on standard error. Raises FormatError where there is no such
@@ -204,7 +249,7 @@ def load_model_shape(spec: str) -> nn.Module:
             found = runpy.run_path(path, run_name="rota_model")
         except Exception as error:
             raise FormatError(f"--model {spec}: running {path} raised {_one_line(error)}") from error
-        make = found.get(name)
+        make, make_batch = found.get(name), found.get("make_batch")
         if not callable(make):
             raise FormatError(f"--model {spec}: {path} has no function {name!r}; define it, or name another")
         try:
@@ -213,7 +258,7 @@ def load_model_shape(spec: str) -> nn.Module:
             raise FormatError(f"--model {spec}: {name}() raised {_one_line(error)}") from error
     if not isinstance(model, nn.Module):
         raise FormatError(f"--model {spec}: {name}() returned a {type(model).__name__}; return an nn.Module")
-    return model
+    return ExportedModel(path, model, make, make_batch if callable(make_batch) else None)
 
 
 def _made_on_meta(make: Callable[[], object], name: str) -> object:

@@ -188,14 +188,16 @@ class MicrobatchInputs:
         return fingerprints("inputs", given, self._stages.input_names) | fingerprints("targets", wanted)
 
     def warn_of_other_rows(self, batch: Batch) -> None:
-        """Warn once if the plan's times and bytes are of micro-batches of another size."""
+        """Warn once if the plan's times and bytes are of another size of micro-batches than most of this step have."""
         planned, self._planned_rows = self._planned_rows, None
-        if planned is None or not self._is_first_reader or not batch.rows or planned in batch.rows:
+        others = [rows for rows in batch.rows if rows != planned]
+        if planned is None or not self._is_first_reader or 2 * len(others) <= len(batch.rows):
             return
-        least, most = min(filter(None, batch.rows), default=0), max(batch.rows)
+        least, most = min(filter(None, others), default=0), max(others)
         given = f"{least}" if least == most else f"{least} to {most}"
+        which = "this step's" if len(others) == len(batch.rows) else f"{len(others)} of this step's {len(batch.rows)}"
         print(
-            f"rota: the plan is for micro-batches of {count_text(planned, 'row')}, but this step's have {given}, "
+            f"rota: the plan is for micro-batches of {count_text(planned, 'row')}, but {which} have {given}, "
             f"so the plan's times and memory do not hold; give {planned * self._num_microbatches} rows per step, or "
             f"profile with micro-batches of {most} and plan again",
             file=sys.stderr,

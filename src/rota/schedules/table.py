@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import re
 import textwrap
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
@@ -149,7 +150,11 @@ _HEADER = (
 )
 _OPTIONAL = ("formula", "idle (paper)", "idle", "span", "vs. 1f1b", "stages")  # the first to go on a narrow terminal
 _NOTES = {
-    "peak": "peak: activations of the fullest rank",
+    "stages": "stages: per rank",
+    "makespan": "makespan: time of one step",
+    "span": "span: the longest time from a rank's first op to its last",
+    "bubble": "bubble: idle share of the step",
+    "peak": "peak: activations of the fullest rank, without weights",
     "vs. 1f1b": "vs. 1f1b: that peak as a share of 1f1b's",
     "idle": "idle: of the rank that idles least, as simulated",
     "idle (paper)": "idle (paper): the same by the formula of the schedule's paper",
@@ -172,7 +177,8 @@ def to_text(rows: list[Row], limit_bytes: int | None = None, width: int | None =
     planned = [row for row in rows if row.makespan_us is not None]
     cells = [_cells(row, row is winner, one_f_one_b) for row in planned]
     lines = table_lines(_HEADER, cells, left={"", "schedule", "formula", " "}, width=width, optional=_OPTIONAL)
-    notes = [text for name, text in _NOTES.items() if name in lines[0]]
+    columns = re.split(r" {2,}", lines[0].strip())
+    notes = [text for name, text in _NOTES.items() if name in columns]
     lines += ["", *(textwrap.fill(note, width or 120) for note in notes)]
     if missing := [row for row in rows if row.makespan_us is None]:
         names = max(len(row.name) for row in missing)

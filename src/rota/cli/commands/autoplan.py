@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from rota.cli import files, json_reports
 from rota.cli.arguments import add_json, add_model_options, add_output, add_time_limit, link, memory, number, rows
+from rota.cli.exportable import refuse_cuts_of_model, refuse_cuts_of_profile
 from rota.cli.json_reports import print_json
 from rota.cli.parser import Command, Parser
 from rota.cli.requirements import InputError, require
@@ -106,6 +107,9 @@ def run(arguments: Namespace) -> int:
     machine = _machine(arguments)
     model_file = None if arguments.model is None else _model_file(arguments)
     confirms = model_file is not None and arguments.device in (None, "cpu") and not arguments.inference
+    if arguments.exportable and arguments.profile is None:
+        assert model_file is not None
+        refuse_cuts_of_model(model_file, arguments.cuts)
     with progress_line() as show:
         remarks: list[str] = []
         if arguments.profile is None:
@@ -113,6 +117,8 @@ def run(arguments: Namespace) -> int:
             profiles = _measured(arguments, model_file, deadline, show, remarks)
         else:
             profiles = _read(arguments)
+            if arguments.exportable:
+                refuse_cuts_of_profile(profiles)
         if confirms and _is_here(arguments):
             machine = _machine_here(arguments, machine, profiles, deadline, show, remarks)
         if all(layers.num_layers == 1 for layers in profiles.values()) and machine.num_ranks > 1:

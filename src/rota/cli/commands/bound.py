@@ -33,8 +33,9 @@ def run(arguments: Namespace) -> int:
         (objective, value_us, bounds_of(planned.placement, planned.num_microbatches, objective))
         for objective, value_us in (("makespan", timeline.makespan_us), ("span", timeline.span_us))
     ]
+    assumed = files.note_assumed_times("bound", arguments.plan)
     if arguments.json:
-        print_json(json_reports.of_bounds(found))
+        print_json({"times_assumed": assumed, **json_reports.of_bounds(found)})
         return 0
     if isinstance(loaded, Timeline):
         _print_measured(loaded, timeline)

@@ -7,7 +7,7 @@ from typing import Any
 
 from rota import checking, simulation
 from rota.cli import files, json_reports
-from rota.cli.arguments import add_json
+from rota.cli.arguments import add_costs_of_csv, add_json
 from rota.cli.json_reports import print_json
 from rota.cli.parser import Command, Parser
 from rota.cli.requirements import InputError, require
@@ -27,6 +27,7 @@ _PARAGRAPH_COLUMNS = 112  # where the output is no terminal
 def add_arguments(parser: Parser) -> None:
     """Add the arguments of `rota check` to its parser."""
     parser.add_argument("plan", help="plan.json, or a schedule CSV")
+    add_costs_of_csv(parser)
     add_json(parser)
     parser.add_argument(
         "--device",
@@ -44,7 +45,7 @@ def add_arguments(parser: Parser) -> None:
 
 def run(arguments: Namespace) -> int:
     """Check the plan, and print its size, makespan (µs) and bubble. Returns the exit code."""
-    planned = files.read_plan(arguments.plan)
+    planned = files.read_plan(arguments.plan, arguments.costs)
     checking.check(planned)
     timeline = simulation.simulate(planned)
     if arguments.json:
@@ -56,7 +57,7 @@ def run(arguments: Namespace) -> int:
         f"{arguments.plan}: complete, in order, cannot deadlock, {fits}\n"
         f"  {planned.num_ops:,} ops of {planned.num_stages} stages and {planned.num_microbatches} micro-batches on "
         f"{planned.num_ranks} ranks\n"
-        f"  {_times(arguments.plan, timeline)}"
+        f"  {_times(arguments, timeline)}"
     )
     print_wire_effects(planned, report_columns())
     print_replicas(planned, "checked")
@@ -67,14 +68,19 @@ def run(arguments: Namespace) -> int:
     return 0
 
 
-def _times(path: str, timeline: Timeline) -> str:
+def _times(arguments: Namespace, timeline: Timeline) -> str:
     """The makespan and bubble; of a schedule CSV, which has no times, the makespan in units of a forward."""
-    if not files.is_csv(path):
+    if not _assumes_times(arguments):
         return f"makespan {timeline.makespan_us:,} µs, bubble {timeline.bubble_fraction:.1%}"
     return (
         f"no times given; with B twice as long as F, and I and W as long as F: makespan "
-        f"{timeline.makespan_us / ASSUMED_COSTS['forward_us']:g} F"
+        f"{timeline.makespan_us / ASSUMED_COSTS['forward_us']:g} F\n"
+        f"  these times are assumed; --costs costs.json gives the costs of each stage"
     )
+
+
+def _assumes_times(arguments: Namespace) -> bool:
+    return files.is_csv(arguments.plan) and arguments.costs is None
 
 
 def _fields(arguments: Namespace, planned: Plan, timeline: Timeline) -> dict[str, Any]:
@@ -82,7 +88,9 @@ def _fields(arguments: Namespace, planned: Plan, timeline: Timeline) -> dict[str
     if arguments.torch:
         raise InputError("--torch prints text only; leave --json or --torch out")
     proved = device_order.check_device_order(planned) if arguments.device else None
-    return {"accepted": True, "device_kernels": proved and proved.num_kernels, **json_reports.of_timeline(timeline)}
+    assumed = _assumes_times(arguments) and files.note_assumed_times("check", arguments.plan)
+    fields = {"accepted": True, "device_kernels": proved and proved.num_kernels, "times_assumed": assumed}
+    return fields | json_reports.of_timeline(timeline)
 
 
 def _check_torch(path: str, planned: Plan) -> None:

@@ -42,8 +42,9 @@ def run(arguments: Namespace) -> int:
         )
     compared = comparison.compare(planned, measured, arguments.cores)
     files.note_one_step("compare", arguments.measured)
+    assumed = files.note_assumed_times("compare", arguments.planned)
     if arguments.json:
-        print_json(json_reports.of_comparison(compared))
+        print_json({"times_assumed": assumed, **json_reports.of_comparison(compared)})
     else:
         print(compared.to_text(report_columns()))
     if arguments.output is not None:

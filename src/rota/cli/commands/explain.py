@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import json
 
 from rota import accounting
 from rota.cli import files
 from rota.cli.arguments import add_cores, add_json
+from rota.cli.json_reports import print_json
 from rota.cli.parser import Command, Parser
 from rota.cli.pictures import is_measured
 from rota.cli.requirements import InputError
@@ -36,7 +38,12 @@ def run(arguments: argparse.Namespace) -> int:
     explanation = accounting.explain(timeline, planned, arguments.cores)
     if is_measured(timeline):
         files.note_one_step("explain", arguments.timeline)
-    print(explanation.to_json() if arguments.json else explanation.to_text(report_columns()) + "\n", end="")
+    given = [path for path in (arguments.timeline, arguments.planned) if path is not None]
+    assumed = files.note_assumed_times("explain", *given)
+    if arguments.json:
+        print_json({"times_assumed": assumed, **json.loads(explanation.to_json())})
+    else:
+        print(explanation.to_text(report_columns()))
     return 0
 
 

@@ -6,15 +6,21 @@ from argparse import Namespace
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rota import checking, cutting
 from rota.cli import files
 from rota.cli.arguments import add_output, argument_type, comma_separated
 from rota.cli.parser import Command, Parser
 from rota.cli.requirements import InputError, require
+from rota.errors import FormatError, PipelineError, SplitError
 from rota.plan import Plan
 from rota.tasks import Kind
 from rota.units import count_text
+
+if TYPE_CHECKING:
+    from rota.interop.modules import Parts
+    from rota.planning.model_file import ExportedModel
 
 #: A requirement of torchtitan that not every model meets.
 _TITAN_LEAVES_NONE = (
@@ -48,6 +54,11 @@ def _add_torchtitan(parser: Parser) -> None:
         "plan's cuts; if it has none, evenly spaced CutPoints)"
     )
     parser.add_argument("--cuts", type=argument_type(_split), metavar="NAME,…", help=help_text)
+    help_text = (
+        "export even if stages of this model fail without the modules of other stages, for example because torchtitan "
+        "trains its own model with the same module names"
+    )
+    parser.add_argument("--unchecked", action="store_true", help=help_text)
     add_output(parser, "FOLDER", "folder for the files; created if missing", required=True, writes="files in a folder")
 
 
@@ -131,7 +142,12 @@ def _to_torchtitan(arguments: Namespace) -> int:
 
     for name in torchtitan.FILES:  # the folder itself may exist
         files.refuse_taken(Path(arguments.output, name), arguments.force)
-    parts = _parts(arguments.model, arguments.cuts or planned.cuts, planned.num_stages)
+    require("torch", "torch")
+    from rota.planning.model_file import load_exported_model
+
+    exported = load_exported_model(arguments.model)
+    parts = _parts(exported, arguments.cuts or planned.cuts, planned.num_stages)
+    checked = _TITAN_LEAVES_NONE if arguments.unchecked else _checked_parts(exported, parts)
     texts = torchtitan.render(parts, planned, arguments.output)
     files.make_folder(arguments.output)
     for path, text in texts.items():
@@ -141,29 +157,47 @@ def _to_torchtitan(arguments: Namespace) -> int:
     rows = planned.microbatch_rows
     given = f"{planned.num_microbatches} micro-batches" + (f" of {count_text(rows, 'row')} each" if rows else "")
     print(f"Give torchtitan {given} per step. docs/torchtitan.md has the launch commands of its versions.")
-    print(_TITAN_LEAVES_NONE)
+    print(checked)
     print(_SPLIT if any(task.kind is Kind.W for task in planned.placement.tasks) else _WHOLE)
     return 0
 
 
-def _parts(spec: str, cuts: Sequence[str] | None, num_stages: int) -> tuple[tuple[str, ...], ...]:
+def _parts(exported: ExportedModel, cuts: Sequence[str] | None, num_stages: int) -> Parts:
     """Cut at CutPoints if the model has any; otherwise a stage begins with each of the modules in `cuts`."""
-    require("torch", "torch")
     from rota.interop import module_parts, parts_beginning_with
     from rota.models import split
     from rota.models.cutpoint import find_cut_points
-    from rota.planning.model_file import load_model_shape
 
-    model = load_model_shape(spec)
+    model = exported.model
     if find_cut_points(model):
         chosen = None if cuts is None else [int(cut) if cut.isdecimal() else cut for cut in cuts]
         return module_parts(model, split(model, num_stages, chosen))
     if cuts is None:
         raise InputError(
-            f"--model {spec}: the model has no CutPoint; give --cuts, the module that each stage after the first "
-            f"begins with, such as --cuts layers.2,layers.4"
+            f"--model {exported.path}: the model has no CutPoint; give --cuts, the module that each stage after the "
+            f"first begins with, such as --cuts layers.2,layers.4"
         )
     return parts_beginning_with(model, cuts)
+
+
+def _checked_parts(exported: ExportedModel, parts: Parts) -> str:
+    """What to print of the check that each stage runs alone. Raises InputError if one does not."""
+    from rota.interop import check_parts
+
+    try:
+        model, inputs = exported.with_batch()
+        check_parts(model, parts, inputs)
+    except SplitError as error:
+        raise InputError(
+            f"--model {exported.path}: {error}. If torchtitan trains another model with these names, add --unchecked"
+        ) from None
+    except (FormatError, PipelineError) as error:
+        return f"{_TITAN_LEAVES_NONE} This was not checked: {error}."
+    only = ", by shapes only" if any(parameter.is_meta for parameter in model.parameters()) else ""
+    return (
+        f"Checked{only}: every stage runs without the modules of the others, and together they compute what the model "
+        f"computes."
+    )
 
 
 def _to_megatron(arguments: Namespace) -> int:

@@ -40,6 +40,7 @@ def run(arguments: Namespace) -> int:
     if len(arguments.plans) > 1:
         return _batches(arguments)
     planned = files.read_plan(arguments.plans[0])
+    assumed = files.note_assumed_times("rehearse", arguments.plans[0])
     with progress_line() as show:
         rehearsed = rehearsal.rehearse(
             planned,
@@ -50,7 +51,7 @@ def run(arguments: Namespace) -> int:
             progress=show,
         )
     if arguments.json:
-        print_json(json_reports.of_rehearsal(rehearsed))
+        print_json({"times_assumed": assumed, **json_reports.of_rehearsal(rehearsed)})
     else:
         print(rehearsed.to_text())
         print_replicas(planned, "rehearsed")

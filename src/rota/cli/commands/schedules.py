@@ -9,6 +9,7 @@ from rota.cli.parser import Command, Parser
 from rota.cli.requirements import InputError
 from rota.cli.screen import progress_line, terminal_columns
 from rota.schedules import table
+from rota.tables import fitted
 
 
 def add_arguments(parser: Parser) -> None:
@@ -38,6 +39,9 @@ def run(arguments: Namespace) -> int:
         print(table.to_json(rows) if arguments.json else table.to_csv(rows), end="")
     else:
         print(table.to_text(rows, arguments.limit, terminal_columns()))
+        if arguments.costs is arguments.forward_us is arguments.backward_us is None:
+            assumed = "Assumed: F takes 1 ms and B takes 2 ms per rank; give --forward-us and --backward-us, or --costs"
+            print(fitted(assumed, terminal_columns()))
     return 0
 
 

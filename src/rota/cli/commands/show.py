@@ -29,6 +29,7 @@ def add_arguments(parser: Parser) -> None:
 def run(arguments: Namespace) -> int:
     """Print the timeline in the terminal, or draw it to --output. Returns the exit code."""
     timeline = files.read_timeline(arguments.file)
+    files.note_assumed_times("show", arguments.file, *filter(None, [arguments.above]))
     if arguments.output is not None:
         above = None if arguments.above is None else files.read_timeline(arguments.above)
         bound_us = _bound_us(timeline, arguments.file) if arguments.bound else None
