@@ -22,6 +22,7 @@ from rota.stopping import Stopped, look
 from rota.tasks import Kind, Op
 
 _WEIGHT = -1  # instead of a leg: the oldest W that was postponed
+_LOOK_EVERY = 100  # times that a rank is looked at
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,8 +127,11 @@ class ListScheduler:
     def plan(self, sooner_than_us: int | None = None) -> Plan | None:
         """The plan; None if nothing more fits, or if the plan would last `sooner_than_us` or longer."""
         wakes = [(0, rank) for rank in range(len(self.ranks))]  # a heap: when to look at which rank
+        turn = 0
         while wakes:
-            look()
+            if turn % _LOOK_EVERY == 0:
+                look()
+            turn += 1
             now_us, index = heappop(wakes)
             rank = self.ranks[index]
             leg = self._next_leg(rank, now_us) if now_us >= rank.free_us else None

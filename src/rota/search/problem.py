@@ -15,7 +15,7 @@ import gc
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from graphlib import TopologicalSorter
 from heapq import heappop, heappush
 from itertools import accumulate, chain, repeat
@@ -297,21 +297,14 @@ class Problem:
 
     def to_plan(self, orders: Orders) -> Plan:
         """The plan of these orders."""
-        num_components = self.placement.num_components
+        num_components, make = self.placement.num_components, partial(tuple.__new__, Op)
+        # Numbers that many ops share are made once.
+        microbatches = [[*range(first, self.num_microbatches, num_components)] for first in range(num_components)]
         with _uncollected():
-            ops = [
-                [
-                    *map(
-                        Op._make,
-                        zip(repeat(task.stage), repeat(task.kind), range(first, self.num_microbatches, num_components)),
-                    )
-                ]
-                for task, first in zip(self.placement.tasks, self.placement.component_of, strict=True)
-            ]
-            rows = []
-            for rank in range(self.num_ranks):
-                following = [iter(row).__next__ for row in ops]
-                rows.append(tuple([following[task]() for task in self._row(orders, rank)]))
+            ops: list[Op] = []  # by node
+            for task, component in zip(self.given.tasks, self.placement.component_of, strict=False):
+                ops.extend(map(make, zip(repeat(task.stage), repeat(task.kind), microbatches[component])))
+            rows = [tuple(map(ops.__getitem__, self._nodes(orders, rank))) for rank in range(self.num_ranks)]
         plan = Plan(self.given, self.num_microbatches, tuple(rows))
         return replace(plan, service_orders=self._served(plan, orders)) if self.given.cluster.shared else plan
 
@@ -342,6 +335,16 @@ class Problem:
             return str(Op(self._stage_in_step(stage), kind, microbatch))
         route = self.given.routes[self.lowered.services[task - len(self.given.tasks)]]
         return f"{self.node_name(route.source, k)}→{self.node_name(route.target, k)}"
+
+    def _nodes(self, orders: Orders, rank: int) -> list[int]:
+        """The nodes of the rank's row."""
+        row = orders[self.first_op[rank] : self.first_op[rank + 1]]
+        by_task = np.argsort(row, kind="stable")
+        tasks = row[by_task]
+        nodes = np.empty(len(row), np.int64)
+        nodes[by_task] = self.first_node[tasks] + np.arange(len(row)) - np.searchsorted(tasks, tasks)
+        result: list[int] = nodes.tolist()
+        return result
 
     def _row(self, orders: Orders, rank: int) -> list[int]:
         row: list[int] = orders[self.first_op[rank] : self.first_op[rank + 1]].tolist()

@@ -99,7 +99,7 @@ class Certain:
 
     Attributes:
         is_impossible: No order satisfies it.
-        sure: For tasks c and x of one rank, all nodes of c below `sure[c, x][j]` come before x's j-th node.
+        sure: For tasks c and x of one free rank, all nodes of c below `sure[c, x][j]` come before x's j-th node.
         heads: Those of the window, raised.
         tails: Those of the window, raised.
     """
@@ -109,7 +109,8 @@ class Certain:
         self.heads, self.tails = dict(window.heads), dict(window.tails)
         self.is_impossible = False
         self._place = {node: i for i, node in enumerate(window.sequence)}
-        pairs = dict.fromkeys((c, x) for tasks in window.tasks_on for c in tasks for x in tasks if c != x)
+        free = (tasks for tasks, is_free in zip(window.tasks_on, window.is_free, strict=True) if is_free)
+        pairs = dict.fromkeys((c, x) for tasks in free for c in tasks for x in tasks if c != x)
         self.sure = {(c, x): self._by_data(c, x) for c, x in pairs}
         for _ in range(_MOST_ROUNDS):
             look()
@@ -123,7 +124,11 @@ class Certain:
     def is_before(self, a: int, b: int) -> bool:
         """Whether it is certain that node `a` comes before node `b`, both on one rank."""
         task_a, task_b = self.window.task_of[a], self.window.task_of[b]
-        return a < b if task_a == task_b else a < self.sure[task_a, task_b][b - self.window.nodes_of[task_b].start]
+        if task_a == task_b:
+            return a < b
+        if (task_a, task_b) not in self.sure:  # their rank's order stays
+            return self._place[a] < self._place[b]
+        return a < self.sure[task_a, task_b][b - self.window.nodes_of[task_b].start]
 
     @property
     def edges(self) -> Iterator[tuple[int, int, int]]:

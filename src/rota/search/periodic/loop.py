@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -10,7 +9,7 @@ import numpy as np
 
 from rota.placement import Placement
 from rota.search.lowering import Carried
-from rota.search.problem import NO_LIMIT, Problem
+from rota.search.problem import NO_LIMIT, Integers, Problem
 
 
 @dataclass(frozen=True)
@@ -104,24 +103,27 @@ class Loop:
         start a period later. Each such move shortens the sum of the waits on all edges, so the moves end, and then the
         data of every bridge wait less than a period.
         """
+        if not self.waits:
+            return frozenset()
         reaches = self.problem.paths_us >= 0  # a task reaches itself
-        following, before = ([set(np.flatnonzero(row).tolist()) for row in rows] for rows in (reaches, reaches.T))
-        result = set()
-        for source, target, _ in self.waits:
-            after, until = following[target], before[source]
-            into = sum(a not in after and b in after for a, b, _ in self.waits)
-            out_of = sum(a in until and b not in until for a, b, _ in self.waits)
-            earlier = into == 1 and max(self._held_by(after), default=0) <= 0
-            later = out_of == 1 and min(self._held_by(until), default=0) >= 0
-            if earlier or later:
-                result.add((source, target))
-        return frozenset(result)
+        sources, targets = (np.array(ends) for ends in list(zip(*self.waits, strict=True))[:2])
+        num_into = (~reaches[:, sources] & reaches[:, targets]).sum(axis=1)  # per task: edges to it and what follows
+        num_out = (reaches[sources] & ~reaches[targets]).sum(axis=0)  # per task: edges from it and what is before
+        held = self._held_bytes
+        earlier = (num_into == 1) & (reaches @ held <= 0).all(axis=1)
+        later = (num_out == 1) & (reaches.T @ held >= 0).all(axis=1)
+        is_bridge = (earlier[targets] | later[sources]).tolist()
+        return frozenset(
+            (source, target) for (source, target, _), is_one in zip(self.waits, is_bridge, strict=True) if is_one
+        )
 
-    def _held_by(self, tasks: set[int]) -> Iterator[int]:
-        """Bytes that `tasks` leave on each rank with a limit."""
-        for rank, limit in enumerate(self.limits_bytes):
-            if limit is not None:
-                yield sum(self.placement.tasks[i].held_bytes for i in self.tasks_on[rank] if i in tasks)
+    @property
+    def _held_bytes(self) -> Integers:
+        """int64[num_tasks, ...]: bytes that each task leaves on each rank with a limit."""
+        held = np.zeros((self.num_tasks, len(self.tasks_on)), np.int64)
+        for rank, tasks in enumerate(self.problem.tasks_on):
+            held[tasks, rank] = self.problem.held_bytes[tasks]
+        return held[:, [limit is not None for limit in self.limits_bytes]]
 
     @cached_property
     def parts(self) -> tuple[tuple[int, ...], ...]:
