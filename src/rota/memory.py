@@ -8,24 +8,25 @@ ops of duration 0 count one after the other, in the rank's order.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import accumulate
-from operator import add, neg
+from collections.abc import Iterable, Sequence
+from itertools import chain
+from operator import add, itemgetter, lt, neg
 
-from rota.figures import each
+from rota.figures import each, value_in
 from rota.placement import Placement
 from rota.plan import Plan
 from rota.tasks import Kind
 
-# Events at one instant sort in this order. A key is 4 * time + one of these: plain integers sort fast.
+# Events at one instant come in this order.
 _TRANSFER_ENDS, _OP_ENDS, _TRANSFER_STARTS, _OP = range(4)
 
 Columns = Sequence[Sequence[int]]
+Events = tuple[Sequence[int], Sequence[int]]  #: times and, beside them, changes in bytes
 
 
 def events(
     plan: Plan, rank: int, starts_us: Sequence[int], ends_us: Sequence[int], sent_us: Columns, arrived_us: Columns
-) -> tuple[Iterator[int], Iterator[int]]:
+) -> list[tuple[int, int]]:
     """Changes of a rank's memory, by time.
 
     Args:
@@ -37,10 +38,56 @@ def events(
         arrived_us: End of each transfer, by route and position.
 
     Returns:
-        Keys, in ascending order, and beside them the changes in bytes; key // 4 is the time in µs.
+        (key, change in bytes), in ascending order; key // 4 is the time in µs.
     """
-    keys, changes = _op_events(plan, rank, starts_us, ends_us)
+    kinds = _events_of_each_kind(plan, rank, starts_us, ends_us, sent_us, arrived_us)
+    every = [
+        (4 * time + kind, change) for kind, events in enumerate(kinds) for time, change in zip(*events, strict=True)
+    ]
+    return sorted(every, key=itemgetter(0))  # stable: ops at one instant stay in the rank's order
+
+
+def peak_bytes(
+    plan: Plan, rank: int, starts_us: Sequence[int], ends_us: Sequence[int], sent_us: Columns, arrived_us: Columns
+) -> int:
+    """The largest number of bytes that a rank holds at any time; the arguments are those of `events`."""
+    kinds = _events_of_each_kind(plan, rank, starts_us, ends_us, sent_us, arrived_us)
+    times, changes = ([*chain.from_iterable(columns)] for columns in zip(*kinds, strict=True))
+    held = most = plan.placement.static_bytes[rank]
+    for i in sorted(range(len(times)), key=times.__getitem__):  # stable: at one instant the first kind comes first
+        held += changes[i]
+        if held > most:
+            most = held
+    return most
+
+
+def _events_of_each_kind(
+    plan: Plan, rank: int, starts_us: Sequence[int], ends_us: Sequence[int], sent_us: Columns, arrived_us: Columns
+) -> tuple[Events, Events, Events, Events]:
+    """What `events` returns, by kind, in the order of the kinds at one instant; each kind in the rank's order."""
+    transfer_ends, transfer_starts = _transfer_events(plan, rank, ends_us, sent_us, arrived_us)
+    at_start, at_end = _op_changes(plan, rank)
+    if all(map(lt, starts_us, ends_us)):
+        return transfer_ends, (ends_us, at_end), transfer_starts, (starts_us, at_start)
+    op_ends: list[tuple[int, int]] = []
+    ops: list[tuple[int, int]] = []
+    for start, end, taken, freed in zip(starts_us, ends_us, at_start, at_end, strict=True):
+        ops.append((start, taken))
+        (op_ends if end > start else ops).append((end, freed))
+    return transfer_ends, _columns(op_ends), transfer_starts, _columns(ops)
+
+
+def _columns(pairs: Sequence[tuple[int, int]]) -> Events:
+    return [time for time, _ in pairs], [change for _, change in pairs]
+
+
+def _transfer_events(
+    plan: Plan, rank: int, ends_us: Sequence[int], sent_us: Columns, arrived_us: Columns
+) -> tuple[Events, Events]:
+    """The ends and the starts of a rank's transfers."""
     end_of = dict(zip(plan.nodes[rank], ends_us, strict=True)) if plan.first_service else {}
+    freed: tuple[list[int], list[int]] = [], []
+    taken: tuple[list[int], list[int]] = [], []
     for r, (route, starts, ends) in enumerate(zip(plan.placement.routes, sent_us, arrived_us, strict=True)):
         if rank not in (route.sender, route.receiver) or route.num_bytes == 0:
             continue
@@ -50,30 +97,25 @@ def events(
             nodes = range(plan.first_node[route.source], plan.first_node[route.source + 1])
             handed_over = map(add, map(end_of.__getitem__, nodes), costs_us)
             starts = [*map(min, handed_over, starts)]
-        keys += [4 * start + _TRANSFER_STARTS for start in starts]
-        changes += sizes
+        taken[0].extend(starts)
+        taken[1].extend(sizes)
         if rank == route.sender:  # the receiver's bytes are freed by the op that reads them
-            keys += [4 * end + _TRANSFER_ENDS for end in ends]
-            changes += map(neg, sizes)
-    in_order = sorted(range(len(keys)), key=keys.__getitem__)  # stable: ops at one instant stay in the rank's order
-    return map(keys.__getitem__, in_order), map(changes.__getitem__, in_order)
+            freed[0].extend(ends)
+            freed[1].extend(map(neg, sizes))
+    return freed, taken
 
 
-def _op_events(plan: Plan, rank: int, starts_us: Sequence[int], ends_us: Sequence[int]) -> tuple[list[int], list[int]]:
-    """Keys and changes of the start and end of each op, in the rank's order."""
-    placement, index = plan.placement, plan.placement.index
-    at_start: dict[int, int] = {}  # by node
+def _op_changes(plan: Plan, rank: int) -> tuple[list[int], list[int]]:
+    """Changes at the start and at the end of each op, in the rank's order."""
+    placement, num_classes = plan.placement, plan.placement.num_classes
+    at_start: dict[int, int] = {}  # by variant
     at_end: dict[int, int] = {}
     for task, figures in task_changes(placement, rank).items():
-        t = index[task]
-        nodes, batches = range(plan.first_node[t], plan.first_node[t + 1]), plan.microbatches_of(t)
+        first = placement.index[task] * num_classes
         for changes, figure in zip((at_start, at_end), figures, strict=True):
-            changes.update(zip(nodes, placement.column(figure, batches), strict=True))
-    keys, both = [0] * (2 * len(starts_us)), [0] * (2 * len(starts_us))
-    keys[::2] = [4 * start + _OP for start in starts_us]
-    keys[1::2] = [4 * end + (_OP_ENDS if end > start else _OP) for start, end in zip(starts_us, ends_us, strict=True)]
-    both[::2], both[1::2] = (map(changes.__getitem__, plan.nodes[rank]) for changes in (at_start, at_end))
-    return keys, both
+            changes.update((first + c, value_in(figure, c)) for c in range(num_classes))
+    variants = [*map(plan.variants.__getitem__, plan.nodes[rank])]
+    return [*map(at_start.__getitem__, variants)], [*map(at_end.__getitem__, variants)]
 
 
 def task_changes(placement: Placement, rank: int) -> dict[tuple[int, Kind], tuple[int, int]]:
@@ -95,11 +137,6 @@ def task_changes(placement: Placement, rank: int) -> dict[tuple[int, Kind], tupl
 def is_op_event(key: int) -> bool:
     """Whether an event is the start or end of an op, rather than of a transfer."""
     return key % 4 in (_OP_ENDS, _OP)
-
-
-def peak_bytes(static_bytes: int, changes: Iterable[int]) -> int:
-    """The largest number of bytes held at any time."""
-    return max(accumulate(changes, initial=static_bytes))
 
 
 def levels(static_bytes: int, events: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:

@@ -104,10 +104,11 @@ class Timeline:
 
     def memory_events(self, rank: int) -> list[tuple[int, int]]:
         """Changes of a rank's memory as (key, bytes); see `rota.memory.events`."""
-        return [*zip(*self._memory_events(rank), strict=True)]
+        return memory.events(*self._of_rank(rank))
 
-    def _memory_events(self, rank: int) -> tuple[Iterator[int], Iterator[int]]:
-        return memory.events(self.plan, rank, self.starts_us[rank], self.ends_us[rank], self.sent_us, self.arrived_us)
+    def _of_rank(self, rank: int) -> tuple[Plan, int, Sequence[int], Sequence[int], memory.Columns, memory.Columns]:
+        """The arguments of functions of `rota.memory`."""
+        return self.plan, rank, self.starts_us[rank], self.ends_us[rank], self.sent_us, self.arrived_us
 
     def memory(self, rank: int) -> list[tuple[int, int]]:
         """(time in µs, bytes held from then on) of one rank, a step function."""
@@ -116,8 +117,7 @@ class Timeline:
     @cached_property
     def peak_memory_bytes(self) -> tuple[int, ...]:
         """The most bytes that each rank holds at any time, static bytes included."""
-        static = self.plan.placement.static_bytes
-        return tuple(memory.peak_bytes(static[rank], self._memory_events(rank)[1]) for rank in range(self.num_ranks))
+        return tuple(memory.peak_bytes(*self._of_rank(rank)) for rank in range(self.num_ranks))
 
     # --- spans ----------------------------------------------------------------------------------------------------
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from statistics import median
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from rota.checking import check
 from rota.costs import Link
 from rota.errors import PipelineError
 from rota.planning import Answer, Machine, autoplan, confirmation, finalists, trials
-from rota.planning.answer import ranks_text
+from rota.planning.answer import layout_text, ranks_text
 from rota.planning.evaluation import Found
 from rota.planning.step_times import StepTimes, of_starts
 from rota.planning.trials import Trial, run_trials
@@ -33,8 +34,9 @@ def no_batch(rows: int) -> tuple[None, None]:
 def steps_of(trial: Trial, times: float = 1.0, apart: float = 0.0, num_starts: int = 3) -> StepTimes:
     """Steps that take `times` as long as planned, and differ by `apart`."""
     us = simulate(trial.plan).makespan_us * 1000 * times
+    steps_us = tuple(round(us * (1 + apart * i)) for i in range(5))
     return StepTimes(
-        tuple(round(us * (1 + apart * i)) for i in range(5)), (simulate(trial.plan),), num_starts=num_starts
+        steps_us, (simulate(trial.plan),), num_starts=num_starts, rounds_us=(median(steps_us),) * num_starts
     )
 
 
@@ -93,17 +95,21 @@ def test_a_plan_on_more_processes_must_be_faster_by_more_than_the_spread(confirm
     def tried(apart: float) -> Callable[[Sequence[Trial]], list[StepTimes]]:
         def steps(trials: Sequence[Trial]) -> list[StepTimes]:
             us = {1: 1040, 2: 1000}
-            return [
-                StepTimes(tuple(round(us[t.num_processes] * (1 + apart * i)) for i in range(5)), (simulate(t.plan),))
-                for t in trials
-            ]
+            found = []
+            for t in trials:
+                changes = (1 + apart * i * (-1) ** t.num_processes for i in range(5))
+                steps_us = tuple(round(us[t.num_processes] * change) for change in changes)
+                found.append(StepTimes(steps_us, (simulate(t.plan),), rounds_us=steps_us, num_starts=5))
+            return found
 
         return steps
 
     quiet, noisy = confirmed(tried(0.0)), confirmed(tried(0.03))
     assert quiet.tolerance == pytest.approx(0.01)
     assert noisy.tolerance > 0.04
-    assert "Trial steps show differences to within 1.0%. Plans whose steps differ by less than 1.0%" in quiet.to_text()
+    assert "Trial steps (5 rounds) show differences to within 1.0%. Plans whose steps differ by less than 1.0%" in (
+        quiet.to_text()
+    )
     assert noisy.plan.num_ranks * noisy.best.candidate.layout.num_replicas == 1
     assert quiet.plan.num_ranks * quiet.best.candidate.layout.num_replicas == 2
 
@@ -117,7 +123,7 @@ def test_figures_that_disagree_are_told(confirmed: Confirm, answer: Answer) -> N
                     replace(task, duration_us=round(task.duration_us * times)) for task in trial.plan.placement.tasks
                 )
                 plan = replace(trial.plan, placement=replace(trial.plan.placement, tasks=tasks))
-                slower.append(StepTimes((10**6,) * 3, (simulate(plan),), num_starts=3))
+                slower.append(StepTimes((10**6,) * 3, (simulate(plan),), num_starts=3, rounds_us=(10**6,) * 3))
             return slower
 
         return steps
@@ -162,7 +168,7 @@ def test_a_loaded_machine_is_told(confirmed: Confirm) -> None:
 
 def test_a_machine_too_noisy_to_choose_by_speed_is_told(confirmed: Confirm) -> None:
     def tried(trials: Sequence[Trial]) -> list[StepTimes]:
-        of = {1: (1000, 1300, 1000, 1300), 2: (1000, 1000, 1000, 1000)}
+        of = {1: (1000, 1300, 1000, 1300, 1150), 2: (1000,) * 5}
         return [
             replace(steps_of(trial), steps_us=of[trial.num_processes], rounds_us=of[trial.num_processes])
             for trial in trials
@@ -173,7 +179,9 @@ def test_a_machine_too_noisy_to_choose_by_speed_is_told(confirmed: Confirm) -> N
     assert told.best.num_processes == 1  # nothing shows that two are faster
     text = told.to_text()
     assert "too noisy to choose by speed: trial steps show differences between plans only to within 15.0%" in text
-    assert "Trial steps show differences to within 15.0%. Plans whose steps differ by less than 15.0%" in text
+    assert (
+        "Trial steps (5 rounds) show differences to within 15.0%. Plans whose steps differ by less than 15.0%" in text
+    )
 
 
 @pytest.mark.parametrize(
@@ -230,6 +238,10 @@ def test_a_plan_that_is_clearly_slower_is_started_once(answer: Answer, monkeypat
     found = run_trials(given, nn.functional.mse_loss, None, LONG_S)
     assert [steps.median_us for steps in found] == [1000, 1200, 1400]
     assert [steps.num_starts for steps in found] == [3, 3, 1]
+    jumps = {id(plans[0]): [1000] * 8, id(plans[1]): [1000, 1060] * 4, id(plans[2]): [1400] * 8}
+    monkeypatch.setattr(trials, "_started", lambda trial, *_: StepTimes((jumps[id(trial.plan)].pop(),)))
+    found = run_trials(given, nn.functional.mse_loss, None, LONG_S)
+    assert [steps.num_starts for steps in found] == [8, 8, 1]  # three rounds would not tell the first two apart
 
 
 def test_plans_that_divide_the_processes_differently_are_measured_before_others(
@@ -257,11 +269,24 @@ def test_a_plan_is_run_and_shown_once(confirmed: Confirm, answer: Answer) -> Non
     assert "1F1B on equal layers: " not in told.to_text()
 
 
+def test_two_layouts_of_one_schedule_are_told_apart(confirmed: Confirm, answer: Answer) -> None:
+    (pipeline,) = [found for found in answer.candidates if found.candidate.layout.num_ranks == 2][:1]
+    layouts = [replace(pipeline.candidate.layout, shape=shape) for shape in ("bidirectional", "chain")]
+    alike = [
+        replace(pipeline, schedule="gpipe", candidate=replace(pipeline.candidate, layout=layout)) for layout in layouts
+    ]
+    both_ways, chain = map(layout_text, alike)
+    assert both_ways.startswith("gpipe on 2 ranks (bidirectional, ")
+    assert chain == both_ways.replace("bidirectional, ", "")
+    text = confirmed(lambda trials: [steps_of(t) for t in trials], replace(answer, candidates=(alike[0],))).to_text()
+    assert f"Measured {both_ways}: " in text
+
+
 def test_replicas_are_named(confirmed: Confirm) -> None:
     found = confirmed(lambda trials: [steps_of(trial) for trial in trials])
     names = {ranks_text(one.found) for one in found.confirmed}
     assert "1 rank x 2 replicas" in names
-    assert all(f" on {name}: " in found.to_text() for name in names)
+    assert all(f" on {name} (" in found.to_text() for name in names)
 
 
 def test_with_little_time_the_plans_that_matter_are_started_once(

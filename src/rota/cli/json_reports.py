@@ -95,6 +95,7 @@ def of_answer(answer: Answer) -> dict[str, Any]:
         "one_process_us": None if answer.one_process is None else answer.one_process.step_us,
         "bound_us": answer.bound_us,
         "tolerance": answer.tolerance,
+        "num_rounds": answer.num_rounds,
         "elapsed_s": answer.elapsed_s,
         "stopped_by": answer.stopped_by,
         "ran_out": answer.ran_out,

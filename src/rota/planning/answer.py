@@ -12,9 +12,9 @@ from typing import NamedTuple
 from rota import notebook
 from rota.plan import Plan
 from rota.planning.candidate import Request
-from rota.planning.choosing import FAR
 from rota.planning.evaluation import Found, Misfit
 from rota.planning.reasons import why_slower
+from rota.planning.step_times import FAR
 from rota.tables import fitted, table_lines
 from rota.timeline import Timeline
 from rota.units import count_text, size_text, time_text
@@ -79,6 +79,7 @@ class Answer:
         is_unmeasured: Whether Ctrl-C came before any of them was measured.
         tolerance: How far measured or predicted differences between plans may be off, as a part of a step. Plans
             that differ by less count as equally fast, but never if they differ by more than a quarter.
+        num_rounds: How many rounds of steps the tolerance is from: those that all plans near the fastest have.
         one_process: The model as it is, on one process, as measured.
         predicted_because: Why steps are predicted and were not run: "" where they were.
         remarks: What else to know about the figures.
@@ -95,6 +96,7 @@ class Answer:
     confirmed: tuple[Confirmed, ...] = ()
     is_unmeasured: bool = False
     tolerance: float = 0.0
+    num_rounds: int = 0
     one_process: Found | None = None
     predicted_because: str = "no model was given to run"
     remarks: tuple[str, ...] = ()
@@ -292,17 +294,17 @@ class Answer:
         if self.is_unmeasured:
             lines.append("The plan's stages were not measured; its times are the sums of its layers' times")
         for before_us, found in self.confirmed:
-            name = f"{found.schedule} on {ranks_text(found)}"
             ran = "" if found.steps is None else f"{time_text(found.steps.median_us)} per step as run, "
             lines.append(
-                f"Measured {name}: {ran}{time_text(found.makespan_us)} simulated from its stages, "
+                f"Measured {layout_text(found)}: {ran}{time_text(found.makespan_us)} simulated from its stages, "
                 f"{time_text(before_us)} simulated from its layers"
             )
         return [*lines, *self._alone(), *self.remarks]
 
     def _equally_fast(self) -> str:
         """Which plans count as equally fast, and which of them is recommended."""
-        told = "" if self.best.steps is None else f"Trial steps show differences to within {self.tolerance:.1%}. "
+        rounds = count_text(self.num_rounds, "round")
+        told = f"Trial steps ({rounds}) show differences to within {self.tolerance:.1%}. " if self.num_rounds else ""
         return (
             f"{told}Plans whose steps differ by less than {min(self.tolerance, FAR - 1):.1%} count as equally "
             f"fast; Rota recommends the simplest of them: the fewest processes and recomputed stages, a named "
@@ -377,6 +379,18 @@ def ranks_text(found: Found) -> str:
     layout = found.candidate.layout
     ranks = count_text(layout.num_ranks, "rank")
     return ranks if layout.num_replicas == 1 else f"{ranks} x {layout.num_replicas} replicas"
+
+
+def layout_text(found: Found) -> str:
+    """A plan's schedule and layout: two plans of one schedule on the same ranks differ in the latter."""
+    layout, again = found.candidate.layout, len(found.candidate.recomputed)
+    parts = [] if layout.shape == "chain" else [layout.shape]
+    if layout.stages_per_rank > 1:
+        parts.append(f"{layout.stages_per_rank} stages per rank")
+    parts.append(f"{count_text(layout.num_microbatches, 'micro-batch', 'es')} of {count_text(layout.rows, 'row')}")
+    if again:
+        parts.append(f"{count_text(again, 'stage')} recomputed")
+    return f"{found.schedule} on {ranks_text(found)} ({', '.join(parts)})"
 
 
 def _cuts(found: Found) -> list[str]:

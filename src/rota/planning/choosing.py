@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from rota.planning.evaluation import SEARCHED, Found
-from rota.planning.step_times import difference
+from rota.planning.step_times import FAR, difference
 from rota.schedules import FAMILIES
 
 #: Of a step: a spread above which rounds of steps do not tell which plan is faster.
 NOISY = 0.10
-#: A plan whose steps are this many times as long as the fastest is slower, however noisy the rounds were.
-FAR = 1.25
 
 _PLACES = {family.name: place for place, family in enumerate(FAMILIES)}
 

@@ -17,13 +17,13 @@ from rota.calibration import calibrated
 from rota.checking import check
 from rota.errors import PipelineError, PlanError, SearchError
 from rota.models import Stages, split
-from rota.planning.answer import Answer, Confirmed, ranks_text
+from rota.planning.answer import Answer, Confirmed, layout_text
 from rota.planning.autoplanning import one_process
 from rota.planning.choosing import NOISY, chosen, spread_between
 from rota.planning.deadline import Deadline
 from rota.planning.evaluation import Found
 from rota.planning.layout_bounds import placement_bound_us
-from rota.planning.step_times import StepTimes
+from rota.planning.step_times import StepTimes, difference
 from rota.planning.trials import Trial, is_far, least_s, run_trials
 from rota.profiling import profile, profile_here
 from rota.profiling.forked import why_not_here
@@ -144,7 +144,7 @@ class _Confirming:
             if self.confirmed and not self._has_time_for(found, is_alike=found in others):
                 self._leave_out("measuring the stages of", found)
                 continue
-            self._report(f"measuring the stages of {_named(found)}")
+            self._report(f"measuring the stages of {layout_text(found)}")
             again = self._stages_of(found, repeats)
             try:
                 check(again.plan)
@@ -175,7 +175,7 @@ class _Confirming:
         if (least := min(missing_cores, missing_then)) > _LOADED:
             self.remarks.append(
                 f"the machine is busy: other programs took {least:.1f} of the cores while the stages of "
-                f"{_named(found)} were measured; stop them, and plan again"
+                f"{layout_text(found)} were measured; stop them, and plan again"
             )
         return second if missing_then < missing_cores else again
 
@@ -257,12 +257,12 @@ class _Confirming:
         self.confirmed = [one._replace(found=after) if one.found is before else one for one in self.confirmed]
 
     def _leave_out(self, what: str, found: Found) -> None:
-        self._left_out.setdefault(what, []).append(_named(found))
+        self._left_out.setdefault(what, []).append(layout_text(found))
         self._deadline.ran_out = True
 
     def _remarks(self) -> list[str]:
         """What to know about the figures; of all plans for which something was left out, one line."""
-        left_out = (f"left out for lack of time: {what} {', '.join(of)}" for what, of in self._left_out.items())
+        left_out = (f"left out for lack of time: {what} {'; '.join(of)}" for what, of in self._left_out.items())
         return [*left_out, *self.remarks]
 
     def answered(self, answer: Answer) -> Answer:
@@ -284,6 +284,7 @@ class _Confirming:
         best = chosen(plans, least)
         assert best is not None
         check(best.plan)
+        tolerance, num_rounds = _spread_of(plans, least)
         candidates = best, *sorted((found for found in plans if found is not best), key=lambda found: found.key)
         usual = answer.usual
         if self.usual is not usual and isinstance(usual, Found) and isinstance(self.usual, Found):
@@ -295,7 +296,8 @@ class _Confirming:
             candidates=candidates,
             usual=usual,
             confirmed=tuple(confirmed),
-            tolerance=(tolerance := _spread_of(plans, least)),
+            tolerance=tolerance,
+            num_rounds=num_rounds,
             one_process=alone,
             predicted_because="" if best.steps is not None else self.predicted_because,
             remarks=(*answer.remarks, *self._remarks(), *_too_noisy(tolerance), *_disagreement(confirmed)),
@@ -321,11 +323,20 @@ class _Confirming:
         return max(_LEAST_TOLERANCE, predicted) if self.was_short else _LEAST_TOLERANCE
 
 
-def _spread_of(plans: Sequence[Found], least: float) -> float:
-    """The most by which a plan may really differ from the fastest otherwise than measured; of those that are near."""
+def _spread_of(plans: Sequence[Found], least: float) -> tuple[float, int]:
+    """The most by which a plan may really differ from the fastest otherwise than measured; of those that are near.
+
+    Also in how many rounds all of these were run.
+    """
     fastest = min(plans, key=lambda found: found.key)
-    near = [found for found in plans if found.steps is None or not is_far(found.steps, fastest.step_us)]
-    return max(spread_between(found, fastest, least) for found in near)
+    near = [
+        found
+        for found in plans
+        if found is not fastest and (found.steps is None or not is_far(found.steps, fastest.step_us))
+    ]
+    rounds = [difference(found.steps, fastest.steps).num_rounds for found in near if found.steps and fastest.steps]
+    alone = 0 if fastest.steps is None else fastest.steps.num_starts
+    return max([least, *(spread_between(found, fastest, least) for found in near)]), min(rounds, default=alone)
 
 
 def _too_noisy(tolerance: float) -> list[str]:
@@ -365,9 +376,10 @@ def _disagreement(confirmed: Sequence[Confirmed]) -> list[str]:
         return []
     layers, stages = time_text(most.before_us), time_text(most.found.makespan_us)
     return [
-        f"the layers, measured one by one, predict {layers} per step for {_named(most.found)}, but its stages, timed "
-        f"{_how_timed(most.found)}, {stages} ({times:.1f} times apart), so plans that were not run may be ranked "
-        f"wrongly: plan again on an idle machine with a longer --time-limit (and --refresh if you use --cache)"
+        f"the layers, measured one by one, predict {layers} per step for {layout_text(most.found)}, but its "
+        f"stages, timed {_how_timed(most.found)}, {stages} ({times:.1f} times apart), so plans that were not run may "
+        f"be ranked wrongly: plan again on an idle machine with a longer --time-limit (and --refresh if you use "
+        f"--cache)"
     ]
 
 
@@ -387,10 +399,6 @@ def _why_busy(steps: Sequence[StepTimes]) -> str:
         return f"other programs took {missing:.1f} of the cores that steps were run on"
     spread = max((one.spread for one in steps), default=0.0)
     return f"steps of one plan differ by {spread:.0%}, above {_LOADED:.0%}" if spread > _LOADED else ""
-
-
-def _named(found: Found) -> str:
-    return f"{found.schedule} on {ranks_text(found)}"
 
 
 def _fits(alone: Found, answer: Answer) -> bool:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import mean, median, quantiles
+from math import sqrt
+from statistics import mean, median, quantiles, stdev
 from typing import NamedTuple
 
 from rota.calibration.spread import num_left_out
@@ -13,7 +14,10 @@ from rota.timeline import Timeline
 _DISTURBED = (
     0.1  # cores that other programs take away more than in the quietest start, from which on a start is left out
 )
-_FEW = 3  # rounds: fewer may agree by chance, so that steps within them count as well
+#: A plan whose steps are this many times as long as the fastest is slower, however noisy the rounds were.
+FAR = 1.25
+# Student's t for a probability of 90%, by the number of rounds; from five on, order statistics reach it by themselves.
+_STUDENT_T = {2: 6.314, 3: 2.920, 4: 2.353}
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,24 +65,37 @@ def of_starts(starts: Sequence[StepTimes]) -> StepTimes:
 class Difference(NamedTuple):
     """How many `times` as long the steps of one plan are as another's, and the `spread` of that.
 
-    The spread is how far from `times` the ratio may really be, as far as the rounds tell.
+    The spread is how far from `times` the ratio may really be, as far as `num_rounds` rounds of both tell.
     """
 
     times: float
     spread: float
+    num_rounds: int
 
 
 def difference(steps: StepTimes, others: StepTimes) -> Difference:
     """Compare the steps of two plans round by round, so that what slows the machine for a while cancels.
 
-    The median of the rounds' ratios counts. Its spread is that of the order statistics between which the true median
-    is, with a probability of 90% or more from five rounds on; of fewer, it is the range.
+    The median of the n rounds' ratios counts. Its spread covers the true ratio with a probability of 90%:
+
+    - From five rounds on it is that of the order statistics between which the true median is, whatever the
+      distribution: all n ratios are on one side of it with a probability of 2 / 2^n, 6% for n = 5.
+    - The range of two to four ratios covers it in 50, 75 and 87% only. Therefore the ratios are taken as normally
+      distributed, and it is Student's interval around their mean, t s / sqrt(n), if that is wider: for two ratios 6.3
+      times half of their distance. The distance of median and mean is added.
+    - Two rounds may also agree by chance, so the middle half of either plan's steps counts as well.
+    - One round says nothing about how far rounds are apart: it tells only plans apart that differ by more than `FAR`.
     """
     pairs = zip(steps.rounds_us, others.rounds_us, strict=False)  # a plan that is far off has fewer
     ratios = sorted(mine / theirs for mine, theirs in pairs if mine and theirs)
-    within = max(steps.spread, others.spread)
-    if not ratios:
-        return Difference(steps.median_us / max(others.median_us, 1), within)
+    if len(ratios) < 2:
+        times = ratios[0] if ratios else steps.median_us / max(others.median_us, 1)
+        return Difference(times, max(FAR - 1, steps.spread, others.spread), len(ratios))
     times, outer = median(ratios), num_left_out(len(ratios))
-    apart = max(times - ratios[outer], ratios[-1 - outer] - times)
-    return Difference(times, max(apart, within) if len(ratios) < _FEW else apart)
+    spread = max(times - ratios[outer], ratios[-1 - outer] - times)
+    if len(ratios) in _STUDENT_T:
+        around_mean = _STUDENT_T[len(ratios)] * stdev(ratios) / sqrt(len(ratios))
+        spread = max(spread, around_mean + abs(mean(ratios) - times))
+    if len(ratios) == 2:
+        spread = max(spread, steps.spread, others.spread)
+    return Difference(times, spread, len(ratios))

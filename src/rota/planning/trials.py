@@ -21,8 +21,8 @@ import torch.distributed as dist
 
 from rota.models import Stages
 from rota.plan import Plan
-from rota.planning.choosing import FAR, NOISY
-from rota.planning.step_times import StepTimes, difference, of_starts
+from rota.planning.choosing import NOISY
+from rota.planning.step_times import FAR, StepTimes, difference, of_starts
 from rota.profiling.forked import run_forked
 from rota.profiling.optimizers import MakeOptimizer
 from rota.profiling.other_programs import OtherPrograms
@@ -37,7 +37,7 @@ _LEAST, _MOST = 2, 8  # steps of a start that are
 _ENOUGH_S = 0.4  # of measured steps in a start: others, at another moment, tell more than a longer one
 _SETTLED_ROUNDS, _MOST_ROUNDS, _MOST_IF_NOISY = 3, 8, 16
 _COMPARED = 2  # plans that are started once whatever time is left: one alone would be compared with nothing
-_SETTLED = 0.03  # spread of steps below which further rounds would tell nothing new
+_SETTLED = 0.03  # spread of the differences between plans below which further rounds would tell nothing new
 _START_S = 0.5  # for processes to start, and for a plan's pipeline
 
 
@@ -93,8 +93,9 @@ def run_trials(
         found = [of_starts(made) for made in starts if made]
         best_us = min(steps.median_us for steps in found)
         running = [i for i, steps in enumerate(found) if not is_far(steps, best_us)]
-        is_settled = num_rounds >= _SETTLED_ROUNDS and all(found[i].spread < _SETTLED for i in running)
-        is_settled |= num_rounds >= _MOST_ROUNDS and not _is_too_noisy([found[i] for i in running])
+        near = [found[i] for i in running]
+        is_settled = num_rounds >= _SETTLED_ROUNDS and _are_told_apart(near, _SETTLED)
+        is_settled |= num_rounds >= _MOST_ROUNDS and _are_told_apart(near, NOISY)
         if is_settled or time.monotonic() + sum(longest_s[i] for i in running) > began_s + seconds:
             break
     return found
@@ -105,10 +106,10 @@ def is_far(steps: StepTimes, best_us: int) -> bool:
     return min(steps.steps_us) > FAR * best_us
 
 
-def _is_too_noisy(steps: Sequence[StepTimes]) -> bool:
-    """Whether the rounds do not tell how much slower one of these plans is than the fastest."""
+def _are_told_apart(steps: Sequence[StepTimes], within: float) -> bool:
+    """Whether the rounds tell to `within` how much slower each of these plans is than the fastest."""
     fastest = min(steps, key=lambda one: one.median_us)
-    return any(difference(one, fastest).spread > NOISY for one in steps if one is not fastest)
+    return all(difference(one, fastest).spread < within for one in steps if one is not fastest)
 
 
 def least_s(plans: Sequence[Plan], num_starts: int) -> float:
