@@ -127,7 +127,7 @@ class Checkpoints:
         self._num_steps_committed = -1  # of the pipeline's, when `commit` was called last
         self._step_committed = -1  # what `commit` was given last
         with pipeline.watching("the other ranks to make their Checkpoints", PATIENT):
-            self._ranks = Ranks()
+            self._ranks = Ranks(pipeline._processes.everyone, asynchronous)
             pipeline.before_close.callback(self.close)
             atexit.register(self._close_at_exit)  # registered after the pipeline's, so it runs before it
             self._ranks.agreed("checking the arguments", self._check)
