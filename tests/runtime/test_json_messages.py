@@ -42,6 +42,22 @@ def test_values_arrive_as_they_are(pool: Pool) -> None:
         assert among == ([1, 2] if rank else None)
 
 
+def tell_long(rank: int) -> bool:
+    """Texts around the length of the first message, of other lengths on the other ranks."""
+    for length in range(1010, 1020):
+        values = ["x" * length, "y" * (2 * length if length % 2 else 3)]
+        if (
+            all_gather_json(values[rank]) != values
+            or broadcast_json(values[rank], source=length % 2) != values[length % 2]
+        ):
+            return False
+    return True
+
+
+def test_no_byte_of_a_long_value_is_lost(pool: Pool) -> None:
+    assert pool.run(2, tell_long) == [True, True]
+
+
 def refused(rank: int) -> list[str]:
     told = []
     for value in ({1: "a"}, {"a": {2: "b"}}, {1, 2}, object()):

@@ -42,6 +42,25 @@ def test_a_copy_has_the_same_values(kind: str) -> None:
         assert torch.equal(target.to_dense(), expected.to_dense())
 
 
+@pytest.mark.parametrize("kind", [kind for kind in SOURCES if kind not in ("sparse", "on meta")])
+def test_a_copy_into_memory_has_the_same_bytes_and_touches_no_others(kind: str) -> None:
+    source = SOURCES[kind]()
+    expected = source.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    memory = bytearray(b"\xaa") * (2 * len(expected) + 64)
+    large_copies.copy_into(memoryview(memory), [16, len(expected) + 48], [source, source])
+    filler = b"\xaa" * 16
+    assert bytes(memory) == filler + expected + 2 * filler + expected + filler
+
+
+def test_a_copy_beyond_the_memory_is_refused() -> None:
+    memory = bytearray(64)
+    for start in (-1, 57):
+        with pytest.raises(ValueError, match="beyond 64 bytes"):
+            large_copies.copy_into(memoryview(memory), [start], [torch.ones(1, dtype=torch.float64)])
+    assert bytes(memory) == bytes(64)
+    large_copies.copy_into(memoryview(b""), [0], [torch.zeros(0)])
+
+
 def test_a_target_that_is_not_in_one_piece_gets_the_values_in_order() -> None:
     target, source = torch.zeros(4, 6).t(), torch.randn(6, 4)
     large_copies.copy(target, source)

@@ -1,15 +1,22 @@
 """Small values that ranks send each other outside of a step, as JSON in uint8 tensors.
 
 PyTorch's object collectives send pickles, and unpickling runs code that the sender names. JSON does not.
+
+    first collective    number of bytes │ the first of them, up to 1,016
+    second collective   the rest, if there is any: each wait for other ranks may cost them a turn on the processor
 """
 
 from __future__ import annotations
 
 import json
+import struct
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+_LENGTH = struct.Struct("<Q")
+_NUM_FIRST = 1024 - _LENGTH.size
 
 
 def all_gather_json(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
@@ -27,38 +34,56 @@ def all_gather_json(value: Any, group: dist.ProcessGroup | None = None) -> list[
         TypeError: `value` holds something else. The other ranks then wait: check what users give before the call.
         ValueError: a rank sent invalid JSON.
     """
-    device = _device(group)
-    data = _to_tensor(value)
-    sizes = [torch.empty(1, dtype=torch.int64, device=device) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(sizes, torch.tensor([data.numel()], device=device), group=group)
-    longest = max(int(size) for size in sizes)
-    padded = torch.zeros(longest, dtype=torch.uint8, device=device)
-    padded[: data.numel()] = data
-    gathered = [torch.empty(longest, dtype=torch.uint8, device=device) for _ in sizes]
-    dist.all_gather(gathered, padded, group=group)
-    return [_from_tensor(each[: int(size)]) for each, size in zip(gathered, sizes, strict=True)]
+    size = dist.get_world_size(group)
+    begin, rest = (part.to(_device(group)) for part in _parts(value))
+    begins = [torch.empty_like(begin) for _ in range(size)]
+    dist.all_gather(begins, begin, group=group)
+    num_left = [*map(_num_left, begins)]
+    padded = rest.new_zeros(max(num_left))
+    padded[: len(rest)] = rest
+    rests = [torch.empty_like(padded) for _ in range(size)]
+    if len(padded):
+        dist.all_gather(rests, padded, group=group)
+    return [_joined(begin, rest[:left]) for begin, rest, left in zip(begins, rests, num_left, strict=True)]
 
 
 def broadcast_json(value: Any, source: int = 0, group: dist.ProcessGroup | None = None) -> Any:
     """The value of the group's rank `source`, on every rank, as `json` reads it. Collective; no other value is used."""
-    is_source = dist.get_rank(group) == source
-    device = _device(group)
-    data = _to_tensor(value).to(device) if is_source else torch.empty(0, dtype=torch.uint8, device=device)
-    size = torch.tensor([data.numel()], device=device)
-    dist.broadcast(size, group_src=source, group=group)
-    if not is_source:
-        data = torch.empty(int(size), dtype=torch.uint8, device=device)
-    dist.broadcast(data, group_src=source, group=group)
-    return _from_tensor(data)
+    own = value if dist.get_rank(group) == source else None
+    begin, rest = (part.to(_device(group)) for part in _parts(own))
+    dist.broadcast(begin, group_src=source, group=group)
+    if num_left := _num_left(begin):
+        rest = rest if len(rest) == num_left else rest.new_empty(num_left)
+        dist.broadcast(rest, group_src=source, group=group)
+    return _joined(begin, rest)
 
 
-def _to_tensor(value: Any) -> torch.Tensor:
+def _parts(value: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """The length of a value's JSON with its first bytes, in a tensor of always the same size; and its other bytes."""
     _refuse_other_keys(value)
-    return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+    text = json.dumps(value).encode()
+    begin = _LENGTH.pack(len(text)) + text[:_NUM_FIRST]
+    return _to_tensor(begin.ljust(_LENGTH.size + _NUM_FIRST, b"\0")), _to_tensor(text[_NUM_FIRST:])
 
 
-def _from_tensor(data: torch.Tensor) -> Any:
-    return json.loads(data.cpu().numpy().tobytes())
+def _to_tensor(data: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+
+
+def _num_left(begin: torch.Tensor) -> int:
+    """How many bytes of the JSON are not in `begin`."""
+    return max(_length_in(begin) - _NUM_FIRST, 0)
+
+
+def _length_in(begin: torch.Tensor) -> int:
+    length: int = _LENGTH.unpack(begin[: _LENGTH.size].cpu().numpy().tobytes())[0]
+    return length
+
+
+def _joined(begin: torch.Tensor, rest: torch.Tensor) -> Any:
+    num_first = min(_length_in(begin), _NUM_FIRST)
+    first = begin[_LENGTH.size : _LENGTH.size + num_first]
+    return json.loads(torch.cat([first, rest]).cpu().numpy().tobytes())
 
 
 def _device(group: dist.ProcessGroup | None) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import os
 import platform
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -42,6 +42,25 @@ def copy(target: torch.Tensor, source: torch.Tensor) -> None:
         target.copy_(source)
 
 
+def copy_into(memory: memoryview, starts: Sequence[int], sources: Sequence[torch.Tensor]) -> None:
+    """Copy each tensor's values, one after the other, to the byte of `memory` at which its place starts.
+
+    Of a small tensor, most of the time would go into making a tensor of its place.
+    """
+    import torch
+
+    address = ctypes.addressof(ctypes.c_char.from_buffer(memory)) if len(memory) else 0
+    for start, source in zip(starts, sources, strict=True):
+        num_bytes = source.numel() * source.element_size()
+        if not 0 <= start <= len(memory) - num_bytes:
+            raise ValueError(f"bytes {start} to {start + num_bytes} are beyond {len(memory)} bytes of memory")
+        if _is_plain(source):
+            ctypes.memmove(address + start, source.data_ptr(), num_bytes)
+        elif num_bytes:
+            place = torch.frombuffer(memory[start : start + num_bytes], dtype=source.dtype)
+            place.view(source.shape).copy_(source)
+
+
 def _is_plain(tensor: torch.Tensor) -> bool:
     """Whether the values lie in the host's memory one after the other, as they are."""
     import torch
@@ -49,7 +68,7 @@ def _is_plain(tensor: torch.Tensor) -> bool:
     return (
         type(tensor) in (torch.Tensor, torch.nn.Parameter)
         and tensor.layout is torch.strided
-        and tensor.device.type == "cpu"
+        and tensor.is_cpu
         and tensor.is_contiguous()
         and not tensor.is_conj()
         and not tensor.is_neg()

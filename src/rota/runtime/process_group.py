@@ -27,7 +27,8 @@ from rota.torch_internals import replace_rendezvous, set_default_timeout
 
 Result = TypeVar("Result")
 
-_LOOK_S = 0.02
+_FIRST_LOOK_S, _LONGEST_LOOK_S = 0.001, 0.02
+_LONGER = 1.1  # each pause than the one before: processes that start together meet within milliseconds
 _LONGEST_S = 10 * 365 * 86400.0  # instead of no limit
 _num_meetings = 0
 
@@ -171,10 +172,11 @@ def _answer_all(store: Store, size: int, limit: float) -> str:
 
 def _looks(missing: list[int], limit: float) -> Iterator[None]:
     """Yields repeatedly for `limit` seconds; then raises PipelineError that names the processes in `missing`."""
-    deadline = time.monotonic() + limit
-    while time.monotonic() < deadline:
+    begun, pause = time.monotonic(), _FIRST_LOOK_S
+    while time.monotonic() < begun + limit:
         yield
-        time.sleep(_LOOK_S)
+        time.sleep(pause)
+        pause = min(pause * _LONGER, _LONGEST_LOOK_S)
     ranks = ", ".join(map(str, missing))
     raise PipelineError(
         f"process {ranks} has not joined the others within {limit:g} s; look there for the first error, or give "

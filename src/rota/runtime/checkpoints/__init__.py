@@ -127,7 +127,7 @@ class Checkpoints:
         self._num_steps_committed = -1  # of the pipeline's, when `commit` was called last
         self._step_committed = -1  # what `commit` was given last
         with pipeline.watching("the other ranks to make their Checkpoints", PATIENT):
-            self._ranks = Ranks()
+            self._ranks = Ranks(pipeline._processes.everyone, asynchronous)
             pipeline.before_close.callback(self.close)
             atexit.register(self._close_at_exit)  # registered after the pipeline's, so it runs before it
             self._ranks.agreed("checking the arguments", self._check)
@@ -343,7 +343,8 @@ class Checkpoints:
         """
         if self._in_memory is None or self._fits_in_memory is False:
             return
-        gradients = [(n, p.grad) for n, p in self._pipeline.named_parameters() if p.grad is not None]
+        weights = [weight for weight, _ in self._trained.weights.local()]
+        gradients = [(weight.names[0], weight.tensor.grad) for weight in weights if weight.tensor.grad is not None]
         # Those of zero_grad(set_to_none=False) are zeros. One answer for all: each waits for an accelerator.
         if gradients and torch.stack([gradient.any() for _, gradient in gradients]).any():
             name = next(name for name, gradient in gradients if gradient.any())

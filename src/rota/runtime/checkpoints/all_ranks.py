@@ -21,11 +21,17 @@ class DamagedError(PipelineError):
 
 @final
 class Ranks:
-    """All processes, in a process group for checkpoints. Collective, as are all methods except `close`."""
+    """All processes, in the pipeline's group `everyone`, or in one of their own for a thread beside it.
 
-    def __init__(self) -> None:
-        with collective("making the group of checkpoints"):
-            self.group = dist.new_group(backend="gloo")
+    Collective, as are all methods except `close`.
+    """
+
+    def __init__(self, everyone: dist.ProcessGroup, is_beside: bool) -> None:
+        self._is_own = is_beside
+        self.group: Any = everyone
+        if is_beside:
+            with collective("making the group of checkpoints"):
+                self.group = dist.new_group(backend="gloo")
         self.mine = dist.get_rank(self.group)
 
     def agreed(self, doing: str, act: Callable[[], Result]) -> Result:
@@ -68,9 +74,9 @@ class Ranks:
             return all_gather_json(value, self.group)
 
     def close(self) -> None:
-        """Destroy the group, if the caller has not; a second call does nothing."""
+        """Let go of the group, and destroy one of its own, if the caller has not; a second call does nothing."""
         group, self.group = self.group, None
-        if group is not None and dist.is_initialized():
+        if self._is_own and group is not None and dist.is_initialized():
             with suppress(ValueError):  # the caller has destroyed it
                 dist.destroy_process_group(group)
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Iterator
+from itertools import accumulate
 from math import prod
 from typing import Any, NamedTuple, final
 
@@ -27,7 +28,7 @@ from rota.runtime.checkpoints.tensors import Stored
 from rota.runtime.checkpoints.training_json import TrainingState, record_from_json, scheduler_from_json
 from rota.runtime.checkpoints.values import dtype_name, read_dtype, read_size
 from rota.runtime.kept_memory import Slots
-from rota.runtime.large_copies import copy
+from rota.runtime.large_copies import copy, copy_into
 
 _LENGTH = struct.Struct("<Q")
 _ALIGNED = 64
@@ -129,13 +130,12 @@ class StatesInMemory:
         }
         text = json.dumps(head).encode()
         start = _aligned(_LENGTH.size + len(text))
-        num_bytes = start + sum(map(_room, local))
+        starts = [*accumulate(map(_room, local), initial=start)]
+        num_bytes = starts.pop()
         data = self._slots.begin(num_bytes)
         _LENGTH.pack_into(data, 0, len(text))
         data[_LENGTH.size : _LENGTH.size + len(text)] = text
-        for tensor, part in zip(local, _parts(data[start:], local), strict=True):
-            if part:
-                copy(torch.frombuffer(part, dtype=tensor.dtype).view(tensor.shape), tensor)
+        copy_into(data, starts, local)
         self._slots.finish(step, num_bytes)
 
     def prepare(self, step: int) -> Kept:

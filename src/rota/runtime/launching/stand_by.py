@@ -88,8 +88,9 @@ class StandBy:
             stack.callback(self.line.close)
             module = "rota.runtime.launching.stand_by_process"
             with theirs:
+                numbers = str(theirs.fileno()), str(os.getpid()), str(self.for_restarts)
                 self._process = subprocess.Popen(
-                    [sys.executable, "-P", "-m", module, str(theirs.fileno()), str(os.getpid()), *self._modules],
+                    [sys.executable, "-P", "-m", module, *numbers, *self._modules],
                     env=with_large_copies(self._environment),
                     pass_fds=[theirs.fileno()],
                     start_new_session=True,

@@ -1,6 +1,6 @@
 """The process that ranks are forked from: it imports, waits, and forks. See `stand_by`.
 
-python -P -m rota.runtime.launching.stand_by_process SOCKET SUPERVISOR MODULE …
+python -P -m rota.runtime.launching.stand_by_process SOCKET SUPERVISOR WHETHER-FOR-RESTARTS MODULE …
 
 It has one thread, no process group and no device, so that its children begin as a new process does.
 """
@@ -17,6 +17,7 @@ import sys
 import time
 
 from rota.runtime import control, kept_memory
+from rota.runtime.huge_pages import lay_in_huge_pages
 from rota.runtime.large_copies import forget_variable
 from rota.runtime.launching.stand_by import MOST_BYTES, MOST_FILES
 from rota.runtime.orphans import end_with_parent
@@ -26,7 +27,7 @@ _LOOK_S = 0.0002
 
 def main() -> None:
     """Import the modules, then fork a rank per request until the supervisor closes the connection."""
-    number, supervisor, *modules = sys.argv[1:]
+    number, supervisor, is_for_restarts, *modules = sys.argv[1:]
     line, parent = socket.socket(fileno=int(number)), int(supervisor)
     os.set_inheritable(line.fileno(), False)
     end_with_parent(parent)
@@ -35,6 +36,8 @@ def main() -> None:
         importlib.import_module(module)
     gc.collect()
     gc.freeze()  # otherwise each rank's first collection writes to all pages, which copies them
+    if is_for_restarts == "True":
+        lay_in_huge_pages()  # each fork then takes 4 ms instead of 20 ms
     line.send(json.dumps({"threads": len(os.listdir("/proc/self/task"))}).encode())
     while True:
         data, files, *_ = socket.recv_fds(line, MOST_BYTES, MOST_FILES)
