@@ -6,7 +6,8 @@ python benchmarks/results.py [NAME …]      all of them, or those named: the pa
 python benchmarks/results.py --claims      none: only brings the page up to date with the READMEs
 python benchmarks/results.py NAME --part "--only alive"      one of these with arguments, where the whole takes too long
 
-Outputs of parts are kept in benchmarks/NAME/output.json, each with its date and environment.
+Outputs of parts are kept in benchmarks/NAME/output.json, each with its date and environment. The page has them before
+the results of the README, which may be about other parts too.
 """
 
 from __future__ import annotations
@@ -91,9 +92,9 @@ def measured(name: str) -> str:
     return f"**Environment.** {where}. It took {seconds:,.0f} s.\n\n**Output.**\n\n{shown}\n"
 
 
-def record_part(name: str, arguments: str) -> None:
+def record_part(name: str, arguments: str, note: str) -> None:
     """Runs the benchmark with these arguments, and keeps what it prints in its output.json."""
-    where = environment()
+    where = environment() + (f"; {note}" if note else "")
     result, seconds = result_of(name, *shlex.split(arguments))
     fields = {"date": str(datetime.date.today()), "environment": where, "seconds": round(seconds)}
     parts = {**_parts(name), arguments: {**fields, "lines": result.split("\n")}}
@@ -123,7 +124,8 @@ def section(name: str, output: str) -> str:
     command = (
         f"**Command.** `python {folder}/main.py`; [{folder}](../{folder}/README.md) has the results and explains them."
     )
-    shown = recorded_parts(name) or output or results_of(name)
+    parts = recorded_parts(name)
+    shown = f"{parts}\n{results_of(name)}" if parts else output or results_of(name)
     return "\n\n".join((f"## {name}", claim_of(name), command, shown)).rstrip() + "\n"
 
 
@@ -143,6 +145,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(NAMES)}; default: all")
     parser.add_argument("--part", metavar="ARGUMENTS", help="run one benchmark with these arguments of its main.py")
+    parser.add_argument("--note", default="", help="with --part: what else is to be known about the machine")
     parser.add_argument("--claims", action="store_true", help="run no benchmark: only bring the page up to date")
     arguments = parser.parse_args()
     if unknown := sorted({*arguments.names} - {*NAMES}):
@@ -151,7 +154,7 @@ def main() -> None:
     if arguments.part is not None:
         if len(arguments.names) != 1:
             parser.error("--part is for one benchmark; name it")
-        record_part(arguments.names[0], arguments.part)
+        record_part(arguments.names[0], arguments.part, arguments.note)
         arguments.claims = True
     for name in [] if arguments.claims else arguments.names or NAMES:
         print(f"== {name}", flush=True)
