@@ -152,4 +152,7 @@ def test_results_are_those_of_the_benchmarks() -> None:
     for name in results.NAMES:
         (section,) = re.findall(rf"^## {name}\n(.*?)(?=^## |\Z)", page, flags=re.DOTALL | re.MULTILINE)
         assert results.claim_of(name) in section
-        assert ("**Output.**" in section) != ("**Measured in.**" in section)
+        has_parts = (ROOT / "benchmarks" / name / "output.json").exists()
+        assert ("**Output.**" in section, "**Measured in.**" in section) in (
+            [(True, True)] if has_parts else [(True, False), (False, True)]
+        )
