@@ -8,6 +8,7 @@ from graphlib import TopologicalSorter
 
 from rota.errors import ScheduleError
 from rota.placement import Placement
+from rota.stopping import look
 from rota.tasks import Kind, Op
 
 BACKWARD_KINDS = (Kind.R, Kind.B, Kind.I, Kind.W)
@@ -49,6 +50,7 @@ def alternate(
 
         warmup 2:  F0 F1 F2 I0 W0 F3 I1 W1 I2 W2 …        without W in round 0:  F0 F1 F2 I0 F3 I1 W0 I2 W1 … W2
     """
+    look()
     order = [Op(stage, Kind.F, m) for stage, m in forwards[:warmup]]
     weights: deque[Op] = deque()
     for i, (stage, m) in enumerate(backwards):

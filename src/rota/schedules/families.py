@@ -395,6 +395,7 @@ def named_plans(
         look()
         try:
             plan = family(placement, num_microbatches)
+            look()
             assert plan.nodes  # raises PlanError where a schedule did not expect this placement
         except RotaError:
             continue  # for another placement, or other numbers

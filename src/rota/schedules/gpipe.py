@@ -11,6 +11,7 @@ from __future__ import annotations
 from rota.placement import Placement
 from rota.plan import Plan
 from rota.schedules.common import backward_ops, depth, require_microbatches
+from rota.stopping import look
 from rota.tasks import Kind, Op
 
 
@@ -33,6 +34,7 @@ def gpipe(placement: Placement, num_microbatches: int) -> Plan:
     depths = depth(placement)
     orders = []
     for rank in range(placement.num_ranks):
+        look()
         stages = sorted(placement.stages_on(rank), key=lambda stage: (-depths[stage], stage))
         forwards = [Op(s, Kind.F, m) for s in stages for m in placement.microbatches(s, num_microbatches)]
         backwards = [

@@ -57,6 +57,8 @@ _LONG_OPS = 20_000  # in longer steps a policy takes long to try, and nothing el
 _LONG_TIMES = 8  # and has so many times that share
 _TURN_S = 0.01  # nominal cost of a turn itself, so that idle turns use up the budget
 _NAMED_S_PER_OP = 4e-6  # nominal seconds that a named schedule costs per op
+_TRYING = {"hanayo": 3e-5}  #: the same for one that tries several ways
+_STEADY_S_PER_PAIR = 3e-4  # nominal seconds per two tasks of a rank to make the models of a steady state
 #: Named schedules that are searches themselves: nominal seconds per op.
 _SEARCHING = {"v_half": 0.0002, "v_min": 0.0002, "zb_auto": 0.0006}
 _SEARCHING_PART, _LONG_SEARCHING_PART = 0.5, 0.1  # of what is left, for one of them; in long steps policies find more
@@ -245,7 +247,7 @@ class Portfolio:
         self.named.clear()  # of those that were simulated while loops were being compiled
         for name, plan in self._named_plans(self._is_quick):
             self._take_plan(name, plan)
-            self.budget.spend(_NAMED_S_PER_OP * self.num_ops)
+            self.budget.spend(_TRYING.get(name, _NAMED_S_PER_OP) * self.num_ops)
 
     def _named_plans(self, wants: Callable[[str], bool]) -> Iterable[tuple[str, Plan]]:
         """The plans to begin with: the given ones, or the named schedules that are wanted."""
@@ -355,6 +357,7 @@ class Portfolio:
             seed=self.seed + turn,
             num_microbatches=self.problem.num_microbatches,
         )
+        self.budget.spend(_STEADY_S_PER_PAIR * sum(len(tasks) ** 2 for tasks in self.problem.tasks_on))
         if found is not None:
             self._offer_unrolled(found)
         return found
