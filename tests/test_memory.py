@@ -8,9 +8,9 @@ from rota import schedules
 from rota.costs import Cluster, Costs, Link, SharedLink
 from rota.placement import Edge, Placement
 from rota.placing import place
-from rota.plan import Plan, Transfer
+from rota.plan import Plan
 from rota.simulation import simulate
-from rota.tasks import Kind, Op, Task
+from rota.tasks import Kind, Op, Task, Transfer
 from rota.timeline import Timeline
 from support.core_strategies import differing_plans, plans, wired_plans
 from support.recount import figure_of, recount

@@ -19,8 +19,8 @@ from rota.checking import check
 from rota.costs import Cluster, Costs, Link, SharedLink
 from rota.errors import FormatError, PlanError, RotaError
 from rota.placing import place
-from rota.plan import Plan, Transfer
-from rota.tasks import Op
+from rota.plan import Plan
+from rota.tasks import Op, Transfer
 from support.core_strategies import every_op, plans, read_by, wired_plans
 from support.sampling import some
 
@@ -57,7 +57,7 @@ def test_the_wire_order_holds_everything_after_what_it_needs(plan: Plan) -> None
 def test_each_rank_sends_in_the_order_of_service(plan: Plan) -> None:
     sent_us = plan.earliest.starts_us
     for nodes in plan.served:
-        transfers = dict(plan.served_transfers())
+        transfers = dict(plan.services.transfers())
         by_sender: dict[int, list[Transfer]] = {}
         for node in nodes:
             by_sender.setdefault(transfers[node].sender, []).append(transfers[node])
@@ -72,7 +72,7 @@ def hosted(num_microbatches: int = 2) -> Plan:
     host = SharedLink("host a", 1, (0, 1), (0, 1))
     cluster = Cluster((None, None), Link(1, 2, 1, None, 1, 8), shared=(host,), gap_us=1)
     plan = schedules.gpipe(place(Costs.uniform(2, boundary_bytes=8), cluster), num_microbatches)
-    transfers = dict(plan.served_transfers())
+    transfers = dict(plan.services.transfers())
     return replace(plan, service_orders=(tuple(transfers[node] for node in plan.served[0]),))
 
 

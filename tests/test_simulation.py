@@ -12,9 +12,9 @@ from rota.costs import Cluster, Costs, Link, SharedLink
 from rota.errors import PlanError
 from rota.placement import Edge, Placement, StepEnd
 from rota.placing import place
-from rota.plan import Plan, Transfer
+from rota.plan import Plan
 from rota.simulation import simulate
-from rota.tasks import Kind, Op, Task
+from rota.tasks import Kind, Op, Task, Transfer
 from rota.timeline import Timeline
 from support import recount as counting
 from support.core_strategies import deal, plans, read_by, wired_plans
@@ -167,7 +167,7 @@ def test_the_order_of_first_come_first_served_written_down_changes_nothing(plan:
     plan = replace(plan, service_orders=())
     found = [[(time, node) for node in nodes for time in [plan.earliest.starts_us[node]]] for nodes in plan.served]
     assert all(order == sorted(order) for order in found)
-    nodes = dict(plan.served_transfers())
+    nodes = dict(plan.services.transfers())
     written = replace(plan, service_orders=tuple(tuple(nodes[node] for node in order) for order in plan.served))
     assert simulate(written).ends_us == simulate(plan).ends_us
     assert simulate(written).sent_us == simulate(plan).sent_us
@@ -183,7 +183,7 @@ def test_a_shared_link_by_hand() -> None:
     timeline = simulate(plan)
     assert (timeline.sent_us, timeline.arrived_us) == (((3,), (5,)), ((6,), (8,)))
     assert timeline.makespan_us == 11
-    swapped = replace(plan, service_orders=((plan.transfer(1, 0), plan.transfer(0, 0)),))
+    swapped = replace(plan, service_orders=((plan.placement.transfer(1, 0), plan.placement.transfer(0, 0)),))
     assert simulate(swapped).sent_us == ((5,), (3,))
     path = [(str(span.work), span.start_us, span.end_us) for span in timeline.critical_path()]
     assert path == [("0F0", 0, 3), ("0F0→1F0", 3, 5), ("0F0→2F0", 5, 8), ("2F0", 8, 11)]

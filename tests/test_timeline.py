@@ -15,9 +15,9 @@ from rota import schedules
 from rota.costs import Cluster, Costs
 from rota.errors import FormatError, PlanError, RotaError
 from rota.placing import place
-from rota.plan import Plan, Transfer
+from rota.plan import Plan
 from rota.simulation import simulate
-from rota.tasks import Kind, Op
+from rota.tasks import Kind, Op, Transfer
 from rota.timeline import Span, StepEndWork, Timeline
 from support.core_strategies import plans, wired_plans
 from support.sampling import some

@@ -9,8 +9,8 @@ from statistics import median
 
 from rota import Cluster, Costs, Link, Plan, place, simulate
 from rota.costs import SharedLink
-from rota.plan import Transfer
 from rota.schedules import one_f_one_b
+from rota.tasks import Transfer
 
 NUM_RANKS, NUM_MICROBATCHES, REPEATS = 64, 512, 7
 
@@ -45,8 +45,8 @@ def main() -> None:
 def _service_orders(plan: Plan) -> tuple[tuple[Transfer, ...], ...]:
     """First come, first served, written down."""
     transfers = {
-        first + k: plan.transfer(route, microbatch)
-        for route, first in plan.first_service.items()
+        first + k: plan.placement.transfer(route, microbatch)
+        for route, first in plan.services.first.items()
         for k, microbatch in enumerate(plan.microbatches_on(route))
     }
     return tuple(tuple(transfers[node] for node in nodes) for nodes in plan.served)

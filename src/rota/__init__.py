@@ -19,14 +19,14 @@ from typing import TYPE_CHECKING, Any
 os.environ.setdefault("NUMBA_DISABLE_ERROR_MESSAGE_HIGHLIGHTING", "1")
 
 _HOMES = {
-    "rota.tasks": ("Kind", "Op", "Task"),
+    "rota.tasks": ("Kind", "Op", "Task", "Transfer"),
     "rota.costs": ("Cluster", "Costs", "Link", "SharedLink"),
     "rota.layers": ("LayerCosts",),
     "rota.sizes": ("Curve", "Size", "SizeModel"),
     "rota.profiles": ("Profile",),
     "rota.placement": ("Edge", "Placement", "StepEnd"),
     "rota.placing": ("bidirectional", "interleaved", "place", "wave"),
-    "rota.plan": ("Plan", "Transfer"),
+    "rota.plan": ("Plan",),
     "rota.timeline": ("Span", "Timeline"),
     "rota.checking": ("check",),
     "rota.simulation": ("simulate",),
@@ -125,7 +125,6 @@ if TYPE_CHECKING:
     from rota.placing import place as place
     from rota.placing import wave as wave
     from rota.plan import Plan as Plan
-    from rota.plan import Transfer as Transfer
     from rota.planning import Machine as Machine
     from rota.planning import autoplan as autoplan
     from rota.planning.planner import PlannedBatch as PlannedBatch
@@ -163,6 +162,7 @@ if TYPE_CHECKING:
     from rota.tasks import Kind as Kind
     from rota.tasks import Op as Op
     from rota.tasks import Task as Task
+    from rota.tasks import Transfer as Transfer
     from rota.timeline import Span as Span
     from rota.timeline import Timeline as Timeline
     from rota.verifying import Verification as Verification

@@ -332,24 +332,24 @@ class _Replay:
     def _first_service(self) -> dict[int, int]:
         """The first node of the transfers on each route that uses shared links."""
         moved = (
-            len(self._places) + 2 * len(self._plan.step_end_ranks) - min(self._plan.first_service.values(), default=0)
+            len(self._places) + 2 * len(self._plan.step_end_ranks) - min(self._plan.services.first.values(), default=0)
         )
-        return {route: first + moved for route, first in self._plan.first_service.items()}
+        return {route: first + moved for route, first in self._plan.services.first.items()}
 
     @property
     def _services_us(self) -> list[int]:
         """How long each transfer occupies its shared links."""
         plan = self._plan
         routes, column = plan.placement.routes, plan.placement.column
-        return [us for r in plan.first_service for us in column(routes[r].service_us, plan.microbatches_on(r))]
+        return [us for r in plan.services.first for us in column(routes[r].service_us, plan.microbatches_on(r))]
 
     def _service_inputs(self, handed_over: Callable[[int, int], int]) -> list[list[tuple[int, int]]]:
         """For each transfer on shared links its maker, and the one before it in each order of service."""
         plan, inputs = self._plan, []
-        for r in plan.first_service:
+        for r in plan.services.first:
             for k in range(len(plan.microbatches_on(r))):
                 inputs.append([(self._node(self._place_of_maker(r, k)), handed_over(r, k))])
-        first, moved = min(plan.first_service.values()), min(self._first_service.values())
+        first, moved = min(plan.services.first.values()), min(self._first_service.values())
         for order in plan.served:
             for before, node in pairwise(order):
                 inputs[node - first].append((before - first + moved, 0))

@@ -85,7 +85,7 @@ def _transfer_events(
     plan: Plan, rank: int, ends_us: Sequence[int], sent_us: Columns, arrived_us: Columns
 ) -> tuple[Events, Events]:
     """The ends and the starts of a rank's transfers."""
-    end_of = dict(zip(plan.nodes[rank], ends_us, strict=True)) if plan.first_service else {}
+    end_of = dict(zip(plan.nodes[rank], ends_us, strict=True)) if plan.services.first else {}
     freed: tuple[list[int], list[int]] = [], []
     taken: tuple[list[int], list[int]] = [], []
     for r, (route, starts, ends) in enumerate(zip(plan.placement.routes, sent_us, arrived_us, strict=True)):

@@ -19,7 +19,7 @@ from rota.costs import Cluster, whole, whole_rows
 from rota.errors import PlacementError
 from rota.figures import PerClass, each, same_or_per_class, value_in, values_of
 from rota.taskgraph import CycleError, TaskGraph
-from rota.tasks import Kind, Task
+from rota.tasks import Kind, Op, Task, Transfer
 
 _TASK_FIGURES = ("duration_us", "held_bytes", "peak_bytes")
 _SHAPE = ("tasks or ranks", "edges", "clusters", "static_bytes", "step_ends")
@@ -479,6 +479,13 @@ class Placement:
                 if sender != receiver:
                     routes.append(self._route(edge, sender, receiver))
         return tuple(routes)
+
+    def transfer(self, route: int, microbatch: int) -> Transfer:
+        """The transfer of a micro-batch on `routes[route]`."""
+        source, target, sender, receiver, size = self.routes[route][:5]
+        a, b = self.tasks[source], self.tasks[target]
+        num_bytes = self.value(size, microbatch)
+        return Transfer(Op(a.stage, a.kind, microbatch), Op(b.stage, b.kind, microbatch), sender, receiver, num_bytes)
 
     def _route(self, edge: Edge, sender: int, receiver: int) -> Route:
         link, shared = self.cluster.link_between(sender, receiver), self.cluster.shared_between(sender, receiver)

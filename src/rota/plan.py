@@ -4,37 +4,25 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise, repeat
 from operator import add, sub
-from typing import Any, NamedTuple
+from typing import Any
 
-from rota import notebook, reading, schedule_csv
-from rota.errors import FormatError, PlanError
+from rota import notebook, reading, schedule_csv, services
+from rota.errors import PlanError
 from rota.figures import each, value_in
 from rota.placement import Placement
+from rota.services import Services
 from rota.taskgraph import CycleError, Earliest, Edges, TaskGraph
-from rota.tasks import Kind, Op
+from rota.tasks import Kind, Op, Transfer
 from rota.units import count_text
 from rota.usage import Usage
 
 _MAX_CYCLE_WAITS = 12  # waits of a cycle in an error message
 _MAX_TRANSFERS = 10_000_000  # in a plan from a file
-
-
-class Transfer(NamedTuple):
-    """The transfer of the output of op `source` from rank `sender` to rank `receiver`, where op `target` reads it."""
-
-    source: Op
-    target: Op
-    sender: int
-    receiver: int
-    num_bytes: int
-
-    def __str__(self) -> str:
-        return f"{self.source}→{self.target}"
 
 
 @dataclass(frozen=True)
@@ -230,81 +218,20 @@ class Plan:
         return tuple(sorted(pairs, key=lambda pair: (pair[1], self._last_gradient(ends[pair[0]].stage, pair[1]))))
 
     @cached_property
-    def first_service(self) -> Mapping[int, int]:
-        """The first node of the transfers on each route that uses shared links. Raises PlanError as `nodes` does."""
+    def services(self) -> Services:
+        """The transfers on shared links. Raises PlanError as `nodes` does."""
         if not any(route.shared for route in self.placement.routes):
-            return {}
+            return Services(self.placement, self.num_microbatches, self.num_ops)
         _ = self.nodes  # which refuses orders that are too few, and a num_microbatches that is too large
-        following, first = self.num_ops + 2 * len(self.step_end_ranks), {}
-        for r, route in enumerate(self.placement.routes):
-            if route.shared:
-                first[r] = following
-                following += self.first_node[route.source + 1] - self.first_node[route.source]
-        return first
+        return Services(self.placement, self.num_microbatches, self.num_ops + 2 * len(self.step_end_ranks))
 
     @cached_property
     def served(self) -> tuple[tuple[int, ...], ...]:
         """For each shared link the nodes of its transfers in order of service. Raises PlanError for a wrong order."""
-        expected: list[list[int]] = [[] for _ in self.placement.cluster.shared]
-        for r, first in self.first_service.items():
-            after = first + len(self.microbatches_on(r))
-            for i in self.placement.routes[r].shared:
-                expected[i] += range(first, after)
-        if not self.service_orders:
-            starts_us = self.earliest.starts_us
-            return tuple(tuple(sorted(nodes, key=lambda node: (starts_us[node], node))) for nodes in expected)
-        if len(self.service_orders) != len(expected):
-            raise PlanError(
-                f"the plan has {len(self.service_orders)} service orders for {len(expected)} shared links; give one "
-                f"per shared link, or none",
-                "unknown",
-            )
-        found = []
-        for link, order, nodes in zip(self.placement.cluster.shared, self.service_orders, expected, strict=True):
-            given = self._service_nodes(order)
-            if sorted(given) != nodes:
-                raise self._misserved(link.name, order, given, {*nodes})
-            found.append(tuple(given))
-        return tuple(found)
-
-    def _service_nodes(self, order: Sequence[Transfer]) -> list[int]:
-        """The node of each transfer; -1 where there is none. Of equal transfers, the first is on the first route."""
-        num_components, tasks = self.placement.num_components, self.placement.tasks
-        ways: dict[tuple[int, int, int], list[tuple[str, str, int, int, int, range]]] = {}
-        for r, first in self.first_service.items():
-            a, b, sender, receiver, num_bytes = self.placement.routes[r][:5]
-            way = tasks[a].kind, tasks[b].kind, sender, num_bytes, first, self.microbatches_on(r)
-            ways.setdefault((tasks[a].stage, tasks[b].stage, receiver), []).append(way)
-        nodes: list[int] = []
-        taken: set[int] = set()
-        for (stage, kind, microbatch), (reader, read_by, same), by, to, size in order:
-            node = -1
-            for source, target, sender, num_bytes, first, batches in ways.get((stage, reader, to), ()):
-                is_it = kind == source and read_by == target and by == sender
-                if not is_it or microbatch != same or microbatch not in batches:
-                    continue
-                if size == self.placement.value(num_bytes, microbatch) and (node < 0 or node in taken):
-                    node = first + microbatch // num_components
-            nodes.append(node)
-            taken.add(node)
-        return nodes
-
-    def _misserved(self, link: str, order: Sequence[Transfer], given: list[int], expected: set[int]) -> PlanError:
-        missing = set(expected)
-        for transfer, node in zip(order, given, strict=True):
-            if node not in expected:
-                return PlanError(f"{link} serves {transfer}, a transfer that does not use it; remove it", "unknown")
-            if node not in missing:
-                return PlanError(f"{link} serves {transfer} twice; remove one of them", "duplicate")
-            missing.remove(node)
-        transfer = next(transfer for node, transfer in self.served_transfers() if node in missing)
-        return PlanError(f"{link} never serves {transfer}; add it there", "missing")
-
-    def served_transfers(self) -> Iterator[tuple[int, Transfer]]:
-        """The transfers on shared links, with their nodes."""
-        for r, first in self.first_service.items():
-            for k, m in enumerate(self.microbatches_on(r)):
-                yield first + k, self.transfer(r, m)
+        if self.service_orders:
+            return self.services.nodes_of(self.service_orders)
+        starts_us = self.earliest.starts_us
+        return tuple(tuple(sorted(nodes, key=lambda node: (starts_us[node], node))) for nodes in self.services.of_links)
 
     def duration_us(self, op: Op) -> int:
         """How long an op runs."""
@@ -324,17 +251,10 @@ class Plan:
         """The micro-batches of `placement.tasks[task]`, in the order of its nodes."""
         return self.placement.microbatches(self.placement.tasks[task].stage, self.num_microbatches)
 
-    def transfer(self, route: int, microbatch: int) -> Transfer:
-        """The transfer of a micro-batch on `placement.routes[route]`."""
-        source, target, sender, receiver, size = self.placement.routes[route][:5]
-        a, b = self.placement.tasks[source], self.placement.tasks[target]
-        num_bytes = self.placement.value(size, microbatch)
-        return Transfer(Op(a.stage, a.kind, microbatch), Op(b.stage, b.kind, microbatch), sender, receiver, num_bytes)
-
     @cached_property
     def graph(self) -> TaskGraph:
         """Ops, step ends and transfers on shared links, and what each waits for. Raises PlanError as `nodes` does."""
-        if not self.first_service and not self.service_orders:
+        if not self.services.first and not self.service_orders:
             return self._unserved_graph
         graph = self._unserved_graph
         edges, previous = [*graph.edges], [*graph.previous]
@@ -364,11 +284,11 @@ class Plan:
     def earliest(self) -> Earliest:
         """Earliest start and end of each node. Raises PlanError; for a cycle it names the waits."""
         try:
-            if self.first_service and not self.service_orders:
+            if self.services.first and not self.service_orders:
                 routes = self.placement.routes
                 servers = {
                     first + k: routes[r].shared
-                    for r, first in self.first_service.items()
+                    for r, first in self.services.first.items()
                     for k in range(len(self.microbatches_on(r)))
                 }
                 return self._unserved_graph.first_come(servers)
@@ -398,7 +318,7 @@ class Plan:
 
     def _service_wait(self, node: int, before: int) -> str:
         """Why one node of a cycle waits for another, of which at least one is the service of a transfer."""
-        transfers = dict(self.served_transfers())
+        transfers = dict(self.services.transfers())
         if node in transfers and before in transfers:
             for link, nodes in zip(self.placement.cluster.shared, self.served, strict=True):
                 if (before, node) in pairwise(nodes):
@@ -427,7 +347,7 @@ class Plan:
         outgoing: list[list[int]] = [[] for _ in self.placement.tasks]
         for i, route in enumerate(self.placement.routes):
             outgoing[route.source].append(i)
-        starts_on = [[starts[node] for node in nodes] for nodes in self.nodes] if self.first_service else []
+        starts_on = [[starts[node] for node in nodes] for nodes in self.nodes] if self.services.first else []
         for t, task in enumerate(self.placement.tasks):
             component, first = self.placement.component_of[t], self.first_node[t]
             for k in range(self.first_node[t + 1] - first):
@@ -435,7 +355,7 @@ class Plan:
                 actions.append((starts[node], position[node], -1, -1, op))
                 for i in outgoing[t]:
                     since, after, served = ends[node], float(position[node]), 0
-                    if i in self.first_service and (served := starts[self.first_service[i] + k]) > since:
+                    if i in self.services.first and (served := starts[self.services.first[i] + k]) > since:
                         sender = self.placement.routes[i].sender
                         running = bisect_right(starts_on[sender], served) - 1
                         there = self.nodes[sender][running]
@@ -443,7 +363,7 @@ class Plan:
                             since, after = starts[there], position[there] - 0.5
                         else:
                             since, after = served, position[there] + 0.5
-                    actions.append((since, after, served, i, self.transfer(i, op.microbatch)))
+                    actions.append((since, after, served, i, self.placement.transfer(i, op.microbatch)))
         return tuple(action for *_, action in sorted(actions, key=lambda entry: entry[:4]))
 
     @cached_property
@@ -481,10 +401,12 @@ class Plan:
         """The fields of a plan in JSON."""
         orders = [" ".join(map(str, order)) for order in self.orders]
         usage = {} if self.usage is None else {"usage": self.usage.to_fields()}
-        services = {"service_orders": self._service_texts()} if self.service_orders else {}
+        serving = (
+            {"service_orders": services.to_texts(self.placement, self.service_orders)} if self.service_orders else {}
+        )
         step = {"num_microbatches": self.num_microbatches, "orders": orders}
         merged = {"merged_replicas": self.merged_replicas} if self.merged_replicas > 1 else {}
-        return {**step, **merged, **services, **self.placement.to_fields(), **usage}
+        return {**step, **merged, **serving, **self.placement.to_fields(), **usage}
 
     def __str__(self) -> str:
         """One line; `repr` has every field."""
@@ -536,57 +458,11 @@ class Plan:
                     f"a divisor of the {plan.placement.num_components} data streams, which divide the micro-batches"
                 )
         if "service_orders" in document:
-            served = tuple(plan._read_services(order) for order in document["service_orders"])
+            served = tuple(
+                services.read(plan.placement, plan.num_microbatches, order) for order in document["service_orders"]
+            )
             plan = replace(plan, service_orders=served)
         return plan
-
-    @cached_property
-    def _route_texts(self) -> tuple[str, ...]:
-        """What tells routes between two tasks apart: the receiver, "@3"; of parallel ones also a number, "@3#1"."""
-        counts: Counter[tuple[int, int, int]] = Counter()
-        texts = []
-        for source, target, _, receiver, *_ in self.placement.routes:
-            number = counts[source, target, receiver]
-            counts[source, target, receiver] += 1
-            texts.append(f"@{receiver}#{number}" if number else f"@{receiver}")
-        return tuple(texts)
-
-    def _service_texts(self) -> list[str]:
-        """`service_orders` as rows of "2F0>3F0@3": an op, its reader, and the rank that receives."""
-        ends: dict[tuple[int, ...], list[tuple[int, str]]] = {}
-        for route, text in zip(self.placement.routes, self._route_texts, strict=True):
-            ends.setdefault(route[:4], []).append((route.num_bytes, text))
-        index, value = self.placement.index, self.placement.value
-
-        def text_of(t: Transfer) -> str:
-            routes = ends[index[t.source[:2]], index[t.target[:2]], t.sender, t.receiver]
-            end = next(text for size, text in routes if value(size, t.source.microbatch) == t.num_bytes)
-            return f"{t.source}>{t.target}{end}"
-
-        return [" ".join(map(text_of, order)) for order in self.service_orders]
-
-    def _read_services(self, field: reading.Field) -> tuple[Transfer, ...]:
-        """A row of what `_service_texts` writes. Raises FormatError."""
-        tasks, found = self.placement.tasks, []
-        routes = {
-            (str(tasks[route.source]), str(tasks[route.target]), text): r
-            for r, (route, text) in enumerate(zip(self.placement.routes, self._route_texts, strict=True))
-        }
-        for text in field.text().split():
-            ops, at, receiver = text.partition("@")
-            pair = schedule_csv.parse_ops(ops.split(">"), field.path)
-            names = [f"{op.stage}{op.kind}" for op in pair]
-            route = routes.get((names[0], names[1], at + receiver)) if len(pair) == 2 else None
-            batches = range(0) if route is None else self.microbatches_on(route)
-            if route is None or pair[0].microbatch != pair[1].microbatch or pair[0].microbatch not in batches:
-                expected = "the plan has none"
-                if routes:
-                    (a, b, to), first = next(iter(routes.items()))
-                    m = next(iter(self.microbatches_on(first)), 0)
-                    expected = f"expected one such as {a}{m}>{b}{m}{to}"
-                raise FormatError(f"{field.path}: {reading.short(text)} is not a transfer; {expected}")
-            found.append(self.transfer(route, pair[0].microbatch))
-        return tuple(found)
 
     def _limit_transfers(self, document: reading.Field) -> None:
         """Raise FormatError if few bytes in a file make too many transfers: one per micro-batch and reader's rank."""
@@ -613,7 +489,7 @@ def _graph_of(plan: Plan, orders: Sequence[Sequence[int]], gradients: Sequence[i
     placement, first_node = plan.placement, plan.first_node
     durations: list[int] = []
     edges: list[Edges] = []
-    inputs = _task_inputs(placement, first_node, plan.first_service)
+    inputs = _task_inputs(placement, first_node, plan.services.first)
     for t, (us, sources, first) in enumerate(zip(placement.op_us, inputs, first_node, strict=False)):
         batches = plan.microbatches_of(t)
         durations += placement.column(us, batches)
@@ -624,7 +500,7 @@ def _graph_of(plan: Plan, orders: Sequence[Sequence[int]], gradients: Sequence[i
     previous = [-1] * len(durations)
     _add_orders(orders, edges, previous)
     _add_step_ends(placement, orders, plan.step_end_ranks, gradients, durations, edges)
-    for r, first in plan.first_service.items():
+    for r, first in plan.services.first.items():
         route, batches = placement.routes[r], plan.microbatches_on(r)
         durations += placement.column(route.service_us, batches)
         edges += [((first - first_node[route.source], 0),)] * len(batches)

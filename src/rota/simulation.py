@@ -30,7 +30,7 @@ def simulate(plan: Plan) -> Timeline:
     for r, route in enumerate(plan.placement.routes):
         first, after = plan.first_node[route.source], plan.first_node[route.source + 1]
         made = tuple(ends[first:after])
-        if (served := plan.first_service.get(r)) is not None:
+        if (served := plan.services.first.get(r)) is not None:
             made = tuple(starts[served : served + after - first])
         sent.append(made)
         if route.duration_us != 0:

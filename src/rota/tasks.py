@@ -1,4 +1,4 @@
-"""Kinds of work, tasks (the work of every micro-batch on one stage), and ops (a task of one micro-batch).
+"""Kinds of work, tasks (the work of every micro-batch on one stage), ops (a task of one micro-batch), and transfers.
 
 `Op` is a named tuple, not a dataclass, because plans hold hundreds of thousands of them, also as dictionary keys.
 """
@@ -62,6 +62,19 @@ class Op(NamedTuple):
             )
         stage, kind, microbatch = match.groups()
         return cls(int(stage), Kind(kind), int(microbatch))
+
+
+class Transfer(NamedTuple):
+    """The transfer of the output of op `source` from rank `sender` to rank `receiver`, where op `target` reads it."""
+
+    source: Op
+    target: Op
+    sender: int
+    receiver: int
+    num_bytes: int
+
+    def __str__(self) -> str:
+        return f"{self.source}→{self.target}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,8 +12,8 @@ from typing import Literal, NamedTuple
 from rota import memory, notebook, reading
 from rota.errors import FormatError
 from rota.figures import each
-from rota.plan import Plan, Transfer
-from rota.tasks import Op
+from rota.plan import Plan
+from rota.tasks import Op, Transfer
 from rota.units import count_text, size_text, time_text
 
 
@@ -132,7 +132,7 @@ class Timeline:
         plan = self.plan
         for r, (starts, ends) in enumerate(zip(self.sent_us, self.arrived_us, strict=True)):
             for m, start, end in zip(plan.microbatches_on(r), starts, ends, strict=True):
-                work = plan.transfer(r, m)
+                work = plan.placement.transfer(r, m)
                 yield Span(work.sender, start, end, work)
 
     def handed_over_us(self, route: int) -> tuple[int, ...]:
@@ -156,7 +156,7 @@ class Timeline:
                     self.plan.microbatches_on(r), self.sent_us[r], self.arrived_us[r], strict=True
                 ):
                     end_us = min(start + self.plan.placement.value(route.service_us, m), max(start, end))
-                    spans.append(Span(route.sender, start, end_us, self.plan.transfer(r, m)))
+                    spans.append(Span(route.sender, start, end_us, self.plan.placement.transfer(r, m)))
         yield from sorted(spans, key=lambda span: span.start_us)
 
     def step_end_spans(self) -> Iterator[Span]:
@@ -196,7 +196,7 @@ class Timeline:
             node = plan.num_ops + 2 * j
             starts[node : node + 2], ends[node : node + 2] = self.step_ends_us[j][::2], self.step_ends_us[j][1::2]
             ranks[node : node + 2] = rank, rank
-        for r, first in plan.first_service.items():
+        for r, first in plan.services.first.items():
             route, after = plan.placement.routes[r], first + len(self.sent_us[r])
             starts[first:after] = self.sent_us[r]
             rest_us = plan.placement.column(each(sub, route.duration_us, route.service_us), plan.microbatches_on(r))
@@ -220,8 +220,8 @@ class Timeline:
             j, is_optimizer = divmod(node - plan.num_ops, 2)
             stage = plan.placement.step_ends[plan.step_end_ranks[j][0]].stage
             return Span(rank, start_us, end_us, StepEndWork(stage, "optimizer" if is_optimizer else "reduce"))
-        r, first = next((r, first) for r, first in reversed([*plan.first_service.items()]) if first <= node)
-        transfer = plan.transfer(r, plan.microbatches_on(r)[node - first])
+        r, first = next((r, first) for r, first in reversed([*plan.services.first.items()]) if first <= node)
+        transfer = plan.placement.transfer(r, plan.microbatches_on(r)[node - first])
         return Span(rank, start_us, self.arrived_us[r][node - first], transfer)
 
     def _with_transfers(self, path: Sequence[Span]) -> Iterator[Span]:
@@ -239,7 +239,7 @@ class Timeline:
                 end, last = max(arrived, key=itemgetter(0), default=(0, -1))
                 # No transfer if the reader is on the sender's rank too, or if a rank's order bound as late as data.
                 if last >= 0 and self.sent_us[last][k] < end <= span.start_us:
-                    transfer = self.plan.transfer(last, work.microbatch)
+                    transfer = self.plan.placement.transfer(last, work.microbatch)
                     yield Span(transfer.sender, self.sent_us[last][k], end, transfer)
             yield span
 

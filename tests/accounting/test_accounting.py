@@ -18,9 +18,9 @@ from rota.costs import Cluster, Costs, Link, SharedLink
 from rota.errors import PlanError
 from rota.placement import Edge, Placement, StepEnd
 from rota.placing import place
-from rota.plan import Plan, Transfer
+from rota.plan import Plan
 from rota.simulation import simulate
-from rota.tasks import Kind, Op, Task
+from rota.tasks import Kind, Op, Task, Transfer
 from rota.timeline import StepEndWork, Timeline
 from rota.usage import Usage
 from support.core_strategies import plans, wired_plans, with_limits
@@ -397,7 +397,7 @@ def test_transfers_that_take_no_time_cost_nothing_and_share_nothing() -> None:
     wired = Cluster((None, None), Link(4, 2, 5, None, 2), shared=(host,), gap_us=3)
     costs = Costs((50, 10), (90, 20), boundary_bytes=80)
     plan = schedules.gpipe(place(costs, wired), 3)
-    nodes = dict(plan.served_transfers())
+    nodes = dict(plan.services.transfers())
     plan = replace(plan, service_orders=tuple(tuple(nodes[node] for node in order) for order in plan.served))
     found = {one.words: one.makespan_us for one in explain(plan).suggestions}
     free = schedules.gpipe(place(costs, Cluster((None, None), gap_us=3)), 3)

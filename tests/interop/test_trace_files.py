@@ -17,8 +17,8 @@ from rota.errors import FormatError, RotaError
 from rota.interop import import_traces
 from rota.interop.traces import trace_files
 from rota.placing import place
-from rota.plan import Plan, Transfer
-from rota.tasks import Kind
+from rota.plan import Plan
+from rota.tasks import Kind, Transfer
 from rota.timeline import Timeline
 from support.measured import measured_like
 from support.trace_files import event, written

@@ -10,12 +10,13 @@ import pytest
 from rota.costs import Cluster, Costs
 from rota.placement import Edge, Placement
 from rota.placing import place
-from rota.plan import Plan, Transfer
+from rota.plan import Plan
 from rota.programs.actions import compile_programs
 from rota.programs.device_steps import COMPUTE, DeviceProgram, device_programs
 from rota.programs.prefetch_receives import prefetch_receives
 from rota.schedules import gpipe, one_f_one_b
 from rota.simulation import simulate
+from rota.tasks import Transfer
 from support.random_plans import random_plan, with_random_wires
 
 

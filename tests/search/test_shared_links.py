@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from rota import Cluster, Costs, Placement, Plan, PlanError, check, find_plan, place, simulate
 from rota.costs import Link, SharedLink
-from rota.plan import Transfer
 from rota.planning.layout_bounds import placement_bound_us
 from rota.schedules import one_f_one_b, zb_auto, zb_h1, zb_h2
 from rota.search import bounds_of, exact, find_repeating
@@ -21,6 +20,7 @@ from rota.search.periodic.steady import find_steady
 from rota.search.problem import Problem
 from rota.search.result import Objective
 from rota.search.timing import score
+from rota.tasks import Transfer
 from support import core_strategies as strategies
 from support.sampling import some
 from support.search_brute_force import every_plan
@@ -48,7 +48,7 @@ def _random_plan(chooser: random.Random, limits: bool = False) -> Plan:
 
 
 def _by_start(plan: Plan, transfers: list[Transfer]) -> list[Transfer]:
-    nodes = {t: node for node, t in reversed([*plan.served_transfers()])}
+    nodes = {t: node for node, t in reversed([*plan.services.transfers()])}
     return sorted(transfers, key=lambda t: (plan.earliest.starts_us[nodes[t]], nodes[t]))
 
 

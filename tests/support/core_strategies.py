@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from rota.costs import Cluster, Costs, Link, SharedLink
 from rota.placement import Edge, Placement, StepEnd
 from rota.placing import place
-from rota.plan import Plan, Transfer
-from rota.tasks import Kind, Op, Task
+from rota.plan import Plan
+from rota.tasks import Kind, Op, Task, Transfer
 
 Chooser = random.Random
 Drawn = TypeVar("Drawn")
@@ -287,7 +287,7 @@ def served_in_any_order(plan: Plan, chooser: Chooser) -> Plan:
     orders: list[list[tuple[float, Transfer]]] = [[] for _ in plan.placement.cluster.shared]
     for r, route in enumerate(plan.placement.routes):
         for m in plan.microbatches_on(r):
-            transfer = plan.transfer(r, m)
+            transfer = plan.placement.transfer(r, m)
             at = chooser.uniform(position[transfer.source], position[transfer.target])
             for shared in route.shared:
                 orders[shared].append((at, transfer))

@@ -17,8 +17,8 @@ from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from rota.plan import Transfer
 from rota.programs.device_steps import DeviceProgram, Step
+from rota.tasks import Transfer
 
 
 class HangError(Exception):

@@ -55,6 +55,7 @@ CORE = tuple(
             "profiles",
             "schedule_csv",
             "usage",
+            "services",
             "plan",
             "memory",
             "timeline",

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from rota.costs import Cluster, Link
 from rota.figures import PerClass
 from rota.placement import Placement
-from rota.plan import Plan, Transfer
-from rota.tasks import Kind, Op
+from rota.plan import Plan
+from rota.tasks import Kind, Op, Transfer
 
 _NEVER_US = 10**6
 

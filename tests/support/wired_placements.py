@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 from rota.costs import Cluster, Link, SharedLink
 from rota.placement import Edge, Placement, StepEnd
-from rota.plan import Plan, Transfer
-from rota.tasks import Kind, Op, Task
+from rota.plan import Plan
+from rota.tasks import Kind, Op, Task, Transfer
 
 _KINDS = (Kind.F, Kind.B, Kind.I, Kind.W)
 
@@ -62,7 +62,7 @@ def wired_placement(chooser: random.Random, most_tasks: int = 6, limits: bool = 
 def transfers_by_link(plan: Plan) -> list[list[Transfer]]:
     """For each shared link all transfers of the step that use it."""
     return [
-        [plan.transfer(r, m) for r, route in enumerate(plan.placement.routes) if link in route.shared
+        [plan.placement.transfer(r, m) for r, route in enumerate(plan.placement.routes) if link in route.shared
          for m in plan.microbatches_on(r)]
         for link in range(len(plan.placement.cluster.shared))
     ]  # fmt: skip

@@ -13,8 +13,7 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import NamedTuple
 
-from rota.plan import Transfer
-from rota.tasks import Op
+from rota.tasks import Op, Transfer
 from rota.timeline import StepEndWork
 
 

@@ -8,8 +8,7 @@ from typing import NamedTuple
 from rota.accounting.causes import Cause
 from rota.contention import Contention
 from rota.errors import PlanError
-from rota.plan import Transfer
-from rota.tasks import Op
+from rota.tasks import Op, Transfer
 from rota.timeline import Timeline
 
 _LOCAL = -1  # instead of a route: the input stayed on the rank
@@ -73,7 +72,7 @@ class Readiness:
 
     def transfer(self, arrival: Arrival, reader: Op) -> Transfer:
         """The transfer that brought an input from another rank to `reader`."""
-        return self.plan.transfer(arrival.route, reader.microbatch)
+        return self.plan.placement.transfer(arrival.route, reader.microbatch)
 
     def arrivals(self, rank: int, op: Op) -> Iterator[Arrival]:
         """Arrivals of all inputs of `op` on `rank`, without those of the task's other ranks."""

@@ -14,10 +14,10 @@ from rota.accounting.idle_time import idle
 from rota.accounting.suggestions import Suggestion, advice, with_measured_times
 from rota.calibration.spread import Spread
 from rota.contention import Contention
-from rota.plan import Plan, Transfer
+from rota.plan import Plan
 from rota.simulation import simulate, timeline_of
 from rota.tables import fitted
-from rota.tasks import Op
+from rota.tasks import Op, Transfer
 from rota.timeline import StepEndWork, Timeline
 from rota.units import count_text, time_text
 

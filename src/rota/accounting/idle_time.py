@@ -16,9 +16,9 @@ from typing import NamedTuple
 from rota.accounting.causes import Cause, Idle
 from rota.accounting.delays import Arrival, Overruns, Place, Readiness
 from rota.contention import Contention
-from rota.plan import Plan, Transfer
+from rota.plan import Plan
 from rota.simulation import timeline_of
-from rota.tasks import Kind, Op
+from rota.tasks import Kind, Op, Transfer
 from rota.timeline import Span, StepEndWork, Timeline
 
 

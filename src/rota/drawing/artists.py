@@ -27,7 +27,7 @@ from rota.drawing.looks import (
     WAITING_COLOR,
     look_key,
 )
-from rota.plan import Transfer
+from rota.tasks import Transfer
 from rota.timeline import Timeline
 
 Array = npt.NDArray[np.float64]

@@ -16,9 +16,9 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from rota.accounting import idle
-from rota.plan import Plan, Transfer
+from rota.plan import Plan
 from rota.simulation import timeline_of
-from rota.tasks import Op
+from rota.tasks import Op, Transfer
 from rota.timeline import Span, Timeline
 
 Event = dict[str, Any]

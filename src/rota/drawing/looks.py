@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Literal, NamedTuple
 
 from rota.notebook import COLORS
-from rota.plan import Transfer
-from rota.tasks import Kind, Op
+from rota.tasks import Kind, Op, Transfer
 from rota.timeline import StepEndWork, Timeline
 
 Work = Op | Transfer | StepEndWork

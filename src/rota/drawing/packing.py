@@ -13,8 +13,7 @@ from typing import Any, final
 from rota.accounting import Cause, Idle
 from rota.figures import values_of
 from rota.memory import task_changes
-from rota.plan import Transfer
-from rota.tasks import Op
+from rota.tasks import Op, Transfer
 from rota.timeline import StepEndWork, Timeline
 
 CAUSES = tuple(Cause)  # the page refers to a cause by its index here

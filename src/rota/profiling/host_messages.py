@@ -18,13 +18,12 @@ from typing import Any, final
 import torch
 import torch.distributed as dist
 
-from rota.plan import Transfer
 from rota.profiling.sleeping import set_timer_slack_ns
 from rota.programs.actions import Message, ValueKey
 from rota.runtime.clocks import clock_offset_ns
 from rota.runtime.messages import Format
 from rota.runtime.transport import Transport
-from rota.tasks import Kind, Op
+from rota.tasks import Kind, Op, Transfer
 
 SIZES = (1, 1 << 16, 1 << 18, 1 << 20, 1 << 22, 1 << 24)  # up to 16 MiB
 ROUND_SIZES = (1 << 20, 1 << 22)

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from rota.placement import Placement
-from rota.plan import Plan, Transfer
-from rota.tasks import Kind, Op
+from rota.plan import Plan
+from rota.tasks import Kind, Op, Transfer
 
 # A value of a step: (index of the stage edge, whether it is the edge's gradient, micro-batch).
 ValueKey = tuple[int, bool, int]
@@ -109,7 +109,7 @@ def _columns(plan: Plan) -> dict[Transfer, tuple[int, int]]:
     columns = {}
     for r in range(len(plan.placement.routes)):
         for k, m in enumerate(plan.microbatches_on(r)):
-            columns[plan.transfer(r, m)] = (r, k)
+            columns[plan.placement.transfer(r, m)] = (r, k)
     return columns
 
 

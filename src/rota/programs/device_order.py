@@ -20,8 +20,9 @@ from graphlib import CycleError, TopologicalSorter
 from typing import NamedTuple
 
 from rota.errors import PlanError
-from rota.plan import Plan, Transfer
+from rota.plan import Plan
 from rota.programs.device_steps import Communicator, DeviceProgram, Step, device_programs
+from rota.tasks import Transfer
 
 _MAX_WAITS = 12  # of a cycle in an error message
 _MAX_BETWEEN = 3  # kernels of a wait

@@ -20,11 +20,11 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Literal, NamedTuple, TypeAlias
 
-from rota.plan import Plan, Transfer
+from rota.plan import Plan
 from rota.programs.actions import Action, Message, Program, compile_programs, last_gradients
 from rota.programs.prefetch_receives import NUM_OPS_AHEAD, prefetch_receives
 from rota.simulation import simulate
-from rota.tasks import Op
+from rota.tasks import Op, Transfer
 from rota.timeline import Timeline
 
 COMPUTE = "compute"  # the caller's current stream

@@ -16,11 +16,10 @@ from collections.abc import Sequence
 
 from rota import schedule_csv
 from rota.errors import FormatError, PlanError
-from rota.plan import Transfer
 from rota.programs.device_order import DeviceOrder, prove
 from rota.programs.device_steps import COMPUTE, DeviceProgram, Step, What, channel
 from rota.schedule_csv import Message
-from rota.tasks import Kind, Op
+from rota.tasks import Kind, Op, Transfer
 from rota.units import count_text
 
 #: In which setting a cycle is looked for: stream per pair or not, in the order of launch or not; from where most runs

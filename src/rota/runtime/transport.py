@@ -26,7 +26,6 @@ import torch
 import torch.distributed as dist
 
 from rota.errors import LostRankError, PipelineError
-from rota.plan import Transfer
 from rota.programs.actions import Message, ValueKey
 from rota.runtime.messages import (
     Format,
@@ -40,6 +39,7 @@ from rota.runtime.messages import (
     to_bytes,
     unflatten,
 )
+from rota.tasks import Transfer
 from rota.torch_internals import cpu_backend
 
 

@@ -26,9 +26,9 @@ from numpy.typing import NDArray
 
 from rota.costs import Cluster
 from rota.placement import Placement
-from rota.plan import Plan, Transfer
+from rota.plan import Plan
 from rota.search.lowering import Lowered, lower
-from rota.tasks import Op
+from rota.tasks import Op, Transfer
 
 Integers = NDArray[np.int64]
 Flags = NDArray[np.bool_]
@@ -312,7 +312,7 @@ class Problem:
         """For each shared link its transfers, in these orders."""
         first = len(self.given.tasks)
         transfers = {
-            first + i: [plan.transfer(route, m) for m in plan.microbatches_on(route)]
+            first + i: [plan.placement.transfer(route, m) for m in plan.microbatches_on(route)]
             for i, route in enumerate(self.lowered.services)
         }
         rows = []

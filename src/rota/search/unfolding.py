@@ -22,9 +22,9 @@ from functools import cached_property
 from itertools import pairwise
 
 from rota.placement import Edge, Placement
-from rota.plan import Plan, Transfer
+from rota.plan import Plan
 from rota.search.problem import Problem
-from rota.tasks import Kind, Op
+from rota.tasks import Kind, Op, Transfer
 
 
 @dataclass(frozen=True)
@@ -116,8 +116,8 @@ class Unfolding:
         """The same plan of the unfolded step; transfers on shared links are served as the plan simulates them."""
         orders = tuple(tuple(self._unfolded(op) for op in order) for order in plan.orders)
         served: tuple[tuple[Transfer, ...], ...] = ()
-        if plan.first_service:
-            transfers = dict(plan.served_transfers())
+        if plan.services.first:
+            transfers = dict(plan.services.transfers())
             served = tuple(
                 tuple(self._with(transfers[node], self._unfolded) for node in nodes) for nodes in plan.served
             )

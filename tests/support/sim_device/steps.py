@@ -11,9 +11,8 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from rota.plan import Transfer
 from rota.programs.device_steps import DeviceProgram, Step
-from rota.tasks import Op
+from rota.tasks import Op, Transfer
 from support.sim_device.device import Event, SimDevice, Stream
 from support.sim_device.tensors import receive_into, sent_from
 
