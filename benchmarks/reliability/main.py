@@ -116,22 +116,23 @@ def cost_of_commits(folder: Path) -> str:
 
 
 class _Commit(NamedTuple):
-    """A step's commit, or the place of one that was left out."""
+    """A step's commit, or the place of one that was left out; `agreed_s` is when the step's optimizer began."""
 
     is_committed: bool
-    begun_s: float
+    agreed_s: float
     took_s: float
 
 
 def _commits_in(file: Path) -> list[_Commit]:
     rows = [line.split() for line in file.read_text().splitlines()]
-    return [_Commit(committed == "1", float(begun), float(took)) for committed, begun, took in rows]
+    return [_Commit(committed == "1", float(agreed), float(took)) for committed, agreed, took in rows]
 
 
 def compare_commits(num_steps: int, is_loaded: bool, **options: object) -> str:
     """What commits cost all processes together: one training that commits about half of its steps, drawn at random.
 
-    Where processes share cores and memory, a commit also slows the others, so it costs more than it takes.
+    Where processes share cores and memory, a commit also slows the others, so it costs more than it takes. A step
+    counts from one agreement of all processes to the next.
     """
     with tempfile.TemporaryDirectory(prefix="rota-reliability-") as name:
         folder = Path(name, "drawn")
@@ -145,7 +146,7 @@ def compare_commits(num_steps: int, is_loaded: bool, **options: object) -> str:
         rows = _commits_in(folder / "commits-0")[_WARM_UP:]
     told = []
     for is_committed, what in ((True, "with"), (False, "without")):
-        steps_ms = [1e3 * (b.begun_s - a.begun_s) for a, b in pairwise(rows) if a.is_committed == is_committed]
+        steps_ms = [1e3 * (b.agreed_s - a.agreed_s) for a, b in pairwise(rows) if a.is_committed == is_committed]
         low, middle, high = statistics.quantiles(steps_ms, n=4)
         told.append(
             f"{what} commit: {len(steps_ms)} steps, median {middle:.4g} ms, quartiles {low:.4g} and {high:.4g} ms, "

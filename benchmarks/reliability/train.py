@@ -2,8 +2,8 @@
 
 The first process writes a line to `losses` for each step: its number, its loss to the last bit, its samples, when it
 was done; and a line to `starts` for each start: when it was begun, had joined the others, and had its state. At the
-end of the training, process N writes a line to `commits-N` for each step: whether it was committed, when that began
-(monotonic), and how many seconds it took.
+end of the training, process N writes a line to `commits-N` for each step: whether it was committed, when its optimizer
+began, which is when all processes have agreed (monotonic), and how many seconds the commit took.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def main(folder: Path) -> None:
         checkpoints = rota.Checkpoints(
             folder / "run", pipeline, optimizer, scheduler, asynchronous=options.asynchronous
         )
-        commits = timed_commits(checkpoints, options.commits)
+        commits = timed_commits(checkpoints, optimizer, options.commits)
         batch_size = options.rows // options.dp
         loader = DataLoader(data, batch_size, sampler=pipeline.sampler(data), num_workers=options.num_workers)
         is_first = pipeline.rank == pipeline.replica == 0
@@ -137,16 +137,17 @@ def main(folder: Path) -> None:
     (folder / f"commits-{os.environ['RANK']}").write_text("\n".join(commits))
 
 
-def timed_commits(checkpoints: rota.Checkpoints, share: float) -> list[str]:
+def timed_commits(checkpoints: rota.Checkpoints, optimizer: torch.optim.Optimizer, share: float) -> list[str]:
     """The lines for `commits-N`, as they come. The same steps are committed on all processes."""
-    commit, found = checkpoints.commit, []
+    commit, agreed_s, found = checkpoints.commit, [0.0], []
+    optimizer.register_step_pre_hook(lambda *_: agreed_s.append(time.monotonic()))
 
     def timed(step: int, **extra: Any) -> None:
-        begun_s, clock_s = time.monotonic(), time.perf_counter()
+        begun_s = time.perf_counter()
         is_committed = random.Random(step).random() < share
         if is_committed:
             commit(step, **extra)
-        found.append(f"{is_committed:d} {begun_s} {time.perf_counter() - clock_s}")
+        found.append(f"{is_committed:d} {agreed_s[-1]} {time.perf_counter() - begun_s}")
 
     checkpoints.commit = timed  # type: ignore[method-assign]
     return found
