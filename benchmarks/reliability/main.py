@@ -27,6 +27,7 @@ from trainings import Done, await_done, compare, done_in, leftovers, plan_of, pr
 
 NUM_PROCESSES = 4
 ROLES = {"first": 0, "middle": 1, "last": 3}
+_WARM_UP = 5  # steps, of which the first commits fetch their memory
 PARTS = ("notice", "fork", "join", "restore", "step")
 
 
@@ -106,12 +107,52 @@ def written_inputs(folder: Path, options: dict[str, object]) -> Path:
 def cost_of_commits(folder: Path) -> str:
     """What part of a step commits take, in a training that was not disturbed."""
     step_s = statistics.median(b.at_s - a.at_s for a, b in pairwise(done_in(folder)))
-    commits_s = [float(line) for file in folder.glob("commits-*") for line in file.read_text().split()]
+    commits_s = [row.took_s for file in folder.glob("commits-*") for row in _commits_in(file) if row.is_committed]
     commit_s = statistics.median(commits_s)
     return (
         f"without faults: a step takes {1e3 * step_s:.3g} ms, a commit {1e3 * commit_s:.3g} ms, "
         f"{commit_s / step_s:.1%}; medians of {len(commits_s)} commits"
     )
+
+
+class _Commit(NamedTuple):
+    """A step's commit, or the place of one that was left out; `agreed_s` is when the step's optimizer began."""
+
+    is_committed: bool
+    agreed_s: float
+    took_s: float
+
+
+def _commits_in(file: Path) -> list[_Commit]:
+    rows = [line.split() for line in file.read_text().splitlines()]
+    return [_Commit(committed == "1", float(agreed), float(took)) for committed, agreed, took in rows]
+
+
+def compare_commits(num_steps: int, is_loaded: bool, **options: object) -> str:
+    """What commits cost all processes together: one training that commits about half of its steps, drawn at random.
+
+    Where processes share cores and memory, a commit also slows the others, so it costs more than it takes. A step
+    counts from one agreement of all processes to the next.
+    """
+    with tempfile.TemporaryDirectory(prefix="rota-reliability-") as name:
+        folder = Path(name, "drawn")
+        if is_loaded:
+            options = {**options, "inputs": str(written_inputs(Path(name), options))}
+        options = {**options, "save_every": None, "num_steps": num_steps, "commits": 0.5}
+        prepare(folder, plan_of(NUM_PROCESSES), **options)
+        with rota_run(folder) as process:
+            if process.wait():
+                raise SystemExit(f"ended with {process.returncode}: {(folder / 'stderr').read_text()[-3000:]}")
+        rows = _commits_in(folder / "commits-0")[_WARM_UP:]
+    told = []
+    for is_committed, what in ((True, "with"), (False, "without")):
+        steps_ms = [1e3 * (b.agreed_s - a.agreed_s) for a, b in pairwise(rows) if a.is_committed == is_committed]
+        low, middle, high = statistics.quantiles(steps_ms, n=4)
+        told.append(
+            f"{what} commit: {len(steps_ms)} steps, median {middle:.4g} ms, quartiles {low:.4g} and {high:.4g} ms, "
+            f"mean {statistics.mean(steps_ms):.4g} ms"
+        )
+    return "\n".join(told)
 
 
 def _measured(
@@ -146,11 +187,15 @@ def main() -> None:
     parser.add_argument("--loaded", action="store_true", help="samples and first weights from files, instead of drawn")
     parser.add_argument("--deferred", action="store_true", help="the model is made in rota.deferred_init")
     parser.add_argument("--torchrun-kills", type=int, default=3)
+    parser.add_argument("--commits", type=int, metavar="STEPS", help="only compare steps with and without a commit")
     options = parser.parse_args()
     of_all = {"width": options.width, "rows": options.rows, "is_loaded": options.loaded}
     of_all |= {"save_every": None if options.few else EVERY, "is_deferred": options.deferred}
     print(f"torch {torch.__version__}, {platform.machine()}, {os.cpu_count()} cores, {NUM_PROCESSES} processes")
 
+    if options.commits:
+        print(compare_commits(options.commits, **of_all))
+        return
     phases = [phase for phase in PHASES if phase != "reduce"]
     if options.few:
         phases.remove("save")

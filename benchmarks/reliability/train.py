@@ -2,13 +2,15 @@
 
 The first process writes a line to `losses` for each step: its number, its loss to the last bit, its samples, when it
 was done; and a line to `starts` for each start: when it was begun, had joined the others, and had its state. At the
-end of the training, process N writes how many seconds each of its commits took to `commits-N`.
+end of the training, process N writes a line to `commits-N` for each step: whether it was committed, when its optimizer
+began, which is when all processes have agreed (monotonic), and how many seconds the commit took.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import random
 import sys
 import time
 from contextlib import nullcontext
@@ -33,7 +35,7 @@ class Options(NamedTuple):
     """Of a training; `num_steps` is where it ends, `dp` the replicas, `num_workers` those of the loader.
 
     `inputs`: the folder with the first weights, and with the samples, `samples`. None: each process draws all of them,
-    or with `is_deferred` only the weights of its own stages.
+    or with `is_deferred` only the weights of its own stages. `commits`: the share of steps that are committed, drawn.
     """
 
     num_steps: int = 10**9
@@ -48,6 +50,7 @@ class Options(NamedTuple):
     pause_s: float = 0.0
     inputs: str | None = None
     is_deferred: bool = False
+    commits: float = 1.0
 
 
 class Samples(Dataset[tuple[torch.Tensor, int]]):
@@ -109,7 +112,7 @@ def main(folder: Path) -> None:
         checkpoints = rota.Checkpoints(
             folder / "run", pipeline, optimizer, scheduler, asynchronous=options.asynchronous
         )
-        commits_s = timed_commits(checkpoints)
+        commits = timed_commits(checkpoints, optimizer, options.commits)
         batch_size = options.rows // options.dp
         loader = DataLoader(data, batch_size, sampler=pipeline.sampler(data), num_workers=options.num_workers)
         is_first = pipeline.rank == pipeline.replica == 0
@@ -131,17 +134,20 @@ def main(folder: Path) -> None:
                 samples = ",".join(map(str, numbers.tolist()))
                 _append(folder / "losses", f"{step} {loss.hex()} {samples} {time.monotonic()}")
             time.sleep(options.pause_s)
-    (folder / f"commits-{os.environ['RANK']}").write_text("\n".join(map(str, commits_s)))
+    (folder / f"commits-{os.environ['RANK']}").write_text("\n".join(commits))
 
 
-def timed_commits(checkpoints: rota.Checkpoints) -> list[float]:
-    """The seconds of each commit, as they come."""
-    commit, found = checkpoints.commit, []
+def timed_commits(checkpoints: rota.Checkpoints, optimizer: torch.optim.Optimizer, share: float) -> list[str]:
+    """The lines for `commits-N`, as they come. The same steps are committed on all processes."""
+    commit, agreed_s, found = checkpoints.commit, [0.0], []
+    optimizer.register_step_pre_hook(lambda *_: agreed_s.append(time.monotonic()))
 
-    def timed(*arguments: Any, **extra: Any) -> None:
+    def timed(step: int, **extra: Any) -> None:
         begun_s = time.perf_counter()
-        commit(*arguments, **extra)
-        found.append(time.perf_counter() - begun_s)
+        is_committed = random.Random(step).random() < share
+        if is_committed:
+            commit(step, **extra)
+        found.append(f"{is_committed:d} {agreed_s[-1]} {time.perf_counter() - begun_s}")
 
     checkpoints.commit = timed  # type: ignore[method-assign]
     return found
