@@ -14,8 +14,11 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import HealthCheck, settings
 
+from support.chromium import chromium
 from support.pool import Pool
 from support.sampling import mark_sweeps
+
+__all__ = ["chromium"]  # a fixture, here for all tests: one process can have only one Playwright
 
 settings.register_profile("rota", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("rota")

@@ -16,17 +16,17 @@ FILES = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "tests/sim_device
 @pytest.mark.dist
 @pytest.mark.timeout(600)
 def test_on_the_simulated_device() -> None:
-    run_there("not sweep")
+    run_there("not sweep", timeout_s=580)
 
 
 @pytest.mark.dist
 @pytest.mark.sweep
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1800)
 def test_more_on_the_simulated_device() -> None:
-    run_there("sweep or sampled")
+    run_there("sweep or sampled", timeout_s=1780)
 
 
-def run_there(marked: str) -> None:
+def run_there(marked: str, timeout_s: float) -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", "-m", marked]
     done = subprocess.run(
         [*command, *FILES],
@@ -34,6 +34,6 @@ def run_there(marked: str) -> None:
         env=os.environ | {"ROTA_SIM_DEVICE": "1"},
         capture_output=True,
         text=True,
-        timeout=580,
+        timeout=timeout_s,
     )
     assert done.returncode == 0, done.stdout + done.stderr

@@ -12,10 +12,8 @@ from threading import Thread
 import pytest
 
 from support import ROOT
-from support.chromium import chromium
 
 pytestmark = [pytest.mark.dist, pytest.mark.sweep]  # a browser is several processes, and the pages are many
-__all__ = ["chromium"]
 
 HEIGHT = 900
 WIDER_THAN_THE_WINDOW = """() => {

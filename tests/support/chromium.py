@@ -1,4 +1,4 @@
-"""A real browser: Debian's Chromium. Tests import its fixture."""
+"""A real browser: Debian's Chromium. tests/conftest.py has its fixture."""
 
 from __future__ import annotations
 

@@ -8,9 +8,6 @@ from pathlib import Path
 import pytest
 
 from rota.drawing import to_html
-from support.chromium import chromium
-
-__all__ = ["chromium"]  # the fixture
 
 SIZE = {"width": 1280, "height": 720}
 
