@@ -134,15 +134,26 @@ class Plan:
         return nodes
 
     def _nodes_on(self, rank: int) -> tuple[int, ...]:
+        tasks = [t for t, task in enumerate(self.placement.tasks) if rank in task.ranks]
+        if sum(len(self.microbatches_of(t)) for t in tasks) != len(self.orders[rank]):
+            # Not complete. A file may claim more micro-batches than fit in memory, so only the ops it has are listed.
+            return tuple(self._node_of(op, rank) for op in self.orders[rank])
         here: dict[tuple[int, Kind, int], int] = {}
-        for t, task in enumerate(self.placement.tasks):
-            if rank in task.ranks:
-                ops = zip(repeat(task.stage), repeat(task.kind), self.microbatches_of(t))
-                here.update(zip(ops, range(self.first_node[t], self.first_node[t + 1]), strict=True))
+        for t in tasks:
+            task = self.placement.tasks[t]
+            ops = zip(repeat(task.stage), repeat(task.kind), self.microbatches_of(t))
+            here.update(zip(ops, range(self.first_node[t], self.first_node[t + 1]), strict=True))
         nodes = tuple(map(here.get, self.orders[rank]))
         if None in nodes:
             raise self._misplaced(self.orders[rank][nodes.index(None)], rank)
         return nodes  # type: ignore[return-value]
+
+    def _node_of(self, op: Op, rank: int) -> int:
+        """The node of an op, which must be one of the rank's."""
+        t = self.placement.index.get(op[:2])
+        if t is None or rank not in self.placement.tasks[t].ranks or op.microbatch not in self.microbatches_of(t):
+            raise self._misplaced(op, rank)
+        return self.first_node[t] + self.microbatches_of(t).index(op.microbatch)
 
     @cached_property
     def variants(self) -> tuple[int, ...]:
