@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import json
+import mmap
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+
+from rota.runtime.huge_pages import lay_in_huge_pages
 
 SCRIPT = """
 import hashlib, json, mmap, os, re
@@ -45,3 +50,15 @@ def test_what_memory_holds_stays_as_it_is() -> None:
     if huge_after == huge_before:
         pytest.skip("this system lays nothing in huge pages")
     assert huge_after >= huge_before + (8 << 10)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems have no huge pages to ask for")
+@pytest.mark.parametrize("name", [b"m\xfcller", b"a\x0cb", b"a\rb", b"a\nb", b"a b", "a\u2028b".encode()])
+def test_mapped_files_may_have_any_name(tmp_path: Path, name: bytes) -> None:
+    path = os.path.join(os.fsencode(tmp_path), name)
+    with open(path, "wb+") as file:
+        file.write(b"x")
+        file.flush()
+        with mmap.mmap(file.fileno(), 1, access=mmap.ACCESS_READ) as mapped:
+            lay_in_huge_pages()
+            assert mapped[:] == b"x"

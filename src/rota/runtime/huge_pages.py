@@ -6,7 +6,6 @@ A fork copies one entry per page of memory that is not a file's: of 200 MB 50,00
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 
 from rota.runtime.mapped_file import HUGE_BYTES, collapse
 
@@ -18,10 +17,12 @@ def lay_in_huge_pages() -> None:
     """
     if sys.platform != "linux":
         return
-    for line in Path("/proc/self/maps").read_text().splitlines():
+    with open("/proc/self/maps", "rb") as maps:
+        lines = maps.readlines()  # files' names may have any bytes but that of a new line
+    for line in lines:
         addresses, access, _, _, inode, *name = line.split()
-        if access == "rw-p" and inode == "0" and name != ["[stack]"]:
-            first, last = (int(address, 16) for address in addresses.split("-"))
+        if access == b"rw-p" and inode == b"0" and name != [b"[stack]"]:
+            first, last = (int(address, 16) for address in addresses.split(b"-"))
             start, end = -(-first // HUGE_BYTES) * HUGE_BYTES, last // HUGE_BYTES * HUGE_BYTES
             if start < end:
                 collapse(start, end - start)

@@ -67,7 +67,9 @@ def _parts(value: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _to_tensor(data: bytes) -> torch.Tensor:
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+    if not data:
+        return torch.empty(0, dtype=torch.uint8, device="cpu")  # whatever the user's default device is
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
 def _num_left(begin: torch.Tensor) -> int:

@@ -137,6 +137,8 @@ def refuse(rank: int, folder: Path) -> None:
             with pytest.raises(PipelineError, match="has a gradient"):
                 kept.commit(1)
             weight.grad = torch.zeros_like(weight)  # as zero_grad(set_to_none=False) leaves it
+            buffer = next(weight.tensor for weight, _ in kept._trained.weights.local() if weight.is_buffer)
+            buffer.requires_grad_().grad = torch.ones_like(buffer)  # no optimizer has it, so no restart misses it
             kept.commit(1)
             with pytest.raises(PipelineError, match="step=-1"):
                 kept.commit(-1)

@@ -343,7 +343,7 @@ class Checkpoints:
         """
         if self._in_memory is None or self._fits_in_memory is False:
             return
-        weights = [weight for weight, _ in self._trained.weights.local()]
+        weights = [weight for weight, _ in self._trained.weights.local() if not weight.is_buffer]
         gradients = [(weight.names[0], weight.tensor.grad) for weight in weights if weight.tensor.grad is not None]
         # Those of zero_grad(set_to_none=False) are zeros. One answer for all: each waits for an accelerator.
         if gradients and torch.stack([gradient.any() for _, gradient in gradients]).any():
