@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import pairwise, repeat
+from itertools import pairwise
 from operator import add, sub
 from typing import Any
 
@@ -134,15 +134,20 @@ class Plan:
         return nodes
 
     def _nodes_on(self, rank: int) -> tuple[int, ...]:
-        here: dict[tuple[int, Kind, int], int] = {}
-        for t, task in enumerate(self.placement.tasks):
-            if rank in task.ranks:
-                ops = zip(repeat(task.stage), repeat(task.kind), self.microbatches_of(t))
-                here.update(zip(ops, range(self.first_node[t], self.first_node[t + 1]), strict=True))
-        nodes = tuple(map(here.get, self.orders[rank]))
-        if None in nodes:
-            raise self._misplaced(self.orders[rank][nodes.index(None)], rank)
-        return nodes  # type: ignore[return-value]
+        num_components = self.placement.num_components
+        here = {
+            (task.stage, task.kind): (self.first_node[i], self.placement.component_of[i])
+            for i, task in enumerate(self.placement.tasks)
+            if rank in task.ranks
+        }
+        nodes = []
+        for op in self.orders[rank]:
+            stage, kind, microbatch = op
+            known = here.get((stage, kind))
+            if known is None or microbatch % num_components != known[1] or not 0 <= microbatch < self.num_microbatches:
+                raise self._misplaced(op, rank)
+            nodes.append(known[0] + microbatch // num_components)
+        return tuple(nodes)
 
     @cached_property
     def variants(self) -> tuple[int, ...]:
