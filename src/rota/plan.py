@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import pairwise
+from itertools import pairwise, repeat
 from operator import add, sub
 from typing import Any
 
@@ -134,20 +134,26 @@ class Plan:
         return nodes
 
     def _nodes_on(self, rank: int) -> tuple[int, ...]:
-        num_components = self.placement.num_components
-        here = {
-            (task.stage, task.kind): (self.first_node[i], self.placement.component_of[i])
-            for i, task in enumerate(self.placement.tasks)
-            if rank in task.ranks
-        }
-        nodes = []
-        for op in self.orders[rank]:
-            stage, kind, microbatch = op
-            known = here.get((stage, kind))
-            if known is None or microbatch % num_components != known[1] or not 0 <= microbatch < self.num_microbatches:
-                raise self._misplaced(op, rank)
-            nodes.append(known[0] + microbatch // num_components)
-        return tuple(nodes)
+        tasks = [t for t, task in enumerate(self.placement.tasks) if rank in task.ranks]
+        if sum(len(self.microbatches_of(t)) for t in tasks) != len(self.orders[rank]):
+            # Not complete. A file may claim more micro-batches than fit in memory, so only the ops it has are listed.
+            return tuple(self._node_of(op, rank) for op in self.orders[rank])
+        here: dict[tuple[int, Kind, int], int] = {}
+        for t in tasks:
+            task = self.placement.tasks[t]
+            ops = zip(repeat(task.stage), repeat(task.kind), self.microbatches_of(t))
+            here.update(zip(ops, range(self.first_node[t], self.first_node[t + 1]), strict=True))
+        nodes = tuple(map(here.get, self.orders[rank]))
+        if None in nodes:
+            raise self._misplaced(self.orders[rank][nodes.index(None)], rank)
+        return nodes  # type: ignore[return-value]
+
+    def _node_of(self, op: Op, rank: int) -> int:
+        """The node of an op, which must be one of the rank's."""
+        t = self.placement.index.get(op[:2])
+        if t is None or rank not in self.placement.tasks[t].ranks or op.microbatch not in self.microbatches_of(t):
+            raise self._misplaced(op, rank)
+        return self.first_node[t] + self.microbatches_of(t).index(op.microbatch)
 
     @cached_property
     def variants(self) -> tuple[int, ...]:
