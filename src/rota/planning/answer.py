@@ -384,7 +384,9 @@ def ranks_text(found: Found) -> str:
 def layout_text(found: Found) -> str:
     """A plan's schedule and layout: two plans of one schedule on the same ranks differ in the latter."""
     layout, again = found.candidate.layout, len(found.candidate.recomputed)
-    parts: list[str] = [] if layout.shape == "chain" else [layout.shape]
+    parts: list[str] = []
+    if layout.shape != "chain":
+        parts.append(layout.shape)
     if layout.stages_per_rank > 1:
         parts.append(f"{layout.stages_per_rank} stages per rank")
     parts.append(f"{count_text(layout.num_microbatches, 'micro-batch', 'es')} of {count_text(layout.rows, 'row')}")
