@@ -178,7 +178,7 @@ def add_costs_of_csv(parser: Parser) -> None:
 
 def add_json(parser: Parser) -> None:
     """--json."""
-    parser.add_argument("--json", action="store_true", help="print the figures as JSON instead of text")
+    parser.add_argument("--json", action="store_true", help="print the results as JSON instead of text")
 
 
 def add_force(parser: Parser) -> None:
@@ -190,7 +190,7 @@ def add_model_options(parser: Parser) -> None:
     """--cuts and --length."""
     help_text = (
         "modules that can start a stage, such as 'transformer.h.*' (default: the model's rota.CutPoint "
-        "modules or, without any, the entries of its nn.ModuleList, nn.ModuleDict or nn.Sequential)"
+        "modules or, if it has none, the entries of its nn.ModuleList, nn.ModuleDict or nn.Sequential)"
     )
     parser.add_argument("--cuts", type=lambda text: text.split(","), metavar="PATTERN,…", help=help_text)
     help_text = "tokens per row, for Hugging Face models without a make_batch (default: 1024, or the model's "

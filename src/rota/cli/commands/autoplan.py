@@ -43,7 +43,8 @@ def add_arguments(parser: Parser) -> None:
         nargs="?",
         metavar="MODEL.py",
         help="Python file that defines make_model(), make_batch(rows), loss_fn and optionally "
-        "make_optimizer(parameters); or hf:config.json for a language model from Hugging Face transformers",
+        "make_optimizer(parameters); or hf:config.json for a language model from Hugging Face transformers; "
+        "not required with --profile",
     )
     add_model_options(parser)
     parser.add_argument("--ranks", type=number(1), metavar="N", required=True, help="total number of processes")

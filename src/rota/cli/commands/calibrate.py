@@ -18,7 +18,9 @@ from rota.timeline import Timeline
 
 def add_arguments(parser: Parser) -> None:
     """Add the arguments of `rota calibrate` to its parser."""
-    help_text = "timeline.json from `rota run --timeline`; with several timelines, medians are over all of them"
+    help_text = (
+        "timeline.json from `rota run --timeline`; with several timelines, op times are medians over all of them"
+    )
     parser.add_argument("timelines", nargs="+", metavar="MEASURED", help=help_text)
     parser.add_argument(
         "--plan",

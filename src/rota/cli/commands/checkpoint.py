@@ -32,7 +32,10 @@ def add_arguments(parser: Parser) -> None:
     help_text = "folder that rota.Checkpoints writes to, or one checkpoint in it: FOLDER/step-N"
     actions.add_argument("folder", metavar="FOLDER", help=help_text)
     add_output(
-        parser, "FILE", "for export: model.safetensors or, with --config, a folder for it", writes="file or folder"
+        parser,
+        "FILE",
+        "for export: model.safetensors or, with --config, a folder for it and config.json",
+        writes="file or folder",
     )
     help_text = "for export: the model's config.json, copied beside the model.safetensors that from_pretrained loads"
     parser.add_argument("--config", metavar="CONFIG.json", help=help_text)

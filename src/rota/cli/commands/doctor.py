@@ -19,8 +19,8 @@ _TIMEOUT_S = 30.0
 _DETAILS = """
 
 First, the command reports versions, accelerators and their memory, the device of each rank, peer access, the host's
-limits, and environment variables that slow down or break training. Then it starts one process per device, or CPU
-processes if there is no device. It measures how fast each pair of processes exchanges messages, and how much the
+limits, and environment variables that slow down or break training. Then it starts one process per accelerator,
+or CPU processes if there is none. It measures how fast each pair of processes exchanges messages, and how much the
 clocks of the processes differ. Finally, it runs small plans and compares their gradients with those of the unsplit
 model. All of this takes less than two minutes.
 
@@ -37,7 +37,7 @@ def add_arguments(parser: Parser) -> None:
     help_text = "write all findings and measurements as JSON to FILE, or print them instead of the text if FILE is -"
     parser.add_argument("--json", metavar="FILE", help=help_text)
     add_force(parser)
-    help_text = "number of processes to test with (default: one per device; on the CPU, up to 4)"
+    help_text = "number of processes to test with (default: one per accelerator; on the CPU, up to 4)"
     parser.add_argument("--ranks", type=number(1), metavar="N", help=help_text)
     parser.add_argument("--no-self-test", action="store_true", help="measure links and clocks, but run no plans")
     help_text = "run every schedule on 2 to N ranks, and measure messages of 1 kB to 64 MB (takes minutes)"
@@ -79,7 +79,7 @@ def _examined(wanted: Wanted) -> Report | None:
 
 COMMAND = Command(
     "doctor",
-    "test this machine: versions, devices, links, and a self-test of training",
+    "check this machine's versions, devices and links, and run a self-test of training",
     "rota doctor\n  rota doctor --json doctor.json",
     add_arguments,
     run,

@@ -17,8 +17,8 @@ def add_arguments(parser: Parser) -> None:
     add_step(parser)
     add_costs(parser, "rank; schedules with several stages per rank divide it among those stages")
     form = parser.add_mutually_exclusive_group()
-    form.add_argument("--json", action="store_true", help="print the figures as JSON instead of text")
-    form.add_argument("--csv", action="store_true", help="print the figures as CSV instead of text")
+    form.add_argument("--json", action="store_true", help="print the results as JSON instead of text")
+    form.add_argument("--csv", action="store_true", help="print the results as CSV instead of text")
 
 
 def run(arguments: Namespace) -> int:

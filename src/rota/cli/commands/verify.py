@@ -44,7 +44,7 @@ def add_arguments(parser: Parser) -> None:
         "--own-dtype", action="store_true", help="compare in the model's own dtype only, not in float64"
     )
     parser.add_argument("--timeout", type=seconds, metavar="S", help="end a rank after S seconds without progress")
-    parser.add_argument("--json", action="store_true", help="print the figures as JSON instead of text")
+    parser.add_argument("--json", action="store_true", help="print the results as JSON instead of text")
 
 
 def run(arguments: argparse.Namespace) -> int:
