@@ -225,7 +225,7 @@ def mutants(draw: st.DrawFn) -> str:
 @given(mutants())
 @settings(max_examples=some(300))
 def test_any_text_is_a_plan_or_told(text: str) -> None:
-    for placement in (lambda: PLAN.placement, lambda: _placement_of_csv(text)):
+    for placement in (lambda: PLAN.placement, lambda: _placement_of_csv(text, None)):
         try:
             plan = Plan.from_csv(text, placement())
             check(plan)

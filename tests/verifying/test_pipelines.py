@@ -99,7 +99,7 @@ def untied_by_copies(rank: int) -> Any:
 @pytest.mark.parametrize(
     ("make", "reason"),
     [
-        (wrong_mask, "'layers.1' of stage 1 gets a different 'mask' from the unsplit model"),
+        (wrong_mask, "'layers.1' of stage 1 gets a different 'mask' than in the unsplit model"),
         (with_batch_norm, "BatchNorm1d '1' takes its statistics over the rows of a micro-batch"),
         (
             untied_by_copies,
