@@ -25,10 +25,10 @@ class Cause(StrEnum):
     CORES = "cores"  #: more ranks of the machine are busy than it has cores
     ORDER = "order"  #: another op is ready, but the plan has it later
     MEMORY = "memory"  #: another op is ready, but it would not fit in memory
-    WARM_UP = "warm-up"  #: the rank's first op waits for an op of another rank
-    WAITING = "waiting"  #: the next op waits for an op of another rank
+    WARM_UP = "warm-up"  #: the rank's first op waits for an op on another rank
+    WAITING = "waiting"  #: the next op waits for an op on another rank
     SHARED_LINK = "link"  #: an input of the next op waits for a link that transfers share
-    TRANSFER = "transfer"  #: an input of the next op is in transfer
+    TRANSFER = "transfer"  #: an input of the next op is in transit
     MESSAGES = "messages"  #: a message occupies the rank that sends or receives it
     LAUNCH = "launch"  #: the next op is ready but has not started yet
     DRAIN = "drain"  #: the rank has no op left
@@ -42,10 +42,10 @@ DESCRIPTIONS = {
     Cause.ORDER: "another op was ready, but the plan has it later",
     Cause.MEMORY: "another op was ready, but would not fit in memory",
     Cause.WARM_UP: "the first micro-batches have not arrived yet",
-    Cause.WAITING: "the next op waits for an op of another rank",
+    Cause.WAITING: "the next op waits for an op on another rank",
     Cause.SHARED_LINK: "an input waits for a link that others are using",
-    Cause.TRANSFER: "an input of the next op is in transfer",
-    Cause.MESSAGES: "ranks are occupied with sending and receiving",
+    Cause.TRANSFER: "an input of the next op is in transit",
+    Cause.MESSAGES: "the rank is busy sending and receiving",
     Cause.LAUNCH: "the next op is ready but has not started yet",
     Cause.DRAIN: "this rank has finished, but others have not",
 }

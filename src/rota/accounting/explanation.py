@@ -128,7 +128,7 @@ class Explanation:
         lines += self._core_lines()
         if not total:
             return "\n".join(fitted(line, width) for line in [*lines, "No rank is idle."])
-        lines += ["", "Why, on all ranks together:"]
+        lines += ["", "Why, summed over all ranks:"]
         digits = max(len(f"{us:,}") for us in self.by_cause.values())
         for cause, us in self.by_cause.items():
             before = f"  {us:>{digits},} µs {us / total:>6.1%}  {cause:<9} "
@@ -281,7 +281,7 @@ def _describe(stretch: Stretch) -> str:
         Cause.WARM_UP: f"before its first op, waiting for {what}",
         Cause.WAITING: f"waiting for {what}",
         Cause.SHARED_LINK: f"while {what} waits for a shared link",
-        Cause.TRANSFER: f"while {what} is in transfer",
+        Cause.TRANSFER: f"while {what} is in transit",
         Cause.MESSAGES: f"while messages of {what} occupy a rank",
         Cause.LAUNCH: f"before {what} started, although it was ready",
         Cause.DRAIN: f"after its last op, until {what} ends the step",

@@ -170,8 +170,8 @@ def add_output(
 def add_costs_of_csv(parser: Parser) -> None:
     """--costs, for commands that compute times of a schedule CSV."""
     help_text = (
-        "for a schedule CSV, which has no times: costs of each stage, as Costs.to_json() or `rota calibrate --costs` "
-        "writes them (default: forward 1 ms, backward 2 ms)"
+        "for a schedule CSV, which has no times: costs per stage, from Costs.to_json() or `rota calibrate --costs` "
+        "(default: forward 1 ms, backward 2 ms)"
     )
     parser.add_argument("--costs", metavar="FILE", help=help_text)
 

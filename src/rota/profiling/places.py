@@ -46,7 +46,7 @@ def memory_bytes_per_rank(name: str | None, ranks_per_machine: int) -> int:
     """The memory of one rank's device.
 
     Args:
-        name: A device of this machine, such as "cuda", or one to estimate for, such as "h100"; None: the CPU.
+        name: A device on this machine, such as "cuda", or one to estimate for, such as "h100"; None: the CPU.
         ranks_per_machine: Ranks that share a machine's memory, where they run on its CPU.
 
     Returns:

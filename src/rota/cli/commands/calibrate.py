@@ -29,7 +29,7 @@ def add_arguments(parser: Parser) -> None:
         metavar="NAME",
         help="a schedule's name, or search (default: the fastest named schedule that fits)",
     )
-    add_time_limit(parser, "for --plan search: at most this many seconds (default: 10)")
+    add_time_limit(parser, "with --plan search: time limit in seconds (default: 10)")
     parser.add_argument("--costs", metavar="FILE", help="write the measured costs as JSON, for `rota plan --costs`")
     add_json(parser)
     add_output(

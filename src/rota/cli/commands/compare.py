@@ -17,11 +17,11 @@ from rota.cli.screen import report_columns
 
 def add_arguments(parser: Parser) -> None:
     """Add the arguments of `rota compare` to its parser."""
-    parser.add_argument("planned", help="plan.json (which is simulated first), or a timeline.json")
+    parser.add_argument("planned", help="plan.json (which is simulated first), or timeline.json")
     parser.add_argument("measured", help="timeline.json, for example from `rota run --timeline`")
     add_cores(parser)
     add_json(parser)
-    add_output(parser, "PICTURE", "also draw both, as .png, .svg, .pdf or .html")
+    add_output(parser, "PICTURE", "also draw both timelines, as .png, .svg, .pdf or .html")
 
 
 def run(arguments: Namespace) -> int:

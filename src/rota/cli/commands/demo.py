@@ -32,7 +32,7 @@ def run(arguments: Namespace) -> int:
 
 COMMAND = Command(
     "demo",
-    "take a first tour: plan a small GPT, train it, compare the run with the plan, and explain its idle time",
+    "take a quick tour: plan a small GPT, train it, compare the run with the plan, and explain its idle time",
     "rota demo",
     add_arguments,
     run,

@@ -18,8 +18,8 @@ _STDOUT = "-"
 _TIMEOUT_S = 30.0
 _DETAILS = """
 
-First, the command reports versions, accelerators and their memory, the device of each rank, peer access, the host's
-limits, and environment variables that slow down or break training. Then it starts one process per accelerator,
+First, the command reports software versions, accelerators and their memory, the device of each rank, peer access, the
+host's limits, and environment variables that slow down or break training. Then it starts one process per accelerator,
 or CPU processes if there is none. It measures how fast each pair of processes exchanges messages, and how much the
 clocks of the processes differ. Finally, it runs small plans and compares their gradients with those of the unsplit
 model. All of this takes less than two minutes.
@@ -79,7 +79,7 @@ def _examined(wanted: Wanted) -> Report | None:
 
 COMMAND = Command(
     "doctor",
-    "check this machine's versions, devices and links, and run a self-test of training",
+    "check this machine's software versions, devices and links, and run a self-test of training",
     "rota doctor\n  rota doctor --json doctor.json",
     add_arguments,
     run,

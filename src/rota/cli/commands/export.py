@@ -285,14 +285,14 @@ _FORMATS = (
     ),
     Command(
         "megatron",
-        "write --pipeline-model-parallel-layout: the layers of each stage",
+        "write the --pipeline-model-parallel-layout option: the layers of each stage",
         "rota export megatron plan.json --boundaries 0,4,6,8,10 -o layout.txt",
         _add_megatron,
         _to_megatron,
     ),
     Command(
         "deepspeed",
-        "write where each stage of a PipelineModule begins in its list of layers",
+        "write where each stage begins in the PipelineModule's list of layers",
         "rota export deepspeed plan.json --layers 'Embed,Block*8,Norm,Head' --type block -o parts.json",
         _add_deepspeed,
         _to_deepspeed,

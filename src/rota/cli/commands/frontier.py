@@ -25,7 +25,7 @@ def add_arguments(parser: Parser) -> None:
     )
     add_costs(parser, "stage")
     add_shape(parser, default="v")
-    add_time_limit(parser, "at most this many seconds (default: 60)", default=60.0)
+    add_time_limit(parser, "time limit in seconds (default: 60)", default=60.0)
     add_json(parser)
     add_output(parser, "PICTURE", "draw the curve as .png, .svg or .pdf")
 

@@ -58,7 +58,7 @@ def add_arguments(parser: Parser) -> None:
         help="for search: what to minimize: the makespan (the time of one step; default), the span (the longest busy "
         "window of a rank), or the period (the time per micro-batch in steady state)",
     )
-    add_time_limit(parser, "for search, and for --backups: at most this many seconds (default: 10)")
+    add_time_limit(parser, "for search, and with --backups: time limit in seconds (default: 10)")
     add_backups(parser)
     add_output(parser, "FILE", "write the plan as .json, or as .csv in PyTorch's format", writes="plan")
     parser.set_defaults(written={"output": "plan", "backups": "file"})

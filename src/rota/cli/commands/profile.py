@@ -37,7 +37,7 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument(
         "--device",
         metavar="NAME",
-        help="device of this machine to measure on, such as cpu or cuda (default: cpu; for links: auto), or "
+        help="device on this machine to measure on, such as cpu or cuda (default: cpu; for links: auto), or "
         "another device, such as h100, whose costs are estimated without running anything",
     )
     help_text = f"measurements per layer; the result is their median (default: {_REPEATS})"

@@ -24,7 +24,7 @@ def add_arguments(parser: Parser) -> None:
     )
     parser.add_argument("--timeout", type=seconds, metavar="S", help=help_text)
     help_text = (
-        "cpu, cuda or another device of this machine, or auto (default), which uses accelerators if there "
+        "cpu, cuda or another device on this machine, or auto (default), which uses accelerators if there "
         "is one per rank"
     )
     parser.add_argument("--device", default="auto", metavar="NAME", help=help_text)

@@ -15,15 +15,15 @@ from rota.timeline import Timeline
 
 def add_arguments(parser: Parser) -> None:
     """Add the arguments of `rota show` to its parser."""
-    parser.add_argument("file", help="plan.json (which is simulated first), a timeline.json, or a schedule CSV")
+    parser.add_argument("file", help="plan.json (which is simulated first), timeline.json, or a schedule CSV")
     parser.add_argument(
-        "--width", type=number(20), metavar="N", help="columns of the chart (default: the terminal's width)"
+        "--width", type=number(20), metavar="N", help="width of the chart in columns (default: the terminal's width)"
     )
     add_output(parser, "PICTURE", "write a .png, .svg, .pdf or .html instead, or a .json for Perfetto")
     parser.add_argument(
-        "--above", metavar="FILE", help="for -o: draw a second plan or timeline above the first, on the same time axis"
+        "--above", metavar="FILE", help="with -o: draw a second plan or timeline above the first, on the same time axis"
     )
-    parser.add_argument("--bound", action="store_true", help="for -o: show the gap to a proven lower bound")
+    parser.add_argument("--bound", action="store_true", help="with -o: show the gap to a proven lower bound")
 
 
 def run(arguments: Namespace) -> int:

@@ -21,7 +21,7 @@ If the results differ, Rota says where, and names the cause, such as a BatchNorm
 batch, unequal numbers of tokens per micro-batch, random numbers, a different mask in a stage, tied weights that were
 separated by a cut, or a parameter without a gradient.
 
-exit code: 0 exact, 1 not exact, 2 wrong input"""
+exit code: 0 exact, 1 not exact, 2 invalid input"""
 
 
 def add_arguments(parser: Parser) -> None:
