@@ -2,6 +2,7 @@
 
 const READABLE = 4.5; // least contrast of text with what is behind it, by WCAG 2
 const [BLACK, WHITE] = [[0, 0, 0], [255, 255, 255]]; // on any colour, one of them can be read
+const STEPS = [0, 0.2, 0.4, 0.6, 0.8, 1];
 const PALER = 0.5; // share of white in the colours of a rank's last stage
 const DIMMED = 0.86; // share of the background in the colours of what a filter leaves out
 const MARK = 0.6; // brightness of a mark; 1 would be invisible
@@ -34,6 +35,11 @@ function textOn(background, ...wanted) {
   return [...wanted, WHITE, BLACK].find((color) => contrastWith(color) >= READABLE);
 }
 
+/** Returns the theme's muted colour, or the next one towards its ink that can be read on a background. */
+function mutedOn(background, theme) {
+  return textOn(background, ...STEPS.map((share) => mixed(theme.muted, theme.ink, share).map(Math.round)));
+}
+
 /** Returns the colour of each slot: the colour of its kind, paler for the later stages of its rank. */
 function slotColors(timeline, looks) {
   const orders = timeline.lanes.map(({ rank }) => [...stagesOf(timeline, rank)].sort((a, b) => a - b));
@@ -58,7 +64,7 @@ const dimmedColor = (color, theme) => mixed(color, theme.band, DIMMED);
 
 /** Returns the colour of an op's name. */
 function nameColor(color, dimmed, theme) {
-  return dimmed ? textOn(dimmedColor(color, theme), theme.muted, theme.ink) : textOn(color);
+  return dimmed ? mutedOn(dimmedColor(color, theme), theme) : textOn(color);
 }
 
 /** Returns the colour of idle intervals: their cause's, if causes are shown or this one is highlighted. */

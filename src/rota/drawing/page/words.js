@@ -104,7 +104,7 @@ function linesOfCrowd(page, { section, rank, time }) {
 /** Returns the words of the causes with their widths, and their colours on the idle intervals. */
 function causeWords(context, causes, view, theme) {
   return causes.map((look, cause) => {
-    const color = textOn(idleColor(look, cause, view, theme), theme.muted, theme.ink);
+    const color = mutedOn(idleColor(look, cause, view, theme), theme);
     return { word: look.word, width: context.measureText(look.word).width + 8, color: cssOf(color) };
   });
 }
