@@ -96,6 +96,9 @@ def test_the_rows_may_be_chosen_and_inference_has_forwards_alone(
     output = tmp_path / "plan.json"
     given = ["autoplan", "--profile", profile, "--ranks", "2", "--batch", "8", "--inference"]
     assert main([*given, "--rows", "2", "-o", str(output)]) == 0
+    told = capsys.readouterr().out
+    assert f"  rota run {output} infer.py    # run the model with it\n" in told
+    assert "rota verify" not in told  # it refuses a plan without backwards
     plan = rota.Plan.from_json(output.read_text())
     assert plan.usage is not None
     assert plan.usage.microbatch_rows == 2
