@@ -46,7 +46,8 @@ def checked_parts(exported: ExportedModel, parts: Parts) -> str:
         model, inputs = exported.with_batch()
         check_parts(model, parts, inputs)
     except SplitError as error:
-        raise SplitError(f"{error}. If torchtitan trains another model with these names, add --unchecked") from None
+        remedy = "If torchtitan trains another model with these names, export with --unchecked"
+        raise SplitError(f"{error}. {remedy}") from None
     except (FormatError, PipelineError) as error:
         return f"{LEAVES_NONE} This was not checked: {error}."
     only = ", by shapes only" if any(parameter.is_meta for parameter in model.parameters()) else ""

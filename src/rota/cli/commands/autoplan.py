@@ -174,13 +174,17 @@ def run(arguments: Namespace) -> int:
 def _print_answer(answer: Answer, arguments: Namespace, model_file: ModelFile | None) -> None:
     print(answer.to_text(terminal_columns()), end="\n\n")
     print_timeline(answer.timeline)
-    then = "" if arguments.output is None else f". Next{_next_commands(answer, arguments, model_file)}"
+    if arguments.output is None:
+        files.keep(None, "", "plan.json")
+        return
+    files.write(arguments.output, answer.plan.to_json(), quietly=True)  # whatever the model does when it is tried again
+    then = _next_commands(answer, arguments, model_file)
     usage = answer.plan.usage
     if usage is not None and usage.num_replicas > 1:
         then += (
             f"\nEach of the {usage.num_replicas} replicas needs rows of its own: pipeline.sampler(dataset) gives them"
         )
-    files.keep(arguments.output, answer.plan.to_json(), "plan.json", then)
+    print(f"Wrote {arguments.output}. Next{then}.")
 
 
 def _next_commands(answer: Answer, arguments: Namespace, model_file: ModelFile | None) -> str:
