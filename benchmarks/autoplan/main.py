@@ -112,7 +112,7 @@ def report(runs: list[dict[str, Any]], steps: dict[str, StepTimes]) -> None:
         times, spread, num_rounds = difference(of, fastest)
         beside = "" if of is fastest else f"; {times - 1:+.1%} ± {spread:.1%} in {count_text(num_rounds, 'round')}"
         print(
-            f"{count} of {len(runs)}: {name}: {of.median_us / 1000:.1f} ms, middle half within {of.spread:.1%}{beside}"
+            f"{count} of {len(runs)}: {name}: {of.median_us / 1000:.1f} ms, interquartile range {of.spread:.1%}{beside}"
         )
     spreads = sorted(run["spread"] for run in runs)
     rounds = sorted(run["num_rounds"] for run in runs)

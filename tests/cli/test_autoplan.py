@@ -96,6 +96,9 @@ def test_the_rows_may_be_chosen_and_inference_has_forwards_alone(
     output = tmp_path / "plan.json"
     given = ["autoplan", "--profile", profile, "--ranks", "2", "--batch", "8", "--inference"]
     assert main([*given, "--rows", "2", "-o", str(output)]) == 0
+    told = capsys.readouterr().out
+    assert f"  rota run {output} infer.py    # run the model with it\n" in told
+    assert "rota verify" not in told  # it refuses a plan without backwards
     plan = rota.Plan.from_json(output.read_text())
     assert plan.usage is not None
     assert plan.usage.microbatch_rows == 2
@@ -262,6 +265,28 @@ def test_cuts_that_no_other_trainer_can_make(
     assert code == (2 if refused else 0)
     assert (re.search(told, capsys.readouterr().err) is not None) == (refused or not told)
     assert Path("plan.json").exists() is not refused
+
+
+@pytest.mark.parametrize("command", ["profile", "autoplan"])
+@pytest.mark.parametrize(
+    ("mark", "cuts", "told"),
+    [
+        (None, "layers.*,layers.*.mlp", "'layers.*' and 'layers.*.mlp', but layers.0.mlp is inside layers.0"),
+        (
+            "'end'",
+            "layers.*",
+            "'layers.*', which is not a possible cut, did you mean 'layers.2.cut'? Possible",
+        ),
+    ],
+)
+def test_cuts_are_never_ignored(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str, mark: str | None, cuts: str, told: str
+) -> None:
+    model = tmp_path / "model.py"
+    model.write_text(BLOCKS.replace("MARK", str(mark)).replace("MODEL()", "Model()"))
+    options = ["--ranks", "2", "--batch", "4"] if command == "autoplan" else []
+    assert main([command, str(model), "--cuts", cuts, "--device", "h100", *options]) == 2
+    assert told in capsys.readouterr().err
 
 
 def test_a_model_too_large_for_this_machine_is_estimated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -437,6 +462,43 @@ def test_stages_made_by_hand_are_planned_and_trained(tmp_path: Path, pool: Pool)
     assert len(plan.cuts) == plan.num_stages - 1
     assert {*plan.cuts} <= {"1", "2", "3"}
     assert output_of(pool, tmp_path, "rota run plan.json train.py").count("loss") == 4
+
+
+CALLS_ALL = BLOCKS.replace("self.embed(x) if self.embed is not None else x", "self.embed(x)")
+
+
+@pytest.mark.parametrize(
+    ("text", "made", "options", "why_not"),
+    [
+        (BLOCKS, "Model()", ["--exportable"], ""),
+        (BLOCKS, "Model()", [], ""),
+        (CALLS_ALL, "Model()", ["--exportable"], "stage 1 calls 'embed', which torchtitan replaces with None there: "),
+        (BLOCKS, "Wrapped()", ["--exportable"], "Wrapped has no 'model.layers."),
+    ],
+)
+def test_an_export_is_suggested_where_it_is_accepted(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    text: str,
+    made: str,
+    options: list[str],
+    why_not: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("model.py").write_text(text.replace("MODEL()", made).replace("MARK", "None"))
+    given = ["--ranks", "2", "--pipeline", "2", "--batch", "2", "--rows", "1", "--time-limit", "600"]
+    assert main(["autoplan", "model.py", *given, "--device", "h100", *options, "-o", "plan.json"]) == 0
+    told = capsys.readouterr().out
+    export = "rota export torchtitan plan.json --model model.py:make_model -o titan"
+    assert (f"  {export}  " in told, f"torchtitan cannot run this model as it is: {why_not}" in told) == (
+        not why_not,
+        bool(why_not),
+    )
+    assert told.count("rota verify plan.json model.py") == 1
+    if options:
+        assert main(export.split()[1:]) == (2 if why_not else 0)
+        assert why_not in capsys.readouterr().err
 
 
 def test_a_plan_for_other_machines_is_to_be_exported(

@@ -353,6 +353,31 @@ def test_help_teaches_by_example(command: str, capsys: pytest.CaptureFixture[str
     assert f":\n  rota {command}" in out.split("\nexample")[1]
 
 
+OPTIONAL = {  # without these, there is one thing less to read or to write
+    *("--output", "--timeline", "--above"),
+    *("plan --backups", "calibrate --costs", "doctor --json", "checkpoint --config", "profile --lengths"),
+    *(f"export {trainer} {option}" for trainer in ("megatron", "deepspeed") for option in ("--layers", "--type")),
+}
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        *(command.name for command in COMMANDS),
+        *(f"{way} {trainer}" for way in ("export", "import") for trainer in ("torchtitan", "megatron", "deepspeed")),
+    ],
+)
+def test_help_says_the_default_of_every_value(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    _, out, _ = run(capsys, *command.split(), "--help")
+    usage = " ".join(out.partition("\n\n")[0].split())
+    for entry in re.findall(r"^  (-.*\n(?: {6,}.*\n)*)", out, flags=re.MULTILINE):
+        name = re.match(r"(?:-o \S+, )?(--[\w-]+) \S", entry)
+        if name is None or f"{command} {name[1]}" in OPTIONAL or name[1] in OPTIONAL:
+            continue  # it takes no value, or none is needed
+        is_required = f"[{name[1]} " not in usage
+        assert is_required or "default" in entry, entry
+
+
 @pytest.mark.parametrize("arguments", [(), ("--help",), ("autoplan", "--help"), ("verify", "--help")])
 def test_help_fits_the_terminal(
     arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

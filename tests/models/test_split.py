@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from rota.errors import PipelineError, SplitError
-from rota.models import CutPoint, StageEdge, Stages, split
+from rota.models import CutPoint, StageEdge, Stages, finest, split
 from rota.models.unmodified import find_blocks
 from support.sampling import some
 
@@ -231,6 +231,28 @@ def test_cut_points_in_a_list_of_a_submodule() -> None:
     stages = split(model, 3, cuts=["inner.encoder.marks['after'][0]", "inner.encoder.marks.after.1"])
     assert next(name for name, _ in stages[1].named_parameters()) == "inner.encoder.layers.1.norm.weight"
     assert_same(model, stages, values())
+
+
+@pytest.mark.parametrize(
+    ("model", "cuts", "found"),
+    [
+        (GPT, ["cuts[1]"], ("cuts[1]",)),
+        (GPT, ["cuts.3", 0], ("cuts[0]", "cuts[3]")),
+        (GPT, ["cuts.*"], tuple(f"cuts[{i}]" for i in range(4))),
+        (lambda: nn.Sequential(*(Block() for _ in range(4))), ["3", "1"], ("1", "3")),
+        (lambda: nn.Sequential(*(Block() for _ in range(4))), ["*"], ("1", "2", "3")),
+        (lambda: Stages([Block() for _ in range(4)]), ["2"], ("2",)),
+    ],
+)
+def test_cuts_to_choose_from(
+    model: Callable[[], nn.Module | Stages], cuts: list[int | str], found: tuple[str, ...]
+) -> None:
+    made = model()
+    stages, names = finest(made, cuts=cuts)
+    assert (names, stages.cuts, len(stages)) == (found, found, len(found) + 1)
+    for unknown in ("blocks.*", "blocks.2"):
+        with pytest.raises(SplitError, match=rf"cuts has '{unknown}', which is not a possible cut.* cuts are: "):
+            finest(made, cuts=[*cuts, unknown])
 
 
 def test_skip_over_stages_and_several_values_on_one_edge() -> None:

@@ -189,13 +189,21 @@ def add_force(parser: Parser) -> None:
 def add_model_options(parser: Parser) -> None:
     """--cuts and --length."""
     help_text = (
-        "modules that can start a stage, such as 'transformer.h.*' (default: the model's rota.CutPoint "
-        "modules or, if it has none, the entries of its nn.ModuleList, nn.ModuleDict or nn.Sequential)"
+        "modules that can start a stage, such as 'transformer.h.*', none inside another; in a model "
+        "with rota.CutPoint modules, some of those (default: all of its CutPoints or, if it has none, the entries of "
+        "its nn.ModuleList, nn.ModuleDict or nn.Sequential)"
     )
     parser.add_argument("--cuts", type=lambda text: text.split(","), metavar="PATTERN,…", help=help_text)
     help_text = "tokens per row, for Hugging Face models without a make_batch (default: 1024, or the model's "
     help_text += "maximum if smaller)"
     parser.add_argument("--length", type=number(1), metavar="N", help=help_text)
+
+
+def add_cache(parser: Parser) -> None:
+    """--cache and --refresh."""
+    help_text = "file or folder that stores measurements for the next run (default: they are not stored)"
+    parser.add_argument("--cache", metavar="PATH", help=help_text)
+    parser.add_argument("--refresh", action="store_true", help="measure again, even if the cache has a result")
 
 
 def add_cores(parser: Parser) -> None:
@@ -216,6 +224,7 @@ def add_time_limit(parser: Parser, help: str, default: float | None = None) -> N
 # --- what stages cost, and where they are ----------------------------------------------------------------------------
 
 _UNIFORM = ("forward_us", "backward_us", "weight_us", "activation_bytes", "boundary_bytes")
+_LINKS = "all links as --link says"
 
 
 def add_step(parser: Parser) -> None:
@@ -226,15 +235,17 @@ def add_step(parser: Parser) -> None:
     )
 
 
-def add_costs(parser: Parser, of_what: str) -> None:
-    """--ranks, the costs of stages, from a file or uniform, and the links."""
+def add_costs(parser: Parser, of_what: str, links: str = _LINKS) -> None:
+    """--ranks, the costs of stages, from a file or uniform, and the links; `links` says what is assumed of them."""
     default = ASSUMED_COSTS
     parser.add_argument(
         "--ranks", type=number(1), metavar="N", help="number of ranks (default: one per stage of --costs)"
     )
-    parser.add_argument(
-        "--costs", metavar="FILE", help="costs per stage, from Costs.to_json() or `rota calibrate --costs`"
+    help_text = (
+        "costs per stage, from Costs.to_json() or `rota calibrate --costs` (default: the same for all stages, as the "
+        "options from --forward-us to --boundary say)"
     )
+    parser.add_argument("--costs", metavar="FILE", help=help_text)
     parser.add_argument(
         "--forward-us",
         type=number(0),
@@ -248,7 +259,7 @@ def add_costs(parser: Parser, of_what: str) -> None:
         "--weight-us",
         type=number(0),
         metavar="US",
-        help="weight-gradient (W) time in µs; if given, the backward is split into I and W",
+        help="weight-gradient (W) time in µs; splits the backward into I and W (default: it is whole)",
     )
     help_text = f"bytes of activations that F keeps until the backward (default: {default['activation_bytes']})"
     parser.add_argument("--activation", type=size, metavar="BYTES", dest="activation_bytes", help=help_text)
@@ -259,11 +270,11 @@ def add_costs(parser: Parser, of_what: str) -> None:
         dest="boundary_bytes",
         help="bytes sent from each stage to the next (default: 0)",
     )
-    add_links(parser)
+    add_links(parser, links)
 
 
-def add_links(parser: Parser) -> None:
-    """The links: the same for all ranks, or from a file."""
+def add_links(parser: Parser, default: str = _LINKS) -> None:
+    """The links: the same for all ranks, or from a file; `default` says what is assumed without that file."""
     parser.add_argument(
         "--latency-us", type=number(0), metavar="US", default=0, help="latency of every link in µs (default: 0)"
     )
@@ -273,9 +284,11 @@ def add_links(parser: Parser) -> None:
         metavar="N",
         help="rate of every link in bytes per µs; 1 GB/s is 1000 (default: infinite)",
     )
-    parser.add_argument("--link", type=link, metavar="LINK", help="latency and rate of every link, such as 5us,50GB/s")
+    help_text = "latency and rate of every link, such as 5us,50GB/s (default: as --latency-us and --bytes-per-us say)"
+    parser.add_argument("--link", type=link, metavar="LINK", help=help_text)
     help_text = (
-        "use measured links from `rota profile links -o cluster.json`: latency, rate, shared links, cost per message"
+        "use measured links from `rota profile links -o cluster.json`: latency, rate, shared links, cost per message "
+        f"(default: {default})"
     )
     parser.add_argument("--links", metavar="FILE", help=help_text)
 

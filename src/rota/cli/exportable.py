@@ -29,18 +29,18 @@ def refuse_cuts_of_model(model_file: ModelFile, cuts: Sequence[str] | None) -> N
     from rota.interop.modules import module_parts, require_cuts
     from rota.models import Stages, finest, is_marked
     from rota.models.cut_table import holds
-    from rota.models.unmodified import outermost_candidates
+    from rota.models.unmodified import candidate_paths
 
     model = model_file.made_without_weights()
     if isinstance(model, Stages):
         _warn("it is rota.Stages, not an nn.Module")
         return
     if is_marked(model):
-        stages, names = finest(model)
+        stages, names = finest(model, cuts=cuts)
         _refuse(names, [holds(stage) for stage in stages.modules])
         _warn_if_refused(lambda: module_parts(model, stages))
         return
-    candidates = outermost_candidates(model, cuts)
+    candidates = candidate_paths(model, cuts)
     for name in candidates:
         if found := _INSIDE.match(name):
             raise _inside(name, found[1])

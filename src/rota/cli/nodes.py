@@ -37,9 +37,15 @@ def add_nodes(parser: Parser) -> None:
         "the number of nodes of the Slurm job step)"
     )
     parser.add_argument("--nodes", type=number(1), metavar="N", help=help_text)
-    help_text = "with --nodes: the number of this machine, counted from 0; node 0 coordinates the run"
+    help_text = (
+        "with --nodes: the number of this machine, counted from 0; node 0 coordinates the run (default: under srun, "
+        "as Slurm numbers the nodes; otherwise required)"
+    )
     parser.add_argument("--node", type=number(0), metavar="I", help=help_text)
-    help_text = "with --nodes: address at which the other nodes reach node 0, which listens there until all have joined"
+    help_text = (
+        "with --nodes: address at which the other nodes reach node 0, which listens there until all have joined "
+        "(default: under srun, the first node of the Slurm job step; otherwise required)"
+    )
     parser.add_argument("--head", type=argument_type(parse_head), metavar="HOST:PORT", help=help_text)
     help_text = (
         "with --nodes: file that only you can read, with a secret that only your nodes share (default: the "

@@ -7,6 +7,7 @@ import re
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
+from fnmatch import fnmatchcase
 from inspect import Parameter
 from typing import Any, TypeAlias
 
@@ -82,22 +83,52 @@ def _split_model(model: nn.Module, num_stages: int, cuts: Cuts | None, example: 
     return candidates.split(_chosen_calls(candidates, num_stages, cuts), relay=not direct_skips)
 
 
-def finest(model: nn.Module, example: Any = None, cuts: Cuts | None = None) -> tuple[Stages, tuple[str, ...]]:
+def finest(model: nn.Module | Stages, example: Any = None, cuts: Cuts | None = None) -> tuple[Stages, tuple[str, ...]]:
     """`model` cut wherever `split` can cut it, and the names of these cuts, as `split` takes them, in order.
 
-    One stage, and no names, where it cannot be cut at all. `example` and `cuts`: as `split` takes them, for models
-    without CutPoints.
+    One stage, and no names, where it cannot be cut at all.
+
+    Args:
+        model: The model, or stages made by hand.
+        example: A batch, as `split` takes it, for models without CutPoints.
+        cuts: The cuts to choose from, by name, number or pattern; None: all.
+
+    Raises:
+        SplitError: The model cannot be cut like this.
     """
-    names: list[str] = []
-    if find_cut_points(model):
-        names = trace(model).cut_names
-    elif is_marked(model):
-        names = [*model._modules][1:]
-    elif example is not None:
+    if not isinstance(model, Stages) and not is_marked(model):
+        if example is None:
+            return split(model, 1), ()
         candidates = Candidates(model, cuts, as_inputs(model, example))
         calls = candidates.possible()
         return candidates.split([*calls]), tuple(calls.values())
-    return split(model, len(names) + 1, names), tuple(names)
+    possible = _marked_cuts(model)
+    if cuts is not None:
+        named = {number for cut in cuts for number in _matching_cuts(cut, possible)}
+        possible = {number: name for number, name in possible.items() if number in named}
+    names = tuple(possible.values())
+    return split(model, len(names) + 1, names), names
+
+
+def _marked_cuts(model: nn.Module | Stages) -> dict[int, str]:
+    """The cuts that the model itself says are possible: names by the numbers that `split` takes."""
+    if isinstance(model, Stages):
+        return {stage: str(stage) for stage in range(1, len(model))}
+    if find_cut_points(model):
+        return dict(enumerate(trace(model).cut_names))
+    return {index: name for index, name in enumerate(model._modules) if index > 0}
+
+
+def _matching_cuts(cut: int | str, possible: Mapping[int, str]) -> list[int]:
+    """The numbers of the cuts that a number, a name or a pattern stands for. Raises SplitError if there is none."""
+    if isinstance(cut, str) and "*" in cut:
+        pattern = _plain(cut)
+        names = {number: _plain(name) for number, name in possible.items()}
+        alike = {number: name for number, name in names.items() if name.count(".") == pattern.count(".")}
+        found = [number for number, name in alike.items() if fnmatchcase(name, pattern)]
+        if found:
+            return found
+    return [_find(cut, possible, _listed(possible))]
 
 
 def is_marked(model: nn.Module) -> bool:
@@ -159,7 +190,7 @@ def _split_marked(model: nn.Module, num_stages: int, cuts: Cuts | None) -> Stage
 
 def _split_stages(stages: Stages, num_stages: int, cuts: Cuts | None) -> Stages:
     """Runs of stages made by hand, cut before some of them."""
-    possible = {stage: str(stage) for stage in range(1, len(stages))}
+    possible = _marked_cuts(stages)
     chosen = _choose(num_stages, cuts, possible, "stage but the first")
     found = grouped(stages, [0, *chosen, len(stages)])
     found.cuts = tuple(possible[stage] for stage in chosen)
@@ -205,7 +236,7 @@ def _refuse_patches(model: nn.Module) -> None:
 def _choose(num_stages: int, cuts: Cuts | None, possible: Mapping[int, str], what: str, how: str = "") -> list[int]:
     """The numbers of the cuts to make, in order, out of the possible ones and their names; `how` one adds more."""
     needed = num_stages - 1
-    names = ", ".join(f"{number} ({name})" for number, name in possible.items()) or "none"
+    names = _listed(possible)
     if len(possible) < needed:
         raise SplitError(
             f"{num_stages} stages need {needed} cuts, but there are {len(possible)} possible ones, one for each "
@@ -222,6 +253,10 @@ def _choose(num_stages: int, cuts: Cuts | None, possible: Mapping[int, str], wha
         twice = next(cut for cut, number in zip(given, chosen, strict=True) if chosen.count(number) > 1)
         raise SplitError(f"cuts {given} have {twice!r} twice: give {needed} different ones of {names}")
     return sorted(chosen)
+
+
+def _listed(possible: Mapping[int, str]) -> str:
+    return ", ".join(f"{number} ({name})" for number, name in possible.items()) or "none"
 
 
 def _find(cut: int | str, possible: Mapping[int, str], names: str) -> int:

@@ -52,16 +52,27 @@ def _holds_blocks(module: nn.Module, container: type[nn.Module], is_of_one_class
 
 
 def matching(model: nn.Module, patterns: Sequence[str]) -> list[str]:
-    """The paths of modules that patterns name, `model.layers.*`; a star stands for one step of a path."""
+    """The paths of modules that patterns name, `model.layers.*`; a star stands for one step of a path.
+
+    Raises SplitError if a pattern names no module, or if one of these modules is inside another.
+    """
     names = [name for name, _ in model.named_modules() if name]
-    found = []
+    found: dict[str, str] = {}  # the first pattern that names each path
     for pattern in patterns:
         path = pattern.replace("[", ".").replace("]", "")
         of_one = [name for name in names if name.count(".") == path.count(".") and fnmatchcase(name, path)]
         if not of_one:
             raise SplitError(f"cuts has {pattern!r}, which names no module of {type(model).__name__}")
-        found += of_one
-    return [*dict.fromkeys(found)]
+        for name in of_one:
+            found.setdefault(name, pattern)
+    for name, pattern in found.items():
+        outer = next((other for other in found if name.startswith(f"{other}.")), None)
+        if outer is not None:
+            raise SplitError(
+                f"cuts has {found[outer]!r} and {pattern!r}, but {name} is inside {outer}, and modules that may start "
+                f"a stage must not contain each other: leave out one of the two, or name only parts of {outer}"
+            )
+    return [*found]
 
 
 def as_inputs(model: nn.Module, example: Any) -> dict[str, Any]:
@@ -88,7 +99,7 @@ class Candidates:
 
     def __init__(self, model: nn.Module, cuts: Iterable[int | str] | None, inputs: Mapping[str, Any]) -> None:
         self._model, self._inputs = model, inputs
-        self._blocks = outermost_candidates(model, cuts)
+        self._blocks = candidate_paths(model, cuts)
         self._recording = record(model, self._blocks, inputs)
 
     def called(self) -> dict[int, str]:
@@ -116,11 +127,10 @@ class Candidates:
         return carve(self._model, self._recording, calls, self._inputs, relay)
 
 
-def outermost_candidates(model: nn.Module, cuts: Iterable[int | str] | None) -> list[str]:
-    """The modules that a stage may begin with: those that `cuts` names, or `find_blocks`; none inside another."""
+def candidate_paths(model: nn.Module, cuts: Iterable[int | str] | None) -> list[str]:
+    """The modules that a stage may begin with: those that `cuts` names, or `find_blocks`; none is inside another."""
     named = [cut for cut in cuts or () if isinstance(cut, str)]
-    paths = matching(model, named) if named else find_blocks(model)
-    return [path for path in paths if not any(path.startswith(other + ".") for other in paths)]
+    return matching(model, named) if named else find_blocks(model)
 
 
 def carve(

@@ -42,7 +42,7 @@ class StepTimes:
 
     @property
     def spread(self) -> float:
-        """The middle half of the steps, as a part of their median."""
+        """The interquartile range of the steps, as a part of their median."""
         if len(self.steps_us) < 2:
             return 0.0
         first, middle, third = quantiles(self.steps_us, n=4, method="inclusive")
@@ -83,7 +83,7 @@ def difference(steps: StepTimes, others: StepTimes) -> Difference:
     - The range of two to four ratios covers it in 50, 75 and 87% only. Therefore the ratios are taken as normally
       distributed, and it is Student's interval around their mean, t s / sqrt(n), if that is wider: for two ratios 6.3
       times half of their distance. The distance of median and mean is added.
-    - Two rounds may also agree by chance, so the middle half of either plan's steps counts as well.
+    - Two rounds may also agree by chance, so the interquartile range of either plan's steps counts as well.
     - One round says nothing about how far rounds are apart: it tells only plans apart that differ by more than `FAR`.
     """
     pairs = zip(steps.rounds_us, others.rounds_us, strict=False)  # a plan that is far off has fewer

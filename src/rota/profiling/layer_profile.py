@@ -115,7 +115,8 @@ def profile_model(
         report: As in `profile_layers`.
         cache: As in `profile_layers`.
         refresh: As in `profile_layers`.
-        cuts: Where a model without CutPoints may be cut, as `rota.split` takes them; None: before any of its blocks.
+        cuts: Where the model may be cut: its CutPoints, children or stages, by name or pattern, or modules of a model
+            that is unmodified, as `rota.split` takes them; None: at any of them, before any block.
         within_s: About how many seconds to measure for. Which sizes fit is decided before, by a quick timing, so that
             it is the same in every run. Sizes between two that were measured are interpolated, and their notes say so;
             others are left out. Sizes that were measured while the machine was busy are measured once more if time is
@@ -217,10 +218,10 @@ def _layers(
     cuts: Iterable[str] | None,
 ) -> tuple[Stages, tuple[str, ...]]:
     """The model cut wherever it can be cut, and the names of these cuts; a batch shows where an unmodified one can."""
-    if isinstance(model, Stages):
+    if isinstance(model, Stages) and cuts is None:
         return model, tuple(map(str, range(1, len(model))))
-    if is_marked(model) or not sizes:
-        return finest(model)
+    if isinstance(model, Stages) or is_marked(model) or not sizes:
+        return finest(model, cuts=cuts)
     example, _ = make_batch(sizes[0])
     if not any(parameter.is_meta for parameter in model.parameters()):
         return finest(model, example, cuts)

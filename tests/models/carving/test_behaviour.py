@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import random
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from rota import PipelineError, SplitError, Stages, split
+from rota.models import finest
 from rota.models.carving.on_meta import OnMeta
 from rota.runtime.deferred import materialize
 from support.hf_models import CASES, gpt2
@@ -27,7 +29,11 @@ WIDTH = 6
 class Blocks(nn.Module):
     """Four layers; `between` is what the forward does after the second."""
 
-    def __init__(self, between: Callable[[Any, Tensor], Tensor] | None = None, layer: type = nn.Linear) -> None:
+    def __init__(
+        self,
+        between: Callable[[Any, Tensor], Tensor] | None = None,
+        layer: Callable[[int, int], nn.Module] = nn.Linear,
+    ) -> None:
         super().__init__()
         self.layers = nn.ModuleList(layer(WIDTH, WIDTH) for _ in range(4))
         self.between = between
@@ -89,6 +95,20 @@ def test_cuts_are_paths_or_patterns() -> None:
         split(model, 2, ["layer.1"], example=example)
     with pytest.raises(SplitError, match=r"6 stages need 5 cuts, but there are 3"):
         split(model, 6, example=example)
+
+
+def test_cuts_inside_of_one_another_are_refused() -> None:
+    model, example = Blocks(layer=lambda *sizes: nn.Sequential(nn.Linear(*sizes), nn.Tanh())), {"x": rows()}
+    for inner in ("layers.*.0", "layers.2.1"):
+        told = rf"cuts has 'layers.\*' and '{re.escape(inner)}', but layers.\d.\d is inside layers.\d, .* leave out one"
+        for cuts in (["layers.*", inner], [inner, "layers.*"]):
+            with pytest.raises(SplitError, match=told):
+                split(model, 2, cuts, example=example)
+            with pytest.raises(SplitError, match=told):
+                finest(model, example, cuts)
+    assert finest(model, example, ["layers.*.1", "layers.*.0", "layers.2.0"])[1] == tuple(
+        f"layers.{layer}.{part}" for layer in range(4) for part in range(2) if layer + part
+    )
 
 
 # --- what is left as it was -------------------------------------------------------------------------------------------

@@ -10,16 +10,29 @@ from dataclasses import replace
 from fractions import Fraction
 from typing import TYPE_CHECKING
 
+from rota.calibration.planning_again import free_name
 from rota.cli import files, json_reports
-from rota.cli.arguments import add_json, add_model_options, add_output, add_time_limit, link, memory, number, rows
+from rota.cli.arguments import (
+    add_cache,
+    add_json,
+    add_model_options,
+    add_output,
+    add_time_limit,
+    link,
+    memory,
+    number,
+    rows,
+)
 from rota.cli.exportable import refuse_cuts_of_model, refuse_cuts_of_profile
 from rota.cli.json_reports import print_json
 from rota.cli.parser import Command, Parser
 from rota.cli.requirements import InputError, require
 from rota.cli.screen import print_timeline, progress_line, terminal_columns
+from rota.cli.titan_parts import why_not_exported
 from rota.costs import Cluster, Link
 from rota.errors import PipelineError, PlacementError
 from rota.layers import LayerCosts
+from rota.plan import Plan
 from rota.units import size_text
 
 if TYPE_CHECKING:
@@ -53,8 +66,10 @@ def add_arguments(parser: Parser) -> None:
     )
     help_text = "memory limit per rank, such as 40GB, or 80%% for that share of the device's memory (default: none)"
     parser.add_argument("--memory", type=memory, help=help_text)
-    parser.add_argument("--profile", metavar="FILE", help="use costs from `rota profile` instead of measuring")
-    parser.add_argument("--device", help="estimate costs for this device, such as h100, instead of measuring")
+    help_text = "use costs from `rota profile` (default: measure or estimate them)"
+    parser.add_argument("--profile", metavar="FILE", help=help_text)
+    help_text = "estimate costs for this device, such as h100 (default: measure them on this machine)"
+    parser.add_argument("--device", help=help_text)
     help_text = "rows per micro-batch to choose from, such as 1,2,4 (default: 1,2,4,8, or those in --profile)"
     parser.add_argument("--rows", type=rows, help=help_text)
     help_text = (
@@ -65,7 +80,7 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("--node", type=number(1), metavar="N", help="ranks per node (default: all ranks on one node)")
     help_text = "latency and rate between nodes, such as 20us,12GB/s (default: same as --link)"
     parser.add_argument("--node-link", type=link, metavar="LINK", help=help_text)
-    help_text = "use measured links from `rota profile links -o cluster.json` instead of --link"
+    help_text = "use measured links from `rota profile links -o cluster.json` (default: as --link says)"
     parser.add_argument("--links", metavar="FILE", help=help_text)
     help_text = "slowdown of each rank relative to the measured device, such as 1,1,1.5,1.5 (default: all 1)"
     parser.add_argument("--slowdowns", type=_slowdowns, default=(), metavar="X,…", help=help_text)
@@ -84,8 +99,7 @@ def add_arguments(parser: Parser) -> None:
     add_time_limit(
         parser, "time limit in seconds for measuring, searching and trying the best plans (default: 60)", default=60.0
     )
-    parser.add_argument("--cache", metavar="PATH", help="file or folder that stores measurements for the next run")
-    parser.add_argument("--refresh", action="store_true", help="measure again, even if the cache has a result")
+    add_cache(parser)
     add_json(parser)
     add_output(parser, "FILE", "write the plan as JSON")
 
@@ -149,7 +163,7 @@ def run(arguments: Namespace) -> int:
         elif arguments.inference or arguments.device not in (None, "cpu"):
             answer = replace(answer, predicted_because=_not_run(arguments))
     if not arguments.json:
-        _print_answer(answer, arguments)
+        _print_answer(answer, arguments, model_file)
         return 0
     print_json(json_reports.of_answer(answer))
     if arguments.output is not None:
@@ -157,37 +171,58 @@ def run(arguments: Namespace) -> int:
     return 0
 
 
-def _print_answer(answer: Answer, arguments: Namespace) -> None:
+def _print_answer(answer: Answer, arguments: Namespace, model_file: ModelFile | None) -> None:
     print(answer.to_text(terminal_columns()), end="\n\n")
     print_timeline(answer.timeline)
-    then = f". Next{_next_commands(answer, arguments)}"
+    if arguments.output is None:
+        files.keep(None, "", "plan.json")
+        return
+    files.write(arguments.output, answer.plan.to_json(), quietly=True)  # whatever the model does when it is tried again
+    then = _next_commands(answer, arguments, model_file)
     usage = answer.plan.usage
     if usage is not None and usage.num_replicas > 1:
         then += (
             f"\nEach of the {usage.num_replicas} replicas needs rows of its own: pipeline.sampler(dataset) gives them"
         )
-    files.keep(arguments.output, answer.plan.to_json(), "plan.json", then)
+    print(f"Wrote {arguments.output}. Next{then}.")
 
 
-def _next_commands(answer: Answer, arguments: Namespace) -> str:
+def _next_commands(answer: Answer, arguments: Namespace, model_file: ModelFile | None) -> str:
     """What to do with the plan: on this machine, or where the ranks for which it is planned are."""
     plan, model = arguments.output, arguments.model or "MODEL.py"
-    train = (
-        f"  rota verify {plan} {model}    # check that the split model is exact\n"
-        f"  rota run {plan} train.py    # train with it\n"
-    )
-    export = f"  rota export torchtitan {plan} --model {model}:make_model -o titan    # or others\n"
-    in_train = (
-        "In train.py, plan = rota.given_plan() is this plan, and its stages are\n"
+    script = "infer.py" if arguments.inference else "train.py"
+    train = f"  rota run {plan} {script}    # {'run the model' if arguments.inference else 'train'} with it\n"
+    if not arguments.inference:
+        train = f"  rota verify {plan} {model}    # check that the split model is exact\n" + train
+    in_script = (
+        f"In {script}, plan = rota.given_plan() is this plan, and its stages are\n"
         "  rota.split(model, plan.num_stages, plan.cuts, example=make_batch(1)[0])\n"
         "An nn.Sequential, or a model with CutPoints, needs no example"
     )
-    if not (elsewhere := _why_elsewhere(answer, arguments)):
-        return f":\n{train}{export if arguments.exportable else ''}{in_train}"
-    exports = export
+    elsewhere = _why_elsewhere(answer, arguments)
+    export = why_not = ""
+    if (arguments.exportable or elsewhere) and not arguments.inference:
+        export, why_not = _export(answer.plan, arguments, model_file)
+    if not elsewhere:
+        return f":\n{train}{export}{in_script}{why_not}"
+    if not export:
+        return f" ({elsewhere}), on the machines that the plan is for:\n{train}{in_script}{why_not}"
+    return f" ({elsewhere}):\n{export}Or, with Rota, on the machines that the plan is for:\n{train}{in_script}"
+
+
+def _export(plan: Plan, arguments: Namespace, model_file: ModelFile | None) -> tuple[str, str]:
+    """The lines of commands that export the plan, or a sentence that says why torchtitan cannot run it."""
+    name = arguments.model or "MODEL.py"
+    export = f"  rota export torchtitan {arguments.output} --model {name}:make_model -o {free_name('titan')}    # "
+    if model_file is None:
+        export += "if its forward skips modules that are None\n"
+    elif why := why_not_exported(model_file, plan, is_exportable=arguments.exportable):
+        return "", f".\ntorchtitan cannot run this model as it is: {why}"
+    else:
+        export += "or megatron, deepspeed\n"
     if not arguments.exportable:
-        exports = "  rota autoplan … --exportable    # plan what other trainers can run, then\n" + export
-    return f" ({elsewhere}):\n{exports}Or, with Rota, on the machines that the plan is for:\n{train}{in_train}"
+        export = "  rota autoplan … --exportable --force    # plan what other trainers can run, then\n" + export
+    return export, ""
 
 
 def _why_elsewhere(answer: Answer, arguments: Namespace) -> str:

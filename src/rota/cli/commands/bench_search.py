@@ -30,7 +30,8 @@ if TYPE_CHECKING:
 def add_arguments(parser: Parser) -> None:
     """Add the arguments of `rota bench-search` to its parser."""
     parser.add_argument("problems", nargs="+", help="problem files, or folders of them, such as problems/")
-    parser.add_argument("--only", metavar="GLOB", help="only problems whose names match, such as 'wave-*-half'")
+    help_text = "only problems whose names match, such as 'wave-*-half' (default: all)"
+    parser.add_argument("--only", metavar="GLOB", help=help_text)
     parser.add_argument("--open", action="store_true", help="only problems whose best plan is not proven optimal")
     parser.add_argument("--list", action="store_true", help="print what is known, without searching")
     add_time_limit(parser, "search each problem for this many seconds (default: 10)", default=10.0)

@@ -3,31 +3,19 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from rota import checking, cutting
 from rota.cli import files
 from rota.cli.arguments import add_output, argument_type, comma_separated
 from rota.cli.parser import Command, Parser
 from rota.cli.requirements import InputError, require
-from rota.errors import FormatError, PipelineError, SplitError
+from rota.cli.titan_parts import LEAVES_NONE, checked_parts, titan_parts
+from rota.errors import SplitError
 from rota.plan import Plan
 from rota.tasks import Kind
 from rota.units import count_text
-
-if TYPE_CHECKING:
-    from rota.interop.modules import Parts
-    from rota.planning.model_file import ExportedModel
-
-#: A requirement of torchtitan that not every model meets.
-_TITAN_LEAVES_NONE = (
-    "In each stage, torchtitan replaces the modules of other stages with None, so the model's "
-    "forward must skip them, as the forward of torchtitan's own models does."
-)
-
 
 _SPLIT = (
     "The plan splits backwards (I and W), which PyTorch cannot do under torch.compile: leave it off, and activation "
@@ -77,7 +65,8 @@ def _add_megatron(parser: Parser) -> None:
     parser.add_argument("--layers", type=_layers, metavar="NAME*N,…", help=help_text)
     help_text = "with --layers: regular expression that matches part of the class names of transformer layers"
     parser.add_argument("--type", metavar="REGEX", help=help_text)
-    parser.add_argument("--mtp", type=int, default=0, metavar="N", help="number of multi-token-prediction layers")
+    help_text = "number of multi-token-prediction layers (default: 0)"
+    parser.add_argument("--mtp", type=int, default=0, metavar="N", help=help_text)
     add_output(parser, "FILE", "write the layout")
 
 
@@ -146,8 +135,11 @@ def _to_torchtitan(arguments: Namespace) -> int:
     from rota.planning.model_file import load_exported_model
 
     exported = load_exported_model(arguments.model)
-    parts = _parts(exported, arguments.cuts or planned.cuts, planned.num_stages)
-    checked = _TITAN_LEAVES_NONE if arguments.unchecked else _checked_parts(exported, parts)
+    parts = titan_parts(exported, arguments.cuts or planned.cuts, planned.num_stages)
+    try:
+        checked = LEAVES_NONE if arguments.unchecked else checked_parts(exported, parts)
+    except SplitError as error:
+        raise InputError(f"--model {exported.path}: {error}") from None
     texts = torchtitan.render(parts, planned, arguments.output)
     files.make_folder(arguments.output)
     for path, text in texts.items():
@@ -160,44 +152,6 @@ def _to_torchtitan(arguments: Namespace) -> int:
     print(checked)
     print(_SPLIT if any(task.kind is Kind.W for task in planned.placement.tasks) else _WHOLE)
     return 0
-
-
-def _parts(exported: ExportedModel, cuts: Sequence[str] | None, num_stages: int) -> Parts:
-    """Cut at CutPoints if the model has any; otherwise a stage begins with each of the modules in `cuts`."""
-    from rota.interop import module_parts, parts_beginning_with
-    from rota.models import split
-    from rota.models.cutpoint import find_cut_points
-
-    model = exported.model
-    if find_cut_points(model):
-        chosen = None if cuts is None else [int(cut) if cut.isdecimal() else cut for cut in cuts]
-        return module_parts(model, split(model, num_stages, chosen))
-    if cuts is None:
-        raise InputError(
-            f"--model {exported.path}: the model has no CutPoint; give --cuts, the module that each stage after the "
-            f"first begins with, such as --cuts layers.2,layers.4"
-        )
-    return parts_beginning_with(model, cuts)
-
-
-def _checked_parts(exported: ExportedModel, parts: Parts) -> str:
-    """What to print of the check that each stage runs alone. Raises InputError if one does not."""
-    from rota.interop import check_parts
-
-    try:
-        model, inputs = exported.with_batch()
-        check_parts(model, parts, inputs)
-    except SplitError as error:
-        raise InputError(
-            f"--model {exported.path}: {error}. If torchtitan trains another model with these names, add --unchecked"
-        ) from None
-    except (FormatError, PipelineError) as error:
-        return f"{_TITAN_LEAVES_NONE} This was not checked: {error}."
-    only = ", by shapes only" if any(parameter.is_meta for parameter in model.parameters()) else ""
-    return (
-        f"Checked{only}: every stage runs without the modules of the others, and together they compute what the model "
-        f"computes."
-    )
 
 
 def _to_megatron(arguments: Namespace) -> int:
@@ -281,7 +235,7 @@ _FORMATS = (
         "rota export torchtitan plan.json --model model.py:make_model --cuts layers.2,layers.4,layers.6 -o titan",
         _add_torchtitan,
         _to_torchtitan,
-        details=f" {_TITAN_LEAVES_NONE}",
+        details=f" {LEAVES_NONE}",
     ),
     Command(
         "megatron",

@@ -49,7 +49,11 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument(
         "--stages", type=number(1), metavar="N", help="number of stages (default: the fewest that the schedule needs)"
     )
-    add_costs(parser, "stage")
+    default_links = (
+        "all links as --link says or, if no option says it and --costs were measured on a CPU, as measured between "
+        "processes of this machine"
+    )
+    add_costs(parser, "stage", default_links)
     add_shape(parser, group="for search")
     parser.add_argument(
         "--objective",

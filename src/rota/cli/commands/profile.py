@@ -7,7 +7,7 @@ import sys
 from argparse import ArgumentTypeError, Namespace
 
 from rota.cli import files
-from rota.cli.arguments import add_model_options, add_output, number, rows
+from rota.cli.arguments import add_cache, add_model_options, add_output, number, rows
 from rota.cli.parser import Command, Parser
 from rota.cli.requirements import InputError, require
 from rota.cli.screen import progress_line
@@ -17,7 +17,7 @@ from rota.units import count_text, size_text, time_text
 
 LINKS = "links"
 _REPEATS = 7
-_TOO_FAR_APART = 1.0  # the middle half of the measurements, as a part of their median
+_TOO_FAR_APART = 1.0  # the interquartile range of the measurements, as a part of their median
 
 
 def add_arguments(parser: Parser) -> None:
@@ -29,7 +29,8 @@ def add_arguments(parser: Parser) -> None:
         "language model from Hugging Face transformers; or the word links, to measure messages between processes",
     )
     add_model_options(parser)
-    parser.add_argument("--rows", type=rows, metavar="N,N,…", help="rows per micro-batch (default: 1)")
+    help_text = "rows per micro-batch (default: 1; with --lengths: 1,4)"
+    parser.add_argument("--rows", type=rows, metavar="N,N,…", help=help_text)
     help_text = "measure at these lengths and fit costs as a function of length, for samples that differ in length"
     parser.add_argument("--lengths", type=rows, metavar="N,N,…", help=help_text)
     help_text = "with --lengths: number of stages to cut the model into (default: 2)"
@@ -55,8 +56,7 @@ def add_arguments(parser: Parser) -> None:
         "most X times that quartile (default: 2)"
     )
     parser.add_argument("--max-spread", type=_spread, metavar="X", help=help_text)
-    parser.add_argument("--cache", metavar="PATH", help="file or folder that stores measurements for the next run")
-    parser.add_argument("--refresh", action="store_true", help="measure again, even if the cache has a result")
+    add_cache(parser)
     add_output(parser, "FILE", "write the profile, or the measured links, as JSON")
 
 

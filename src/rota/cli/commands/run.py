@@ -38,18 +38,21 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("--timeline", metavar="FILE", help="write the measured timeline of the last step")
     add_force(parser)
     parser.set_defaults(written={"timeline": "timeline"})
-    help_text = "number of pipeline ranks (pp), replicas (dp, default: the plan's) and tensor-parallel shards (tp)"
+    help_text = (
+        "number of pipeline ranks (pp) and replicas (dp), by default those of the plan, and of tensor-parallel shards "
+        "(tp, default: 1)"
+    )
     parser.add_argument("--mesh", type=mesh, default={}, metavar="pp=N,dp=N,tp=N", help=help_text)
     help_text = "restart all ranks if one fails, up to N times without a new checkpoint in between (default: 0)"
     parser.add_argument("--max-restarts", type=number(0), default=0, metavar="N", help=help_text)
     help_text = (
         "if a rank still fails after all restarts, continue without it: its peers in the other replicas do its work, "
-        "with the plans in FILE, from `rota plan --backups`"
+        "with the plans in FILE, from `rota plan --backups` (default: the run ends)"
     )
     parser.add_argument("--backups", metavar="FILE", help=help_text)
     help_text = (
         "if a rank still fails after all restarts, continue without it on at least N ranks: the others run "
-        "all stages, with the state that `rota run` keeps in memory"
+        "all stages, with the state that `rota run` keeps in memory (default: the run ends)"
     )
     parser.add_argument("--min-ranks", type=number(1), metavar="N", help=help_text)
     help_text = "start a lost rank again after S seconds (default: 60 with --backups, never with --min-ranks)"

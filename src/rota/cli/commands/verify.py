@@ -43,7 +43,10 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument(
         "--own-dtype", action="store_true", help="compare in the model's own dtype only, not in float64"
     )
-    parser.add_argument("--timeout", type=seconds, metavar="S", help="end a rank after S seconds without progress")
+    help_text = (
+        "end a rank after S seconds without progress (default: the time of 20 simulated steps, but at least 60 s)"
+    )
+    parser.add_argument("--timeout", type=seconds, metavar="S", help=help_text)
     parser.add_argument("--json", action="store_true", help="print the results as JSON instead of text")
 
 

@@ -176,7 +176,7 @@ function paintLabels(context, page, { timeline, index, colors, manyStages }) {
     if (!name) continue;
     const color = colors[label.lane.slot[label.i]];
     const dimmed = isDimmed(view, label.stage, label.kind, label.batch);
-    context.fillStyle = dimmed ? cssOf(theme.muted) : isPale(color) ? "#111" : "#fff";
+    context.fillStyle = cssOf(nameColor(color, dimmed, theme));
     context.fillText(name, (label.left + label.right) / 2, label.y);
   }
 }
@@ -186,8 +186,7 @@ function paintCauses(context, { layout, view, theme, causes }, { timeline, index
   if (layout.lane < 12) return;
   context.font = `11px ${FONT}`;
   context.textAlign = "center";
-  context.fillStyle = cssOf(theme.muted);
-  const words = causes.map(({ word }) => ({ word, width: context.measureText(word).width + 8 }));
+  const words = causeWords(context, causes, view, theme);
   const [from, to] = ranksInSight(layout, view, index, timeline.numRanks);
   for (let rank = from; rank < to; rank++) {
     const { idle } = timeline.lanes[rank];
@@ -196,7 +195,8 @@ function paintCauses(context, { layout, view, theme, causes }, { timeline, index
       if (view.cause === null ? !view.show.causes : view.cause !== idle.cause[i]) continue;
       const left = xOf(layout, view, Math.max(idle.start[i], view.t0));
       const right = xOf(layout, view, Math.min(idle.end[i], view.t1));
-      const { word, width } = words[idle.cause[i]];
+      const { word, width, color } = words[idle.cause[i]];
+      context.fillStyle = color;
       if (width < right - left) context.fillText(word, (left + right) / 2, y);
     }
   }

@@ -100,3 +100,11 @@ function linesOfCrowd(page, { section, rank, time }) {
   for (let i = first; i <= last; i++) busy += Math.max(0, Math.min(t1, lane.end[i]) - Math.max(t0, lane.start[i]));
   return [`one of ${last - first + 1} ops in this pixel, which is ${percent(busy / (t1 - t0))} busy`];
 }
+
+/** Returns the words of the causes with their widths, and their colours on the idle intervals. */
+function causeWords(context, causes, view, theme) {
+  return causes.map((look, cause) => {
+    const color = mutedOn(idleColor(look, cause, view, theme), theme);
+    return { word: look.word, width: context.measureText(look.word).width + 8, color: cssOf(color) };
+  });
+}

@@ -1,0 +1,78 @@
+"""A plan's stages as parts of a model for torchtitan, and whether it can run them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from rota.cli.requirements import InputError
+from rota.errors import FormatError, PipelineError, RotaError, SplitError
+from rota.plan import Plan
+
+if TYPE_CHECKING:
+    from rota.interop.modules import Parts
+    from rota.planning.model_file import ExportedModel, ModelFile
+
+#: A requirement of torchtitan that not every model meets.
+LEAVES_NONE = (
+    "In each stage, torchtitan replaces the modules of other stages with None, so the model's "
+    "forward must skip them, as the forward of torchtitan's own models does."
+)
+
+
+def titan_parts(exported: ExportedModel, cuts: Sequence[str] | None, num_stages: int) -> Parts:
+    """Cut at CutPoints if the model has any; otherwise a stage begins with each of the modules in `cuts`."""
+    from rota.interop import module_parts, parts_beginning_with
+    from rota.models import split
+    from rota.models.cutpoint import find_cut_points
+
+    model = exported.model
+    if find_cut_points(model):
+        chosen = None if cuts is None else [int(cut) if cut.isdecimal() else cut for cut in cuts]
+        return module_parts(model, split(model, num_stages, chosen))
+    if cuts is None:
+        raise InputError(
+            f"--model {exported.path}: the model has no CutPoint; give --cuts, the module that each stage after the "
+            f"first begins with, such as --cuts layers.2,layers.4"
+        )
+    return parts_beginning_with(model, cuts)
+
+
+def checked_parts(exported: ExportedModel, parts: Parts) -> str:
+    """What to print of the check that each stage runs alone. Raises SplitError if one does not."""
+    from rota.interop import check_parts
+
+    try:
+        model, inputs = exported.with_batch()
+        check_parts(model, parts, inputs)
+    except SplitError as error:
+        remedy = "If torchtitan trains another model with these names, export with --unchecked"
+        raise SplitError(f"{error}. {remedy}") from None
+    except (FormatError, PipelineError) as error:
+        return f"{LEAVES_NONE} This was not checked: {error}."
+    only = ", by shapes only" if any(parameter.is_meta for parameter in model.parameters()) else ""
+    return (
+        f"Checked{only}: every stage runs without the modules of the others, and together they compute what the model "
+        f"computes."
+    )
+
+
+def why_not_exported(model_file: ModelFile, plan: Plan, *, is_exportable: bool) -> str:
+    """Why `rota export torchtitan` would refuse the plan with this model; "" if it would accept it.
+
+    Args:
+        model_file: The model.
+        plan: The plan, or one with similar cuts.
+        is_exportable: Whether it is this plan that would be exported, instead of a similar one.
+    """
+    from rota.interop import torchtitan
+
+    try:
+        exported = model_file.exported()
+        parts = titan_parts(exported, plan.cuts, plan.num_stages)
+        checked_parts(exported, parts)
+        if is_exportable:
+            torchtitan.render(parts, plan, "titan")
+    except RotaError as error:
+        return str(error)
+    return "" if model_file.path.endswith(".py") else f"{model_file.path} is not a Python file with a make_model()"
