@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import pairwise, repeat
+from itertools import chain, pairwise, repeat, zip_longest
 from operator import add, sub
 from typing import Any
 
@@ -303,7 +303,8 @@ class Plan:
                     for k in range(len(self.microbatches_on(r)))
                 }
                 return self._unserved_graph.first_come(servers)
-            return self.graph.earliest()
+            by_position = chain.from_iterable(zip_longest(*self.nodes, fillvalue=-1))
+            return self.graph.earliest(by_position)
         except CycleError as error:
             raise PlanError(self._describe_cycle(error.nodes), "cycle") from None
 

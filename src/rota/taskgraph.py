@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
-from itertools import groupby
+from itertools import chain, groupby
 
 _UNKNOWN, _WAITS = -1, -2  # instead of an end: not reached yet; on the stack, waiting for another node
 
@@ -58,15 +58,23 @@ class TaskGraph:
         if self.previous[node] >= 0:
             yield self.previous[node], 0
 
-    def earliest(self) -> Earliest:
-        """Earliest starts and ends, in time linear in nodes and edges. Raises CycleError."""
+    def earliest(self, guess: Iterable[int] = ()) -> Earliest:
+        """Earliest starts and ends, in time linear in nodes and edges.
+
+        Args:
+            guess: Nodes in about the order in which they can start, -1 for none. A node whose turn comes too early is
+                visited twice.
+
+        Raises:
+            CycleError: Nodes wait for each other.
+        """
         durations, edges, previous = self.durations_us, self.edges, self.previous
         starts = [0] * len(durations)
         ends = [_UNKNOWN] * len(durations)
         ends.append(0)  # of the node -1, which is previous where there is none
         sequence: list[int] = []
         stack: list[int] = []
-        for root in range(len(durations)):
+        for root in chain(guess, range(len(durations))):
             if ends[root] >= 0:
                 continue
             node = root

@@ -119,7 +119,7 @@ def test_csvs_without_communication_or_with_other_orders() -> None:
     assert first_differences(ours, ours) == ""
     assert (
         first_differences(theirs, ours)
-        == "rank 1: 1SEND_F0 for 1RECV_F1, rank 2: 2RECV_B0 for 2RECV_F2, and on 1 rank more"
+        == "rank 1: 1RECV_B0 for 1RECV_F3, rank 2: 2RECV_B0 for 2RECV_F2"
     )
     with pytest.raises(FormatError, match="Invalid backward microbatches for stage 0"):
         derived("0F0,\n1F0\n")
