@@ -20,6 +20,7 @@ from rota.search.transfer_levels import counting_transfers
 from rota.stopping import look
 
 MOST_TIMED_OPS = 100  # up to here all ops of a span's model start as soon as possible; larger ones are relaxations
+_S_PER_CONSTRAINT = 2e-5  # nominal seconds, of a model that counts transfers
 
 
 @dataclass(frozen=True)
@@ -161,7 +162,8 @@ def solve_with_transfers(
         ordering.minimize()
     if not may_wait:
         _start_as_soon_as_possible(ordering, gaps)
-    budget.spend(_count_transfers(ordering, gaps, problem))
+    _count_transfers(ordering, gaps, problem)
+    budget.spend(_S_PER_CONSTRAINT * len(ordering.model.proto.constraints))
     if best is not None:
         ordering.hint()
     # That everything starts as soon as it can is a choice among many reasons, of which a relaxation knows nothing.
@@ -174,8 +176,8 @@ def solve_with_transfers(
     return Exact(critical_path.orders(ordering.rows(solver.value)), bound_us, status == cp_model.OPTIMAL)
 
 
-def _count_transfers(ordering: Ordering, gaps: Gaps, problem: Problem) -> float:
-    """Limits levels by time on each rank with a limit where transfers hold bytes; returns nominal seconds."""
+def _count_transfers(ordering: Ordering, gaps: Gaps, problem: Problem) -> None:
+    """Limits levels by time on each rank with a limit where transfers hold bytes."""
     window, model = ordering.window, ordering.model
     longest = ordering.certain.most
     most_us = longest + max((route.duration_us for route in problem.given.routes), default=0)
@@ -204,7 +206,6 @@ def _count_transfers(ordering: Ordering, gaps: Gaps, problem: Problem) -> float:
             for held_now in level.all(held, peak):
                 model.add(held_now <= int(problem.limits_bytes[rank]))
     points.add_implications()
-    return points.nominal_s
 
 
 def _measure_span(ordering: Ordering) -> None:

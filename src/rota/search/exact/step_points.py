@@ -55,11 +55,6 @@ class StepPoints:
         self._places: dict[int, _Place] = {}  # by the id of the point
         self._literals: dict[tuple[_Place, _Place], Any] = {}
 
-    @property
-    def nominal_s(self) -> float:
-        """Nominal seconds that it costs to make the literals, and the levels that count them."""
-        return self._order.nominal_s
-
     def start(self, node: int) -> TimePoint:
         """The start of a node."""
         return self._point(_Place(node, 0))
