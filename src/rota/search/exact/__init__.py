@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import permutations
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 from ortools.sat.python import cp_model
@@ -13,12 +13,14 @@ from rota.search.budget import Budget
 from rota.search.critical_path import CriticalPath, last_gradients
 from rota.search.exact import cpsat
 from rota.search.exact.ordering import Ordering, StepEndTimes, Window
-from rota.search.exact.transfer_memory import After, Carry, Level, TimePoint, Times
+from rota.search.exact.step_points import Gaps, StepPoints
+from rota.search.exact.transfer_memory import After, Carry, Level, Times
 from rota.search.problem import NO_LIMIT, Orders, Problem
 from rota.search.transfer_levels import counting_transfers
 from rota.stopping import look
 
 MOST_TIMED_OPS = 100  # up to here all ops of a span's model start as soon as possible; larger ones are relaxations
+_S_PER_CONSTRAINT = 2e-5  # nominal seconds, of a model that counts transfers
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,9 @@ def solve(
     if ordering.is_impossible:
         return Exact(None, max(bound_us, most_us + 1))
     if critical_path.of_span:
-        _measure_span(ordering, len(window.sequence) > MOST_TIMED_OPS)
+        _measure_span(ordering)
+        if len(window.sequence) <= MOST_TIMED_OPS:
+            _start_as_soon_as_possible(ordering, Gaps(ordering))
     else:
         ordering.minimize()
     ordering.hint()
@@ -151,13 +155,15 @@ def solve_with_transfers(
     budget.spend(ordering.nominal_s)
     if ordering.is_impossible:
         return Exact(None, max(bound_us, most_us + 1), True)
+    gaps = Gaps(ordering)
     if critical_path.of_span:
-        _measure_span(ordering, may_wait)
+        _measure_span(ordering)
     else:
         ordering.minimize()
-        if not may_wait:
-            _start_as_soon_as_possible(ordering)
-    budget.spend(_count_transfers(ordering, problem))
+    if not may_wait:
+        _start_as_soon_as_possible(ordering, gaps)
+    _count_transfers(ordering, gaps, problem)
+    budget.spend(_S_PER_CONSTRAINT * len(ordering.model.proto.constraints))
     if best is not None:
         ordering.hint()
     # That everything starts as soon as it can is a choice among many reasons, of which a relaxation knows nothing.
@@ -170,32 +176,24 @@ def solve_with_transfers(
     return Exact(critical_path.orders(ordering.rows(solver.value)), bound_us, status == cp_model.OPTIMAL)
 
 
-def _count_transfers(ordering: Ordering, problem: Problem) -> float:
-    """Limits levels by time on each rank with a limit where transfers hold bytes; returns nominal seconds."""
-    window, model, ticks = ordering.window, ordering.model, ordering.ticks
+def _count_transfers(ordering: Ordering, gaps: Gaps, problem: Problem) -> None:
+    """Limits levels by time on each rank with a limit where transfers hold bytes."""
+    window, model = ordering.window, ordering.model
     longest = ordering.certain.most
     most_us = longest + max((route.duration_us for route in problem.given.routes), default=0)
     occupied_us = problem.lowered.occupied_us
-
-    def point(time: Any) -> TimePoint:
-        """The point of a time in ticks."""
-        if ticks == 1:
-            return TimePoint(time, 0)
-        us = model.new_int_var(0, most_us, "us")
-        model.add_linear_constraint(time - ticks * us, 0, ticks - 1)
-        return TimePoint(us, 0)
-
+    points = StepPoints(ordering, gaps, most_us)
     times = Times(
         model,
-        {node: point(start) for node, start in ordering.starts.items()},
-        lambda node, lag_us: point(ordering.ends[node] + lag_us * ticks),
+        {node: points.start(node) for node in window.sequence},
+        points.end,
         ordering.before,
+        points.is_until,
         lambda node: problem.own_us[window.task_of[node]],
         lambda node: occupied_us[window.task_of[node]],
     )
     held = {node: int(problem.held_bytes[task]) for node, task in window.task_of.items()}
     peak = {node: int(problem.peak_bytes[task]) for node, task in window.task_of.items()}
-    nominal_s = 0.0
     for rank, row in enumerate(window.rows):
         carries = [
             Carry(each.num_bytes, After(begun, each.since.lag_us), After(over, each.until.lag_us), each.is_sent)
@@ -207,11 +205,10 @@ def _count_transfers(ordering: Ordering, problem: Problem) -> float:
             level = Level(times, row, carries)
             for held_now in level.all(held, peak):
                 model.add(held_now <= int(problem.limits_bytes[rank]))
-            nominal_s += level.nominal_s
-    return nominal_s
+    points.add_implications()
 
 
-def _measure_span(ordering: Ordering, may_wait: bool) -> None:
+def _measure_span(ordering: Ordering) -> None:
     """Minimizes the longest time from a rank's first start to its last end."""
     window, model = ordering.window, ordering.model
     longest = ordering.certain.most
@@ -222,11 +219,9 @@ def _measure_span(ordering: Ordering, may_wait: bool) -> None:
         for task in tasks:
             ordering.require_end(ordering.ends[window.nodes_of[task][-1]] - first)
     model.minimize(ordering.end_us)
-    if not may_wait:
-        _start_as_soon_as_possible(ordering)
 
 
-def _start_as_soon_as_possible(ordering: Ordering) -> None:
+def _start_as_soon_as_possible(ordering: Ordering, gaps: Gaps) -> None:
     """Each op starts at 0, or when something that it waits for is there. A later start could make a span shorter."""
     window, model = ordering.window, ordering.model
     waits = {(a, b, lag) for a, b, lag in window.edges}
@@ -234,11 +229,17 @@ def _start_as_soon_as_possible(ordering: Ordering) -> None:
         waits |= {(a, b, 0) for a, b in permutations(row, 2) if not ordering.certain.is_before(b, a)}
     reasons: dict[int, list[cp_model.IntVar]] = {node: [] for node in window.sequence}
     for a, b, lag in sorted(waits):
+        if gaps.least(a, b) > window.lengths[a] + lag:
+            continue  # something always comes between the two, or b never starts so soon
         reason = model.new_bool_var(f"{b} waits for {a}")
         model.add(ordering.starts[b] == ordering.ends[a] + lag).only_enforce_if(reason)
         reasons[b].append(reason)
+        if (order := ordering.order_of(a, b)) is not None:
+            model.add_implication(reason, order)
     for node, literals in reasons.items():
         look()
-        at_0 = model.new_bool_var(f"{node} at 0")
-        model.add(ordering.starts[node] == 0).only_enforce_if(at_0)
-        model.add_bool_or([at_0, *literals])
+        if ordering.certain.heads[node] <= 0:
+            at_0 = model.new_bool_var(f"{node} at 0")
+            model.add(ordering.starts[node] == 0).only_enforce_if(at_0)
+            literals.append(at_0)
+        model.add_bool_or(literals)

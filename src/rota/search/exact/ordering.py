@@ -279,6 +279,12 @@ class Ordering:
             self.literals[a, b] = literal
         return self.literals[a, b]
 
+    def order_of(self, a: int, b: int) -> cp_model.LiteralT | None:
+        """The literal for `a` before `b`, if there is one."""
+        if (b, a) in self.literals:
+            return ~self.literals[b, a]
+        return self.literals.get((a, b))
+
     def minimize(self) -> None:
         """Minimizes `end_us`: the latest of the nodes' ends with their tails, and of the step ends."""
         for node, tail in self.window.tails.items():

@@ -44,17 +44,43 @@ class Carry(NamedTuple):
 
 @dataclass(frozen=True)
 class Times:
-    """A model's variables. `ends(node, lag_us)`: `lag_us` after the node's end; `before(a, b)`: both on one rank.
+    """A model's variables.
 
-    Of a node's time, the op itself takes `own_us(node)`; `occupied_us(node)` are the parts before and after it.
+    `ends(node, lag_us)`: `lag_us` after the node's end; `before(a, b)`: both on one rank; `is_until(early, late)`:
+    whether a point comes before another one in the period, or at the same time. Of a node's time, the op itself takes
+    `own_us(node)`; `occupied_us(node)` are the parts before and after it.
     """
 
     model: cp_model.CpModel
     starts: Mapping[int, TimePoint]
     ends: Callable[[int, int], TimePoint]
     before: Callable[[int, int], Any]
+    is_until: Callable[[TimePoint, TimePoint], Any]
     own_us: Callable[[int], int]
     occupied_us: Callable[[int], tuple[int, int]]
+
+
+class PointOrder:
+    """Literals that say which of two points comes first in the period."""
+
+    def __init__(self, model: cp_model.CpModel) -> None:
+        self.model = model
+        self._until: dict[tuple[int, int], tuple[cp_model.IntVar, TimePoint, TimePoint]] = {}  # points keep their ids
+
+    @property
+    def nominal_s(self) -> float:
+        """Nominal seconds that it costs to make the literals, and the levels that count them."""
+        return _S_PER_LITERAL * len(self._until)
+
+    def is_until(self, early: TimePoint, late: TimePoint) -> cp_model.IntVar:
+        """Whether `early` comes before `late` in the period, or at the same time."""
+        key = id(early), id(late)
+        if key not in self._until:
+            literal = self.model.new_bool_var("until")
+            self.model.add(early.offset <= late.offset).only_enforce_if(literal)
+            self.model.add(early.offset > late.offset).only_enforce_if(~literal)
+            self._until[key] = literal, early, late
+        return self._until[key][0]
 
 
 class Level:
@@ -64,12 +90,6 @@ class Level:
         self.nodes, self.carries = nodes, carries
         self.times, self.starts, self.before = times, times.starts, times.before
         self._points: dict[tuple[int, int], TimePoint] = {}
-        self._until: dict[tuple[int, int], Any] = {}
-
-    @property
-    def nominal_s(self) -> float:
-        """Nominal seconds that it costs to make the terms."""
-        return _S_PER_LITERAL * len(self._until)
 
     def all(self, held_bytes: Mapping[int, int], peak_bytes: Mapping[int, int]) -> Iterator[Any]:
         """The level at each point where it may be highest."""
@@ -114,17 +134,6 @@ class Level:
             self._points[node, lag_us] = self.times.ends(node, lag_us)
         return self._points[node, lag_us]
 
-    def is_until(self, early: TimePoint, late: TimePoint) -> Any:
-        """Whether `early` comes before `late` in the period, or at the same time."""
-        key = id(early), id(late)
-        if key not in self._until:
-            model = self.times.model
-            literal = model.new_bool_var("until")
-            model.add(early.offset <= late.offset).only_enforce_if(literal)
-            model.add(early.offset > late.offset).only_enforce_if(~literal)
-            self._until[key] = literal
-        return self._until[key]
-
 
 @dataclass(frozen=True)
 class _AtStart:
@@ -142,7 +151,7 @@ class _AtStart:
         return done if here is start else done - (here.round - start.round)  # as in `_AtEnd`
 
     def passed(self, point: TimePoint) -> Any:
-        return self.level.is_until(point, self.level.own_start(self.node)) - point.round
+        return self.level.times.is_until(point, self.level.own_start(self.node)) - point.round
 
 
 @dataclass(frozen=True)
@@ -162,7 +171,7 @@ class _AtEnd:
 
     def passed(self, point: TimePoint) -> Any:
         here = self.level.later(self.node, 0)
-        return (1 if point is here else self.level.is_until(point, here)) - point.round
+        return (1 if point is here else self.level.times.is_until(point, here)) - point.round
 
 
 @dataclass(frozen=True)
@@ -181,13 +190,13 @@ class _Elsewhere:
 
     def started(self, node: int) -> Any:
         start = self.level.own_start(node)
-        return 1 - self.level.is_until(self.here, start) - start.round
+        return 1 - self.level.times.is_until(self.here, start) - start.round
 
     def ended(self, node: int) -> Any:
         end = self.level.own_end(node)
         if self.level.times.own_us(node):
             return self.passed(end)
-        return 1 - self.level.is_until(self.here, end) - end.round  # at one instant, transfers start first
+        return 1 - self.level.times.is_until(self.here, end) - end.round  # at one instant, transfers start first
 
     def passed(self, point: TimePoint) -> Any:
-        return (1 if point is self.here else self.level.is_until(point, self.here)) - point.round
+        return (1 if point is self.here else self.level.times.is_until(point, self.here)) - point.round

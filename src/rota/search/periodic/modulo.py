@@ -18,7 +18,7 @@ from ortools.sat.python import cp_model
 
 from rota.search.budget import Budget
 from rota.search.exact import cpsat
-from rota.search.exact.transfer_memory import After, Carry, Level, TimePoint, Times
+from rota.search.exact.transfer_memory import After, Carry, Level, PointOrder, TimePoint, Times
 from rota.search.periodic.loop import Loop
 from rota.search.periodic.retiming import Rhythm, Wait, retime
 from rota.stopping import look
@@ -90,7 +90,6 @@ class Period:
         self.interval, self.loop, self.goal = interval, interval.loop, goal
         self.model = cp_model.CpModel()
         self.durations_us = [d for d in self.loop.durations_us for _ in range(interval.num_copies)]
-        self.nominal_s = 0.0  #: for what transfers hold; the rest costs little
         self.num_ties = max(sum(d == 0 for d in self.durations_us), 1)
         self._add_starts()
         self._add_waits()
@@ -98,11 +97,13 @@ class Period:
         points = dict(enumerate(map(TimePoint, self.offsets, self.rounds)))
         before, u = self.before, interval.num_copies
         own_us, occupied_us = self.loop.problem.own_us, self.loop.problem.lowered.occupied_us
+        self.point_order = PointOrder(self.model)
         self.times = Times(
             self.model,
             points,
             self._end,
             lambda a, b: before[a, b],
+            self.point_order.is_until,
             lambda node: own_us[node // u],
             lambda node: occupied_us[node // u],
         )
@@ -222,7 +223,6 @@ class Period:
             level = Level(self.times, nodes, carries)
             for held_now in level.all(held, peak):
                 self.model.add(held_now <= most)
-            self.nominal_s += level.nominal_s
         else:
             self._add_levels(nodes, held, peak, most)
         sizes = [*map(abs, held.values()), *(carry.num_bytes for carry in carries)]
@@ -294,7 +294,7 @@ class Period:
         """Runs CP-SAT within the budget."""
         if self.goal == "memory":
             self.model.minimize(sum(self.most_bytes))
-        budget.spend(self.nominal_s)
+        budget.spend(self.point_order.nominal_s)  # the rest of the model costs little
         status, solver = cpsat.solve(self.model, budget, seed)
         proven = status in (cp_model.OPTIMAL, cp_model.INFEASIBLE)
         if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
