@@ -117,10 +117,7 @@ def test_csvs_without_communication_or_with_other_orders() -> None:
     with pytest.raises(FormatError, match="the CSV has no communication; write it by"):
         check_torch_order(plain)
     assert first_differences(ours, ours) == ""
-    assert (
-        first_differences(theirs, ours)
-        == "rank 1: 1RECV_B0 for 1RECV_F3, rank 2: 2RECV_B0 for 2RECV_F2"
-    )
+    assert first_differences(theirs, ours) == "rank 1: 1RECV_B0 for 1RECV_F3, rank 2: 2RECV_B0 for 2RECV_F2"
     with pytest.raises(FormatError, match="Invalid backward microbatches for stage 0"):
         derived("0F0,\n1F0\n")
     with pytest.raises(FormatError, match="Expected compute-only schedule but found communication"):
