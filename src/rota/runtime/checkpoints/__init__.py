@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 
 from rota.errors import FormatError, PipelineError
 from rota.plan import Plan
-from rota.reading import Field
+from rota.reading import LARGEST, Field
 from rota.runtime import control, kept_memory
 from rota.runtime.checkpoints import checkpoint_folder, files
 from rota.runtime.checkpoints.all_ranks import DamagedError, Ranks
@@ -122,7 +122,7 @@ class Checkpoints:
         self._copies = Copies(pipeline._device, None)
         self._lock = ExitStack()
         self._in_memory = self._of_this_rank()
-        self._former = FormerStates(kept_memory.given_former(), self._trained)
+        self._former = FormerStates(kept_memory.given_former(), self._trained, self._training)
         self._fits_in_memory: bool | None = None  # not known before the first `commit`
         self._num_steps_committed = -1  # of the pipeline's, when `commit` was called last
         self._step_committed = -1  # what `commit` was given last
@@ -139,7 +139,12 @@ class Checkpoints:
         """The memory that the supervisor keeps for this process, if one does."""
         if (file := kept_memory.given()) is None:
             return None
-        return StatesInMemory(file, self._trained, _share_of(self._pipeline))
+        return StatesInMemory(file, self._trained, _share_of(self._pipeline), self._training)
+
+    @property
+    def _training(self) -> str:
+        """What tells this training from others of the same script."""
+        return str(self._folder.resolve())
 
     def _check(self) -> None:
         optimizer, scheduler = self._trained.optimizer, self._trained.scheduler
@@ -274,10 +279,10 @@ class Checkpoints:
             self._pipeline.close()
 
     def _collect(self, step: int, extra: dict[str, Any]) -> tuple[Tensors, dict[str, Any]]:
-        if type(step) is not int or step < 0:
-            raise PipelineError(f"step={step!r}; give a whole number of 0 or more")
+        _require_step(step)
         try:
             require_json(extra)
+            self._trained.weights.require_all()
             tensors, small = self._trained.collect(with_buffers=self._pipeline.replica == 0)
         except FormatError as error:
             raise PipelineError(str(error)) from None
@@ -352,16 +357,17 @@ class Checkpoints:
                 f"{name} has a gradient, which a restart from memory would lose; call commit after "
                 f"optimizer.step() and optimizer.zero_grad()"
             )
-        if type(step) is not int or step < 0:
-            raise PipelineError(f"step={step!r}; give a whole number of 0 or more")
+        _require_step(step)
         if step <= self._step_committed and self._pipeline.num_steps != self._num_steps_committed:
             raise PipelineError(
                 f"commit({step}) after commit({self._step_committed}) and more steps: a restart could not tell which "
                 f"state is newer; give the number of steps done"
             )
+        has_begun_steps = self._pipeline.has_begun_steps
+        self._pipeline._settle_begun_steps()  # the weights of a step that is refused must not be kept
         if self._fits_in_memory is None and not self._decide(self._in_memory):
             return
-        if self._pipeline.has_begun_steps or self._pipeline.num_steps == self._num_steps_committed:
+        if has_begun_steps or self._pipeline.num_steps == self._num_steps_committed:
             # No rank may be two steps ahead of another, and no step has made them wait for each other.
             self._share(f"the other ranks to commit step {step}", None)
         self._num_steps_committed, self._step_committed = self._pipeline.num_steps, step
@@ -377,6 +383,7 @@ class Checkpoints:
 
     def _decide(self, in_memory: StatesInMemory) -> bool:
         """Whether the states of all ranks fit in the host's memory, and in what the plan allows. Collective."""
+        self._trained.weights.require_all()
         plan, rank = self._pipeline.plan, self._pipeline.rank
         needed_bytes, limit_bytes = in_memory.num_bytes(), plan.placement.cluster.limit_bytes[rank]
         is_over = False
@@ -407,6 +414,8 @@ class Checkpoints:
         steps = set.intersection(*map(set, self._ranks.gather(in_memory.steps)))
         is_former = not steps
         step = self._former.step if is_former else max(steps)
+        if is_restart() and step < 0 and (others := in_memory.other_folders):
+            self._report(f"the state in memory is of {others[0]}, so that {self._folder} does not go on from it")
         if step < max(newest_saved, 0):
             in_memory.forget_all_but(None)
             return None
@@ -528,6 +537,12 @@ def _share_of(pipeline: Pipeline) -> str:
     together = [rank for stage in pipeline.local_stages for rank in placement.ranks_of(stage)]
     alone += f", on rank {pipeline.rank}" if len(together) > len(pipeline.local_stages) else ""
     return f"the stages {', '.join(map(str, here))} of {num_stages}{shard}{alone}"
+
+
+def _require_step(step: object) -> None:
+    """Raises PipelineError if it is not the number of a step, or too large to be read again."""
+    if type(step) is not int or not 0 <= step <= LARGEST:
+        raise PipelineError(f"step={step!r}; give a whole number of 0 or more")
 
 
 def _nothing() -> None:
