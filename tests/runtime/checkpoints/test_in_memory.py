@@ -67,6 +67,7 @@ def go_back(rank: int, folder: Path) -> None:
                 if step == 1:
                     kept.save(2)
                     kept.wait()
+            kept.save(4)
             first.steps(range(4, 5))
             with pytest.raises(PipelineError, match=r"commit\(4\) after commit\(4\) and more steps"):
                 kept.commit(4)
@@ -77,6 +78,16 @@ def go_back(rank: int, folder: Path) -> None:
             first.steps(range(2, 3))
             kept.commit(3)
             assert steps_in(file) == [3]
+            expected = first.steps(range(3, 6))
+        again = Training(TWO, split(model(1), TWO.plan().num_stages))
+        with again.pipeline:
+            found = again.checkpoints(folder).load()
+            assert found is not None
+            assert (found.step, found.path) == (
+                3,
+                None,
+            )  # and not the checkpoint of step 4, from which it has gone back
+            assert again.steps(range(3, 6)) == expected
 
 
 def test_loading_an_earlier_checkpoint_forgets_later_steps(pool: Pool, tmp_path: Path) -> None:

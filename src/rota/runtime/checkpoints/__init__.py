@@ -126,6 +126,7 @@ class Checkpoints:
         self._fits_in_memory: bool | None = None  # not known before the first `commit`
         self._num_steps_committed = -1  # of the pipeline's, when `commit` was called last
         self._step_committed = -1  # what `commit` was given last
+        self._newest_at_load = 0  # the number of the newest checkpoint when one was loaded last
         with pipeline.watching("the other ranks to make their Checkpoints", PATIENT):
             self._ranks = Ranks(pipeline._processes.everyone, asynchronous)
             pipeline.before_close.callback(self.close)
@@ -348,11 +349,10 @@ class Checkpoints:
         """
         if self._in_memory is None or self._fits_in_memory is False:
             return
-        weights = [weight for weight, _ in self._trained.weights.local() if not weight.is_buffer]
-        gradients = [(weight.names[0], weight.tensor.grad) for weight in weights if weight.tensor.grad is not None]
+        gradients = self._gradients()
         # Those of zero_grad(set_to_none=False) are zeros. One answer for all: each waits for an accelerator.
-        if gradients and torch.stack([gradient.any() for _, gradient in gradients]).any():
-            name = next(name for name, gradient in gradients if gradient.any())
+        if gradients and torch.stack([gradient.any() for gradient in gradients.values()]).any():
+            name = next(name for name, gradient in gradients.items() if gradient.any())
             raise PipelineError(
                 f"{name} has a gradient, which a restart from memory would lose; call commit after "
                 f"optimizer.step() and optimizer.zero_grad()"
@@ -373,13 +373,19 @@ class Checkpoints:
         self._num_steps_committed, self._step_committed = self._pipeline.num_steps, step
         try:
             require_json(extra)
-            self._in_memory.keep(step, extra)
+            self._in_memory.keep(step, extra, self._newest_at_load, [*gradients])
         except FormatError as error:
             raise PipelineError(str(error)) from None
         except OSError as error:
             raise PipelineError(
                 f"the state of step {step} does not fit in memory ({error}); leave out commit, or give the machine more"
             ) from error
+
+    def _gradients(self) -> dict[str, torch.Tensor]:
+        """The gradients of this rank by the keys of their weights. No optimizer has buffers, so theirs do not count."""
+        weights = [(weight, shard) for weight, shard in self._trained.weights.local() if not weight.is_buffer]
+        each = ((weight.key(weight.names[0], shard), weight.tensor.grad) for weight, shard in weights)
+        return {key: gradient for key, gradient in each if gradient is not None}
 
     def _decide(self, in_memory: StatesInMemory) -> bool:
         """Whether the states of all ranks fit in the host's memory, and in what the plan allows. Collective."""
@@ -409,14 +415,15 @@ class Checkpoints:
     def _load_from_memory(self, in_memory: StatesInMemory, newest_saved: int) -> Checkpoint | None:
         """Restore the newest step that all ranks have in memory, or those of the plan before. Collective.
 
-        Nothing is restored if a later step was saved.
+        Nothing is restored if a later step was saved since: `newest_saved` is that of the newest checkpoint.
         """
         steps = set.intersection(*map(set, self._ranks.gather(in_memory.steps)))
         is_former = not steps
         step = self._former.step if is_former else max(steps)
         if is_restart() and step < 0 and (others := in_memory.other_folders):
             self._report(f"the state in memory is of {others[0]}, so that {self._folder} does not go on from it")
-        if step < max(newest_saved, 0):
+        kept_after = self._former.newest_at_load if is_former else in_memory.newest_at_load(step)
+        if step < 0 or (step < newest_saved and kept_after < self._newest_at_load):
             in_memory.forget_all_but(None)
             return None
         kept = self._ranks.agreed(
@@ -447,7 +454,7 @@ class Checkpoints:
         """
         with self._pipeline.watching("the other ranks to load a checkpoint", PATIENT):
             self.wait()
-            names = self._ranks.first("looking for checkpoints", lambda: self._find(step))
+            names, self._newest_at_load = self._ranks.first("looking for checkpoints", lambda: self._find(step))
             if self._in_memory is not None and step is None:
                 newest = int(names[0].removeprefix("step-")) if names else -1
                 if (kept := self._load_from_memory(self._in_memory, newest)) is not None:
@@ -480,18 +487,19 @@ class Checkpoints:
         if self._ranks.mine == 0:
             print(f"rota: {text}", file=sys.stderr, flush=True)
 
-    def _find(self, step: int | None) -> list[str]:
-        """The names of the checkpoints to try, in order."""
+    def _find(self, step: int | None) -> tuple[list[str], int]:
+        """The names of the checkpoints to try, in order; and the number of the newest one, 0 if there is none."""
         if os.access(self._folder, os.W_OK):
             checkpoint_folder.recover_folder(self._folder)
         found, damaged = checkpoint_folder.readable_ones(self._folder)
+        newest = max((saved.manifest.number for saved in found), default=0)
         if step is not None:
-            return [self._of_step(step, found, damaged)]
+            return [self._of_step(step, found, damaged)], newest
         for _, error in damaged:
             if not found:
                 raise FormatError(f"{error}; {_NO_OTHER}")
             self._report(f"{error}; left out")
-        return [saved.path.name for saved in reversed(found)]
+        return [saved.path.name for saved in reversed(found)], newest
 
     def _of_step(self, step: int, found: list[Saved], damaged: list[tuple[Path, FormatError]]) -> str:
         for path, error in damaged:

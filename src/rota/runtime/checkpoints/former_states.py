@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import final
 
 from rota.errors import PipelineError
-from rota.runtime.checkpoints.in_memory import Head, Kept, folder_of, parts_of, read_head
+from rota.runtime.checkpoints.in_memory import Head, Kept, folder_of, newest_at_load_of, parts_of, read_head
 from rota.runtime.checkpoints.manifest import Manifest
 from rota.runtime.checkpoints.names import model_key
 from rota.runtime.checkpoints.optimizer_state import Record, same
@@ -36,6 +36,8 @@ class FormerStates:
         self.step = newest_common(files)
         if self.step >= 0 and any(folder_of(Slots(file).data(self.step)) != folder for file in files):
             self.step = -1
+        #: See `newest_at_load_of`.
+        self.newest_at_load = newest_at_load_of(Slots(files[0]).data(self.step)) if self.step >= 0 else 0
 
     def prepare(self) -> Kept:
         """Check that the state of `step` fits, before anything changes. Raises PipelineError, FormatError."""

@@ -67,6 +67,7 @@ class Head(NamedTuple):
 
     of: str
     folder: str
+    newest_at_load: int
     step: int
     extra: dict[str, Any]
     records: dict[str, Record]
@@ -82,15 +83,16 @@ def read_head(data: memoryview) -> Head:
     head, at = _read_json(data)
     stored, parts = {}, {}
     for row in head["tensors"]:
-        key, dtype, size, size_here = row
+        key, dtype, size, *shard = row
         stored[key.text()] = of = Stored(read_dtype(dtype), read_size(size), ())
-        here = read_size(size_here)
+        here = read_size(shard[0]) if shard else of.size
         num_bytes = prod(here) * of.dtype.itemsize
         parts[key.text()] = Part(here, data[at : at + num_bytes])
         at += _aligned(num_bytes)
     return Head(
         head["of"].text(),
         head["folder"].text(),
+        head["newest_at_load"].integer(0),
         head["step"].integer(),
         head["extra"].value,
         {key: record_from_json(head["records"][key]) for key in head["records"].value},
@@ -105,6 +107,14 @@ def read_head(data: memoryview) -> Head:
 def folder_of(data: memoryview) -> str:
     """The folder of the checkpoints of the training that a state in memory is of. Raises FormatError."""
     return _read_json(data)[0]["folder"].text()
+
+
+def newest_at_load_of(data: memoryview) -> int:
+    """The number of the newest checkpoint when the training of a state last loaded one. Raises FormatError.
+
+    A training may have gone back: those are not newer than its state, even if their steps are higher.
+    """
+    return _read_json(data)[0]["newest_at_load"].integer(0)
 
 
 def _read_json(data: memoryview) -> tuple[Field, int]:
@@ -152,6 +162,10 @@ class StatesInMemory:
         """The folders of other trainings whose states are whole."""
         return sorted({folder for folder in self._folders().values() if folder != self._folder})
 
+    def newest_at_load(self, step: int) -> int:
+        """See `newest_at_load_of`."""
+        return newest_at_load_of(self._slots.data(step))
+
     def _folders(self) -> dict[int, str]:
         return {step: folder_of(self._slots.data(step)) for step in self._slots.steps}
 
@@ -160,8 +174,10 @@ class StatesInMemory:
         tensors, _ = self._trained.collect(with_buffers=True)
         return 2 * sum(_room(local(tensor)) for tensor in tensors.values())
 
-    def keep(self, step: int, extra: dict[str, Any]) -> None:
+    def keep(self, step: int, extra: dict[str, Any], newest_at_load: int, with_zeros: list[str]) -> None:
         """Copy the state, which becomes that of `step`, instead of the older one of two.
+
+        `newest_at_load`: see `newest_at_load_of`; `with_zeros`: see `Kept`.
 
         Raises PipelineError if a tensor cannot be kept, OSError if there is not enough memory.
         """
@@ -172,16 +188,13 @@ class StatesInMemory:
             **small,
             "of": self._of,
             "folder": self._folder,
+            "newest_at_load": newest_at_load,
             "step": step,
             "extra": extra,
             "random": random_to_json(random_state(trained.device)),
-            "with_zeros": [
-                weight.key(weight.names[0], shard)
-                for weight, shard in trained.weights.local()
-                if not weight.is_buffer and weight.tensor.grad is not None
-            ],
+            "with_zeros": with_zeros,
             "tensors": [
-                [key, dtype_name(tensor.dtype), [*tensor.shape], [*part.shape]]
+                [key, dtype_name(tensor.dtype), tensor.shape, *([] if part.shape == tensor.shape else [part.shape])]
                 for (key, tensor), part in zip(tensors.items(), parts, strict=True)
             ],
         }

@@ -71,8 +71,9 @@ class Trained:
                 raise PipelineError(str(error)) from None
             tensors |= states
         for key, tensor in tensors.items():
-            require_readable(key, part := local(tensor))
-            if not is_tensor_key(key):  # the optimizer gets new tensors
+            part = tensor if type(tensor) is torch.Tensor else local(tensor)
+            require_readable(key, part)
+            if not part.is_contiguous() and not is_tensor_key(key):  # the optimizer gets new tensors
                 _require_writable(key, part)
         return tensors, small
 
@@ -188,7 +189,7 @@ def _few(names: list[str]) -> str:
 def _require_writable(key: str, tensor: torch.Tensor) -> None:
     """Raises PipelineError if nothing can be copied into the tensor, as several of its elements are one number."""
     steps = zip(tensor.stride(), tensor.shape, strict=True)
-    if not tensor.is_contiguous() and any(stride == 0 and size > 1 for stride, size in steps):
+    if any(stride == 0 and size > 1 for stride, size in steps):
         raise PipelineError(
             f"{key} is expanded, so that several elements are one number in memory: nothing restores it; clone() it"
         )

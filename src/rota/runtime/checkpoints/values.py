@@ -36,6 +36,7 @@ DTYPES: dict[str, torch.dtype] = {
         *("int64", "int32", "int16", "int8", "uint64", "uint32", "uint16", "uint8", "bool"),
     )
 }
+_READABLE = frozenset(DTYPES.values())
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -45,8 +46,8 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 def require_readable(key: str, tensor: torch.Tensor) -> None:
     """Raises PipelineError that names the `key` of a tensor of this process that could not be read again."""
-    dtype = dtype_name(tensor.dtype)
-    if dtype not in DTYPES:
+    if tensor.dtype not in _READABLE:
+        dtype = dtype_name(tensor.dtype)
         raise PipelineError(f"checkpoints cannot hold {key}, of {dtype}; use one of {', '.join(DTYPES)}")
     if tensor.layout is not torch.strided:
         raise PipelineError(f"checkpoints cannot hold {key}, whose layout is {tensor.layout}; make it dense")
@@ -54,7 +55,7 @@ def require_readable(key: str, tensor: torch.Tensor) -> None:
         raise PipelineError(
             f"checkpoints cannot hold {key}, which has {tensor.dim()} dims; make it one of at most {_MOST_DIMENSIONS}"
         )
-    if type(tensor) is torch.Tensor and tensor.numel() and not tensor.data_ptr():
+    if type(tensor) in (torch.Tensor, torch.nn.Parameter) and not tensor.data_ptr() and tensor.numel():
         raise PipelineError(
             f"the memory of {key} was freed, so it has no values to keep; give it memory again before that"
         )
