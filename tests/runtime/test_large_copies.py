@@ -61,6 +61,20 @@ def test_a_copy_beyond_the_memory_is_refused() -> None:
     large_copies.copy_into(memoryview(b""), [0], [torch.zeros(0)])
 
 
+def test_memory_that_was_freed_is_refused() -> None:
+    freed = torch.ones(3, 2)
+    freed.untyped_storage().resize_(0)
+    memory = bytearray(64)
+    for copy in (
+        lambda: large_copies.copy_into(memoryview(memory), [0], [freed]),
+        lambda: large_copies.copy(torch.ones(3, 2), freed),
+        lambda: large_copies.copy(freed, torch.ones(3, 2)),
+    ):
+        with pytest.raises(ValueError, match=r"the memory of a tensor of size \[3, 2\] was freed"):
+            copy()
+    assert bytes(memory) == bytes(64)
+
+
 def test_a_target_that_is_not_in_one_piece_gets_the_values_in_order() -> None:
     target, source = torch.zeros(4, 6).t(), torch.randn(6, 4)
     large_copies.copy(target, source)

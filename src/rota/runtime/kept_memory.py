@@ -170,6 +170,7 @@ class Slots:
 
         Raises OSError if there is not enough memory.
         """
+        self._map_all()
         held = {slot: step for step, slot in self.steps.items()}
         self._writing = slot = min(range(NUM_SLOTS), key=lambda slot: held.get(slot, _NONE))
         *_, start, room = _HEADER.unpack_from(self._mapping.view, slot * _SLOT_BYTES)
@@ -194,14 +195,20 @@ class Slots:
 
     def data(self, step: int) -> memoryview:
         """The state after a step that is whole."""
+        self._map_all()
         *_, num_bytes, start, room = _HEADER.unpack_from(self._mapping.view, self.steps[step] * _SLOT_BYTES)
         return self._mapping.view[start : start + min(num_bytes, room)]
 
-    def drop_all_but(self, step: int | None) -> None:
-        """Forget other steps: those that not all ranks have."""
-        for other, slot in self.steps.items():
-            if other != step:
-                self._put(slot, _NONE, 0, *_HEADER.unpack_from(self._mapping.view, slot * _SLOT_BYTES)[3:])
+    def _map_all(self) -> None:
+        """Another view of the memory in this process may have made it larger."""
+        if (num_bytes := os.fstat(self._file).st_size) > len(self._mapping.view):
+            self._mapping = MappedFile(self._file, num_bytes)
+            self._mapped.clear()
+
+    def drop(self, step: int) -> None:
+        """Forget the state after a step that is whole."""
+        slot = self.steps[step]
+        self._put(slot, _NONE, 0, *_HEADER.unpack_from(self._mapping.view, slot * _SLOT_BYTES)[3:])
 
     def _put(self, slot: int, step: int, num_bytes: int, start: int, room: int) -> None:
         """Write a header so that its slot is not whole until the last field, the step, is written."""

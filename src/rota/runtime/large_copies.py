@@ -35,9 +35,12 @@ def forget_variable() -> None:
 
 
 def copy(target: torch.Tensor, source: torch.Tensor) -> None:
-    """`target.copy_(source)` for tensors of the same size and dtype."""
+    """`target.copy_(source)` for tensors of the same size and dtype.
+
+    Raises ValueError if the memory of one was freed.
+    """
     if all(_is_plain(tensor) for tensor in (target, source)):
-        ctypes.memmove(target.data_ptr(), source.data_ptr(), source.nbytes)
+        ctypes.memmove(_address_of(target), _address_of(source), source.nbytes)
     else:
         target.copy_(source)
 
@@ -45,7 +48,8 @@ def copy(target: torch.Tensor, source: torch.Tensor) -> None:
 def copy_into(memory: memoryview, starts: Sequence[int], sources: Sequence[torch.Tensor]) -> None:
     """Copy each tensor's values, one after the other, to the byte of `memory` at which its place starts.
 
-    Of a small tensor, most of the time would go into making a tensor of its place.
+    Of a small tensor, most of the time would go into making a tensor of its place. Raises ValueError if a tensor has no
+    such place, or if its memory was freed.
     """
     import torch
 
@@ -55,10 +59,18 @@ def copy_into(memory: memoryview, starts: Sequence[int], sources: Sequence[torch
         if not 0 <= start <= len(memory) - num_bytes:
             raise ValueError(f"bytes {start} to {start + num_bytes} are beyond {len(memory)} bytes of memory")
         if _is_plain(source):
-            ctypes.memmove(address + start, source.data_ptr(), num_bytes)
+            ctypes.memmove(address + start, _address_of(source), num_bytes)
         elif num_bytes:
             place = torch.frombuffer(memory[start : start + num_bytes], dtype=source.dtype)
             place.view(source.shape).copy_(source)
+
+
+def _address_of(tensor: torch.Tensor) -> int:
+    """Where the values are. A storage that was resized to nothing, as FSDP frees memory, is at address 0."""
+    address: int = tensor.data_ptr()
+    if not address and tensor.numel():
+        raise ValueError(f"the memory of a tensor of size {list(tensor.shape)} was freed, so it has no values to copy")
+    return address
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:

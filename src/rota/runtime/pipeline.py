@@ -716,7 +716,7 @@ class Pipeline:
     def _settle_begun_steps(self) -> None:
         """Raise what nobody has been told yet."""
         if not self._failed:
-            self._step_end.begun.settle()
+            self._stops.agreed |= self._step_end.begun.settle()
 
     def _leave_record(self) -> None:
         if self._failed and self._channels is not None:  # the device may never end the step

@@ -79,7 +79,8 @@ def changed(image: bytes, act: str, step: int, applied: Applied) -> bytes:
         os.pwrite(with_file, image, 0)
         slots = Slots(with_file)
         if act == "forget":
-            slots.drop_all_but(step)
+            for other in slots.steps.keys() - {step}:
+                slots.drop(other)
         else:
             data = slots.begin(len(applied))
             data[:] = bytes(applied) if act == "finish" else b"\xff" * len(applied)

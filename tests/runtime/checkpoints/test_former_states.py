@@ -69,7 +69,7 @@ def go_on(rank: int, before: OfFour, run: OfFour, folder: Path) -> list[float]:
     with memories(folder, f"after-{rank}", former) as own:
         training = Training(run)
         with training.pipeline:
-            kept = training.checkpoints(folder / "none")
+            kept = training.checkpoints(folder / "reference")
             found = kept.load()
             assert found is not None
             assert (found.step, found.extra, found.path) == (3, {"data": [2]}, None)
@@ -81,7 +81,7 @@ def go_on(rank: int, before: OfFour, run: OfFour, folder: Path) -> list[float]:
 
         again = Training(run)  # from its own memory, which is newer
         with again.pipeline:
-            found = again.checkpoints(folder / "none").load()
+            found = again.checkpoints(folder / "reference").load()
             assert found is not None
             assert (found.step, found.plan) == (4, run.plan())
             losses += again.steps(range(4, 6))
@@ -106,7 +106,7 @@ def lack(rank: int, before: OfFour, run: OfFour, folder: Path) -> str:
     with memories(folder, f"after-{rank}", [f"before-{i}" for i in range(before.num_ranks - 1)]):
         training = Training(run)
         with training.pipeline:
-            return refusal(lambda: training.checkpoints(folder / "none").load())
+            return refusal(lambda: training.checkpoints(folder / "reference").load())
 
 
 def test_a_stage_that_is_nowhere_is_refused(pool: Pool, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from rota import PipelineError, split
 from rota.runtime import checkpoints, kept_memory
 from rota.runtime.kept_memory import KeptMemories, steps_in
-from support.checkpoint_runs import TWO, Training, model
+from support.checkpoint_runs import TWO, Training, model, refusal
 from support.pool import Pool
 
 pytestmark = pytest.mark.dist
@@ -67,6 +67,7 @@ def go_back(rank: int, folder: Path) -> None:
                 if step == 1:
                     kept.save(2)
                     kept.wait()
+            kept.save(4)
             first.steps(range(4, 5))
             with pytest.raises(PipelineError, match=r"commit\(4\) after commit\(4\) and more steps"):
                 kept.commit(4)
@@ -77,6 +78,16 @@ def go_back(rank: int, folder: Path) -> None:
             first.steps(range(2, 3))
             kept.commit(3)
             assert steps_in(file) == [3]
+            expected = first.steps(range(3, 6))
+        again = Training(TWO, split(model(1), TWO.plan().num_stages))
+        with again.pipeline:
+            found = again.checkpoints(folder).load()
+            assert found is not None
+            assert (found.step, found.path) == (
+                3,
+                None,
+            )  # and not the checkpoint of step 4, from which it has gone back
+            assert again.steps(range(3, 6)) == expected
 
 
 def test_loading_an_earlier_checkpoint_forgets_later_steps(pool: Pool, tmp_path: Path) -> None:
@@ -124,6 +135,69 @@ def prefer_what_is_newer(rank: int, folder: Path) -> None:
 
 def test_a_later_checkpoint_wins(pool: Pool, tmp_path: Path) -> None:
     pool.run(2, prefer_what_is_newer, tmp_path)
+
+
+def run_two_trainings(rank: int, folder: Path) -> None:
+    with memory() as file:
+
+        def trained(name: str) -> Training:
+            training = Training(TWO, split(model(1), TWO.plan().num_stages))
+            with training.pipeline:
+                kept = training.checkpoints(folder / name)
+                assert kept.load() is None
+                for step in range(3):
+                    training.steps(range(step, step + 1))
+                    kept.commit(step + 1)
+            assert sorted(steps_in(file)) == [2, 3]
+            return training
+
+        trained("first")
+        trained("second")
+        first, second = (Training(TWO) for _ in range(2))  # as after a restart, which begins with the first one
+        with first.pipeline, second.pipeline:
+            assert first.checkpoints(folder / "first").load() is None
+            found = second.checkpoints(folder / "second").load()
+            assert found is not None
+            assert found.step == 3
+
+
+def test_a_training_does_not_go_on_from_the_state_of_another(pool: Pool, tmp_path: Path) -> None:
+    pool.run(2, run_two_trainings, tmp_path)
+
+
+def commit_in_turns(rank: int, folder: Path) -> str:
+    with memory() as file:
+        one, other = (Training(TWO) for _ in range(2))
+        with one.pipeline, other.pipeline:
+            kept, others = one.checkpoints(folder / "one"), other.checkpoints(folder / "other")
+            kept.commit(1)
+            others.commit(1)
+            assert steps_in(file) == [1]
+            told = refusal(lambda: kept.commit(2))
+            others.commit(2)
+            assert sorted(steps_in(file)) == [1, 2]
+            return told
+
+
+def test_two_trainings_do_not_share_the_memory(pool: Pool, tmp_path: Path) -> None:
+    for told in pool.run(2, commit_in_turns, tmp_path):
+        assert told.startswith(f"commit for {tmp_path}/one after one for {tmp_path}/other: the memory has room for one")
+
+
+def begin_again(rank: int, folder: Path) -> None:
+    with memory() as file:
+        for last in (3, 1):
+            training = Training(TWO)
+            with training.pipeline:
+                kept = training.checkpoints(folder)
+                for step in range(last):
+                    training.steps(range(step, step + 1))
+                    kept.commit(step + 1)
+        assert steps_in(file) == [1]  # and not 3, which the script has not gone on from
+
+
+def test_a_script_that_does_not_load_leaves_no_later_step_of_before(pool: Pool, tmp_path: Path) -> None:
+    pool.run(2, begin_again, tmp_path)
 
 
 def refuse(rank: int, folder: Path) -> None:

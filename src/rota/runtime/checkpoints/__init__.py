@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 
 from rota.errors import FormatError, PipelineError
 from rota.plan import Plan
-from rota.reading import Field
+from rota.reading import LARGEST, Field
 from rota.runtime import control, kept_memory
 from rota.runtime.checkpoints import checkpoint_folder, files
 from rota.runtime.checkpoints.all_ranks import DamagedError, Ranks
@@ -122,10 +122,11 @@ class Checkpoints:
         self._copies = Copies(pipeline._device, None)
         self._lock = ExitStack()
         self._in_memory = self._of_this_rank()
-        self._former = FormerStates(kept_memory.given_former(), self._trained)
+        self._former = FormerStates(kept_memory.given_former(), self._trained, self._training)
         self._fits_in_memory: bool | None = None  # not known before the first `commit`
         self._num_steps_committed = -1  # of the pipeline's, when `commit` was called last
         self._step_committed = -1  # what `commit` was given last
+        self._newest_at_load = 0  # the number of the newest checkpoint when one was loaded last
         with pipeline.watching("the other ranks to make their Checkpoints", PATIENT):
             self._ranks = Ranks(pipeline._processes.everyone, asynchronous)
             pipeline.before_close.callback(self.close)
@@ -139,7 +140,12 @@ class Checkpoints:
         """The memory that the supervisor keeps for this process, if one does."""
         if (file := kept_memory.given()) is None:
             return None
-        return StatesInMemory(file, self._trained, _share_of(self._pipeline))
+        return StatesInMemory(file, self._trained, _share_of(self._pipeline), self._training)
+
+    @property
+    def _training(self) -> str:
+        """What tells this training from others of the same script."""
+        return str(self._folder.resolve())
 
     def _check(self) -> None:
         optimizer, scheduler = self._trained.optimizer, self._trained.scheduler
@@ -274,10 +280,10 @@ class Checkpoints:
             self._pipeline.close()
 
     def _collect(self, step: int, extra: dict[str, Any]) -> tuple[Tensors, dict[str, Any]]:
-        if type(step) is not int or step < 0:
-            raise PipelineError(f"step={step!r}; give a whole number of 0 or more")
+        _require_step(step)
         try:
             require_json(extra)
+            self._trained.weights.require_all()
             tensors, small = self._trained.collect(with_buffers=self._pipeline.replica == 0)
         except FormatError as error:
             raise PipelineError(str(error)) from None
@@ -343,31 +349,31 @@ class Checkpoints:
         """
         if self._in_memory is None or self._fits_in_memory is False:
             return
-        weights = [weight for weight, _ in self._trained.weights.local() if not weight.is_buffer]
-        gradients = [(weight.names[0], weight.tensor.grad) for weight in weights if weight.tensor.grad is not None]
+        gradients = self._gradients()
         # Those of zero_grad(set_to_none=False) are zeros. One answer for all: each waits for an accelerator.
-        if gradients and torch.stack([gradient.any() for _, gradient in gradients]).any():
-            name = next(name for name, gradient in gradients if gradient.any())
+        if gradients and torch.stack([gradient.any() for gradient in gradients.values()]).any():
+            name = next(name for name, gradient in gradients.items() if gradient.any())
             raise PipelineError(
                 f"{name} has a gradient, which a restart from memory would lose; call commit after "
                 f"optimizer.step() and optimizer.zero_grad()"
             )
-        if type(step) is not int or step < 0:
-            raise PipelineError(f"step={step!r}; give a whole number of 0 or more")
+        _require_step(step)
         if step <= self._step_committed and self._pipeline.num_steps != self._num_steps_committed:
             raise PipelineError(
                 f"commit({step}) after commit({self._step_committed}) and more steps: a restart could not tell which "
                 f"state is newer; give the number of steps done"
             )
+        has_begun_steps = self._pipeline.has_begun_steps
+        self._pipeline._settle_begun_steps()  # the weights of a step that is refused must not be kept
         if self._fits_in_memory is None and not self._decide(self._in_memory):
             return
-        if self._pipeline.has_begun_steps or self._pipeline.num_steps == self._num_steps_committed:
+        if has_begun_steps or self._pipeline.num_steps == self._num_steps_committed:
             # No rank may be two steps ahead of another, and no step has made them wait for each other.
             self._share(f"the other ranks to commit step {step}", None)
         self._num_steps_committed, self._step_committed = self._pipeline.num_steps, step
         try:
             require_json(extra)
-            self._in_memory.keep(step, extra)
+            self._in_memory.keep(step, extra, self._newest_at_load, [*gradients])
         except FormatError as error:
             raise PipelineError(str(error)) from None
         except OSError as error:
@@ -375,8 +381,15 @@ class Checkpoints:
                 f"the state of step {step} does not fit in memory ({error}); leave out commit, or give the machine more"
             ) from error
 
+    def _gradients(self) -> dict[str, torch.Tensor]:
+        """The gradients of this rank by the keys of their weights. No optimizer has buffers, so theirs do not count."""
+        weights = [(weight, shard) for weight, shard in self._trained.weights.local() if not weight.is_buffer]
+        each = ((weight.key(weight.names[0], shard), weight.tensor.grad) for weight, shard in weights)
+        return {key: gradient for key, gradient in each if gradient is not None}
+
     def _decide(self, in_memory: StatesInMemory) -> bool:
         """Whether the states of all ranks fit in the host's memory, and in what the plan allows. Collective."""
+        self._trained.weights.require_all()
         plan, rank = self._pipeline.plan, self._pipeline.rank
         needed_bytes, limit_bytes = in_memory.num_bytes(), plan.placement.cluster.limit_bytes[rank]
         is_over = False
@@ -402,12 +415,15 @@ class Checkpoints:
     def _load_from_memory(self, in_memory: StatesInMemory, newest_saved: int) -> Checkpoint | None:
         """Restore the newest step that all ranks have in memory, or those of the plan before. Collective.
 
-        Nothing is restored if a later step was saved.
+        Nothing is restored if a later step was saved since: `newest_saved` is that of the newest checkpoint.
         """
         steps = set.intersection(*map(set, self._ranks.gather(in_memory.steps)))
         is_former = not steps
         step = self._former.step if is_former else max(steps)
-        if step < max(newest_saved, 0):
+        if is_restart() and step < 0 and (others := in_memory.other_folders):
+            self._report(f"the state in memory is of {others[0]}, so that {self._folder} does not go on from it")
+        kept_after = self._former.newest_at_load if is_former else in_memory.newest_at_load(step)
+        if step < 0 or (step < newest_saved and kept_after < self._newest_at_load):
             in_memory.forget_all_but(None)
             return None
         kept = self._ranks.agreed(
@@ -438,7 +454,7 @@ class Checkpoints:
         """
         with self._pipeline.watching("the other ranks to load a checkpoint", PATIENT):
             self.wait()
-            names = self._ranks.first("looking for checkpoints", lambda: self._find(step))
+            names, self._newest_at_load = self._ranks.first("looking for checkpoints", lambda: self._find(step))
             if self._in_memory is not None and step is None:
                 newest = int(names[0].removeprefix("step-")) if names else -1
                 if (kept := self._load_from_memory(self._in_memory, newest)) is not None:
@@ -471,18 +487,19 @@ class Checkpoints:
         if self._ranks.mine == 0:
             print(f"rota: {text}", file=sys.stderr, flush=True)
 
-    def _find(self, step: int | None) -> list[str]:
-        """The names of the checkpoints to try, in order."""
+    def _find(self, step: int | None) -> tuple[list[str], int]:
+        """The names of the checkpoints to try, in order; and the number of the newest one, 0 if there is none."""
         if os.access(self._folder, os.W_OK):
             checkpoint_folder.recover_folder(self._folder)
         found, damaged = checkpoint_folder.readable_ones(self._folder)
+        newest = max((saved.manifest.number for saved in found), default=0)
         if step is not None:
-            return [self._of_step(step, found, damaged)]
+            return [self._of_step(step, found, damaged)], newest
         for _, error in damaged:
             if not found:
                 raise FormatError(f"{error}; {_NO_OTHER}")
             self._report(f"{error}; left out")
-        return [saved.path.name for saved in reversed(found)]
+        return [saved.path.name for saved in reversed(found)], newest
 
     def _of_step(self, step: int, found: list[Saved], damaged: list[tuple[Path, FormatError]]) -> str:
         for path, error in damaged:
@@ -528,6 +545,12 @@ def _share_of(pipeline: Pipeline) -> str:
     together = [rank for stage in pipeline.local_stages for rank in placement.ranks_of(stage)]
     alone += f", on rank {pipeline.rank}" if len(together) > len(pipeline.local_stages) else ""
     return f"the stages {', '.join(map(str, here))} of {num_stages}{shard}{alone}"
+
+
+def _require_step(step: object) -> None:
+    """Raises PipelineError if it is not the number of a step, or too large to be read again."""
+    if type(step) is not int or not 0 <= step <= LARGEST:
+        raise PipelineError(f"step={step!r}; give a whole number of 0 or more")
 
 
 def _nothing() -> None:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import final
 
 from rota.errors import PipelineError
-from rota.runtime.checkpoints.in_memory import Head, Kept, parts_of, read_head
+from rota.runtime.checkpoints.in_memory import Head, Kept, folder_of, newest_at_load_of, parts_of, read_head
 from rota.runtime.checkpoints.manifest import Manifest
 from rota.runtime.checkpoints.names import model_key
 from rota.runtime.checkpoints.optimizer_state import Record, same
@@ -25,12 +25,19 @@ from rota.runtime.kept_memory import Slots, newest_common
 
 @final
 class FormerStates:
-    """The states in the memories `files`, one per process of the other plan, which no process writes to."""
+    """The states in the memories `files`, one per process of the other plan, which no process writes to.
 
-    def __init__(self, files: Sequence[int], trained: Trained) -> None:
+    `folder`: that of the training's checkpoints, see `StatesInMemory`.
+    """
+
+    def __init__(self, files: Sequence[int], trained: Trained, folder: str) -> None:
         self._files, self._trained = files, trained
-        #: The newest step that all of them have; -1 if there is none.
+        #: The newest step that all of them have, if it is of this training; -1 if there is none.
         self.step = newest_common(files)
+        if self.step >= 0 and any(folder_of(Slots(file).data(self.step)) != folder for file in files):
+            self.step = -1
+        #: See `newest_at_load_of`.
+        self.newest_at_load = newest_at_load_of(Slots(files[0]).data(self.step)) if self.step >= 0 else 0
 
     def prepare(self) -> Kept:
         """Check that the state of `step` fits, before anything changes. Raises PipelineError, FormatError."""
@@ -57,7 +64,8 @@ class FormerStates:
                 f"{sharded[0]} is sharded over ranks, which cannot take it from memory; use checkpoints"
             )
         values = [(tensor.detach(), parts[key]) for key, tensor in restoring.tensors.items()]
-        return Kept(self.step, heads[0].extra, restoring, values)
+        with_zeros = {key for head in heads for key in head.with_zeros}
+        return Kept(self.step, heads[0].extra, restoring, values, with_zeros)
 
     def _refuse_other(self, head: Head, first: Head) -> None:
         if head.step != self.step or not same(head.extra, first.extra):

@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Iterator
 from itertools import accumulate
 from math import prod
-from typing import Any, NamedTuple, final
+from typing import Any, ClassVar, NamedTuple, final
 
 import torch
 
@@ -29,6 +28,7 @@ from rota.runtime.checkpoints.training_json import TrainingState, record_from_js
 from rota.runtime.checkpoints.values import dtype_name, read_dtype, read_size
 from rota.runtime.kept_memory import Slots
 from rota.runtime.large_copies import copy, copy_into
+from rota.runtime.reducing.norms import local
 
 _LENGTH = struct.Struct("<Q")
 _ALIGNED = 64
@@ -41,102 +41,190 @@ class Kept(NamedTuple):
     extra: dict[str, Any]
     restoring: Restoring
     values: list[tuple[torch.Tensor, memoryview]]
+    #: The keys of weights that had a gradient of zeros: an optimizer changes them, even if the next step does not.
+    with_zeros: set[str]
 
     def restore(self) -> None:
-        """Set weights, buffers, optimizer, scheduler and random states."""
+        """Set weights, buffers, gradients of zeros, optimizer, scheduler and random states."""
         for tensor, data in self.values:
             if data:
                 copy(tensor, torch.frombuffer(data, dtype=tensor.dtype).view(tensor.shape))
+        for weight, key in self.restoring.keys.items():
+            if key in self.with_zeros:
+                weight.grad = torch.zeros_like(weight)
         self.restoring.finish()
 
 
+class Part(NamedTuple):
+    """What a process holds of a tensor: all of it, or a shard of this size; and its bytes."""
+
+    size: tuple[int, ...]
+    data: memoryview
+
+
 class Head(NamedTuple):
-    """What is beside the tensors of a state in memory, and their bytes, `data`, in the order of `stored`."""
+    """A state in memory: what is beside its tensors, and the part of each that the process had."""
 
     of: str
+    folder: str
+    newest_at_load: int
     step: int
     extra: dict[str, Any]
     records: dict[str, Record]
     scheduler: dict[str, Any] | None
     random: dict[str, Any]
     stored: dict[str, Stored]
-    data: memoryview
+    parts: dict[str, Part]
+    with_zeros: set[str]
 
 
 def read_head(data: memoryview) -> Head:
     """Read a state in memory. Raises FormatError that names the field."""
-    (length,) = _LENGTH.unpack_from(data, 0)
-    head = Field("memory", reading.load(bytes(data[_LENGTH.size : _LENGTH.size + length]).decode()))
-    rows = [tuple(row) for row in head["tensors"]]
+    head, at = _read_json(data)
+    stored, parts = {}, {}
+    for row in head["tensors"]:
+        key, dtype, size, *shard = row
+        stored[key.text()] = of = Stored(read_dtype(dtype), read_size(size), ())
+        here = read_size(shard[0]) if shard else of.size
+        num_bytes = prod(here) * of.dtype.itemsize
+        parts[key.text()] = Part(here, data[at : at + num_bytes])
+        at += _aligned(num_bytes)
     return Head(
         head["of"].text(),
+        head["folder"].text(),
+        head["newest_at_load"].integer(0),
         head["step"].integer(),
         head["extra"].value,
         {key: record_from_json(head["records"][key]) for key in head["records"].value},
         scheduler_from_json(head["scheduler"]),
         random_from_json(head["random"]),
-        {key.text(): Stored(read_dtype(dtype), read_size(size), ()) for key, dtype, size in rows},
-        data[_aligned(_LENGTH.size + length) :],
+        stored,
+        parts,
+        {key.text() for key in head["with_zeros"]},
     )
+
+
+def folder_of(data: memoryview) -> str:
+    """The folder of the checkpoints of the training that a state in memory is of. Raises FormatError."""
+    return _read_json(data)[0]["folder"].text()
+
+
+def newest_at_load_of(data: memoryview) -> int:
+    """The number of the newest checkpoint when the training of a state last loaded one. Raises FormatError.
+
+    A training may have gone back: those are not newer than its state, even if their steps are higher.
+    """
+    return _read_json(data)[0]["newest_at_load"].integer(0)
+
+
+def _read_json(data: memoryview) -> tuple[Field, int]:
+    """What is beside the tensors, and where their bytes start."""
+    (length,) = _LENGTH.unpack_from(data, 0)
+    text = bytes(data[_LENGTH.size : _LENGTH.size + length]).decode()
+    return Field("memory", reading.load(text)), _aligned(_LENGTH.size + length)
 
 
 def parts_of(head: Head) -> dict[str, memoryview]:
     """The bytes of each tensor, if the state has all of them whole. Raises PipelineError if some are sharded."""
-    found, at = {}, 0
-    for key, stored in head.stored.items():
-        num_bytes = prod(stored.size) * stored.dtype.itemsize
-        found[key] = head.data[at : at + num_bytes]
-        at += _aligned(num_bytes)
-    if at != len(head.data):
-        raise PipelineError(
-            f"the state in memory of {head.of} is sharded over ranks, so that other ranks cannot take it; save a "
-            f"checkpoint"
-        )
-    return found
+    for key, part in head.parts.items():
+        if part.size != head.stored[key].size:
+            raise PipelineError(
+                f"{key} in memory of {head.of} is sharded over ranks, so that other ranks cannot take it; save a "
+                f"checkpoint"
+            )
+    return {key: part.data for key, part in head.parts.items()}
 
 
 @final
 class StatesInMemory:
-    """The states of this rank in the memory `file`; `of` says which part of the training's state it has."""
+    """The states of this rank in the memory `file`, which has room for those of one training.
 
-    def __init__(self, file: int, trained: Trained, of: str) -> None:
-        self._slots, self._trained, self._of = Slots(file), trained, of
+    `of` says which part of the training's state this rank has; `folder`, that of its checkpoints, which training it is:
+    a script may run several, one after the other.
+    """
+
+    #: Which of these objects keeps its states in this process's memory, and its folder.
+    _writer: ClassVar[tuple[object, str] | None] = None
+
+    def __init__(self, file: int, trained: Trained, of: str, folder: str) -> None:
+        self._slots, self._trained, self._of, self._folder = Slots(file), trained, of, folder
+        self._me = object(), folder
+        self._has_kept = False
+        self._common: int | None = None  # the step from which all ranks have gone on
 
     @property
     def steps(self) -> list[int]:
-        """The steps whose states are whole."""
-        return sorted(self._slots.steps)
+        """The steps of this training whose states are whole."""
+        return sorted(step for step, folder in self._folders().items() if folder == self._folder)
+
+    @property
+    def other_folders(self) -> list[str]:
+        """The folders of other trainings whose states are whole."""
+        return sorted({folder for folder in self._folders().values() if folder != self._folder})
+
+    def newest_at_load(self, step: int) -> int:
+        """See `newest_at_load_of`."""
+        return newest_at_load_of(self._slots.data(step))
+
+    def _folders(self) -> dict[int, str]:
+        return {step: folder_of(self._slots.data(step)) for step in self._slots.steps}
 
     def num_bytes(self) -> int:
         """Bytes of both slots, as large as the state is now."""
         tensors, _ = self._trained.collect(with_buffers=True)
-        return 2 * sum(_room(_local(tensor)) for tensor in tensors.values())
+        return 2 * sum(_room(local(tensor)) for tensor in tensors.values())
 
-    def keep(self, step: int, extra: dict[str, Any]) -> None:
+    def keep(self, step: int, extra: dict[str, Any], newest_at_load: int, with_zeros: list[str]) -> None:
         """Copy the state, which becomes that of `step`, instead of the older one of two.
+
+        `newest_at_load`: see `newest_at_load_of`; `with_zeros`: see `Kept`.
 
         Raises PipelineError if a tensor cannot be kept, OSError if there is not enough memory.
         """
         trained = self._trained
         tensors, small = trained.collect(with_buffers=True)
-        local = [_local(tensor) for tensor in tensors.values()]
+        parts = [local(tensor) for tensor in tensors.values()]
         head = {
             **small,
             "of": self._of,
+            "folder": self._folder,
+            "newest_at_load": newest_at_load,
             "step": step,
             "extra": extra,
             "random": random_to_json(random_state(trained.device)),
-            "tensors": [[key, dtype_name(tensor.dtype), [*tensor.shape]] for key, tensor in tensors.items()],
+            "with_zeros": with_zeros,
+            "tensors": [
+                [key, dtype_name(tensor.dtype), tensor.shape, *([] if part.shape == tensor.shape else [part.shape])]
+                for (key, tensor), part in zip(tensors.items(), parts, strict=True)
+            ],
         }
         text = json.dumps(head).encode()
         start = _aligned(_LENGTH.size + len(text))
-        starts = [*accumulate(map(_room, local), initial=start)]
+        starts = [*accumulate(map(_room, parts), initial=start)]
         num_bytes = starts.pop()
+        self._take_memory()
         data = self._slots.begin(num_bytes)
         _LENGTH.pack_into(data, 0, len(text))
         data[_LENGTH.size : _LENGTH.size + len(text)] = text
-        copy_into(data, starts, local)
+        copy_into(data, starts, parts)
         self._slots.finish(step, num_bytes)
+
+    def _take_memory(self) -> None:
+        """Forget what no restart may mix with this training: others' states, and steps that nobody has gone on from.
+
+        Raises PipelineError if another training has taken the memory since.
+        """
+        if self._writer is self._me:
+            return
+        if self._has_kept and self._writer is not None:
+            raise PipelineError(
+                f"commit for {self._folder} after one for {self._writer[1]}: the memory has room for one training, so "
+                f"that a restart would take the other from its last checkpoint; leave out commit for both, or end one "
+                f"before the other begins"
+            )
+        StatesInMemory._writer, self._has_kept = self._me, True
+        for step in self._slots.steps.keys() - {self._common}:
+            self._slots.drop(step)
 
     def prepare(self, step: int) -> Kept:
         """Check that the state after `step` fits, before anything changes. Raises PipelineError, FormatError."""
@@ -149,24 +237,24 @@ class StatesInMemory:
         training = TrainingState(head.records, head.scheduler, head.random)
         shards = {weight.names[0]: weight.num_tp_shards for weight in trained.weights.all}
         manifest = Manifest(0, step, head.extra, 0, 0, shards, {}, {})
-        index = head.stored
-        restoring = trained.prepare(manifest, training, index)
-        if missing := restoring.tensors.keys() ^ index.keys():
+        restoring = trained.prepare(manifest, training, head.stored)
+        if missing := restoring.tensors.keys() ^ head.parts.keys():
             raise PipelineError(f"the state in memory and the model differ in {min(missing)}; make the same model")
-        local = [_local(restoring.tensors[key]) for key in index]
-        return Kept(step, head.extra, restoring, [*zip(local, _parts(head.data, local), strict=True)])
+        values = [(key, local(restoring.tensors[key]), part) for key, part in head.parts.items()]
+        for key, tensor, part in values:
+            if tuple(tensor.shape) != part.size:
+                raise PipelineError(
+                    f"this process had {list(part.size)} of {key}, of size {list(head.stored[key].size)}, but has "
+                    f"{list(tensor.shape)} of it now; shard the model and the optimizer's state alike"
+                )
+        return Kept(step, head.extra, restoring, [(tensor, part.data) for _, tensor, part in values], head.with_zeros)
 
     def forget_all_but(self, step: int | None) -> None:
-        """Steps that not all ranks have are not committed: drop them."""
-        self._slots.drop_all_but(step)
-
-
-def _parts(data: memoryview, tensors: list[torch.Tensor]) -> Iterator[memoryview]:
-    """The bytes of each tensor, one after the other."""
-    at = 0
-    for tensor in tensors:
-        yield data[at : at + tensor.numel() * tensor.element_size()]
-        at += _room(tensor)
+        """Steps of this training that not all ranks have are not committed: drop them."""
+        self._common = step
+        for other in self.steps:
+            if other != step:
+                self._slots.drop(other)
 
 
 def _room(tensor: torch.Tensor) -> int:
@@ -175,9 +263,3 @@ def _room(tensor: torch.Tensor) -> int:
 
 def _aligned(num_bytes: int) -> int:
     return -(-num_bytes // _ALIGNED) * _ALIGNED
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    """This process's part of a DTensor, or the tensor."""
-    local: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    return local.detach()

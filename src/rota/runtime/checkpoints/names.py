@@ -54,13 +54,47 @@ class Weights:
     def __init__(self, pipeline: Pipeline) -> None:
         self._pipeline = pipeline
         self.all = [*_weights(pipeline)]
+        self._known: set[tuple[nn.Module, str]] = set()  # all names that modules of this rank have
+        self._places: dict[torch.Tensor, list[tuple[nn.Module, str]]] = {}  # of the buffers on this rank
+        for _, module, name, tensor in self._here():
+            self._known.add((module, name))
+            if not isinstance(tensor, nn.Parameter):
+                self._places.setdefault(tensor, []).append((module, name))
+
+    def _here(self) -> Iterator[tuple[str, nn.Module, str, torch.Tensor]]:
+        """All state on this rank: a module's path in its stage, the module, and the name and value of its state."""
+        for stage in self._pipeline.local_stages.values():
+            for path, module in stage.named_modules():
+                for name, tensor in own_state(module):
+                    yield path, module, name, tensor
 
     def local(self) -> Iterator[tuple[Weight, int]]:
-        """The weights on this rank, each with the number of this rank's TP shard."""
+        """The weights on this rank as they are now, each with the number of this rank's TP shard."""
         here = set(self._pipeline.local_stages)
         for weight in self.all:
             if stages := [stage for stage in weight.stages if stage in here]:
-                yield weight, self._tp_shard(stages[0])
+                yield self._as_it_is(weight), self._tp_shard(stages[0])
+
+    def _as_it_is(self, weight: Weight) -> Weight:
+        """A forward may give a buffer another tensor: `self.mean = 0.9 * self.mean + 0.1 * x.mean()`."""
+        if not weight.is_buffer:
+            return weight
+        tensors = [getattr(module, name) for module, name in self._places[weight.tensor]]
+        if any(tensor is not tensors[0] for tensor in tensors) or not isinstance(tensors[0], torch.Tensor):
+            raise PipelineError(
+                f"the buffer {weight.names[0]} was one tensor in {len(tensors)} modules, and is not any more; write "
+                f"into it (copy_), or make a buffer of each"
+            )
+        return weight if tensors[0] is weight.tensor else weight._replace(tensor=tensors[0])
+
+    def require_all(self) -> None:
+        """Raises PipelineError if a module of this rank has got a weight or buffer since, which would be lost."""
+        for path, module, name, _ in self._here():
+            if (module, name) not in self._known:
+                raise PipelineError(
+                    f"{_join(path, name)} of a {type(module).__name__} is newer than the Checkpoints, so that it would "
+                    f"be lost; make it in the module's __init__"
+                )
 
     def _tp_shard(self, stage: int) -> int:
         pipeline, processes = self._pipeline, self._pipeline._processes

@@ -30,7 +30,15 @@ _BY_GROUP = ("base_lrs", "_last_lr", "lr_lambdas", "min_lrs", "max_lrs", "base_m
 def records_of(
     optimizer: Optimizer, scheduler: Any, keys: Mapping[torch.Tensor, str]
 ) -> tuple[dict[str, Record], dict[str, torch.Tensor]]:
-    """What to save of this rank's optimizer and scheduler: records by weight key, and state tensors by tensor key."""
+    """What to save of this rank's optimizer and scheduler: records by weight key, and state tensors by tensor key.
+
+    Raises PipelineError if the optimizer has state that is not of a weight.
+    """
+    if beside := [key for key in optimizer.state if not isinstance(key, torch.Tensor)]:
+        raise PipelineError(
+            f"{type(optimizer).__name__}'s state has the key {short(beside[0])}, which is not a weight, so it would be "
+            f"lost; keep it in the options of a group, or in the state of a weight"
+        )
     _, by_group = split_scheduler(scheduler, len(optimizer.param_groups))
     records: dict[str, Record] = {}
     tensors: dict[str, torch.Tensor] = {}

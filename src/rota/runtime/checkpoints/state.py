@@ -9,13 +9,14 @@ from typing import Any, NamedTuple
 import torch
 from torch.optim import Optimizer
 
-from rota.errors import PipelineError
+from rota.errors import FormatError, PipelineError
 from rota.reading import Field
 from rota.runtime.checkpoints.manifest import Manifest
 from rota.runtime.checkpoints.names import Weight, Weights, model_key
 from rota.runtime.checkpoints.optimizer_state import (
     Record,
     different,
+    is_tensor_key,
     records_of,
     require_records,
     require_scheduler,
@@ -34,6 +35,8 @@ from rota.runtime.checkpoints.training_json import (
     scheduler_from_json,
     scheduler_to_json,
 )
+from rota.runtime.checkpoints.values import require_readable
+from rota.runtime.reducing.norms import local
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +49,10 @@ class Trained:
     device: torch.device
 
     def collect(self, with_buffers: bool) -> tuple[Tensors, dict[str, Any]]:
-        """This rank's tensors, not copied, and all other state as JSON; only the first replica saves buffers."""
+        """This rank's tensors, not copied, and all other state as JSON; only the first replica saves buffers.
+
+        Raises PipelineError if some of it could not be restored.
+        """
         tensors: Tensors = {}
         keys: dict[torch.Tensor, str] = {}
         num_tp_shards: dict[str, int] = {}
@@ -58,10 +64,17 @@ class Trained:
         small: dict[str, Any] = {"records": {}, "scheduler": None, "num_tp_shards": num_tp_shards}
         if self.optimizer is not None:
             records, states = records_of(self.optimizer, self.scheduler, keys)
-            small["records"] = records_to_json(records)
             scheduler, _ = split_scheduler(self.scheduler, len(self.optimizer.param_groups))
-            small["scheduler"] = scheduler_to_json(scheduler)
+            try:
+                small["records"], small["scheduler"] = records_to_json(records), scheduler_to_json(scheduler)
+            except FormatError as error:
+                raise PipelineError(str(error)) from None
             tensors |= states
+        for key, tensor in tensors.items():
+            part = tensor if type(tensor) is torch.Tensor else local(tensor)
+            require_readable(key, part)
+            if not part.is_contiguous() and not is_tensor_key(key):  # the optimizer gets new tensors
+                _require_writable(key, part)
         return tensors, small
 
     def prepare(self, manifest: Manifest, training: TrainingState, index: Index) -> Restoring:
@@ -171,6 +184,15 @@ def _stored_names(weights: list[Weight], manifest: Manifest) -> dict[str, str]:
 def _few(names: list[str]) -> str:
     first = [name if len(name) <= 100 else f"{name[:97]}..." for name in names[:3]]
     return ", ".join(first) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def _require_writable(key: str, tensor: torch.Tensor) -> None:
+    """Raises PipelineError if nothing can be copied into the tensor, as several of its elements are one number."""
+    steps = zip(tensor.stride(), tensor.shape, strict=True)
+    if any(stride == 0 and size > 1 for stride, size in steps):
+        raise PipelineError(
+            f"{key} is expanded, so that several elements are one number in memory: nothing restores it; clone() it"
+        )
 
 
 def _require_tp_shards(weight: Weight, num_tp_shards: int) -> None:

@@ -82,10 +82,6 @@ class Layout:
             assert isinstance(data, torch.Tensor)
             self._data[at] = data.detach()
         self._empty = [item for item, box in items if not math.prod(box[1])]
-        for item, _ in items:
-            if _dtype(item) not in DTYPES:
-                known = ", ".join(DTYPES)
-                raise PipelineError(f"checkpoints cannot hold {item.index.fqn}, of {_dtype(item)}; use one of {known}")
 
     def to_json(self) -> list[Any]:
         """[key, dtype, size, offsets, sizes] of each chunk, for the other ranks; an empty tensor has None twice."""

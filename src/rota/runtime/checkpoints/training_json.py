@@ -77,6 +77,8 @@ def record_to_json(key: str, record: Record, options: list[Any] | None = None) -
     name = record["optimizer"]
     if options is None:
         options = _named_to_json(record["options"], f"{name}'s group of {key}")
+    for state in record["tensors"]:
+        _require_name(state, f"{name}'s state of {key}")
     return {
         "optimizer": name,
         "options": options,
@@ -129,10 +131,16 @@ def scheduler_from_json(field: Field) -> dict[str, Any] | None:
 
 def _named_to_json(values: Mapping[Any, Any], path: str) -> list[Any]:
     for name in values:
-        if type(name) is not str:
-            raise PipelineError(f"{path} has the key {name!r}, a {type(name).__name__}; use a string")
-        Field(f"{path}, a name", name).name()
+        _require_name(name, path)
     return [[name, to_json(value, f"{path}, {name!r},")] for name, value in values.items()]
+
+
+def _require_name(name: object, path: str) -> None:
+    """Raises PipelineError or FormatError if a key of `path` cannot be read again."""
+    if type(name) is not str:
+        raise PipelineError(f"{path} has the key {name!r}, a {type(name).__name__}; use a string")
+    if not name.isidentifier() or len(name) > reading.LONGEST_NAME:  # most are, and are seen so at once
+        Field(f"{path}, a name", name).name()
 
 
 def _named_from_json(field: Field) -> dict[str, Any]:

@@ -32,15 +32,33 @@ DTYPES: dict[str, torch.dtype] = {
     name: getattr(torch, name)
     for name in (
         *("float64", "float32", "float16", "bfloat16", "complex32", "complex64", "complex128"),
-        *("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu"),
+        *("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu", "float4_e2m1fn_x2"),
         *("int64", "int32", "int16", "int8", "uint64", "uint32", "uint16", "uint8", "bool"),
     )
 }
+_READABLE = frozenset(DTYPES.values())
 
 
 def dtype_name(dtype: torch.dtype) -> str:
     """The dtype's name without its module, such as "float32"."""
     return str(dtype).removeprefix("torch.")
+
+
+def require_readable(key: str, tensor: torch.Tensor) -> None:
+    """Raises PipelineError that names the `key` of a tensor of this process that could not be read again."""
+    if tensor.dtype not in _READABLE:
+        dtype = dtype_name(tensor.dtype)
+        raise PipelineError(f"checkpoints cannot hold {key}, of {dtype}; use one of {', '.join(DTYPES)}")
+    if tensor.layout is not torch.strided:
+        raise PipelineError(f"checkpoints cannot hold {key}, whose layout is {tensor.layout}; make it dense")
+    if tensor.dim() > _MOST_DIMENSIONS:
+        raise PipelineError(
+            f"checkpoints cannot hold {key}, which has {tensor.dim()} dims; make it one of at most {_MOST_DIMENSIONS}"
+        )
+    if type(tensor) in (torch.Tensor, torch.nn.Parameter) and not tensor.data_ptr() and tensor.numel():
+        raise PipelineError(
+            f"the memory of {key} was freed, so it has no values to keep; give it memory again before that"
+        )
 
 
 # --- writing ----------------------------------------------------------------------------------------------------------
