@@ -35,7 +35,7 @@ from rota.runtime.messages import hand_over
 from rota.runtime.microbatches import num_examples
 
 _RUN_NS = 60_000_000  # several of the scheduler's time slices: a single op may meet none, or a whole one
-_OTHER_PASSES = 8  # forwards and backwards of a stage besides those that are timed, with bytes and peaks
+_OTHER_PASSES = 12  # forwards and backwards of a stage besides those that are timed, with bytes and peaks
 
 
 class _Job(NamedTuple):
