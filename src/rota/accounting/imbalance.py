@@ -49,7 +49,7 @@ def imbalance(plan: Plan, spread: Spread) -> Imbalance | None:
     """
     work_us = [sum(map(plan.duration_us, order)) for order in plan.orders]
     average_us = mean(work_us)
-    busiest, idlest = (work_us.index(pick(work_us)) for pick in (max, min))
+    busiest, idlest = work_us.index(max(work_us)), work_us.index(min(work_us))
     if work_us[busiest] <= OVERLOADED * average_us or have_same_layers(plan.placement):
         return None
     if not spread.is_exact and not spread.longest_part(_loads, busiest):

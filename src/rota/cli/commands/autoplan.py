@@ -334,9 +334,13 @@ def _machine_here(
     folder = arguments.cache if arguments.cache is not None and not arguments.cache.endswith(".json") else None
     show("measuring the links between processes")
     try:
-        within_s = _LINKS * deadline.left_s
-        how = {"cache": folder, "refresh": arguments.refresh, "report": show, "within_s": within_s}
-        links = links_of_this_machine(arguments.ranks, **how)
+        links = links_of_this_machine(
+            arguments.ranks,
+            cache=folder,
+            refresh=arguments.refresh,
+            report=show,
+            within_s=_LINKS * deadline.left_s,
+        )
     except PipelineError as error:
         remarks.append(f"links were not measured, so transfers are counted as free: {error}")
         return machine
