@@ -61,6 +61,17 @@ def test_a_plan_that_does_not_know_its_layers_gets_cuts() -> None:
     assert found.imbalance is None
 
 
+def test_where_no_cut_is_advised_and_layers_are_not_known_autoplan_is_named() -> None:
+    placement = place(Costs((10, 10, 10), (20, 20, 20)), Cluster.uniform(2), [0, 1, 1])
+    placement = placement.forward_only()
+    assert told(schedules.forward_only(placement, 4)) == (
+        "The work of the ranks is uneven: rank 1 has 33% more than the mean, rank 0 33% less. A step takes at least as "
+        "long as the work of rank 1, 80 µs; with as much work in all, but the same on every rank, it could take "
+        "60 µs at best. The plan does not say how many layers its stages have. Stages of several layers can be cut "
+        "elsewhere, as `rota autoplan MODEL.py` does."
+    )
+
+
 def test_ranks_of_one_stage() -> None:
     costs = Costs((10, 10, 40), (10, 10, 40))
     plan = schedules.gpipe(place(costs, Cluster.uniform(3)), 4)
