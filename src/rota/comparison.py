@@ -93,6 +93,7 @@ class Comparison:
         ops: One entry per op and rank, in the order of `Timeline.op_spans`.
         parts_us: Measured minus planned makespan by cause, in µs. The parts add up exactly. Each is the growth of the
             makespan when, in the order of `Part`, one more measured quantity is simulated.
+        num_cores: CPU cores that all ranks shared; None if they shared none, or it is not known.
     """
 
     planned: Timeline
@@ -100,6 +101,7 @@ class Comparison:
     rows: tuple[KindRow, ...]
     ops: tuple[OpDifference, ...]
     parts_us: dict[Part, int]
+    num_cores: int | None = None
 
     @property
     def difference_us(self) -> int:
@@ -137,6 +139,7 @@ class Comparison:
                 for part, us in self.parts_us.items()
             ),
             "",
+            *(fitted(line, width) for line in self._core_lines()),
             *self._op_table(width),
         ]
         worst = sorted(self.ops, key=lambda d: -d.longer_us)[:3]
@@ -144,6 +147,16 @@ class Comparison:
             longest = ", ".join(f"{d.op} (+{d.longer_us:,} µs)" for d in worst if d.longer_us > 0)
             lines += ["", fitted(f"Longest overruns: {longest}", width)]
         return "\n".join(lines)
+
+    def _core_lines(self) -> list[str]:
+        """Why ops took longer than planned, where there were fewer cores than ranks."""
+        num_ranks = self.measured.num_ranks
+        if self.num_cores is None or num_ranks <= self.num_cores:
+            return []
+        return [
+            f"{count_text(num_ranks, 'rank')} shared {count_text(self.num_cores, 'core')}: the measured times of ops "
+            f"contain waiting for a core. Use no more ranks than cores to check planned times.",
+        ]
 
     def _op_table(self, width: int | None) -> list[str]:
         """One row per task: how long its ops were planned to take, and how long they took."""
@@ -222,7 +235,7 @@ def compare(planned: Timeline | Plan, measured: Timeline | Plan, num_cores: int 
     num_cores = num_cores or measured.num_cores
     expected_us, seen_us = _parts_us(plan, planned, num_cores), _parts_us(plan, measured, num_cores)
     parts = {part: seen_us[part] - expected_us[part] for part in Part}
-    return Comparison(planned, measured, tuple(rows), tuple(ops), parts)
+    return Comparison(planned, measured, tuple(rows), tuple(ops), parts, num_cores)
 
 
 def _shape(plan: Plan) -> tuple[object, ...]:

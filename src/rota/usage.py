@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
@@ -44,6 +45,12 @@ class Usage:
     def is_estimate(self) -> bool:
         """Whether nothing was measured: the plan's times were computed from what a device can do."""
         return self.note.startswith(ESTIMATED)
+
+    @property
+    def estimated_for(self) -> str | None:
+        """The device that the plan's times were computed for, such as "h100"; None if they were not."""
+        found = re.fullmatch(rf"{ESTIMATED} for ([\w.-]+)", self.note)
+        return None if found is None else found[1]
 
     @property
     def is_from_run(self) -> bool:

@@ -15,7 +15,7 @@ from rota.calibration import calibrate
 from rota.calibration.planning_again import commands, free_name
 from rota.calibration.spread import Spread, copies, have_same_layers, num_left_out, with_equal_copies
 from rota.cli.main import make_parser
-from rota.costs import Cluster, Costs
+from rota.costs import Cluster, Costs, Link
 from rota.placing import bidirectional, interleaved, place
 from rota.plan import Plan
 from rota.tasks import Kind, Op
@@ -197,3 +197,36 @@ def test_the_commands_run_as_printed_and_overwrite_nothing(tmp_path: Path, monke
     )
     for command in commands(plan):
         make_parser().parse_args(command.split()[1:])
+
+
+@pytest.mark.parametrize(
+    ("cluster", "links"),
+    [
+        (Cluster.uniform(4, latency_us=5, bytes_per_us=300_000), " --link 5us,300GB/s"),
+        (Cluster.uniform(4, latency_us=5), " --link 5us"),
+        (Cluster.uniform(4), ""),
+        (replace(Cluster.uniform(4), links=((0, 1, Link(9, 100)),)), " --links LINKS.json"),
+        (replace(Cluster.uniform(4), link=Link(5, 100, send_us=3)), " --links LINKS.json"),
+    ],
+)
+def test_estimates_for_a_device_are_estimated_again_with_its_links(
+    cluster: Cluster, links: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    plan = replace(chain(), usage=Usage(("a", "b", "c"), 4, 1, note="estimated for h100"))
+    plan = replace(plan, placement=replace(plan.placement, cluster=cluster))
+    first, *others = commands(plan)
+    assert first == "rota profile MODEL.py --device h100 --rows 2,4,8 -o profile.json"
+    assert others == [f"rota autoplan --profile profile.json{links} --ranks 4 --batch 32 -o better.json"]
+    for command in commands(plan):
+        make_parser().parse_args(command.split()[1:])
+
+
+def test_another_device_than_this_machines_cpu_is_kept_or_nothing_is_measured() -> None:
+    def first(note: str) -> str:
+        return next(iter(commands(replace(chain(), usage=Usage(("a", "b", "c"), 4, 1, note=note)))), "")
+
+    assert " --device DEVICE --rows" in first("measured on NVIDIA H200, one layer after another")
+    assert "--device" not in first("measured on AMD EPYC, 1 thread, one layer after another")
+    assert "--device" not in first("measured on CPU, 1 thread per rank; 2 ranks on 2 cores")
+    assert first("estimated from old tables") == ""

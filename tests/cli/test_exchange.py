@@ -203,6 +203,7 @@ def test_torchtitan_runs_every_stage_without_the_modules_of_others(
     code, out, _ = run(capsys, *export, "--model", "large.py:plain", "-o", "large")
     assert code == 0
     assert "Checked, by shapes only: every stage" in out
+    assert "together they give outputs of the same shapes and dtypes as the model's." in out
     (here / "fails.py").write_text(skips.replace("torch.zeros(rows", "torch.zeros(words"))
     code, out, _ = run(capsys, *export, "--model", "fails.py:plain", "-o", "fails")
     assert code == 0

@@ -144,6 +144,9 @@ def test_ops_that_share_a_core_lose_to_each_other() -> None:
     assert (found[Part.SLOWER], found[Part.CORES]) == (2, 10)
     assert compare(planned, slow, num_cores=2).parts_us[Part.CORES] == 0
     waited = replace(planned, starts_us=((0,), (13,)), ends_us=((10,), (23,)))  # 10 of them for the only core
+    shared = "2 ranks shared 1 core: the measured times of ops contain waiting for a core."
+    assert shared in compare(planned, slow, num_cores=1).to_text()
+    assert all(" contain waiting for " not in compare(planned, slow, cores).to_text() for cores in (None, 2))
     found = compare(planned, waited, num_cores=1).parts_us
     assert (found[Part.CORES], found[Part.LAUNCH], found[Part.SLOWER]) == (10, 3, 0)
 

@@ -207,6 +207,30 @@ def test_stages_that_other_programs_disturbed_are_measured_once_more(
     left.append(0.9)
     assert "while the stages" not in confirmed(lambda trials: [steps_of(trial) for trial in trials], of).to_text()
     assert len(counted) == 1  # steps follow, and have the stages' times
+    counted.clear()
+    left.append(0.9)
+    text = confirmed(lambda _: [], of, elsewhere="its ranks are on several nodes", time_limit_s=1e-9).to_text()
+    assert len(counted) == 1  # there is no time for a second measurement
+    assert "other programs took 0.9 of the cores while the stages of" in text
+
+
+@pytest.mark.parametrize(("left_s", "repeats"), [(14.0, 7), (13.0, 3), (6.0, 3), (5.0, 1), (0.0, 1)])
+def test_stages_are_measured_as_often_as_there_is_time(
+    left_s: float, repeats: int, confirmed: Confirm, answer: Answer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured: list[object] = []
+
+    def measure(found: Found, *how: object) -> Found:
+        measured.append(how[-1])
+        return found
+
+    monkeypatch.setattr(confirmation, "_measured", measure)
+    monkeypatch.setattr(confirmation, "expected_s", lambda _, repeats, __: float(repeats))
+    monkeypatch.setattr("rota.planning.deadline.Deadline.left_s", left_s)
+    told = confirmed(lambda _: [], answer, elsewhere="its ranks are on several nodes").to_text()
+    assert {*measured} == {repeats}
+    assert (len(measured) > 1) == (left_s > repeats)
+    assert ("each stage was timed only once" in told) == (repeats == 1)
 
 
 def test_all_plans_are_run_in_turn(confirmed: Confirm) -> None:
@@ -302,7 +326,7 @@ def test_with_little_time_the_plans_that_matter_are_started_once(
         tried.extend(trials)
         return [steps_of(trial, num_starts=1) for trial in trials]
 
-    told = confirmed(steps, replace(answer, usual=usual), time_limit_s=3.0)
+    told = confirmed(steps, replace(answer, usual=usual), time_limit_s=1.0)
     assert len(tried) == 3
     assert tried[0].plan.orders == answer.best.plan.orders
     of_best = answer.best.candidate.layout

@@ -23,8 +23,11 @@ class Started:
     def __init__(self) -> None:
         self.count = 0
 
-    def __call__(self, num: int, device: str, repeats: int, most_spread: float, report: Report) -> FoundLinks:
+    def __call__(
+        self, num: int, device: str, repeats: int, most_spread: float, report: Report, within_s: float
+    ) -> FoundLinks:
         self.count += 1
+        assert within_s > 1.0
         report("measures")
         cluster = Cluster((None,) * num, Link(self.count, 100))
         return FoundLinks(cluster, Cluster((None,) * num, Link(10, 100)), "a table\nof two lines")
@@ -50,6 +53,17 @@ def test_what_was_measured_is_kept_and_measured_again_if_asked(started: Started,
     assert len([*tmp_path.iterdir()]) == 2
     found = machine_links.found_on_this_machine(2, cache=str(tmp_path))
     assert (found.rehearsal.link, found.text) == (Link(10, 100), "a table\nof two lines")
+
+
+def test_without_time_links_are_not_measured_but_those_that_are_kept_are_found(
+    started: Started, tmp_path: Path
+) -> None:
+    with pytest.raises(PipelineError, match=r"there was no time for it; give a longer --time-limit once, or the"):
+        links_of_this_machine(2, cache=str(tmp_path), within_s=1.0)
+    assert started.count == 0
+    first = links_of_this_machine(2, cache=str(tmp_path), within_s=100.0)
+    assert links_of_this_machine(2, cache=str(tmp_path), within_s=0.0) == first
+    assert started.count == 1
 
 
 def test_a_rank_alone_has_no_links(started: Started, tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 from rota import notebook
 from rota.accounting.causes import COLORS, DESCRIPTIONS, Cause, Idle
 from rota.accounting.idle_time import idle
+from rota.accounting.imbalance import Imbalance, imbalance
 from rota.accounting.suggestions import Suggestion, advice, with_measured_times
 from rota.calibration.spread import Spread
 from rota.contention import Contention
@@ -60,6 +61,7 @@ class Explanation:
         suggestions: Changes that would shorten the step, the largest gain first.
         num_cores: CPU cores that all ranks shared; None if they shared none, or it is not known.
         doubts: What the measured ops are too far apart to tell, in words.
+        imbalance: How uneven the ranks' work is, where no other cut is suggested; None if it is not.
     """
 
     timeline: Timeline
@@ -68,6 +70,7 @@ class Explanation:
     suggestions: tuple[Suggestion, ...]
     num_cores: int | None = None
     doubts: tuple[str, ...] = ()
+    imbalance: Imbalance | None = None
 
     @cached_property
     def by_rank(self) -> tuple[dict[Cause, int], ...]:
@@ -195,6 +198,8 @@ class Explanation:
                 f"With the median time of each op, and messages as planned, the plan takes {self.model_us:,} µs; the "
                 f"other {lost:,} µs are launch gaps, later arrivals and ops slower than the median."
             )
+        if self.imbalance is not None:
+            lines.append(self.imbalance.to_text())
         doubts = [f"Too uncertain to advise: {doubt}." for doubt in self.doubts]
         if not self.suggestions:
             helps = "is certain to help" if doubts else "would help"
@@ -208,6 +213,8 @@ class Explanation:
         lines += doubts
         if commands := next((one.commands for one in self.suggestions if one.commands), ()):
             lines += ["To cut again:", *(f"  {command}" for command in commands)]
+            if self.timeline.plan.usage is None or not self.timeline.plan.usage.is_estimate:
+                lines.append("Run them where the plan is to run: they measure the machine that they run on.")
         return lines
 
     def _repr_html_(self) -> str:
@@ -233,6 +240,7 @@ class Explanation:
             "core_use": self.core_use,
             "suggestions": [one._asdict() for one in self.suggestions],
             "doubts": list(self.doubts),
+            "imbalance": None if self.imbalance is None else self.imbalance._asdict(),
         }
         return json.dumps(fields, indent=2, ensure_ascii=False) + "\n"
 
@@ -257,8 +265,10 @@ def explain(
     num_cores = num_cores or timeline.num_cores
     idles = idle(timeline, planned, num_cores)
     model = with_measured_times(timeline)
-    found, doubts = advice(model, Spread.of([timeline], model.placement))
-    return Explanation(timeline, idles, simulate(model).makespan_us, found, num_cores, doubts)
+    spread = Spread.of([timeline], model.placement)
+    found, doubts = advice(model, spread)
+    uneven = None if any(one.what == "cut" for one in found) else imbalance(model, spread)
+    return Explanation(timeline, idles, simulate(model).makespan_us, found, num_cores, doubts, uneven)
 
 
 def _task_of(work: Op | Transfer | StepEndWork | None) -> str:

@@ -6,25 +6,36 @@ import os
 from collections.abc import Sequence
 from itertools import count, groupby
 
+from rota.costs import Cluster, Link
 from rota.plan import Plan
 from rota.units import exact_size_text
+
+_MEASURED, _ON_CPU = "measured on ", ("measured on CPU", ", 1 thread")  # in notes of measured costs
 
 
 def commands(plan: Plan) -> tuple[str, ...]:
     """What to run, in this order, to cut the model again for the same ranks, memory, rows and trainer.
 
     MODEL.py stands for the model's file, and ROWS for the rows of a step if the plan does not say them. Outputs have
-    names that are free in the current folder.
+    names that are free in the current folder. Times that were estimated for a device are estimated again, and its links
+    stay: LINKS.json stands for a file with them, if they differ. DEVICE stands for the accelerator that was measured,
+    such as cuda. None if the device of estimates is not known.
     """
     usage, rows = plan.usage, plan.microbatch_rows
+    device = None if usage is None else usage.estimated_for
+    if usage is not None and usage.is_estimate and device is None:
+        return ()
     replicas = 1 if usage is None else usage.num_replicas
     num_ranks, profile = plan.num_ranks * replicas, free_name("profile.json")
     batch = "ROWS" if rows is None else rows * plan.num_microbatches * replicas
     places = () if usage is None else usage.places
     cuts = f" --cuts '{patterns(places)}'" if places else ""
-    found = [f"rota profile MODEL.py{cuts} --rows {_rows_text(rows)} -o {profile}"]
-    links = ""
-    if plan.placement.routes:
+    there = "" if device is None else f" --device {device}"
+    if usage is not None and usage.note.startswith(_MEASURED) and not any(one in usage.note for one in _ON_CPU):
+        there = " --device DEVICE"
+    found = [f"rota profile MODEL.py{there}{cuts} --rows {_rows_text(rows)} -o {profile}"]
+    links = "" if device is None else _given_links(plan.placement.cluster)
+    if plan.placement.routes and device is None:
         cluster = free_name("cluster.json")
         found.append(f"rota profile links --processes {num_ranks} -o {cluster}")
         links = f" --links {cluster}"
@@ -39,6 +50,19 @@ def commands(plan: Plan) -> tuple[str, ...]:
         f"{' --whole-backward' if usage is not None and usage.whole_backward else ''} -o {free_name('better.json')}"
     )
     return tuple(found)
+
+
+def _given_links(cluster: Cluster) -> str:
+    """The option of `rota autoplan` that gives the links of a cluster; "" if transfers cost nothing."""
+    if cluster.links or cluster.shared or cluster.gap_us:
+        return " --links LINKS.json"
+    link = cluster.link
+    if link == Link():
+        return ""
+    if link != Link(link.latency_us, link.bytes_per_us):
+        return " --links LINKS.json"
+    rate = "" if link.bytes_per_us is None else f"{exact_size_text(link.bytes_per_us * 1_000_000)}/s"
+    return f" --link {','.join(filter(None, (f'{link.latency_us}us', rate)))}"
 
 
 def free_name(name: str) -> str:

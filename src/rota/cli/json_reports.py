@@ -48,6 +48,7 @@ def of_comparison(compared: Comparison) -> dict[str, Any]:
         "difference_us": compared.difference_us,
         "parts_us": {str(part): us for part, us in compared.parts_us.items()},
         "rows": [{**asdict(row), "kind": row.kind.value} for row in compared.rows],
+        "num_cores": compared.num_cores,
     }
 
 

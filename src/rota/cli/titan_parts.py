@@ -50,10 +50,14 @@ def checked_parts(exported: ExportedModel, parts: Parts) -> str:
         raise SplitError(f"{error}. {remedy}") from None
     except (FormatError, PipelineError) as error:
         return f"{LEAVES_NONE} This was not checked: {error}."
-    only = ", by shapes only" if any(parameter.is_meta for parameter in model.parameters()) else ""
+    if any(parameter.is_meta for parameter in model.parameters()):
+        return (
+            "Checked, by shapes only: every stage runs without the modules of the others, and together they give "
+            "outputs of the same shapes and dtypes as the model's."
+        )
     return (
-        f"Checked{only}: every stage runs without the modules of the others, and together they compute what the model "
-        f"computes."
+        "Checked: every stage runs without the modules of the others, and together they compute what the model "
+        "computes."
     )
 
 

@@ -6,6 +6,7 @@ process, run in turn on real processes ─▶ the simplest of those that are as 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -29,6 +30,7 @@ from rota.profiling import profile, profile_here
 from rota.profiling.forked import why_not_here
 from rota.profiling.other_programs import OtherPrograms
 from rota.profiling.places import accelerators_of
+from rota.profiling.stage_profile import expected_s
 from rota.runtime.environment import num_cores
 from rota.runtime.losses import LossFn
 from rota.units import count_text, time_text
@@ -36,8 +38,9 @@ from rota.units import count_text, time_text
 _MOST = 3  # candidates
 _MATTER = 3  # plans that are run before there are second starts: the best, the best divided differently, one process
 _ROUNDS = 3  # of steps: candidates that divide the processes as others do are measured if time is left for so many
-_KEPT_FOR_STEPS = 0.5  # of the time
+_KEPT_FOR_STEPS = 0.5  # of the time, where steps follow
 _REPEATS, _REPEATS_BEFORE_STEPS = 7, 3  # of a stage's measurement: where steps follow, those have its times
+_COMPARED = 2  # plans whose stages are measured, with fewer repeats if need be: one alone is compared with nothing
 _DISAGREE = 1.5  # times that one prediction of a step is another, from which on the answer says so
 _LOADED = 0.10  # spread of steps, or missing cores, above which the machine is busy with something else
 _LEAST_TOLERANCE = 0.01
@@ -133,15 +136,16 @@ class _Confirming:
         self._left_out: dict[str, list[str]] = {}  # what was not done for lack of time, of which plans
         self.predicted_because = ""
         self.was_short = False  #: whether some plan was started only once
+        self._times_expected = 1.0  # how long measuring stages took, at most
 
     def measure_stages(self) -> None:
         """Measure the stages of the best candidates, and leave out those that do not fit."""
-        repeats = _REPEATS if self.predicted_because else _REPEATS_BEFORE_STEPS
         several, others = _divided_differently(self._answer.candidates)
+        repeats = self._repeats((*several, *others)[:_COMPARED])
         for found in (*several, *others):
             if len(self.confirmed) >= _MOST:
                 break
-            if self.confirmed and not self._has_time_for(found, is_alike=found in others):
+            if self.confirmed and not self._has_time_for(found, repeats, is_alike=found in others):
                 self._leave_out("measuring the stages of", found)
                 continue
             self._report(f"measuring the stages of {layout_text(found)}")
@@ -159,19 +163,53 @@ class _Confirming:
             )
         if not isinstance(self.usual, Found) or any(self.usual.is_as(one.found) for one in self.confirmed):
             return
-        if self._has_time_for(self.usual, is_alike=True):
+        if self._has_time_for(self.usual, repeats, is_alike=True):
             self.usual = _measured(self.usual, *self._how, repeats)
+
+    def _repeats(self, compared: Sequence[Found]) -> int:
+        """How often to measure stages: as often as usual, or as lets these plans be measured in the time that is left.
+
+        Once, if even that takes longer: a single measurement cannot be cut short.
+        """
+        if not self.predicted_because:
+            return _REPEATS_BEFORE_STEPS
+        for repeats in (_REPEATS, _REPEATS_BEFORE_STEPS):
+            if sum(self._expected_s(found, repeats) for found in compared) <= self._deadline.left_s:
+                return repeats
+        self.remarks.append(
+            "for lack of time, each stage was timed only once, and single timings vary: give a longer --time-limit"
+        )
+        self._deadline.ran_out = True
+        return 1
+
+    def _expected_s(self, found: Found, repeats: int) -> float:
+        """About how long it takes to measure a plan's stages."""
+        passes_us = dict.fromkeys(found.plan.placement.stages, 0.0)
+        for task in found.plan.placement.average.tasks:
+            passes_us[task.stage] += task.duration_us
+        by_rank = [found.plan.placement.stages_on(rank) for rank in range(found.plan.num_ranks)]
+        together = by_rank if _is_at_once(found) else [found.plan.placement.stages]
+        *_, make_optimizer = self._how
+        return self._times_expected * max(
+            expected_s([passes_us[stage] for stage in stages], repeats, make_optimizer is not None)
+            for stages in together
+        )
 
     def _stages_of(self, found: Found, repeats: int) -> Found:
         """The plan with its stages' measured costs; measured once more if other programs disturbed them.
 
         Where steps follow, these have the stages' times, and notice other programs as well.
         """
+        began_s, planned_s = time.monotonic(), self._expected_s(found, repeats)
         again, missing_cores = _measured_beside_others(found, *self._how, repeats)
+        took_s = time.monotonic() - began_s
+        self._times_expected *= max(took_s / planned_s, 1.0)
         if not self.predicted_because or missing_cores <= _LOADED:
             return again
-        self._report(f"other programs took {missing_cores:.1f} of the cores; measuring once more")
-        second, missing_then = _measured_beside_others(found, *self._how, repeats)
+        second, missing_then = again, missing_cores
+        if self._deadline.has(took_s):
+            self._report(f"other programs took {missing_cores:.1f} of the cores; measuring once more")
+            second, missing_then = _measured_beside_others(found, *self._how, repeats)
         if (least := min(missing_cores, missing_then)) > _LOADED:
             self.remarks.append(
                 f"the machine is busy: other programs took {least:.1f} of the cores while the stages of "
@@ -179,16 +217,19 @@ class _Confirming:
             )
         return second if missing_then < missing_cores else again
 
-    def _has_time_for(self, found: Found, *, is_alike: bool) -> bool:
+    def _has_time_for(self, found: Found, repeats: int, *, is_alike: bool) -> bool:
         """Whether one more plan may be measured; `is_alike`: one that divides the processes as another one does.
 
         Such a plan must leave time for several rounds of steps: more rounds of fewer plans tell more.
         """
+        measuring_s = self._expected_s(found, repeats)
+        if self.predicted_because:
+            return self._deadline.left_s > measuring_s
         plans = [one.found.plan for one in self.confirmed] + [found.plan]
         if self.alone is not None:
             plans.append(self.alone.plan)
-        rounds_s = least_s(plans, _ROUNDS) if is_alike and not self.predicted_because else 0.0
-        return self._deadline.left_s > max(rounds_s, _KEPT_FOR_STEPS * self._deadline.seconds)
+        rounds_s = least_s(plans, _ROUNDS) if is_alike else 0.0
+        return self._deadline.left_s > measuring_s + max(rounds_s, _KEPT_FOR_STEPS * self._deadline.seconds)
 
     def run_steps(self) -> None:
         """Run steps of the plans that matter most, and of the other candidates if there is time for all of them."""

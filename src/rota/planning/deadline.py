@@ -27,16 +27,21 @@ class Progress(NamedTuple):
 
 @final
 class Deadline:
-    """Ends after `seconds`, or when it is stopped, by Ctrl-C or by an error of `progress`."""
+    """Ends after `seconds`, or when it is stopped, by Ctrl-C or by an error of `progress`.
 
-    def __init__(self, seconds: float, progress: Callable[[Progress], None] | None) -> None:
+    The seconds count from `began_s` of `time.monotonic`; None: from now on.
+    """
+
+    def __init__(
+        self, seconds: float, progress: Callable[[Progress], None] | None, began_s: float | None = None
+    ) -> None:
         self.seconds = seconds
         self.stopped_by = ""
         self.progress_error: Exception | None = None
         #: Whether something was left out for lack of time.
         self.ran_out = False
         self._progress = guarded(progress, self)
-        self._began = time.monotonic()
+        self._began = time.monotonic() if began_s is None else began_s
         self._reported_s = float("-inf")
 
     @property

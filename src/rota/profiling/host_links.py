@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -27,13 +28,14 @@ _MOST_PAIRS = 6  # of two hosts: those between neighbours first
 Report = Callable[[str], None]
 
 
-def measure_hosts(repeats: int, most_spread: float, report: Report) -> LinkMeasurements:
+def measure_hosts(repeats: int, most_spread: float, report: Report, within_s: float = math.inf) -> LinkMeasurements:
     """Measure messages between all processes of the default group, which are on CPUs. Collective.
 
     Args:
         repeats: Number of messages of each size, of which the median counts.
         most_spread: See `LinkMeasurements.implausible`.
         report: Called with a line for each thing that is measured.
+        within_s: Seconds after which nothing is measured again.
 
     Returns:
         The same on all processes. If other programs use the machine, it says how much.
@@ -44,20 +46,24 @@ def measure_hosts(repeats: int, most_spread: float, report: Report) -> LinkMeasu
     with Wire() as wire:
         names = all_gather_json(host_name())
         hosts = tuple(names.index(name) for name in names)
-        wrong = ""
-        for number in range(_TRIES):
-            is_last = number == _TRIES - 1
+        wrong, began_s = "", time.monotonic()
+        for number in range(1, _TRIES + 1):
             found = _measured(wire, hosts, repeats, report)
             wrong = found.implausible(most_spread)
+            # All processes decide alike, by the clock of the first, before they begin what takes as long again.
+            took_s = all_gather_json(time.monotonic() - began_s)[0]
+            is_last = number == _TRIES or took_s * (number + 1) / number > within_s
             if not wrong and (found.busy <= _BUSY or is_last):
                 return found
-            if not is_last:
-                report(f"{wrong or f'other programs took {found.busy:.0%} of the cores'}: measuring again")
-                time.sleep(_REST_S)
+            if is_last:
+                break
+            report(f"{wrong or f'other programs took {found.busy:.0%} of the cores'}: measuring again")
+            time.sleep(_REST_S)
     others = f" (other programs took {found.busy:.0%} of the cores' time)" if found.busy else ""
+    tries = f", {number} times in a row" if number > 1 else ""
     raise PipelineError(
-        f"links cannot be measured: {wrong}{others}, {_TRIES} times in a row; end what else uses this machine, start "
-        f"fewer processes, or repeat more often (--repeats {3 * repeats})"
+        f"links cannot be measured: {wrong}{others}{tries}; end what else uses this machine, start fewer processes, or "
+        f"repeat more often (--repeats {3 * repeats})"
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import threading
 from collections.abc import Iterator
@@ -33,7 +34,10 @@ def is_launched() -> bool:
 
 
 def links_of_launched(
-    repeats: int = REPEATS, most_spread: float = MOST_SPREAD, report: Report = lambda _: None
+    repeats: int = REPEATS,
+    most_spread: float = MOST_SPREAD,
+    report: Report = lambda _: None,
+    within_s: float = math.inf,
 ) -> FoundLinks | None:
     """The links of the launcher's processes, on the first of them; None on the others. See `find_links`.
 
@@ -41,7 +45,7 @@ def links_of_launched(
     """
     owns = join()
     try:
-        found = find_links(repeats, device=local_device(), most_spread=most_spread, report=report)
+        found = find_links(repeats, device=local_device(), most_spread=most_spread, report=report, within_s=within_s)
         return found if dist.get_rank() == 0 else None
     finally:
         if owns:
@@ -54,6 +58,7 @@ def links_of_started(
     repeats: int = REPEATS,
     most_spread: float = MOST_SPREAD,
     report: Report = lambda _: None,
+    within_s: float = math.inf,
 ) -> FoundLinks:
     """The links of `num_processes` new processes on this machine.
 
@@ -63,6 +68,7 @@ def links_of_started(
         repeats: As `find_links`.
         most_spread: As `find_links`.
         report: Called with a line for what is being measured, while it is.
+        within_s: As `measure_hosts`.
 
     Raises:
         PipelineError: There are too few processes or devices, or one fails.
@@ -71,7 +77,7 @@ def links_of_started(
         raise PipelineError(f"num_processes is {num_processes}: a link needs 2")
     device_type(device, num_processes)
     with run_folder("rota-links-") as folder, Requests() as requests, Ranks(folder, requests) as ranks:
-        how = json.dumps([repeats, most_spread])
+        how = json.dumps([repeats, most_spread, within_s])
         command = ("-P", "-m", "rota.profiling.link_rank", folder.path, how)
         start(ranks, num_processes, command, folder, {"OMP_NUM_THREADS": "1", **device_environment(device)})
         with _told(lines_file(folder.path), report):

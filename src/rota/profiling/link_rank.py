@@ -1,6 +1,6 @@
 """One of the processes that `rota.profiling.link_processes.links_of_started` starts.
 
-python -m rota.profiling.link_rank FOLDER [REPEATS,MOST_SPREAD]
+python -m rota.profiling.link_rank FOLDER [REPEATS,MOST_SPREAD,WITHIN_S]
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ def main() -> None:
     end_with_parent(control.connect())
     torch.set_num_threads(1)
     folder, how = sys.argv[1:]
-    repeats, most_spread = json.loads(how)
+    repeats, most_spread, within_s = json.loads(how)
     with lines_file(folder).open("a") as lines:
         try:
-            found = links_of_launched(repeats, most_spread, lambda line: print(line, file=lines, flush=True))
+            found = links_of_launched(repeats, most_spread, lambda line: print(line, file=lines, flush=True), within_s)
         except PipelineError as error:  # all of them refuse together
             if os.environ["RANK"] == "0":
                 write_refusal(folder, str(error))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -97,17 +98,18 @@ def find_links(
     device: torch.device | None = None,
     most_spread: float = MOST_SPREAD,
     report: Callable[[str], None] = lambda _: None,
+    within_s: float = math.inf,
 ) -> FoundLinks:
     """As `measure_links`, with all that was found. Collective.
 
-    `most_spread`: see `LinkMeasurements.implausible`.
+    `most_spread`: see `LinkMeasurements.implausible`. `within_s`: see `measure_hosts`.
     """
     own = _own_device(device)
     report = report if dist.get_rank() == 0 else lambda _: None
     if is_queued(own):
         found = _between_devices(own, repeats, report)
     else:
-        measured = measure_hosts(repeats, most_spread, report)
+        measured = measure_hosts(repeats, most_spread, report, within_s)
         found = FoundLinks(measured.cluster(), measured.cluster(rehearsal=True), measured.to_text())
     return found
 

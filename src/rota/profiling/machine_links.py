@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import platform
 import re
@@ -26,6 +27,7 @@ from rota.units import count_text
 
 _KEPT_S = 7 * 24 * 3600.0  # a machine's kernel, drivers and load change
 _METHOD = "2"  # how links are measured; figures of another method are measured again
+_MEASURING_S = 12.0  # until two processes or more have started, loaded torch and sent all messages
 _FILE = "rota-links-{name}.json"
 _TYPE = "links"
 
@@ -33,7 +35,12 @@ Report = Callable[[str], None]
 
 
 def links_of_this_machine(
-    num_ranks: int, *, cache: str | None = None, refresh: bool = False, report: Report = lambda _: None
+    num_ranks: int,
+    *,
+    cache: str | None = None,
+    refresh: bool = False,
+    report: Report = lambda _: None,
+    within_s: float = math.inf,
 ) -> Cluster:
     """The links between `num_ranks` processes on this machine: measured by starting them, which takes seconds, or kept.
 
@@ -46,14 +53,15 @@ def links_of_this_machine(
             user's cache folder, `$XDG_CACHE_HOME/rota` or `~/.cache/rota`.
         refresh: Whether to measure again what the cache has.
         report: Called with a line of text for what is being measured, or where the links were found.
+        within_s: About how many seconds there are to measure them; links that are kept need no time.
 
     Returns:
         The ranks without memory limits; of one rank, a cluster without links.
 
     Raises:
-        PipelineError: Links cannot be measured, or a cache that was named cannot be written.
+        PipelineError: Links cannot be measured, or not in that time, or a cache that was named cannot be written.
     """
-    return found_on_this_machine(num_ranks, cache=cache, refresh=refresh, report=report).cluster
+    return found_on_this_machine(num_ranks, cache=cache, refresh=refresh, report=report, within_s=within_s).cluster
 
 
 def found_on_this_machine(
@@ -65,6 +73,7 @@ def found_on_this_machine(
     repeats: int = REPEATS,
     most_spread: float = MOST_SPREAD,
     report: Report = lambda _: None,
+    within_s: float = math.inf,
 ) -> FoundLinks:
     """As `links_of_this_machine`, with all that was found. The other arguments are those of `links_of_started`."""
     if num_ranks < 2:
@@ -74,7 +83,12 @@ def found_on_this_machine(
     path = _path(cache, key)
     if not refresh and (kept := _kept(path, key, report)) is not None:
         return kept
-    found = links_of_started(num_ranks, device, repeats, most_spread, report)
+    if within_s < _MEASURING_S:
+        raise PipelineError(
+            f"this takes about {_MEASURING_S:.0f} s, once a week on a machine, and there was no time for it; give a "
+            f"longer --time-limit once, or the output of `rota profile links --processes {num_ranks}` as --links"
+        )
+    found = links_of_started(num_ranks, device, repeats, most_spread, report, within_s)
     _keep(found, path, key, must=cache is not None)
     return found
 

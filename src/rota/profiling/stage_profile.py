@@ -7,7 +7,7 @@ import json
 import multiprocessing
 import os
 import traceback
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
 from threading import BrokenBarrierError
@@ -35,6 +35,7 @@ from rota.runtime.messages import hand_over
 from rota.runtime.microbatches import num_examples
 
 _RUN_NS = 60_000_000  # several of the scheduler's time slices: a single op may meet none, or a whole one
+_OTHER_PASSES = 12  # forwards and backwards of a stage besides those that are timed, with bytes and peaks
 
 
 class _Job(NamedTuple):
@@ -142,6 +143,19 @@ def profile_here(
     _require(stages, None, recompute)
     given = Given(stages, batch, target, loss_fn)
     return _measured_here(_Job(given, range(len(stages)), split_backward, recompute, optimizer, repeats))
+
+
+def expected_s(passes_us: Iterable[float], repeats: int, has_optimizer: bool) -> float:
+    """About how long it takes to measure stages on CPUs, one after another.
+
+    Args:
+        passes_us: How long a forward and a backward of each stage take together.
+        repeats: As for `profile`.
+        has_optimizer: Whether steps of an optimizer are measured too.
+    """
+    timed = 1 + has_optimizer
+    passes_s = [us / 1e6 for us in passes_us]
+    return sum(repeats * (timed * _RUN_NS / 1e9 + pass_s) + _OTHER_PASSES * pass_s for pass_s in passes_s)
 
 
 def profile_chunks(

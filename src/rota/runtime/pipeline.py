@@ -419,7 +419,7 @@ class Pipeline:
         if wait:
             loss = self._run(Call.STEP if sync else Call.STEP_WITHOUT_SYNC, ready, batch, float(scale)).loss.mean
             if self._progress is not None:
-                self._progress.done(self._num_steps, begun_s, loss)
+                self._progress.done(self._num_steps, begun_s, loss, self._record.busy_ns[-1] / 1e9)
             if adapting is not None:
                 self._adapt(adapting)
             return loss

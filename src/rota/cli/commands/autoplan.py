@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import time
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -44,6 +45,7 @@ _ANY_LINK = (0, None)
 _ROWS = (1, 2, 4, 8)  # of a micro-batch, by default
 _PER_RANK = 2  # micro-batches of a step, without which a pipeline's ranks wait too much
 _PROFILE = 0.4  # of the time limit, for measuring the layers at all numbers of rows that fit
+_LINKS = 0.5  # of the time that is left then, for links that were never measured here
 _SEARCH = 0.45  # of the time that is left after measuring: the rest is for steps of the best plans
 _LEAST_S = 0.2
 _LEAST_SEARCH_S = 3.0  # even if measuring took all of the time: without a plan the measurements would be lost
@@ -115,10 +117,11 @@ def run(arguments: Namespace) -> int:
     """Print the fastest plan found for the model or its profile, and write it to --output. Returns the exit code."""
     if arguments.model is None and arguments.profile is None:
         raise InputError("nothing to plan; give MODEL.py, or --profile with a file from `rota profile`, or both")
+    began_s = time.monotonic()  # loading torch takes seconds of the limit
     from rota.planning import autoplan
     from rota.planning.deadline import Deadline
 
-    deadline = Deadline(arguments.time_limit, None)
+    deadline = Deadline(arguments.time_limit, None, began_s)
     machine = _machine(arguments)
     model_file = None if arguments.model is None else _model_file(arguments)
     confirms = model_file is not None and arguments.device in (None, "cpu") and not arguments.inference
@@ -366,7 +369,13 @@ def _machine_here(
     folder = arguments.cache if arguments.cache is not None and not arguments.cache.endswith(".json") else None
     show("measuring the links between processes")
     try:
-        links = links_of_this_machine(arguments.ranks, cache=folder, refresh=arguments.refresh, report=show)
+        links = links_of_this_machine(
+            arguments.ranks,
+            cache=folder,
+            refresh=arguments.refresh,
+            report=show,
+            within_s=_LINKS * deadline.left_s,
+        )
     except PipelineError as error:
         remarks.append(f"links were not measured, so transfers are counted as free: {error}")
         return machine
