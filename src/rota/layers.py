@@ -163,7 +163,7 @@ class LayerCosts:
             layers_of.setdefault(operator, []).append(f"{layer + 1}{held}")
         found = "; ".join(f"{operator} in {_layers_text(layers)}" for operator, layers in layers_of.items())
         return (
-            "the floating-point operations of some operators are unknown, so only the bytes that they move are counted: "
+            "the floating-point operations of some operators are unknown, so only the bytes that they move count: "
             f"{found}. Register them by torch.utils.flop_counter.register_flop_formula in the model's file, or measure "
             "on the device itself"
         )

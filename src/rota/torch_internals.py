@@ -298,7 +298,9 @@ def lacks_data(error: BaseException) -> bool:
 
 
 #: "Cannot copy out of meta tensor", "arguments from the 'Meta' backend", "on meta device"; higher-order operators.
-_WITHOUT_DATA = re.compile(r"\bmeta'? (tensor|backend|device)|register_meta|no rule registered for HOP", re.IGNORECASE)
+_WITHOUT_DATA = re.compile(
+    r"\bmeta'? (tensor|backend|device)|register_meta|unallocated storage|no rule registered for HOP", re.IGNORECASE
+)
 
 
 def takes_device(operation: Any) -> bool:

@@ -1,9 +1,9 @@
 """The floating-point operations of PyTorch's operators, from the shapes of their arguments.
 
 PyTorch's own registry has convolutions and attention, and what users register by
-`torch.utils.flop_counter.register_flop_formula`. Rota counts products of matrices by itself: the registry lacks some, such
-as grouped ones and those in place, counts complex numbers as real ones, and fails if a product names its `out_dtype`. It
-also counts the gradient of a grouped convolution's weight once too often per group.
+`torch.utils.flop_counter.register_flop_formula`. Rota counts products of matrices by itself: the registry lacks some,
+such as grouped ones and those in place, counts complex numbers as real ones, and fails if a product names its
+`out_dtype`. For the gradient of the weight of a convolution with groups, it counts each product once per group.
 """
 
 from __future__ import annotations
@@ -37,8 +37,11 @@ _SAME_FLOPS = {
 
 #: Words in the names of PyTorch's operators that compute much for the bytes that they move. All others move bytes.
 _COMPUTING = frozenset(
-    "mm bmm addmm matmul linear conv conv2d conv3d convolution attention trilinear rnn cdist pdist ctc linalg cholesky "
-    "solve triangular svd qr geqrf ormqr".split()
+    (
+        *("mm", "bmm", "addmm", "matmul", "linear", "trilinear", "attention", "rnn", "ctc", "cdist", "pdist"),
+        *("conv", "conv2d", "conv3d", "convolution"),
+        *("linalg", "cholesky", "solve", "triangular", "svd", "qr", "geqrf", "ormqr"),
+    )
 )
 _OF_PYTORCH = frozenset({"aten", "prims"})
 
@@ -105,22 +108,10 @@ def _convolution_over_time(_: Tensor, weight: Tensor, *__: Any, out_val: Tensor,
     return 2 * out_val.numel() * weight.shape[0] * weight.shape[1]
 
 
-def _convolution_backward(
-    gradient: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    bias_sizes: Any,
-    stride: Any,
-    padding: Any,
-    dilation: Any,
-    transposed: bool,
-    output_padding: Any,
-    groups: int,
-    wanted: Sequence[bool],
-    **_: Any,
-) -> int:
-    """Each of the two gradients takes what the forward does; the sums of the bias are bytes alone."""
-    forward = 2 * (x if transposed else gradient).numel() * math.prod(weight.shape[1:])
+def _convolution_backward(gradient: Tensor, x: Tensor, weight: Tensor, *others: Any, **_: Any) -> int:
+    """Each of the two gradients takes what the forward does; that of the bias moves bytes."""
+    _, _, _, _, is_transposed, _, _, wanted = others
+    forward = 2 * (x if is_transposed else gradient).numel() * math.prod(weight.shape[1:])
     return forward * sum(map(bool, wanted[:2]))
 
 

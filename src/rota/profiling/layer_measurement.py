@@ -101,7 +101,9 @@ def _named_in_errors(stages: Stages, layer: int, known: KnownNumbers) -> Iterato
         yield
     except Exception as error:
         if why := why_not_estimated(error, known.operation_that_raised(error)):
-            raise EstimateError(": ".join(filter(None, (called(stages, layer), module_that_raised(error), why)))) from error
+            raise EstimateError(
+                ": ".join(filter(None, (called(stages, layer), module_that_raised(error), why)))
+            ) from error
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise PipelineError(f"{called(stages, layer)} failed while profiling: {reason}") from error
 

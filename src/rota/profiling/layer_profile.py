@@ -32,6 +32,7 @@ from rota.runtime.losses import LossFn
 from rota.units import count_text, time_text
 
 Report = Callable[[str], None]
+_ESTIMATES = "2, with all products of matrices"  # changes where the same model would get other estimates
 _OVERRUN = 1.5  # of the time to measure for, after which no more sizes are begun: the machine is slower than it seemed
 
 
@@ -143,6 +144,8 @@ def profile_model(
     _refuse(stages, device)
     where = how.device.name if how.device is not None else place_name(stages)
     identity = identity_of(stages, loss_fn, optimizer) | {"device": where}
+    if how.device is not None:
+        identity["estimates"] = _ESTIMATES
     cached = ProfileCache.of(cache, f"{_class_name(model)}-{where}", identity, refresh)
     missing = [count for count in sizes if not cached.knows(count)]
     if within_s == math.inf or how.device is not None:

@@ -36,9 +36,10 @@ def why_not_estimated(error: Exception, operation: Any) -> str:
             f"it cannot be estimated, because the forward asks for a number that depends on data ({name}), at {place}; "
             f"let it compute the same whatever the number is (torch.where instead of if), or {_ON_DEVICE}"
         )
+    remedy = "" if operation.namespace == "aten" else "register its shapes by torch.library.register_fake, or "
     return (
-        f"it cannot be estimated, because PyTorch does not know the shape of what {name} makes, at {place}: "
-        f"{_one_line(error)}; for an operator of your own, register it by torch.library.register_fake, or {_ON_DEVICE}"
+        f"it cannot be estimated, because PyTorch cannot run {name} without data, at {place}: {_one_line(error)}; "
+        f"{remedy}{_ON_DEVICE}"
     )
 
 

@@ -24,6 +24,7 @@ from rota.torch_internals import (
     writes_to_arguments,
 )
 
+
 @final
 class Roofline(TorchDispatchMode):
     """A clock that advances by the estimated time of each operation that runs while it is entered; see `Clock`."""
