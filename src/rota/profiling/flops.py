@@ -95,7 +95,8 @@ def _product_with_packed(a: Tensor, *_: Any, out_val: Tensor, **__: Any) -> int:
 def _trilinear(a: Tensor, b: Tensor, c: Tensor, *expanded: Any, **_: Any) -> int:
     """A sum over products of three tensors, which get dimensions of one element where `expanded` says."""
     shapes = [_with_ones(one.shape, places) for one, places in zip((a, b, c), expanded, strict=False)]
-    return 2 * math.prod(max(sizes) for sizes in zip(*shapes, strict=True))
+    widest: list[int] = [max(sizes) for sizes in zip(*shapes, strict=True)]
+    return 2 * math.prod(widest)
 
 
 def _with_ones(shape: Sequence[int], places: Sequence[int]) -> list[int]:
