@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import get_gradient_edge
 
 import rota
@@ -279,6 +280,28 @@ def test_a_mark_lives_as_long_as_its_storage() -> None:
     del parameter
     gc.collect()
     assert expires() is None
+
+
+def test_operations_have_full_names() -> None:
+    assert torch_internals.full_name_of(torch.ops.aten.mm.dtype) == "aten::mm"
+    assert torch_internals.full_name_of(torch.ops.aten.addmm_.default) == "aten::addmm_"
+
+
+@pytest.mark.parametrize(
+    "ask", [torch.nonzero, torch.unique, torch.Tensor.item, torch.Tensor.tolist, torch.Tensor.cpu, torch.Tensor.numpy]
+)
+def test_errors_for_lack_of_data_are_known_on_the_meta_device(ask: Any) -> None:
+    with pytest.raises((RuntimeError, TypeError)) as caught:
+        ask(torch.empty(1, device="meta"))
+    assert torch_internals.lacks_data(caught.value)
+    assert not torch_internals.lacks_data(NotImplementedError("only for pairs"))
+
+
+@pytest.mark.parametrize("ask", [torch.nonzero, torch.Tensor.item])
+def test_errors_for_lack_of_data_are_known_of_fake_tensors(ask: Any) -> None:
+    with FakeTensorMode(), pytest.raises(RuntimeError) as caught:
+        ask(torch.empty(1))
+    assert torch_internals.lacks_data(caught.value)
 
 
 def test_arguments_that_are_written_and_devices_are_known() -> None:

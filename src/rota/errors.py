@@ -47,6 +47,10 @@ class PipelineError(RotaError):
     """A plan, a model and a batch do not fit together, or a run went wrong."""
 
 
+class EstimateError(PipelineError):
+    """The times of a model cannot be estimated: its operations need data, or nothing is known about the device."""
+
+
 class LostRankError(PipelineError):
     """Another rank was lost, and the first error is on that rank.
 

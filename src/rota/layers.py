@@ -21,6 +21,8 @@ Shared: TypeAlias = tuple[int, int, int]
 
 _MOST_MISSING_CORES, _MOST_SPREAD = 0.1, 0.2  # above which a measurement is doubtful
 
+_MOST_NAMED = 3  # layers in a warning
+
 #: A note of costs begins with this where nothing was measured.
 ESTIMATED = "estimated"
 #: And with this where they are computed from those of fewer and of more rows.
@@ -65,6 +67,7 @@ class LayerCosts:
         note: Where the numbers come from.
         missing_cores: How many of the cores that measuring used other programs took away, on average.
         contents: Names of what each layer holds, such as "layers.9, norm, output"; empty: unknown.
+        uncounted: (layer, operator) of operators whose floating-point operations an estimate does not know.
 
     Raises:
         PlacementError: A field has the wrong number of entries, a number is negative or not whole, or an edge or a
@@ -101,6 +104,7 @@ class LayerCosts:
     note: str = ""
     missing_cores: float = 0.0
     contents: tuple[str, ...] = ()
+    uncounted: tuple[tuple[int, str], ...] = ()
 
     def __post_init__(self) -> None:
         if not self.forward_us:
@@ -119,6 +123,9 @@ class LayerCosts:
                 raise PlacementError(f"{name} has {len(column)} entries, expected {count}")
             object.__setattr__(self, name, tuple(whole(f"{name}[{i}]", entry) for i, entry in enumerate(column)))
         pairs = [entry[:2] for name in _PAIRS for entry in getattr(self, name)]
+        for layer, operator in self.uncounted:
+            if not 0 <= layer < self.num_layers:
+                raise PlacementError(f"uncounted has {operator!r} in layer {layer}, and there are {self.num_layers}")
         for a, b in [*self.edges, *pairs]:
             if not 0 <= a < b < self.num_layers:
                 raise PlacementError(f"({a}, {b}) must join a layer to a later one of the {self.num_layers}")
@@ -144,6 +151,22 @@ class LayerCosts:
         if self.mean_spread > _MOST_SPREAD:
             return f"repeated timings of a layer vary by {self.mean_spread:.0%} (interquartile range)"
         return ""
+
+    @property
+    def why_incomplete(self) -> str:
+        """Which operators an estimate counts too low, in which layers, and what to do; "" if there are none."""
+        if not self.uncounted:
+            return ""
+        layers_of: dict[str, list[str]] = {}
+        for layer, operator in self.uncounted:
+            held = f" ({self.contents[layer]})" if self.contents else ""
+            layers_of.setdefault(operator, []).append(f"{layer + 1}{held}")
+        found = "; ".join(f"{operator} in {_layers_text(layers)}" for operator, layers in layers_of.items())
+        return (
+            "the floating-point operations of some operators are unknown, so only the bytes that they move count: "
+            f"{found}. Register them by torch.utils.flop_counter.register_flop_formula in the model's file, or measure "
+            "on the device itself"
+        )
 
     @property
     def num_layers(self) -> int:
@@ -294,6 +317,8 @@ class LayerCosts:
             del found["missing_cores"]
         if not self.contents:
             del found["contents"]
+        if not self.uncounted:
+            del found["uncounted"]
         return found
 
     def to_json(self) -> str:
@@ -317,6 +342,8 @@ class LayerCosts:
             values["missing_cores"] = _fraction(document["missing_cores"])
         if "contents" in document:
             values["contents"] = tuple(entry.text() for entry in document["contents"])
+        if "uncounted" in document:
+            values["uncounted"] = tuple(_operator(entry) for entry in document["uncounted"])
         return cls(rows=document["rows"].integer(1), note=document["note"].text(), **values)
 
 
@@ -325,6 +352,18 @@ def _tuple(entry: reading.Field, count: int) -> tuple[int, ...]:
     if len(numbers) != count:
         raise entry.wrong(f"{count} numbers")
     return numbers
+
+
+def _layers_text(layers: Sequence[str]) -> str:
+    more = f" and {len(layers) - _MOST_NAMED} more" if len(layers) > _MOST_NAMED else ""
+    return f"layer{'s' if len(layers) > 1 else ''} {', '.join(layers[:_MOST_NAMED])}{more}"
+
+
+def _operator(entry: reading.Field) -> tuple[int, str]:
+    pair = [*entry]
+    if len(pair) != 2:
+        raise entry.wrong("a layer and an operator")
+    return pair[0].integer(0), pair[1].text()
 
 
 def _fraction(entry: reading.Field) -> float:

@@ -7,6 +7,7 @@ of PyTorch, the change belongs here and nowhere else. This module imports nothin
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -280,6 +281,28 @@ def name_of(operation: Any) -> str:
     return str(operation._schema.name.split("::")[1])
 
 
+def full_name_of(operation: Any) -> str:
+    """An operation's name with its namespace, without overload, `aten::mm`. Relies on `OpOverload._schema`."""
+    return str(operation._schema.name)
+
+
+def lacks_data(error: BaseException) -> bool:
+    """Whether an operation failed because its tensors have no data, or because PyTorch cannot run it without.
+
+    Relies on the exceptions of fake tensors, and for the meta device, on the words of PyTorch's messages.
+    """
+    from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+
+    is_of_fake_tensors = isinstance(error, (DataDependentOutputException, DynamicOutputShapeException))
+    return is_of_fake_tensors or _WITHOUT_DATA.search(str(error)) is not None
+
+
+#: "Cannot copy out of meta tensor", "arguments from the 'Meta' backend", "on meta device"; higher-order operators.
+_WITHOUT_DATA = re.compile(
+    r"\bmeta'? (tensor|backend|device)|register_meta|unallocated storage|no rule registered for HOP", re.IGNORECASE
+)
+
+
 def takes_device(operation: Any) -> bool:
     """Whether an ATen operation has an argument `device`. Relies on `OpOverload._schema`."""
     return any(argument.name == "device" for argument in operation._schema.arguments)
@@ -358,6 +381,9 @@ FLASH_ATTENTION_ON_CPU_BACKWARD = torch.ops.aten._scaled_dot_product_flash_atten
 #: What asks a tensor for its number.
 ITEM = torch.ops.aten._local_scalar_dense.default
 EFFICIENT_ATTENTION = torch.ops.aten._scaled_dot_product_efficient_attention
+#: Those of devices that bring their own kernels.
+FUSED_ATTENTION = torch.ops.aten._scaled_dot_product_fused_attention_overrideable
+FUSED_ATTENTION_BACKWARD = torch.ops.aten._scaled_dot_product_fused_attention_overrideable_backward
 
 # --- devices ----------------------------------------------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ from rota.cli.commands import COMMANDS
 from rota.cli.parser import Parser
 from rota.cli.requirements import exit_on_ctrl_c
 from rota.cli.screen import ascii_form
-from rota.errors import PipelineError, PlanError, RotaError
+from rota.errors import EstimateError, PipelineError, PlanError, RotaError
 from rota.reading import printable
 
 _FIRST_COMMANDS = """Rota plans and runs pipeline-parallel training of PyTorch
@@ -77,7 +77,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except RotaError as error:
         what = "refused" if isinstance(error, PlanError) else "error"
         print(f"rota {given.command}: {what}: {_shown(error)}", file=sys.stderr)
-        return 1 if isinstance(error, (PlanError, PipelineError)) else 2
+        failed = isinstance(error, (PlanError, PipelineError)) and not isinstance(error, EstimateError)
+        return 1 if failed else 2
     except KeyboardInterrupt:
         print(f"rota {given.command}: interrupted", file=sys.stderr)
         return 130

@@ -54,7 +54,10 @@ class Request:
 
     @property
     def doubts(self) -> tuple[str, ...]:
-        """What shows that the layers were measured on a busy machine, and what to do: one line, or none."""
+        """Why the layers' costs may be wrong, and what to do: a line for what estimates lack, or for a busy machine."""
+        incomplete = next((layers.why_incomplete for layers in self.profiles.values() if layers.uncounted), "")
+        if incomplete:
+            return (incomplete,)
         doubtful = {rows: layers.why_doubtful for rows, layers in self.profiles.items() if layers.why_doubtful}
         if not doubtful:
             return ()

@@ -17,7 +17,7 @@ from typing import final
 
 import torch
 
-from rota.errors import PipelineError
+from rota.errors import EstimateError
 
 
 @final
@@ -27,7 +27,8 @@ class DeviceModel:
 
     Attributes:
         name: Its name for `device=` and `--device`.
-        flops_per_s: Peak operations per second by dtype, with `tf32` for float32 that may be rounded.
+        flops_per_s: Peak operations per second by dtype, with `tf32` for float32 that may be rounded, and `float8` for
+            all formats of 8 bits.
         bytes_per_s: Bandwidth of its memory.
         memory_bytes: Size of its memory; None: no figure.
         is_gpu: Whether it runs kernels, such as fused attention, that only GPUs have.
@@ -51,15 +52,30 @@ class DeviceModel:
         return max(compute_us, 1e6 * num_bytes / (self.bytes_per_s * self.memory_efficiency), self.least_op_us)
 
     def _rate(self, dtype: torch.dtype) -> float:
-        name = str(dtype).removeprefix("torch.")
+        name = str(dtype.to_real() if dtype.is_complex else dtype).removeprefix("torch.")
         if name == "float32" and torch.get_float32_matmul_precision() != "highest":
             name = "tf32"
+        elif name.startswith("float8"):
+            name = "float8" if "float8" in self.flops_per_s else "bfloat16"
         return self.flops_per_s.get(name, self.flops_per_s["float32"])
 
 
-def _gpu(name: str, half: float, tf32: float, single: float, double: float, gb_s: float, gb: int) -> DeviceModel:
+def _gpu(
+    name: str,
+    half: float,
+    tf32: float,
+    single: float,
+    double: float,
+    gb_s: float,
+    gb: int,
+    *,
+    int8: float,
+    float8: float | None = None,
+) -> DeviceModel:
     """A GPU with these peaks in 10^12 operations per second, a bandwidth in 10^9 bytes per second, and 10^9 bytes."""
-    rates = {"float16": half, "bfloat16": half, "tf32": tf32, "float32": single, "float64": double}
+    rates = {"float16": half, "bfloat16": half, "tf32": tf32, "float32": single, "float64": double, "int8": int8}
+    if float8 is not None:
+        rates["float8"] = float8
     return DeviceModel(name, {dtype: rate * 1e12 for dtype, rate in rates.items()}, gb_s * 1e9, gb * 10**9)
 
 
@@ -68,18 +84,18 @@ DEVICES = {
     device.name: device
     for device in (
         # NVIDIA A100 (SXM4) data sheet; float64 on its tensor cores.
-        _gpu("a100-40gb", 312, 156, 19.5, 19.5, 1555, 40),
-        _gpu("a100-80gb", 312, 156, 19.5, 19.5, 2039, 80),
+        _gpu("a100-40gb", 312, 156, 19.5, 19.5, 1555, 40, int8=624),
+        _gpu("a100-80gb", 312, 156, 19.5, 19.5, 2039, 80, int8=624),
         # NVIDIA H100 (SXM5, PCIe) and H200 data sheets, half of the peaks with sparsity.
-        _gpu("h100", 989, 494, 67, 67, 3350, 80),
-        _gpu("h100-pcie", 756, 378, 51, 51, 2000, 80),
-        _gpu("h200", 989, 494, 67, 67, 4800, 141),
+        _gpu("h100", 989, 494, 67, 67, 3350, 80, int8=1979, float8=1979),
+        _gpu("h100-pcie", 756, 378, 51, 51, 2000, 80, int8=1513, float8=1513),
+        _gpu("h200", 989, 494, 67, 67, 4800, 141, int8=1979, float8=1979),
         # AMD Instinct MI300X data sheet; matrix cores.
-        _gpu("mi300x", 1307, 653, 163, 163, 5300, 192),
+        _gpu("mi300x", 1307, 653, 163, 163, 5300, 192, int8=2615, float8=2615),
         # NVIDIA's Ada architecture white paper: with float32 accumulation.
-        _gpu("rtx-4090", 165, 82.6, 82.6, 1.3, 1008, 24),
+        _gpu("rtx-4090", 165, 82.6, 82.6, 1.3, 1008, 24, int8=661, float8=330),
         # NVIDIA L40S data sheet.
-        _gpu("l40s", 362, 183, 91.6, 1.4, 864, 48),
+        _gpu("l40s", 362, 183, 91.6, 1.4, 864, 48, int8=733, float8=733),
         # One core of a server at 3 GHz: two fused multiply-adds per cycle on 8 floats (AVX2), part of the bandwidth.
         DeviceModel("cpu-core", {"float32": 96e9, "float64": 48e9}, 12e9, is_gpu=False, least_op_us=2.0),
     )
@@ -87,12 +103,12 @@ DEVICES = {
 
 
 def device_named(name: str) -> DeviceModel:
-    """The device of this name. Raises PipelineError that lists the known names."""
+    """The device of this name. Raises EstimateError that lists the known names."""
     if name.lower() in DEVICES:
         return DEVICES[name.lower()]
     near = get_close_matches(name.lower(), DEVICES, 1)
     hint = f"did you mean {near[0]}? " if near else ""
-    raise PipelineError(
+    raise EstimateError(
         f"times cannot be estimated for device {name!r}; {hint}known devices are {', '.join(DEVICES)}. Leave it out "
         f"to measure where the model is"
     )

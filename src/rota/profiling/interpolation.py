@@ -21,6 +21,7 @@ def interpolated(small: LayerCosts, large: LayerCosts, rows: int) -> LayerCosts 
     share = (rows - small.rows) / (large.rows - small.rows)
     values: dict[str, Any] = {"rows": rows, "spread": tuple(map(max, small.spread, large.spread))}
     values["missing_cores"] = max(small.missing_cores, large.missing_cores)
+    values["uncounted"] = tuple(sorted({*small.uncounted, *large.uncounted}))
     values["note"] = f"{INTERPOLATED} between {small.rows} and {large.rows} rows, {small.note}"
     for name in (field.name for field in fields(LayerCosts) if field.name not in values):
         a, b = getattr(small, name), getattr(large, name)

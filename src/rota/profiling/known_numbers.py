@@ -7,10 +7,12 @@ from typing import Any, final
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
+from rota.models.carving.operations import run_on_meta
 from rota.runtime.messages import over_tensors
 from rota.torch_internals import (
     ITEM,
     TorchDispatchMode,
+    lacks_data,
     over_tensors_anywhere,
     tensors_anywhere,
     writes_to_arguments,
@@ -21,11 +23,19 @@ _MOST_NUMBERS = 1_000_000  # of a tensor: whole masks are not needed
 
 @final
 class KnownNumbers(TorchDispatchMode):
-    """Computes whole numbers and bools on the CPU besides, where they follow from inputs and shapes alone."""
+    """Computes whole numbers and bools on the CPU besides, where they follow from inputs and shapes alone.
+
+    It also knows which operation on the meta device raised an error because that has no data.
+    """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._known = WeakIdKeyDictionary()
+        self._refused: tuple[Exception, Any] | None = None
+
+    def operation_that_raised(self, error: Exception) -> Any:
+        """The operation that raised `error` because the meta device has no data; None if none did."""
+        return self._refused[1] if self._refused is not None and self._refused[0] is error else None
 
     def on_meta(self, value: Any) -> Any:
         """The value on the meta device; the whole numbers in it are known."""
@@ -43,7 +53,12 @@ class KnownNumbers(TorchDispatchMode):
         read = [*tensors_anywhere((args, kwargs))]
         if func is ITEM and read[0] in self._known:
             return self._known[read[0]].item()
-        made = func(*args, **kwargs)
+        try:
+            made = run_on_meta(func, args, kwargs) if any(tensor.is_meta for tensor in read) else func(*args, **kwargs)
+        except Exception as error:
+            if isinstance(error, NotImplementedError) or lacks_data(error):
+                self._refused = error, func
+            raise
         if writes_to_arguments(func):
             if any(map(_is_countable, read)):
                 self._known = WeakIdKeyDictionary()  # views of what was written to are others, too

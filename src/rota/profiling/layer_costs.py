@@ -54,6 +54,7 @@ def costs_of(stages: Stages, layers: Sequence[Layer], cuts: tuple[str, ...], row
         tied=_tied(parameters, layers),
         spread=tuple(layer.spread for layer in layers),
         note=note,
+        uncounted=tuple((number, name) for number, layer in enumerate(layers) for name in layer.uncounted),
         contents=tuple(holds(stages[s]) for s in range(len(stages))),
     )
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import nn
 
-from rota.errors import PipelineError
+from rota.errors import EstimateError, PipelineError
 from rota.models import Stages
 from rota.models.cut_table import holds
 from rota.models.randomness import random_state_kept
@@ -20,6 +20,7 @@ from rota.profiling.device_clock import Clocks
 from rota.profiling.devices import DeviceModel
 from rota.profiling.kept_storages import KeptStorages, Name, kept_storages_of, place_of
 from rota.profiling.known_numbers import KnownNumbers
+from rota.profiling.missing_data import module_that_raised, why_not_estimated
 from rota.profiling.optimizers import MakeOptimizer, OptimizerCosts, optimizer_costs
 from rota.profiling.peak_memory import peaks
 from rota.profiling.roofline import Kernels, Roofline
@@ -45,7 +46,7 @@ class HowTo(NamedTuple):
 class Layer:
     """One layer as measured: `times_us` of F, B, I, W and R, `peaks` in bytes of F, B, I and W.
 
-    `launches` is a `launch_text`.
+    `launches` is a `launch_text`. `uncounted`: operators of which an estimate knows only the bytes.
     `sizes`: bytes of values and of their gradients, by outgoing edge. For tensors that need a gradient, `received` has
     names and bytes by incoming edge, and `sent` names by outgoing edge.
     """
@@ -60,12 +61,13 @@ class Layer:
     sizes: tuple[list[int], list[int]]
     received: list[list[tuple[Name, int]]]
     sent: list[list[Name]]
+    uncounted: tuple[str, ...] = ()
 
 
 def measure_layers(given: Given, how: HowTo) -> Iterator[Layer]:
     """Measure each stage of `given` as a layer. The caller's modules, gradients and random state are not touched.
 
-    Raises PipelineError if a layer fails, with its number and contents.
+    Raises PipelineError if a layer fails, with its number and contents; EstimateError if it needs data.
     """
     stages = given.stages
     known = KnownNumbers()
@@ -74,9 +76,10 @@ def measure_layers(given: Given, how: HowTo) -> Iterator[Layer]:
     outputs: dict[int, Any] = {}
     last_reader = {edge.source: max(e.target for e in stages.outgoing(edge.source)) for edge in stages.edges}
     names: list[StorageReference] = []  # addresses that are names must not be used again
-    with _set_up(stages, how) as measure, known if how.device is not None else nullcontext():
+    roofline = None if how.device is None else Roofline(how.device)
+    with _set_up(stages, how, roofline) as measure, nullcontext() if roofline is None else known:
         for layer in range(len(stages)):
-            with _named_in_errors(stages, layer):
+            with _named_in_errors(stages, layer, known):
                 here, move = on_device_of(layer, given) if how.device is None else (given, lambda value: value)
                 received = [move(edge.take(outputs[edge.source])) for edge in stages.incoming(layer)]
                 apart = here._replace(stages=_with_a_copy(stages, layer, how.device))
@@ -84,7 +87,7 @@ def measure_layers(given: Given, how: HowTo) -> Iterator[Layer]:
             names += [StorageReference(t.untyped_storage()) for of in values for t in tensors_of(of)]
             del received, apart, values
             outputs = {source: value for source, value in outputs.items() if last_reader.get(source, 0) > layer}
-            yield measured
+            yield measured if roofline is None else replace(measured, uncounted=roofline.take_uncounted())
 
 
 def called(stages: Stages, layer: int) -> str:
@@ -93,24 +96,27 @@ def called(stages: Stages, layer: int) -> str:
 
 
 @contextmanager
-def _named_in_errors(stages: Stages, layer: int) -> Iterator[None]:
+def _named_in_errors(stages: Stages, layer: int, known: KnownNumbers) -> Iterator[None]:
     try:
         yield
     except Exception as error:
+        if why := why_not_estimated(error, known.operation_that_raised(error)):
+            raise EstimateError(
+                ": ".join(filter(None, (called(stages, layer), module_that_raised(error), why)))
+            ) from error
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise PipelineError(f"{called(stages, layer)} failed while profiling: {reason}") from error
 
 
 @contextmanager
-def _set_up(stages: Stages, how: HowTo) -> Iterator[Measure]:
+def _set_up(stages: Stages, how: HowTo, roofline: Roofline | None) -> Iterator[Measure]:
     """Use one thread on the CPU, as in a run; yields what measures runs on a layer's device."""
     with ExitStack() as stack:
         stack.enter_context(random_state_kept(nn.ModuleList(stages.modules)))
         stack.callback(torch.set_num_threads, torch.get_num_threads())
         torch.set_num_threads(1)
-        if how.device is not None:
+        if how.device is not None and roofline is not None:
             stack.enter_context(Kernels(how.device))
-            roofline = Roofline(how.device)
             yield lambda run, _: roofline.timed(run, how.repeats, _RUN_NS, together=False)
         else:
             clocks = Clocks()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from rota.errors import PipelineError
+from rota.errors import EstimateError, PipelineError
 from rota.layers import ESTIMATED, LayerCosts
 from rota.models import Stages, finest, is_marked
 from rota.profiles import Profile
@@ -21,6 +22,7 @@ from rota.profiling.interpolation import interpolated
 from rota.profiling.known_numbers import KnownNumbers
 from rota.profiling.layer_costs import costs_of
 from rota.profiling.layer_measurement import HowTo, Layer, called, measure_layers
+from rota.profiling.missing_data import module_that_raised, why_not_estimated
 from rota.profiling.optimizers import MakeOptimizer
 from rota.profiling.other_programs import OtherPrograms
 from rota.profiling.places import accelerators_of, place_name
@@ -30,6 +32,7 @@ from rota.runtime.losses import LossFn
 from rota.units import count_text, time_text
 
 Report = Callable[[str], None]
+_ESTIMATES = "2, with all products of matrices"  # changes where the same model would get other estimates
 _OVERRUN = 1.5  # of the time to measure for, after which no more sizes are begun: the machine is slower than it seemed
 
 
@@ -70,6 +73,10 @@ def profile_layers(
 
     Raises:
         PipelineError: If a layer fails, with its contents, or if the cache is of another model, device or version.
+        EstimateError: If a layer needs data, so that it cannot be estimated.
+
+    Warns:
+        UserWarning: The floating-point operations of an operator are unknown, so that only its bytes are counted.
     """
     rows = num_rows(batch)
     profile = profile_model(
@@ -84,7 +91,10 @@ def profile_layers(
         cache=cache,
         refresh=refresh,
     )
-    return profile[rows]
+    layers = profile[rows]
+    if layers.why_incomplete:
+        warnings.warn(layers.why_incomplete, stacklevel=2)
+    return layers
 
 
 def profile_model(
@@ -135,6 +145,8 @@ def profile_model(
     _refuse(stages, device)
     where = how.device.name if how.device is not None else place_name(stages)
     identity = identity_of(stages, loss_fn, optimizer) | {"device": where}
+    if how.device is not None:
+        identity["estimates"] = _ESTIMATES
     cached = ProfileCache.of(cache, f"{_class_name(model)}-{where}", identity, refresh)
     missing = [count for count in sizes if not cached.knows(count)]
     if within_s == math.inf or how.device is not None:
@@ -226,8 +238,13 @@ def _layers(
     if not any(parameter.is_meta for parameter in model.parameters()):
         return finest(model, example, cuts)
     known = KnownNumbers()
-    with known:
-        return finest(model, known.on_meta(example), cuts)
+    try:
+        with known:
+            return finest(model, known.on_meta(example), cuts)
+    except Exception as error:
+        if why := why_not_estimated(error, known.operation_that_raised(error)):
+            raise EstimateError(f"{module_that_raised(error) or type(model).__name__}: {why}") from error
+        raise
 
 
 def num_rows(batch: Any) -> int:

@@ -8,28 +8,21 @@ from typing import Any, final
 import torch
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
-from torch.utils.flop_counter import flop_registry
 
 from rota.profiling.clocks import Laps, Run
 from rota.profiling.devices import DeviceModel
+from rota.profiling.flops import dtype_of, num_flops
 from rota.runtime.memory_watch import storages
 from rota.torch_internals import (
     EFFICIENT_ATTENTION,
     FLASH_ATTENTION,
-    FLASH_ATTENTION_BACKWARD,
     FLASH_ATTENTION_ON_CPU,
-    FLASH_ATTENTION_ON_CPU_BACKWARD,
     TorchDispatchMode,
     address_of,
+    full_name_of,
     tensors_anywhere,
     writes_to_arguments,
 )
-
-#: Attention on CPUs computes what the registered kernels do.
-_SAME_FLOPS = {
-    FLASH_ATTENTION_ON_CPU: FLASH_ATTENTION,
-    FLASH_ATTENTION_ON_CPU_BACKWARD: FLASH_ATTENTION_BACKWARD,
-}
 
 
 @final
@@ -40,6 +33,13 @@ class Roofline(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.num_flops, self.us = 0, 0.0
         self._device = device
+        self._uncounted: dict[str, None] = {}
+
+    def take_uncounted(self) -> tuple[str, ...]:
+        """The operators since the last call whose floating-point operations are unknown: only their bytes count."""
+        found = tuple(self._uncounted)
+        self._uncounted.clear()
+        return found
 
     def timed(self, run: Run, repeats: int, least_ns: int, together: bool) -> Laps:  # noqa: ARG002 - they do not vary
         """The estimated times of the parts of `run`, which runs once."""
@@ -55,12 +55,12 @@ class Roofline(TorchDispatchMode):
         there = {*map(address_of, storages(read))}
         is_view = there.issuperset(map(address_of, storages(written))) and not writes_to_arguments(func)
         if not is_view and any(tensor.is_meta for tensor in (*read, *written)):
-            packet = _SAME_FLOPS.get(func.overloadpacket, func.overloadpacket)
-            count = flop_registry.get(packet)
-            num_flops = int(count(*args, **kwargs, out_val=made)) if count is not None else 0
+            known = num_flops(func, args, kwargs, made)
+            if known is None:
+                self._uncounted[full_name_of(func)] = None
             moved = sum(_num_bytes(tensor) for tensor in (*read, *written))
-            self.num_flops += num_flops
-            self.us += self._device.op_us(num_flops, moved, (written or read)[0].dtype)
+            self.num_flops += known or 0
+            self.us += self._device.op_us(known or 0, moved, dtype_of(read, written))
         return made
 
 

@@ -97,6 +97,9 @@ def _layers(arguments: Namespace) -> int:
         print(_summary(layers))
     worst = max((spread for layers in found.values() for spread in layers.spread), default=0.0)
     doubtful = next((layers.why_doubtful for layers in found.values() if layers.why_doubtful), "")
+    incomplete = next((layers.why_incomplete for layers in found.values() if layers.uncounted), "")
+    if incomplete:
+        print(f"Costs are too low: {incomplete}.")
     refresh, with_refresh = (" --refresh", ", with --refresh") if arguments.cache else ("", "")
     if worst > _TOO_FAR_APART:
         print(
