@@ -198,13 +198,13 @@ def add_model_options(parser: Parser) -> None:
     parser.add_argument("--length", type=number(1), metavar="N", help=help_text)
 
 
-def add_cores(parser: Parser) -> None:
-    """--cores."""
+def add_cores(parser: Parser, default: str = "as recorded by the run") -> None:
+    """--cores; `default` tells what holds without it."""
     parser.add_argument(
         "--cores",
         type=number(1),
         metavar="N",
-        help="number of CPU cores, if all ranks share one machine (default: as recorded by the run)",
+        help=f"number of CPU cores, if all ranks share one machine (default: {default})",
     )
 
 
