@@ -62,8 +62,8 @@ class ImportedTrace:
             )
         if self._lacks_cores:
             lines.append(
-                f"cores unknown: all {plan.num_ranks} ranks ran on the CPUs of one machine. If it has fewer cores than "
-                f"that, ranks had to wait for a core, and this shows as slower ops below; give the number as --cores N"
+                f"cores unknown: all ranks ran on the CPUs of one machine; if it has fewer than {plan.num_ranks} "
+                f"cores, waits for a core show as slower ops: give its number of cores as --cores N"
             )
         return "\n".join(lines)
 
