@@ -63,6 +63,7 @@ def test_the_loss_falls(name: str, pool: Pool, tmp_path: Path) -> None:
         assert losses[-1] < FALLING[name] * losses[0]
 
 
+@pytest.mark.sweep  # tests/interop/test_traces.py imports what PyTorch's engine ran
 def test_pytorchs_engine_runs_an_exported_plan(pool: Pool, tmp_path: Path) -> None:
     *planning, running, importing = commands("torch_engine")
     for command in planning:

@@ -27,14 +27,16 @@ def shifts_ns(earliest: Mapping[tuple[int, int], Early], num_ranks: int) -> list
     """
     shifts = [0] * num_ranks
     senders: dict[int, int] = {}  # of each receiver, the one by whose messages it was moved last
+    last = 0
     for _ in range(num_ranks):
-        moved = None
+        moved = False
         for (sender, receiver), early in earliest.items():
             if shifts[sender] + early.by_ns > shifts[receiver]:
-                shifts[receiver], senders[receiver], moved = shifts[sender] + early.by_ns, sender, receiver
-        if moved is None:
+                shifts[receiver], senders[receiver] = shifts[sender] + early.by_ns, sender
+                last, moved = receiver, True
+        if not moved:
             return shifts
-    circle = _circle(senders, moved)
+    circle = _circle(senders, last)
     told = " and ".join(_told(earliest[pair], *pair) for pair in circle)
     total_ns = sum(earliest[pair].by_ns for pair in circle)
     raise FormatError(
