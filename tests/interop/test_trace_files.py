@@ -56,10 +56,69 @@ def test_processes_without_a_trace_are_told(tmp_path: Path) -> None:
     assert "of 3 processes, 1 gave traces" in import_traces(paths[:1]).to_text()
 
 
+@pytest.mark.parametrize(
+    ("hosts", "on_accelerator", "num_cores", "asked"),
+    [
+        (["here"] * 3, False, None, True),
+        (["here"] * 3, False, 2, False),
+        (["here"] * 3, True, None, False),
+        (["here", "here", "there"], False, None, False),
+        (["", "", ""], False, None, False),
+    ],
+)
+def test_unknown_cores_of_one_machine_are_asked_for(
+    hosts: list[str], on_accelerator: bool, num_cores: int | None, asked: bool, tmp_path: Path
+) -> None:
+    paths = written(tmp_path, chain_timeline(1), [0, 0, 0], on_accelerator)
+    for path, host in zip(paths, hosts, strict=True):
+        Path(path).write_text(json.dumps({**json.loads(Path(path).read_text()), "host_name": host}))
+    imported = import_traces(paths, num_cores=num_cores)
+    assert ("--cores N" in imported.to_text()) == asked
+    assert imported.timeline.num_cores == num_cores
+
+
 def test_on_an_accelerator_the_kernels_count(tmp_path: Path) -> None:
     timeline = chain_timeline(1)
     imported = import_traces(written(tmp_path, timeline, [0, 0, 0], on_accelerator=True))
     assert columns(imported.timeline) == columns(timeline)
+
+
+@pytest.mark.parametrize("on_accelerator", [False, True])
+def test_the_wait_of_an_op_that_computes_nothing_is_no_part_of_it(on_accelerator: bool, tmp_path: Path) -> None:
+    """PyTorch's first stage computes nothing in I, but waits for its gradients there."""
+    for seed in range(5):
+        timeline = chain_timeline(seed, split=True)
+        arrived = {span.work.target: span.end_us for span in timeline.transfer_spans()}  # type: ignore[union-attr]
+        starts, ends, free = [*timeline.starts_us[0]], [*timeline.ends_us[0]], 0
+        for i, op in enumerate(timeline.plan.orders[0]):
+            if op.kind is Kind.I:
+                starts[i] = ends[i] = max(free, arrived[op])
+            free = ends[i]
+        timeline = replace(
+            timeline,
+            starts_us=(tuple(starts), *timeline.starts_us[1:]),
+            ends_us=(tuple(ends), *timeline.ends_us[1:]),
+        )
+        imported = import_traces(written(tmp_path, timeline, [0, 0, 0], on_accelerator))
+        assert columns(imported.timeline) == columns(timeline)
+        assert imported.clock_shifts_us == (0, 0, 0)
+
+
+def test_a_kernel_beside_a_receive_does_not_begin_the_op(tmp_path: Path) -> None:
+    """Such as FSDP's copies, on a stream of their own."""
+    timeline = chain_timeline(1)
+    paths = written(tmp_path, timeline, [0, 0, 0], on_accelerator=True)
+    document = json.loads(Path(paths[1]).read_text())
+    events = document["traceEvents"]
+    (launch,) = (one for one in events if one["name"] == "PP:1F0")
+    (received,) = (one for one in events if one.get("args") == {"correlation": "r0"} and one["cat"] == "kernel")
+    end = received["ts"] + received["dur"]
+    events.append(event("cuda_runtime", "cudaLaunchKernel", launch["ts"] + 0.3, launch["ts"] + 0.4, correlation="copy"))
+    events.append(event("kernel", "split_with_sizes_copy", end - 500, end - 400, correlation="copy"))
+    Path(paths[1]).write_text(json.dumps(document))
+    imported = import_traces(paths).timeline
+    assert imported.starts_us[1][0] == imported.arrived_us[0][0]
+    assert imported.ends_us == timeline.ends_us
 
 
 def test_clocks_are_moved_until_no_message_is_early_and_no_further(tmp_path: Path) -> None:
@@ -99,7 +158,7 @@ def test_a_forward_and_a_backward_in_one_range_are_told_apart(tmp_path: Path) ->
     """DualPipeV's: the backward begins with the first operator of autograd."""
     names = [("user_annotation", "PP:0F0", 0, 10), ("user_annotation", "PP:(0F1;0B0)OVERLAP_F_B", 10, 50)]
     names += [("cpu_op", "aten::mm", 12, 20), ("cpu_op", "autograd::engine::evaluate_function: Mm", 24, 48)]
-    names += [("user_annotation", "PP:0B1", 50, 70)]
+    names += [("cpu_op", "aten::mm", 0, 10), ("user_annotation", "PP:0B1", 50, 70), ("cpu_op", "aten::mm", 50, 70)]
     path = tmp_path / "trace.json"
     path.write_text(json.dumps({"traceEvents": [event(*name) for name in names]}))
     timeline = import_traces([str(path)]).timeline
@@ -170,7 +229,11 @@ def test_traces_of_two_runs_are_told(tmp_path: Path) -> None:
     other = tmp_path / "other"
     other.mkdir()
     paths[1] = written(other, late, [0, 0, 0])[1]
-    with pytest.raises(FormatError, match="the traces contradict each other: rank"):
+    told = (
+        r"the traces contradict each other: rank \d begins \d[FB]\d [\d,]+ µs (before|after) rank \d has made its "
+        r"input in \d[FB]\d and rank \d begins .* No shift of the clocks explains this: [\d,]+ µs remain"
+    )
+    with pytest.raises(FormatError, match=told):
         import_traces(paths)
     paths = written(tmp_path, timeline, [0, -2_000_000, 0])
     for path in paths:

@@ -10,10 +10,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleZBVZeroBubble,
+)
 from torch.profiler import ProfilerActivity, profile
 
-from rota import Cause, FormatError, Timeline, explain, schedules
+from rota import Cause, FormatError, Kind, Timeline, explain, schedules
 from rota.interop import import_traces, named_actions
 from support.pool import Pool
 
@@ -22,18 +28,23 @@ pytestmark = pytest.mark.dist
 RANKS, MICROBATCHES, STEPS = 4, 8, 2
 
 
-def traced(rank: int, folder: Path) -> list[list[str]]:
-    """Two profiled steps of each schedule; the interleaved one's own order of ops."""
+def traced(rank: int, folder: Path) -> dict[str, list[list[str]]]:
+    """Two profiled steps of each schedule; the own orders of ops of those with several stages per rank."""
     torch.manual_seed(rank)
     _trace(_single(Schedule1F1B, rank), rank, folder / f"stacks{rank}.json", with_stack=True)
     _trace(_single(ScheduleGPipe, rank), rank, folder / f"gpipe{rank}.json")
     schedule = _single(Schedule1F1B, rank)
     with named_actions(schedule):
         _trace(schedule, rank, folder / f"named{rank}.json")
-    stages = [_stage(rank + RANKS * i, 2 * RANKS) for i in range(2)]
-    schedule = ScheduleInterleaved1F1B(stages, MICROBATCHES, loss_fn=nn.functional.mse_loss)
-    _trace(schedule, rank, folder / f"interleaved{rank}.json.gz")
-    return [[str(action) for action in order if action] for order in schedule.pipeline_order.values()]
+    orders = {}
+    for name, several, mine in (
+        ("interleaved", ScheduleInterleaved1F1B, (rank, rank + RANKS)),
+        ("zb_v", ScheduleZBVZeroBubble, (rank, 2 * RANKS - 1 - rank)),
+    ):
+        schedule = several([_stage(i, 2 * RANKS) for i in mine], MICROBATCHES, loss_fn=nn.functional.mse_loss)
+        _trace(schedule, rank, folder / f"{name}{rank}.json.gz")
+        orders[name] = [[str(action) for action in order if action] for order in schedule.pipeline_order.values()]
+    return orders
 
 
 def _stage(index: int, count: int) -> PipelineStage:
@@ -47,11 +58,11 @@ def _single(schedule: Any, rank: int) -> Any:
 def _trace(schedule: Any, rank: int, path: Path, with_stack: bool = False) -> None:
     stages = [schedule._stage] if hasattr(schedule, "_stage") else schedule._stages
     optimizer = torch.optim.SGD([p for stage in stages for p in stage.submod.parameters()], lr=0.1)
-    batch = torch.randn(4 * MICROBATCHES, 16)
+    batch, is_last = torch.randn(4 * MICROBATCHES, 16), any(stage.is_last for stage in stages)
     dist.barrier()
     with profile(activities=[ProfilerActivity.CPU], with_stack=with_stack) as profiler:
         for _ in range(STEPS):
-            schedule.step(*((batch,) if rank == 0 else ()), target=batch if rank == RANKS - 1 else None)
+            schedule.step(*((batch,) if rank == 0 else ()), target=batch if is_last else None)
             optimizer.step()
             optimizer.zero_grad()
     profiler.export_chrome_trace(str(path))
@@ -67,8 +78,8 @@ def assert_explained(timeline: Timeline) -> None:
 
 def test_pytorchs_own_schedules_are_imported_and_explained(pool: Pool, tmp_path: Path) -> None:
     orders = pool.run(RANKS, traced, tmp_path)[0]
-    for kind in ("stacks", "named", "gpipe", "interleaved"):
-        suffix = ".json.gz" if kind == "interleaved" else ".json"
+    for kind in ("stacks", "named", "gpipe", *orders):
+        suffix = ".json.gz" if kind in orders else ".json"
         paths = [str(tmp_path / f"{kind}{rank}{suffix}") for rank in (2, 0, 3, 1)]
         steps = [import_traces(paths, step) for step in range(STEPS)]
         assert steps[-1] == import_traces(paths)
@@ -80,9 +91,12 @@ def test_pytorchs_own_schedules_are_imported_and_explained(pool: Pool, tmp_path:
             assert len([span for span in timeline.step_end_spans() if span.work.what == "optimizer"]) == RANKS
             assert_explained(timeline)
         assert steps[0].timeline != steps[1].timeline
-        if kind == "interleaved":
-            assert [list(map(str, order)) for order in timeline.plan.orders] == orders
+        if kind in orders:
+            assert [list(map(str, order)) for order in timeline.plan.orders] == orders[kind]
             assert any(span.work.what == "reduce" for span in timeline.step_end_spans())
+            # PyTorch's first stage needs no gradient of its input, and does all of its backward in W.
+            idle = [span for span in timeline.op_spans() if (span.work.stage, span.work.kind) == (0, Kind.I)]
+            assert [span.duration_us for span in idle] == ([0] * MICROBATCHES if kind == "zb_v" else [])
         else:
             name = schedules.gpipe if kind == "gpipe" else schedules.one_f_one_b
             assert timeline.plan.orders == name(timeline.plan.placement, MICROBATCHES).orders

@@ -58,9 +58,14 @@ def _on_pool(pool: Pool, num_processes: int, folder: Path, script: list[str], en
     return "".join(pool.run(num_processes, _run_script, folder, script, environment))
 
 
+def _nothing(*_: Any, **__: Any) -> None:
+    pass
+
+
 def _run_script(rank: int, folder: Path, script: list[str], environment: dict[str, str]) -> str:
     """Run it as `__main__`, and leave the process as it was."""
     import torch
+    import torch.distributed as dist
 
     own: dict[str, Any] = {"RANK": str(rank), "LOCAL_RANK": str(rank)} if environment else {}
     path, modules = [str((folder / script[0]).parent), *sys.path], {*sys.modules}
@@ -72,6 +77,8 @@ def _run_script(rank: int, folder: Path, script: list[str], environment: dict[st
             patch.dict(os.environ, environment | own),
             patch.object(sys, "argv", script),
             patch.object(sys, "path", path),
+            # A script of PyTorch's own starts and ends a process group; the pool's processes are in one already.
+            patch.multiple(dist, init_process_group=_nothing, destroy_process_group=_nothing),
             redirect_stdout(printed),
         ):
             runpy.run_path(script[0], run_name="__main__")

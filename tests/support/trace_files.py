@@ -23,7 +23,7 @@ def events_of(
 ) -> Iterator[dict[str, Any]]:
     """As PyTorch 2.13 writes them: an action's range holds the wait for what it reads, then operators.
 
-    With an accelerator the host is far ahead: its ranges hold launches alone.
+    With an accelerator the host is far ahead: its ranges hold launches alone. An op of no time computes nothing.
     """
     reads = {(span.work.receiver, span.work.target): span for span in timeline.transfer_spans()}  # type: ignore[union-attr]
     free = offset_us
@@ -41,12 +41,14 @@ def events_of(
                 yield event("user_annotation", "gloo:recv", host, arrives)
         if on_accelerator:
             yield event("user_annotation", f"PP:{op}", host + 1, host + 1.5)
-            yield event("cuda_runtime", "cudaLaunchKernel", host + 1.1, host + 1.2, correlation=i)
-            yield event("kernel", "gemm", start, end, correlation=i)
+            if start < end:
+                yield event("cuda_runtime", "cudaLaunchKernel", host + 1.1, host + 1.2, correlation=i)
+                yield event("kernel", "gemm", start, end, correlation=i)
         else:
             yield event("user_annotation", f"PP:{op}", min(free, start), end)
             yield event("cpu_op", "c10d::recv_", min(free, start), start)
-            yield event("cpu_op", "aten::linear", start, end)
+            if start < end:
+                yield event("cpu_op", "aten::linear", start, end)
             free = end
 
 

@@ -206,13 +206,13 @@ def add_cache(parser: Parser) -> None:
     parser.add_argument("--refresh", action="store_true", help="measure again, even if the cache has a result")
 
 
-def add_cores(parser: Parser) -> None:
-    """--cores."""
+def add_cores(parser: Parser, default: str = "as recorded by the run") -> None:
+    """--cores; `default` tells what holds without it."""
     parser.add_argument(
         "--cores",
         type=number(1),
         metavar="N",
-        help="number of CPU cores, if all ranks share one machine (default: as recorded by the run)",
+        help=f"number of CPU cores, if all ranks share one machine (default: {default})",
     )
 
 

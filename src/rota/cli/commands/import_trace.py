@@ -18,7 +18,7 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument(
         "--step", type=number(0), metavar="N", help="number of the profiled step, counted from 0 (default: the last)"
     )
-    add_cores(parser)
+    add_cores(parser, "unknown; traces do not record it")
     add_output(parser, "FILE", "write the timeline as JSON", writes="timeline")
 
 
@@ -26,10 +26,10 @@ def run(arguments: Namespace) -> int:
     """Print the traces as one timeline and explain it; write it to --output. Returns the exit code."""
     from rota.interop import import_traces
 
-    imported = import_traces(arguments.traces, arguments.step)
+    imported = import_traces(arguments.traces, arguments.step, arguments.cores)
     print(imported.to_text())
     print()
-    explanation = accounting.explain(imported.timeline, imported.timeline.plan, arguments.cores)
+    explanation = accounting.explain(imported.timeline, imported.timeline.plan)
     print(explanation.to_text(report_columns()))
     then = f"; see it with `rota show {arguments.output} -o timeline.html`"
     files.keep(arguments.output, imported.timeline.to_json(), "timeline.json", then)

@@ -6,7 +6,8 @@
     PP:1F0, PP:1LOSS0                     any, within `rota.interop.named_actions`
 
 A range may begin with a wait for the op's inputs, and end with sends. The op itself is from the first operator in it
-that computes to the end of the last one; on an accelerator, from its first kernel to its last.
+that computes to the end of the last one; on an accelerator, from its first kernel to its last. Some ops compute
+nothing, such as I of the first stage, whose input needs no gradient: they take no time once their input is there.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ class Step:
     optimizer: tuple[int, int] | None = None
 
     def moved(self, by_ns: int) -> Step:
-        """The same step on a clock that is ahead by `shift_ns`."""
+        """The same step on a clock that is ahead by `by_ns`."""
 
         def pair(times: tuple[int, int]) -> tuple[int, int]:
             return times[0] + by_ns, times[1] + by_ns
@@ -167,43 +168,47 @@ class _Clock:
     """Looks up what happened within a range."""
 
     def __init__(self, trace: RankTrace) -> None:
-        self._computing: dict[tuple[str, str], list[Event]] = {}
-        for event in trace.host_ops:
-            if not event.name.startswith(_COMMUNICATION):
-                self._computing.setdefault(event.thread, []).append(event)
+        self._computing = [event for event in trace.host_ops if not event.name.startswith(_COMMUNICATION)]
+        self._by_thread: dict[tuple[str, str], list[Event]] = {}
+        for event in self._computing:
+            self._by_thread.setdefault(event.thread, []).append(event)
         self._kernels = trace.kernels
         self._has_kernels = any(not event.name.startswith(_COMMUNICATION) for _, event in trace.kernels)
         self._receives = [event for event in trace.annotations if _RECEIVES.fullmatch(event.name)]
 
-    def ran(self, one: _Range) -> tuple[int, int]:
-        """The part of a range in which something was computed; all of it if that is unknown."""
-        inside = [event for event in self._launched(*one[:2]) if not event.name.startswith(_COMMUNICATION)]
-        if not self._has_kernels:
-            events = self._computing.get(one.thread, [])
-            inside = events[slice(*(bisect_left(events, time, key=_START) for time in one[:2]))]
-        if not inside:
-            return one[:2]
-        return min(event.start_ns for event in inside), max(event.end_ns for event in inside)
+    @property
+    def shows_computing(self) -> bool:
+        """Whether the trace has what ops compute, so that a range without any computes nothing."""
+        return self._has_kernels or bool(self._computing)
 
-    def _launched(self, start_ns: int, end_ns: int) -> list[Event]:
+    def computed(self, one: _Range) -> list[tuple[int, Event]]:
+        """What a range computed, each with the time at which the host began or launched it."""
+        if self._has_kernels:
+            return [pair for pair in self._launched(*one[:2]) if not pair[1].name.startswith(_COMMUNICATION)]
+        own = self._by_thread.get(one.thread, [])
+        # On an accelerator without kernels in the trace, another thread launches the backward.
+        events = _begun(own, *one[:2]) or _begun(self._computing, *one[:2])
+        return [(event.start_ns, event) for event in events]
+
+    def _launched(self, start_ns: int, end_ns: int) -> list[tuple[int, Event]]:
         first, last = (bisect_left(self._kernels, time, key=itemgetter(0)) for time in (start_ns, end_ns))
-        return [event for _, event in self._kernels[first:last]]
+        return self._kernels[first:last]
 
     def received_ns(self, start_ns: int, end_ns: int) -> int | None:
-        """When the receives that began in a stretch of time had ended."""
-        begun = self._launched(start_ns, end_ns)
-        if not self._has_kernels:
-            begun = self._receives[
-                slice(*(bisect_left(self._receives, time, key=_START) for time in (start_ns, end_ns)))
-            ]
-        return max((event.end_ns for event in begun if _RECEIVES.fullmatch(event.name)), default=None)
+        """When the receives that the host began in a stretch of time had ended."""
+        begun = _begun(self._receives, start_ns, end_ns)
+        if self._has_kernels:
+            begun = [event for _, event in self._launched(start_ns, end_ns) if _RECEIVES.fullmatch(event.name)]
+        return max((event.end_ns for event in begun), default=None)
 
 
-_START = attrgetter("start_ns")
+def _begun(events: list[Event], start_ns: int, end_ns: int) -> list[Event]:
+    first, last = (bisect_left(events, time, key=attrgetter("start_ns")) for time in (start_ns, end_ns))
+    return events[first:last]
 
 
 def _step(ranges: Sequence[_Range], clock: _Clock) -> Step:
-    step, free_ns = Step(), 0
+    step, free_ns, host_free_ns = Step(), 0, 0
     receives = {(one.what[-1], one.stage, one.microbatch): one[:2] for one in ranges if one.what.startswith("RECV_")}
     for one in ranges:
         if one.what.startswith("SEND_"):
@@ -213,15 +218,31 @@ def _step(ranges: Sequence[_Range], clock: _Clock) -> Step:
         elif one.what == "LOSS":
             op = Op(one.stage, Kind.F, one.microbatch)
             if op in step.ops:
-                step.ops[op] = step.ops[op]._replace(end_ns=clock.ran(one)[1])
+                free_ns = max((event.end_ns for _, event in clock.computed(one)), default=step.ops[op].end_ns)
+                step.ops[op] = step.ops[op]._replace(end_ns=free_ns)
         elif one.what in Kind.__members__:
-            start, end = clock.ran(one)
+            computed = clock.computed(one)
             way = "F" if one.what == "F" else "B"
-            posted = receives.get((way, one.stage, one.microbatch), (0, 0)) if receives else (free_ns, start)
+            before = host_free_ns, computed[0][0] if computed else one.end_ns
+            posted = receives.get((way, one.stage, one.microbatch), (0, 0)) if receives else before
             received = None if one.what == "W" else clock.received_ns(*posted)
-            step.ops[Op(one.stage, Kind(one.what), one.microbatch)] = Ran(start, end, received)
-            free_ns = end
+            start, free_ns = _ran(one, [event for _, event in computed], received, free_ns, clock.shows_computing)
+            step.ops[Op(one.stage, Kind(one.what), one.microbatch)] = Ran(start, free_ns, received)
+            host_free_ns = one.end_ns
     return step
+
+
+def _ran(
+    one: _Range, computed: list[Event], received_ns: int | None, free_ns: int, shows_computing: bool
+) -> tuple[int, int]:
+    """When an op ran. It waited for its receive, and for the rank, which its op before kept busy until `free_ns`."""
+    if computed:
+        start, end = min(event.start_ns for event in computed), max(event.end_ns for event in computed)
+    elif shows_computing:
+        start = end = max(one.end_ns, free_ns, received_ns or 0)  # a host does not wait for its accelerator
+    else:
+        start, end = one[:2]
+    return max(start, min(received_ns or start, end)), end
 
 
 def _add_optimizers(steps: Sequence[Step], annotations: Iterable[Event]) -> None:

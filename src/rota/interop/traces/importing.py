@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from operator import attrgetter
 from statistics import median, median_low
 from typing import NamedTuple
 
 from rota.costs import Cluster, Costs, Link
 from rota.errors import FormatError
 from rota.interop.traces.actions import Ran, Step, steps_of
-from rota.interop.traces.clock_shifts import shifts_ns
+from rota.interop.traces.clock_shifts import Early, shifts_ns
 from rota.interop.traces.trace_files import RankTrace, read_trace
 from rota.placement import StepEnd
 from rota.placing import place
@@ -30,7 +31,7 @@ class ImportedTrace:
 
     The timeline is that of `step`, of `num_steps` in the traces. `clock_shifts_us`: by how much each rank's clock was
     moved ahead, so that no message arrives before it is sent. `hosts`: the machine of each rank, "" if unknown.
-    `world_size`: the number of processes of the run, if known.
+    `world_size`: the number of processes of the run, if known. `on_cpu`: whether nothing ran on an accelerator.
     """
 
     timeline: Timeline
@@ -39,6 +40,7 @@ class ImportedTrace:
     clock_shifts_us: tuple[int, ...]
     hosts: tuple[str, ...]
     world_size: int
+    on_cpu: bool
 
     def to_text(self) -> str:
         """A summary in a few lines."""
@@ -58,10 +60,21 @@ class ImportedTrace:
                 f"of {self.world_size} processes, {plan.num_ranks} gave traces: what they waited for elsewhere is "
                 f"unknown; unless the others are replicas, give their traces too"
             )
+        if self._lacks_cores:
+            lines.append(
+                f"cores unknown: all ranks ran on the CPUs of one machine; if it has fewer than {plan.num_ranks} "
+                f"cores, waits for a core show as slower ops: give its number of cores as --cores N"
+            )
         return "\n".join(lines)
 
+    @property
+    def _lacks_cores(self) -> bool:
+        """Whether ranks shared the cores of one machine, and nobody said how many these are."""
+        shared = self.on_cpu and len(self.hosts) > 1 and "" not in self.hosts and len({*self.hosts}) == 1
+        return shared and self.timeline.num_cores is None
 
-def import_traces(paths: Sequence[str], step: int | None = None) -> ImportedTrace:
+
+def import_traces(paths: Sequence[str], step: int | None = None, num_cores: int | None = None) -> ImportedTrace:
     """Read torch.profiler traces of a run on PyTorch's pipeline engine.
 
     The plan is rebuilt from the ops that ran; its costs are the medians of the measured times, without memory.
@@ -69,6 +82,7 @@ def import_traces(paths: Sequence[str], step: int | None = None) -> ImportedTrac
     Args:
         paths: One trace per rank, .json or .json.gz. Ranks are ordered by the traces' ranks, else as the paths are.
         step: Which of the profiled steps, from 0; None: the last.
+        num_cores: CPU cores that all ranks shared, written into the timeline; None: unknown, traces do not record it.
 
     Returns:
         The measured timeline, and how it was made.
@@ -90,14 +104,15 @@ def import_traces(paths: Sequence[str], step: int | None = None) -> ImportedTrac
     steps = _with_one_backward([steps[chosen] for steps in by_rank])
     plan = _plan(steps)
     messages = list(_messages(plan))
-    shifts = shifts_ns(_behind(messages, steps), len(steps))
+    shifts = shifts_ns(_earliest(messages, steps), len(steps))
     _refuse_two_runs(traces, shifts)
     steps = [one.moved(shift) for one, shift in zip(steps, shifts, strict=True)]
-    timeline = _timeline(plan, messages, steps)
+    timeline = replace(_timeline(plan, messages, steps), num_cores=num_cores)
     _refuse_disorder(timeline, traces)
     moved_us, hosts = tuple(ns // 1000 for ns in shifts), tuple(trace.host for trace in traces)
     world_size = max(trace.world_size for trace in traces)
-    return ImportedTrace(timeline, chosen, num_steps, moved_us, hosts, world_size)
+    on_cpu = not any(trace.kernels for trace in traces)
+    return ImportedTrace(timeline, chosen, num_steps, moved_us, hosts, world_size, on_cpu)
 
 
 def _refuse_disorder(timeline: Timeline, traces: Sequence[RankTrace]) -> None:
@@ -214,13 +229,13 @@ def _messages(plan: Plan) -> Iterator[_Message]:
             yield _Message(i, route.sender, route.receiver, Op(a.stage, a.kind, m), Op(b.stage, b.kind, m))
 
 
-def _behind(messages: Iterable[_Message], steps: Sequence[Step]) -> dict[tuple[int, int], int]:
-    """For each pair of ranks the longest time by which a message was read before it was made, by their own clocks."""
-    behind: dict[tuple[int, int], int] = {}
+def _earliest(messages: Iterable[_Message], steps: Sequence[Step]) -> dict[tuple[int, int], Early]:
+    """For each pair of ranks the message that was read the longest time before it was made, by their own clocks."""
+    earliest: dict[tuple[int, int], Early] = {}
     for _, sender, receiver, source, target in messages:
-        early = steps[sender].ops[source].end_ns - steps[receiver].ops[target].start_ns
-        behind[sender, receiver] = max(early, behind.get((sender, receiver), early))
-    return behind
+        early = Early(steps[sender].ops[source].end_ns - steps[receiver].ops[target].start_ns, source, target)
+        earliest[sender, receiver] = max(early, earliest.get((sender, receiver), early), key=attrgetter("by_ns"))
+    return earliest
 
 
 def _flights(messages: Sequence[_Message], steps: Sequence[Step]) -> list[tuple[int, int]]:
