@@ -73,7 +73,7 @@ _DESCRIPTIONS = {
     Part.CORES: "ops and launches waited for a CPU core",
     Part.ARRIVALS: "transfers took longer than planned",
     Part.CONTENTION: "transfers waited for others on the same link",
-    Part.MESSAGES: "planned time for messages and gaps that ranks did not need",
+    Part.MESSAGES: "time planned for messages and launch gaps that ranks did not need",
     Part.SHARED_LINKS: "transfers waited for a shared link",
     Part.SENDS: "outputs were ready but not yet sent",
     Part.LAUNCH: "ops were ready but had not started",

@@ -42,4 +42,4 @@ def test_the_tutorial(pool: Pool, tmp_path: Path) -> None:
     assert len(losses) == 2
     assert losses[1] < losses[0]
     output_of(pool, tmp_path, "rota simulate plan.json -o measured.json")
-    assert "Why, summed over all ranks" in output_of(pool, tmp_path, explain)
+    assert "Causes, summed over all ranks" in output_of(pool, tmp_path, explain)

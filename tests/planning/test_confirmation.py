@@ -146,7 +146,7 @@ def test_with_fewer_cores_than_ranks_the_figures_are_for_a_core_each(monkeypatch
     monkeypatch.setattr(confirmation, "_measured", lambda found, *_: _three_times_as_slow(found))
     told = confirmation.confirm(answer, MODEL, no_batch, nn.functional.mse_loss)
     assert told.predicted_because == (
-        "2 processes would share the 1 core of this machine. All times are for a core per process; steps here would "
+        "2 processes would share the 1 core of this machine. All times assume one core per process; steps here would "
         "take up to 2.0 times as long"
     )
     (apart,) = [line for line in told.remarks if "times apart" in line]
@@ -178,7 +178,10 @@ def test_a_machine_too_noisy_to_choose_by_speed_is_told(confirmed: Confirm) -> N
     assert told.tolerance == pytest.approx(0.15)
     assert told.best.num_processes == 1  # nothing shows that two are faster
     text = told.to_text()
-    assert "too noisy to choose by speed: trial steps show differences between plans only to within 15.0%" in text
+    assert (
+        "vary too much to choose a plan by speed: trial steps show differences between plans only to within 15.0%"
+        in text
+    )
     assert (
         "Trial steps (5 rounds) show differences to within 15.0%. Plans whose steps differ by less than 15.0%" in text
     )

@@ -131,7 +131,7 @@ class Explanation:
         lines += self._core_lines()
         if not total:
             return "\n".join(fitted(line, width) for line in [*lines, "No rank is idle."])
-        lines += ["", "Why, summed over all ranks:"]
+        lines += ["", "Causes, summed over all ranks:"]
         digits = max(len(f"{us:,}") for us in self.by_cause.values())
         for cause, us in self.by_cause.items():
             before = f"  {us:>{digits},} µs {us / total:>6.1%}  {cause:<9} "

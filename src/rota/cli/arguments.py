@@ -170,8 +170,8 @@ def add_output(
 def add_costs_of_csv(parser: Parser) -> None:
     """--costs, for commands that compute times of a schedule CSV."""
     help_text = (
-        "for a schedule CSV, which has no times: costs per stage, from Costs.to_json() or `rota calibrate --costs` "
-        "(default: forward 1 ms, backward 2 ms)"
+        "for a schedule CSV, which has no times: costs per stage, from rota.Costs.to_json() or `rota calibrate "
+        "--costs` (default: forward 1 ms, backward 2 ms)"
     )
     parser.add_argument("--costs", metavar="FILE", help=help_text)
 
@@ -242,7 +242,7 @@ def add_costs(parser: Parser, of_what: str, links: str = _LINKS) -> None:
         "--ranks", type=number(1), metavar="N", help="number of ranks (default: one per stage of --costs)"
     )
     help_text = (
-        "costs per stage, from Costs.to_json() or `rota calibrate --costs` (default: the same for all stages, as the "
+        "costs per stage, from rota.Costs.to_json() or `rota calibrate --costs` (default: the same for all stages, as "
         "options from --forward-us to --boundary say)"
     )
     parser.add_argument("--costs", metavar="FILE", help=help_text)
@@ -259,7 +259,7 @@ def add_costs(parser: Parser, of_what: str, links: str = _LINKS) -> None:
         "--weight-us",
         type=number(0),
         metavar="US",
-        help="weight-gradient (W) time in µs; splits the backward into I and W (default: it is whole)",
+        help="weight-gradient (W) time in µs; splits the backward into I and W (default: not split)",
     )
     help_text = f"bytes of activations that F keeps until the backward (default: {default['activation_bytes']})"
     parser.add_argument("--activation", type=size, metavar="BYTES", dest="activation_bytes", help=help_text)

@@ -172,9 +172,9 @@ class Answer:
         sizes = [b - a for a, b in pairwise(best.candidate.boundaries)]
         several = f"{layout.shape}, {layout.stages_per_rank} per rank" if layout.stages_per_rank > 1 else layout.shape
         recomputed = sorted(best.candidate.recomputed)
-        name = "found by search," if best.schedule == SEARCHED else best.schedule
+        name = "found by search" if best.schedule == SEARCHED else best.schedule
         return [
-            f"Best plan: {name} on {ranks_text(best)}: {_rate(self.rows_per_s)} rows/s, "
+            f"Best plan ({name}, {ranks_text(best)}): {_rate(self.rows_per_s)} rows/s, "
             f"{time_text(best.step_us)} per step{self._source()}",
             *self._compared(),
             *self._predicted(),

@@ -93,7 +93,7 @@ def _causes(found: Found, best: Found) -> Iterator[str]:
     if mine.num_ranks > theirs.num_ranks:
         yield f"a longer pipeline ({mine.num_ranks} ranks, not {theirs.num_ranks})"
     if _unevenness(found) > _unevenness(best) + 0.01:
-        yield f"less balanced (busiest rank {_unevenness(found):.0%} above average, not {_unevenness(best):.0%})"
+        yield f"less balanced (busiest rank {_unevenness(found):.0%} above average; best plan: {_unevenness(best):.0%})"
     if (mine.num_ranks, mine.num_microbatches) == (theirs.num_ranks, theirs.num_microbatches):
         if mine.stages_per_rank < theirs.stages_per_rank:
             yield f"fewer stages per rank ({mine.stages_per_rank}, not {theirs.stages_per_rank})"

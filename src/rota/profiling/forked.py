@@ -30,8 +30,8 @@ def why_not_here(num_processes: int) -> str:
     if num_processes > num_cores():
         return (
             f"{num_processes} processes would share the {count_text(num_cores(), 'core')} of this machine. All "
-            f"times are for a core per process; steps here would take up to {num_processes / num_cores():.1f} times as "
-            f"long"
+            f"times assume one core per process; steps here would take up to {num_processes / num_cores():.1f} times "
+            f"as long"
         )
     if dist.is_initialized():
         return "this process is one of a process group, and cannot be forked"

@@ -72,7 +72,9 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("--profile", metavar="FILE", help=help_text)
     help_text = "estimate costs for this device, such as h100 (default: measure them on this machine)"
     parser.add_argument("--device", help=help_text)
-    help_text = "rows per micro-batch to choose from, such as 1,2,4 (default: 1,2,4,8, or those in --profile)"
+    help_text = (
+        "numbers of rows per micro-batch to choose from, such as 1,2,4 (default: 1,2,4,8, or those in --profile)"
+    )
     parser.add_argument("--rows", type=rows, help=help_text)
     help_text = (
         "latency and rate between ranks, such as 5us,50GB/s (default: measured if MODEL.py runs here; "

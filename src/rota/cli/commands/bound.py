@@ -17,7 +17,10 @@ from rota.timeline import Timeline
 
 def add_arguments(parser: Parser) -> None:
     """Add the arguments of `rota bound` to its parser."""
-    parser.add_argument("plan", help="plan.json, or a schedule CSV (with assumed times: forward 1 ms, backward 2 ms)")
+    parser.add_argument(
+        "plan",
+        help="plan.json, or a schedule CSV in PyTorch's format (with assumed times: forward 1 ms, backward 2 ms)",
+    )
     add_json(parser)
 
 

@@ -26,7 +26,7 @@ _PARAGRAPH_COLUMNS = 112  # where the output is no terminal
 
 def add_arguments(parser: Parser) -> None:
     """Add the arguments of `rota check` to its parser."""
-    parser.add_argument("plan", help="plan.json, or a schedule CSV")
+    parser.add_argument("plan", help="plan.json, or a schedule CSV in PyTorch's format")
     add_costs_of_csv(parser)
     add_json(parser)
     parser.add_argument(

@@ -50,8 +50,8 @@ def add_arguments(parser: Parser) -> None:
         "--stages", type=number(1), metavar="N", help="number of stages (default: the fewest that the schedule needs)"
     )
     default_links = (
-        "all links as --link says or, if no option says it and --costs were measured on a CPU, as measured between "
-        "processes of this machine"
+        "all links as --link says or, if no option describes the links and --costs were measured on a CPU, as "
+        "measured between processes on this machine"
     )
     add_costs(parser, "stage", default_links)
     add_shape(parser, group="for search")
@@ -59,7 +59,7 @@ def add_arguments(parser: Parser) -> None:
         "--objective",
         type=one_of(_OBJECTIVES, "--objective"),
         choices=_OBJECTIVES,
-        help="for search: what to minimize: the makespan (the time of one step; default), the span (the longest busy "
+        help="for search: minimize the makespan (the time of one step; default), the span (the longest busy "
         "window of a rank), or the period (the time per micro-batch in steady state)",
     )
     add_time_limit(parser, "for search, and with --backups: time limit in seconds (default: 10)")

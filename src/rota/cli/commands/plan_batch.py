@@ -22,7 +22,7 @@ def add_arguments(parser: Parser) -> None:
     )
     parser.add_argument("sizes", metavar="SIZES.json", help=help_text)
     help_text = (
-        "lengths in tokens of the samples in a batch, such as [130, 85, 2300], or in several batches, such as "
+        "lengths, in tokens, of the samples in a batch, such as [130, 85, 2300], or in several batches, such as "
         "[[130, 85], [77, 512]]"
     )
     parser.add_argument("lengths", metavar="LENGTHS.json", help=help_text)

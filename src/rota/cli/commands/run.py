@@ -39,8 +39,8 @@ def add_arguments(parser: Parser) -> None:
     add_force(parser)
     parser.set_defaults(written={"timeline": "timeline"})
     help_text = (
-        "number of pipeline ranks (pp) and replicas (dp), by default those of the plan, and of tensor-parallel shards "
-        "(tp, default: 1)"
+        "numbers of pipeline ranks (pp), replicas (dp) and tensor-parallel shards (tp) (default: pp and dp as in the "
+        "plan, tp=1)"
     )
     parser.add_argument("--mesh", type=mesh, default={}, metavar="pp=N,dp=N,tp=N", help=help_text)
     help_text = "restart all ranks if one fails, up to N times without a new checkpoint in between (default: 0)"
@@ -62,7 +62,7 @@ def add_arguments(parser: Parser) -> None:
         "during training"
     )
     parser.add_argument("--adapt", action="store_true", help=help_text)
-    help_text = "with --adapt: switch only if this makes a step shorter by at least PERCENT (default: 3)"
+    help_text = "with --adapt: switch only if this shortens a step by at least PERCENT percent (default: 3)"
     parser.add_argument("--adapt-gain", type=percent, metavar="PERCENT", help=help_text)
     add_nodes(parser)
     help_text = (

@@ -15,7 +15,9 @@ from rota.timeline import Timeline
 
 def add_arguments(parser: Parser) -> None:
     """Add the arguments of `rota show` to its parser."""
-    parser.add_argument("file", help="plan.json (which is simulated first), timeline.json, or a schedule CSV")
+    parser.add_argument(
+        "file", help="plan.json (which is simulated first), timeline.json, or a schedule CSV in PyTorch's format"
+    )
     parser.add_argument(
         "--width", type=number(20), metavar="N", help="width of the chart in columns (default: the terminal's width)"
     )

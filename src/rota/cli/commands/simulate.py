@@ -14,7 +14,10 @@ from rota.cli.screen import print_timeline
 
 def add_arguments(parser: Parser) -> None:
     """Add the arguments of `rota simulate` to its parser."""
-    parser.add_argument("plan", help="plan.json, or a schedule CSV (with assumed times: forward 1 ms, backward 2 ms)")
+    parser.add_argument(
+        "plan",
+        help="plan.json, or a schedule CSV in PyTorch's format (with assumed times: forward 1 ms, backward 2 ms)",
+    )
     add_costs_of_csv(parser)
     add_json(parser)
     add_output(parser, "FILE", "write the timeline as JSON", writes="timeline")

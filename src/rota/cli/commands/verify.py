@@ -28,7 +28,8 @@ def add_arguments(parser: Parser) -> None:
     """Add the arguments of `rota verify` to its parser."""
     parser.add_argument("plan", help="plan.json")
     help_text = "Python file that defines make_model(), make_batch(rows) and loss_fn, as for `rota autoplan`, and "
-    help_text += "make_unsplit() if make_model returns rota.Stages that you built yourself; or hf:config.json"
+    help_text += "make_unsplit() if make_model returns rota.Stages that you built yourself; or hf:config.json for a "
+    help_text += "language model from Hugging Face transformers"
     parser.add_argument("model", metavar="MODEL.py", help=help_text)
     help_text = "tokens per row, for Hugging Face models without a make_batch (default: 1024, or the model's "
     help_text += "maximum if smaller)"
