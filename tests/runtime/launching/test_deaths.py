@@ -73,7 +73,8 @@ def test_the_supervisor(tmp_path: Path) -> None:
     assert leftovers(disturbed) == []
     assert exit_code(disturbed) == 0, last_words(disturbed)
     undisturbed(quiet, 10)
-    assert compare(done_in(disturbed), done_in(quiet)) == 2  # steps 4 and 5
+    num_again = compare(done_in(disturbed), done_in(quiet))
+    assert 1 <= num_again <= 2  # step 4, and 5 unless process 0 was killed before it wrote that it was done
     assert leftovers(disturbed) == []
 
 
