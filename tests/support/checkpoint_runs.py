@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ from torch import nn
 
 import rota
 from rota import Checkpoints, Cluster, Costs, Pipeline, PipelineError, Plan, Stages, interleaved, place, split, wave
+from rota.runtime import kept_memory
+from rota.runtime.kept_memory import KeptMemories
 from rota.schedules import interleaved_one_f_one_b, one_f_one_b, zb_h1, zb_v
 from support.networks import batch_of, loss_fn
 
@@ -168,3 +171,12 @@ def refusal(act: Callable[[], Any]) -> str:
     with pytest.raises(PipelineError) as error:
         act()
     return str(error.value)
+
+
+@contextmanager
+def memory() -> Iterator[int]:
+    """A memory as a supervisor would keep it for this rank, and no other rank's."""
+    with KeptMemories(1) as kept, pytest.MonkeyPatch.context() as patch:
+        for name, value in kept_memory.environment_of(kept.files).items():
+            patch.setenv(name, value)
+        yield kept.files[0]

@@ -19,7 +19,7 @@ def commands(plan: Plan) -> tuple[str, ...]:
     MODEL.py stands for the model's file, and ROWS for the rows of a step if the plan does not say them. Outputs have
     names that are free in the current folder. Times that were estimated for a device are estimated again, and its links
     stay: LINKS.json stands for a file with them, if they differ. DEVICE stands for the accelerator that was measured,
-    such as cuda. None if the device of estimates is not known.
+    such as cuda. There are no commands if the times were estimated for an unknown device.
     """
     usage, rows = plan.usage, plan.microbatch_rows
     device = None if usage is None else usage.estimated_for

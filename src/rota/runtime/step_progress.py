@@ -70,7 +70,9 @@ class StepProgress:
         if step_s < _LATE_S or len(self._durations_s) < _LEAST_BEFORE:
             return ""
         usual_s = median(self._durations_s)
-        if step_s < max(_LATE_TIMES * usual_s, usual_s + _LATE_S, _LATE_TIMES * self._planned_s()):
+        if step_s < max(_LATE_TIMES * usual_s, usual_s + _LATE_S):
+            return ""
+        if step_s < _LATE_TIMES * self._planned_s():  # last, as it simulates the plan
             return ""
         late_s, own_s = step_s - usual_s, ops_s - median(self._ops_s)
         who = "another rank"

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,20 +12,11 @@ import torch.distributed as dist
 
 from rota import PipelineError, split
 from rota.runtime import checkpoints, kept_memory
-from rota.runtime.kept_memory import KeptMemories, steps_in
-from support.checkpoint_runs import TWO, Training, model, refusal
+from rota.runtime.kept_memory import steps_in
+from support.checkpoint_runs import TWO, Training, memory, model, refusal
 from support.pool import Pool
 
 pytestmark = pytest.mark.dist
-
-
-@contextmanager
-def memory() -> Iterator[int]:
-    """A memory as a supervisor would keep it for this rank, and no other rank's."""
-    with KeptMemories(1) as kept, pytest.MonkeyPatch.context() as patch:
-        for name, value in kept_memory.environment_of(kept.files).items():
-            patch.setenv(name, value)
-        yield kept.files[0]
 
 
 def go_on(rank: int, folder: Path) -> None:

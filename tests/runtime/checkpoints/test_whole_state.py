@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,23 +13,13 @@ from torch.distributed.fsdp import fully_shard
 
 from rota import Stages, split
 from rota.reading import LARGEST
-from rota.runtime import kept_memory
 from rota.runtime.checkpoints.in_memory import parts_of, read_head
 from rota.runtime.checkpoints.values import DTYPES
-from rota.runtime.kept_memory import KeptMemories, Slots, steps_in
-from support.checkpoint_runs import TWO, Run, Training, batch, model, refusal
+from rota.runtime.kept_memory import Slots, steps_in
+from support.checkpoint_runs import TWO, Run, Training, batch, memory, model, refusal
 from support.pool import Pool
 
 pytestmark = pytest.mark.dist
-
-
-@contextmanager
-def memory() -> Iterator[int]:
-    """A memory as a supervisor would keep it for this rank, and no other rank's."""
-    with KeptMemories(1) as kept, pytest.MonkeyPatch.context() as patch:
-        for name, value in kept_memory.environment_of(kept.files).items():
-            patch.setenv(name, value)
-        yield kept.files[0]
 
 
 def first_layer(training: Training) -> Any:

@@ -421,7 +421,7 @@ class Checkpoints:
         is_former = not steps
         step = self._former.step if is_former else max(steps)
         if is_restart() and step < 0 and (others := in_memory.other_folders):
-            self._report(f"the state in memory is of {others[0]}, so that {self._folder} does not go on from it")
+            self._report(f"the state in memory is of {others[0]}, so {self._folder} does not resume from it")
         kept_after = self._former.newest_at_load if is_former else in_memory.newest_at_load(step)
         if step < 0 or (step < newest_saved and kept_after < self._newest_at_load):
             in_memory.forget_all_but(None)
@@ -549,8 +549,10 @@ def _share_of(pipeline: Pipeline) -> str:
 
 def _require_step(step: object) -> None:
     """Raises PipelineError if it is not the number of a step, or too large to be read again."""
-    if type(step) is not int or not 0 <= step <= LARGEST:
+    if type(step) is not int or step < 0:
         raise PipelineError(f"step={step!r}; give a whole number of 0 or more")
+    if step > LARGEST:
+        raise PipelineError(f"step={step}; give a number of at most {LARGEST:,}")
 
 
 def _nothing() -> None:
