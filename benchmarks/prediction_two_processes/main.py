@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from machine_speed import MachineSpeed
 from torch import nn
 
 import rota
@@ -35,6 +36,7 @@ from rota.schedules import NAMED
 RESULT, PLANS = Path(__file__).with_name("result.json"), Path(__file__).with_name("plans.json")
 NUM_MICROBATCHES, WARM_UP, NUM_STARTS = 8, 3, 2
 TRIALS_S, STEPS_S, LEAST_STEPS = 30.0, 2.0, 8
+STEADY = 0.03  # how much slower or faster the cores may be in the training than in the trial, to say more of the plan
 SCHEDULES = ("gpipe", "1f1b", "zb_h1", "interleaved_1f1b", "zb_v")
 
 
@@ -132,16 +134,21 @@ def compared(name: str) -> list[dict[str, Any]]:
     trials = [
         Trial(plan, rota.split(chain(MODELS[name][0]), plan.num_stages), *batch_of(name, 1)) for plan in plans.values()
     ]
-    print(f"{name}: trying {len(trials)} plans", file=sys.stderr, flush=True)
-    shown = run_trials(trials, loss_fn, make_optimizer, TRIALS_S)
-    print(f"{name}: training", file=sys.stderr, flush=True)
     runs: dict[str, list[tuple[int, ...]]] = {schedule: [] for schedule in plans}
+    periods_s: dict[str, list[tuple[float, float]]] = {schedule: [] for schedule in plans}
     disturbed = dict.fromkeys(plans, 0.0)
-    for _ in range(NUM_STARTS):
-        for schedule, plan in plans.items():
-            others = OtherPrograms()
-            runs[schedule].append(run_steps(plan, name))
-            disturbed[schedule] = max(disturbed[schedule], others.num_cores())
+    with MachineSpeed().sampled() as speed:
+        print(f"{name}: trying {len(trials)} plans", file=sys.stderr, flush=True)
+        tried_s = time.monotonic()
+        shown = run_trials(trials, loss_fn, make_optimizer, TRIALS_S)
+        trained_s = time.monotonic()
+        print(f"{name}: training", file=sys.stderr, flush=True)
+        for _ in range(NUM_STARTS):
+            for schedule, plan in plans.items():
+                others, began_s = OtherPrograms(), time.monotonic()
+                runs[schedule].append(run_steps(plan, name))
+                periods_s[schedule].append((began_s, time.monotonic()))
+                disturbed[schedule] = max(disturbed[schedule], others.num_cores())
     rows = []
     for (schedule, plan), steps in zip(plans.items(), shown, strict=True):
         as_run = calibrated(*steps.timelines)
@@ -156,6 +163,7 @@ def compared(name: str) -> list[dict[str, Any]]:
                 "num_steps_tried": len(steps.steps_us),
                 "measured_us": measured.median_us,
                 "measured_spread": round(measured.spread, 4),
+                "machine": round(speed.cost_s(*periods_s[schedule]) / speed.cost_s((tried_s, trained_s)) - 1, 4),
                 "others_cores": [round(steps.missing_cores, 3), round(disturbed[schedule], 3)],
                 "starts_us": [StepTimes(start).median_us for start in runs[schedule]],
             }
@@ -182,19 +190,21 @@ def report(name: str, all_rows: list[list[dict[str, Any]]]) -> str:
             f"{'right or within the spread' if is_right else 'WRONG'}"
         )
     every = [row for rows in all_rows for row in rows]
+    steady = [row for row in every if abs(row["machine"]) <= STEADY]
     lines.append(
         f"{name}: {sum(abs(off(row)) <= 0.07 for row in every)} of {len(every)} steps within 7%, "
-        f"{sum(map(is_met, every))} within the limit that applies to them; picked right or within the spread: "
-        f"{num_right} of {len(all_rows)}"
+        f"{sum(map(is_met, every))} within the limit that applies to them; "
+        f"while the machine stayed within {STEADY:.0%}, {sum(map(is_met, steady))} of {len(steady)}; "
+        f"picked right or within the spread: {num_right} of {len(all_rows)}"
     )
     return "\n".join(lines) + "\n"
 
 
 def cell(row: dict[str, Any]) -> str:
-    """Predicted and measured step in ms, their difference, in bold if it is beyond the limit, and the spread."""
+    """Predicted and measured step in ms, their difference, in bold if it is beyond the limit, spread, and machine."""
     difference = f"{off(row):+.1%}" if is_met(row) else f"**{off(row):+.1%}**"
     times = f"{row['shown_us'] / 1000:.1f} / {row['measured_us'] / 1000:.1f}"
-    return f"{times}, {difference}, {row['measured_spread']:.0%}"
+    return f"{times}, {difference}, {row['measured_spread']:.0%}, {row['machine']:+.0%}"
 
 
 def off(row: dict[str, Any]) -> float:
