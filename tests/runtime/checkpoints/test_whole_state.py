@@ -125,6 +125,34 @@ def test_a_shard_of_another_size_is_refused(pool: Pool, tmp_path: Path) -> None:
         assert "shard the model and the optimizer's state alike" in told
 
 
+def keep_gradients_in_fsdp(rank: int, folder: Path) -> str:
+    run = Run("1f1b", 1, 2)
+    with memory() as file:
+        stages = split(model(), 1)
+        fully_shard(stages[0], mesh=run.mesh()["dp"])
+        training = Training(run, stages)
+        with training.pipeline as pipeline:
+            kept = training.checkpoints(folder)
+            training.steps(range(1))
+            kept.commit(1)
+            mine = [part.chunk(2)[pipeline.replica] for part in batch(1)]
+            pipeline.step(*mine, scale=0.5, sync=False)
+            training.optimizer.zero_grad()  # does not clear what FSDP keeps
+            told = refusal(lambda: kept.commit(2))
+            assert steps_in(file) == [1]
+            pipeline.step(*mine, scale=0.5)
+            training.optimizer.step()
+            training.optimizer.zero_grad()
+            kept.commit(2)
+            assert sorted(steps_in(file)) == [1, 2]
+            return told
+
+
+def test_gradients_that_fsdp_keeps_are_refused(pool: Pool, tmp_path: Path) -> None:
+    for told in pool.run(2, keep_gradients_in_fsdp, tmp_path):
+        assert "0.linear.weight has a gradient of a step with sync=False, which FSDP keeps until a step with" in told
+
+
 # --- buffers ----------------------------------------------------------------------------------------------------------
 
 

@@ -55,7 +55,7 @@ from rota.runtime.host_memory import available_bytes
 from rota.runtime.json_messages import all_gather_json
 from rota.runtime.launcher_files import former_plan, is_restart
 from rota.runtime.pipeline import Pipeline
-from rota.runtime.reducing.wrapped_stages import is_sharded
+from rota.runtime.reducing.wrapped_stages import is_sharded, unreduced
 from rota.runtime.transport import collective
 from rota.simulation import simulate
 from rota.units import size_text
@@ -350,13 +350,7 @@ class Checkpoints:
         if self._in_memory is None or self._fits_in_memory is False:
             return
         gradients = self._gradients()
-        # Those of zero_grad(set_to_none=False) are zeros. One answer for all: each waits for an accelerator.
-        if gradients and torch.stack([gradient.any() for gradient in gradients.values()]).any():
-            name = next(name for name, gradient in gradients.items() if gradient.any())
-            raise PipelineError(
-                f"{name} has a gradient, which a restart from memory would lose; call commit after "
-                f"optimizer.step() and optimizer.zero_grad()"
-            )
+        self._refuse_gradients(gradients)
         _require_step(step)
         if step <= self._step_committed and self._pipeline.num_steps != self._num_steps_committed:
             raise PipelineError(
@@ -386,6 +380,24 @@ class Checkpoints:
         weights = [(weight, shard) for weight, shard in self._trained.weights.local() if not weight.is_buffer]
         each = ((weight.key(weight.names[0], shard), weight.tensor.grad) for weight, shard in weights)
         return {key: gradient for key, gradient in each if gradient is not None}
+
+    def _refuse_gradients(self, gradients: dict[str, torch.Tensor]) -> None:
+        """Raises PipelineError if one of them is not zeros, or if FSDP has one that is not in `.grad`."""
+        # Those of zero_grad(set_to_none=False) are zeros. One answer for all: each waits for an accelerator.
+        if gradients and torch.stack([gradient.any() for gradient in gradients.values()]).any():
+            name = next(name for name, gradient in gradients.items() if gradient.any())
+            raise PipelineError(
+                f"{name} has a gradient, which a restart from memory would lose; call commit after "
+                f"optimizer.step() and optimizer.zero_grad()"
+            )
+        held_back = unreduced(self._pipeline.local_stages.values())
+        if held_back:
+            name = next(weight.names[0] for weight, _ in self._trained.weights.local() if weight.tensor in held_back)
+            raise PipelineError(
+                f"{name} has a gradient of a step with sync=False, which FSDP keeps until a step with sync=True, and "
+                f"which a restart from memory would lose; call commit after a step with sync=True, optimizer.step() "
+                f"and optimizer.zero_grad()"
+            )
 
     def _decide(self, in_memory: StatesInMemory) -> bool:
         """Whether the states of all ranks fit in the host's memory, and in what the plan allows. Collective."""
