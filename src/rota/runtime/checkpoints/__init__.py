@@ -37,6 +37,7 @@ from rota.runtime.checkpoints.in_memory import StatesInMemory
 from rota.runtime.checkpoints.lock import locked
 from rota.runtime.checkpoints.manifest import File, Manifest, require_json
 from rota.runtime.checkpoints.names import Weights
+from rota.runtime.checkpoints.optimizer_state import refuse_inner_optimizers
 from rota.runtime.checkpoints.state import Merged, Restoring, Trained, merge
 from rota.runtime.checkpoints.tensors import (
     Layout,
@@ -153,6 +154,8 @@ class Checkpoints:
             raise PipelineError(
                 f"the optimizer is a {type(optimizer).__name__}; give one torch.optim.Optimizer or None"
             )
+        if optimizer is not None:
+            refuse_inner_optimizers(optimizer)
         if optimizer is None and scheduler is not None:
             raise PipelineError(f"a {type(scheduler).__name__}, but no optimizer; give both, or None for both")
 
