@@ -65,7 +65,7 @@ class KeptMemories:
         self._num_ranks = num_ranks
         self._stack = ExitStack()
         self.files: list[int] = []
-        #: What the processes of another plan have left, by their rank; no process writes to it.
+        #: What the processes of another plan have left, by their rank; processes only take steps out of it.
         self.former: list[int] = []
 
     def __enter__(self) -> KeptMemories:
@@ -206,9 +206,9 @@ class Slots:
             self._mapped.clear()
 
     def drop(self, step: int) -> None:
-        """Forget the state after a step that is whole."""
-        slot = self.steps[step]
-        self._put(slot, _NONE, 0, *_HEADER.unpack_from(self._mapping.view, slot * _SLOT_BYTES)[3:])
+        """Forget the state after a step. It does not matter whether another process has done so at the same time."""
+        for slot in [slot for whole, slot in self.steps.items() if whole == step]:
+            self._put(slot, _NONE, 0, *_HEADER.unpack_from(self._mapping.view, slot * _SLOT_BYTES)[3:])
 
     def _put(self, slot: int, step: int, num_bytes: int, start: int, room: int) -> None:
         """Write a header so that its slot is not whole until the last field, the step, is written."""

@@ -145,6 +145,20 @@ def test_what_only_some_have_committed_is_not_taken_for_another_plans(tmp_path: 
         assert [[steps_in(file) for file in files] for files in crew.files_of_start()] == [[[]]] * 3
 
 
+def test_memories_of_another_plan_are_freed_when_the_training_has_gone_back(tmp_path: Path) -> None:
+    """To a checkpoint: then its ranks take the steps out of these memories."""
+    with KeptMemories(4) as memories:
+        crew = Crew(FOUR, 1, 1, memories, rejoin_after_s=None, min_ranks=2)
+        for file in memories.files:
+            keep(file, 7, b"seven")
+        assert crew.lose(1, 7) is not None
+        _, *former = crew.files_of_start()[0]
+        for file in former[:2]:
+            Slots(file).drop(7)
+        assert [len(files) for files in crew.files_of_start()] == [1] * 3
+        assert (memories.former, crew.former_plan) == ([], None)
+
+
 # --- in a run ---------------------------------------------------------------------------------------------------------
 
 

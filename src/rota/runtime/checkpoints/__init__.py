@@ -496,6 +496,7 @@ class Checkpoints:
         self._step_committed = -1
         if self._in_memory is not None:
             self._in_memory.forget_all_but(None)
+        self._former.forget()
 
     def _report(self, text: str) -> None:
         """Print one line on the first process."""

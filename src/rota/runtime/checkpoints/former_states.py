@@ -25,7 +25,7 @@ from rota.runtime.kept_memory import Slots, newest_common
 
 @final
 class FormerStates:
-    """The states in the memories `files`, one per process of the other plan, which no process writes to.
+    """The states in the memories `files`, one per process of the other plan. Only `forget` writes there.
 
     `folder`: that of the training's checkpoints, see `StatesInMemory`.
     """
@@ -66,6 +66,18 @@ class FormerStates:
         values = [(tensor.detach(), parts[key]) for key, tensor in restoring.tensors.items()]
         with_zeros = {key for head in heads for key in head.with_zeros}
         return Kept(self.step, heads[0].extra, restoring, values, with_zeros)
+
+    def forget(self) -> None:
+        """Training goes on from a checkpoint: no restart may lead back to these states, if they are of this training.
+
+        All processes do this to the same memories, so that a later start is given none of them, see `Crew`.
+        """
+        if self.step < 0:
+            return
+        self.step = -1
+        for slots in map(Slots, self._files):
+            for step in sorted(slots.steps):  # the newest last: it is whole until the older one is gone
+                slots.drop(step)
 
     def _refuse_other(self, head: Head, first: Head) -> None:
         if head.step != self.step or not same(head.extra, first.extra):

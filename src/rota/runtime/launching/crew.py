@@ -71,7 +71,8 @@ class Crew:
 
     def files_of_start(self) -> list[list[int]]:
         """The memory of each process of the next start, and those that are set aside; empty if none is kept."""
-        if self._memories.newest_step(self.members) >= 0:  # a step was committed on this plan
+        is_on_this_plan = self._memories.newest_step(self.members) >= 0  # a step was committed on it
+        if is_on_this_plan or newest_common(self._memories.former) < 0:  # or a checkpoint was loaded
             self._memories.drop_former()
             self.former_plan = None
         former = self._memories.former
