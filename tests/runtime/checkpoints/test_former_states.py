@@ -13,9 +13,8 @@ import torch
 
 from rota import Plan, replan
 from rota.runtime import kept_memory
-from rota.runtime.kept_memory import steps_in
 from rota.runtime.launcher_files import write_plan
-from support.checkpoint_runs import Run, Training, refusal, serial_losses
+from support.checkpoint_runs import Run, Training, refusal, serial_losses, steps_in
 from support.pool import Pool
 
 pytestmark = pytest.mark.dist

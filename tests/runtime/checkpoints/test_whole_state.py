@@ -15,8 +15,8 @@ from rota import Checkpoints, Stages, split
 from rota.reading import LARGEST
 from rota.runtime.checkpoints.in_memory import parts_of, read_head
 from rota.runtime.checkpoints.values import DTYPES
-from rota.runtime.kept_memory import Slots, steps_in
-from support.checkpoint_runs import TWO, Run, Training, batch, memory, model, refusal
+from rota.runtime.kept_memory import Slots
+from support.checkpoint_runs import TWO, Run, Training, batch, memory, model, refusal, steps_in
 from support.pool import Pool
 
 pytestmark = pytest.mark.dist

@@ -17,7 +17,7 @@ from contextlib import ExitStack
 from functools import partial
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any, NamedTuple, final
+from typing import Any, ClassVar, NamedTuple, final
 
 import torch
 from torch.optim import Optimizer
@@ -99,6 +99,9 @@ class Checkpoints:
             lock until `close`.
     """
 
+    #: The numbers of this process's trainings, by their folders, see `State`.
+    _numbers: ClassVar[dict[str, int]] = {}
+
     def __init__(
         self,
         folder: str | Path,
@@ -117,6 +120,7 @@ class Checkpoints:
         if keep is not None and (type(keep) is not int or keep < 1):
             raise PipelineError(f"keep={keep!r}: keep 1 checkpoint or more, or all by keep=None")
         self._folder, self._pipeline, self._keep = Path(folder), pipeline, keep
+        self._number = self._numbers.setdefault(self._training, len(self._numbers))
         self._trained = Trained(Weights(pipeline), optimizer, scheduler, pipeline.device)
         self._thread = ThreadPoolExecutor(1, "rota-checkpoints") if asynchronous else None
         self._writing: Future[None] | None = None
@@ -141,7 +145,7 @@ class Checkpoints:
         """The memory that the supervisor keeps for this process, if one does."""
         if (file := kept_memory.given()) is None:
             return None
-        return StatesInMemory(file, self._trained, _share_of(self._pipeline), self._training)
+        return StatesInMemory(file, self._trained, _share_of(self._pipeline), self._training, self._number)
 
     @property
     def _training(self) -> str:
@@ -333,7 +337,7 @@ class Checkpoints:
             files=found,
         )
         checkpoint_folder.publish(partial, manifest, self._keep)
-        control.report("saves", step=merged.step)
+        control.report("saves", step=merged.step, training=self._number)
 
     # --- in memory ------------------------------------------------------------------------------------------------
 

@@ -20,7 +20,7 @@ from rota.runtime.checkpoints.optimizer_state import Record, same
 from rota.runtime.checkpoints.state import Trained
 from rota.runtime.checkpoints.tensors import Stored
 from rota.runtime.checkpoints.training_json import TrainingState
-from rota.runtime.kept_memory import Slots, newest_common
+from rota.runtime.kept_memory import Slots, states_in
 
 
 @final
@@ -33,7 +33,7 @@ class FormerStates:
     def __init__(self, files: Sequence[int], trained: Trained, folder: str) -> None:
         self._files, self._trained = files, trained
         #: The newest step that all of them have, if it is of this training; -1 if there is none.
-        self.step = newest_common(files)
+        self.step = _newest_common(files)
         if self.step >= 0 and any(folder_of(Slots(file).data(self.step)) != folder for file in files):
             self.step = -1
         #: See `newest_at_load_of`.
@@ -89,3 +89,9 @@ class FormerStates:
     def _needed(self) -> list[str]:
         """The keys of this process's weights and buffers."""
         return [model_key(weight.key(weight.names[0], shard)) for weight, shard in self._trained.weights.local()]
+
+
+def _newest_common(files: Sequence[int]) -> int:
+    """The newest step that is whole in all of these memories; -1 if there is none."""
+    held = [{step for _, step in states_in(file)} for file in files]
+    return max(set.intersection(*held), default=-1) if held else -1
