@@ -358,19 +358,29 @@ def test_the_hook_of_ddp_is_named(alone: dist.ProcessGroup) -> None:
     assert "allreduce" in torch_internals.communication_hook_of(wrapped)
 
 
-def test_sharded_gradients_are_reduced_when_asked_for(alone: dist.ProcessGroup) -> None:
+@pytest.mark.parametrize("reduce_dtype", [None, torch.float64])
+def test_sharded_gradients_are_kept_until_they_are_reduced(
+    alone: dist.ProcessGroup, reduce_dtype: torch.dtype | None
+) -> None:
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    module: Any = fully_shard(nn.Linear(2, 2), mesh=init_device_mesh("cpu", (1,)))
+    policy = MixedPrecisionPolicy(reduce_dtype=reduce_dtype)
+    module: Any = fully_shard(nn.Linear(2, 2), mesh=init_device_mesh("cpu", (1,)), mp_policy=policy)
+    module.bias.requires_grad_(False)
+    assert torch_internals.unreduced_parameters(module) == []
     module.set_is_last_backward(False)
     module.set_requires_gradient_sync(False)
     module(torch.ones(1, 2)).sum().backward()
+    module.reshard()
     assert module.weight.grad is None
+    (kept,) = torch_internals.unreduced_parameters(module)
+    assert kept is module.weight
     module.set_is_last_backward(True)
     module.set_requires_gradient_sync(True)
     torch_internals.reduce_sharded_gradients(module)
     assert module.weight.grad is not None
+    assert torch_internals.unreduced_parameters(module) == []
 
 
 def test_the_default_limit_of_a_process_group_can_be_changed(alone: dist.ProcessGroup) -> None:
@@ -474,6 +484,7 @@ _PACKAGE = Path(rota.__file__).parent
 _HOME = _PACKAGE / "torch_internals.py"
 _ATTRIBUTES = {
     "_cdata",
+    "_fsdp_param_group",
     "_get_backend",
     "_get_ddp_logging_data",
     "_get_default_store",
@@ -490,6 +501,7 @@ _ATTRIBUTES = {
     "_stage",
     "_step_microbatches",
     "_unsafe_view",
+    "_unsharded_param",
     "_values",
     "_version",
     "unpack_hook",

@@ -471,6 +471,23 @@ def reduce_sharded_gradients(root: Any) -> None:
     root._get_fsdp_state()._root_post_backward_final_callback()
 
 
+def unreduced_parameters(module: Any) -> list[nn.Parameter]:
+    """An FSDP2 module's own parameters with gradients that FSDP has not reduced yet: they are not in `.grad`.
+
+    Relies on `FSDPState._fsdp_param_group`, and on `sharded_param`, `_unsharded_param` and `unsharded_accumulated_grad`
+    of its `fsdp_params`. The last one is a gradient of another dtype than the weight, see `MixedPrecisionPolicy`.
+    """
+    group = module._get_fsdp_state()._fsdp_param_group
+    each = group.fsdp_params if group is not None else []
+    return [of.sharded_param for of in each if of.unsharded_accumulated_grad is not None or _has_gradient(of)]
+
+
+def _has_gradient(of: Any) -> bool:
+    """Whether the whole weight, which is made in the first forward, has a gradient."""
+    whole = getattr(of, "_unsharded_param", None)
+    return whole is not None and whole.grad is not None
+
+
 # --- torch.distributed.pipelining -------------------------------------------------------------------------------------
 
 #: The method of PyTorch's schedules that makes a loss; its arguments are stage, output, targets, number of micro-batch.

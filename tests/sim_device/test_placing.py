@@ -18,7 +18,7 @@ from rota import Cluster, Costs, Pipeline, PipelineError, Plan, Stages, place
 from rota.models.randomness import RandomStates
 from rota.runtime.checkpoints.tensors import Layout
 from rota.schedules import NAMED, gpipe, one_f_one_b
-from support.checkpoint_runs import Run, Training, model, serial_losses, stored
+from support.checkpoint_runs import Run, Training, memory, model, serial_losses, stored
 from support.networks import (
     StepResult,
     assert_equal_steps,
@@ -435,6 +435,44 @@ def test_steps_go_on_while_a_checkpoint_is_written(pool: Pool, tmp_path: Path) -
         for name, value in at_save.items():
             assert torch.equal(tensors[f"model/{name}"], value)
             assert not torch.equal(later[name], value)
+
+
+class Scaled(nn.Module):
+    """With a weight without dims, as its optimizer's step count is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.weight = nn.Linear(6, 6), nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.linear(x)) * self.weight + x
+
+
+def go_on_with_a_weight_without_dims(rank: int, folder: Path) -> None:
+    def made() -> Training:
+        torch.manual_seed(0)
+        return Training(Run("1f1b", 1), Stages([Scaled().double()]).to("sim"))
+
+    with memory():
+        first = made()
+        with first.pipeline:
+            kept = first.checkpoints(folder)
+            first.steps(range(2))
+            kept.commit(2)
+            kept.save(2)
+            expected = first.steps(range(2, 4))
+        for step in (None, 2):
+            again = made()
+            with again.pipeline:
+                assert again.checkpoints(folder).load(step) is not None
+                counts = [state["step"] for state in again.optimizer.state.values()]
+                assert [count.device.type for count in counts] == ["cpu"] * 3
+                assert again.steps(range(2, 4)) == expected
+                assert waits_of(again.optimizer.step) == []
+
+
+def test_step_counts_stay_on_the_host_beside_a_weight_without_dims(pool: Pool, tmp_path: Path) -> None:
+    pool.run(1, simulated, go_on_with_a_weight_without_dims, tmp_path)
 
 
 def without_the_wait(rank: int, folder: Path) -> None:

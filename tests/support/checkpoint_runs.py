@@ -16,7 +16,7 @@ from torch import nn
 import rota
 from rota import Checkpoints, Cluster, Costs, Pipeline, PipelineError, Plan, Stages, interleaved, place, split, wave
 from rota.runtime import kept_memory
-from rota.runtime.kept_memory import KeptMemories
+from rota.runtime.kept_memory import KeptMemories, states_in
 from rota.schedules import interleaved_one_f_one_b, one_f_one_b, zb_h1, zb_v
 from support.networks import batch_of, loss_fn
 
@@ -171,6 +171,11 @@ def refusal(act: Callable[[], Any]) -> str:
     with pytest.raises(PipelineError) as error:
         act()
     return str(error.value)
+
+
+def steps_in(file: int) -> list[int]:
+    """The steps that are whole in a rank's memory."""
+    return [step for _, step in states_in(file)]
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""A training that is disturbed on purpose, by `rota run` or torchrun: elastic_training.py NUM_STEPS [epochs]
+"""A training that is disturbed on purpose, by `rota run` or torchrun: elastic_training.py NUM_STEPS [epochs | second]
 
 It writes each step's loss to `losses` in the working folder. `faults.json` there says what goes wrong: [step, who,
 what], each once; `who` is a rank, or what the environment's NODE says.
@@ -132,5 +132,8 @@ def train_epochs(plan: rota.Plan, num_epochs: int, folder: Path) -> None:
 if __name__ == "__main__":
     if "epochs" in sys.argv:
         train_epochs(rota.given_plan("plan.json"), 3, Path.cwd())
+    elif "second" in sys.argv:  # after one of the same length, without faults
+        for folder in (Path("first"), Path("second")):
+            train_epochs(rota.given_plan("plan.json"), 1, folder)
     else:
         train(rota.given_plan("plan.json"), int(sys.argv[1]), Path.cwd())

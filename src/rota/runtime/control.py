@@ -27,15 +27,16 @@ START, STOP = b"start", b"stop"
 
 
 class Message(NamedTuple):
-    """What a rank reports: one of `EVENTS`; `words` of "fails" and "hangs", `step` of "saves"."""
+    """What a rank reports: one of `EVENTS`; `words` of "fails" and "hangs", `step` and `training` of "saves"."""
 
     event: str
     words: str = ""
     step: int = 0
+    training: int = 0
 
     def to_bytes(self) -> bytes:
         """The message as JSON, its words cut to `_MOST_CHARACTERS`."""
-        return json.dumps({"event": self.event, "words": self.words[:_MOST_CHARACTERS], "step": self.step}).encode()
+        return json.dumps({**self._asdict(), "words": self.words[:_MOST_CHARACTERS]}).encode()
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Message | None:
@@ -44,12 +45,12 @@ class Message(NamedTuple):
             fields = json.loads(data)
         except (ValueError, RecursionError):
             return None
-        if not isinstance(fields, dict) or fields.keys() != {"event", "words", "step"}:
+        if not isinstance(fields, dict) or fields.keys() != {*cls._fields}:
             return None
-        event, words, step = fields["event"], fields["words"], fields["step"]
-        if event not in EVENTS or not isinstance(words, str) or type(step) is not int:
+        found = cls(**fields)
+        if found.event not in EVENTS or not isinstance(found.words, str):
             return None
-        return cls(event, words, step)
+        return found if type(found.step) is type(found.training) is int else None
 
 
 # --- the supervisor's side --------------------------------------------------------------------------------------------
@@ -138,10 +139,10 @@ def is_connected() -> bool:
     return _line is not None and _line.is_ours
 
 
-def report(event: str, words: str = "", step: int = 0) -> None:
+def report(event: str, words: str = "", step: int = 0, training: int = 0) -> None:
     """Report to the supervisor, if there is one."""
     if _line is not None and _line.is_ours:
-        _line.send(Message(event, words, step))
+        _line.send(Message(event, words, step, training))
 
 
 def stop_is_asked() -> bool:

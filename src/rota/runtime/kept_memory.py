@@ -1,11 +1,11 @@
 """Memory that outlives a rank: the supervisor owns it, the rank writes its state of the last steps into it.
 
-    0                                          64              4096, or 2 MiB
-    │ slot 0: step, ~step, bytes, start, room  │ slot 1 …      │ data of slot 0 │ data of slot 1 │ …
+    0                                                    64              4096, or 2 MiB
+    │ slot 0: step, ~step, training, bytes, start, room  │ slot 1 …      │ data of slot 0 │ data of slot 1 │ …
 
-A slot holds the state after one step. It is whole if `step` and its complement say so: the writer takes `step` away,
-writes the data, and puts the new step in place last. So a rank that is killed at any instant loses at most the slot
-that it was writing: the kernel keeps what a killed process has written, in the order in which it was written.
+A slot holds the state of a training after one step. It is whole if `step` and its complement say so: the writer takes
+`step` away, writes the data, and puts the new step in place last. So a rank that is killed at any instant loses at most
+the slot that it was writing: the kernel keeps what a killed process has written, in the order in which it was written.
 """
 
 from __future__ import annotations
@@ -15,14 +15,15 @@ import os
 import struct
 from collections.abc import Sequence
 from contextlib import ExitStack
-from typing import final
+from typing import NamedTuple, final
 
 from rota.runtime.mapped_file import HUGE_BYTES, MappedFile
 
 # Environment variables, set by the launcher: numbers of open files.
 _KEPT, _FORMER = "ROTA_KEPT_MEMORY", "ROTA_FORMER_MEMORIES"
 _NONE = -1
-_HEADER = struct.Struct("<qqQQQ")  # step, its complement, bytes of data, where they start, bytes of room there
+#: Step, its complement, number of the training, bytes of data, where they start, bytes of room there.
+_HEADER = struct.Struct("<qqQQQQ")
 _SLOT_BYTES, _HEADERS_BYTES = 64, 4096
 NUM_SLOTS = 2
 _MORE = 17 / 16  # room for numbers that grow
@@ -57,6 +58,16 @@ def given_former() -> list[int]:
     return files
 
 
+class State(NamedTuple):
+    """A state that is kept or saved: of which training of the script, by its number from 0, and after how many steps.
+
+    The first training is that of the first folder of which the script makes `Checkpoints`, and so on.
+    """
+
+    training: int
+    step: int
+
+
 @final
 class KeptMemories:
     """One memory per rank, for as long as the context manager is entered. Nothing is in any folder."""
@@ -65,7 +76,7 @@ class KeptMemories:
         self._num_ranks = num_ranks
         self._stack = ExitStack()
         self.files: list[int] = []
-        #: What the processes of another plan have left, by their rank; no process writes to it.
+        #: What the processes of another plan have left, by their rank; processes only take steps out of it.
         self.former: list[int] = []
 
     def __enter__(self) -> KeptMemories:
@@ -115,33 +126,24 @@ class KeptMemories:
             os.close(file)
         self.former = []
 
-    def newest_step(self, ranks: Sequence[int]) -> int:
-        """The newest step that all of these ranks hold; -1 if there is none."""
-        return max(self.common_steps(ranks), default=_NONE)
-
-    def common_steps(self, ranks: Sequence[int]) -> set[int]:
-        """The steps that all of these ranks hold."""
-        return common_steps([self.files[rank] for rank in ranks]) if self.files else set()
+    def common_states(self, ranks: Sequence[int]) -> set[State]:
+        """The states that all of these ranks hold."""
+        return common_states([self.files[rank] for rank in ranks]) if self.files else set()
 
 
-def steps_in(file: int) -> list[int]:
-    """The steps that are whole in a rank's memory."""
+def states_in(file: int) -> list[State]:
+    """The states that are whole in a rank's memory."""
     headers = os.pread(file, NUM_SLOTS * _SLOT_BYTES, 0)
     if len(headers) < NUM_SLOTS * _SLOT_BYTES:
         return []
     found = (_HEADER.unpack_from(headers, slot * _SLOT_BYTES) for slot in range(NUM_SLOTS))
-    return [step for step, complement, *_ in found if step >= 0 and complement == ~step]
+    return [State(training, step) for step, complement, training, *_ in found if step >= 0 and complement == ~step]
 
 
-def common_steps(files: Sequence[int]) -> set[int]:
-    """The steps that are whole in all of these memories."""
-    held = [{*steps_in(file)} for file in files]
+def common_states(files: Sequence[int]) -> set[State]:
+    """The states that are whole in all of these memories."""
+    held = [{*states_in(file)} for file in files]
     return set.intersection(*held) if held else set()
-
-
-def newest_common(files: Sequence[int]) -> int:
-    """The newest step that is whole in all of these memories; -1 if there is none."""
-    return max(common_steps(files), default=_NONE)
 
 
 @final
@@ -188,10 +190,10 @@ class Slots:
             self._mapping.map_now(start, room)
         return self._mapping.view[start : start + num_bytes]
 
-    def finish(self, step: int, num_bytes: int) -> None:
-        """The data of the slot from `begin` are the state after `step`."""
+    def finish(self, step: int, num_bytes: int, training: int = 0) -> None:
+        """The data of the slot from `begin` are the state after `step` of a training, see `State`."""
         *_, start, room = _HEADER.unpack_from(self._mapping.view, self._writing * _SLOT_BYTES)
-        self._put(self._writing, step, num_bytes, start, room)
+        self._put(self._writing, step, num_bytes, start, room, training)
 
     def data(self, step: int) -> memoryview:
         """The state after a step that is whole."""
@@ -206,15 +208,15 @@ class Slots:
             self._mapped.clear()
 
     def drop(self, step: int) -> None:
-        """Forget the state after a step that is whole."""
-        slot = self.steps[step]
-        self._put(slot, _NONE, 0, *_HEADER.unpack_from(self._mapping.view, slot * _SLOT_BYTES)[3:])
+        """Forget the state after a step. It does not matter whether another process has done so at the same time."""
+        for slot in [slot for whole, slot in self.steps.items() if whole == step]:
+            self._put(slot, _NONE, 0, *_HEADER.unpack_from(self._mapping.view, slot * _SLOT_BYTES)[4:])
 
-    def _put(self, slot: int, step: int, num_bytes: int, start: int, room: int) -> None:
+    def _put(self, slot: int, step: int, num_bytes: int, start: int, room: int, training: int = 0) -> None:
         """Write a header so that its slot is not whole until the last field, the step, is written."""
         at = slot * _SLOT_BYTES
         struct.pack_into("<q", self._mapping.view, at, _NONE)
-        struct.pack_into("<qQQQ", self._mapping.view, at + 8, ~step, num_bytes, start, room)
+        struct.pack_into("<qQQQQ", self._mapping.view, at + 8, ~step, training, num_bytes, start, room)
         struct.pack_into("<q", self._mapping.view, at, step)
 
 

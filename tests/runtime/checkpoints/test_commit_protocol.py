@@ -18,7 +18,8 @@ from typing import NamedTuple
 import pytest
 
 from rota.runtime import kept_memory
-from rota.runtime.kept_memory import Slots, steps_in
+from rota.runtime.kept_memory import Slots
+from support.checkpoint_runs import steps_in
 
 NUM_RANKS, NUM_STEPS, NUM_KILLS = 4, 3, 2
 PHASES = ("voting", "voted", "restored", "stepping", "agreeing", "optimizing", "committing", "copying")

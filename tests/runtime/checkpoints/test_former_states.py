@@ -13,9 +13,8 @@ import torch
 
 from rota import Plan, replan
 from rota.runtime import kept_memory
-from rota.runtime.kept_memory import steps_in
 from rota.runtime.launcher_files import write_plan
-from support.checkpoint_runs import Run, Training, refusal, serial_losses
+from support.checkpoint_runs import Run, Training, refusal, serial_losses, steps_in
 from support.pool import Pool
 
 pytestmark = pytest.mark.dist
@@ -44,8 +43,8 @@ def memories(folder: Path, own: str, former: list[str]) -> Iterator[int]:
             os.close(file)
 
 
-def leave(rank: int, run: OfFour, folder: Path) -> None:
-    """All commit step 3, which is saved as well; all but the second rank commit step 4."""
+def leave(rank: int, run: OfFour, folder: Path, saved: int = 3) -> None:
+    """All commit step 3; all but the second rank commit step 4. Step 3 is saved as well, or another one."""
     with memories(folder, f"before-{rank}", []):
         training = Training(run)
         with training.pipeline:
@@ -54,8 +53,8 @@ def leave(rank: int, run: OfFour, folder: Path) -> None:
                 training.steps(range(step, step + 1))
                 if step < 3 or rank != 1:
                     kept.commit(step + 1, data=[step])
-                if step == 2:
-                    kept.save(3, data=[step])
+                if step + 1 == saved:
+                    kept.save(saved, data=[step])
 
 
 def go_on(rank: int, before: OfFour, run: OfFour, folder: Path) -> list[float]:
@@ -99,6 +98,34 @@ def test_another_number_of_ranks_takes_the_state_from_memory(
     pool.run(before, leave, runs[0], tmp_path)
     for losses in pool.run(after, go_on, *runs, tmp_path):
         assert losses == pytest.approx(serial_losses(6)[3:], abs=1e-12, rel=0)
+
+
+def go_back(rank: int, before: OfFour, run: OfFour, folder: Path) -> None:
+    former = [f"before-{i}" for i in range(before.num_ranks)]
+    with memories(folder, f"after-{rank}", former):
+        training = Training(run)
+        with training.pipeline:
+            kept = training.checkpoints(folder / "reference")
+            found = kept.load()
+            assert found is not None
+            assert (found.step, found.path) == (3, None)
+            assert kept.load(2) is not None
+            expected = training.steps(range(2, 4))  # of which nothing is committed
+        again = Training(run)
+        with again.pipeline:
+            found = again.checkpoints(folder / "reference").load()
+            assert found is not None
+            assert (found.step, found.path) == (2, folder / "reference" / "step-2")
+            assert again.steps(range(2, 4)) == expected
+
+
+def test_loading_an_earlier_checkpoint_forgets_what_another_number_of_ranks_has_left(
+    pool: Pool, tmp_path: Path
+) -> None:
+    runs = OfFour("zb", 4), OfFour("zb", 3)
+    write_plan(runs[1].plan(), str(tmp_path), runs[0].plan())
+    pool.run(4, leave, runs[0], tmp_path, 2)
+    pool.run(3, go_back, *runs, tmp_path)
 
 
 def lack(rank: int, before: OfFour, run: OfFour, folder: Path) -> str:

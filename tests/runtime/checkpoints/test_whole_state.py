@@ -11,12 +11,12 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from rota import Stages, split
+from rota import Checkpoints, Stages, split
 from rota.reading import LARGEST
 from rota.runtime.checkpoints.in_memory import parts_of, read_head
 from rota.runtime.checkpoints.values import DTYPES
-from rota.runtime.kept_memory import Slots, steps_in
-from support.checkpoint_runs import TWO, Run, Training, batch, memory, model, refusal
+from rota.runtime.kept_memory import Slots
+from support.checkpoint_runs import TWO, Run, Training, batch, memory, model, refusal, steps_in
 from support.pool import Pool
 
 pytestmark = pytest.mark.dist
@@ -123,6 +123,35 @@ def shard_otherwise(rank: int, folder: Path) -> str:
 def test_a_shard_of_another_size_is_refused(pool: Pool, tmp_path: Path) -> None:
     for told in pool.run(2, shard_otherwise, tmp_path):
         assert "shard the model and the optimizer's state alike" in told
+
+
+def keep_gradients_in_fsdp(rank: int, folder: Path) -> str:
+    run = Run("1f1b", 1, 2)
+    with memory() as file:
+        stages = split(model(), 1)
+        fully_shard(stages[0], mesh=run.mesh()["dp"])
+        training = Training(run, stages)
+        with training.pipeline as pipeline:
+            kept = training.checkpoints(folder)
+            training.steps(range(1))
+            kept.commit(1)
+            mine = [part.chunk(2)[pipeline.replica] for part in batch(1)]
+            pipeline.step(*mine, scale=0.5, sync=False)
+            training.optimizer.zero_grad()  # does not clear what FSDP keeps
+            told = refusal(lambda: kept.commit(2))
+            assert steps_in(file) == [1]
+            pipeline.step(*mine, scale=0.5)
+            training.optimizer.step()
+            training.optimizer.zero_grad()
+            kept.commit(2)
+            assert sorted(steps_in(file)) == [1, 2]
+            return told
+
+
+def test_gradients_that_fsdp_keeps_are_refused(pool: Pool, tmp_path: Path) -> None:
+    pool.renew()
+    for told in pool.run(2, keep_gradients_in_fsdp, tmp_path):
+        assert "0.linear.weight has a gradient of a step with sync=False, which FSDP keeps until a step with" in told
 
 
 # --- buffers ----------------------------------------------------------------------------------------------------------
@@ -233,6 +262,52 @@ def test_state_that_could_not_be_read_again_is_refused(pool: Pool, tmp_path: Pat
         )
         for position, words in enumerate(expected):
             assert all(words in one for one in told[2 * position : 2 * position + 2]), told
+
+
+class Passing(torch.optim.Optimizer):
+    """Around another optimizer, whose state it shows."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner, self.defaults, self.param_groups = inner, inner.defaults, inner.param_groups
+
+    @property
+    def state(self) -> Any:
+        return self.inner.state
+
+
+class Slow(torch.optim.SGD):
+    """With another optimizer in a list."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        super().__init__(inner.param_groups[0]["params"])
+        self.fast = [inner]
+
+
+def refuse_inner(rank: int, folder: Path) -> list[str]:
+    from torch.distributed.optim import ZeroRedundancyOptimizer  # warns of what it imports
+
+    run = Run("1f1b", 1, 2)
+    training = Training(run)
+    with training.pipeline as pipeline:
+        adam, group = training.optimizer, run.mesh()["dp"].get_group()
+        zero = ZeroRedundancyOptimizer(pipeline.parameters(), torch.optim.AdamW, process_group=group)
+        told = [refusal(lambda: Checkpoints(folder, pipeline, other)) for other in (zero, Slow(adam))]  # noqa: B023
+        training.steps(range(1))
+        kept = Checkpoints(folder, pipeline, Passing(adam))
+        kept.save(1)
+        before = adam.state[next(pipeline.parameters())]["exp_avg"].clone()
+        training.steps(range(1, 2))
+        assert kept.load() is not None
+        assert torch.equal(adam.state[next(pipeline.parameters())]["exp_avg"], before)
+    return told
+
+
+def test_an_optimizer_that_keeps_its_state_in_another_one_is_refused(pool: Pool, tmp_path: Path) -> None:
+    pool.renew()
+    for told in pool.run(2, refuse_inner, tmp_path):
+        for one, words in zip(told, ("a ZeroRedundancyOptimizer, keeps", "a Slow, keeps"), strict=True):
+            assert words in one
+            assert "in another one, a AdamW (" in one
 
 
 def refuse_nan(rank: int, folder: Path) -> list[int]:

@@ -13,11 +13,12 @@ import pytest
 
 from rota import Cluster, Costs, Plan, place, replan
 from rota.backups import Backup, Backups, Place, plan_backup
-from rota.runtime.kept_memory import KeptMemories, Slots, steps_in
+from rota.runtime.kept_memory import KeptMemories, Slots, State
 from rota.runtime.launching.crew import Crew
 from rota.schedules import one_f_one_b
 from rota.simulation import simulate
 from support import replicated_training
+from support.checkpoint_runs import steps_in
 from support.pool import Pool
 from support.replicated_training import NUM_MICROBATCHES, NUM_STAGES, train
 
@@ -52,14 +53,14 @@ def test_the_others_keep_their_devices_and_memories_and_a_new_rank_gets_its_peer
         for number, file in enumerate(memories.files):
             keep(file, 7, bytes([number]))
             keep(file, 8 if number != 3 else 6, bytes([10 + number]))
-        assert crew.newest_step() == 7
+        assert max(crew.states()) == (0, 7)
         before_s = time.monotonic()
 
-        told = crew.lose(3, 7)  # rank 1 of replica 1
+        told = crew.lose(3, {State(0, 7)})  # rank 1 of replica 1
         assert told is not None
         assert told.startswith("the others go on without rank 1 of replica 1: makespan ")
         assert crew.members == [2, 0, 1, 4, 5]  # the replica that lost one comes first
-        assert crew.newest_step() == 8
+        assert max(crew.states()) == (0, 8)
         assert crew.plan == backups_of(PLAN, 3).backups[1].plan
         assert crew.rejoin_at_s is not None
         assert crew.rejoin_at_s >= before_s + 5
@@ -69,9 +70,9 @@ def test_the_others_keep_their_devices_and_memories_and_a_new_rank_gets_its_peer
         assert {one["ROTA_MESH"] for one in left} == {"1 5 1"}
         assert steps_in(memories.files[3]) == []
 
-        assert crew.lose(1, 7) is None  # no step was done since then: the script is at fault
-        assert crew.lose(None, 9) is None  # a hang
-        assert crew.lose(1, 9) is not None  # rank 0 of replica 0; planned now
+        assert crew.lose(1, {State(0, 7)}) is None  # no step was done since then: the script is at fault
+        assert crew.lose(None, {State(0, 9)}) is None  # a hang
+        assert crew.lose(1, {State(0, 9)}) is not None  # rank 0 of replica 0; planned now
         assert crew.members == [1, 2, 4, 5]
         assert crew.plan.num_ranks == 4
 
@@ -79,16 +80,16 @@ def test_the_others_keep_their_devices_and_memories_and_a_new_rank_gets_its_peer
         assert (crew.plan, crew.members, crew.rejoin_at_s) == (PLAN, [*range(6)], None)
         assert bytes(Slots(memories.files[3]).data(8)) == bytes([11])  # as rank 1 of replica 0 has it
         assert bytes(Slots(memories.files[0]).data(7)) == bytes([2])
-        assert crew.newest_step() == 8
+        assert max(crew.states()) == (0, 8)
 
 
 def test_without_peers_nobody_goes_on() -> None:
     with KeptMemories(4) as memories:
-        assert Crew(PLAN, 2, 1, memories).lose(0, 3) is None
+        assert Crew(PLAN, 2, 1, memories).lose(0, {State(0, 3)}) is None
         crew = Crew(PLAN, 2, 1, memories, backups_of(PLAN, 2))
-        assert crew.lose(0, 3) is not None
+        assert crew.lose(0, {State(0, 3)}) is not None
         assert crew.members == [1, 2, 3]
-        assert crew.lose(1, 5) is None  # rank 0 of replica 1, the last one with stage 0
+        assert crew.lose(1, {State(0, 5)}) is None  # rank 0 of replica 1, the last one with stage 0
         assert crew.members == [1, 2, 3]
 
 
@@ -100,7 +101,7 @@ def test_fewer_ranks_get_what_all_had_in_memory(tmp_path: Path) -> None:
             keep(file, 8 if number != 2 else 6, bytes([10 + number]))
         assert [len(files) for files in crew.files_of_start()] == [1] * 4
 
-        told = crew.lose(1, 7)
+        told = crew.lose(1, {State(0, 7)})
         assert told is not None
         assert told.startswith("the others go on without rank 1: makespan ")
         assert (crew.members, crew.plan, crew.former_plan) == ([0, 2, 3], replan(FOUR, 3), FOUR)
@@ -112,8 +113,8 @@ def test_fewer_ranks_get_what_all_had_in_memory(tmp_path: Path) -> None:
         assert [steps_in(own) for own, *_ in files] == [[]] * 3
         for _, *former in files:
             assert [bytes(Slots(file).data(7)) for file in former] == [bytes([i]) for i in range(4)]
-        assert crew.newest_step() == 7
-        assert crew.lose(0, 7) is None  # no step was done since then
+        assert max(crew.states()) == (0, 7)
+        assert crew.lose(0, {State(0, 7)}) is None  # no step was done since then
 
         for own in (memories.files[0], memories.files[2]):
             keep(own, 8, b"new")
@@ -122,13 +123,13 @@ def test_fewer_ranks_get_what_all_had_in_memory(tmp_path: Path) -> None:
         assert len(crew.files_of_start()[0]) == 1
         assert crew.former_plan is None
 
-        assert crew.lose(2, 8) is not None
+        assert crew.lose(2, {State(0, 8)}) is not None
         assert (crew.members, crew.former_plan) == ([0, 2], replan(FOUR, 3))
         assert crew.plan == replan(FOUR, 2)
         assert [bytes(Slots(file).data(8)) for file in crew.files_of_start()[0][1:]] == [b"new", b"new", b"last"]
         for member in crew.members:
             keep(memories.files[member], 9, b"two")
-        assert crew.lose(0, 9) is None  # fewer than two
+        assert crew.lose(0, {State(0, 9)}) is None  # fewer than two
 
         assert crew.rejoin() == "rank 1 and rank 3 join again"
         assert (crew.plan, crew.members, crew.former_plan) == (FOUR, [0, 1, 2, 3], replan(FOUR, 2))
@@ -141,8 +142,32 @@ def test_what_only_some_have_committed_is_not_taken_for_another_plans(tmp_path: 
         crew = Crew(FOUR, 1, 1, memories, rejoin_after_s=None, min_ranks=2)
         for number in (0, 2, 3):
             keep(memories.files[number], 1, b"one")
-        assert crew.lose(1, -1) is not None
+        assert crew.lose(1, set()) is not None
         assert [[steps_in(file) for file in files] for files in crew.files_of_start()] == [[[]]] * 3
+
+
+def test_a_rank_may_be_lost_in_a_second_training_too() -> None:
+    """Its steps are lower than those of the first one, which were done before the last loss."""
+    with KeptMemories(4) as memories:
+        crew = Crew(FOUR, 1, 1, memories, rejoin_after_s=None, min_ranks=1)
+        assert crew.lose(1, {State(0, 7)}) is not None
+        assert crew.lose(1, {State(0, 5), State(1, 2)}) is not None
+        assert crew.lose(1, {State(0, 7), State(1, 2)}) is None
+        assert crew.lose(1, {State(0, 7), State(1, 3)}) is not None
+
+
+def test_memories_of_another_plan_are_freed_when_the_training_has_gone_back(tmp_path: Path) -> None:
+    """To a checkpoint: then its ranks take the steps out of these memories."""
+    with KeptMemories(4) as memories:
+        crew = Crew(FOUR, 1, 1, memories, rejoin_after_s=None, min_ranks=2)
+        for file in memories.files:
+            keep(file, 7, b"seven")
+        assert crew.lose(1, {State(0, 7)}) is not None
+        _, *former = crew.files_of_start()[0]
+        for file in former[:2]:
+            Slots(file).drop(7)
+        assert [len(files) for files in crew.files_of_start()] == [1] * 3
+        assert (memories.former, crew.former_plan) == ([], None)
 
 
 # --- in a run ---------------------------------------------------------------------------------------------------------

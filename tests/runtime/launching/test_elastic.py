@@ -98,6 +98,21 @@ def test_a_training_that_is_disturbed_again_and_again(pool: Pool, tmp_path: Path
     assert_nothing_left(tmp_path)
 
 
+@pytest.mark.faults
+@pytest.mark.parametrize("options", [["--max-restarts", "1"], ["--min-ranks", "2"]], ids=["restarts", "fewer ranks"])
+def test_in_a_second_training_steps_count_as_new(short_folder: Path, options: list[str]) -> None:
+    """It fails twice before it has done as many steps as the first one."""
+    for name, faults in (("first", []), ("second", [(2, 1, "SIGKILL"), (4, 0, "raise")])):
+        (short_folder / name).mkdir()
+        (short_folder / name / "faults.json").write_text(json.dumps(faults))
+    (short_folder / "plan.json").write_text(PLAN.to_json())
+    done = rota_run(short_folder, *options, arguments=["second"])
+    assert done.returncode == 0, done.stderr
+    assert [step for step, _, _ in told(short_folder / "second")] == [*range(5)]
+    assert done.stderr.count("rota: training resumes from step 2 in memory") == 1
+    assert done.stderr.count("rota: training resumes from step 4 in memory") == 1
+
+
 @pytest.fixture
 def short_folder() -> Iterator[Path]:
     """The paths of sockets must be short."""

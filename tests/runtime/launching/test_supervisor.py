@@ -97,7 +97,16 @@ def test_what_is_no_message_is_nothing(tmp_path: Path, monkeypatch: pytest.Monke
     supervised(tmp_path, monkeypatch, script, "report('opens')")
 
 
-@pytest.mark.parametrize("data", [b"null", b'{"event": "x", "words": "", "step": 0}', b"1" * 5000])
+NO_MESSAGES = (
+    b"null",
+    b'{"event": "saves", "words": "", "step": 0}',
+    b'{"event": "x", "words": "", "step": 0, "training": 0}',
+    b'{"event": "saves", "words": "", "step": 0, "training": "0"}',
+    b"1" * 5000,
+)
+
+
+@pytest.mark.parametrize("data", NO_MESSAGES)
 def test_a_message_is_checked(data: bytes) -> None:
     assert control.Message.from_bytes(data) is None
 
@@ -132,15 +141,19 @@ import os
 report("opens")
 if rank == 0:
     step = count()
-    report("saves", step={step})
+    report("saves", step={step}, training={training})
     if step < 5:
         os._exit(9)
 report("closes")
 """
 
 
+def dying(step: str = "step", training: str = "0") -> str:
+    return DIES_AFTER_EACH_CHECKPOINT.format(step=step, training=training)
+
+
 def test_a_newer_checkpoint_allows_more_restarts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    told = launched(tmp_path, monkeypatch, DIES_AFTER_EACH_CHECKPOINT.format(step="step"), max_restarts=1)
+    told = launched(tmp_path, monkeypatch, dying(), max_restarts=1)
     assert told == ["rank 0 ended with exit code 9: restart 1 of 1"] * 5
 
 
@@ -149,14 +162,21 @@ def test_the_same_steps_again_and_again_come_to_an_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
 ) -> None:
     with pytest.raises(PipelineError, match=r"^rank 0 ended with exit code 9 after 2 restarts, and the others were"):
-        launched(tmp_path, monkeypatch, DIES_AFTER_EACH_CHECKPOINT.format(step=step), max_restarts=2)
+        launched(tmp_path, monkeypatch, dying(step), max_restarts=2)
     assert (tmp_path / "count").read_text() == "..."
 
 
 def test_restarts_are_counted_from_the_last_newer_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     after = "after 1 restart without a newer checkpoint, 3 in all, and the others were ended"
     with pytest.raises(PipelineError, match=after):
-        launched(tmp_path, monkeypatch, DIES_AFTER_EACH_CHECKPOINT.format(step="min(step, 2)"), max_restarts=1)
+        launched(tmp_path, monkeypatch, dying("min(step, 2)"), max_restarts=1)
+
+
+def test_a_second_training_begins_with_low_steps_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps 1 and 2 of the first one are followed by 0, 1, and 2 of the second one."""
+    script = dying("(step + 1) % 3", "(step + 1) // 3")
+    told = launched(tmp_path, monkeypatch, script, max_restarts=1)
+    assert told == ["rank 0 ended with exit code 9: restart 1 of 1"] * 5
 
 
 def test_a_script_without_a_pipeline_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

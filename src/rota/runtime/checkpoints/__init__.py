@@ -17,7 +17,7 @@ from contextlib import ExitStack
 from functools import partial
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any, NamedTuple, final
+from typing import Any, ClassVar, NamedTuple, final
 
 import torch
 from torch.optim import Optimizer
@@ -37,6 +37,7 @@ from rota.runtime.checkpoints.in_memory import StatesInMemory
 from rota.runtime.checkpoints.lock import locked
 from rota.runtime.checkpoints.manifest import File, Manifest, require_json
 from rota.runtime.checkpoints.names import Weights
+from rota.runtime.checkpoints.optimizer_state import refuse_inner_optimizers
 from rota.runtime.checkpoints.state import Merged, Restoring, Trained, merge
 from rota.runtime.checkpoints.tensors import (
     Layout,
@@ -55,7 +56,7 @@ from rota.runtime.host_memory import available_bytes
 from rota.runtime.json_messages import all_gather_json
 from rota.runtime.launcher_files import former_plan, is_restart
 from rota.runtime.pipeline import Pipeline
-from rota.runtime.reducing.wrapped_stages import is_sharded
+from rota.runtime.reducing.wrapped_stages import is_sharded, unreduced
 from rota.runtime.transport import collective
 from rota.simulation import simulate
 from rota.units import size_text
@@ -98,6 +99,9 @@ class Checkpoints:
             lock until `close`.
     """
 
+    #: The numbers of this process's trainings, by their folders, see `State`.
+    _numbers: ClassVar[dict[str, int]] = {}
+
     def __init__(
         self,
         folder: str | Path,
@@ -116,6 +120,7 @@ class Checkpoints:
         if keep is not None and (type(keep) is not int or keep < 1):
             raise PipelineError(f"keep={keep!r}: keep 1 checkpoint or more, or all by keep=None")
         self._folder, self._pipeline, self._keep = Path(folder), pipeline, keep
+        self._number = self._numbers.setdefault(self._training, len(self._numbers))
         self._trained = Trained(Weights(pipeline), optimizer, scheduler, pipeline.device)
         self._thread = ThreadPoolExecutor(1, "rota-checkpoints") if asynchronous else None
         self._writing: Future[None] | None = None
@@ -140,7 +145,7 @@ class Checkpoints:
         """The memory that the supervisor keeps for this process, if one does."""
         if (file := kept_memory.given()) is None:
             return None
-        return StatesInMemory(file, self._trained, _share_of(self._pipeline), self._training)
+        return StatesInMemory(file, self._trained, _share_of(self._pipeline), self._training, self._number)
 
     @property
     def _training(self) -> str:
@@ -153,6 +158,8 @@ class Checkpoints:
             raise PipelineError(
                 f"the optimizer is a {type(optimizer).__name__}; give one torch.optim.Optimizer or None"
             )
+        if optimizer is not None:
+            refuse_inner_optimizers(optimizer)
         if optimizer is None and scheduler is not None:
             raise PipelineError(f"a {type(scheduler).__name__}, but no optimizer; give both, or None for both")
 
@@ -330,7 +337,7 @@ class Checkpoints:
             files=found,
         )
         checkpoint_folder.publish(partial, manifest, self._keep)
-        control.report("saves", step=merged.step)
+        control.report("saves", step=merged.step, training=self._number)
 
     # --- in memory ------------------------------------------------------------------------------------------------
 
@@ -350,13 +357,7 @@ class Checkpoints:
         if self._in_memory is None or self._fits_in_memory is False:
             return
         gradients = self._gradients()
-        # Those of zero_grad(set_to_none=False) are zeros. One answer for all: each waits for an accelerator.
-        if gradients and torch.stack([gradient.any() for gradient in gradients.values()]).any():
-            name = next(name for name, gradient in gradients.items() if gradient.any())
-            raise PipelineError(
-                f"{name} has a gradient, which a restart from memory would lose; call commit after "
-                f"optimizer.step() and optimizer.zero_grad()"
-            )
+        self._refuse_gradients(gradients)
         _require_step(step)
         if step <= self._step_committed and self._pipeline.num_steps != self._num_steps_committed:
             raise PipelineError(
@@ -386,6 +387,24 @@ class Checkpoints:
         weights = [(weight, shard) for weight, shard in self._trained.weights.local() if not weight.is_buffer]
         each = ((weight.key(weight.names[0], shard), weight.tensor.grad) for weight, shard in weights)
         return {key: gradient for key, gradient in each if gradient is not None}
+
+    def _refuse_gradients(self, gradients: dict[str, torch.Tensor]) -> None:
+        """Raises PipelineError if one of them is not zeros, or if FSDP has one that is not in `.grad`."""
+        # Those of zero_grad(set_to_none=False) are zeros. One answer for all: each waits for an accelerator.
+        if gradients and torch.stack([gradient.any() for gradient in gradients.values()]).any():
+            name = next(name for name, gradient in gradients.items() if gradient.any())
+            raise PipelineError(
+                f"{name} has a gradient, which a restart from memory would lose; call commit after "
+                f"optimizer.step() and optimizer.zero_grad()"
+            )
+        held_back = unreduced(self._pipeline.local_stages.values())
+        if held_back:
+            name = next(weight.names[0] for weight, _ in self._trained.weights.local() if weight.tensor in held_back)
+            raise PipelineError(
+                f"{name} has a gradient of a step with sync=False, which FSDP keeps until a step with sync=True, and "
+                f"which a restart from memory would lose; call commit after a step with sync=True, optimizer.step() "
+                f"and optimizer.zero_grad()"
+            )
 
     def _decide(self, in_memory: StatesInMemory) -> bool:
         """Whether the states of all ranks fit in the host's memory, and in what the plan allows. Collective."""
@@ -481,6 +500,7 @@ class Checkpoints:
         self._step_committed = -1
         if self._in_memory is not None:
             self._in_memory.forget_all_but(None)
+        self._former.forget()
 
     def _report(self, text: str) -> None:
         """Print one line on the first process."""

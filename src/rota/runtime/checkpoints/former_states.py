@@ -20,12 +20,12 @@ from rota.runtime.checkpoints.optimizer_state import Record, same
 from rota.runtime.checkpoints.state import Trained
 from rota.runtime.checkpoints.tensors import Stored
 from rota.runtime.checkpoints.training_json import TrainingState
-from rota.runtime.kept_memory import Slots, newest_common
+from rota.runtime.kept_memory import Slots, states_in
 
 
 @final
 class FormerStates:
-    """The states in the memories `files`, one per process of the other plan, which no process writes to.
+    """The states in the memories `files`, one per process of the other plan. Only `forget` writes there.
 
     `folder`: that of the training's checkpoints, see `StatesInMemory`.
     """
@@ -33,7 +33,7 @@ class FormerStates:
     def __init__(self, files: Sequence[int], trained: Trained, folder: str) -> None:
         self._files, self._trained = files, trained
         #: The newest step that all of them have, if it is of this training; -1 if there is none.
-        self.step = newest_common(files)
+        self.step = _newest_common(files)
         if self.step >= 0 and any(folder_of(Slots(file).data(self.step)) != folder for file in files):
             self.step = -1
         #: See `newest_at_load_of`.
@@ -67,6 +67,18 @@ class FormerStates:
         with_zeros = {key for head in heads for key in head.with_zeros}
         return Kept(self.step, heads[0].extra, restoring, values, with_zeros)
 
+    def forget(self) -> None:
+        """Training goes on from a checkpoint: no restart may lead back to these states, if they are of this training.
+
+        All processes do this to the same memories, so that a later start is given none of them, see `Crew`.
+        """
+        if self.step < 0:
+            return
+        self.step = -1
+        for slots in map(Slots, self._files):
+            for step in sorted(slots.steps):  # the newest last: it is whole until the older one is gone
+                slots.drop(step)
+
     def _refuse_other(self, head: Head, first: Head) -> None:
         if head.step != self.step or not same(head.extra, first.extra):
             raise PipelineError(
@@ -77,3 +89,9 @@ class FormerStates:
     def _needed(self) -> list[str]:
         """The keys of this process's weights and buffers."""
         return [model_key(weight.key(weight.names[0], shard)) for weight, shard in self._trained.weights.local()]
+
+
+def _newest_common(files: Sequence[int]) -> int:
+    """The newest step that is whole in all of these memories; -1 if there is none."""
+    held = [{step for _, step in states_in(file)} for file in files]
+    return max(set.intersection(*held), default=-1) if held else -1

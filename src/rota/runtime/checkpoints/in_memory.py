@@ -140,14 +140,15 @@ class StatesInMemory:
     """The states of this rank in the memory `file`, which has room for those of one training.
 
     `of` says which part of the training's state this rank has; `folder`, that of its checkpoints, which training it is:
-    a script may run several, one after the other.
+    a script may run several, one after the other. `number`: see `State`.
     """
 
     #: Which of these objects keeps its states in this process's memory, and its folder.
     _writer: ClassVar[tuple[object, str] | None] = None
 
-    def __init__(self, file: int, trained: Trained, of: str, folder: str) -> None:
+    def __init__(self, file: int, trained: Trained, of: str, folder: str, number: int) -> None:
         self._slots, self._trained, self._of, self._folder = Slots(file), trained, of, folder
+        self._number = number
         self._me = object(), folder
         self._has_kept = False
         self._common: int | None = None  # the step from which all ranks have gone on
@@ -207,7 +208,7 @@ class StatesInMemory:
         _LENGTH.pack_into(data, 0, len(text))
         data[_LENGTH.size : _LENGTH.size + len(text)] = text
         copy_into(data, starts, parts)
-        self._slots.finish(step, num_bytes)
+        self._slots.finish(step, num_bytes, self._number)
 
     def _take_memory(self) -> None:
         """Forget what no restart may mix with this training: others' states, and steps that nobody has gone on from.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, TypeAlias
 
 import torch
@@ -58,6 +58,24 @@ def records_of(
             }
             tensors |= {tensor_key(key, name): value for name, value in of_tensors.items()}
     return records, tensors
+
+
+def refuse_inner_optimizers(optimizer: Optimizer) -> None:
+    """Raises PipelineError if the state is that of another optimizer inside this one: it would be lost."""
+    for name, value in vars(optimizer).items():
+        for inner in _each(value):
+            if isinstance(inner, Optimizer) and inner.state is not optimizer.state:
+                raise PipelineError(
+                    f"the optimizer, a {type(optimizer).__name__}, keeps its state in another one, a "
+                    f"{type(inner).__name__} ({name}), so that it would be lost; give an optimizer with a state of its "
+                    f"own (fully_shard divides that among replicas)"
+                )
+
+
+def _each(value: Any) -> Iterable[Any]:
+    if isinstance(value, dict):
+        return value.values()
+    return value if isinstance(value, (list, tuple)) else (value,)
 
 
 def tensor_key(key: str, name: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -215,10 +216,16 @@ def _state_tensors(parameter: torch.Tensor, key: str, record: Record, index: Ind
     found: Tensors = {}
     for name in record["tensors"]:
         stored = index[full := tensor_key(key, name)]
-        if stored.size == tuple(parameter.shape):
+        if _is_on_host(name, stored, record["options"]):
+            found[full] = torch.empty(stored.size, dtype=stored.dtype, device="cpu")
+        elif stored.size == tuple(parameter.shape):
             found[full] = torch.empty_like(parameter, dtype=stored.dtype, requires_grad=False)
         else:
-            # Step counts stay on the CPU, unless the optimizer needs them on its weights' device, as in PyTorch's.
-            beside = name != "step" or record["options"].get("capturable") or record["options"].get("fused")
-            found[full] = torch.empty(stored.size, dtype=stored.dtype, device=parameter.device if beside else "cpu")
+            found[full] = torch.empty(stored.size, dtype=stored.dtype, device=parameter.device)
     return found
+
+
+def _is_on_host(name: str, stored: Stored, options: dict[str, Any]) -> bool:
+    """Whether it is a count of steps on the host, where PyTorch's optimizers have it unless their kernels read it."""
+    is_count = name == "step" and prod(stored.size) == 1
+    return is_count and not options.get("capturable") and not options.get("fused")

@@ -13,6 +13,7 @@ memories are set aside            load from them                              lo
 from __future__ import annotations
 
 import time
+from collections.abc import Set
 from typing import final
 
 from rota.backups import Backups, Place, plan_backup, survivors
@@ -20,11 +21,10 @@ from rota.errors import PlacementError, PlanError
 from rota.plan import Plan
 from rota.replanning import replan
 from rota.runtime.environment import meeting_environments, mesh_environment
-from rota.runtime.kept_memory import KeptMemories, newest_common
+from rota.runtime.kept_memory import KeptMemories, State, common_states
+from rota.runtime.launching.newest_states import NewestStates
 from rota.simulation import simulate
 from rota.units import time_text
-
-_NO_LOSS = -2  # before the first step, of which -1 is the number
 
 
 @final
@@ -50,7 +50,7 @@ class Crew:
         self._memories, self._backups, self._rejoin_after_s = memories, backups, rejoin_after_s
         self._min_ranks = min_ranks
         self._lost: list[Place] = []
-        self._step_at_loss = _NO_LOSS
+        self._at_loss: NewestStates | None = None  # the newest states when a rank was lost last; None: none was
         #: What the processes run now, and each one's number among all of the run.
         self.plan = plan
         self.members = [*range(plan.num_ranks * dp * tp)]
@@ -71,34 +71,35 @@ class Crew:
 
     def files_of_start(self) -> list[list[int]]:
         """The memory of each process of the next start, and those that are set aside; empty if none is kept."""
-        if self._memories.newest_step(self.members) >= 0:  # a step was committed on this plan
+        is_on_this_plan = bool(self._memories.common_states(self.members))  # a step was committed on it
+        if is_on_this_plan or not common_states(self._memories.former):  # or a checkpoint was loaded
             self._memories.drop_former()
             self.former_plan = None
         former = self._memories.former
         return [[self._memories.files[member], *former] for member in self.members] if self._memories.files else []
 
-    def newest_step(self) -> int:
-        """The newest step that is whole in memory; -1 if there is none."""
-        return max(self._memories.newest_step(self.members), newest_common(self._memories.former))
+    def states(self) -> set[State]:
+        """The states that all processes have in memory, or that are set aside."""
+        return self._memories.common_states(self.members) | common_states(self._memories.former)
 
-    def lose(self, number: int | None, newest_step: int) -> str | None:
-        """Give up the process with this number in the last start; all have ended.
+    def lose(self, number: int | None, states: Set[State]) -> str | None:
+        """Give up the process with this number in the last start; all have ended. `states`: saved or in memory.
 
         Returns:
             What the others do now, for people; None if they cannot go on: they have no plan, or have done no step since
             the last loss, so that the script rather than a rank is at fault.
         """
-        if number is None or newest_step <= self._step_at_loss:
+        if number is None or not self._has_come_further(states):
             return None
         if self._backups is None:
-            return self._on_fewer(number, newest_step)
+            return self._on_fewer(number)
         place = Place(*divmod(self.members[number], self._base.num_ranks))
         lost = [*self._lost, place]
         try:
             plan = plan_backup(self._base, self._dp, lost) if self._lost else self._backups.backups[place.rank].plan
         except (PlacementError, PlanError):
             return None
-        self._lost, self._step_at_loss, self.plan = lost, newest_step, plan
+        self._lost, self.plan = lost, plan
         left = survivors(self._base.num_ranks, self._dp, lost)
         self._memories.forget(self.members[number])
         self.members = [replica * self._base.num_ranks + rank for replica, rank in left]
@@ -106,7 +107,14 @@ class Crew:
         where = f"rank {place.rank} of replica {place.replica}"
         return f"the others go on without {where}: {self._makespans()}"
 
-    def _on_fewer(self, number: int, newest_step: int) -> str | None:
+    def _has_come_further(self, states: Set[State]) -> bool:
+        """Whether a step was done since the last loss. The first rank may be lost before any."""
+        is_first = self._at_loss is None
+        if self._at_loss is None:
+            self._at_loss = NewestStates()
+        return self._at_loss.note(states) or is_first
+
+    def _on_fewer(self, number: int) -> str | None:
         """Give up a process when there are no peers: all others run its stages, too."""
         num_ranks = self.plan.num_ranks - 1
         if self._min_ranks is None or num_ranks < self._min_ranks:
@@ -117,7 +125,7 @@ class Crew:
             return None
         lost = self.members[number]
         self._set_aside()
-        self._step_at_loss, self.plan = newest_step, plan
+        self.plan = plan
         self._lost.append(Place(0, lost))
         self.members.remove(lost)
         self._set_rejoining()
@@ -125,7 +133,7 @@ class Crew:
 
     def _set_aside(self) -> None:
         """Keep the memories of the plan that ran; those of the one before it if it has not committed a step."""
-        if self._memories.newest_step(self.members) >= 0:
+        if self._memories.common_states(self.members):
             self._memories.set_aside(self.members)
             self.former_plan = self.plan
             return

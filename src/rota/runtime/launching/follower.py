@@ -309,7 +309,7 @@ def follow(
                 files = [[file] for file in memories.files]
                 _run(ranks, follower, partial(ranks.fork, stand_by, command, environments, files))
             follower.send_records(folder.path, start)
-            follower.send("ended", steps=sorted(memories.common_steps(range(len(memories.files)))))
+            follower.send("ended", states=sorted(memories.common_states(range(len(memories.files)))))
     return follower.finish()
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple, final
@@ -19,11 +19,12 @@ from rota.plan import Plan
 from rota.runtime.environment import meeting_environments
 from rota.runtime.faults.stragglers import Straggler, stragglers
 from rota.runtime.freed_memory import HUGE_PAGES
-from rota.runtime.kept_memory import MOST_FORMER, KeptMemories
+from rota.runtime.kept_memory import MOST_FORMER, KeptMemories, State
 from rota.runtime.launcher_files import collect, last_plan, limit_environment, restart_environment, write_plan
 from rota.runtime.launching.crew import Crew
 from rota.runtime.launching.follower import Follower, follow
 from rota.runtime.launching.leader import Leader
+from rota.runtime.launching.newest_states import NewestStates
 from rota.runtime.launching.node_crew import NodeCrew
 from rota.runtime.launching.nodes import Nodes, job_of
 from rota.runtime.launching.rank_processes import RankFailed, Ranks
@@ -155,8 +156,8 @@ def launch(
                 except RankFailed as error:
                     failed = error
             if failed is not None:
-                newest = max(ranks.saved_step, crew.newest_step())
-                restarts.count(failed, newest, crew, may_restart=requests.asked is None)
+                states = {*ranks.saved, *crew.states()}
+                restarts.count(failed, states, crew, may_restart=requests.asked is None)
             elif not is_over:
                 restarts.count_rejoining(crew)
         if not ranks.has_pipeline:
@@ -189,15 +190,18 @@ class _Restarts:
     def __init__(self, most: int, report: Callable[[str], None]) -> None:
         self.num_all = 0
         self._most, self._report = most, report
-        self._in_a_row, self._newest_step = 0, -1
+        self._in_a_row, self._newest = 0, NewestStates()
 
-    def count(self, error: RankFailed, saved_step: int, crew: Crew | NodeCrew, may_restart: bool) -> None:
-        """Count one restart, of all or of those that can go on. Raises PipelineError if no more are allowed."""
-        if saved_step > self._newest_step:
+    def count(self, error: RankFailed, states: Set[State], crew: Crew | NodeCrew, may_restart: bool) -> None:
+        """Count one restart, of all or of those that can go on. Raises PipelineError if no more are allowed.
+
+        `states`: those that are saved or in memory.
+        """
+        if self._newest.note(states):
             # Older checkpoints do not count: otherwise a run could repeat the same steps without end.
-            self._newest_step, self._in_a_row = saved_step, 0
+            self._in_a_row = 0
         is_last = self._in_a_row >= self._most
-        if may_restart and is_last and (going_on := crew.lose(error.number, saved_step)) is not None:
+        if may_restart and is_last and (going_on := crew.lose(error.number, states)) is not None:
             after = f" after {count_text(self._in_a_row, 'restart')}" if self._in_a_row else ""
             self._report(f"{error}{after}: {going_on}")
             self.num_all += 1

@@ -7,7 +7,7 @@
     end                    kill your ranks           failed    its ranks could not be started
     over     how           the run has ended         signal    Ctrl-C, SIGTERM …: as if sent to node 0
     put      key, value    the store has changed     record    a rank's times of the last steps
-    answer   number        of a request              ended     its ranks are gone; the steps that they have in memory
+    answer   number        of a request              ended     its ranks are gone; the states that they have in memory
                                                      ask       a request to the store
 Only this node decides. A node that is lost ends the run: its ranks' memory is gone.
 """
@@ -30,6 +30,7 @@ from typing import Any, NamedTuple, final
 from rota import reading
 from rota.errors import FormatError, PipelineError
 from rota.reading import Field
+from rota.runtime.kept_memory import State
 from rota.runtime.launching.meeting_store import LeadersStore, StoreServer, answered
 from rota.runtime.launching.node_line import Mailbox, NodeLine
 from rota.runtime.launching.nodes import JOIN_S, Nodes, difference
@@ -87,8 +88,8 @@ class Leader:
         self.store = LeadersStore(self._spread)
         #: The number of the last start of the ranks.
         self.num_start = 0
-        #: The steps that all ranks of the other nodes hold in memory, after they ended.
-        self.steps: set[int] = set()
+        #: The states that all ranks of the other nodes hold in memory, after they ended.
+        self.states: set[State] = set()
 
     # --- joining --------------------------------------------------------------------------------------------------
 
@@ -231,7 +232,7 @@ class Leader:
         """Kill the ranks of the other nodes. Returns when they are gone, or their node is lost."""
         self._tell("end")
         waiting = self._lines.keys() - self._lost.keys()
-        held: list[set[int]] = []
+        held: list[set[State]] = []
         for _ in range(_END_S):
             if not waiting:
                 break
@@ -239,12 +240,12 @@ class Leader:
             for news in self._mailbox.taken():
                 message = self._kept(news)
                 if message is not None and message["kind"].text() == "ended":
-                    held.append({*message["steps"].integers(0)})
+                    held.append({_state(state) for state in message["states"]})
                     waiting.discard(news.node)
             waiting -= self._lost.keys()
         for node in waiting:
             self._lost[node] = f"it has not ended its ranks within {_END_S} s"
-        self.steps = set.intersection(*held) if held else set()
+        self.states = set.intersection(*held) if held else set()
 
     def _kept(self, news: Any) -> Field | None:
         """The message, unless it is none for the caller."""
@@ -305,6 +306,12 @@ def _first_message(channel: Channel) -> Field:
             if message["kind"].text() == "job":
                 return message
     raise ChannelError("it does not say what it would run")
+
+
+def _state(field: Field) -> State:
+    if len(found := field.integers(0)) != 2:
+        raise field.wrong("a training and a step")
+    return State(*found)
 
 
 def _listening(host: str, port: int) -> socket.socket:

@@ -6,7 +6,7 @@ from typing import final
 
 from rota.plan import Plan
 from rota.runtime.environment import mesh_environment
-from rota.runtime.kept_memory import KeptMemories
+from rota.runtime.kept_memory import KeptMemories, State
 from rota.runtime.launching.leader import Leader
 from rota.runtime.launching.meeting_store import address
 from rota.runtime.launching.nodes import Nodes
@@ -36,9 +36,9 @@ class NodeCrew:
         """The memory of each process of this node; empty if none is kept."""
         return [[file] for file in self._memories.files]
 
-    def newest_step(self) -> int:
-        """The newest step that all processes of all nodes hold in memory; -1 if there is none."""
-        return max(self._memories.common_steps(range(len(self._memories.files))) & self._leader.steps, default=-1)
+    def states(self) -> set[State]:
+        """The states that all processes of all nodes hold in memory."""
+        return self._memories.common_states(range(len(self._memories.files))) & self._leader.states
 
     def lose(self, *_: object) -> str | None:
         """No rank can be given up."""

@@ -25,6 +25,8 @@ from rota.errors import PipelineError
 from rota.reading import Field
 from rota.runtime import control
 from rota.runtime.control import Message
+from rota.runtime.kept_memory import State
+from rota.runtime.launching.newest_states import NewestStates
 from rota.runtime.launching.requests import EndedBySignal, Requests
 from rota.runtime.launching.run_folder import Folder
 from rota.runtime.launching.stand_by import StandBy, StandByEndedError
@@ -101,8 +103,8 @@ class Ranks:
         self._asked_s = 0.0
         self._hang: str | None = None
         self._deadline_s: float | None = None
-        #: The newest step with a whole checkpoint since this start, and whether any rank made a pipeline.
-        self.saved_step = -1
+        #: The newest states with a whole checkpoint since this start, and whether any rank made a pipeline.
+        self.saved = NewestStates()
         self.has_pipeline = False
 
     def __enter__(self) -> Ranks:
@@ -314,7 +316,7 @@ class Ranks:
             case "listens":
                 self._requests.listens = True
             case "saves":
-                self.saved_step = max(self.saved_step, message.step)
+                self.saved.note([State(message.training, message.step)])
 
     def _note_end(self, rank: _Rank) -> None:
         self._receive(rank)  # what it reported before

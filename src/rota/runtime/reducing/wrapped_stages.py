@@ -6,7 +6,7 @@ pipeline calls the module that DDP wraps, and averages the gradients itself. It 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, final
 
 import torch
@@ -19,7 +19,7 @@ from rota.models import Stages
 from rota.placement import Placement
 from rota.runtime.device.protocol import Device, Mark
 from rota.runtime.transport import collective
-from rota.torch_internals import communication_hook_of, reduce_sharded_gradients
+from rota.torch_internals import communication_hook_of, reduce_sharded_gradients, unreduced_parameters
 
 
 def unwrapped(stages: Stages) -> tuple[Stages, dict[nn.Module, dist.ProcessGroup]]:
@@ -114,6 +114,12 @@ def _set_last(root: Any, last: bool) -> None:
 def is_sharded(tensor: torch.Tensor) -> bool:
     """Whether it is a DTensor. Does not import DTensor's module, which costs a second."""
     return hasattr(tensor, "to_local")
+
+
+def unreduced(stages: Iterable[nn.Module]) -> set[nn.Parameter]:
+    """The parameters whose gradients of steps with `sync=False` FSDP keeps for itself until a step with `sync=True`."""
+    modules = (module for stage in stages for module in stage.modules() if _is_fsdp(module))
+    return {parameter for module in modules for parameter in unreduced_parameters(module)}
 
 
 def _is_fsdp(module: nn.Module) -> bool:
