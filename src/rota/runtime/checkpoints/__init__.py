@@ -14,7 +14,6 @@ import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
-from functools import partial
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple, final
@@ -188,8 +187,9 @@ class Checkpoints:
         """
         if save_every is not None and (type(save_every) is not int or save_every < 1):
             raise PipelineError(f"save_every={save_every!r}; give a number of steps, 1 or more, or None")
-        share = partial(self._share, "the other ranks' first batch")
-        batches = Batches(loader, num_epochs, seed, self._pipeline.num_replicas, share)
+        num_merged = self._pipeline.plan.merged_replicas
+        num_replicas = self._pipeline.num_replicas * num_merged
+        batches = Batches(loader, num_epochs, seed, num_replicas, num_merged, self._share_first_batch, self._report)
         return self._steps(batches, save_every)
 
     def _steps(self, batches: Batches, save_every: int | None) -> Iterator[tuple[int, Any]]:
@@ -215,6 +215,11 @@ class Checkpoints:
                 return
         if saved != step:
             self.save(step, data=batches.position)
+
+    def _share_first_batch(self, value: Any) -> list[Any]:
+        """The values of each replica's first process. Collective."""
+        told, processes = self._share("the other ranks' first batch", value), self._pipeline._processes
+        return [told[of_rank[0]] for of_rank in processes.pipelines[:: processes.num_tp_shards]]
 
     def _share(self, awaited: str, value: Any) -> list[Any]:
         """All processes' JSON values; also while a thread saves, which has a process group of its own. Collective."""
