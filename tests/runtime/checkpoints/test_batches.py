@@ -108,16 +108,10 @@ def position(**changes: Any) -> Field:
 
 
 def test_other_data_is_refused() -> None:
-    for loader, told in (
-        (
-            DataLoader(Samples(), 4, shuffle=True),
-            r"epoch 0 had 4 batches, but has 3 now: .* the same data and batch size",
-        ),
-        (DataLoader(Samples(), 3), r"the first batch of epoch 0 is another one than before"),
-    ):
+    for loader in (DataLoader(Samples(), 4, shuffle=True), DataLoader(Samples(), 3)):
         batches = batches_of(loader)
         batches.go_on(position())
-        with pytest.raises(PipelineError, match=told):
+        with pytest.raises(PipelineError, match=r"the first batch of epoch 0 is another one than before"):
             next(iter(batches))
     batches = batches_of(LOADERS["shuffled"]())
     batches.go_on(position(num_batches=5))
@@ -179,13 +173,15 @@ def test_replicas_that_are_merged_go_on_with_the_same_samples(loads: str) -> Non
 def test_batches_that_merged_replicas_cannot_go_on_with() -> None:
     mine, others = rows(0, 2, 4, 6, 8, 9), rows(1, 3, 5, 7, 0, 1)
     half = [torch.tensor([number, number + 1]) for number in range(0, 10, 2)]
-    with pytest.raises(PipelineError, match=r"epoch 0 had 3 batches, but has 5 now: .* the rows of all 2 replicas"):
+    with pytest.raises(PipelineError, match=r"epoch 0 had 3 batches, but has 5 now.* the rows of all 2 replicas"):
         go_on(replicas(mine, others)[0], replicas(half, merged=True)[0])
     padded = [nn.functional.pad(batch[:, None], (0, 1)) for batch in BOTH]
     merged, told = replicas(padded, merged=True)
     assert go_on(replicas(mine, others)[0], merged) == 2
     assert len(told) == 1
-    assert told[0].startswith("epoch 0 goes on with batches of all replicas, and its first batch is not that of before")
+    assert told[0].startswith(
+        "epoch 0 goes on with batches of all replicas, and its first batch does not have the rows"
+    )
 
 
 @pytest.mark.parametrize(

@@ -108,9 +108,9 @@ class Batches:
             )
         self._epoch, self._num_batches = epoch, num_batches
         if num_batches:
-            length, merged = position["length"], position["merged"]
+            merged = position["merged"]
             self._begun = Begun(
-                None if length.value is None else length.integer(0),
+                position["length"].integer_or_none(0),
                 tuple(value.text() for value in position["first"]),
                 None if merged.value is None else merged.text(),
             )
@@ -152,37 +152,33 @@ class Batches:
         told = self._share([_length_of(self._loader), [*map(fingerprint, parts)], merged])
         now = Begun(told[0][0], tuple(one for _, of, _ in told for one in of), told[0][2])
         before = self._begun or now
-        self._refuse_other_length(before, now)
         others = before.other_replicas(now)
-        if others and (before.merged is None) == (now.merged is None):
+        if (before.merged is None) != (now.merged is None):
+            self._refuse_other_length(before, now)
+            if others:
+                which = "single" if now.merged is None else "all"
+                self._report(
+                    f"epoch {self._epoch} goes on with batches of {which} replicas, and its first batch does not have "
+                    f"the rows of before: if the loader neither augments nor pads, samples are lost or seen twice; "
+                    f"give it pipeline.sampler"
+                )
+        elif others:
             where = f" on replica {others[0]}" if self._num_replicas > 1 else ""
             raise PipelineError(
                 f"the first batch of epoch {self._epoch}{where} is another one than before: samples would be lost or "
                 f"seen twice; go on with the same data and batch size, and let what shuffles draw from torch, random "
                 f"or numpy.random, or have a set_epoch"
             )
-        if others:
-            self._report(
-                f"epoch {self._epoch} goes on with batches of {'all' if now.merged else 'single'} replicas, and its "
-                f"first batch is not that of before with other rows: if the loader neither augments nor pads, samples "
-                f"are lost or seen twice; give it pipeline.sampler"
-            )
-        if self._begun is None or (self._begun.merged is not None and now.merged is None):
+        if self._begun is None or now.merged is None:
             self._begun = now  # what replicas have loaded one by one tells more
 
     def _refuse_other_length(self, before: Begun, now: Begun) -> None:
-        if before.length == now.length:
-            return
-        remedy = "go on with the same data and batch size"
-        if before.merged is not None or now.merged is not None:
-            remedy = (
-                f"while a rank is missing, a batch must have the rows of all {self._num_replicas} replicas: give the "
-                f"loader global_rows // pipeline.num_replicas rows per batch, and pipeline.sampler"
+        if before.length != now.length:
+            raise PipelineError(
+                f"epoch {self._epoch} had {before.length} batches, but has {now.length} now, so samples would be lost "
+                f"or seen twice: while a rank is missing, a batch must have the rows of all {self._num_replicas} "
+                f"replicas; give the loader global_rows // pipeline.num_replicas rows per batch, and pipeline.sampler"
             )
-        raise PipelineError(
-            f"epoch {self._epoch} had {before.length} batches, but has {now.length} now: samples would be lost or seen "
-            f"twice; {remedy}"
-        )
 
 
 def _length_of(loader: Any) -> int | None:
