@@ -1,8 +1,8 @@
-"""A training on replicas whose ranks are killed: python … replicated_training.py NUM_STEPS [JOIN_AT]
+"""A training on replicas whose ranks are killed: python … replicated_training.py NUM_STEPS|epochs [JOIN_AT]
 
-It writes each step, its loss and the plan's number of ranks to `losses` in the working folder. `faults.json` there has
-[step, replica, rank] of the ranks that are killed in the middle of a step, each once. While a rank is missing, the
-others wait at step JOIN_AT for it to join again.
+It writes each step, its loss and the plan's number of ranks to `losses` in the working folder; with epochs of a
+shuffled loader, also the samples of each process. `faults.json` there has [step, replica, rank] of the ranks that are
+killed in the middle of a step, each once. While a rank is missing, the others wait for it at step JOIN_AT.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import rota
 
@@ -65,6 +66,32 @@ def train(
     return losses
 
 
+NUM_SAMPLES = 5 * 4 * NUM_MICROBATCHES - 3  # 5 steps per epoch; replicas get different numbers of rows in the last one
+
+
+def train_epochs(plan: rota.Plan, folder: Path, join_at: int = -1) -> None:
+    """Two epochs; suffers the faults in the folder."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Layer() for _ in range(NUM_STAGES))).double()
+    x = torch.randn(NUM_SAMPLES, WIDTH, dtype=torch.float64)
+    dataset = TensorDataset(x, torch.arange(NUM_SAMPLES))
+    with rota.Pipeline(rota.split(model, plan.num_stages), plan, nn.functional.mse_loss, mesh=rota.mesh()) as pipeline:
+        optimizer = torch.optim.AdamW(pipeline.parameters(), lr=0.01)
+        num_rows = 4 * NUM_MICROBATCHES // pipeline.num_replicas
+        loader = DataLoader(dataset, num_rows, sampler=pipeline.sampler(dataset))
+        checkpoints = rota.Checkpoints(folder / "run", pipeline, optimizer)
+        for step, (rows, numbers) in checkpoints.steps(loader, num_epochs=2):
+            suffer(folder, step, pipeline)
+            if step == join_at and pipeline.plan.merged_replicas > 1:
+                time.sleep(60)
+            loss = pipeline.step(rows, rows.flip(1))
+            optimizer.step()
+            optimizer.zero_grad()
+            if pipeline.rank == 0:
+                with (folder / "losses").open("a") as file:
+                    file.write(json.dumps([step, loss, plan.num_ranks, numbers.tolist()]) + "\n")
+
+
 def suffer(folder: Path, step: int, pipeline: rota.Pipeline) -> None:
     """Kill this process in its third forward of the step, if it is one's turn."""
     me = [
@@ -86,4 +113,8 @@ def suffer(folder: Path, step: int, pipeline: rota.Pipeline) -> None:
 
 
 if __name__ == "__main__":
-    train(rota.given_plan(), int(sys.argv[1]), Path.cwd(), int(sys.argv[2]) if len(sys.argv) > 2 else -1)
+    at = int(sys.argv[2]) if len(sys.argv) > 2 else -1
+    if sys.argv[1] == "epochs":
+        train_epochs(rota.given_plan(), Path.cwd(), at)
+    else:
+        train(rota.given_plan(), int(sys.argv[1]), Path.cwd(), at)

@@ -36,7 +36,7 @@ from rota.runtime.json_messages import all_gather_json
 from rota.runtime.launcher_files import digest
 from rota.runtime.meshes import Processes, pipelines_of
 from rota.runtime.microbatch_inputs import MicrobatchInputs
-from rota.runtime.microbatches import Microbatches, shares_of
+from rota.runtime.microbatches import Microbatches
 from rota.runtime.precision import LossScale
 from rota.runtime.ready_plans import ReadyPlan
 from rota.runtime.reducing.loss_counts import NUM_FLAGS as NUM_COUNT_FLAGS
@@ -243,7 +243,7 @@ class Agreement:
             self._compared[ready] = _sizes_of(batch), found
             return found
         if ready.rows:
-            return _Weights(shares_of(ready.rows, len(ready.rows)), 0)
+            return _Weights(ready.inputs.shares(ready.rows), 0)
         return self._compared[ready][1]
 
     def explain(self, error: Exception, execution: Execution[Any]) -> None:
@@ -346,7 +346,7 @@ class Agreement:
         for pipeline in processes.pipelines:
             _refuse_uneven_rows([given[process] for process in pipeline], len(batch.shares))
         self._differences = batch_differences(given, processes.pipelines, self._names)
-        return _weights([given[process] for process in processes.pipeline_processes], len(batch.shares))
+        return _weights([given[process] for process in processes.pipeline_processes], inputs)
 
 
 class _Row(NamedTuple):
@@ -408,10 +408,10 @@ class _Weights(NamedTuple):
     num_padding: int
 
 
-def _weights(of_ranks: Sequence[GivenBatch], num_microbatches: int) -> _Weights:
+def _weights(of_ranks: Sequence[GivenBatch], inputs: MicrobatchInputs) -> _Weights:
     """From the targets' sizes if any rank has them, else the inputs'."""
     sizes = [given.target_sizes for given in of_ranks] + [given.sizes for given in of_ranks]
-    shares = shares_of(next(filter(None, sizes), ()), num_microbatches)
+    shares = inputs.shares(next(filter(None, sizes), ()))
     return _Weights(shares, max(given.num_padding for given in of_ranks))
 
 

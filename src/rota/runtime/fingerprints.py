@@ -73,7 +73,8 @@ def _update(digest: Any, value: Any) -> bool:
 
 def _bytes_of(tensor: torch.Tensor) -> Any:
     plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
-    return plain.reshape(-1).view(torch.uint8).numpy()
+    # One row has any stride and is contiguous; a view as bytes needs 1.
+    return plain.as_strided((plain.numel(),), (1,)).view(torch.uint8).numpy()
 
 
 # --- comparing --------------------------------------------------------------------------------------------------------

@@ -80,7 +80,6 @@ class MicrobatchInputs:
         On an accelerator, what this rank reads of them is copied there, for which the host does not wait if the batch
         is in pinned memory.
         """
-        n = self._num_microbatches
         if inputs is None and self._reading:
             stage = next(iter(self._reading))
             raise PipelineError(
@@ -99,7 +98,7 @@ class MicrobatchInputs:
         return Batch(
             given,
             wanted,
-            shares_of(wanted.sizes or given.sizes, n),
+            self.shares(wanted.sizes or given.sizes),
             wanted.num_padding or given.num_padding,
             scale,
             not (isinstance(inputs, list) or self._chunks) and len({*given.sizes} - {0}) < 2,
@@ -115,6 +114,10 @@ class MicrobatchInputs:
         if self._sample_of:
             return to_chunks(name, batch, self._sample_of, needed=needed)
         return to_microbatches(name, batch, self._num_microbatches, needed=needed, origins=self._origins)
+
+    def shares(self, sizes: Sequence[int]) -> list[float]:
+        """What each micro-batch counts in the mean loss, by their numbers of rows; () if these are equal."""
+        return shares_of(sizes, self._num_microbatches, self._origins)
 
     @property
     def reads_inputs(self) -> bool:

@@ -219,10 +219,18 @@ def _sizes_of_list(batch: list[Any]) -> tuple[int, ...]:
     return tuple(sizes) if known else ()
 
 
-def shares_of(sizes: Sequence[int], num_microbatches: int) -> list[float]:
-    """Each micro-batch's share of a mean loss: in proportion to its rows, or equal without `sizes`."""
-    total = sum(sizes)
-    return [size / total for size in sizes] if total else [1 / num_microbatches] * num_microbatches
+def shares_of(sizes: Sequence[int], num_microbatches: int, origins: Sequence[tuple[int, int]] = ()) -> list[float]:
+    """Each micro-batch's share of a mean loss: in proportion to its rows, or equal without `sizes`.
+
+    `origins`: as for `to_microbatches`. Replicas count equally, whatever their rows, as they do when they are apart.
+    """
+    if not sum(sizes):
+        return [1 / num_microbatches] * num_microbatches
+    replicas = [replica for replica, _ in origins] or [0] * len(sizes)
+    totals = dict.fromkeys(replicas, 0)
+    for replica, size in zip(replicas, sizes, strict=True):
+        totals[replica] += size
+    return [size / (totals[replica] * len(totals)) for replica, size in zip(replicas, sizes, strict=True)]
 
 
 def num_examples(value: Any) -> int:

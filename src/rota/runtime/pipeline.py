@@ -303,11 +303,15 @@ class Pipeline:
             drop_last: leave out what does not divide among the replicas, instead of repeating rows.
 
         Returns:
-            A `DistributedSampler` over the replicas.
+            A `DistributedSampler` over the replicas. While they are merged (see `Plan.merged_replicas`), it gives the
+            rows of all of them, also those that are repeated or left out.
         """
-        return DistributedSampler(
-            dataset, self.num_replicas, self.replica, shuffle=shuffle, seed=seed, drop_last=drop_last
-        )
+        options: dict[str, Any] = {"shuffle": shuffle, "seed": seed, "drop_last": drop_last}
+        sampler: DistributedSampler[Any] = DistributedSampler(dataset, self.num_replicas, self.replica, **options)
+        if (merged := self.plan.merged_replicas) > 1:
+            of_each: DistributedSampler[Any] = DistributedSampler(dataset, self.num_replicas * merged, 0, **options)
+            sampler.num_samples, sampler.total_size = of_each.num_samples * merged, of_each.total_size
+        return sampler
 
     @property
     def should_stop(self) -> bool:

@@ -11,7 +11,8 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from typing import TypeAlias, final
+from typing import Any, TypeAlias, final
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -69,6 +70,8 @@ class LossScale:
         self._factor: Number = 1.0
         self._one = torch.ones((), device=device.torch_device)
         self._witness: torch.optim.Optimizer | None = None  # made for the first scaler
+        self._given: WeakSet[torch.amp.GradScaler] = WeakSet()
+        self._to_restore: dict[str, Any] | None = None  # see `restore`
 
     @property
     def is_on(self) -> bool:
@@ -80,9 +83,30 @@ class LossScale:
         if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
             raise PipelineError(f"scaler is {scaler!r}; give a torch.amp.GradScaler, or None")
         self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
+        if self._scaler is not None:
+            self._given.add(self._scaler)
+            if self._to_restore is not None:
+                try:
+                    self._scaler.load_state_dict(self._to_restore)
+                except (KeyError, RuntimeError, TypeError) as error:
+                    raise PipelineError(f"the checkpoint has no state of a gradient scaler: {error!r}") from error
+                self._to_restore = None
         # Its own `scale` makes a new scaler ready for its `step` and `update`, too.
         self._factor = 1.0 if self._scaler is None else self._device.number(self._scaler.scale(self._one))
         return self._factor
+
+    def state(self) -> dict[str, Any] | None:
+        """The state of the scaler that steps were given, None without one. Raises PipelineError if there were two."""
+        if len(self._given) > 1:
+            raise PipelineError(
+                f"step was given {len(self._given)} gradient scalers, and steps keeps one; write a loop of your own, "
+                f"with commit(step, scalers=…)"
+            )
+        return next((scaler.state_dict() for scaler in self._given), self._to_restore)
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Give a `state` to the next scaler, as soon as a step is given one."""
+        self._to_restore = state
 
     def flags(self) -> tuple[int, int]:
         """Two numbers; from their maxima over the ranks `refuse_differences` sees whether all ranks have one scale."""

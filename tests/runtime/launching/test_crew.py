@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -178,16 +179,16 @@ def undisturbed(rank: int, plan: Plan) -> list[tuple[int, float]]:
 
 
 def disturbed(
-    folder: Path, faults: list[list[int]], *options: str, join_at: int = -1
+    folder: Path, faults: list[list[int]], *options: str, join_at: int = -1, what: str = str(NUM_STEPS)
 ) -> subprocess.CompletedProcess[str]:
-    (folder / "tmp").mkdir()
+    (folder / "tmp").mkdir(parents=True)
     (folder / "faults.json").write_text(json.dumps(faults))
     (folder / "plan.json").write_text(PLAN.to_json())
     (folder / "backups.json").write_text(backups_of(PLAN, 2).to_json())
     command = [sys.executable, "-m", "rota", "run", "--backups", "backups.json", *options, "plan.json", SCRIPT]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(folder / "tmp")}
     return subprocess.run(
-        [*command, str(NUM_STEPS), str(join_at)],
+        [*command, what, str(join_at)],
         cwd=folder,
         env=environment,
         capture_output=True,
@@ -196,7 +197,7 @@ def disturbed(
     )
 
 
-def told(folder: Path) -> list[tuple[int, float, int]]:
+def told(folder: Path) -> list[Any]:
     return [tuple(json.loads(line)) for line in (folder / "losses").read_text().splitlines()]
 
 
@@ -243,3 +244,35 @@ def test_two_are_lost_and_with_the_third_all_is(pool: Pool, tmp_path: Path) -> N
         assert loss == pytest.approx(expected[step], abs=1e-12, rel=0)
     assert "the others go on without rank 0 of replica 1: makespan " in done.stderr
     assert done.stderr.splitlines()[-1].startswith("rota run: error: rank 0 ended with SIGKILL after 0 restarts")
+
+
+def of_steps(folder: Path) -> list[tuple[int, float, list[int]]]:
+    """Each step as it was done, its loss, and the samples of all replicas."""
+    found: dict[int, list[Any]] = {}
+    for step, loss, _, numbers in told(folder):
+        found.setdefault(step, []).append((loss, numbers))
+    return [(step, of[0][0], sorted(n for _, numbers in of for n in numbers)) for step, of in sorted(found.items())]
+
+
+@pytest.mark.dist
+@pytest.mark.faults
+def test_no_sample_is_lost_or_seen_twice(tmp_path: Path) -> None:
+    """Given up in the middle of an epoch, and back in the middle of the next one, which was begun without it."""
+    expected, found = (tmp_path / name for name in ("undisturbed", "disturbed"))
+    done = disturbed(expected, [], what="epochs")
+    assert done.returncode == 0, done.stderr
+    done = disturbed(found, [[2, 0, 1]], "--rejoin-after", "6", join_at=7, what="epochs")
+    assert done.returncode == 0, done.stderr
+    lines = [line.partition(": makespan")[0] for line in done.stderr.splitlines() if line.startswith("rota")]
+    assert lines == [
+        "rota run: rank 1 ended with SIGKILL: the others go on without rank 1 of replica 0",
+        "rota: training resumes from step 2 in memory",
+        "rota run: rank 1 of replica 0 joins again",
+        "rota: training resumes from step 7 in memory",
+    ]
+    for (step, loss, numbers), (same, other, others) in zip(of_steps(found), of_steps(expected), strict=True):
+        assert (step, numbers) == (same, others)
+        assert loss == pytest.approx(other, abs=1e-12, rel=0)
+    for first in (0, 5):
+        seen = {number for *_, numbers in of_steps(found)[first : first + 5] for number in numbers}
+        assert seen == {*range(replicated_training.NUM_SAMPLES)}

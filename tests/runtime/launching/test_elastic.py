@@ -155,17 +155,22 @@ def test_restarts_come_to_an_end(tmp_path: Path) -> None:
     assert "rank 1 ended with exit code 9 after 1 restart, and the others were ended" in done.stderr.splitlines()[1]
 
 
-@pytest.mark.parametrize("name", ["steps", pytest.param("own", marks=pytest.mark.sweep)])
+@pytest.mark.parametrize("name", ["steps", *(pytest.param(name, marks=pytest.mark.sweep) for name in ("own", "dp"))])
 def test_the_page_does_what_it_says(pool: Pool, tmp_path: Path, name: str) -> None:
-    """Without a restart: those are tested in test_supervisor, and here with killed ranks."""
+    """Without a restart: those are tested in test_supervisor, and here and in test_crew with killed ranks."""
     page = (ROOT / "docs" / "elastic.md").read_text()
     script, own_loop = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
     commands = re.findall(r"^    (rota (?:plan|run --max).*)$", page, flags=re.MULTILINE)
     plain = [command for command in commands if "--backups" not in command and "--min-ranks" not in command]
     assert len(plain) == 2
+    if name == "dp":
+        plain = [
+            next(command for command in commands if "--dp 2" in command),
+            "rota run --mesh dp=2 plan.json train.py",
+        ]
     before_loop, loop, _ = script.partition("    for step, (inputs")
     assert loop
-    (tmp_path / "train.py").write_text(script if name == "steps" else before_loop + indent(own_loop, "    "))
+    (tmp_path / "train.py").write_text(script if name != "own" else before_loop + indent(own_loop, "    "))
     for command in plain:
         output_of(pool, tmp_path, command.replace(" --max-restarts 3", ""))
     assert {path.name for path in (tmp_path / "run").glob("step-*")} == {"step-30", "step-40", "step-50"}

@@ -14,7 +14,6 @@ import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
-from functools import partial
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, final
@@ -22,7 +21,7 @@ from typing import Any, ClassVar, NamedTuple, final
 import torch
 from torch.optim import Optimizer
 
-from rota.errors import FormatError, PipelineError
+from rota.errors import FormatError, LostRankError, PipelineError
 from rota.plan import Plan
 from rota.reading import LARGEST, Field
 from rota.runtime import control, kept_memory
@@ -132,6 +131,7 @@ class Checkpoints:
         self._num_steps_committed = -1  # of the pipeline's, when `commit` was called last
         self._step_committed = -1  # what `commit` was given last
         self._newest_at_load = 0  # the number of the newest checkpoint when one was loaded last
+        self._newest_step_saved = 0  # its step
         with pipeline.watching("the other ranks to make their Checkpoints", PATIENT):
             self._ranks = Ranks(pipeline._processes.everyone, asynchronous)
             pipeline.before_close.callback(self.close)
@@ -177,8 +177,9 @@ class Checkpoints:
         """Load, then yield each step's number and batch; commit and save after steps, and stop when asked to.
 
         The body of the loop does one step: `pipeline.step`, `optimizer.step()`, `optimizer.zero_grad()`. No sample is
-        lost or seen twice after a restart, and the batches are those of the undisturbed run. A loop that is left by
-        `break` neither commits nor saves its last step.
+        lost or seen twice after a restart, and the batches are those of the undisturbed run. The state of a gradient
+        scaler that `step` is given is kept, too. A loop that is left by `break` neither commits nor saves its last
+        step.
 
         Args:
             loader: a DataLoader, or anything else that can be iterated once per epoch. It draws from random numbers of
@@ -195,33 +196,63 @@ class Checkpoints:
         """
         if save_every is not None and (type(save_every) is not int or save_every < 1):
             raise PipelineError(f"save_every={save_every!r}; give a number of steps, 1 or more, or None")
-        share = partial(self._share, "the other ranks' first batch")
-        batches = Batches(loader, num_epochs, seed, self._pipeline.num_replicas, share)
+        num_merged = self._pipeline.plan.merged_replicas
+        num_replicas = self._pipeline.num_replicas * num_merged
+        batches = Batches(loader, num_epochs, seed, num_replicas, num_merged, self._share_first_batch, self._report)
         return self._steps(batches, save_every)
 
     def _steps(self, batches: Batches, save_every: int | None) -> Iterator[tuple[int, Any]]:
-        found = self.load()
-        step = saved = 0
+        found, loss_scale = self.load(), self._pipeline._step_end.loss_scale
+        step, saved = 0, max(self._newest_step_saved, 0)
+
+        def extra() -> dict[str, Any]:
+            return {"data": batches.position, "scaler": loss_scale.state()}
+
         if found is not None:
-            if "data" not in found.extra:
+            if not found.extra.keys() >= {"data", "scaler"}:
                 raise PipelineError(
                     f"the checkpoint of step {found.step} does not say where in the data it was, as it was not saved "
                     f"by Checkpoints.steps; go on with the loop that saved it"
                 )
             batches.go_on(Field("data", found.extra["data"]))
-            step, saved = found.step, found.step if found.path else -1
+            if found.extra["scaler"] is not None:
+                loss_scale.restore(found.extra["scaler"])
+            step = found.step
+            if found.path is not None:
+                saved = step  # a newer one may be damaged
+            elif save_every is not None and saved < step - step % save_every and self._is_saved_again(step, extra()):
+                saved = step
         for batch in batches:
             yield step, batch
             step += 1
-            self.commit(step, data=batches.position)
+            self.commit(step, **extra())
             stops = self._pipeline.should_stop
             if stops or (save_every is not None and step % save_every == 0):
-                self.save(step, data=batches.position)
+                self.save(step, **extra())
                 saved = step
             if stops:
                 return
         if saved != step:
-            self.save(step, data=batches.position)
+            self.save(step, **extra())
+
+    def _is_saved_again(self, step: int, extra: dict[str, Any]) -> bool:
+        """Save after a restart from memory, as a rank failed while the last checkpoint was saved.
+
+        An error ends the ranks no more than once per checkpoint: a full disk must not use up the restarts.
+        """
+        try:
+            self.save(step, **extra)
+        except LostRankError:
+            raise
+        except PipelineError as error:
+            self._report(f"step {step} is not saved again: {error}")
+            return False
+        return True
+
+    def _share_first_batch(self, value: Any) -> list[Any]:
+        """The values of each replica's first process. Collective."""
+        told, processes = self._share("the other ranks' first batch", value), self._pipeline._processes
+        return [told[of_rank[0]] for of_rank in processes.pipelines[:: processes.num_tp_shards]]
 
     def _share(self, awaited: str, value: Any) -> list[Any]:
         """All processes' JSON values; also while a thread saves, which has a process group of its own. Collective."""
@@ -474,9 +505,10 @@ class Checkpoints:
         with self._pipeline.watching("the other ranks to load a checkpoint", PATIENT):
             self.wait()
             names, self._newest_at_load = self._ranks.first("looking for checkpoints", lambda: self._find(step))
+            self._newest_step_saved = int(names[0].removeprefix("step-")) if names else -1
             if self._in_memory is not None and step is None:
-                newest = int(names[0].removeprefix("step-")) if names else -1
-                if (kept := self._load_from_memory(self._in_memory, newest)) is not None:
+                kept = self._load_from_memory(self._in_memory, self._newest_step_saved)
+                if kept is not None:
                     return kept
             for name, before in zip_longest(names, names[1:]):
                 try:

@@ -1,0 +1,174 @@
+"""`Checkpoints.steps`: on replicas, which are one pipeline while a rank is missing; and what it keeps of a loop."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import redirect_stderr
+from io import StringIO
+from pathlib import Path
+from typing import NoReturn
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import rota
+from rota import Checkpoints, Cluster, Costs, Pipeline, PipelineError, Plan, place
+from rota.backups import Place, plan_backup
+from rota.schedules import one_f_one_b
+from support.checkpoint_runs import TWO, Training, memory
+from support.pool import Pool
+
+pytestmark = pytest.mark.dist
+
+NUM_REPLICAS, NUM_ROWS, NUM_SAMPLES = 2, 8, 21  # 3 steps per epoch; replicas see a sample twice in the last one
+PLAN = one_f_one_b(place(Costs.uniform(2, 100, 200), Cluster.uniform(2)), 2)
+BACKUP = plan_backup(PLAN, NUM_REPLICAS, [Place(1, 0)])
+
+Seen = list[tuple[int, float, list[int]]]  # each step, its loss, and the samples of this process
+
+
+def train(rank: int, plan: Plan, folder: Path, loads: str, last: int = 6) -> Seen:
+    """All steps of two epochs before step `last`, from where the folder's newest checkpoint is."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Dropout(0.1)) for _ in range(2))).double()
+    x = torch.randn(NUM_SAMPLES, 4, dtype=torch.float64)
+    dataset = TensorDataset(x, torch.arange(NUM_SAMPLES))
+    mesh = rota.mesh(pp=plan.num_ranks, dp=torch.distributed.get_world_size() // plan.num_ranks)
+    found: Seen = []
+    with Pipeline(rota.split(model, 2), plan, nn.functional.mse_loss, mesh=mesh) as pipeline:
+        optimizer = torch.optim.AdamW(pipeline.parameters(), lr=0.01)
+        mine = slice(pipeline.replica, None, pipeline.num_replicas)
+        if loads == "own rows":
+            sampler = pipeline.sampler(dataset)
+            loader, mine = DataLoader(dataset, NUM_ROWS // pipeline.num_replicas, sampler=sampler), slice(None)
+        else:
+            loader = DataLoader(dataset, NUM_ROWS, shuffle=True)
+        checkpoints = Checkpoints(folder, pipeline, optimizer)
+        for step, (rows, numbers) in checkpoints.steps(loader, num_epochs=2, save_every=1):
+            if step == last:
+                break
+            found.append((step, pipeline.step(rows[mine], rows.flip(1)[mine]), numbers[mine].tolist()))
+            optimizer.step()
+            optimizer.zero_grad()
+    return found
+
+
+def of_all(found: list[Seen]) -> Seen:
+    """With the samples of all replicas, whose first processes are every `PLAN.num_ranks`-th one."""
+    each = zip(*found[:: PLAN.num_ranks], strict=True)
+    return [
+        (step, loss, sorted(n for *_, numbers in same for n in numbers)) for same in each for step, loss, _ in same[:1]
+    ]
+
+
+@pytest.mark.parametrize("loads", ["own rows", "all rows"])
+def test_an_epoch_goes_on_without_a_rank_and_with_it_again(pool: Pool, tmp_path: Path, loads: str) -> None:
+    """Lost in the first epoch, back in the second, which was begun without it."""
+    everyone, left = NUM_REPLICAS * PLAN.num_ranks, BACKUP.num_ranks
+    expected = of_all(pool.run(everyone, train, PLAN, tmp_path / "undisturbed", loads))
+    found = of_all(pool.run(everyone, train, PLAN, tmp_path / "disturbed", loads, 2))
+    found += of_all(pool.run(left, train, BACKUP, tmp_path / "disturbed", loads, 4)[:1])
+    found += of_all(pool.run(everyone, train, PLAN, tmp_path / "disturbed", loads))
+    assert [(step, numbers) for step, _, numbers in found] == [(step, numbers) for step, _, numbers in expected]
+    assert [loss for _, loss, _ in found] == pytest.approx([loss for _, loss, _ in expected], abs=1e-12, rel=0)
+    for epoch in (found[:3], found[3:]):
+        assert {number for *_, numbers in epoch for number in numbers} == {*range(NUM_SAMPLES)}
+
+
+# --- gradient scalers -------------------------------------------------------------------------------------------------
+
+
+def scale(rank: int, folder: Path, last: int, num_scalers: int = 1) -> list[tuple[float, float]]:
+    """The loss and the scale of each step before `last`. The first scale is too large, so that steps are skipped."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(2)))
+    loader = [torch.randn(8, 4) for _ in range(8)]
+    found = []
+    with Pipeline(rota.split(model, 2), PLAN, nn.functional.mse_loss) as pipeline:
+        optimizer = torch.optim.AdamW(pipeline.parameters(), lr=0.01)
+        scalers = [torch.amp.GradScaler("cpu", init_scale=2.0**127, growth_interval=2) for _ in range(num_scalers)]
+        checkpoints = Checkpoints(folder, pipeline, optimizer)
+        for step, x in checkpoints.steps(loader, save_every=1):
+            if step == last:
+                break
+            scaler = scalers[step % num_scalers]
+            loss = pipeline.step(x, 100 * x.flip(1), scaler=scaler)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            pipeline.evaluate(x, x)
+            found.append((loss, scaler.get_scale()))
+    return found
+
+
+def test_a_scaler_goes_on(pool: Pool, tmp_path: Path) -> None:
+    expected = pool.run(2, scale, tmp_path / "undisturbed", 8)[0]
+    found = [step for last in (5, 8) for step in pool.run(2, scale, tmp_path / "disturbed", last)[0]]
+    assert found == expected
+    scales = [of_step for _, of_step in expected]
+    assert scales[0] == 2.0**126, "no step is skipped"
+    assert max(scales[5:]) > min(scales[:5]), "the scale does not grow again"
+
+
+def refuse_two_scalers(rank: int, folder: Path) -> None:
+    with pytest.raises(PipelineError, match="step was given 2 gradient scalers, and steps keeps one"):
+        scale(rank, folder, 3, num_scalers=2)
+
+
+def test_two_scalers_are_refused(pool: Pool, tmp_path: Path) -> None:
+    pool.run(2, refuse_two_scalers, tmp_path)
+
+
+# --- saves that failed ------------------------------------------------------------------------------------------------
+
+
+class Killed(Exception):
+    """Instead of SIGKILL."""
+
+
+def fail_in_save(rank: int, folder: Path, error: Exception) -> tuple[set[str], str]:
+    """Dies after commit(4), in save(4); then goes on from memory. The checkpoints, and what was reported."""
+
+    def fail(checkpoints: Checkpoints, step: int, _: object) -> NoReturn:
+        raise error
+
+    def steps(until: int) -> Iterator[int]:
+        training = Training(TWO)
+        with training.pipeline:
+            checkpoints = training.checkpoints(folder)
+            for step, _ in checkpoints.steps([torch.tensor([0])] * until, save_every=2):
+                training.steps(range(step, step + 1))
+                yield step
+
+    with memory(), pytest.MonkeyPatch.context() as patch, redirect_stderr(StringIO()) as told:
+        done = []
+        with pytest.raises((Killed, PipelineError)):  # noqa: PT012
+            for step in steps(7):
+                done.append(step)
+                if step == 3:
+                    patch.setattr(Checkpoints, "_collect", fail)
+        assert done == [0, 1, 2, 3]
+        if isinstance(error, Killed):
+            patch.undo()
+        done = []
+        for step in steps(5):
+            done.append(step)
+            patch.undo()
+        assert done == [4]
+        dist.barrier()
+        return {path.name for path in folder.glob("step-*")}, told.getvalue()
+
+
+@pytest.mark.parametrize("error", [Killed(), PipelineError("the disk is full")], ids=["killed", "full disk"])
+def test_a_save_that_failed_is_made_up_for(pool: Pool, tmp_path: Path, error: Exception) -> None:
+    (names, told), _ = pool.run(2, fail_in_save, tmp_path, error)
+    if isinstance(error, Killed):
+        assert names == {"step-2", "step-4", "step-5"}
+        assert "not saved again" not in told
+    else:
+        assert names == {"step-2", "step-5"}
+        assert "rota: step 4 is not saved again: " in told
+        assert "the disk is full" in told
