@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -164,27 +165,89 @@ def test_a_script_without_a_pipeline_is_an_error(tmp_path: Path, monkeypatch: py
         launched(tmp_path, monkeypatch, "pass", max_restarts=3)
 
 
-ENDS_THE_STAND_BY = """
+STAND_BYS = """
 import os, signal, time
-def stand_bys():
-    children = open(f"/proc/{{os.getppid()}}/task/{{os.getppid()}}/children").read().split()
-    return [child for child in children if b"stand_by_process" in open(f"/proc/{{child}}/cmdline", "rb").read()]
+def stand_bys():  # the oldest child is first; ranks have the same command line
+    children = open(f"/proc/{os.getppid()}/task/{os.getppid()}/children").read().split()
+    return [int(one) for one in children if b"stand_by_process" in open(f"/proc/{one}/cmdline", "rb").read()]
+"""
+
+ENDS_THE_STAND_BY = (
+    STAND_BYS
+    + """
 report("opens")
 if rank == 0 and count() == 0:
     time.sleep(1)  # until the launcher knows that the ranks were forked
     before = set(stand_bys())
-    os.kill(int(stand_bys()[0]), signal.SIGKILL)
+    os.kill(stand_bys()[0], signal.SIGKILL)
     while not set(stand_bys()) - before:
         time.sleep(0.01)
     os._exit(9)
 report("closes")
 """
+)
 
 
 def test_another_stand_by_replaces_one_that_has_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """While the ranks run: the rank fails once there is another."""
-    told = launched(tmp_path, monkeypatch, ENDS_THE_STAND_BY.format(), max_restarts=1)
+    told = launched(tmp_path, monkeypatch, ENDS_THE_STAND_BY, max_restarts=1)
     assert told == ["rank 0 ended with exit code 9: restart 1 of 1"]
+
+
+FAILS_WHILE_THE_STAND_BY_IS_STOPPED = (
+    STAND_BYS
+    + """
+report("opens")
+if rank == 0 and count() == 0:
+    time.sleep(1)  # until the launcher knows that the ranks were forked
+    os.kill(stand_bys()[0], signal.SIGSTOP)
+    os._exit(9)
+report("closes")
+"""
+)
+
+
+def test_a_stand_by_that_is_stopped_is_replaced_and_costs_no_restart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stand_by, "_ANSWER_S", 5.0)
+    told = launched(tmp_path, monkeypatch, FAILS_WHILE_THE_STAND_BY_IS_STOPPED, max_restarts=1)
+    assert told == [
+        "rank 0 ended with exit code 9: restart 1 of 1",
+        "the process that ranks are forked from has not answered within 5 s; ranks are started as soon as another one "
+        "is ready",
+    ]
+
+
+def test_a_signal_ends_the_wait_for_a_stand_by_that_is_stopped() -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, theirs, Requests() as requests:
+        stopped = stand_by.StandBy({}, True, requests, print)
+        stopped.line = ours
+        requests.note(signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt):
+            stopped.fork(["module"], [{}], [[theirs.fileno()]])
+
+
+HOLDS = """
+import os
+report("opens")
+def held():
+    files = [f"/proc/self/fd/{number}" for number in os.listdir("/proc/self/fd") if int(number) > 2]
+    links = [os.readlink(file) for file in files if os.path.exists(file) or os.path.islink(file)]
+    return sorted(link for link in links if link.startswith(("socket:", "/memfd:")))
+memory, own = held()
+assert memory.startswith(f"/memfd:rota-rank-{rank}"), memory
+os.system("ls -l /proc/self/fd > child")
+assert not any(word in open("child").read() for word in ("socket:[" + own[8:], "memfd")), open("child").read()
+report("closes")
+"""
+
+
+def test_a_rank_holds_only_its_own_socket_and_memory_and_a_child_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert launched(tmp_path, monkeypatch, HOLDS, max_restarts=1) == []
 
 
 # --- the launcher itself ----------------------------------------------------------------------------------------------

@@ -300,8 +300,6 @@ def follow(
     with StoreServer(folder.path, follower.store):
         while (start := follower.next_start()) is not None:
             with _FollowersRanks(folder, requests, follower, nodes.numbers(nodes.node, num_processes)) as ranks:
-                if not stand_by.is_alive():
-                    stand_by.replace()
                 of_start = {**environment, **mesh_environment(*sizes), **write_plan(plan, folder.path)}
                 of_start |= restart_environment(start)
                 meeting = nodes.environments(address(folder.path, start), num_processes, follower.own_address)

@@ -121,7 +121,7 @@ def launch(
         may_restart = max_restarts > 0 or backups is not None or min_ranks is not None
         memories = stack.enter_context(KeptMemories(num_here if may_restart else 0))
         crew: Crew | NodeCrew = Crew(plan, dp, tp, memories, backups, rejoin_after_s, min_ranks)
-        stand_by = stack.enter_context(StandBy(_inherited() | of_ranks, for_restarts=may_restart))
+        stand_by = stack.enter_context(StandBy(_inherited() | of_ranks, may_restart, requests, report))
         leader = None
         if nodes is not None:
             sizes, command = (plan.num_ranks, dp, tp), (worker, script, *arguments)
@@ -139,8 +139,6 @@ def launch(
             with Ranks(folder, requests, leader) as ranks:
                 if leader is not None:
                     leader.start(restarts.num_all)
-                if not stand_by.is_alive():
-                    stand_by.replace()
                 files = crew.files_of_start()
                 of_start = {
                     **(_inherited() | of_ranks),

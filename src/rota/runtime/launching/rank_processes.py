@@ -27,9 +27,10 @@ from rota.runtime import control
 from rota.runtime.control import Message
 from rota.runtime.launching.requests import EndedBySignal, Requests
 from rota.runtime.launching.run_folder import Folder
-from rota.runtime.launching.stand_by import StandBy, StandByEndedError
+from rota.runtime.launching.stand_by import STAND_BY, StandBy, StandByEndedError
 
 _FIRST_FAILURE_S = 5.0  # that the rank with the first error has to print it and end, after others have lost it
+_READY_S = 600.0  # in which the stand-by imports, from disks that may be slow
 _TERM_S = 5.0  # for handlers of SIGTERM that the script has set
 _ONE_REQUEST_S = 3.0  # in which nodes get the same signal; ranks take it for the same request, too
 
@@ -143,13 +144,19 @@ class Ranks:
 
         Raises:
             PipelineError: the machine refuses to start one more process.
-            RankFailed: the stand-by has ended.
-            EndedBySignal, KeyboardInterrupt: a signal came before the stand-by was ready.
+            RankFailed: the stand-by has ended before it was ready, or has never become ready.
+            EndedBySignal, KeyboardInterrupt: a signal came before the ranks were started.
         """
-        self._guard([stand_by.pid])
+        if not stand_by.is_alive():
+            stand_by.replace()
         try:
             self._await(stand_by)
-            self._fork(stand_by, command, environments, memories)
+            try:
+                self._fork(stand_by, command, environments, memories)
+            except StandByEndedError as error:
+                stand_by.replace(error)
+                self._await(stand_by)
+                self._fork(stand_by, command, environments, memories)
         except OSError as error:
             raise self._refused(len(environments), error) from None
         except StandByEndedError as error:
@@ -200,17 +207,21 @@ class Ranks:
         self._folder.guard([*others, *(rank.process.pid for rank in self._ranks)])
 
     def _await(self, stand_by: StandBy) -> None:
+        self._guard([stand_by.pid])
         if stand_by.is_ready:
             return
+        deadline_s = time.monotonic() + _READY_S
         self._selector.register(stand_by.line, selectors.EVENT_READ)
-        while not stand_by.has_message():
-            self._wait_for_event()
-            self._end_if_asked()
-        self._selector.unregister(stand_by.line)
+        try:
+            while not stand_by.has_message():
+                if time.monotonic() > deadline_s:
+                    stand_by.end()
+                    raise StandByEndedError(f"{STAND_BY} has not imported PyTorch within {_READY_S:g} s")
+                self._wait_for_event(deadline_s)
+                self._requests.end_if_asked("before they were started")
+        finally:
+            self._selector.unregister(stand_by.line)
         stand_by.note_ready()
-
-    def _end_if_asked(self) -> None:
-        self._requests.end_if_asked("before they were started")
 
     def wait(self, until_s: float | None = None) -> bool:
         """Wait until all ranks have ended without failure; returns False if `until_s` (monotonic) comes first.
