@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -111,6 +112,29 @@ def test_what_a_rank_forks_ends_with_the_run(tmp_path: Path, monkeypatch: pytest
     while others_in(tmp_path) and time.monotonic() < deadline:
         time.sleep(0.01)
     assert others_in(tmp_path) == []
+
+
+def test_a_rank_that_sigkill_does_not_end_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one in a system call that does not return. The launcher does not wait for it without limit."""
+    started, processes = rank_processes._started, []
+
+    def noted(*arguments: Any) -> Any:
+        line, process = started(*arguments)
+        processes.append(process)
+        return line, process
+
+    monkeypatch.setattr(rank_processes, "_GONE_S", 0.2)
+    monkeypatch.setattr(rank_processes, "_started", noted)
+    monkeypatch.setattr(os, "killpg", lambda *_: None)
+    try:
+        with pytest.raises(PipelineError) as error:
+            supervised(tmp_path, monkeypatch, SLEEP, "exit(3)")
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    who = f"rank 1 ended with exit code 3; rank 0 (process {processes[0].pid}) cannot be ended"
+    assert str(error.value).startswith(f"{who}: a system call has not returned within 0.2 s of SIGKILL")
 
 
 # --- restarts ---------------------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ supervisor ──▶ rank 0, rank 1, …   each leads a session of its own, so t
 from __future__ import annotations
 
 import os
+import select
 import selectors
 import signal
 import socket
@@ -19,6 +20,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
+from types import TracebackType
 from typing import Protocol, final
 
 from rota.errors import PipelineError
@@ -32,6 +34,7 @@ from rota.runtime.launching.stand_by import STAND_BY, StandBy, StandByEndedError
 _FIRST_FAILURE_S = 5.0  # that the rank with the first error has to print it and end, after others have lost it
 _READY_S = 600.0  # in which the stand-by imports, from disks that may be slow
 _TERM_S = 5.0  # for handlers of SIGTERM that the script has set
+_GONE_S = 60.0  # after SIGKILL: the kernel frees a rank's memory, and its device's driver what it holds there
 _ONE_REQUEST_S = 3.0  # in which nodes get the same signal; ranks take it for the same request, too
 
 
@@ -112,12 +115,14 @@ class Ranks:
             self._selector.register(self._requests, selectors.EVENT_READ)
             if self._elsewhere is not None:
                 self._selector.register(self._elsewhere, selectors.EVENT_READ, self._elsewhere)
-            stack.callback(self._end)
+            stack.push(self._end)
             self._stack = stack.pop_all()
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self._stack.close()
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.__exit__(kind, error, trace)
 
     def start(self, command: Sequence[str], environments: Sequence[Mapping[str, str]]) -> None:
         """Start Python with the arguments `command` in one process per environment.
@@ -400,17 +405,26 @@ class Ranks:
         while self._running and time.monotonic() < self._deadline_s and not self._requests.taken():
             self._wait_for_event()
 
-    def _end(self) -> None:
-        """Kill all ranks that are left, and all processes that they forked."""
+    def _end(self, _: object, error: BaseException | None, __: object) -> None:
+        """Kill all ranks that are left, and all processes that they forked. Raises PipelineError if a rank stays."""
         for rank in self._ranks:
             rank.kill()
         if self._elsewhere is not None:
             self._elsewhere.end()
+        deadline_s = time.monotonic() + _GONE_S
+        left = [rank for rank in self._ranks if not rank.has_ended(deadline_s)]
         for rank in self._ranks:
-            rank.process.wait()
-        self._folder.guard([])
-        for rank in self._ranks:
+            if rank not in left:
+                rank.process.wait()
             rank.close()
+        self._folder.guard([])
+        if left:
+            before = f"{error}; " if isinstance(error, RankFailed) else ""
+            names = ", ".join(f"{rank.name} (process {rank.process.pid})" for rank in left)
+            raise PipelineError(
+                f"{before}{names} cannot be ended: a system call has not returned within {_GONE_S:g} s of SIGKILL; "
+                f"look at the disks and devices in use there (dmesg), and start the run again when the process is gone"
+            )
 
 
 class RankOfRun:
@@ -455,6 +469,12 @@ class _Rank(RankOfRun):
         status = os.waitid(os.P_PIDFD, self.end, os.WEXITED | os.WNOWAIT)
         assert status is not None
         return status.si_status if status.si_code == os.CLD_EXITED else -status.si_status
+
+    def has_ended(self, until_s: float) -> bool:
+        """Whether it ends before then (monotonic clock)."""
+        poll = select.poll()
+        poll.register(self.end, select.POLLIN)
+        return bool(poll.poll(1000 * max(until_s - time.monotonic(), 0)))
 
     def kill(self) -> None:
         with suppress(ProcessLookupError, PermissionError):
