@@ -129,15 +129,18 @@ def test_no_sample_is_lost_or_seen_twice(short_folder: Path) -> None:
 
 @pytest.mark.faults
 def test_restarts_come_to_an_end(tmp_path: Path) -> None:
+    """And run the script that the command was given, even if its file has changed."""
     (tmp_path / "train.py").write_text(
-        "import os\nif os.environ['RANK'] == '1': os._exit(9)\nimport time; time.sleep(60)"
+        "import os\nif os.environ['RANK'] == '1': open('train.py', 'w').write('1 / 0'); os._exit(9)\n"
+        "import time; time.sleep(60)"
     )
     (tmp_path / "plan.json").write_text(replan(PLAN, 2).to_json())
     command = [sys.executable, "-m", "rota", "run", "--max-restarts", "1", "plan.json", "train.py"]
     done = subprocess.run(command, cwd=tmp_path, env=environment(tmp_path), capture_output=True, text=True, timeout=200)
     assert done.returncode == 1
     assert done.stderr.splitlines()[0] == "rota run: rank 1 ended with exit code 9: restart 1 of 1"
-    assert "rank 1 ended with exit code 9 after 1 restart, and the others were ended" in done.stderr.splitlines()[1]
+    assert done.stderr.splitlines()[1].startswith("rota run: train.py has changed since the run began")
+    assert "rank 1 ended with exit code 9 after 1 restart, and the others were ended" in done.stderr.splitlines()[2]
 
 
 @pytest.mark.parametrize("name", ["steps", pytest.param("own", marks=pytest.mark.sweep)])

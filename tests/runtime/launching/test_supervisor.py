@@ -140,13 +140,15 @@ def test_a_rank_that_sigkill_does_not_end_is_named(tmp_path: Path, monkeypatch: 
 # --- restarts ---------------------------------------------------------------------------------------------------------
 
 
-def launched(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str, max_restarts: int) -> list[str]:
-    """What is told of restarts."""
+def launched(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, script: str, max_restarts: int, modules: tuple[str, ...] = ()
+) -> list[str]:
+    """What is told of restarts. The stand-by imports `modules`: these ranks need no torch."""
     monkeypatch.chdir(folder)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")]))
     (folder / "script.py").write_text(script)
-    for modules in ("_MODULES", "_OF_RESTARTS"):  # these ranks need no torch, which each stand-by would import
-        monkeypatch.setattr(stand_by, modules, ())
+    monkeypatch.setattr(stand_by, "_MODULES", modules)
+    monkeypatch.setattr(stand_by, "_OF_RESTARTS", ())
     told: list[str] = []
     launch(PLAN, "script.py", worker="support.bare_rank", max_restarts=max_restarts, report=told.append)
     return told
@@ -200,6 +202,7 @@ ENDS_THE_STAND_BY = (
     STAND_BYS
     + """
 report("opens")
+print(hash("rota"), file=open("hashes", "a"))
 if rank == 0 and count() == 0:
     time.sleep(1)  # until the launcher knows that the ranks were forked
     before = set(stand_bys())
@@ -213,9 +216,37 @@ report("closes")
 
 
 def test_another_stand_by_replaces_one_that_has_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """While the ranks run: the rank fails once there is another."""
+    """While the ranks run: the rank fails once there is another. A script's sets keep their order."""
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
     told = launched(tmp_path, monkeypatch, ENDS_THE_STAND_BY, max_restarts=1)
     assert told == ["rank 0 ended with exit code 9: restart 1 of 1"]
+    hashes = (tmp_path / "hashes").read_text().split()
+    assert len(hashes) == 4
+    assert len({*hashes}) == 1
+
+
+def test_numpys_number_of_threads_does_not_hurt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("OPENBLAS_NUM_THREADS", "GOTO_NUM_THREADS", "MKL_NUM_THREADS"):
+        monkeypatch.setenv(name, "4")
+    script = "import numpy; report('opens'); report('closes')"
+    assert launched(tmp_path, monkeypatch, script, max_restarts=0, modules=("numpy",)) == []
+
+
+CHANGES = """
+report("opens")
+if rank == 0 and count() == 0:
+    open("script.py", "a").write("# a change")
+    exit(9)
+report("closes")
+"""
+
+
+def test_a_script_that_has_changed_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert launched(tmp_path, monkeypatch, CHANGES, max_restarts=1) == [
+        "rank 0 ended with exit code 9: restart 1 of 1",
+        "script.py has changed since the run began: the ranks run it as it was then, but read the modules that it "
+        "imports again",
+    ]
 
 
 FAILS_WHILE_THE_STAND_BY_IS_STOPPED = (
