@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from textwrap import indent
@@ -95,6 +97,33 @@ def test_a_training_that_is_disturbed_again_and_again(pool: Pool, tmp_path: Path
     assert [(step, ranks) for step, _, ranks in told(tmp_path)[10:]] == [(8, 2), (9, 2), (10, 2), (11, 2)]
     for step, loss, ranks in told(tmp_path):
         assert loss == (expected[step] if ranks == NUM_STAGES else pytest.approx(expected[step], abs=1e-10))
+    assert_nothing_left(tmp_path)
+
+
+@pytest.mark.faults
+def test_ranks_go_on_while_the_launcher_is_stopped(pool: Pool, tmp_path: Path) -> None:
+    """As by Ctrl-Z. A rank that dies meanwhile is noticed when the launcher goes on."""
+    expected = dict(pool.run(NUM_STAGES, undisturbed, PLAN)[0])
+    (tmp_path / "faults.json").write_text(json.dumps([(3, 1, "launcher SIGSTOP"), (7, 2, "SIGKILL")]))
+    (tmp_path / "plan.json").write_text(PLAN.to_json())
+    options = ["--max-restarts", "1", "plan.json", SCRIPT, str(NUM_STEPS)]
+    command = [sys.executable, "-m", "rota", "run", *options]
+    with subprocess.Popen(command, cwd=tmp_path, env=environment(tmp_path), stderr=subprocess.PIPE, text=True) as run:
+        try:
+            losses = tmp_path / "losses"
+            while not losses.exists() or losses.read_text().count("\n") < 7:
+                assert run.poll() is None
+                time.sleep(0.01)
+            state = Path(f"/proc/{run.pid}/stat").read_text().rpartition(")")[2].split()[0]
+            run.send_signal(signal.SIGCONT)
+            _, stderr = run.communicate(timeout=200)
+        finally:
+            run.kill()
+    assert run.returncode == 0, stderr
+    assert state == "T"
+    assert "rota run: rank 2 ended with SIGKILL: restart 1 of 1\n" in stderr
+    assert [step for step, *_ in told(tmp_path)] == [*range(7), *range(6, NUM_STEPS)]
+    assert {(step, loss) for step, loss, _ in told(tmp_path)} == {*expected.items()}
     assert_nothing_left(tmp_path)
 
 

@@ -114,6 +114,15 @@ def test_what_a_rank_forks_ends_with_the_run(tmp_path: Path, monkeypatch: pytest
     assert others_in(tmp_path) == []
 
 
+def test_a_process_that_has_left_its_ranks_session_is_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = "import subprocess\nprocess = subprocess.Popen(['sleep', '1000'], start_new_session=True)\n"
+    supervised(tmp_path, monkeypatch, script + "open('daemon', 'w').write(str(process.pid))")
+    assert others_in(tmp_path) == [(tmp_path / "daemon").read_text()]
+    os.kill(int((tmp_path / "daemon").read_text()), signal.SIGKILL)
+
+
 def test_a_rank_that_sigkill_does_not_end_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As one in a system call that does not return. The launcher does not wait for it without limit."""
     started, processes = rank_processes._started, []
