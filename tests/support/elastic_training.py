@@ -71,7 +71,7 @@ def suffer(folder: Path, step: int, pipeline: rota.Pipeline) -> None:
                 os.kill(os.getpid(), signal.Signals[what])
             elif what.startswith("launcher "):
                 os.kill(LAUNCHER, signal.Signals[what.split()[1]])
-                while not control.stop_is_asked():
+                while what != "launcher SIGSTOP" and not control.stop_is_asked():
                     time.sleep(0.01)
             elif what == "wait":
                 time.sleep(1000)

@@ -43,19 +43,14 @@ def is_given() -> bool:
 
 
 def given() -> int | None:
-    """The file of this rank's memory, which no process that it starts gets; None if the launcher keeps none."""
-    if (number := os.environ.get(_KEPT)) is None:
-        return None
-    os.set_inheritable(int(number), False)
-    return int(number)
+    """The file of this rank's memory; None if the launcher keeps none."""
+    number = os.environ.get(_KEPT)
+    return None if number is None else int(number)
 
 
 def given_former() -> list[int]:
     """The files of the memories that the processes of another plan have left, by their rank."""
-    files = [int(number) for number in os.environ.get(_FORMER, "").split(",") if number]
-    for file in files:
-        os.set_inheritable(file, False)
-    return files
+    return [int(number) for number in os.environ.get(_FORMER, "").split(",") if number]
 
 
 class State(NamedTuple):

@@ -8,6 +8,7 @@ import multiprocessing.util
 import os
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 from rota import reading
@@ -21,7 +22,7 @@ from rota.units import count_text, time_text
 
 # Environment variables, set by the launcher.
 _FOLDER, _RESTART, _LIMIT = "ROTA_FOLDER", "ROTA_RESTART", "ROTA_TIMEOUT_S"
-_FORMER_PLAN = "former-plan.json"
+_FORMER_PLAN, _SCRIPT = "former-plan.json", "script.py"
 
 
 def digest(plan: Plan) -> str:
@@ -98,6 +99,31 @@ def keep_sockets_in_run_folder() -> None:
             multiprocessing.util.get_temp_dir()  # which this process and its children use from now on
         finally:
             tempfile.tempdir = before
+
+
+def keep_script(script: str, folder: str) -> bytes:
+    """Read the script, once for all starts of the ranks, and keep it in the folder of the run; returns its text."""
+    text = Path(script).read_bytes()
+    Path(folder, _SCRIPT).write_bytes(text)
+    return text
+
+
+def kept_script() -> bytes:
+    """The script as it was when the run began."""
+    return Path(os.environ[_FOLDER], _SCRIPT).read_bytes()
+
+
+def report_changed_script(script: str, folder: str, report: Callable[[str], None]) -> None:
+    """Say so if the file of the script is not what it was when the run began: the ranks will run what it was."""
+    try:
+        is_same = Path(script).read_bytes() == Path(folder, _SCRIPT).read_bytes()
+    except OSError:
+        is_same = False
+    if not is_same:
+        report(
+            f"{script} has changed since the run began: the ranks run it as it was then, but read the modules that it "
+            f"imports again"
+        )
 
 
 def draws_file() -> Path | None:

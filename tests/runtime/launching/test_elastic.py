@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from textwrap import indent
@@ -113,6 +115,33 @@ def test_in_a_second_training_steps_count_as_new(short_folder: Path, options: li
     assert done.stderr.count("rota: training resumes from step 4 in memory") == 1
 
 
+@pytest.mark.faults
+def test_ranks_go_on_while_the_launcher_is_stopped(pool: Pool, tmp_path: Path) -> None:
+    """As by Ctrl-Z. A rank that dies meanwhile is noticed when the launcher goes on."""
+    expected = dict(pool.run(NUM_STAGES, undisturbed, PLAN)[0])
+    (tmp_path / "faults.json").write_text(json.dumps([(3, 1, "launcher SIGSTOP"), (7, 2, "SIGKILL")]))
+    (tmp_path / "plan.json").write_text(PLAN.to_json())
+    options = ["--max-restarts", "1", "plan.json", SCRIPT, str(NUM_STEPS)]
+    command = [sys.executable, "-m", "rota", "run", *options]
+    with subprocess.Popen(command, cwd=tmp_path, env=environment(tmp_path), stderr=subprocess.PIPE, text=True) as run:
+        try:
+            losses = tmp_path / "losses"
+            while not losses.exists() or losses.read_text().count("\n") < 7:
+                assert run.poll() is None
+                time.sleep(0.01)
+            state = Path(f"/proc/{run.pid}/stat").read_text().rpartition(")")[2].split()[0]
+            run.send_signal(signal.SIGCONT)
+            _, stderr = run.communicate(timeout=200)
+        finally:
+            run.kill()
+    assert run.returncode == 0, stderr
+    assert state == "T"
+    assert "rota run: rank 2 ended with SIGKILL: restart 1 of 1\n" in stderr
+    assert [step for step, *_ in told(tmp_path)] == [*range(7), *range(6, NUM_STEPS)]
+    assert {(step, loss) for step, loss, _ in told(tmp_path)} == {*expected.items()}
+    assert_nothing_left(tmp_path)
+
+
 @pytest.fixture
 def short_folder() -> Iterator[Path]:
     """The paths of sockets must be short."""
@@ -144,15 +173,18 @@ def test_no_sample_is_lost_or_seen_twice(short_folder: Path) -> None:
 
 @pytest.mark.faults
 def test_restarts_come_to_an_end(tmp_path: Path) -> None:
+    """And run the script that the command was given, even if its file has changed."""
     (tmp_path / "train.py").write_text(
-        "import os\nif os.environ['RANK'] == '1': os._exit(9)\nimport time; time.sleep(60)"
+        "import os\nif os.environ['RANK'] == '1': open('train.py', 'w').write('1 / 0'); os._exit(9)\n"
+        "import time; time.sleep(60)"
     )
     (tmp_path / "plan.json").write_text(replan(PLAN, 2).to_json())
     command = [sys.executable, "-m", "rota", "run", "--max-restarts", "1", "plan.json", "train.py"]
     done = subprocess.run(command, cwd=tmp_path, env=environment(tmp_path), capture_output=True, text=True, timeout=200)
     assert done.returncode == 1
     assert done.stderr.splitlines()[0] == "rota run: rank 1 ended with exit code 9: restart 1 of 1"
-    assert "rank 1 ended with exit code 9 after 1 restart, and the others were ended" in done.stderr.splitlines()[1]
+    assert done.stderr.splitlines()[1].startswith("rota run: train.py has changed since the run began")
+    assert "rank 1 ended with exit code 9 after 1 restart, and the others were ended" in done.stderr.splitlines()[2]
 
 
 @pytest.mark.parametrize("name", ["steps", *(pytest.param(name, marks=pytest.mark.sweep) for name in ("own", "dp"))])

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -121,16 +123,50 @@ def test_what_a_rank_forks_ends_with_the_run(tmp_path: Path, monkeypatch: pytest
     assert others_in(tmp_path) == []
 
 
+def test_a_process_that_has_left_its_ranks_session_is_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = "import subprocess\nprocess = subprocess.Popen(['sleep', '1000'], start_new_session=True)\n"
+    supervised(tmp_path, monkeypatch, script + "open('daemon', 'w').write(str(process.pid))")
+    assert others_in(tmp_path) == [(tmp_path / "daemon").read_text()]
+    os.kill(int((tmp_path / "daemon").read_text()), signal.SIGKILL)
+
+
+def test_a_rank_that_sigkill_does_not_end_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one in a system call that does not return. The launcher does not wait for it without limit."""
+    started, processes = rank_processes._started, []
+
+    def noted(*arguments: Any) -> Any:
+        line, process = started(*arguments)
+        processes.append(process)
+        return line, process
+
+    monkeypatch.setattr(rank_processes, "_GONE_S", 0.2)
+    monkeypatch.setattr(rank_processes, "_started", noted)
+    monkeypatch.setattr(os, "killpg", lambda *_: None)
+    try:
+        with pytest.raises(PipelineError) as error:
+            supervised(tmp_path, monkeypatch, SLEEP, "exit(3)")
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    who = f"rank 1 ended with exit code 3; rank 0 (process {processes[0].pid}) cannot be ended"
+    assert str(error.value).startswith(f"{who}: a system call has not returned within 0.2 s of SIGKILL")
+
+
 # --- restarts ---------------------------------------------------------------------------------------------------------
 
 
-def launched(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str, max_restarts: int) -> list[str]:
-    """What is told of restarts."""
+def launched(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, script: str, max_restarts: int, modules: tuple[str, ...] = ()
+) -> list[str]:
+    """What is told of restarts. The stand-by imports `modules`: these ranks need no torch."""
     monkeypatch.chdir(folder)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")]))
     (folder / "script.py").write_text(script)
-    for modules in ("_MODULES", "_OF_RESTARTS"):  # these ranks need no torch, which each stand-by would import
-        monkeypatch.setattr(stand_by, modules, ())
+    monkeypatch.setattr(stand_by, "_MODULES", modules)
+    monkeypatch.setattr(stand_by, "_OF_RESTARTS", ())
     told: list[str] = []
     launch(PLAN, "script.py", worker="support.bare_rank", max_restarts=max_restarts, report=told.append)
     return told
@@ -184,27 +220,118 @@ def test_a_script_without_a_pipeline_is_an_error(tmp_path: Path, monkeypatch: py
         launched(tmp_path, monkeypatch, "pass", max_restarts=3)
 
 
-ENDS_THE_STAND_BY = """
+STAND_BYS = """
 import os, signal, time
-def stand_bys():
-    children = open(f"/proc/{{os.getppid()}}/task/{{os.getppid()}}/children").read().split()
-    return [child for child in children if b"stand_by_process" in open(f"/proc/{{child}}/cmdline", "rb").read()]
+def stand_bys():  # the oldest child is first; ranks have the same command line
+    children = open(f"/proc/{os.getppid()}/task/{os.getppid()}/children").read().split()
+    return [int(one) for one in children if b"stand_by_process" in open(f"/proc/{one}/cmdline", "rb").read()]
+"""
+
+ENDS_THE_STAND_BY = (
+    STAND_BYS
+    + """
 report("opens")
+print(hash("rota"), file=open("hashes", "a"))
 if rank == 0 and count() == 0:
     time.sleep(1)  # until the launcher knows that the ranks were forked
     before = set(stand_bys())
-    os.kill(int(stand_bys()[0]), signal.SIGKILL)
+    os.kill(stand_bys()[0], signal.SIGKILL)
     while not set(stand_bys()) - before:
         time.sleep(0.01)
     os._exit(9)
 report("closes")
 """
+)
 
 
 def test_another_stand_by_replaces_one_that_has_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """While the ranks run: the rank fails once there is another."""
-    told = launched(tmp_path, monkeypatch, ENDS_THE_STAND_BY.format(), max_restarts=1)
+    """While the ranks run: the rank fails once there is another. A script's sets keep their order."""
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    told = launched(tmp_path, monkeypatch, ENDS_THE_STAND_BY, max_restarts=1)
     assert told == ["rank 0 ended with exit code 9: restart 1 of 1"]
+    hashes = (tmp_path / "hashes").read_text().split()
+    assert len(hashes) == 4
+    assert len({*hashes}) == 1
+
+
+def test_numpys_number_of_threads_does_not_hurt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("OPENBLAS_NUM_THREADS", "GOTO_NUM_THREADS", "MKL_NUM_THREADS"):
+        monkeypatch.setenv(name, "4")
+    script = "import numpy; report('opens'); report('closes')"
+    assert launched(tmp_path, monkeypatch, script, max_restarts=0, modules=("numpy",)) == []
+
+
+CHANGES = """
+report("opens")
+if rank == 0 and count() == 0:
+    open("script.py", "a").write("# a change")
+    exit(9)
+report("closes")
+"""
+
+
+def test_a_script_that_has_changed_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert launched(tmp_path, monkeypatch, CHANGES, max_restarts=1) == [
+        "rank 0 ended with exit code 9: restart 1 of 1",
+        "script.py has changed since the run began: the ranks run it as it was then, but read the modules that it "
+        "imports again",
+    ]
+
+
+FAILS_WHILE_THE_STAND_BY_IS_STOPPED = (
+    STAND_BYS
+    + """
+report("opens")
+if rank == 0 and count() == 0:
+    time.sleep(1)  # until the launcher knows that the ranks were forked
+    os.kill(stand_bys()[0], signal.SIGSTOP)
+    os._exit(9)
+report("closes")
+"""
+)
+
+
+def test_a_stand_by_that_is_stopped_is_replaced_and_costs_no_restart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stand_by, "_ANSWER_S", 5.0)
+    told = launched(tmp_path, monkeypatch, FAILS_WHILE_THE_STAND_BY_IS_STOPPED, max_restarts=1)
+    assert told == [
+        "rank 0 ended with exit code 9: restart 1 of 1",
+        "the process that ranks are forked from has not answered within 5 s; ranks are started as soon as another one "
+        "is ready",
+    ]
+
+
+def test_a_signal_ends_the_wait_for_a_stand_by_that_is_stopped() -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, theirs, Requests() as requests:
+        stopped = stand_by.StandBy({}, True, requests, print)
+        stopped.line = ours
+        requests.note(signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt):
+            stopped.fork(["module"], [{}], [[theirs.fileno()]])
+
+
+HOLDS = """
+import os
+report("opens")
+def held():
+    files = [f"/proc/self/fd/{number}" for number in os.listdir("/proc/self/fd") if int(number) > 2]
+    links = [os.readlink(file) for file in files if os.path.exists(file) or os.path.islink(file)]
+    return sorted(link for link in links if link.startswith(("socket:", "/memfd:")))
+memory, own = held()
+assert memory.startswith(f"/memfd:rota-rank-{rank}"), memory
+os.system("ls -l /proc/self/fd > child")
+assert not any(word in open("child").read() for word in ("socket:[" + own[8:], "memfd")), open("child").read()
+report("closes")
+"""
+
+
+def test_a_rank_holds_only_its_own_socket_and_memory_and_a_child_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert launched(tmp_path, monkeypatch, HOLDS, max_restarts=1) == []
 
 
 # --- the launcher itself ----------------------------------------------------------------------------------------------

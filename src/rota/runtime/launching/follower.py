@@ -25,7 +25,7 @@ from rota.reading import Field
 from rota.runtime.control import Message
 from rota.runtime.environment import mesh_environment
 from rota.runtime.kept_memory import KeptMemories
-from rota.runtime.launcher_files import restart_environment, write_plan
+from rota.runtime.launcher_files import report_changed_script, restart_environment, write_plan
 from rota.runtime.launching.meeting_store import FollowersStore, StoreServer, address
 from rota.runtime.launching.node_line import Mailbox, NodeLine
 from rota.runtime.launching.nodes import JOIN_S, Nodes
@@ -63,11 +63,11 @@ class Follower:
         nodes: which node this is.
         job: what all nodes must have in common.
         requests: signals to this process, which node 0 hears of.
-        report: called with a line while node 0 cannot be reached.
+        report: called with a line while node 0 cannot be reached, or if this node has something to say.
     """
 
     def __init__(self, nodes: Nodes, job: dict[str, str], requests: Requests, report: Callable[[str], None]) -> None:
-        self._nodes, self._job, self._requests, self._report = nodes, job, requests, report
+        self._nodes, self._job, self._requests, self.report = nodes, job, requests, report
         self._stack = ExitStack()
         self._over: _Over | None = None
         self._lost: str | None = None
@@ -102,7 +102,7 @@ class Follower:
             except (ChannelError, OSError) as error:
                 found = str(error.strerror or error) if isinstance(error, OSError) else str(error)
                 if found != why:
-                    self._report(f"waits for node 0 at {where}: {found}")
+                    self.report(f"waits for node 0 at {where}: {found}")
                 why = found
             select.select([self._requests], [], [], _AGAIN_S)
         raise PipelineError(f"node 0 at {where} has not answered within {JOIN_S:g} s: {why}; look at the command there")
@@ -213,7 +213,7 @@ class Follower:
         for path in sorted(Path(folder).glob(f"*.restart{start}.rank*.json")):
             text = path.read_text()
             if 2 * len(text) > MOST_BYTES:
-                self._report(f"the times of {path.name} are too many to send, so the run has no timeline")
+                self.report(f"the times of {path.name} are too many to send, so the run has no timeline")
                 continue
             self.send("record", name=path.name, text=text)
 
@@ -282,7 +282,7 @@ def follow(
         nodes: which node this is.
         plan: what the ranks run.
         sizes: pp, dp and tp.
-        command: the module that each rank runs, and its arguments.
+        command: the module that each rank runs, the script, and its arguments.
         environment: of all ranks.
         folder: of this node's run.
         requests: signals to this process.
@@ -300,8 +300,8 @@ def follow(
     with StoreServer(folder.path, follower.store):
         while (start := follower.next_start()) is not None:
             with _FollowersRanks(folder, requests, follower, nodes.numbers(nodes.node, num_processes)) as ranks:
-                if not stand_by.is_alive():
-                    stand_by.replace()
+                if start:
+                    report_changed_script(command[1], folder.path, follower.report)
                 of_start = {**environment, **mesh_environment(*sizes), **write_plan(plan, folder.path)}
                 of_start |= restart_environment(start)
                 meeting = nodes.environments(address(folder.path, start), num_processes, follower.own_address)

@@ -20,7 +20,15 @@ from rota.runtime.environment import meeting_environments
 from rota.runtime.faults.stragglers import Straggler, stragglers
 from rota.runtime.freed_memory import HUGE_PAGES
 from rota.runtime.kept_memory import MOST_FORMER, KeptMemories, State
-from rota.runtime.launcher_files import collect, last_plan, limit_environment, restart_environment, write_plan
+from rota.runtime.launcher_files import (
+    collect,
+    keep_script,
+    last_plan,
+    limit_environment,
+    report_changed_script,
+    restart_environment,
+    write_plan,
+)
 from rota.runtime.launching.crew import Crew
 from rota.runtime.launching.follower import Follower, follow
 from rota.runtime.launching.leader import Leader
@@ -116,17 +124,22 @@ def launch(
             **(environment or {}),
             **limit_environment(timeout_s),
             "OMP_NUM_THREADS": str(threads_per_rank),
+            # Otherwise OpenBLAS may start threads when the stand-by imports NumPy, and a fork loses them.
+            "OPENBLAS_NUM_THREADS": "1",
+            # The same for all stand-bys of all nodes: otherwise the order of a set of strings depends on the stand-by.
+            "PYTHONHASHSEED": os.environ.get("PYTHONHASHSEED", "0"),
         }
+        script_text = keep_script(script, folder.path)
         restarts = _Restarts(max_restarts, report)
         requests = stack.enter_context(Requests())
         may_restart = max_restarts > 0 or backups is not None or min_ranks is not None
         memories = stack.enter_context(KeptMemories(num_here if may_restart else 0))
         crew: Crew | NodeCrew = Crew(plan, dp, tp, memories, backups, rejoin_after_s, min_ranks)
-        stand_by = stack.enter_context(StandBy(_inherited() | of_ranks, for_restarts=may_restart))
+        stand_by = stack.enter_context(StandBy(_inherited() | of_ranks, may_restart, requests, report))
         leader = None
         if nodes is not None:
             sizes, command = (plan.num_ranks, dp, tp), (worker, script, *arguments)
-            job = job_of(plan, script, arguments, (worker, sizes, max_restarts, timeout_s, environment))
+            job = job_of(plan, script_text, arguments, (worker, sizes, max_restarts, timeout_s, environment))
             if nodes.node:
                 follower = stack.enter_context(Follower(nodes, job, requests, report))
                 ended_by = follow(
@@ -140,8 +153,8 @@ def launch(
             with Ranks(folder, requests, leader) as ranks:
                 if leader is not None:
                     leader.start(restarts.num_all)
-                if not stand_by.is_alive():
-                    stand_by.replace()
+                if restarts.num_all:
+                    report_changed_script(script, folder.path, report)
                 files = crew.files_of_start()
                 of_start = {
                     **(_inherited() | of_ranks),

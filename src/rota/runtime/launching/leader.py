@@ -39,7 +39,7 @@ from rota.runtime.launching.secure_channel import HANDSHAKE_S, Channel, ChannelE
 
 _MOST_GREETINGS = 64  # at once, of whoever connects
 _MOST_REPORTED = 10  # refused connections
-_END_S = 60
+_END_S = 90  # more than a node waits for its own ranks
 _RECORD = re.compile(r"[0-9a-f]{16}\.restart\d+\.rank\d+\.json")
 
 
@@ -233,9 +233,8 @@ class Leader:
         self._tell("end")
         waiting = self._lines.keys() - self._lost.keys()
         held: list[set[State]] = []
-        for _ in range(_END_S):
-            if not waiting:
-                break
+        deadline_s = time.monotonic() + _END_S
+        while waiting and time.monotonic() < deadline_s:
             select.select([self._mailbox], [], [], 1.0)
             for news in self._mailbox.taken():
                 message = self._kept(news)
@@ -300,7 +299,8 @@ class Leader:
 
 
 def _first_message(channel: Channel) -> Field:
-    for _ in range(int(HANDSHAKE_S)):
+    deadline_s = time.monotonic() + HANDSHAKE_S
+    while time.monotonic() < deadline_s:
         messages, _ = channel.receive(1.0)
         for message in messages:
             if message["kind"].text() == "job":

@@ -58,14 +58,14 @@ class Nodes(NamedTuple):
         return node_environments(store, num_processes, numbers, self.node, (self.host, self.port), interface)
 
 
-def job_of(plan: Plan, script: str, arguments: Sequence[str], options: Sequence[object]) -> dict[str, str]:
+def job_of(plan: Plan, script: bytes, arguments: Sequence[str], options: Sequence[object]) -> dict[str, str]:
     """What must be the same on all nodes: its name for people, and a short text that tells it from others."""
     return {
         "Rota": _version("rota"),
         "PyTorch": _version("torch"),
         "Python": f"{sys.version_info[0]}.{sys.version_info[1]}",
         "plan": digest(plan),
-        "script": hashlib.sha256(Path(script).read_bytes()).hexdigest(),
+        "script": hashlib.sha256(script).hexdigest(),
         "arguments of the script": hashlib.sha256(repr([*arguments]).encode()).hexdigest(),
         "options of rota run": hashlib.sha256(repr([*options]).encode()).hexdigest(),
     }

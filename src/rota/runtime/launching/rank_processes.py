@@ -10,6 +10,7 @@ supervisor ──▶ rank 0, rank 1, …   each leads a session of its own, so t
 from __future__ import annotations
 
 import os
+import select
 import selectors
 import signal
 import socket
@@ -19,6 +20,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
+from types import TracebackType
 from typing import Protocol, final
 
 from rota.errors import PipelineError
@@ -29,10 +31,12 @@ from rota.runtime.kept_memory import State
 from rota.runtime.launching.newest_states import NewestStates
 from rota.runtime.launching.requests import EndedBySignal, Requests
 from rota.runtime.launching.run_folder import Folder
-from rota.runtime.launching.stand_by import StandBy, StandByEndedError
+from rota.runtime.launching.stand_by import STAND_BY, StandBy, StandByEndedError
 
 _FIRST_FAILURE_S = 5.0  # that the rank with the first error has to print it and end, after others have lost it
+_READY_S = 600.0  # in which the stand-by imports, from disks that may be slow
 _TERM_S = 5.0  # for handlers of SIGTERM that the script has set
+_GONE_S = 60.0  # after SIGKILL: the kernel frees a rank's memory, and its device's driver what it holds there
 _ONE_REQUEST_S = 3.0  # in which nodes get the same signal; ranks take it for the same request, too
 
 
@@ -113,12 +117,14 @@ class Ranks:
             self._selector.register(self._requests, selectors.EVENT_READ)
             if self._elsewhere is not None:
                 self._selector.register(self._elsewhere, selectors.EVENT_READ, self._elsewhere)
-            stack.callback(self._end)
+            stack.push(self._end)
             self._stack = stack.pop_all()
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self._stack.close()
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.__exit__(kind, error, trace)
 
     def start(self, command: Sequence[str], environments: Sequence[Mapping[str, str]]) -> None:
         """Start Python with the arguments `command` in one process per environment.
@@ -145,13 +151,19 @@ class Ranks:
 
         Raises:
             PipelineError: the machine refuses to start one more process.
-            RankFailed: the stand-by has ended.
-            EndedBySignal, KeyboardInterrupt: a signal came before the stand-by was ready.
+            RankFailed: the stand-by has ended before it was ready, or has never become ready.
+            EndedBySignal, KeyboardInterrupt: a signal came before the ranks were started.
         """
-        self._guard([stand_by.pid])
+        if not stand_by.is_alive():
+            stand_by.replace()
         try:
             self._await(stand_by)
-            self._fork(stand_by, command, environments, memories)
+            try:
+                self._fork(stand_by, command, environments, memories)
+            except StandByEndedError as error:
+                stand_by.replace(error)
+                self._await(stand_by)
+                self._fork(stand_by, command, environments, memories)
         except OSError as error:
             raise self._refused(len(environments), error) from None
         except StandByEndedError as error:
@@ -202,17 +214,21 @@ class Ranks:
         self._folder.guard([*others, *(rank.process.pid for rank in self._ranks)])
 
     def _await(self, stand_by: StandBy) -> None:
+        self._guard([stand_by.pid])
         if stand_by.is_ready:
             return
+        deadline_s = time.monotonic() + _READY_S
         self._selector.register(stand_by.line, selectors.EVENT_READ)
-        while not stand_by.has_message():
-            self._wait_for_event()
-            self._end_if_asked()
-        self._selector.unregister(stand_by.line)
+        try:
+            while not stand_by.has_message():
+                if time.monotonic() > deadline_s:
+                    stand_by.end()
+                    raise StandByEndedError(f"{STAND_BY} has not imported PyTorch within {_READY_S:g} s")
+                self._wait_for_event(deadline_s)
+                self._requests.end_if_asked("before they were started")
+        finally:
+            self._selector.unregister(stand_by.line)
         stand_by.note_ready()
-
-    def _end_if_asked(self) -> None:
-        self._requests.end_if_asked("before they were started")
 
     def wait(self, until_s: float | None = None) -> bool:
         """Wait until all ranks have ended without failure; returns False if `until_s` (monotonic) comes first.
@@ -391,17 +407,26 @@ class Ranks:
         while self._running and time.monotonic() < self._deadline_s and not self._requests.taken():
             self._wait_for_event()
 
-    def _end(self) -> None:
-        """Kill all ranks that are left, and all processes that they forked."""
+    def _end(self, _: object, error: BaseException | None, __: object) -> None:
+        """Kill all ranks that are left, and all processes that they forked. Raises PipelineError if a rank stays."""
         for rank in self._ranks:
             rank.kill()
         if self._elsewhere is not None:
             self._elsewhere.end()
+        deadline_s = time.monotonic() + _GONE_S
+        left = [rank for rank in self._ranks if not rank.has_ended(deadline_s)]
         for rank in self._ranks:
-            rank.process.wait()
-        self._folder.guard([])
-        for rank in self._ranks:
+            if rank not in left:
+                rank.process.wait()
             rank.close()
+        self._folder.guard([])
+        if left:
+            before = f"{error}; " if isinstance(error, RankFailed) else ""
+            names = ", ".join(f"{rank.name} (process {rank.process.pid})" for rank in left)
+            raise PipelineError(
+                f"{before}{names} cannot be ended: a system call has not returned within {_GONE_S:g} s of SIGKILL; "
+                f"look at the disks and devices in use there (dmesg), and start the run again when the process is gone"
+            )
 
 
 class RankOfRun:
@@ -446,6 +471,12 @@ class _Rank(RankOfRun):
         status = os.waitid(os.P_PIDFD, self.end, os.WEXITED | os.WNOWAIT)
         assert status is not None
         return status.si_status if status.si_code == os.CLD_EXITED else -status.si_status
+
+    def has_ended(self, until_s: float) -> bool:
+        """Whether it ends before then (monotonic clock)."""
+        poll = select.poll()
+        poll.register(self.end, select.POLLIN)
+        return bool(poll.poll(1000 * max(until_s - time.monotonic(), 0)))
 
     def kill(self) -> None:
         with suppress(ProcessLookupError, PermissionError):

@@ -199,7 +199,8 @@ class _Greeting:
             raise ChannelError("it does not speak Rota's protocol")
         message = _parsed(self._exactly(length))
         if "refused" in message.value:
-            # Anyone can send this: it is shown, and ends nothing but this connection.
+            # Anyone can send this. On node 0, it ends nothing but this connection. Another node believes it and ends:
+            # whoever can answer there can keep the run from starting anyway, and a wrong secret shows at once.
             words = message["refused"].value
             shown = reading.printable(words[:_LONGEST_WORDS]) if isinstance(words, str) else "without a reason"
             raise RefusedError(f"it refuses this node: {shown}")

@@ -19,12 +19,14 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, final
 
 from rota.errors import PipelineError
 from rota.runtime.large_copies import with_large_copies
+from rota.runtime.launching.requests import Requests
 
 _PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 MOST_BYTES = 1 << 18  # of a message
@@ -32,13 +34,15 @@ _AT_ONCE = 64  # ranks that one request forks
 MOST_FILES = 2 * _AT_ONCE
 #: Of what ranks import, what takes longest: PyTorch's optimizers load torch._dynamo at their first call.
 _MODULES = ("rota.runtime.pipeline", "rota.runtime.deferred", "rota.runtime.spmd", "rota.models", "torch._dynamo")
-_ENDED = "the process that ranks are forked from has ended"
+STAND_BY = "the process that ranks are forked from"
+_ANSWER_S = 30.0  # in which it forks ranks; a second is enough for 64
+_GONE_S = 10.0  # after SIGKILL
 _OF_RESTARTS = ("rota.runtime.checkpoints",)
 
 
 @final
 class StandByEndedError(PipelineError):
-    """The stand-by has ended, so that no rank can be forked from it."""
+    """The stand-by has ended or does not answer, so that no rank can be forked from it."""
 
 
 @final
@@ -68,11 +72,16 @@ class StandBy:
     Args:
         environment: what the ranks have in common. Libraries read some variables when they are loaded.
         for_restarts: import also what only restarted ranks need at once.
+        requests: signals to this process, which end a wait for the stand-by.
+        report: called with one line if ranks have to wait for another stand-by.
     """
 
-    def __init__(self, environment: Mapping[str, str], for_restarts: bool) -> None:
+    def __init__(
+        self, environment: Mapping[str, str], for_restarts: bool, requests: Requests, report: Callable[[str], None]
+    ) -> None:
         self._environment = dict(environment)
         self.for_restarts = for_restarts
+        self._requests, self._report = requests, report
         self._modules = _MODULES + (_OF_RESTARTS if for_restarts else ())
         self._stack = ExitStack()
         #: Whether it has imported everything.
@@ -95,12 +104,21 @@ class StandBy:
                     pass_fds=[theirs.fileno()],
                     start_new_session=True,
                 )
-            stack.callback(self._process.wait)
-            stack.callback(self._process.kill)
+            stack.callback(self.end)
             self._stack = stack.pop_all()
 
-    def replace(self) -> None:
-        """Start another process, which will be ready later, instead of one that has ended."""
+    def end(self) -> None:
+        """Kill it."""
+        self._process.kill()
+        try:
+            self._process.wait(_GONE_S)
+        except subprocess.TimeoutExpired:
+            self._report(f"{STAND_BY} (process {self.pid}) has not ended within {_GONE_S:g} s of SIGKILL")
+
+    def replace(self, why: StandByEndedError | None = None) -> None:
+        """Start another process, which will be ready later. `why` is reported: ranks have to wait for it."""
+        if why is not None:
+            self._report(f"{why}; ranks are started as soon as another one is ready")
         self._stack.close()
         self.is_ready = False
         self._start()
@@ -119,14 +137,21 @@ class StandBy:
 
     def has_message(self) -> bool:
         """Whether a message has come, or it has ended."""
-        return bool(select.select([self.line], [], [], 0)[0])
+        return self._is_readable(0)
+
+    def _is_readable(self, timeout_s: float) -> bool:
+        """Whether there is a message, after a wait that ends as soon as there is one, or a request to end."""
+        poll = select.poll()  # not `select`, which takes no numbers above 1023: there is memory for as many ranks
+        for file in (self.line, self._requests):
+            poll.register(file.fileno(), select.POLLIN)
+        return any(number == self.line.fileno() for number, _ in poll.poll(1000 * timeout_s))
 
     def note_ready(self) -> None:
         """Read its first message, which has come. Raises PipelineError if it cannot fork ranks."""
-        num_threads = self._answer()["threads"]
+        num_threads = self._message()["threads"]
         if num_threads != 1:
             raise PipelineError(
-                f"the process that ranks are forked from has {num_threads} threads after its imports; look at what "
+                f"{STAND_BY} has {num_threads} threads after its imports; look at what "
                 f"sitecustomize and .pth files import"
             )
         self.is_ready = True
@@ -144,21 +169,25 @@ class StandBy:
 
         Raises:
             PipelineError: the machine refuses to start one more process; none is left then.
-            StandByEndedError: the stand-by has ended.
+            StandByEndedError: the stand-by has ended, or does not answer; no rank is left then.
+            EndedBySignal, KeyboardInterrupt: a signal came; no rank is left then.
         """
         forked: list[Forked] = []
         at_once = max(min(_AT_ONCE, MOST_FILES // len(files[0])), 1)
-        for first in range(0, len(environments), at_once):
-            rows = slice(first, first + at_once)
-            forked += self._fork_some(command, environments[rows], [file for row in files[rows] for file in row])
-        if len(forked) < len(environments):
+        try:
+            for first in range(0, len(environments), at_once):
+                rows = slice(first, first + at_once)
+                forked += self._fork_some(command, environments[rows], [file for row in files[rows] for file in row])
+            if len(forked) < len(environments):
+                raise PipelineError(
+                    f"process {len(forked)} of {len(environments)} cannot be started; start fewer, or raise the limit "
+                    f"(ulimit -u)"
+                )
+        except BaseException:
             for each in forked:
                 each.kill()
                 each.wait()
-            raise PipelineError(
-                f"process {len(forked)} of {len(environments)} cannot be started; start fewer, or raise the limit "
-                f"(ulimit -u)"
-            )
+            raise
         return forked
 
     def _fork_some(
@@ -173,16 +202,22 @@ class StandBy:
             try:
                 socket.send_fds(self.line, [request], files)
             except OSError as error:
-                raise StandByEndedError(_ENDED) from error
-            pids: list[int] = self._answer()["pids"]
+                raise StandByEndedError(f"{STAND_BY} has ended") from error
+            deadline_s = time.monotonic() + _ANSWER_S
+            while not self._is_readable(max(deadline_s - time.monotonic(), 0)):
+                self._requests.end_if_asked("before they were started")
+                if time.monotonic() > deadline_s:
+                    raise StandByEndedError(f"{STAND_BY} has not answered within {_ANSWER_S:g} s")
+            pids: list[int] = self._message()["pids"]
         return [Forked(pid) for pid in pids if pid]
 
-    def _answer(self) -> dict[str, Any]:
+    def _message(self) -> dict[str, Any]:
+        """Its next message, which has come."""
         with suppress(OSError):
             if data := self.line.recv(MOST_BYTES):
-                answer: dict[str, Any] = json.loads(data)
-                return answer
-        raise StandByEndedError(_ENDED)
+                message: dict[str, Any] = json.loads(data)
+                return message
+        raise StandByEndedError(f"{STAND_BY} has ended")
 
 
 @contextmanager

@@ -14,15 +14,12 @@ import os
 import runpy
 import socket
 import sys
-import time
 
 from rota.runtime import control, kept_memory
 from rota.runtime.huge_pages import lay_in_huge_pages
 from rota.runtime.large_copies import forget_variable
 from rota.runtime.launching.stand_by import MOST_BYTES, MOST_FILES
 from rota.runtime.orphans import end_with_parent
-
-_LOOK_S = 0.0002
 
 
 def main() -> None:
@@ -47,11 +44,15 @@ def main() -> None:
         per_rank = len(files) // len(request["environments"])
         of_ranks = [files[i : i + per_rank] for i in range(0, len(files), per_rank)]
         rank = _fork(line, len(of_ranks))
-        if rank is not None:
-            _run(request["command"], request["environments"][rank], parent, of_ranks[rank])
-            return
+        own = [] if rank is None else of_ranks[rank]
         for file in files:
-            os.close(file)
+            if file in own:
+                os.set_inheritable(file, False)  # `recv_fds` takes no flags for this
+            else:
+                os.close(file)
+        if rank is not None:
+            _run(request["command"], request["environments"][rank], parent, own)
+            return
 
 
 def _fork(line: socket.socket, num_ranks: int) -> int | None:
@@ -87,12 +88,8 @@ def _fork(line: socket.socket, num_ranks: int) -> int | None:
 
 def _run(command: list[str], environment: dict[str, str], supervisor: int, files: list[int]) -> None:
     """Run the module of a command as `python -m` does."""
-    while os.getppid() != supervisor:  # until the process between has ended
-        if os.getppid() == 1:
-            os._exit(1)  # the supervisor has ended
-        time.sleep(_LOOK_S)
     if not control.await_start(files[0]):
-        os._exit(1)  # the stand-by was killed before it could tell of this process
+        os._exit(1)  # the stand-by was killed before it could tell of this process, or the supervisor has ended
     os.environ.update(environment)
     os.environ.update(control.environment_of(files[0], supervisor))
     os.environ.update(kept_memory.environment_of(files[1:]))

@@ -5,18 +5,20 @@ python -m rota.runtime.launching.worker SCRIPT [ARGUMENT …]
 
 from __future__ import annotations
 
+import importlib.util
 import io
+import linecache
 import os
-import runpy
 import signal
 import sys
 import traceback
+from types import ModuleType
 from typing import NoReturn
 
 from rota.errors import LostRankError, RotaError
 from rota.runtime import control
 from rota.runtime.freed_memory import keep_freed_memory
-from rota.runtime.launcher_files import is_first_to_say, keep_sockets_in_run_folder
+from rota.runtime.launcher_files import is_first_to_say, keep_sockets_in_run_folder, kept_script
 from rota.runtime.orphans import end_with_parent
 from rota.runtime.process_group import meet_by_environment
 
@@ -34,7 +36,7 @@ def main() -> None:
     sys.path.insert(0, os.path.dirname(os.path.abspath(script)))  # as `python SCRIPT` does
     rank = os.getpid()
     try:
-        runpy.run_path(script, run_name="__main__")
+        _run(script, kept_script())
     except BaseException as error:
         if os.getpid() != rank:
             _end(_show(error, script))
@@ -47,6 +49,15 @@ def main() -> None:
     if os.getpid() != rank:
         # The script forked this process. Only the rank may clean up its threads and connections.
         _end(0)
+
+
+def _run(script: str, text: bytes) -> None:
+    """Run the text as `__main__`, as `python SCRIPT` does with a file."""
+    main = sys.modules["__main__"] = ModuleType("__main__")
+    main.__file__ = script
+    lines = [*io.StringIO(importlib.util.decode_source(text))]
+    linecache.cache[script] = len(text), None, lines, script  # for tracebacks, whatever is in the file by then
+    exec(compile(text, script, "exec", dont_inherit=True), vars(main))
 
 
 def _write_whole_lines() -> None:
