@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import errno
+import mmap
 import os
+from contextlib import redirect_stderr
 from dataclasses import replace
+from io import StringIO
 from pathlib import Path
 
 import pytest
@@ -12,7 +16,11 @@ import torch.distributed as dist
 
 from rota import PipelineError, split
 from rota.runtime import checkpoints, kept_memory
+from rota.runtime.checkpoints import in_memory
+from rota.runtime.environment import PROGRESS
 from rota.runtime.kept_memory import states_in
+from rota.runtime.mapped_file import MappedFile
+from rota.simulation import simulate
 from support.checkpoint_runs import TWO, Training, memory, model, refusal, steps_in
 from support.pool import Pool
 
@@ -20,7 +28,8 @@ pytestmark = pytest.mark.dist
 
 
 def go_on(rank: int, folder: Path) -> None:
-    with memory() as file:
+    with memory() as file, pytest.MonkeyPatch.context() as patch, redirect_stderr(StringIO()) as told:
+        patch.setenv(PROGRESS, "1")
         first = Training(TWO)
         with first.pipeline:
             kept = first.checkpoints(folder)
@@ -30,6 +39,11 @@ def go_on(rank: int, folder: Path) -> None:
                 kept.commit(step + 1, data=[step])
             assert sorted(steps_in(file)) == [2, 3]
             expected, random_after = first.steps(range(3, 6)), torch.rand(3)
+            lines = [line for line in told.getvalue().splitlines() if line.startswith("rota: states are kept")]
+            assert len(lines) == (rank == 0)
+            if first.pipeline._progress is not None:
+                assert len(first.pipeline._progress._commits_s) == 3
+                assert first.pipeline._progress._snapshot_bytes > 0
 
         again = Training(TWO, split(model(1), TWO.plan().num_stages))
         with again.pipeline:
@@ -232,9 +246,105 @@ def leave_out(rank: int, folder: Path, what: str) -> None:
         dist.barrier()
 
 
+def keep_what_is_counted(rank: int, folder: Path) -> None:
+    """The optimizer's state is not counted by this plan, so there is room for the weights' alone."""
+    with memory() as file:
+        training = Training(TWO)
+        with training.pipeline:
+            kept = training.checkpoints(folder)
+            assert kept._in_memory is not None
+            plan, (_, counted) = training.pipeline.plan, kept._in_memory.count()
+            placement = replace(plan.placement, static_bytes=(counted,) * 2, snapshot_bytes=(counted,) * 2)
+            most = max(simulate(replace(plan, placement=placement)).peak_memory_bytes)
+            cluster = replace(placement.cluster, limit_bytes=(most, most))
+            training.pipeline.plan = replace(plan, placement=replace(placement, cluster=cluster))
+            kept.commit(0)
+            assert steps_in(file) == [0]
+            training.steps(range(1))
+            kept.commit(1)
+            assert steps_in(file) == []
+
+
+def test_a_plan_that_counts_states_in_memory_has_room_for_them(pool: Pool, tmp_path: Path) -> None:
+    pool.run(2, keep_what_is_counted, tmp_path)
+
+
 @pytest.mark.parametrize("what", ["machine", "plan"])
 def test_without_enough_memory_nothing_is_kept(pool: Pool, tmp_path: Path, what: str) -> None:
     pool.run(2, leave_out, tmp_path, what)
+
+
+def count_what_is_there(rank: int, folder: Path) -> None:
+    with memory() as file, pytest.MonkeyPatch.context() as patch:
+        first = Training(TWO)
+        with first.pipeline:
+            kept = first.checkpoints(folder)
+            first.steps(range(1))
+            kept.commit(1)
+            kept.commit(2)
+        patch.setattr(checkpoints, "available_bytes", lambda: 0)  # the memory of these states is no longer free
+        again = Training(TWO, split(model(1), TWO.plan().num_stages))
+        with again.pipeline:
+            kept = again.checkpoints(folder)
+            kept.load()
+            kept.commit(3)
+            assert sorted(steps_in(file)) == [2, 3]
+
+
+def test_a_restart_needs_no_more_memory_than_it_has_already(pool: Pool, tmp_path: Path) -> None:
+    pool.run(2, count_what_is_there, tmp_path)
+
+
+def grow(rank: int, folder: Path) -> None:
+    with memory() as file, pytest.MonkeyPatch.context() as patch:
+        training = Training(TWO)
+        with training.pipeline:
+            kept = training.checkpoints(folder)
+            states = kept._in_memory
+            assert states is not None
+            # Together, both ranks have enough for their weights, but not for an optimizer's state as well.
+            patch.setattr(checkpoints, "available_bytes", lambda: 2 * states.count()[0])
+            kept.commit(0)
+            assert steps_in(file) == [0]
+            needed = 2 * states.count()[0]
+            patch.setattr(checkpoints, "available_bytes", lambda: needed - 2 * states.allocated_bytes)
+            for step in (1, 2):
+                training.steps(range(step - 1, step))
+                kept.commit(step)
+                assert steps_in(file) == []
+            assert states.allocated_bytes == mmap.PAGESIZE  # what the first state took is free again
+
+
+def test_states_that_have_grown_too_large_are_no_longer_kept(pool: Pool, tmp_path: Path) -> None:
+    pool.run(2, grow, tmp_path)
+
+
+def grow_on_one(rank: int, folder: Path, what: str) -> None:
+    with memory() as file, pytest.MonkeyPatch.context() as patch:
+        training = Training(TWO)
+        with training.pipeline:
+            kept = training.checkpoints(folder)
+            kept.commit(0)
+            kept.commit(1)
+            training.steps(range(1))
+            if rank == 1 and what == "known":
+                patch.setattr(in_memory, "available_bytes", lambda: 1000)
+            if rank == 1 and what == "tried":
+                patch.setattr(MappedFile, "fill", no_memory)
+            kept.commit(2)
+            assert sorted(steps_in(file)) == ([] if rank == 1 else [1, 2])
+            training.steps(range(1, 2))
+            kept.commit(3)  # the fourth: all count again
+            assert steps_in(file) == []
+
+
+def no_memory(*_: object) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.mark.parametrize("what", ["known", "tried"])
+def test_a_rank_without_memory_for_more_ends_no_run(pool: Pool, tmp_path: Path, what: str) -> None:
+    pool.run(2, grow_on_one, tmp_path, what)
 
 
 def test_without_a_supervisor_nothing_is_kept() -> None:
