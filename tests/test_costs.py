@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rota.costs import Cluster, Costs, Link, SharedLink
+from rota.costs import AllReduceTimes, Cluster, Costs, Link, SharedLink
 from rota.errors import FormatError, PlacementError, RotaError
 from rota.placing import place
 from support.core_strategies import clusters, costs
@@ -152,6 +152,13 @@ def test_costs_that_make_no_sense_are_refused(fields: dict[str, object], told: s
         (lambda: SharedLink("host", 1, (), (1,)), "senders of the shared link host is (): give different ranks"),
         (lambda: SharedLink("host", 1, (0,), (0.5,)), "a rank in receivers of host is 0.5"),
         (lambda: Cluster((None,), gap_us=-1), "gap_us is -1"),
+        (lambda: AllReduceTimes(1, ((1, 2),)), "all-reduces of 1 ranks take ((1, 2),): give 2 ranks or more"),
+        (lambda: AllReduceTimes(2, ()), "all-reduces of 2 ranks take ()"),
+        (lambda: AllReduceTimes(2, ((0, 2),)), "ascending sizes from 1 byte"),
+        (lambda: AllReduceTimes(2, ((1, 5), (2, 4))), "with times that do not fall"),
+        (lambda: AllReduceTimes(2, ((1, 0.5),)), "a number of all-reduces is 0.5"),
+        (lambda: Cluster((None,), all_reduces=(AllReduceTimes(2, ((1, 2),)),)), "all_reduces are of [2] ranks: give"),
+        (lambda: Cluster((None,) * 2, all_reduces=(AllReduceTimes(2, ((1, 2),)),) * 2), "are of [2, 2] ranks: give"),
         (
             lambda: Cluster((None,), shared=(SharedLink("host", 1, (0,), (1,)),)),
             "the shared link host has rank 1, outside the cluster of 1 ranks",

@@ -20,7 +20,7 @@ os.environ.setdefault("NUMBA_DISABLE_ERROR_MESSAGE_HIGHLIGHTING", "1")
 
 _HOMES = {
     "rota.tasks": ("Kind", "Op", "Task", "Transfer"),
-    "rota.costs": ("Cluster", "Costs", "Link", "SharedLink"),
+    "rota.costs": ("AllReduceTimes", "Cluster", "Costs", "Link", "SharedLink"),
     "rota.layers": ("LayerCosts",),
     "rota.sizes": ("Curve", "Size", "SizeModel"),
     "rota.profiles": ("Profile",),
@@ -92,6 +92,7 @@ if TYPE_CHECKING:
     from rota.checking import check as check
     from rota.comparison import Comparison as Comparison
     from rota.comparison import compare as compare
+    from rota.costs import AllReduceTimes as AllReduceTimes
     from rota.costs import Cluster as Cluster
     from rota.costs import Costs as Costs
     from rota.costs import Link as Link

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from itertools import zip_longest
+from itertools import pairwise, zip_longest
 from operator import add, sub
 from typing import Any
 
@@ -150,6 +150,53 @@ class SharedLink:
         return cls(field["name"].name(), rate, senders.integers(0), receivers.integers(0))
 
 
+@dataclass(frozen=True, slots=True)
+class AllReduceTimes:
+    """Measured all-reduces of one number of ranks, while as many groups of ranks as there are do the same.
+
+    Attributes:
+        num_ranks: The ranks of a group, 2 or more.
+        times_us: (bytes, µs) of one size or more, ascending in bytes. A larger sum takes no less time.
+
+    Raises:
+        PlacementError: A number is not whole, or out of order.
+    """
+
+    num_ranks: int
+    times_us: tuple[tuple[int, int], ...]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "num_ranks", whole("num_ranks of all-reduces", self.num_ranks))
+        whole_numbers = [tuple(whole("a number of all-reduces", number) for number in point) for point in self.times_us]
+        object.__setattr__(self, "times_us", tuple(whole_numbers))
+        rises = all(a < b and a_us <= b_us for (a, a_us), (b, b_us) in pairwise([(0, 0), *self.times_us]))
+        if self.num_ranks < 2 or not self.times_us or not rises:
+            raise PlacementError(
+                f"all-reduces of {self.num_ranks} ranks take {self.times_us}: give 2 ranks or more, and (bytes, µs) of "
+                f"ascending sizes from 1 byte with times that do not fall"
+            )
+
+    def us(self, num_bytes: int) -> int:
+        """The time of a sum: on a line between measured sizes; the smallest's time below, the largest's rate above."""
+        points = self.times_us
+        for (small, least_us), (large, most_us) in pairwise(points):
+            if small < num_bytes <= large:
+                return least_us + -(-(most_us - least_us) * (num_bytes - small) // (large - small))
+        return points[0][1] if num_bytes <= points[0][0] else -(-points[-1][1] * num_bytes // points[-1][0])
+
+    def to_fields(self) -> dict[str, Any]:
+        """The times in JSON."""
+        return {"num_ranks": self.num_ranks, "times_us": [list(point) for point in self.times_us]}
+
+    @classmethod
+    def from_fields(cls, field: reading.Field) -> AllReduceTimes:
+        """Read what `to_fields` wrote. Raises FormatError or PlacementError."""
+        points = [point.integers(0) for point in field["times_us"]]
+        if any(len(point) != 2 for point in points):
+            raise field["times_us"].wrong("a list of [bytes, µs]")
+        return cls(field["num_ranks"].integer(2), tuple((point[0], point[1]) for point in points))
+
+
 @dataclass(frozen=True)
 class Cluster:
     """The ranks, their memory, and the links between them.
@@ -160,9 +207,11 @@ class Cluster:
         links: (sender, receiver, Link) of the pairs that differ. The first entry of a pair counts.
         shared: What pairs of ranks share. Empty: transfers never wait for each other.
         gap_us: Time that a rank needs between two ops.
+        all_reduces: Measured all-reduces, by ascending number of ranks. They price the sums of replicas' gradients.
 
     Raises:
-        PlacementError: There is no rank, a number is negative or not whole, or a link leaves the cluster.
+        PlacementError: There is no rank, a number is negative or not whole, a link leaves the cluster, or all-reduces
+            are not in order.
     """
 
     limit_bytes: tuple[int | None, ...]
@@ -170,6 +219,7 @@ class Cluster:
     links: tuple[tuple[int, int, Link], ...] = ()
     shared: tuple[SharedLink, ...] = ()
     gap_us: int = 0
+    all_reduces: tuple[AllReduceTimes, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.limit_bytes:
@@ -186,6 +236,11 @@ class Cluster:
                 raise PlacementError(
                     f"the shared link {shared.name} has rank {rank}, outside the cluster of {self.num_ranks} ranks"
                 )
+        numbers = [of.num_ranks for of in self.all_reduces]
+        if numbers != sorted({*numbers}) or max(numbers, default=0) > self.num_ranks:
+            raise PlacementError(
+                f"all_reduces are of {numbers} ranks: give each number once, ascending, up to {self.num_ranks}"
+            )
 
     @property
     def num_ranks(self) -> int:
@@ -242,6 +297,7 @@ class Cluster:
             "links": [[a, b, *link.to_fields()] for a, b, link in self.links],
             **({"shared": [shared.to_fields() for shared in self.shared]} if self.shared else {}),
             **({"gap_us": self.gap_us} if self.gap_us else {}),
+            **({"all_reduces": [of.to_fields() for of in self.all_reduces]} if self.all_reduces else {}),
         }
 
     @classmethod
@@ -257,7 +313,10 @@ class Cluster:
         shared = tuple(SharedLink.from_fields(each) for each in field["shared"]) if "shared" in field else ()
         gap_us = field["gap_us"].integer(0) if "gap_us" in field else 0
         link = Link.from_fields(list(field["link"]), field["link"])
-        return cls(limits, link, tuple(links), shared, gap_us)
+        all_reduces = (
+            tuple(AllReduceTimes.from_fields(each) for each in field["all_reduces"]) if "all_reduces" in field else ()
+        )
+        return cls(limits, link, tuple(links), shared, gap_us, all_reduces)
 
     def to_json(self) -> str:
         """The text of a "cluster" file, which `from_json` reads."""

@@ -13,10 +13,12 @@ import rota
 from planning.test_autoplan import UNEVEN, layer_costs
 from rota.cli import main
 from rota.cli.arguments import parse_link
-from rota.cli.commands.autoplan import by_importance
+from rota.cli.commands.autoplan import _is_here, _machine_here, by_importance
 from rota.errors import PipelineError
-from rota.planning import model_file
+from rota.planning import Machine, model_file
+from rota.planning.deadline import Deadline
 from rota.profiles import Profile
+from rota.profiling.links import FoundLinks
 from rota.profiling.places import memory_bytes_per_rank
 from rota.runtime import host_memory
 from rota.runtime.launching.launch import Run
@@ -166,7 +168,7 @@ def test_links_that_cannot_be_measured_are_counted_as_free(
     def links(*_: object, **__: object) -> rota.Cluster:
         raise PipelineError("the machine is too busy")
 
-    monkeypatch.setattr("rota.profiling.links_of_this_machine", links)
+    monkeypatch.setattr("rota.profiling.machine_links.found_on_this_machine", links)
     monkeypatch.setattr("rota.profiling.forked.why_not_here", lambda _: "")
     model = tmp_path / "model.py"
     model.write_text(MODEL)
@@ -176,6 +178,33 @@ def test_links_that_cannot_be_measured_are_counted_as_free(
     assert told.startswith("Transfers are counted as free; give --link or --links")
     remark = "links were not measured, so transfers are counted as free: the machine is too busy"
     assert remark in " ".join(told.split())  # whatever the width of the terminal
+
+
+def test_links_are_those_between_cpus_on_which_plans_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    sums = rota.AllReduceTimes(2, ((1000, 90),))
+    cluster = rota.Cluster((None,) * 2, rota.Link(0, None, 80), all_reduces=(sums,))
+    asked: list[tuple[int, str]] = []
+
+    def links(num_ranks: int, *, device: str, **_: object) -> FoundLinks:
+        asked.append((num_ranks, device))
+        return FoundLinks(cluster, cluster, "a table", "others took 40%")
+
+    monkeypatch.setattr("rota.profiling.machine_links.found_on_this_machine", links)
+    given = argparse.Namespace(ranks=2, cache=None, refresh=False)
+    for time_limit_s in (600.0, 0.001):  # what is measured depends on nothing but what is kept
+        remarks: list[str] = []
+        machine = _machine_here(given, Machine(2), Deadline(time_limit_s, None), lambda _: None, remarks)
+        assert machine.reduce_us(1000, [0, 1]) == 90
+        assert remarks == ["links were measured on a busy machine: others took 40%"]
+    assert asked == [(2, "cpu")] * 2
+
+
+def test_links_that_are_given_are_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rota.profiling.forked.why_not_here", lambda _: "")
+    nothing = {"ranks": 2, "link": None, "links": None, "node": None, "slowdowns": ()}
+    assert _is_here(argparse.Namespace(**nothing))
+    assert not _is_here(argparse.Namespace(**{**nothing, "link": (0, None)}))
+    assert not _is_here(argparse.Namespace(**{**nothing, "links": "cluster.json"}))
 
 
 BLOCKS = """

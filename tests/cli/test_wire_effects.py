@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,15 +14,24 @@ from rota.costs import Cluster, Costs, Link, SharedLink
 from rota.errors import PipelineError
 from rota.placing import place
 from rota.plan import Plan
+from rota.profiling.links import FoundLinks
+from rota.schedules import one_f_one_b
+from rota.simulation import simulate
 
 HOST = SharedLink("host a", 40, (0, 1), (0, 1))
+FREE = "Transfers are counted as free; give --link or --links when planning."
 NONE = "links that ranks share, what messages cost their ranks, gaps between ops"
 
 
 @pytest.mark.parametrize(
     ("cluster", "line"),
     [
-        (Cluster.uniform(2), f"Transfers are counted as free. Not counted: latency, rate, {NONE}."),
+        (Cluster.uniform(2), f"{FREE} Not counted: latency, rate, {NONE}."),
+        (
+            Cluster((None, None), gap_us=3),
+            f"{FREE} Counted: gaps between ops (3 µs). Not counted: latency, rate, links that ranks share, what "
+            "messages cost their ranks.",
+        ),
         (Cluster.uniform(2, None, 5), f"Counted: latency (5 µs). Not counted: rate, {NONE}."),
         (
             Cluster((None, None), Link(5, 100), ((0, 1, Link(7, 50)),)),
@@ -31,6 +41,11 @@ NONE = "links that ranks share, what messages cost their ranks, gaps between ops
             Cluster((None, None), Link(5, 100, 120, None, 80), shared=(HOST,), gap_us=9),
             "Counted: latency (5 µs), rate (100 MB/s), host a (2 ranks share 40 MB/s), messages (up to 120 µs at the "
             "sender and 80 µs at the receiver), gaps between ops (9 µs).",
+        ),
+        (  # as measured where messages take no longer than they cost their ranks
+            Cluster((None, None), Link(0, None, 80, 5000, 60), shared=(HOST,), gap_us=9),
+            "Counted: host a (2 ranks share 40 MB/s), messages (up to 81 µs at the sender and 60 µs at the receiver), "
+            "gaps between ops (9 µs).",
         ),
     ],
 )
@@ -57,6 +72,31 @@ def test_measured_links_go_into_the_plan_and_are_told_by_every_command(
     for command in ("simulate", "check", "show"):
         assert "host a (2 ranks share 40 MB/s)" in run(capsys, command, plan)[1]
     assert "latency (7 µs), rate (2 GB/s)" in run(capsys, "plan", "1f1b", *step, "--link", "7us,2GB/s")[1]
+    assert "host a (2 ranks share 40 MB/s)" in run(capsys, "plan", "gpipe", *step, "--links", plan)[1]  # its links
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "search"])
+def test_free_transfers_are_in_the_first_line(capsys: pytest.CaptureFixture[str], schedule: str) -> None:
+    step = ("plan", schedule, "--ranks", "2", "--microbatches", "2")
+    assert run(capsys, *step)[1].startswith("Transfers are counted as free; give --link or --links ")
+    assert "counted as free" not in run(capsys, *step, "--latency-us", "5")[1]
+    assert "counted as free" not in run(capsys, "plan", "1f1b", "--ranks", "1", "--microbatches", "2")[1]
+
+
+def test_costs_of_a_run_are_planned_with_its_links(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    placement = place(Costs.uniform(2, boundary_bytes=80), Cluster((None, None), Link(5, 100, 12), shared=(HOST,)))
+    measured, costs, output = (tmp_path / name for name in ("measured.json", "costs.json", "better.json"))
+    measured.write_text(simulate(one_f_one_b(placement, 4)).to_json())
+    code, said, _ = run(capsys, "calibrate", measured, "--costs", costs, "-o", output)
+    assert code == 0
+    (command,) = re.findall(r"plan with `rota plan … (.*)`", " ".join(said.split()))
+    assert command == f"--costs {costs} --links {output}"
+    for links in (measured, output):
+        planned = run(capsys, "plan", "1f1b", "--microbatches", "4", "--costs", costs, "--links", links)[1]
+        assert "host a (2 ranks share 40 MB/s), messages (up to 12 µs at the sender" in " ".join(planned.split())
+    measured.write_text(simulate(one_f_one_b(place(Costs.uniform(2), Cluster.uniform(2)), 4)).to_json())
+    said = run(capsys, "calibrate", measured, "--costs", costs, "--force")[1]
+    assert re.search(r"plan with `rota plan … --costs [^ ]*`", " ".join(said.split()))  # it had no links
 
 
 @pytest.mark.parametrize(
@@ -65,6 +105,7 @@ def test_measured_links_go_into_the_plan_and_are_told_by_every_command(
         (("--ranks", "3", "--links"), "has 2 ranks, and the plan has 3; measure the links of 3"),
         (("--ranks", "2", "--latency-us", "5", "--links"), "has all links; leave --latency-us out"),
         (("--ranks", "2", "--link", "5us", "--links"), "has all links; leave --link out"),
+        (("--ranks", "2", "--latency-us", "0", "--links"), "has all links; leave --latency-us out"),
     ],
 )
 def test_links_that_do_not_fit_are_refused(
@@ -89,19 +130,22 @@ def test_costs_measured_on_a_cpu_are_planned_with_the_links_of_this_machine(
     measured_costs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     here = Cluster((None, None), Link(11, 100), shared=(HOST,))
-    asked: list[int] = []
+    asked: list[tuple[int, str]] = []
+    doubts = ["", "others took 40%"]
 
-    def links(num_ranks: int, **_: object) -> Cluster:
-        asked.append(num_ranks)
-        return here
+    def links(num_ranks: int, *, device: str, **_: object) -> FoundLinks:
+        asked.append((num_ranks, device))
+        return FoundLinks(here, here, "a table", doubts.pop(0))
 
-    monkeypatch.setattr("rota.profiling.links_of_this_machine", links)
+    monkeypatch.setattr("rota.profiling.machine_links.found_on_this_machine", links)
     step = ("--costs", measured_costs, "--microbatches", "4")
-    code, said, _ = run(capsys, "plan", "1f1b", *step)
-    assert (code, asked) == (0, [2])
+    code, said, errors = run(capsys, "plan", "1f1b", *step)
+    assert (code, asked, errors) == (0, [(2, "cpu")], "")
+    assert "warning: links were measured on a busy machine: others took 40%" in run(capsys, "plan", "1f1b", *step)[2]
     assert "latency (11 µs), rate (100 MB/s), host a (2 ranks share 40 MB/s)" in " ".join(said.split())
     assert "latency (7 µs)" in run(capsys, "plan", "1f1b", *step, "--link", "7us,2GB/s")[1]
-    assert asked == [2]  # not measured where they are given
+    assert "counted as free" in run(capsys, "plan", "1f1b", *step, "--latency-us", "0")[1]
+    assert len(asked) == 2  # not measured where they are given
 
 
 def test_links_that_cannot_be_measured_are_told(
@@ -110,17 +154,17 @@ def test_links_that_cannot_be_measured_are_told(
     def links(*_: object, **__: object) -> Cluster:
         raise PipelineError("the machine is too busy")
 
-    monkeypatch.setattr("rota.profiling.links_of_this_machine", links)
+    monkeypatch.setattr("rota.profiling.machine_links.found_on_this_machine", links)
     code, said, errors = run(capsys, "plan", "1f1b", "--costs", measured_costs, "--microbatches", "4")
     assert code == 0
-    assert "Transfers are counted as free; give --link or --links" in said
+    assert said.startswith("Transfers are counted as free; give --link or --links")
     assert "links were not measured: the machine is too busy" in errors
 
 
 def test_costs_measured_elsewhere_leave_transfers_free(
     measured_costs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("rota.profiling.links_of_this_machine", lambda *_, **__: pytest.fail("measured"))
+    monkeypatch.setattr("rota.profiling.machine_links.found_on_this_machine", lambda *_, **__: pytest.fail("measured"))
     measured_costs.write_text(replace(Costs.uniform(2, boundary_bytes=80), note="estimated for h100").to_json())
     said = run(capsys, "plan", "1f1b", "--costs", measured_costs, "--microbatches", "4")[1]
-    assert "Transfers are counted as free; give --link or --links" in said
+    assert said.startswith("Transfers are counted as free; give --link or --links")

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 import rota
 from rota.checking import check
-from rota.costs import Cluster, Link, SharedLink
+from rota.costs import AllReduceTimes, Cluster, Link, SharedLink
 from rota.cutting import uniform
 from rota.errors import PlacementError, RotaError, SearchError
 from rota.layers import LayerCosts
@@ -282,13 +282,44 @@ def test_replicas_are_offered_only_where_their_all_reduces_have_a_price() -> Non
     assert free.to_text().startswith("Transfers are counted as free; give --link or --links")
     assert replicas(Machine(4)) == replicas(Machine(4, None, Link(3))) == {1}
     assert replicas(Machine(4, None, Link(1, 100))) > {1}
-    measured = Machine(4, all_reduces=dict.fromkeys((2, 3, 4), ((4, 5), (64, 9))))
+    times = (AllReduceTimes(2, ((4, 5), (64, 9))), AllReduceTimes(4, ((4, 20),)))
+    measured = Machine(4, None, Cluster((None,) * 4, all_reduces=times))
     assert replicas(measured) > {1}
     assert measured.reduce_us(4, [0, 1]) == measured.reduce_us(1, [0, 1]) == 5
     assert measured.reduce_us(34, [0, 1]) == 7  # halfway between the two
     assert measured.reduce_us(128, [0, 1]) == 18  # at the rate of the largest
+    assert measured.reduce_us(4, [0, 1, 2]) == 20  # as of 4
     nothing_to_sum = autoplan({1: layer_costs(1)}, Machine(4), 8, time_limit_s=LONG_S)
     assert "Replicas are not considered" not in nothing_to_sum.to_text()
+
+
+COSTLY = Link(0, None, 80, 5, 60, 4)  # all of a message's time is its ranks', as measured on some machines
+
+
+def test_sums_take_the_time_of_their_messages_and_of_what_these_share() -> None:
+    alone = Machine(2, None, Cluster((None,) * 2, COSTLY))
+    assert alone.prices_sums
+    assert alone.reduce_us(2000, [0, 1]) == 2 * (80 + 200 + 60 + 250)  # two parts of 1,000 bytes
+    host = SharedLink("host", 10, (0, 1), (0, 1))
+    together = Machine(2, None, Cluster((None,) * 2, COSTLY, shared=(host,)))
+    assert together.reduce_us(2000, [0, 1]) == 2 * (80 + 200 + 60 + 250 + 200)  # the host serves both parts
+    latency = Machine(2, None, Cluster((None,) * 2, Link(7, 5), shared=(host,)))
+    assert latency.reduce_us(2000, [0, 1]) == 2 * (7 + 200)
+    others = SharedLink("host", 1, (2, 3), (2, 3))
+    assert Machine(4, None, Cluster((None,) * 4, COSTLY, shared=(others,))).reduce_us(2000, [0, 1]) == 2 * 590
+
+
+def test_links_that_cost_nothing_are_no_price() -> None:
+    profiles = {1: layer_costs(1, parameters=8)}
+    free = Cluster((None,) * 4, Link(), ((0, 1, Link()),), gap_us=3)
+    assert not Machine(4, None, free).prices_transfers
+    assert autoplan(profiles, Machine(4, None, free), 8, time_limit_s=LONG_S).to_text().startswith("Transfers are co")
+    host = SharedLink("host", 10, (0, 1), (0, 1))
+    for priced in (replace(free, link=COSTLY), replace(free, links=((0, 1, Link(3)),)), replace(free, shared=(host,))):
+        assert Machine(4, None, priced).prices_transfers
+    assert not Machine(4, None, replace(free, shared=(host,))).prices_sums  # ranks 2 and 3 are not on that host
+    told = autoplan(profiles, Machine(4, None, Cluster((None,) * 4, Link(3))), 8, time_limit_s=LONG_S).to_text()
+    assert "unknown; the links have no rate: measure them again with `rota profile links`, or give --link" in told
 
 
 def test_nothing_is_recomputed_without_a_memory_limit() -> None:

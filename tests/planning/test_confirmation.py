@@ -395,7 +395,6 @@ def test_ctrl_c_while_plans_are_measured_loses_none(num_measured: int, monkeypat
 @pytest.mark.dist
 def test_steps_are_run_on_processes_of_their_own() -> None:
     import rota
-    from rota.profiling.all_reduces import measure_all_reduces
 
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
@@ -421,6 +420,3 @@ def test_steps_are_run_on_processes_of_their_own() -> None:
 
     with pytest.raises(PipelineError, match="no loss today"):
         run_trials(trials, fails, optimizer, 0.1)
-    of_two = measure_all_reduces(2, 4096)[2]
-    assert [size for size, _ in of_two] == [256, 1024, 4096]
-    assert [us for _, us in of_two] == sorted(us for _, us in of_two)

@@ -8,7 +8,8 @@ from dataclasses import replace
 import pytest
 
 from rota import Cluster, Link
-from rota.costs import SharedLink
+from rota.costs import AllReduceTimes, SharedLink
+from rota.profiling.all_reduces import numbers_of
 from rota.profiling.host_links import _taken_by_others, pairs_of
 from rota.profiling.host_messages import ROUND_SIZES, SIZES
 from rota.profiling.link_fits import Sample, sample_of
@@ -144,7 +145,7 @@ def test_what_cannot_be_is_told(wrong: Sample, told: str) -> None:
         assert not changed.implausible(2.0), changed.implausible(2.0)
     negative = replace(right, gap=sample_of(0, [-1.0]), send=[sample_of(1, [-5.0])], receive=[sample_of(1, [-9.0])])
     assert negative.implausible(2.0) == ""  # differences of two times may be below 0: they count as none
-    assert (negative.cluster().link.send_us, negative.cluster().gap_us) == (0, 0)
+    assert (negative.cluster().link.send_us, negative.cluster().gap_us) == (0, 1)  # 0 µs is a gap not measured
 
 
 def test_every_column_of_the_table_is_explained_and_a_busy_machine_is_told() -> None:
@@ -155,6 +156,22 @@ def test_every_column_of_the_table_is_explained_and_a_busy_machine_is_told() -> 
     assert first.split()[:3] == ["0", "→", "1"]
     assert "2 ranks share a core: what a message costs its ranks includes" in text
     assert "other programs took 40% of the cores' time meanwhile: end them, and measure again" in text
+
+
+def test_sums_are_in_the_cluster_and_in_the_table_and_never_fall() -> None:
+    found = on_one_host(4, line(310, 2_500))
+    of_two = [sample_of(size, [us]) for size, us in ((1_000, 90.4), (64_000, 80.0), (1_000_000, 900.0))]
+    found = replace(found, all_reduces={4: of_two[:1], 2: of_two})
+    times = AllReduceTimes(2, ((1_000, 90), (64_000, 90), (1_000_000, 900))), AllReduceTimes(4, ((1_000, 90),))
+    assert found.cluster().all_reduces == times
+    assert found.cluster(rehearsal=True).all_reduces == ()  # ranks that wait sum nothing
+    assert "\n2         1 MB   900 µs  0%" in found.to_text()
+    assert replace(found, all_reduces={2: [sample_of(4, [0.0])]}).implausible(2.0) == (
+        "an all-reduce of 4 B by 2 ranks took 0.0 µs"
+    )
+    assert [*numbers_of(2)] == [2]
+    assert [*numbers_of(7)] == [2, 4, 7]
+    assert [*numbers_of(8)] == [2, 4, 8]
 
 
 def test_cores_that_others_take_are_counted_of_the_busiest_host() -> None:

@@ -11,7 +11,9 @@ import pytest
 
 from rota import Cluster, Link, PipelineError
 from rota.profiling import links_of_this_machine, machine_links
+from rota.profiling.all_reduces import SIZES, measure_all_reduces
 from rota.profiling.host_links import Report
+from rota.profiling.link_fits import Sample
 from rota.profiling.link_processes import links_of_started
 from rota.profiling.links import FoundLinks, find_links
 from support.pool import Pool
@@ -22,15 +24,18 @@ class Started:
 
     def __init__(self) -> None:
         self.count = 0
+        self.devices: list[str] = []
+        self.doubt = ""
 
     def __call__(
         self, num: int, device: str, repeats: int, most_spread: float, report: Report, within_s: float
     ) -> FoundLinks:
         self.count += 1
+        self.devices.append(device)
         assert within_s > 1.0
         report("measures")
         cluster = Cluster((None,) * num, Link(self.count, 100))
-        return FoundLinks(cluster, Cluster((None,) * num, Link(10, 100)), "a table\nof two lines")
+        return FoundLinks(cluster, Cluster((None,) * num, Link(10, 100)), "a table\nof two lines", self.doubt)
 
 
 @pytest.fixture
@@ -64,6 +69,32 @@ def test_without_time_links_are_not_measured_but_those_that_are_kept_are_found(
     first = links_of_this_machine(2, cache=str(tmp_path), within_s=100.0)
     assert links_of_this_machine(2, cache=str(tmp_path), within_s=0.0) == first
     assert started.count == 1
+
+
+def test_links_of_a_busy_machine_are_doubted_and_measured_again_next_time(started: Started, tmp_path: Path) -> None:
+    path, told = tmp_path / "links.json", list[str]()
+    started.doubt = "other programs took 40% of the cores' time meanwhile: end them, and measure again"
+    with pytest.warns(UserWarning, match=r"links were measured on a busy machine: other programs took 40% of the"):
+        first = links_of_this_machine(2, cache=str(path), report=told.append)
+    assert told == ["measures", f"links are not kept: {started.doubt}"]
+    assert not path.exists()
+    started.doubt = ""
+    again = links_of_this_machine(2, cache=str(path))
+    assert again != first
+    started.doubt = "busy"
+    with pytest.warns(UserWarning, match="busy"):
+        links_of_this_machine(2, cache=str(path), refresh=True)
+    assert links_of_this_machine(2, cache=str(path)) == again  # what was kept stays
+
+
+def test_links_are_those_of_the_device_that_is_asked_for(
+    started: Started, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine_links, "device_type", lambda device, _: "xpu" if device == "auto" else device)
+    monkeypatch.setattr(machine_links, "_key", lambda ranks, device, _: {"host": "a", "device": device, "ranks": "2"})
+    links_of_this_machine(2, cache=str(tmp_path))
+    links_of_this_machine(2, device="cpu", cache=str(tmp_path))
+    assert started.devices == ["auto", "cpu"]  # those that were kept are an accelerator's
 
 
 def test_a_rank_alone_has_no_links(started: Started, tmp_path: Path) -> None:
@@ -136,6 +167,7 @@ def refuse_wrong_structure(found: FoundLinks, num_ranks: int) -> None:
         assert shared.name.startswith("host ")
         assert shared.senders == shared.receivers == (*range(num_ranks),)
         assert Cluster.from_json(cluster.to_json()) == cluster
+    assert [of.num_ranks for of in found.cluster.all_reduces] == [n for n in (2, 4) if n <= num_ranks]
     assert found.rehearsal.link.bytes_per_us is not None
     assert found.rehearsal.link.latency_us > 0
     assert (found.rehearsal.link.send_us, found.rehearsal.link.receive_us, found.rehearsal.gap_us) == (0, 0, 0)
@@ -165,6 +197,20 @@ def test_four_processes_find_the_same(pool: Pool) -> None:
     first, *others = pool.run(4, found_by, timeout_s=200)
     assert others == [first] * 3
     refuse_wrong_structure(first, 4)
+
+
+def sums(rank: int) -> dict[int, list[Sample]]:
+    return measure_all_reduces(3)
+
+
+@pytest.mark.dist
+def test_sums_are_measured_by_all_groups_at_once(pool: Pool) -> None:
+    first, *others = pool.run(3, sums, timeout_s=200)
+    assert others == [first] * 2
+    assert [*first] == [2, 3]  # of three processes, one is in no group of two
+    for samples in first.values():
+        assert [sample.num_bytes for sample in samples] == [*SIZES]
+        assert min(sample.us for sample in samples) > 0
 
 
 def refused(rank: int) -> str:

@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from hypothesis import strategies as st
 
-from rota.costs import Cluster, Costs, Link, SharedLink
+from rota.costs import AllReduceTimes, Cluster, Costs, Link, SharedLink
 from rota.placement import Edge, Placement, StepEnd
 from rota.placing import place
 from rota.plan import Plan
@@ -66,14 +66,17 @@ def _shared_links(num_ranks: int) -> st.SearchStrategy[list[SharedLink]]:
 def clusters(draw: st.DrawFn, wired: bool = False) -> Cluster:
     """1 to 4 ranks without limits; some pairs have a link of their own.
 
-    `wired`: pairs may share links, messages may cost their ranks time, and ranks may need time between ops.
+    `wired`: pairs may share links, messages may cost their ranks time, ranks may need time between ops, and sums over
+    them may be measured.
     """
     num_ranks = draw(between(1, MOST_RANKS))
     special = draw(_links_between(num_ranks, wired))
     if not wired:
         return Cluster((None,) * num_ranks, draw(links), tuple(special))
     shared, gap_us = draw(_shared_links(num_ranks)), draw(between(0, 2))
-    return Cluster((None,) * num_ranks, draw(costly_links), tuple(special), tuple(shared), gap_us)
+    numbers = [n for n in range(2, num_ranks + 1) if draw(st.booleans())]
+    sums = tuple(AllReduceTimes(n, ((draw(between(1, 9)), 5), (10, draw(between(5, 9))))) for n in numbers)
+    return Cluster((None,) * num_ranks, draw(costly_links), tuple(special), tuple(shared), gap_us, sums)
 
 
 @cache

@@ -284,9 +284,7 @@ def add_costs(parser: Parser, of_what: str, links: str = _LINKS) -> None:
 
 def add_links(parser: Parser, default: str = _LINKS) -> None:
     """The links: the same for all ranks, or from a file; `default` says what is assumed without that file."""
-    parser.add_argument(
-        "--latency-us", type=number(0), metavar="US", default=0, help="latency of every link in µs (default: 0)"
-    )
+    parser.add_argument("--latency-us", type=number(0), metavar="US", help="latency of every link in µs (default: 0)")
     parser.add_argument(
         "--bytes-per-us",
         type=number(1),
@@ -296,8 +294,8 @@ def add_links(parser: Parser, default: str = _LINKS) -> None:
     help_text = "latency and rate of every link, such as 5us,50GB/s (default: as --latency-us and --bytes-per-us say)"
     parser.add_argument("--link", type=link, metavar="LINK", help=help_text)
     help_text = (
-        "use measured links from `rota profile links -o cluster.json`: latency, rate, shared links, cost per message "
-        f"(default: {default})"
+        "use measured links from `rota profile links -o cluster.json`, or those of a plan or timeline: latency, rate, "
+        f"shared links, cost per message (default: {default})"
     )
     parser.add_argument("--links", metavar="FILE", help=help_text)
 
@@ -359,7 +357,7 @@ def cluster_of(arguments: Namespace, num_ranks: int, limit_bytes: int | None) ->
     Where no option says what links are, `arguments.links_of` may know those of this machine.
     """
     num_ranks = arguments.ranks or max(num_ranks, 1)
-    given = [option for option in ("latency_us", "bytes_per_us", "link") if getattr(arguments, option)]
+    given = [option for option in ("latency_us", "bytes_per_us", "link") if getattr(arguments, option) is not None]
     measured = None
     if arguments.links is not None:
         if given:
@@ -380,7 +378,7 @@ def cluster_of(arguments: Namespace, num_ranks: int, limit_bytes: int | None) ->
         if len(given) > 1:
             raise InputError("--link is latency and rate; leave --latency-us and --bytes-per-us out")
         return Cluster.uniform(num_ranks, limit_bytes, *arguments.link)
-    return Cluster.uniform(num_ranks, limit_bytes, arguments.latency_us, arguments.bytes_per_us)
+    return Cluster.uniform(num_ranks, limit_bytes, arguments.latency_us or 0, arguments.bytes_per_us)
 
 
 def shaped(arguments: Namespace, limit_bytes: int | None) -> Placement:

@@ -48,10 +48,14 @@ def read_profile(path: str) -> Profile:
 
 
 def read_cluster(path: str) -> Cluster:
-    """The cluster in a JSON file."""
+    """The cluster in a JSON file, or that of a plan or timeline."""
     text = text_of(path)
     with named(path):
-        return Cluster.from_json(text)
+        document = reading.parse(text, "cluster", "plan", "timeline")
+        if document.path == "cluster":
+            return Cluster.from_fields(document)
+        plan = Plan.from_fields(document) if document.path == "plan" else Timeline.from_fields(document).plan
+    return plan.placement.cluster
 
 
 def read_plan(path: str, costs: str | None = None) -> Plan:

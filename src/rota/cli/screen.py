@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from rota.cli.snapshots import snapshots_text
-from rota.cli.wire_effects import wire_effects
+from rota.cli.wire_effects import counts_transfers, wire_effects
 from rota.plan import Plan
 from rota.tables import fitted
 from rota.timeline import Timeline
@@ -26,13 +26,17 @@ _EVERY_S = 5.0  # between lines of progress where there is no terminal
 def print_timeline(timeline: Timeline, width: int | None = None) -> None:
     """Print a chart as wide as the terminal, in colour if it has any, and which effects of wires the plan counts.
 
-    It has only the beginning of a step whose ops would be too narrow to be seen.
+    That line comes first if transfers are free. The chart has only the beginning of a step whose ops would be too
+    narrow to be seen.
     """
     from rota.drawing import to_text
 
-    columns = width or terminal_columns()
+    columns, are_free = width or terminal_columns(), not counts_transfers(timeline.plan.placement)
+    if are_free:
+        print_wire_effects(timeline.plan, columns)
     print(to_text(timeline, columns, color=_wants_color(), may_cut=True))
-    print_wire_effects(timeline.plan, columns)
+    if not are_free:
+        print_wire_effects(timeline.plan, columns)
 
 
 def terminal_columns() -> int:

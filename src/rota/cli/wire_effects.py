@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+from rota.costs import Link
 from rota.figures import values_of
 from rota.placement import Placement
 from rota.units import count_text, size_text, time_text
@@ -13,17 +14,23 @@ def wire_effects(placement: Placement) -> str:
     """A line for reports; "" if the placement sends nothing."""
     if not placement.routes:
         return ""
-    counted, missing = [*_counted(placement)], [*_not_counted(placement)]
-    if not counted:
-        return f"Transfers are counted as free. Not counted: {', '.join(missing)}."
-    return f"Counted: {', '.join(counted)}." + (f" Not counted: {', '.join(missing)}." if missing else "")
+    counted, missing = [*_of_transfers(placement), *_of_ops(placement)], [*_not_counted(placement)]
+    free = (
+        [] if counts_transfers(placement) else ["Transfers are counted as free; give --link or --links when planning."]
+    )
+    counted_text = [f"Counted: {', '.join(counted)}."] if counted else []
+    return " ".join([*free, *counted_text, *([f"Not counted: {', '.join(missing)}."] if missing else [])])
 
 
-def _links(placement: Placement) -> list[tuple[int, int | None]]:
-    """Latency and rate of the links that are used."""
+def counts_transfers(placement: Placement) -> bool:
+    """Whether a transfer of the placement takes time, or costs its ranks time; False if it sends nothing."""
+    return any(_of_transfers(placement))
+
+
+def _links(placement: Placement) -> list[Link]:
+    """The links that are used."""
     pairs = {(route.sender, route.receiver) for route in placement.routes}
-    links = [placement.cluster.link_between(*pair) for pair in pairs]
-    return [(link.latency_us, link.bytes_per_us) for link in links]
+    return [placement.cluster.link_between(*pair) for pair in pairs]
 
 
 def _message_costs_us(placement: Placement) -> tuple[int, int]:
@@ -32,16 +39,16 @@ def _message_costs_us(placement: Placement) -> tuple[int, int]:
         (placement.cluster.link_between(r.sender, r.receiver), max(values_of(r.num_bytes))) for r in placement.routes
     ]
     return (
-        max(link.send_cost_us(num_bytes) for link, num_bytes in links),
-        max(link.receive_cost_us(num_bytes) for link, num_bytes in links),
+        max((link.send_cost_us(num_bytes) for link, num_bytes in links), default=0),
+        max((link.receive_cost_us(num_bytes) for link, num_bytes in links), default=0),
     )
 
 
-def _counted(placement: Placement) -> Iterator[str]:
-    latencies = [latency for latency, _ in _links(placement)]
+def _of_transfers(placement: Placement) -> Iterator[str]:
+    latencies = [link.latency_us for link in _links(placement)]
     if any(latencies):
         yield f"latency ({_range(min(latencies), max(latencies), time_text)})"
-    rates = [rate * 1_000_000 for _, rate in _links(placement) if rate is not None]
+    rates = [link.bytes_per_us * 1_000_000 for link in _links(placement) if link.bytes_per_us is not None]
     if rates:
         yield f"rate ({_range(min(rates), max(rates), size_text)}/s)"
     for i in sorted({i for route in placement.routes for i in route.shared}):
@@ -51,19 +58,28 @@ def _counted(placement: Placement) -> Iterator[str]:
     sending, receiving = _message_costs_us(placement)
     if sending or receiving:
         yield f"messages (up to {time_text(sending)} at the sender and {time_text(receiving)} at the receiver)"
+
+
+def _of_ops(placement: Placement) -> Iterator[str]:
     if placement.cluster.gap_us:
         yield f"gaps between ops ({time_text(placement.cluster.gap_us)})"
 
 
 def _not_counted(placement: Placement) -> Iterator[str]:
-    links = _links(placement)
-    if not any(latency for latency, _ in links):
+    """What no figure counts.
+
+    What messages cost their ranks is a part of the measured time of a message, and may be all of it: then nothing is
+    left for the latency, or for the rate.
+    """
+    links, is_shared = _links(placement), any(route.shared for route in placement.routes)
+    costs_ranks = any(_message_costs_us(placement))
+    if not costs_ranks and not any(link.latency_us for link in links):
         yield "latency"
-    if all(rate is None for _, rate in links):
+    if not costs_ranks and not is_shared and all(link.bytes_per_us is None for link in links):
         yield "rate"
-    if not any(route.shared for route in placement.routes):
+    if not is_shared:
         yield "links that ranks share"
-    if not any(_message_costs_us(placement)):
+    if not costs_ranks:
         yield "what messages cost their ranks"
     if not placement.cluster.gap_us:
         yield "gaps between ops"

@@ -10,6 +10,7 @@ from statistics import median
 from typing import NamedTuple
 
 from rota import notebook
+from rota.costs import Cluster
 from rota.plan import Plan
 from rota.planning.candidate import Request
 from rota.planning.evaluation import SEARCHED, Found, Misfit
@@ -158,10 +159,12 @@ class Answer:
         if request.machine.num_ranks > 1 and not request.machine.prices_transfers:
             lines.append("Transfers are counted as free; give --link or --links")
         if request.machine.num_ranks > (request.pipeline_ranks or 1) and not request.may_replicate:
-            lines.append(
-                "Replicas are not considered, because the cost of their all-reduces is unknown; give --link with a "
-                "rate, or --links"
+            remedy = (
+                "the links have no rate: measure them again with `rota profile links`, or give --link with a rate"
+                if isinstance(request.machine.link, Cluster)
+                else "give --link with a rate, or --links"
             )
+            lines.append(f"Replicas are not considered, because the cost of their all-reduces is unknown; {remedy}")
         if request.estimated_for:
             lines.append(f"All times are {request.estimated_for}; nothing was measured")
         return lines

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import pairwise
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
-from rota.costs import Cluster, Link, SharedLink, whole
+from rota.costs import AllReduceTimes, Cluster, Link, SharedLink, whole
 from rota.errors import PlacementError
 
 _ANY_LINK = Link()  # infinitely fast
@@ -23,13 +22,11 @@ class Machine:
     Attributes:
         num_ranks: The number of processes.
         limit_bytes: Maximum bytes that a process may hold: one number, or one per process (None: no limit).
-        link: The link between processes of a node; or a Cluster with the links of all pairs, as measured by
-            `rota.profiling.measure_links`, and maybe limits.
+        link: The link between processes of a node; or a Cluster with the links of all pairs and all-reduces, as
+            measured by `rota.profiling.measure_links`, and maybe limits.
         ranks_per_node: Number of neighbouring processes on one node (None: all).
         node_link: The link between processes of different nodes (None: `link`).
         slowdowns: The factor of each process's times (empty: 1).
-        all_reduces: Measured sums over processes, as by `rota.profiling.all_reduces`, by number of processes: (bytes,
-            µs) of several sizes. They replace times computed from the links.
 
     Raises:
         PlacementError: A value is invalid, or contradicts another one.
@@ -41,7 +38,6 @@ class Machine:
     ranks_per_node: int | None = None
     node_link: Link | None = None
     slowdowns: tuple[float, ...] = ()
-    all_reduces: Mapping[int, tuple[tuple[int, int], ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if whole("num_ranks", self.num_ranks) < 1:
@@ -82,17 +78,32 @@ class Machine:
 
     @property
     def prices_sums(self) -> bool:
-        """Whether the cost of sums over processes is known: measured, or by the rates of all links."""
-        links = (
-            [self.link] if isinstance(self.link, Link) else [self.link.link, *(link for *_, link in self.link.links)]
-        )
-        links += [] if self.node_link is None else [self.node_link]
-        return bool(self.all_reduces) or all(link.bytes_per_us is not None for link in links)
+        """Whether the cost of sums over processes is known: measured, or as bytes take time between all of them."""
+        if self.all_reduces and self.all_reduces[-1].num_ranks >= self.num_ranks:
+            return True
+        all_share = any({*range(self.num_ranks)} <= {*s.senders} & {*s.receivers} for s in self._shared_links)
+        return all_share or all(map(_prices_bytes, self._links))
 
     @property
     def prices_transfers(self) -> bool:
         """Whether transfers cost time."""
-        return self.link != _ANY_LINK or self.node_link is not None
+        return bool(self._shared_links) or any(link != _ANY_LINK for link in self._links)
+
+    @property
+    def all_reduces(self) -> tuple[AllReduceTimes, ...]:
+        """Measured sums over processes. They replace times computed from the links."""
+        return self.link.all_reduces if isinstance(self.link, Cluster) else ()
+
+    @property
+    def _links(self) -> list[Link]:
+        """All links that may be used."""
+        if isinstance(self.link, Cluster):
+            return [self.link.link, *(link for *_, link in self.link.links)]
+        return [self.link, *([] if self.node_link is None else [self.node_link])]
+
+    @property
+    def _shared_links(self) -> tuple[SharedLink, ...]:
+        return self.link.shared if isinstance(self.link, Cluster) else ()
 
     @property
     def limits(self) -> tuple[int | None, ...]:
@@ -138,7 +149,7 @@ class Machine:
     def _shared(self, num_ranks: int, num_replicas: int) -> tuple[SharedLink, ...]:
         """What the ranks of a pipeline share: replicas that share it too leave each other their part of its rate."""
         made: dict[tuple[tuple[int, ...], tuple[int, ...]], SharedLink] = {}
-        for shared in self.link.shared if isinstance(self.link, Cluster) and num_ranks > 1 else ():
+        for shared in self._shared_links if num_ranks > 1 else ():
             of_replica = []
             for start in range(0, num_ranks * num_replicas, num_ranks):
                 here = range(start, start + num_ranks)
@@ -166,15 +177,33 @@ class Machine:
     def reduce_us(self, num_bytes: int, processes: Sequence[int]) -> int:
         """The time of an all-reduce of `num_bytes` by these processes: as measured, else that of a ring.
 
-        In a ring each of the n processes sends n - 1 parts of 1/n to sum, and as many again to share, over the slowest
-        link: 2 (n - 1) (latency + bytes / n / rate).
+        Measured is that of the same number of processes, or of the next larger one. In a ring each of the n processes
+        sends n - 1 parts of 1/n to sum, and as many again to share, over the slowest link. Each time all of them send a
+        part, wait until what they share has served all parts, and receive one.
         """
         n = len(processes)
         if n < 2 or not num_bytes:
             return 0
-        if n in self.all_reduces:
-            return _between(self.all_reduces[n], num_bytes)
-        return 2 * (n - 1) * self.ring(processes).transfer_us(-(-num_bytes // n))
+        for measured in self.all_reduces:
+            if measured.num_ranks >= n:
+                return measured.us(num_bytes)
+        link, part = self.ring(processes), -(-num_bytes // n)
+        served_us = max(self._served_us(processes, part), default=0)
+        on_wire_us = max(link.transfer_us(part), link.latency_us + served_us)
+        return 2 * (n - 1) * (link.send_cost_us(part) + on_wire_us + link.receive_cost_us(part))
+
+    def _served_us(self, processes: Sequence[int], part: int) -> Iterator[int]:
+        """For each shared link the time in which it serves a message to each process's next one in the ring."""
+        for shared in self._shared_links:
+            senders, receivers = {*shared.senders}, {*shared.receivers}
+            pairs = zip(processes, [*processes[1:], processes[0]], strict=True)
+            served = sum(a in senders and b in receivers for a, b in pairs)
+            yield -(-served * part // shared.bytes_per_us)
+
+
+def _prices_bytes(link: Link) -> bool:
+    """Whether a message takes longer, or costs its ranks more, the larger it is."""
+    return any((link.bytes_per_us, link.send_bytes_per_us, link.receive_bytes_per_us))
 
 
 def _slowest(links: Collection[Link]) -> Link:
@@ -191,11 +220,3 @@ def _slowest(links: Collection[Link]) -> Link:
         max(link.receive_us for link in links),
         lowest(link.receive_bytes_per_us for link in links),
     )
-
-
-def _between(points: Sequence[tuple[int, int]], num_bytes: int) -> int:
-    """The time of a size between measured ones, on a line; below the smallest its time, above the largest its rate."""
-    for (small, least_us), (large, most_us) in pairwise(points):
-        if small < num_bytes <= large:
-            return math.ceil(least_us + (most_us - least_us) * (num_bytes - small) / (large - small))
-    return points[0][1] if num_bytes <= points[0][0] else math.ceil(points[-1][1] * num_bytes / points[-1][0])

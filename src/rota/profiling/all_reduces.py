@@ -1,80 +1,76 @@
-"""Time of all-reduces between processes of this machine, for the sizes of a model's gradients."""
+"""All-reduces between processes on CPUs, of several sizes: what replicas need to sum their gradients."""
 
 from __future__ import annotations
 
 import time
-from statistics import median
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 
-from rota.profiling.forked import run_forked
-from rota.runtime.process_group import join
+from rota.costs import AllReduceTimes
+from rota.profiling.link_fits import Sample, sample_of
+from rota.runtime.json_messages import all_gather_json
 
-_SHARES = (16, 4, 1)  # parts of the gradients that are measured: a stage has some of them
-_MOST, _LEAST = 7, 3  # all-reduces of a size after the first, of which the median counts
-_ENOUGH_S = 1.0  # for one size
-
-#: By number of processes: (bytes, µs) of an all-reduce.
-AllReduceTimes = dict[int, tuple[tuple[int, int], ...]]
+SIZES = (1 << 10, 1 << 16, 1 << 20, 1 << 24)  # of gradients, up to 16 MiB
 
 
-def measure_all_reduces(num_ranks: int, num_bytes: int) -> AllReduceTimes:
-    """Measure all-reduces of up to `num_bytes` by 2 to `num_ranks` processes of this machine.
+def measure_all_reduces(repeats: int) -> dict[int, list[Sample]]:
+    """Measure all-reduces by groups of the default group's processes. Collective.
 
     As many groups as there are processes for reduce at once, as the ranks of replicated pipelines do.
 
     Args:
-        num_ranks: Processes, 2 or more.
-        num_bytes: The gradients of the whole model, 1 byte or more.
+        repeats: Number of all-reduces of each size.
 
     Returns:
-        By number of processes that reduce together: times in µs by size in bytes, ascending in both.
-
-    Raises:
-        PipelineError: A process fails.
+        The times of each size, by the number of processes in a group; of all groups the slowest process counts.
     """
-    sizes = sorted({max(num_bytes // share, 4) for share in _SHARES})
-    slowest: AllReduceTimes = {}
-    of_ranks = run_forked(num_ranks, lambda number: _measured(number, num_ranks, sizes))
-    for i, together in enumerate(range(2, num_ranks + 1)):
-        slowest[together] = ascending([(size, max(of[i][k] for of in of_ranks)) for k, size in enumerate(sizes)])
-    return slowest
-
-
-def ascending(points: list[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
-    """The points with times that never fall as sizes grow: noise may make a larger message the faster one."""
-    most, made = 0, []
-    for size, us in sorted(points):
-        most = max(most, us)
-        made.append((size, most))
-    return tuple(made)
-
-
-def _measured(number: int, num_ranks: int, sizes: list[int]) -> list[list[int]]:
-    """On one process: for each number of processes that reduce together, the median time of each size."""
-    join()
-    rows = []
-    for together in range(2, num_ranks + 1):
-        apart = num_ranks // together
+    size, mine = dist.get_world_size(), dist.get_rank()
+    found = {}
+    for together in numbers_of(size):
+        apart = size // together  # processes from one of a group to its next one, as in pipelines of so many ranks
         groups = [dist.new_group([*range(first, apart * together, apart)]) for first in range(apart)]
-        mine = groups[number % apart] if number < apart * together else None
-        rows.append([_median_us(mine, size) for size in sizes])
-    dist.barrier()
-    return rows
+        group = groups[mine % apart] if mine < apart * together else None
+        times = all_gather_json([_times_us(group, num_bytes, repeats) for num_bytes in SIZES])
+        found[together] = [
+            sample_of(num_bytes, [max(of) for of in zip(*(of_rank[i] for of_rank in times), strict=True)])
+            for i, num_bytes in enumerate(SIZES)
+        ]
+        if group is not None:
+            dist.destroy_process_group(group)
+    return found
 
 
-def _median_us(group: dist.ProcessGroup | None, num_bytes: int) -> int:
-    """The median time of this process's group; 0 on a process that is in none, which waits for the others."""
-    values = torch.zeros(-(-num_bytes // 4))
-    times: list[float] = []
-    spent_us = torch.zeros(1)
-    while len(times) <= _MOST and (len(times) <= _LEAST or spent_us.item() < 1e6 * _ENOUGH_S):
+def numbers_of(size: int) -> Iterator[int]:
+    """The numbers of processes that are measured: all of them, and each power of 2 below."""
+    number = 2
+    while number < size:
+        yield number
+        number *= 2
+    yield size
+
+
+def times_of(measured: Mapping[int, Sequence[Sample]]) -> tuple[AllReduceTimes, ...]:
+    """What a cluster has of these: noise may make a larger sum the faster one, but its times never fall."""
+    found = []
+    for together, samples in sorted(measured.items()):
+        most, points = 0, []
+        for num_bytes, us, *_ in samples:
+            most = max(most, round(us))
+            points.append((num_bytes, most))
+        found.append(AllReduceTimes(together, tuple(points)))
+    return tuple(found)
+
+
+def _times_us(group: dist.ProcessGroup | None, num_bytes: int, repeats: int) -> list[float]:
+    """Times of this process's group, after one to make the connections; 0 on a process that is in none, which waits."""
+    values = torch.zeros(num_bytes // 4)
+    times = []
+    for _ in range(1 + repeats):
         dist.barrier()
         began_ns = time.perf_counter_ns()
         if group is not None:
             dist.all_reduce(values, group=group)
-        times.append((time.perf_counter_ns() - began_ns) / 1000)
-        spent_us[0] = sum(times)
-        dist.all_reduce(spent_us, dist.ReduceOp.MAX)  # so that all stop at once
-    return round(median(times[1:])) if group is not None else 0
+        times.append((time.perf_counter_ns() - began_ns) / 1000 if group is not None else 0.0)
+    return times[1:]

@@ -11,6 +11,7 @@ from typing import Any
 
 from rota.errors import PipelineError
 from rota.profiling import occupancy
+from rota.profiling.all_reduces import measure_all_reduces
 from rota.profiling.host_messages import ROUND_SIZES, Wire, messages_of_sleepers, rounds, samples_of_pair
 from rota.profiling.link_fits import Sample, sample_of
 from rota.profiling.link_measurements import HostRounds, LinkMeasurements, Pair
@@ -80,6 +81,8 @@ def _measured(wire: Wire, hosts: tuple[int, ...], repeats: int, report: Report) 
     shared = [*_rounds(wire, hosts, here, repeats)]
     report("what messages cost ranks that compute")
     send, receive = _costs(wire, work, max(2 * repeats // 3, 2), ranks_per_core)
+    report("sums over ranks")
+    all_reduces = measure_all_reduces(repeats) if wire.num_ranks > 1 else {}
     report("the time between two ops")
     gaps = [us for of in all_gather_json(occupancy.gaps_between_ops(repeats)) for us in of]
     shares.append(all_gather_json(occupancy.processor_share(wire, work)))
@@ -93,6 +96,7 @@ def _measured(wire: Wire, hosts: tuple[int, ...], repeats: int, report: Report) 
         receive=receive,
         shared=shared,
         gap=sample_of(0, gaps),
+        all_reduces=all_reduces,
         ranks_per_core=max(ranks_per_core, 1.0),
         busy=busy if busy > _BUSY else 0.0,
     )

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import median
 from typing import NamedTuple
 
 from rota.costs import Cluster, Link, SharedLink
+from rota.profiling.all_reduces import times_of
 from rota.profiling.link_fits import Line, Sample, line_through, link_of_lines, rate_of_rounds
 from rota.units import count_text, size_text, time_text
 
@@ -53,6 +54,7 @@ class LinkMeasurements:
         receive: What a message costs its receiver.
         shared: All neighbours at once, by host.
         gap: Time between two ops in the runtime's loop.
+        all_reduces: Sums over ranks, by their number.
         ranks_per_core: How many ranks a core has at most: more than 1 on a host with fewer cores than ranks.
         busy: The part of the cores' time that other programs took; 0 if it is little.
     """
@@ -65,6 +67,7 @@ class LinkMeasurements:
     receive: Sequence[Sample]
     shared: Sequence[HostRounds]
     gap: Sample
+    all_reduces: Mapping[int, Sequence[Sample]] = field(default_factory=dict)
     ranks_per_core: float = 1.0
     busy: float = 0.0
 
@@ -77,7 +80,7 @@ class LinkMeasurements:
 
         Args:
             rehearsal: For ranks that wait instead of computing (`rota rehearse`), so that messages take them no
-                compute time, but reach the wire only when a sleeping process wakes up.
+                compute time, but reach the wire only when a sleeping process wakes up. They sum nothing.
         """
         send, receive = (_NO_COST, _NO_COST) if rehearsal else self.costs()
         both = Line(send.us + receive.us, send.us_per_byte + receive.us_per_byte)
@@ -88,11 +91,12 @@ class LinkMeasurements:
         }
         rates = ((of, round(rate_of_rounds(of.rounds, of.num_messages, of.num_sent, both))) for of in self.shared)
         shared = (SharedLink(of.name, max(rate, 1), of.ranks, of.ranks) for of, rate in rates)
-        gap_us = 0 if rehearsal else max(round(self.gap.us), 0)
+        gap_us = 0 if rehearsal else max(round(self.gap.us), 1)  # 0 would mean that it was not measured
+        all_reduces = () if rehearsal else times_of(self.all_reduces)
         ordered = sorted(links.values(), key=lambda link: link.transfer_us(_COMPARED_BYTES))
         middle = max(ordered, key=ordered.count) if ordered else Link()
         others = tuple((*pair, link) for pair, link in sorted(links.items()) if link != middle)
-        return Cluster((None,) * len(self.hosts), middle, others, tuple(shared), gap_us)
+        return Cluster((None,) * len(self.hosts), middle, others, tuple(shared), gap_us, all_reduces)
 
     def costs(self) -> tuple[Line, Line]:
         """What sending a message costs its rank, and receiving one."""
@@ -139,6 +143,7 @@ class LinkMeasurements:
             yield f"a small message from rank {a} to {b} after another one", sample
         yield from self._alone()
         yield from self._rounds()
+        yield from self._sums()
 
     def _alone(self) -> Iterator[tuple[str, Sample]]:
         for how, of in (("computed", self.paced), ("slept", self.asleep)):
@@ -151,9 +156,14 @@ class LinkMeasurements:
             for sample in host.rounds:
                 yield f"{size_text(sample.num_bytes)} between all neighbours of {host.name} at once", sample
 
+    def _sums(self) -> Iterator[tuple[str, Sample]]:
+        for number, samples in self.all_reduces.items():
+            for sample in samples:
+                yield f"an all-reduce of {size_text(sample.num_bytes)} by {number} ranks", sample
+
     def _planned(self) -> Iterator[tuple[str, Sample, float]]:
         """Each sample that plans depend on with its name, and the time to compare its spread with if it is shorter."""
-        for what, sample in (*self._alone(), *self._rounds()):
+        for what, sample in (*self._alone(), *self._rounds(), *self._sums()):
             yield what, sample, _LEAST_SPREAD_US
         alone_us = {sample.num_bytes: sample.us for samples in self.paced.values() for sample in samples}
         for doing, samples in (("sending", self.send), ("receiving", self.receive)):
@@ -172,8 +182,17 @@ class LinkMeasurements:
         if self.send:
             sizes = [*self._cost_rows()]
             lines.append(_table(_COST_COLUMNS, sizes))
+        if self.all_reduces:
+            lines.append(_table(_SUM_COLUMNS, [*self._sum_rows()]))
         lines.append(f"{self.gap.us:.1f} µs between two ops, in the runtime's loop")
         return "\n\n".join(["\n".join(lines), "\n".join(self.notes())] if self.notes() else ["\n".join(lines)])
+
+    @property
+    def doubt(self) -> str:
+        """Why these numbers may be wrong, and what to do; "" if nothing speaks against them."""
+        if not self.busy:
+            return ""
+        return f"other programs took {self.busy:.0%} of the cores' time meanwhile: end them, and measure again"
 
     def notes(self) -> list[str]:
         """What a reader must know about these numbers."""
@@ -183,12 +202,7 @@ class LinkMeasurements:
                 f"{self.ranks_per_core:g} ranks share a core: what a message costs its ranks includes that it takes "
                 f"the core away from others; it is valid only on this machine, with this number of ranks"
             )
-        if self.busy > 0:
-            notes.append(
-                f"other programs took {self.busy:.0%} of the cores' time meanwhile: end them, and measure again "
-                f"(--refresh where there is a cache)"
-            )
-        return notes
+        return [*notes, *filter(None, [self.doubt])]
 
     def _pair_rows(self) -> Iterator[tuple[str, ...]]:
         for (a, b), samples in sorted(self.paced.items()):
@@ -215,6 +229,11 @@ class LinkMeasurements:
             times = (f"{send.us:.0f} µs", f"{receive.us:.0f} µs")
             spreads = (f"{send.spread_us:.0f} µs", f"{receive.spread_us:.0f} µs")
             yield size_text(send.num_bytes), times[0], spreads[0], times[1], spreads[1]
+
+    def _sum_rows(self) -> Iterator[tuple[str, ...]]:
+        for number, samples in sorted(self.all_reduces.items()):
+            for sample in samples:
+                yield str(number), size_text(sample.num_bytes), time_text(round(sample.us)), f"{sample.spread:.0%}"
 
 
 _PAIR_COLUMNS = (
@@ -244,6 +263,12 @@ _COST_COLUMNS = (
     ("±", "interquartile range of the repeats"),
     ("receiver", "how much longer the receiver's ops take for each message"),
     ("± ", "as above, of the receiver"),
+)
+_SUM_COLUMNS = (
+    ("sum over", "ranks that reduce together, while groups of the other ranks do the same"),
+    ("bytes", "of the sum"),
+    ("time", "of an all-reduce"),
+    ("spread", "as above"),
 )
 
 

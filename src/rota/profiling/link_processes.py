@@ -122,7 +122,7 @@ def _told(path: Path, report: Report) -> Iterator[None]:
 
 def write_found(folder: str, found: FoundLinks) -> None:
     """Hand what was found to the process that started this one."""
-    fields = {"cluster": found.cluster.to_json(), "rehearsal": found.rehearsal.to_json(), "text": found.text}
+    fields = found._asdict() | {"cluster": found.cluster.to_json(), "rehearsal": found.rehearsal.to_json()}
     Path(folder, _FOUND).write_text(json.dumps(fields))
 
 
@@ -135,4 +135,5 @@ def _read(folder: str) -> FoundLinks:
     fields = json.loads(Path(folder, _FOUND).read_text())
     if "refusal" in fields:
         raise PipelineError(fields["refusal"])
-    return FoundLinks(Cluster.from_json(fields["cluster"]), Cluster.from_json(fields["rehearsal"]), fields["text"])
+    clusters = {name: Cluster.from_json(fields[name]) for name in ("cluster", "rehearsal")}
+    return FoundLinks(**fields | clusters)

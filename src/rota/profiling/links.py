@@ -61,9 +61,9 @@ def measure_links(
     """Measure the links between the processes of the default group, and what messages cost them. Collective.
 
     Between CPUs, by the path that a pipeline's messages take: single messages of many sizes from a sender that has
-    computed before, all neighbours of a host at once, how much longer ops take beside messages, and the time between
-    ops. See `docs/profiling.md`. Between accelerators messages of many sizes are measured by events, in a process
-    group for each pair, and the link is the nearest to all of them.
+    computed before, all neighbours of a host at once, how much longer ops take beside messages, sums over ranks, and
+    the time between ops. See `docs/profiling.md`. Between accelerators messages of many sizes are measured by events,
+    in a process group for each pair, and the link is the nearest to all of them.
 
     Args:
         repeats: Number of messages of each size; on CPUs the median counts, on accelerators the fastest.
@@ -85,11 +85,15 @@ def measure_links(
 
 
 class FoundLinks(NamedTuple):
-    """A cluster for plans that are run and one for those that are rehearsed, and what was measured, in words."""
+    """A cluster for plans that are run and one for those that are rehearsed, and what was measured, in words.
+
+    `doubt`: why it may be wrong, and what to do; "" if nothing speaks against it. `text` says it, too.
+    """
 
     cluster: Cluster
     rehearsal: Cluster
     text: str
+    doubt: str = ""
 
 
 def find_links(
@@ -110,7 +114,7 @@ def find_links(
         found = _between_devices(own, repeats, report)
     else:
         measured = measure_hosts(repeats, most_spread, report, within_s)
-        found = FoundLinks(measured.cluster(), measured.cluster(rehearsal=True), measured.to_text())
+        found = FoundLinks(measured.cluster(), measured.cluster(rehearsal=True), measured.to_text(), measured.doubt)
     return found
 
 

@@ -8,6 +8,7 @@ import platform
 import re
 import socket
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,8 +27,8 @@ from rota.runtime.environment import num_cores
 from rota.units import count_text
 
 _KEPT_S = 7 * 24 * 3600.0  # a machine's kernel, drivers and load change
-_METHOD = "2"  # how links are measured; figures of another method are measured again
-_MEASURING_S = 12.0  # until two processes or more have started, loaded torch and sent all messages
+_METHOD = "3"  # how links are measured; figures of another method are measured again
+_MEASURING_S = 14.0  # until two processes or more have started, loaded torch and sent all messages
 _FILE = "rota-links-{name}.json"
 _TYPE = "links"
 
@@ -37,6 +38,7 @@ Report = Callable[[str], None]
 def links_of_this_machine(
     num_ranks: int,
     *,
+    device: str = AUTO,
     cache: str | None = None,
     refresh: bool = False,
     report: Report = lambda _: None,
@@ -44,10 +46,12 @@ def links_of_this_machine(
 ) -> Cluster:
     """The links between `num_ranks` processes on this machine: measured by starting them, which takes seconds, or kept.
 
-    Messages are between accelerators if each process can have one, else between CPUs.
+    If other programs used the machine meanwhile, what was measured is not kept, and there is a UserWarning.
 
     Args:
         num_ranks: Number of processes.
+        device: Where messages are: "cpu", the type of an accelerator, or "auto" for an accelerator if each process can
+            have one, else the CPU.
         cache: A folder, or a file that ends in .json, that keeps what was measured for a week. It counts only for the
             same host, processor, number of cores, version of torch, type of device and number of processes. None: the
             user's cache folder, `$XDG_CACHE_HOME/rota` or `~/.cache/rota`.
@@ -61,7 +65,12 @@ def links_of_this_machine(
     Raises:
         PipelineError: Links cannot be measured, or not in that time, or a cache that was named cannot be written.
     """
-    return found_on_this_machine(num_ranks, cache=cache, refresh=refresh, report=report, within_s=within_s).cluster
+    found = found_on_this_machine(
+        num_ranks, device=device, cache=cache, refresh=refresh, report=report, within_s=within_s
+    )
+    if found.doubt:
+        warnings.warn(f"links were measured on a busy machine: {found.doubt}", stacklevel=2)
+    return found.cluster
 
 
 def found_on_this_machine(
@@ -75,7 +84,10 @@ def found_on_this_machine(
     report: Report = lambda _: None,
     within_s: float = math.inf,
 ) -> FoundLinks:
-    """As `links_of_this_machine`, with all that was found. The other arguments are those of `links_of_started`."""
+    """As `links_of_this_machine`, with all that was found, but without the warning.
+
+    The other arguments are those of `links_of_started`.
+    """
     if num_ranks < 2:
         alone = Cluster.uniform(num_ranks)
         return FoundLinks(alone, alone, "one rank has no links")
@@ -89,7 +101,10 @@ def found_on_this_machine(
             f"longer --time-limit once, or the output of `rota profile links --processes {num_ranks}` as --links"
         )
     found = links_of_started(num_ranks, device, repeats, most_spread, report, within_s)
-    _keep(found, path, key, must=cache is not None)
+    if found.doubt:
+        report(f"links are not kept: {found.doubt}")
+    else:
+        _keep(found, path, key, must=cache is not None)
     return found
 
 

@@ -43,7 +43,6 @@ if TYPE_CHECKING:
     from rota.planning.deadline import Deadline
     from rota.planning.model_file import ModelFile
 
-_ANY_LINK = (0, None)
 _ROWS = (1, 2, 4, 8)  # of a micro-batch, by default
 _PER_RANK = 2  # micro-batches of a step, without which a pipeline's ranks wait too much
 _PROFILE = 0.4  # of the time limit, for measuring the layers at all numbers of rows that fit
@@ -83,7 +82,7 @@ def add_arguments(parser: Parser) -> None:
         "latency and rate between ranks, such as 5us,50GB/s (default: measured if MODEL.py runs here; "
         "otherwise transfers take no time)"
     )
-    parser.add_argument("--link", type=link, default=_ANY_LINK, metavar="LINK", help=help_text)
+    parser.add_argument("--link", type=link, metavar="LINK", help=help_text)
     parser.add_argument("--node", type=number(1), metavar="N", help="ranks per node (default: all ranks on one node)")
     help_text = "latency and rate between nodes, such as 20us,12GB/s (default: same as --link)"
     parser.add_argument("--node-link", type=link, metavar="LINK", help=help_text)
@@ -147,7 +146,7 @@ def run(arguments: Namespace) -> int:
             if arguments.exportable:
                 refuse_cuts_of_profile(profiles)
         if confirms and _is_here(arguments):
-            machine = _machine_here(arguments, machine, profiles, deadline, show, remarks)
+            machine = _machine_here(arguments, machine, deadline, show, remarks)
         if all(layers.num_layers == 1 for layers in profiles.values()) and machine.num_ranks > 1:
             print(
                 "rota autoplan: warning: the model has no place to cut, so there is no pipeline, only replicas; name "
@@ -261,9 +260,9 @@ def _machine(arguments: Namespace) -> Machine:
 
     if arguments.node_link is not None and arguments.node is None:
         raise InputError("--node-link is between nodes; give the ranks per node with --node")
-    link: Link | Cluster = Link(*arguments.link)
+    link: Link | Cluster = Link(*(arguments.link or ()))
     if arguments.links is not None:
-        if arguments.link != _ANY_LINK or arguments.node is not None:
+        if arguments.link is not None or arguments.node is not None:
             raise InputError(f"--links {arguments.links} has all links; leave --link and --node out")
         link = files.read_cluster(arguments.links)
     try:
@@ -361,27 +360,27 @@ def _is_here(arguments: Namespace) -> bool:
     """Whether the links are asked for that are between processes of this machine."""
     from rota.profiling.forked import why_not_here
 
-    stated = arguments.links is not None or arguments.link != _ANY_LINK or arguments.node is not None
+    stated = any(getattr(arguments, option) is not None for option in ("link", "links", "node"))
     return arguments.ranks > 1 and not stated and not arguments.slowdowns and not why_not_here(arguments.ranks)
 
 
 def _machine_here(
     arguments: Namespace,
     machine: Machine,
-    profiles: Mapping[int, LayerCosts],
     deadline: Deadline,
     show: Callable[[object], None],
     remarks: list[str],
 ) -> Machine:
-    """The machine with links and all-reduces as measured between processes of this one, as far as there is time."""
-    from rota.profiling import links_of_this_machine
-    from rota.profiling.all_reduces import measure_all_reduces
+    """The machine with links as measured between processes of this one on CPUs, on which plans are tried."""
+    from rota.profiling.machine_links import found_on_this_machine
+    from rota.runtime.device.local import CPU
 
     folder = arguments.cache if arguments.cache is not None and not arguments.cache.endswith(".json") else None
     show("measuring the links between processes")
     try:
-        links = links_of_this_machine(
+        found = found_on_this_machine(
             arguments.ranks,
+            device=CPU,
             cache=folder,
             refresh=arguments.refresh,
             report=show,
@@ -390,19 +389,9 @@ def _machine_here(
     except PipelineError as error:
         remarks.append(f"links were not measured, so transfers are counted as free: {error}")
         return machine
-    machine = replace(machine, link=links)
-    gradient_bytes = max(sum(layers.gradient_bytes) for layers in profiles.values())
-    if 2 * (arguments.pipeline or 1) > arguments.ranks or not gradient_bytes:
-        return machine
-    if deadline.left_s < deadline.seconds / 2:
-        remarks.append("left out for lack of time: all-reduces; their cost is estimated from the links' rates")
-        return machine
-    show("measuring all-reduces of the gradients")
-    try:
-        return replace(machine, all_reduces=measure_all_reduces(arguments.ranks, gradient_bytes))
-    except PipelineError as error:
-        remarks.append(f"all-reduces were not measured; their cost is estimated from the links' rates: {error}")
-        return machine
+    if found.doubt:
+        remarks.append(f"links were measured on a busy machine: {found.doubt}")
+    return replace(machine, link=found.cluster)
 
 
 def _not_run(arguments: Namespace) -> str:

@@ -12,6 +12,7 @@ from rota.cli.parser import Command, Parser, one_of
 from rota.cli.requirements import InputError
 from rota.cli.screen import progress_line
 from rota.cli.searching import SEARCH, search_plan
+from rota.cli.wire_effects import counts_transfers
 from rota.schedules import NAMED
 from rota.timeline import Timeline
 
@@ -54,8 +55,11 @@ def run(arguments: Namespace) -> int:
     else:
         print(found.to_text())
     if arguments.costs is not None:
-        note = f"calibrated by {', '.join(arguments.timelines)}"
-        files.write(arguments.costs, calibration.costs_of(found.plan.placement, note).to_json(), quietly=arguments.json)
+        placement, note = found.plan.placement, f"calibrated by {', '.join(arguments.timelines)}"
+        # Links are not part of costs, but of plans and timelines.
+        links = f" --links {arguments.output or arguments.timelines[0]}" if counts_transfers(placement) else ""
+        then = f"; plan with `rota plan … --costs {arguments.costs}{links}`"
+        files.write(arguments.costs, calibration.costs_of(placement, note).to_json(), then, quietly=arguments.json)
     if arguments.output is not None:
         kept = ": the plan's own orders, with the measured costs" if found.chosen is found.plan else ""
         files.write(arguments.output, found.chosen.to_json(), kept, quietly=arguments.json)

@@ -98,25 +98,25 @@ def run(arguments: Namespace) -> int:
 
 
 def _links(arguments: Namespace, num_ranks: int) -> Cluster | None:
-    """The links of this machine, if the costs were measured on one like it; None: transfers cost nothing.
-
-    Says so where measured costs are planned with transfers that cost nothing.
-    """
+    """The links between CPUs of this machine, if costs were measured on one like it; None: transfers cost nothing."""
     if arguments.costs is None:
         return None
     costs = files.read_costs(arguments.costs)
     if costs.note.startswith(_MEASURED_ON_CPU) and importlib.util.find_spec("torch") is not None and num_ranks > 1:
-        from rota.profiling import links_of_this_machine
         from rota.profiling.forked import why_not_here
+        from rota.profiling.machine_links import found_on_this_machine
+        from rota.runtime.device.local import CPU
 
         if not why_not_here(num_ranks):
             try:
                 with progress_line() as show:
-                    return links_of_this_machine(num_ranks, report=show)
+                    found = found_on_this_machine(num_ranks, device=CPU, report=show)
             except PipelineError as error:
                 print(f"rota plan: warning: links were not measured: {error}", file=sys.stderr)
-    if num_ranks > 1:
-        print("Transfers are counted as free; give --link or --links")
+                return None
+            if found.doubt:
+                print(f"rota plan: warning: links were measured on a busy machine: {found.doubt}", file=sys.stderr)
+            return found.cluster
     return None
 
 
