@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from statistics import median
 
 import torch
 import torch.distributed as dist
 
+from rota.errors import PipelineError
 from rota.profiling.forked import run_forked
 from rota.runtime.process_group import join
 
@@ -19,7 +21,13 @@ _ENOUGH_S = 1.0  # for one size
 AllReduceTimes = dict[int, tuple[tuple[int, int], ...]]
 
 
-def measure_all_reduces(num_ranks: int, num_bytes: int) -> AllReduceTimes:
+def measure_all_reduces(
+    num_ranks: int,
+    num_bytes: int,
+    *,
+    report: Callable[[str], None] = lambda _: None,
+    within_s: float | None = None,
+) -> AllReduceTimes:
     """Measure all-reduces of up to `num_bytes` by 2 to `num_ranks` processes of this machine.
 
     As many groups as there are processes for reduce at once, as the ranks of replicated pipelines do.
@@ -27,16 +35,28 @@ def measure_all_reduces(num_ranks: int, num_bytes: int) -> AllReduceTimes:
     Args:
         num_ranks: Processes, 2 or more.
         num_bytes: The gradients of the whole model, 1 byte or more.
+        report: Called every second with a line of text.
+        within_s: Seconds after which the measurement is given up; None: no limit.
 
     Returns:
         By number of processes that reduce together: times in µs by size in bytes, ascending in both.
 
     Raises:
-        PipelineError: A process fails.
+        PipelineError: A process fails, or time is up.
     """
+    began_s = time.monotonic()
+
+    def tick() -> None:
+        report(f"measuring all-reduces of the gradients, for {time.monotonic() - began_s:.0f} s so far")
+
     sizes = sorted({max(num_bytes // share, 4) for share in _SHARES})
     slowest: AllReduceTimes = {}
-    of_ranks = run_forked(num_ranks, lambda number: _measured(number, num_ranks, sizes))
+    try:
+        of_ranks = run_forked(
+            num_ranks, lambda number: _measured(number, num_ranks, sizes), within_s=within_s, tick=tick
+        )
+    except TimeoutError as error:
+        raise PipelineError(f"{error}; give a longer --time-limit") from None
     for i, together in enumerate(range(2, num_ranks + 1)):
         slowest[together] = ascending([(size, max(of[i][k] for of in of_ranks)) for k, size in enumerate(sizes)])
     return slowest
