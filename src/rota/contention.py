@@ -1,14 +1,16 @@
-"""Contention: what is lost to others by those who share cores or a link, if all get fair shares."""
+"""Contention: what is lost to others by those who share cores or a link."""
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
+
+from rota.plan import Plan
 
 
 class Contention:
-    """How many of `num_places` are in use over time: cores by busy ranks, a link by transfers.
+    """How many of `num_places` are in use over time: cores by busy ranks, a link by transfers. All get fair shares.
 
     `times_us`: (start, end) of each use.
     """
@@ -39,3 +41,42 @@ class Contention:
         for a, b in pairwise([start_us, *inner, end_us]):
             if a < b and self._busy[bisect_right(self._times, a) - 1] >= self.num_places:
                 yield a, b
+
+
+def service_starts_us(
+    plan: Plan, sent_us: Sequence[Sequence[int]], arrived_us: Sequence[Sequence[int]]
+) -> tuple[tuple[int, ...], ...]:
+    """When shared links began to serve each transfer, from when it was sent and when it arrived.
+
+    A transfer waits while its links serve those that they finish before it, or, if they divide their rate, for as long
+    as it lost to others. A wait is never longer than what the transfer took beyond its planned time. Transfers that
+    share no link begin when they are sent, and so do those of a simulated timeline: its times contain no wait.
+
+    Args:
+        plan: The plan.
+        sent_us: When each transfer was sent, by route and position, as in a `Timeline`.
+        arrived_us: When it arrived.
+
+    Returns:
+        The starts, by route and position.
+    """
+    begun = [[*column] for column in sent_us]
+    routes, value = plan.placement.routes, plan.placement.value
+    spans: list[list[tuple[int, int]]] = [[] for _ in plan.placement.cluster.shared]
+    served = []  # by the end of service; after it, the latency is left
+    for r in plan.services.first:
+        for k, (m, sent, arrived) in enumerate(zip(plan.microbatches_on(r), sent_us[r], arrived_us[r], strict=True)):
+            duration_us, service_us = value(routes[r].duration_us, m), value(routes[r].service_us, m)
+            served.append((arrived - duration_us + service_us, r, k, arrived - duration_us, service_us))
+            for i in routes[r].shared:
+                spans[i].append((sent, arrived))
+    links = [Contention(of_link, 1) for of_link in spans]
+    free_us = [0] * len(links)
+    for _, r, k, latest_us, service_us in sorted(served):
+        sent, arrived, shared = sent_us[r][k], arrived_us[r][k], routes[r].shared
+        in_turn_us = max(sent, min(latest_us, max(free_us[i] for i in shared)))
+        lost_us = max(links[i].lost_us(sent, arrived) for i in shared)
+        begun[r][k] = max(in_turn_us, min(latest_us, sent + lost_us))
+        for i in shared:
+            free_us[i] = min(in_turn_us + service_us, arrived)
+    return tuple(map(tuple, begun))

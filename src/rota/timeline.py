@@ -50,7 +50,7 @@ class Timeline:
         starts_us: `starts_us[rank][i]` is the start of `plan.orders[rank][i]`.
         ends_us: `ends_us[rank][i]` is its end.
         sent_us: `sent_us[r][k]` is the start of the transfer on `placement.routes[r]` of the k-th micro-batch of its
-            data stream.
+            data stream; on shared links, when they began to serve it.
         arrived_us: `arrived_us[r][k]` is its end.
         step_ends_us: `step_ends_us[j]` is the start and end of the reduction, and the start and end of the optimizer
             step, of `plan.step_end_ranks[j]`.

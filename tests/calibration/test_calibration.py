@@ -16,6 +16,7 @@ from rota import schedules
 from rota.calibration import Calibration, calibrate, calibrated, costs_of, median_us
 from rota.calibration.measured_times import fit_link
 from rota.calibration.planning_again import patterns
+from rota.contention import service_starts_us
 from rota.costs import Cluster, Costs, Link, SharedLink
 from rota.errors import PlacementError, PlanError, RotaError
 from rota.placement import Edge, Placement, StepEnd
@@ -135,10 +136,16 @@ def test_waiting_for_a_shared_link_is_not_part_of_a_link() -> None:
     host = SharedLink("host", 8, (0,), (1, 2))
     placement = Placement(tasks, (Edge(0, 1, 80), Edge(0, 2, 80)), Cluster((None,) * 3, Link(3), shared=(host,)))
     planned = simulate(Plan(placement, 1, tuple((Op(stage, Kind.F, 0),) for stage in range(3))))
-    measured = replace(planned, sent_us=((10,), (10,)), arrived_us=((33,), (33,)))
-    assert calibrated(measured).routes == placement.routes
-    slow = replace(planned, arrived_us=((43,), (53,)))  # one after the other, each of them 20 µs longer than planned
-    assert {route.duration_us for route in calibrated(slow).routes} <= {22, 23, 24}
+
+    def measured(*arrived_us: int) -> Timeline:
+        arrived = tuple((us,) for us in arrived_us)
+        starts_us = service_starts_us(planned.plan, ((10,), (10,)), arrived)
+        return replace(planned, sent_us=starts_us, arrived_us=arrived)
+
+    assert calibrated(measured(33, 33)).routes == placement.routes
+    assert calibrated(measured(23, 33)).routes == placement.routes  # one after the other
+    slow = measured(43, 53)  # each of them 20 µs longer than planned, of which both lost 16 to each other
+    assert {route.duration_us for route in calibrated(slow).routes} == {33 - 16, 43 - 16}
 
 
 @given(st.integers(0, 99), st.integers(1, 99), st.integers(1, 99))

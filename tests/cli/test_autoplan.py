@@ -6,6 +6,8 @@ import argparse
 import re
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -13,7 +15,7 @@ import rota
 from planning.test_autoplan import UNEVEN, layer_costs
 from rota.cli import main
 from rota.cli.arguments import parse_link
-from rota.cli.commands.autoplan import _is_here, _machine_here, by_importance
+from rota.cli.commands.autoplan import _confirmed, _is_here, _machine_here, by_importance
 from rota.errors import PipelineError
 from rota.planning import Machine, model_file
 from rota.planning.deadline import Deadline
@@ -148,6 +150,22 @@ def test_a_model_is_measured_planned_and_measured_again(tmp_path: Path, capsys: 
     exec(MODEL, namespace)
     stages = rota.split(namespace["make_model"](), plan.num_stages, plan.cuts)  # type: ignore[operator]
     assert len(stages) == plan.num_stages
+
+
+def test_the_time_limit_counts_the_making_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = [0.0]
+
+    def make_model() -> None:
+        now_s[0] += 40
+
+    def confirm(*_: object, time_limit_s: float, **__: object) -> float:
+        return time_limit_s
+
+    monkeypatch.setattr("rota.planning.deadline.time", SimpleNamespace(monotonic=lambda: now_s[0]))
+    monkeypatch.setattr("rota.planning.confirmation.confirm", confirm)
+    made = SimpleNamespace(make_batch=None, loss_fn=None, make_optimizer=None, make_model=make_model)
+    given: Any = None, made, argparse.Namespace(node=None), Deadline(60, None), lambda _: None
+    assert _confirmed(*given) == 20
 
 
 @pytest.mark.parametrize(

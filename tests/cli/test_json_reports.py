@@ -76,6 +76,12 @@ def test_searches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytes
     plan = rota.Plan.from_json(Path("plan.json").read_text())
     assert answer["best"]["step_us"] == rota.simulate(plan).makespan_us >= answer["bound_us"]
     assert [one["step_us"] for one in answer["candidates"]] == sorted(one["step_us"] for one in answer["candidates"])
+    assert answer["assumptions"][0] == "Transfers are counted as free; give --link or --links"
+    assert answer["predicted_because"] == "no model was given to run"
+    assert answer["bound_holds"] == "for every layout, from its work alone"
+    assert {one["is_measured"] for one in answer["candidates"]} == {False}
+    assert all(one["bound_us"] <= one["step_us"] for one in answer["candidates"])
+    assert "the same ops" in answer["best"]["bound_holds"]
     frontier = report(capsys, "frontier", "--shape", "v", "--ranks", "2", "--forward-us", "1", "--activation", "1")
     assert [point["us_per_microbatch"] for point in frontier["points"]][-1] >= frontier["bounds"][-1][
         "us_per_microbatch"

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from statistics import median
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +15,7 @@ from torch import nn
 
 from planning.test_autoplan import LONG_S, UNEVEN, layer_costs
 from rota.checking import check
+from rota.cli.screen import progress_line
 from rota.costs import Link
 from rota.errors import PipelineError
 from rota.planning import Answer, Machine, autoplan, confirmation, finalists, trials
@@ -79,7 +83,7 @@ def test_one_process_is_recommended_where_it_is_faster(confirmed: Confirm, answe
 
     told = confirmed(tried)
     assert told.best.candidate.layout.num_ranks == told.plan.num_ranks == 1
-    assert "One process is faster than a pipeline here" in told.to_text()
+    assert "One process is faster than several here" in told.to_text()
     request = answer.request
     given = request.profiles, request.machine, request.batch_rows
     told = confirmed(tried, autoplan(*given, pipeline_ranks=2, time_limit_s=LONG_S))
@@ -89,6 +93,33 @@ def test_one_process_is_recommended_where_it_is_faster(confirmed: Confirm, answe
     told = confirmed(tried, autoplan(request.profiles, small, request.batch_rows, time_limit_s=LONG_S))
     assert told.plan.num_ranks == 2
     assert "per step), but holds" in told.to_text()
+
+
+def test_one_process_is_predicted_to_be_faster_where_ops_are_shorter_than_messages(
+    confirmed: Confirm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(finalists, "can_search", lambda: False)
+    slow = {1: layer_costs(1, UNEVEN, parameters=8)}, Machine(2, None, Link(50_000, 1))
+
+    def told(found: Answer) -> str:
+        assert found.best.steps is None
+        return found.to_text()
+
+    short = "; its ops take"
+    free, asked = autoplan(*slow, 16, time_limit_s=LONG_S), autoplan(*slow, 16, pipeline_ranks=2, time_limit_s=LONG_S)
+    assert free.best.num_processes == 1
+    assert any(found.num_processes > 1 for found in free.candidates)
+    assert "One process is predicted to be faster than several: " in told(free)
+    assert asked.one_process is not None
+    is_faster = f"One process is predicted to be faster ({time_text(asked.one_process.makespan_us)} per step), but"
+    assert f"{is_faster} a pipeline of 2 ranks was asked for{short}" in told(asked)
+    small = autoplan(slow[0], replace(slow[1], limit_bytes=(170, 170)), 16, time_limit_s=LONG_S)
+    assert f"{is_faster} holds" in told(small)
+    fast = autoplan(slow[0], Machine(2, None, Link(1, 100)), 16, pipeline_ranks=2, time_limit_s=LONG_S)
+    assert "One process" not in told(fast)
+    # With more ranks than cores, stages are measured, and no steps are run.
+    predicted = confirmed(lambda _: [], asked, elsewhere="its ranks are on several nodes")
+    assert f"{is_faster} a pipeline of 2 ranks was asked for{short}" in told(predicted)
 
 
 def test_a_plan_on_more_processes_must_be_faster_by_more_than_the_spread(confirmed: Confirm) -> None:
@@ -271,6 +302,58 @@ def test_a_plan_that_is_clearly_slower_is_started_once(answer: Answer, monkeypat
     assert [steps.num_starts for steps in found] == [8, 8, 1]  # three rounds would not tell the first two apart
 
 
+def test_progress_says_how_many_starts_are_done_and_how_much_time_is_left(
+    answer: Answer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also where the output is no terminal: two plans, three rounds, and every start takes four seconds."""
+    clock_s = [0.0]
+    monkeypatch.setattr(trials, "time", SimpleNamespace(monotonic=lambda: clock_s[0]))
+
+    def started(_: Trial, *rest: Any) -> StepTimes:
+        *_, within_s, tick = rest
+        assert within_s > 0
+        for _second in range(4):
+            clock_s[0] += 1
+            tick()
+        return StepTimes((1000, 1000))
+
+    monkeypatch.setattr(trials, "_started", started)
+    given = [Trial(found.plan, MODEL, None, None) for found in answer.candidates[:2]]
+    lines: list[str] = []
+    with progress_line(lambda: clock_s[0]) as show:
+        run_trials(given, nn.functional.mse_loss, None, 60, lambda line: (lines.append(line), show(line)))  # type: ignore[func-returns-value]
+    assert lines[0] == "running steps of 2 plans in turn: 0 of 6 starts done, at most 60 s left"
+    assert lines[-1] == "running steps of 2 plans in turn: 5 of 6 starts done, at most 36 s left"
+    shown = capsys.readouterr().err.splitlines()
+    assert [line.split(": ")[1] for line in shown] == [
+        f"{done} of 6 starts done, at most {60 - second} s left" for done, second in ((1, 5), (2, 10), (3, 15), (4, 20))
+    ]
+
+
+def test_steps_that_do_not_end_are_left_out(
+    confirmed: Confirm, answer: Answer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def started(trial: Trial, *_: object) -> StepTimes:
+        if trial is given[num_ended]:
+            raise TimeoutError("2 processes did not end within 5 s")
+        return StepTimes((1000, 1000))
+
+    monkeypatch.setattr(trials, "_started", started)
+    given = [Trial(found.plan, MODEL, None, None) for found in answer.candidates[:2]]
+    for num_ended in (0, 1):
+        assert len(run_trials(given, nn.functional.mse_loss, None, LONG_S)) == num_ended
+    assert "not run     no step ended within the time limit" in confirmed(lambda _: []).to_text()
+
+
+@pytest.mark.dist
+def test_forked_processes_are_ended_when_time_is_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forked, "_TICK_S", 0.01)
+    ticks: list[int] = []
+    with pytest.raises(TimeoutError, match="1 process did not end within 0 s"):
+        forked.run_forked(1, lambda _: time.sleep(1000), within_s=0.05, tick=lambda: ticks.append(1))
+    assert ticks
+
+
 def test_plans_that_divide_the_processes_differently_are_measured_before_others(
     confirmed: Confirm, answer: Answer
 ) -> None:
@@ -393,20 +476,21 @@ def test_ctrl_c_while_plans_are_measured_loses_none(num_measured: int, monkeypat
 
 
 @pytest.mark.dist
-def test_steps_are_run_on_processes_of_their_own() -> None:
+def test_steps_are_run_on_processes_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     import rota
 
+    monkeypatch.setattr(trials, "_OVERTIME_S", LONG_S)  # however busy the machine is
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     before = [parameter.detach().clone() for parameter in model.parameters()]
     stages = rota.split(model, 2)
     plan = rota.schedules.gpipe(rota.place(rota.Costs.uniform(2), rota.Cluster.uniform(2)), 3)
-    trials = [Trial(plan, stages, torch.ones(2, 4), torch.ones(2, 4))] * 2
+    given = [Trial(plan, stages, torch.ones(2, 4), torch.ones(2, 4))] * 2
 
     def optimizer(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
         return torch.optim.SGD(parameters, lr=0.1)
 
-    found = run_trials(trials, nn.functional.mse_loss, optimizer, 0.1)
+    found = run_trials(given, nn.functional.mse_loss, optimizer, 0.1)
     assert len(found) == 2
     for steps in found:
         assert len(steps.steps_us) == len(steps.timelines) >= 3
@@ -419,4 +503,4 @@ def test_steps_are_run_on_processes_of_their_own() -> None:
         raise ValueError("no loss today")
 
     with pytest.raises(PipelineError, match="no loss today"):
-        run_trials(trials, fails, optimizer, 0.1)
+        run_trials(given, fails, optimizer, 0.1)

@@ -3,13 +3,26 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from itertools import pairwise
 
-from rota.costs import Cluster, Costs
+import pytest
+from hypothesis import given, settings
+
+from rota.accounting import Cause, idle
+from rota.calibration import calibrated
+from rota.comparison import Part, compare
+from rota.costs import Cluster, Costs, Link, SharedLink
+from rota.placement import Edge, Placement
 from rota.placing import place
 from rota.plan import Plan
 from rota.runtime.recorder import Record, merge
-from rota.schedules import forward_only, gpipe
+from rota.schedules import forward_only, gpipe, one_f_one_b
+from rota.simulation import simulate
+from rota.tasks import Kind, Op, Task
+from rota.timeline import Timeline
+from support.core_strategies import wired_plans
+from support.sampling import some
 
 MS = 1_000_000
 
@@ -109,3 +122,83 @@ def test_the_cores_that_ranks_share_are_noted() -> None:
     placement = place(Costs.uniform(1, 10, 20), Cluster.uniform(1))
     record = Record(0, 0, [0], [10_000], num_cores=2)
     assert merge(forward_only(placement.forward_only(), 1), [Record.from_fields(record.to_fields())]).num_cores == 2
+
+
+# --- shared links: a rank notes when it sends, and when its message is through ----------------------------------------
+
+
+def recorded(timeline: Timeline) -> list[Record]:
+    """What ranks on CPUs would record of a simulated timeline: each message is sent as soon as it is handed over."""
+    plan, us = timeline.plan, 1000
+    found = [
+        Record(rank, 0, [us * t for t in starts], [us * t for t in ends])
+        for rank, (starts, ends) in enumerate(zip(timeline.starts_us, timeline.ends_us, strict=True))
+    ]
+    for r, route in enumerate(plan.placement.routes):
+        for k, (sent, arrived) in enumerate(zip(timeline.handed_over_us(r), timeline.arrived_us[r], strict=True)):
+            found[route.sender].sent_ns[r, k], found[route.sender].through_ns[r, k] = us * sent, us * arrived
+    return found
+
+
+@given(wired_plans())
+@settings(max_examples=some(200))
+def test_when_shared_links_began_to_serve_a_message_is_found(plan: Plan) -> None:
+    planned = simulate(plan)
+    origin_us = min(starts[0] for starts in planned.starts_us if starts)
+    assert merge(plan, recorded(planned)).sent_us == tuple(
+        tuple(max(time - origin_us, 0) for time in column) for column in planned.sent_us
+    )
+
+
+def shared_by_all(rate: int = 4) -> Plan:
+    """1F1B on four ranks whose messages take 25 µs of one host; each op takes 40 or 80."""
+    ranks = (0, 1, 2, 3)
+    cluster = Cluster((None,) * 4, Link(3), shared=(SharedLink("host", rate, ranks, ranks),))
+    return one_f_one_b(place(Costs.uniform(4, 40, 80, boundary_bytes=100), cluster), 6)
+
+
+def test_a_run_that_goes_as_planned_differs_in_nothing_where_links_are_shared() -> None:
+    planned = simulate(shared_by_all())
+    assert planned.sent_us != tuple(planned.handed_over_us(r) for r in range(len(planned.sent_us)))  # some wait
+    measured = merge(planned.plan, recorded(planned))
+    assert not any(compare(planned, measured).parts_us.values())
+    assert idle(measured) == idle(planned)
+    assert any(each.cause is Cause.SHARED_LINK for each in idle(measured))
+    assert calibrated(measured).routes == planned.plan.placement.routes
+
+
+def test_a_longer_wait_for_a_link_is_not_a_longer_transfer() -> None:
+    """The host serves the message to rank 1 after the one to rank 2, and not before it as planned."""
+    tasks = tuple(Task(stage, Kind.F, (stage,), us) for stage, us in enumerate((10, 50, 5)))
+    host = SharedLink("host", 1, (0,), (1, 2))
+    placement = Placement(tasks, (Edge(0, 1, 40), Edge(0, 2, 40)), Cluster((None,) * 3, Link(2), shared=(host,)))
+    planned = simulate(Plan(placement, 1, tuple((Op(stage, Kind.F, 0),) for stage in range(3))))
+    assert (planned.arrived_us, planned.makespan_us) == (((52,), (92,)), 102)
+    late = replace(planned, arrived_us=((92,), (52,)), starts_us=((0,), (92,), (52,)), ends_us=((10,), (142,), (57,)))
+    measured = merge(planned.plan, recorded(late))
+    assert measured.sent_us == ((50,), (10,))
+    assert {part: us for part, us in compare(planned, measured).parts_us.items() if us} == {Part.SHARED_LINKS: 40}
+    waits = [each.end_us - each.start_us for each in idle(measured, planned) if each.cause is Cause.SHARED_LINK]
+    assert waits == [40]
+
+
+@pytest.mark.parametrize("divides", [False, True])
+def test_a_link_may_serve_one_by_one_or_divide_its_rate(divides: bool) -> None:
+    """Three messages of 10 µs at once: they arrive one by one, or all in the end. None of them is slow."""
+    tasks = tuple(Task(stage, Kind.F, (stage,), 10) for stage in range(4))
+    host = SharedLink("host", 8, (0,), (1, 2, 3))
+    edges = tuple(Edge(0, reader, 80) for reader in (1, 2, 3))
+    placement = Placement(tasks, edges, Cluster((None,) * 4, Link(3), shared=(host,)))
+    planned = simulate(Plan(placement, 1, tuple((Op(stage, Kind.F, 0),) for stage in range(4))))
+    arrived = (43, 43, 43) if divides else (23, 33, 43)
+    assert divides or planned.arrived_us == tuple((us,) for us in arrived)
+    late = replace(
+        planned,
+        arrived_us=tuple((us,) for us in arrived),
+        starts_us=((0,), *((us,) for us in arrived)),
+        ends_us=((10,), *((us + 10,) for us in arrived)),
+    )
+    measured = merge(planned.plan, recorded(late))
+    assert measured.sent_us == tuple((us - 13,) for us in arrived)
+    assert calibrated(measured).routes == placement.routes
+    assert not any(compare(planned, measured).parts_us.values())

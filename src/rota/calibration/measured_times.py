@@ -7,7 +7,6 @@ from dataclasses import replace
 from operator import itemgetter
 from statistics import median, median_low
 
-from rota.contention import Contention
 from rota.costs import Cluster, Link
 from rota.errors import PlanError
 from rota.figures import same_or_per_class, value_in
@@ -91,17 +90,13 @@ def _cluster(timelines: Sequence[Timeline]) -> Cluster:
     cluster = timelines[0].plan.placement.cluster
     seen: dict[tuple[int, int], dict[int, list[int]]] = {}  # (sender, receiver) -> bytes -> µs
     for timeline in timelines:
-        busy = _shared_links(timeline)
         placement = timeline.plan.placement
         for r, (route, sent, arrived) in enumerate(
             zip(placement.routes, timeline.sent_us, timeline.arrived_us, strict=True)
         ):
             by_size = seen.setdefault((route.sender, route.receiver), {})
             for m, start, end in zip(timeline.plan.microbatches_on(r), sent, arrived, strict=True):
-                lost_us = max((busy[i].lost_us(start, end) for i in route.shared), default=0)
-                beyond_us = max(end - start - placement.value(route.duration_us, m), 0)
-                times = by_size.setdefault(placement.value(route.num_bytes, m), [])
-                times.append(max(end - start, 0) - min(lost_us, beyond_us))
+                by_size.setdefault(placement.value(route.num_bytes, m), []).append(max(end - start, 0))
     links: dict[tuple[int, int], Link] = {}
     for sender, receiver, link in cluster.links:
         links.setdefault((sender, receiver), link)  # the first entry of a pair counts
@@ -111,15 +106,6 @@ def _cluster(timelines: Sequence[Timeline]) -> Cluster:
             links[pair] = fit_link(by_size, cluster.link_between(*pair), min(rates, default=None))
     special = tuple((*pair, link) for pair, link in links.items() if link != cluster.link)
     return replace(cluster, links=special)
-
-
-def _shared_links(timeline: Timeline) -> list[Contention]:
-    """For each shared link when transfers used it, or waited for it."""
-    times: list[list[tuple[int, int]]] = [[] for _ in timeline.plan.placement.cluster.shared]
-    for route, sent, arrived in zip(timeline.plan.placement.routes, timeline.sent_us, timeline.arrived_us, strict=True):
-        for i in route.shared:
-            times[i] += zip(sent, arrived, strict=True)
-    return [Contention(uses, 1) for uses in times]
 
 
 def _step_ends(timelines: Sequence[Timeline]) -> tuple[StepEnd, ...]:

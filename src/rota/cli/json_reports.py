@@ -95,6 +95,9 @@ def of_answer(answer: Answer) -> dict[str, Any]:
         "candidates": [_found(found) for found in answer.candidates],
         "one_process_us": None if answer.one_process is None else answer.one_process.step_us,
         "bound_us": answer.bound_us,
+        "bound_holds": answer.bound_holds,
+        "assumptions": answer.assumptions,
+        "predicted_because": answer.predicted_because,
         "tolerance": answer.tolerance,
         "num_rounds": answer.num_rounds,
         "elapsed_s": answer.elapsed_s,
@@ -111,6 +114,9 @@ def _found(found: Found) -> dict[str, Any]:
         "num_ranks": layout.num_ranks,
         "num_replicas": layout.num_replicas,
         "step_us": found.step_us,
+        "is_measured": found.steps is not None,
+        "bound_us": found.bound_us,
+        "bound_holds": "for every order of the same ops, by their predicted times",
         "predicted": of_timeline(found.timeline),
     }
 

@@ -81,7 +81,8 @@ class Answer:
         tolerance: How far measured or predicted differences between plans may be off, as a part of a step. Plans
             that differ by less count as equally fast, but never if they differ by more than a quarter.
         num_rounds: How many rounds of steps the tolerance is from: those that all plans near the fastest have.
-        one_process: The model as it is, on one process, as measured.
+        one_process: The model as it is, on one process: as measured where steps of the best plan were, else as
+            predicted from its layers. None where steps of the others alone were run, and for inference.
         predicted_because: Why steps are predicted and were not run: "" where they were.
         remarks: What else to know about the figures.
     """
@@ -148,13 +149,14 @@ class Answer:
         Returns:
             Lines without a newline at the end.
         """
-        above, below = [*self._assumptions(), *self._headline(), ""], ["", *self._search()]
+        above, below = [*self.assumptions, *self._headline(), ""], ["", *self._search()]
         if width is not None:
             above, below = _wrapped(above, width), _wrapped(below, width)
         return "\n".join([*above, *self._table(width), *below])
 
-    def _assumptions(self) -> list[str]:
-        """What the figures leave out, one line each: nothing where all was measured."""
+    @property
+    def assumptions(self) -> list[str]:
+        """What the figures leave out, one sentence each: nothing where all was measured."""
         request, lines = self.request, []
         if request.machine.num_ranks > 1 and not request.machine.prices_transfers:
             lines.append("Transfers are counted as free; give --link or --links")
@@ -291,7 +293,7 @@ class Answer:
         lines = [
             f"Search: {counts.layouts:,} layouts ({counts.slower:,} proven slower, {counts.too_large:,} do not fit"
             f"{left}), {counts.plans:,} plans simulated in {self.elapsed_s:.1f} s{stopped}",
-            *self._bounds(),
+            self._bound(),
         ]
         if self.tolerance:
             lines.append(self._equally_fast())
@@ -315,39 +317,48 @@ class Answer:
             f"schedule, a whole backward, the fewest stages per rank, then the fewest replicas"
         )
 
-    def _bounds(self) -> list[str]:
-        """The lower bound on all layouts, by the figures that it was made of."""
+    @property
+    def bound_holds(self) -> str:
+        """For what, and by which figures, `bound_us` is a lower bound."""
         if not self.confirmed:
-            return [f"Lower bound for every layout, from its work alone: {time_text(self.bound_us)} per step"]
+            return "for every layout, from its work alone"
         # The measured stages say nothing about layouts whose stages were not measured.
+        return "for every layout according to the layers' times, not to measured steps"
+
+    def _bound(self) -> str:
+        """The lower bound on all layouts, by the figures that it was made of."""
         before = [one.before_us for one in self.confirmed if one.found is self.best]
         beside = f"; according to the same times, this plan takes {time_text(before[0])}" if before else ""
-        return [
-            f"Lower bound for every layout according to the layers' times, not to measured steps: "
-            f"{time_text(self.bound_us)} per step{beside}"
-        ]
+        return f"Lower bound {self.bound_holds}: {time_text(self.bound_us)} per step{beside}"
 
     def _alone(self) -> list[str]:
-        """How the best plan compares with one process."""
+        """How the best plan compares with one process, as measured or as predicted from the layers."""
         alone, best = self.one_process, self.best
-        if alone is None or alone.steps is None or best.steps is None:
+        if alone is None:
             return []
+        is_run = best.steps is not None
+        alone_us = alone.step_us if is_run else alone.makespan_us
+        is_faster = "One process is faster" if is_run else "One process is predicted to be faster"
         if best.num_processes == 1:
-            others = [one.found for one in self.confirmed if one.found.steps and one.found is not best]
-            several = [found for found in others if found.num_processes > 1]
+            plans = [one.found for one in self.confirmed if one.found.steps] if is_run else self.candidates
+            several = [found for found in plans if found.num_processes > 1]
             if not several:
                 return []
-            other = min(several, key=lambda found: found.step_us)
+            other = min(several, key=lambda found: found.step_us if is_run else self._by_layers_us(found))
+            takes = time_text(other.step_us if is_run else self._by_layers_us(other))
             return [
-                f"One process is faster than a pipeline here: {other.schedule} on {ranks_text(other)} takes "
-                f"{time_text(other.step_us)}{_short_ops(other)}"
+                f"{is_faster} than several{' here' * is_run}: {other.schedule} on {ranks_text(other)} takes "
+                f"{takes}{_short_ops(other)}"
             ]
-        if alone.step_us < best.step_us:
-            decided = self.request.pipeline_ranks
-            but = f"holds {size_text(alone.peak_bytes)}" if decided is None else ""
-            but = but or f"a pipeline of {count_text(decided or 1, 'rank')} was asked for"
-            return [f"One process is faster ({time_text(alone.step_us)} per step), but {but}{_short_ops(best)}"]
-        return []
+        if alone_us >= (best.step_us if is_run else self._by_layers_us(best)):
+            return []
+        decided, limit = self.request.pipeline_ranks, self.request.machine.limits[0]
+        but = "the search did not get to it"
+        if decided is not None:
+            but = f"a pipeline of {count_text(decided, 'rank')} was asked for"
+        elif is_run or (limit is not None and alone.peak_bytes > limit):
+            but = f"holds {size_text(alone.peak_bytes)}"
+        return [f"{is_faster} ({time_text(alone_us)} per step), but {but}{_short_ops(best)}"]
 
     def __str__(self) -> str:
         """One line; `to_text` has the rest."""

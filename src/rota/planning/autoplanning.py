@@ -106,6 +106,7 @@ def autoplan(
         deadline.stopped_by,
         deadline.ran_out,
         tolerance=request.tolerance,
+        one_process=one_process(request),
         remarks=(*request.doubts, *sweep.remarks),
     )
 
@@ -123,11 +124,12 @@ def _ordered(best: Found, plans: Collection[Found], tolerance: float) -> tuple[F
 def one_process(request: Request) -> Found | None:
     """The model as it is, on one process, with as much memory as it takes, at the best number of rows.
 
-    None for inference.
+    The process is as fast as the fastest one. None for inference.
     """
     if request.inference:
         return None
-    alone = replace(request, machine=Machine(1), pipeline_ranks=None)
+    machine = Machine(1, slowdowns=(min(request.machine.slowdowns),))
+    alone = replace(request, machine=machine, pipeline_ranks=None)
     family = next(family for family in FAMILIES if family.name == "1f1b")
     plans = []
     for rows, layers in request.profiles.items():

@@ -19,7 +19,6 @@ from rota.checking import check
 from rota.errors import PipelineError, PlanError, SearchError
 from rota.models import Stages, split
 from rota.planning.answer import Answer, Confirmed, layout_text
-from rota.planning.autoplanning import one_process
 from rota.planning.choosing import NOISY, chosen, spread_between
 from rota.planning.deadline import Deadline
 from rota.planning.evaluation import Found
@@ -131,7 +130,7 @@ class _Confirming:
         self._how = model, make_batch, loss_fn, make_optimizer
         self._deadline = Deadline(time_limit_s, None)
         self.confirmed: list[Confirmed] = []
-        self.usual, self.alone = answer.usual, None if answer.request.inference else one_process(answer.request)
+        self.usual, self.alone = answer.usual, answer.one_process
         self.remarks: list[str] = []
         self._left_out: dict[str, list[str]] = {}  # what was not done for lack of time, of which plans
         self.predicted_because = ""
@@ -239,8 +238,9 @@ class _Confirming:
         if not plans:
             self.predicted_because = "no time was left for it"
             return
-        self._report(f"running steps of {count_text(len(plans), 'plan')} in turn")
         steps = self._tried(self._trials(plans))
+        if not steps and not self.predicted_because:
+            self.predicted_because = "no step ended within the time limit"
         for found, of_found in zip(plans, steps, strict=False):
             self._take(found, _with_steps(found, of_found))
         for found in plans[len(steps) :] if steps else []:
@@ -285,7 +285,7 @@ class _Confirming:
         _, _, loss_fn, make_optimizer = self._how
         assert loss_fn is not None
         try:
-            return run_trials(trials, loss_fn, make_optimizer, self._deadline.left_s)
+            return run_trials(trials, loss_fn, make_optimizer, self._deadline.left_s, self._report)
         except PipelineError as error:
             self.predicted_because = f"a step failed here: {error}"
             return []
@@ -320,7 +320,8 @@ class _Confirming:
             alone = min([alone, *alone_plans], key=lambda found: found.key)
         elif alone is not None and request.pipeline_ranks in (None, 1) and _fits(alone, answer):
             alone = replace(alone, plan=_in_cluster(alone, answer))
-            confirmed = [*confirmed, Confirmed(one_process(request).makespan_us, alone)]  # type: ignore[union-attr]
+            assert answer.one_process is not None
+            confirmed = [*confirmed, Confirmed(answer.one_process.makespan_us, alone)]
             plans.append(alone)
         best = chosen(plans, least)
         assert best is not None
@@ -339,7 +340,7 @@ class _Confirming:
             confirmed=tuple(confirmed),
             tolerance=tolerance,
             num_rounds=num_rounds,
-            one_process=alone,
+            one_process=answer.one_process if best.steps is None else alone,
             predicted_because="" if best.steps is not None else self.predicted_because,
             remarks=(*answer.remarks, *self._remarks(), *_too_noisy(tolerance), *_disagreement(confirmed)),
             ran_out=answer.ran_out or self._deadline.ran_out,

@@ -13,7 +13,7 @@ clearly slower than the best are left out of further rounds, which the others th
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -31,6 +31,7 @@ from rota.runtime.losses import LossFn, needs_target
 from rota.runtime.messages import over_tensors
 from rota.simulation import simulate
 from rota.timeline import Timeline
+from rota.units import count_text
 
 _WARM_UP, _WARM_UP_S = 2, 0.2  # steps of a start that are not measured: so many, or as many as begin in this time
 _LEAST, _MOST = 2, 8  # steps of a start that are
@@ -39,6 +40,7 @@ _SETTLED_ROUNDS, _MOST_ROUNDS, _MOST_IF_NOISY = 3, 8, 16
 _COMPARED = 2  # plans that are started once whatever time is left: one alone would be compared with nothing
 _SETTLED = 0.03  # spread of the differences between plans below which further rounds would tell nothing new
 _START_S = 0.5  # for processes to start, and for a plan's pipeline
+_OVERTIME_S = 10.0  # that a start may go on after time is up: if it is ended, its steps are lost
 
 
 class Trial(NamedTuple):
@@ -61,7 +63,11 @@ class Trial(NamedTuple):
 
 
 def run_trials(
-    trials: Sequence[Trial], loss_fn: LossFn, make_optimizer: MakeOptimizer | None, seconds: float
+    trials: Sequence[Trial],
+    loss_fn: LossFn,
+    make_optimizer: MakeOptimizer | None,
+    seconds: float,
+    report: Callable[[str], None] = lambda _: None,
 ) -> list[StepTimes]:
     """Run steps of each plan on forked processes.
 
@@ -70,11 +76,12 @@ def run_trials(
         loss_fn: As for `Pipeline`.
         make_optimizer: Makes an optimizer of a list of parameters; None: the steps have none.
         seconds: How long all of them may take together; the first two plans are started at least once, for two measured
-            steps each.
+            steps each. Processes that go on for ten seconds more are ended, and their steps are lost.
+        report: Called every second with a line of text: how many starts are done, and how much time is left.
 
     Returns:
-        The steps of each plan, with the timelines of the first replica; of fewer plans where there was no time for
-        the last ones.
+        The steps of each plan, with the timelines of the first replica; of fewer plans, or none, where there was no
+        time for the last ones.
 
     Raises:
         PipelineError: A step fails.
@@ -83,12 +90,26 @@ def run_trials(
     starts: list[list[StepTimes]] = [[] for _ in trials]
     longest_s = [0.0] * len(trials)  # of a plan's starts
     running = list(range(len(trials)))
+
+    def tick() -> None:
+        done, left_s = sum(map(len, starts)), max(began_s + seconds - time.monotonic(), 0)
+        of_running = [max(num_rounds, _SETTLED_ROUNDS) - len(starts[i]) for i in running]
+        report(
+            f"running steps of {count_text(len(trials), 'plan')} in turn: {done} of {done + sum(of_running)} starts "
+            f"done, at most {left_s:.0f} s left"
+        )
+
     for num_rounds in range(1, _MOST_IF_NOISY + 1):
         for i in running if num_rounds % 2 else reversed(running):
             start_began_s = time.monotonic()
             if num_rounds == 1 and i >= _COMPARED and start_began_s > began_s + seconds:
                 break
-            starts[i].append(_started(trials[i], loss_fn, make_optimizer))
+            within_s = max(began_s + seconds - start_began_s, 0) + _OVERTIME_S
+            tick()
+            try:
+                starts[i].append(_started(trials[i], loss_fn, make_optimizer, within_s, tick))
+            except TimeoutError:
+                return [of_starts(made) for made in starts if made]
             longest_s[i] = max(longest_s[i], time.monotonic() - start_began_s)
         found = [of_starts(made) for made in starts if made]
         best_us = min(steps.median_us for steps in found)
@@ -118,10 +139,21 @@ def least_s(plans: Sequence[Plan], num_starts: int) -> float:
     return num_starts * sum(_START_S + (1 + _LEAST) * step_s for step_s in steps_s)
 
 
-def _started(trial: Trial, loss_fn: LossFn, make_optimizer: MakeOptimizer | None) -> StepTimes:
-    """Steps of one plan on new processes."""
+def _started(
+    trial: Trial,
+    loss_fn: LossFn,
+    make_optimizer: MakeOptimizer | None,
+    within_s: float,
+    tick: Callable[[], None],
+) -> StepTimes:
+    """Steps of one plan on new processes. Raises TimeoutError if these have not ended in time."""
     others = OtherPrograms()
-    first, *_ = run_forked(trial.num_processes, lambda number: _run(trial, loss_fn, make_optimizer, number == 0))
+    first, *_ = run_forked(
+        trial.num_processes,
+        lambda number: _run(trial, loss_fn, make_optimizer, number == 0),
+        within_s=within_s,
+        tick=tick,
+    )
     missing_cores = others.missing_cores(trial.num_processes)
     return StepTimes(tuple(first["us"]), tuple(map(Timeline.from_json, first["timelines"])), missing_cores)
 

@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import tempfile
+import time
 import traceback
 from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection, wait
@@ -22,6 +23,7 @@ from rota.runtime.freed_memory import keep_freed_memory
 from rota.runtime.orphans import end_with_parent
 from rota.units import count_text
 
+_TICK_S = 1.0
 _OF_ANOTHER_RUN = ("ROTA_", "TORCHELASTIC_")  # the first letters of environment variables
 
 
@@ -38,14 +40,28 @@ def why_not_here(num_processes: int) -> str:
     return ""
 
 
-def run_forked(num_processes: int, work: Callable[[int], Any]) -> list[Any]:
+def run_forked(
+    num_processes: int,
+    work: Callable[[int], Any],
+    *,
+    within_s: float | None = None,
+    tick: Callable[[], None] = lambda: None,
+) -> list[Any]:
     """What `work(number)` returns on each of `num_processes` new processes of one process group over Gloo.
 
     Each has one thread. The results travel as JSON. The first process that fails ends all of them.
 
+    Args:
+        num_processes: How many processes.
+        work: What each of them does, given its number.
+        within_s: Seconds after which all of them are ended; None: no limit.
+        tick: Called every second while they work.
+
     Raises:
         PipelineError: If one fails, with its error.
+        TimeoutError: If they have not ended in time.
     """
+    began_s = time.monotonic()
     context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory(prefix="rota-forked-") as folder:
         workers = {}
@@ -60,7 +76,13 @@ def run_forked(num_processes: int, work: Callable[[int], Any]) -> list[Any]:
             made: list[Any] = [None] * num_processes
             waiting = [*workers]
             while waiting:
-                for pipe in wait(waiting):
+                ended = wait(waiting, _TICK_S)
+                tick()
+                if not ended and within_s is not None and time.monotonic() - began_s > within_s:
+                    raise TimeoutError(
+                        f"{count_text(num_processes, 'process', 'es')} did not end within {within_s:.0f} s"
+                    )
+                for pipe in ended:
                     assert isinstance(pipe, Connection)
                     number, process = workers[pipe]
                     made[number] = _result(pipe, number)

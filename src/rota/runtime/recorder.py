@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from rota.contention import service_starts_us
 from rota.placement import StepEnd
 from rota.plan import Plan
 from rota.tasks import Op
@@ -122,6 +123,8 @@ def merge(plan: Plan, records: list[Record]) -> Timeline:
     """The records of all ranks as one timeline that begins with the first op.
 
     Measured reductions are shown even if the plan's costs have none: they become step ends of zero length in the plan.
+    A rank knows when it sent a message, and not how long the message then waited for shared links; see
+    `service_starts_us` for how that is found.
     """
     records = sorted(records, key=lambda record: record.rank)
     plan = _with_step_ends(plan, {stage for record in records for stage in record.reductions_ns})
@@ -159,7 +162,8 @@ def merge(plan: Plan, records: list[Record]) -> Timeline:
     for i, rank in plan.step_end_ranks:
         free = max([*ends[rank][-1:], *(end for _, end in reductions[rank].values())], default=0)
         step_ends.append((*reductions[rank].get(plan.placement.step_ends[i].stage, (free, free)), free, free))
-    return Timeline(plan, starts, ends, tuple(sent), tuple(arrived), tuple(step_ends), records[0].num_cores)
+    served = service_starts_us(plan, sent, arrived)
+    return Timeline(plan, starts, ends, served, tuple(arrived), tuple(step_ends), records[0].num_cores)
 
 
 def _in_turn(begun_and_done: dict[int, tuple[int, int]]) -> dict[int, tuple[int, int]]:

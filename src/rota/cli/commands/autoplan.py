@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 _ROWS = (1, 2, 4, 8)  # of a micro-batch, by default
 _PER_RANK = 2  # micro-batches of a step, without which a pipeline's ranks wait too much
 _PROFILE = 0.4  # of the time limit, for measuring the layers at all numbers of rows that fit
-_LINKS = 0.5  # of the time that is left then, for links that were never measured here
+_LINKS = 0.5  # of the time that is left then, for links that were never measured here; then for all-reduces
 _SEARCH = 0.45  # of the time that is left after measuring: the rest is for steps of the best plans
 _LEAST_S = 0.2
 _LEAST_SEARCH_S = 3.0  # even if measuring took all of the time: without a plan the measurements would be lost
@@ -171,7 +171,7 @@ def run(arguments: Namespace) -> int:
         answer = replace(answer, remarks=(*remarks, *answer.remarks))
         if confirms:
             assert model_file is not None
-            answer = _confirmed(answer, model_file, arguments, max(deadline.left_s, _LEAST_S), show)
+            answer = _confirmed(answer, model_file, arguments, deadline, show)
         elif arguments.inference or arguments.device not in (None, "cpu"):
             answer = replace(answer, predicted_because=_not_run(arguments))
     if not arguments.json:
@@ -404,14 +404,16 @@ def _confirmed(
     answer: Answer,
     model_file: ModelFile,
     arguments: Namespace,
-    time_limit_s: float,
+    deadline: Deadline,
     show: Callable[[object], None],
 ) -> Answer:
     from rota.planning.confirmation import confirm
 
+    show("making the model")
     functions = model_file.make_batch, model_file.loss_fn, model_file.make_optimizer
     elsewhere = "" if arguments.node is None else "its ranks are on several nodes"
-    model = model_file.make_model()
+    model = model_file.make_model()  # which may take long
+    time_limit_s = max(deadline.left_s, _LEAST_S)
     return confirm(answer, model, *functions, report=show, time_limit_s=time_limit_s, elsewhere=elsewhere)
 
 
