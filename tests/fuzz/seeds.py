@@ -10,7 +10,7 @@ from random import Random
 from tempfile import TemporaryDirectory
 
 from rota import schedules
-from rota.costs import Cluster, Costs, Link
+from rota.costs import AllReduceTimes, Cluster, Costs, Link
 from rota.interop import torchtitan
 from rota.layers import LayerCosts
 from rota.placement import StepEnd
@@ -34,6 +34,7 @@ _COSTS = (
     Costs((5, 6), (7, 8), recompute_us=(None, 3), activation_bytes=(2, 9)),
 )  # fmt: skip
 _CLUSTER = Cluster((40, None, 90), Link(1, 2), ((0, 1, Link(4, 1)), (2, 1, Link(0, None))))
+_SUMS = (AllReduceTimes(2, ((1024, 90), (65536, 140))), AllReduceTimes(3, ((1024, 120),)))
 
 
 @cache
@@ -147,7 +148,8 @@ def profile_texts() -> tuple[str, ...]:
 
 @cache
 def cluster_texts() -> tuple[str, ...]:
-    return _CLUSTER.to_json(), Cluster.uniform(4, 10**9, latency_us=2, bytes_per_us=3).to_json()
+    uniform = Cluster.uniform(4, 10**9, latency_us=2, bytes_per_us=3)
+    return replace(_CLUSTER, all_reduces=_SUMS).to_json(), uniform.to_json()
 
 
 @cache

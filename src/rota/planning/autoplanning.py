@@ -58,8 +58,8 @@ def autoplan(
         inference: Whether to plan forward passes only.
         recompute: Whether stages may recompute. PyTorch's schedule CSV, and so torchtitan, cannot express it.
         pipeline_ranks: Ranks of every pipeline; None: any number.
-        copies: Whether a stage may be on two ranks, as in bidirectional pipelines. Never on a machine whose links have
-            no rate, where the cost of summing gradients is unknown.
+        copies: Whether a stage may be on two ranks, as in bidirectional pipelines. Never on a machine where the cost of
+            summing gradients is unknown.
         split_backward: Whether backwards may be split into I and W. Trainers other than Rota cannot split those of
             models under `torch.compile` or with activation checkpointing.
         snapshots: Whether each rank's memory also has room for the states that `rota run --max-restarts` keeps. They

@@ -28,7 +28,7 @@ from rota.units import count_text
 
 _KEPT_S = 7 * 24 * 3600.0  # a machine's kernel, drivers and load change
 _METHOD = "3"  # how links are measured; figures of another method are measured again
-_MEASURING_S = 14.0  # until two processes or more have started, loaded torch and sent all messages
+_MEASURING_S = 13.0  # until two processes or more have started, loaded torch and sent all messages
 _FILE = "rota-links-{name}.json"
 _TYPE = "links"
 
