@@ -15,22 +15,25 @@ from rota.placing import place
 from rota.plan import Plan
 
 HOST = SharedLink("host a", 40, (0, 1), (0, 1))
-NONE = "links that ranks share, what messages cost their ranks, gaps between ops"
+NONE = "links that ranks share, the time that ranks spend on messages, gaps between ops"
 
 
 @pytest.mark.parametrize(
     ("cluster", "line"),
     [
-        (Cluster.uniform(2), f"Transfers are counted as free. Not counted: latency, rate, {NONE}."),
-        (Cluster.uniform(2, None, 5), f"Counted: latency (5 µs). Not counted: rate, {NONE}."),
+        (Cluster.uniform(2), f"Transfers are counted as free. Not included in the times: latency, rate, {NONE}."),
+        (
+            Cluster.uniform(2, None, 5),
+            f"Included in the times: latency (5 µs). Not included: rate, {NONE}.",
+        ),
         (
             Cluster((None, None), Link(5, 100), ((0, 1, Link(7, 50)),)),
-            f"Counted: latency (5 µs to 7 µs), rate (50 MB to 100 MB/s). Not counted: {NONE}.",
+            f"Included in the times: latency (5 µs to 7 µs), rate (50 MB/s to 100 MB/s). Not included: {NONE}.",
         ),
         (
             Cluster((None, None), Link(5, 100, 120, None, 80), shared=(HOST,), gap_us=9),
-            "Counted: latency (5 µs), rate (100 MB/s), host a (2 ranks share 40 MB/s), messages (up to 120 µs at the "
-            "sender and 80 µs at the receiver), gaps between ops (9 µs).",
+            "Included in the times: latency (5 µs), rate (100 MB/s), host a (2 ranks share 40 MB/s), messages "
+            "(up to 120 µs at the sender and 80 µs at the receiver), gaps between ops (9 µs).",
         ),
     ],
 )
@@ -62,7 +65,7 @@ def test_measured_links_go_into_the_plan_and_are_told_by_every_command(
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        (("--ranks", "3", "--links"), "has 2 ranks, and the plan has 3; measure the links of 3"),
+        (("--ranks", "3", "--links"), "has 2 ranks, but the plan has 3; measure the links between 3 ranks"),
         (("--ranks", "2", "--latency-us", "5", "--links"), "has all links; leave --latency-us out"),
         (("--ranks", "2", "--link", "5us", "--links"), "has all links; leave --link out"),
     ],

@@ -181,7 +181,7 @@ def test_the_device_order_of_the_docs_is_proved(capsys: pytest.CaptureFixture[st
     space: dict[str, object] = {"__name__": "example"}
     exec(compile(proof, "docs/accelerators.md", "exec"), space)
     # 4 ranks: 64 ops, 48 messages with two sides each, 4 reductions; each of 3 pairs has two channels.
-    assert capsys.readouterr().out == "164 kernels on 6 channels wait in no cycle\n"
+    assert capsys.readouterr().out == "164 kernels on 6 channels have no cycle of waits\n"
     exec(compile(steps, "docs/accelerators.md", "exec"), space)
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 8

@@ -15,8 +15,10 @@ def wire_effects(placement: Placement) -> str:
         return ""
     counted, missing = [*_counted(placement)], [*_not_counted(placement)]
     if not counted:
-        return f"Transfers are counted as free. Not counted: {', '.join(missing)}."
-    return f"Counted: {', '.join(counted)}." + (f" Not counted: {', '.join(missing)}." if missing else "")
+        return f"Transfers are counted as free. Not included in the times: {', '.join(missing)}."
+    return f"Included in the times: {', '.join(counted)}." + (
+        f" Not included: {', '.join(missing)}." if missing else ""
+    )
 
 
 def _links(placement: Placement) -> list[tuple[int, int | None]]:
@@ -43,7 +45,7 @@ def _counted(placement: Placement) -> Iterator[str]:
         yield f"latency ({_range(min(latencies), max(latencies), time_text)})"
     rates = [rate * 1_000_000 for _, rate in _links(placement) if rate is not None]
     if rates:
-        yield f"rate ({_range(min(rates), max(rates), size_text)}/s)"
+        yield f"rate ({_range(min(rates), max(rates), lambda rate: f'{size_text(rate)}/s')})"
     for i in sorted({i for route in placement.routes for i in route.shared}):
         shared = placement.cluster.shared[i]
         ranks = count_text(len({*shared.senders, *shared.receivers}), "rank")
@@ -64,7 +66,7 @@ def _not_counted(placement: Placement) -> Iterator[str]:
     if not any(route.shared for route in placement.routes):
         yield "links that ranks share"
     if not any(_message_costs_us(placement)):
-        yield "what messages cost their ranks"
+        yield "the time that ranks spend on messages"
     if not placement.cluster.gap_us:
         yield "gaps between ops"
 

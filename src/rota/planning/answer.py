@@ -228,8 +228,8 @@ class Answer:
         if self.best.steps is None:
             return [f"  not run     {self.predicted_because}"] if self.predicted_because else []
         before = [one.before_us for one in self.confirmed if one.found is self.best]
-        by_layers = f", {time_text(before[0])} from its layers" if before else ""
-        return [f"  predicted   {time_text(self.best.makespan_us)} from its ops timed in plan order{by_layers}"]
+        by_layers = f", {time_text(before[0])} from layer times" if before else ""
+        return [f"  predicted   {time_text(self.best.makespan_us)} from op times measured in plan order{by_layers}"]
 
     def _table(self, width: int | None) -> list[str]:
         shown = [(found, "▸" if found is self.best else "") for found in self.shown]

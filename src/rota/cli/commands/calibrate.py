@@ -57,7 +57,7 @@ def run(arguments: Namespace) -> int:
         note = f"calibrated by {', '.join(arguments.timelines)}"
         files.write(arguments.costs, calibration.costs_of(found.plan.placement, note).to_json(), quietly=arguments.json)
     if arguments.output is not None:
-        kept = ": the plan's own orders, with the measured costs" if found.chosen is found.plan else ""
+        kept = ": the same order of ops, with the measured costs" if found.chosen is found.plan else ""
         files.write(arguments.output, found.chosen.to_json(), kept, quietly=arguments.json)
     return 0
 
