@@ -90,7 +90,9 @@ SHAPES: Mapping[str, Shape] = {
     "x": Shape(x_shape, 1, 0, "two chains in opposite directions with the same weights"),
     "m": Shape(m_shape, 1, 1, "a first stage that all ranks run together, then a chain"),
     "nn": Shape(nn_shape, 1, 2, "like m, with another such stage in the middle of the chain"),
-    "nn-eager": Shape(nn_eager_shape, 1, 2, "like nn, but that other stage comes third, not in the middle"),
+    "nn-eager": Shape(
+        nn_eager_shape, 1, 2, "like nn, but the second shared stage comes third in the chain, not in the middle"
+    ),
     "k": Shape(k_shape, 1, 1, "two branches that meet in a stage that all ranks run together"),
     "interleaved": Shape(interleaved, 2, 0, "a chain placed round-robin, several stages per rank"),
     "wave": Shape(wave, 2, 0, "a chain down the ranks and back up, two or more stages per rank"),

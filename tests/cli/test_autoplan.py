@@ -274,10 +274,15 @@ loss_fn = nn.functional.mse_loss
 @pytest.mark.parametrize(
     ("model", "mark", "cuts", "told"),
     [
-        ("Model", None, "layers.*.mlp", "at layers.0.mlp: it is inside layers.0, .* with --cuts 'layers.*', or"),
-        ("Model", None, "layers.*.attention", "at layers.0.attention: it is inside layers.0, "),
-        ("Wrapped", None, "model.layers.*.mlp", "at model.layers.0.mlp: .* with --cuts 'model.layers.*', or"),
-        ("Model", "'inside'", None, "at layers.0.cut: it is inside layers.0, .* call the CutPoint between bl"),
+        (
+            "Model",
+            None,
+            "layers.*.mlp",
+            "at layers.0.mlp, because it is inside layers.0, .* with --cuts 'layers.*', or",
+        ),
+        ("Model", None, "layers.*.attention", "at layers.0.attention, because it is inside layers.0, "),
+        ("Wrapped", None, "model.layers.*.mlp", "at model.layers.0.mlp, .* with --cuts 'model.layers.*', or"),
+        ("Model", "'inside'", None, "at layers.0.cut, because it is inside layers.0, .* call the CutPoint between bl"),
         ("Model", None, "layers.*", ""),
         ("Model", None, None, ""),
         ("Model", "'end'", None, ""),
@@ -304,7 +309,7 @@ def test_cuts_that_no_other_trainer_can_make(
         code = main(["autoplan", "model.py", *given, *options])
     error = capsys.readouterr().err
     assert re.search(told, error)
-    refused = "--exportable: no other trainer can begin a stage at" in error
+    refused = "--exportable: other trainers cannot begin a stage at" in error
     assert (code, "measures" in error) == ((2, False) if refused else (1, True))
     assert ("warning" in error) == ("only" in told)
     assert main(["profile", "model.py", *given, "--device", "h100", "-o", "profile.json"]) == 0
@@ -379,7 +384,7 @@ def test_a_run_has_the_replicas_of_the_plan(tmp_path: Path, monkeypatch: pytest.
         (["--profile", "PROFILE", "--slowdowns", "1,2,3"], "slowdowns has 3 entries for 2 ranks"),
         (
             ["--profile", "PROFILE", "--memory", "80"],
-            "80 of what? write, for example, 80GB, or 80B for bytes",
+            "'80' has no unit; write, for example, 80GB, or 80B for bytes",
         ),
         (["--profile", "PROFILE", "--memory", "80%"], "a share of which device's memory? give it in GB, or name"),
         (["--profile", "PROFILE", "--memory", "120%"], "'120%' must be more than 0% and at most 100%"),
@@ -388,7 +393,7 @@ def test_a_run_has_the_replicas_of_the_plan(tmp_path: Path, monkeypatch: pytest.
             ["--profile", "PROFILE", "--ranks", "100001"],
             "num_ranks is 100,001, more than any machine has; give 100,000",
         ),
-        (["--profile", __file__], "is a Python file, but this needs a file that Rota wrote"),
+        (["--profile", __file__], "is a Python file; run a script with"),
         (["PROFILE"], "is not a Python file; give a profile with --profile "),
         (["--profile", "nowhere.json"], "cannot read nowhere.json"),
         (["nowhere.py"], "cannot read nowhere.py"),

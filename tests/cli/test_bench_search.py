@@ -42,11 +42,11 @@ def test_better_plans_and_bounds_are_written(jobs: int, tmp_path: Path, capsys: 
     assert "2 closed, 0 within 1%, 0 open" in out
     assert "2 better plans: poor poorer" in out
     assert "2 better bounds: poor poorer" in out
-    assert "Not written" in out
+    assert "These were not saved" in out
     assert [path.read_text() for path in paths] == before
     code, out, _ = run(capsys, *arguments, "--update")
     assert code == 0
-    assert "Not written" not in out
+    assert "These were not saved" not in out
     for path in paths[:2]:
         reference = Reference.read(path)
         assert simulate(reference.plan).makespan_us == reference.bound_us == 2100
@@ -56,7 +56,7 @@ def test_better_plans_and_bounds_are_written(jobs: int, tmp_path: Path, capsys: 
     code, out, _ = run(capsys, *arguments, "--update")
     assert code == 0
     assert "better" not in out
-    assert "reached the best known plan of 2 of 2" in out
+    assert "reached the best known plan for 2 of 2" in out
 
 
 def test_nothing_is_written_that_the_checker_refuses(tmp_path: Path, capsys: Capsys) -> None:

@@ -45,7 +45,7 @@ def test_check_proves_the_order_on_devices(plan_file: Path, capsys: pytest.Captu
     assert code == 0
     # 24 ops, 16 messages with two sides each, and a reduction per stage.
     assert "59 kernels on 3 ranks with 4 channels" in out
-    assert "wait in no cycle, and both sides of each communicator enqueue in the same order" in out
+    assert "have no cycle of waits, and both sides of each communicator enqueue in the same order" in out
     assert run(capsys, "check", plan_file)[1] in out
 
 
@@ -55,8 +55,8 @@ def test_check_proves_the_order_on_pytorch_s_engine(
     code, out, _ = run(capsys, "check", plan_file, "--torch")
     assert code == 0
     # 24 ops, and 16 messages with two sides each.
-    assert "with the messages that it derives: 56 kernels on 3 ranks with 4 channels wait in no cycle" in out
-    assert "PyTorch sends messages in another order than the plan" in out
+    assert "with the messages that it derives: 56 kernels on 3 ranks with 4 channels have no cycle of waits" in out
+    assert "PyTorch sends messages in a different order from the plan" in out
     assert "defer_pp_recv=True could hang or swap messages; leave it off: where each pair of ranks has a comm" in out
     plan = Plan.from_json(plan_file.read_text())
     (tmp_path / "ours.csv").write_text(plan.to_csv(communication=True))
@@ -113,8 +113,10 @@ def test_csv_is_written_and_read(tmp_path: Path, capsys: pytest.CaptureFixture[s
     code, out, _ = run(capsys, "check", path)
     assert code == 0
     assert "4 stages and 3 micro-batches on 2 ranks" in out
-    assert re.search(r"^  no times given; with B twice as long as F, and .*: makespan \d+ F$", out, re.MULTILINE)
-    assert "these times are assumed; --costs costs.json gives the costs of each stage" in out
+    assert re.search(
+        r"^  makespan \d+ times a forward \(F\), if B takes twice as long as F, and .*$", out, re.MULTILINE
+    )
+    assert "these times are assumed, because a schedule CSV has none; give your own with --costs costs.json" in out
     assert "µs" not in out
 
 
@@ -127,8 +129,8 @@ def test_times_of_a_csv_are_assumed_or_given(tmp_path: Path, capsys: pytest.Capt
     for command in commands:
         code, out, err = run(capsys, *command, "--json")
         assert (code, json.loads(out)["times_assumed"]) == (0, True)
-        assert f"{path} has no times; assumed are 1 ms for F, 2 ms for B, and" in err
-        assert f"`rota simulate {path} --costs costs.json -o timeline.json` uses the costs of each stage" in err
+        assert f"{path} has no times; Rota assumes 1 ms for F, 2 ms for B, and" in err
+        assert f"to use your own times, run `rota simulate {path} --costs costs.json -o timeline.json`" in err
     assert "has no times" in run(capsys, "show", path)[2]
     assert run(capsys, "simulate", path, "--costs", costs, "-o", timeline)[0] == 0
     read = Timeline.from_json(timeline.read_text())
@@ -142,7 +144,10 @@ def test_times_of_a_csv_are_assumed_or_given(tmp_path: Path, capsys: pytest.Capt
     assert (code, "has costs of its own; leave --costs out" in err) == (2, True)
     costs.write_text(Costs.uniform(3).to_json())
     code, _, err = run(capsys, "check", path, "--costs", costs)
-    assert (code, "the CSV has 4 stages, but --costs has costs of 3; give all" in err) == (2, True)
+    assert (code, "the CSV has 4 stages, but --costs has costs for 3; give the costs of every stage" in err) == (
+        2,
+        True,
+    )
 
 
 def test_measured_costs_are_taken_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

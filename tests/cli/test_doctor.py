@@ -103,7 +103,7 @@ def test_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytes
         assert told in capsys.readouterr().err
     monkeypatch.setenv("RANK", "0")
     assert main(["doctor", "--ranks", "2"]) == 2
-    assert "--ranks: the launcher has started them; leave it out" in capsys.readouterr().err
+    assert "--ranks: the launcher has already started the processes; leave --ranks out" in capsys.readouterr().err
     with pytest.raises(SystemExit) as ended:
         main(["doctor", "--ranks", "0"])
     assert ended.value.code == 2

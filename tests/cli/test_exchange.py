@@ -101,7 +101,7 @@ def test_torchtitan(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     split = NAMED["interleaved_zb"](interleaved(assumed_costs(4).with_split_backward(), Cluster.uniform(2)), 4)
     (here / "split.json").write_text(split.to_json())
     code, out, _ = run(capsys, "export", "torchtitan", "split.json", "--model", "model.py:marked", "-o", "split")
-    assert "The plan splits backwards (I and W), which PyTorch cannot do under torch.compile: leave it off" in out
+    assert "The plan splits each backward into I and W, which PyTorch cannot do under torch.compile" in out
 
 
 def test_megatron(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -122,8 +122,8 @@ def test_megatron(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert [task.duration_us for task in plan.placement.tasks[:4]] == [31, 40, 40, 35]
     code, out, _ = run(capsys, "export", "megatron", "three.json", "--boundaries", "0,2,4,6")
     assert "Megatron runs these stages in its own order" in out
-    assert out.endswith("Not written; use -o to keep: Et|tt|tL\n")
-    assert run(capsys, "export", "megatron", "cut.json", "--boundaries", "0,2,3,4,5")[1].endswith("keep: Et|t|t|L\n")
+    assert out.endswith("The result was not saved; use -o FILE to save it: Et|tt|tL\n")
+    assert run(capsys, "export", "megatron", "cut.json", "--boundaries", "0,2,3,4,5")[1].endswith("save it: Et|t|t|L\n")
 
 
 def test_megatron_counts_transformer_layers_alone(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -135,11 +135,11 @@ def test_megatron_counts_transformer_layers_alone(here: Path, capsys: pytest.Cap
     code, out, error = run(capsys, "export", "megatron", "gpt.json", *layers)
     assert (code, error) == (0, "")
     assert out.splitlines()[0].startswith("--num-layers 7 --pipeline-model-parallel-size 2 ")
-    assert out.endswith("keep: Et|tt|tt|ttL\n")
+    assert out.endswith("save it: Et|tt|tt|ttL\n")
     code, out, _ = run(capsys, "export", "megatron", "gpt.json", *layers, "--boundaries", "0,2,5,9,11")
-    assert out.endswith("keep: E|t*3|t*4|L\n")
+    assert out.endswith("save it: E|t*3|t*4|L\n")
     code, out, _ = run(capsys, "export", "megatron", "gpt.json", *layers, "--boundaries", "0,2,5,10,11")
-    assert out.endswith("keep: E|t*3|t*4|L\n")
+    assert out.endswith("save it: E|t*3|t*4|L\n")
 
 
 def test_torchtitan_makes_no_weights(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -223,8 +223,8 @@ def test_deepspeed(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     plan = NAMED["1f1b"](place(assumed_costs(3), Cluster.uniform(3)), 4)
     assert Plan.from_json((here / "back.json").read_text()) == plan
     code, out, _ = run(capsys, "export", "deepspeed", "three.json", "--boundaries", "0,0,3,6")
-    assert stages_of(out) == ["no layer", "layers 0 to 2", "layers 3 to 5"]
-    assert out.endswith("Not written; use -o to keep: [0, 0, 3, 6]\n")
+    assert stages_of(out) == ["no layers", "layers 0 to 2", "layers 3 to 5"]
+    assert out.endswith("The result was not saved; use -o FILE to save it: [0, 0, 3, 6]\n")
     code, out, _ = run(capsys, "export", "deepspeed", "three.json", "--boundaries", "0,2,4,6")
     assert 'partition_method="uniform") makes this cut by itself' in out
     code, out, _ = run(capsys, "export", "deepspeed", "three-cut.json")
@@ -243,7 +243,7 @@ EXPORT = "export torchtitan plan.json --model"
             "the model has no CutPoint; give --cuts, the module that each stage after",
         ),
         (f"{EXPORT} model.py:plain --cuts layers.1 -o titan", "there are 2 parts for 4 stages"),
-        (f"{EXPORT} model.py:plain --cuts a,,b -o titan", "'a,,b' has nothing between two commas"),
+        (f"{EXPORT} model.py:plain --cuts a,,b -o titan", "'a,,b' has an empty entry"),
         (f"{EXPORT} model.py:marked --cuts 0,1,marks[9] -o titan", "did you mean 'marks[3]'?"),
         (f"{EXPORT} model.py:fails -o titan", "fails() raised KeyError: 'no words'"),
         (f"{EXPORT} model.py:layers -o titan", "layers() returned a list; return an nn.Module"),

@@ -57,7 +57,7 @@ def test_calibrate_writes_what_it_says(tmp_path: Path, capsys: pytest.CaptureFix
     timeline.write_text(simulate(PLAN).to_json())
     _, out, _ = run(capsys, "calibrate", timeline, "--plan", "1f1b", "-o", better)
     assert "Keep the plan's orders: none of 1 other plan is 1% faster." in out
-    assert out.endswith(f"Wrote {better}: the plan's own orders, with the measured costs.\n")
+    assert out.endswith(f"Wrote {better}: the same order of ops, with the measured costs.\n")
     assert Plan.from_json(better.read_text()).orders == PLAN.orders
 
 
@@ -117,7 +117,7 @@ def test_a_trace_is_imported_explained_and_kept(tmp_path: Path, capsys: pytest.C
     assert timeline.starts_us == ((0, 6, 9, 20),)
     assert timeline.makespan_us == 34
     assert explain(timeline, timeline.plan).to_text() in out
-    assert "Not written" in run(capsys, "import-trace", path)[1]
+    assert "The result was not saved" in run(capsys, "import-trace", path)[1]
 
 
 def test_what_is_no_trace_is_told(measured_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

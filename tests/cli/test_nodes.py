@@ -59,7 +59,7 @@ def test_by_slurm(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--nodes", "2", "--head", "a:1"], "--nodes 2: give this machine's number, from 0 to 1, with --node I"),
         (["--nodes", "2", "--node", "2", "--head", "a:1"], "give this machine's number, from 0 to 1"),
         (["--nodes", "2", "--node", "0"], "say where node 0 listens, with --head HOST:PORT"),
-        (["--nodes", "257", "--node", "0", "--head", "a:1"], "--nodes 257: 256 at most"),
+        (["--nodes", "257", "--node", "0", "--head", "a:1"], "--nodes 257: give 256 at most"),
     ],
 )
 def test_options_that_do_not_fit_are_refused(options: list[str], told: str) -> None:

@@ -61,7 +61,7 @@ def test_bound_tells_each_reason(tmp_path: Path, capsys: Capsys) -> None:
     assert run(capsys, "plan", "gpipe", *CHAIN, "--microbatches", 8, "-o", path)[0] == 0
     code, out, _ = run(capsys, "bound", path)
     assert code == 0
-    assert "makespan 3,000 µs, lower bound 2,700 µs: at most 10.00% from" in out
+    assert "makespan 3,000 µs, lower bound 2,700 µs: within 10.00% of the optimum" in out
     assert "load: rank " in out
 
 
@@ -166,7 +166,8 @@ def test_bound_of_a_measured_timeline_tells_both(tmp_path: Path, capsys: Capsys)
         assert (code, out.count("measured makespan")) == (0, lines)
         assert "makespan 15 µs, lower bound 15 µs: proven optimal" in out
     assert out.startswith(
-        "measured makespan 15,000 µs, span 15,000 µs; planned 15 µs and 15 µs, which the bounds are for ("
+        "measured makespan 15,000 µs, span 15,000 µs; the bounds below are for the planned makespan "
+        "15 µs and span 15 µs ("
     )
 
 
@@ -222,12 +223,12 @@ def test_backups_are_told_and_written(tmp_path: Path, capsys: Capsys) -> None:
         (["--min-ranks", 1, "--mesh", "dp=2", plan], "is for one pipeline without TP shards; use --backups with"),
         (["--min-ranks", 3, other], "other.json is for 3 ranks; give fewer"),
         (["--adapt-gain", 5, plan], "--adapt-gain 5 needs --adapt"),
-        (["--adapt", "--adapt-gain", 100, plan], "must be a number of percent, above 0 and below 100"),
-        (["--adapt", "--engine", "torch", plan], "PyTorch's engine cannot run another order"),
+        (["--adapt", "--adapt-gain", 100, plan], "must be a percentage above 0 and below 100"),
+        (["--adapt", "--engine", "torch", plan], "PyTorch's engine cannot switch to another order"),
         (["--backups", backups, other], "expected '"),
         (["--backups", backups, "--mesh", "dp=3", plan], "is for dp=2,tp=1; plan the backups for this mesh"),
         (["--backups", backups, "--mesh", "tp=2", plan], "--mesh dp=2,tp=2"),
-        (["--backups", backups, "--verify", plan], "verify in a run without it"),
+        (["--backups", backups, "--verify", plan], "--verify do not work together"),
         (["--backups", backups, "--engine", "torch", plan], "use --engine rota"),
     ):
         code, _, err = run(capsys, "run", *options, script)

@@ -45,16 +45,16 @@ def test_plan_and_check_say_whether_snapshots_fit(
         "plan.json",
     )
     assert "snapshots" not in told(capsys, *plan)  # no limit to be within
-    fits = "Not counted: snapshots for restarts, up to 4 MB per rank in the host's memory. They fit within the limits"
+    fits = "Not included in the memory: snapshots for restarts, up to 4 MB per rank in the host's memory. They fit within the limits"
     assert fits in told(capsys, *plan, "--limit", "9MB")
     assert fits in told(capsys, "check", "plan.json")
     tight = (
-        "Not counted: snapshots for restarts, up to 4 MB per rank in the host's memory. On CPUs, the limit of rank 0 "
+        "Not included in the memory: snapshots for restarts, up to 4 MB per rank in the host's memory. On CPUs, the limit of rank 0 "
         "leaves 3 MB for 4 MB: restarts go on from the last checkpoint, unless you plan with --snapshots."
     )
     assert tight in told(capsys, *plan, "--limit", "8MB")
     assert tight in told(capsys, "check", "plan.json")
-    counted = "Counted: snapshots for restarts, up to 4 MB per rank."
+    counted = "Included in the memory: snapshots for restarts, up to 4 MB per rank."
     assert counted in told(capsys, *plan, "--limit", "9MB", "--snapshots")
     assert counted in told(capsys, "check", "plan.json")
     assert simulate(Plan.from_json(Path("plan.json").read_text())).peak_memory_bytes == (9_000_000, 8_000_000)
@@ -87,7 +87,7 @@ def test_autoplan_counts_them(tmp_path: Path, capsys: Capsys) -> None:
     options = ("--batch", "8", "--time-limit", "600", "--force", "-o", str(tmp_path / "plan.json"))
     told(capsys, *command, *options)
     without = Plan.from_json((tmp_path / "plan.json").read_text())
-    assert "Counted: snapshots for restarts, up to" in told(capsys, *command, *options, "--snapshots")
+    assert "Included in the memory: snapshots for restarts, up to" in told(capsys, *command, *options, "--snapshots")
     plan = Plan.from_json((tmp_path / "plan.json").read_text())
     assert sum(plan.placement.snapshot_bytes) == 2 * state(profiles[1]) == 2 * sum(plan.placement.state_bytes)
     more = sum(plan.placement.static_bytes) - sum(without.placement.static_bytes)

@@ -206,4 +206,4 @@ def test_refusals(plan: str, tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert main(["verify", plan, str(model)]) == 2
     assert "defines no function make_model" in capsys.readouterr().err
     assert main(["run", "--verify", "--engine", "torch", plan, str(model)]) == 2
-    assert "PyTorch's engine is not verified" in capsys.readouterr().err
+    assert "--verify does not work with PyTorch's engine" in capsys.readouterr().err

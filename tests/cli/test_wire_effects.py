@@ -20,32 +20,32 @@ from rota.simulation import simulate
 
 HOST = SharedLink("host a", 40, (0, 1), (0, 1))
 FREE = "Transfers are counted as free; give --link or --links when planning."
-NONE = "links that ranks share, what messages cost their ranks, gaps between ops"
+NONE = "links that ranks share, the time that ranks spend on messages, gaps between ops"
 
 
 @pytest.mark.parametrize(
     ("cluster", "line"),
     [
-        (Cluster.uniform(2), f"{FREE} Not counted: latency, rate, {NONE}."),
+        (Cluster.uniform(2), f"{FREE} Not included in the times: latency, rate, {NONE}."),
         (
             Cluster((None, None), gap_us=3),
-            f"{FREE} Counted: gaps between ops (3 µs). Not counted: latency, rate, links that ranks share, what "
-            "messages cost their ranks.",
+            f"{FREE} Included in the times: gaps between ops (3 µs). Not included: latency, rate, links that ranks "
+            "share, the time that ranks spend on messages.",
         ),
-        (Cluster.uniform(2, None, 5), f"Counted: latency (5 µs). Not counted: rate, {NONE}."),
+        (Cluster.uniform(2, None, 5), f"Included in the times: latency (5 µs). Not included: rate, {NONE}."),
         (
             Cluster((None, None), Link(5, 100), ((0, 1, Link(7, 50)),)),
-            f"Counted: latency (5 µs to 7 µs), rate (50 MB to 100 MB/s). Not counted: {NONE}.",
+            f"Included in the times: latency (5 µs to 7 µs), rate (50 MB/s to 100 MB/s). Not included: {NONE}.",
         ),
         (
             Cluster((None, None), Link(5, 100, 120, None, 80), shared=(HOST,), gap_us=9),
-            "Counted: latency (5 µs), rate (100 MB/s), host a (2 ranks share 40 MB/s), messages (up to 120 µs at the "
-            "sender and 80 µs at the receiver), gaps between ops (9 µs).",
+            "Included in the times: latency (5 µs), rate (100 MB/s), host a (2 ranks share 40 MB/s), messages "
+            "(up to 120 µs at the sender and 80 µs at the receiver), gaps between ops (9 µs).",
         ),
         (  # as measured where messages take no longer than they cost their ranks
             Cluster((None, None), Link(0, None, 80, 5000, 60), shared=(HOST,), gap_us=9),
-            "Counted: host a (2 ranks share 40 MB/s), messages (up to 81 µs at the sender and 60 µs at the receiver), "
-            "gaps between ops (9 µs).",
+            "Included in the times: host a (2 ranks share 40 MB/s), messages (up to 81 µs at the sender and 60 µs at "
+            "the receiver), gaps between ops (9 µs).",
         ),
     ],
 )
@@ -102,7 +102,7 @@ def test_costs_of_a_run_are_planned_with_its_links(tmp_path: Path, capsys: pytes
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        (("--ranks", "3", "--links"), "has 2 ranks, and the plan has 3; measure the links of 3"),
+        (("--ranks", "3", "--links"), "has 2 ranks, but the plan has 3; measure the links between 3 ranks"),
         (("--ranks", "2", "--latency-us", "5", "--links"), "has all links; leave --latency-us out"),
         (("--ranks", "2", "--link", "5us", "--links"), "has all links; leave --link out"),
         (("--ranks", "2", "--latency-us", "0", "--links"), "has all links; leave --latency-us out"),

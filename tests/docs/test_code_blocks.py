@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import re
+import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -162,6 +165,28 @@ def test_a_pretrained_folder_loads_as_the_docs_say(tmp_path: Path, monkeypatch: 
     assert stages[0].get_parameter("model.embed_tokens.weight").is_meta
 
 
+def test_the_install_line_of_the_readme_brings_what_its_example_imports() -> None:
+    readme = (ROOT / "README.md").read_text()
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    install = re.search(r"^    pip install 'rota\[([\w,]+)\]'", readme, flags=re.MULTILINE)
+    assert install is not None
+    installed, asked = {"rota", "model"}, install[1].split(",")  # model.py is the example's own
+    for extra in asked:
+        for requirement in project["optional-dependencies"][extra]:
+            name, more = re.match(r"([\w-]+)(?:\[([\w,]+)\])?", requirement).groups()  # type: ignore[union-attr]
+            installed.add(name)
+            asked += (more or "").split(",") if name == "rota" else []
+    imported = {
+        name.partition(".")[0]
+        for block in re.findall(r"```python\n(.*?)```", readme, flags=re.DOTALL)
+        for node in ast.walk(ast.parse(block))
+        if isinstance(node, (ast.Import, ast.ImportFrom))
+        for name in ([node.module or ""] if isinstance(node, ast.ImportFrom) else [alias.name for alias in node.names])
+    }
+    assert "transformers" in imported
+    assert imported - set(sys.stdlib_module_names) <= installed
+
+
 def test_every_picture_is_there() -> None:
     for page in [DOCS.parent / "README.md", *DOCS.glob("*.md")]:
         for picture in re.findall(r"!\[[^]]*\]\(([^)]*)\)", page.read_text()):
@@ -181,7 +206,7 @@ def test_the_device_order_of_the_docs_is_proved(capsys: pytest.CaptureFixture[st
     space: dict[str, object] = {"__name__": "example"}
     exec(compile(proof, "docs/accelerators.md", "exec"), space)
     # 4 ranks: 64 ops, 48 messages with two sides each, 4 reductions; each of 3 pairs has two channels.
-    assert capsys.readouterr().out == "164 kernels on 6 channels wait in no cycle\n"
+    assert capsys.readouterr().out == "164 kernels on 6 channels have no cycle of waits\n"
     exec(compile(steps, "docs/accelerators.md", "exec"), space)
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 8

@@ -142,7 +142,7 @@ def test_the_title_tells_the_gap_to_the_bound():
     def title(bound_us):
         return draw(timeline(), axes(), bound_us=bound_us).get_title(loc="left")
 
-    assert title(3000) == "makespan 3.3 ms · bubble 27.3% · at most 9.1% from the best possible"
+    assert title(3000) == "makespan 3.3 ms · bubble 27.3% · within 9.1% of the optimum"
     assert title(3300) == "makespan 3.3 ms · bubble 27.3% · proven optimal"
 
 

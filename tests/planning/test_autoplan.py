@@ -361,7 +361,12 @@ def test_of_plans_as_fast_the_simplest_is_chosen() -> None:
 def test_estimates_are_said_to_be_estimates() -> None:
     layers = replace(layer_costs(1), note="estimated for h100")
     answer = autoplan({1: layers}, Machine(2, None, Link(1, 100)), 8, time_limit_s=LONG_S)
-    assert answer.to_text().startswith("All times are estimated for h100; nothing was measured")
+    lines = answer.to_text().splitlines()
+    assert lines[0].startswith("Best plan (")
+    verdict = [
+        line.split()[0] for line in lines[: lines.index("All times are estimated for h100; nothing was measured")]
+    ]
+    assert verdict == ["Best", "vs.", "memory", "not"]
     plan = rota.Plan.from_json(answer.plan.to_json())
     assert "are estimated for h100; nothing" in rota.explain(plan).to_text()
     measured = autoplan({1: layer_costs(1)}, Machine(2, None, Link(1, 100)), 8, time_limit_s=LONG_S)

@@ -71,7 +71,7 @@ def test_the_figures_are_those_of_the_steps_that_were_run(confirmed: Confirm) ->
     assert told.best.step_us == told.best.steps.median_us != told.best.makespan_us
     text = told.to_text()
     assert "(measured: median of 5 steps, interquartile range 0.0%)" in text
-    assert "from its ops timed in plan order" in text
+    assert "from op times measured in plan order" in text
     assert "Lower bound for every layout according to the layers' times, not to measured steps" in text
     assert "from its work alone" not in text
     check(told.plan)

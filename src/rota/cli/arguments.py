@@ -60,7 +60,7 @@ def parse_memory(text: str) -> int | Fraction:
         return Fraction(share[1]) / 100
     num_bytes = parse_bytes(text)
     if text.strip()[-1].isdigit():  # the unit was probably forgotten
-        raise ValueError(f"{text} of what? write, for example, {text}GB, or {text}B for bytes")
+        raise ValueError(f"{text!r} has no unit; write, for example, {text}GB, or {text}B for bytes")
     return num_bytes
 
 
@@ -72,7 +72,9 @@ def parse_link(text: str) -> tuple[int, int | None]:
         time = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(us|µs|ms|s)\s*", part)
         rate = re.fullmatch(r"\s*(.*)/s\s*", part)
         if rate is not None and rate[1].endswith("b"):
-            raise ValueError(f"{text!r}: {part!r} would be bits; give bytes (B), an eighth of it")
+            raise ValueError(
+                f"{text!r}: {part!r} is in bits; give the rate in bytes (B), which is one eighth of that number"
+            )
         if time is not None and latency_us is None:
             latency_us = round(Fraction(time[1]) * _TIMES_US[time[2]])
         elif (
@@ -140,7 +142,7 @@ def percent(text: str) -> float:
     except ValueError:
         found = 0.0
     if not 0 < found < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} must be a number of percent, above 0 and below 100")
+        raise argparse.ArgumentTypeError(f"{text!r} must be a percentage above 0 and below 100")
     return found
 
 
@@ -189,9 +191,9 @@ def add_force(parser: Parser) -> None:
 def add_model_options(parser: Parser) -> None:
     """--cuts and --length."""
     help_text = (
-        "modules that can start a stage, such as 'transformer.h.*', none inside another; in a model "
-        "with rota.CutPoint modules, some of those (default: all of its CutPoints or, if it has none, the entries of "
-        "its nn.ModuleList, nn.ModuleDict or nn.Sequential)"
+        "modules that can start a stage, such as 'transformer.h.*'; none of them may be inside another. In a model "
+        "with rota.CutPoint modules, name some of its CutPoints (default: all CutPoints or, if there are none, the "
+        "entries of the outermost nn.ModuleList, nn.ModuleDict or nn.Sequential)"
     )
     parser.add_argument("--cuts", type=lambda text: text.split(","), metavar="PATTERN,…", help=help_text)
     help_text = "tokens per row, for Hugging Face models without a make_batch (default: 1024, or the model's "
@@ -248,11 +250,11 @@ def add_costs(parser: Parser, of_what: str, links: str = _LINKS) -> None:
     """--ranks, the costs of stages, from a file or uniform, and the links; `links` says what is assumed of them."""
     default = ASSUMED_COSTS
     parser.add_argument(
-        "--ranks", type=number(1), metavar="N", help="number of ranks (default: one per stage of --costs)"
+        "--ranks", type=number(1), metavar="N", help="number of ranks (default: as many as the stages need)"
     )
     help_text = (
-        "costs per stage, from rota.Costs.to_json() or `rota calibrate --costs` (default: the same for all stages, as "
-        "options from --forward-us to --boundary say)"
+        "costs per stage, from rota.Costs.to_json() or `rota calibrate --costs` (default: the same for all stages, "
+        "as set by the options --forward-us to --boundary)"
     )
     parser.add_argument("--costs", metavar="FILE", help=help_text)
     parser.add_argument(
@@ -324,7 +326,7 @@ def costs_of(arguments: Namespace, stages_per_rank: int = 1, further_stages: int
     if arguments.costs is not None:
         if arguments.stages is not None:
             both = f"--stages {arguments.stages} and --costs {arguments.costs}"
-            raise InputError(f"{both}: the file has the stages; leave --stages out")
+            raise InputError(f"{both}: the file already defines the stages; leave --stages out")
         costs = measured(arguments)
         return costs.with_snapshots() if getattr(arguments, "snapshots", False) else costs
     if getattr(arguments, "snapshots", False):
@@ -341,7 +343,9 @@ def measured(arguments: Namespace) -> Costs:
     for name in _UNIFORM:
         if getattr(arguments, name) is not None:
             option = "--" + name.removesuffix("_bytes").replace("_", "-")
-            raise InputError(f"{option} and --costs {arguments.costs}: the file has them; leave {option} out")
+            raise InputError(
+                f"{option} and --costs {arguments.costs}: the file already has all costs; leave {option} out"
+            )
     return files.read_costs(arguments.costs)
 
 
@@ -367,7 +371,8 @@ def cluster_of(arguments: Namespace, num_ranks: int, limit_bytes: int | None) ->
         if measured.num_ranks != num_ranks:
             there = count_text(measured.num_ranks, "rank")
             raise InputError(
-                f"--links {arguments.links} has {there}, and the plan has {num_ranks}; measure the links of {num_ranks}"
+                f"--links {arguments.links} has {there}, but the plan has {num_ranks}; measure the links between "
+                f"{num_ranks} ranks"
             )
     elif not given:
         links_of: Callable[[int], Cluster | None] = getattr(arguments, "links_of", lambda _: None)
@@ -376,7 +381,7 @@ def cluster_of(arguments: Namespace, num_ranks: int, limit_bytes: int | None) ->
         return measured if limit_bytes is None else replace(measured, limit_bytes=(limit_bytes,) * num_ranks)
     if arguments.link is not None:
         if len(given) > 1:
-            raise InputError("--link is latency and rate; leave --latency-us and --bytes-per-us out")
+            raise InputError("--link already gives latency and rate; leave --latency-us and --bytes-per-us out")
         return Cluster.uniform(num_ranks, limit_bytes, *arguments.link)
     return Cluster.uniform(num_ranks, limit_bytes, arguments.latency_us or 0, arguments.bytes_per_us)
 

@@ -80,8 +80,8 @@ def _inside(cut: str, block: str) -> InputError:
 
 def _refusal(cut: str, block: str) -> str:
     return (
-        f"--exportable: no other trainer can begin a stage at {cut}: it is inside {block}, which they keep or remove "
-        f"as a whole"
+        f"--exportable: other trainers cannot begin a stage at {cut}, because it is inside {block}, which they keep or "
+        f"remove as a whole"
     )
 
 

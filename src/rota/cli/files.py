@@ -24,7 +24,7 @@ from rota.tasks import Kind
 from rota.timeline import Timeline
 
 #: What a schedule CSV gets from `assumed_costs`.
-ASSUMED_TIMES = "assumed are 1 ms for F, 2 ms for B, and 1 ms each for I and W"
+ASSUMED_TIMES = "Rota assumes 1 ms for F, 2 ms for B, and 1 ms each for I and W"
 _PICTURES = (".html", ".png", ".svg", ".pdf")
 
 #: The kind of an output decides which names are refused, and whether a folder is made.
@@ -102,7 +102,7 @@ def note_assumed_times(command: str, *paths: str) -> bool:
 
 def how_to_give_times(path: str) -> str:
     """The command that makes a timeline of a schedule CSV with the user's own times."""
-    return f"for your own, `rota simulate {path} --costs costs.json -o timeline.json` uses the costs of each stage"
+    return f"to use your own times, run `rota simulate {path} --costs costs.json -o timeline.json`"
 
 
 def is_csv(path: str) -> bool:
@@ -122,7 +122,7 @@ def text_of(path: str) -> str:
     text = reading.read_text(path)
     if path.lower().endswith(".py"):
         raise InputError(
-            f"{path} is a Python file, but this needs a file that Rota wrote; run a script with "
+            f"expected a Rota file, but {path} is a Python file; run a script with "
             f"`rota run plan.json {path}`, or make a plan for a model with `rota autoplan {path}`"
         )
     return text
@@ -147,7 +147,10 @@ def _placement_of_csv(text: str, costs: Costs | None) -> Placement:
     ranks = schedule_csv.stage_ranks(orders)
     kinds = {op.kind for order in orders for op in order}
     if costs is not None and costs.num_stages != len(ranks):
-        raise FormatError(f"the CSV has {len(ranks)} stages, but --costs has costs of {costs.num_stages}; give all")
+        raise FormatError(
+            f"the CSV has {len(ranks)} stages, but --costs has costs for {costs.num_stages}; give the costs of "
+            f"every stage"
+        )
     costs = assumed_costs(len(ranks)) if costs is None else costs
     costs = costs.with_split_backward() if Kind.W in kinds else costs
     placement = place(costs, Cluster.uniform(len(orders)), ranks)
@@ -216,7 +219,9 @@ def _refuse_file(path: str) -> None:
     else:
         can_write = folder.is_dir() and os.access(folder, os.W_OK)
     if not can_write:
-        raise InputError(f"cannot write {path}: its folder does not exist or cannot be written to; check the path")
+        raise InputError(
+            f"cannot write {path}: it is a folder, or its folder does not exist or is not writable; check the path"
+        )
 
 
 def _refuse_folder(path: str) -> None:
@@ -235,7 +240,11 @@ def _refuse_suffix(command: str, output: str, what: Written) -> None:
         raise InputError(f"a plan is written as .json, or as .csv in PyTorch's format, not as {output}; {picture}")
     if what == "timeline" and suffix in (*_PICTURES, ".csv"):
         option = "--timeline" if command == "run" else "-o"
-        draw = f"then draw it with `rota show timeline.json -o {output}`" if suffix != ".csv" else "a CSV holds a plan"
+        draw = (
+            f"then draw it with `rota show timeline.json -o {output}`"
+            if suffix != ".csv"
+            else "because a CSV can hold only a plan"
+        )
         raise InputError(
             f"a timeline is written as .json, not as {output}; write it with {option} timeline.json, {draw}"
         )
@@ -266,6 +275,6 @@ def write(path: str, text: str, then: str = "", *, quietly: bool = False) -> Non
 def keep(path: str | None, text: str, example: str = "", then: str = "") -> None:
     """Write what a command has made, or say that it is lost, and how to keep it: with -o `example`."""
     if path is None:
-        print(f"Not written; use {f'-o {example}'.strip()} to keep it.")
+        print(f"The result was not saved; use {f'-o {example}'.strip()} to save it.")
     else:
         write(path, text, then)

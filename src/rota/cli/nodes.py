@@ -74,7 +74,7 @@ def given_nodes(arguments: argparse.Namespace) -> Nodes | None:
         ):
             if value is not None:
                 raise InputError(
-                    f"--{option} is for several machines; give their number with --nodes N, or leave it out"
+                    f"--{option} is for several machines; give their number with --nodes N, or leave --{option} out"
                 )
         return None
     num_nodes, node, head = arguments.nodes, arguments.node, arguments.head
@@ -82,7 +82,7 @@ def given_nodes(arguments: argparse.Namespace) -> Nodes | None:
         num_nodes, node = step.num_nodes, step.node if node is None else node
         head = head or Head(step.host, step.port)
     if num_nodes > MOST_NODES:
-        raise InputError(f"--nodes {num_nodes}: {MOST_NODES} at most")
+        raise InputError(f"--nodes {num_nodes}: give {MOST_NODES} at most")
     if node is None or not node < num_nodes:
         raise InputError(f"--nodes {num_nodes}: give this machine's number, from 0 to {num_nodes - 1}, with --node I")
     if head is None:

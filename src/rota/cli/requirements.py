@@ -28,7 +28,7 @@ def require(module: str, extra: str) -> None:
 def require_installed(module: str, extra: str) -> None:
     """Raises InputError, with the remedy, if a module that an extra brings is not installed. Does not import it."""
     if importlib.util.find_spec(module) is None:
-        raise InputError(f"this needs {module}; install it with: pip install 'rota[{extra}]'")
+        raise InputError(f"this command needs {module}; install it with: pip install 'rota[{extra}]'")
 
 
 def require_search() -> None:

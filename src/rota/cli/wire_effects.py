@@ -18,8 +18,9 @@ def wire_effects(placement: Placement) -> str:
     free = (
         [] if counts_transfers(placement) else ["Transfers are counted as free; give --link or --links when planning."]
     )
-    counted_text = [f"Counted: {', '.join(counted)}."] if counted else []
-    return " ".join([*free, *counted_text, *([f"Not counted: {', '.join(missing)}."] if missing else [])])
+    counted_text = [f"Included in the times: {', '.join(counted)}."] if counted else []
+    not_included = "Not included" if counted else "Not included in the times"
+    return " ".join([*free, *counted_text, *([f"{not_included}: {', '.join(missing)}."] if missing else [])])
 
 
 def counts_transfers(placement: Placement) -> bool:
@@ -50,7 +51,7 @@ def _of_transfers(placement: Placement) -> Iterator[str]:
         yield f"latency ({_range(min(latencies), max(latencies), time_text)})"
     rates = [link.bytes_per_us * 1_000_000 for link in _links(placement) if link.bytes_per_us is not None]
     if rates:
-        yield f"rate ({_range(min(rates), max(rates), size_text)}/s)"
+        yield f"rate ({_range(min(rates), max(rates), lambda rate: f'{size_text(rate)}/s')})"
     for i in sorted({i for route in placement.routes for i in route.shared}):
         shared = placement.cluster.shared[i]
         ranks = count_text(len({*shared.senders, *shared.receivers}), "rank")
@@ -80,7 +81,7 @@ def _not_counted(placement: Placement) -> Iterator[str]:
     if not is_shared:
         yield "links that ranks share"
     if not costs_ranks:
-        yield "what messages cost their ranks"
+        yield "the time that ranks spend on messages"
     if not placement.cluster.gap_us:
         yield "gaps between ops"
 

@@ -1,1 +1,1 @@
-"""`rota demo`: a small GPT on the sources of Python's standard library, from the whole model to plan against run."""
+"""`rota demo`: a small GPT on the sources of Python's standard library, planned, trained, compared and explained."""

@@ -19,7 +19,7 @@ with rota.Pipeline(stages, plan, loss_fn) as pipeline:
     optimizer = make_optimizer(pipeline.parameters())
     for step in range(1, num_steps + 1):
         began_s = time.perf_counter()
-        loss = pipeline.step(*make_batch(32))  # forwards and backwards: the gradients are the unsplit model's
+        loss = pipeline.step(*make_batch(32))  # forward and backward; gradients equal the unsplit model's
         optimizer.step()
         optimizer.zero_grad()
         if pipeline.rank == 0 and (step == 1 or step % max(num_steps // 6, 1) == 0):

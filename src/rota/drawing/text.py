@@ -88,14 +88,14 @@ def _links(timeline: Timeline, width: int) -> list[str]:
 
 
 def summary(timeline: Timeline, bound_us: float | None = None) -> str:
-    """Return one line for titles: "makespan 3.3 ms · bubble 27.3% · at most 2.1% from the best possible".
+    """Return one line for titles: "makespan 3.3 ms · bubble 27.3% · within 2.1% of the optimum".
 
     `bound_us` is a proven lower bound of the makespan; without it the last part is missing.
     """
     parts = [f"makespan {time_text(timeline.makespan_us)}", f"bubble {timeline.bubble_fraction:.1%}"]
     if bound_us is not None:
         gap_us = timeline.makespan_us - bound_us
-        gap = f"at most {gap_us / timeline.makespan_us:.1%} from the best possible" if gap_us > 0 else "proven optimal"
+        gap = f"within {gap_us / timeline.makespan_us:.1%} of the optimum" if gap_us > 0 else "proven optimal"
         parts.append(gap)
     return " · ".join(parts)
 

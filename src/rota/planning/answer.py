@@ -149,7 +149,8 @@ class Answer:
         Returns:
             Lines without a newline at the end.
         """
-        above, below = [*self.assumptions, *self._headline(), ""], ["", *self._search()]
+        above = [*self._free_transfers(), *self._verdict(), *self._further_assumptions(), *self._details(), ""]
+        below = ["", *self._search()]
         if width is not None:
             above, below = _wrapped(above, width), _wrapped(below, width)
         return "\n".join([*above, *self._table(width), *below])
@@ -157,9 +158,17 @@ class Answer:
     @property
     def assumptions(self) -> list[str]:
         """What the figures leave out, one sentence each: nothing where all was measured."""
+        return [*self._free_transfers(), *self._further_assumptions()]
+
+    def _free_transfers(self) -> list[str]:
+        """What comes even before the best plan: with links that cost time, another plan could be the best."""
+        machine = self.request.machine
+        is_free = machine.num_ranks > 1 and not machine.prices_transfers
+        return ["Transfers are counted as free; give --link or --links"] if is_free else []
+
+    def _further_assumptions(self) -> list[str]:
+        """What else the figures leave out, one line each: nothing where all was measured."""
         request, lines = self.request, []
-        if request.machine.num_ranks > 1 and not request.machine.prices_transfers:
-            lines.append("Transfers are counted as free; give --link or --links")
         if request.machine.num_ranks > (request.pipeline_ranks or 1) and not request.may_replicate:
             remedy = (
                 "the links have no rate: measure them again with `rota profile links`, or give --link with a rate"
@@ -171,18 +180,26 @@ class Answer:
             lines.append(f"All times are {request.estimated_for}; nothing was measured")
         return lines
 
-    def _headline(self) -> list[str]:
-        best, layout = self.best, self.best.candidate.layout
-        used, ranks = layout.num_ranks * layout.num_replicas, self.request.machine.num_ranks
-        sizes = [b - a for a, b in pairwise(best.candidate.boundaries)]
-        several = f"{layout.shape}, {layout.stages_per_rank} per rank" if layout.stages_per_rank > 1 else layout.shape
-        recomputed = sorted(best.candidate.recomputed)
+    def _verdict(self) -> list[str]:
+        """What to run, how fast it is, also beside the usual ways to train, and the memory that it needs."""
+        best = self.best
         name = "found by search" if best.schedule == SEARCHED else best.schedule
         return [
             f"Best plan ({name}, {ranks_text(best)}): {_rate(self.rows_per_s)} rows/s, "
             f"{time_text(best.step_us)} per step{self._source()}",
             *self._compared(),
+            f"  memory      {memory_text(best)} on rank {_fullest(best)}, the fullest",
             *self._predicted(),
+        ]
+
+    def _details(self) -> list[str]:
+        """The choices of which the best plan consists."""
+        best, layout = self.best, self.best.candidate.layout
+        used, ranks = layout.num_ranks * layout.num_replicas, self.request.machine.num_ranks
+        sizes = [b - a for a, b in pairwise(best.candidate.boundaries)]
+        several = f"{layout.shape}, {layout.stages_per_rank} per rank" if layout.stages_per_rank > 1 else layout.shape
+        recomputed = sorted(best.candidate.recomputed)
+        return [
             f"  ranks       {layout.num_ranks} per pipeline x {count_text(layout.num_replicas, 'replica')}: {used} of "
             f"{ranks}",
             f"  stages      {layout.num_stages} ({several}), layers {_runs(sizes)}",
@@ -190,7 +207,6 @@ class Answer:
             f"  step        {count_text(layout.num_microbatches, 'micro-batch', 'es')} per replica, of "
             f"{count_text(layout.rows, 'row')} each",
             f"  recomputed  {_runs(recomputed) if recomputed else 'nothing'}",
-            f"  memory      {memory_text(best)} on rank {_fullest(best)}, the fullest",
         ]
 
     def _compared(self) -> list[str]:
@@ -233,8 +249,8 @@ class Answer:
         if self.best.steps is None:
             return [f"  not run     {self.predicted_because}"] if self.predicted_because else []
         before = [one.before_us for one in self.confirmed if one.found is self.best]
-        by_layers = f", {time_text(before[0])} from its layers" if before else ""
-        return [f"  predicted   {time_text(self.best.makespan_us)} from its ops timed in plan order{by_layers}"]
+        by_layers = f", {time_text(before[0])} from layer times" if before else ""
+        return [f"  predicted   {time_text(self.best.makespan_us)} from op times measured in plan order{by_layers}"]
 
     def _table(self, width: int | None) -> list[str]:
         shown = [(found, "▸" if found is self.best else "") for found in self.shown]

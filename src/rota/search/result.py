@@ -136,7 +136,7 @@ class SearchResult:
 
     def to_text(self) -> str:
         """What was found, how good it is and why, and the named schedules beside it."""
-        proof = "proven optimal" if self.is_optimal else f"at most {self.gap:.2%} from the best possible"
+        proof = "proven optimal" if self.is_optimal else f"within {self.gap:.2%} of the optimum"
         stopped = f", stopped by {self.stopped_by}" if self.stopped_by else ""
         what = "time per micro-batch" if self.objective == "period" else self.objective
         lines = [
@@ -163,7 +163,7 @@ class SearchResult:
 
     def __str__(self) -> str:
         """One line; `to_text` has the rest."""
-        proof = "proven optimal" if self.is_optimal else f"at most {self.gap:.2%} from the best possible"
+        proof = "proven optimal" if self.is_optimal else f"within {self.gap:.2%} of the optimum"
         return f"{self.plan}: {self.objective} {_us(self.value_us)}, {proof}"
 
     def _repr_html_(self) -> str:

@@ -149,9 +149,9 @@ def run(arguments: Namespace) -> int:
             machine = _machine_here(arguments, machine, deadline, show, remarks)
         if all(layers.num_layers == 1 for layers in profiles.values()) and machine.num_ranks > 1:
             print(
-                "rota autoplan: warning: the model has no place to cut, so there is no pipeline, only replicas; name "
-                "modules that can start a stage, such as --cuts 'layers.*', or call a rota.CutPoint() of its own "
-                "between blocks in its forward: x = self.cuts[i](x)",
+                "rota autoplan: warning: the model has no place where it can be cut, so there is no pipeline, only "
+                "replicas; name modules that can start a stage, such as --cuts 'layers.*', or call a separate "
+                "rota.CutPoint() between each two blocks in the model's forward: x = self.cuts[i](x)",
                 file=sys.stderr,
             )
         least_s = _LEAST_SEARCH_S if arguments.profile is None else _LEAST_S
@@ -219,7 +219,7 @@ def _next_commands(answer: Answer, arguments: Namespace, model_file: ModelFile |
     if not elsewhere:
         return f":\n{train}{export}{in_script}{why_not}"
     if not export:
-        return f" ({elsewhere}), on the machines that the plan is for:\n{train}{in_script}{why_not}"
+        return f", on the machines that the plan is for ({elsewhere}):\n{train}{in_script}{why_not}"
     return f" ({elsewhere}):\n{export}Or, with Rota, on the machines that the plan is for:\n{train}{in_script}"
 
 
@@ -228,7 +228,7 @@ def _export(plan: Plan, arguments: Namespace, model_file: ModelFile | None) -> t
     name = arguments.model or "MODEL.py"
     export = f"  rota export torchtitan {arguments.output} --model {name}:make_model -o {free_name('titan')}    # "
     if model_file is None:
-        export += "if its forward skips modules that are None\n"
+        export += "if the model's forward skips modules that are None\n"
     elif why := why_not_exported(model_file, plan, is_exportable=arguments.exportable):
         return "", f".\ntorchtitan cannot run this model as it is: {why}"
     else:
@@ -301,7 +301,7 @@ def _model_file(arguments: Namespace) -> ModelFile:
     path = arguments.model
     if path.lower().endswith(".json") and not path.startswith("hf:"):
         raise InputError(
-            f"{path} is not a Python file; give a profile with --profile {path}, a config of transformers as hf:{path}"
+            f"{path} is not a Python file; give a profile with --profile {path}, or a transformers config as hf:{path}"
         )
     return load_model_file(path, arguments.length)
 
@@ -312,7 +312,9 @@ def _read(arguments: Namespace) -> Mapping[int, LayerCosts]:
     for num_rows in arguments.rows or ():
         if num_rows not in profile:
             there = ", ".join(map(str, profile))
-            raise InputError(f"--rows {num_rows}: {arguments.profile} has {there}; profile it with `--rows {num_rows}`")
+            raise InputError(
+                f"--rows {num_rows}: {arguments.profile} has only {there}; run `rota profile` with `--rows {num_rows}`"
+            )
     return {n: layers for n, layers in profile.items() if not arguments.rows or n in arguments.rows}
 
 

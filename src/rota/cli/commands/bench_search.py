@@ -22,6 +22,7 @@ from rota.cli.arguments import add_time_limit, number
 from rota.cli.parser import Command, Parser
 from rota.cli.requirements import InputError, require_search
 from rota.reference import Reference
+from rota.units import count_text
 
 if TYPE_CHECKING:
     from rota.search.library import Attempt
@@ -176,14 +177,14 @@ def _summarize(attempts: list[Attempt], was_written: bool) -> None:
     reached = sum(
         attempt.found_us is not None and attempt.found_us <= attempt.known.makespan_us for attempt in attempts
     )
-    print(f"The search reached the best known plan of {reached} of {len(attempts)} problems.")
+    print(f"The search reached the best known plan for {reached} of {len(attempts)} problems.")
     plans = [attempt.known.name for attempt in attempts if attempt.has_better_plan]
     proofs = [attempt.known.name for attempt in attempts if attempt.has_better_bound]
-    for what, names in (("plans", plans), ("bounds", proofs)):
+    for what, names in (("better plan", plans), ("better bound", proofs)):
         if names:
-            print(f"{len(names)} better {what}: {' '.join(sorted(names))}")
+            print(f"{count_text(len(names), what)}: {' '.join(sorted(names))}")
     if (plans or proofs) and not was_written:
-        print("Not written; --update writes them into the files.")
+        print("These were not saved; --update writes them into the files.")
 
 
 # --- writing what is better -------------------------------------------------------------------------------------------

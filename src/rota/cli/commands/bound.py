@@ -44,7 +44,7 @@ def run(arguments: Namespace) -> int:
         _print_measured(loaded, timeline)
     for objective, value_us, bounds in found:
         best = bounds[0].us
-        proof = "proven optimal" if value_us <= best else f"at most {gap(value_us, best):.2%} from the best possible"
+        proof = "proven optimal" if value_us <= best else f"within {gap(value_us, best):.2%} of the optimum"
         print(fitted(f"{objective} {value_us:,} µs, lower bound {best:,} µs: {proof}", report_columns()))
         highest = {one.name: one for one in reversed(bounds) if one.us}
         for one in sorted(highest.values(), key=lambda one: -one.us):
@@ -56,8 +56,8 @@ def _print_measured(timeline: Timeline, planned: Timeline) -> None:
     """Say what was measured: the bounds are those of the plan's own costs."""
     if (timeline.makespan_us, timeline.span_us) != (planned.makespan_us, planned.span_us):
         print(
-            f"measured makespan {timeline.makespan_us:,} µs, span {timeline.span_us:,} µs; planned "
-            f"{planned.makespan_us:,} µs and {planned.span_us:,} µs, which the bounds are for (`rota compare` shows "
+            f"measured makespan {timeline.makespan_us:,} µs, span {timeline.span_us:,} µs; the bounds below are for "
+            f"the planned makespan {planned.makespan_us:,} µs and span {planned.span_us:,} µs (`rota compare` shows "
             f"what was slower)"
         )
 

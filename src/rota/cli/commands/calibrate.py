@@ -61,7 +61,7 @@ def run(arguments: Namespace) -> int:
         then = f"; plan with `rota plan … --costs {arguments.costs}{links}`"
         files.write(arguments.costs, calibration.costs_of(placement, note).to_json(), then, quietly=arguments.json)
     if arguments.output is not None:
-        kept = ": the plan's own orders, with the measured costs" if found.chosen is found.plan else ""
+        kept = ": the same order of ops, with the measured costs" if found.chosen is found.plan else ""
         files.write(arguments.output, found.chosen.to_json(), kept, quietly=arguments.json)
     return 0
 

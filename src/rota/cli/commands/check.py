@@ -55,8 +55,8 @@ def run(arguments: Namespace) -> int:
     fits = "fits in memory" if any(limit is not None for limit in limits) else "no memory limit is set"
     print_text(
         f"{arguments.plan}: complete, in order, cannot deadlock, {fits}\n"
-        f"  {planned.num_ops:,} ops of {planned.num_stages} stages and {planned.num_microbatches} micro-batches on "
-        f"{planned.num_ranks} ranks\n"
+        f"  {planned.num_ops:,} ops of {count_text(planned.num_stages, 'stage')} and "
+        f"{count_text(planned.num_microbatches, 'micro-batch', 'es')} on {count_text(planned.num_ranks, 'rank')}\n"
         f"  {_times(arguments, timeline)}"
     )
     print_wire_effects(planned, report_columns())
@@ -74,9 +74,9 @@ def _times(arguments: Namespace, timeline: Timeline) -> str:
     if not _assumes_times(arguments):
         return f"makespan {timeline.makespan_us:,} µs, bubble {timeline.bubble_fraction:.1%}"
     return (
-        f"no times given; with B twice as long as F, and I and W as long as F: makespan "
-        f"{timeline.makespan_us / ASSUMED_COSTS['forward_us']:g} F\n"
-        f"  these times are assumed; --costs costs.json gives the costs of each stage"
+        f"makespan {timeline.makespan_us / ASSUMED_COSTS['forward_us']:g} times a forward (F), if B takes twice as "
+        f"long as F, and I and W each as long as F\n"
+        f"  these times are assumed, because a schedule CSV has none; give your own with --costs costs.json"
     )
 
 
@@ -108,8 +108,8 @@ def _check_torch(path: str, planned: Plan) -> None:
         _print_proof(*_torch_text("the messages that it derives", torch_order.check_torch_order(by_torch)))
         if differences := torch_order.first_differences(by_torch, planned.to_csv(communication=True)):
             print_text(
-                f"  PyTorch sends messages in another order than the plan; makespan and --device refer to the plan's\n"
-                f"  ({differences}); rota.interop.keep_order runs the plan's order (docs/other-trainers.md)"
+                f"  PyTorch sends messages in a different order from the plan; makespan and --device refer to the "
+                f"plan's\n  ({differences}); rota.interop.keep_order runs the plan's order (docs/other-trainers.md)"
             )
         try:
             torch_order.check_torch_order(derived(text, defers_receives=True))
@@ -126,9 +126,10 @@ def _print_proof(proved: str, why: str) -> None:
 def _torch_text(messages: str, proved: DeviceOrder) -> tuple[str, str]:
     return (
         f"on PyTorch's engine, with {messages}: {proved.num_kernels:,} kernels on "
-        f"{count_text(proved.num_ranks, 'rank')} with {count_text(proved.num_channels, 'channel')} wait in no cycle",
+        f"{count_text(proved.num_ranks, 'rank')} with {count_text(proved.num_channels, 'channel')} have no cycle of "
+        f"waits",
         "This holds whether PyTorch makes one NCCL communicator per pair of ranks or one for all ranks, even if each "
-        "send waits for its receive, and if a device runs kernels in the order of their launch.",
+        "send waits for its receive and each device runs kernels in the order of their launch.",
     )
 
 
@@ -138,9 +139,10 @@ def _device_text(proved: DeviceOrder) -> tuple[str, str]:
         met += f" and {count_text(proved.num_collectives, 'operation')} of several ranks"
     return (
         f"on devices with streams: {proved.num_kernels:,} kernels on {count_text(proved.num_ranks, 'rank')} with {met} "
-        f"wait in no cycle, and both sides of each communicator enqueue in the same order",
-        "This holds even if each send waits for its receive, and if a device runs kernels only in the order of their "
-        "launch. It is enough because a kernel waits only for its stream, events, its other side and the launch order. "
+        f"have no cycle of waits, and both sides of each communicator enqueue in the same order",
+        "This holds even if each send waits for its receive and each device runs kernels only in the order of their "
+        "launch. It is enough, because a kernel waits only for its stream, for events, for the other side of its "
+        "message, and for kernels launched before it. "
         "NCCL requires operations to be submitted in the same order across ranks: "
         "https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/usage/communicators.html (docs/accelerators.md)",
     )

@@ -13,6 +13,7 @@ from rota.cli.parser import Command, Parser, one_of, two_columns
 from rota.cli.requirements import InputError, require
 from rota.errors import PipelineError
 from rota.reading import printable, read_text, short
+from rota.units import count_text
 
 if TYPE_CHECKING:
     from rota.runtime.checkpoints.files import Saved
@@ -37,7 +38,10 @@ def add_arguments(parser: Parser) -> None:
         "for export: model.safetensors or, with --config, a folder for it and config.json",
         writes="file or folder",
     )
-    help_text = "for export: the model's config.json, copied beside the model.safetensors that from_pretrained loads"
+    help_text = (
+        "for export: the model's config.json; it is copied next to model.safetensors, so that from_pretrained loads "
+        "both"
+    )
     parser.add_argument("--config", metavar="CONFIG.json", help=help_text)
 
 
@@ -57,7 +61,8 @@ def _ls(arguments: Namespace) -> int:
         manifest = saved.manifest
         extra = ", ".join(f"{printable(name)}={short(value)}" for name, value in manifest.extra.items())
         line = (
-            f"{_name(saved.path)}  {manifest.num_ranks} ranks × {manifest.num_replicas}  "
+            f"{_name(saved.path)}  {count_text(manifest.num_ranks, 'rank')} × "
+            f"{count_text(manifest.num_replicas, 'replica')}  "
             f"{len(manifest.weights):,} weights and buffers  {saved.num_bytes:,} bytes  {extra}"
         )
         print(line.rstrip())
@@ -112,7 +117,7 @@ def _export(arguments: Namespace) -> int:
     num_tensors = export(found[-1], path)
     if arguments.config is not None:
         files.write(str(path.with_name("config.json")), config)
-    print(printable(f"Wrote {num_tensors:,} weights and buffers of {found[-1].path} to {path}."))
+    print(printable(f"Wrote {num_tensors:,} weights and buffers from {found[-1].path} to {path}."))
     return 0
 
 

@@ -30,13 +30,13 @@ def run(arguments: Namespace) -> int:
     if is_measured(planned):
         if not is_measured(measured):
             raise InputError(
-                f"{arguments.planned} has measured times, {arguments.measured} planned ones: the plan comes first, as "
-                f"in `rota compare {arguments.measured} {arguments.planned}`"
+                f"{arguments.planned} has measured times, and {arguments.measured} has planned times; give the plan "
+                f"first, as in `rota compare {arguments.measured} {arguments.planned}`"
             )
         print(f"rota compare: {arguments.planned} has measured times, which are treated as planned", file=sys.stderr)
     elif not is_measured(measured):
         raise InputError(
-            f"{arguments.measured} has planned times, as {arguments.planned} has: nothing was measured. Write a "
+            f"{arguments.planned} and {arguments.measured} both have planned times: nothing was measured. Write a "
             f"measured timeline with `rota run --timeline measured.json {arguments.planned} train.py` or "
             f"`rota rehearse {arguments.planned} -o measured.json`; `rota show --above` compares two plans"
         )

@@ -40,7 +40,10 @@ def add_arguments(parser: Parser) -> None:
     help_text = "number of processes to test with (default: one per accelerator; on the CPU, up to 4)"
     parser.add_argument("--ranks", type=number(1), metavar="N", help=help_text)
     parser.add_argument("--no-self-test", action="store_true", help="measure links and clocks, but run no plans")
-    help_text = "run every schedule on 2 to N ranks, and measure messages of 1 kB to 64 MB (takes minutes)"
+    help_text = (
+        "run every schedule on each number of ranks from 2 to --ranks, and measure messages of 1 kB to 64 MB (takes "
+        "minutes)"
+    )
     parser.add_argument("--full", action="store_true", help=help_text)
     help_text = f"end a rank after S seconds without progress (default: {_TIMEOUT_S:g})"
     parser.add_argument("--timeout", type=seconds, default=_TIMEOUT_S, metavar="S", help=help_text)
@@ -73,7 +76,7 @@ def _examined(wanted: Wanted) -> Report | None:
     if "RANK" not in os.environ:
         return examine(wanted)
     if wanted.num_ranks is not None:
-        raise InputError("--ranks: the launcher has started them; leave it out")
+        raise InputError("--ranks: the launcher has already started the processes; leave --ranks out")
     return examine_launched(wanted)
 
 

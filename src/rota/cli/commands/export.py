@@ -18,8 +18,8 @@ from rota.tasks import Kind
 from rota.units import count_text
 
 _SPLIT = (
-    "The plan splits backwards (I and W), which PyTorch cannot do under torch.compile: leave it off, and activation "
-    "checkpointing too (docs/torchtitan.md), or export a plan with whole backwards "
+    "The plan splits each backward into I and W, which PyTorch cannot do under torch.compile or with activation "
+    "checkpointing: leave both off (docs/torchtitan.md), or export a plan with whole backwards "
     "(`rota autoplan … --whole-backward`)."
 )
 _WHOLE = (
@@ -91,7 +91,7 @@ def _split(text: str) -> list[str]:
     """The words between commas."""
     words = [word.strip() for word in text.split(",")]
     if not all(words):
-        raise ValueError(f"{text!r} has nothing between two commas; write, for example, a,b")
+        raise ValueError(f"{text!r} has an empty entry; write, for example, a,b")
     return words
 
 
@@ -148,7 +148,9 @@ def _to_torchtitan(arguments: Namespace) -> int:
         print(f"stage {stage}: {' '.join(names)}")
     rows = planned.microbatch_rows
     given = f"{planned.num_microbatches} micro-batches" + (f" of {count_text(rows, 'row')} each" if rows else "")
-    print(f"Give torchtitan {given} per step. docs/torchtitan.md has the launch commands of its versions.")
+    print(
+        f"Give torchtitan {given} per step. docs/torchtitan.md has the launch command for each version of torchtitan."
+    )
     print(checked)
     print(_SPLIT if any(task.kind is Kind.W for task in planned.placement.tasks) else _WHOLE)
     return 0
@@ -158,7 +160,7 @@ def _to_megatron(arguments: Namespace) -> int:
     planned = _checked_plan(arguments)
     from rota.interop import megatron
 
-    remedy = "give --boundaries, where E, each t and L count as one"
+    remedy = "give --boundaries, in which E, each t, and L count as one layer each"
     if (arguments.type is None) is not (arguments.layers is None):
         raise InputError("--type and --layers go together; give both, or only --boundaries")
     if arguments.layers is not None and arguments.mtp:
@@ -199,12 +201,12 @@ def _to_deepspeed(arguments: Namespace) -> int:
     else:
         boundaries = _planned_boundaries(arguments, planned, remedy)
         print(
-            f"Cut as planned, at the boundaries {comma_separated(boundaries)}: each of autoplan's layers counts as "
-            f"one of the PipelineModule; if that is wrong, give --boundaries."
+            f"The model is cut as planned, at the boundaries {comma_separated(boundaries)}: each of autoplan's layers "
+            f"counts as one layer of the PipelineModule; if that is wrong, give --boundaries."
         )
     text = deepspeed.write_boundaries(deepspeed.boundaries_for(planned, boundaries))
     for stage, (before, after) in enumerate(pairwise(boundaries)):
-        print(f"stage {stage}: layers {before} to {after - 1}" if before < after else f"stage {stage}: no layer")
+        print(f"stage {stage}: layers {before} to {after - 1}" if before < after else f"stage {stage}: no layers")
     if deepspeed.is_uniform(boundaries):
         print('PipelineModule(…, partition_method="uniform") makes this cut by itself.')
     if not deepspeed.runs_in_this_order(planned):
@@ -222,7 +224,7 @@ def _planned_boundaries(arguments: Namespace, planned: Plan, remedy: str) -> tup
 
 def _write(arguments: Namespace, text: str) -> int:
     if arguments.output is None:
-        print(f"Not written; use -o to keep: {text}", end="")
+        print(f"The result was not saved; use -o FILE to save it: {text}", end="")
     else:
         files.write(arguments.output, text)
     return 0

@@ -150,7 +150,7 @@ def _searched(arguments: Namespace) -> Plan:
     print_snapshots(result.timeline)
     print(result.to_text())
     if any(task.kind is Kind.B for task in placement.tasks):
-        print("The backward is whole; --split-backward halves it into I and W, as the zero-bubble schedules do.")
+        print("The backward is whole; --split-backward splits it into I and W, as the zero-bubble schedules do.")
     return result.plan
 
 

@@ -69,7 +69,7 @@ def run(arguments: Namespace) -> int:
         print(f"batch {i}: {found.to_text()}" if len(batches) > 1 else found.to_text())
         plans.append(found.plan)
     if arguments.output is None:
-        print("Not written; use -o FOLDER to keep the plans.")
+        print("The plans were not saved; use -o FOLDER to save them.")
         return 0
     files.make_folder(arguments.output)
     for i, plan in enumerate(plans):

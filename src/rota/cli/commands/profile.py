@@ -67,7 +67,7 @@ def _spread(text: str) -> float:
     except ValueError:
         found = 0.0
     if not found > 0:
-        raise ArgumentTypeError(f"{text!r} must be a number above 0, such as 0.5 for half of the median")
+        raise ArgumentTypeError(f"{text!r} must be a number above 0, such as 0.5 for half of the lower quartile")
     return found
 
 
@@ -107,7 +107,10 @@ def _layers(arguments: Namespace) -> int:
             f"often, with --repeats {3 * repeats}{refresh}."
         )
     elif doubtful:
-        print(f"The machine was busy or uneven: {doubtful}. Close other programs, and measure again{with_refresh}.")
+        print(
+            f"The machine was busy, or its speed varied: {doubtful}. Close other programs, and measure "
+            f"again{with_refresh}."
+        )
     then = f"; plan with `rota autoplan --profile {arguments.output} …`"
     files.keep(arguments.output, found.to_json(), then=then)
     return 0
@@ -126,15 +129,15 @@ def _sizes(arguments: Namespace) -> int:
             arguments.model, arguments.lengths, arguments.rows or (1, 4), arguments.stages or 2, report=show, **how
         )
     print(_sizes_table(found.model))
-    cuts = ", ".join(found.cuts) or "nothing"
-    print(f"cut at {cuts}; fitted times differ from measured ones by at most {found.model.error:.1%}")
+    cut = f"cut at {', '.join(found.cuts)}" if found.cuts else "not cut"
+    print(f"{cut}; fitted times differ from measured ones by at most {found.model.error:.1%}")
     files.keep(arguments.output, found.model.to_json(), then=", a rota.SizeModel for rota.Planner")
     return 0
 
 
 def _sizes_table(model: SizeModel) -> str:
     """A row per stage and figure."""
-    header = ("stage", "figure", "constant", "per token", "per square")
+    header = ("stage", "figure", "constant", "per token", "per token²")
     rows = [
         (str(stage), name, *(f"{term:.4g}" for term in curve))
         for stage in range(model.num_stages)

@@ -66,7 +66,8 @@ def _batches(arguments: Namespace) -> int:
 
     if arguments.allocate or arguments.output or arguments.json or arguments.device == "cuda":
         raise InputError(
-            "several plans are rehearsed on the CPU, without --allocate, --json and -o; give one plan for these"
+            "several plans are rehearsed on the CPU, without --allocate, --json or -o; give a single plan to use these "
+            "options"
         )
     plans = [files.read_plan(path) for path in arguments.plans]
     with progress_line() as show:

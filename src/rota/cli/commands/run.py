@@ -124,7 +124,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.timeline is not None and arguments.engine == "torch":
         raise InputError(f"--timeline {arguments.timeline}: PyTorch's engine records none; use --engine rota")
     if arguments.verify is not None and arguments.engine == "torch":
-        raise InputError("--verify: PyTorch's engine is not verified; use --engine rota, or rota verify")
+        raise InputError("--verify does not work with PyTorch's engine; use --engine rota, or `rota verify`")
     if backups is not None and (dp, tp) != (backups.num_replicas, 1):
         raise InputError(
             f"--mesh dp={dp},tp={tp}: {arguments.backups} is for dp={backups.num_replicas},tp=1; plan the backups for "
@@ -155,7 +155,10 @@ def run(arguments: argparse.Namespace) -> int:
         "--secret-file",
     ):
         if option in arguments.arguments:
-            told = f"{option} is passed to the script, because it follows it; for `rota run`, put it before the plan"
+            told = (
+                f"{option} comes after the script, so it is passed to the script; to give it to `rota run`, put it "
+                f"before the plan"
+            )
             print(f"rota run: {told}", file=sys.stderr)
     try:
         done = launch(
@@ -198,7 +201,9 @@ def _least_gain(arguments: argparse.Namespace, planned: Plan) -> float | None:
             raise InputError(f"--adapt-gain {100 * arguments.adapt_gain:g} needs --adapt")
         return None
     if arguments.engine == "torch":
-        raise InputError("--adapt: PyTorch's engine cannot run another order between two steps; use --engine rota")
+        raise InputError(
+            "--adapt: PyTorch's engine cannot switch to another order between two steps; use --engine rota"
+        )
     if not planned.placement.is_alike:
         raise InputError(f"--adapt: the micro-batches of {arguments.plan} differ; leave --adapt out")
     return _ADAPT_GAIN if arguments.adapt_gain is None else float(arguments.adapt_gain)
@@ -233,7 +238,10 @@ def _backups(arguments: argparse.Namespace, planned: Plan) -> Backups | None:
     if arguments.engine == "torch":
         raise InputError(f"--backups {arguments.backups}: PyTorch's engine cannot run these plans; use --engine rota")
     if arguments.verify is not None:
-        raise InputError(f"--backups {arguments.backups}: verify in a run without it; leave --verify out")
+        raise InputError(
+            f"--backups {arguments.backups} and --verify do not work together; leave --verify out, and verify in "
+            f"another run"
+        )
     return files.read_backups(arguments.backups, planned)
 
 
@@ -256,8 +264,8 @@ def _remedy(plan: Plan, last: Timeline | None, rank: int, timeline: str | None) 
         )
     if last is not None and rank < last.num_ranks and Spread.of([last], last.plan.placement).allows(rank):
         return (
-            "within the last step its ops differ by as much, so new costs need not be better: look for other programs "
-            "on its cores, or calibrate with the timelines of several runs"
+            "within the last step, the times of its ops differ by just as much, so new costs may be no better: look "
+            "for other programs on its cores, or calibrate with the timelines of several runs"
         )
     first = "" if timeline else "measure with --timeline measured.json, and "
     measured, better = timeline or "measured.json", free_name("better.json")

@@ -47,7 +47,9 @@ def run(arguments: Namespace) -> int:
 def _bound_us(timeline: Timeline, name: str) -> int:
     """A lower bound with the plan's own costs. Raises InputError for measured times, which may be below it."""
     if is_measured(timeline):
-        raise InputError(f"--bound: {name} has measured times, the bound has planned ones; show the plan instead")
+        raise InputError(
+            f"--bound: {name} has measured times, but the bound is for planned times; show the plan instead"
+        )
     require("ortools", "search")
     from rota.search import bounds_of
 
