@@ -23,7 +23,11 @@ class ScheduleError(RotaError):
 
 
 class SearchError(RotaError):
-    """Nothing fits, or the request cannot be searched."""
+    """The request cannot be searched, or nothing was found."""
+
+
+class NothingFitsError(SearchError):
+    """No plan fits in memory, or none was found; the message says what would help."""
 
 
 class PlanError(RotaError):
@@ -47,7 +51,11 @@ class PipelineError(RotaError):
     """A plan, a model and a batch do not fit together, or a run went wrong."""
 
 
-class EstimateError(PipelineError):
+class UsageError(PipelineError):
+    """An argument, file or device cannot be used: nothing was tried."""
+
+
+class EstimateError(UsageError):
     """The times of a model cannot be estimated: its operations need data, or nothing is known about the device."""
 
 

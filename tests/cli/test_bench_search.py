@@ -68,7 +68,7 @@ def test_nothing_is_written_that_the_checker_refuses(tmp_path: Path, capsys: Cap
     assert "check.py is missing" in err
     (tmp_path / "check.py").write_text("import sys\nsys.exit('the plan takes too long')\n")
     code, _, err = run(capsys, *arguments)
-    assert code == 2
+    assert code == 1
     assert "poor.json was not changed" in err
     assert "refuses what the search found: the plan takes too long" in err
     assert path.read_text() == before

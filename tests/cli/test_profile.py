@@ -92,7 +92,7 @@ def test_the_cache_is_used_and_refreshed(model: Path, tmp_path: Path, capsys: py
     assert file.read_text() == before
     model.write_text(MODEL)
     code, _, error = run(capsys, model, "--device", "h100", "--cache", cache)
-    assert (code, error.count("\n")) == (1, 1)
+    assert (code, error.count("\n")) == (2, 1)
     assert "is stale: optimizer was make_optimizer" in error
     assert run(capsys, model, "--device", "h100", "--cache", cache, "--refresh")[0] == 0
     assert "optimizer was" not in file.read_text() != before

@@ -118,7 +118,7 @@ def test_a_device_that_is_not_there_starts_nothing(
 ) -> None:
     write_plan(tmp_path)
     code, error = refused(tmp_path, monkeypatch, capfd, "--device", "gaudi", "plan.json", "train.py")
-    assert (code, error.count("\n")) == (1, 1)
+    assert (code, error.count("\n")) == (2, 1)
     assert "device 'gaudi': " in error
 
 

@@ -17,7 +17,7 @@ from numba import njit
 
 from rota.batching.figures import Layout
 from rota.batching.problem import Floats, Integers
-from rota.errors import SearchError
+from rota.errors import NothingFitsError, SearchError
 from rota.sizes import Size
 from rota.units import size_text
 
@@ -127,7 +127,7 @@ class Grouper:
         ):
             need = static + int(np.ceil((layout.needs(rank) @ np.array([1.0, length, length * length])).max()))
             if limit is not None and need > limit:
-                raise SearchError(
+                raise NothingFitsError(
                     f"sample {self._order[0]} of length {length} fits in no micro-batch: alone it needs {need} bytes "
                     f"({size_text(need)}) on rank {rank}, over its limit of {limit}; cut or drop the sample, raise the "
                     f"limit, or give the rank fewer layers"

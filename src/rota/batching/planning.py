@@ -22,7 +22,7 @@ from rota.batching.result import BatchPlan
 from rota.batching.rules import by_few_rules, by_rule
 from rota.batching.windows import sequence_bound_us
 from rota.costs import Cluster
-from rota.errors import SearchError
+from rota.errors import NothingFitsError, SearchError
 from rota.placing import place as place_chain
 from rota.plan import Plan
 from rota.simulation import simulate
@@ -191,7 +191,7 @@ def _first(layout: Layout, grouper: Grouper, clock: _Clock) -> _Found:
         if (one := _first_of(candidate)) is not None:
             found.append(one)
     if not found:
-        raise SearchError(
+        raise NothingFitsError(
             "no grouping of the batch fits in memory beside what transfers hold; raise the limits, or give the ranks "
             "fewer layers"
         )

@@ -14,7 +14,7 @@ from rota import reading, schedule_csv, writing
 from rota.backups import Backups
 from rota.cli.requirements import InputError
 from rota.costs import Cluster, Costs, assumed_costs
-from rota.errors import FormatError, PlanError, RotaError
+from rota.errors import FormatError, NothingFitsError, PlanError, RotaError
 from rota.placement import Placement
 from rota.placing import place
 from rota.plan import Plan
@@ -135,6 +135,8 @@ def named(path: str) -> Iterator[None]:
         yield
     except PlanError as error:
         raise PlanError(f"{path}: {error}", error.reason) from None
+    except NothingFitsError as error:
+        raise NothingFitsError(f"{path}: {error}") from None
     except RotaError as error:
         raise InputError(f"{path}: {error}") from None
 

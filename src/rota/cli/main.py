@@ -13,7 +13,7 @@ from rota.cli.commands import COMMANDS
 from rota.cli.parser import Parser
 from rota.cli.requirements import exit_on_ctrl_c
 from rota.cli.screen import ascii_form
-from rota.errors import EstimateError, PipelineError, PlanError, RotaError
+from rota.errors import NothingFitsError, PipelineError, PlanError, RotaError, UsageError
 from rota.reading import printable
 
 _FIRST_COMMANDS = """Rota plans and runs pipeline-parallel training of PyTorch
@@ -49,8 +49,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: The words of the command line after `rota`; None: those of this process.
 
     Returns:
-        The exit code: 0, 1 for a refused plan or a failed run, 2 for arguments or files that cannot be used, 130 for
-        Ctrl-C; `rota run` also returns 128 + the number of the signal that ended the run.
+        The exit code: 0, 1 for a refused plan, a plan that does not fit or a failed run, 2 for arguments, files or
+        devices that cannot be used, 130 for Ctrl-C; `rota run` also returns 128 + the number of the signal that ended
+        the run.
     """
     if argv is None:  # the process is this command's own: what it measures lies in memory as in a run
         from rota.runtime.freed_memory import HUGE_PAGES
@@ -77,14 +78,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     except RotaError as error:
         what = "refused" if isinstance(error, PlanError) else "error"
         print(f"rota {given.command}: {what}: {_shown(error)}", file=sys.stderr)
-        failed = isinstance(error, (PlanError, PipelineError)) and not isinstance(error, EstimateError)
-        return 1 if failed else 2
+        return 1 if _is_failure(error) else 2
     except KeyboardInterrupt:
         print(f"rota {given.command}: interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:  # the reader of our output has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+
+
+def _is_failure(error: RotaError) -> bool:
+    """Whether something was tried, and was refused or failed; otherwise, it is the arguments that must be changed."""
+    return isinstance(error, (PlanError, PipelineError, NothingFitsError)) and not isinstance(error, UsageError)
 
 
 def _shown(error: RotaError) -> str:

@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import replace
 
 from rota.checking import check
-from rota.errors import PlacementError, SearchError
+from rota.errors import NothingFitsError, PlacementError, SearchError
 from rota.layers import LayerCosts
 from rota.planning.answer import Answer, Counts
 from rota.planning.candidate import Candidate, Request
@@ -72,7 +72,7 @@ def autoplan(
 
     Raises:
         PlacementError: Arguments contradict each other.
-        SearchError: No plan fits; the message says what would fit.
+        NothingFitsError: No plan fits; the message says what would fit.
     """
     if not isinstance(profiles, Mapping):
         raise PlacementError(
@@ -151,13 +151,13 @@ def usual_plan(best: Found) -> Found | Misfit | None:
     return evaluate(Candidate(request, layout, boundaries), one_f_one_b, math.inf)
 
 
-def _nothing_fits(sweep: Sweep) -> SearchError:
+def _nothing_fits(sweep: Sweep) -> NothingFitsError:
     """The error that names the smallest memory that would be enough, of all that was tried, and on which rank."""
     ran_out = sweep.deadline.ran_out or sweep.num_left > 0
     elapsed_s = sweep.deadline.elapsed_s
     closest = sweep.closest()
     if closest is None:
-        return SearchError(
+        return NothingFitsError(
             f"found no plan in {elapsed_s:.0f} s; give more time, or fewer numbers of rows to choose from"
         )
     candidate, layout = closest.candidate, closest.candidate.layout
@@ -172,7 +172,7 @@ def _nothing_fits(sweep: Sweep) -> SearchError:
         if ran_out
         else "found nothing that fits: the plan that needs the least memory"
     )
-    return SearchError(
+    return NothingFitsError(
         f"{nothing} is {closest.schedule} on {layout.num_ranks} ranks x {layout.num_replicas}, "
         f"{rows}, with {recomputing if again else 'nothing recomputed'}, where rank {closest.rank} needs "
         f"{size_text(closest.num_bytes)}, {size_text(closest.over_bytes)} over its limit; give "

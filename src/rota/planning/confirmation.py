@@ -16,7 +16,7 @@ from torch import nn
 
 from rota.calibration import calibrated
 from rota.checking import check
-from rota.errors import PipelineError, PlanError, SearchError
+from rota.errors import NothingFitsError, PipelineError, PlanError
 from rota.models import Stages, split
 from rota.planning.answer import Answer, Confirmed, layout_text
 from rota.planning.choosing import NOISY, chosen, spread_between
@@ -156,7 +156,7 @@ class _Confirming:
                 continue
             self.confirmed.append(Confirmed(found.makespan_us, again))
         if not self.confirmed:
-            raise SearchError(
+            raise NothingFitsError(
                 "none of the plans fits in memory with its stages as measured; profile the layers again (--refresh), "
                 "or plan with a lower limit, to leave room"
             )

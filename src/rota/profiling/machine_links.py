@@ -17,7 +17,7 @@ import torch
 
 from rota import reading
 from rota.costs import Cluster
-from rota.errors import PipelineError, RotaError
+from rota.errors import PipelineError, RotaError, UsageError
 from rota.profiling.host_links import MOST_SPREAD, REPEATS
 from rota.profiling.link_processes import links_of_started
 from rota.profiling.links import FoundLinks
@@ -168,7 +168,7 @@ def _parsed(text: str) -> tuple[FoundLinks, dict[str, str], int]:
 
 
 def _keep(found: FoundLinks, path: Path, key: dict[str, str], *, must: bool) -> None:
-    """Write the file. Raises PipelineError if that fails and `must` be."""
+    """Write the file. Raises UsageError if that fails and `must` be."""
     fields: dict[str, Any] = {"key": key, "measured_s": int(time.time()), "text": found.text.split("\n")}
     fields |= {"cluster": found.cluster.to_fields(), "rehearsal": found.rehearsal.to_fields()}
     try:
@@ -178,4 +178,4 @@ def _keep(found: FoundLinks, path: Path, key: dict[str, str], *, must: bool) -> 
         part.replace(path)
     except OSError as error:
         if must:
-            raise PipelineError(f"cannot write the links {path}: {error.strerror}; give another cache") from None
+            raise UsageError(f"cannot write the links {path}: {error.strerror}; give another cache") from None

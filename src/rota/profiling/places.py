@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from rota.errors import PipelineError
+from rota.errors import UsageError
 from rota.models import Stages
 from rota.profiling.devices import device_named
 from rota.runtime.host_memory import total_bytes
@@ -28,7 +28,7 @@ def accelerators_of(stages: Stages) -> list[torch.device]:
 def is_here(name: str) -> bool:
     """Whether `name` is one of PyTorch's devices, such as "cpu" or "cuda:1".
 
-    Raises PipelineError if this machine does not have it.
+    Raises UsageError if this machine does not have it.
     """
     try:
         kind = torch.device(name).type
@@ -36,7 +36,7 @@ def is_here(name: str) -> bool:
         return False
     there = torch.accelerator.current_accelerator(check_available=True)
     if kind not in ("cpu", "" if there is None else there.type):
-        raise PipelineError(
+        raise UsageError(
             f"device {name!r}: PyTorch finds none on this machine; give cpu, or one to estimate for, such as h100"
         )
     return True
@@ -53,7 +53,7 @@ def memory_bytes_per_rank(name: str | None, ranks_per_machine: int) -> int:
         All of an accelerator's memory; of this machine's main memory an equal part.
 
     Raises:
-        PipelineError: The device or the size of its memory is unknown.
+        UsageError: The device or the size of its memory is unknown.
     """
     if name is not None and not is_here(name):
         found = device_named(name).memory_bytes
@@ -64,7 +64,7 @@ def memory_bytes_per_rank(name: str | None, ranks_per_machine: int) -> int:
         found = total_bytes()
         found = found and found // ranks_per_machine
     if found is None:
-        raise PipelineError(f"the memory of {name or 'this machine'} is unknown; give the limit in GB")
+        raise UsageError(f"the memory of {name or 'this machine'} is unknown; give the limit in GB")
     return found
 
 

@@ -14,7 +14,7 @@ from typing import Any, final
 import torch
 
 from rota import reading
-from rota.errors import FormatError, PipelineError, RotaError
+from rota.errors import FormatError, RotaError, UsageError
 from rota.layers import LayerCosts
 from rota.models import Stages
 from rota.profiles import Profile
@@ -32,7 +32,7 @@ class ProfileCache:
 
     @classmethod
     def of(cls, where: str | Path | None, name: str, identity: Mapping[str, str], refresh: bool) -> ProfileCache:
-        """The cache in `where`: a file, or a folder with a file for `name`. Raises PipelineError, FormatError."""
+        """The cache in `where`: a file, or a folder with a file for `name`. Raises UsageError, FormatError."""
         if where is None:
             return cls(identity, None, None)
         path = Path(where)
@@ -53,7 +53,7 @@ class ProfileCache:
         return self._known is not None and rows in self._known
 
     def has(self, rows: int, inputs: Mapping[str, str]) -> bool:
-        """Whether there is an entry for `rows`. Raises PipelineError if it is for other inputs."""
+        """Whether there is an entry for `rows`. Raises UsageError if it is for other inputs."""
         self._asked.append(rows)
         if not self.knows(rows):
             return False
@@ -68,7 +68,7 @@ class ProfileCache:
             if then.get(name) != value
         ]
         if differing:
-            raise PipelineError(
+            raise UsageError(
                 f"the profile {self.path} is stale: {'; '.join(differing)}. Profile again with refresh=True "
                 f"(--refresh), or name another file"
             )
@@ -82,7 +82,7 @@ class ProfileCache:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
                 self.path.write_text(self._known.to_json())
             except OSError as error:
-                raise PipelineError(
+                raise UsageError(
                     f"cannot write the profile {self.path}: {error.strerror}; give another cache"
                 ) from None
 

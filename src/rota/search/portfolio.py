@@ -19,7 +19,7 @@ from typing import Literal
 import numpy as np
 
 from rota.checking import check
-from rota.errors import PlanError, RotaError, SearchError
+from rota.errors import NothingFitsError, PlanError, RotaError
 from rota.plan import Plan
 from rota.schedules import zb_auto
 from rota.schedules.families import named_plans
@@ -219,9 +219,9 @@ class Portfolio:
         if simulated.key is not None and (incumbent.key is None or simulated.value_us < incumbent.value_us):
             incumbent.orders, incumbent.key, incumbent.how = simulated.orders, simulated.key, simulated.how
 
-    def _nothing_found(self) -> SearchError:
+    def _nothing_found(self) -> NothingFitsError:
         if self.objective == "period":
-            return SearchError(
+            return NothingFitsError(
                 "found no steady state that fits; ask for the makespan, which also knows plans without one, or raise "
                 "the memory limit"
             )
@@ -236,7 +236,7 @@ class Portfolio:
             found, longer = "no order with each task's micro-batches in turn fits", ""
         if self.none_fits:
             found, longer = "no order fits, even if ops wait on purpose", ""
-        return SearchError(
+        return NothingFitsError(
             f"{found}, in {self.budget.elapsed_s:.1f} s: {longer}raise the limit {raised}, in which one micro-batch at "
             f"a time fits, or make micro-batches smaller"
         )

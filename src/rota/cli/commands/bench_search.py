@@ -21,6 +21,7 @@ from rota.cli import files
 from rota.cli.arguments import add_time_limit, number
 from rota.cli.parser import Command, Parser
 from rota.cli.requirements import InputError, require_search
+from rota.errors import PipelineError
 from rota.reference import Reference
 from rota.units import count_text
 
@@ -206,7 +207,7 @@ def _require_checkers(paths: Iterable[Path]) -> None:
 
 
 def _update(attempt: Attempt) -> None:
-    """Write the better plan or bound once it is verified. Raises InputError if it is refused."""
+    """Write the better plan or bound once it is verified. Raises PipelineError if it is refused."""
     path = Path(attempt.path)
     with TemporaryDirectory(prefix="rota-problem-") as folder:
         better = Path(folder, path.name)
@@ -214,7 +215,7 @@ def _update(attempt: Attempt) -> None:
         done = subprocess.run([sys.executable, _checker(path), better], capture_output=True, text=True)
     if done.returncode:
         said = (done.stdout + done.stderr).strip().splitlines() or [f"exit code {done.returncode}"]
-        raise InputError(f"{path} was not changed: {_checker(path)} refuses what the search found: {said[0]}")
+        raise PipelineError(f"{path} was not changed: {_checker(path)} refuses what the search found: {said[0]}")
     attempt.best.write(path)
 
 

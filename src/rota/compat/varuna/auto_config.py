@@ -11,7 +11,7 @@ from rota.checking import check
 from rota.compat.varuna.cutting import plan_of, stage_costs
 from rota.compat.varuna.profiler import Profile
 from rota.costs import Cluster, Costs
-from rota.errors import PlanError, SearchError
+from rota.errors import NothingFitsError, PlanError, SearchError
 from rota.simulation import simulate
 
 
@@ -69,7 +69,7 @@ class AutoConfig:
     def get_min(self) -> tuple[int, int, float]:
         """(number of stages, micro-batch size, seconds of a step) of the fastest."""
         if not self._found:
-            raise SearchError(
+            raise NothingFitsError(
                 f"nothing fits into {self._limit_bytes} bytes per rank; profile smaller micro-batches, or add ranks"
             )
         depth = min(self._found, key=lambda depth: (self._found[depth].step_us, depth))

@@ -8,7 +8,7 @@ from dataclasses import replace
 from statistics import median
 
 from rota.checking import check
-from rota.errors import PipelineError
+from rota.errors import UsageError
 from rota.plan import Plan
 from rota.planning.rehearsal.allocation import blocks_of, refuse_too_much
 from rota.planning.rehearsal.outcome import BatchesRehearsal, LinkUse, MemoryUse, Overhead, Rehearsal
@@ -116,12 +116,12 @@ def rehearse_batches(
         PipelineError: As for `rehearse`, or the plans are for different numbers of ranks.
     """
     if not plans:
-        raise PipelineError("there is no plan to rehearse; give one or more")
+        raise UsageError("there is no plan to rehearse; give one or more")
     for plan in plans:
         check(plan)
         _refuse(plan, 1, False, timeout_s, CPU)
         if plan.num_ranks != plans[0].num_ranks:
-            raise PipelineError(
+            raise UsageError(
                 f"the plans have {plan.num_ranks} and {plans[0].num_ranks} ranks; give plans with the same number"
             )
     planned_us = tuple(simulate(plan).makespan_us for plan in plans)
@@ -138,14 +138,14 @@ def rehearse_batches(
 
 
 def _refuse(plan: Plan, num_steps: int, allocate: bool, timeout_s: float | None, device: str) -> str:
-    """Raise PipelineError for problems that are known before a process is started; else the type of the devices."""
+    """Raise UsageError for problems that are known before a process is started; else the type of the devices."""
     placement = plan.placement
     if not isinstance(num_steps, int) or num_steps < 1:
-        raise PipelineError(f"num_steps is {num_steps!r}; give a whole number of 1 or more")
+        raise UsageError(f"num_steps is {num_steps!r}; give a whole number of 1 or more")
     if timeout_s is not None and not (isinstance(timeout_s, int | float) and 0 < timeout_s < math.inf):
-        raise PipelineError(f"timeout_s is {timeout_s!r}; give seconds above 0, or None for 20 simulated steps")
+        raise UsageError(f"timeout_s is {timeout_s!r}; give seconds above 0, or None for 20 simulated steps")
     if plan.num_ranks > _MOST_RANKS:
-        raise PipelineError(
+        raise UsageError(
             f"the plan has {plan.num_ranks:,} ranks, and one machine rehearses {_MOST_RANKS} at most; simulate it, or "
             f"rehearse the same schedule on fewer ranks"
         )

@@ -8,7 +8,7 @@ import sys
 import torch
 import torch.distributed as dist
 
-from rota.errors import PipelineError
+from rota.errors import PipelineError, UsageError
 from rota.runtime.environment import DEVICE
 from rota.units import count_text
 
@@ -49,20 +49,20 @@ def device_type(wish: str, num_processes: int) -> str:
     """The type of device that this many processes of a machine take. `wish`: "auto", "cpu", or an accelerator's type.
 
     Raises:
-        PipelineError: this machine does not have what `wish` names, or not enough of it.
+        UsageError: this machine does not have what `wish` names, or not enough of it.
     """
     there, number = _accelerators()
     if wish in (AUTO, CPU):
         return there if wish == AUTO and number >= num_processes else CPU
     if there == CPU:
-        raise PipelineError(f"device {wish!r}: PyTorch finds no accelerator on this machine; give auto or cpu")
+        raise UsageError(f"device {wish!r}: PyTorch finds no accelerator on this machine; give auto or cpu")
     if there != wish:
-        raise PipelineError(
+        raise UsageError(
             f"device {wish!r}: this machine has {count_text(number, f'{there} device')}; give {there}, auto or cpu "
             "(each process takes the one of its number)"
         )
     if number < num_processes:
-        raise PipelineError(
+        raise UsageError(
             f"device {wish!r}: {count_text(num_processes, 'process', 'es')} on this machine, but "
             f"{count_text(number, f'{there} device')}; start {number} here, or run on the CPU (cpu)"
         )

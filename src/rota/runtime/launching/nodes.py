@@ -14,7 +14,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import NamedTuple
 
-from rota.errors import PipelineError
+from rota.errors import PipelineError, UsageError
 from rota.plan import Plan
 from rota.runtime.environment import node_environments
 from rota.runtime.launcher_files import digest
@@ -37,9 +37,9 @@ class Nodes(NamedTuple):
     secret: bytes
 
     def num_here(self, num_processes: int) -> int:
-        """How many of the processes are on each node. Raises PipelineError if they do not divide."""
+        """How many of the processes are on each node. Raises UsageError if they do not divide."""
         if num_processes % self.num_nodes:
-            raise PipelineError(
+            raise UsageError(
                 f"{num_processes} processes cannot be divided among {self.num_nodes} nodes; give a plan or --mesh for "
                 f"a multiple of {self.num_nodes}"
             )

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from rota.errors import PipelineError
+from rota.errors import UsageError
 
 _FIRST_PORT, _NUM_PORTS = 20000, 10000  # below the ports that Linux gives to connections
 
@@ -23,14 +23,14 @@ class Step(NamedTuple):
 def step_of(environment: Mapping[str, str]) -> Step | None:
     """The step of several nodes that this process is a task of; None if it is none, such as in a batch script.
 
-    Raises PipelineError if the step has another number of tasks than nodes.
+    Raises UsageError if the step has another number of tasks than nodes.
     """
     given = {name: environment.get(f"SLURM_{name}", "") for name in ("STEP_NUM_NODES", "STEP_NUM_TASKS", "NODEID")}
     if not all(value.isdecimal() for value in given.values()) or int(given["STEP_NUM_NODES"]) < 2:
         return None
     num_nodes, num_tasks, node = (int(value) for value in given.values())
     if num_tasks != num_nodes:
-        raise PipelineError(
+        raise UsageError(
             f"srun started {num_tasks} tasks on {num_nodes} nodes; start one per node, which starts its ranks: "
             f"srun --ntasks-per-node=1"
         )
@@ -41,8 +41,8 @@ def step_of(environment: Mapping[str, str]) -> Step | None:
 
 
 def first_host(hosts: str) -> str:
-    """The first host of a list as Slurm writes it: "n[03-05,9],login" -> "n03". Raises PipelineError without one."""
+    """The first host of a list as Slurm writes it: "n[03-05,9],login" -> "n03". Raises UsageError without one."""
     match = re.match(r"(?:[^,\[\]\s]|\[\d[\d,-]*\])+", hosts)
     if match is None:
-        raise PipelineError(f"SLURM_STEP_NODELIST={hosts!r} names no host; name node 0 with --head HOST:PORT")
+        raise UsageError(f"SLURM_STEP_NODELIST={hosts!r} names no host; name node 0 with --head HOST:PORT")
     return re.sub(r"\[(\d+)[\d,-]*\]", r"\1", match[0])

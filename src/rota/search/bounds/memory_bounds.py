@@ -14,7 +14,7 @@ from fractions import Fraction
 
 import numpy as np
 
-from rota.errors import SearchError
+from rota.errors import NothingFitsError
 from rota.placement import Placement
 from rota.search.problem import NO_LIMIT, Integers, Problem, without_common_tasks
 from rota.units import size_text
@@ -270,7 +270,7 @@ def _frees_what_is_held(before: list[int], net: list[int]) -> bool:
 
 
 def refuse_too_little_memory(problem: Problem) -> None:
-    """Raises SearchError where a rank's limit is below what every plan needs."""
+    """Raises NothingFitsError where a rank's limit is below what every plan needs."""
     placement = problem.given
     limits = placement.cluster.limit_bytes
     short = []
@@ -288,7 +288,7 @@ def refuse_too_little_memory(problem: Problem) -> None:
         raised = f"the limits to these, or all to {max(need.num_bytes for need in short)}"
     remedies = ["give such ranks fewer layers" if others else "give the rank fewer layers"]
     remedies.append("free what is left behind" if _is_left_behind(placement, first) else "make micro-batches smaller")
-    raise SearchError(f"{infeasible}; raise {raised}, {remedies[0]}, or {remedies[1]}")
+    raise NothingFitsError(f"{infeasible}; raise {raised}, {remedies[0]}, or {remedies[1]}")
 
 
 def _describe_need(placement: Placement, need: Need) -> str:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from math import gcd
 
-from rota.errors import SearchError
+from rota.errors import NothingFitsError
 from rota.placement import Placement
 from rota.search.bounds.memory_bounds import least_memory, period_bound
 from rota.search.budget import Budget
@@ -127,8 +127,10 @@ class _Curve:
         limits = self._limits()
         if self._at(limits[-1]) is None:
             if self.budget.stopped_by:
-                raise SearchError(f"no steady state was found until it was stopped by {self.budget.stopped_by}")
-            raise SearchError(f"no steady state was found with {limits[-1]} bytes per rank; give the search more time")
+                raise NothingFitsError(f"no steady state was found until it was stopped by {self.budget.stopped_by}")
+            raise NothingFitsError(
+                f"no steady state was found with {limits[-1]} bytes per rank; give the search more time"
+            )
         untried = self._fill(limits)
         rising: list[Point] = []
         for limit in sorted(self.points):

@@ -1,0 +1,95 @@
+"""Exit codes: 2 for arguments and files that must be changed first, 1 for what was tried and refused or failed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+import rota
+from cli.test_cli import run
+from planning.test_autoplan import UNEVEN, layer_costs
+from rota.profiles import Profile
+
+_PLAN = "--ranks 2 --microbatches 4 --activation 1GB --limit 500MB"
+_MODEL = """
+import torch
+
+def make_model():
+    return torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+
+def make_batch(rows):
+    return torch.zeros(rows, 4), torch.zeros(rows, 4)
+
+loss_fn = torch.nn.functional.mse_loss
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Plans for 2 and 3 ranks, a script, a profile, the sizes of stages, and lengths of samples."""
+    monkeypatch.chdir(tmp_path)
+    for num_ranks in (2, 3):
+        placement = rota.place(rota.Costs.uniform(num_ranks, 100, 200), rota.Cluster.uniform(num_ranks))
+        Path(f"plan{num_ranks}.json").write_text(rota.schedules.one_f_one_b(placement, 4).to_json())
+    Path("train.py").write_text("")
+    Path("model.py").write_text(_MODEL)
+    Path("profile.json").write_text(Profile((layer_costs(1, UNEVEN),)).to_json())
+    Path("stale.json").write_text(Profile((layer_costs(1, UNEVEN),)).to_json())
+    curve = rota.Curve(60, 0.02, 4e-6)
+    Path("sizes.json").write_text(rota.SizeModel((curve,), (curve,), activation_bytes=(rota.Curve(0, 1000),)).to_json())
+    Path("lengths.json").write_text(json.dumps([130, 85]))
+    return tmp_path
+
+
+@pytest.mark.usefixtures("folder", "time_is_work")
+@pytest.mark.parametrize(
+    ("command", "told"),
+    [
+        (f"plan 1f1b {_PLAN}", "over its limit of 500 MB"),
+        (f"plan search {_PLAN}", "rank 0 needs at least 1000000000 bytes"),
+        (f"plan search {_PLAN} --objective period", "rank 0 needs at least 1000000000 bytes"),
+        ("plan-batch sizes.json lengths.json --limit 100kB", "sample 0 of length 130 fits in no micro-batch"),
+        (
+            "autoplan --profile profile.json --ranks 2 --batch 8 --memory 1B --time-limit 600",
+            "found nothing that fits",
+        ),
+    ],
+)
+def test_what_does_not_fit_in_memory_is_a_failure(command: str, told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, error = run(capsys, *command.split())
+    assert told in error
+    assert code == 1
+
+
+_NODES = "run --nodes 2 --node 0 --head a:1"
+
+
+@pytest.mark.usefixtures("folder")
+@pytest.mark.parametrize(
+    ("command", "told"),
+    [
+        ("run --device gaudi plan2.json train.py", "device 'gaudi': "),
+        ("profile model.py --device hpu", "device 'hpu': "),
+        ("profile links --device hpu", "device 'hpu': "),
+        ("profile model.py --cache stale.json", "stale.json is stale: "),
+        (f"{_NODES} --secret-file absent plan2.json train.py", "cannot read the secret absent"),
+        (f"{_NODES} --secret-file train.py plan2.json train.py", "chmod 600 train.py"),
+        (f"{_NODES} plan2.json train.py", "several nodes need a secret"),
+        (f"{_NODES} --secret-file secret plan3.json train.py", "3 processes cannot be divided among 2 nodes"),
+        ("rehearse plan2.json plan3.json", "the plans have 3 and 2 ranks"),
+        ("rehearse plan2.json --device gaudi", "device 'gaudi': "),
+    ],
+)
+def test_arguments_that_must_be_changed_are_usage(
+    command: str, told: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("ROTA_SECRET", raising=False)
+    Path("train.py").chmod(0o644)
+    Path("secret").write_text("0123456789abcdef" * 2)
+    Path("secret").chmod(0o600)
+    code, _, error = run(capsys, *command.split())
+    assert told in error
+    assert error.count("\n") == 1
+    assert code == 2
