@@ -45,12 +45,13 @@ def test_plan_and_check_say_whether_snapshots_fit(
         "plan.json",
     )
     assert "snapshots" not in told(capsys, *plan)  # no limit to be within
-    fits = "Not included in the memory: snapshots for restarts, up to 4 MB per rank in the host's memory. They fit within the limits"
+    needed = "Not included in the memory: snapshots for restarts, up to 4 MB per rank in the host's memory."
+    fits = f"{needed} They fit within the limits"
     assert fits in told(capsys, *plan, "--limit", "9MB")
     assert fits in told(capsys, "check", "plan.json")
     tight = (
-        "Not included in the memory: snapshots for restarts, up to 4 MB per rank in the host's memory. On CPUs, the limit of rank 0 "
-        "leaves 3 MB for 4 MB: restarts go on from the last checkpoint, unless you plan with --snapshots."
+        f"{needed} On CPUs, the limit of rank 0 leaves 3 MB for 4 MB: "
+        "restarts go on from the last checkpoint, unless you plan with --snapshots."
     )
     assert tight in told(capsys, *plan, "--limit", "8MB")
     assert tight in told(capsys, "check", "plan.json")

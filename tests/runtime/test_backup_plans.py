@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 
 import rota
 from rota import Cluster, Costs, Pipeline, PipelineError, Plan, place
 from rota.backups import Place, plan_backup
+from rota.runtime.environment import backups_environment
 from rota.runtime.microbatches import to_microbatches
 from rota.schedules import NAMED
 from support.networks import loss_fn
@@ -103,3 +108,50 @@ def test_rows_go_to_the_replica_that_would_have_them() -> None:
     assert [int(value) for value in listed.values] == [own * 3 + replica for replica, own in origins]
     with pytest.raises(PipelineError, match="11 rows for 4 micro-batches of each of 3 replicas"):
         to_microbatches("inputs", torch.ones(11, 2), 12, origins=origins)
+
+
+# --- what no backup plan can run, refused while all ranks are there ---------------------------------------------------
+
+
+class Averaging(Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))  # type: ignore[assignment]
+
+
+def refusal(rank: int, what: str) -> str:
+    """Of the first step or what comes before it, in a run with backup plans."""
+    plan = plan_of("1f1b")
+    mesh = rota.mesh(pp=2, dp=torch.distributed.get_world_size() // 2)
+    x = torch.randn(12, 8, dtype=torch.float64)
+    layers = nn.Sequential(*((Averaging if what == "statistics" else Layer)() for _ in range(4))).double()
+    stages = rota.split(layers, 2)
+    if what == "sharded":
+        fully_shard(stages[mesh.get_local_rank("pp")], mesh=mesh["dp"])
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(PipelineError) as error:  # noqa: PT012
+        for name, value in backups_environment().items():
+            patch.setenv(name, value)
+        with Pipeline(stages, plan, loss_fn, mesh=mesh) as pipeline:
+            if what == "evaluation":
+                pipeline.evaluate(x, x, plan=replace(plan))
+            pipeline.step(x, x, plan=replace(plan) if what == "plan" else None, sizes=[(3,)] * 4 * (what == "sizes"))
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("what", "told"),
+    [
+        ("statistics", "changes its buffer .*: use a layer without running statistics, put it in eval.., or leave out"),
+        ("plan", "a plan of its own for a step, .* leave it out, or leave out --backups"),
+        ("sizes", "a plan of its own for a step, or sizes"),
+        ("evaluation", "a plan of its own for a step"),
+        pytest.param("sharded", "stage [01] is sharded by fully_shard", marks=pytest.mark.sweep),
+    ],
+)
+def test_what_a_backup_plan_could_not_run_is_refused_at_once(pool: Pool, what: str, told: str) -> None:
+    if what == "sharded":
+        pool.renew()
+    for found in pool.run(4 if what == "sharded" else 2, refusal, what):
+        assert re.search(told, found)
+    if what == "sharded":
+        pool.renew()

@@ -20,11 +20,13 @@ def snapshots_text(timeline: Timeline) -> str:
     placement = timeline.plan.placement
     limits = placement.cluster.limit_bytes
     if placement.snapshot_bytes:
-        return f"Included in the memory: snapshots for restarts, up to {size_text(max(placement.snapshot_bytes))} per rank."
+        most = size_text(max(placement.snapshot_bytes))
+        return f"Included in the memory: snapshots for restarts, up to {most} per rank."
     needed = [NUM_SNAPSHOTS * size for size in placement.state_bytes]
     if not needed or all(limit is None for limit in limits):
         return ""
-    told = f"Not included in the memory: snapshots for restarts, up to {size_text(max(needed))} per rank in the host's memory."
+    most = size_text(max(needed))
+    told = f"Not included in the memory: snapshots for restarts, up to {most} per rank in the host's memory."
     peaks = timeline.peak_memory_bytes
     left = {rank: limit - peaks[rank] for rank, limit in enumerate(limits) if limit is not None}
     rank = min(left, key=lambda rank: left[rank] - needed[rank])

@@ -16,6 +16,7 @@ MOST_STORE_BYTES = 1 << 17  # of a request to that store, or an answer
 MESH = "ROTA_MESH"  # dp, pp and tp
 DEVICE = "ROTA_DEVICE"  # what `rota run --device` says
 PROGRESS = "ROTA_PROGRESS"  # set where the first process is to say how the training goes
+BACKUPS = "ROTA_BACKUPS"  # set where the run may go on without a rank: `rota run --backups`
 ADAPT = "ROTA_ADAPT"  # by what fraction a new order must shorten a step: `rota run --adapt`
 
 
@@ -102,6 +103,16 @@ def mesh_environment(pp: int, dp: int, tp: int) -> dict[str, str]:
 def device_environment(wish: str) -> dict[str, str]:
     """The environment that tells the processes of a run which device they take."""
     return {DEVICE: wish}
+
+
+def backups_environment() -> dict[str, str]:
+    """The environment that tells the processes of a run that their replicas may become one pipeline."""
+    return {BACKUPS: "1"}
+
+
+def has_backups() -> bool:
+    """Whether this run may go on with a backup plan: what no such plan can run must be refused from the start."""
+    return BACKUPS in os.environ
 
 
 def adapt_environment(least_gain: float | None) -> dict[str, str]:

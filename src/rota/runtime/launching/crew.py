@@ -20,7 +20,7 @@ from rota.backups import Backups, Place, plan_backup, survivors
 from rota.errors import PlacementError, PlanError
 from rota.plan import Plan
 from rota.replanning import replan
-from rota.runtime.environment import meeting_environments, mesh_environment
+from rota.runtime.environment import backups_environment, meeting_environments, mesh_environment
 from rota.runtime.kept_memory import KeptMemories, State, common_states
 from rota.runtime.launching.newest_states import NewestStates
 from rota.simulation import simulate
@@ -64,9 +64,9 @@ class Crew:
         is_whole = not self._lost
         sizes = (self.plan.num_ranks, self._dp, self._tp) if is_whole else (self.plan.num_ranks, 1, 1)
         each = meeting_environments(folder, len(self.members))
+        of_all = mesh_environment(*sizes) | (backups_environment() if self._backups is not None else {})
         return [
-            mesh_environment(*sizes) | of_rank | {"LOCAL_RANK": str(member)}
-            for member, of_rank in zip(self.members, each, strict=True)
+            of_all | of_rank | {"LOCAL_RANK": str(member)} for member, of_rank in zip(self.members, each, strict=True)
         ]
 
     def files_of_start(self) -> list[list[int]]:
