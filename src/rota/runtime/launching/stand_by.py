@@ -151,8 +151,8 @@ class StandBy:
         num_threads = self._message()["threads"]
         if num_threads != 1:
             raise PipelineError(
-                f"{STAND_BY} has {num_threads} threads after its imports; look at what "
-                f"sitecustomize and .pth files import"
+                f"{STAND_BY} has {num_threads} threads after its imports; look at what sitecustomize and .pth files "
+                f"import"
             )
         self.is_ready = True
 
@@ -207,6 +207,7 @@ class StandBy:
             while not self._is_readable(max(deadline_s - time.monotonic(), 0)):
                 self._requests.end_if_asked("before they were started")
                 if time.monotonic() > deadline_s:
+                    self.end()  # it might answer later
                     raise StandByEndedError(f"{STAND_BY} has not answered within {_ANSWER_S:g} s")
             pids: list[int] = self._message()["pids"]
         return [Forked(pid) for pid in pids if pid]
