@@ -13,6 +13,7 @@ import pytest
 from cli.test_cli import run
 from rota import schedules
 from rota.accounting import explain
+from rota.cli.wire_effects import wire_effects
 from rota.costs import Cluster, Costs
 from rota.drawing import to_chrome_trace
 from rota.placing import place
@@ -22,6 +23,7 @@ from rota.timeline import Timeline
 from support.measured import measured_like
 
 PLAN = schedules.one_f_one_b(place(Costs((100, 140), (200, 280)), Cluster.uniform(2, latency_us=9)), 4)
+COUNTED = f"\n{wire_effects(PLAN.placement)}\n"
 MEASURED = measured_like(PLAN, random.Random(1), longest_us=300)
 
 
@@ -36,9 +38,9 @@ def test_explain_says_why_against_the_timelines_own_plan(
     measured_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     code, out, _ = run(capsys, "explain", measured_file)
-    assert (code, out) == (0, explain(MEASURED, PLAN).to_text() + "\n")
+    assert (code, out) == (0, explain(MEASURED, PLAN).to_text() + COUNTED)
     assert "slower" in out
-    assert run(capsys, "explain", measured_file, "--cores", 1)[1] == explain(MEASURED, PLAN, 1).to_text() + "\n"
+    assert run(capsys, "explain", measured_file, "--cores", 1)[1] == explain(MEASURED, PLAN, 1).to_text() + COUNTED
 
 
 def test_which_step_a_measured_timeline_has_is_told(
@@ -78,7 +80,7 @@ def test_explain_takes_a_plan_another_timeline_and_writes_json(
 ) -> None:
     plan = tmp_path / "plan.json"
     plan.write_text(PLAN.to_json())
-    assert run(capsys, "explain", plan)[1] == explain(PLAN).to_text() + "\n"
+    assert run(capsys, "explain", plan)[1] == explain(PLAN).to_text() + COUNTED
     code, out, _ = run(capsys, "explain", measured_file, "--planned", measured_file, "--json")
     fields = json.loads(out)
     assert code == 0

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from rota.cli.wire_effects import wire_effects
 from rota.comparison import Comparison
 from rota.timeline import Timeline
 
@@ -24,7 +25,7 @@ def print_json(fields: Mapping[str, Any]) -> None:
 
 
 def of_timeline(timeline: Timeline) -> dict[str, Any]:
-    """Size, time, idle time and memory of a plan or run."""
+    """Size, time, idle time and memory of a plan or run, and which effects of wires the plan counts."""
     plan = timeline.plan
     return {
         "num_ranks": plan.num_ranks,
@@ -37,6 +38,7 @@ def of_timeline(timeline: Timeline) -> dict[str, Any]:
         "idle_us": list(timeline.idle_us),
         "peak_memory_bytes": list(timeline.peak_memory_bytes),
         "limit_bytes": list(plan.placement.cluster.limit_bytes),
+        "wire_effects": wire_effects(plan.placement),
     }
 
 

@@ -13,6 +13,7 @@ from rota import (
     Costs,
     Edge,
     Kind,
+    Link,
     Op,
     PipelineError,
     Placement,
@@ -29,7 +30,11 @@ from rota.placing import wave
 from rota.planning.rehearsal import allocation
 from rota.planning.rehearsal.allocation import RankMemory, blocks_of, refuse_too_much
 from rota.planning.rehearsal.outcome import LinkUse, MemoryUse, Overhead
-from rota.planning.rehearsal.rank_step import num_warm_ups
+from rota.planning.rehearsal.rank_step import num_warm_ups, step_ends_ns
+from rota.planning.rehearsal.rehearsing import without_occupancy
+from rota.planning.rehearsal.timed_waits import Arrivals, TimedWaits, stages_of
+from rota.runtime.compute import Batch
+from rota.runtime.microbatches import Microbatches
 from rota.schedules import NAMED, gpipe, one_f_one_b
 
 
@@ -227,3 +232,47 @@ def test_one_step_and_many_ranks_are_told_in_few_lines() -> None:
     assert "… and 32 more rows" in text
     assert "messages" not in text.splitlines()[-1]
     assert len(text.splitlines()) < 20
+
+
+# --- what messages cost their ranks -----------------------------------------------------------------------------------
+
+
+def occupied_plan() -> Plan:
+    """Two stages on two ranks: 3 µs between ops; sending costs 5 µs and receiving 7."""
+    cluster = Cluster((None, None), Link(2, None, 5, None, 7), gap_us=3)
+    return NAMED["gpipe"](place(Costs.uniform(2, 10, 20, optimizer_us=4), cluster), 3)
+
+
+def test_timed_waits_count_what_messages_cost_and_gaps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With messages that take as long as planned, ops and step ends are where the simulation has them."""
+    monkeypatch.setattr("rota.planning.rehearsal.timed_waits.sleep_until", lambda _: True)
+    plan = occupied_plan()
+    planned = simulate(plan)
+    for rank, order in enumerate(plan.orders):
+        arrivals = Arrivals()
+        waits = TimedWaits(plan, stages_of(plan.placement), rank, arrivals, None)
+        waits.begin(Batch(Microbatches([]), Microbatches([]), []), 0)
+        for op in order:
+            for route, arrived_us in zip(plan.placement.routes, planned.arrived_us, strict=True):
+                target = plan.placement.tasks[route.target]
+                if (route.receiver, target.stage, target.kind) == (rank, op.stage, op.kind):
+                    arrivals.latest_ns = max(arrivals.latest_ns, 1000 * arrived_us[op.microbatch])
+            waits.run(op, [])
+        assert waits.starts_ns == [1000 * us for us in planned.starts_us[rank]]
+        assert waits.ends_ns == [1000 * us for us in planned.ends_us[rank]]
+        (ends,) = step_ends_ns(plan, rank, 0, waits.free_ns)
+        (of_rank,) = (us for (_, r), us in zip(plan.step_end_ranks, planned.step_ends_us, strict=True) if r == rank)
+        assert ends == tuple(1000 * us for us in of_rank)
+
+
+def test_on_devices_the_simulation_is_without_what_messages_cost_and_gaps() -> None:
+    plan = occupied_plan()
+    planned, free = simulate(plan), simulate(without_occupancy(plan))
+    assert planned.makespan_us > free.makespan_us
+    assert not any(us for costs in free.plan.placement.occupied_us for us in costs)
+    assert free.plan.placement.routes == plan.placement.routes
+    measured = replace(free, plan=plan)
+    rehearsal = Rehearsal(free, measured, (free.makespan_us,), (), (), (), "cuda")
+    assert not any(rehearsal.comparison.parts_us.values())
+    assert f"With these, the plan takes {planned.makespan_us} µs." in rehearsal.to_text()
+    assert "without what messages" not in Rehearsal(planned, planned, (planned.makespan_us,), (), ()).to_text()

@@ -10,7 +10,8 @@ from rota.cli.arguments import add_json
 from rota.cli.json_reports import print_json
 from rota.cli.parser import Command, Parser
 from rota.cli.requirements import require_search
-from rota.cli.screen import report_columns
+from rota.cli.screen import print_wire_effects, report_columns
+from rota.cli.wire_effects import wire_effects
 from rota.tables import fitted
 from rota.timeline import Timeline
 
@@ -38,7 +39,8 @@ def run(arguments: Namespace) -> int:
     ]
     assumed = files.note_assumed_times("bound", arguments.plan)
     if arguments.json:
-        print_json({"times_assumed": assumed, **json_reports.of_bounds(found)})
+        effects = wire_effects(planned.placement)
+        print_json({"times_assumed": assumed, "wire_effects": effects, **json_reports.of_bounds(found)})
         return 0
     if isinstance(loaded, Timeline):
         _print_measured(loaded, timeline)
@@ -49,6 +51,7 @@ def run(arguments: Namespace) -> int:
         highest = {one.name: one for one in reversed(bounds) if one.us}
         for one in sorted(highest.values(), key=lambda one: -one.us):
             print(fitted(f"  {one.us:>12,} µs  {one.name}: {one.why}", report_columns(), 19))
+    print_wire_effects(planned, report_columns())
     return 0
 
 

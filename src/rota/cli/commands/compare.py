@@ -12,7 +12,7 @@ from rota.cli.json_reports import print_json
 from rota.cli.parser import Command, Parser
 from rota.cli.pictures import draw, is_measured
 from rota.cli.requirements import InputError
-from rota.cli.screen import report_columns
+from rota.cli.screen import print_wire_effects, report_columns
 
 
 def add_arguments(parser: Parser) -> None:
@@ -47,6 +47,7 @@ def run(arguments: Namespace) -> int:
         print_json({"times_assumed": assumed, **json_reports.of_comparison(compared)})
     else:
         print(compared.to_text(report_columns()))
+        print_wire_effects(planned.plan, report_columns())
     if arguments.output is not None:
         draw(measured, arguments.output, planned, (arguments.planned, arguments.measured))
     return 0

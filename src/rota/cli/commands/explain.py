@@ -12,7 +12,8 @@ from rota.cli.json_reports import print_json
 from rota.cli.parser import Command, Parser
 from rota.cli.pictures import is_measured
 from rota.cli.requirements import InputError
-from rota.cli.screen import report_columns
+from rota.cli.screen import print_wire_effects, report_columns
+from rota.cli.wire_effects import wire_effects
 
 
 def add_arguments(parser: Parser) -> None:
@@ -41,9 +42,11 @@ def run(arguments: argparse.Namespace) -> int:
     given = [path for path in (arguments.timeline, arguments.planned) if path is not None]
     assumed = files.note_assumed_times("explain", *given)
     if arguments.json:
-        print_json({"times_assumed": assumed, **json.loads(explanation.to_json())})
+        effects = wire_effects(timeline.plan.placement)
+        print_json({"times_assumed": assumed, "wire_effects": effects, **json.loads(explanation.to_json())})
     else:
         print(explanation.to_text(report_columns()))
+        print_wire_effects(timeline.plan, report_columns())
     return 0
 
 

@@ -9,7 +9,7 @@ from rota.cli.arguments import add_json, add_output, number, seconds
 from rota.cli.json_reports import print_json
 from rota.cli.parser import Command, Parser
 from rota.cli.requirements import InputError, require
-from rota.cli.screen import print_replicas, progress_line
+from rota.cli.screen import print_replicas, print_wire_effects, progress_line, report_columns
 
 
 def add_arguments(parser: Parser) -> None:
@@ -54,6 +54,7 @@ def run(arguments: Namespace) -> int:
         print_json({"times_assumed": assumed, **json_reports.of_rehearsal(rehearsed)})
     else:
         print(rehearsed.to_text())
+        print_wire_effects(rehearsed.planned.plan, report_columns())
         print_replicas(planned, "rehearsed")
     if arguments.output is not None:
         then = f"; see it with `rota show {arguments.output}`"

@@ -67,7 +67,7 @@ class HostRank:
             waiting.late_ns,
             [(*column, sent_ns) for column, sent_ns in record.sent_ns.items()],
             [(*column, time_ns) for column, time_ns in self._arrivals.times_ns.items()],
-            step_ends_ns(self.execution.plan, record.rank, start_ns, waiting.ends_ns),
+            step_ends_ns(self.execution.plan, record.rank, start_ns, waiting.free_ns),
         )
 
     def close(self) -> None:

@@ -59,7 +59,7 @@ class RankReport:
 
 
 def step_ends_ns(plan: Plan, rank: int, start_ns: int, ends_ns: Sequence[int]) -> list[tuple[int, int, int, int]]:
-    """When what ends a step that began at `start_ns` would begin and end, by the ends of the rank's ops.
+    """When what ends a step that began at `start_ns` would begin and end, by when its ops no longer occupy the rank.
 
     Reductions overlap the ops, each after its stage's last gradient; the optimizer steps follow.
     """

@@ -8,7 +8,8 @@ from dataclasses import replace
 from statistics import median
 
 from rota.checking import check
-from rota.errors import UsageError
+from rota.costs import Link
+from rota.errors import PipelineError, UsageError
 from rota.plan import Plan
 from rota.planning.rehearsal.allocation import blocks_of, refuse_too_much
 from rota.planning.rehearsal.outcome import BatchesRehearsal, LinkUse, MemoryUse, Overhead, Rehearsal
@@ -60,7 +61,7 @@ def rehearse(
     """
     check(plan)
     kind = _refuse(plan, num_steps, allocate, timeout_s, device)
-    planned = simulate(plan)
+    planned = simulate(plan if kind == CPU else without_occupancy(plan))
     if timeout_s is None:
         timeout_s = max(20e-6 * planned.makespan_us, 60)
     steps = count_text(num_steps, "step")
@@ -164,6 +165,18 @@ def _refuse(plan: Plan, num_steps: int, allocate: bool, timeout_s: float | None,
     remedy = "rehearse without allocate, or with smaller sizes" if allocate else "plan with smaller messages"
     refuse_too_much(needed_bytes + plan.num_ranks * _PROCESS_BYTES, what, remedy)
     return kind
+
+
+def without_occupancy(plan: Plan) -> Plan:
+    """The plan without what messages cost their ranks, and without gaps between ops."""
+    cluster = plan.placement.cluster
+    links = tuple((a, b, _without_costs(link)) for a, b, link in cluster.links)
+    cluster = replace(cluster, link=_without_costs(cluster.link), links=links, gap_us=0)
+    return replace(plan, placement=replace(plan.placement, cluster=cluster))
+
+
+def _without_costs(link: Link) -> Link:
+    return Link(link.latency_us, link.bytes_per_us)
 
 
 def measured_timeline(plan: Plan, reports: list[RankReport], step: int) -> Timeline:

@@ -6,6 +6,9 @@
 A GPU gets an op while it still runs the previous one. So an op here begins when the device is free and its inputs
 have arrived, even if the process gets to it later, and ends at a fixed time. If the process gets there after that
 time, it would have been too late to submit the op: the op ends late.
+
+What messages cost their ranks, and gaps between ops, are waits too, as far as the plan counts them: before the op and
+after it, as in a simulation.
 """
 
 from __future__ import annotations
@@ -35,8 +38,9 @@ from rota.tasks import Kind, Op
 class TimedWaits:
     """Runs an `Execution`'s ops as waits. Collective: it makes process groups of ranks.
 
-    Set `start_ns`, when the device is free, before each step. `starts_ns`, `ends_ns` and `late_ns` (how long after an
-    op's end the process got there) are by op, in the rank's order, in ns of the monotonic clock.
+    Set `start_ns`, when the device is free, before each step. `starts_ns`, `ends_ns`, `free_ns` (the end with what the
+    op's messages cost its rank) and `late_ns` (how long after that the process got there) are by op, in the rank's
+    order, in ns of the monotonic clock.
     """
 
     def __init__(self, plan: Plan, stages: Stages, rank: int, arrivals: Arrivals, memory: RankMemory | None) -> None:
@@ -46,37 +50,39 @@ class TimedWaits:
         self._plan, self._made = plan, made_bytes(plan.placement, stages, rank)
         together_on = sorted({task.ranks for task in tasks if len(task.ranks) > 1})
         self._groups = {ranks: spmd.group(ranks) for ranks in together_on}
-        self.start_ns = self._free_ns = 0
+        self.start_ns = 0
         self.starts_ns: list[int] = []
         self.ends_ns: list[int] = []
+        self.free_ns: list[int] = []
         self.late_ns: list[int] = []
 
     def begin(self, batch: Batch, seed: int) -> None:  # noqa: ARG002 - nothing is computed
         """A new step, which begins at `start_ns`."""
-        self._free_ns = self.arrivals.latest_ns = self.start_ns
+        self.arrivals.latest_ns = self.start_ns
         self.arrivals.times_ns = {}
-        self.starts_ns, self.ends_ns, self.late_ns = [], [], []
+        self.starts_ns, self.ends_ns, self.free_ns, self.late_ns = [], [], [], []
 
     def run(self, op: Op, received: list[Any]) -> list[Any]:  # noqa: ARG002 - nothing is computed
-        """Wait for the op's duration; returns bytes instead of its output."""
+        """Wait for the op's duration and what its messages cost; returns bytes instead of its output."""
         task = self._tasks[op.stage, op.kind]
-        ready_ns = max(self._free_ns, self.arrivals.latest_ns)
+        ready_ns = max([self.arrivals.latest_ns, *self.free_ns[-1:]])
         if len(task.ranks) > 1:
             ready_ns = self._latest(task.ranks, ready_ns)
         if self._memory is not None:
             self._memory.op_starts(op)
         make = touched if self._memory is not None else _untouched
         made = [make(num_bytes) for num_bytes in self._made(op)]
+        before_ns, after_ns = (1000 * us for us in self._plan.occupied_us(op))
         duration_ns = 1000 * self._plan.duration_us(op)
-        end_ns = ready_ns + duration_ns
-        slept = sleep_until(end_ns)
+        due_ns = ready_ns + before_ns + duration_ns + after_ns
+        slept = sleep_until(due_ns)
         if self._memory is not None:
             self._memory.op_ends(op)
         now_ns = time.monotonic_ns()
-        self._free_ns = end_ns if slept else now_ns
-        self.starts_ns.append(self._free_ns - duration_ns)
-        self.ends_ns.append(self._free_ns)
-        self.late_ns.append(now_ns - end_ns)
+        self.free_ns.append(due_ns if slept else now_ns)
+        self.ends_ns.append(self.free_ns[-1] - after_ns)
+        self.starts_ns.append(self.ends_ns[-1] - duration_ns)
+        self.late_ns.append(now_ns - due_ns)
         return made if op.kind is Kind.F else [[gradient] for gradient in made]
 
     def _latest(self, ranks: tuple[int, ...], ready_ns: int) -> int:
