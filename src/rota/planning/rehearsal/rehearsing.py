@@ -9,7 +9,7 @@ from statistics import median
 
 from rota.checking import check
 from rota.costs import Link
-from rota.errors import PipelineError, UsageError
+from rota.errors import UsageError
 from rota.plan import Plan
 from rota.planning.rehearsal.allocation import blocks_of, refuse_too_much
 from rota.planning.rehearsal.outcome import BatchesRehearsal, LinkUse, MemoryUse, Overhead, Rehearsal
