@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from rota.runtime.kept_memory import KeptMemories, Slots
+from rota.runtime.kept_memory import KeptMemories, Slots, room_for
 from rota.runtime.mapped_file import HUGE_BYTES, MappedFile
 
 
@@ -115,3 +115,11 @@ def test_a_state_that_grows_moves_behind_the_other_one() -> None:
             for held in slots.steps:
                 assert bytes(slots.data(held)) == bytes([held]) * sizes[held]
         assert sorted(slots.steps) == [3, 4]
+        # What slots have outgrown is free again: the rooms of steps 3 and 4 are left, the former that of step 1.
+        assert slots.allocated_bytes <= room_for(sizes[1]) + room_for(sizes[4]) + 2 * HUGE_BYTES
+        slots.clear()
+        assert slots.steps == {}
+        assert slots.allocated_bytes == mmap.PAGESIZE
+        slots.begin(5000)[:] = b"x" * 5000
+        slots.finish(7, 5000)
+        assert bytes(Slots(kept.files[0]).data(7)) == b"x" * 5000

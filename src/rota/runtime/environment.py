@@ -70,6 +70,11 @@ def node_of_this_process() -> int:
     return int(os.environ.get("GROUP_RANK", "0"))
 
 
+def processes_here() -> int:
+    """How many processes of the run are on this machine."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
 def num_cores() -> int:
     """Cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -165,6 +165,19 @@ class Slots:
         headers = {slot: _HEADER.unpack_from(self._mapping.view, slot * _SLOT_BYTES) for slot in range(NUM_SLOTS)}
         return {step: slot for slot, (step, complement, *_) in headers.items() if step >= 0 and complement == ~step}
 
+    @property
+    def allocated_bytes(self) -> int:
+        """Bytes of the host's memory that the slots take already; also those that an earlier process wrote."""
+        return os.fstat(self._file).st_blocks * 512
+
+    def clear(self) -> None:
+        """Forget all states, and give their memory back."""
+        for slot in range(NUM_SLOTS):
+            self._put(slot, _NONE, 0, _HEADERS_BYTES, 0)
+        os.ftruncate(self._file, _HEADERS_BYTES)
+        self._mapping = MappedFile(self._file, _HEADERS_BYTES)
+        self._mapped.clear()
+
     def begin(self, num_bytes: int) -> memoryview:
         """Room for a new state, in the slot that holds the older step or none; what that held is gone.
 
@@ -176,13 +189,15 @@ class Slots:
         *_, start, room = _HEADER.unpack_from(self._mapping.view, slot * _SLOT_BYTES)
         self._put(slot, _NONE, 0, start, room)
         if room < num_bytes:  # behind all else: the other slot must stay as it is
-            page_bytes = HUGE_BYTES if num_bytes >= HUGE_BYTES else mmap.PAGESIZE
-            start, room = (_aligned(size, page_bytes) for size in (len(self._mapping.view), int(num_bytes * _MORE)))
+            outgrown = start, room
+            start, room = _aligned(len(self._mapping.view), _page_bytes(num_bytes)), room_for(num_bytes)
             os.ftruncate(self._file, start + room)
             self._mapping = MappedFile(self._file, start + room)
             self._mapping.fill(start, room)
             self._mapped.clear()
             self._put(slot, _NONE, 0, start, room)
+            if outgrown[1]:
+                self._mapping.free(*outgrown)
         if slot not in self._mapped:
             self._mapped.add(slot)
             self._mapping.map_now(start, room)
@@ -216,6 +231,15 @@ class Slots:
         struct.pack_into("<q", self._mapping.view, at, _NONE)
         struct.pack_into("<qQQQ", self._mapping.view, at + 8, ~step, num_bytes, start, room)
         struct.pack_into("<q", self._mapping.view, at, step)
+
+
+def room_for(num_bytes: int) -> int:
+    """Bytes of memory that one slot takes for a state of so many."""
+    return _aligned(int(num_bytes * _MORE), _page_bytes(num_bytes))
+
+
+def _page_bytes(num_bytes: int) -> int:
+    return HUGE_BYTES if num_bytes >= HUGE_BYTES else mmap.PAGESIZE
 
 
 def _aligned(num_bytes: int, to_bytes: int) -> int:

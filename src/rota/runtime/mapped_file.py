@@ -15,7 +15,7 @@ from functools import cache
 from typing import final
 
 HUGE_BYTES = 2 << 20  #: of a page, and the alignment of what shall lie in such pages
-_POPULATE_WRITE, _COLLAPSE = 23, 25  # linux/mman.h, for madvise
+_REMOVE, _POPULATE_WRITE, _COLLAPSE = 9, 23, 25  # linux/mman.h, for madvise
 _FIXED, _NO_RESERVE = 0x10, 0x4000  # linux/mman.h, for mmap
 _FAILED = ctypes.c_void_p(-1).value
 
@@ -51,6 +51,10 @@ class MappedFile:
         if start % HUGE_BYTES == 0 and num_bytes >= HUGE_BYTES:
             collapse(self._address + start, num_bytes)
         _libc().madvise(self._address + start, num_bytes, _POPULATE_WRITE)
+
+    def free(self, start: int, num_bytes: int) -> None:
+        """Give the memory of a part back; nothing may read it any more."""
+        _libc().madvise(self._address + start, num_bytes, _REMOVE)
 
 
 def collapse(address: int, num_bytes: int) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import mmap
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +14,9 @@ import torch.distributed as dist
 
 from rota import PipelineError, split
 from rota.runtime import checkpoints, kept_memory
+from rota.runtime.checkpoints import in_memory
 from rota.runtime.kept_memory import steps_in
+from rota.runtime.mapped_file import MappedFile
 from support.checkpoint_runs import TWO, Training, memory, model, refusal
 from support.pool import Pool
 
@@ -235,6 +239,79 @@ def leave_out(rank: int, folder: Path, what: str) -> None:
 @pytest.mark.parametrize("what", ["machine", "plan"])
 def test_without_enough_memory_nothing_is_kept(pool: Pool, tmp_path: Path, what: str) -> None:
     pool.run(2, leave_out, tmp_path, what)
+
+
+def count_what_is_there(rank: int, folder: Path) -> None:
+    with memory() as file, pytest.MonkeyPatch.context() as patch:
+        first = Training(TWO)
+        with first.pipeline:
+            kept = first.checkpoints(folder)
+            first.steps(range(1))
+            kept.commit(1)
+            kept.commit(2)
+        patch.setattr(checkpoints, "available_bytes", lambda: 0)  # the memory of these states is no longer free
+        again = Training(TWO, split(model(1), TWO.plan().num_stages))
+        with again.pipeline:
+            kept = again.checkpoints(folder)
+            kept.load()
+            kept.commit(3)
+            assert sorted(steps_in(file)) == [2, 3]
+
+
+def test_a_restart_needs_no_more_memory_than_it_has_already(pool: Pool, tmp_path: Path) -> None:
+    pool.run(2, count_what_is_there, tmp_path)
+
+
+def grow(rank: int, folder: Path) -> None:
+    with memory() as file, pytest.MonkeyPatch.context() as patch:
+        training = Training(TWO)
+        with training.pipeline:
+            kept = training.checkpoints(folder)
+            states = kept._in_memory
+            assert states is not None
+            # Together, both ranks have enough for their weights, but not for an optimizer's state as well.
+            patch.setattr(checkpoints, "available_bytes", lambda: 2 * states.count())
+            kept.commit(0)
+            assert steps_in(file) == [0]
+            needed = 2 * states.count()
+            patch.setattr(checkpoints, "available_bytes", lambda: needed - 2 * states.allocated_bytes)
+            for step in (1, 2):
+                training.steps(range(step - 1, step))
+                kept.commit(step)
+                assert steps_in(file) == []
+            assert states.allocated_bytes == mmap.PAGESIZE  # what the first state took is free again
+
+
+def test_states_that_have_grown_too_large_are_no_longer_kept(pool: Pool, tmp_path: Path) -> None:
+    pool.run(2, grow, tmp_path)
+
+
+def grow_on_one(rank: int, folder: Path, what: str) -> None:
+    with memory() as file, pytest.MonkeyPatch.context() as patch:
+        training = Training(TWO)
+        with training.pipeline:
+            kept = training.checkpoints(folder)
+            kept.commit(0)
+            kept.commit(1)
+            training.steps(range(1))
+            if rank == 1 and what == "known":
+                patch.setattr(in_memory, "available_bytes", lambda: 1000)
+            if rank == 1 and what == "tried":
+                patch.setattr(MappedFile, "fill", no_memory)
+            kept.commit(2)
+            assert sorted(steps_in(file)) == ([] if rank == 1 else [1, 2])
+            training.steps(range(1, 2))
+            kept.commit(3)  # the fourth: all count again
+            assert steps_in(file) == []
+
+
+def no_memory(*_: object) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.mark.parametrize("what", ["known", "tried"])
+def test_a_rank_without_memory_for_more_ends_no_run(pool: Pool, tmp_path: Path, what: str) -> None:
+    pool.run(2, grow_on_one, tmp_path, what)
 
 
 def test_without_a_supervisor_nothing_is_kept() -> None:

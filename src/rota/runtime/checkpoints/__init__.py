@@ -11,7 +11,7 @@ import atexit
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
@@ -75,6 +75,7 @@ class Checkpoint(NamedTuple):
 
 _NO_OTHER = "no other checkpoint is whole"
 _OTHER_STEP = "give another step, or None for the newest"
+_WITHOUT = "a restart goes on from the last checkpoint"
 
 
 @final
@@ -123,7 +124,10 @@ class Checkpoints:
         self._lock = ExitStack()
         self._in_memory = self._of_this_rank()
         self._former = FormerStates(kept_memory.given_former(), self._trained, self._training)
-        self._fits_in_memory: bool | None = None  # not known before the first `commit`
+        self._num_commits = 0
+        self._has_room = True  # for states in memory; if not, no rank keeps any
+        self._planned_peak_bytes: int | None = None  # of this rank; simulated when it is needed
+        self._has_room_here = True  # if not, this rank keeps none until all ranks count again
         self._num_steps_committed = -1  # of the pipeline's, when `commit` was called last
         self._step_committed = -1  # what `commit` was given last
         self._newest_at_load = 0  # the number of the newest checkpoint when one was loaded last
@@ -347,7 +351,7 @@ class Checkpoints:
         Raises:
             PipelineError: there is a gradient, which a restart would lose, or state that no checkpoint can hold.
         """
-        if self._in_memory is None or self._fits_in_memory is False:
+        if self._in_memory is None or not self._has_room:
             return
         gradients = self._gradients()
         # Those of zero_grad(set_to_none=False) are zeros. One answer for all: each waits for an accelerator.
@@ -365,21 +369,30 @@ class Checkpoints:
             )
         has_begun_steps = self._pipeline.has_begun_steps
         self._pipeline._settle_begun_steps()  # the weights of a step that is refused must not be kept
-        if self._fits_in_memory is None and not self._decide(self._in_memory):
+        self._num_commits += 1
+        if self._num_commits & (self._num_commits - 1) == 0:  # commits 1, 2, 4, 8, …: an optimizer's state grows
+            self._has_room = self._count(self._in_memory)
+        if not self._has_room:
+            self._in_memory.give_up()
             return
         if has_begun_steps or self._pipeline.num_steps == self._num_steps_committed:
             # No rank may be two steps ahead of another, and no step has made them wait for each other.
             self._share(f"the other ranks to commit step {step}", None)
         self._num_steps_committed, self._step_committed = self._pipeline.num_steps, step
+        if not self._has_room_here:
+            return
         try:
             require_json(extra)
             self._in_memory.keep(step, extra, self._newest_at_load, [*gradients])
         except FormatError as error:
             raise PipelineError(str(error)) from None
         except OSError as error:
-            raise PipelineError(
-                f"the state of step {step} does not fit in memory ({error}); leave out commit, or give the machine more"
-            ) from error
+            self._has_room_here = False
+            self._in_memory.give_up()
+            _print(
+                f"process {self._ranks.mine} keeps no states in memory from step {step} on: its state has grown, and "
+                f"this machine lacks memory for it ({error.strerror}); {_WITHOUT}"
+            )
 
     def _gradients(self) -> dict[str, torch.Tensor]:
         """The gradients of this rank by the keys of their weights. No optimizer has buffers, so theirs do not count."""
@@ -387,30 +400,32 @@ class Checkpoints:
         each = ((weight.key(weight.names[0], shard), weight.tensor.grad) for weight, shard in weights)
         return {key: gradient for key, gradient in each if gradient is not None}
 
-    def _decide(self, in_memory: StatesInMemory) -> bool:
+    def _count(self, in_memory: StatesInMemory) -> bool:
         """Whether the states of all ranks fit in the host's memory, and in what the plan allows. Collective."""
         self._trained.weights.require_all()
         plan, rank = self._pipeline.plan, self._pipeline.rank
-        needed_bytes, limit_bytes = in_memory.num_bytes(), plan.placement.cluster.limit_bytes[rank]
+        needed_bytes, limit_bytes = in_memory.count(), plan.placement.cluster.limit_bytes[rank]
         is_over = False
         if limit_bytes is not None and self._pipeline.device.type == "cpu":
-            is_over = simulate(plan).peak_memory_bytes[rank] + needed_bytes > limit_bytes
-        mine = [needed_bytes, available_bytes(), is_over, node_of_this_process()]
-        told = self._share("the other ranks' first commit", mine)
-        rooms = [_room_on(node, told) for node in sorted({node for *_, node in told})]
-        all_bytes, free_bytes = min(rooms, key=lambda room: room[1] - room[0])  # on the node that has the least left
-        over = [process for process, (_, _, is_over, _) in enumerate(told) if is_over]
-        self._fits_in_memory = not over and all_bytes <= free_bytes
-        if not self._fits_in_memory:
-            where = "this machine" if len(rooms) == 1 else f"node {rooms.index((all_bytes, free_bytes))}"
-            why = f"{where} has {size_text(free_bytes)} available"
-            if over:
-                why = f"the plan's limit for process {over[0]} has no room for {size_text(told[over[0]][0])}"
-            self._report(
-                f"states are not kept in memory: they need {size_text(all_bytes)}, and {why}; a restart goes on from "
-                f"the last checkpoint"
-            )
-        return self._fits_in_memory
+            self._planned_peak_bytes = self._planned_peak_bytes or simulate(plan).peak_memory_bytes[rank]
+            is_over = self._planned_peak_bytes + needed_bytes > limit_bytes
+        node, is_full = node_of_this_process(), not self._has_room_here
+        mine = [node, needed_bytes, in_memory.allocated_bytes, available_bytes(), is_over, is_full]
+        told = [_Told(*row) for row in self._share(f"the other ranks' commit number {self._num_commits}", mine)]
+        rooms = [_room_on(node, told) for node in sorted({each.node for each in told})]
+        all_bytes, room_bytes = min(rooms, key=lambda room: room[1] - room[0])  # on the node that has the least left
+        over = [process for process, each in enumerate(told) if each.is_over]
+        full = [process for process, each in enumerate(told) if each.is_full]
+        if not over and not full and all_bytes <= room_bytes:
+            return True
+        where = "this machine" if len(rooms) == 1 else f"node {rooms.index((all_bytes, room_bytes))}"
+        why = f"{where} has {size_text(room_bytes)} for them"
+        if over:
+            why = f"the plan's limit for process {over[0]} has no room for {size_text(told[over[0]].needed_bytes)}"
+        elif full:
+            why = f"process {full[0]} has had no memory for its state"
+        self._report(f"states are not kept in memory: they need {size_text(all_bytes)}, and {why}; {_WITHOUT}")
+        return False
 
     def _load_from_memory(self, in_memory: StatesInMemory, newest_saved: int) -> Checkpoint | None:
         """Restore the newest step that all ranks have in memory, or those of the plan before. Collective.
@@ -485,7 +500,7 @@ class Checkpoints:
     def _report(self, text: str) -> None:
         """Print one line on the first process."""
         if self._ranks.mine == 0:
-            print(f"rota: {text}", file=sys.stderr, flush=True)
+            _print(text)
 
     def _find(self, step: int | None) -> tuple[list[str], int]:
         """The names of the checkpoints to try, in order; and the number of the newest one, 0 if there is none."""
@@ -527,11 +542,24 @@ class Checkpoints:
         return saved, contents.plan, restoring, reader
 
 
-def _room_on(node: int, told: list[Any]) -> tuple[int, int]:
-    """The bytes that the processes of a node need together, and those that are free there."""
-    here = [(needed, free) for needed, free, _, its_node in told if its_node == node]
-    all_bytes = sum(needed for needed, _ in here)
-    return all_bytes, min((free for _, free in here if free is not None), default=all_bytes)
+class _Told(NamedTuple):
+    """What a process tells the others when all count what their states in memory need."""
+
+    node: int
+    needed_bytes: int
+    allocated_bytes: int
+    available_bytes: int | None
+    is_over: bool
+    is_full: bool
+
+
+def _room_on(node: int, told: Sequence[_Told]) -> tuple[int, int]:
+    """The bytes that the processes of a node need together, and the room for them: what they have, and what is free."""
+    here = [each for each in told if each.node == node]
+    all_bytes = sum(each.needed_bytes for each in here)
+    have_bytes = sum(min(each.needed_bytes, each.allocated_bytes) for each in here)
+    free = [each.available_bytes for each in here if each.available_bytes is not None]
+    return all_bytes, have_bytes + min(free) if free else all_bytes
 
 
 def _share_of(pipeline: Pipeline) -> str:
@@ -553,6 +581,10 @@ def _require_step(step: object) -> None:
         raise PipelineError(f"step={step!r}; give a whole number of 0 or more")
     if step > LARGEST:
         raise PipelineError(f"step={step}; give a number of at most {LARGEST:,}")
+
+
+def _print(text: str) -> None:
+    print(f"rota: {text}", file=sys.stderr, flush=True)
 
 
 def _nothing() -> None:

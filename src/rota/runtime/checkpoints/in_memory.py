@@ -8,7 +8,9 @@ after a restart        the newest step that every rank has whole ──copy─�
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import struct
 from itertools import accumulate
 from math import prod
@@ -26,7 +28,9 @@ from rota.runtime.checkpoints.state import Restoring, Trained
 from rota.runtime.checkpoints.tensors import Stored
 from rota.runtime.checkpoints.training_json import TrainingState, record_from_json, scheduler_from_json
 from rota.runtime.checkpoints.values import dtype_name, read_dtype, read_size
-from rota.runtime.kept_memory import Slots
+from rota.runtime.environment import processes_here
+from rota.runtime.host_memory import available_bytes
+from rota.runtime.kept_memory import NUM_SLOTS, Slots, room_for
 from rota.runtime.large_copies import copy, copy_into
 from rota.runtime.reducing.norms import local
 
@@ -150,6 +154,7 @@ class StatesInMemory:
         self._slots, self._trained, self._of, self._folder = Slots(file), trained, of, folder
         self._me = object(), folder
         self._has_kept = False
+        self._counted_bytes = 0  # of the tensors for which there was found to be room
         self._common: int | None = None  # the step from which all ranks have gone on
 
     @property
@@ -169,10 +174,21 @@ class StatesInMemory:
     def _folders(self) -> dict[int, str]:
         return {step: folder_of(self._slots.data(step)) for step in self._slots.steps}
 
-    def num_bytes(self) -> int:
-        """Bytes of both slots, as large as the state is now."""
+    @property
+    def allocated_bytes(self) -> int:
+        """Bytes of the host's memory that both slots take already."""
+        return self._slots.allocated_bytes
+
+    def count(self) -> int:
+        """Bytes of the host's memory for both slots, for the state as it is now. `keep` then relies on that room."""
         tensors, _ = self._trained.collect(with_buffers=True)
-        return 2 * sum(_room(local(tensor)) for tensor in tensors.values())
+        self._counted_bytes = sum(_room(local(tensor)) for tensor in tensors.values())
+        return NUM_SLOTS * room_for(self._counted_bytes)
+
+    def give_up(self) -> None:
+        """Forget the states that this object has kept, and give their memory back."""
+        if self._writer is self._me:
+            self._slots.clear()
 
     def keep(self, step: int, extra: dict[str, Any], newest_at_load: int, with_zeros: list[str]) -> None:
         """Copy the state, which becomes that of `step`, instead of the older one of two.
@@ -200,6 +216,7 @@ class StatesInMemory:
         }
         text = json.dumps(head).encode()
         start = _aligned(_LENGTH.size + len(text))
+        self._find_room(sum(map(_room, parts)))
         starts = [*accumulate(map(_room, parts), initial=start)]
         num_bytes = starts.pop()
         self._take_memory()
@@ -208,6 +225,16 @@ class StatesInMemory:
         data[_LENGTH.size : _LENGTH.size + len(text)] = text
         copy_into(data, starts, parts)
         self._slots.finish(step, num_bytes)
+
+    def _find_room(self, num_bytes: int) -> None:
+        """Look for room for tensors that take more than was counted. Raises OSError if there is too little of it.
+
+        The other processes of this machine may have grown at the same time, and by as much.
+        """
+        more_bytes = NUM_SLOTS * (num_bytes - self._counted_bytes) * processes_here()
+        if more_bytes > 0 and (free_bytes := available_bytes()) is not None and more_bytes > free_bytes:
+            raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+        self._counted_bytes = max(num_bytes, self._counted_bytes)
 
     def _take_memory(self) -> None:
         """Forget what no restart may mix with this training: others' states, and steps that nobody has gone on from.
