@@ -252,9 +252,11 @@ class _Merging:
             for unit in units
             for edge in base.edges
         ]
-        static = tuple(base.static_bytes[rank] for _, rank in self.left)
+        columns = {name: getattr(base, name) for name in ("static_bytes", "state_bytes", "snapshot_bytes")}
+        of_left = {name: tuple(of[rank] for _, rank in self.left) for name, of in columns.items() if of}
         ends = tuple(self._step_ends(num_stages))
-        return Placement(tuple(tasks), tuple(edges), self._cluster(), static, ends, base.microbatch_rows)
+        edges_of_left, rows = tuple(edges), base.microbatch_rows
+        return Placement(tuple(tasks), edges_of_left, self._cluster(), step_ends=ends, microbatch_rows=rows, **of_left)
 
     def _step_ends(self, num_stages: int) -> Iterator[StepEnd]:
         """Each rank reduces the gradients of a stage once, however many streams it has it in: after the last one."""

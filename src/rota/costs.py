@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from itertools import zip_longest
+from operator import add, sub
 from typing import Any
 
 from rota import reading
@@ -268,6 +269,9 @@ class Cluster:
         return cls.from_fields(reading.parse(text, "cluster"))
 
 
+#: States that `rota run --max-restarts` keeps of each rank: one stays whole while the other one is written.
+NUM_SNAPSHOTS = 2
+
 _SIGNED = ("input_frees_bytes",)
 _OPTIONAL = (  # None has a meaning of its own
     "weight_us",
@@ -297,6 +301,9 @@ class Costs:
         backward_peak_bytes: Additional bytes while B or I runs.
         weight_peak_bytes: Additional bytes while W runs.
         static_bytes: Bytes that are always held: parameters, gradients, optimizer state.
+        state_bytes: Of these, what a checkpoint holds: parameters, buffers, optimizer state. 0: unknown.
+        snapshot_bytes: Of the static bytes, those for the states that `rota run --max-restarts` keeps in memory. 0: not
+            counted, see `with_snapshots`.
         reduce_us: Time to reduce the gradients over replicas at the end of a step.
         optimizer_us: Time of the optimizer step.
         recompute_us: Time of R, which makes the activations again before the backward; None for a stage that keeps its
@@ -322,6 +329,8 @@ class Costs:
     backward_peak_bytes: tuple[int, ...] = 0  # type: ignore[assignment]
     weight_peak_bytes: tuple[int, ...] = 0  # type: ignore[assignment]
     static_bytes: tuple[int, ...] = 0  # type: ignore[assignment]
+    state_bytes: tuple[int, ...] = 0  # type: ignore[assignment]
+    snapshot_bytes: tuple[int, ...] = 0  # type: ignore[assignment]
     reduce_us: tuple[int, ...] = 0  # type: ignore[assignment]
     optimizer_us: tuple[int, ...] = 0  # type: ignore[assignment]
     recompute_us: tuple[int | None, ...] | None = None
@@ -434,6 +443,19 @@ class Costs:
         weight = tuple(us // 2 for us in self.backward_us)
         inputs = tuple(us - w for us, w in zip(self.backward_us, weight, strict=True))
         return replace(self, backward_us=inputs, weight_us=weight)
+
+    def with_snapshots(self) -> Costs:
+        """The same costs with the states that `rota run --max-restarts` keeps in memory, `NUM_SNAPSHOTS` per stage.
+
+        Raises PlacementError if `state_bytes` are unknown.
+        """
+        if not any(self.state_bytes):
+            raise PlacementError(
+                "the costs have no state_bytes, which say what snapshots need; measure them again, with rota.profile"
+            )
+        snapshots = tuple(NUM_SNAPSHOTS * size for size in self.state_bytes)
+        without = map(sub, self.static_bytes, self.snapshot_bytes)
+        return replace(self, static_bytes=tuple(map(add, without, snapshots)), snapshot_bytes=snapshots)
 
     def repeated(self, times: int, edges: Sequence[tuple[int, int]]) -> Costs:
         """Copies of the same stages, connected by `edges`; a chain's boundary sizes are repeated for each copy."""

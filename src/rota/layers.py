@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 from typing import Any, TypeAlias
 
 from rota import reading
-from rota.costs import Costs, whole
+from rota.costs import NUM_SNAPSHOTS, Costs, whole
 from rota.errors import PlacementError
 
 _Pair: TypeAlias = tuple[int, int]
@@ -54,6 +54,8 @@ class LayerCosts:
         gradient_bytes: Gradients of the trainable parameters; always held.
         buffer_bytes: Buffers; always held.
         optimizer_bytes: Optimizer state; always held.
+        snapshot_bytes: Bytes for the states that `rota run --max-restarts` keeps in memory; always held. Empty: not
+            counted, see `with_snapshots`.
         edges: (source, target) layers.
         boundary_bytes: Bytes sent forward, per edge.
         boundary_gradient_bytes: Bytes sent backward, per edge.
@@ -97,6 +99,7 @@ class LayerCosts:
     boundary_gradient_bytes: tuple[int, ...]
     received_bytes: tuple[int, ...]
     changed_bytes: tuple[int, ...] = ()
+    snapshot_bytes: tuple[int, ...] = ()
     shared: tuple[Shared, ...] = ()
     waiting_shared: tuple[Shared, ...] = ()
     tied: tuple[Shared, ...] = ()
@@ -115,9 +118,10 @@ class LayerCosts:
             )
         if len(self.contents) not in (0, self.num_layers):
             raise PlacementError(f"contents has {len(self.contents)} entries, expected {self.num_layers}")
-        if not self.changed_bytes:
-            object.__setattr__(self, "changed_bytes", (0,) * self.num_layers)
-        for name in _BY_LAYER + _BY_EDGE:
+        for name in ("changed_bytes", "snapshot_bytes"):
+            if not getattr(self, name):
+                object.__setattr__(self, name, (0,) * self.num_layers)
+        for name in (*_BY_LAYER, *_BY_EDGE, "snapshot_bytes"):
             column, count = getattr(self, name), len(self.edges) if name in _BY_EDGE else self.num_layers
             if len(column) != count:
                 raise PlacementError(f"{name} has {len(column)} entries, expected {count}")
@@ -175,9 +179,21 @@ class LayerCosts:
 
     @property
     def static_bytes(self) -> tuple[int, ...]:
-        """Bytes that each layer always holds: parameters, their gradients, buffers and optimizer state."""
-        columns = self.parameter_bytes, self.gradient_bytes, self.buffer_bytes, self.optimizer_bytes
+        """Bytes that each layer always holds: parameters, gradients, buffers, optimizer state, counted snapshots."""
+        return tuple(map(sum, zip(self.state_bytes, self.gradient_bytes, self.snapshot_bytes, strict=True)))
+
+    @property
+    def state_bytes(self) -> tuple[int, ...]:
+        """What a checkpoint holds of each layer: parameters, buffers and optimizer state."""
+        columns = self.parameter_bytes, self.buffer_bytes, self.optimizer_bytes
         return tuple(map(sum, zip(*columns, strict=True)))
+
+    def with_snapshots(self) -> LayerCosts:
+        """The same layers with the states that `rota run --max-restarts` keeps in memory.
+
+        Tied parameters count with each layer, also where one stage has both.
+        """
+        return replace(self, snapshot_bytes=tuple(NUM_SNAPSHOTS * size for size in self.state_bytes))
 
     def cuts_at(self, boundaries: Sequence[int]) -> tuple[str, ...]:
         """Names of the cuts between the stages of `boundaries`."""
@@ -225,6 +241,8 @@ class LayerCosts:
             gradient_bytes=tuple(crossing[edge][1] for edge in edges),
             forward_peak_bytes=self._forward_peaks(boundaries, recompute),
             static_bytes=tuple(self._once("static_bytes", "tied", boundaries)),
+            state_bytes=total("state_bytes"),
+            snapshot_bytes=total("snapshot_bytes"),
             optimizer_us=total("optimizer_us"),
             recompute_us=tuple(us if s in recompute else None for s, us in enumerate(again)) if recompute else None,
             checkpoint_bytes=tuple(min(*pair) for pair in zip(checkpoints, held, strict=True)),
@@ -315,6 +333,8 @@ class LayerCosts:
         found = {field.name: getattr(self, field.name) for field in fields(self)}
         if not self.missing_cores:
             del found["missing_cores"]
+        if not any(self.snapshot_bytes):
+            del found["snapshot_bytes"]
         if not self.contents:
             del found["contents"]
         if not self.uncounted:
@@ -340,6 +360,8 @@ class LayerCosts:
         values["spread"] = tuple(_fraction(entry) for entry in document["spread"])
         if "missing_cores" in document:
             values["missing_cores"] = _fraction(document["missing_cores"])
+        if "snapshot_bytes" in document:
+            values["snapshot_bytes"] = document["snapshot_bytes"].integers(0)
         if "contents" in document:
             values["contents"] = tuple(entry.text() for entry in document["contents"])
         if "uncounted" in document:

@@ -84,6 +84,9 @@ class Placement:
         edges: Edges between tasks, as indexes into `tasks`.
         cluster: The ranks and links.
         static_bytes: Bytes that each rank always holds; default 0.
+        state_bytes: Of these, what a checkpoint holds of each rank's stages. Empty: unknown.
+        snapshot_bytes: Of each rank's static bytes, those for the states that `rota run --max-restarts` keeps in
+            memory. Empty: not counted.
         step_ends: Reductions and optimizer steps; at most one entry per stage.
         microbatch_rows: Examples in the micro-batch whose costs these are. None: unknown.
         class_of: The class of each micro-batch of a step, where micro-batches differ: figures of tasks and edges may
@@ -105,12 +108,18 @@ class Placement:
     microbatch_rows: int | None = None
     class_of: tuple[int, ...] = ()
     sample_of: tuple[int, ...] = ()
+    state_bytes: tuple[int, ...] = ()
+    snapshot_bytes: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.static_bytes:
             object.__setattr__(self, "static_bytes", (0,) * self.num_ranks)
-        if len(self.static_bytes) != self.num_ranks:
-            raise PlacementError(f"static_bytes has {len(self.static_bytes)} entries for {self.num_ranks} ranks")
+        for name in ("static_bytes", "state_bytes", "snapshot_bytes"):
+            column = getattr(self, name)
+            if name != "static_bytes" and not any(column):
+                object.__setattr__(self, name, ())
+            elif len(column) != self.num_ranks:
+                raise PlacementError(f"{name} has {len(column)} entries for {self.num_ranks} ranks")
         if self.microbatch_rows is not None:
             object.__setattr__(self, "microbatch_rows", whole_rows(self.microbatch_rows))
         if not self.tasks:
@@ -557,6 +566,8 @@ class Placement:
             **({} if self.microbatch_rows is None else {"microbatch_rows": self.microbatch_rows}),
             **({"class_of": list(self.class_of)} if self.class_of else {}),
             **({"sample_of": list(self.sample_of)} if self.sample_of else {}),
+            **({"state_bytes": list(self.state_bytes)} if self.state_bytes else {}),
+            **({"snapshot_bytes": list(self.snapshot_bytes)} if self.snapshot_bytes else {}),
         }
 
     @classmethod
@@ -585,6 +596,8 @@ class Placement:
             document["microbatch_rows"].integer(1) if "microbatch_rows" in document else None,
             document["class_of"].integers(0) if "class_of" in document else (),
             document["sample_of"].integers(0) if "sample_of" in document else (),
+            document["state_bytes"].integers(0) if "state_bytes" in document else (),
+            document["snapshot_bytes"].integers(0) if "snapshot_bytes" in document else (),
         )
 
 

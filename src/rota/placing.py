@@ -44,15 +44,28 @@ def place(
         if not all(0 <= stage < num_stages for stage in pair):
             raise PlacementError(f"edge {pair} must join two of the stages 0 to {num_stages - 1}")
     tasks = _tasks(costs, on)
-    static = [0] * cluster.num_ranks
-    for stage, stage_ranks in enumerate(on):
-        for rank in stage_ranks:
-            if rank < len(static):  # Placement refuses a rank outside the cluster
-                static[rank] += costs.static_bytes[stage]
+
+    def per_rank(of_stages: tuple[int, ...]) -> tuple[int, ...]:
+        held = [0] * cluster.num_ranks
+        for stage, stage_ranks in enumerate(on):
+            for rank in stage_ranks:
+                if rank < len(held):  # Placement refuses a rank outside the cluster
+                    held[rank] += of_stages[stage]
+        return tuple(held)
+
     ends = zip(range(num_stages), costs.reduce_us, costs.optimizer_us, strict=True)
     step_ends = tuple(StepEnd(*end) for end in ends if any(end[1:]))
     between = tuple(_edges(costs, tasks, pairs))
-    return Placement(tuple(tasks), between, cluster, tuple(static), step_ends, costs.microbatch_rows)
+    return Placement(
+        tuple(tasks),
+        between,
+        cluster,
+        per_rank(costs.static_bytes),
+        step_ends,
+        costs.microbatch_rows,
+        state_bytes=per_rank(costs.state_bytes),
+        snapshot_bytes=per_rank(costs.snapshot_bytes),
+    )
 
 
 def _tasks(costs: Costs, on: Sequence[tuple[int, ...]]) -> list[Task]:

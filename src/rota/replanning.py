@@ -94,7 +94,7 @@ def _rank_choices(
         times_us[task.stage] += task.duration_us
         kept[task.stage] += max(task.held_bytes, 0) + task.peak_bytes
     seen: list[dict[int, int]] = []
-    for weights in (times_us, _static_bytes(placement), kept):
+    for weights in (times_us, _per_stage(placement, placement.static_bytes), kept):
         ranks: dict[int, int] = {}
         for i, stages in enumerate(components):
             # At least 1 each, so that every rank has a stage: without one its optimizer would have no parameters.
@@ -106,11 +106,11 @@ def _rank_choices(
             yield ranks
 
 
-def _static_bytes(placement: Placement) -> dict[int, int]:
-    """Static bytes of each stage: an even share of its rank's, rounded up; a placement has them per rank only."""
+def _per_stage(placement: Placement, of_ranks: Sequence[int]) -> dict[int, int]:
+    """Bytes of each stage: an even share of its rank's, rounded up; a placement has static bytes per rank only."""
     return {
-        stage: -(-placement.static_bytes[rank] // len(stages))
-        for rank in range(placement.num_ranks)
+        stage: -(-num_bytes // len(stages))
+        for rank, num_bytes in enumerate(of_ranks)
         for stages in [placement.stages_on(rank)]
         for stage in stages
     }
@@ -123,11 +123,21 @@ def _moved(placement: Placement, ranks: dict[int, int], num_ranks: int) -> Place
     links = tuple(link for link in old.links if max(link[:2]) < num_ranks)
     shared = tuple(left for link in old.shared for left in _among(link, num_ranks))
     cluster = Cluster((min(limits, default=None),) * num_ranks, old.link, links, shared, old.gap_us)
-    static_bytes = [0] * num_ranks
-    for stage, size in _static_bytes(placement).items():
-        static_bytes[ranks[stage]] += size
-    tasks = tuple(replace(task, ranks=(ranks[task.stage],)) for task in placement.tasks)
-    return replace(placement, tasks=tasks, cluster=cluster, static_bytes=tuple(static_bytes))
+
+    def moved(of_ranks: Sequence[int]) -> tuple[int, ...]:
+        held = [0] * num_ranks
+        for stage, size in _per_stage(placement, of_ranks).items():
+            held[ranks[stage]] += size
+        return tuple(held)
+
+    return replace(
+        placement,
+        tasks=tuple(replace(task, ranks=(ranks[task.stage],)) for task in placement.tasks),
+        cluster=cluster,
+        static_bytes=moved(placement.static_bytes),
+        state_bytes=moved(placement.state_bytes),
+        snapshot_bytes=moved(placement.snapshot_bytes),
+    )
 
 
 def _among(link: SharedLink, num_ranks: int) -> Iterator[SharedLink]:

@@ -170,6 +170,7 @@ def test_recomputed_stages_an_optimizer_and_the_spread() -> None:
     assert costs.checkpoint_bytes == (0, boundary, 0)
     assert costs.activation_bytes == (hidden, boundary + hidden, boundary)
     assert costs.static_bytes[:2] == (4 * parameters * 4 + 4 * 4,) * 2  # Adam counts its steps for each of 4 tensors
+    assert costs.state_bytes[:2] == (3 * parameters * 4 + 4 * 4,) * 2  # without gradients
     assert min(costs.forward_peak_bytes + costs.backward_peak_bytes) > 0
     assert told[1].startswith("F and B of a stage vary by ")
     for options in ({"recompute": [3]}, {"recompute": ["full"]}):

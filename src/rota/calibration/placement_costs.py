@@ -51,7 +51,9 @@ def costs_of(placement: Placement, note: str = "") -> Costs:
         forward_peak_bytes=tuple(task.peak_bytes for task in forward),
         backward_peak_bytes=tuple(task.peak_bytes for task in backward),
         weight_peak_bytes=tuple(task.peak_bytes for task in weight) or (0,) * len(stages),
-        static_bytes=_static_bytes(placement),
+        static_bytes=_per_stage(placement, "static_bytes"),
+        state_bytes=_per_stage(placement, "state_bytes"),
+        snapshot_bytes=_per_stage(placement, "snapshot_bytes"),
         reduce_us=tuple(ends[stage].reduce_us if stage in ends else 0 for stage in stages),
         optimizer_us=tuple(ends[stage].optimizer_us if stage in ends else 0 for stage in stages),
         recompute_us=tuple(None if task is None else task.duration_us for task in again) if any(again) else None,
@@ -86,13 +88,13 @@ def _edges(placement: Placement) -> tuple[tuple[tuple[int, int], ...], tuple[int
     return pairs, tuple(size for _, size in forward), tuple(size for _, size in back)
 
 
-def _static_bytes(placement: Placement) -> tuple[int, ...]:
-    """Static bytes per stage: a rank's bytes divided among the stages on it only; the first get the remainder."""
+def _per_stage(placement: Placement, name: str) -> tuple[int, ...]:
+    """Such bytes per stage: a rank's bytes divided among the stages on it only; the first get the remainder."""
     of_stage = dict.fromkeys(placement.stages, 0)
-    for rank, size in enumerate(placement.static_bytes):
+    for rank, size in enumerate(getattr(placement, name)):
         stages = [stage for stage in placement.stages_on(rank) if placement.ranks_of(stage) == (rank,)]
         if size and not stages:
-            raise PlacementError(f"rank {rank} has {size} static bytes, but no stage of its own; {_REMEDY}")
+            raise PlacementError(f"rank {rank} has {size} {name.replace('_', ' ')}, but no stage of its own; {_REMEDY}")
         for i, stage in enumerate(stages):
             of_stage[stage] = size // len(stages) + (i < size % len(stages))
     return tuple(of_stage.values())

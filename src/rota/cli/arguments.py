@@ -235,6 +235,15 @@ def add_step(parser: Parser) -> None:
     )
 
 
+def add_snapshots(parser: Parser) -> None:
+    """--snapshots."""
+    help_text = (
+        "also count the two states that `rota run --max-restarts` keeps of each rank, for ranks on CPUs; with "
+        "accelerators they are in the host's memory, which the limit does not describe"
+    )
+    parser.add_argument("--snapshots", action="store_true", help=help_text)
+
+
 def add_costs(parser: Parser, of_what: str, links: str = _LINKS) -> None:
     """--ranks, the costs of stages, from a file or uniform, and the links; `links` says what is assumed of them."""
     default = ASSUMED_COSTS
@@ -318,7 +327,12 @@ def costs_of(arguments: Namespace, stages_per_rank: int = 1, further_stages: int
         if arguments.stages is not None:
             both = f"--stages {arguments.stages} and --costs {arguments.costs}"
             raise InputError(f"{both}: the file has the stages; leave --stages out")
-        return measured(arguments)
+        costs = measured(arguments)
+        return costs.with_snapshots() if getattr(arguments, "snapshots", False) else costs
+    if getattr(arguments, "snapshots", False):
+        raise InputError(
+            "--snapshots needs --costs FILE with the sizes of the stages' states, as rota.profile makes it"
+        )
     if not (arguments.stages or arguments.ranks):
         raise InputError("how many stages? give --ranks, --stages or --costs")
     return uniform(arguments, arguments.stages or arguments.ranks * stages_per_rank + further_stages)

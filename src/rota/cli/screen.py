@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from rota.cli.snapshots import snapshots_text
 from rota.cli.wire_effects import wire_effects
 from rota.plan import Plan
 from rota.tables import fitted
@@ -53,6 +54,12 @@ def print_wire_effects(plan: Plan, width: int | None = None) -> None:
     """Say which effects of wires the plan counts, if it sends anything; in one line, or in lines of `width` columns."""
     if effects := wire_effects(plan.placement):
         print(effects if width is None else textwrap.fill(effects, width))
+
+
+def print_snapshots(timeline: Timeline) -> None:
+    """Say whether the plan's memory has room for the states that restarts go on from, if that is known."""
+    if text := snapshots_text(timeline):
+        print_text(text)
 
 
 def _wants_color() -> bool:

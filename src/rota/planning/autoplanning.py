@@ -34,6 +34,7 @@ def autoplan(
     pipeline_ranks: int | None = None,
     copies: bool = True,
     split_backward: bool = True,
+    snapshots: bool = False,
     time_limit_s: float = 60.0,
     progress: Callable[[Progress], None] | None = None,
 ) -> Answer:
@@ -61,6 +62,8 @@ def autoplan(
             no rate, where the cost of summing gradients is unknown.
         split_backward: Whether backwards may be split into I and W. Trainers other than Rota cannot split those of
             models under `torch.compile` or with activation checkpointing.
+        snapshots: Whether each rank's memory also has room for the states that `rota run --max-restarts` keeps. They
+            are in the host's memory: leave it out where the machine's memory is that of accelerators.
         time_limit_s: Seconds to search for.
         progress: Called several times per second.
 
@@ -78,7 +81,7 @@ def autoplan(
     if not 0 < time_limit_s < math.inf:
         raise SearchError(f"time_limit_s is {time_limit_s!r}; give a number of seconds above 0")
     request = Request.checked(
-        profiles, machine, batch_rows, inference, recompute, pipeline_ranks, copies, split_backward
+        profiles, machine, batch_rows, inference, recompute, pipeline_ranks, copies, split_backward, snapshots
     )
     deadline = Deadline(time_limit_s, progress)
     sweep = Sweep(request, deadline)

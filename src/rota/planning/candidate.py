@@ -85,6 +85,7 @@ class Request:
         pipeline_ranks: int | None = None,
         copies: bool = True,
         split_backward: bool = True,
+        snapshots: bool = False,
     ) -> Request:
         """Validate: PlacementError where no step can be made of these micro-batches, or no pipeline of these ranks."""
         if not profiles:
@@ -109,7 +110,11 @@ class Request:
                 f"the model can be cut into {num_layers} layers; to cut it in more places, name modules, such as "
                 f"--cuts 'layers.*'"
             )
+        if snapshots and inference:
+            raise PlacementError("snapshots are states of a training, and this is inference; leave one of them out")
         of = {rows: _forward_alone(layers) if inference else layers for rows, layers in sorted(profiles.items())}
+        if snapshots:
+            of = {rows: layers.with_snapshots() for rows, layers in of.items()}
         return cls(of, machine, batch_rows, inference, recompute, pipeline_ranks, copies, split_backward)
 
 
@@ -160,6 +165,8 @@ class Candidate:
         costs = self.measured or self.layers.stages(
             self.boundaries, split_backward=self.splits_backward, recompute=self.recomputed
         )
+        if any(self.layers.snapshot_bytes):
+            costs = costs.with_snapshots()
         slowdowns = self.request.machine.slowdowns_of(self.layout.num_ranks, self.layout.num_replicas)
         factors = [slowdowns[rank] for rank in self.layout.ranks[: self.layout.num_stages]]
         times = {name: getattr(costs, name) for name in _TIMES}

@@ -26,7 +26,7 @@ from rota.profiling.device_clock import Clocks
 from rota.profiling.optimizers import MakeOptimizer, optimizer_costs
 from rota.profiling.peak_memory import peaks
 from rota.profiling.places import accelerators_of, place_name
-from rota.profiling.stage_run import Earlier, Given, StageRun, on_device_of, static_bytes
+from rota.profiling.stage_run import Earlier, Given, StageRun, on_device_of, state_bytes, static_bytes
 from rota.runtime.chunked_batches import to_chunks
 from rota.runtime.gradients.chunks import leaves_of, length_of
 from rota.runtime.gradients.forward_backward import forward
@@ -64,6 +64,7 @@ class StageCosts:
     waiting_bytes: int
     checkpoint_bytes: int
     static_bytes: int
+    state_bytes: int
     optimizer_us: int
     boundary_bytes: list[int]
     gradient_bytes: list[int]
@@ -260,6 +261,7 @@ def _costs_of(job: _Job, rows: list[StageCosts], note: str, report: Callable[[st
         backward_peak_bytes=peaks[2],
         weight_peak_bytes=peaks[3],
         static_bytes=tuple(row.static_bytes for row in rows),
+        state_bytes=tuple(row.state_bytes for row in rows),
         optimizer_us=tuple(row.optimizer_us for row in rows),
         recompute_us=tuple(us if s in job.recompute else None for s, us in enumerate(again)) if job.recompute else None,
         checkpoint_bytes=tuple(row.checkpoint_bytes for row in rows),
@@ -386,6 +388,7 @@ def _costs(one: StageRun, job: _Job, clocks: Clocks) -> StageCosts:
         held.waiting,
         held.checkpoint,
         static_bytes(module) + sum(state),
+        state_bytes(module) + sum(state),
         round(step_us),
         *one.sizes,
     )

@@ -229,8 +229,12 @@ def num_bytes(tensors: list[torch.Tensor]) -> int:
 
 def static_bytes(module: torch.nn.Module) -> int:
     """Bytes of parameters, their gradients and buffers, without an optimizer's state."""
-    trainable = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    return num_bytes([*module.parameters(), *trainable, *module.buffers()])
+    return num_bytes([parameter for parameter in module.parameters() if parameter.requires_grad]) + state_bytes(module)
+
+
+def state_bytes(module: torch.nn.Module) -> int:
+    """Bytes of parameters and buffers, which a checkpoint holds besides an optimizer's state."""
+    return num_bytes([*module.parameters(), *module.buffers()])
 
 
 def _nothing() -> None:

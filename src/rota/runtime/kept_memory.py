@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import final
 
+from rota.costs import NUM_SNAPSHOTS
 from rota.runtime.mapped_file import HUGE_BYTES, MappedFile
 
 # Environment variables, set by the launcher: numbers of open files.
@@ -24,7 +25,7 @@ _KEPT, _FORMER = "ROTA_KEPT_MEMORY", "ROTA_FORMER_MEMORIES"
 _NONE = -1
 _HEADER = struct.Struct("<qqQQQ")  # step, its complement, bytes of data, where they start, bytes of room there
 _SLOT_BYTES, _HEADERS_BYTES = 64, 4096
-NUM_SLOTS = 2
+NUM_SLOTS = NUM_SNAPSHOTS
 _MORE = 17 / 16  # room for numbers that grow
 MOST_FORMER = 120  #: memories of earlier processes that one process can be given
 

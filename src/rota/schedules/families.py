@@ -158,7 +158,8 @@ def _largest(sizes: tuple[int, ...] | int) -> int:
 
 _PER_STAGE = (
     *("forward_us", "backward_us", "weight_us", "activation_bytes", "input_frees_bytes", "forward_peak_bytes"),
-    *("backward_peak_bytes", "weight_peak_bytes", "static_bytes", "reduce_us", "optimizer_us"),
+    *("backward_peak_bytes", "weight_peak_bytes", "static_bytes", "state_bytes", "snapshot_bytes"),
+    *("reduce_us", "optimizer_us"),
 )
 
 _1F1B = Bubble("(p−1)(F+B)", lambda s: (s.p - 1) * (s.f + s.b))

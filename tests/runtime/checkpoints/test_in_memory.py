@@ -17,6 +17,7 @@ from rota.runtime import checkpoints, kept_memory
 from rota.runtime.checkpoints import in_memory
 from rota.runtime.kept_memory import steps_in
 from rota.runtime.mapped_file import MappedFile
+from rota.simulation import simulate
 from support.checkpoint_runs import TWO, Training, memory, model, refusal
 from support.pool import Pool
 
@@ -236,6 +237,29 @@ def leave_out(rank: int, folder: Path, what: str) -> None:
         dist.barrier()
 
 
+def keep_what_is_counted(rank: int, folder: Path) -> None:
+    """The optimizer's state is not counted by this plan, so there is room for the weights' alone."""
+    with memory() as file:
+        training = Training(TWO)
+        with training.pipeline:
+            kept = training.checkpoints(folder)
+            assert kept._in_memory is not None
+            plan, (_, counted) = training.pipeline.plan, kept._in_memory.count()
+            placement = replace(plan.placement, static_bytes=(counted,) * 2, snapshot_bytes=(counted,) * 2)
+            most = max(simulate(replace(plan, placement=placement)).peak_memory_bytes)
+            cluster = replace(placement.cluster, limit_bytes=(most, most))
+            training.pipeline.plan = replace(plan, placement=replace(placement, cluster=cluster))
+            kept.commit(0)
+            assert steps_in(file) == [0]
+            training.steps(range(1))
+            kept.commit(1)
+            assert steps_in(file) == []
+
+
+def test_a_plan_that_counts_states_in_memory_has_room_for_them(pool: Pool, tmp_path: Path) -> None:
+    pool.run(2, keep_what_is_counted, tmp_path)
+
+
 @pytest.mark.parametrize("what", ["machine", "plan"])
 def test_without_enough_memory_nothing_is_kept(pool: Pool, tmp_path: Path, what: str) -> None:
     pool.run(2, leave_out, tmp_path, what)
@@ -270,10 +294,10 @@ def grow(rank: int, folder: Path) -> None:
             states = kept._in_memory
             assert states is not None
             # Together, both ranks have enough for their weights, but not for an optimizer's state as well.
-            patch.setattr(checkpoints, "available_bytes", lambda: 2 * states.count())
+            patch.setattr(checkpoints, "available_bytes", lambda: 2 * states.count()[0])
             kept.commit(0)
             assert steps_in(file) == [0]
-            needed = 2 * states.count()
+            needed = 2 * states.count()[0]
             patch.setattr(checkpoints, "available_bytes", lambda: needed - 2 * states.allocated_bytes)
             for step in (1, 2):
                 training.steps(range(step - 1, step))

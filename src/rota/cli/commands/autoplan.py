@@ -18,6 +18,7 @@ from rota.cli.arguments import (
     add_json,
     add_model_options,
     add_output,
+    add_snapshots,
     add_time_limit,
     link,
     memory,
@@ -28,11 +29,12 @@ from rota.cli.exportable import refuse_cuts_of_model, refuse_cuts_of_profile
 from rota.cli.json_reports import print_json
 from rota.cli.parser import Command, Parser
 from rota.cli.requirements import InputError, require
-from rota.cli.screen import print_timeline, progress_line, terminal_columns
+from rota.cli.screen import print_snapshots, print_timeline, progress_line, terminal_columns
+from rota.cli.snapshots import in_host_memory
 from rota.cli.titan_parts import why_not_exported
 from rota.costs import Cluster, Link
 from rota.errors import PipelineError, PlacementError
-from rota.layers import LayerCosts
+from rota.layers import ESTIMATED, LayerCosts
 from rota.plan import Plan
 from rota.units import size_text
 
@@ -68,6 +70,7 @@ def add_arguments(parser: Parser) -> None:
     )
     help_text = "memory limit per rank, such as 40GB, or 80%% for that share of the device's memory (default: none)"
     parser.add_argument("--memory", type=memory, help=help_text)
+    add_snapshots(parser)
     help_text = "use costs from `rota profile` (default: measure or estimate them)"
     parser.add_argument("--profile", metavar="FILE", help=help_text)
     help_text = "estimate costs for this device, such as h100 (default: measure them on this machine)"
@@ -123,6 +126,8 @@ def run(arguments: Namespace) -> int:
     from rota.planning import autoplan
     from rota.planning.deadline import Deadline
 
+    if arguments.snapshots and arguments.device not in (None, "cpu"):
+        raise InputError(f"--snapshots: {in_host_memory(arguments.device)}")
     deadline = Deadline(arguments.time_limit, None, began_s)
     machine = _machine(arguments)
     model_file = None if arguments.model is None else _model_file(arguments)
@@ -137,6 +142,8 @@ def run(arguments: Namespace) -> int:
             profiles = _measured(arguments, model_file, deadline, show, remarks)
         else:
             profiles = _read(arguments)
+            if arguments.snapshots and (note := next(iter(profiles.values())).note).startswith(ESTIMATED):
+                raise InputError(f"--snapshots: {in_host_memory(note.removeprefix(ESTIMATED + ' for '))}")
             if arguments.exportable:
                 refuse_cuts_of_profile(profiles)
         if confirms and _is_here(arguments):
@@ -157,6 +164,7 @@ def run(arguments: Namespace) -> int:
             recompute=not arguments.exportable,
             copies=not arguments.exportable,
             split_backward=not arguments.whole_backward,
+            snapshots=arguments.snapshots,
             pipeline_ranks=arguments.pipeline,
             time_limit_s=max(deadline.left_s * (_SEARCH if confirms else 1), least_s),
             progress=show,
@@ -179,6 +187,7 @@ def run(arguments: Namespace) -> int:
 def _print_answer(answer: Answer, arguments: Namespace, model_file: ModelFile | None) -> None:
     print(answer.to_text(terminal_columns()), end="\n\n")
     print_timeline(answer.timeline)
+    print_snapshots(answer.timeline)
     if arguments.output is None:
         files.keep(None, "", "plan.json")
         return

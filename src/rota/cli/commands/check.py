@@ -11,7 +11,7 @@ from rota.cli.arguments import add_costs_of_csv, add_json
 from rota.cli.json_reports import print_json
 from rota.cli.parser import Command, Parser
 from rota.cli.requirements import InputError, require
-from rota.cli.screen import print_replicas, print_text, print_wire_effects, report_columns
+from rota.cli.screen import print_replicas, print_snapshots, print_text, print_wire_effects, report_columns
 from rota.costs import ASSUMED_COSTS
 from rota.errors import PlanError
 from rota.plan import Plan
@@ -60,6 +60,7 @@ def run(arguments: Namespace) -> int:
         f"  {_times(arguments, timeline)}"
     )
     print_wire_effects(planned, report_columns())
+    print_snapshots(timeline)
     print_replicas(planned, "checked")
     if arguments.device:
         _print_proof(*_device_text(device_order.check_device_order(planned)))

@@ -13,6 +13,7 @@ from rota.cli.arguments import (
     add_costs,
     add_output,
     add_shape,
+    add_snapshots,
     add_step,
     add_time_limit,
     cluster_of,
@@ -22,7 +23,7 @@ from rota.cli.arguments import (
 )
 from rota.cli.parser import Command, Parser, one_of, two_columns
 from rota.cli.requirements import InputError, require_search
-from rota.cli.screen import print_timeline, progress_line
+from rota.cli.screen import print_snapshots, print_timeline, progress_line
 from rota.cli.searching import SEARCH, STARTING, search_plan
 from rota.costs import Cluster, Costs
 from rota.errors import PipelineError
@@ -44,6 +45,7 @@ def add_arguments(parser: Parser) -> None:
         help="one of the schedules listed below",
     )
     add_step(parser)
+    add_snapshots(parser)
     help_text = "cut each sample into N micro-batches along its length; --microbatches counts them all (default: 1)"
     parser.add_argument("--chunks", type=number(1), default=1, metavar="N", help=help_text)
     parser.add_argument(
@@ -131,7 +133,9 @@ def _named(arguments: Namespace) -> Plan:
     placement = family.place(costs, cluster).in_chunks(arguments.chunks, arguments.microbatches)
     planned = family(placement, arguments.microbatches)
     checking.check(planned)
-    print_timeline(simulation.simulate(planned))
+    timeline = simulation.simulate(planned)
+    print_timeline(timeline)
+    print_snapshots(timeline)
     _print_assumed(given, costs)
     return planned
 
@@ -143,6 +147,7 @@ def _searched(arguments: Namespace) -> Plan:
     placement = shaped(arguments, arguments.limit).in_chunks(arguments.chunks, arguments.microbatches)
     result = search_plan(placement, arguments.microbatches, arguments.time_limit, arguments.objective or "makespan")
     print_timeline(result.timeline)
+    print_snapshots(result.timeline)
     print(result.to_text())
     if any(task.kind is Kind.B for task in placement.tasks):
         print("The backward is whole; --split-backward halves it into I and W, as the zero-bubble schedules do.")

@@ -404,11 +404,12 @@ class Checkpoints:
         """Whether the states of all ranks fit in the host's memory, and in what the plan allows. Collective."""
         self._trained.weights.require_all()
         plan, rank = self._pipeline.plan, self._pipeline.rank
-        needed_bytes, limit_bytes = in_memory.count(), plan.placement.cluster.limit_bytes[rank]
+        (needed_bytes, tensor_bytes), limit_bytes = in_memory.count(), plan.placement.cluster.limit_bytes[rank]
         is_over = False
         if limit_bytes is not None and self._pipeline.device.type == "cpu":
             self._planned_peak_bytes = self._planned_peak_bytes or simulate(plan).peak_memory_bytes[rank]
-            is_over = self._planned_peak_bytes + needed_bytes > limit_bytes
+            counted_bytes = plan.placement.snapshot_bytes[rank] if plan.placement.snapshot_bytes else 0
+            is_over = self._planned_peak_bytes - counted_bytes + tensor_bytes > limit_bytes
         node, is_full = node_of_this_process(), not self._has_room_here
         mine = [node, needed_bytes, in_memory.allocated_bytes, available_bytes(), is_over, is_full]
         told = [_Told(*row) for row in self._share(f"the other ranks' commit number {self._num_commits}", mine)]

@@ -179,11 +179,15 @@ class StatesInMemory:
         """Bytes of the host's memory that both slots take already."""
         return self._slots.allocated_bytes
 
-    def count(self) -> int:
-        """Bytes of the host's memory for both slots, for the state as it is now. `keep` then relies on that room."""
+    def count(self) -> tuple[int, int]:
+        """Bytes of the host's memory for both slots, for the state as it is now; and bytes of two copies of its tensors.
+
+        `keep` then relies on that room.
+        """
         tensors, _ = self._trained.collect(with_buffers=True)
-        self._counted_bytes = sum(_room(local(tensor)) for tensor in tensors.values())
-        return NUM_SLOTS * room_for(self._counted_bytes)
+        parts = [local(tensor) for tensor in tensors.values()]
+        self._counted_bytes = sum(map(_room, parts))
+        return NUM_SLOTS * room_for(self._counted_bytes), NUM_SLOTS * sum(part.nbytes for part in parts)
 
     def give_up(self) -> None:
         """Forget the states that this object has kept, and give their memory back."""

@@ -1,0 +1,36 @@
+"""Whether a plan's memory has room for the states that `rota run --max-restarts` keeps of each rank, in a sentence."""
+
+from __future__ import annotations
+
+from rota.costs import NUM_SNAPSHOTS
+from rota.timeline import Timeline
+from rota.units import size_text
+
+
+def in_host_memory(device: str) -> str:
+    """Why the memory of an accelerator has none of these states, and what to do."""
+    return (
+        f"snapshots are in the host's memory, and the limit is that of {device}; leave --snapshots out, and give each "
+        f"host memory for two copies of its ranks' weights and optimizer state"
+    )
+
+
+def snapshots_text(timeline: Timeline) -> str:
+    """A line for reports; "" if nothing is known of their size, or if no limit says what room there is."""
+    placement = timeline.plan.placement
+    limits = placement.cluster.limit_bytes
+    if placement.snapshot_bytes:
+        return f"Counted: snapshots for restarts, up to {size_text(max(placement.snapshot_bytes))} per rank."
+    needed = [NUM_SNAPSHOTS * size for size in placement.state_bytes]
+    if not needed or all(limit is None for limit in limits):
+        return ""
+    told = f"Not counted: snapshots for restarts, up to {size_text(max(needed))} per rank in the host's memory."
+    peaks = timeline.peak_memory_bytes
+    left = {rank: limit - peaks[rank] for rank, limit in enumerate(limits) if limit is not None}
+    rank = min(left, key=lambda rank: left[rank] - needed[rank])
+    if left[rank] >= needed[rank]:
+        return f"{told} They fit within the limits as well."
+    return (
+        f"{told} On CPUs, the limit of rank {rank} leaves {size_text(left[rank])} for {size_text(needed[rank])}: "
+        f"restarts go on from the last checkpoint, unless you plan with --snapshots."
+    )
