@@ -7,13 +7,14 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from itertools import pairwise
 from statistics import median
 from typing import final
 
 from rota.plan import Plan
 from rota.runtime.environment import PROGRESS
 from rota.simulation import simulate
-from rota.units import time_text
+from rota.units import size_text, time_text
 
 _EVERY_S = 10.0
 _FEW = 10  # steps, of which the median says little
@@ -39,6 +40,8 @@ class StepProgress:
         self._ops_s: list[float] = []  # what ops of this rank took of them
         self._num_told = 0
         self._planned = ""
+        self._commits_s: list[tuple[float, float]] = []  # begin and end of each
+        self._snapshot_bytes = 0
 
     def runs(self, plan: Plan) -> None:
         """The steps from now on run this plan."""
@@ -85,11 +88,24 @@ class StepProgress:
             f"the whole machine, was stopped or stalled"
         )
 
+    def committed(self, begun_s: float, snapshot_bytes: int) -> None:
+        """A state has been kept in memory; `snapshot_bytes`: what all that a rank keeps takes, on the largest one."""
+        self._commits_s.append((begun_s, self._now_s()))
+        self._snapshot_bytes = snapshot_bytes
+
     def end(self) -> None:
         """The run is over."""
         if len(self._durations_s) >= _FEW:
             steps = f"{len(self._durations_s):,} steps, {self._median_text()} each in the median"
             self._tell(f"{steps}{self._planned_text()}")
+        if len(self._commits_s) >= _FEW:
+            commit_s = median(ended - begun for begun, ended in self._commits_s)
+            between_s = median(after - before for (_, before), (_, after) in pairwise(self._commits_s))
+            share = f" ({commit_s / between_s:.1%} of the time from step to step)" if between_s else ""
+            self._tell(
+                f"snapshots: {time_text(round(1e6 * commit_s))} per step in the median{share} on rank 0, and "
+                f"{size_text(self._snapshot_bytes)} of memory on the largest rank"
+            )
 
     def _median_text(self, first: int = 0) -> str:
         return time_text(round(1e6 * median(self._durations_s[first:])))

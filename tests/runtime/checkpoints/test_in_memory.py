@@ -5,7 +5,9 @@ from __future__ import annotations
 import errno
 import mmap
 import os
+from contextlib import redirect_stderr
 from dataclasses import replace
+from io import StringIO
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,7 @@ import torch.distributed as dist
 from rota import PipelineError, split
 from rota.runtime import checkpoints, kept_memory
 from rota.runtime.checkpoints import in_memory
+from rota.runtime.environment import PROGRESS
 from rota.runtime.kept_memory import steps_in
 from rota.runtime.mapped_file import MappedFile
 from rota.simulation import simulate
@@ -25,7 +28,8 @@ pytestmark = pytest.mark.dist
 
 
 def go_on(rank: int, folder: Path) -> None:
-    with memory() as file:
+    with memory() as file, pytest.MonkeyPatch.context() as patch, redirect_stderr(StringIO()) as told:
+        patch.setenv(PROGRESS, "1")
         first = Training(TWO)
         with first.pipeline:
             kept = first.checkpoints(folder)
@@ -35,6 +39,11 @@ def go_on(rank: int, folder: Path) -> None:
                 kept.commit(step + 1, data=[step])
             assert sorted(steps_in(file)) == [2, 3]
             expected, random_after = first.steps(range(3, 6)), torch.rand(3)
+            lines = [line for line in told.getvalue().splitlines() if line.startswith("rota: states are kept")]
+            assert len(lines) == (rank == 0)
+            if first.pipeline._progress is not None:
+                assert len(first.pipeline._progress._commits_s) == 3
+                assert first.pipeline._progress._snapshot_bytes > 0
 
         again = Training(TWO, split(model(1), TWO.plan().num_stages))
         with again.pipeline:

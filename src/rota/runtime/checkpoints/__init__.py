@@ -11,6 +11,7 @@ import atexit
 import logging
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
@@ -125,6 +126,7 @@ class Checkpoints:
         self._in_memory = self._of_this_rank()
         self._former = FormerStates(kept_memory.given_former(), self._trained, self._training)
         self._num_commits = 0
+        self._most_bytes = 0  # of memory for the states of one rank
         self._has_room = True  # for states in memory; if not, no rank keeps any
         self._planned_peak_bytes: int | None = None  # of this rank; simulated when it is needed
         self._has_room_here = True  # if not, this rank keeps none until all ranks count again
@@ -353,6 +355,7 @@ class Checkpoints:
         """
         if self._in_memory is None or not self._has_room:
             return
+        begun_s = time.monotonic()
         gradients = self._gradients()
         # Those of zero_grad(set_to_none=False) are zeros. One answer for all: each waits for an accelerator.
         if gradients and torch.stack([gradient.any() for gradient in gradients.values()]).any():
@@ -393,6 +396,9 @@ class Checkpoints:
                 f"process {self._ranks.mine} keeps no states in memory from step {step} on: its state has grown, and "
                 f"this machine lacks memory for it ({error.strerror}); {_WITHOUT}"
             )
+        else:
+            if self._pipeline._progress is not None:
+                self._pipeline._progress.committed(begun_s, self._most_bytes)
 
     def _gradients(self) -> dict[str, torch.Tensor]:
         """The gradients of this rank by the keys of their weights. No optimizer has buffers, so theirs do not count."""
@@ -417,10 +423,13 @@ class Checkpoints:
         all_bytes, room_bytes = min(rooms, key=lambda room: room[1] - room[0])  # on the node that has the least left
         over = [process for process, each in enumerate(told) if each.is_over]
         full = [process for process, each in enumerate(told) if each.is_full]
-        if not over and not full and all_bytes <= room_bytes:
-            return True
+        self._most_bytes = max(each.needed_bytes for each in told)
         where = "this machine" if len(rooms) == 1 else f"node {rooms.index((all_bytes, room_bytes))}"
         why = f"{where} has {size_text(room_bytes)} for them"
+        if not over and not full and all_bytes <= room_bytes:
+            if self._num_commits == 2 and not is_restart():  # the first step has made the optimizer's state
+                self._report(f"states are kept in memory: they need {size_text(all_bytes)}, and {why}")
+            return True
         if over:
             why = f"the plan's limit for process {over[0]} has no room for {size_text(told[over[0]].needed_bytes)}"
         elif full:

@@ -180,7 +180,7 @@ class StatesInMemory:
         return self._slots.allocated_bytes
 
     def count(self) -> tuple[int, int]:
-        """Bytes of the host's memory for both slots, for the state as it is now; and bytes of two copies of its tensors.
+        """Bytes of the host's memory for both slots, for the state as it is now, and of two copies of its tensors.
 
         `keep` then relies on that room.
         """
