@@ -105,7 +105,7 @@ def measure(forward_ms: float, slow_rank: int, factor: float) -> None:
     losses, took_ms, told = run(forward_ms, slow_rank, factor, ["--adapt"])
     print(f"measured: 1f1b with twice the memory that it needs, rank {slow_rank} {factor} times as slow for a while")
     for line in told.splitlines():
-        if line.startswith("rota: rank"):
+        if line.startswith(("rota: rank", "rota: the order")):
             print(f"    {line}")
     swaps = [int(step) for step in re.findall(r"from step (\d+) on", told)]
     edges = sorted({1, SLOW_FROM, SLOW_TO, NUM_STEPS + 1, *swaps})

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
 from rota import PipelineError
+from rota.cli.commands.run import _refuse_for_one_machine
 from rota.cli.main import make_parser
 from rota.cli.nodes import given_nodes, parse_head
 from rota.cli.requirements import InputError
@@ -112,3 +114,12 @@ def test_nodes_that_would_run_something_else_are_told_from_each_other() -> None:
     assert difference({"Rota": "1", "plan": "a"}, ours) == (
         "its options of rota run differ from node 0's; give all nodes the same"
     )
+
+
+@pytest.mark.parametrize(
+    ("option", "is_refused"), [("--backups=b.json", True), ("--min-ranks=1", True), ("--adapt", False)]
+)
+def test_what_works_on_one_machine_only(option: str, is_refused: bool) -> None:
+    arguments = make_parser().parse_args(["run", "--nodes", "2", option, "plan.json", "train.py"])
+    with pytest.raises(InputError, match="is for one machine") if is_refused else nullcontext():
+        _refuse_for_one_machine(arguments)

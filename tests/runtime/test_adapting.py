@@ -6,13 +6,14 @@ import random
 import time
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
 
 import rota
 from rota import Cluster, Costs, Kind, Pipeline, PipelineError, Plan, Stages, place
-from rota.runtime.adapting import NUM_STEPS, Times, _Watch, with_times
+from rota.runtime.adapting import NUM_STEPS, Times, _Trial, _Watch, steps_of, with_times
 from rota.runtime.background_search import Answer, BackgroundSearch
 from rota.runtime.faults.changed_ranks import Change, changed_rank, planned_us
 from rota.schedules import one_f_one_b, zb_h1
@@ -64,12 +65,17 @@ def other_orders(plan: Plan, seed: int = 0) -> Plan:
     return deal(plan.placement, 4, linear_extension(plan.placement, 4, random.Random(seed), False))
 
 
-def times(factors: Sequence[float]) -> list[list[Times]]:
-    """Of one pipeline whose ranks are slower by these factors."""
+def times(factors: Sequence[float], step_us: float = 2000) -> list[list[Times]]:
+    """Of one pipeline whose ranks are slower by these factors; its steps vary by a tenth."""
+    steps_us = [step_us * (1 + i / (10 * NUM_STEPS)) for i in range(NUM_STEPS)]
     tasks = {(stage, kind): round(100 * f) for stage, f in enumerate(factors) for kind in (Kind.F, Kind.I, Kind.W)}
     return [
         [
-            Times([1200 * f] * NUM_STEPS, {task: us for task, us in tasks.items() if task[0] == rank})
+            Times(
+                [1200 * f] * NUM_STEPS,
+                {task: us for task, us in tasks.items() if task[0] == rank},
+                [us + 5000 * rank for us in steps_us],  # a rank that waits until others begin a step
+            )
             for rank, f in enumerate(factors)
         ]
     ]
@@ -113,14 +119,48 @@ def test_a_slow_rank_gets_other_orders_for_the_measured_times(capsys: Capsys) ->
     assert search.sought[0].orders == PLAN.orders
     proposed = found.look(times([1, 1.6, 1.02]), PLAN)
     assert proposed == other_orders(search.sought[0], 1)
-    found.swapped(40, "")
+    found.swapped(40, "", PLAN, steps_of(times([1, 1.6, 1.02])[0]))
     assert capsys.readouterr().err == (
         "rota: rank 1 takes 1.60 times as long as planned, the others 1.01 times; another order, predicted 900 µs per "
         "step instead of 1 ms (10.0% less), from step 41 on\n"
     )
     for _ in range(20):
-        assert found.look(times([1, 1.6, 1.02]), proposed) is None  # as slow as it was planned for
+        assert found.look(times([1, 1.6, 1.02], 2100), proposed) is None  # as slow as it was planned for
     assert len(search.sought) == 1
+    assert capsys.readouterr().err == (
+        "rota: the order since step 41 takes 2.19 ms per step instead of 2.09 ms, measured in 10 steps each "
+        "(predicted: 900 µs instead of 1 ms)\n"
+    )
+
+
+def test_an_order_that_is_slower_when_it_runs_is_left_and_not_tried_again(capsys: Capsys) -> None:
+    found, search = watch(0.1)
+    slow, before = times([1, 1.6, 1]), steps_of(times([1, 1.6, 1])[0])
+    found.look(slow, PLAN)
+    tried = found.look(slow, PLAN)
+    assert tried is not None
+    found.swapped(40, "", PLAN, before)
+    assert found.look(times([1, 1.6, 1.3], 9000), tried) is None  # not compared: another rank has changed as well
+    search.answer = None
+    capsys.readouterr()
+    found._trial = _Trial(tried, PLAN, before, Answer(tried, 1000, 900, 500), 41)
+    assert found.look(times([1, 1.6, 1], 2500), tried) is PLAN
+    found.swapped(60, "", tried, steps_of(times([1, 1.6, 1], 2500)[0]))
+    assert capsys.readouterr().err == (
+        "rota: the order since step 41 takes 2.61 ms per step instead of 2.09 ms, measured in 10 steps each "
+        "(predicted: 900 µs instead of 1 ms), slower by more than the noise of 138 µs: back to the order before "
+        "from step 61 on\n"
+    )
+    for _ in range(4):
+        assert found.look(slow, PLAN) is None  # nothing has changed: no search, and nothing to compare
+    found._first_look = 0
+    found.look(times([1, 2.4, 1]), PLAN)
+    search.answer = Answer(with_times(tried, times([1, 2.4, 1])), 1000, 900, 500)
+    assert found.look(times([1, 2.4, 1]), PLAN) is None
+    assert (
+        "the order stays: another order, predicted 900 µs per step instead of 1 ms (10.0% less) was slower than the "
+        in (capsys.readouterr().err)
+    )
 
 
 def test_too_little_gain_changes_nothing(capsys: Capsys) -> None:
@@ -191,6 +231,27 @@ def waiting_chain(num_stages: int) -> Stages:
     return Stages([Waiting(stage) for stage in chain(num_stages).modules])
 
 
+class AlwaysTheSame:
+    """A search whose answer is there at the next look: always the same order."""
+
+    def __init__(self) -> None:
+        self._answer: Answer | None = None
+
+    @property
+    def is_running(self) -> bool:
+        return self._answer is not None
+
+    def begin(self, plan: Plan, others: Sequence[Plan]) -> None:
+        self._answer = Answer(other_orders(plan, 1), 1000, 900, 0)
+
+    def taken(self) -> Answer | None:
+        answer, self._answer = self._answer, None
+        return answer
+
+    def close(self) -> None:
+        pass
+
+
 class InProcess:
     """A search whose answer is there at the next look: other orders first, and the run's own the next time."""
 
@@ -235,6 +296,40 @@ def adapted(rank: int, plan: Plan) -> tuple[list[StepResult], list[int], bool]:
                 break
         is_own = pipeline.timeline().plan.orders == plan.orders
     return results, swaps, is_own
+
+
+def left_again(rank: int, plan: Plan) -> tuple[list[int], bool]:
+    """Rank 1 is slow; and the end of a step, while the ranks run another order than their own."""
+    stages, swaps = waiting_chain(plan.num_ranks), []
+    stages[0].wait_s, stages[1].wait_s = 0.003, 0.008
+    with pytest.MonkeyPatch.context() as patch, rota.Pipeline(stages, plan, loss_fn, adapt=0.03) as pipeline:
+        adapting, finish = pipeline._adapting, pipeline._step_end.finish
+        if adapting._watch is not None:
+            patch.setattr(adapting._watch, "search", AlwaysTheSame())
+
+        def finish_late(*arguments: Any) -> Any:
+            time.sleep(0.0 if adapting.plan.orders == plan.orders else 0.1)
+            return finish(*arguments)
+
+        patch.setattr(pipeline._step_end, "finish", finish_late)
+        current = adapting.plan
+        for number in range(100 * NUM_STEPS):
+            pipeline.step(*batch_of(plan.num_microbatches))
+            if adapting.plan is not current:
+                current = adapting.plan
+                swaps.append(number)
+            elif len(swaps) >= 2 and number > swaps[1] + NUM_STEPS:
+                break
+        return swaps, current.orders == plan.orders
+
+
+@pytest.mark.dist
+def test_all_ranks_leave_an_order_that_is_slower(pool: Pool) -> None:
+    plan = zb_h1(place(Costs.uniform(2, 600, 100, weight_us=100), Cluster.uniform(2)), 4)
+    (swaps, is_own), *others = pool.run(2, left_again, plan)
+    assert all(other == (swaps, is_own) for other in others)
+    assert len(swaps) == 2
+    assert is_own
 
 
 @pytest.mark.dist

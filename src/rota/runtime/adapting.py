@@ -3,6 +3,7 @@
 every step        when ops began and ended ──▶ kept for ten steps
 every ten steps   all ranks' times ──▶ first rank: has a rank changed? ──▶ search, in a process beside the training
 ten steps later   its answer ──▶ all ranks make it ready, and agree ──▶ the next step runs it
+ten steps later   are its steps slower than those before? ──▶ in the same way, back to the order before
 
 All ranks look after the same step, so they swap between the same two. Each step compares the plans that the ranks run.
 """
@@ -14,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from numbers import Real
-from statistics import median
+from statistics import median, quantiles
 from typing import Any, NamedTuple, final
 
 from rota.errors import PipelineError, RotaError
@@ -34,10 +35,21 @@ _CALM = 8  # times that number of steps without a search: the next one need not 
 
 
 class Times(NamedTuple):
-    """A rank's ops in the last steps: how long all took in each step, and the median by (stage, kind), in µs."""
+    """A rank's last steps, in µs: what all ops of each step took, the median by (stage, kind), and each step's time."""
 
     busy_us: list[float]
     of_tasks_us: dict[tuple[int, Kind], int]
+    steps_us: list[float]
+
+
+class _Trial(NamedTuple):
+    """An order that all ranks run, and those before it: the plan, its steps, and both as predicted."""
+
+    plan: Plan
+    former: Plan
+    former_steps_us: list[float]
+    answer: Answer
+    number: int  # of its first step
 
 
 @final
@@ -54,16 +66,16 @@ class Adapting:
     def __init__(self, base: Plan, least_gain: float, processes: Processes, prepare: Callable[[Plan], object]) -> None:
         self._processes, self._prepare = processes, prepare
         self._num_steps = 0
-        self._spans: deque[tuple[Plan, list[int], list[int]]] = deque(maxlen=NUM_STEPS)
+        self._spans: deque[_Step] = deque(maxlen=NUM_STEPS)
         #: What the steps run that are given no plan.
         self.plan = base
         self._watch = _Watch(base, least_gain) if processes.is_first else None
         self._proposed: Plan | None = None  # on the first rank, what all are to swap to
 
-    def after_step(self, record: Record, number: int) -> None:
-        """Step `number` has run `plan`, and `record` has its times."""
+    def after_step(self, record: Record, number: int, step_us: float) -> None:
+        """Step `number` has run `plan` and taken `step_us` on this rank, and `record` has the times of its ops."""
         self._num_steps += 1
-        self._spans.append((self.plan, record.starts_ns, record.ends_ns))
+        self._spans.append(_Step(self.plan, record.starts_ns, record.ends_ns, step_us))
         if self._num_steps % NUM_STEPS:
             return
         times = _times(self._spans, self._processes.rank)
@@ -71,13 +83,13 @@ class Adapting:
         proposed = None if self._proposed is None else self._proposed.to_json()
         gathered = all_gather_json([*_to_json(times), proposed], self._processes.everyone)
         text = next(filter(None, (row[-1] for row in gathered)), None)
+        of_all = [_from_json(row) for row in gathered]
         if text is not None:
-            self._swap(text, number)
+            self._swap(text, number, steps_of(of_all))
         elif self._watch is not None:
-            of_all = [_from_json(row) for row in gathered]
             self._proposed = self._watch.look([[of_all[p] for p in of] for of in self._processes.pipelines], self.plan)
 
-    def _swap(self, text: str, number: int) -> None:
+    def _swap(self, text: str, number: int, former_steps_us: list[float]) -> None:
         """All ranks make the plan ready; if one of them cannot, none runs it."""
         error = ""
         try:
@@ -86,12 +98,13 @@ class Adapting:
         except RotaError as refused:
             error = str(refused)
         errors = all_gather_json(error, self._processes.everyone)
+        former = self.plan
         if not any(errors):
             self.plan = plan
         self._spans.clear()
         self._proposed = None
         if self._watch is not None:
-            self._watch.swapped(number, next(filter(None, errors), ""))
+            self._watch.swapped(number, next(filter(None, errors), ""), former, former_steps_us)
 
     def close(self) -> None:
         """End a search that is still running."""
@@ -110,6 +123,9 @@ class _Watch:
         self._known_us = self._planned_us  # that orders were searched for last
         self._sought: tuple[Plan, Change] | None = None  # what the search is for, and why
         self._line = ""
+        self._answer: Answer | None = None  # that all ranks are about to swap to; None: back to the order before
+        self._trial: _Trial | None = None  # the order that has not been compared with the one before yet
+        self._slower: list[Plan] = []  # whose orders were slower than those before
         self._num_looks, self._num_doublings, self._first_look = 0, 0, 0
 
     def look(self, pipelines: Sequence[Sequence[Times]], current: Plan) -> Plan | None:
@@ -119,9 +135,12 @@ class _Watch:
         if self.search.is_running:
             return self._answered(busy, current)
         change = changed_rank(self._known_us, busy)
+        if self._trial is not None and change is None:  # otherwise the steps before had other ranks
+            return self._compared(self._trial, steps_of([times for of in pipelines for times in of]))
         if change is not None and self._num_looks >= self._first_look:
             sought = with_times(current, pipelines)
             own = replace(sought, orders=self._base.orders, service_orders=self._base.service_orders)
+            self._trial = None
             self._sought = sought, compared(self._planned_us, busy, change)
             self.search.begin(sought, [own])
         return None
@@ -140,6 +159,9 @@ class _Watch:
             return None
         if changed_rank(self._known_us, busy) is not None:
             return None  # it has changed again meanwhile: the next look begins another search
+        if any(_is_same_order(answer.plan, slower) for slower in self._slower):
+            _report(f"{who}; the order stays: {self._predicted(answer)} was slower than the order before when it ran")
+            return None
         if answer.plan.orders == current.orders or answer.gain < self._least_gain:
             bound = f", and none takes less than {time_text(answer.bound_us)}" if answer.bound_us else ""
             _report(
@@ -147,15 +169,39 @@ class _Watch:
                 f"({time_text(answer.before_us)} predicted, best {time_text(answer.makespan_us)}{bound})"
             )
             return None
-        self._line = f"{who}; {self._predicted(answer)}"
+        self._line, self._answer = f"{who}; {self._predicted(answer)},", answer
         return answer.plan
 
-    def swapped(self, number: int, error: str) -> None:
-        """All ranks run the plan that `look` returned from the step after `number`, unless there is an `error`."""
+    def swapped(self, number: int, error: str, former: Plan, former_steps_us: list[float]) -> None:
+        """All ranks run the plan that `look` returned from the step after `number`, unless there is an `error`.
+
+        `former`: what they ran before, and how long its last steps took.
+        """
+        answer, self._answer = self._answer, None
         if error:
             _report(f"{self._line} is not run: {error}")
             return
         _report(f"{self._line} from step {number + 1} on")
+        if answer is not None:
+            assert answer.plan is not None
+            self._trial = _Trial(answer.plan, former, former_steps_us, answer, number + 1)
+
+    def _compared(self, trial: _Trial, steps_us: list[float]) -> Plan | None:
+        """Say how long steps take with a new order, and as predicted; the order before, if they take longer."""
+        self._trial = None
+        before_us, after_us = median(trial.former_steps_us), median(steps_us)
+        noise_us = max(_spread(trial.former_steps_us), _spread(steps_us))
+        told = (
+            f"the order since step {trial.number} takes {time_text(round(after_us))} per step instead of "
+            f"{time_text(round(before_us))}, measured in {NUM_STEPS} steps each (predicted: "
+            f"{time_text(trial.answer.makespan_us)} instead of {time_text(trial.answer.before_us)})"
+        )
+        if after_us <= before_us + noise_us:
+            _report(told)
+            return None
+        self._slower.append(trial.plan)
+        self._line = f"{told}, slower by more than the noise of {time_text(round(noise_us))}: back to the order before"
+        return trial.former
 
     def _wait(self) -> None:
         """The more often orders are searched for, the longer nothing changes: ranks may be slow now and then."""
@@ -175,7 +221,7 @@ class _Watch:
         which = "the run's own order" if answer.plan.orders == self._base.orders else "another order"
         return (
             f"{which}, predicted {time_text(answer.makespan_us)} per step instead of "
-            f"{time_text(answer.before_us)} ({answer.gain:.1%} less),"
+            f"{time_text(answer.before_us)} ({answer.gain:.1%} less)"
         )
 
 
@@ -213,23 +259,48 @@ def with_times(plan: Plan, pipelines: Sequence[Sequence[Times]]) -> Plan:
     return replace(plan, placement=replace(plan.placement, tasks=tasks))
 
 
-def _times(spans: Sequence[tuple[Plan, list[int], list[int]]], rank: int) -> Times:
-    busy_us = [(sum(ends) - sum(starts)) / 1000 for _, starts, ends in spans]
+def steps_of(of_all: Sequence[Times]) -> list[float]:
+    """How long each step took: as on the rank that began it last, so without waiting for others to begin."""
+    return [min(step) for step in zip(*(times.steps_us for times in of_all), strict=True)]
+
+
+def _spread(steps_us: Sequence[float]) -> float:
+    """The interquartile range."""
+    first, _, last = quantiles(steps_us, n=4)
+    return last - first
+
+
+def _is_same_order(one: Plan, other: Plan) -> bool:
+    return (one.orders, one.service_orders) == (other.orders, other.service_orders)
+
+
+class _Step(NamedTuple):
+    """A step of a rank: what it ran, when its ops began and ended, and its time."""
+
+    plan: Plan
+    starts_ns: list[int]
+    ends_ns: list[int]
+    step_us: float
+
+
+def _times(steps: Sequence[_Step], rank: int) -> Times:
+    busy_us = [(sum(step.ends_ns) - sum(step.starts_ns)) / 1000 for step in steps]
     durations: dict[tuple[int, Kind], list[int]] = {}
-    for plan, starts, ends in spans:
-        for op, start, end in zip(plan.orders[rank], starts, ends, strict=True):
+    for step in steps:
+        for op, start, end in zip(step.plan.orders[rank], step.starts_ns, step.ends_ns, strict=True):
             durations.setdefault((op.stage, op.kind), []).append(end - start)
-    return Times(busy_us, {task: round(median(ns) / 1000) for task, ns in durations.items()})
+    of_tasks_us = {task: round(median(ns) / 1000) for task, ns in durations.items()}
+    return Times(busy_us, of_tasks_us, [step.step_us for step in steps])
 
 
 def _to_json(times: Times) -> list[Any]:
     """The times as JSON, to which `after_step` appends the plan that the rank proposes."""
-    return [times.busy_us, [[*task, us] for task, us in times.of_tasks_us.items()]]
+    return [times.busy_us, [[*task, us] for task, us in times.of_tasks_us.items()], times.steps_us]
 
 
 def _from_json(row: list[Any]) -> Times:
-    busy_us, of_tasks, _ = row
-    return Times(busy_us, {(stage, Kind(kind)): us for stage, kind, us in of_tasks})
+    busy_us, of_tasks, steps_us, _ = row
+    return Times(busy_us, {(stage, Kind(kind)): us for stage, kind, us in of_tasks}, steps_us)
 
 
 def _report(line: str) -> None:

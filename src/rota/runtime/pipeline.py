@@ -424,21 +424,22 @@ class Pipeline:
         begun_s = time.monotonic()
         if wait:
             loss = self._run(Call.STEP if sync else Call.STEP_WITHOUT_SYNC, ready, batch, float(scale)).loss.mean
+            ended_s = time.monotonic()
             if self._progress is not None:
                 self._progress.done(self._num_steps, begun_s, loss, self._record.busy_ns[-1] / 1e9)
             if adapting is not None:
-                self._adapt(adapting)
+                self._adapt(adapting, 1e6 * (ended_s - begun_s))
             return loss
         call = Call.STEP_WITHOUT_WAIT if sync else Call.STEP_WITHOUT_SYNC_AND_WAIT
         handle = self._run(call, ready, batch, float(scale)).handle
         assert handle is not None
         return handle
 
-    def _adapt(self, adapting: Adapting) -> None:
-        """After a step of the pipeline's own plan that has ended."""
+    def _adapt(self, adapting: Adapting, step_us: float) -> None:
+        """After a step of the pipeline's own plan that has ended, and took so long on this rank."""
         before = adapting.plan
         with self.watching("the other ranks' times"), collective("comparing the ranks' times"):
-            adapting.after_step(self._record, self._num_steps)
+            adapting.after_step(self._record, self._num_steps, step_us)
         if self._progress is not None and adapting.plan is not before:
             self._progress.runs(adapting.plan)
 

@@ -210,7 +210,7 @@ def _least_gain(arguments: argparse.Namespace, planned: Plan) -> float | None:
 
 
 def _refuse_for_one_machine(arguments: argparse.Namespace) -> None:
-    for option in ("backups", "min_ranks", "adapt"):
+    for option in ("backups", "min_ranks"):
         if getattr(arguments, option):
             name = option.replace("_", "-")
             raise InputError(f"--{name} is for one machine; leave it out, or leave out --nodes")
