@@ -81,7 +81,7 @@ def test_later_stages_of_a_rank_are_paler() -> None:
 
 
 def test_too_many_ops_become_shares_of_the_time() -> None:
-    plan = schedules.gpipe(place(Costs.uniform(2, 100, 200), Cluster.uniform(2)), notebook._MOST_BARS)
+    plan = schedules.gpipe(place(Costs.uniform(2, 100, 200), Cluster.uniform(2)), notebook.MOST_BARS)
     (svg,) = parsed(plan._repr_html_()).iter("svg")
     titles = [title.text for title in svg.iter("title")]
     forward, backward = 100 * 3000 / simulate(plan).makespan_us, 200 * 3000 / simulate(plan).makespan_us
@@ -97,7 +97,10 @@ def test_comparisons_and_explanations_show_their_tables() -> None:
     shown = "".join(parsed(comparison._repr_html_()).itertext())
     assert comparison.to_text() in shown
     assert shown.index("Planned") < shown.index("Measured")
+    assert "idle: " in shown
+    assert "drain" in shown
     explanation = explain(PLAN)
+    assert "idle: ■ drain" in "".join(parsed(explanation._repr_html_()).itertext())
     assert explanation.to_text() in "".join(parsed(explanation._repr_html_()).itertext())
 
 
@@ -106,6 +109,7 @@ def test_search_results_show_the_plan_and_the_proof() -> None:
     shown = "".join(parsed(result._repr_html_()).itertext())
     assert result.to_text() in shown
     assert "Found plan" in shown
+    assert "idle: ■ drain" in shown
 
 
 def test_what_is_written_into_a_page_is_escaped() -> None:

@@ -17,6 +17,7 @@ from typing import final
 
 from rota import notebook
 from rota.accounting.delays import Place, Readiness
+from rota.accounting.snippets import snippet
 from rota.contention import Contention
 from rota.errors import PlanError
 from rota.placement import StepEnd
@@ -178,8 +179,9 @@ class Comparison:
     def _repr_html_(self) -> str:
         """Both timelines on one scale, and the report."""
         until = max(self.planned.makespan_us, self.measured.makespan_us)
-        pictures = self.planned.to_snippet("Planned", until), self.measured.to_snippet("Measured", until)
-        return notebook.document(*pictures, notebook.preformatted(self.to_text()))
+        planned = snippet(self.planned, "Planned", until)
+        measured = snippet(self.measured, "Measured", until, self.planned)
+        return notebook.document(planned, measured, notebook.preformatted(self.to_text()))
 
 
 def _other_rows(planned: Plan, measured: Plan) -> list[str]:

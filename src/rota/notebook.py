@@ -23,7 +23,8 @@ COLORS = {
     "optimizer": "#666666",
 }
 
-_MOST_BARS = 3_000
+MOST_BARS = 3_000
+_GAP_OPACITY = 0.35
 _PALEST = 0.5  # opacity of the last of a rank's stages
 _WIDTH, _ROW, _GAP, _LABEL, _AXIS = 900.0, 18, 4, 60, 16
 _NUM_TICKS = 8  # at most
@@ -84,7 +85,7 @@ def preformatted(text: str) -> str:
 def chart(rows: Sequence[Sequence[Bar]], until_us: int, gaps: Sequence[Sequence[Gap]] = ()) -> str:
     """One row per rank, from 0 to `until_us`, with an axis and a legend; `gaps` are the ranks' idle intervals."""
     height = len(rows) * (_ROW + _GAP) + _AXIS
-    few = sum(map(len, rows)) <= _MOST_BARS
+    few = sum(map(len, rows)) <= MOST_BARS
     drawn = [(_bars if few else _shares)(row, rank, until_us or 1) for rank, row in enumerate(rows)]
     if few and gaps:
         drawn = [_gaps(gaps[rank], rank, until_us or 1) + row for rank, row in enumerate(drawn)]
@@ -94,6 +95,13 @@ def chart(rows: Sequence[Sequence[Bar]], until_us: int, gaps: Sequence[Sequence[
         for kind, color in COLORS.items()
         if kind in kinds
     )
+    if few and any(gaps):
+        causes = {gap.cause: gap.color for row in gaps for gap in row}
+        keys += "</div><div>idle: " + "".join(
+            f'<span style="margin-right:12px"><span style="color:{color};opacity:{_GAP_OPACITY}">■</span> '
+            f"{escape(cause)}</span>"
+            for cause, color in sorted(causes.items())
+        )
     what = "" if few else f" share of {time_text(until_us)}, too many ops to draw each"
     width = f"{_WIDTH + _LABEL:g}"
     return (
@@ -133,7 +141,7 @@ def _gaps(gaps: Sequence[Gap], rank: int, until_us: int) -> str:
     top = rank * (_ROW + _GAP)
     return "".join(
         f'<rect x="{_LABEL + start / until_us * _WIDTH:.2f}" y="{top}" width="{(end - start) / until_us * _WIDTH:.2f}" '
-        f'height="{_ROW}" fill="{color}" opacity="0.35">'
+        f'height="{_ROW}" fill="{color}" opacity="{_GAP_OPACITY}">'
         f"<title>idle, {escape(cause)}: {start:,} to {end:,} µs</title></rect>"
         for start, end, cause, color in gaps
     )

@@ -189,6 +189,22 @@ def test_stages_are_told_where_a_rank_has_several():
     assert re.search(r"F0.*F2.*I0.*W2.*r", charts(to_text(two_stages_per_rank(), 80))[0])
 
 
+def test_every_op_has_as_much_of_its_name_as_fits() -> None:
+    """Where most ops are too narrow for a stage, or for a micro-batch, the others keep theirs."""
+    uneven = rota.Costs(forward_us=(100, 100, 300, 100), backward_us=(100, 100, 800, 100))
+    placement = rota.interleaved(uneven, rota.Cluster.uniform(2))
+    top = charts(to_text(rota.simulate(rota.schedules.interleaved_one_f_one_b(placement, 4)), 90))[0]
+    assert "2B0" in top
+    assert re.search(r"0F0|F0", top)
+    assert not re.search(r"\d\d[FB]", top)  # filling keeps apart a micro-batch and the stage after it
+
+
+def test_stages_of_a_rank_have_shades() -> None:
+    text = to_text(two_stages_per_rank(), 250, color=True)
+    forwards = set(re.findall(r"\x1b\[30;48;5;(\d+)m(\d)F", text))
+    assert len({color for color, stage in forwards if stage in "03"}) == 2  # both on rank 0
+
+
 def test_kinds_differ_without_colour():
     (cells,) = charts(to_text(with_recompute(), 100))
     assert re.fullmatch(r"F0─+F1─+R0~+B0═+R1~+B1═+", cells)

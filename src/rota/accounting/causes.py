@@ -65,7 +65,7 @@ COLORS: dict[Cause, str] = {
     Cause.TRANSFER: "#44AA99",
     Cause.MESSAGES: "#117733",
     Cause.LAUNCH: "#4E8F5A",
-    Cause.DRAIN: "#7A6FBE",
+    Cause.DRAIN: "#B3ADDC",
 }
 
 

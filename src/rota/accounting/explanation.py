@@ -9,9 +9,10 @@ from statistics import mean
 from typing import Any
 
 from rota import notebook
-from rota.accounting.causes import COLORS, DESCRIPTIONS, Cause, Idle
+from rota.accounting.causes import DESCRIPTIONS, Cause, Idle
 from rota.accounting.idle_time import idle
 from rota.accounting.imbalance import Imbalance, imbalance
+from rota.accounting.snippets import snippet_of
 from rota.accounting.suggestions import Suggestion, advice, with_measured_times
 from rota.calibration.spread import Spread
 from rota.contention import Contention
@@ -218,10 +219,7 @@ class Explanation:
         return lines
 
     def _repr_html_(self) -> str:
-        gaps: list[list[notebook.Gap]] = [[] for _ in range(self.timeline.num_ranks)]
-        for one in self.idles:
-            gaps[one.rank].append(notebook.Gap(one.start_us, one.end_us, str(one.cause), COLORS[one.cause]))
-        return notebook.document(self.timeline.to_snippet(gaps=gaps), notebook.preformatted(self.to_text()))
+        return notebook.document(snippet_of(self.timeline, self.idles), notebook.preformatted(self.to_text()))
 
     def to_json(self) -> str:
         """The totals, the longest waits and the suggestions, as JSON."""

@@ -13,7 +13,7 @@ from rota.runtime.environment import num_cores
 
 _HERE = Path(__file__).parent
 _BATCH_ROWS = 32
-_PLANNING_S = 14
+_PLANNING_S = 12
 
 
 def run_demo(folder: str, num_steps: int) -> None:

@@ -16,19 +16,19 @@ class Look(NamedTuple):
 
     word: str  # for legends
     color: str  # "#RRGGBB"
-    terminal_color: int  # of the 256 ANSI colours
+    terminal_colors: tuple[int, int]  # of the 256 ANSI colours: shades of stages that are neighbours on a rank
     fill: str  # the character after a label, in a terminal
     marks: tuple[Literal["top", "bottom"], ...] = ()  # dark lines along a bar: a second cue beside its colour
 
 
 LOOKS: dict[str, Look] = {
-    Kind.F: Look("forward", COLORS["F"], 75, "─"),
-    Kind.B: Look("backward", COLORS["B"], 214, "═", ("bottom",)),
-    Kind.I: Look("input gradient", COLORS["I"], 209, "━", ("top",)),
-    Kind.W: Look("weight gradient", COLORS["W"], 79, "┄", ("top", "bottom")),
-    Kind.R: Look("recompute", COLORS["R"], 153, "~"),
-    "reduce": Look("reduce", COLORS["reduce"], 176, "-"),
-    "optimizer": Look("optimizer", COLORS["optimizer"], 248, "-"),
+    Kind.F: Look("forward", COLORS["F"], (75, 117), "─"),
+    Kind.B: Look("backward", COLORS["B"], (214, 222), "═", ("bottom",)),
+    Kind.I: Look("input gradient", COLORS["I"], (209, 217), "━", ("top",)),
+    Kind.W: Look("weight gradient", COLORS["W"], (79, 122), "┄", ("top", "bottom")),
+    Kind.R: Look("recompute", COLORS["R"], (153, 189), "~"),
+    "reduce": Look("reduce", COLORS["reduce"], (176, 176), "-"),
+    "optimizer": Look("optimizer", COLORS["optimizer"], (248, 248), "-"),
 }
 
 PATH_COLOR, TRANSFER_COLOR, MEMORY_COLOR, LIMIT_COLOR = "#1C2024", "#6B6F76", "#B9BDC3", "#6B6F76"

@@ -35,8 +35,9 @@ _Charts: TypeAlias = Sequence[Sequence[Work | None]]
 def to_text(timeline: Timeline | Plan, width: int = 80, color: bool = False, *, may_cut: bool = False) -> str:
     """Return a chart with time from left to right; every column shows what fills most of its time.
 
-    An op that is too narrow for its name shows its kind. If most ops of a rank are too narrow, its row shows only the
-    pattern of each kind. Ops that are too narrow for a column are counted in the legend.
+    An op shows as much of its name as fits: stage, kind and micro-batch (2F0), without the stage (F0), or its kind.
+    If most ops of a rank are too narrow for a micro-batch, these show only the pattern of their kind. Ops that are too
+    narrow for a column are counted in the legend.
 
     Args:
         timeline: What to draw. A plan is simulated first.
@@ -65,8 +66,8 @@ def to_text(timeline: Timeline | Plan, width: int = 80, color: bool = False, *, 
         end_us = _legible_us(busy, num_columns, end_us)
         busy = _until(busy, end_us)
         charts = [_fill(spans, end_us, num_columns) for spans in busy]
-    several = [len(timeline.plan.placement.stages_on(rank)) > 1 for rank in range(timeline.num_ranks)]
-    rows = [_row(columns, stages, color) for columns, stages in zip(charts, several, strict=True)]
+    stages = map(timeline.plan.placement.stages_on, range(timeline.num_ranks))
+    rows = [_row(columns, there, color) for columns, there in zip(charts, stages, strict=True)]
     rows = [_axis(end_us, num_columns), *rows]
 
     lines = [*_flow(_header(timeline), " · ", width), ""]
@@ -173,33 +174,33 @@ def _axis(makespan_us: int, num_columns: int) -> str:
     return line.ljust(num_columns)
 
 
-def _row(columns: Sequence[Work | None], several_stages: bool, color: bool) -> str:
-    """Return one row: consecutive columns of one op show its name (its kind if that is too long), then the filling.
+def _row(columns: Sequence[Work | None], stages: Sequence[int], color: bool) -> str:
+    """Return one row: consecutive columns of one op show its name, then the filling.
 
-    Where most ops are too narrow for a name, columns show the filling only: which kind fills them.
+    A name has the stage if the rank has several of them and there is room (2F0), else only the micro-batch (F0), else
+    only the kind (F). Where most ops are too narrow for a name, those show the filling instead of the kind.
     """
     runs = [(work, len(list(run))) for work, run in groupby(columns)]
-    # Names have stages if most of them fit. Names with stages (2F0) need filling between them.
-    fits = [length > len(str(work)) for work, length in runs if isinstance(work, Op)]
-    with_stages = several_stages and 2 * sum(fits) > len(fits)
-    named = sum(length >= len(f"{work.kind}{work.microbatch}") for work, length in runs if isinstance(work, Op))
-    row = ""
-    for work, length in runs:
-        if work is None:
-            cells = _IDLE * length
-        elif 2 * named < len(fits):
-            cells = LOOKS[look_key(work)].fill * length
-        else:
-            cells = _cells(work, length, with_stages)
-        row += _paint(cells, None if work is None else look_key(work)) if color else cells
+    fits = [length >= len(f"{work.kind}{work.microbatch}") for work, length in runs if isinstance(work, Op)]
+    least = 0 if 2 * sum(fits) < len(fits) else 1  # letters of an op without room
+    row, after = "", ""
+    for work, length in reversed(runs):
+        cells = _IDLE * length if work is None else _cells(work, length, len(stages) > 1, least, after)
+        after = cells[0]
+        shade = stages.index(work.stage) % 2 if isinstance(work, Op) else 0  # neighbours on this rank differ
+        row = (_paint(cells, None if work is None else look_key(work), shade) if color else cells) + row
     return row
 
 
-def _cells(work: Work, length: int, with_stage: bool) -> str:
-    """Return `length` characters for an op, a reduction or an optimizer step."""
+def _cells(work: Work, length: int, with_stage: bool, least: int, after: str) -> str:
+    """Return `length` characters for an op, a reduction or an optimizer step, before a cell that shows `after`."""
     key = look_key(work)
-    name = key if not isinstance(work, Op) else str(work) if with_stage else f"{key}{work.microbatch}"
-    return (name if len(name) + with_stage <= length else key[0]).ljust(length, LOOKS[key].fill)
+    names = [key, key[0]]
+    if isinstance(work, Op):
+        names = [*([str(work)] if with_stage else []), f"{key}{work.microbatch}", key[:least]]
+    room = length - after.isdigit()  # digits of two names need filling between them: F0─3F1
+    name = next((name for name in names if len(name) <= room), names[-1])
+    return name.ljust(length, LOOKS[key].fill)
 
 
 def _fill(spans: Sequence[Span], makespan_us: int, num_columns: int) -> list[Work | None]:
@@ -265,6 +266,6 @@ def _gaps(span: Span, others: Iterable[Span]) -> list[Span]:
     return pieces
 
 
-def _paint(cells: str, key: str | None) -> str:
-    """Return the cells in ANSI colours: black on the colour of a kind; idle cells are dim."""
-    return f"\x1b[{f'30;48;5;{LOOKS[key].terminal_color}' if key else '2'}m{cells}\x1b[0m"
+def _paint(cells: str, key: str | None, shade: int = 0) -> str:
+    """Return the cells in ANSI colours: black on a shade of the kind's colour; idle cells are dim."""
+    return f"\x1b[{f'30;48;5;{LOOKS[key].terminal_colors[shade]}' if key else '2'}m{cells}\x1b[0m"

@@ -10,6 +10,7 @@ from statistics import median
 from typing import NamedTuple
 
 from rota import notebook
+from rota.accounting.snippets import snippet
 from rota.costs import Cluster
 from rota.plan import Plan
 from rota.planning.candidate import Request
@@ -382,7 +383,7 @@ class Answer:
 
     def _repr_html_(self) -> str:
         """The best plan as a picture, and the table."""
-        return notebook.document(self.timeline.to_snippet("Best plan"), notebook.preformatted(self.to_text()))
+        return notebook.document(snippet(self.timeline, "Best plan"), notebook.preformatted(self.to_text()))
 
 
 def rows_per_s(request: Request, found: Found) -> float:

@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import Literal, NamedTuple
 
 from rota import notebook
+from rota.accounting.snippets import snippet
 from rota.plan import Plan
 from rota.simulation import simulate
 from rota.tables import table_lines
@@ -168,7 +169,7 @@ class SearchResult:
 
     def _repr_html_(self) -> str:
         """The plan as a picture, and how good it is."""
-        return notebook.document(self.timeline.to_snippet("Found plan"), notebook.preformatted(self.to_text()))
+        return notebook.document(snippet(self.timeline, "Found plan"), notebook.preformatted(self.to_text()))
 
 
 def _us(value: Fraction) -> str:

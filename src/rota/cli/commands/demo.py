@@ -13,7 +13,7 @@ from rota.cli.requirements import require
 def add_arguments(parser: Parser) -> None:
     """Add the arguments of `rota demo` to its parser."""
     parser.add_argument(
-        "--steps", type=number(1), metavar="N", default=40, help="number of training steps (default: 40)"
+        "--steps", type=number(1), metavar="N", default=20, help="number of training steps (default: 20)"
     )
     add_output(
         parser, "FOLDER", "folder for the demo's files (default: rota-demo)", default="rota-demo", writes="folder"
