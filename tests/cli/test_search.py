@@ -103,7 +103,7 @@ def test_default_costs_distort_nothing(tmp_path: Path, capsys: Capsys) -> None:
         ("plan search --microbatches 4", 2, "how many stages? give --ranks, --stages or --costs"),
         ("plan search --ranks 3 --shape k --microbatches 4", 2, "even number of ranks"),
         ("plan search --ranks 3 --microbatches 4 --time-limit 0", 2, "must be a number of seconds above 0"),
-        ("plan search --ranks 3 --microbatches 4 --limit 0", 1, "rank 0 needs at least 1000 bytes"),
+        ("plan search --ranks 3 --microbatches 4 --limit 0B", 1, "rank 0 needs at least 1000 bytes"),
         ("plan 1f1b --ranks 3 --microbatches 4 --objective span", 2, "--objective is for `rota plan search`"),
         ("plan serch --ranks 3 --microbatches 4", 2, "did you mean search?"),
         ("frontier --ranks 2 -o nowhere/f.png", 2, "cannot write nowhere/f.png"),
