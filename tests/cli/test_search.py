@@ -150,7 +150,8 @@ def test_shapes_are_told_as_typed(shape: str, capsys: Capsys) -> None:
 @pytest.mark.parametrize("option", ["--forward-us", "--activation", "--limit"])
 def test_numbers_too_large(option: str, capsys: Capsys) -> None:
     for number in (10**18, 10**19):
-        code, _, err = run(capsys, "plan", "search", "--ranks", 2, "--microbatches", 4, option, number)
+        value = f"{number}B" if option == "--limit" else number
+        code, _, err = run(capsys, "plan", "search", "--ranks", 2, "--microbatches", 4, option, value)
         assert (code, err.count("\n")) == (2, 1)
         assert "too large to search" in err
 
