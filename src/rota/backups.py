@@ -24,9 +24,9 @@ from rota.placement import Edge, Placement, StepEnd
 from rota.plan import Plan
 from rota.replanning import fastest_that_fits
 from rota.simulation import simulate
-from rota.tables import table_lines
+from rota.tables import fitted, table_lines
 from rota.tasks import Kind, Task
-from rota.units import count_text, size_text, time_text
+from rota.units import angle_repr, count_text, size_text, time_text
 
 _MOST_REPLICAS = 1024  # in a file
 
@@ -70,8 +70,15 @@ class Backups:
     num_replicas: int
     backups: tuple[Backup, ...]
 
-    def to_text(self) -> str:
-        """A table of what the loss of each rank costs, with a heading."""
+    def __str__(self) -> str:
+        """One line."""
+        sizes = f"{count_text(self.num_replicas, 'replica')} of {count_text(self.plan.num_ranks, 'rank')}"
+        return f"Backups for {sizes}: {count_text(len(self.backups), 'plan')}"
+
+    __repr__ = angle_repr
+
+    def to_text(self, width: int | None = None) -> str:
+        """A table of what the loss of each rank costs, with a heading, in lines of at most `width`."""
         normal = simulate(self.plan)
         micro = count_text(self.plan.num_microbatches, "micro-batch", "es")
         lines = [
@@ -95,7 +102,8 @@ class Backups:
                 )
             )
         header = ("lost rank", "step", "more", "bound (gap)", "most memory", "backward")
-        return "\n".join([*lines, *table_lines(header, rows)])
+        table = table_lines(header, rows, width=width, optional=("backward", "most memory", "bound (gap)"))
+        return "\n".join([*(fitted(line, width, 2) for line in lines), *table])
 
     def to_json(self) -> str:
         """The text of a "backups" file, one line per lost rank, which `from_json` reads."""

@@ -27,7 +27,7 @@ from rota.tables import fitted, table_lines
 from rota.taskgraph import TaskGraph
 from rota.tasks import Kind, Op
 from rota.timeline import Timeline
-from rota.units import count_text
+from rota.units import angle_repr, count_text, time_text
 
 
 class Part(StrEnum):
@@ -103,6 +103,14 @@ class Comparison:
     ops: tuple[OpDifference, ...]
     parts_us: dict[Part, int]
     num_cores: int | None = None
+
+    def __str__(self) -> str:
+        """One line."""
+        planned, measured = self.planned.makespan_us, self.measured.makespan_us
+        change = f" ({measured / planned - 1:+.1%})" if planned else ""
+        return f"Comparison: planned {time_text(planned)}, measured {time_text(measured)}{change}"
+
+    __repr__ = angle_repr
 
     @property
     def difference_us(self) -> int:

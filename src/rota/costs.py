@@ -15,6 +15,7 @@ from typing import Any
 
 from rota import reading
 from rota.errors import PlacementError
+from rota.units import angle_repr, count_text, limit_text, time_text
 
 
 def whole(name: str, value: object, signed: bool = False) -> int:
@@ -289,6 +290,12 @@ class Cluster:
     def _differing(self) -> Mapping[tuple[int, int], Link]:
         return {(sender, receiver): link for sender, receiver, link in reversed(self.links)}  # the first entry counts
 
+    def __str__(self) -> str:
+        """One line."""
+        return f"Cluster of {count_text(self.num_ranks, 'rank')}, {limit_text(self.limit_bytes)}"
+
+    __repr__ = angle_repr
+
     def to_fields(self) -> dict[str, Any]:
         """The fields of a "cluster" in JSON."""
         return {
@@ -435,6 +442,13 @@ class Costs:
                 raise PlacementError(
                     f"checkpoint_bytes[{stage}] is {kept}, more than activation_bytes[{stage}] = {held}"
                 )
+
+    def __str__(self) -> str:
+        """One line."""
+        times = f"F {time_text(sum(self.forward_us))}, B {time_text(sum(self.backward_us))}"
+        return f"Costs of {count_text(self.num_stages, 'stage')}: {times} per micro-batch in all"
+
+    __repr__ = angle_repr
 
     @property
     def num_stages(self) -> int:

@@ -15,6 +15,7 @@ from typing import Any, TypeAlias
 from rota import reading
 from rota.costs import NUM_SNAPSHOTS, Costs, whole
 from rota.errors import PlacementError
+from rota.units import angle_repr, count_text, time_text
 
 _Pair: TypeAlias = tuple[int, int]
 Shared: TypeAlias = tuple[int, int, int]
@@ -133,6 +134,13 @@ class LayerCosts:
         for a, b in [*self.edges, *pairs]:
             if not 0 <= a < b < self.num_layers:
                 raise PlacementError(f"({a}, {b}) must join a layer to a later one of the {self.num_layers}")
+
+    def __str__(self) -> str:
+        """One line."""
+        sizes = f"{count_text(self.num_layers, 'layer')}, {count_text(self.rows, 'row')} per micro-batch"
+        return f"LayerCosts of {sizes}: F {time_text(sum(self.forward_us))}, B {time_text(sum(self.backward_us))}"
+
+    __repr__ = angle_repr
 
     @property
     def is_interpolated(self) -> bool:

@@ -20,6 +20,7 @@ from rota.errors import PlacementError
 from rota.figures import PerClass, each, same_or_per_class, value_in, values_of
 from rota.taskgraph import CycleError, TaskGraph
 from rota.tasks import Kind, Op, Task, Transfer
+from rota.units import angle_repr, count_text
 
 _TASK_FIGURES = ("duration_us", "held_bytes", "peak_bytes")
 _SHAPE = ("tasks or ranks", "edges", "clusters", "static_bytes", "step_ends")
@@ -389,6 +390,13 @@ class Placement:
         return [figure] * len(microbatches)
 
     # --- tasks, stages and ranks ----------------------------------------------------------------------------------
+
+    def __str__(self) -> str:
+        """One line."""
+        sizes = f"{count_text(len(self.stages), 'stage')} on {count_text(self.num_ranks, 'rank')}"
+        return f"Placement of {sizes}, {count_text(len(self.tasks), 'task')}"
+
+    __repr__ = angle_repr
 
     @property
     def num_ranks(self) -> int:

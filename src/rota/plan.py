@@ -18,7 +18,7 @@ from rota.placement import Placement
 from rota.services import Services
 from rota.taskgraph import CycleError, Earliest, Edges, TaskGraph
 from rota.tasks import Kind, Op, Transfer
-from rota.units import count_text
+from rota.units import angle_repr, count_text
 from rota.usage import Usage
 
 _MAX_CYCLE_WAITS = 12  # waits of a cycle in an error message
@@ -421,9 +421,11 @@ class Plan:
         return {**step, **merged, **serving, **self.placement.to_fields(), **usage}
 
     def __str__(self) -> str:
-        """One line; `repr` has every field."""
+        """One line."""
         sizes = f"{count_text(self.num_ranks, 'rank')}, {count_text(self.num_stages, 'stage')}"
         return f"Plan of {sizes}, {self.step_text}, {self.num_ops:,} ops"
+
+    __repr__ = angle_repr
 
     @property
     def step_text(self) -> str:

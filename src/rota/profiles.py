@@ -9,6 +9,7 @@ from typing import Any, final
 from rota import reading
 from rota.errors import FormatError, PlacementError
 from rota.layers import LayerCosts
+from rota.units import angle_repr, count_text
 
 
 @final
@@ -41,6 +42,13 @@ class Profile(Mapping[int, LayerCosts]):
                     f"layers of {layers.rows} rows have other cuts than those of {ordered[0].rows}: a profile is for "
                     "one model"
                 )
+
+    def __str__(self) -> str:
+        """One line."""
+        rows = ", ".join(map(str, [*self][:4])) + ("" if len(self) <= 4 else f", … {[*self][-1]}")
+        return f"Profile of {count_text(self.layers[0].num_layers, 'layer')} at {rows} rows per micro-batch"
+
+    __repr__ = angle_repr
 
     def __getitem__(self, rows: int) -> LayerCosts:
         found = next((layers for layers in self.layers if layers.rows == rows), None)

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from rota import reading
 from rota.costs import Costs
 from rota.errors import PlacementError
+from rota.units import angle_repr, count_text
 
 
 class Size(NamedTuple):
@@ -95,6 +96,12 @@ class SizeModel:
     edges: tuple[tuple[int, int], ...] | None = None
     error: float = 0.0
     note: str = ""
+
+    def __str__(self) -> str:
+        """One line."""
+        return f"SizeModel of {count_text(len(self.forward_us), 'stage')}, times within {self.error:.1%}"
+
+    __repr__ = angle_repr
 
     def __post_init__(self) -> None:
         if not self.forward_us:

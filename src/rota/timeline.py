@@ -14,7 +14,7 @@ from rota.errors import FormatError
 from rota.figures import each
 from rota.plan import Plan
 from rota.tasks import Op, Transfer
-from rota.units import count_text, size_text, time_text
+from rota.units import angle_repr, count_text, size_text, time_text
 
 
 class StepEndWork(NamedTuple):
@@ -271,8 +271,10 @@ class Timeline:
         return notebook.document(notebook.heading(name, facts), chart)
 
     def __str__(self) -> str:
-        """One line; `repr` has every field."""
+        """One line."""
         return f"Timeline of a {self.plan}: {time_text(self.makespan_us)}, bubble {self.bubble_fraction:.1%}"
+
+    __repr__ = angle_repr
 
     def _repr_html_(self) -> str:
         return self.to_snippet()

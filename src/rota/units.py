@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 TIME_UNITS = ((1_000_000, "s"), (1_000, "ms"), (1, "µs"))
 SIZE_UNITS = ((10**15, "PB"), (10**12, "TB"), (10**9, "GB"), (10**6, "MB"), (10**3, "kB"), (1, "B"))
 
@@ -26,6 +28,20 @@ def exact_size_text(num_bytes: int) -> str:
 def count_text(number: int, noun: str, plural: str = "s") -> str:
     """2, "rank" -> "2 ranks"."""
     return f"{number} {noun}{plural if number != 1 else ''}"
+
+
+def angle_repr(noun: object) -> str:
+    """`<…>` around the one line of `str`: the `repr` of nouns with so many fields that they would fill the screen."""
+    return f"<{noun}>"
+
+
+def limit_text(limits: Sequence[int | None]) -> str:
+    """The memory limits of ranks, in few words."""
+    given = [limit for limit in limits if limit is not None]
+    if not given:
+        return "no memory limit"
+    least, most = size_text(min(given)), size_text(max(given))
+    return f"memory limit {least}" if least == most else f"memory limits {least} to {most}"
 
 
 def time_unit(time_us: int) -> tuple[int, str]:

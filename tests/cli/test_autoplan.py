@@ -407,7 +407,7 @@ def test_what_cannot_be_planned(
         code = main(["autoplan", "--ranks", "2", "--batch", "8", *given])
     except SystemExit as stop:
         code = int(str(stop.code))
-    assert code == 2
+    assert code == (1 if told.startswith("found nothing that fits") else 2)
     assert told in capsys.readouterr().err
 
 

@@ -48,8 +48,17 @@ def test_ls_verify_and_export(pool: Pool, tmp_path: Path, capsys: pytest.Capture
     assert cli(capsys, "verify", tmp_path)[0] == 0
     assert cli(capsys, "verify", tmp_path / "step-1")[0] == 0
 
+    listed = json.loads(cli(capsys, "ls", tmp_path, "--json")[1])
+    assert [(one["name"], one["extra"]) for one in listed["checkpoints"]] == [
+        ("step-1", {"epoch": 0}),
+        ("step-2", {"epoch": 1}),
+    ]
+    assert listed["unfinished"] == ["step-3.partial"]
+    assert json.loads(cli(capsys, "verify", tmp_path, "--json")[1])["damages"] == {"step-1": [], "step-2": []}
+
     exported = tmp_path / "model.safetensors"
-    assert cli(capsys, "export", tmp_path, "-o", exported)[0] == 0
+    code, out, _ = cli(capsys, "export", tmp_path, "-o", exported, "--json")
+    assert (code, json.loads(out)["num_tensors"]) == (0, 23)
     loaded = model(seed=5)
     assert safetensors.torch.load_model(loaded, exported) == (set(), [])
     state = loaded.state_dict()

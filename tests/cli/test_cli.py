@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+import rota
 from rota import Cluster, Costs, Plan, Timeline, place, simulate
 from rota.cli import main
 from rota.cli.arguments import parse_bytes
@@ -21,6 +22,8 @@ from rota.cli.parser import Command
 from rota.interop.torch_order import derived
 from rota.schedules import FAMILIES, NAMED
 from rota.usage import Usage
+from support import ROOT
+from support.model_file import MODEL
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
@@ -248,6 +251,17 @@ def _corrupt(folder: Path, name: str, text: str) -> Path:
         (["plan", "1f1b", "--ranks", "2"], 2, ["--microbatches"]),
         (["plan", "1f1b", "--microbatches", "2"], 2, ["give --ranks"]),
         (["plan", "1f1b", "--ranks", "2", "--microbatches", "2", "--limit", "3 pounds"], 2, ["3 pounds", "40GB"]),
+        (
+            ["plan", "1f1b", "--ranks", "2", "--microbatches", "2", "--limit", "8000000000"],
+            2,
+            ["--limit: 8000000000 of what? write, for example, 8000000000GB, or 8000000000B for bytes"],
+        ),
+        (
+            ["schedules", "--ranks", "2", "--microbatches", "2", "--limit", "80%"],
+            2,
+            ["--limit: '80%' is a share of a device's memory, and this command knows no device"],
+        ),
+        (["plan-batch", "s.json", "l.json", "--limit", "120%"], 2, ["'120%' must be more than 0% and at most 100%"]),
         (["plan", "one_f_1b", "--ranks", "2", "--microbatches", "2"], 2, ["'one_f_1b'", "did you mean 1f1b?"]),
         (["plan", "search", "--objective", "makspan"], 2, ["--objective 'makspan'", "did you mean makespan?"]),
         (
@@ -333,7 +347,7 @@ def test_of_replicas_one_is_checked_and_rehearsed(
     plan_file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Rehearsal:
-        to_text = staticmethod(lambda: "runs to its end")
+        to_text = staticmethod(lambda _: "runs to its end")
 
     monkeypatch.setattr("rota.planning.rehearsal.rehearse", lambda *_, **__: Rehearsal)
     plan = Plan.from_json(plan_file.read_text())
@@ -360,7 +374,7 @@ def test_help_teaches_by_example(command: str, capsys: pytest.CaptureFixture[str
 
 OPTIONAL = {  # without these, there is one thing less to read or to write
     *("--output", "--timeline", "--above"),
-    *("plan --backups", "calibrate --costs", "doctor --json", "checkpoint --config", "profile --lengths"),
+    *("plan --backups", "calibrate --costs", "checkpoint --config", "profile --lengths"),
     *(f"export {trainer} {option}" for trainer in ("megatron", "deepspeed") for option in ("--layers", "--type")),
 }
 
@@ -402,6 +416,44 @@ def test_check_fits_the_terminal(
     narrow = run(capsys, "check", plan_file.name, "--device")[1]
     assert all(len(line) <= 60 for line in narrow.splitlines() if "https://" not in line)
     assert narrow.split() == wide.split()
+
+
+def test_the_page_of_commands_has_all() -> None:
+    page = (ROOT / "docs" / "commands.md").read_text()
+    assert [command.name for command in COMMANDS if f"`rota {command.name}" not in page] == []
+
+
+def test_help_names_the_pytorch_that_its_engine_needs(capsys: pytest.CaptureFixture[str]) -> None:
+    from rota.interop import refusals
+
+    needed = "PyTorch " + ".".join(map(str, refusals._OLDEST))
+    assert f"own pipeline engine, which needs {needed} or later" in " ".join(run(capsys, "run", "--help")[1].split())
+
+
+@pytest.mark.usefixtures("time_is_work")
+@pytest.mark.parametrize(
+    "command",
+    [
+        "plan search --ranks 3 --microbatches 4 --activation 1GB --backups backups.json",
+        "plan-batch sizes.json lengths.json",
+        "frontier --ranks 2 --shape v --forward-us 1 --activation 1",
+        "profile model.py --device h100 --rows 1,2",
+        "import megatron layout.txt --ranks 2 --microbatches 4",
+    ],
+)
+def test_reports_fit_the_terminal(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    curve = rota.Curve(60, 0.02, 4e-6)
+    Path("sizes.json").write_text(rota.SizeModel((curve,), (curve,), activation_bytes=(rota.Curve(0, 9),)).to_json())
+    Path("lengths.json").write_text("[130, 85, 60, 50]")
+    Path("layout.txt").write_text("Ett|ttL")
+    Path("model.py").write_text(MODEL)
+    monkeypatch.setenv("COLUMNS", "60")
+    code, out, _ = run(capsys, *command.split())
+    assert code == 0
+    assert [line for line in out.splitlines() if len(line) > 60] == []
 
 
 def test_help_describes_every_schedule(capsys: pytest.CaptureFixture[str]) -> None:

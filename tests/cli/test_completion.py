@@ -22,6 +22,14 @@ COMP_WORDS=({words}); COMP_CWORD=$((${{#COMP_WORDS[@]}} - 1)); _rota; echo "${{C
         ("rota import", "import-trace import"),
         ("rota plan zb_", "zb_h1 zb_h2 zb_auto zb_v"),
         ("rota explain --pl", "--planned"),
+        ("rota plan search --shape wa", "wave"),
+        ("rota plan search --objective ''", "makespan span period"),
+        ("rota run --engine t", "torch"),
+        ("rota calibrate m.json --plan zb_h", "zb_h1 zb_h2"),
+        ("rota export ''", "torchtitan megatron deepspeed --help"),
+        ("rota export megatron plan.json --ty", "--type"),
+        ("rota checkpoint v", "verify"),
+        ("rota completion ''", "bash zsh fish --help"),
         ("rota explain timeline", ""),  # a file name: the shell's own completion
     ],
 )

@@ -30,7 +30,7 @@ def _doctor(*arguments: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.dist
 def test_a_cpu_machine(tmp_path: Path) -> None:
     path = tmp_path / "doctor.json"
-    done = _doctor("--ranks", "2", "--json", str(path))
+    done = _doctor("--ranks", "2", "-o", str(path))
     assert done.returncode == 0, done.stdout + done.stderr
     sections = re.findall(r"^(\w.*)$", done.stdout, flags=re.MULTILINE)
     assert sections[:4] == ["software", "host", "environment variables", "accelerators"]
@@ -49,13 +49,13 @@ def test_a_cpu_machine(tmp_path: Path) -> None:
     (link,) = report["links"]
     assert link["ranks"] == [0, 1]
     assert link["bytes_per_s"] > 0
-    assert main(["doctor", "--json", str(path)]) == 2  # it is there already
+    assert main(["doctor", "-o", str(path)]) == 2  # it is there already
 
 
 @pytest.mark.dist
 @pytest.mark.sweep
 def test_json_to_standard_output_is_all_that_is_there() -> None:
-    done = _doctor("--ranks", "2", "--no-self-test", "--json", "-")
+    done = _doctor("--ranks", "2", "--no-self-test", "--json")
     report = json.loads(done.stdout)
     assert [*violations(report, SCHEMA)] == []
     assert report["self_test"] == []
@@ -90,14 +90,14 @@ def test_exit_codes_follow_from_problems(monkeypatch: pytest.MonkeyPatch, capsys
     FakeRanks(failing={"1f1b": "rank 0: it broke"}).install(monkeypatch)
     assert main(["doctor"]) == 1
     assert "rank 0: it broke" in capsys.readouterr().out
-    assert main(["doctor", "--json", "-"]) == 1
+    assert main(["doctor", "--json"]) == 1
     assert json.loads(capsys.readouterr().out)["verdict"] == "problem"
 
 
 def test_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     for arguments, told in (
         (["--full", "--no-self-test"], "--full is a longer self-test; leave one out"),
-        (["--json", str(tmp_path / "nowhere" / "doctor.json")], "its folder does not exist"),
+        (["-o", str(tmp_path / "nowhere" / "doctor.json")], "its folder does not exist"),
     ):
         assert main(["doctor", *arguments]) == 2
         assert told in capsys.readouterr().err

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,19 +12,9 @@ import rota
 from cli.test_cli import run
 from planning.test_autoplan import UNEVEN, layer_costs
 from rota.profiles import Profile
+from support.model_file import MODEL
 
 _PLAN = "--ranks 2 --microbatches 4 --activation 1GB --limit 500MB"
-_MODEL = """
-import torch
-
-def make_model():
-    return torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
-
-def make_batch(rows):
-    return torch.zeros(rows, 4), torch.zeros(rows, 4)
-
-loss_fn = torch.nn.functional.mse_loss
-"""
 
 
 @pytest.fixture
@@ -32,9 +23,13 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     for num_ranks in (2, 3):
         placement = rota.place(rota.Costs.uniform(num_ranks, 100, 200), rota.Cluster.uniform(num_ranks))
-        Path(f"plan{num_ranks}.json").write_text(rota.schedules.one_f_one_b(placement, 4).to_json())
+        plan = rota.schedules.one_f_one_b(placement, 4)
+        Path(f"plan{num_ranks}.json").write_text(plan.to_json())
+    slower = rota.place(rota.Costs.uniform(3, 110, 210), rota.Cluster.uniform(3))
+    measured = replace(rota.simulate(rota.schedules.one_f_one_b(slower, 4)), plan=plan)
+    Path("measured.json").write_text(measured.to_json())
     Path("train.py").write_text("")
-    Path("model.py").write_text(_MODEL)
+    Path("model.py").write_text(MODEL)
     Path("profile.json").write_text(Profile((layer_costs(1, UNEVEN),)).to_json())
     Path("stale.json").write_text(Profile((layer_costs(1, UNEVEN),)).to_json())
     curve = rota.Curve(60, 0.02, 4e-6)
@@ -78,6 +73,7 @@ _NODES = "run --nodes 2 --node 0 --head a:1"
         (f"{_NODES} --secret-file train.py plan2.json train.py", "chmod 600 train.py"),
         (f"{_NODES} plan2.json train.py", "several nodes need a secret"),
         (f"{_NODES} --secret-file secret plan3.json train.py", "3 processes cannot be divided among 2 nodes"),
+        ("compare measured.json ./measured.json", "./measured.json is given twice: compare a plan with"),
         ("rehearse plan2.json plan3.json", "the plans have 3 and 2 ranks"),
         ("rehearse plan2.json --device gaudi", "device 'gaudi': "),
     ],

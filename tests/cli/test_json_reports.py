@@ -12,9 +12,12 @@ import pytest
 import rota
 from planning.test_autoplan import UNEVEN, layer_costs
 from rota.cli import main
-from rota.cli.json_reports import of_rehearsal
-from rota.planning.rehearsal import Rehearsal
+from rota.cli.commands import COMMANDS
+from rota.cli.json_reports import of_batches, of_rehearsal
+from rota.cli.parser import Command, Parser
+from rota.planning.rehearsal import BatchesRehearsal, Rehearsal
 from rota.profiles import Profile
+from support.model_file import MODEL
 
 PLAN = rota.schedules.one_f_one_b(
     rota.place(rota.Costs.uniform(3, 100, 200, activation_bytes=7), rota.Cluster.uniform(3)), 4
@@ -32,10 +35,66 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def report(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
-    assert main([*words, "--json"]) == 0
+def report(capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> dict[str, Any]:
+    assert main([*words, "--json"]) == code
     found: dict[str, Any] = json.loads(capsys.readouterr().out)
     return found
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.name)
+def test_every_report_has_json(command: Command) -> None:
+    """The others draw a chart, train, print a script, or run other commands."""
+    parser = Parser()
+    command.add_arguments(parser)
+    parsers = list(parser.sub_commands.values()) or [parser]
+    has_json = command.name not in ("demo", "show", "run", "completion")
+    assert [("--json" in one.options) for one in parsers] == [has_json] * len(parsers)
+
+
+@pytest.mark.usefixtures("folder", "time_is_work")
+def test_plans(capsys: pytest.CaptureFixture[str]) -> None:
+    step = ["--ranks", "2", "--microbatches", "4"]
+    named = report(capsys, "plan", "zb_h1", *step, "-o", "named.json")
+    assert named["schedule"] == "zb_h1"
+    assert named["makespan_us"] == rota.simulate(rota.Plan.from_json(Path("named.json").read_text())).makespan_us
+    assert named["assumed"] == ["I and W each take half of the backward, as the costs have no weight_us"]
+    searched = report(capsys, "plan", "search", *step, "--backups", "backups.json", "-o", "searched.json")
+    assert searched["makespan_us"] == searched["search"]["value_us"] >= searched["search"]["bound_us"]
+    assert [one["lost"] for one in searched["backups"]["backups"]] == [0, 1]
+    curve = rota.Curve(60, 0.02, 4e-6)
+    Path("sizes.json").write_text(rota.SizeModel((curve,), (curve,), activation_bytes=(rota.Curve(0, 9),)).to_json())
+    Path("lengths.json").write_text("[[130, 85], [30]]")
+    batches = report(capsys, "plan-batch", "sizes.json", "lengths.json", "-o", "plans")["batches"]
+    assert [sum(map(len, batch["groups"])) for batch in batches] == [2, 1]
+    assert all(batch["makespan_us"] >= batch["bounds"][0]["us"] for batch in batches)
+
+
+@pytest.mark.usefixtures("folder")
+def test_layouts_of_other_trainers(capsys: pytest.CaptureFixture[str]) -> None:
+    exported = report(capsys, "export", "megatron", "plan.json", "--boundaries", "0,3,4,6", "-o", "layout.txt")
+    assert exported["layout"] == Path("layout.txt").read_text().strip()
+    imported = report(capsys, "import", "megatron", "layout.txt", "--ranks", "3", "--microbatches", "4")
+    assert (imported["boundaries"], imported["num_microbatches"]) == ([0, 3, 4, 6], 4)
+    assert len(imported["contents"]) == 3
+    exported = report(capsys, "export", "deepspeed", "plan.json", "--boundaries", "0,3,4,6", "-o", "parts.json")
+    assert exported["boundaries"] == [0, 3, 4, 6]
+    imported = report(capsys, "import", "deepspeed", "parts.json", "--microbatches", "4")
+    assert imported["boundaries"] == [0, 3, 4, 6]
+
+
+@pytest.mark.usefixtures("folder")
+def test_profiles(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("model.py").write_text(MODEL)
+    profile = report(capsys, "profile", "model.py", "--device", "h100", "--rows", "1,2", "-o", "profile.json")
+    assert [layers["rows"] for layers in profile["layers"]] == [1, 2]
+    assert profile["layers"][0]["forward_us"] == list(Profile.from_json(Path("profile.json").read_text())[1].forward_us)
+
+
+@pytest.mark.usefixtures("folder")
+def test_pytorchs_engine(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("plan.csv").write_text(PLAN.to_csv(communication=True))
+    checked = report(capsys, "check", "plan.csv", "--torch")
+    assert (checked["torch_kernels"] > 0, checked["torch_derives_messages"]) == (True, False)
 
 
 @pytest.mark.usefixtures("folder")
@@ -94,3 +153,4 @@ def test_a_rehearsal() -> None:
     assert told["makespans_us"] == [timeline.makespan_us]
     assert told["difference_us"] == 0
     json.dumps(told)
+    assert of_batches(BatchesRehearsal((3, 4), (5, 6))) == {"planned_us": [3, 4], "measured_us": [5, 6]}

@@ -103,7 +103,7 @@ def test_default_costs_distort_nothing(tmp_path: Path, capsys: Capsys) -> None:
         ("plan search --microbatches 4", 2, "how many stages? give --ranks, --stages or --costs"),
         ("plan search --ranks 3 --shape k --microbatches 4", 2, "even number of ranks"),
         ("plan search --ranks 3 --microbatches 4 --time-limit 0", 2, "must be a number of seconds above 0"),
-        ("plan search --ranks 3 --microbatches 4 --limit 0", 1, "rank 0 needs at least 1000 bytes"),
+        ("plan search --ranks 3 --microbatches 4 --limit 0B", 1, "rank 0 needs at least 1000 bytes"),
         ("plan 1f1b --ranks 3 --microbatches 4 --objective span", 2, "--objective is for `rota plan search`"),
         ("plan serch --ranks 3 --microbatches 4", 2, "did you mean search?"),
         ("frontier --ranks 2 -o nowhere/f.png", 2, "cannot write nowhere/f.png"),
@@ -150,7 +150,8 @@ def test_shapes_are_told_as_typed(shape: str, capsys: Capsys) -> None:
 @pytest.mark.parametrize("option", ["--forward-us", "--activation", "--limit"])
 def test_numbers_too_large(option: str, capsys: Capsys) -> None:
     for number in (10**18, 10**19):
-        code, _, err = run(capsys, "plan", "search", "--ranks", 2, "--microbatches", 4, option, number)
+        value = f"{number}B" if option == "--limit" else number
+        code, _, err = run(capsys, "plan", "search", "--ranks", 2, "--microbatches", 4, option, value)
         assert (code, err.count("\n")) == (2, 1)
         assert "too large to search" in err
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import io
+import os
 import random
 import re
 import time
+from contextlib import redirect_stderr
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -15,6 +19,7 @@ from torch import Tensor, nn
 from cli.test_run import refused, rota, write_plan
 from rota import Cluster, Costs, Kind, Pipeline, Plan, Stages, add_loss, place
 from rota.interop import TorchEngine
+from rota.runtime.environment import PROGRESS
 from rota.schedules import NAMED
 from support.commands import output_of
 from support.core_strategies import deal, linear_extension
@@ -192,6 +197,20 @@ def step_with_a_count(rank: int) -> None:
     x = torch.ones(4, WIDTH, dtype=torch.float64)
     with TorchEngine(two_layers(), plan, lambda output, _: (output.sum(), len(output))) as engine:
         engine.step(x, x)
+
+
+def told_by_ten_steps(rank: int) -> str:
+    plan = NAMED["1f1b"](place(Costs.uniform(2), Cluster.uniform(2)), 4)
+    told = io.StringIO()
+    with patch.dict(os.environ, {PROGRESS: "1"}), redirect_stderr(told):
+        steps(TorchEngine, rank, two_layers(), plan, [batch_of(4)] * 10)
+    return told.getvalue()
+
+
+def test_the_first_rank_shows_progress(pool: Pool) -> None:
+    first, second = pool.run(2, told_by_ten_steps)
+    assert re.fullmatch(r"rota run: 10 steps, .* each in the median \(the plan has no measured costs\)\n", first)
+    assert second == ""
 
 
 def test_a_loss_with_a_count_is_refused(tmp_path: Path) -> None:

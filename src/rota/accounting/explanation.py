@@ -21,7 +21,7 @@ from rota.simulation import simulate, timeline_of
 from rota.tables import fitted
 from rota.tasks import Op, Transfer
 from rota.timeline import StepEndWork, Timeline
-from rota.units import count_text, time_text
+from rota.units import angle_repr, count_text, time_text
 
 _NUM_WAITS = 8  # longest waits in a report
 _MAX_ROWS = 16  # ranks in the table; if there are more, the idlest
@@ -72,6 +72,14 @@ class Explanation:
     num_cores: int | None = None
     doubts: tuple[str, ...] = ()
     imbalance: Imbalance | None = None
+
+    def __str__(self) -> str:
+        """One line."""
+        idle = f"idle {self.timeline.bubble_fraction:.1%}"
+        most = "".join(f", most of it by {cause}" for cause in [*self.by_cause][:1])
+        return f"Explanation of {count_text(self.timeline.num_ranks, 'rank')}: {idle}{most}"
+
+    __repr__ = angle_repr
 
     @cached_property
     def by_rank(self) -> tuple[dict[Cause, int], ...]:

@@ -9,8 +9,9 @@ from rota.batching.bounds import ALL_ORDERS, BatchBound
 from rota.plan import Plan
 from rota.simulation import simulate
 from rota.sizes import Size
+from rota.tables import fitted
 from rota.timeline import Timeline
-from rota.units import time_text
+from rota.units import angle_repr, count_text, time_text
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,13 @@ class BatchPlan:
     sizes: tuple[Size, ...]
     makespan_us: int
     bounds: tuple[BatchBound, ...]
+
+    def __str__(self) -> str:
+        """One line."""
+        sizes = f"{count_text(sum(map(len, self.groups)), 'sample')} in {len(self.groups)} micro-batches"
+        return f"BatchPlan of {sizes}: {time_text(self.makespan_us)}, lower bound {time_text(self.bound_us)}"
+
+    __repr__ = angle_repr
 
     @property
     def bound(self) -> BatchBound:
@@ -57,11 +65,11 @@ class BatchPlan:
         """The plan, simulated."""
         return simulate(self.plan)
 
-    def to_text(self) -> str:
-        """The makespan, and its distance from each bound."""
+    def to_text(self, width: int | None = None) -> str:
+        """The makespan, and its distance from each bound, in lines of at most `width`."""
         samples = sum(map(len, self.groups))
         lines = [f"{samples} samples in {len(self.groups)} micro-batches: {time_text(self.makespan_us)}"]
         for bound in self.bounds:
             slower = self.makespan_us / bound.us - 1 if bound.us else 0.0
             lines.append(f"  at most {slower:.2%} above the best of {bound.among}: {bound.why}")
-        return "\n".join(lines)
+        return "\n".join(fitted(line, width) for line in lines)

@@ -18,8 +18,9 @@ from rota.plan import Plan
 from rota.schedules import NAMED
 from rota.schedules.families import named_plans
 from rota.simulation import simulate
+from rota.tables import fitted, table_lines
 from rota.timeline import Timeline
-from rota.units import count_text
+from rota.units import angle_repr, count_text, time_text
 
 MIN_GAIN = 0.01  # a smaller gain, relative to the makespan, does not justify another plan
 OVERLOADED = 1.10  # a rank has too much work above this multiple of the mean
@@ -51,6 +52,13 @@ class Calibration:
     plan: Plan
     candidates: tuple[Candidate, ...]
     spread: Spread | None = None
+
+    def __str__(self) -> str:
+        """One line."""
+        times = f"measured {time_text(round(median(self.measured_us)))}, predicted {time_text(self.predicted_us)}"
+        return f"Calibration: planned {time_text(self.planned_us)}, {times}"
+
+    __repr__ = angle_repr
 
     @cached_property
     def predicted_us(self) -> int:
@@ -93,8 +101,8 @@ class Calibration:
         found = [*self.candidates, Candidate(name, plan, simulate(plan).makespan_us)]
         return replace(self, candidates=tuple(sorted(found, key=lambda one: one.makespan_us)))
 
-    def to_text(self) -> str:
-        """The report that `rota calibrate` prints."""
+    def to_text(self, width: int | None = None) -> str:
+        """The report that `rota calibrate` prints, in lines of at most `width` where no command is longer."""
         measured = round(median(self.measured_us))
         rows = [
             ("planned, with the old costs", self.planned_us),
@@ -102,9 +110,10 @@ class Calibration:
             ("the same orders, with the new costs", self.predicted_us),
         ]
         rows += [(f"  {one.name}", one.makespan_us) for one in self.candidates[:_MAX_ROWS]]
-        lines = [f"{'makespan':<36}{'µs':>12}   of measured"]
-        lines += [f"{what:<36}{us:>12,}{us / measured - 1:>+13.1%}" if measured else what for what, us in rows]
-        return "\n".join([*lines, "", self.verdict()])
+        cells = [(what, f"{us:,}", f"{us / measured - 1:+.1%}" if measured else "") for what, us in rows]
+        lines = table_lines(("makespan", "µs", "of measured"), cells, left={"makespan"}, width=width)
+        verdict = [line if line.startswith("  ") else fitted(line, width) for line in self.verdict().split("\n")]
+        return "\n".join([*lines, "", *verdict])
 
     def verdict(self) -> str:
         """Whether to keep the plan, and whether to cut the model again."""

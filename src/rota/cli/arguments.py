@@ -64,6 +64,17 @@ def parse_memory(text: str) -> int | Fraction:
     return num_bytes
 
 
+def parse_limit(text: str) -> int:
+    """Return bytes, as `parse_memory`, where the device is not known that a share would refer to. Raises ValueError."""
+    found = parse_memory(text)
+    if isinstance(found, Fraction):
+        raise ValueError(
+            f"{text!r} is a share of a device's memory, and this command knows no device; write a size, for example "
+            f"40GB (`rota autoplan --memory` takes shares)"
+        )
+    return found
+
+
 def parse_link(text: str) -> tuple[int, int | None]:
     """Return latency in µs and bytes per µs: "5us,50GB/s" -> (5, 50000); either may be left out. Raises ValueError."""
     latency_us: int | None = None
@@ -103,6 +114,7 @@ def parse_mesh(text: str) -> dict[str, int]:
 
 size = argument_type(parse_bytes)
 memory = argument_type(parse_memory)
+limit = argument_type(parse_limit)
 link = argument_type(parse_link)
 mesh = argument_type(parse_mesh)
 
@@ -232,9 +244,13 @@ _LINKS = "all links as --link says"
 def add_step(parser: Parser) -> None:
     """--microbatches and --limit."""
     parser.add_argument("--microbatches", type=number(1), metavar="M", required=True, help="micro-batches per step")
-    parser.add_argument(
-        "--limit", type=size, metavar="BYTES", help="memory limit per rank, such as 40GB (default: none)"
-    )
+    add_limit(parser)
+
+
+def add_limit(parser: Parser) -> None:
+    """--limit."""
+    help_text = "memory limit per rank, such as 40GB (default: none)"
+    parser.add_argument("--limit", type=limit, metavar="SIZE", help=help_text)
 
 
 def add_snapshots(parser: Parser) -> None:

@@ -184,12 +184,6 @@ def refuse_outputs(arguments: Namespace) -> None:
         (_refuse_file if what in ("file", "plan", "timeline") else _refuse_folder)(output)
 
 
-def refuse_output(path: str, force: bool) -> None:
-    """Raise InputError, before any work, if a file cannot be written, or is there already and `force` is not given."""
-    refuse_taken(Path(path), force)
-    _refuse_file(path)
-
-
 def _refuse_twice(outputs: list[str | None]) -> None:
     """Raise InputError if two outputs are the same file."""
     places: set[str] = set()
@@ -274,9 +268,9 @@ def write(path: str, text: str, then: str = "", *, quietly: bool = False) -> Non
         print(f"Wrote {path}{then}.")
 
 
-def keep(path: str | None, text: str, example: str = "", then: str = "") -> None:
+def keep(path: str | None, text: str, example: str = "", then: str = "", *, quietly: bool = False) -> None:
     """Write what a command has made, or say that it is lost, and how to keep it: with -o `example`."""
-    if path is None:
+    if path is not None:
+        write(path, text, then, quietly=quietly)
+    elif not quietly:
         print(f"The result was not saved; use {f'-o {example}'.strip()} to save it.")
-    else:
-        write(path, text, then)

@@ -12,11 +12,17 @@ from rota.comparison import Comparison
 from rota.timeline import Timeline
 
 if TYPE_CHECKING:
+    from rota import BatchPlan
+    from rota.backups import Backups
     from rota.calibration import Calibration
+    from rota.interop.traces import ImportedTrace
+    from rota.layers import LayerCosts
     from rota.planning import Answer
     from rota.planning.evaluation import Found
-    from rota.planning.rehearsal import Rehearsal
-    from rota.search import Frontier
+    from rota.planning.rehearsal import BatchesRehearsal, Rehearsal
+    from rota.runtime.checkpoints.files import Saved
+    from rota.search import Frontier, SearchResult
+    from rota.sizes import SizeModel
 
 
 def print_json(fields: Mapping[str, Any]) -> None:
@@ -39,6 +45,96 @@ def of_timeline(timeline: Timeline) -> dict[str, Any]:
         "peak_memory_bytes": list(timeline.peak_memory_bytes),
         "limit_bytes": list(plan.placement.cluster.limit_bytes),
         "wire_effects": wire_effects(plan.placement),
+    }
+
+
+def of_search(found: SearchResult) -> dict[str, Any]:
+    """What was minimized, the value and its lower bound, how the plan was found, and the named schedules."""
+    return {
+        "objective": found.objective,
+        "value_us": float(found.value_us),
+        "bound_us": float(found.bound_us),
+        "gap": found.gap,
+        "why": found.why,
+        "how": found.how,
+        "period_us": None if found.period_us is None else float(found.period_us),
+        "named": [asdict(one) for one in found.named],
+        "elapsed_s": found.elapsed_s,
+        "stopped_by": found.stopped_by,
+        "among": found.among,
+    }
+
+
+def of_backups(found: Backups) -> dict[str, Any]:
+    """What the loss of each rank costs."""
+    return {
+        "num_replicas": found.num_replicas,
+        "backups": [
+            {"lost": one.lost, "makespan_us": one.makespan_us, "bound_us": one.bound_us} for one in found.backups
+        ],
+    }
+
+
+def of_batch(found: BatchPlan) -> dict[str, Any]:
+    """The micro-batches of a batch, its plan, and the bound among each set of plans."""
+    return {
+        "groups": [list(group) for group in found.groups],
+        "bounds": [{"us": bound.us, "among": bound.among, "why": bound.why} for bound in found.bounds],
+        **of_timeline(found.timeline),
+    }
+
+
+def of_layers(layers: LayerCosts) -> dict[str, Any]:
+    """What each layer costs at one number of rows, and why the figures may be wrong."""
+    return {
+        "rows": layers.rows,
+        "note": layers.note,
+        "cuts": list(layers.cuts),
+        "contents": list(layers.contents),
+        "forward_us": list(layers.forward_us),
+        "backward_us": list(layers.backward_us),
+        "kept_bytes": list(layers.kept_bytes),
+        "static_bytes": list(layers.static_bytes),
+        "spread": list(layers.spread),
+        "why_doubtful": layers.why_doubtful,
+        "why_incomplete": layers.why_incomplete if layers.uncounted else "",
+    }
+
+
+def of_sizes(model: SizeModel, cuts: Sequence[str]) -> dict[str, Any]:
+    """The fitted terms (constant, per token, per square) of each stage."""
+    names = ("forward_us", "backward_us", "activation_bytes")
+    return {
+        "cuts": list(cuts),
+        "error": model.error,
+        **{name: [curve._asdict() for curve in getattr(model, name)] for name in names},
+    }
+
+
+def of_trace(found: ImportedTrace) -> dict[str, Any]:
+    """Which step of the traces it is, and what is known about the run."""
+    return {
+        "step": found.step,
+        "num_steps": found.num_steps,
+        "clock_shifts_us": list(found.clock_shifts_us),
+        "hosts": list(found.hosts),
+        "world_size": found.world_size,
+        "on_cpu": found.on_cpu,
+    }
+
+
+def of_checkpoint(saved: Saved) -> dict[str, Any]:
+    """What a checkpoint holds."""
+    manifest = saved.manifest
+    return {
+        "name": saved.path.name,
+        "step": manifest.step,
+        "num_ranks": manifest.num_ranks,
+        "num_replicas": manifest.num_replicas,
+        "num_weights": len(manifest.weights),
+        "num_files": len(manifest.files),
+        "num_bytes": saved.num_bytes,
+        "extra": manifest.extra,
     }
 
 
@@ -87,6 +183,11 @@ def of_frontier(found: Frontier) -> dict[str, Any]:
 def of_rehearsal(rehearsed: Rehearsal) -> dict[str, Any]:
     """Every step's makespan, and the median step against the plan."""
     return {"makespans_us": list(rehearsed.makespans_us), **of_comparison(rehearsed.comparison)}
+
+
+def of_batches(rehearsed: BatchesRehearsal) -> dict[str, Any]:
+    """The makespan of each batch, as simulated and as measured."""
+    return {"planned_us": list(rehearsed.planned_us), "measured_us": list(rehearsed.measured_us)}
 
 
 def of_answer(answer: Answer) -> dict[str, Any]:

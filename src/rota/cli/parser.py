@@ -64,7 +64,7 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, *, add_arguments: Callable[[Parser], None] | None = None, **options: Any) -> None:
         super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, exit_on_error=False, **options)
         self._add_arguments = add_arguments
-        self._commands: list[str] = []
+        self._commands: dict[str, Parser] = {}
         self._words: Sequence[str] = ()  # what is being parsed
 
     def add_commands(self, commands: Iterable[Command], metavar: str, dest: str, required: bool = False) -> None:
@@ -81,18 +81,37 @@ class Parser(argparse.ArgumentParser):
             )
             if command.run is not None:
                 sub.set_defaults(function=command.run)
-            self._commands.append(command.name)
+            self._commands[command.name] = sub
+
+    @property
+    def sub_commands(self) -> dict[str, Parser]:
+        """The parsers of the sub-commands, with their arguments declared."""
+        for parser in self._commands.values():
+            parser._declare()
+        return self._commands
+
+    @property
+    def choices(self) -> dict[str, list[str]]:
+        """The words that each long option takes, if they are few, and as "" those of the positional arguments.
+
+        This is the only use of a private part of argparse.
+        """
+        found: dict[str, list[str]] = {"": []}
+        for action in self._actions:
+            words = [str(word) for word in action.choices or ()]
+            long = [option for option in action.option_strings if option.startswith("--")]
+            found |= dict.fromkeys(long, words)
+            found[""] += [] if action.option_strings else words
+        return found
 
     @property
     def options(self) -> list[str]:
-        """The long options of this parser. This is the only use of a private part of argparse."""
-        return [option for option in self._option_string_actions if option.startswith("--")]
+        """The long options of this parser."""
+        return [option for option in self.choices if option]
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Refuse unknown words here, because only a command's own parser knows the command's options."""
-        if self._add_arguments is not None:
-            self._add_arguments(self)
-            self._add_arguments = None
+        self._declare()
         self._words = sys.argv[1:] if args is None else list(args)
         try:
             self._check_command()
@@ -119,6 +138,11 @@ class Parser(argparse.ArgumentParser):
             return super().format_help()
         finally:
             self.description, self.epilog = texts
+
+    def _declare(self) -> None:
+        if self._add_arguments is not None:
+            self._add_arguments(self)
+            self._add_arguments = None
 
     def _check_command(self) -> None:
         """The first word that is not an option must be a sub-command, if there are any."""

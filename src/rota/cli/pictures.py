@@ -10,7 +10,13 @@ from rota.timeline import Timeline
 
 
 def draw(
-    timeline: Timeline, output: str, above: Timeline | None, names: tuple[str, str], bound_us: int | None = None
+    timeline: Timeline,
+    output: str,
+    above: Timeline | None,
+    names: tuple[str, str],
+    bound_us: int | None = None,
+    *,
+    quietly: bool = False,
 ) -> None:
     """Write a picture of `timeline`, under `above` if there is one; `names` are the files of both, `above`'s first."""
     if not output.lower().endswith((".html", ".json")):
@@ -20,7 +26,8 @@ def draw(
     names = Path(names[0]).name, Path(names[1]).name
     title = " over ".join(names) if above else names[1]
     save(timeline, output, above=above, names=names, title=title, bound_us=bound_us)
-    print(f"Wrote {output}.")
+    if not quietly:
+        print(f"Wrote {output}.")
 
 
 def is_measured(timeline: Timeline) -> bool:

@@ -6,9 +6,9 @@ import os
 import shutil
 import sys
 import textwrap
-import time
+import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from rota.cli.snapshots import snapshots_text
 from rota.cli.wire_effects import counts_transfers, wire_effects
@@ -21,6 +21,9 @@ _ASCII = str.maketrans(
     {"─": "-", "═": "=", "━": "=", "┄": "~", "·": ".", "▸": ">", "µ": "u", "×": "x", "…": "...", "−": "-", "→": "->"}
 )
 _EVERY_S = 5.0  # between lines of progress where there is no terminal
+#: A fork must not happen while a line is being printed: the child would wait for ever for the lock of its stderr.
+_PRINTING = threading.Lock()
+os.register_at_fork(before=_PRINTING.acquire, after_in_parent=_PRINTING.release, after_in_child=_PRINTING.release)
 
 
 def print_timeline(timeline: Timeline, width: int | None = None) -> None:
@@ -49,9 +52,10 @@ def report_columns() -> int | None:
     return terminal_columns() if sys.stdout.isatty() or os.environ.get("COLUMNS") else None
 
 
-def print_text(text: str) -> None:
-    """Print lines of text, wrapped to the terminal's width."""
-    print("\n".join(fitted(line, report_columns()) for line in text.split("\n")))
+def print_text(text: str, *, to_stderr: bool = False) -> None:
+    """Print lines of text, wrapped to the terminal's width; on standard error where standard output has JSON."""
+    wrapped = "\n".join(fitted(line, report_columns()) for line in text.split("\n"))
+    print(wrapped, file=sys.stderr if to_stderr else sys.stdout)
 
 
 def print_wire_effects(plan: Plan, width: int | None = None) -> None:
@@ -85,10 +89,10 @@ def ascii_form(error: UnicodeError) -> tuple[str, int]:
 
 
 @contextmanager
-def progress_line(now_s: Callable[[], float] = time.monotonic) -> Iterator[Callable[[object], None]]:
+def progress_line() -> Iterator[Callable[[object], None]]:
     """A function that shows what is being done: on one line of a terminal, which is cleared in the end.
 
-    Other outputs, such as a log, get a line every few seconds.
+    Other outputs, such as a log, get a line every few seconds: the last one again if there is nothing new.
     """
     if sys.stderr.isatty():
         try:
@@ -96,15 +100,24 @@ def progress_line(now_s: Callable[[], float] = time.monotonic) -> Iterator[Calla
         finally:
             _overwrite("")
         return
-    shown_s = now_s()
+    shown, is_over = [""], threading.Event()
 
     def show(doing: object) -> None:
-        nonlocal shown_s
-        if now_s() - shown_s >= _EVERY_S:
-            shown_s = now_s()
-            print(str(doing).strip(), file=sys.stderr, flush=True)
+        shown[0] = str(doing).strip()
 
-    yield show
+    def repeat() -> None:
+        while not is_over.wait(_EVERY_S):
+            with _PRINTING, suppress(OSError):  # nobody reads it any more
+                sys.stderr.write(shown[0] + "\n" if shown[0] else "")
+                sys.stderr.flush()
+
+    thread = threading.Thread(target=repeat, name="rota-progress", daemon=True)
+    thread.start()
+    try:
+        yield show
+    finally:
+        is_over.set()
+        thread.join()
 
 
 def _overwrite(doing: object) -> None:

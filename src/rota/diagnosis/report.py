@@ -10,6 +10,7 @@ from typing import Any, Literal, TypeAlias, final
 
 from rota import reading
 from rota.reading import printable
+from rota.tables import fitted
 from rota.units import count_text
 
 Level: TypeAlias = Literal["ok", "skipped", "warning", "problem"]
@@ -87,8 +88,11 @@ class Report:
         """1 if anything is a problem, else 0."""
         return int(self.verdict == "problem")
 
-    def to_text(self) -> str:
-        """A line per finding, with its remedy below, under the name of its section; the verdict at the end."""
+    def to_text(self, width: int | None = None) -> str:
+        """A line per finding, with its remedy below, under the name of its section; the verdict at the end.
+
+        Lines have at most `width` characters.
+        """
         lines: list[str] = []
         section, wide = "", 0
         for finding in self.findings:
@@ -96,10 +100,10 @@ class Report:
                 section = finding.section
                 wide = max(len(each.about) for each in self.findings if each.section == section)
                 lines += ["", section] if lines else [section]
-            lines.append(f"  {finding.level:8} {finding.about:{wide}}  {finding.text}")
+            lines.append(fitted(f"  {finding.level:8} {finding.about:{wide}}  {finding.text}", width, 13 + wide))
             if finding.remedy:
-                lines.append(f"  {'':8} {'':{wide}}  -> {finding.remedy}")
-        return "\n".join([*lines, "", self._summary()])
+                lines.append(fitted(f"  {'':8} {'':{wide}}  -> {finding.remedy}", width, 16 + wide))
+        return "\n".join([*lines, "", fitted(self._summary(), width)])
 
     def to_json(self) -> str:
         """The findings and facts as JSON; `docs/doctor.schema.json` describes it."""

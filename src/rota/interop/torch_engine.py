@@ -6,6 +6,7 @@ import atexit
 import math
 import os
 import sys
+import time
 from collections.abc import Iterable, Iterator
 from types import FrameType
 from typing import Any, final
@@ -34,6 +35,7 @@ from rota.runtime.microbatch_inputs import MicrobatchInputs
 from rota.runtime.microbatches import structure
 from rota.runtime.precision import LossScale, ambient_autocast, without_autocast
 from rota.runtime.process_group import join, leave
+from rota.runtime.step_progress import progress_of
 from rota.runtime.transport import collective
 from rota.tasks import Kind
 from rota.timeline import Timeline
@@ -111,6 +113,7 @@ class TorchEngine:
         self.losses: dict[int, float] = {}
         #: Output of each micro-batch of the last step, if outputs are kept.
         self.outputs: dict[int, Any] = {}
+        self._progress = progress_of(plan, self.rank == 0)
         self._closed = False
         atexit.register(self._close_at_exit)
 
@@ -183,12 +186,15 @@ class TorchEngine:
         step.scale, step.autocast = scale * float(self._loss_scale.begin(scaler)), ambient_autocast()
         self._begun = ""
         self._num_steps += 1
+        begun_s = time.monotonic()
         for module in self._modules:
             module.step = step
         with step_seed(HostDevice()) as step.seed, self._watchdog.watching(self._doing):
             self._run_step(step, sync)
             loss = self._mean_loss(batch, step.losses)
         self.losses, self.outputs = step.losses, step.outputs
+        if self._progress is not None:
+            self._progress.done(self._num_steps, begun_s, loss)
         return loss
 
     def _run_step(self, step: Step, sync: bool) -> None:
@@ -294,6 +300,8 @@ class TorchEngine:
         atexit.unregister(self._close_at_exit)
         if error is not None:
             self._watchdog.fail(error)
+        elif self._progress is not None:
+            self._progress.end()
         self._watchdog.close()
         self._schedule = None
         groups = [dist.group.WORLD] if self._owns_process_group else [self._pipeline_group, self._group]

@@ -19,7 +19,7 @@ from rota.planning.reasons import why_slower
 from rota.planning.step_times import FAR
 from rota.tables import fitted, table_lines
 from rota.timeline import Timeline
-from rota.units import count_text, size_text, time_text
+from rota.units import angle_repr, count_text, size_text, time_text
 
 _HEADER = (
     "",
@@ -380,6 +380,8 @@ class Answer:
     def __str__(self) -> str:
         """One line; `to_text` has the rest."""
         return f"{self.best.schedule}: {time_text(self.best.step_us)} per step, {_rate(self.rows_per_s)} rows/s"
+
+    __repr__ = angle_repr
 
     def _repr_html_(self) -> str:
         """The best plan as a picture, and the table."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from rota.costs import AllReduceTimes, Cluster, Link, SharedLink, whole
 from rota.errors import PlacementError
+from rota.units import angle_repr, count_text, limit_text
 
 _ANY_LINK = Link()  # infinitely fast
 _MOST_RANKS = 100_000  # more than any machine has; the time to look at a layout grows with them
@@ -75,6 +76,12 @@ class Machine:
             if self.limit_bytes is not None:
                 raise PlacementError("the cluster has limit_bytes too; give them once")
             object.__setattr__(self, "limit_bytes", measured.limit_bytes[: self.num_ranks])
+
+    def __str__(self) -> str:
+        """One line."""
+        return f"Machine of {count_text(self.num_ranks, 'rank')}, {limit_text(self.limits)}"
+
+    __repr__ = angle_repr
 
     @property
     def prices_sums(self) -> bool:

@@ -29,6 +29,7 @@ from rota.runtime.faults.watchdog import PATIENT
 from rota.runtime.json_messages import all_gather_json, broadcast_json
 from rota.runtime.transport import collective
 from rota.sizes import SizeModel
+from rota.units import angle_repr, count_text, time_text
 
 #: Makes a micro-batch of samples, padded to the given lengths or packed into one row of them: (inputs, targets).
 Collate = Callable[..., tuple[Any, Any]]
@@ -63,6 +64,13 @@ class PlannedBatch:
     planning_us: int
     is_searched: bool
     waited_us: int
+
+    def __str__(self) -> str:
+        """One line."""
+        sizes = f"{count_text(sum(map(len, self.groups)), 'sample')} in {len(self.groups)} micro-batches"
+        return f"PlannedBatch of {sizes}: {time_text(self.makespan_us)}, lower bound {time_text(self.bound_us)}"
+
+    __repr__ = angle_repr
 
 
 @final

@@ -23,6 +23,7 @@ from rota.errors import PlanError
 from rota.plan import Plan
 from rota.programs.device_steps import Communicator, DeviceProgram, Step, device_programs
 from rota.tasks import Transfer
+from rota.units import count_text
 
 _MAX_WAITS = 12  # of a cycle in an error message
 _MAX_BETWEEN = 3  # kernels of a wait
@@ -43,6 +44,10 @@ class DeviceOrder:
     num_kernels: int
     num_channels: int
     num_collectives: int
+
+    def __str__(self) -> str:
+        """One line."""
+        return f"DeviceOrder of {count_text(self.num_ranks, 'rank')}: {self.num_kernels:,} kernels wait in no cycle"
 
 
 def check_device_order(plan: Plan, *, tied: Iterable[tuple[int, ...]] = ()) -> DeviceOrder:

@@ -11,9 +11,9 @@ from rota import notebook
 from rota.accounting.snippets import snippet
 from rota.plan import Plan
 from rota.simulation import simulate
-from rota.tables import table_lines
+from rota.tables import fitted, table_lines
 from rota.timeline import Timeline
-from rota.units import size_text, time_text
+from rota.units import angle_repr, size_text, time_text
 
 Objective = Literal["makespan", "span", "period"]
 KEPT_SEQUENCE = "these micro-batches in this sequence"  #: every task takes them in turn
@@ -135,8 +135,8 @@ class SearchResult:
         """Whether the plan is proven to be the best possible."""
         return self.value_us <= self.bound_us
 
-    def to_text(self) -> str:
-        """What was found, how good it is and why, and the named schedules beside it."""
+    def to_text(self, width: int | None = None) -> str:
+        """What was found, how good it is and why, and the named schedules beside it, in lines of at most `width`."""
         proof = "proven optimal" if self.is_optimal else f"within {self.gap:.2%} of the optimum"
         stopped = f", stopped by {self.stopped_by}" if self.stopped_by else ""
         what = "time per micro-batch" if self.objective == "period" else self.objective
@@ -148,9 +148,9 @@ class SearchResult:
         period_us = None if self.objective == "period" else self.period_us
         if period_us is not None:
             lines.append(f"steady state: {_us(period_us)} per micro-batch")
-        return "\n".join([*lines, *self._named_lines()])
+        return "\n".join([*(fitted(line, width) for line in lines), *self._named_lines(width)])
 
-    def _named_lines(self) -> list[str]:
+    def _named_lines(self, width: int | None) -> list[str]:
         """The named schedules on this placement, beside the plan."""
         what = "span" if self.objective == "span" else "makespan"
         mine_us = self.span_us if what == "span" else self.makespan_us
@@ -160,12 +160,17 @@ class SearchResult:
             slower = f"{value_us / mine_us - 1:+.1%}" if mine_us else ""
             fits = "" if named.fits else "over the limit"
             rows.append((f"  {named.name}", time_text(value_us), slower, size_text(named.peak_bytes), fits))
-        return table_lines(("  schedule", what, "vs. plan", "peak", ""), rows, left={"  schedule", ""}) if rows else []
+        if not rows:
+            return []
+        header, optional = ("  schedule", what, "vs. plan", "peak", ""), ("peak", "vs. plan")
+        return table_lines(header, rows, left={"  schedule", ""}, width=width, optional=optional)
 
     def __str__(self) -> str:
         """One line; `to_text` has the rest."""
         proof = "proven optimal" if self.is_optimal else f"within {self.gap:.2%} of the optimum"
         return f"{self.plan}: {self.objective} {_us(self.value_us)}, {proof}"
+
+    __repr__ = angle_repr
 
     def _repr_html_(self) -> str:
         """The plan as a picture, and how good it is."""

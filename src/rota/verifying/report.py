@@ -6,7 +6,7 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from rota.units import count_text
+from rota.units import angle_repr, count_text
 
 EXACT = 1e-10  # in float64, relative
 _MOST_ROWS = 8
@@ -85,6 +85,13 @@ class Verification:
     by_microbatches: bool | None = None
     reasons: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        """One line."""
+        reasons = "" if self.exact else f", {count_text(len(self.reasons), 'reason')} found"
+        return f"Verification: {'exact' if self.exact else 'NOT exact'}{reasons}"
+
+    __repr__ = angle_repr
 
     @property
     def exact(self) -> bool:

@@ -68,7 +68,7 @@ def add_arguments(parser: Parser) -> None:
         "--batch", type=number(1), metavar="N", required=True, help="rows (samples) per step, over all replicas"
     )
     help_text = "memory limit per rank, such as 40GB, or 80%% for that share of the device's memory (default: none)"
-    parser.add_argument("--memory", type=memory, help=help_text)
+    parser.add_argument("--memory", type=memory, metavar="SIZE", help=help_text)
     add_snapshots(parser)
     help_text = "use costs from `rota profile` (default: measure or estimate them)"
     parser.add_argument("--profile", metavar="FILE", help=help_text)

@@ -10,7 +10,7 @@ from rota.cli.arguments import add_json
 from rota.cli.json_reports import print_json
 from rota.cli.parser import Command, Parser
 from rota.cli.requirements import require_search
-from rota.cli.screen import print_wire_effects, report_columns
+from rota.cli.screen import print_text, print_wire_effects, progress_line, report_columns
 from rota.cli.wire_effects import wire_effects
 from rota.tables import fitted
 from rota.timeline import Timeline
@@ -33,10 +33,11 @@ def run(arguments: Namespace) -> int:
     from rota.search import bounds_of, gap
 
     timeline = simulation.simulate(planned)
-    found = [
-        (objective, value_us, bounds_of(planned.placement, planned.num_microbatches, objective))
-        for objective, value_us in (("makespan", timeline.makespan_us), ("span", timeline.span_us))
-    ]
+    found = []
+    with progress_line() as show:
+        for objective, value_us in (("makespan", timeline.makespan_us), ("span", timeline.span_us)):
+            show(f"computing lower bounds on the {objective} …")
+            found.append((objective, value_us, bounds_of(planned.placement, planned.num_microbatches, objective)))
     assumed = files.note_assumed_times("bound", arguments.plan)
     if arguments.json:
         effects = wire_effects(planned.placement)
@@ -58,7 +59,7 @@ def run(arguments: Namespace) -> int:
 def _print_measured(timeline: Timeline, planned: Timeline) -> None:
     """Say what was measured: the bounds are those of the plan's own costs."""
     if (timeline.makespan_us, timeline.span_us) != (planned.makespan_us, planned.span_us):
-        print(
+        print_text(
             f"measured makespan {timeline.makespan_us:,} µs, span {timeline.span_us:,} µs; the bounds below are for "
             f"the planned makespan {planned.makespan_us:,} µs and span {planned.span_us:,} µs (`rota compare` shows "
             f"what was slower)"

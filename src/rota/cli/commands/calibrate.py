@@ -10,7 +10,7 @@ from rota.cli.arguments import add_json, add_output, add_time_limit
 from rota.cli.json_reports import print_json
 from rota.cli.parser import Command, Parser, one_of
 from rota.cli.requirements import InputError
-from rota.cli.screen import progress_line
+from rota.cli.screen import progress_line, report_columns
 from rota.cli.searching import SEARCH, search_plan
 from rota.cli.wire_effects import counts_transfers
 from rota.schedules import NAMED
@@ -27,6 +27,7 @@ def add_arguments(parser: Parser) -> None:
         "--plan",
         dest="schedule",
         type=one_of((SEARCH, *NAMED), "--plan", any_case=True),
+        choices=(SEARCH, *NAMED),
         metavar="NAME",
         help="a schedule's name, or search (default: the fastest named schedule that fits)",
     )
@@ -53,7 +54,7 @@ def run(arguments: Namespace) -> int:
     if arguments.json:
         print_json(json_reports.of_calibration(found))
     else:
-        print(found.to_text())
+        print(found.to_text(report_columns()))
     if arguments.costs is not None:
         placement, note = found.plan.placement, f"calibrated by {', '.join(arguments.timelines)}"
         # Links are not part of costs, but of plans and timelines.

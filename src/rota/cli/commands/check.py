@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from typing import Any
+from typing import Any, NamedTuple
 
 from rota import checking, simulation
 from rota.cli import files, json_reports
 from rota.cli.arguments import add_costs_of_csv, add_json
 from rota.cli.json_reports import print_json
 from rota.cli.parser import Command, Parser
-from rota.cli.requirements import InputError, require
-from rota.cli.screen import print_replicas, print_snapshots, print_text, print_wire_effects, report_columns
+from rota.cli.requirements import require
+from rota.cli.screen import (
+    print_replicas,
+    print_snapshots,
+    print_text,
+    print_wire_effects,
+    progress_line,
+    report_columns,
+)
 from rota.costs import ASSUMED_COSTS
 from rota.errors import PlanError
 from rota.plan import Plan
@@ -63,9 +70,9 @@ def run(arguments: Namespace) -> int:
     print_snapshots(timeline)
     print_replicas(planned, "checked")
     if arguments.device:
-        _print_proof(*_device_text(device_order.check_device_order(planned)))
+        _print_proof(*_device_text(_on_devices(planned)))
     if arguments.torch:
-        _check_torch(arguments.plan, planned)
+        _print_torch(_on_torch(arguments.plan, planned))
     return 0
 
 
@@ -86,35 +93,71 @@ def _assumes_times(arguments: Namespace) -> bool:
 
 def _fields(arguments: Namespace, planned: Plan, timeline: Timeline) -> dict[str, Any]:
     """What `--json` prints of a plan that is accepted; one that is not ends with an error, as always."""
-    if arguments.torch:
-        raise InputError("--torch prints text only; leave --json or --torch out")
-    proved = device_order.check_device_order(planned) if arguments.device else None
+    proved = _on_devices(planned) if arguments.device else None
     assumed = _assumes_times(arguments) and files.note_assumed_times("check", arguments.plan)
-    fields = {"accepted": True, "device_kernels": proved and proved.num_kernels, "times_assumed": assumed}
+    fields: dict[str, Any] = {"accepted": True, "device_kernels": proved and proved.num_kernels}
+    fields["times_assumed"] = assumed
+    if arguments.torch:
+        on_torch = _on_torch(arguments.plan, planned)
+        fields |= {
+            "torch_kernels": on_torch.proved.num_kernels,
+            "torch_derives_messages": on_torch.derives,
+            "torch_differs_from_plan": on_torch.differences,
+            "torch_defer_pp_recv": on_torch.deferred,
+        }
     return fields | json_reports.of_timeline(timeline)
 
 
-def _check_torch(path: str, planned: Plan) -> None:
-    """Print what is proved of PyTorch's engine. Raises PlanError if it could hang."""
+def _on_devices(planned: Plan) -> DeviceOrder:
+    """What is proved of devices with streams. Raises PlanError if the step could hang there."""
+    with progress_line() as show:
+        show("proving that the step cannot hang on devices …")
+        return device_order.check_device_order(planned)
+
+
+class _OnTorch(NamedTuple):
+    """What is proved of PyTorch's engine.
+
+    `derives`: whether PyTorch derives the messages, instead of the CSV listing them. `differences`: where it then sends
+    in another order than the plan. `deferred`: why `defer_pp_recv` must be off; "" if it may be on or is unknown.
+    """
+
+    proved: DeviceOrder
+    derives: bool
+    differences: str = ""
+    deferred: str = ""
+
+
+def _on_torch(path: str, planned: Plan) -> _OnTorch:
+    """Raises PlanError if PyTorch's engine could hang."""
     text = files.text_of(path) if files.is_csv(path) else planned.to_csv()
-    with files.named(path):
+    with files.named(path), progress_line() as show:
+        show("proving that the step cannot hang on PyTorch's engine …")
         if torch_order.has_communication(text):
-            _print_proof(*_torch_text("the CSV's messages", torch_order.check_torch_order(text)))
-            return
+            return _OnTorch(torch_order.check_torch_order(text), derives=False)
         require("torch", "torch")
         from rota.interop.torch_order import derived
 
-        by_torch = derived(text)
-        _print_proof(*_torch_text("the messages that it derives", torch_order.check_torch_order(by_torch)))
-        if differences := torch_order.first_differences(by_torch, planned.to_csv(communication=True)):
-            print_text(
-                f"  PyTorch sends messages in a different order from the plan; makespan and --device refer to the "
-                f"plan's\n  ({differences}); rota.interop.keep_order runs the plan's order (docs/other-trainers.md)"
-            )
+        by_torch, deferred = derived(text), ""
+        proved = torch_order.check_torch_order(by_torch)
         try:
             torch_order.check_torch_order(derived(text, defers_receives=True))
         except PlanError as error:
-            print_text(f"  defer_pp_recv=True could hang or swap messages; leave it off: {error}")
+            deferred = str(error)
+        differences = torch_order.first_differences(by_torch, planned.to_csv(communication=True))
+        return _OnTorch(proved, True, differences, deferred)
+
+
+def _print_torch(found: _OnTorch) -> None:
+    messages = "the messages that it derives" if found.derives else "the CSV's messages"
+    _print_proof(*_torch_text(messages, found.proved))
+    if found.differences:
+        print_text(
+            f"  PyTorch sends messages in a different order from the plan; makespan and --device refer to the plan's\n"
+            f"  ({found.differences}); rota.interop.keep_order runs the plan's order (docs/other-trainers.md)"
+        )
+    if found.deferred:
+        print_text(f"  defer_pp_recv=True could hang or swap messages; leave it off: {found.deferred}")
 
 
 def _print_proof(proved: str, why: str) -> None:

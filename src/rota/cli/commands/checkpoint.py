@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import sys
 from argparse import Namespace
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from rota.cli import files
-from rota.cli.arguments import add_output
+from rota.cli import files, json_reports
+from rota.cli.arguments import add_json, add_output
+from rota.cli.json_reports import print_json
 from rota.cli.parser import Command, Parser, one_of, two_columns
 from rota.cli.requirements import InputError, require
-from rota.errors import PipelineError
+from rota.cli.screen import print_text, progress_line
+from rota.errors import PipelineError, RotaError
 from rota.reading import printable, read_text, short
-from rota.units import count_text
+from rota.units import count_text, size_text
 
 if TYPE_CHECKING:
     from rota.runtime.checkpoints.files import Saved
@@ -29,7 +32,7 @@ _ACTIONS = {
 def add_arguments(parser: Parser) -> None:
     """Add the arguments of `rota checkpoint` to its parser."""
     actions = parser.add_argument_group("actions", two_columns(_ACTIONS))
-    actions.add_argument("action", type=one_of(ACTIONS), metavar="ACTION", help="ls, verify or export")
+    actions.add_argument("action", type=one_of(ACTIONS), choices=ACTIONS, metavar="ACTION", help="ls, verify or export")
     help_text = "folder that rota.Checkpoints writes to, or one checkpoint in it: FOLDER/step-N"
     actions.add_argument("folder", metavar="FOLDER", help=help_text)
     add_output(
@@ -38,6 +41,7 @@ def add_arguments(parser: Parser) -> None:
         "for export: model.safetensors or, with --config, a folder for it and config.json",
         writes="file or folder",
     )
+    add_json(parser)
     help_text = (
         "for export: the model's config.json; it is copied next to model.safetensors, so that from_pretrained loads "
         "both"
@@ -57,7 +61,11 @@ def run(arguments: Namespace) -> int:
 
 
 def _ls(arguments: Namespace) -> int:
-    for saved in _readable(arguments.folder)[0]:
+    found = _found(arguments)
+    if arguments.json:
+        print_json(found.to_fields())
+        return 0
+    for saved in found.readable:
         manifest = saved.manifest
         extra = ", ".join(f"{printable(name)}={short(value)}" for name, value in manifest.extra.items())
         line = (
@@ -65,35 +73,57 @@ def _ls(arguments: Namespace) -> int:
             f"{count_text(manifest.num_replicas, 'replica')}  "
             f"{len(manifest.weights):,} weights and buffers  {saved.num_bytes:,} bytes  {extra}"
         )
-        print(line.rstrip())
+        print_text(line.rstrip())
     return 0
 
 
 def _verify(arguments: Namespace) -> int:
     from rota.runtime.checkpoints.contents import damages
 
-    whole, damaged = _readable(arguments.folder)
-    for saved in whole:
-        found = damages(saved)
-        whole_text = f"complete: {len(saved.manifest.files)} files, {saved.num_bytes:,} bytes"
-        print(f"{_name(saved.path)}  {printable('; '.join(found) or whole_text)}")
-        damaged += [saved.path.name] * bool(found)
-    if damaged:
+    found = _found(arguments)
+    wrong: dict[str, list[str]] = {}
+    for saved in found.readable:
+        with progress_line() as show:
+            show(f"reading {printable(saved.path.name)} ({size_text(saved.num_bytes)}) …")
+            wrong[saved.path.name] = damages(saved)
+        if not arguments.json:
+            whole_text = f"complete: {len(saved.manifest.files)} files, {saved.num_bytes:,} bytes"
+            print_text(f"{_name(saved.path)}  {printable('; '.join(wrong[saved.path.name]) or whole_text)}")
+    if arguments.json:
+        print_json(found.to_fields() | {"damages": wrong})
+    if damaged := [*(path.name for path, _ in found.unreadable), *(name for name, what in wrong.items() if what)]:
         raise PipelineError(f"damaged: {', '.join(damaged)}; remove them to resume from earlier ones")
     return 0
 
 
-def _readable(folder: str) -> tuple[list[Saved], list[str]]:
-    """All checkpoints that can be read, and the names of those that cannot; prints one line for each of these."""
+class _Found(NamedTuple):
+    """The checkpoints in a folder; `unreadable` ones with the error."""
+
+    readable: Sequence[Saved]
+    unreadable: Sequence[tuple[Path, RotaError]]
+    unfinished: Sequence[Path]
+
+    def to_fields(self) -> dict[str, Any]:
+        return {
+            "checkpoints": [json_reports.of_checkpoint(saved) for saved in self.readable],
+            "unreadable": [{"name": path.name, "error": str(error)} for path, error in self.unreadable],
+            "unfinished": [path.name for path in self.unfinished],
+        }
+
+
+def _found(arguments: Namespace) -> _Found:
+    """All checkpoints in the folder; prints a line for each that cannot be read, unless --json is given."""
     from rota.runtime.checkpoints.checkpoint_folder import unfinished_ones
     from rota.runtime.checkpoints.contents import find
 
-    found, damaged = find(Path(folder))
-    for path in unfinished_ones(Path(folder)):
-        print(f"{_name(path)}  incomplete, ignored by load")
-    for path, error in damaged:
-        print(f"{_name(path)}  unreadable: {printable(str(error))}")
-    return found, [path.name for path, _ in damaged]
+    folder = Path(arguments.folder)
+    found = _Found(*find(folder), [*unfinished_ones(folder)])
+    if not arguments.json:
+        for path in found.unfinished:
+            print_text(f"{_name(path)}  incomplete, ignored by load")
+        for path, error in found.unreadable:
+            print_text(f"{_name(path)}  unreadable: {printable(str(error))}")
+    return found
 
 
 def _name(path: Path) -> str:
@@ -114,10 +144,15 @@ def _export(arguments: Namespace) -> int:
         config = read_text(arguments.config)
         files.make_folder(arguments.output)
         path /= "model.safetensors"
-    num_tensors = export(found[-1], path)
+    with progress_line() as show:
+        show(f"writing {printable(str(path))} ({size_text(found[-1].num_bytes)} to read) …")
+        num_tensors = export(found[-1], path)
     if arguments.config is not None:
-        files.write(str(path.with_name("config.json")), config)
-    print(printable(f"Wrote {num_tensors:,} weights and buffers from {found[-1].path} to {path}."))
+        files.write(str(path.with_name("config.json")), config, quietly=arguments.json)
+    if arguments.json:
+        print_json({"path": str(path), "num_tensors": num_tensors, **json_reports.of_checkpoint(found[-1])})
+    else:
+        print_text(printable(f"Wrote {num_tensors:,} weights and buffers from {found[-1].path} to {path}."))
     return 0
 
 

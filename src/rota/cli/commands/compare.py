@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from argparse import Namespace
 
@@ -26,6 +27,10 @@ def add_arguments(parser: Parser) -> None:
 
 def run(arguments: Namespace) -> int:
     """Print the planned timeline against the measured one, and draw both to --output. Returns the exit code."""
+    if os.path.realpath(arguments.planned) == os.path.realpath(arguments.measured):
+        raise InputError(
+            f"{arguments.measured} is given twice: compare a plan with a measured timeline, or two measured timelines"
+        )
     planned, measured = files.read_timeline(arguments.planned), files.read_timeline(arguments.measured)
     if is_measured(planned):
         if not is_measured(measured):
@@ -49,7 +54,7 @@ def run(arguments: Namespace) -> int:
         print(compared.to_text(report_columns()))
         print_wire_effects(planned.plan, report_columns())
     if arguments.output is not None:
-        draw(measured, arguments.output, planned, (arguments.planned, arguments.measured))
+        draw(measured, arguments.output, planned, (arguments.planned, arguments.measured), quietly=arguments.json)
     return 0
 
 

@@ -7,14 +7,14 @@ from argparse import Namespace
 from typing import TYPE_CHECKING
 
 from rota.cli import files
-from rota.cli.arguments import add_force, number, seconds
+from rota.cli.arguments import add_json, add_output, number, seconds
 from rota.cli.parser import Command, Parser
 from rota.cli.requirements import InputError
+from rota.cli.screen import report_columns
 
 if TYPE_CHECKING:
     from rota.diagnosis import Report, Wanted
 
-_STDOUT = "-"
 _TIMEOUT_S = 30.0
 _DETAILS = """
 
@@ -34,9 +34,8 @@ exit code: 0 no problems, 1 at least one problem, 2 invalid arguments"""
 
 def add_arguments(parser: Parser) -> None:
     """Add the arguments of `rota doctor` to its parser."""
-    help_text = "write all findings and measurements as JSON to FILE, or print them instead of the text if FILE is -"
-    parser.add_argument("--json", metavar="FILE", help=help_text)
-    add_force(parser)
+    add_json(parser)
+    add_output(parser, "FILE", "write all findings and measurements as JSON")
     help_text = "number of processes to test with (default: one per accelerator; on the CPU, up to 4)"
     parser.add_argument("--ranks", type=number(1), metavar="N", help=help_text)
     parser.add_argument("--no-self-test", action="store_true", help="measure links and clocks, but run no plans")
@@ -55,18 +54,16 @@ def run(arguments: Namespace) -> int:
 
     if arguments.no_self_test and arguments.full:
         raise InputError("--full and --no-self-test: --full is a longer self-test; leave one out")
-    if arguments.json not in (None, _STDOUT):
-        files.refuse_output(arguments.json, arguments.force)
     wanted = Wanted(arguments.ranks, not arguments.no_self_test, arguments.full, arguments.timeout)
     report = _examined(wanted)
     if report is None:  # the first rank prints it
         return 0
-    if arguments.json == _STDOUT:
+    if arguments.json:
         print(report.to_json(), end="")
-        return report.exit_code
-    print(report.to_text())
-    if arguments.json is not None:
-        files.write(arguments.json, report.to_json())
+    else:
+        print(report.to_text(report_columns()))
+    if arguments.output is not None:
+        files.write(arguments.output, report.to_json(), quietly=arguments.json)
     return report.exit_code
 
 
@@ -83,7 +80,7 @@ def _examined(wanted: Wanted) -> Report | None:
 COMMAND = Command(
     "doctor",
     "check this machine's software versions, devices and links, and run a self-test of training",
-    "rota doctor\n  rota doctor --json doctor.json",
+    "rota doctor\n  rota doctor -o doctor.json",
     add_arguments,
     run,
     _DETAILS,

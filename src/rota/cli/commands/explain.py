@@ -12,7 +12,7 @@ from rota.cli.json_reports import print_json
 from rota.cli.parser import Command, Parser
 from rota.cli.pictures import is_measured
 from rota.cli.requirements import InputError
-from rota.cli.screen import print_wire_effects, report_columns
+from rota.cli.screen import print_wire_effects, progress_line, report_columns
 from rota.cli.wire_effects import wire_effects
 
 
@@ -36,7 +36,9 @@ def run(arguments: argparse.Namespace) -> int:
         )
     timeline = files.read_timeline(arguments.timeline)
     planned = timeline.plan if arguments.planned is None else files.read_timeline(arguments.planned)
-    explanation = accounting.explain(timeline, planned, arguments.cores)
+    with progress_line() as show:
+        show("simulating what would help …")
+        explanation = accounting.explain(timeline, planned, arguments.cores)
     if is_measured(timeline):
         files.note_one_step("explain", arguments.timeline)
     given = [path for path in (arguments.timeline, arguments.planned) if path is not None]

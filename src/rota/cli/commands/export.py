@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from argparse import Namespace
+from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 from rota import checking, cutting
 from rota.cli import files
-from rota.cli.arguments import add_output, argument_type, comma_separated
+from rota.cli.arguments import add_json, add_output, argument_type, comma_separated
+from rota.cli.json_reports import print_json
 from rota.cli.parser import Command, Parser
 from rota.cli.requirements import InputError, require
+from rota.cli.screen import print_text, progress_line
 from rota.cli.titan_parts import LEAVES_NONE, checked_parts, titan_parts
 from rota.errors import SplitError
 from rota.plan import Plan
@@ -47,6 +51,7 @@ def _add_torchtitan(parser: Parser) -> None:
         "trains its own model with the same module names"
     )
     parser.add_argument("--unchecked", action="store_true", help=help_text)
+    add_json(parser)
     add_output(parser, "FOLDER", "folder for the files; created if missing", required=True, writes="files in a folder")
 
 
@@ -67,6 +72,7 @@ def _add_megatron(parser: Parser) -> None:
     parser.add_argument("--type", metavar="REGEX", help=help_text)
     help_text = "number of multi-token-prediction layers (default: 0)"
     parser.add_argument("--mtp", type=int, default=0, metavar="N", help=help_text)
+    add_json(parser)
     add_output(parser, "FILE", "write the layout")
 
 
@@ -84,6 +90,7 @@ def _add_deepspeed(parser: Parser) -> None:
     parser.add_argument("--type", metavar="REGEX", help=help_text)
     help_text = "with --type: class names of the layers, in order"
     parser.add_argument("--layers", type=_layers, metavar="NAME*N,…", help=help_text)
+    add_json(parser)
     add_output(parser, "FILE", "write the boundaries as JSON")
 
 
@@ -137,22 +144,37 @@ def _to_torchtitan(arguments: Namespace) -> int:
     exported = load_exported_model(arguments.model)
     parts = titan_parts(exported, arguments.cuts or planned.cuts, planned.num_stages)
     try:
-        checked = LEAVES_NONE if arguments.unchecked else checked_parts(exported, parts)
+        with progress_line() as show:
+            show(f"running the {count_text(len(parts), 'stage')} of {exported.path}, each without the others …")
+            checked = LEAVES_NONE if arguments.unchecked else checked_parts(exported, parts)
     except SplitError as error:
         raise InputError(f"--model {exported.path}: {error}") from None
     texts = torchtitan.render(parts, planned, arguments.output)
     files.make_folder(arguments.output)
     for path, text in texts.items():
-        files.write(str(path), text)
-    for stage, names in enumerate(parts):
-        print(f"stage {stage}: {' '.join(names)}")
+        files.write(str(path), text, quietly=arguments.json)
     rows = planned.microbatch_rows
+    splits = any(task.kind is Kind.W for task in planned.placement.tasks)
+    if arguments.json:
+        print_json(
+            {
+                "files": [*map(str, texts)],
+                "stages": [list(names) for names in parts],
+                "num_microbatches": planned.num_microbatches,
+                "microbatch_rows": rows,
+                "splits_backward": splits,
+                "checked": checked,
+            }
+        )
+        return 0
+    for stage, names in enumerate(parts):
+        print_text(f"stage {stage}: {' '.join(names)}")
     given = f"{planned.num_microbatches} micro-batches" + (f" of {count_text(rows, 'row')} each" if rows else "")
-    print(
+    print_text(
         f"Give torchtitan {given} per step. docs/torchtitan.md has the launch command for each version of torchtitan."
     )
-    print(checked)
-    print(_SPLIT if any(task.kind is Kind.W for task in planned.placement.tasks) else _WHOLE)
+    print_text(checked)
+    print_text(_SPLIT if splits else _WHOLE)
     return 0
 
 
@@ -178,12 +200,17 @@ def _to_megatron(arguments: Namespace) -> int:
         )
     text = megatron.write_layout(layout)
     mtp = f" --mtp-num-layers {arguments.mtp}" if arguments.mtp else ""
-    print(
+    options = (
         f"--num-layers {layout.num_layers}{mtp} --pipeline-model-parallel-size {layout.num_ranks} "
         f'--pipeline-model-parallel-layout "{text}"'
     )
-    if not megatron.runs_in_this_order(planned):
-        print("Megatron runs these stages in its own order, (interleaved) 1F1B, not in the plan's.")
+    own_order = not megatron.runs_in_this_order(planned)
+    if arguments.json:
+        fields = {"options": options, "layout": text, "num_ranks": layout.num_ranks, "runs_in_own_order": own_order}
+        return _report(arguments, fields, text + "\n")
+    print(options)
+    if own_order:
+        print_text("Megatron runs these stages in its own order, (interleaved) 1F1B, not in the plan's.")
     return _write(arguments, text + "\n")
 
 
@@ -200,17 +227,22 @@ def _to_deepspeed(arguments: Namespace) -> int:
         boundaries = cutting.by_regex(arguments.layers, arguments.type, planned.num_stages)
     else:
         boundaries = _planned_boundaries(arguments, planned, remedy)
-        print(
+        told = (
             f"The model is cut as planned, at the boundaries {comma_separated(boundaries)}: each of autoplan's layers "
             f"counts as one layer of the PipelineModule; if that is wrong, give --boundaries."
         )
+        print_text(told, to_stderr=arguments.json)
     text = deepspeed.write_boundaries(deepspeed.boundaries_for(planned, boundaries))
+    is_uniform, own_order = deepspeed.is_uniform(boundaries), not deepspeed.runs_in_this_order(planned)
+    if arguments.json:
+        fields = {"boundaries": list(boundaries), "is_uniform": is_uniform, "runs_in_own_order": own_order}
+        return _report(arguments, fields, text)
     for stage, (before, after) in enumerate(pairwise(boundaries)):
         print(f"stage {stage}: layers {before} to {after - 1}" if before < after else f"stage {stage}: no layers")
-    if deepspeed.is_uniform(boundaries):
+    if is_uniform:
         print('PipelineModule(…, partition_method="uniform") makes this cut by itself.')
-    if not deepspeed.runs_in_this_order(planned):
-        print("DeepSpeed runs these stages in its own order, 1F1B, not in the plan's.")
+    if own_order:
+        print_text("DeepSpeed runs these stages in its own order, 1F1B, not in the plan's.")
     return _write(arguments, text)
 
 
@@ -220,6 +252,14 @@ def _planned_boundaries(arguments: Namespace, planned: Plan, remedy: str) -> tup
     if boundaries is None:
         raise InputError(f"{arguments.plan} does not say where the model is cut; {remedy}")
     return boundaries
+
+
+def _report(arguments: Namespace, fields: Mapping[str, Any], text: str) -> int:
+    """Print what was exported as JSON, and write it to --output."""
+    print_json(fields)
+    if arguments.output is not None:
+        files.write(arguments.output, text, quietly=True)
+    return 0
 
 
 def _write(arguments: Namespace, text: str) -> int:

@@ -10,7 +10,7 @@ from rota.cli.arguments import add_costs, add_json, add_output, add_shape, add_t
 from rota.cli.json_reports import print_json
 from rota.cli.parser import Command, Parser
 from rota.cli.requirements import require, require_search
-from rota.cli.screen import progress_line
+from rota.cli.screen import progress_line, report_columns
 from rota.cli.searching import STARTING
 from rota.units import size_text
 
@@ -44,7 +44,7 @@ def run(arguments: Namespace) -> int:
     if arguments.json:
         print_json(json_reports.of_frontier(found))
     else:
-        print(found.to_text())
+        print(found.to_text(report_columns()))
     if arguments.output is not None:
         from rota.drawing import save_frontier
 

@@ -6,10 +6,11 @@ from argparse import Namespace
 from collections.abc import Sequence
 
 from rota import checking
-from rota.cli import files
-from rota.cli.arguments import add_output, comma_separated
+from rota.cli import files, json_reports
+from rota.cli.arguments import add_json, add_output, comma_separated
+from rota.cli.json_reports import print_json
 from rota.cli.parser import Command, Parser
-from rota.cli.screen import print_timeline
+from rota.cli.screen import print_text, print_timeline
 from rota.costs import Costs, assumed_costs
 from rota.plan import Plan
 from rota.simulation import simulate
@@ -45,6 +46,7 @@ def _add_deepspeed(parser: Parser) -> None:
 def _add_costs_and_output(parser: Parser) -> None:
     help_text = "costs per stage or per layer (default: forward 1 ms, backward 2 ms per stage)"
     parser.add_argument("--costs", metavar="FILE", help=help_text)
+    add_json(parser)
     add_output(parser, "FILE", "write the plan as JSON")
 
 
@@ -52,9 +54,7 @@ def _from_torchtitan(arguments: Namespace) -> int:
     from rota.interop import torchtitan
 
     imported = torchtitan.load(arguments.file, _costs(arguments))
-    for stage, names in enumerate(imported.parts):
-        print(f"stage {stage}: {' '.join(names)}")
-    return _check_and_write(arguments, imported.plan, imported.boundaries)
+    return _check_and_write(arguments, imported.plan, imported.boundaries, [" ".join(part) for part in imported.parts])
 
 
 def _from_megatron(arguments: Namespace) -> int:
@@ -64,10 +64,9 @@ def _from_megatron(arguments: Namespace) -> int:
     text = layer_boundaries.read_limited(arguments.file, _MOST_LAYOUT_BYTES)
     with files.named(arguments.file):
         layout = megatron.read_layout(text, arguments.ranks)
-    for stage, letters in enumerate(layout.stages):
-        print(f"stage {stage} on rank {layout.ranks[stage]}: {letters or 'empty'}")
     planned = megatron.plan_of(layout, costs or assumed_costs(len(layout.stages)), arguments.microbatches)
-    return _check_and_write(arguments, planned, layout.boundaries)
+    stages = [letters or "empty" for letters in layout.stages]
+    return _check_and_write(arguments, planned, layout.boundaries, stages)
 
 
 def _from_deepspeed(arguments: Namespace) -> int:
@@ -78,18 +77,26 @@ def _from_deepspeed(arguments: Namespace) -> int:
     with files.named(arguments.file):
         boundaries = deepspeed.read_boundaries(text)
     planned = deepspeed.plan_of(boundaries, costs or assumed_costs(len(boundaries) - 1), arguments.microbatches)
-    return _check_and_write(arguments, planned, boundaries)
+    return _check_and_write(arguments, planned, boundaries, [])
 
 
 def _costs(arguments: Namespace) -> Costs | None:
     return None if arguments.costs is None else files.read_costs(arguments.costs)
 
 
-def _check_and_write(arguments: Namespace, planned: Plan, boundaries: Sequence[int]) -> int:
+def _check_and_write(arguments: Namespace, planned: Plan, boundaries: Sequence[int], contents: Sequence[str]) -> int:
+    """Check the plan, report it, with what each stage holds (empty: unknown), and write it."""
     checking.check(planned)
-    print_timeline(simulate(planned))
-    print(f"Cut at the boundaries {comma_separated(boundaries)}.")
-    files.keep(arguments.output, planned.to_json(), "plan.json")
+    timeline = simulate(planned)
+    if arguments.json:
+        fields = {"boundaries": list(boundaries), "contents": list(contents)}
+        print_json(fields | json_reports.of_timeline(timeline))
+    else:
+        for stage, held in enumerate(contents):
+            print_text(f"stage {stage} on rank {planned.placement.ranks_of(stage)[0]}: {held}")
+        print_timeline(timeline)
+        print_text(f"Cut at the boundaries {comma_separated(boundaries)}.")
+    files.keep(arguments.output, planned.to_json(), "plan.json", quietly=arguments.json)
     return 0
 
 

@@ -6,11 +6,13 @@ import importlib.util
 import sys
 from argparse import Namespace
 from functools import partial
+from typing import Any
 
 from rota import checking, simulation
-from rota.cli import files
+from rota.cli import files, json_reports
 from rota.cli.arguments import (
     add_costs,
+    add_json,
     add_output,
     add_shape,
     add_snapshots,
@@ -21,9 +23,10 @@ from rota.cli.arguments import (
     number,
     shaped,
 )
+from rota.cli.json_reports import print_json
 from rota.cli.parser import Command, Parser, one_of, two_columns
 from rota.cli.requirements import InputError, require_search
-from rota.cli.screen import print_snapshots, print_timeline, progress_line
+from rota.cli.screen import print_snapshots, print_text, print_timeline, progress_line, report_columns
 from rota.cli.searching import SEARCH, STARTING, search_plan
 from rota.costs import Cluster, Costs
 from rota.errors import PipelineError
@@ -41,6 +44,7 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument(
         "schedule",
         type=one_of((SEARCH, *NAMED), any_case=True),
+        choices=(SEARCH, *NAMED),
         metavar="SCHEDULE",
         help="one of the schedules listed below",
     )
@@ -66,6 +70,7 @@ def add_arguments(parser: Parser) -> None:
     )
     add_time_limit(parser, "for search, and with --backups: time limit in seconds (default: 10)")
     add_backups(parser)
+    add_json(parser)
     add_output(parser, "FILE", "write the plan as .json, or as .csv in PyTorch's format", writes="plan")
     parser.set_defaults(written={"output": "plan", "backups": "file"})
     named = {SEARCH: "the fastest order for any placement, with a proven bound"}
@@ -88,12 +93,15 @@ def run(arguments: Namespace) -> int:
     if arguments.backups is not None:
         require_search()
     arguments.links_of = partial(_links, arguments)
-    planned = _searched(arguments) if arguments.schedule == SEARCH else _named(arguments)
+    planned, fields = _searched(arguments) if arguments.schedule == SEARCH else _named(arguments)
     _warn_of_idle_ranks(planned)
     is_csv = arguments.output is not None and arguments.output.endswith(".csv")
-    files.keep(arguments.output, planned.to_csv() if is_csv else planned.to_json(), "plan.json")
+    text = planned.to_csv() if is_csv else planned.to_json()
+    files.keep(arguments.output, text, "plan.json", quietly=arguments.json)
     if arguments.backups is not None:
-        _plan_backups(arguments, planned)
+        fields |= _plan_backups(arguments, planned)
+    if arguments.json:
+        print_json({"schedule": arguments.schedule, **fields})
     return 0
 
 
@@ -120,8 +128,8 @@ def _links(arguments: Namespace, num_ranks: int) -> Cluster | None:
     return None
 
 
-def _named(arguments: Namespace) -> Plan:
-    """Make the plan by the named schedule."""
+def _named(arguments: Namespace) -> tuple[Plan, dict[str, Any]]:
+    """The plan by the named schedule, which is printed or, with --json, told in fields."""
     for option in ("shape", "objective", "time_limit", "split_backward"):
         if getattr(arguments, option) and not (option == "time_limit" and arguments.backups):
             name = "--" + option.replace("_", "-")
@@ -133,40 +141,48 @@ def _named(arguments: Namespace) -> Plan:
     placement = family.place(costs, cluster).in_chunks(arguments.chunks, arguments.microbatches)
     planned = family(placement, arguments.microbatches)
     checking.check(planned)
-    timeline = simulation.simulate(planned)
+    timeline, assumed = simulation.simulate(planned), _assumed(given, costs)
+    if arguments.json:
+        return planned, {"assumed": assumed, **json_reports.of_timeline(timeline)}
     print_timeline(timeline)
     print_snapshots(timeline)
-    _print_assumed(given, costs)
-    return planned
+    if assumed:
+        print_text(f"Assumed: {'; '.join(assumed)}.")
+    return planned, {}
 
 
-def _searched(arguments: Namespace) -> Plan:
-    """Search for the plan with the best order."""
+def _searched(arguments: Namespace) -> tuple[Plan, dict[str, Any]]:
+    """The plan with the best order found, which is printed or, with --json, told in fields."""
     require_search()
     arguments.shape = arguments.shape or "v"
     placement = shaped(arguments, arguments.limit).in_chunks(arguments.chunks, arguments.microbatches)
     result = search_plan(placement, arguments.microbatches, arguments.time_limit, arguments.objective or "makespan")
+    if arguments.json:
+        return result.plan, {"search": json_reports.of_search(result), **json_reports.of_timeline(result.timeline)}
     print_timeline(result.timeline)
     print_snapshots(result.timeline)
-    print(result.to_text())
+    print(result.to_text(report_columns()))
     if any(task.kind is Kind.B for task in placement.tasks):
-        print("The backward is whole; --split-backward splits it into I and W, as the zero-bubble schedules do.")
-    return result.plan
+        print_text("The backward is whole; --split-backward splits it into I and W, as the zero-bubble schedules do.")
+    return result.plan, {}
 
 
-def _plan_backups(arguments: Namespace, planned: Plan) -> None:
-    """Search for the backup plans, print what each loss costs, and write them."""
+def _plan_backups(arguments: Namespace, planned: Plan) -> dict[str, Any]:
+    """Search for the backup plans, write them, and print what each loss costs or, with --json, return it."""
     from rota.search.backups import find_backups
 
     with progress_line() as show:
         show(STARTING)
         found = find_backups(planned, arguments.dp or 2, time_limit_s=arguments.time_limit or _BACKUPS_S, progress=show)
-    print(found.to_text())
-    files.write(arguments.backups, found.to_json())
+    files.write(arguments.backups, found.to_json(), quietly=arguments.json)
+    if arguments.json:
+        return {"backups": json_reports.of_backups(found)}
+    print(found.to_text(report_columns()))
+    return {}
 
 
-def _print_assumed(given: Costs, adapted: Costs) -> None:
-    """A line that names the costs that the schedule needs and that had to be assumed."""
+def _assumed(given: Costs, adapted: Costs) -> list[str]:
+    """The costs that the schedule needs and that had to be assumed."""
     assumed = []
     if given.weight_us is None and adapted.weight_us is not None:
         assumed.append("I and W each take half of the backward, as the costs have no weight_us")
@@ -174,8 +190,7 @@ def _print_assumed(given: Costs, adapted: Costs) -> None:
         assumed.append("B takes as long as I and W together")
     if given.recompute_us is None and adapted.recompute_us is not None:
         assumed.append("R takes as long as F, as the costs have no recompute_us")
-    if assumed:
-        print(f"Assumed: {'; '.join(assumed)}.")
+    return assumed
 
 
 def _warn_of_idle_ranks(planned: Plan) -> None:

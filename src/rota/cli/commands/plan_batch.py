@@ -6,10 +6,13 @@ from argparse import Namespace
 from pathlib import Path
 
 from rota import reading
-from rota.cli import files
-from rota.cli.arguments import add_links, add_output, cluster_of, number, size
+from rota.cli import files, json_reports
+from rota.cli.arguments import add_json, add_limit, add_links, add_output, cluster_of, number
+from rota.cli.json_reports import print_json
 from rota.cli.parser import Command, Parser, one_of
 from rota.cli.requirements import InputError, require
+from rota.cli.screen import print_text, progress_line
+from rota.cli.searching import STARTING
 from rota.sizes import SizeModel
 
 _PLACINGS = ("place", "interleaved", "wave")
@@ -27,9 +30,7 @@ def add_arguments(parser: Parser) -> None:
     )
     parser.add_argument("lengths", metavar="LENGTHS.json", help=help_text)
     parser.add_argument("--ranks", type=number(1), metavar="N", help="number of ranks (default: one per stage)")
-    parser.add_argument(
-        "--limit", type=size, metavar="BYTES", help="memory limit per rank, such as 40GB (default: none)"
-    )
+    add_limit(parser)
     add_links(parser)
     help_text = (
         "placement of stages: one per rank (place), or several per rank, either round-robin (interleaved) "
@@ -45,6 +46,7 @@ def add_arguments(parser: Parser) -> None:
         "plans (default: depends on the size of the step)"
     )
     parser.add_argument("--tries", type=number(0), metavar="N", help=help_text)
+    add_json(parser)
     help_text = "write the plan of each batch as batch0.json, batch1.json, …; Rota creates the folder if necessary"
     add_output(parser, "FOLDER", help_text, writes="files in a folder")
 
@@ -60,20 +62,27 @@ def run(arguments: Namespace) -> int:
     batches = _batches(arguments.lengths)
     cluster = cluster_of(arguments, model.num_stages, arguments.limit)
     placing = {"place": rota.place, "interleaved": rota.interleaved, "wave": rota.wave}[arguments.placing or "place"]
-    plans = []
+    made: list[rota.BatchPlan] = []
     for i, lengths in enumerate(batches):
-        with files.named(f"{arguments.lengths}, batch {i}" if len(batches) > 1 else arguments.lengths):
+        path = f"{arguments.lengths}, batch {i}" if len(batches) > 1 else arguments.lengths
+        with files.named(path), progress_line() as show:
+            show(f"planning batch {i} of {len(batches)}" if made else STARTING)
             found = rota.plan_batch(
                 model, cluster, lengths, packed=arguments.packed, place=placing, tries=arguments.tries
             )
-        print(f"batch {i}: {found.to_text()}" if len(batches) > 1 else found.to_text())
-        plans.append(found.plan)
+        if not arguments.json:
+            print_text(f"batch {i}: {found.to_text()}" if len(batches) > 1 else found.to_text())
+        made.append(found)
+    if arguments.json:
+        print_json({"batches": [json_reports.of_batch(found) for found in made]})
     if arguments.output is None:
-        print("The plans were not saved; use -o FOLDER to save them.")
+        if not arguments.json:
+            print("The plans were not saved; use -o FOLDER to save them.")
         return 0
     files.make_folder(arguments.output)
-    for i, plan in enumerate(plans):
-        files.write(str(Path(arguments.output) / f"batch{i}.json"), plan.to_json())
+    for i, found in enumerate(made):
+        path = Path(arguments.output) / f"batch{i}.json"
+        files.write(str(path), found.plan.to_json(), quietly=arguments.json)
     return 0
 
 

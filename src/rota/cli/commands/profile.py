@@ -6,13 +6,16 @@ import os
 import sys
 from argparse import ArgumentTypeError, Namespace
 
-from rota.cli import files
-from rota.cli.arguments import add_cache, add_model_options, add_output, number, rows
+from rota.cli import files, json_reports
+from rota.cli.arguments import add_cache, add_json, add_model_options, add_output, number, rows
+from rota.cli.json_reports import print_json
 from rota.cli.parser import Command, Parser
 from rota.cli.requirements import InputError, require
-from rota.cli.screen import progress_line
+from rota.cli.screen import print_text, progress_line, report_columns
 from rota.layers import LayerCosts
+from rota.profiles import Profile
 from rota.sizes import SizeModel
+from rota.tables import fitted, table_lines
 from rota.units import count_text, size_text, time_text
 
 LINKS = "links"
@@ -57,6 +60,7 @@ def add_arguments(parser: Parser) -> None:
     )
     parser.add_argument("--max-spread", type=_spread, metavar="X", help=help_text)
     add_cache(parser)
+    add_json(parser)
     add_output(parser, "FILE", "write the profile, or the measured links, as JSON")
 
 
@@ -93,27 +97,33 @@ def _layers(arguments: Namespace) -> int:
     with progress_line() as show:
         model_file = load_model_file(arguments.model, arguments.length)
         found = profile_file(model_file, arguments.rows or (1,), repeats=repeats, report=show, **how)
+    then = f"; plan with `rota autoplan --profile {arguments.output} …`"
+    if arguments.json:
+        print_json({"layers": [json_reports.of_layers(layers) for layers in found.values()]})
+    else:
+        _print_layers(arguments, found, repeats)
+    files.keep(arguments.output, found.to_json(), then=then, quietly=arguments.json)
+    return 0
+
+
+def _print_layers(arguments: Namespace, found: Profile, repeats: int) -> None:
+    """Print what layers cost, and why the figures may be wrong."""
     for layers in found.values():
         print(_summary(layers))
     worst = max((spread for layers in found.values() for spread in layers.spread), default=0.0)
     doubtful = next((layers.why_doubtful for layers in found.values() if layers.why_doubtful), "")
     incomplete = next((layers.why_incomplete for layers in found.values() if layers.uncounted), "")
     if incomplete:
-        print(f"Costs are too low: {incomplete}.")
+        print_text(f"Costs are too low: {incomplete}.")
     refresh, with_refresh = (" --refresh", ", with --refresh") if arguments.cache else ("", "")
     if worst > _TOO_FAR_APART:
-        print(
+        print_text(
             f"Measurements that vary by {worst:.0%} are too noisy for planning: close other programs, and measure more "
             f"often, with --repeats {3 * repeats}{refresh}."
         )
     elif doubtful:
-        print(
-            f"The machine was busy, or its speed varied: {doubtful}. Close other programs, and measure "
-            f"again{with_refresh}."
-        )
-    then = f"; plan with `rota autoplan --profile {arguments.output} …`"
-    files.keep(arguments.output, found.to_json(), then=then)
-    return 0
+        remedy = f"Close other programs, and measure again{with_refresh}."
+        print_text(f"The machine was busy, or its speed varied: {doubtful}. {remedy}")
 
 
 def _sizes(arguments: Namespace) -> int:
@@ -128,10 +138,14 @@ def _sizes(arguments: Namespace) -> int:
         found = profile_file_sizes(
             arguments.model, arguments.lengths, arguments.rows or (1, 4), arguments.stages or 2, report=show, **how
         )
-    print(_sizes_table(found.model))
-    cut = f"cut at {', '.join(found.cuts)}" if found.cuts else "not cut"
-    print(f"{cut}; fitted times differ from measured ones by at most {found.model.error:.1%}")
-    files.keep(arguments.output, found.model.to_json(), then=", a rota.SizeModel for rota.Planner")
+    if arguments.json:
+        print_json(json_reports.of_sizes(found.model, found.cuts))
+    else:
+        print(_sizes_table(found.model))
+        cut = f"cut at {', '.join(found.cuts)}" if found.cuts else "not cut"
+        print_text(f"{cut}; fitted times differ from measured ones by at most {found.model.error:.1%}")
+    then = ", a rota.SizeModel for rota.Planner"
+    files.keep(arguments.output, found.model.to_json(), then=then, quietly=arguments.json)
     return 0
 
 
@@ -144,8 +158,7 @@ def _sizes_table(model: SizeModel) -> str:
         for name in ("forward_us", "backward_us", "activation_bytes")
         for curve in [getattr(model, name)[stage]]
     ]
-    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
-    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in (header, *rows))
+    return "\n".join(table_lines(header, rows, left=header, width=report_columns(), optional=("per square",)))
 
 
 def _summary(layers: LayerCosts) -> str:
@@ -157,10 +170,11 @@ def _summary(layers: LayerCosts) -> str:
         (str(number), time_text(f_us), time_text(b_us), size_text(kept), size_text(static), held)
         for number, (f_us, b_us, kept, static, held) in enumerate(zip(*columns, strict=True), start=1)
     ]
-    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
-    table = "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in (header, *rows))
+    lines = table_lines(header, rows, left=header)
+    table = "\n".join(fitted(line, report_columns(), lines[0].index("contents")) for line in lines)
     spread = f"; F and B vary by {max(layers.spread):.0%} at most" if any(layers.spread) else ""
-    return f"{count_text(layers.rows, 'row')} per micro-batch, {layers.note}{spread}\n{table}"
+    heading = f"{count_text(layers.rows, 'row')} per micro-batch, {layers.note}{spread}"
+    return f"{fitted(heading, report_columns())}\n{table}"
 
 
 def _links(arguments: Namespace) -> int:
@@ -190,9 +204,13 @@ def _links(arguments: Namespace) -> int:
         if of_launched is None:  # the first process prints it
             return 0
         found = of_launched
-    print(found.text)
     cluster = found.rehearsal if arguments.rehearsal else found.cluster
-    files.keep(arguments.output, cluster.to_json(), then=", a rota.Cluster for `rota autoplan --links`")
+    if arguments.json:
+        print_json(cluster.to_fields())
+    else:
+        print_text(found.text)
+    then = ", a rota.Cluster for `rota autoplan --links`"
+    files.keep(arguments.output, cluster.to_json(), then=then, quietly=arguments.json)
     return 0
 
 

@@ -9,7 +9,7 @@ from rota.cli.arguments import add_json, add_output, number, seconds
 from rota.cli.json_reports import print_json
 from rota.cli.parser import Command, Parser
 from rota.cli.requirements import InputError, require
-from rota.cli.screen import print_replicas, print_wire_effects, progress_line, report_columns
+from rota.cli.screen import print_replicas, print_text, print_wire_effects, progress_line, report_columns
 
 
 def add_arguments(parser: Parser) -> None:
@@ -53,7 +53,7 @@ def run(arguments: Namespace) -> int:
     if arguments.json:
         print_json({"times_assumed": assumed, **json_reports.of_rehearsal(rehearsed)})
     else:
-        print(rehearsed.to_text())
+        print(rehearsed.to_text(report_columns()))
         print_wire_effects(rehearsed.planned.plan, report_columns())
         print_replicas(planned, "rehearsed")
     if arguments.output is not None:
@@ -65,15 +65,17 @@ def run(arguments: Namespace) -> int:
 def _batches(arguments: Namespace) -> int:
     from rota.planning import rehearsal
 
-    if arguments.allocate or arguments.output or arguments.json or arguments.device == "cuda":
+    if arguments.allocate or arguments.output or arguments.device == "cuda":
         raise InputError(
-            "several plans are rehearsed on the CPU, without --allocate, --json or -o; give a single plan to use these "
-            "options"
+            "several plans are rehearsed on the CPU, without --allocate or -o; give a single plan to use these options"
         )
     plans = [files.read_plan(path) for path in arguments.plans]
     with progress_line() as show:
         found = rehearsal.rehearse_batches(plans, timeout_s=arguments.timeout, progress=show)
-    print(found.to_text())
+    if arguments.json:
+        print_json(json_reports.of_batches(found))
+    else:
+        print_text(found.to_text())
     return 0
 
 

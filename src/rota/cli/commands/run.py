@@ -88,8 +88,8 @@ def add_arguments(parser: Parser) -> None:
         type=one_of(_WORKERS, "--engine"),
         choices=_WORKERS,
         default="rota",
-        help="rota (default), or torch for PyTorch's own pipeline engine, which runs only plans whose stages form "
-        "a chain",
+        help="rota (default), or torch for PyTorch's own pipeline engine, which needs PyTorch 2.13 or later and runs "
+        "only plans whose stages form a chain",
     )
 
 

@@ -9,7 +9,7 @@ from rota.cli.arguments import add_output, number
 from rota.cli.parser import Command, Parser
 from rota.cli.pictures import draw, is_measured
 from rota.cli.requirements import InputError, require
-from rota.cli.screen import print_timeline
+from rota.cli.screen import print_timeline, progress_line
 from rota.timeline import Timeline
 
 
@@ -53,7 +53,9 @@ def _bound_us(timeline: Timeline, name: str) -> int:
     require("ortools", "search")
     from rota.search import bounds_of
 
-    return bounds_of(timeline.plan.placement, timeline.plan.num_microbatches)[0].us
+    with progress_line() as show:
+        show("computing lower bounds on the makespan …")
+        return bounds_of(timeline.plan.placement, timeline.plan.num_microbatches)[0].us
 
 
 COMMAND = Command("show", "draw a plan or timeline as a chart", "rota show plan.json -o plan.html", add_arguments, run)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import json
 
 from rota.cli import files
-from rota.cli.arguments import number, seconds
+from rota.cli.arguments import add_json, number, seconds
+from rota.cli.json_reports import print_json
 from rota.cli.parser import Command, Parser, one_of
 from rota.cli.requirements import InputError, require
+from rota.cli.screen import print_text
 
 _AGAINST = ("batch", "microbatches")
 _DETAILS = """
@@ -48,7 +49,7 @@ def add_arguments(parser: Parser) -> None:
         "end a rank after S seconds without progress (default: the time of 20 simulated steps, but at least 60 s)"
     )
     parser.add_argument("--timeout", type=seconds, metavar="S", help=help_text)
-    parser.add_argument("--json", action="store_true", help="print the results as JSON instead of text")
+    add_json(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -65,7 +66,10 @@ def run(arguments: argparse.Namespace) -> int:
     how = (arguments.against, not arguments.own_dtype, arguments.timeout, arguments.length)
     options = Options(arguments.model, rows, *how)
     found = verify_plan(planned, options)
-    print(json.dumps({"exact": found.exact, **found.to_fields()}) if arguments.json else found.to_text())
+    if arguments.json:
+        print_json({"exact": found.exact, **found.to_fields()})
+    else:
+        print_text(found.to_text())
     return 0 if found.exact else 1
 
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import final
 
 from rota.comparison import Comparison, compare
 from rota.simulation import simulate
+from rota.tables import fitted, table_lines
 from rota.tasks import Op
 from rota.timeline import Timeline
-from rota.units import count_text, size_text, time_text
+from rota.units import angle_repr, count_text, size_text, time_text
 
 _MOST_ROWS = 8  # of ranks and pairs, the worst first; the others are counted
 
@@ -75,20 +77,27 @@ class Rehearsal:
     memory: tuple[MemoryUse, ...] = ()
     device: str = "cpu"
 
+    def __str__(self) -> str:
+        """One line."""
+        return f"Rehearsal of {count_text(self.planned.num_ranks, 'rank')}: {self.verdict()}"
+
+    __repr__ = angle_repr
+
     @property
     def comparison(self) -> Comparison:
         """Planned and measured, op by op."""
         return compare(self.planned, self.measured)
 
-    def to_text(self) -> str:
-        """The report that `rota rehearse` prints: the verdict, then the causes of the difference."""
+    def to_text(self, width: int | None = None) -> str:
+        """The report that `rota rehearse` prints, in lines of at most `width`: verdict and causes of the difference."""
         tables = [
-            _difference(self.comparison, self.device),
-            _overhead_table(self),
-            _link_table(self),
-            _memory_table(self),
+            _difference(self.comparison, self.device, width),
+            _overhead_table(self, width),
+            _link_table(self, width),
+            _memory_table(self, width),
         ]
-        return "\n\n".join([self.verdict(), *self._left_out(), *(table for table in tables if table)])
+        told = [self.verdict(), *self._left_out()]
+        return "\n\n".join([*(fitted(text, width) for text in told), *(table for table in tables if table)])
 
     def _left_out(self) -> list[str]:
         """What the simulated time leaves out, as no kernel stands for it."""
@@ -138,7 +147,7 @@ class BatchesRehearsal:
         )
 
 
-def _difference(comparison: Comparison, device: str) -> str:
+def _difference(comparison: Comparison, device: str, width: int | None) -> str:
     ops, rest = (
         "waits of the planned length, to the µs",
         "processes that came late, and what the runtime does before it sends",
@@ -153,45 +162,68 @@ def _difference(comparison: Comparison, device: str) -> str:
         ("longer ops", comparison.slower_ops_us, ops),
         ("the rest", comparison.rest_us, rest),
     ]
-    lines = [f"  {what:<16}{us:>+12,} µs   ({why})" for what, us, why in rows]
+    lines = [fitted(f"  {what:<16}{us:>+12,} µs   ({why})", width, 36) for what, us, why in rows]
     return "\n".join([f"The difference of {comparison.difference_us:+,} µs is made up of:", *lines])
 
 
-def _overhead_table(rehearsal: Rehearsal) -> str:
+def _overhead_table(rehearsal: Rehearsal, width: int | None) -> str:
     """How late each rank was: an op's end is fixed by its earliest start, so only time after it delays others."""
     rows = [
-        f"  {o.rank:<4}{o.late_us:>15,}    " + (f"{o.worst} (+{o.worst_us:,} µs)" if o.worst is not None else "-")
+        (f"  {o.rank}", f"{o.late_us:,}", f"{o.worst} (+{o.worst_us:,} µs)" if o.worst is not None else "-")
         for o in sorted(rehearsal.overheads, key=lambda o: -o.late_us)
     ]
-    return _table("How late each rank was at its ops' ends:", "  rank     late µs    at worst", rows)
+    header = ("  rank", "late µs", "at worst")
+    return _table("How late each rank was at its ops' ends:", header, rows, width, left=("at worst",))
 
 
-def _link_table(rehearsal: Rehearsal) -> str:
+def _link_table(rehearsal: Rehearsal, width: int | None) -> str:
     rows = [
-        f"  {f'{link.sender}→{link.receiver}':<9}{link.num_messages:>8,}{size_text(link.num_bytes):>10}"
-        f"{link.planned_us:>12,}{link.median_us:>11,}{_rate(link.planned_us, link.planned_bytes_per_us):>16}"
-        f"{_rate(link.median_us, link.bytes_per_us):>13}"
+        (
+            f"  {link.sender}→{link.receiver}",
+            f"{link.num_messages:,}",
+            size_text(link.num_bytes),
+            f"{link.planned_us:,}",
+            f"{link.median_us:,}",
+            _rate(link.planned_us, link.planned_bytes_per_us),
+            _rate(link.median_us, link.bytes_per_us),
+        )
         for link in sorted(rehearsal.links, key=lambda link: link.planned_us - link.median_us)
     ]
-    header = "  ranks    messages     bytes  planned µs  median µs    planned MB/s    real MB/s"
-    return _table("What messages took, those furthest behind the plan first:", header, rows) if rows else ""
+    header = ("  ranks", "messages", "bytes", "planned µs", "median µs", "planned MB/s", "real MB/s")
+    title, optional = "What messages took, those furthest behind the plan first:", ("planned MB/s", "real MB/s")
+    return _table(title, header, rows, width, optional=optional) if rows else ""
 
 
-def _memory_table(rehearsal: Rehearsal) -> str:
+def _memory_table(rehearsal: Rehearsal, width: int | None) -> str:
     rows = [
-        f"  {m.rank:<4}{size_text(m.planned_bytes):>14}{size_text(m.held_bytes):>17}"
-        + (f"{size_text(m.process_bytes):>18}" if m.process_bytes is not None else f"{'unknown':>18}")
+        (
+            f"  {m.rank}",
+            size_text(m.planned_bytes),
+            size_text(m.held_bytes),
+            "unknown" if m.process_bytes is None else size_text(m.process_bytes),
+        )
         for m in sorted(rehearsal.memory, key=lambda m: m.planned_bytes - (m.process_bytes or 0))
     ]
-    header = "  rank  planned peak    held by its ops    process grew by"
+    header = ("  rank", "planned peak", "held by its ops", "process grew by")
     title = "Peak memory of each rank (planned: with messages; held by its ops: without):"
-    return _table(title, header, rows) if rows else ""
+    return _table(title, header, rows, width) if rows else ""
 
 
 def _rate(time_us: int, bytes_per_us: float) -> str:
     return f"{bytes_per_us:,.0f}" if time_us else "any"
 
 
-def _table(title: str, header: str, rows: list[str]) -> str:
+def _table(
+    title: str,
+    header: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    width: int | None,
+    *,
+    left: Sequence[str] = (),
+    optional: Sequence[str] = (),
+) -> str:
+    """The first rows under a title; the first column is aligned to the left."""
     more = [f"  … and {count_text(len(rows) - _MOST_ROWS, 'more row')}"] if len(rows) > _MOST_ROWS else []
-    return "\n".join([title, header, *rows[:_MOST_ROWS], *more])
+    left = (header[0], *left)
+    lines = table_lines(header, rows[:_MOST_ROWS], left=left, width=width, optional=optional)
+    return "\n".join([fitted(title, width), *lines, *more])

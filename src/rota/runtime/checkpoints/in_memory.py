@@ -241,16 +241,6 @@ class StatesInMemory:
             raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
         self._counted_bytes = max(num_bytes, self._counted_bytes)
 
-    def _find_room(self, num_bytes: int) -> None:
-        """Look for room for tensors that take more than was counted. Raises OSError if there is too little of it.
-
-        The other processes of this machine may have grown at the same time, and by as much.
-        """
-        more_bytes = NUM_SLOTS * (num_bytes - self._counted_bytes) * processes_here()
-        if more_bytes > 0 and (free_bytes := available_bytes()) is not None and more_bytes > free_bytes:
-            raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
-        self._counted_bytes = max(num_bytes, self._counted_bytes)
-
     def _take_memory(self) -> None:
         """Forget what no restart may mix with this training: others' states, and steps that nobody has gone on from.
 

@@ -15,7 +15,8 @@ from rota.search.periodic.steady import SteadyResult, find_steady
 from rota.search.problem import Problem
 from rota.search.validation import refuse_wrong_curve, refuse_wrong_options, seconds_of
 from rota.stopping import ended_by_ctrl_c, guarded, watched
-from rota.units import exact_size_text
+from rota.tables import fitted, table_lines
+from rota.units import angle_repr, count_text, exact_size_text, size_text
 
 _MOST_POINTS = 64
 _HOPE = 0.1  # weight of the chance that a range whose ends are equally fast has something better in between
@@ -56,20 +57,29 @@ class Frontier:
     untried: tuple[tuple[int, int], ...]
     stopped_by: str = ""
 
-    def to_text(self) -> str:
-        """One line per point; limits are written as `--limit` takes them."""
-        lines = ["memory per rank   time per micro-batch     lower bound   over the fastest"]
+    def __str__(self) -> str:
+        """One line."""
+        least, most = (size_text(self.points[i].limit_bytes) for i in (0, -1))
+        return f"Frontier of {count_text(len(self.points), 'point')}, {least} to {most} per rank"
+
+    __repr__ = angle_repr
+
+    def to_text(self, width: int | None = None) -> str:
+        """One line per point, of at most `width` characters; limits are written as `--limit` takes them."""
+        rows = []
         least = float(self.points[-1].us_per_microbatch)
         for point in self.points:
             us = float(point.us_per_microbatch)
             slower = f"{us / least - 1:.1%}" if least else "-"
-            proven = "   proven optimal" if point.result.is_optimal else ""
-            bound = f"{float(point.bound_us):,.1f}"
-            lines.append(f"{exact_size_text(point.limit_bytes):>15}{us:>20,.1f} µs{bound:>13} µs{slower:>19}{proven}")
+            proven = "proven optimal" if point.result.is_optimal else ""
+            bound_us = float(point.bound_us)
+            rows.append((exact_size_text(point.limit_bytes), f"{us:,.1f} µs", f"{bound_us:,.1f} µs", slower, proven))
+        header = ("memory per rank", "time per micro-batch", "lower bound", "over the fastest", "")
+        lines = table_lines(header, rows, left={""}, width=width, optional=("over the fastest", "lower bound"))
         lines += [f"stopped by {self.stopped_by}"] if self.stopped_by else []
         untried = [(exact_size_text(low), exact_size_text(high)) for low, high in self.untried]
         lines += [f"not tried, for lack of time: between {low} and {high}" for low, high in untried]
-        return "\n".join(lines)
+        return "\n".join(fitted(line, width) for line in lines)
 
 
 def find_frontier(

@@ -1,0 +1,112 @@
+"""`print(noun)` and a noun in the interactive interpreter are one line; `to_text` has the rest."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import replace
+from fractions import Fraction
+from typing import Any
+
+import pytest
+
+import rota
+from planning.test_autoplan import UNEVEN, layer_costs
+from rota.backups import Backup, Backups
+from rota.diagnosis.report import Finding, Report
+from rota.planning.planner import PlannedBatch
+from rota.planning.rehearsal import Rehearsal
+from rota.planning.rehearsal.outcome import LinkUse, MemoryUse, Overhead
+from rota.profiles import Profile
+from rota.programs.device_order import check_device_order
+from rota.search.result import NamedPlan
+from rota.verifying.report import Verification
+
+MANY = 16
+COSTS = rota.Costs.uniform(MANY, 100, 200, activation_bytes=7)
+CLUSTER = rota.Cluster.uniform(MANY, 80_000_000_000)
+PLACEMENT = rota.place(COSTS, CLUSTER)
+PLAN = rota.schedules.one_f_one_b(PLACEMENT, MANY)
+TIMELINE = rota.simulate(PLAN)
+IDLES = rota.idle(TIMELINE)
+CURVES = (rota.Curve(1, 2, 3),) * MANY
+GROUPS = ((0, 1),) * MANY
+LAYERS = layer_costs(1, UNEVEN * 8)
+
+#: One of each kind of noun, with many fields.
+NOUNS: dict[str, Any] = {
+    "BatchBound": rota.BatchBound(100, "all orders", "rank 0 is busy"),
+    "BatchPlan": rota.BatchPlan(PLAN, GROUPS, (), 5, (rota.BatchBound(4, "all orders", "rank 0 is busy"),)),
+    "Calibration": rota.Calibration(5, (5,) * MANY, PLAN, ()),
+    "Cause": rota.Cause.ORDER,
+    "Cluster": CLUSTER,
+    "Comparison": rota.compare(PLAN, TIMELINE),
+    "Costs": COSTS,
+    "Curve": CURVES[0],
+    "DeviceOrder": check_device_order(PLAN),
+    "Edge": PLACEMENT.edges[0],
+    "Explanation": rota.Explanation(TIMELINE, IDLES, TIMELINE.makespan_us, ()),
+    "Idle": IDLES[0],
+    "Kind": rota.Kind.F,
+    "LayerCosts": LAYERS,
+    "Link": CLUSTER.link,
+    "Machine": rota.Machine(MANY, 80_000_000_000),
+    "Op": PLAN.orders[0][0],
+    "Placement": PLACEMENT,
+    "Plan": PLAN,
+    "PlannedBatch": PlannedBatch([0] * MANY, None, PLAN, GROUPS, GROUPS, 5, 4, 3, False, 2),
+    "Profile": Profile((LAYERS,)),
+    "Rehearsal": Rehearsal(TIMELINE, TIMELINE, (5,) * MANY, (), ()),
+    "SearchResult": rota.SearchResult(PLAN, "makespan", Fraction(9), Fraction(9), "a proof", "a rule", None, (), 1.0),
+    "SharedLink": rota.SharedLink("uplink", 100, (0,), (1,)),
+    "Size": rota.Size(1, 1),
+    "SizeModel": rota.SizeModel(CURVES, CURVES),
+    "Span": next(TIMELINE.spans()),
+    "StepEnd": rota.StepEnd(0, 1, 2),
+    "Task": PLACEMENT.tasks[0],
+    "Timeline": TIMELINE,
+    "Transfer": PLAN.transfers[0],
+    "Verification": Verification((), True, ("it is wrong",) * MANY, ()),
+}
+#: These have Python's own text: a class, not values.
+SERVICES = {"Checkpoints", "CutPoint", "Pipeline", "Planner", "Stages", "StepHandle"}
+
+
+def test_every_public_noun_is_here() -> None:
+    public = {name for name in rota.__all__ if inspect.isclass(getattr(rota, name))}
+    nouns = {name for name in public if not issubclass(getattr(rota, name), BaseException)}
+    assert {*NOUNS} == nouns - SERVICES
+    assert all(type(noun).__name__ == name for name, noun in NOUNS.items())
+
+
+REPORTS: dict[str, Any] = {
+    "SearchResult": replace(
+        NOUNS["SearchResult"], why="a proof " * 20, named=(NamedPlan("interleaved_1f1b", 12, 12, 10**9, False),)
+    ),
+    "Backups": Backups(PLAN, 2, (Backup(0, PLAN, 5_000_000, 4_000_000),)),
+    "BatchPlan": replace(NOUNS["BatchPlan"], bounds=(rota.BatchBound(4, "all orders", "rank 0 is busy " * 10),)),
+    "Calibration": NOUNS["Calibration"],
+    "Rehearsal": Rehearsal(
+        TIMELINE,
+        TIMELINE,
+        (5,) * MANY,
+        (Overhead(1, 1234, PLAN.orders[0][0], 1000),),
+        (LinkUse(0, 1, 4_000, 4_000_000, 100_000, 120_000, 10_000.0, 8_300.0),),
+        (MemoryUse(0, 3_000_000, 2_000_000, None),),
+    ),
+    "Report": Report((Finding("self-test", "problem", "PyTorch", "it broke " * 20, "fix it " * 20),), {}),
+}
+
+
+@pytest.mark.parametrize("report", REPORTS.values(), ids=REPORTS)
+def test_a_report_fits_a_width(report: Any) -> None:
+    assert max(map(len, report.to_text().splitlines())) > 60 or isinstance(report, rota.Calibration)
+    assert [line for line in report.to_text(60).splitlines() if len(line) > 60] == []
+
+
+@pytest.mark.parametrize(
+    "noun", [*NOUNS.values(), Backups(PLAN, 2, (Backup(0, PLAN, 2, 1),))], ids=lambda noun: type(noun).__name__
+)
+def test_a_noun_is_one_line(noun: Any) -> None:
+    for text in (str(noun), repr(noun)):
+        assert "\n" not in text
+        assert 0 < len(text) <= 160
