@@ -66,7 +66,7 @@ def test_rows_that_do_not_divide_are_spread() -> None:
 
 def test_fewer_rows_than_microbatches_leave_padding() -> None:
     made = to_microbatches("inputs", (rows(3, 2), 5), 5)
-    assert (made.sizes, made.num_padding) == ((1, 1, 1, 0, 0), 2)
+    assert (made.sizes, made.padding) == ((1, 1, 1, 0, 0), (3, 4))
     assert [part[0][0, 0].item() for part in made.values] == [0, 1, 2, 0, 0]
     assert all(part[0].shape == (1, 2) and part[1] == 5 for part in made.values)
     assert shares_of(made.sizes, 5) == [1 / 3, 1 / 3, 1 / 3, 0, 0]
@@ -99,7 +99,7 @@ def test_what_is_the_same_for_all_rows_goes_to_all() -> None:
     assert all(part["positions"] is positions and part["scale"] is scale for part in made.values)
     assert made.num_rows == 4
     alone = to_microbatches("inputs", {"positions": positions, "x": rows(1)}, 2)  # a row is a row if all have one
-    assert (alone.num_rows, alone.num_padding) == (1, 1)
+    assert (alone.num_rows, alone.padding) == (1, (1,))
     refuse_writes_to_shared(made)
     positions += 1
     with pytest.raises(PipelineError, match=r"a stage writes into inputs\['positions'\] \(shape \[1, 7\]\)"):

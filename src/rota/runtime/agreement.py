@@ -222,9 +222,9 @@ class Agreement:
         self._refuse_scales(row.numbers)
         if layouts > 1:
             ready.execution.forget_layouts()
-        shares, num_padding = self._weights_of(ready, batch, bool(must_compare), checks, call)
-        if (shares, num_padding) != (batch.shares, batch.num_padding):
-            batch = replace(batch, shares=shares, num_padding=num_padding)
+        shares, padding = self._weights_of(ready, batch, bool(must_compare), checks, call)
+        if (shares, padding) != (batch.shares, batch.padding):
+            batch = replace(batch, shares=shares, padding=padding)
         processes = enumerate(self._processes.pipeline_processes)
         asking = [rank for rank, process in processes if row.calls[process] is Call.FORWARD]
         return Begun(bool(layouts), seed, asking, batch, agreed_count_flags, -most_running)
@@ -243,7 +243,7 @@ class Agreement:
             self._compared[ready] = _sizes_of(batch), found
             return found
         if ready.rows:
-            return _Weights(ready.inputs.shares(ready.rows), 0)
+            return _Weights(ready.inputs.shares(ready.rows), ())
         return self._compared[ready][1]
 
     def explain(self, error: Exception, execution: Execution[Any]) -> None:
@@ -328,7 +328,7 @@ class Agreement:
             [*wanted_here.sizes],
             given_here.num_rows,
             wanted_here.num_rows,
-            max(given_here.num_padding, wanted_here.num_padding),
+            [*max(given_here.padding, wanted_here.padding, key=len)],
             inputs.fingerprints(batch) if checks else {},
         )
         processes = self._processes
@@ -387,7 +387,7 @@ class GivenBatch(NamedTuple):
 
     `inputs` it reads (see `MicrobatchInputs.given`); the rows of inputs and targets that it reads; `sizes` of all
     micro-batches of inputs and targets, where a list was given or they differ; the rows of whole batches that were
-    split, and how many micro-batches are padding. All of it is empty for what the process does not read.
+    split, and which micro-batches are padding. All of it is empty for what the process does not read.
     """
 
     inputs: dict[str, list[str]]
@@ -397,22 +397,23 @@ class GivenBatch(NamedTuple):
     target_sizes: list[int] = []  # noqa: RUF012
     num_rows: int = 0
     num_target_rows: int = 0
-    num_padding: int = 0
+    padding: list[int] = []  # noqa: RUF012
     fingerprints: Fingerprints = {}  # noqa: RUF012
 
 
 class _Weights(NamedTuple):
-    """Each micro-batch's share of a mean loss, and how many of them are padding."""
+    """Each micro-batch's share of a mean loss, and which of them are padding."""
 
     shares: list[float]
-    num_padding: int
+    padding: tuple[int, ...]
 
 
 def _weights(of_ranks: Sequence[GivenBatch], inputs: MicrobatchInputs) -> _Weights:
     """From the targets' sizes if any rank has them, else the inputs'."""
     sizes = [given.target_sizes for given in of_ranks] + [given.sizes for given in of_ranks]
     shares = inputs.shares(next(filter(None, sizes), ()))
-    return _Weights(shares, max(given.num_padding for given in of_ranks))
+    padding = next(filter(None, (given.padding for given in of_ranks)), [])
+    return _Weights(shares, tuple(padding))
 
 
 def _refuse_uneven_rows(of_ranks: Sequence[GivenBatch], n: int) -> None:

@@ -21,7 +21,7 @@ def to_chunks(name: str, batch: Any, sample_of: Sequence[int], *, needed: bool =
     for m, sample in enumerate(sample_of):
         rows.setdefault(sample, []).append(m)
     given = to_microbatches(name, batch, len(rows))
-    if given.num_padding:
+    if given.padding:
         raise PipelineError(
             f"{name} has {given.num_rows} rows for {len(rows)} samples that are cut into chunks; give a row for each"
         )

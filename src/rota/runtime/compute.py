@@ -47,7 +47,7 @@ _F, _B, _R, _W = Kind.F, Kind.B, Kind.R, Kind.W  # Python 3.11 takes 0.25 µs to
 class Batch:
     """A step's micro-batches, each one's share of a mean loss, and what gradients are multiplied by.
 
-    The last `num_padding` micro-batches count nothing. `alike`: all inputs have the same shapes. `rows` and
+    The micro-batches in `padding` count nothing. `alike`: all inputs have the same shapes. `rows` and
     `target_rows`: the examples in each micro-batch that is read here, or only in the first one if all have equally
     many. `whole`: inputs and targets as the caller gave them. `per_count`: what the sum of a loss with a count is
     multiplied by until the count of all micro-batches is known. `loss_of_output`: the loss needs no target. `chunks`:
@@ -57,7 +57,7 @@ class Batch:
     given: Microbatches
     wanted: Microbatches
     shares: list[float]
-    num_padding: int = 0
+    padding: tuple[int, ...] = ()
     scale: Number = 1.0
     alike: bool = False
     rows: tuple[int, ...] = ()
@@ -79,7 +79,7 @@ class Batch:
 
     def is_padding(self, microbatch: int) -> bool:
         """Whether it was added because there are fewer rows than micro-batches."""
-        return microbatch >= len(self.shares) - self.num_padding
+        return microbatch in self.padding
 
     def weight(self, microbatch: int, count: Number | None, *, is_sum: bool = False) -> Number:
         """What the backward of a loss starts from: a mean, with a count or none, or a sum that has a count."""

@@ -99,7 +99,7 @@ class MicrobatchInputs:
             given,
             wanted,
             self.shares(wanted.sizes or given.sizes),
-            wanted.num_padding or given.num_padding,
+            wanted.padding or given.padding,
             scale,
             not (isinstance(inputs, list) or self._chunks) and len({*given.sizes} - {0}) < 2,
             _rows(given, self._read),

@@ -7,7 +7,8 @@ What has no rows goes whole to every micro-batch: numbers, texts, None, tensors 
 beside others with more. If there are fewer rows than micro-batches, the last micro-batches are padding: they get the
 first row again, and do not count.
 
-Where a plan has merged R replicas, replica r has the rows r, r + R, …, or these micro-batches of the list.
+Where a plan has merged R replicas, replica r has the rows r, r + R, …, or these micro-batches of the list. The last
+ones of each replica are padding then.
 """
 
 from __future__ import annotations
@@ -27,14 +28,14 @@ class Microbatches(NamedTuple):
     """`values` by micro-batch.
 
     `sizes`: their numbers of rows; () if a batch was split equally, or nothing has rows. `num_rows`: rows of the whole
-    batch; 0 if none was split. The last `num_padding` are padding. `shared`: tensors that all get whole, with their
+    batch; 0 if none was split. `padding`: those that are padding. `shared`: tensors that all get whole, with their
     places and versions.
     """
 
     values: list[Any]
     sizes: tuple[int, ...] = ()
     num_rows: int = 0
-    num_padding: int = 0
+    padding: tuple[int, ...] = ()
     shared: tuple[tuple[str, torch.Tensor, int], ...] = ()
 
 
@@ -80,7 +81,7 @@ def to_microbatches(
         _split(batch, num_rows, sizes) if needed else [None] * n,
         tuple(sizes) if len({*sizes}) > 1 else (),
         num_rows,
-        sizes.count(0),
+        tuple(m for m, size in enumerate(sizes) if not size),
         tuple((place, tensor, version_of(tensor)) for place, tensor in places if _is_shared(tensor, num_rows)),
     )
 
@@ -165,10 +166,10 @@ def _rows_of_merged(name: str, num_rows: int, origins: Sequence[tuple[int, int]]
     """The rows of each micro-batch, where those of replica r are every R-th one from r on. Raises PipelineError."""
     num_replicas = 1 + max(replica for replica, _ in origins)
     of_replica = len(origins) // num_replicas
-    if num_rows < len(origins):
+    if num_rows < num_replicas:
         raise PipelineError(
-            f"{name} has {num_rows} rows for {of_replica} micro-batches of each of {num_replicas} replicas, which are "
-            f"one pipeline while a rank is missing; give {len(origins)} rows or more, those of all replicas"
+            f"{name} has {num_rows} rows for {num_replicas} replicas, which are one pipeline while a rank is missing; "
+            f"give {num_replicas} rows or more, those of all replicas"
         )
     found: dict[tuple[int, int], range] = {}
     for replica in range(num_replicas):
@@ -200,8 +201,8 @@ def _split(value: Any, num_rows: int, sizes: list[int]) -> list[Any]:
             return [value] * n
         filled = [size for size in sizes if size]
         # Like `split`, but a write into one does not change the version of the others.
-        parts = list(torch.unsafe_split_with_sizes(value, filled))
-        return parts + [value[:1].clone() for _ in range(n - len(filled))]
+        parts = iter(torch.unsafe_split_with_sizes(value, filled))
+        return [next(parts) if size else value[:1].clone() for size in sizes]
     if isinstance(value, tuple):
         columns = [_split(item, num_rows, sizes) for item in value]
         make = getattr(value, "_make", tuple)

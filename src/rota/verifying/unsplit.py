@@ -185,7 +185,7 @@ def _parts(batch: GivenBatch, num_microbatches: int, num_replicas: int) -> list[
         Part(given, wanted, share / num_replicas)
         for given, wanted, share in zip(inputs.values, targets.values, shares, strict=True)
     ]
-    return parts[: num_microbatches - (targets.num_padding or inputs.num_padding)]
+    return parts[: num_microbatches - len(targets.padding or inputs.padding)]
 
 
 def _joined(batch: GivenBatch) -> GivenBatch:
