@@ -238,7 +238,7 @@ def add_time_limit(parser: Parser, help: str, default: float | None = None) -> N
 # --- what stages cost, and where they are ----------------------------------------------------------------------------
 
 _UNIFORM = ("forward_us", "backward_us", "weight_us", "activation_bytes", "boundary_bytes")
-_LINKS = "all links as --link says"
+_LINKS = "all links as set by --link"
 
 
 def add_step(parser: Parser) -> None:
@@ -309,7 +309,9 @@ def add_links(parser: Parser, default: str = _LINKS) -> None:
         metavar="N",
         help="rate of every link in bytes per µs; 1 GB/s is 1000 (default: infinite)",
     )
-    help_text = "latency and rate of every link, such as 5us,50GB/s (default: as --latency-us and --bytes-per-us say)"
+    help_text = (
+        "latency and rate of every link, such as 5us,50GB/s (default: as set by --latency-us and --bytes-per-us)"
+    )
     parser.add_argument("--link", type=link, metavar="LINK", help=help_text)
     help_text = (
         "use measured links from `rota profile links -o cluster.json`, or those of a plan or timeline: latency, rate, "

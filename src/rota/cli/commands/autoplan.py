@@ -86,7 +86,7 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("--node", type=number(1), metavar="N", help="ranks per node (default: all ranks on one node)")
     help_text = "latency and rate between nodes, such as 20us,12GB/s (default: same as --link)"
     parser.add_argument("--node-link", type=link, metavar="LINK", help=help_text)
-    help_text = "use measured links from `rota profile links -o cluster.json` (default: as --link says)"
+    help_text = "use measured links from `rota profile links -o cluster.json` (default: as set by --link)"
     parser.add_argument("--links", metavar="FILE", help=help_text)
     help_text = "slowdown of each rank relative to the measured device, such as 1,1,1.5,1.5 (default: all 1)"
     parser.add_argument("--slowdowns", type=_slowdowns, default=(), metavar="X,…", help=help_text)

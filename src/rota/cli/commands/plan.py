@@ -56,7 +56,7 @@ def add_arguments(parser: Parser) -> None:
         "--stages", type=number(1), metavar="N", help="number of stages (default: the fewest that the schedule needs)"
     )
     default_links = (
-        "all links as --link says or, if no option describes the links and --costs were measured on a CPU, as "
+        "all links as set by --link or, if no option describes the links and --costs were measured on a CPU, as "
         "measured between processes on this machine"
     )
     add_costs(parser, "stage", default_links)
