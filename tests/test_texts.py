@@ -34,6 +34,7 @@ LAYERS = layer_costs(1, UNEVEN * 8)
 
 #: One of each kind of noun, with many fields.
 NOUNS: dict[str, Any] = {
+    "AllReduceTimes": rota.AllReduceTimes(2, tuple((1024 * (1 + i), 5) for i in range(MANY))),
     "BatchBound": rota.BatchBound(100, "all orders", "rank 0 is busy"),
     "BatchPlan": rota.BatchPlan(PLAN, GROUPS, (), 5, (rota.BatchBound(4, "all orders", "rank 0 is busy"),)),
     "Calibration": rota.Calibration(5, (5,) * MANY, PLAN, ()),

@@ -43,7 +43,7 @@ def test_ls_verify_and_export(pool: Pool, tmp_path: Path, capsys: pytest.Capture
     code, out, _ = cli(capsys, "ls", tmp_path)
     assert code == 0
     assert [line.split()[0] for line in out.splitlines()] == ["step-3.partial", "step-1", "step-2"]
-    assert "2 ranks × 1  23 weights and buffers" in out
+    assert "2 ranks × 1 replica  23 weights and buffers" in out
     assert "epoch=1" in out.splitlines()[-1]
     assert cli(capsys, "verify", tmp_path)[0] == 0
     assert cli(capsys, "verify", tmp_path / "step-1")[0] == 0

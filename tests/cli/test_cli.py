@@ -254,7 +254,7 @@ def _corrupt(folder: Path, name: str, text: str) -> Path:
         (
             ["plan", "1f1b", "--ranks", "2", "--microbatches", "2", "--limit", "8000000000"],
             2,
-            ["--limit: 8000000000 of what? write, for example, 8000000000GB, or 8000000000B for bytes"],
+            ["'8000000000' has no unit; write, for example, 8000000000GB, or 8000000000B for bytes"],
         ),
         (
             ["schedules", "--ranks", "2", "--microbatches", "2", "--limit", "80%"],
@@ -347,6 +347,7 @@ def test_of_replicas_one_is_checked_and_rehearsed(
     plan_file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Rehearsal:
+        planned = simulate(Plan.from_json(plan_file.read_text()))
         to_text = staticmethod(lambda _: "runs to its end")
 
     monkeypatch.setattr("rota.planning.rehearsal.rehearse", lambda *_, **__: Rehearsal)

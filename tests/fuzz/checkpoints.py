@@ -414,7 +414,9 @@ def _act(action: str, folder: Path) -> int | None:
     """The command's exit code, None where it refuses."""
     output = str(folder / "model.safetensors") if action == "export" else None
     with redirect_stdout(io.StringIO()) as out, redirect_stderr(io.StringIO()) as err:
-        ended = verdicts.tried(lambda: ACTIONS[action](Namespace(folder=str(folder), output=output, config=None)))
+        ended = verdicts.tried(
+            lambda: ACTIONS[action](Namespace(folder=str(folder), output=output, config=None, json=False))
+        )
     for line in (out.getvalue() + err.getvalue()).splitlines():
         assert line.isprintable(), f"not printable: {line!r}"
     return ended

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from rota import PipelineError
+from rota.runtime.kept_memory import State
 from rota.runtime.launching.follower import Follower
 from rota.runtime.launching.leader import Leader
 from rota.runtime.launching.nodes import Nodes
@@ -65,11 +66,11 @@ def test_a_node_that_has_much_to_say_before_its_ranks_are_gone_is_not_lost(tmp_p
             for _ in range(150):
                 follower.send("report", rank=1, said="")
                 time.sleep(0.01)  # each is a message that wakes node 0
-            follower.send("ended", steps=[3])
+            follower.send("ended", states=[[0, 3]])
 
         ending = threading.Thread(target=end)
         ending.start()
         leader.end()
         ending.join()
-        assert leader.steps == {3}
+        assert leader.states == {State(0, 3)}
         assert list(leader.news()) == []  # else NodeLost
