@@ -259,7 +259,7 @@ def _corrupt(folder: Path, name: str, text: str) -> Path:
         (
             ["schedules", "--ranks", "2", "--microbatches", "2", "--limit", "80%"],
             2,
-            ["--limit: '80%' is a share of a device's memory, and this command knows no device"],
+            ["--limit: '80%' is a share of a device's memory, but this command does not know the device"],
         ),
         (["plan-batch", "s.json", "l.json", "--limit", "120%"], 2, ["'120%' must be more than 0% and at most 100%"]),
         (["plan", "one_f_1b", "--ranks", "2", "--microbatches", "2"], 2, ["'one_f_1b'", "did you mean 1f1b?"]),

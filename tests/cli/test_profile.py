@@ -141,7 +141,8 @@ def test_times_that_say_nothing_are_told(
     code, out, _ = run(capsys, model, "--repeats", 9, "--cache", model.parent / "cache")
     assert (code, {*asked}) == (0, {9})
     advice = (
-        "Measurements that vary by 657% are too noisy for planning: close other programs, and measure more often, with "
+        "Measurements that vary by 657% are too noisy for planning: close other programs, and take more measurements, "
+        "with "
     )
     assert (f"{advice}--repeats 27 --refresh." in out) is told
     assert ("too noisy for planning" in out) is told

@@ -50,7 +50,7 @@ def test_plan_and_check_say_whether_snapshots_fit(
     assert fits in told(capsys, *plan, "--limit", "9MB")
     assert fits in told(capsys, "check", "plan.json")
     tight = (
-        f"{needed} On CPUs, the limit of rank 0 leaves 3 MB for 4 MB: "
+        f"{needed} On CPUs, the limit of rank 0 leaves 3 MB, but the snapshots need 4 MB: "
         "restarts go on from the last checkpoint, unless you plan with --snapshots."
     )
     assert tight in told(capsys, *plan, "--limit", "8MB")
@@ -73,7 +73,7 @@ def test_what_is_refused(tmp_path: Path, capsys: Capsys, monkeypatch: pytest.Mon
         Costs.uniform(2).with_snapshots()
     assert main(["autoplan", "model.py", "--ranks", "2", "--batch", "8", "--snapshots", "--device", "h100"]) == 2
     assert "snapshots are in the host's memory, and the limit is that of h100" in capsys.readouterr().err
-    with pytest.raises(PlacementError, match="snapshots are states of a training"):
+    with pytest.raises(PlacementError, match="snapshots are for training"):
         autoplan({1: layer_costs(1, UNEVEN)}, Machine(2), 8, inference=True, snapshots=True)
 
 

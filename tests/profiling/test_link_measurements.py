@@ -155,7 +155,7 @@ def test_every_column_of_the_table_is_explained_and_a_busy_machine_is_told() -> 
         assert f"\n  {name} " in text
     assert first.split()[:3] == ["0", "→", "1"]
     assert "2 ranks share a core: what a message costs its ranks includes" in text
-    assert "other programs took 40% of the cores' time meanwhile: end them, and measure again" in text
+    assert "other programs took 40% of the cores' time during the measurement: end them, and measure again" in text
 
 
 def test_sums_are_in_the_cluster_and_in_the_table_and_never_fall() -> None:

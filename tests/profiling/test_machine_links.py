@@ -73,7 +73,7 @@ def test_without_time_links_are_not_measured_but_those_that_are_kept_are_found(
 
 def test_links_of_a_busy_machine_are_doubted_and_measured_again_next_time(started: Started, tmp_path: Path) -> None:
     path, told = tmp_path / "links.json", list[str]()
-    started.doubt = "other programs took 40% of the cores' time meanwhile: end them, and measure again"
+    started.doubt = "other programs took 40% of the cores' time during the measurement: end them, and measure again"
     with pytest.warns(UserWarning, match=r"links were measured on a busy machine: other programs took 40% of the"):
         first = links_of_this_machine(2, cache=str(path), report=told.append)
     assert told == ["measures", f"links are not kept: {started.doubt}"]

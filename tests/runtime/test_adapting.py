@@ -148,7 +148,7 @@ def test_an_order_that_is_slower_when_it_runs_is_left_and_not_tried_again(capsys
     found.swapped(60, "", tried, steps_of(times([1, 1.6, 1], 2500)[0]))
     assert capsys.readouterr().err == (
         "rota: the order since step 41 takes 2.61 ms per step instead of 2.09 ms, measured in 10 steps each "
-        "(predicted: 900 µs instead of 1 ms), slower by more than the noise of 138 µs: back to the order before "
+        "(predicted: 900 µs instead of 1 ms), slower by more than the noise of 138 µs: back to the previous order "
         "from step 61 on\n"
     )
     for _ in range(4):

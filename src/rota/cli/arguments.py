@@ -69,8 +69,8 @@ def parse_limit(text: str) -> int:
     found = parse_memory(text)
     if isinstance(found, Fraction):
         raise ValueError(
-            f"{text!r} is a share of a device's memory, and this command knows no device; write a size, for example "
-            f"40GB (`rota autoplan --memory` takes shares)"
+            f"{text!r} is a share of a device's memory, but this command does not know the device; write a size, "
+            f"for example 40GB (`rota autoplan --memory` takes shares)"
         )
     return found
 
@@ -256,8 +256,8 @@ def add_limit(parser: Parser) -> None:
 def add_snapshots(parser: Parser) -> None:
     """--snapshots."""
     help_text = (
-        "also count the two states that `rota run --max-restarts` keeps of each rank, for ranks on CPUs; with "
-        "accelerators they are in the host's memory, which the limit does not describe"
+        "for ranks on CPUs: also count the two copies of each rank's state that `rota run --max-restarts` keeps in "
+        "memory; with accelerators, they are in the host's memory, to which the limit does not apply"
     )
     parser.add_argument("--snapshots", action="store_true", help=help_text)
 
@@ -349,7 +349,7 @@ def costs_of(arguments: Namespace, stages_per_rank: int = 1, further_stages: int
         return costs.with_snapshots() if getattr(arguments, "snapshots", False) else costs
     if getattr(arguments, "snapshots", False):
         raise InputError(
-            "--snapshots needs --costs FILE with the sizes of the stages' states, as rota.profile makes it"
+            "--snapshots needs --costs FILE with the sizes of the stages' states, which rota.profile measures"
         )
     if not (arguments.stages or arguments.ranks):
         raise InputError("how many stages? give --ranks, --stages or --costs")

@@ -33,6 +33,6 @@ def snapshots_text(timeline: Timeline) -> str:
     if left[rank] >= needed[rank]:
         return f"{told} They fit within the limits as well."
     return (
-        f"{told} On CPUs, the limit of rank {rank} leaves {size_text(left[rank])} for {size_text(needed[rank])}: "
-        f"restarts go on from the last checkpoint, unless you plan with --snapshots."
+        f"{told} On CPUs, the limit of rank {rank} leaves {size_text(left[rank])}, but the snapshots need "
+        f"{size_text(needed[rank])}: restarts go on from the last checkpoint, unless you plan with --snapshots."
     )

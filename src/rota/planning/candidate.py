@@ -111,7 +111,7 @@ class Request:
                 f"--cuts 'layers.*'"
             )
         if snapshots and inference:
-            raise PlacementError("snapshots are states of a training, and this is inference; leave one of them out")
+            raise PlacementError("snapshots are for training, but this plan is for inference; leave one of them out")
         of = {rows: _forward_alone(layers) if inference else layers for rows, layers in sorted(profiles.items())}
         if snapshots:
             of = {rows: layers.with_snapshots() for rows, layers in of.items()}

@@ -192,7 +192,10 @@ class LinkMeasurements:
         """Why these numbers may be wrong, and what to do; "" if nothing speaks against them."""
         if not self.busy:
             return ""
-        return f"other programs took {self.busy:.0%} of the cores' time meanwhile: end them, and measure again"
+        return (
+            f"other programs took {self.busy:.0%} of the cores' time during the measurement: end them, and measure "
+            f"again"
+        )
 
     def notes(self) -> list[str]:
         """What a reader must know about these numbers."""

@@ -160,7 +160,7 @@ class _Watch:
         if changed_rank(self._known_us, busy) is not None:
             return None  # it has changed again meanwhile: the next look begins another search
         if any(_is_same_order(answer.plan, slower) for slower in self._slower):
-            _report(f"{who}; the order stays: {self._predicted(answer)} was slower than the order before when it ran")
+            _report(f"{who}; the order stays: {self._predicted(answer)} was slower than the previous order when it ran")
             return None
         if answer.plan.orders == current.orders or answer.gain < self._least_gain:
             bound = f", and none takes less than {time_text(answer.bound_us)}" if answer.bound_us else ""
@@ -200,7 +200,8 @@ class _Watch:
             _report(told)
             return None
         self._slower.append(trial.plan)
-        self._line = f"{told}, slower by more than the noise of {time_text(round(noise_us))}: back to the order before"
+        noise = time_text(round(noise_us))
+        self._line = f"{told}, slower by more than the noise of {noise}: back to the previous order"
         return trial.former
 
     def _wait(self) -> None:

@@ -121,8 +121,8 @@ def report_changed_script(script: str, folder: str, report: Callable[[str], None
         is_same = False
     if not is_same:
         report(
-            f"{script} has changed since the run began: the ranks run it as it was then, but read the modules that it "
-            f"imports again"
+            f"{script} has changed since the run began: the ranks run it as it was then, but the modules that it "
+            f"imports are read again"
         )
 
 

@@ -99,8 +99,8 @@ class LossScale:
         """The state of the scaler that steps were given, None without one. Raises PipelineError if there were two."""
         if len(self._given) > 1:
             raise PipelineError(
-                f"step was given {len(self._given)} gradient scalers, and steps keeps one; write a loop of your own, "
-                f"with commit(step, scalers=…)"
+                f"pipeline.step was given {len(self._given)} gradient scalers, but checkpoints.steps keeps only one; "
+                f"write a loop of your own, with commit(step, scalers=…)"
             )
         return next((scaler.state_dict() for scaler in self._given), self._to_restore)
 

@@ -111,7 +111,7 @@ def test_other_data_is_refused() -> None:
     for loader in (DataLoader(Samples(), 4, shuffle=True), DataLoader(Samples(), 3)):
         batches = batches_of(loader)
         batches.go_on(position())
-        with pytest.raises(PipelineError, match=r"the first batch of epoch 0 is another one than before"):
+        with pytest.raises(PipelineError, match=r"the first batch of epoch 0 differs from the one before"):
             next(iter(batches))
     batches = batches_of(LOADERS["shuffled"]())
     batches.go_on(position(num_batches=5))
@@ -156,7 +156,7 @@ def test_other_data_of_another_replica_is_refused() -> None:
     mine, others = rows(0, 2, 4, 6, 8, 9), rows(1, 3, 5, 7, 0, 1)
     assert go_on(replicas(mine, others)[0], replicas(mine, others)[0]) == 2
     for between in ([], [replicas(BOTH, merged=True)[0]]):
-        with pytest.raises(PipelineError, match=r"the first batch of epoch 0 on replica 1 is another one than before"):
+        with pytest.raises(PipelineError, match=r"the first batch of epoch 0 on replica 1 differs from the one before"):
             go_on(replicas(mine, others)[0], *between, replicas(mine, others[1:])[0])
 
 

@@ -273,8 +273,8 @@ report("closes")
 def test_a_script_that_has_changed_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert launched(tmp_path, monkeypatch, CHANGES, max_restarts=1) == [
         "rank 0 ended with exit code 9: restart 1 of 1",
-        "script.py has changed since the run began: the ranks run it as it was then, but read the modules that it "
-        "imports again",
+        "script.py has changed since the run began: the ranks run it as it was then, but the modules that it "
+        "imports are read again",
     ]
 
 

@@ -151,7 +151,7 @@ def run(arguments: Namespace) -> int:
             print(
                 "rota autoplan: warning: the model has no place where it can be cut, so there is no pipeline, only "
                 "replicas; name modules that can start a stage, such as --cuts 'layers.*', or call a separate "
-                "rota.CutPoint() between each two blocks in the model's forward: x = self.cuts[i](x)",
+                "rota.CutPoint() between every two blocks in the model's forward: x = self.cuts[i](x)",
                 file=sys.stderr,
             )
         least_s = _LEAST_SEARCH_S if arguments.profile is None else _LEAST_S

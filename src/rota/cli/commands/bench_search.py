@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 def add_arguments(parser: Parser) -> None:
     """Add the arguments of `rota bench-search` to its parser."""
     parser.add_argument("problems", nargs="+", help="problem files, or folders of them, such as problems/")
-    help_text = "only problems whose names match, such as 'wave-*-half' (default: all)"
+    help_text = "only problems whose names match this pattern, such as 'wave-*-half' (default: all)"
     parser.add_argument("--only", metavar="GLOB", help=help_text)
     parser.add_argument("--open", action="store_true", help="only problems whose best plan is not proven optimal")
     parser.add_argument("--list", action="store_true", help="print what is known, without searching")

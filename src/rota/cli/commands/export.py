@@ -59,7 +59,7 @@ def _add_megatron(parser: Parser) -> None:
     parser.add_argument("plan", help="plan.json, or a schedule CSV")
     help_text = (
         "boundaries of the stages: 0, the first layer of each later stage, and the number of layers; "
-        "each letter of Megatron's layout (E, t, m, L) counts as one layer or, with --layers, each class name does "
+        "a layer is one letter of Megatron's layout (E, t, m, L) or, with --layers, one class name "
         "(default with --layers: those of a plan from `rota autoplan`)"
     )
     parser.add_argument("--boundaries", type=_integers, metavar="0,N,…", help=help_text)

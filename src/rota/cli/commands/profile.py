@@ -118,8 +118,8 @@ def _print_layers(arguments: Namespace, found: Profile, repeats: int) -> None:
     refresh, with_refresh = (" --refresh", ", with --refresh") if arguments.cache else ("", "")
     if worst > _TOO_FAR_APART:
         print_text(
-            f"Measurements that vary by {worst:.0%} are too noisy for planning: close other programs, and measure more "
-            f"often, with --repeats {3 * repeats}{refresh}."
+            f"Measurements that vary by {worst:.0%} are too noisy for planning: close other programs, and take more "
+            f"measurements, with --repeats {3 * repeats}{refresh}."
         )
     elif doubtful:
         remedy = f"Close other programs, and measure again{with_refresh}."

@@ -58,8 +58,8 @@ def add_arguments(parser: Parser) -> None:
     help_text = "start a lost rank again after S seconds (default: 60 with --backups, never with --min-ranks)"
     parser.add_argument("--rejoin-after", type=seconds, metavar="S", help=help_text)
     help_text = (
-        "if a rank becomes slower or faster than the others, switch to a better order of ops, with the same stages, "
-        "during training"
+        "if a rank becomes slower or faster than the others during training, switch to a better order of ops (the "
+        "stages stay the same)"
     )
     parser.add_argument("--adapt", action="store_true", help=help_text)
     help_text = "with --adapt: switch only if this shortens a step by at least PERCENT percent (default: 3)"

@@ -105,7 +105,7 @@ class Rehearsal:
         if self.planned.plan.placement.occupied_us == plan.placement.occupied_us:
             return []
         return [
-            f"The simulated time is without what messages cost their ranks and gaps between ops, because a rehearsal "
+            f"The simulated time leaves out what messages cost their ranks and gaps between ops, because a rehearsal "
             f"on devices does not have them. With these, the plan takes {time_text(simulate(plan).makespan_us)}."
         ]
 

@@ -483,7 +483,7 @@ class Checkpoints:
         if over:
             why = f"the plan's limit for process {over[0]} has no room for {size_text(told[over[0]].needed_bytes)}"
         elif full:
-            why = f"process {full[0]} has had no memory for its state"
+            why = f"process {full[0]} ran out of memory for its state"
         self._report(f"states are not kept in memory: they need {size_text(all_bytes)}, and {why}; {_WITHOUT}")
         return False
 

@@ -159,15 +159,15 @@ class Batches:
                 which = "single" if now.merged is None else "all"
                 self._report(
                     f"epoch {self._epoch} goes on with batches of {which} replicas, and its first batch does not have "
-                    f"the rows of before: if the loader neither augments nor pads, samples are lost or seen twice; "
-                    f"give it pipeline.sampler"
+                    f"the rows that it had before: if the loader neither augments nor pads, samples are lost or seen "
+                    f"twice; give it pipeline.sampler"
                 )
         elif others:
             where = f" on replica {others[0]}" if self._num_replicas > 1 else ""
             raise PipelineError(
-                f"the first batch of epoch {self._epoch}{where} is another one than before: samples would be lost or "
-                f"seen twice; go on with the same data and batch size, and let what shuffles draw from torch, random "
-                f"or numpy.random, or have a set_epoch"
+                f"the first batch of epoch {self._epoch}{where} differs from the one before: samples would be lost or "
+                f"seen twice; go on with the same data and batch size, and make sure that whatever shuffles uses "
+                f"the random numbers of torch, random or numpy.random, or has a set_epoch"
             )
         if self._begun is None or now.merged is None:
             self._begun = now  # what replicas have loaded one by one tells more

@@ -67,7 +67,7 @@ def refuse_inner_optimizers(optimizer: Optimizer) -> None:
             if isinstance(inner, Optimizer) and inner.state is not optimizer.state:
                 raise PipelineError(
                     f"the optimizer, a {type(optimizer).__name__}, keeps its state in another one, a "
-                    f"{type(inner).__name__} ({name}), so that it would be lost; give an optimizer with a state of its "
+                    f"{type(inner).__name__} ({name}), where it would be lost; give an optimizer with a state of its "
                     f"own (fully_shard divides that among replicas)"
                 )
 

@@ -137,7 +137,9 @@ class _Curve:
         limits = self._limits()
         if self._at(limits[-1]) is None:
             if self.budget.stopped_by:
-                raise NothingFitsError(f"no steady state was found until it was stopped by {self.budget.stopped_by}")
+                raise NothingFitsError(
+                    f"no steady state was found before the search was stopped by {self.budget.stopped_by}"
+                )
             raise NothingFitsError(
                 f"no steady state was found with {limits[-1]} bytes per rank; give the search more time"
             )
