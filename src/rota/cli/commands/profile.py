@@ -158,7 +158,7 @@ def _sizes_table(model: SizeModel) -> str:
         for name in ("forward_us", "backward_us", "activation_bytes")
         for curve in [getattr(model, name)[stage]]
     ]
-    return "\n".join(table_lines(header, rows, left=header, width=report_columns(), optional=("per square",)))
+    return "\n".join(table_lines(header, rows, left=header, width=report_columns(), optional=("per token²",)))
 
 
 def _summary(layers: LayerCosts) -> str:
