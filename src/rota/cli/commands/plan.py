@@ -87,6 +87,7 @@ def run(arguments: Namespace) -> int:
         require_search()
     arguments.links_of = partial(_links, arguments)
     planned = _searched(arguments) if arguments.schedule == SEARCH else _named(arguments)
+    _print_spread(arguments)
     _warn_of_idle_ranks(planned)
     is_csv = arguments.output is not None and arguments.output.endswith(".csv")
     files.keep(arguments.output, planned.to_csv() if is_csv else planned.to_json(), "plan.json")
@@ -171,6 +172,13 @@ def _print_assumed(given: Costs, adapted: Costs) -> None:
         assumed.append("R takes as long as F, as the costs have no recompute_us")
     if assumed:
         print(f"Assumed: {'; '.join(assumed)}.")
+
+
+def _print_spread(arguments: Namespace) -> None:
+    """How far the repeated timings are apart that the costs are from, if they were measured."""
+    spread = 0.0 if arguments.costs is None else files.read_costs(arguments.costs).spread
+    if spread:
+        print(f"The measured times of a stage vary by {spread:.0%} at most (interquartile range).")
 
 
 def _warn_of_idle_ranks(planned: Plan) -> None:
