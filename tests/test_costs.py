@@ -210,3 +210,12 @@ def test_what_is_wrong_is_told_with_place_and_value(text: str, told: str) -> Non
         Costs.from_json(text)
     assert told in str(caught.value)
     assert isinstance(caught.value, FormatError | PlacementError)
+
+
+def test_the_spread_of_measured_times_is_kept() -> None:
+    assert (Costs.uniform(2).spread_us, Costs.uniform(2).spread) == (None, 0.0)
+    costs = Costs((10, 20), (20, 40), (10, 0), recompute_us=(None, 20), activation_bytes=1, spread_us=(6, 4))
+    assert costs.spread == 6 / 40
+    assert Costs.from_json(costs.to_json()) == costs
+    with pytest.raises(PlacementError, match="spread_us has 1 entries for 2"):
+        Costs.uniform(2, spread_us=(1,))

@@ -344,6 +344,7 @@ _OPTIONAL = (  # None has a meaning of its own
     "input_frees_bytes",
     "gradient_bytes",
     "recompute_us",
+    "spread_us",
     "microbatch_rows",
 )
 
@@ -378,6 +379,7 @@ class Costs:
         edges: (source, target) stages. None: a chain.
         note: Where the numbers come from.
         microbatch_rows: Examples in the micro-batch whose costs these are. None: unknown.
+        spread_us: Interquartile range of the measured times of a stage's ops together. None: unknown.
 
     Raises:
         PlacementError: A number is negative or not whole, a field has the wrong number of entries, or more bytes are
@@ -404,6 +406,7 @@ class Costs:
     edges: tuple[tuple[int, int], ...] | None = None
     note: str = ""
     microbatch_rows: int | None = None
+    spread_us: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         forward: object = self.forward_us
@@ -459,6 +462,13 @@ class Costs:
     def freed_by_input(self) -> tuple[int, ...]:
         """Bytes of each stage's activations that I frees; by default half of them."""
         return self.input_frees_bytes or tuple(held // 2 for held in self.activation_bytes)
+
+    @property
+    def spread(self) -> float:
+        """The largest `spread_us` of a stage, as a part of the time of its ops; 0.0 if it is unknown."""
+        columns = self.forward_us, self.backward_us, self.weight_us, self.recompute_us
+        times_us = [sum(us or 0 for us in stage) for stage in zip(*filter(None, columns), strict=True)]
+        return max((a / b for a, b in zip(self.spread_us or (), times_us, strict=False) if b), default=0.0)
 
     def as_chain(self) -> Costs:
         """The same costs without edges. Raises PlacementError unless the edges are those of a chain."""

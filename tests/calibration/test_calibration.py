@@ -356,7 +356,10 @@ def test_calibrate_writes_plan_and_costs(
     code, out, _ = run(capsys, "calibrate", measured_file, measured_file, "--costs", costs, "-o", better)
     timeline = Timeline.from_json(measured_file.read_text())
     found = calibrate([timeline, timeline])
-    assert (code, out) == (0, f"{found.to_text()}\nWrote {costs}; plan with `rota plan … --costs {costs}`.\nWrote {better}.\n")
+    assert (code, out) == (
+        0,
+        f"{found.to_text()}\nWrote {costs}; plan with `rota plan … --costs {costs}`.\nWrote {better}.\n",
+    )
     assert Plan.from_json(better.read_text()) == found.chosen
     read = Costs.from_json(costs.read_text())
     assert read.forward_us == (150, 90, 110, 100)
@@ -391,7 +394,10 @@ def test_calibrate_searches(measured_file: Path, tmp_path: Path, capsys: pytest.
         (["{measured}", "--costs", "{measured}"], "is read by the command, and would be overwritten"),
         (["{measured}", "-o", "{measured}"], "is read by the command, and would be overwritten"),
         (["{plan}"], "is a plan; give timelines measured with `rota run --timeline`"),
-        (["{measured}", "-o", "{folder}/nowhere/x.json"], "/nowhere/x.json: it is a folder, or its folder does not exist or is not writable"),
+        (
+            ["{measured}", "-o", "{folder}/nowhere/x.json"],
+            "/nowhere/x.json: it is a folder, or its folder does not exist or is not writable",
+        ),
     ],
 )
 def test_calibrate_refuses(

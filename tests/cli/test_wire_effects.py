@@ -178,3 +178,10 @@ def test_costs_measured_elsewhere_leave_transfers_free(
     measured_costs.write_text(replace(Costs.uniform(2, boundary_bytes=80), note="estimated for h100").to_json())
     said = run(capsys, "plan", "1f1b", "--costs", measured_costs, "--microbatches", "4")[1]
     assert said.startswith("Transfers are counted as free; give --link or --links")
+
+
+def test_how_far_measured_times_are_apart_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    costs = tmp_path / "costs.json"
+    costs.write_text(Costs.uniform(2, 100, 200, spread_us=(9, 30)).to_json())
+    said = run(capsys, "plan", "1f1b", "--ranks", "2", "--microbatches", "4", "--costs", costs)[1]
+    assert "The measured times of a stage vary by 10% at most (interquartile range)." in said

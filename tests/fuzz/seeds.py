@@ -31,7 +31,7 @@ _COSTS = (
         (50, 70, 60), (110, 130, 120), reduce_us=(3, 0, 9), optimizer_us=(4, 4, 4), edges=((0, 1), (1, 2), (0, 2)),
         boundary_bytes=(10, 20, 5), gradient_bytes=(10, 20, 5), note="measured on a machine of its own",
     ),
-    Costs((5, 6), (7, 8), recompute_us=(None, 3), activation_bytes=(2, 9)),
+    Costs((5, 6), (7, 8), recompute_us=(None, 3), activation_bytes=(2, 9), spread_us=(1, 2)),
 )  # fmt: skip
 _CLUSTER = Cluster((40, None, 90), Link(1, 2), ((0, 1, Link(4, 1)), (2, 1, Link(0, None))))
 _SUMS = (AllReduceTimes(2, ((1024, 90), (65536, 140))), AllReduceTimes(3, ((1024, 120),)))

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from rota import Cluster, Link, PipelineError, Stages, profile
+from rota import Cluster, Costs, Link, PipelineError, Stages, profile
 from rota.profiling import clocks, measure_link, profile_here
 from rota.profiling.links import link_of
 from support.pool import Pool
@@ -172,7 +172,9 @@ def test_recomputed_stages_an_optimizer_and_the_spread() -> None:
     assert costs.static_bytes[:2] == (4 * parameters * 4 + 4 * 4,) * 2  # Adam counts its steps for each of 4 tensors
     assert costs.state_bytes[:2] == (3 * parameters * 4 + 4 * 4,) * 2  # without gradients
     assert min(costs.forward_peak_bytes + costs.backward_peak_bytes) > 0
-    assert told[1].startswith("F and B of a stage vary by ")
+    assert told[1].startswith(f"F and B of a stage vary by {costs.spread:.0%} at most")
+    assert costs.spread_us is not None
+    assert Costs.from_json(costs.to_json()) == costs
     for options in ({"recompute": [3]}, {"recompute": ["full"]}):
         with pytest.raises(PipelineError, match=r"recompute has stage .*, but there are stages 0 to 2"):
             profile(stages, torch.zeros(5, 8), **options)

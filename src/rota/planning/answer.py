@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from statistics import median
 from typing import NamedTuple
@@ -320,7 +320,7 @@ class Answer:
             ran = "" if found.steps is None else f"{time_text(found.steps.median_us)} per step as run, "
             lines.append(
                 f"Measured {layout_text(found)}: {ran}{time_text(found.makespan_us)} simulated from its stages, "
-                f"{time_text(before_us)} simulated from its layers"
+                f"{time_text(before_us)} simulated from its layers{_inflation(found)}"
             )
         return [*lines, *self._alone(), *self.remarks]
 
@@ -454,6 +454,23 @@ def _short_ops(found: Found) -> str:
     if op_us >= message_us:
         return ""
     return f"; its ops take {time_text(round(op_us))}, less than their messages, {time_text(round(message_us))}"
+
+
+def _inflation(found: Found) -> str:
+    """How much longer a plan's ops took in place, in plan order with all ranks busy, than its layers by themselves."""
+    if found.steps is None:
+        return ""
+    alone = replace(found.candidate, measured=None).placement
+    in_place_us, alone_us = (
+        sum(len(task.ranks) * task.duration_us for task in placement.tasks)
+        for placement in (found.plan.placement, alone)
+    )
+    if not alone_us:
+        return ""
+    change = in_place_us / alone_us - 1
+    return (
+        f"; its ops take {abs(change):.0%} {'shorter' if change < 0 else 'longer'} in place than its layers one by one"
+    )
 
 
 def _fullest(found: Found) -> int:

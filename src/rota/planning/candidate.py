@@ -194,7 +194,7 @@ class Candidate:
         return placement.forward_only() if self.request.inference else placement
 
 
-_TIMES = ("forward_us", "backward_us", "weight_us", "recompute_us", "optimizer_us")
+_TIMES = ("forward_us", "backward_us", "weight_us", "recompute_us", "optimizer_us", "spread_us")
 
 
 def _slowed(times_us: Sequence[int | None], factors: Sequence[float]) -> tuple[int | None, ...]:

@@ -104,8 +104,9 @@ def profile(
         report: Called with a line of text.
 
     Returns:
-        Times in µs and bytes per stage. Activation bytes are those of storages that are alive between F and B, without
-        parameters and `batch`; static bytes are parameters, gradients, buffers and the optimizer's state.
+        Times in µs and their spread, and bytes per stage. Activation bytes are those of storages that are alive between
+        F and B, without parameters and `batch`; static bytes are parameters, gradients, buffers and the optimizer's
+        state.
 
     Raises:
         PipelineError: If a stage fails, with its number.
@@ -268,6 +269,7 @@ def _costs_of(job: _Job, rows: list[StageCosts], note: str, report: Callable[[st
         edges=tuple(edges),
         note=note,
         microbatch_rows=num_examples(job.given.batch) or None,
+        spread_us=tuple(round(row.spread * sum(row.times_us)) for row in rows),
     )
 
 

@@ -94,6 +94,10 @@ def run(arguments: Namespace) -> int:
         require_search()
     arguments.links_of = partial(_links, arguments)
     planned, fields = _searched(arguments) if arguments.schedule == SEARCH else _named(arguments)
+    if arguments.costs is not None:
+        spread = files.read_costs(arguments.costs).spread
+        fields |= {"spread": spread} if arguments.json else {}
+        _print_spread(0.0 if arguments.json else spread)
     _warn_of_idle_ranks(planned)
     is_csv = arguments.output is not None and arguments.output.endswith(".csv")
     text = planned.to_csv() if is_csv else planned.to_json()
@@ -191,6 +195,12 @@ def _assumed(given: Costs, adapted: Costs) -> list[str]:
     if given.recompute_us is None and adapted.recompute_us is not None:
         assumed.append("R takes as long as F, as the costs have no recompute_us")
     return assumed
+
+
+def _print_spread(spread: float) -> None:
+    """How far the repeated timings are apart that the costs are from, if they were measured."""
+    if spread:
+        print_text(f"The measured times of a stage vary by {spread:.0%} at most (interquartile range).")
 
 
 def _warn_of_idle_ranks(planned: Plan) -> None:
