@@ -15,7 +15,7 @@ from typing import Any
 
 from rota import reading
 from rota.errors import PlacementError
-from rota.units import angle_repr, count_text, limit_text, time_text
+from rota.units import angle_repr, count_text, limit_text, size_text, time_text
 
 
 def whole(name: str, value: object, signed: bool = False) -> int:
@@ -176,6 +176,16 @@ class AllReduceTimes:
                 f"all-reduces of {self.num_ranks} ranks take {self.times_us}: give 2 ranks or more, and (bytes, µs) of "
                 f"ascending sizes from 1 byte with times that do not fall"
             )
+
+    def __str__(self) -> str:
+        """One line, with the times of the smallest and of the largest size."""
+        (least, least_us), (most, most_us) = self.times_us[0], self.times_us[-1]
+        return (
+            f"all-reduces of {count_text(self.num_ranks, 'rank')}: {time_text(least_us)} for {size_text(least)}, "
+            f"{time_text(most_us)} for {size_text(most)}"
+        )
+
+    __repr__ = angle_repr
 
     def us(self, num_bytes: int) -> int:
         """The time of a sum: on a line between measured sizes; the smallest's time below, the largest's rate above."""

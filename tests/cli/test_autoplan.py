@@ -380,7 +380,7 @@ def test_a_run_has_the_replicas_of_the_plan(tmp_path: Path, monkeypatch: pytest.
             ["--profile", "PROFILE", "--link", "5us", "--links", "PROFILE"],
             "has all links; leave --link and --node out",
         ),
-        (["--profile", "PROFILE", "--links", "PROFILE"], "not a cluster file"),
+        (["--profile", "PROFILE", "--links", "PROFILE"], "not a cluster"),
         (["--profile", "PROFILE", "--slowdowns", "1,2,3"], "slowdowns has 3 entries for 2 ranks"),
         (
             ["--profile", "PROFILE", "--memory", "80"],
