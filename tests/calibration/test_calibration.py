@@ -358,7 +358,8 @@ def test_calibrate_writes_plan_and_costs(
     found = calibrate([timeline, timeline])
     assert (code, out) == (
         0,
-        f"{found.to_text()}\nWrote {costs}; plan with `rota plan … --costs {costs} --links {better}`.\nWrote {better}.\n",
+        f"{found.to_text()}\nWrote {costs}; plan with `rota plan … --costs {costs} --links {better}`.\n"
+        f"Wrote {better}.\n",
     )
     assert Plan.from_json(better.read_text()) == found.chosen
     read = Costs.from_json(costs.read_text())
