@@ -26,7 +26,7 @@ def test_a_line_has_step_loss_and_both_times(capsys: pytest.CaptureFixture[str])
     assert lines == [
         "rota run: step 15: loss 0.1333, 700 ms per step (planned: 12 ms)",
         "rota run: step 30: loss 0.06667, 700 ms per step (planned: 12 ms)",
-        "rota run: 30 steps, 700 ms each in the median (planned: 12 ms)",
+        "rota run: 30 steps, median 700 ms each (planned: 12 ms)",
     ]
 
 
@@ -39,8 +39,8 @@ def test_what_snapshots_cost_is_told_at_the_end(capsys: pytest.CaptureFixture[st
         progress.committed(begun_s, 425_000_000)
     progress.end()
     assert capsys.readouterr().err == (
-        "rota run: snapshots: 24 ms per step in the median (3.0% of the time from step to step) on rank 0, and 425 MB "
-        "of memory on the largest rank\n"
+        "rota run: snapshots: median 24 ms per step (3.0% of the time from step to step) on rank 0, and 425 MB "
+        "of memory on the rank that needs most\n"
     )
 
 
@@ -89,7 +89,7 @@ def test_a_step_that_took_far_too_long_is_told_with_what_the_first_rank_knows(
     usual = [(2.0, 1.5)] * 3
     assert _told_of([*usual, (100.0, 1.6)], capsys) == [
         "rota run: step 4 took 100 s, 50 times the median of the steps before it; of this, rank 0's own ops took 1.6 s "
-        "(1.5 s in the median): unless its batch was larger, another rank, or the whole machine, was stopped or stalled"
+        "(median 1.5 s): unless its batch was larger, another rank, or the whole machine, was stopped or stalled"
     ]
     (own,) = _told_of([*usual, (100.0, 99.0)], capsys)
     assert own.endswith("unless its batch was larger, rank 0, or the whole machine, was stopped or stalled")

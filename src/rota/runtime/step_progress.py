@@ -84,7 +84,7 @@ class StepProgress:
             who = "rank 0" if self._plan.num_ranks == 1 or own_s > late_s / 2 else "another rank"
             of_rank = (
                 f"; of this, rank 0's own ops took {time_text(round(1e6 * ops_s))} "
-                f"({time_text(round(1e6 * median(self._ops_s)))} in the median)"
+                f"(median {time_text(round(1e6 * median(self._ops_s)))})"
             )
         return (
             f"step {number} took {time_text(round(1e6 * step_s))}, {step_s / usual_s:.0f} times the median of the "
@@ -93,22 +93,22 @@ class StepProgress:
         )
 
     def committed(self, begun_s: float, snapshot_bytes: int) -> None:
-        """A state has been kept in memory; `snapshot_bytes`: what all that a rank keeps takes, on the largest one."""
+        """A state has been kept in memory; `snapshot_bytes`: the memory for all states that a rank keeps, on the rank that needs most."""
         self._commits_s.append((begun_s, self._now_s()))
         self._snapshot_bytes = snapshot_bytes
 
     def end(self) -> None:
         """The run is over."""
         if len(self._durations_s) >= _FEW:
-            steps = f"{len(self._durations_s):,} steps, {self._median_text()} each in the median"
+            steps = f"{len(self._durations_s):,} steps, median {self._median_text()} each"
             self._tell(f"{steps}{self._planned_text()}")
         if len(self._commits_s) >= _FEW:
             commit_s = median(ended - begun for begun, ended in self._commits_s)
             between_s = median(after - before for (_, before), (_, after) in pairwise(self._commits_s))
             share = f" ({commit_s / between_s:.1%} of the time from step to step)" if between_s else ""
             self._tell(
-                f"snapshots: {time_text(round(1e6 * commit_s))} per step in the median{share} on rank 0, and "
-                f"{size_text(self._snapshot_bytes)} of memory on the largest rank"
+                f"snapshots: median {time_text(round(1e6 * commit_s))} per step{share} on rank 0, and "
+                f"{size_text(self._snapshot_bytes)} of memory on the rank that needs most"
             )
 
     def _median_text(self, first: int = 0) -> str:
