@@ -93,7 +93,7 @@ class StepProgress:
         )
 
     def committed(self, begun_s: float, snapshot_bytes: int) -> None:
-        """A state has been kept in memory; `snapshot_bytes`: the memory for all states that a rank keeps, on the rank that needs most."""
+        """A state has been kept in memory; `snapshot_bytes`: the most memory that the states of a rank take."""
         self._commits_s.append((begun_s, self._now_s()))
         self._snapshot_bytes = snapshot_bytes
 
