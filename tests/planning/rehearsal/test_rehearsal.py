@@ -295,6 +295,7 @@ def test_no_rank_outlives_the_command(tmp_path: Path, number: signal.Signals, co
         assert running.stderr is not None
         told = running.stderr.read().splitlines()
     told = [line for line in told if not line.endswith(" ended")]  # progress, on a machine that was busy before
+    told = [line for line in told if not line.startswith("starting 2 processes")]  # progress, where it takes long
     assert told == (["rota rehearse: interrupted"] if number is signal.SIGINT else [])
     deadline = time.monotonic() + 60
     while [*tmp_path.glob("rota-rehearsal-*")] and time.monotonic() < deadline:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import socket
 import subprocess
@@ -94,7 +95,7 @@ def test_losses_are_those_of_one_node_and_ranks_that_die_lose_no_step(tmp_path: 
     of_leader, of_follower = words(tmp_path)
     assert "rota run: rank 3 on node 1 (127.0.0.1) ended with SIGKILL: restart 1 of 3" in of_leader
     assert "rota run: rank 0 ended with SIGKILL: restart" in of_leader
-    assert of_leader.count("training resumes from step") == of_leader.count("in memory") == 3
+    assert len(re.findall(r"training resumes from step \d+ in memory", of_leader)) == 3
     assert "broken on purpose" in of_follower  # what its ranks write; node 0 alone tells of restarts
     assert (tmp_path / "measured.json").exists()
     assert_nothing_left(tmp_path)
