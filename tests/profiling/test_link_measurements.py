@@ -132,20 +132,42 @@ def test_pairs_that_are_measured_are_some_of_each_two_hosts_neighbours_first() -
             r"16\.8 MB from rank 0, .*, to rank 1 took 4\.0 µs, more than 1 TB/s",
         ),
         (
-            sample_of(1, [300.0, 300.0, 300.0, 1500.0, 1500.0, 1500.0, 1500.0]),
-            r"took 1500 µs, but 300 µs or less in a quarter of the repeats",
+            sample_of(1, [300.0, 300.0, 300.0, 3000.0, 3000.0, 3000.0, 3000.0]),
+            r"to rank 1 or of 1 other pair took 1655 µs, but 305 µs or less in a quarter of the repeats",
         ),
     ],
 )
 def test_what_cannot_be_is_told(wrong: Sample, told: str) -> None:
     right = on_one_host(2, line(310, 2_500))
     assert right.implausible(2.0) == ""
-    changed = replace(right, paced={**right.paced, (0, 1): [wrong]})
+    changed = replace(right, paced={**right.paced, (0, 1): [wrong, *right.paced[0, 1][1:]]})
     with pytest.raises(AssertionError, match=told):
         assert not changed.implausible(2.0), changed.implausible(2.0)
     negative = replace(right, gap=sample_of(0, [-1.0]), send=[sample_of(1, [-5.0])], receive=[sample_of(1, [-9.0])])
     assert negative.implausible(2.0) == ""  # differences of two times may be below 0: they count as none
     assert (negative.cluster().link.send_us, negative.cluster().gap_us) == (0, 1)  # 0 µs is a gap not measured
+
+
+def test_one_pair_that_was_disturbed_says_little_about_the_link_of_twelve() -> None:
+    right = on_one_host(4, line(310, 2_500))
+    disturbed = sample_of(1 << 18, [149.0] * 3 + [670.0] * 4)
+    first, second, _, *others = right.paced[1, 2]
+    changed = replace(right, paced={**right.paced, (1, 2): [first, second, disturbed, *others]})
+    assert changed.implausible(2.0) == ""
+    assert changed.cluster().links == ()
+    for pair in right.paced:
+        changed = replace(changed, paced={**changed.paced, pair: [first, second, disturbed, *others]})
+    told = "262 kB from rank 0, which had computed, to rank 1 or of 11 other pairs took 670 µs, but 149 µs or less"
+    assert told in changed.implausible(2.0)
+
+
+def test_sums_may_wait_for_a_core_and_not_longer() -> None:
+    found = on_one_host(2, line(310, 2_500))
+    waited = sample_of(1 << 16, [551.0] * 3 + [2816.0] * 4)
+    assert replace(found, all_reduces={2: [waited]}).implausible(2.0) == ""
+    disturbed = sample_of(1 << 16, [551.0] * 3 + [9000.0] * 4)
+    told = replace(found, all_reduces={2: [disturbed]}).implausible(2.0)
+    assert "all-reduce of 65.5 kB by 2 ranks took 9000 µs" in told
 
 
 def test_every_column_of_the_table_is_explained_and_a_busy_machine_is_told() -> None:

@@ -13,6 +13,7 @@ from rota.profiling.link_fits import Sample, sample_of
 from rota.runtime.json_messages import all_gather_json
 
 SIZES = (1 << 10, 1 << 16, 1 << 20, 1 << 24)  # of gradients, up to 16 MiB
+_SHORT = 3  # times as many of all but the largest: in some of these a thread waits for a core, which counts for much
 
 
 def measure_all_reduces(repeats: int) -> dict[int, list[Sample]]:
@@ -21,7 +22,7 @@ def measure_all_reduces(repeats: int) -> dict[int, list[Sample]]:
     As many groups as there are processes for reduce at once, as the ranks of replicated pipelines do.
 
     Args:
-        repeats: Number of all-reduces of each size.
+        repeats: Number of all-reduces of the largest size; there are three times as many of the others.
 
     Returns:
         The times of each size, by the number of processes in a group; of all groups the slowest process counts.
@@ -32,7 +33,7 @@ def measure_all_reduces(repeats: int) -> dict[int, list[Sample]]:
         apart = size // together  # processes from one of a group to its next one, as in pipelines of so many ranks
         groups = [dist.new_group([*range(first, apart * together, apart)]) for first in range(apart)]
         group = groups[mine % apart] if mine < apart * together else None
-        times = all_gather_json([_times_us(group, num_bytes, repeats) for num_bytes in SIZES])
+        times = all_gather_json([_times_us(group, num_bytes, _repeats(num_bytes, repeats)) for num_bytes in SIZES])
         found[together] = [
             sample_of(num_bytes, [max(of) for of in zip(*(of_rank[i] for of_rank in times), strict=True)])
             for i, num_bytes in enumerate(SIZES)
@@ -40,6 +41,10 @@ def measure_all_reduces(repeats: int) -> dict[int, list[Sample]]:
         if group is not None:
             dist.destroy_process_group(group)
     return found
+
+
+def _repeats(num_bytes: int, repeats: int) -> int:
+    return repeats if num_bytes == SIZES[-1] else _SHORT * repeats
 
 
 def numbers_of(size: int) -> Iterator[int]:

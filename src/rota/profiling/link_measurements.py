@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from typing import NamedTuple
@@ -19,6 +19,7 @@ _ALIKE = 2.0  # by how much pairs of ranks of the same two hosts may differ and 
 _COMPARED_BYTES = 1_000_000
 _NOISE_US = 20.0  # of what a message costs a rank: the least that can be told from noise
 _LEAST_SPREAD_US = 200.0  # differences that are short compared with this are no sign of a busy machine
+_LEAST_SPREAD_OF_SUMS_US = 3000.0  # a sum's threads may have to wait for a core as long as Linux lets others keep it
 _NO_COST = Line()
 
 
@@ -151,6 +152,17 @@ class LinkMeasurements:
                 for sample in samples:
                     yield f"{size_text(sample.num_bytes)} from rank {a}, which had {how}, to rank {b}", sample
 
+    def _of_links(self) -> Iterator[tuple[str, Sample]]:
+        """Messages alone by size, of all pairs that have one link together: a link hardly depends on a single pair."""
+        for how, of in (("computed", self.paced), ("slept", self.asleep)):
+            for pairs in self._pairs_by_hosts():
+                for (a, b), *others in _of_one_link({pair: of[pair] for pair in pairs if pair in of}):
+                    more = f" or of {count_text(len(others), 'other pair')}" if others else ""
+                    for samples in zip(*(of[pair] for pair in ((a, b), *others)), strict=True):
+                        num_bytes, of_all = samples[0].num_bytes, [sample[1:] for sample in samples]
+                        what = f"{size_text(num_bytes)} from rank {a}, which had {how}, to rank {b}{more}"
+                        yield what, Sample(num_bytes, *map(median, zip(*of_all, strict=True)))
+
     def _rounds(self) -> Iterator[tuple[str, Sample]]:
         for host in self.shared:
             for sample in host.rounds:
@@ -163,8 +175,10 @@ class LinkMeasurements:
 
     def _planned(self) -> Iterator[tuple[str, Sample, float]]:
         """Each sample that plans depend on with its name, and the time to compare its spread with if it is shorter."""
-        for what, sample in (*self._alone(), *self._rounds(), *self._sums()):
+        for what, sample in (*self._of_links(), *self._rounds()):
             yield what, sample, _LEAST_SPREAD_US
+        for what, sample in self._sums():
+            yield what, sample, _LEAST_SPREAD_OF_SUMS_US
         alone_us = {sample.num_bytes: sample.us for samples in self.paced.values() for sample in samples}
         for doing, samples in (("sending", self.send), ("receiving", self.receive)):
             for sample in samples:
@@ -276,13 +290,23 @@ _SUM_COLUMNS = (
 
 
 def _lines(samples: Mapping[Pair, Sequence[Sample]], pairs: list[Pair]) -> dict[Pair, Line]:
-    """The line of each of the pairs: that of all that were measured together, or of each by itself if they differ."""
-    lines = {pair: line_through([sample[:2] for sample in of_pair]) for pair, of_pair in samples.items()}
-    together = line_through([sample[:2] for of_pair in samples.values() for sample in of_pair])
-    times = [line.at(_COMPARED_BYTES) for line in lines.values()]
-    if max(times) <= _ALIKE * min(times):
-        return dict.fromkeys(pairs, together)
-    return {pair: lines.get(pair, together) for pair in pairs}
+    """The line of each of the pairs; one that was not measured has that of all together."""
+    lines = dict.fromkeys(pairs, _line(samples.values()))
+    for group in _of_one_link(samples):
+        lines |= dict.fromkeys(group, _line([samples[pair] for pair in group]))
+    return lines
+
+
+def _of_one_link(samples: Mapping[Pair, Sequence[Sample]]) -> list[list[Pair]]:
+    """The pairs, all of them together, or each by itself if they differ."""
+    times = [_line([of_pair]).at(_COMPARED_BYTES) for of_pair in samples.values()]
+    if times and max(times) <= _ALIKE * min(times):
+        return [[*samples]]
+    return [[pair] for pair in samples]
+
+
+def _line(samples: Iterable[Sequence[Sample]]) -> Line:
+    return line_through([sample[:2] for of_pair in samples for sample in of_pair])
 
 
 def _rate_text(bytes_per_us: float | None) -> str:
