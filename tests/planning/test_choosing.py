@@ -22,7 +22,7 @@ Starts = list[tuple[int, ...]]
 
 
 def steps_of(starts: Starts) -> StepTimes:
-    return of_starts([StepTimes(steps_us) for steps_us in starts])
+    return of_starts([StepTimes(steps_us) for steps_us in starts], 1.0)
 
 
 def rounds_of(*ms: float) -> StepTimes:

@@ -291,11 +291,52 @@ def test_all_plans_are_run_in_turn(confirmed: Confirm) -> None:
 
 def test_starts_that_other_programs_disturbed_do_not_count() -> None:
     quiet, loud = StepTimes((10, 11, 12)), StepTimes((30, 31, 32), (), 0.9)
-    assert of_starts([loud, quiet, loud, quiet]).steps_us == 2 * quiet.steps_us
-    assert of_starts([loud, quiet, loud, quiet]).rounds_us == (None, 11, None, 11)
-    assert of_starts([loud, loud]) == replace(loud, steps_us=2 * loud.steps_us, num_starts=2, rounds_us=(31, 31))
+    of_four = of_starts([loud, quiet, loud, quiet], 1.0)
+    assert of_four.steps_us == 2 * quiet.steps_us
+    assert of_four.rounds_us == (None, 11, None, 11)
+    assert of_starts([loud, loud], 1.0) == replace(loud, steps_us=2 * loud.steps_us, num_starts=2, rounds_us=(31, 31))
     less = replace(loud, missing_cores=0.6)
-    assert of_starts([loud, less]) == replace(less, num_starts=2, rounds_us=(None, 31))
+    assert of_starts([loud, less], 1.0) == replace(less, num_starts=2, rounds_us=(None, 31))
+
+
+def test_starts_count_if_the_cores_were_as_fast_as_for_other_plans() -> None:
+    fast, slow = StepTimes((10, 11, 12), core_us=2100.0), StepTimes((30, 31, 32), core_us=4300.0)
+    of_three = of_starts([slow, fast, slow], 2000.0)
+    assert (of_three.steps_us, of_three.rounds_us, of_three.core_us) == (fast.steps_us, (None, 11, None), 2100)
+    assert (of_three.num_starts, of_three.num_at_other_speeds) == (3, 2)
+    none = of_starts([slow, slow], 2000.0)  # rather than nothing
+    assert (none.rounds_us, none.core_us, none.num_at_other_speeds) == ((31, 31), 4300, 0)
+
+
+def test_a_plan_that_only_ran_on_slow_cores_is_started_again(answer: Answer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first start of the second plan hits slow cores; without their speed it would count as clearly slower."""
+    plans = [found.plan for found in answer.candidates[:2]]
+    speeds = {id(plans[0]): [2000.0] * 8, id(plans[1]): [4000.0, *[2000.0] * 7]}
+
+    def started(trial: Trial, *_: object) -> StepTimes:
+        core_us = speeds[id(trial.plan)].pop(0)
+        return StepTimes((round(core_us / 2), round(core_us / 2)), core_us=core_us)
+
+    monkeypatch.setattr(trials, "_started", started)
+    found = run_trials([Trial(plan, MODEL, None, None) for plan in plans], nn.functional.mse_loss, None, LONG_S)
+    assert [steps.median_us for steps in found] == [1000, 1000]
+    assert found[1].num_at_other_speeds == 1
+    assert [steps.num_starts for steps in found] == [3, 3]
+
+
+@pytest.mark.parametrize(
+    ("core_us", "left_out", "told"),
+    [
+        ((2000.0, 2100.0), 0, ""),
+        ((2000.0, 2100.0), 2, "2 of 6 starts ran while it was different, and are left out"),
+        ((2000.0, 4000.0), 0, "2.0 times as long during the steps of one plan as during another's"),
+    ],
+)
+def test_cores_that_change_their_speed_are_told(core_us: tuple[float, float], left_out: int, told: str) -> None:
+    first, second = (StepTimes((10, 10), core_us=us, num_starts=3) for us in core_us)
+    text = confirmation._why_not_steady([replace(first, num_at_other_speeds=left_out), second])
+    assert told in text
+    assert bool(text) == bool(told)
 
 
 def test_a_plan_that_is_clearly_slower_is_started_once(answer: Answer, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,6 +20,7 @@ from rota.errors import NothingFitsError, PipelineError, PlanError
 from rota.models import Stages, split
 from rota.planning.answer import Answer, Confirmed, layout_text
 from rota.planning.choosing import NOISY, chosen, spread_between
+from rota.planning.core_speed import ALIKE, slowdown
 from rota.planning.deadline import Deadline
 from rota.planning.evaluation import Found
 from rota.planning.layout_bounds import placement_bound_us
@@ -253,9 +254,9 @@ class _Confirming:
                 f"for lack of time, {count_text(once, 'plan')} started only once, and steps differ from start to "
                 f"start: give a longer --time-limit"
             )
-        if busy := _why_busy(steps):
-            self.remarks.append(f"the machine is busy: {busy}")
-            self._report(self.remarks[-1])
+        for remark in filter(None, (_why_busy(steps), _why_not_steady(steps))):
+            self.remarks.append(remark)
+            self._report(remark)
 
     def _by_importance(self) -> list[Found]:
         """The best plan, the best on other numbers of ranks, one process, 1F1B on equal layers, and the others."""
@@ -438,9 +439,28 @@ def _why_busy(steps: Sequence[StepTimes]) -> str:
     """What shows that the machine did something else while these steps ran; "" if nothing does."""
     missing = max((one.missing_cores for one in steps), default=0.0)
     if missing > _LOADED:
-        return f"other programs took {missing:.1f} of the cores that steps were run on"
+        return f"the machine is busy: other programs took {missing:.1f} of the cores that steps were run on"
     spread = max((one.spread for one in steps), default=0.0)
-    return f"steps of one plan differ by {spread:.0%}, above {_LOADED:.0%}" if spread > _LOADED else ""
+    if spread > _LOADED:
+        return f"the machine is busy: steps of one plan differ by {spread:.0%}, above {_LOADED:.0%}"
+    return ""
+
+
+def _why_not_steady(steps: Sequence[StepTimes]) -> str:
+    """What it means that cores became faster or slower while these steps ran; "" if they did not."""
+    num_starts, left_out = (sum(one.num_starts for one in steps), sum(one.num_at_other_speeds for one in steps))
+    times = slowdown(one.core_us for one in steps)
+    if times > ALIKE:
+        return (
+            f"the speed of the cores changes: a fixed computation took {times:.1f} times as long during the steps of "
+            f"one plan as during another's, so these cannot be compared; give a longer --time-limit"
+        )
+    if left_out:
+        return (
+            f"the speed of the cores changes: {left_out} of {count_text(num_starts, 'start')} ran while it was "
+            f"different, and are left out; a run will be slower or faster than predicted whenever the cores are"
+        )
+    return ""
 
 
 def _fits(alone: Found, answer: Answer) -> bool:
