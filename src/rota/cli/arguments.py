@@ -266,7 +266,7 @@ def add_costs(parser: Parser, of_what: str, links: str = _LINKS) -> None:
     """--ranks, the costs of stages, from a file or uniform, and the links; `links` says what is assumed of them."""
     default = ASSUMED_COSTS
     parser.add_argument(
-        "--ranks", type=number(1), metavar="N", help="number of ranks (default: as many as the stages need)"
+        "--ranks", type=number(1), metavar="N", help="number of ranks (default: one per stage, or as many as the stages need; required if their number is not given)"
     )
     help_text = (
         "costs per stage, from rota.Costs.to_json() or `rota calibrate --costs` (default: the same for all stages, "

@@ -73,11 +73,11 @@ def add_arguments(parser: Parser) -> None:
     help_text = "use costs from `rota profile` (default: measure or estimate them)"
     parser.add_argument("--profile", metavar="FILE", help=help_text)
     help_text = "estimate costs for this device, such as h100 (default: measure them on this machine)"
-    parser.add_argument("--device", help=help_text)
+    parser.add_argument("--device", metavar="NAME", help=help_text)
     help_text = (
         "numbers of rows per micro-batch to choose from, such as 1,2,4 (default: 1,2,4,8, or those in --profile)"
     )
-    parser.add_argument("--rows", type=rows, help=help_text)
+    parser.add_argument("--rows", type=rows, metavar="N,N,…", help=help_text)
     help_text = (
         "latency and rate between ranks, such as 5us,50GB/s (default: measured if MODEL.py runs here; "
         "otherwise transfers take no time)"

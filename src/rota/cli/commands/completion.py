@@ -90,7 +90,7 @@ def _fish(commands: Sequence[Command], tables: Sequence[_Table]) -> str:
 COMMAND = Command(
     "completion",
     "print a script that completes commands and options in bash, zsh or fish",
-    "rota completion bash >> ~/.bashrc",
+    "rota completion bash > ~/.local/share/bash-completion/completions/rota",
     add_arguments,
     run,
     details="""

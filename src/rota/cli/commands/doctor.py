@@ -40,11 +40,11 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("--ranks", type=number(1), metavar="N", help=help_text)
     parser.add_argument("--no-self-test", action="store_true", help="measure links and clocks, but run no plans")
     help_text = (
-        "run every schedule on each number of ranks from 2 to --ranks, and measure messages of 1 kB to 64 MB (takes "
+        "run every schedule with every number of ranks from 2 to --ranks, and measure messages of 1 kB to 64 MB (takes "
         "minutes)"
     )
     parser.add_argument("--full", action="store_true", help=help_text)
-    help_text = f"end a rank after S seconds without progress (default: {_TIMEOUT_S:g})"
+    help_text = f"stop a rank after S seconds without progress (default: {_TIMEOUT_S:g})"
     parser.add_argument("--timeout", type=seconds, default=_TIMEOUT_S, metavar="S", help=help_text)
 
 

@@ -73,7 +73,7 @@ def add_arguments(parser: Parser) -> None:
     add_json(parser)
     add_output(parser, "FILE", "write the plan as .json, or as .csv in PyTorch's format", writes="plan")
     parser.set_defaults(written={"output": "plan", "backups": "file"})
-    named = {SEARCH: "the fastest order for any placement, with a proven bound"}
+    named = {SEARCH: "the fastest order found within the time limit, for any placement, with a proven bound"}
     named |= {name: family.summary for name, family in NAMED.items()}
     parser.add_argument_group("schedules", two_columns(named))
 

@@ -55,7 +55,7 @@ def add_arguments(parser: Parser) -> None:
     help_text = "for links: measure for `rota rehearse`, in which ranks wait instead of computing"
     parser.add_argument("--rehearsal", action="store_true", help=help_text)
     help_text = (
-        "for links: refuse measurements that vary too much, with a median that exceeds the lower quartile by more "
+        "for links: reject measurements that vary too much: those whose median exceeds the lower quartile by more "
         "than X times that quartile (default: 2)"
     )
     parser.add_argument("--max-spread", type=_spread, metavar="X", help=help_text)

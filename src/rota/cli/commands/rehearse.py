@@ -20,7 +20,7 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("--steps", type=number(1), metavar="N", default=5, help=help_text)
     parser.add_argument("--allocate", action="store_true", help="also allocate the memory that the plan needs")
     help_text = (
-        "end a rank after S seconds without progress (default: the time of 20 simulated steps, but at least 60 s)"
+        "stop a rank after S seconds without progress (default: the time of 20 simulated steps, but at least 60 s)"
     )
     parser.add_argument("--timeout", type=seconds, metavar="S", help=help_text)
     help_text = (

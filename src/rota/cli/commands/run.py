@@ -62,7 +62,7 @@ def add_arguments(parser: Parser) -> None:
         "stages stay the same)"
     )
     parser.add_argument("--adapt", action="store_true", help=help_text)
-    help_text = "with --adapt: switch only if this shortens a step by at least PERCENT percent (default: 3)"
+    help_text = "with --adapt: minimum reduction in step time, in percent, that justifies a switch (default: 3)"
     parser.add_argument("--adapt-gain", type=percent, metavar="PERCENT", help=help_text)
     add_nodes(parser)
     help_text = (

@@ -46,7 +46,7 @@ def add_arguments(parser: Parser) -> None:
         "--own-dtype", action="store_true", help="compare in the model's own dtype only, not in float64"
     )
     help_text = (
-        "end a rank after S seconds without progress (default: the time of 20 simulated steps, but at least 60 s)"
+        "stop a rank after S seconds without progress (default: the time of 20 simulated steps, but at least 60 s)"
     )
     parser.add_argument("--timeout", type=seconds, metavar="S", help=help_text)
     add_json(parser)
