@@ -196,9 +196,9 @@ def test_arguments_the_device_and_pipelines_of_two_plans(tmp_path: Path) -> None
     assert Timeline.from_json((tmp_path / "measured.json").read_text()).plan.num_microbatches == 4
 
 
-def test_the_page_on_training_does_what_it_says(pool: Pool, tmp_path: Path) -> None:
+def test_the_page_on_meshes_does_what_it_says(pool: Pool, tmp_path: Path) -> None:
     """With two replicas and without, on the same batches."""
-    page = ROOT / "docs" / "training.md"
+    page = ROOT / "docs" / "mesh.md"
     (tmp_path / "train.py").write_text(blocks_of(page, "python")[0])
     planning, running = re.findall(r"^    rota (.*)$", page.read_text(), flags=re.MULTILINE)
     output_of(pool, tmp_path, f"rota {planning}")

@@ -1,4 +1,4 @@
-"""The pieces of code in docs/running.md and docs/training.md run, each where the text around it puts it."""
+"""The pieces of code in docs/running.md and docs/mesh.md run, each where the text around it puts it."""
 
 from __future__ import annotations
 
@@ -125,13 +125,13 @@ def gradients_when_wrapped(rank: int, code: str, modules: dict[str, Any]) -> dic
     [(1, {"DistributedDataParallel": DistributedDataParallel}), (2, {"fully_shard": fully_shard})],
     ids=["ddp", "fsdp"],
 )
-def test_training(pool: Pool, number: int, modules: dict[str, Any]) -> None:
+def test_wrapped_stages(pool: Pool, number: int, modules: dict[str, Any]) -> None:
     model = equal_layers(2)
     torch.manual_seed(1)
     x, y = torch.randn(2, 4, 3, dtype=torch.float64)
     nn.functional.mse_loss(model(x), y).backward()
     pool.renew()
-    for found in pool.run(4, gradients_when_wrapped, blocks("training.md")[number], modules):
+    for found in pool.run(4, gradients_when_wrapped, blocks("mesh.md")[number], modules):
         for name, gradient in found.items():
             stage, kind = name.split(".")
             torch.testing.assert_close(gradient, getattr(model[int(stage)][0], kind).grad, rtol=1e-10, atol=1e-10)
