@@ -265,9 +265,10 @@ def add_snapshots(parser: Parser) -> None:
 def add_costs(parser: Parser, of_what: str, links: str = _LINKS) -> None:
     """--ranks, the costs of stages, from a file or uniform, and the links; `links` says what is assumed of them."""
     default = ASSUMED_COSTS
-    parser.add_argument(
-        "--ranks", type=number(1), metavar="N", help="number of ranks (default: one per stage, or as many as the stages need; required if their number is not given)"
+    help_text = (
+        "number of ranks (default: one per stage or as many as stages need; required if their number is not given)"
     )
+    parser.add_argument("--ranks", type=number(1), metavar="N", help=help_text)
     help_text = (
         "costs per stage, from rota.Costs.to_json() or `rota calibrate --costs` (default: the same for all stages, "
         "as set by the options --forward-us to --boundary)"
