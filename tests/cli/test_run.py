@@ -122,6 +122,19 @@ def test_a_device_that_is_not_there_starts_nothing(
     assert "device 'gaudi': " in error
 
 
+def test_ctrl_c_before_there_is_a_pipeline_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*_: object, **options: object) -> None:
+        assert options["pipeline_within_s"] == 60
+        raise KeyboardInterrupt("no rank had made a rota.Pipeline")
+
+    monkeypatch.setattr("rota.runtime.launching.launch.launch", interrupted)
+    write_plan(tmp_path)
+    code, error = refused(tmp_path, monkeypatch, capfd, "plan.json", "train.py")
+    assert (code, error) == (130, "rota run: interrupted: no rank had made a rota.Pipeline\n")
+
+
 def test_a_refused_plan_starts_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -79,8 +79,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         what = "refused" if isinstance(error, PlanError) else "error"
         print(f"rota {given.command}: {what}: {_shown(error)}", file=sys.stderr)
         return 1 if _is_failure(error) else 2
-    except KeyboardInterrupt:
-        print(f"rota {given.command}: interrupted", file=sys.stderr)
+    except KeyboardInterrupt as error:
+        print(f"rota {given.command}: interrupted", *error.args, sep=": ", file=sys.stderr)
         return 130
     except BrokenPipeError:  # the reader of our output has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -101,7 +101,9 @@ def _digest_of(value: object) -> str:
 
 # --- calls and runs ---------------------------------------------------------------------------------------------------
 
-_NUM_FLAGS = 6 + NUM_COUNT_FLAGS
+_NUM_FLAGS = 8 + NUM_COUNT_FLAGS
+_MOST_BITS = 2**63 - 1
+_ALIKE = 0.02  # how much the ranks' factors may differ by rounding
 _MOST_NAMES = 4
 
 
@@ -200,11 +202,12 @@ class Agreement:
         seed: int,
         scale: float,
         num_ended: int,
+        factor: float = 0.0,
         count_flags: Sequence[int] = (0,) * NUM_COUNT_FLAGS,
     ) -> Begun:
         """Before a run: whether layouts may be new, and one seed for all.
 
-        `num_ended`: how many of this rank's steps with wait=False have ended.
+        `num_ended`: how many of this rank's steps with wait=False have ended. `factor`: see `FirstUpdates.begin`.
 
         Raises:
             PipelineError: on all processes, if their calls, plans, scales or gradient scalers differ, or what they were
@@ -214,9 +217,10 @@ class Agreement:
         checks = self._check_data == "always" or (self._check_data == "first" and call.is_step not in self._is_checked)
         compares = checks or not self._knows_weights(ready, batch)
         seed = seed if self._processes.is_first else 0
-        flags = is_new, compares, seed, -num_ended, *self._loss_scale.flags(), *count_flags
+        flags = is_new, compares, seed, -num_ended, *self._loss_scale.flags(), *_range_flags(factor), *count_flags
         row = self._all_reduce(call, "waiting for the others to begin the step", flags, scale, ready.number)
-        layouts, must_compare, seed, most_running, most, least, *agreed_count_flags = row.flags
+        layouts, must_compare, seed, most_running, most, least, highest, lowest, *agreed_count_flags = row.flags
+        self._refuse_factors(_to_float(_MOST_BITS - lowest), _to_float(highest), factor)
         self._refuse_plans(row.plans)
         self._loss_scale.refuse_differences(most, least)
         self._refuse_scales(row.numbers)
@@ -316,6 +320,20 @@ class Agreement:
                         f"{scales[process]:g}; give all ranks the same"
                     )
 
+    def _refuse_factors(self, lowest: float, highest: float, mine: float) -> None:
+        """The factors are those of the ranks that know theirs."""
+        if not highest > lowest * (1 + _ALIKE):
+            return
+        with collective("comparing the factors of gradients"):
+            of_ranks = all_gather_json(mine, self._processes.everyone)
+        low, high = (self._names[of_ranks.index(factor)] for factor in (lowest, highest))
+        raise PipelineError(
+            f"after the last step, before its update, the gradients were multiplied by {lowest:.3g} on {low} and by "
+            f"{highest:.3g} on {high}, as torch.nn.utils.clip_grad_norm_ does, which takes each rank's own norm; use "
+            f"pipeline.clip_grad_norm_, which takes the norm of the whole model, and go back to weights from before "
+            f"that step. To scale ranks differently on purpose, do it in optimizer.register_step_pre_hook"
+        )
+
     def _compare(self, inputs: MicrobatchInputs, batch: Batch, checks: bool, call: Call) -> _Weights:
         """Gather what the others were given, and refuse what does not fit together. Collective."""
         given_here = batch.given if inputs.reads_inputs else Microbatches([])
@@ -372,6 +390,12 @@ def _to_bits(number: float) -> int:
     """The bits of a number of 0 or more, as an int: in the numbers' order, with nan above them all."""
     bits: int = struct.unpack("<q", struct.pack("<d", abs(number)))[0]
     return bits
+
+
+def _range_flags(number: float) -> tuple[int, int]:
+    """Two flags of a number above 0: their maxima over the ranks tell the highest and the lowest number."""
+    bits = _to_bits(number)
+    return (bits, _MOST_BITS - bits) if bits else (0, 0)
 
 
 def _to_float(bits: int) -> float:

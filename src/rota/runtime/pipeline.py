@@ -34,6 +34,7 @@ from rota.runtime.device.protocol import Number, is_queued
 from rota.runtime.environment import cores_of, has_backups
 from rota.runtime.execution import Execution, evaluating, forwards_of
 from rota.runtime.faults.watchdog import PATIENT, Watchdog, limit_s
+from rota.runtime.first_updates import FirstUpdates
 from rota.runtime.gradients.recompute import recomputed_by_backward
 from rota.runtime.json_messages import all_gather_json
 from rota.runtime.known_layouts import KnownLayouts, Size
@@ -190,6 +191,8 @@ class Pipeline:
                 self._teardown.callback(self._adapting.close)
             self._progress = progress_of(plan, self._processes.is_first)
             self._loss_counts, self._stops = LossCounts(self.parameters()), StopRequests(self._processes.is_first)
+            self._first_updates = FirstUpdates(self.parameters(), self._device, compares=not self._is_alone)
+            self._teardown.callback(self._first_updates.close)
             self._step_end = StepEnd(
                 plan,
                 self._device,
@@ -544,7 +547,8 @@ class Pipeline:
             with step_seed(self._device) as seed, self._watchdog.watching(execution.doing):
                 flags = self._loss_counts.flags(batch.targets) if trains else [0] * NUM_FLAGS
                 num_ended = self._step_end.begun.num_ended()
-                begun = self._agreement.begin(call, ready, batch, seed, scale, num_ended, flags)
+                factor = self._first_updates.begin() if call.is_step else 0.0
+                begun = self._agreement.begin(call, ready, batch, seed, scale, num_ended, factor, flags)
                 self._stops.agreed |= self._step_end.begun.settle(begun.num_ended)
                 self._step_end.begun.bound()
                 batch = begun.batch
@@ -566,6 +570,8 @@ class Pipeline:
                     handle = self._step_end.hand_over(call, ready, batch, self._num_steps)
                 if handle is None or handle.is_done:
                     execution.settle()
+                    if trains and sync:
+                        self._first_updates.end(self._step_end.loss_scale.is_on)
         except BaseException:
             execution.forget()
             if trains:
@@ -629,6 +635,7 @@ class Pipeline:
             yield
         finally:
             self._compute.keep_outputs, self._num_steps, self._step_end.metrics = kept, count, metrics
+            self._first_updates.begin_again()
             self._compute.outputs = {}
             self._plans.base.execution.forget()
 
@@ -655,6 +662,7 @@ class Pipeline:
                 "clip_grad_norm_ is called after a step with sync=False, whose gradients are not divided by the loss's "
                 "count yet; call it after a step with sync=True"
             )
+        self._first_updates.forget_gradients()
         with self.watching("the other ranks' norms"):
             return self._gradients.clip(max_norm, norm_type, error_if_nonfinite, self._share_norm)
 

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from rota.runtime import control
 from rota.runtime.launching import rank_processes, stand_by
 from rota.runtime.launching.launch import launch
 from rota.runtime.launching.rank_processes import RankFailed, Ranks
-from rota.runtime.launching.requests import Requests
+from rota.runtime.launching.requests import EndedBySignal, Requests
 from rota.runtime.launching.run_folder import run_folder
 from rota.schedules import gpipe
 from support import ROOT
@@ -159,7 +160,13 @@ def test_a_rank_that_sigkill_does_not_end_is_named(tmp_path: Path, monkeypatch: 
 
 
 def launched(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, script: str, max_restarts: int, modules: tuple[str, ...] = ()
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    script: str,
+    max_restarts: int,
+    modules: tuple[str, ...] = (),
+    report: Callable[[str], None] = lambda _: None,
+    **options: Any,
 ) -> list[str]:
     """What is told of restarts. The stand-by imports `modules`: these ranks need no torch."""
     monkeypatch.chdir(folder)
@@ -168,7 +175,12 @@ def launched(
     monkeypatch.setattr(stand_by, "_MODULES", modules)
     monkeypatch.setattr(stand_by, "_OF_RESTARTS", ())
     told: list[str] = []
-    launch(PLAN, "script.py", worker="support.bare_rank", max_restarts=max_restarts, report=told.append)
+
+    def note(line: str) -> None:
+        told.append(line)
+        report(line)
+
+    launch(PLAN, "script.py", worker="support.bare_rank", max_restarts=max_restarts, report=note, **options)
     return told
 
 
@@ -218,6 +230,28 @@ def test_a_second_training_begins_with_low_steps_again(tmp_path: Path, monkeypat
 def test_a_script_without_a_pipeline_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(PipelineError, match=r"script.py ended without making a rota.Pipeline on any rank"):
         launched(tmp_path, monkeypatch, "pass", max_restarts=3)
+
+
+def test_a_script_that_makes_no_pipeline_for_long_is_reported_while_it_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = "import os, time\nwhile not os.path.exists('told'): time.sleep(0.01)\nreport('opens'); report('closes')"
+    told = launched(
+        tmp_path, monkeypatch, script, 0, report=lambda _: (tmp_path / "told").touch(), pipeline_within_s=0.1
+    )
+    (line,) = told
+    assert line.startswith(
+        "no rank has made a rota.Pipeline after 0.1 s: if script.py makes none, each of the 2 processes runs the whole "
+    )
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_run_without_a_pipeline_that_is_stopped_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+) -> None:
+    script = f"import os, time\nif rank == 0:\n    os.kill(os.getppid(), {int(number)})\ntime.sleep(1000)"
+    with pytest.raises((KeyboardInterrupt, EndedBySignal), match=r"no rank had made a rota\.Pipeline"):
+        launched(tmp_path, monkeypatch, script, 0)
 
 
 STAND_BYS = """

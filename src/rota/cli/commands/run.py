@@ -27,6 +27,7 @@ _REJOIN_AFTER_S = 60.0
 _ADAPT_GAIN = 0.03
 _MOST_PROCESSES = 1024  # that `rota run` starts
 _WORKERS = {"rota": "rota.runtime.launching.worker", "torch": "rota.interop.torch_worker"}  # by engine
+_PIPELINE_S = 60.0  # after which a script that has made no pipeline is likely to make none
 
 
 def add_arguments(parser: Parser) -> None:
@@ -178,6 +179,7 @@ def run(arguments: argparse.Namespace) -> int:
             min_ranks=arguments.min_ranks,
             timeout_s=arguments.timeout,
             nodes=nodes,
+            pipeline_within_s=_PIPELINE_S,
             report=_report,
         )
     except EndedBySignal as error:

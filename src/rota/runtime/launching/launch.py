@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import ExitStack
 from pathlib import Path
@@ -72,6 +73,7 @@ def launch(
     timeout_s: float | None = None,
     environment: Mapping[str, str] | None = None,
     nodes: Nodes | None = None,
+    pipeline_within_s: float | None = None,
     report: Callable[[str], None] = print,
 ) -> Run:
     """Run `script` with `arguments` in one process per rank; `rota.given_plan()` returns the plan there.
@@ -96,7 +98,8 @@ def launch(
         timeout_s: how long a rank may make no progress, in seconds, if the script gives no `timeout_s` of its own.
         environment: variables of the ranks, besides this process's own and those that the launcher adds.
         nodes: which of several machines this is; all run the same, and each starts its part of the ranks.
-        report: called with one line for each restart, loss and replacement.
+        pipeline_within_s: report once that no rank has made a pipeline by then, in seconds; None: do not.
+        report: called with one line for each restart, loss and replacement, and for a pipeline that is missing.
 
     Returns:
         The last step's timeline, the stragglers, and the signal that asked the ranks to end.
@@ -165,7 +168,11 @@ def launch(
                 try:
                     failed = None
                     ranks.fork(stand_by, (worker, script, *arguments), environments, files)
-                    is_over = ranks.wait(crew.rejoin_at_s)
+                    if pipeline_within_s is not None and not restarts.num_all:
+                        is_over = ranks.wait(time.monotonic() + pipeline_within_s)
+                        if not is_over and not ranks.has_pipeline:
+                            report(_no_pipeline(script, num_processes, pipeline_within_s))
+                    is_over = is_over or ranks.wait(crew.rejoin_at_s)
                 except RankFailed as error:
                     failed = error
             if failed is not None:
@@ -181,6 +188,14 @@ def launch(
         records = collect(crew.plan, folder.path, restarts.num_all)
         ran = last_plan(crew.plan, folder.path, restarts.num_all)
     return Run(merge(ran, records) if records else None, stragglers(crew.plan, records), requests.asked)
+
+
+def _no_pipeline(script: str, num_processes: int, within_s: float) -> str:
+    return (
+        f"no rank has made a rota.Pipeline after {within_s:g} s: if {script} makes none, each of the {num_processes} "
+        f"processes runs the whole script by itself, and the plan is not used; stop this run then, and let the script "
+        f"make a rota.Pipeline, or start it by `python {script}`"
+    )
 
 
 def start(

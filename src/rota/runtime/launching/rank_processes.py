@@ -38,6 +38,7 @@ _READY_S = 600.0  # in which the stand-by imports, from disks that may be slow
 _TERM_S = 5.0  # for handlers of SIGTERM that the script has set
 _GONE_S = 60.0  # after SIGKILL: the kernel frees a rank's memory, and its device's driver what it holds there
 _ONE_REQUEST_S = 3.0  # in which nodes get the same signal; ranks take it for the same request, too
+_NO_PIPELINE = "no rank had made a rota.Pipeline"
 
 
 class RankFailed(Exception):
@@ -375,7 +376,7 @@ class Ranks:
     def _handle_signal(self, number: signal.Signals) -> None:
         """Pass a signal to this process on if the script ends by itself when asked to; otherwise end all ranks."""
         if number == signal.SIGINT:
-            raise KeyboardInterrupt
+            raise KeyboardInterrupt(*([] if self.has_pipeline else [_NO_PIPELINE]))
         asked, may_ask = self._requests.asked, number in (signal.SIGTERM, signal.SIGUSR1)
         if may_ask and asked is None and self._requests.listens:
             self._requests.asked, self._asked_s = number, time.monotonic()
@@ -386,7 +387,8 @@ class Ranks:
             return  # it was sent to several nodes
         why = ""
         if may_ask:
-            why = ", the second signal" if asked else ": the script has not read pipeline.should_stop"
+            not_asked = "the script has not read pipeline.should_stop" if self.has_pipeline else _NO_PIPELINE
+            why = ", the second signal" if asked else f": {not_asked}"
         if asked is None:  # ranks that were asked before would wait for the end of a step
             self._terminate()
         raise EndedBySignal(number, why)
