@@ -423,7 +423,7 @@ class Plan:
     def __str__(self) -> str:
         """One line."""
         sizes = f"{count_text(self.num_ranks, 'rank')}, {count_text(self.num_stages, 'stage')}"
-        return f"Plan of {sizes}, {self.step_text}, {self.num_ops:,} ops"
+        return f"Plan of {sizes}, {self.step_text}, {count_text(self.num_ops, 'op')}"
 
     __repr__ = angle_repr
 

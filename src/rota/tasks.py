@@ -32,6 +32,19 @@ class Kind(StrEnum):
         """Whether ops of this kind make weight gradients: B and W."""
         return self in (Kind.B, Kind.W)
 
+    @property
+    def word(self) -> str:
+        """What reports and legends call it."""
+        return _WORDS[self]
+
+
+_WORDS = {
+    Kind.F: "forward",
+    Kind.B: "backward",
+    Kind.I: "input gradient",
+    Kind.W: "weight gradient",
+    Kind.R: "recompute",
+}
 
 _OP = re.compile(r"(\d{1,9})([FBIWR])(\d{1,9})", re.ASCII)
 

@@ -26,8 +26,8 @@ def exact_size_text(num_bytes: int) -> str:
 
 
 def count_text(number: int, noun: str, plural: str = "s") -> str:
-    """2, "rank" -> "2 ranks"."""
-    return f"{number} {noun}{plural if number != 1 else ''}"
+    """1, "rank" -> "1 rank", and 2000, "rank" -> "2,000 ranks"."""
+    return f"{number:,} {noun}{plural if number != 1 else ''}"
 
 
 def angle_repr(noun: object) -> str:

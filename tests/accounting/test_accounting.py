@@ -22,6 +22,7 @@ from rota.plan import Plan
 from rota.simulation import simulate
 from rota.tasks import Kind, Op, Task, Transfer
 from rota.timeline import StepEndWork, Timeline
+from rota.units import time_text
 from rota.usage import Usage
 from support.core_strategies import plans, wired_plans, with_limits
 from support.measured import measured_like
@@ -353,11 +354,16 @@ def test_cores_that_are_shared() -> None:
     assert idle(noted, plan, num_cores=2) == idle(measured, plan, num_cores=2)
     # Two ops share the core from 12 to 20 and from 50 to 70 µs.
     found, text = explain(noted), explain(noted).to_text()
-    assert "22% of the time of the ranks' ops (28 µs in all) was lost waiting for a core" in text
+    assert f"Of the {sum(measured.busy_us)} µs that all ops took together, they waited 28 µs (22%) for a core" in text
     assert found.core_use == (sum(measured.busy_us) - 28) / measured.makespan_us
     use, left = f"{found.core_use:.0%}", f"{1 - found.core_use:.0%}"
-    shared = f"2 ranks shared 1 core, in use {use} of the time: with the same work on these cores, a step can"
-    assert text.split("\n")[1] == f"{shared} be at most {left} shorter."
+    least_us = round(found.core_use * measured.makespan_us)
+    shared = f"2 ranks shared 1 core, in use {use} of the time: with the same work on these cores, a step takes"
+    assert text.split("\n")[1] == f"{shared} {least_us} µs or more, so it can be at most {left} shorter."
+    # The suggestions are for a core per rank: their base may be below what one core can do, and says so.
+    assert found.model_us < least_us
+    assert f"the plan takes {found.model_us} µs; on 1 core, it takes {least_us} µs or more." in text
+    assert "launch gaps, later arrivals" not in text
     assert "shared" not in explain(noted, num_cores=2).to_text()
 
 
@@ -465,12 +471,18 @@ def test_an_explanation_adds_up_and_says_the_worst_first() -> None:
     assert explanation.model_us < timeline.makespan_us
     text, fields = explanation.to_text(), json.loads(explanation.to_json())
     assert f"idle {timeline.bubble_fraction:.1%}" in text
-    assert f"{totals[0]:,} µs" in text
-    assert (
-        f"With the median time of each op, and messages as planned, the plan takes {explanation.model_us:,} µs" in text
-    )
+    assert time_text(totals[0]) in text
+    assert text.count("(*)") == 2 * (Cause.ORDER in explanation.by_cause)
+    model = time_text(explanation.model_us)
+    assert f"With the median time of each op, and messages as planned, the plan takes {model}; the other" in text
     assert list(fields["by_cause_us"].values()) == totals
     assert fields["worst"][0]["us"] == explanation.worst[0].total_us
+
+
+def test_names_of_ops_and_transfers_have_a_key() -> None:
+    plan = schedules.gpipe(place(Costs.uniform(2, 100, 200), Cluster.uniform(2, latency_us=60)), 2)
+    assert "\n  (1B: backward of stage 1; F: forward; 1B→0B: transfer between the two)\n" in explain(plan).to_text()
+    assert "\n  (1B: backward of stage 1)\n" in explain(uneven_plan()).to_text()
 
 
 def test_a_step_without_idle_time_says_so() -> None:

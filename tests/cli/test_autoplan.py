@@ -15,7 +15,7 @@ import rota
 from planning.test_autoplan import UNEVEN, layer_costs
 from rota.cli import main
 from rota.cli.arguments import parse_link
-from rota.cli.commands.autoplan import _confirmed, _is_here, _machine_here, by_importance
+from rota.cli.commands.autoplan import _confirmed, _machine_here, _wants_links_here, by_importance
 from rota.errors import PipelineError
 from rota.planning import Machine, model_file
 from rota.planning.deadline import Deadline
@@ -193,9 +193,10 @@ def test_links_that_cannot_be_measured_are_counted_as_free(
     given = [str(model), "--ranks", "2", "--batch", "4", "--rows", "2", "--cache", str(tmp_path), "--time-limit", "3"]
     assert main(["autoplan", *given]) == 0
     told = capsys.readouterr().out
-    assert told.startswith("Transfers are counted as free; give --link or --links")
-    remark = "links were not measured, so transfers are counted as free: the machine is too busy"
-    assert remark in " ".join(told.split())  # whatever the width of the terminal
+    because = "because links were not measured (the machine is too busy)"
+    once = " ".join(told.split())  # whatever the width of the terminal
+    assert once.startswith(f"Transfers are counted as free, {because}; give --link or --links")
+    assert once.count("counted as free") == 1
 
 
 def test_links_are_those_between_cpus_on_which_plans_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -211,18 +212,24 @@ def test_links_are_those_between_cpus_on_which_plans_are_tried(monkeypatch: pyte
     given = argparse.Namespace(ranks=2, cache=None, refresh=False)
     for time_limit_s in (600.0, 0.001):  # what is measured depends on nothing but what is kept
         remarks: list[str] = []
-        machine = _machine_here(given, Machine(2), Deadline(time_limit_s, None), lambda _: None, remarks)
+        machine, why_not = _machine_here(given, Machine(2), Deadline(time_limit_s, None), lambda _: None, remarks)
+        assert not why_not
         assert machine.reduce_us(1000, [0, 1]) == 90
         assert remarks == ["links were measured on a busy machine: others took 40%"]
     assert asked == [(2, "cpu")] * 2
 
 
-def test_links_that_are_given_are_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rota.profiling.forked.why_not_here", lambda _: "")
+def test_links_are_not_measured_where_ranks_share_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rota.runtime.environment.num_cores", lambda: 1)
+    given: Any = argparse.Namespace(ranks=2), Machine(2), Deadline(60, None), lambda _: None, []
+    assert _machine_here(*given) == (Machine(2), "this takes a core per rank")
+
+
+def test_links_that_are_given_are_not_measured() -> None:
     nothing = {"ranks": 2, "link": None, "links": None, "node": None, "slowdowns": ()}
-    assert _is_here(argparse.Namespace(**nothing))
-    assert not _is_here(argparse.Namespace(**{**nothing, "link": (0, None)}))
-    assert not _is_here(argparse.Namespace(**{**nothing, "links": "cluster.json"}))
+    assert _wants_links_here(argparse.Namespace(**nothing))
+    assert not _wants_links_here(argparse.Namespace(**{**nothing, "link": (0, None)}))
+    assert not _wants_links_here(argparse.Namespace(**{**nothing, "links": "cluster.json"}))
 
 
 BLOCKS = """

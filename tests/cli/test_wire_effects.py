@@ -185,3 +185,13 @@ def test_how_far_measured_times_are_apart_is_said(tmp_path: Path, capsys: pytest
     costs.write_text(Costs.uniform(2, 100, 200, spread_us=(9, 30)).to_json())
     said = run(capsys, "plan", "1f1b", "--ranks", "2", "--microbatches", "4", "--costs", costs)[1]
     assert "The measured times of a stage vary by 10% at most (interquartile range)." in said
+
+
+def test_why_transfers_are_free_is_said_where_ranks_shared_cores(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan = tmp_path / "plan.json"
+    plan.write_text(one_f_one_b(place(Costs.uniform(2, boundary_bytes=80), Cluster.uniform(2)), 4).to_json())
+    because = "Transfers are counted as free, because links are measured only with a core per rank; give --link or"
+    assert run(capsys, "explain", plan, "--cores", "1")[1].count(because) == 1
+    assert FREE in run(capsys, "explain", plan, "--cores", "2")[1]

@@ -164,7 +164,7 @@ def test_names_where_there_is_room_else_kinds():
     assert [cells.count(name) for cells in wide for name in ("F0", "F11", "B7", "B11")] == [1] * 16
     narrow = to_text(timeline(num_microbatches=200), 60)
     assert set(charts(narrow)[0]) == {"═", "·"}  # backwards fill most of every column
-    assert narrow.endswith(f"{8 * 200 - sum(cells.count('═') for cells in charts(narrow))} ops not shown")
+    assert narrow.endswith(f"{8 * 200 - sum(cells.count('═') for cells in charts(narrow)):,} ops not shown")
 
 
 def test_of_a_long_step_the_beginning_is_drawn_if_it_may_be() -> None:

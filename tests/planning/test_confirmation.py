@@ -18,11 +18,12 @@ from rota.checking import check
 from rota.costs import Link
 from rota.errors import PipelineError
 from rota.planning import Answer, Machine, autoplan, confirmation, finalists, trials
-from rota.planning.answer import layout_text, ranks_text
+from rota.planning.answer import Confirmed, layout_text, ranks_text
 from rota.planning.evaluation import Found
 from rota.planning.step_times import StepTimes, of_starts
 from rota.planning.trials import Trial, run_trials
 from rota.profiling import forked
+from rota.runtime import environment
 from rota.simulation import simulate
 from rota.units import time_text
 
@@ -182,16 +183,46 @@ def test_with_fewer_cores_than_ranks_the_figures_are_for_a_core_each(monkeypatch
     monkeypatch.setattr(finalists, "can_search", lambda: False)
     machine = Machine(2, None, Link(1, 100))
     answer = autoplan({1: layer_costs(1, UNEVEN, parameters=8)}, machine, 16, pipeline_ranks=2, time_limit_s=LONG_S)
-    for module in (confirmation, forked):
+    for module in (confirmation, environment):
         monkeypatch.setattr(module, "num_cores", lambda: 1)
     monkeypatch.setattr(confirmation, "_measured", lambda found, *_: _three_times_as_slow(found))
     told = confirmation.confirm(answer, MODEL, no_batch, nn.functional.mse_loss)
     assert told.predicted_because == (
-        "2 processes would share the 1 core of this machine. All times assume one core per process; steps here would "
-        "take up to 2.0 times as long"
+        "2 ranks share 1 core: the plan's times assume a core per rank, so steps can take 2.0 times as long"
     )
+    layers, stages = time_text(answer.best.makespan_us), time_text(told.best.makespan_us)
+    text = told.to_text()
+    assert "per step (predicted from stage times)" in text
+    assert f"  predicted   {stages} from stage times, {layers} from layer times\n" in text
+    assert f"per step; compare it with {layers}, the best plan's step from layer times" in text
     (apart,) = [line for line in told.remarks if "times apart" in line]
     assert "but its stages, timed one after another, each with a whole core, " in apart
+
+
+def test_the_verdict_has_the_figures_of_the_table(answer: Answer) -> None:
+    """Where 1F1B was measured as the best plan was, both are compared by that; else by the layers, which is said."""
+    usual = answer.usual
+    assert isinstance(usual, Found)
+    best = next(found for found in answer.candidates if not found.is_as(usual))
+    slower = _three_times_as_slow(usual)
+    both = Confirmed(best.makespan_us, best), Confirmed(usual.makespan_us, slower)
+    told = replace(answer, candidates=(best,), usual=slower, confirmed=both).to_text().split("\n")
+    times = slower.makespan_us / best.makespan_us
+    assert f"  vs. 1F1B with equal layers   {times:.2f} times as fast" in told
+    assert any(f"1F1B with equal layers: {times - 1:+.1%}: " in line for line in told)
+    told = replace(answer, candidates=(best,), usual=usual, confirmed=both[:1]).to_text().split("\n")
+    times = usual.makespan_us / best.makespan_us
+    assert f"  vs. 1F1B with equal layers   {times:.2f} times as fast, according to the layers' times" in told
+
+
+def test_why_a_slower_plan_is_recommended_is_in_the_verdict(answer: Answer) -> None:
+    best = answer.best
+    tasks = tuple(replace(task, duration_us=task.duration_us * 99 // 100) for task in best.plan.placement.tasks)
+    faster = replace(best, plan=replace(best.plan, placement=replace(best.plan.placement, tasks=tasks)), schedule="x")
+    assert "why best" not in answer.to_text()
+    told = replace(answer, candidates=(best, faster), tolerance=0.018).to_text().split("\n")
+    why = f"  why best    x takes {time_text(faster.step_us)}, but differences are known only to within 1.8%"
+    assert f"{why}, and this plan is simpler" in told[:6]
 
 
 def _three_times_as_slow(found: Found) -> Found:
@@ -492,7 +523,7 @@ def test_why_nothing_was_run(confirmed: Confirm, answer: Answer) -> None:
     assert "not run     a step failed here: rank 1 has no luck" in confirmed(fails).to_text()
     told = confirmed(fails, elsewhere="its ranks are on several nodes")
     assert "not run     its ranks are on several nodes" in told.to_text()
-    assert "(predicted)" in told.to_text()
+    assert "(predicted from stage times)" in told.to_text()
     none_left = confirmed(lambda trials: [steps_of(trial) for trial in trials], time_limit_s=1e-9)
     assert "left out for lack of time" in none_left.to_text()
     assert "not run     no time was left for it" in none_left.to_text()

@@ -112,7 +112,24 @@ def test_first_steps_short_ones_and_those_that_are_as_slow_as_planned_are_not_la
 
 def test_only_the_first_process_of_rota_run_tells(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(PROGRESS, raising=False)
-    assert progress_of(PLAN, is_first=True) is None
+    assert progress_of(PLAN, is_first=True, on_cpu=False) is None
     monkeypatch.setenv(PROGRESS, "1")
-    assert progress_of(PLAN, is_first=False) is None
-    assert progress_of(PLAN, is_first=True) is not None
+    assert progress_of(PLAN, is_first=False, on_cpu=False) is None
+    assert progress_of(PLAN, is_first=True, on_cpu=False) is not None
+
+
+def test_ranks_that_share_cores_are_told_when_the_run_begins(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(PROGRESS, "1")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    monkeypatch.setattr("rota.runtime.environment.num_cores", lambda: 2)
+    progress_of(replace(PLAN, usage=Usage(("1",), 1, 1)), is_first=True, on_cpu=True)
+    shared = "4 ranks share 2 cores: the plan's times assume a core per rank, so steps can take 2.0 times as long"
+    assert capsys.readouterr().err == f"rota run: {shared}\n"
+    progress_of(PLAN, is_first=True, on_cpu=True)  # without planned times
+    for note in ("measured in a run of 5 steps", "estimated for h100"):  # times of other ranks
+        progress_of(replace(PLAN, usage=Usage(("1",), 1, 1, note=note)), is_first=True, on_cpu=True)
+    monkeypatch.setattr("rota.runtime.environment.num_cores", lambda: 4)
+    progress_of(replace(PLAN, usage=Usage(("1",), 1, 1)), is_first=True, on_cpu=True)
+    assert capsys.readouterr().err == ""

@@ -21,12 +21,12 @@ class Cause(StrEnum):
     """Why a rank is idle. `docs/idle.md` says which cause counts if several hold at the same time."""
 
     STEP_END = "step end"  #: gradients are reduced, or the optimizer steps
-    SLOWER = "slower"  #: an op upstream takes longer than planned
+    SLOWER = "slower"  #: extra waiting, because ops upstream ran longer than planned
     CORES = "cores"  #: more ranks of the machine are busy than it has cores
     ORDER = "order"  #: another op is ready, but the plan has it later
     MEMORY = "memory"  #: another op is ready, but it would not fit in memory
     WARM_UP = "warm-up"  #: the rank's first op waits for an op on another rank
-    WAITING = "waiting"  #: the next op waits for an op on another rank
+    WAITING = "waiting"  #: the next op needs one that another rank has not finished
     SHARED_LINK = "link"  #: an input of the next op waits for a link that transfers share
     TRANSFER = "transfer"  #: an input of the next op is in transit
     MESSAGES = "messages"  #: a message occupies the rank that sends or receives it
@@ -37,12 +37,12 @@ class Cause(StrEnum):
 #: Each cause in words, for text reports.
 DESCRIPTIONS = {
     Cause.STEP_END: "gradients are reduced, or the optimizer steps",
-    Cause.SLOWER: "ops upstream take longer than planned",
+    Cause.SLOWER: "extra waiting, because ops upstream ran longer than planned",
     Cause.CORES: "more ranks are busy than the machine has cores",
     Cause.ORDER: "another op was ready, but the plan has it later",
     Cause.MEMORY: "another op was ready, but would not fit in memory",
     Cause.WARM_UP: "the first micro-batches have not arrived yet",
-    Cause.WAITING: "the next op waits for an op on another rank",
+    Cause.WAITING: "the next op needs one that another rank has not finished",
     Cause.SHARED_LINK: "an input waits for a link that others are using",
     Cause.TRANSFER: "an input of the next op is in transit",
     Cause.MESSAGES: "the rank is busy sending and receiving",

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from statistics import mean
@@ -19,7 +21,7 @@ from rota.contention import Contention
 from rota.plan import Plan
 from rota.simulation import simulate, timeline_of
 from rota.tables import fitted
-from rota.tasks import Op, Transfer
+from rota.tasks import Kind, Op, Transfer
 from rota.timeline import StepEndWork, Timeline
 from rota.units import angle_repr, count_text, time_text
 
@@ -58,7 +60,7 @@ class Explanation:
         idles: Every idle interval with its cause, sorted by rank and start.
         model_us: Makespan in µs of the plan simulated with the median times of the timeline's ops, and messages as
             planned; suggestions are compared with it. For a simulated timeline it is its own makespan; for a measured
-            one it lacks launch gaps and ops slower than the median.
+            one it lacks launch gaps and ops slower than the median. It assumes a core per rank.
         suggestions: Changes that would shorten the step, the largest gain first.
         num_cores: CPU cores that all ranks shared; None if they shared none, or it is not known.
         doubts: What the measured ops are too far apart to tell, in words.
@@ -129,6 +131,11 @@ class Explanation:
         used_us = sum(self.timeline.busy_us) - self.lost_to_cores_us
         return used_us / (self.num_cores * self.timeline.makespan_us)
 
+    @property
+    def _least_on_cores_us(self) -> int:
+        """The shortest step, in µs, with the same work on the cores that the ranks shared."""
+        return round(min(self.core_use or 0.0, 1.0) * self.timeline.makespan_us)
+
     def to_text(self, width: int | None = None) -> str:
         """The report that `rota explain` prints, in lines of at most `width` characters; None: of any length."""
         timeline, total = self.timeline, sum(self.timeline.idle_us)
@@ -141,29 +148,36 @@ class Explanation:
         if not total:
             return "\n".join(fitted(line, width) for line in [*lines, "No rank is idle."])
         lines += ["", "Causes, summed over all ranks:"]
-        digits = max(len(f"{us:,}") for us in self.by_cause.values())
-        for cause, us in self.by_cause.items():
-            before = f"  {us:>{digits},} µs {us / total:>6.1%}  {cause:<9} "
-            lines += fitted(before + DESCRIPTIONS[cause], width, len(before)).split("\n")
+        texts = [time_text(us) for us in self.by_cause.values()]
+        digits = max(map(len, texts))
+        for (cause, us), time in zip(self.by_cause.items(), texts, strict=True):
+            before = f"  {time:>{digits}} {us / total:>6.1%}  {cause:<9} "
+            note = " (*)" if cause is Cause.ORDER else ""
+            lines += fitted(before + DESCRIPTIONS[cause] + note, width, len(before)).split("\n")
         lines += self._order_lines()
         lines += ["", *self._table(width), "", "The longest waits:"]
         for stretch in self.worst[:_NUM_WAITS]:
             times = f", {stretch.times} times" if stretch.times > 1 else ""
-            lines.append(f"  rank {stretch.rank}: {stretch.total_us:,} µs {_describe(stretch)}{times}")
+            lines.append(f"  rank {stretch.rank}: {time_text(stretch.total_us)} {_describe(stretch)}{times}")
+        lines += _key_lines(self.worst[:_NUM_WAITS])
         lines += ["", *self._suggestion_lines()]
         return "\n".join(fitted(line, width) for line in lines)
 
     def _core_lines(self) -> list[str]:
         """What it means that there were fewer cores than ranks."""
-        lost_us, busy_us = self.lost_to_cores_us, sum(self.timeline.busy_us)
+        timeline, lost_us = self.timeline, self.lost_to_cores_us
+        busy_us = sum(timeline.busy_us)
         if not lost_us or self.core_use is None:
             return []
-        ranks, cores = count_text(self.timeline.num_ranks, "rank"), count_text(self.num_cores or 0, "core")
+        ranks, cores = count_text(timeline.num_ranks, "rank"), count_text(self.num_cores or 0, "core")
+        least_us = self._least_on_cores_us
         return [
-            f"{ranks} shared {cores}, in use {self.core_use:.0%} of the time: with the same work on these "
-            f"cores, a step can be at most {max(1 - self.core_use, 0):.0%} shorter.",
-            f"{lost_us / busy_us:.0%} of the time of the ranks' ops ({time_text(lost_us)} in all) was lost waiting for "
-            f"a core. Use no more ranks than cores before you judge the idle times below.",
+            f"{ranks} shared {cores}, in use {self.core_use:.0%} of the time: with the same work on these cores, a "
+            f"step takes {time_text(least_us)} or more, so it can be at most "
+            f"{1 - least_us / timeline.makespan_us:.0%} shorter.",
+            f"Of the {time_text(busy_us)} that all ops took together, they waited {time_text(lost_us)} "
+            f"({lost_us / busy_us:.0%}) for a core. Use no more ranks than cores before you judge the idle times "
+            f"below.",
         ]
 
     def _order_lines(self) -> list[str]:
@@ -175,8 +189,7 @@ class Explanation:
         if not gains_us and any("the order of" in one for one in self.doubts):
             found = "is not certain to gain anything (see below)"
         return [
-            f'  "{Cause.ORDER}" does not mean that another order is faster: the best of the named schedules that fit '
-            f"{found}."
+            f"  (*) This does not mean that another order is faster: the best of the named schedules that fit {found}."
         ]
 
     def _table(self, width: int | None) -> list[str]:
@@ -202,10 +215,17 @@ class Explanation:
 
     def _suggestion_lines(self) -> list[str]:
         lines, lost = [], self.timeline.makespan_us - self.model_us
-        if lost > 0:
+        model, alone = time_text(self.model_us), bool(self.lost_to_cores_us)
+        if alone:
+            cores = count_text(self.num_cores or 0, "core")
             lines.append(
-                f"With the median time of each op, and messages as planned, the plan takes {self.model_us:,} µs; the "
-                f"other {lost:,} µs are launch gaps, later arrivals and ops slower than the median."
+                f"With a core per rank, and the median of each op's measured times (which include waiting for a core), "
+                f"the plan takes {model}; on {cores}, it takes {time_text(self._least_on_cores_us)} or more."
+            )
+        elif lost > 0:
+            lines.append(
+                f"With the median time of each op, and messages as planned, the plan takes {model}; the other "
+                f"{time_text(lost)} are launch gaps, later arrivals and ops slower than the median."
             )
         if self.imbalance is not None:
             lines.append(self.imbalance.to_text())
@@ -213,12 +233,13 @@ class Explanation:
         if not self.suggestions:
             helps = "is certain to help" if doubts else "would help"
             tried = "other orders, balanced stages, faster transfers"
-            return [*lines, *doubts, f"None of the changes tried {helps}: {tried}."]
-        alone = ", as if each rank had a core of its own" if self.lost_to_cores_us else ""
-        lines.append(f"What would help, each change on its own (simulated{alone}, against {self.model_us:,} µs):")
+            where = ", even with a core per rank" if alone else ""
+            return [*lines, *doubts, f"None of the changes tried {helps}{where}: {tried}."]
+        core = ", with a core per rank" if alone else ""
+        lines.append(f"What would help, each change on its own (simulated{core}, against {model}):")
         for one in self.suggestions:
-            share = f"{-one.gain_us / self.model_us:+.1%}"
-            lines.append(f"  {-one.gain_us:>+10,} µs {share:>7}  {one.words}")
+            gain, share = f"-{time_text(one.gain_us)}", f"{-one.gain_us / self.model_us:+.1%}"
+            lines.append(f"  {gain:>9} {share:>7}  {one.words}")
         lines += doubts
         if commands := next((one.commands for one in self.suggestions if one.commands), ()):
             lines += ["To cut again:", *(f"  {command}" for command in commands)]
@@ -284,6 +305,21 @@ def _task_of(work: Op | Transfer | StepEndWork | None) -> str:
     if isinstance(work, Transfer):
         return f"{_task_of(work.source)}→{_task_of(work.target)}"
     return "" if work is None else f"stage {work.stage}'s {_STEP_END[work.what]}"
+
+
+def _key_lines(stretches: Sequence[Stretch]) -> list[str]:
+    """What the names of tasks and transfers in these stretches mean, with one of them as the example."""
+    names = " ".join(stretch.waits_for for stretch in stretches)
+    stages: dict[Kind, str] = {}
+    for stage, letter in re.findall(r"(\d+)([FBIWR])", names):
+        stages.setdefault(Kind(letter), stage)
+    if not stages:
+        return []
+    (first, stage), *others = stages.items()
+    told = [f"{stage}{first}: {first.word} of stage {stage}", *(f"{kind}: {kind.word}" for kind, _ in others)]
+    if transfer := re.search(r"\S+→\S+", names):
+        told.append(f"{transfer[0]}: transfer between the two")
+    return [f"  ({'; '.join(told)})"]
 
 
 def _describe(stretch: Stretch) -> str:

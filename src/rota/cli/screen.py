@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
 from rota.cli.snapshots import snapshots_text
-from rota.cli.wire_effects import counts_transfers, wire_effects
+from rota.cli.wire_effects import FREE, counts_transfers, wire_effects
 from rota.plan import Plan
 from rota.tables import fitted
 from rota.timeline import Timeline
@@ -26,20 +26,20 @@ _PRINTING = threading.Lock()
 os.register_at_fork(before=_PRINTING.acquire, after_in_parent=_PRINTING.release, after_in_child=_PRINTING.release)
 
 
-def print_timeline(timeline: Timeline, width: int | None = None) -> None:
+def print_timeline(timeline: Timeline, width: int | None = None, free: str = FREE) -> None:
     """Print a chart as wide as the terminal, in colour if it has any, and which effects of wires the plan counts.
 
-    That line comes first if transfers are free. The chart has only the beginning of a step whose ops would be too
-    narrow to be seen.
+    That line comes first if transfers are free, and says `free`. The chart has only the beginning of a step whose ops
+    would be too narrow to be seen.
     """
     from rota.drawing import to_text
 
     columns, are_free = width or terminal_columns(), not counts_transfers(timeline.plan.placement)
     if are_free:
-        print_wire_effects(timeline.plan, columns)
+        print_wire_effects(timeline.plan, columns, free)
     print(to_text(timeline, columns, color=_wants_color(), may_cut=True))
     if not are_free:
-        print_wire_effects(timeline.plan, columns)
+        print_wire_effects(timeline.plan, columns, free)
 
 
 def terminal_columns() -> int:
@@ -58,9 +58,9 @@ def print_text(text: str, *, to_stderr: bool = False) -> None:
     print(wrapped, file=sys.stderr if to_stderr else sys.stdout)
 
 
-def print_wire_effects(plan: Plan, width: int | None = None) -> None:
+def print_wire_effects(plan: Plan, width: int | None = None, free: str = FREE) -> None:
     """Say which effects of wires the plan counts, if it sends anything; in one line, or in lines of `width` columns."""
-    if effects := wire_effects(plan.placement):
+    if effects := wire_effects(plan.placement, free):
         print(effects if width is None else textwrap.fill(effects, width))
 
 

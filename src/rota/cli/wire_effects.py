@@ -9,18 +9,26 @@ from rota.figures import values_of
 from rota.placement import Placement
 from rota.units import count_text, size_text, time_text
 
+_FREE = "Transfers are counted as free{}; give --link or --links when planning."
+FREE = _FREE.format("")
 
-def wire_effects(placement: Placement) -> str:
-    """A line for reports; "" if the placement sends nothing."""
+
+def free_text(num_ranks: int, num_cores: int | None) -> str:
+    """`FREE`, with the reason where ranks of a timeline shared cores: there, `rota autoplan` measures no links."""
+    if num_cores is None or num_ranks <= num_cores:
+        return FREE
+    return _FREE.format(", because links are measured only with a core per rank")
+
+
+def wire_effects(placement: Placement, free: str = FREE) -> str:
+    """A line for reports, which says `free` if transfers are; "" if the placement sends nothing."""
     if not placement.routes:
         return ""
     counted, missing = [*_of_transfers(placement), *_of_ops(placement)], [*_not_counted(placement)]
-    free = (
-        [] if counts_transfers(placement) else ["Transfers are counted as free; give --link or --links when planning."]
-    )
+    told_free = [] if not free or counts_transfers(placement) else [free]
     counted_text = [f"Included in the times: {', '.join(counted)}."] if counted else []
     not_included = "Not included" if counted else "Not included in the times"
-    return " ".join([*free, *counted_text, *([f"{not_included}: {', '.join(missing)}."] if missing else [])])
+    return " ".join([*told_free, *counted_text, *([f"{not_included}: {', '.join(missing)}."] if missing else [])])
 
 
 def counts_transfers(placement: Placement) -> bool:

@@ -22,11 +22,11 @@ class Look(NamedTuple):
 
 
 LOOKS: dict[str, Look] = {
-    Kind.F: Look("forward", COLORS["F"], (75, 117), "─"),
-    Kind.B: Look("backward", COLORS["B"], (214, 222), "═", ("bottom",)),
-    Kind.I: Look("input gradient", COLORS["I"], (209, 217), "━", ("top",)),
-    Kind.W: Look("weight gradient", COLORS["W"], (79, 122), "┄", ("top", "bottom")),
-    Kind.R: Look("recompute", COLORS["R"], (153, 189), "~"),
+    Kind.F: Look(Kind.F.word, COLORS["F"], (75, 117), "─"),
+    Kind.B: Look(Kind.B.word, COLORS["B"], (214, 222), "═", ("bottom",)),
+    Kind.I: Look(Kind.I.word, COLORS["I"], (209, 217), "━", ("top",)),
+    Kind.W: Look(Kind.W.word, COLORS["W"], (79, 122), "┄", ("top", "bottom")),
+    Kind.R: Look(Kind.R.word, COLORS["R"], (153, 189), "~"),
     "reduce": Look("reduce", COLORS["reduce"], (176, 176), "-"),
     "optimizer": Look("optimizer", COLORS["optimizer"], (248, 248), "-"),
 }

@@ -113,7 +113,7 @@ class TorchEngine:
         self.losses: dict[int, float] = {}
         #: Output of each micro-batch of the last step, if outputs are kept.
         self.outputs: dict[int, Any] = {}
-        self._progress = progress_of(plan, self.rank == 0)
+        self._progress = progress_of(plan, self.rank == 0, on_cpu=True)
         self._closed = False
         atexit.register(self._close_at_exit)
 

@@ -153,9 +153,11 @@ def _toml(common: dict[str, str | int], parts: Parts, plan: Plan) -> str:
     """The section in TOML, which has the same numbers and strings of printable characters as JSON."""
     rows, count = plan.microbatch_rows, plan.num_microbatches
     lines = [
-        f"# {count} micro-batches of {count_text(rows, 'row')} each: set training.local_batch_size = {rows * count}"
+        f"# {count_text(count, 'micro-batch', 'es')} of {count_text(rows, 'row')} each: "
+        f"set training.local_batch_size = {rows * count}"
         if rows
-        else f"# {count} micro-batches of any size: set training.local_batch_size = {count} * {_ROWS}",
+        else f"# {count_text(count, 'micro-batch', 'es')} of any size: "
+        f"set training.local_batch_size = {count} * {_ROWS}",
         "[parallelism]",
         *(f"{name} = {json.dumps(value, ensure_ascii=False)}" for name, value in common.items()),
         f"{_PARTS_IN_0_2} = [",

@@ -140,10 +140,14 @@ def is_marked(model: nn.Module) -> bool:
 def _example_for(model: nn.Module, example: Any) -> dict[str, Any]:
     if example is not None:
         return as_inputs(model, example)
+    named = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
+    parameters = inspect.signature(model.forward).parameters.values()
+    first = next((parameter.name for parameter in parameters if parameter.kind in named), "…")
     raise SplitError(
         f"{type(model).__name__} has no CutPoint to cut it at, and without an example nobody knows what crosses other "
-        "cuts: give one small batch, split(…, example={'input_ids': …}), as the keyword arguments of its forward; or "
-        f"call a CutPoint() of its own between blocks in its forward, or {BY_HAND}"
+        "cuts: give one small batch, example=make_batch(1)[0] if your file has a make_batch, or the keyword arguments "
+        f"of its forward, example={{{first!r}: …}}; or call a CutPoint() of its own between blocks in its forward, or "
+        f"{BY_HAND}"
     )
 
 

@@ -15,7 +15,7 @@ from rota.costs import Cluster
 from rota.plan import Plan
 from rota.planning.candidate import Request
 from rota.planning.evaluation import SEARCHED, Found, Misfit
-from rota.planning.reasons import why_slower
+from rota.planning.reasons import NEGLIGIBLE, why_slower
 from rota.planning.step_times import FAR
 from rota.tables import fitted, table_lines
 from rota.timeline import Timeline
@@ -84,6 +84,7 @@ class Answer:
         num_rounds: How many rounds of steps the tolerance is from: those that all plans near the fastest have.
         one_process: The model as it is, on one process: as measured where steps of the best plan were, else as
             predicted from its layers. None where steps of the others alone were run, and for inference.
+        links_because: Why links that could be measured here were not; "" where they were, or were not asked for.
         predicted_because: Why steps are predicted and were not run: "" where they were.
         remarks: What else to know about the figures.
     """
@@ -101,6 +102,7 @@ class Answer:
     tolerance: float = 0.0
     num_rounds: int = 0
     one_process: Found | None = None
+    links_because: str = ""
     predicted_because: str = "no model was given to run"
     remarks: tuple[str, ...] = ()
 
@@ -165,7 +167,8 @@ class Answer:
         """What comes even before the best plan: with links that cost time, another plan could be the best."""
         machine = self.request.machine
         is_free = machine.num_ranks > 1 and not machine.prices_transfers
-        return ["Transfers are counted as free; give --link or --links"] if is_free else []
+        because = f", because links were not measured ({self.links_because})" if self.links_because else ""
+        return [f"Transfers are counted as free{because}; give --link or --links"] if is_free else []
 
     def _further_assumptions(self) -> list[str]:
         """What else the figures leave out, one line each: nothing where all was measured."""
@@ -189,6 +192,7 @@ class Answer:
             f"Best plan ({name}, {ranks_text(best)}): {_rate(self.rows_per_s)} rows/s, "
             f"{time_text(best.step_us)} per step{self._source()}",
             *self._compared(),
+            *self._faster(),
             f"  memory      {memory_text(best)} on rank {_fullest(best)}, the fullest",
             *self._predicted(),
         ]
@@ -215,12 +219,32 @@ class Answer:
         lines, best, alone = [], self.best, self.one_process
         if alone is not None and alone.steps is not None and best.steps is not None and best.num_processes > 1:
             lines.append(f"  vs. one process              {_times(alone.step_us / best.step_us)}")
-        if isinstance(self.usual, Found) and self.usual.is_as(best):
+        usual = self._usual
+        if isinstance(usual, Found) and usual.is_as(best):
             lines.append("  vs. 1F1B with equal layers   the same plan")
-        elif isinstance(self.usual, Found):
-            ratio = _times(self._by_layers_us(self.usual) / max(self._by_layers_us(best), 1))
-            lines.append(f"  vs. 1F1B with equal layers   {ratio}, as simulated from the layers")
+        elif isinstance(usual, Found):
+            source = ", according to the layers' times" if self._is_unmeasured(usual) else ""
+            ratio = _times(self._comparable_us(usual) / max(best.step_us, 1))
+            lines.append(f"  vs. 1F1B with equal layers   {ratio}{source}")
         return lines
+
+    @property
+    def _usual(self) -> Found | Misfit | None:
+        """1F1B with equal layers, with the figures that it has among the candidates if it is one of them."""
+        usual = self.usual
+        if not isinstance(usual, Found):
+            return usual
+        return next((found for found in self.candidates if found.is_as(usual)), usual)
+
+    def _faster(self) -> list[str]:
+        """Why the best plan is not the fastest, where a less simple one is faster by less than the spread."""
+        fastest = min(self.shown, key=lambda found: found.step_us)
+        if fastest.step_us >= (1 - NEGLIGIBLE) * self.best.step_us:
+            return []
+        return [
+            f"  why best    {fastest.schedule} takes {time_text(fastest.step_us)}, but differences are known only to "
+            f"within {self._alike:.1%}, and this plan is simpler"
+        ]
 
     def _by_layers_us(self, found: Found) -> int:
         """The plan's simulated step by the layers' figures, which all plans have: stages were measured of some only."""
@@ -241,26 +265,35 @@ class Answer:
         """Where the time of the best plan's step comes from."""
         steps = self.best.steps
         if steps is None:
+            if self._before_us is not None:
+                return " (predicted from stage times)"
             return " (estimated)" if self.request.estimated_for else " (predicted)"
         count = count_text(len(steps.steps_us), "step")
         return f" (measured: median of {count}, interquartile range {steps.spread:.1%})"
 
     def _predicted(self) -> list[str]:
         """The predictions of the best plan's step beside what was measured; or why nothing was."""
-        if self.best.steps is None:
-            return [f"  not run     {self.predicted_because}"] if self.predicted_because else []
-        before = [one.before_us for one in self.confirmed if one.found is self.best]
-        by_layers = f", {time_text(before[0])} from layer times" if before else ""
-        return [f"  predicted   {time_text(self.best.makespan_us)} from op times measured in plan order{by_layers}"]
+        lines = []
+        if self._before_us is not None:
+            stages, layers = time_text(self.best.makespan_us), time_text(self._before_us)
+            lines.append(f"  predicted   {stages} from {_times_of(self.best)}, {layers} from layer times")
+        if self.best.steps is None and self.predicted_because:
+            lines.append(f"  not run     {self.predicted_because}")
+        return lines
+
+    @property
+    def _before_us(self) -> int | None:
+        """The best plan's step by the layers' times; None if it has no other figures."""
+        return next((one.before_us for one in self.confirmed if one.found is self.best), None)
 
     def _table(self, width: int | None) -> list[str]:
-        shown = [(found, "▸" if found is self.best else "") for found in self.shown]
+        shown, usual = [(found, "▸" if found is self.best else "") for found in self.shown], self._usual
         misfit = []
-        if isinstance(self.usual, Found) and not any(self.usual.is_as(found) for found, _ in shown):
-            shown.append((self.usual, "·"))
-        elif isinstance(self.usual, Misfit):
-            held = size_text(self.usual.num_bytes)
-            misfit = [f"·  1F1B with equal layers does not fit: rank {self.usual.rank} would hold {held}"]
+        if isinstance(usual, Found) and not any(usual.is_as(found) for found, _ in shown):
+            shown.append((usual, "·"))
+        elif isinstance(usual, Misfit):
+            held = size_text(usual.num_bytes)
+            misfit = [f"·  1F1B with equal layers does not fit: rank {usual.rank} would hold {held}"]
         rows = [self._cells(found, mark) for found, mark in shown]
         head, *lines = table_lines(_HEADER, rows, left={"", "schedule"}, width=width, optional=_OPTIONAL)
         reasons = [fitted(self._reason(found, mark), width) for found, mark in shown]
@@ -307,9 +340,10 @@ class Answer:
         if self.stopped_by:
             stopped = f", stopped by {self.stopped_by}"
         left = f", {counts.left:,} were not tried" if counts.left else ""
+        plans = f"{count_text(counts.plans, 'plan')} simulated in {self.elapsed_s:.1f} s{stopped}"
         lines = [
-            f"Search: {counts.layouts:,} layouts ({counts.slower:,} proven slower, {counts.too_large:,} do not fit"
-            f"{left}), {counts.plans:,} plans simulated in {self.elapsed_s:.1f} s{stopped}",
+            f"Search: {count_text(counts.layouts, 'layout')} ({counts.slower:,} proven slower, "
+            f"{counts.too_large:,} do not fit{left}), {plans}",
             self._bound(),
         ]
         if self.tolerance:
@@ -319,18 +353,23 @@ class Answer:
         for before_us, found in self.confirmed:
             ran = "" if found.steps is None else f"{time_text(found.steps.median_us)} per step as run, "
             lines.append(
-                f"Measured {layout_text(found)}: {ran}{time_text(found.makespan_us)} simulated from its stages, "
-                f"{time_text(before_us)} simulated from its layers{_inflation(found)}"
+                f"Measured {layout_text(found)}: {ran}{time_text(found.makespan_us)} from {_times_of(found)}, "
+                f"{time_text(before_us)} from layer times{_inflation(found)}"
             )
         return [*lines, *self._alone(), *self.remarks]
+
+    @property
+    def _alike(self) -> float:
+        """By how much steps may differ and count as equally fast."""
+        return min(self.tolerance, FAR - 1)
 
     def _equally_fast(self) -> str:
         """Which plans count as equally fast, and which of them is recommended."""
         rounds = count_text(self.num_rounds, "round")
         told = f"Trial steps ({rounds}) show differences to within {self.tolerance:.1%}. " if self.num_rounds else ""
         return (
-            f"{told}Plans whose steps differ by less than {min(self.tolerance, FAR - 1):.1%} count as equally "
-            f"fast; Rota recommends the simplest of them: the fewest processes and recomputed stages, a named "
+            f"{told}Plans whose steps differ by less than {self._alike:.1%} count as equally fast; "
+            f"Rota recommends the simplest of them: the fewest processes and recomputed stages, a named "
             f"schedule, a whole backward, the fewest stages per rank, then the fewest replicas"
         )
 
@@ -344,8 +383,8 @@ class Answer:
 
     def _bound(self) -> str:
         """The lower bound on all layouts, by the figures that it was made of."""
-        before = [one.before_us for one in self.confirmed if one.found is self.best]
-        beside = f"; according to the same times, this plan takes {time_text(before[0])}" if before else ""
+        layers = "" if self._before_us is None else time_text(self._before_us)
+        beside = f"; compare it with {layers}, the best plan's step from layer times" if layers else ""
         return f"Lower bound {self.bound_holds}: {time_text(self.bound_us)} per step{beside}"
 
     def _alone(self) -> list[str]:
@@ -404,6 +443,11 @@ def _wrapped(lines: list[str], width: int) -> list[str]:
     return [part for line in lines for part in textwrap.wrap(line, width, subsequent_indent="    ") or [""]]
 
 
+def _times_of(found: Found) -> str:
+    """Whose measured times a plan's step is simulated from."""
+    return "stage times" if found.steps is None else "op times measured in plan order"
+
+
 def _times(ratio: float) -> str:
     return f"{ratio:.2f} times as fast"
 
@@ -435,8 +479,8 @@ def _cuts(found: Found) -> list[str]:
     if not cuts:
         return []
     return [
-        f"  cut before  {_runs(cuts)}; the first layer is everything before {every[0]}, and the last is everything "
-        f"from {every[-1]} on",
+        f"  cut before  {_runs(cuts)}; layers are what is between possible cuts: the first of {len(every) + 1} is "
+        f"everything before {every[0]}, and the last is everything from {every[-1]} on",
     ]
 
 

@@ -21,7 +21,7 @@ from rota.planning.machine import Machine
 from rota.planning.sweep import Sweep, kind_of
 from rota.schedules import FAMILIES
 from rota.stopping import Stopped, ended_by_ctrl_c, watched
-from rota.units import size_text
+from rota.units import count_text, size_text
 
 
 def autoplan(
@@ -173,7 +173,7 @@ def _nothing_fits(sweep: Sweep) -> NothingFitsError:
         else "found nothing that fits: the plan that needs the least memory"
     )
     return NothingFitsError(
-        f"{nothing} is {closest.schedule} on {layout.num_ranks} ranks x {layout.num_replicas}, "
+        f"{nothing} is {closest.schedule} on {count_text(layout.num_ranks, 'rank')} x {layout.num_replicas}, "
         f"{rows}, with {recomputing if again else 'nothing recomputed'}, where rank {closest.rank} needs "
         f"{size_text(closest.num_bytes)}, {size_text(closest.over_bytes)} over its limit; give "
         f"--memory {_at_least(closest.num_bytes)}, {smaller}or more ranks"

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import NamedTuple, final
 
 from rota.stopping import guarded
-from rota.units import time_text
+from rota.units import count_text, time_text
 
 _EVERY_S = 0.2  # between reports where nothing better was found
 
@@ -22,7 +22,7 @@ class Progress(NamedTuple):
 
     def __str__(self) -> str:
         best = "nothing fits yet" if self.best_us is None else f"best {time_text(self.best_us)}"
-        return f"{self.elapsed_s:5.1f} s  {self.num_plans:,} plans  {best}  {self.doing}"
+        return f"{self.elapsed_s:5.1f} s  {count_text(self.num_plans, 'plan')}  {best}  {self.doing}"
 
 
 @final

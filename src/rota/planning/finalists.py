@@ -12,6 +12,7 @@ from rota.planning.evaluation import SEARCHED, Found
 from rota.planning.layout_bounds import placement_bound_us
 from rota.planning.sweep import Sweep, best_of_kinds
 from rota.stopping import ended_by_ctrl_c
+from rota.units import count_text
 
 _MOST = 3  # finalists
 _SHARE, _MOST_S = 0.05, 3.0  # for each: a share of the time limit, in nominal seconds of the search
@@ -77,9 +78,8 @@ def _searched(sweep: Sweep, candidate: Candidate) -> Found | None:
 
     layout, deadline = candidate.layout, sweep.deadline
     best_us = None if sweep.best is None else sweep.best.makespan_us
-    deadline.report(
-        f"searching {layout.num_ranks} ranks x {layout.num_replicas}", sweep.num_plans, best_us, at_once=True
-    )
+    doing = f"searching {count_text(layout.num_ranks, 'rank')} x {layout.num_replicas}"
+    deadline.report(doing, sweep.num_plans, best_us, at_once=True)
     budget = Budget(_seconds(sweep), deterministic=True, latest_s=deadline.left_s)
     try:
         with ended_by_ctrl_c(budget):

@@ -9,7 +9,7 @@ from rota.planning.evaluation import Found
 from rota.tasks import Kind
 from rota.units import count_text, time_text
 
-_SAME = 0.001  # of a step: a smaller difference needs no reason
+NEGLIGIBLE = 0.001  # of a step: a smaller difference needs no reason
 _ALSO = 0.3  # of the difference: a part as large as this is a reason too
 
 
@@ -46,9 +46,9 @@ def _count(found: Found) -> int:
 def why_slower(found: Found, best: Found) -> str:
     """The parts of the step that are longer than in the best plan, the largest first."""
     slower_us = found.step_us - best.step_us
-    if slower_us < -_SAME * best.step_us:
+    if slower_us < -NEGLIGIBLE * best.step_us:
         return f"{slower_us / best.step_us:+.1%}: within the noise, and less simple"
-    if slower_us <= _SAME * best.step_us:
+    if slower_us <= NEGLIGIBLE * best.step_us:
         more = found.peak_bytes > best.peak_bytes
         return "equally fast" + (", but needs more memory" if more else ", on as many ranks or more")
     mine, theirs = parts_of(found), parts_of(best)

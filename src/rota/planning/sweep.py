@@ -31,6 +31,7 @@ from rota.planning.layout_bounds import layout_bound_us, placement_bound_us
 from rota.planning.layouts import Layout, cuts, is_chain, layouts
 from rota.schedules import Family
 from rota.stopping import Stopped, look
+from rota.units import count_text
 
 _KEPT = 96  # best plans, each a variant of its own
 _CLOSEST = 6  # plans that nearly fit, to search for orders that fit
@@ -132,7 +133,8 @@ class Sweep:
 
     def _candidates(self, layout: Layout, bound_us: int, worst_us: float) -> list[tuple[int, Candidate]]:
         """The layout's candidates with their bounds, without those that cannot fit or cannot be faster."""
-        self._report(f"{layout.num_ranks} ranks x {layout.num_replicas}, {layout.rows} rows, {layout.shape}")
+        ranks, rows = count_text(layout.num_ranks, "rank"), count_text(layout.rows, "row")
+        self._report(f"{ranks} x {layout.num_replicas}, {rows}, {layout.shape}")
         made = []
         layers = self.request.profiles[layout.rows]
         for boundaries in cuts(layers, layout, self.request.machine):

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from rota.errors import PipelineError, RotaError
-from rota.runtime.environment import meeting_environments, num_cores
+from rota.runtime.environment import meeting_environments, shared_cores
 from rota.runtime.freed_memory import keep_freed_memory
 from rota.runtime.orphans import end_with_parent
 from rota.units import count_text
@@ -29,12 +29,8 @@ _OF_ANOTHER_RUN = ("ROTA_", "TORCHELASTIC_")  # the first letters of environment
 
 def why_not_here(num_processes: int) -> str:
     """Why so many processes cannot be measured on this machine; "" if they can."""
-    if num_processes > num_cores():
-        return (
-            f"{num_processes} processes would share the {count_text(num_cores(), 'core')} of this machine. All "
-            f"times assume one core per process; steps here would take up to {num_processes / num_cores():.1f} times "
-            f"as long"
-        )
+    if why := shared_cores(num_processes):
+        return why
     if dist.is_initialized():
         return "this process is one of a process group, and cannot be forked"
     return ""

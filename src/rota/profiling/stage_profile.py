@@ -33,6 +33,7 @@ from rota.runtime.gradients.forward_backward import forward
 from rota.runtime.losses import LossFn
 from rota.runtime.messages import hand_over
 from rota.runtime.microbatches import num_examples
+from rota.units import count_text
 
 _RUN_NS = 60_000_000  # several of the scheduler's time slices: a single op may meet none, or a whole one
 _OTHER_PASSES = 12  # forwards and backwards of a stage besides those that are timed, with bytes and peaks
@@ -115,12 +116,13 @@ def profile(
     on = list(range(len(stages)) if ranks is None else ranks)
     job = _Job(Given(stages, batch, target, loss_fn), on, split_backward, recompute, optimizer, repeats)
     if accelerators_of(stages):
-        report(f"measuring {len(stages)} stages on {place_name(stages)}, one after another")
+        report(f"measuring {count_text(len(stages), 'stage')} on {place_name(stages)}, one after another")
         return _measured_here(job, report)
     held = {rank: [s for s in range(len(stages)) if on[s] == rank] for rank in sorted(set(on))}
     cores = len(os.sched_getaffinity(0))
-    sharing = f"{len(held)} ranks share {cores} cores" if len(held) > cores else f"{len(held)} ranks on {cores} cores"
-    report(f"measuring {len(stages)} stages, all ranks at once ({sharing})")
+    on_cores = f"{'share' if len(held) > cores else 'on'} {count_text(cores, 'core')}"
+    sharing = f"{count_text(len(held), 'rank')} {on_cores}"
+    report(f"measuring {count_text(len(stages), 'stage')}, all ranks at once ({sharing})")
     measured = _measure_at_once(list(held.values()), job)
     rows = [measured[stage] for stage in range(len(stages))]
     return _costs_of(job, rows, f"measured on CPU, 1 thread per rank; {sharing}", report)

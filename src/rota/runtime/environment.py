@@ -9,6 +9,7 @@ from pathlib import Path
 from uuid import uuid4
 
 from rota.errors import PipelineError
+from rota.units import count_text
 
 STORE = "ROTA_STORE"  # where the ranks meet: a file, or see `node_store`
 AT_SUPERVISOR = "nodes:"  # begins the address of a store that the supervisor has, with the start's number and a socket
@@ -79,6 +80,16 @@ def processes_here() -> int:
 def num_cores() -> int:
     """Cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def shared_cores(num_ranks: int) -> str:
+    """What it means for planned times that `num_ranks` ranks on this machine share its cores; "" if each has one."""
+    if num_ranks <= num_cores():
+        return ""
+    return (
+        f"{num_ranks} ranks share {count_text(num_cores(), 'core')}: the plan's times assume a core per rank, so "
+        f"steps can take {num_ranks / num_cores():.1f} times as long"
+    )
 
 
 def cores_of(num_ranks: int) -> int | None:

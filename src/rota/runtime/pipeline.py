@@ -189,7 +189,7 @@ class Pipeline:
             if least_gain is not None:
                 self._adapting = Adapting(plan, least_gain, self._processes, self._plans.get)
                 self._teardown.callback(self._adapting.close)
-            self._progress = progress_of(plan, self._processes.is_first)
+            self._progress = progress_of(plan, self._processes.is_first, on_cpu=not is_queued(self._device))
             self._loss_counts, self._stops = LossCounts(self.parameters()), StopRequests(self._processes.is_first)
             self._first_updates = FirstUpdates(self.parameters(), self._device, compares=not self._is_alone)
             self._teardown.callback(self._first_updates.close)

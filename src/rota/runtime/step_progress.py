@@ -12,7 +12,7 @@ from statistics import median
 from typing import final
 
 from rota.plan import Plan
-from rota.runtime.environment import PROGRESS
+from rota.runtime.environment import PROGRESS, processes_here, shared_cores
 from rota.simulation import simulate
 from rota.units import size_text, time_text
 
@@ -23,9 +23,14 @@ _LEAST_BEFORE = 3  # steps before it: the first ones warm up
 _LATE_EVERY_S = 60.0  # between lines about late steps
 
 
-def progress_of(plan: Plan, is_first: bool) -> StepProgress | None:
+def progress_of(plan: Plan, is_first: bool, on_cpu: bool) -> StepProgress | None:
     """What shows the progress of a run; None on all processes but the first, and where no `rota run` asks for it."""
-    return StepProgress(plan) if is_first and os.environ.get(PROGRESS) else None
+    if not (is_first and os.environ.get(PROGRESS)):
+        return None
+    progress = StepProgress(plan)
+    if on_cpu:
+        progress.begin()
+    return progress
 
 
 @final
@@ -42,6 +47,12 @@ class StepProgress:
         self._planned = ""
         self._commits_s: list[tuple[float, float]] = []  # begin and end of each
         self._snapshot_bytes = 0
+
+    def begin(self) -> None:
+        """Say that the ranks of this machine share its cores, if the planned times are for a core per rank."""
+        usage, shared = self._plan.usage, shared_cores(processes_here())
+        if shared and usage is not None and not (usage.is_from_run or usage.is_estimate):
+            self._tell(shared)
 
     def runs(self, plan: Plan) -> None:
         """The steps from now on run this plan."""

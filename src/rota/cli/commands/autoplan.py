@@ -145,8 +145,9 @@ def run(arguments: Namespace) -> int:
                 raise InputError(f"--snapshots: {in_host_memory(note.removeprefix(ESTIMATED + ' for '))}")
             if arguments.exportable:
                 refuse_cuts_of_profile(profiles)
-        if confirms and _is_here(arguments):
-            machine = _machine_here(arguments, machine, deadline, show, remarks)
+        links_because = ""
+        if confirms and _wants_links_here(arguments):
+            machine, links_because = _machine_here(arguments, machine, deadline, show, remarks)
         if all(layers.num_layers == 1 for layers in profiles.values()) and machine.num_ranks > 1:
             print(
                 "rota autoplan: warning: the model has no place where it can be cut, so there is no pipeline, only "
@@ -168,7 +169,7 @@ def run(arguments: Namespace) -> int:
             time_limit_s=max(deadline.left_s * (_SEARCH if confirms else 1), least_s),
             progress=show,
         )
-        answer = replace(answer, remarks=(*remarks, *answer.remarks))
+        answer = replace(answer, remarks=(*remarks, *answer.remarks), links_because=links_because)
         if confirms:
             assert model_file is not None
             answer = _confirmed(answer, model_file, arguments, deadline, show)
@@ -185,7 +186,7 @@ def run(arguments: Namespace) -> int:
 
 def _print_answer(answer: Answer, arguments: Namespace, model_file: ModelFile | None) -> None:
     print(answer.to_text(terminal_columns()), end="\n\n")
-    print_timeline(answer.timeline)
+    print_timeline(answer.timeline, free="")  # that is in the answer, with the reason
     print_snapshots(answer.timeline)
     if arguments.output is None:
         files.keep(None, "", "plan.json")
@@ -358,12 +359,10 @@ def _listed(sizes: Iterable[int]) -> str:
     return ", ".join(map(str, sizes))
 
 
-def _is_here(arguments: Namespace) -> bool:
+def _wants_links_here(arguments: Namespace) -> bool:
     """Whether the links are asked for that are between processes of this machine."""
-    from rota.profiling.forked import why_not_here
-
     stated = any(getattr(arguments, option) is not None for option in ("link", "links", "node"))
-    return arguments.ranks > 1 and not stated and not arguments.slowdowns and not why_not_here(arguments.ranks)
+    return arguments.ranks > 1 and not stated and not arguments.slowdowns
 
 
 def _machine_here(
@@ -372,11 +371,14 @@ def _machine_here(
     deadline: Deadline,
     show: Callable[[object], None],
     remarks: list[str],
-) -> Machine:
-    """The machine with links as measured between processes of this one on CPUs, on which plans are tried."""
+) -> tuple[Machine, str]:
+    """The machine with links between CPUs of this one, on which plans are tried; and why they were not measured."""
+    from rota.profiling.forked import why_not_here
     from rota.profiling.machine_links import found_on_this_machine
     from rota.runtime.device.local import CPU
 
+    if why_not_here(arguments.ranks):
+        return machine, "this takes a core per rank"
     folder = arguments.cache if arguments.cache is not None and not arguments.cache.endswith(".json") else None
     show("measuring the links between processes")
     try:
@@ -389,11 +391,10 @@ def _machine_here(
             within_s=_LINKS * deadline.left_s,
         )
     except PipelineError as error:
-        remarks.append(f"links were not measured, so transfers are counted as free: {error}")
-        return machine
+        return machine, str(error)
     if found.doubt:
         remarks.append(f"links were measured on a busy machine: {found.doubt}")
-    return replace(machine, link=found.cluster)
+    return replace(machine, link=found.cluster), ""
 
 
 def _not_run(arguments: Namespace) -> str:

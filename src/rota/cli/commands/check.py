@@ -62,7 +62,7 @@ def run(arguments: Namespace) -> int:
     fits = "fits in memory" if any(limit is not None for limit in limits) else "no memory limit is set"
     print_text(
         f"{arguments.plan}: complete, in order, cannot deadlock, {fits}\n"
-        f"  {planned.num_ops:,} ops of {count_text(planned.num_stages, 'stage')} and "
+        f"  {count_text(planned.num_ops, 'op')} of {count_text(planned.num_stages, 'stage')} and "
         f"{count_text(planned.num_microbatches, 'micro-batch', 'es')} on {count_text(planned.num_ranks, 'rank')}\n"
         f"  {_times(arguments, timeline)}"
     )

@@ -87,7 +87,8 @@ def _verify(arguments: Namespace) -> int:
             show(f"reading {printable(saved.path.name)} ({size_text(saved.num_bytes)}) …")
             wrong[saved.path.name] = damages(saved)
         if not arguments.json:
-            whole_text = f"complete: {len(saved.manifest.files)} files, {saved.num_bytes:,} bytes"
+            files_text = count_text(len(saved.manifest.files), "file")
+            whole_text = f"complete: {files_text}, {count_text(saved.num_bytes, 'byte')}"
             print_text(f"{_name(saved.path)}  {printable('; '.join(wrong[saved.path.name]) or whole_text)}")
     if arguments.json:
         print_json(found.to_fields() | {"damages": wrong})

@@ -14,6 +14,7 @@ from rota.cli.parser import Command, Parser
 from rota.cli.pictures import draw, is_measured
 from rota.cli.requirements import InputError
 from rota.cli.screen import print_wire_effects, report_columns
+from rota.cli.wire_effects import free_text
 
 
 def add_arguments(parser: Parser) -> None:
@@ -52,7 +53,7 @@ def run(arguments: Namespace) -> int:
         print_json({"times_assumed": assumed, **json_reports.of_comparison(compared)})
     else:
         print(compared.to_text(report_columns()))
-        print_wire_effects(planned.plan, report_columns())
+        print_wire_effects(planned.plan, report_columns(), free_text(measured.num_ranks, compared.num_cores))
     if arguments.output is not None:
         draw(measured, arguments.output, planned, (arguments.planned, arguments.measured), quietly=arguments.json)
     return 0

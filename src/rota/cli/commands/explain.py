@@ -13,7 +13,7 @@ from rota.cli.parser import Command, Parser
 from rota.cli.pictures import is_measured
 from rota.cli.requirements import InputError
 from rota.cli.screen import print_wire_effects, progress_line, report_columns
-from rota.cli.wire_effects import wire_effects
+from rota.cli.wire_effects import free_text, wire_effects
 
 
 def add_arguments(parser: Parser) -> None:
@@ -48,7 +48,7 @@ def run(arguments: argparse.Namespace) -> int:
         print_json({"times_assumed": assumed, "wire_effects": effects, **json.loads(explanation.to_json())})
     else:
         print(explanation.to_text(report_columns()))
-        print_wire_effects(timeline.plan, report_columns())
+        print_wire_effects(timeline.plan, report_columns(), free_text(timeline.num_ranks, explanation.num_cores))
     return 0
 
 

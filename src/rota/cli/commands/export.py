@@ -169,7 +169,8 @@ def _to_torchtitan(arguments: Namespace) -> int:
         return 0
     for stage, names in enumerate(parts):
         print_text(f"stage {stage}: {' '.join(names)}")
-    given = f"{planned.num_microbatches} micro-batches" + (f" of {count_text(rows, 'row')} each" if rows else "")
+    of_each = f" of {count_text(rows, 'row')} each" if rows else ""
+    given = f"{count_text(planned.num_microbatches, 'micro-batch', 'es')}{of_each}"
     print_text(
         f"Give torchtitan {given} per step. docs/torchtitan.md has the launch command for each version of torchtitan."
     )
