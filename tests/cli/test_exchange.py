@@ -100,6 +100,7 @@ def test_torchtitan(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = run(capsys, "export", "torchtitan", "cut.json", "--model", "model.py:marked", "-o", "planned")
     assert (code, stages_of(out)) == (0, ["tok_embeddings layers.0", "layers.1 layers.2", "layers.3", "output"])
     cut = Plan.from_json((here / "cut.json").read_text())
+    assert cut.usage is not None
     (here / "twice.json").write_text(replace(cut, usage=replace(cut.usage, num_replicas=2)).to_json())
     twice = ["export", "torchtitan", "twice.json", "--model", "model.py:marked"]
     code, out, _ = run(capsys, *twice, "-o", "twice")
