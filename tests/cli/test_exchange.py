@@ -85,7 +85,8 @@ def test_torchtitan(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
         code, out, error = run(capsys, *export, f"model.py:{model}", "--cuts", cuts, "-o", model)
         assert (code, error) == (0, "")
         assert stages_of(out) == names
-        assert "Give torchtitan 4 micro-batches per step" in out
+        assert "Give torchtitan 4 micro-batches of any size: set training.local_batch_size = 4 * " in out
+        assert "  torchrun --nproc_per_node 2 -m torchtitan.train --module planned --config" in out
         assert "The plan's backwards are whole, so torch.compile may be on." in out
         code, out, _ = run(capsys, "import", "torchtitan", f"{model}/parallelism.toml", "-o", f"{model}.json")
         assert code == 0
@@ -98,6 +99,15 @@ def test_torchtitan(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "torchtitan replaces the modules" in run(capsys, "export", "torchtitan", "--help")[1]
     code, out, _ = run(capsys, "export", "torchtitan", "cut.json", "--model", "model.py:marked", "-o", "planned")
     assert (code, stages_of(out)) == (0, ["tok_embeddings layers.0", "layers.1 layers.2", "layers.3", "output"])
+    cut = Plan.from_json((here / "cut.json").read_text())
+    assert cut.usage is not None
+    (here / "twice.json").write_text(replace(cut, usage=replace(cut.usage, num_replicas=2)).to_json())
+    twice = ["export", "torchtitan", "twice.json", "--model", "model.py:marked"]
+    code, out, _ = run(capsys, *twice, "-o", "twice")
+    assert "each in each of 2 pipelines: set training.local_batch_size = 4 (global batch: 2 * 4 = 8 rows)." in out
+    assert "data_parallel_shard_degree = 2 has FSDP shard" in out
+    assert "torchrun --nproc_per_node 4 " in out
+    assert json.loads(run(capsys, *twice, "-o", "again", "--json")[1])["num_replicas"] == 2
     split = NAMED["interleaved_zb"](interleaved(assumed_costs(4).with_split_backward(), Cluster.uniform(2)), 4)
     (here / "split.json").write_text(split.to_json())
     code, out, _ = run(capsys, "export", "torchtitan", "split.json", "--model", "model.py:marked", "-o", "split")

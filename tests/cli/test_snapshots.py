@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,11 +11,13 @@ from planning.test_autoplan import UNEVEN, layer_costs
 from rota import Cluster, Costs, PlacementError, Plan, calibration, place, replan
 from rota.backups import Place, plan_backup
 from rota.cli import main
+from rota.cli.snapshots import snapshots_text
 from rota.layers import LayerCosts
 from rota.planning import Machine, autoplan
 from rota.profiles import Profile
 from rota.schedules import one_f_one_b
 from rota.simulation import simulate
+from rota.usage import Usage
 
 #: Parameters, gradients and an optimizer's state of 1 MB each; with activations, ranks hold 5 MB and 4 MB.
 COSTS = Costs.uniform(2, 100, 200, activation_bytes=1_000_000, static_bytes=3_000_000, state_bytes=2_000_000)
@@ -59,6 +62,13 @@ def test_plan_and_check_say_whether_snapshots_fit(
     assert counted in told(capsys, *plan, "--limit", "9MB", "--snapshots")
     assert counted in told(capsys, "check", "plan.json")
     assert simulate(Plan.from_json(Path("plan.json").read_text())).peak_memory_bytes == (9_000_000, 8_000_000)
+
+
+def test_plans_for_other_devices_or_trainers_say_nothing_of_them() -> None:
+    plan = one_f_one_b(place(COSTS, Cluster.uniform(2, limit_bytes=8_000_000)), 4)
+    assert "On CPUs, the limit of rank 0 leaves 3 MB" in snapshots_text(simulate(plan))
+    for usage in (Usage((), 1, note="estimated for h100"), Usage((), 1, exportable=True)):
+        assert snapshots_text(simulate(replace(plan, usage=usage))) == ""
 
 
 def test_what_is_refused(tmp_path: Path, capsys: Capsys, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 from rota import Cluster, Costs
@@ -51,6 +52,26 @@ def test_llama_is_planned_and_exported(
     ]
     assert main(["check", "titan/schedule_comms.csv", "--torch"]) == 0
     assert "cannot" in capsys.readouterr().out
+
+
+def test_the_model_keeps_complex_buffers() -> None:
+    names, sizes = ", ".join(SMALL), ", ".join(map(str, SMALL.values()))
+    space: dict[str, Any] = {}
+    exec(
+        compile(re.sub(rf"^{names} = .*$", f"{names} = {sizes}", MODEL, flags=re.MULTILINE), "llama.py", "exec"), space
+    )
+    without_rope = space["Llama"]
+
+    def with_rope() -> nn.Module:
+        model: nn.Module = without_rope()
+        model.register_buffer("freqs_cis", torch.polar(torch.ones(4), torch.ones(4)))
+        return model
+
+    space["Llama"] = with_rope
+    model = space["make_model"]()
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+    assert model.freqs_cis.dtype == torch.complex64
+    assert model.freqs_cis.imag.abs().min() > 0
 
 
 @dataclass

@@ -175,6 +175,9 @@ def test_of_a_long_step_the_beginning_is_drawn_if_it_may_be() -> None:
     assert re.match(r"F0─?F1─?F2─?F3", top)
     assert re.match(r"·+F0─?B0═+F1─?B1═+F2", bottom)
     assert not re.search(r"\d\d ops not shown", text)
+    crowded = timeline(num_microbatches=22)  # 44 ops per rank in 86 columns
+    assert "not shown" not in to_text(crowded, 100)
+    assert "drawn: the first" in to_text(crowded, 100, may_cut=True)
     few = timeline(num_microbatches=4)
     assert to_text(few, 100, may_cut=True) == to_text(few, 100)
     assert to_text(nothing_takes_time(), may_cut=True)

@@ -34,6 +34,8 @@ class Parallelism:
     pipeline_parallel_schedule: str = "1F1B"
     pipeline_parallel_schedule_csv: str | None = ""
     pipeline_parallel_microbatch_size: int = 1
+    data_parallel_replicate_degree: int = 1
+    data_parallel_shard_degree: int = -1
 
 
 @dataclass(kw_only=True, slots=True)
@@ -51,6 +53,8 @@ class LaterParallelism:
     pipeline_parallel_schedule: str = "1F1B"
     pipeline_parallel_schedule_csv: str | None = ""
     num_pp_microbatches: int = 1
+    data_parallel_replicate_degree: int = 1
+    data_parallel_shard_degree: int = -1
 
 
 @dataclass(kw_only=True, slots=True)
@@ -77,10 +81,10 @@ def pipelined(model: nn.Module, *, loss_fn: object) -> tuple[Any, list[nn.Module
     return SimpleNamespace(), [model], loss_fn
 
 
-def exported(folder: Path) -> Plan:
+def exported(folder: Path, num_replicas: int = 1) -> Plan:
     family = NAMED["zb_v"]
     placement = family.place(family.adapted(Costs.uniform(4)), Cluster.uniform(2))
-    plan = replace(family(placement, 6), usage=Usage(("a", "b", "c"), microbatch_rows=3))
+    plan = replace(family(placement, 6), usage=Usage(("a", "b", "c"), 3, num_replicas))
     torchtitan.export(PARTS, plan, folder)
     return plan
 
@@ -106,6 +110,24 @@ def test_a_config_after_0_3_counts_batches_in_tokens(tmp_path: Path) -> None:
     assert config.parallelism.num_pp_microbatches == 6
     assert config.parallelism.pipeline_parallel_module_fqns_per_model_part == [[*names] for names in PARTS]
     assert config.training.num_tokens_per_microbatch_per_dp_rank == 3 * 2048
+
+
+def test_a_config_shards_over_the_plan_s_replicas(tmp_path: Path) -> None:
+    exported(tmp_path, num_replicas=4)
+    for replicate, shard, set_shard in ((1, -1, 4), (2, -1, 2), (2, 2, 2), (4, 1, 1)):
+        config = Config()
+        config.parallelism.data_parallel_replicate_degree = replicate
+        config.parallelism.data_parallel_shard_degree = shard
+        found = with_plan(config, tmp_path).parallelism
+        assert (found.data_parallel_replicate_degree, found.data_parallel_shard_degree) == (replicate, set_shard)
+    later = Config(parallelism=LaterParallelism(), training=LaterTraining())
+    assert with_plan(later, tmp_path).parallelism.data_parallel_shard_degree == 4
+    for replicate, shard in ((1, 2), (3, -1), (8, 1)):
+        config = Config()
+        config.parallelism.data_parallel_replicate_degree = replicate
+        config.parallelism.data_parallel_shard_degree = shard
+        with pytest.raises(RotaError, match="the plan has 4 replicas of its pipeline, but the config has data_para"):
+            with_plan(config, tmp_path)
 
 
 def test_what_a_config_lacks_is_named(tmp_path: Path) -> None:

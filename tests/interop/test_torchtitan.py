@@ -212,6 +212,28 @@ def test_the_rows_of_a_micro_batch_are_written_and_read(tmp_path: Path) -> None:
     assert torchtitan.load(toml).microbatch_rows == torchtitan.load(config).microbatch_rows == 8
 
 
+def test_replicas_are_written_as_degrees_of_data_parallelism(tmp_path: Path) -> None:
+    planned = replace(a_plan(), usage=Usage(("a", "b", "c"), microbatch_rows=8, num_replicas=2))
+    _, _, toml, config = torchtitan.export(FOUR, planned, tmp_path)
+    for fields in (tomllib.loads(toml.read_text())["parallelism"], json.loads(config.read_text())):
+        assert (fields["data_parallel_replicate_degree"], fields["data_parallel_shard_degree"]) == (1, 2)
+    batch, degrees, *_ = toml.read_text().split("\n")
+    assert batch == (
+        "# 4 micro-batches of 8 rows each in each of 2 pipelines: set training.local_batch_size = 32 "
+        "(global batch: 2 * 32 = 64 rows)"
+    )
+    assert degrees.startswith("# 2 pipelines: data_parallel_replicate_degree * data_parallel_shard_degree must be 2;")
+    assert torchtitan.load(toml).num_replicas == torchtitan.load(config).num_replicas == 2
+    config.write_text(change(config.read_text(), data_parallel_replicate_degree=2))
+    assert torchtitan.load(config).num_replicas == 4
+    for left_open in (-1, None):
+        config.write_text(change(config.read_text(), data_parallel_shard_degree=left_open))
+        assert torchtitan.load(config).num_replicas is None
+    config.write_text(change(config.read_text(), data_parallel_shard_degree=0))
+    with pytest.raises(RotaError, match=r"parallelism\.data_parallel_shard_degree is 0; expected"):
+        torchtitan.load(config)
+
+
 @pytest.mark.parametrize(
     ("plan", "parts", "told"),
     [

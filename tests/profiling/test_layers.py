@@ -204,6 +204,8 @@ def test_a_gpu_s_attention_keeps_no_matrix_and_its_dropout_a_byte_an_element() -
 
 
 def test_what_cannot_be_estimated_is_told() -> None:
+    with pytest.raises(PipelineError, match=r"'A100'; did you mean a100-40gb or a100-80gb\? known devices are"):
+        profile_layers(nn.Linear(2, 2), torch.zeros(1, 2), device="A100")
     with pytest.raises(PipelineError, match=r"times cannot be estimated for device 'h10'; did you mean h100\?"):
         profile_layers(nn.Linear(2, 2), torch.zeros(1, 2), device="h10")
     with pytest.raises(PipelineError, match="the model is on the meta device, which computes nothing; name one"):

@@ -16,12 +16,18 @@ def in_host_memory(device: str) -> str:
 
 
 def snapshots_text(timeline: Timeline) -> str:
-    """A line for reports; "" if nothing is known of their size, or if no limit says what room there is."""
+    """A line for reports; "" if nothing is known of their size, or if no limit says what room there is.
+
+    "" as well for plans that are estimated for another device or to be exported, unless they count snapshots.
+    """
     placement = timeline.plan.placement
     limits = placement.cluster.limit_bytes
     if placement.snapshot_bytes:
         most = size_text(max(placement.snapshot_bytes))
         return f"Included in the memory: snapshots for restarts, up to {most} per rank."
+    usage = timeline.plan.usage
+    if usage is not None and (usage.exportable or usage.is_estimate):
+        return ""
     needed = [NUM_SNAPSHOTS * size for size in placement.state_bytes]
     if not needed or all(limit is None for limit in limits):
         return ""

@@ -26,6 +26,7 @@ _MIN_CHART = 32  # columns; a narrower chart has the table below it instead of b
 _MIN_TICK = 8  # columns from one tick to the next
 _MOST_UNSEEN = 0.25  # of the ops, in a chart of a whole step that tells enough
 _LEGIBLE = 4  # columns that most names need
+_LEAST = 2  # columns per op, on average, in a chart of a whole step: with fewer, kinds and numbers run together
 _IDLE = "·"
 
 _Busy: TypeAlias = Sequence[Sequence[Span]]
@@ -43,8 +44,9 @@ def to_text(timeline: Timeline | Plan, width: int = 80, color: bool = False, *, 
         timeline: What to draw. A plan is simulated first.
         width: The number of columns that no line exceeds, 20 or more.
         color: Whether to add ANSI colours (256 colours).
-        may_cut: Whether to draw only the beginning of a step if more than a quarter of its ops would be hidden, so wide
-            that most have their names. The table beside the chart is about the whole step.
+        may_cut: Whether to draw only the beginning of a step if more than a quarter of its ops would be hidden or there
+            are fewer than two columns per op, so wide that most have their names. The table beside the chart is about
+            the whole step.
 
     Returns:
         Lines of text, without a newline at the end.
@@ -62,7 +64,8 @@ def to_text(timeline: Timeline | Plan, width: int = 80, color: bool = False, *, 
     num_columns = width - len(names[0]) - (len(table[0]) + 2 if beside else 0)
     busy, end_us = _busy_spans(timeline), timeline.makespan_us
     charts = [_fill(spans, end_us, num_columns) for spans in busy]
-    if may_cut and _MOST_UNSEEN * timeline.plan.num_ops < _num_unseen(busy, charts):
+    num_ops, all_columns = timeline.plan.num_ops, timeline.num_ranks * num_columns
+    if may_cut and (all_columns < _LEAST * num_ops or _MOST_UNSEEN * num_ops < _num_unseen(busy, charts)):
         end_us = _legible_us(busy, num_columns, end_us)
         busy = _until(busy, end_us)
         charts = [_fill(spans, end_us, num_columns) for spans in busy]

@@ -22,7 +22,8 @@ def with_plan(config: Any, folder: str | Path) -> Any:
     """Change a Python config of torchtitan so that it trains as planned.
 
     It sets the fields of `config.parallelism`, the batch size, and turns CUDA graphs off, which torchtitan refuses with
-    pipelines. The `pipelining_fn` of `config.model_spec` becomes that of `in_planned_order`.
+    pipelines. The `pipelining_fn` of `config.model_spec` becomes that of `in_planned_order`. If the plan has several
+    replicas of its pipeline and `data_parallel_shard_degree` is -1, torchtitan's default, FSDP shards over them.
 
     Args:
         config: What a function of a `config_registry` of torchtitan returns, from version 0.3.0 on.
@@ -33,7 +34,8 @@ def with_plan(config: Any, folder: str | Path) -> Any:
 
     Raises:
         FormatError, SplitError, PlanError: As `rota.interop.torchtitan.load`.
-        PipelineError: The config lacks what the plan must set, as in other versions of torchtitan.
+        PipelineError: The config lacks what the plan must set, as in other versions of torchtitan, or its degrees of
+            data parallelism are for another number of replicas than the plan has.
     """
     fields = torchtitan.load(Path(folder, _FIELDS))
     num_microbatches, rows = fields.plan.num_microbatches, fields.microbatch_rows
@@ -42,6 +44,8 @@ def with_plan(config: Any, folder: str | Path) -> Any:
     _set(parallelism, fields.schedule, "pipeline_parallel_schedule")
     _set(parallelism, Path(folder, _SCHEDULE).as_posix(), "pipeline_parallel_schedule_csv")
     _set(parallelism, [[*names] for names in fields.parts], *torchtitan.NAMES_OF_PARTS)
+    if fields.num_replicas is not None:
+        _set_degrees(parallelism, fields.num_replicas)
     if hasattr(parallelism, "num_pp_microbatches"):  # since 0.3.0, batches are counted in tokens
         parallelism.num_pp_microbatches = num_microbatches
         num_tokens = rows * _get(training, "max_context_length")
@@ -83,6 +87,19 @@ def in_planned_order(pipelining_fn: Callable[..., Any], folder: str | Path) -> C
         return keep_order(schedule, Path(folder, _MESSAGES)), *rest
 
     return pipeline
+
+
+def _set_degrees(parallelism: Any, num_replicas: int) -> None:
+    """Shard over what is left of the replicas, as torchtitan does for -1. Raises PipelineError for another number."""
+    replicate, shard = (_get(parallelism, name) for name in torchtitan.DEGREES)
+    if shard == -1 and num_replicas % replicate == 0:
+        _set(parallelism, num_replicas // replicate, torchtitan.DEGREES[1])
+    elif replicate * shard != num_replicas:
+        raise PipelineError(
+            f"the plan has {num_replicas} replicas of its pipeline, but the config has {torchtitan.DEGREES[0]} = "
+            f"{replicate} and {torchtitan.DEGREES[1]} = {shard}: set them so that their product is {num_replicas}, or "
+            f"leave both at torchtitan's defaults (1 and -1)"
+        )
 
 
 def _get(section: Any, name: str) -> Any:

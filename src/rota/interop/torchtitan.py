@@ -38,6 +38,7 @@ Parts: TypeAlias = tuple[tuple[str, ...], ...]
 FILES = ("schedule.csv", "schedule_comms.csv", "parallelism.toml", "parallelism.json")
 _PARTS, _PARTS_IN_0_2 = NAMES_OF_PARTS = ("pipeline_parallel_module_fqns_per_model_part", "module_fqns_per_model_part")
 _ROWS = "pipeline_parallel_microbatch_size"
+_REPLICATE, _SHARD = DEGREES = ("data_parallel_replicate_degree", "data_parallel_shard_degree")
 _LOOP, _V = (
     "PipelineScheduleMulti",
     "ZBVZeroBubble",
@@ -57,12 +58,14 @@ class Imported(NamedTuple):
         parts: The names of each stage's modules.
         schedule: The schedule by which torchtitan puts stages on ranks.
         microbatch_rows: Rows per micro-batch; torchtitan's default is 1.
+        num_replicas: Number of pipelines, by the degrees of data parallelism; None: any number.
     """
 
     plan: Plan
     parts: Parts
     schedule: str = _LOOP
     microbatch_rows: int = 1
+    num_replicas: int | None = None
 
     @property
     def boundaries(self) -> tuple[int, ...]:
@@ -104,6 +107,8 @@ def render(parts: Sequence[Sequence[str]], plan: Plan, folder: str | Path) -> di
         "pipeline_parallel_schedule_csv": csv,
         _ROWS: plan.microbatch_rows or 1,
     }
+    if (num_replicas := replicas_of(plan)) > 1:
+        common |= {_REPLICATE: 1, _SHARD: num_replicas}  # torchtitan 0.2 refuses replicas of pipelines without shards
     texts = (
         plan.to_csv(),
         plan.to_csv(communication=True),
@@ -111,6 +116,31 @@ def render(parts: Sequence[Sequence[str]], plan: Plan, folder: str | Path) -> di
         _json(common, parts, plan.num_microbatches),
     )
     return {Path(folder) / name: text for name, text in zip(FILES, texts, strict=True)}
+
+
+def replicas_of(plan: Plan) -> int:
+    """How many pipelines the plan is for. With one, torchtitan may run any number: it adds them by itself."""
+    return 1 if plan.usage is None else plan.usage.num_replicas
+
+
+def batch_text(plan: Plan) -> str:
+    """How many micro-batches of how many rows a step has, and the batch size to set in torchtitan."""
+    rows, count, num_replicas = plan.microbatch_rows, plan.num_microbatches, replicas_of(plan)
+    size = f"training.local_batch_size = {rows * count if rows else f'{count} * {_ROWS}'}"
+    if rows and num_replicas > 1:
+        size += f" (global batch: {num_replicas} * {rows * count} = {num_replicas * rows * count} rows)"
+    of_rows = f"{count_text(rows, 'row')} each" if rows else "any size"
+    per = f" in each of {num_replicas} pipelines" if num_replicas > 1 else ""
+    return f"{count_text(count, 'micro-batch', 'es')} of {of_rows}{per}: set {size}"
+
+
+def degrees_text(plan: Plan) -> str:
+    """What the degrees of data parallelism must be for the plan's pipelines."""
+    num_replicas = replicas_of(plan)
+    return (
+        f"{num_replicas} pipelines: {_REPLICATE} * {_SHARD} must be {num_replicas}; {_SHARD} = {num_replicas} has FSDP "
+        f"shard the weights over them"
+    )
 
 
 def _schedule_of(plan: Plan) -> str:
@@ -151,13 +181,9 @@ def _require_parts(parts: Sequence[Sequence[str]], num_stages: int) -> Parts:
 
 def _toml(common: dict[str, str | int], parts: Parts, plan: Plan) -> str:
     """The section in TOML, which has the same numbers and strings of printable characters as JSON."""
-    rows, count = plan.microbatch_rows, plan.num_microbatches
     lines = [
-        f"# {count_text(count, 'micro-batch', 'es')} of {count_text(rows, 'row')} each: "
-        f"set training.local_batch_size = {rows * count}"
-        if rows
-        else f"# {count_text(count, 'micro-batch', 'es')} of any size: "
-        f"set training.local_batch_size = {count} * {_ROWS}",
+        f"# {batch_text(plan)}",
+        *([f"# {degrees_text(plan)}"] if replicas_of(plan) > 1 else []),
         "[parallelism]",
         *(f"{name} = {json.dumps(value, ensure_ascii=False)}" for name, value in common.items()),
         f"{_PARTS_IN_0_2} = [",
@@ -202,7 +228,14 @@ def load(path: str | Path, costs: Costs | None = None, cluster: Cluster | None =
         raise FormatError(f"{beside}: {error}") from None
     check(plan)
     rows = config[_ROWS].integer(1) if _ROWS in config else 1
-    return Imported(plan, parts, _text(config, "pipeline_parallel_schedule", _LOOP), rows)
+    return Imported(plan, parts, _text(config, "pipeline_parallel_schedule", _LOOP), rows, _num_replicas(config))
+
+
+def _num_replicas(config: Field) -> int | None:
+    """The product of the degrees; None if one of them is missing or -1, which stands for all GPUs that are left."""
+    if not all(name in config for name in DEGREES) or config[_SHARD].value == -1:
+        return None
+    return config[_REPLICATE].integer(1) * config[_SHARD].integer(1)
 
 
 def _config(path: str | Path) -> Field:

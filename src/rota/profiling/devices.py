@@ -106,8 +106,9 @@ def device_named(name: str) -> DeviceModel:
     """The device of this name. Raises EstimateError that lists the known names."""
     if name.lower() in DEVICES:
         return DEVICES[name.lower()]
-    near = get_close_matches(name.lower(), DEVICES, 1)
-    hint = f"did you mean {near[0]}? " if near else ""
+    longer = [known for known in DEVICES if known.startswith(f"{name.lower()}-")]
+    near = longer or get_close_matches(name.lower(), DEVICES, 1)
+    hint = f"did you mean {' or '.join(near)}? " if near else ""
     raise EstimateError(
         f"times cannot be estimated for device {name!r}; {hint}known devices are {', '.join(DEVICES)}. Leave it out "
         f"to measure where the model is"

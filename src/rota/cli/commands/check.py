@@ -154,7 +154,7 @@ def _print_torch(found: _OnTorch) -> None:
     if found.differences:
         print_text(
             f"  PyTorch sends messages in a different order from the plan; makespan and --device refer to the plan's\n"
-            f"  ({found.differences}); rota.interop.keep_order runs the plan's order (docs/other-trainers.md)"
+            f"  ({found.differences}); rota.interop.keep_order runs the plan's order"
         )
     if found.deferred:
         print_text(f"  defer_pp_recv=True could hang or swap messages; leave it off: {found.deferred}")
@@ -187,7 +187,7 @@ def _device_text(proved: DeviceOrder) -> tuple[str, str]:
         "launch. It is enough, because a kernel waits only for its stream, for events, for the other side of its "
         "message, and for kernels launched before it. "
         "NCCL requires operations to be submitted in the same order across ranks: "
-        "https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/usage/communicators.html (docs/accelerators.md)",
+        "https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/usage/communicators.html",
     )
 
 

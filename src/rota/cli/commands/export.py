@@ -23,7 +23,7 @@ from rota.units import count_text
 
 _SPLIT = (
     "The plan splits each backward into I and W, which PyTorch cannot do under torch.compile or with activation "
-    "checkpointing: leave both off (docs/torchtitan.md), or export a plan with whole backwards "
+    "checkpointing: leave both off, or export a plan with whole backwards "
     "(`rota autoplan … --whole-backward`)."
 )
 _WHOLE = (
@@ -153,7 +153,6 @@ def _to_torchtitan(arguments: Namespace) -> int:
     files.make_folder(arguments.output)
     for path, text in texts.items():
         files.write(str(path), text, quietly=arguments.json)
-    rows = planned.microbatch_rows
     splits = any(task.kind is Kind.W for task in planned.placement.tasks)
     if arguments.json:
         print_json(
@@ -161,7 +160,8 @@ def _to_torchtitan(arguments: Namespace) -> int:
                 "files": [*map(str, texts)],
                 "stages": [list(names) for names in parts],
                 "num_microbatches": planned.num_microbatches,
-                "microbatch_rows": rows,
+                "microbatch_rows": planned.microbatch_rows,
+                "num_replicas": torchtitan.replicas_of(planned),
                 "splits_backward": splits,
                 "checked": checked,
             }
@@ -169,14 +169,34 @@ def _to_torchtitan(arguments: Namespace) -> int:
         return 0
     for stage, names in enumerate(parts):
         print_text(f"stage {stage}: {' '.join(names)}")
-    of_each = f" of {count_text(rows, 'row')} each" if rows else ""
-    given = f"{count_text(planned.num_microbatches, 'micro-batch', 'es')}{of_each}"
-    print_text(
-        f"Give torchtitan {given} per step. docs/torchtitan.md has the launch command for each version of torchtitan."
-    )
+    print_text(f"Give torchtitan {torchtitan.batch_text(planned)}.")
+    if torchtitan.replicas_of(planned) > 1:
+        print_text(f"{torchtitan.degrees_text(planned)}.")
     print_text(checked)
     print_text(_SPLIT if splits else _WHOLE)
+    _print_launch(planned, arguments.output)
     return 0
+
+
+def _print_launch(planned: Plan, folder: str) -> None:
+    """Print the launch command for each version of torchtitan."""
+    from rota.interop import torchtitan
+
+    launch = f"torchrun --nproc_per_node {planned.num_ranks * torchtitan.replicas_of(planned)} -m torchtitan.train"
+    rows = planned.microbatch_rows
+    size = f"--training.local_batch_size {rows * planned.num_microbatches} " if rows else ""
+    print_text(
+        f"To launch it with torchtitan 0.3, write a planned.py with a function that returns "
+        f'rota.interop.with_plan(config, "{folder}") for a config of torchtitan\'s registry:'
+    )
+    print(f"  {launch} --module planned --config FUNCTION activation-checkpoint:none")
+    print_text(
+        f"With torchtitan 0.2, planned.py registers the model's spec with rota.interop.in_planned_order, and JOB.toml "
+        f"has the section [parallelism] of {Path(folder, 'parallelism.toml')}:"
+    )
+    print(f"  {launch} --job.config_file JOB.toml --experimental.custom_import planned \\")
+    print(f"      {size}--activation_checkpoint.mode none")
+    print_text('The page "For GPUs: torchtitan end to end" of Rota\'s documentation has planned.py for both.')
 
 
 def _to_megatron(arguments: Namespace) -> int:
