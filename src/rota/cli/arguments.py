@@ -266,7 +266,8 @@ def add_costs(parser: Parser, of_what: str, links: str = _LINKS) -> None:
     """--ranks, the costs of stages, from a file or uniform, and the links; `links` says what is assumed of them."""
     default = ASSUMED_COSTS
     help_text = (
-        "number of ranks (default: one per stage or as many as stages need; required if their number is not given)"
+        "number of ranks (default: one per stage, or as many as the stages need; required if the number of stages is "
+        "not given)"
     )
     parser.add_argument("--ranks", type=number(1), metavar="N", help=help_text)
     help_text = (

@@ -47,8 +47,8 @@ def _add_torchtitan(parser: Parser) -> None:
     )
     parser.add_argument("--cuts", type=argument_type(_split), metavar="NAME,…", help=help_text)
     help_text = (
-        "export even if stages of this model fail without the modules of other stages, for example because torchtitan "
-        "trains its own model with the same module names"
+        "export even if stages of this model fail without the modules of other stages; useful, for example, if "
+        "torchtitan trains its own model with the same module names"
     )
     parser.add_argument("--unchecked", action="store_true", help=help_text)
     add_json(parser)

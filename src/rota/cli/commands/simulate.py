@@ -16,7 +16,7 @@ def add_arguments(parser: Parser) -> None:
     """Add the arguments of `rota simulate` to its parser."""
     parser.add_argument(
         "plan",
-        help="plan.json, or a schedule CSV in PyTorch's format (with assumed times: forward 1 ms, backward 2 ms)",
+        help="plan.json, or a schedule CSV in PyTorch's format",
     )
     add_costs_of_csv(parser)
     add_json(parser)
