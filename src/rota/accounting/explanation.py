@@ -215,8 +215,8 @@ class Explanation:
 
     def _suggestion_lines(self) -> list[str]:
         lines, lost = [], self.timeline.makespan_us - self.model_us
-        model, alone = time_text(self.model_us), bool(self.lost_to_cores_us)
-        if alone:
+        model, shared_cores = time_text(self.model_us), bool(self.lost_to_cores_us)
+        if shared_cores:
             cores = count_text(self.num_cores or 0, "core")
             lines.append(
                 f"With a core per rank, and the median of each op's measured times (which include waiting for a core), "
@@ -233,9 +233,9 @@ class Explanation:
         if not self.suggestions:
             helps = "is certain to help" if doubts else "would help"
             tried = "other orders, balanced stages, faster transfers"
-            where = ", even with a core per rank" if alone else ""
+            where = ", even with a core per rank" if shared_cores else ""
             return [*lines, *doubts, f"None of the changes tried {helps}{where}: {tried}."]
-        core = ", with a core per rank" if alone else ""
+        core = ", with a core per rank" if shared_cores else ""
         lines.append(f"What would help, each change on its own (simulated{core}, against {model}):")
         for one in self.suggestions:
             gain, share = f"-{time_text(one.gain_us)}", f"{-one.gain_us / self.model_us:+.1%}"

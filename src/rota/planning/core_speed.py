@@ -1,7 +1,7 @@
 """How fast a core of this machine is now, and which measurements were made while it was about as fast.
 
 A core may become slower by a third to a half for some seconds and nothing on this machine shows why: it belongs to a
-virtual machine whose neighbor is busy, or it is hot. Steps that were measured at two speeds cannot be compared.
+virtual machine whose neighbour is busy, or it is hot. Steps that were measured at two speeds cannot be compared.
 """
 
 from __future__ import annotations
