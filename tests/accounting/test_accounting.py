@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from rota import schedules
 from rota.accounting import Cause, Idle, explain, idle
-from rota.costs import Cluster, Costs, Link, SharedLink
+from rota.cluster import Cluster, Link, SharedLink
+from rota.costs import Costs
 from rota.errors import PlanError
 from rota.placement import Edge, Placement, StepEnd
 from rota.placing import place

@@ -15,7 +15,8 @@ from rota.calibration import calibrate
 from rota.calibration.planning_again import commands, free_name
 from rota.calibration.spread import Spread, copies, have_same_layers, num_left_out, with_equal_copies
 from rota.cli.main import make_parser
-from rota.costs import Cluster, Costs, Link
+from rota.cluster import Cluster, Link
+from rota.costs import Costs
 from rota.placing import bidirectional, interleaved, place
 from rota.plan import Plan
 from rota.tasks import Kind, Op

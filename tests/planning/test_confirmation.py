@@ -15,7 +15,7 @@ from torch import nn
 
 from planning.test_autoplan import LONG_S, UNEVEN, layer_costs
 from rota.checking import check
-from rota.costs import Link
+from rota.cluster import Link
 from rota.errors import PipelineError
 from rota.planning import Answer, Machine, autoplan, confirmation, finalists, trials
 from rota.planning.answer import Confirmed, layout_text, ranks_text

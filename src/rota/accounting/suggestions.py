@@ -12,7 +12,7 @@ from typing import NamedTuple
 from rota.calibration.measured_times import median_us, step_ends_us, with_durations
 from rota.calibration.planning_again import commands
 from rota.calibration.spread import Spread, copies, have_same_layers, with_equal_copies
-from rota.costs import Link
+from rota.cluster import Link
 from rota.errors import RotaError
 from rota.figures import each
 from rota.placement import Placement, StepEnd

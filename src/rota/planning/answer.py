@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from rota import notebook
 from rota.accounting.snippets import snippet
-from rota.costs import Cluster
+from rota.cluster import Cluster
 from rota.plan import Plan
 from rota.planning.candidate import Request
 from rota.planning.evaluation import SEARCHED, Found, Misfit

@@ -32,7 +32,7 @@ from rota.cli.requirements import InputError, require
 from rota.cli.screen import print_snapshots, print_timeline, progress_line, terminal_columns
 from rota.cli.snapshots import in_host_memory
 from rota.cli.titan_parts import why_not_exported
-from rota.costs import Cluster, Link
+from rota.cluster import Cluster, Link
 from rota.errors import PipelineError, PlacementError
 from rota.layers import ESTIMATED, LayerCosts
 from rota.plan import Plan
