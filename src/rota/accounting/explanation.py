@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -40,6 +39,7 @@ class Stretch:
         rank: The idle rank.
         cause: Why it is idle.
         waits_for: What it waits for, without micro-batches.
+        tasks: (stage, kind) of each op that `waits_for` names: one for an op, two for a transfer.
         total_us: Idle time in µs.
         times: Number of intervals.
     """
@@ -47,6 +47,7 @@ class Stretch:
     rank: int
     cause: Cause
     waits_for: str
+    tasks: tuple[tuple[int, Kind], ...]
     total_us: int
     times: int
 
@@ -100,9 +101,10 @@ class Explanation:
     @cached_property
     def worst(self) -> tuple[Stretch, ...]:
         """What ranks wait for, the longest total first."""
-        sums: dict[tuple[int, Cause, str], list[int]] = {}
+        sums: dict[tuple[int, Cause, str, tuple[tuple[int, Kind], ...]], list[int]] = {}
         for one in self.idles:
-            sums.setdefault((one.rank, one.cause, _task_of(one.waits_for)), []).append(one.duration_us)
+            what = _name_of(one.waits_for), _tasks_of(one.waits_for)
+            sums.setdefault((one.rank, one.cause, *what), []).append(one.duration_us)
         found = [Stretch(*key, sum(each), len(each)) for key, each in sums.items()]
         return tuple(sorted(found, key=lambda stretch: (-stretch.total_us, stretch.rank)))
 
@@ -298,27 +300,30 @@ def explain(
     return Explanation(timeline, idles, simulate(model).makespan_us, found, num_cores, doubts, uneven)
 
 
-def _task_of(work: Op | Transfer | StepEndWork | None) -> str:
+def _tasks_of(work: Op | Transfer | StepEndWork | None) -> tuple[tuple[int, Kind], ...]:
+    """(stage, kind) of the ops that the name of this work has."""
+    ops = (work,) if isinstance(work, Op) else (work.source, work.target) if isinstance(work, Transfer) else ()
+    return tuple((op.stage, op.kind) for op in ops)
+
+
+def _name_of(work: Op | Transfer | StepEndWork | None) -> str:
     """The name of an op, transfer or step end, without its micro-batch."""
-    if isinstance(work, Op):
-        return f"{work.stage}{work.kind}"
-    if isinstance(work, Transfer):
-        return f"{_task_of(work.source)}→{_task_of(work.target)}"
-    return "" if work is None else f"stage {work.stage}'s {_STEP_END[work.what]}"
+    if isinstance(work, StepEndWork):
+        return f"stage {work.stage}'s {_STEP_END[work.what]}"
+    return "→".join(f"{stage}{kind}" for stage, kind in _tasks_of(work))
 
 
 def _key_lines(stretches: Sequence[Stretch]) -> list[str]:
     """What the names of tasks and transfers in these stretches mean, with one of them as the example."""
-    names = " ".join(stretch.waits_for for stretch in stretches)
-    stages: dict[Kind, str] = {}
-    for stage, letter in re.findall(r"(\d+)([FBIWR])", names):
-        stages.setdefault(Kind(letter), stage)
+    stages: dict[Kind, int] = {}
+    for stage, kind in (task for stretch in stretches for task in stretch.tasks):
+        stages.setdefault(kind, stage)
     if not stages:
         return []
     (first, stage), *others = stages.items()
     told = [f"{stage}{first}: {first.word} of stage {stage}", *(f"{kind}: {kind.word}" for kind, _ in others)]
-    if transfer := re.search(r"\S+→\S+", names):
-        told.append(f"{transfer[0]}: transfer between the two")
+    if transfer := next((one.waits_for for one in stretches if len(one.tasks) > 1), None):
+        told.append(f"{transfer}: transfer between the two")
     return [f"  ({'; '.join(told)})"]
 
 
