@@ -149,7 +149,7 @@ def test_a_plan_on_more_processes_must_be_faster_by_more_than_the_spread(confirm
     quiet, noisy = confirmed(tried(0.0)), confirmed(tried(0.03))
     assert quiet.tolerance == pytest.approx(0.01)
     assert noisy.tolerance > 0.04
-    assert "Trial steps (5 rounds) show differences to within 1.0%. Plans whose steps differ by less than 1.0%" in (
+    assert "Trial steps (5 rounds) measure differences to within 1.0%. Plans whose steps differ by less than 1.0%" in (
         quiet.to_text()
     )
     assert noisy.plan.num_ranks * noisy.best.candidate.layout.num_replicas == 1
@@ -251,11 +251,11 @@ def test_a_machine_too_noisy_to_choose_by_speed_is_told(confirmed: Confirm) -> N
     assert told.best.num_processes == 1  # nothing shows that two are faster
     text = told.to_text()
     assert (
-        "vary too much to choose a plan by speed: trial steps show differences between plans only to within 15.0%"
+        "vary too much to choose a plan by speed: trial steps measure differences between plans only to within 15.0%"
         in text
     )
     assert (
-        "Trial steps (5 rounds) show differences to within 15.0%. Plans whose steps differ by less than 15.0%" in text
+        "Trial steps (5 rounds) measure differences to within 15.0%. Plans whose steps differ by less than 15.0%" in text
     )
 
 
