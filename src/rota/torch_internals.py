@@ -314,7 +314,7 @@ _IS_NOT_COPIED = (
 def copies_to_meta() -> Iterator[list[str]]:
     """Yields the names of the weights that `load_state_dict` does not copy because its module's are on the meta device.
 
-    They come in place of PyTorch's warning about each of them, which this recognizes by its text.
+    They replace PyTorch's warning about each of them, which this recognizes by its text.
     """
     names: list[str] = []
     with warnings.catch_warnings():

@@ -255,7 +255,8 @@ def test_a_machine_too_noisy_to_choose_by_speed_is_told(confirmed: Confirm) -> N
         in text
     )
     assert (
-        "Trial steps (5 rounds) measure differences to within 15.0%. Plans whose steps differ by less than 15.0%" in text
+        "Trial steps (5 rounds) measure differences to within 15.0%. Plans whose steps differ by less than 15.0%"
+        in text
     )
 
 

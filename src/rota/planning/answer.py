@@ -479,8 +479,8 @@ def _cuts(found: Found) -> list[str]:
     if not cuts:
         return []
     return [
-        f"  cut before  {_runs(cuts)}; a layer is what lies between two possible cuts: the first of {len(every) + 1} is "
-        f"everything before {every[0]}, and the last is everything from {every[-1]} on",
+        f"  cut before  {_runs(cuts)}; a layer is what lies between two possible cuts: the first of "
+        f"{len(every) + 1} is everything before {every[0]}, and the last is everything from {every[-1]} on",
     ]
 
 
