@@ -74,7 +74,7 @@ def test_the_figures_are_those_of_the_steps_that_were_run(confirmed: Confirm) ->
     assert "from op times measured in plan order" in text
     assert "Lower bound for every layout according to the layers' times, not to measured steps" in text
     assert "from its work alone" not in text
-    assert "its ops take 0% longer in place than its layers one by one" in text
+    assert "its ops take 0% more time in place than its layers one by one" in text
 
     def slower(trial: Trial) -> StepTimes:
         tasks = tuple(replace(task, duration_us=3 * task.duration_us) for task in trial.plan.placement.tasks)
@@ -82,7 +82,7 @@ def test_the_figures_are_those_of_the_steps_that_were_run(confirmed: Confirm) ->
         return replace(steps_of(trial), timelines=(replace(run, plan=trial.plan),))
 
     assert (
-        "its ops take 200% longer in place than"
+        "its ops take 200% more time in place than"
         in confirmed(lambda trials: [slower(trial) for trial in trials]).to_text()
     )
     check(told.plan)

@@ -512,9 +512,8 @@ def _inflation(found: Found) -> str:
     if not alone_us:
         return ""
     change = in_place_us / alone_us - 1
-    return (
-        f"; its ops take {abs(change):.0%} {'shorter' if change < 0 else 'longer'} in place than its layers one by one"
-    )
+    than_alone = f"{'less' if change < 0 else 'more'} time in place than its layers one by one"
+    return f"; its ops take {abs(change):.0%} {than_alone}"
 
 
 def _fullest(found: Found) -> int:
