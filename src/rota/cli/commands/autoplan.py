@@ -96,8 +96,8 @@ def add_arguments(parser: Parser) -> None:
     )
     parser.add_argument("--exportable", action="store_true", help=help_text)
     help_text = (
-        "consider only schedules with whole backwards (B), for trainers that cannot split the backward of a model "
-        "under torch.compile or with activation checkpointing"
+        "consider only schedules that run each backward pass as a whole (B), for trainers that cannot split the "
+        "backward pass of a model under torch.compile or with activation checkpointing"
     )
     parser.add_argument("--whole-backward", action="store_true", help=help_text)
     help_text = "ranks per pipeline; the remaining ranks run replicas of it (default: whichever is fastest)"
