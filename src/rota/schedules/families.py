@@ -341,7 +341,7 @@ FAMILIES = (
     ),
     Family(
         "varuna",
-        "recomputes forwards before the backward; least memory",
+        "recomputes each forward before its backward; least memory",
         varuna,
         place,
         "Athlur et al. 2022",

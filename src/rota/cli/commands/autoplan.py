@@ -79,7 +79,7 @@ def add_arguments(parser: Parser) -> None:
     )
     parser.add_argument("--rows", type=rows, metavar="N,N,…", help=help_text)
     help_text = (
-        "latency and rate between ranks, such as 5us,50GB/s (default: measured if MODEL.py runs here; "
+        "latency and rate between ranks, such as 5us,50GB/s (default: measured if MODEL.py runs on this machine; "
         "otherwise transfers take no time)"
     )
     parser.add_argument("--link", type=link, metavar="LINK", help=help_text)
