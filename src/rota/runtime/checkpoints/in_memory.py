@@ -21,6 +21,7 @@ import torch
 from rota import reading
 from rota.errors import PipelineError
 from rota.reading import Field
+from rota.runtime.checkpoints.generators import Generators
 from rota.runtime.checkpoints.manifest import Manifest
 from rota.runtime.checkpoints.optimizer_state import Record
 from rota.runtime.checkpoints.random_states import random_from_json, random_state, random_to_json
@@ -163,6 +164,7 @@ class StatesInMemory:
         self._slots, self._trained, self._of, self._folder = Slots(file), trained, of, folder
         self._number = number
         self._me = object(), folder
+        self._generators = Generators()
         self._has_kept = False
         self._counted_bytes = 0  # of the tensors for which there was found to be room
         self._common: int | None = None  # the step from which all ranks have gone on
@@ -226,7 +228,7 @@ class StatesInMemory:
             "newest_at_load": newest_at_load,
             "step": step,
             "extra": extra,
-            "random": random_to_json(random_state(self._trained.device), written),
+            "random": random_to_json(random_state(self._trained.device, self._generators), written),
             "with_zeros": with_zeros,
             "tensors": [
                 [key, dtype_name(tensor.dtype), tensor.shape, *([] if part is tensor else [part.shape])]

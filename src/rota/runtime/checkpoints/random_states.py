@@ -15,22 +15,22 @@ from typing import Any
 
 import torch
 
-from rota.errors import FormatError, PipelineError
+from rota.errors import FormatError
 from rota.reading import Field
+from rota.runtime.checkpoints.generators import NUM_WORDS, WORDS, Generators, NumpyState, PythonState
 from rota.runtime.checkpoints.manifest import pair
 from rota.runtime.checkpoints.values import from_json, to_json
 
 
-def random_state(device: torch.device) -> dict[str, Any]:
-    """The random state of torch, Python, NumPy if it is loaded, and `device`; reading it needs neither of these two."""
-    numpy = sys.modules.get("numpy")
-    state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate(), "numpy": None, "device": None}
-    if device.type != "cpu":
-        state["device"] = (device.type, torch.get_device_module(device).get_rng_state(device))
-    if numpy is not None:
-        name, words, *rest = numpy.random.get_state()
-        state["numpy"] = (name, words.astype(_WORD, copy=False).tobytes(), *rest)
-    return state
+def random_state(device: torch.device, generators: Generators | None = None) -> dict[str, Any]:
+    """The random state of torch, Python, NumPy if it is loaded, and `device`; reading it needs neither of these two.
+
+    `generators`: what knows the states of Python and NumPy from the last time.
+    """
+    known = generators or Generators()
+    state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": known.python(), "numpy": known.numpy()}
+    of_device = None if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device)
+    return {**state, "device": None if of_device is None else (device.type, of_device)}
 
 
 def set_random_state(state: Mapping[str, Any], device: torch.device) -> None:
@@ -42,11 +42,10 @@ def set_random_state(state: Mapping[str, Any], device: torch.device) -> None:
     torch.set_rng_state(state["torch"])
     if device.type != "cpu":
         _set_device(state, device)
-    random.setstate(state["python"])
+    random.setstate(state["python"].to_python())
     numpy = sys.modules.get("numpy")
     if numpy is not None and state["numpy"] is not None:
-        name, words, *rest = state["numpy"]
-        numpy.random.set_state((name, numpy.frombuffer(words, _WORD), *rest))
+        numpy.random.set_state(state["numpy"].to_numpy())
 
 
 def require_random_state(state: Mapping[str, Any], device: torch.device) -> None:
@@ -77,24 +76,19 @@ def _set_device(state: Mapping[str, Any], device: torch.device) -> None:
     torch.set_rng_state(before)
 
 
+_TWISTER = "MT19937"
 _MOST_BYTES = 2**16  # of a device's random state; CUDA's has 16
-_LENGTH = 624  # words of a Mersenne Twister, which all three libraries use
-_WORDS = struct.Struct(f"<{_LENGTH}I")
-_WORD = "<u4"  # NumPy's name of one
 
 
 def random_to_json(state: Mapping[str, Any], written: Callable[[bytes], Any]) -> dict[str, Any]:
     """The state as JSON; `written` gives what the JSON has in place of bytes, such as `base64_of`."""
-    version, (*words, position), gauss = state["python"]
-    of_python = [version, written(_WORDS.pack(*words)), position, to_json(gauss, "Python's random state")]
+    version, words, position, gauss = state["python"]
+    of_python = [version, written(words), position, to_json(gauss, "Python's random state")]
     of_torch, of_numpy, of_device = written(state["torch"].numpy().tobytes()), None, None
     if state["numpy"] is not None:
-        kind, words_of_numpy, *rest = state["numpy"]
-        if kind != "MT19937":
-            raise PipelineError(
-                f"NumPy's random generator is {kind}, but checkpoints can hold only the state of MT19937"
-            )
-        of_numpy = [kind, written(words_of_numpy), *(to_json(value, "NumPy's random state") for value in rest)]
+        words, position, has_gauss, gauss = state["numpy"]
+        gauss = to_json(gauss, "NumPy's random state")
+        of_numpy = [_TWISTER, written(words), position, has_gauss, gauss]
     if state["device"] is not None:
         kind, device_state = state["device"]
         of_device = [kind, written(device_state.numpy().tobytes())]
@@ -125,30 +119,30 @@ def _torch_state(field: Field, data: bytearray) -> torch.Tensor:
         left, _, following = struct.unpack_from("iiQ", data, 8)
     except (ValueError, struct.error):
         raise field.wrong("a random state of PyTorch") from None
-    if left + following > _LENGTH + 1 or not torch.equal(generator.get_state(), state):
+    if left + following > NUM_WORDS + 1 or not torch.equal(generator.get_state(), state):
         raise field.wrong("a valid random state of PyTorch")
     return state
 
 
-def _python_state(field: Field, read: Callable[[Field], bytearray]) -> tuple[Any, ...]:
+def _python_state(field: Field, read: Callable[[Field], bytearray]) -> PythonState:
     if len(parts := [*field]) != 4:
         raise field.wrong("a version, words, a position and None or a float")
-    words, position = _words(parts[1], read(parts[1])), parts[2].integer(0, _LENGTH)
-    state = (parts[0].integer(0), (*_WORDS.unpack(words), position), _float_or_none(parts[3]))
+    words, position = _words(parts[1], read(parts[1])), parts[2].integer(0, NUM_WORDS)
+    state = PythonState(parts[0].integer(0), words, position, _float_or_none(parts[3]))
     generator = random.Random()
-    _accepted(field, lambda: generator.setstate(state))
-    if generator.getstate() != state:  # Python converts the states of its older versions
+    _accepted(field, lambda: generator.setstate(state.to_python()))
+    if generator.getstate() != state.to_python():  # Python converts the states of its older versions
         raise FormatError(f"{field.path} is not a random state of this version of Python")
     return state
 
 
-def _numpy_state(field: Field, read: Callable[[Field], bytearray]) -> tuple[Any, ...]:
-    if len(parts := [*field]) != 5 or parts[0].value != "MT19937":
-        raise field.wrong("a state of MT19937")
-    words, position = _words(parts[1], read(parts[1])), parts[2].integer(0, _LENGTH)  # NumPy accepts any position
-    if (cached := _float_or_none(parts[4])) is None:
+def _numpy_state(field: Field, read: Callable[[Field], bytearray]) -> NumpyState:
+    if len(parts := [*field]) != 5 or parts[0].value != _TWISTER:
+        raise field.wrong(f"a state of {_TWISTER}")
+    words, position = _words(parts[1], read(parts[1])), parts[2].integer(0, NUM_WORDS)  # NumPy accepts any position
+    if (gauss := _float_or_none(parts[4])) is None:
         raise parts[4].wrong("a float")
-    return "MT19937", words, position, parts[3].integer(0, 1), cached
+    return NumpyState(words, position, parts[3].integer(0, 1), gauss)
 
 
 def _device_state(field: Field, read: Callable[[Field], bytearray]) -> tuple[str, torch.Tensor]:
@@ -160,8 +154,8 @@ def _device_state(field: Field, read: Callable[[Field], bytearray]) -> tuple[str
 
 
 def _words(field: Field, data: bytearray) -> bytes:
-    if len(data) != _WORDS.size:
-        raise field.wrong(f"{_LENGTH} words of 4 bytes")
+    if len(data) != WORDS.size:
+        raise field.wrong(f"{NUM_WORDS} words of 4 bytes")
     return bytes(data)
 
 
