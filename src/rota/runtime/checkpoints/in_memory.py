@@ -19,7 +19,7 @@ from typing import Any, ClassVar, NamedTuple, final
 import torch
 
 from rota import reading
-from rota.errors import PipelineError
+from rota.errors import FormatError, PipelineError
 from rota.reading import Field
 from rota.runtime.checkpoints.generators import Generators
 from rota.runtime.checkpoints.manifest import Manifest
@@ -103,6 +103,8 @@ def read_head(data: memoryview) -> Head:
         num_bytes = prod(here) * of.dtype.itemsize
         parts[key.text()] = Part(here, data[at : at + num_bytes])
         at += _aligned(num_bytes)
+    if at > len(data):
+        raise FormatError(f"the state in memory has {len(data):,} bytes, but its tensors end at byte {at:,}")
     return Head(
         head["of"].text(),
         head["folder"].text(),
@@ -133,8 +135,11 @@ def newest_at_load_of(data: memoryview) -> int:
 
 def _read_json(data: memoryview) -> tuple[Field, int]:
     """What is beside the bytes, and where they start: those of the random states, then those of the tensors."""
-    (length,) = _LENGTH.unpack_from(data, 0)
-    text = bytes(data[_LENGTH.size : _LENGTH.size + length]).decode()
+    try:
+        (length,) = _LENGTH.unpack_from(data, 0)
+        text = bytes(data[_LENGTH.size : _LENGTH.size + length]).decode()
+    except (struct.error, UnicodeDecodeError):
+        raise FormatError(f"the state in memory, of {len(data):,} bytes, does not begin with its head") from None
     return Field("memory", reading.load(text)), _LENGTH.size + length
 
 
@@ -222,7 +227,8 @@ class StatesInMemory:
             return len(data)
 
         head = {
-            **small,
+            "records": small["records"],
+            "scheduler": small["scheduler"],
             "of": self._of,
             "folder": self._folder,
             "newest_at_load": newest_at_load,
@@ -251,10 +257,12 @@ class StatesInMemory:
 
         The other processes of this machine may have grown at the same time, and by as much.
         """
+        if num_bytes <= self._counted_bytes:
+            return
         more_bytes = NUM_SLOTS * (num_bytes - self._counted_bytes) * processes_here()
-        if more_bytes > 0 and (free_bytes := available_bytes()) is not None and more_bytes > free_bytes:
+        if (free_bytes := available_bytes()) is not None and more_bytes > free_bytes:
             raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
-        self._counted_bytes = max(num_bytes, self._counted_bytes)
+        self._counted_bytes = num_bytes
 
     def _take_memory(self) -> None:
         """Forget what no restart may mix with this training: others' states, and steps that nobody has gone on from.
@@ -305,7 +313,7 @@ class StatesInMemory:
 
 
 def _room(tensor: torch.Tensor) -> int:
-    return _aligned(tensor.numel() * tensor.element_size())
+    return _aligned(tensor.nbytes)
 
 
 def _aligned(num_bytes: int) -> int:
