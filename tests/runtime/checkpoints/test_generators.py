@@ -101,7 +101,8 @@ def told_by(known: Generators) -> str:
 
 @pytest.mark.parametrize("is_known", [True, False])
 def test_states_are_those_of_the_libraries_after_any_draw(monkeypatch: pytest.MonkeyPatch, is_known: bool) -> None:
-    monkeypatch.setattr(generators, "_is_known_by_contents", lambda: is_known)
+    monkeypatch.setattr(generators, "_is_python_known_by_contents", lambda: is_known)
+    monkeypatch.setattr(generators, "_is_numpy_known_by_contents", lambda: is_known)
     known, order = Generators(), random.Random(0)
     for draw in [*DRAWS, *(order.choice(DRAWS) for _ in range(200))]:
         draw()
@@ -137,13 +138,21 @@ def test_states_are_read_only_after_a_draw(monkeypatch: pytest.MonkeyPatch) -> N
         assert [*num_read.values()] == expected
 
 
-def test_numpy_still_has_all_of_its_state_in_its_objects() -> None:
-    assert generators._is_known_by_contents()
+def test_generators_still_have_all_of_their_state_in_their_objects() -> None:
+    assert generators._is_python_known_by_contents()
+    assert generators._is_numpy_known_by_contents()
 
 
-def test_a_numpy_that_has_its_state_elsewhere_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(generators, "_objects_of_numpy", lambda generator: (generator._bit_generator,))
-    assert not generators._is_known_by_contents.__wrapped__()
+@pytest.mark.parametrize("objects", [lambda made: (made,), lambda made: (vars(made).get("gauss_next"),)])
+def test_a_python_that_has_its_state_elsewhere_is_noticed(monkeypatch: pytest.MonkeyPatch, objects: Any) -> None:
+    monkeypatch.setattr(generators, "_objects_of_python", objects)
+    assert not generators._is_python_known_by_contents.__wrapped__()
+
+
+@pytest.mark.parametrize("objects", [lambda made: (made,), lambda made: (made._bit_generator,)])
+def test_a_numpy_that_has_its_state_elsewhere_is_noticed(monkeypatch: pytest.MonkeyPatch, objects: Any) -> None:
+    monkeypatch.setattr(generators, "_objects_of_numpy", objects)
+    assert not generators._is_numpy_known_by_contents.__wrapped__()
 
 
 def test_another_generator_of_numpy_is_refused() -> None:
