@@ -81,7 +81,7 @@ _MOST_BYTES = 2**16  # of a device's random state; CUDA's has 16
 
 
 def random_to_json(state: Mapping[str, Any], written: Callable[[bytes], Any]) -> dict[str, Any]:
-    """The state as JSON; `written` gives what the JSON has in place of bytes, such as `base64_of`."""
+    """The state as JSON; `written` returns what stands for some bytes there, as `to_base64` does."""
     version, words, position, gauss = state["python"]
     of_python = [version, written(words), position, to_json(gauss, "Python's random state")]
     of_torch, of_numpy, of_device = written(state["torch"].numpy().tobytes()), None, None
