@@ -14,9 +14,10 @@ import pytest
 import torch
 
 from rota.errors import FormatError
+from rota.reading import Field
 from rota.runtime.checkpoints.in_memory import StatesInMemory, read_head
 from rota.runtime.checkpoints.optimizer_state import same
-from rota.runtime.checkpoints.random_states import random_state, set_random_state
+from rota.runtime.checkpoints.random_states import random_from_json, random_state, random_to_json, set_random_state
 from rota.runtime.kept_memory import Slots
 from support.checkpoint_runs import TWO, Training, memory
 from support.pool import Pool
@@ -59,6 +60,20 @@ def go_on_drawing(rank: int, folder: Path) -> None:
 
 def test_random_states_come_back_to_the_bit(pool: Pool, tmp_path: Path) -> None:
     pool.run(2, go_on_drawing, tmp_path)
+
+
+def test_bytes_are_read_in_the_order_in_which_they_were_written() -> None:
+    state = {**random_state(CPU), "device": ("cuda", torch.arange(16, dtype=torch.uint8))}
+    beside: list[bytes] = []
+
+    def written(data: bytes) -> int:
+        beside.append(data)
+        return len(data)
+
+    text = json.dumps(random_to_json(state, written))
+    assert len(beside) == 4
+    found = random_from_json(Field("random", json.loads(text)), lambda _: bytearray(beside.pop(0)))
+    assert same(found, state)
 
 
 def set_at(place: tuple[Any, ...], value: Any) -> Callable[[Any], None]:
