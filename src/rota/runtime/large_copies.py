@@ -55,7 +55,7 @@ def copy_into(memory: memoryview, starts: Sequence[int], sources: Sequence[torch
 
     address = ctypes.addressof(ctypes.c_char.from_buffer(memory)) if len(memory) else 0
     for start, source in zip(starts, sources, strict=True):
-        num_bytes = source.numel() * source.element_size()
+        num_bytes = source.nbytes
         if not 0 <= start <= len(memory) - num_bytes:
             raise ValueError(f"bytes {start} to {start + num_bytes} are beyond {len(memory)} bytes of memory")
         if _is_plain(source):

@@ -123,6 +123,7 @@ class Checkpoints:
         self._folder, self._pipeline, self._keep = Path(folder), pipeline, keep
         self._number = self._numbers.setdefault(self._training, len(self._numbers))
         self._trained = Trained(Weights(pipeline), optimizer, scheduler, pipeline.device)
+        self._is_sharded = any(map(is_sharded, pipeline.parameters()))
         self._thread = ThreadPoolExecutor(1, "rota-checkpoints") if asynchronous else None
         self._writing: Future[None] | None = None
         self._copies = Copies(pipeline._device, None)
@@ -434,9 +435,11 @@ class Checkpoints:
 
     def _gradients(self) -> dict[str, torch.Tensor]:
         """The gradients of this rank by the keys of their weights. No optimizer has buffers, so theirs do not count."""
-        weights = [(weight, shard) for weight, shard in self._trained.weights.local() if not weight.is_buffer]
-        each = ((weight.key(weight.names[0], shard), weight.tensor.grad) for weight, shard in weights)
-        return {key: gradient for key, gradient in each if gradient is not None}
+        return {
+            weight.key(weight.names[0], shard): weight.tensor.grad
+            for weight, shard in self._trained.weights.local()
+            if not weight.is_buffer and weight.tensor.grad is not None
+        }
 
     def _refuse_gradients(self, gradients: dict[str, torch.Tensor]) -> None:
         """Raises PipelineError if one of them is not zeros, or if FSDP has one that is not in `.grad`."""
@@ -447,8 +450,7 @@ class Checkpoints:
                 f"{name} has a gradient, which a restart from memory would lose; call commit after "
                 f"optimizer.step() and optimizer.zero_grad()"
             )
-        held_back = unreduced(self._pipeline.local_stages.values())
-        if held_back:
+        if self._is_sharded and (held_back := unreduced(self._pipeline.local_stages.values())):
             name = next(weight.names[0] for weight, _ in self._trained.weights.local() if weight.tensor in held_back)
             raise PipelineError(
                 f"{name} has a gradient of a step with sync=False, which FSDP keeps until a step with sync=True, and "

@@ -25,6 +25,7 @@ import torch
 
 from rota.errors import PipelineError
 from rota.reading import LARGEST, Field
+from rota.runtime.checkpoints.generators import Generators
 from rota.runtime.checkpoints.random_states import random_state, set_random_state
 from rota.runtime.fingerprints import fingerprint
 from rota.runtime.messages import over_tensors
@@ -233,11 +234,12 @@ class _OwnRandom:
     def __init__(self, seed: int) -> None:
         self.seed = seed
         self._state: dict[str, Any] | None = None  # None: seeded when it is first used
+        self._own, self._training = Generators(), Generators()
 
     @contextmanager
     def drawn_from(self) -> Iterator[None]:
         """Inside, all that draws random numbers draws these."""
-        of_training = random_state(_CPU)
+        of_training = random_state(_CPU, self._training)
         if self._state is None:
             self._set_seed()
         else:
@@ -245,7 +247,7 @@ class _OwnRandom:
         try:
             yield
         finally:
-            self._state = random_state(_CPU)
+            self._state = random_state(_CPU, self._own)
             set_random_state(of_training, _CPU)
 
     def _set_seed(self) -> None:

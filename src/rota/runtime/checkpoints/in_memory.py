@@ -1,6 +1,6 @@
 """A rank's state after its last steps, in memory that outlives the rank: what a restarted rank goes on from.
 
-after optimizer.step   tensors ──copy──▶ │ length │ head: names, sizes, options, random state │ tensors │   of one slot
+after optimizer.step   tensors ──copy──▶ │ length │ head: names, sizes … │ random states │ tensors │   of one slot
 after a restart        the newest step that every rank has whole ──copy──▶ tensors, optimizer, generators
 
 `docs/elastic.md` has the protocol: when a step counts as committed, and why no step is lost or done twice.
@@ -19,14 +19,15 @@ from typing import Any, ClassVar, NamedTuple, final
 import torch
 
 from rota import reading
-from rota.errors import PipelineError
+from rota.errors import FormatError, PipelineError
 from rota.reading import Field
+from rota.runtime.checkpoints.generators import Generators
 from rota.runtime.checkpoints.manifest import Manifest
 from rota.runtime.checkpoints.optimizer_state import Record
 from rota.runtime.checkpoints.random_states import random_from_json, random_state, random_to_json
-from rota.runtime.checkpoints.state import Restoring, Trained
+from rota.runtime.checkpoints.state import Restoring, Trained, part_of
 from rota.runtime.checkpoints.tensors import Stored
-from rota.runtime.checkpoints.training_json import TrainingState, record_from_json, scheduler_from_json
+from rota.runtime.checkpoints.training_json import TrainingState, records_from_json, scheduler_from_json
 from rota.runtime.checkpoints.values import dtype_name, read_dtype, read_size
 from rota.runtime.environment import processes_here
 from rota.runtime.host_memory import available_bytes
@@ -34,6 +35,7 @@ from rota.runtime.kept_memory import NUM_SLOTS, Slots, room_for
 from rota.runtime.large_copies import copy, copy_into
 from rota.runtime.reducing.norms import local
 
+_ENCODER = json.JSONEncoder(check_circular=False)  # what cannot be written was refused before
 _LENGTH = struct.Struct("<Q")
 _ALIGNED = 64
 
@@ -85,6 +87,14 @@ class Head(NamedTuple):
 def read_head(data: memoryview) -> Head:
     """Read a state in memory. Raises FormatError that names the field."""
     head, at = _read_json(data)
+
+    def next_bytes(num_bytes: Field) -> bytearray:
+        nonlocal at
+        begun, at = at, at + num_bytes.integer(0, len(data) - at)
+        return bytearray(data[begun:at])
+
+    random = random_from_json(head["random"], next_bytes)
+    at = _aligned(at)
     stored, parts = {}, {}
     for row in head["tensors"]:
         key, dtype, size, *shard = row
@@ -93,15 +103,17 @@ def read_head(data: memoryview) -> Head:
         num_bytes = prod(here) * of.dtype.itemsize
         parts[key.text()] = Part(here, data[at : at + num_bytes])
         at += _aligned(num_bytes)
+    if at > len(data):
+        raise FormatError(f"the state in memory has {len(data):,} bytes, but its tensors end at byte {at:,}")
     return Head(
         head["of"].text(),
         head["folder"].text(),
         head["newest_at_load"].integer(0),
         head["step"].integer(),
         head["extra"].value,
-        {key: record_from_json(head["records"][key]) for key in head["records"].value},
+        records_from_json(head["records"]),
         scheduler_from_json(head["scheduler"]),
-        random_from_json(head["random"]),
+        random,
         stored,
         parts,
         {key.text() for key in head["with_zeros"]},
@@ -122,10 +134,13 @@ def newest_at_load_of(data: memoryview) -> int:
 
 
 def _read_json(data: memoryview) -> tuple[Field, int]:
-    """What is beside the tensors, and where their bytes start."""
-    (length,) = _LENGTH.unpack_from(data, 0)
-    text = bytes(data[_LENGTH.size : _LENGTH.size + length]).decode()
-    return Field("memory", reading.load(text)), _aligned(_LENGTH.size + length)
+    """What is beside the bytes, and where they start: those of the random states, then those of the tensors."""
+    try:
+        (length,) = _LENGTH.unpack_from(data, 0)
+        text = bytes(data[_LENGTH.size : _LENGTH.size + length]).decode()
+    except (struct.error, UnicodeDecodeError):
+        raise FormatError(f"the state in memory, of {len(data):,} bytes, does not begin with its head") from None
+    return Field("memory", reading.load(text)), _LENGTH.size + length
 
 
 def parts_of(head: Head) -> dict[str, memoryview]:
@@ -154,6 +169,7 @@ class StatesInMemory:
         self._slots, self._trained, self._of, self._folder = Slots(file), trained, of, folder
         self._number = number
         self._me = object(), folder
+        self._generators = Generators()
         self._has_kept = False
         self._counted_bytes = 0  # of the tensors for which there was found to be room
         self._common: int | None = None  # the step from which all ranks have gone on
@@ -202,32 +218,37 @@ class StatesInMemory:
 
         Raises PipelineError if a tensor cannot be kept, OSError if there is not enough memory.
         """
-        trained = self._trained
-        tensors, small = trained.collect(with_buffers=True)
-        parts = [local(tensor) for tensor in tensors.values()]
+        tensors, small = self._trained.collect(with_buffers=True)
+        parts = [part_of(tensor) for tensor in tensors.values()]
+        beside: list[bytes] = []
+
+        def written(data: bytes) -> int:
+            beside.append(data)
+            return len(data)
+
         head = {
-            **small,
+            "records": small["records"],
+            "scheduler": small["scheduler"],
             "of": self._of,
             "folder": self._folder,
             "newest_at_load": newest_at_load,
             "step": step,
             "extra": extra,
-            "random": random_to_json(random_state(trained.device)),
+            "random": random_to_json(random_state(self._trained.device, self._generators), written),
             "with_zeros": with_zeros,
             "tensors": [
-                [key, dtype_name(tensor.dtype), tensor.shape, *([] if part.shape == tensor.shape else [part.shape])]
+                [key, dtype_name(tensor.dtype), tensor.shape, *([] if part is tensor else [part.shape])]
                 for (key, tensor), part in zip(tensors.items(), parts, strict=True)
             ],
         }
-        text = json.dumps(head).encode()
-        start = _aligned(_LENGTH.size + len(text))
-        self._find_room(sum(map(_room, parts)))
-        starts = [*accumulate(map(_room, parts), initial=start)]
-        num_bytes = starts.pop()
+        text = _ENCODER.encode(head).encode()
+        begin = b"".join((_LENGTH.pack(len(text)), text, *beside))
+        rooms = [*map(_room, parts)]
+        self._find_room(sum(rooms))
+        *starts, num_bytes = accumulate(rooms, initial=_aligned(len(begin)))
         self._take_memory()
         data = self._slots.begin(num_bytes)
-        _LENGTH.pack_into(data, 0, len(text))
-        data[_LENGTH.size : _LENGTH.size + len(text)] = text
+        data[: len(begin)] = begin
         copy_into(data, starts, parts)
         self._slots.finish(step, num_bytes, self._number)
 
@@ -236,10 +257,12 @@ class StatesInMemory:
 
         The other processes of this machine may have grown at the same time, and by as much.
         """
+        if num_bytes <= self._counted_bytes:
+            return
         more_bytes = NUM_SLOTS * (num_bytes - self._counted_bytes) * processes_here()
-        if more_bytes > 0 and (free_bytes := available_bytes()) is not None and more_bytes > free_bytes:
+        if (free_bytes := available_bytes()) is not None and more_bytes > free_bytes:
             raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
-        self._counted_bytes = max(num_bytes, self._counted_bytes)
+        self._counted_bytes = num_bytes
 
     def _take_memory(self) -> None:
         """Forget what no restart may mix with this training: others' states, and steps that nobody has gone on from.
@@ -290,7 +313,7 @@ class StatesInMemory:
 
 
 def _room(tensor: torch.Tensor) -> int:
-    return _aligned(tensor.numel() * tensor.element_size())
+    return _aligned(tensor.nbytes)
 
 
 def _aligned(num_bytes: int) -> int:

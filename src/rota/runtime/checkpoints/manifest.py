@@ -128,7 +128,8 @@ def require_json(extra: dict[str, Any], path: str = "extra") -> None:
     for key, value in extra.items():
         if type(key) is not str:
             raise FormatError(f"{path} has the key {key!r}, but JSON keys are strings: use {str(key)!r}")
-        reading.Field(f"{path}, a name", key).name()
+        if not key.isidentifier() or len(key) > reading.LONGEST_NAME:  # most are, and are seen so at once
+            reading.Field(f"{path}, a name", key).name()
         _require_json_value(value, f"{path}[{key!r}]")
 
 
@@ -139,7 +140,8 @@ def _require_json_value(value: Any, path: str) -> None:
         for item in value:
             _require_json_value(item, path)
     elif type(value) is str:
-        reading.Field(path, value).text()
+        if not value.isascii():
+            reading.Field(path, value).text()
     elif type(value) is float and not math.isfinite(value):
         raise FormatError(f"{path} is {value}, which JSON cannot represent; give a finite number or a string")
     elif type(value) is int and value.bit_length() > LONGEST_BITS:

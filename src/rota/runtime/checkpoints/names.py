@@ -54,6 +54,7 @@ class Weights:
     def __init__(self, pipeline: Pipeline) -> None:
         self._pipeline = pipeline
         self.all = [*_weights(pipeline)]
+        self._local = [*self._with_shards()]
         self._known: set[tuple[nn.Module, str]] = set()  # all names that modules of this rank have
         self._places: dict[torch.Tensor, list[tuple[nn.Module, str]]] = {}  # of the buffers on this rank
         for _, module, name, tensor in self._here():
@@ -70,10 +71,13 @@ class Weights:
 
     def local(self) -> Iterator[tuple[Weight, int]]:
         """The weights on this rank as they are now, each with the number of this rank's TP shard."""
+        return ((self._as_it_is(weight), shard) for weight, shard in self._local)
+
+    def _with_shards(self) -> Iterator[tuple[Weight, int]]:
         here = set(self._pipeline.local_stages)
         for weight in self.all:
             if stages := [stage for stage in weight.stages if stage in here]:
-                yield self._as_it_is(weight), self._tp_shard(stages[0])
+                yield weight, self._tp_shard(stages[0])
 
     def _as_it_is(self, weight: Weight) -> Weight:
         """A forward may give a buffer another tensor: `self.mean = 0.9 * self.mean + 0.1 * x.mean()`."""

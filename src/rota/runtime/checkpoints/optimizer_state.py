@@ -28,9 +28,11 @@ _BY_GROUP = ("base_lrs", "_last_lr", "lr_lambdas", "min_lrs", "max_lrs", "base_m
 
 
 def records_of(
-    optimizer: Optimizer, scheduler: Any, keys: Mapping[torch.Tensor, str]
+    optimizer: Optimizer, by_group: Mapping[Place, list[Any]], keys: Mapping[torch.Tensor, str]
 ) -> tuple[dict[str, Record], dict[str, torch.Tensor]]:
     """What to save of this rank's optimizer and scheduler: records by weight key, and state tensors by tensor key.
+
+    `by_group`: the scheduler's values per group, see `split_scheduler`.
 
     Raises PipelineError if the optimizer has state that is not of a weight.
     """
@@ -39,7 +41,6 @@ def records_of(
             f"{type(optimizer).__name__}'s state has the key {short(beside[0])}, which is not a weight, so it would be "
             f"lost; keep it in the options of a group, or in the state of a weight"
         )
-    _, by_group = split_scheduler(scheduler, len(optimizer.param_groups))
     records: dict[str, Record] = {}
     tensors: dict[str, torch.Tensor] = {}
     for index, group in enumerate(optimizer.param_groups):
@@ -48,15 +49,20 @@ def records_of(
         for parameter in group["params"]:
             key = _key_of(parameter, index, keys)
             state = optimizer.state.get(parameter, {})
-            of_tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
+            names, values = [], {}
+            for name, value in state.items():
+                if isinstance(value, torch.Tensor):
+                    names.append(name)
+                    tensors[tensor_key(key, name)] = value
+                else:
+                    values[name] = value
             records[key] = {
                 "optimizer": type(optimizer).__name__,
                 "options": options,
-                "tensors": [*of_tensors],
-                "values": {name: value for name, value in state.items() if name not in of_tensors},
+                "tensors": names,
+                "values": values,
                 "scheduled": scheduled,
             }
-            tensors |= {tensor_key(key, name): value for name, value in of_tensors.items()}
     return records, tensors
 
 

@@ -1,4 +1,4 @@
-"""The random states in a checkpoint, as JSON of which every field is checked.
+"""The random states in a checkpoint, as JSON of which every field is checked; their bytes are in it, or beside it.
 
 torch, Python, NumPy   of the first process; all processes get it
 device                 of the first process's accelerator: its type and its state; null if the stages were on CPUs
@@ -6,33 +6,31 @@ device                 of the first process's accelerator: its type and its stat
 
 from __future__ import annotations
 
-import base64
-import binascii
 import hashlib
 import random
 import struct
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
-from rota.errors import FormatError, PipelineError
+from rota.errors import FormatError
 from rota.reading import Field
+from rota.runtime.checkpoints.generators import NUM_WORDS, WORDS, Generators, NumpyState, PythonState
 from rota.runtime.checkpoints.manifest import pair
 from rota.runtime.checkpoints.values import from_json, to_json
 
 
-def random_state(device: torch.device) -> dict[str, Any]:
-    """The random state of torch, Python, NumPy if it is loaded, and `device`; reading it needs neither of these two."""
-    numpy = sys.modules.get("numpy")
-    state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate(), "numpy": None, "device": None}
-    if device.type != "cpu":
-        state["device"] = (device.type, torch.get_device_module(device).get_rng_state(device))
-    if numpy is not None:
-        name, key, *rest = numpy.random.get_state()
-        state["numpy"] = (name, key.tolist(), *rest)
-    return state
+def random_state(device: torch.device, generators: Generators | None = None) -> dict[str, Any]:
+    """The random state of torch, Python, NumPy if it is loaded, and `device`; reading it needs neither of these two.
+
+    `generators`: what knows the states of Python and NumPy from the last time.
+    """
+    known = generators or Generators()
+    state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": known.python(), "numpy": known.numpy()}
+    of_device = None if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device)
+    return {**state, "device": None if of_device is None else (device.type, of_device)}
 
 
 def set_random_state(state: Mapping[str, Any], device: torch.device) -> None:
@@ -44,10 +42,10 @@ def set_random_state(state: Mapping[str, Any], device: torch.device) -> None:
     torch.set_rng_state(state["torch"])
     if device.type != "cpu":
         _set_device(state, device)
-    random.setstate(state["python"])
+    random.setstate(state["python"].to_python())
     numpy = sys.modules.get("numpy")
     if numpy is not None and state["numpy"] is not None:
-        numpy.random.set_state(state["numpy"])
+        numpy.random.set_state(state["numpy"].to_numpy())
 
 
 def require_random_state(state: Mapping[str, Any], device: torch.device) -> None:
@@ -78,100 +76,87 @@ def _set_device(state: Mapping[str, Any], device: torch.device) -> None:
     torch.set_rng_state(before)
 
 
+_TWISTER = "MT19937"
 _MOST_BYTES = 2**16  # of a device's random state; CUDA's has 16
-_LENGTH = 624  # words of a Mersenne Twister, which all three libraries use
 
 
-def random_to_json(state: Mapping[str, Any]) -> dict[str, Any]:
-    """The state as JSON."""
-    version, (*words, position), gauss = state["python"]
-    written: dict[str, Any] = {
-        "torch": base64.b64encode(state["torch"].numpy().tobytes()).decode(),
-        "python": [version, _words_to_json(words), position, to_json(gauss, "Python's random state")],
-        "numpy": None,
-        "device": None,
-    }
-    if state["device"] is not None:
-        kind, of_device = state["device"]
-        written["device"] = [kind, base64.b64encode(of_device.numpy().tobytes()).decode()]
+def random_to_json(state: Mapping[str, Any], written: Callable[[bytes], Any]) -> dict[str, Any]:
+    """The state as JSON; `written` returns what stands for some bytes there, as `to_base64` does."""
+    version, words, position, gauss = state["python"]
+    of_python = [version, written(words), position, to_json(gauss, "Python's random state")]
+    of_torch, of_numpy, of_device = written(state["torch"].numpy().tobytes()), None, None
     if state["numpy"] is not None:
-        kind, words, *rest = state["numpy"]
-        if kind != "MT19937":
-            raise PipelineError(
-                f"NumPy's random generator is {kind}, but checkpoints can hold only the state of MT19937"
-            )
-        written["numpy"] = [kind, _words_to_json(words), *(to_json(value, "NumPy's random state") for value in rest)]
-    return written
+        words, position, has_gauss, gauss = state["numpy"]
+        gauss = to_json(gauss, "NumPy's random state")
+        of_numpy = [_TWISTER, written(words), position, has_gauss, gauss]
+    if state["device"] is not None:
+        kind, device_state = state["device"]
+        of_device = [kind, written(device_state.numpy().tobytes())]
+    return {"python": of_python, "torch": of_torch, "numpy": of_numpy, "device": of_device}
 
 
-def random_from_json(field: Field) -> dict[str, Any]:
-    """The saved state, after trying it on generators of our own: setting it later must not fail half-way."""
+def random_from_json(field: Field, read: Callable[[Field], bytearray]) -> dict[str, Any]:
+    """The saved state, after trying it on generators of our own: setting it later must not fail half-way.
+
+    `read` gives the bytes that the JSON has a text of, or that are beside it, in the order in which `random_to_json`
+    has written them.
+    """
     field.refuse_others(("torch", "python", "numpy", "device"))
     return {
-        "torch": _torch_state(field["torch"]),
-        "python": _python_state(field["python"]),
-        "numpy": None if field["numpy"].value is None else _numpy_state(field["numpy"]),
-        "device": None if field["device"].value is None else _device_state(field["device"]),
+        "python": _python_state(field["python"], read),
+        "torch": _torch_state(field["torch"], read(field["torch"])),
+        "numpy": None if field["numpy"].value is None else _numpy_state(field["numpy"], read),
+        "device": None if field["device"].value is None else _device_state(field["device"], read),
     }
 
 
-def _torch_state(field: Field) -> torch.Tensor:
+def _torch_state(field: Field, data: bytearray) -> torch.Tensor:
     generator = torch.Generator()
     try:
-        data = bytearray(base64.b64decode(field.text(), validate=True))
         state = torch.frombuffer(data, dtype=torch.uint8)
         _accepted(field, lambda: generator.set_state(state))
         # PyTorch does not check that the words left and the next index match, and would read beyond the last word.
         left, _, following = struct.unpack_from("iiQ", data, 8)
-    except (binascii.Error, ValueError, struct.error):
-        raise field.wrong("a random state of PyTorch, in base64") from None
-    if left + following > _LENGTH + 1 or not torch.equal(generator.get_state(), state):
+    except (ValueError, struct.error):
+        raise field.wrong("a random state of PyTorch") from None
+    if left + following > NUM_WORDS + 1 or not torch.equal(generator.get_state(), state):
         raise field.wrong("a valid random state of PyTorch")
     return state
 
 
-def _python_state(field: Field) -> tuple[Any, ...]:
+def _python_state(field: Field, read: Callable[[Field], bytearray]) -> PythonState:
     if len(parts := [*field]) != 4:
         raise field.wrong("a version, words, a position and None or a float")
-    words, position = _words(parts[1]), parts[2].integer(0, _LENGTH)
-    state = (parts[0].integer(0), (*words, position), _float_or_none(parts[3]))
+    words, position = _words(parts[1], read(parts[1])), parts[2].integer(0, NUM_WORDS)
+    state = PythonState(parts[0].integer(0), words, position, _float_or_none(parts[3]))
     generator = random.Random()
-    _accepted(field, lambda: generator.setstate(state))
-    if generator.getstate() != state:  # Python converts the states of its older versions
+    _accepted(field, lambda: generator.setstate(state.to_python()))
+    if generator.getstate() != state.to_python():  # Python converts the states of its older versions
         raise FormatError(f"{field.path} is not a random state of this version of Python")
     return state
 
 
-def _numpy_state(field: Field) -> tuple[Any, ...]:
-    if len(parts := [*field]) != 5 or parts[0].value != "MT19937":
-        raise field.wrong("a state of MT19937")
-    words, position = _words(parts[1]), parts[2].integer(0, _LENGTH)  # NumPy accepts any position
-    if (cached := _float_or_none(parts[4])) is None:
+def _numpy_state(field: Field, read: Callable[[Field], bytearray]) -> NumpyState:
+    if len(parts := [*field]) != 5 or parts[0].value != _TWISTER:
+        raise field.wrong(f"a state of {_TWISTER}")
+    words, position = _words(parts[1], read(parts[1])), parts[2].integer(0, NUM_WORDS)  # NumPy accepts any position
+    if (gauss := _float_or_none(parts[4])) is None:
         raise parts[4].wrong("a float")
-    return "MT19937", [*words], position, parts[3].integer(0, 1), cached
+    return NumpyState(words, position, parts[3].integer(0, 1), gauss)
 
 
-def _device_state(field: Field) -> tuple[str, torch.Tensor]:
+def _device_state(field: Field, read: Callable[[Field], bytearray]) -> tuple[str, torch.Tensor]:
     """Whether it is one is known where there is such a device, see `require_random_state`."""
     kind, state = pair(field)
-    try:
-        data = bytearray(base64.b64decode(state.text(), validate=True))
-    except (binascii.Error, ValueError):
-        raise state.wrong("a random state of a device, in base64") from None
-    if not 0 < len(data) <= _MOST_BYTES:
-        raise state.wrong(f"1 to {_MOST_BYTES} bytes, in base64")
+    if not 0 < len(data := read(state)) <= _MOST_BYTES:
+        raise state.wrong(f"1 to {_MOST_BYTES} bytes")
     return kind.name(), torch.frombuffer(data, dtype=torch.uint8)
 
 
-def _words_to_json(words: Sequence[int]) -> str:
-    return base64.b64encode(struct.pack(f"<{len(words)}I", *words)).decode()
-
-
-def _words(field: Field) -> tuple[int, ...]:
-    try:
-        return struct.unpack(f"<{_LENGTH}I", base64.b64decode(field.text(), validate=True))
-    except (binascii.Error, ValueError, struct.error):
-        raise field.wrong(f"{_LENGTH} words of 4 bytes, in base64") from None
+def _words(field: Field, data: bytearray) -> bytes:
+    if len(data) != WORDS.size:
+        raise field.wrong(f"{NUM_WORDS} words of 4 bytes")
+    return bytes(data)
 
 
 def _float_or_none(field: Field) -> float | None:

@@ -31,13 +31,18 @@ from rota.runtime.checkpoints.random_states import random_state, require_random_
 from rota.runtime.checkpoints.tensors import Index, Stored, Tensors
 from rota.runtime.checkpoints.training_json import (
     TrainingState,
-    record_from_json,
+    records_from_json,
     records_to_json,
     scheduler_from_json,
     scheduler_to_json,
 )
 from rota.runtime.checkpoints.values import require_readable
 from rota.runtime.reducing.norms import local
+
+
+def part_of(tensor: torch.Tensor) -> torch.Tensor:
+    """What this process has of a tensor of `collect`: a shard of a DTensor, else all of it."""
+    return tensor if type(tensor) is torch.Tensor else local(tensor)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,17 +67,17 @@ class Trained:
             num_tp_shards[weight.names[0]] = weight.num_tp_shards
             if with_buffers or not weight.is_buffer:
                 tensors[model_key(key)] = weight.tensor.detach()
-        small: dict[str, Any] = {"records": {}, "scheduler": None, "num_tp_shards": num_tp_shards}
+        small: dict[str, Any] = {"records": [], "scheduler": None, "num_tp_shards": num_tp_shards}
         if self.optimizer is not None:
-            records, states = records_of(self.optimizer, self.scheduler, keys)
-            scheduler, _ = split_scheduler(self.scheduler, len(self.optimizer.param_groups))
+            scheduler, by_group = split_scheduler(self.scheduler, len(self.optimizer.param_groups))
+            records, states = records_of(self.optimizer, by_group, keys)
             try:
                 small["records"], small["scheduler"] = records_to_json(records), scheduler_to_json(scheduler)
             except FormatError as error:
                 raise PipelineError(str(error)) from None
             tensors |= states
         for key, tensor in tensors.items():
-            part = tensor if type(tensor) is torch.Tensor else local(tensor)
+            part = part_of(tensor)
             require_readable(key, part)
             if not part.is_contiguous() and not is_tensor_key(key):  # the optimizer gets new tensors
                 _require_writable(key, part)
@@ -143,8 +148,7 @@ def merge(of_ranks: Iterable[dict[str, Any]], device: torch.device) -> Merged:
         if not same(small["given"], given):
             raise PipelineError(f"process {rank} saves {small['given']}, but process 0 {given}; save the same on all")
         num_tp_shards |= small["num_tp_shards"]
-        for key, written in small["records"].items():
-            record = record_from_json(Field(f"process {rank}", written))
+        for key, record in records_from_json(Field(f"process {rank}", small["records"])).items():
             mine = records.setdefault(key, record)
             for of in ("options", "scheduled", "values"):
                 if name := different(mine[of], record[of]):

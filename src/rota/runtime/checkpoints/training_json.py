@@ -14,7 +14,7 @@ from rota.runtime.checkpoints.files import TRAINING, Saved, naming
 from rota.runtime.checkpoints.manifest import pair
 from rota.runtime.checkpoints.optimizer_state import OF_THE_RANK, Place, Record
 from rota.runtime.checkpoints.random_states import random_from_json, random_to_json
-from rota.runtime.checkpoints.values import from_json, to_json
+from rota.runtime.checkpoints.values import from_base64, from_json, to_base64, to_json
 
 _RECORD = ("optimizer", "options", "tensors", "values", "scheduled")
 
@@ -31,7 +31,7 @@ class TrainingState:
 def training_to_json(state: TrainingState) -> str:
     """The text of `training.json`. Raises PipelineError if it is too long to be read again."""
     records = [[key, json.dumps(record_to_json(key, record))] for key, record in sorted(state.records.items())]
-    text = "{" + f'\n"random": {json.dumps(random_to_json(state.random))},\n"scheduler": '
+    text = "{" + f'\n"random": {json.dumps(random_to_json(state.random, to_base64))},\n"scheduler": '
     text += json.dumps(scheduler_to_json(state.scheduler)) + ',\n"records": [\n'
     text += ",\n".join(f"[{json.dumps(key)}, {record}]" for key, record in records) + "\n]\n}\n"
     if len(text) > reading.LARGEST_BYTES:
@@ -53,41 +53,61 @@ def read_training(saved: Saved) -> TrainingState:
             if key.text() in records:
                 raise key.wrong("a weight that occurs only once")
             records[key.text()] = record_from_json(record)
-        return TrainingState(records, scheduler_from_json(document["scheduler"]), random_from_json(document["random"]))
+        drawn = random_from_json(document["random"], from_base64)
+        return TrainingState(records, scheduler_from_json(document["scheduler"]), drawn)
 
 
 # --- optimizer and scheduler ------------------------------------------------------------------------------------------
 
 
-def records_to_json(records: Mapping[str, Record]) -> dict[str, Any]:
-    """Records by weight key, as JSON. Weights of a group share their options, which are converted once."""
-    found: dict[str, Any] = {}
-    of_groups: dict[int, list[Any]] = {}
-    for key, record in records.items():
-        found[key] = record_to_json(key, record, of_groups.get(id(record["options"])))
-        of_groups[id(record["options"])] = found[key]["options"]
-    return found
-
-
-def record_to_json(key: str, record: Record, options: list[Any] | None = None) -> dict[str, Any]:
-    """A weight's record as JSON; `options`: its options, if they are known as JSON.
+def records_to_json(records: Mapping[str, Record]) -> list[Any]:
+    """Records of `records_of` as JSON: for each group what its weights share, and what each has of its own, by its key.
 
     Raises PipelineError if a value cannot be restored from JSON.
     """
+    groups: dict[int, tuple[dict[str, Any], dict[str, Any]]] = {}
+    for key, record in records.items():
+        group = groups.get(id(record["options"]))
+        if group is None:
+            groups[id(record["options"])] = group = _of_group_to_json(key, record), {}
+        group[1][key] = _of_weight_to_json(key, record)
+    return [*groups.values()]
+
+
+def records_from_json(field: Field) -> dict[str, Record]:
+    """The records that `records_to_json` wrote. Raises FormatError that names the field."""
+    found: dict[str, Record] = {}
+    for of_group, of_weights in map(pair, field):
+        shared = {name.value: value.value for name, value in of_group.items()}
+        for key, own in of_weights.items():
+            if key.text() in found:
+                raise key.wrong("a weight that occurs only once")
+            mine = {name.value: value.value for name, value in own.items()}
+            found[key.text()] = record_from_json(Field(own.path, {**shared, **mine}))
+    return found
+
+
+def record_to_json(key: str, record: Record) -> dict[str, Any]:
+    """A weight's record as JSON. Raises PipelineError if a value cannot be restored from JSON."""
+    return {**_of_group_to_json(key, record), **_of_weight_to_json(key, record)}
+
+
+def _of_group_to_json(key: str, record: Record) -> dict[str, Any]:
     name = record["optimizer"]
-    if options is None:
-        options = _named_to_json(record["options"], f"{name}'s group of {key}")
-    for state in record["tensors"]:
-        _require_name(state, f"{name}'s state of {key}")
     return {
         "optimizer": name,
-        "options": options,
-        "tensors": record["tensors"],
-        "values": _named_to_json(record["values"], f"{name}'s state of {key}"),
+        "options": _named_to_json(record["options"], f"{name}'s group of {key}"),
         "scheduled": [
             [[*place], to_json(value, f"the scheduler's {place[-1]}")] for place, value in record["scheduled"].items()
         ],
     }
+
+
+def _of_weight_to_json(key: str, record: Record) -> dict[str, Any]:
+    path = f"{record['optimizer']}'s state of {key}"
+    for state in record["tensors"]:
+        _require_name(state, path)
+    return {"tensors": record["tensors"], "values": _named_to_json(record["values"], path)}
 
 
 def record_from_json(field: Field) -> Record:
@@ -132,7 +152,7 @@ def scheduler_from_json(field: Field) -> dict[str, Any] | None:
 def _named_to_json(values: Mapping[Any, Any], path: str) -> list[Any]:
     for name in values:
         _require_name(name, path)
-    return [[name, to_json(value, f"{path}, {name!r},")] for name, value in values.items()]
+    return [[name, to_json(value, (path, name))] for name, value in values.items()]
 
 
 def _require_name(name: object, path: str) -> None:

@@ -12,7 +12,7 @@ import binascii
 import math
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -24,8 +24,11 @@ _DEEPEST = 64  # levels of lists and dicts
 _MOST_DIMENSIONS = 32
 _MOST_ELEMENTS = 2**58  # of a tensor, dimensions of length 0 left out: strides in bytes then fit into 64 bits
 _FLOATS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
-_MAPPINGS: dict[str, type] = {"dict": dict, "ordered": OrderedDict, "counter": Counter}
-_SEQUENCES: dict[str, type] = {"tuple": tuple, "set": set, "size": torch.Size}
+_MAPPINGS: dict[type, str] = {dict: "dict", OrderedDict: "ordered", Counter: "counter"}
+_SEQUENCES: dict[type, str] = {tuple: "tuple", set: "set", torch.Size: "size"}
+
+#: What names a value in errors: a text, or what names the value that it is in, and its place there.
+Path: TypeAlias = "str | tuple[Path, object]"
 
 #: Dtypes with whole bytes per element. Any bytes are valid elements, except those of bools, which are checked.
 DTYPES: dict[str, torch.dtype] = {
@@ -36,17 +39,17 @@ DTYPES: dict[str, torch.dtype] = {
         *("int64", "int32", "int16", "int8", "uint64", "uint32", "uint16", "uint8", "bool"),
     )
 }
-_READABLE = frozenset(DTYPES.values())
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def dtype_name(dtype: torch.dtype) -> str:
     """The dtype's name without its module, such as "float32"."""
-    return str(dtype).removeprefix("torch.")
+    return _NAMES.get(dtype) or str(dtype).removeprefix("torch.")
 
 
 def require_readable(key: str, tensor: torch.Tensor) -> None:
     """Raises PipelineError that names the `key` of a tensor of this process that could not be read again."""
-    if tensor.dtype not in _READABLE:
+    if tensor.dtype not in _NAMES:
         dtype = dtype_name(tensor.dtype)
         raise PipelineError(f"checkpoints cannot hold {key}, of {dtype}; use one of {', '.join(DTYPES)}")
     if tensor.layout is not torch.strided:
@@ -64,42 +67,44 @@ def require_readable(key: str, tensor: torch.Tensor) -> None:
 # --- writing ----------------------------------------------------------------------------------------------------------
 
 
-def to_json(value: Any, path: str, depth: int = 0) -> Any:
+def to_json(value: Any, path: Path, depth: int = 0) -> Any:
     """The value as `json` can write it. Raises PipelineError that names the `path` if it could not be restored."""
     if depth > _DEEPEST:
-        raise PipelineError(f"{path} is nested more than {_DEEPEST} levels deep; take it out of state_dict()")
-
-    def inner(item: Any, at: object) -> Any:
-        return to_json(item, f"{path}[{repr(at)[:60]}]", depth + 1)
-
+        raise PipelineError(f"{_text_of(path)} is nested more than {_DEEPEST} levels deep; take it out of state_dict()")
     kind = type(value)
     if value is None or kind is bool or (kind is int and value.bit_length() <= LONGEST_BITS):
         return value
-    if kind is str and value.isascii():
-        return value
-    if kind is str:
-        return Field(path, value).text()
     if kind is float:
         return value if math.isfinite(value) else {"float": str(value)}
+    if kind is str:
+        return value if value.isascii() else Field(_text_of(path), value).text()
+    inner = depth + 1
     if kind is complex:
-        return {"complex": [inner(value.real, "real"), inner(value.imag, "imag")]}
+        return {"complex": [to_json(part, path, inner) for part in (value.real, value.imag)]}
     if kind is list:
-        return [inner(item, at) for at, item in enumerate(value)]
-    for name, made in _SEQUENCES.items():
-        if kind is made:
-            return {name: [inner(item, at) for at, item in enumerate(value)]}
-    for name, made in _MAPPINGS.items():
-        if kind is made:
-            return {name: [[inner(key, key), inner(item, key)] for key, item in value.items()]}
-    if kind is torch.dtype and dtype_name(value) in DTYPES:
+        return [to_json(item, (path, at), inner) for at, item in enumerate(value)]
+    if kind in _SEQUENCES:
+        return {_SEQUENCES[kind]: [to_json(item, (path, at), inner) for at, item in enumerate(value)]}
+    if kind in _MAPPINGS:
+        items = [[to_json(key, (path, key), inner), to_json(item, (path, key), inner)] for key, item in value.items()]
+        return {_MAPPINGS[kind]: items}
+    if kind is torch.dtype and value in _NAMES:
         return {"dtype": dtype_name(value)}
-    if kind is torch.Tensor and dtype_name(value.dtype) in DTYPES and value.layout is torch.strided:
-        data = base64.b64encode(bytes_of(value)).decode()
-        return {"tensor": [dtype_name(value.dtype), list(value.shape), data]}
+    if kind is torch.Tensor and value.dtype in _NAMES and value.layout is torch.strided:
+        return {"tensor": [dtype_name(value.dtype), list(value.shape), to_base64(bytes_of(value))]}
     raise PipelineError(
-        f"{path} is {short(str(value))}, a {kind.__name__}, and checkpoints hold only numbers, strings and tensors, in "
-        f"lists, tuples and dicts; take it out of state_dict()"
+        f"{_text_of(path)} is {short(str(value))}, a {kind.__name__}, and checkpoints hold only numbers, strings and "
+        f"tensors, in lists, tuples and dicts; take it out of state_dict()"
     )
+
+
+def _text_of(path: Path) -> str:
+    return path if isinstance(path, str) else f"{_text_of(path[0])}[{repr(path[1])[:60]}]"
+
+
+def to_base64(data: bytes | memoryview) -> str:
+    """Bytes as text."""
+    return base64.b64encode(data).decode()
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
@@ -127,6 +132,14 @@ def from_json(field: Field, depth: int = 0) -> Any:
     if len(value) != 1 or (kind := next(iter(value))) not in _KINDS:
         raise field.wrong(f"an object with one field, one of {', '.join(_KINDS)}")
     return _KINDS[kind](field[kind], depth + 1)
+
+
+def from_base64(field: Field) -> bytearray:
+    """The bytes that `to_base64` wrote. Raises FormatError."""
+    try:
+        return bytearray(base64.b64decode(field.text(), validate=True))
+    except (binascii.Error, ValueError):
+        raise field.wrong("bytes in base64") from None
 
 
 def _float(field: Field, _depth: int) -> float:
@@ -198,10 +211,7 @@ def _tensor(field: Field, _depth: int) -> torch.Tensor:
     if len(parts := [*field]) != 3:
         raise field.wrong("a dtype, a size and the elements")
     dtype, size = read_dtype(parts[0]), read_size(parts[1])
-    try:
-        data = bytearray(base64.b64decode(parts[2].text(), validate=True))
-    except (binascii.Error, ValueError):
-        raise parts[2].wrong("bytes in base64") from None
+    data = from_base64(parts[2])
     if len(data) != math.prod(size) * dtype.itemsize or not are_of(data, dtype):
         raise parts[2].wrong(f"the elements of a {dtype_name(dtype)} tensor of size {list(size)}")
     return tensor_of(data, dtype, size)

@@ -130,7 +130,7 @@ def unreduced(stages: Iterable[nn.Module]) -> set[nn.Parameter]:
 
 def _is_fsdp(module: nn.Module) -> bool:
     """Whether it is an FSDPModule. Does not import the module of that class."""
-    return hasattr(module, "set_requires_gradient_sync")
+    return hasattr(type(module), "set_requires_gradient_sync")  # of a module itself, this takes 20 times as long
 
 
 def _roots(module: nn.Module) -> list[Any]:
