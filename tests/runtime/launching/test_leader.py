@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from rota import PipelineError
-from rota.runtime.kept_memory import State
+from rota.runtime.kept_memory import KeptMemories, State
 from rota.runtime.launching.follower import Follower
 from rota.runtime.launching.leader import Leader
 from rota.runtime.launching.nodes import Nodes
@@ -29,7 +29,7 @@ def joined(folder: Path, told: list[str], first: Callable[[Nodes], None]) -> Ite
         port: int = server.getsockname()[1]
     nodes = [Nodes(2, number, "127.0.0.1", port, SECRET) for number in range(2)]
     with Requests() as of_leader, Requests() as of_follower:
-        follower = Follower(nodes[1], JOB, of_follower, lambda _: None)
+        follower = Follower(nodes[1], JOB, of_follower, KeptMemories(0), lambda _: None)
 
         def join() -> None:
             first(nodes[1])
@@ -49,7 +49,7 @@ def test_a_node_with_another_secret_ends_and_node_0_waits_on(tmp_path: Path) -> 
 
     def come_with_another_secret(node: Nodes) -> None:
         with Requests() as requests, pytest.raises(PipelineError) as error:
-            Follower(node._replace(secret=b"t" * 32), JOB, requests, lambda _: None).__enter__()
+            Follower(node._replace(secret=b"t" * 32), JOB, requests, KeptMemories(0), lambda _: None).__enter__()
         errors.append(str(error.value))
 
     with joined(tmp_path, told, come_with_another_secret):
@@ -66,11 +66,11 @@ def test_a_node_that_has_much_to_say_before_its_ranks_are_gone_is_not_lost(tmp_p
             for _ in range(150):
                 follower.send("report", rank=1, said="")
                 time.sleep(0.01)  # each is a message that wakes node 0
-            follower.send("ended", states=[[0, 3]])
+            follower.send("ended", held=[[[0, 3]]])
 
         ending = threading.Thread(target=end)
         ending.start()
         leader.end()
         ending.join()
-        assert leader.states == {State(0, 3)}
+        assert leader.held == {1: {State(0, 3)}}
         assert list(leader.news()) == []  # else NodeLost

@@ -212,10 +212,11 @@ def _least_gain(arguments: argparse.Namespace, planned: Plan) -> float | None:
 
 
 def _refuse_for_one_machine(arguments: argparse.Namespace) -> None:
-    for option in ("backups", "min_ranks"):
-        if getattr(arguments, option):
-            name = option.replace("_", "-")
-            raise InputError(f"--{name} is for one machine; leave it out, or leave out --nodes")
+    if arguments.min_ranks is not None:
+        raise InputError(
+            f"--min-ranks {arguments.min_ranks} is for one machine, whose memory has the states of all ranks; leave it "
+            f"out, use --backups with replicas, or leave out --nodes"
+        )
 
 
 def _refuse_min_ranks(arguments: argparse.Namespace, planned: Plan, num_pipelines: int) -> None:

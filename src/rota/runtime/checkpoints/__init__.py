@@ -38,6 +38,7 @@ from rota.runtime.checkpoints.lock import locked
 from rota.runtime.checkpoints.manifest import File, Manifest, require_json
 from rota.runtime.checkpoints.names import Weights
 from rota.runtime.checkpoints.optimizer_state import refuse_inner_optimizers
+from rota.runtime.checkpoints.peers import Votes
 from rota.runtime.checkpoints.state import Merged, Restoring, Trained, merge
 from rota.runtime.checkpoints.tensors import (
     Layout,
@@ -492,7 +493,11 @@ class Checkpoints:
 
         Nothing is restored if a later step was saved since: `newest_saved` is that of the newest checkpoint.
         """
-        steps = set.intersection(*map(set, self._ranks.gather(in_memory.steps)))
+        votes = Votes(in_memory, self._ranks)
+        steps = votes.common
+        if steps and (process := votes.take(max(steps))) is not None:
+            self._report(f"process {process} lacks memory for the state of its peer, so no rank resumes from memory")
+            steps = set()
         is_former = not steps
         step = self._former.step if is_former else max(steps)
         if is_restart() and step < 0 and (others := in_memory.other_folders):
