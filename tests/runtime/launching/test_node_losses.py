@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -23,7 +24,7 @@ __all__ = ["tmp_path"]
 pytestmark = [pytest.mark.dist, pytest.mark.faults]
 
 
-def prepare(folder: Path, faults: list[list[int]]) -> None:
+def prepare(folder: Path, *faults: Sequence[int | str]) -> None:
     (folder / "tmp").mkdir()
     (folder / "faults.json").write_text(json.dumps(faults))
     (folder / "plan.json").write_text(PLAN.to_json())
@@ -47,30 +48,37 @@ def node(
         )
 
 
-def await_step(folder: Path, step: int, processes: list[subprocess.Popen[str]]) -> None:
-    while not (folder / "losses").exists() or max((done for done, *_ in told(folder)), default=-1) < step:
-        assert None in [process.poll() for process in processes], words(folder)
+def await_that(is_so: Callable[[], bool], folder: Path, process: subprocess.Popen[str]) -> None:
+    while not is_so():
+        assert process.poll() is None, words(folder)
         time.sleep(0.01)
 
 
-def assert_exact(folder: Path, pool: Pool, lost: list[range]) -> None:
-    """All losses are the undisturbed run's, and the steps in `lost` were done with a backup plan."""
+def lose_node_1(folder: Path, processes: list[subprocess.Popen[str]], how: signal.Signals) -> None:
+    """In the middle of step 3."""
+    await_that(lambda: [*folder.glob("fault-*")] != [], folder, processes[0])
+    processes[1].send_signal(how)
+    await_that(lambda: max(step for step, *_ in told(folder)) == 6, folder, processes[0])
+
+
+def assert_exact(folder: Path, pool: Pool) -> None:
+    """All losses are the undisturbed run's, and no checkpoint was read."""
     expected = dict(pool.run(2 * NUM_STAGES, undisturbed, PLAN)[0])
     found = told(folder)
     assert [step for step, *_ in found] == [*range(NUM_STEPS)], words(folder)
-    for step, loss, ranks in found:
+    for step, loss, _ in found:
         assert loss == pytest.approx(expected[step], abs=1e-12, rel=0)
-        assert (ranks != NUM_STAGES) == any(step in steps for steps in lost), (step, ranks)
-    assert not [*(folder / "run").glob("step-*")]  # nothing was read from a checkpoint, as there is none
+    assert not [*(folder / "run").glob("step-*")]
 
 
 def test_a_rank_on_any_node_is_lost_and_joins_again(pool: Pool, tmp_path: Path) -> None:
     """One of node 1, which joins at step 7; then one of node 0. Its peer is on the other node."""
-    prepare(tmp_path, [[3, 1, 1], [10, 0, 0]])
+    prepare(tmp_path, (3, 1, 1), (10, 0, 0))
     port = free_port()
     processes = [node(tmp_path, number, port, "--rejoin-after", "6", join_at=7) for number in range(2)]
     assert [process.wait(200) for process in processes] == [0, 0], words(tmp_path)
-    assert_exact(tmp_path, pool, [range(3, 7), range(10, NUM_STEPS)])
+    assert_exact(tmp_path, pool)
+    assert [ranks for *_, ranks in told(tmp_path)] == [3 if 3 <= step < 7 or step >= 10 else 2 for step in range(14)]
     of_leader, of_follower = words(tmp_path)
     lines = [line.partition(": makespan")[0] for line in of_leader.splitlines() if line.startswith("rota run: rank")]
     assert lines == [
@@ -82,26 +90,25 @@ def test_a_rank_on_any_node_is_lost_and_joins_again(pool: Pool, tmp_path: Path) 
     assert_nothing_left(tmp_path)
 
 
+IN_STEP_3 = (3, 1, 1, "wait")
+
+
 def test_no_sample_is_lost_or_seen_twice_when_a_node_is_lost(tmp_path: Path) -> None:
     """In the middle of an epoch; the node comes back in the middle of the next one, which was begun without it."""
     folders = expected, found = tmp_path / "one", tmp_path / "two"
     for folder in folders:
         folder.mkdir()
-        prepare(folder, [])
-        port, is_disturbed = free_port(), folder is found
-        options, join_at = ("--rejoin-after", "1"), 7 if is_disturbed else -1
-        processes = [node(folder, i, port, *options, join_at=join_at, what="epochs") for i in range(2)]
+        is_disturbed, port = folder is found, free_port()
+        prepare(folder, *([IN_STEP_3] if is_disturbed else []))
+        join_at = 7 if is_disturbed else -1
+        processes = [node(folder, i, port, "--rejoin-after", "1", join_at=join_at, what="epochs") for i in range(2)]
         if is_disturbed:
-            await_step(folder, 2, processes)
-            processes[1].send_signal(signal.SIGKILL)
+            lose_node_1(folder, processes, signal.SIGKILL)
             processes[1].wait()
-            await_step(folder, 6, processes[:1])
-            processes[1] = node(folder, 1, port, *options, join_at=join_at, what="epochs")
+            processes[1] = node(folder, 1, port, "--rejoin-after", "1", join_at=join_at, what="epochs")
         assert [process.wait(200) for process in processes] == [0, 0], words(folder)
-    assert [[step, numbers] for step, _, numbers in of_steps(found)] == [
-        [step, numbers] for step, _, numbers in of_steps(expected)
-    ]
-    for (_, loss, _), (_, other, _) in zip(of_steps(found), of_steps(expected), strict=True):
+    for (step, loss, numbers), (same, other, others) in zip(of_steps(found), of_steps(expected), strict=True):
+        assert (step, numbers) == (same, others)
         assert loss == pytest.approx(other, abs=1e-12, rel=0)
     assert_nothing_left(found)
 
@@ -109,21 +116,18 @@ def test_no_sample_is_lost_or_seen_twice_when_a_node_is_lost(tmp_path: Path) -> 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_node_is_lost_and_joins_again(pool: Pool, tmp_path: Path, how: signal.Signals) -> None:
     """Killed, or silent for 15 s; its peers do its work until the same command is started again, whenever that is."""
-    prepare(tmp_path, [])
+    prepare(tmp_path, IN_STEP_3)
     port = free_port()
-    processes = [node(tmp_path, number, port, "--rejoin-after", "1", join_at=8) for number in range(2)]
-    await_step(tmp_path, 2, processes)
-    processes[1].send_signal(how)
-    await_step(tmp_path, 7, processes[:1])
+    processes = [node(tmp_path, number, port, "--rejoin-after", "1", join_at=7) for number in range(2)]
+    lose_node_1(tmp_path, processes, how)
     if how == signal.SIGSTOP:
         processes[1].send_signal(signal.SIGCONT)
         assert processes[1].wait(200) == 1
         assert "If the run goes on there, start the same command here again, and it joins" in words(tmp_path)[1]
     processes[1].wait()
-    processes[1] = node(tmp_path, 1, port, "--rejoin-after", "1", join_at=8)
+    processes[1] = node(tmp_path, 1, port, "--rejoin-after", "1", join_at=7)
     assert [process.wait(200) for process in processes] == [0, 0], words(tmp_path)
-    lost_at = min(step for step, _, ranks in told(tmp_path) if ranks != NUM_STAGES)
-    assert_exact(tmp_path, pool, [range(lost_at, 8)])
+    assert_exact(tmp_path, pool)
     of_leader, _ = words(tmp_path)
     lines = [line.partition(": makespan")[0] for line in of_leader.splitlines() if "node 1" in line or "join" in line]
     why = "its connection was closed" if how == signal.SIGKILL else "it sent nothing for 15 s"
@@ -132,4 +136,37 @@ def test_a_node_is_lost_and_joins_again(pool: Pool, tmp_path: Path, how: signal.
         "rota run: node 1 (127.0.0.1) has joined again",
         "rota run: rank 0 of replica 1 and rank 1 of replica 1 join again",
     ]
+    assert_nothing_left(tmp_path)
+
+
+def test_a_lost_node_ends_the_run_if_a_stage_is_left_nowhere(tmp_path: Path) -> None:
+    """The peer of one of its ranks has been lost before, so nobody has the weights of stage 1."""
+    prepare(tmp_path, (2, 0, 1), IN_STEP_3)
+    port = free_port()
+    processes = [node(tmp_path, number, port) for number in range(2)]
+    await_that(lambda: [*tmp_path.glob("fault-*3,*")] != [], tmp_path, processes[0])
+    processes[1].send_signal(signal.SIGKILL)
+    processes[1].wait()
+    assert processes[0].wait(200) == 1
+    last = words(tmp_path)[0].splitlines()[-1]
+    assert last.startswith("rota run: error: node 1 (127.0.0.1) is lost: its connection was closed; the others cannot ")
+    assert "rank 1 is lost in every replica, so nobody has the weights of stage 1" in last
+    assert "Start the command again on all nodes: it goes on from the last checkpoint" in last
+    assert_nothing_left(tmp_path)
+
+
+def test_a_request_to_end_reaches_ranks_that_are_all_on_other_nodes(tmp_path: Path) -> None:
+    """Node 0 has lost all its ranks, and coordinates the run all the same."""
+    prepare(tmp_path, (1, 0, 1), (3, 0, 0), (5, 1, 1, "wait"))
+    port = free_port()
+    processes = [node(tmp_path, number, port, what="epochs") for number in range(2)]
+    await_that(lambda: [*tmp_path.glob("fault-*5,*")] != [], tmp_path, processes[0])
+    processes[0].send_signal(signal.SIGTERM)
+    time.sleep(1)
+    (tmp_path / "go").touch()
+    assert [process.wait(200) for process in processes] == [143, 143], words(tmp_path)
+    of_leader, _ = words(tmp_path)
+    assert "the others go on without rank 0 of replica 0" in of_leader
+    assert "SIGTERM: all ranks have ended after the step that was running" in of_leader
+    assert [path.name for path in (tmp_path / "run").glob("step-*")] == ["step-6"]
     assert_nothing_left(tmp_path)
