@@ -2,8 +2,8 @@
 
 It writes each step, its loss and the plan's number of ranks to `losses` in the working folder; with epochs of a
 shuffled loader, also the samples of each process. `faults.json` there has [step, replica, rank] of the ranks that are
-killed in the middle of a step, each once, or with "wait" as a fourth entry wait there for a file `go`. On several nodes,
-FIRST is the number of a node's first process. While a rank is missing, the others wait for it at step JOIN_AT.
+killed in the middle of a step, each once, or with "wait" as a fourth entry wait there for a file `go`. On several
+nodes, FIRST is the number of a node's first process. While a rank is missing, the others wait for it at step JOIN_AT.
 """
 
 from __future__ import annotations

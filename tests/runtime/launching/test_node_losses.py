@@ -123,7 +123,7 @@ def test_a_node_is_lost_and_joins_again(pool: Pool, tmp_path: Path, how: signal.
     if how == signal.SIGSTOP:
         processes[1].send_signal(signal.SIGCONT)
         assert processes[1].wait(200) == 1
-        assert "If the run goes on there, start the same command here again, and it joins" in words(tmp_path)[1]
+        assert "If the run goes on there, start the same command here, and it joins again" in words(tmp_path)[1]
     processes[1].wait()
     processes[1] = node(tmp_path, 1, port, "--rejoin-after", "1", join_at=7)
     assert [process.wait(200) for process in processes] == [0, 0], words(tmp_path)

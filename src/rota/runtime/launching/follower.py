@@ -213,12 +213,11 @@ class Follower:
             else:
                 yield message
         if self._lost is not None and self._over is None:
-            remedy = "Start the command again on all nodes: it goes on from the last checkpoint"
-            if self._may_join_again:
-                remedy = f"If the run goes on there, start the same command here again, and it joins. {remedy[:-39]}"
+            joins = "If the run goes on there, start the same command here, and it joins again. If not, s"
+            remedy = "tart the command again on all nodes: it goes on from the last checkpoint"
             raise LeaderLost(
                 f"node 0 ({reading.printable(self._nodes.host)}) is lost: {self._lost}; the ranks of this node were "
-                f"ended. {remedy}"
+                f"ended. {joins if self._may_join_again else 'S'}{remedy}"
             )
 
     @property

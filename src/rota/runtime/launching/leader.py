@@ -34,7 +34,7 @@ from rota.errors import FormatError, PipelineError
 from rota.reading import Field
 from rota.runtime.kept_memory import State
 from rota.runtime.launching.meeting_store import LeadersStore, StoreServer, answered
-from rota.runtime.launching.node_line import Mailbox, NodeLine
+from rota.runtime.launching.node_line import SILENT_S, Mailbox, NodeLine
 from rota.runtime.launching.node_starts import Start
 from rota.runtime.launching.nodes import JOIN_S, NodeLost, Nodes, difference
 from rota.runtime.launching.requests import Requests
@@ -163,6 +163,8 @@ class Leader:
         if node not in range(1, self._nodes.num_nodes) or (node in self._lines and node not in self._lost):
             most = self._nodes.num_nodes - 1
             why = f"--node {node} is taken or too large; give each node its own number, from 0 to {most}"
+            if is_begun:
+                why += f", or wait {SILENT_S} s for the loss of node {node} to be noticed"
         elif is_begun and found is not None:
             why = found
         else:
@@ -174,6 +176,7 @@ class Leader:
         with suppress(ChannelError):
             channel.send({"kind": "over", "how": "error", "signal": 0, "words": why})
         self._refused(f"a node at {channel.other_address} was refused: {why}")
+        channel.close()
 
     def _add(self, channel: Channel, node: int) -> NodeLine:
         over = self._over[node] = threading.Event()
@@ -226,7 +229,9 @@ class Leader:
         """Let the other nodes start their ranks. Raises NodeLost."""
         self._tell_lost()
         self.store.begin(self._start.number)
-        self._tell("start", **self._start.to_fields())
+        for node, line in self._there():
+            if node not in self._importing:  # else it has no ranks, and an empty memory
+                line.send("start", **self._start.to_fields())
 
     def can_start_on(self, node: int) -> bool:
         """Whether ranks can be started on a node: it is there, and need not import what they need first."""
@@ -290,11 +295,16 @@ class Leader:
         return None
 
     def _note_lost(self, node: int, why: str) -> None:
-        if node not in self._lost:
-            self._lost.add(node)
-            self._importing.discard(node)
+        if node in self._lost:
+            return
+        self._lost.add(node)
+        self._importing.discard(node)
+        self._over[node].set()
+        self._lines[node].close()  # nothing waits for it any more
+        if any(self._nodes.node_of(member, self._num_processes) == node for member in self._start.members):
             self._to_tell[node] = why
-            self._lines[node].close()  # nothing waits for it any more
+        else:
+            self._report(f"{self._names[node]} is lost: {why}; it had no ranks")
 
     def _tell_lost(self) -> None:
         """Raises NodeLost for a node that is lost, once."""
@@ -302,9 +312,11 @@ class Leader:
             raise NodeLost(node, f"{self._names[node]} is lost: {self._to_tell.pop(node)}")
 
     def _tell(self, kind: str, **fields: Any) -> None:
-        for node, line in [*self._lines.items()]:
-            if node not in self._lost:
-                line.send(kind, **fields)
+        for _, line in self._there():
+            line.send(kind, **fields)
+
+    def _there(self) -> list[tuple[int, NodeLine]]:
+        return [(node, line) for node, line in [*self._lines.items()] if node not in self._lost]
 
     # --- the end --------------------------------------------------------------------------------------------------
 

@@ -166,6 +166,7 @@ class Ranks:
             EndedBySignal, KeyboardInterrupt: a signal came before the ranks were started.
         """
         if not environments:
+            self._guard([stand_by.pid])
             return
         if not stand_by.is_alive():
             stand_by.replace()
