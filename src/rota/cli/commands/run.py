@@ -48,12 +48,13 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("--max-restarts", type=number(0), default=0, metavar="N", help=help_text)
     help_text = (
         "if a rank still fails after all restarts, continue without it: its peers in the other replicas do its work, "
-        "with the plans in FILE, from `rota plan --backups` (default: the run ends)"
+        "with the plans in FILE, from `rota plan --backups`; with --nodes, also if a node other than 0 is lost "
+        "(default: the run ends)"
     )
     parser.add_argument("--backups", metavar="FILE", help=help_text)
     help_text = (
-        "if a rank still fails after all restarts, continue without it on at least N ranks: the others run "
-        "all stages, with the state that `rota run` keeps in memory (default: the run ends)"
+        "on one machine: if a rank still fails after all restarts, continue without it on at least N ranks: the "
+        "others run all stages, with the state that `rota run` keeps in memory (default: the run ends)"
     )
     parser.add_argument("--min-ranks", type=number(1), metavar="N", help=help_text)
     help_text = "start a lost rank again after S seconds (default: 60 with --backups, never with --min-ranks)"
