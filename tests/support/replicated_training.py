@@ -21,6 +21,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import rota
+from rota.runtime.environment import has_backups
 
 NUM_STAGES, NUM_MICROBATCHES, WIDTH = 2, 4, 6
 
@@ -95,6 +96,7 @@ def train_epochs(plan: rota.Plan, folder: Path, join_at: int = -1) -> None:
 
 def suffer(folder: Path, step: int, pipeline: rota.Pipeline) -> None:
     """Kill this process in its third forward of the step, or wait there, if it is one's turn."""
+    assert has_backups()
     number = int(os.environ.get("FIRST", "0")) + int(os.environ["LOCAL_RANK"])  # the same while others are missing
     me = [step, *divmod(number, NUM_STAGES)]
     done = folder / f"fault-{me}"
