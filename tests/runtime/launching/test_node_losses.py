@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -72,8 +73,11 @@ def assert_exact(folder: Path, pool: Pool) -> None:
 
 
 def test_a_rank_on_any_node_is_lost_and_joins_again(pool: Pool, tmp_path: Path) -> None:
-    """One of node 1, which joins at step 7; then one of node 0. Its peer is on the other node."""
-    prepare(tmp_path, (3, 1, 1), (10, 0, 0))
+    """One of node 1, which joins at step 7, is lost in that step, and joins again; then one of node 0.
+
+    Its peer is on the other node.
+    """
+    prepare(tmp_path, (3, 1, 1), (7, 1, 1), (10, 0, 0))
     port = free_port()
     processes = [node(tmp_path, number, port, "--rejoin-after", "6", join_at=7) for number in range(2)]
     assert [process.wait(200) for process in processes] == [0, 0], words(tmp_path)
@@ -81,12 +85,17 @@ def test_a_rank_on_any_node_is_lost_and_joins_again(pool: Pool, tmp_path: Path) 
     assert [ranks for *_, ranks in told(tmp_path)] == [3 if 3 <= step < 7 or step >= 10 else 2 for step in range(14)]
     of_leader, of_follower = words(tmp_path)
     lines = [line.partition(": makespan")[0] for line in of_leader.splitlines() if line.startswith("rota run: rank")]
-    assert lines == [
+    lost_and_back = [
         "rota run: rank 3 on node 1 (127.0.0.1) ended with SIGKILL: the others go on without rank 1 of replica 1",
         "rota run: rank 1 of replica 1 joins again",
+    ]
+    assert lines == [
+        *lost_and_back,
+        *lost_and_back,
         "rota run: rank 0 ended with SIGKILL: the others go on without rank 0 of replica 0",
     ]
-    assert "training resumes from step 7 in memory" in of_leader + of_follower
+    resumed = re.findall(r"training resumes from step (\d+) in memory", of_leader + of_follower)
+    assert sorted(map(int, resumed)) == [3, 7, 7, 7, 10]
     assert_nothing_left(tmp_path)
 
 

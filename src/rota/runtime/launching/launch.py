@@ -148,9 +148,8 @@ def launch(
         if nodes is None:
             crew = Crew(plan, dp, tp, memories, backups, rejoin_after_s, min_ranks)
         else:
-            losses = backups and backups.to_json(), rejoin_after_s
-            job = job_of(plan, script_text, arguments, (worker, sizes, max_restarts, losses, timeout_s, environment))
-            may_lose = backups is not None
+            options = worker, sizes, max_restarts, backups and backups.to_json(), rejoin_after_s, timeout_s, environment
+            job, may_lose = job_of(plan, script_text, arguments, options), backups is not None
             if nodes.node:
                 follower = stack.enter_context(Follower(nodes, job, requests, memories, report, may_lose))
                 variables = _inherited() | of_ranks
@@ -167,13 +166,8 @@ def launch(
                     crew.begin()
                     if restarts.num_all:
                         report_changed_script(script, folder.path, report)
-                    files = crew.files_of_start()
-                    of_start = {
-                        **(_inherited() | of_ranks),
-                        **write_plan(crew.plan, folder.path, crew.former_plan),
-                        **restart_environment(restarts.num_all),
-                    }
-                    environments = [of_start | of_rank for of_rank in crew.environments(folder.path)]
+                    files = crew.files_of_start()  # before the environments: former memories may not be needed any more
+                    environments = _environments(crew, folder, of_ranks, restarts.num_all)
                     ranks.fork(stand_by, command, environments, files)
                     if pipeline_within_s is not None and not restarts.num_all:
                         is_over = ranks.wait(partial(float, time.monotonic() + pipeline_within_s))
@@ -213,6 +207,13 @@ def start(
     """Start `num_processes` processes that meet only in the folder; `environment` is added to this process's own."""
     environments = meeting_environments(folder.path, num_processes)
     ranks.start(command, [_inherited() | environment | of_rank for of_rank in environments])
+
+
+def _environments(crew: Crew | NodeCrew, folder: Folder, of_ranks: dict[str, str], start: int) -> list[dict[str, str]]:
+    """The variables of each rank of this machine for the start with this number."""
+    plans = write_plan(crew.plan, folder.path, crew.former_plan)
+    of_start = _inherited() | of_ranks | plans | restart_environment(start)
+    return [of_start | of_rank for of_rank in crew.environments(folder.path)]
 
 
 def _inherited() -> dict[str, str]:
