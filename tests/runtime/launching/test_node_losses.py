@@ -55,11 +55,18 @@ def await_that(is_so: Callable[[], bool], folder: Path, process: subprocess.Pope
         time.sleep(0.01)
 
 
-def lose_node_1(folder: Path, processes: list[subprocess.Popen[str]], how: signal.Signals) -> None:
+def kill_node_1(folder: Path, processes: list[subprocess.Popen[str]]) -> None:
     """In the middle of step 3."""
-    await_that(lambda: [*folder.glob("fault-*")] != [], folder, processes[0])
-    processes[1].send_signal(how)
+    await_that(lambda: [*folder.glob("fault-*3,*")] != [], folder, processes[0])
+    processes[1].send_signal(signal.SIGKILL)
+    processes[1].wait()
     await_that(lambda: max(step for step, *_ in told(folder)) == 6, folder, processes[0])
+
+
+def of_losses(folder: Path) -> list[str]:
+    """What node 0 says of losses and of those who come back."""
+    lines = (line.removeprefix("rota run: ").partition(": makespan")[0] for line in words(folder)[0].splitlines())
+    return [line for line in lines if line.startswith(("rank", "node 1")) and " was slower " not in line]
 
 
 def assert_exact(folder: Path, pool: Pool) -> None:
@@ -83,18 +90,13 @@ def test_a_rank_on_any_node_is_lost_and_joins_again(pool: Pool, tmp_path: Path) 
     assert [process.wait(200) for process in processes] == [0, 0], words(tmp_path)
     assert_exact(tmp_path, pool)
     assert [ranks for *_, ranks in told(tmp_path)] == [3 if 3 <= step < 7 or step >= 10 else 2 for step in range(14)]
-    of_leader, of_follower = words(tmp_path)
-    lines = [line.partition(": makespan")[0] for line in of_leader.splitlines() if line.startswith("rota run: rank")]
     lost_and_back = [
-        "rota run: rank 3 on node 1 (127.0.0.1) ended with SIGKILL: the others go on without rank 1 of replica 1",
-        "rota run: rank 1 of replica 1 joins again",
+        "rank 3 on node 1 (127.0.0.1) ended with SIGKILL: the others go on without rank 1 of replica 1",
+        "rank 1 of replica 1 joins again",
     ]
-    assert lines == [
-        *lost_and_back,
-        *lost_and_back,
-        "rota run: rank 0 ended with SIGKILL: the others go on without rank 0 of replica 0",
-    ]
-    resumed = re.findall(r"training resumes from step (\d+) in memory", of_leader + of_follower)
+    last = "rank 0 ended with SIGKILL: the others go on without rank 0 of replica 0"
+    assert of_losses(tmp_path) == [*lost_and_back, *lost_and_back, last]
+    resumed = re.findall(r"training resumes from step (\d+) in memory", "".join(words(tmp_path)))
     assert sorted(map(int, resumed)) == [3, 7, 7, 7, 10]
     assert_nothing_left(tmp_path)
 
@@ -112,8 +114,7 @@ def test_no_sample_is_lost_or_seen_twice_when_a_node_is_lost(tmp_path: Path) -> 
         join_at = 7 if is_disturbed else -1
         processes = [node(folder, i, port, "--rejoin-after", "1", join_at=join_at, what="epochs") for i in range(2)]
         if is_disturbed:
-            lose_node_1(folder, processes, signal.SIGKILL)
-            processes[1].wait()
+            kill_node_1(folder, processes)
             processes[1] = node(folder, 1, port, "--rejoin-after", "1", join_at=join_at, what="epochs")
         assert [process.wait(200) for process in processes] == [0, 0], words(folder)
     for (step, loss, numbers), (same, other, others) in zip(of_steps(found), of_steps(expected), strict=True):
@@ -122,28 +123,42 @@ def test_no_sample_is_lost_or_seen_twice_when_a_node_is_lost(tmp_path: Path) -> 
     assert_nothing_left(found)
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_node_is_lost_and_joins_again(pool: Pool, tmp_path: Path, how: signal.Signals) -> None:
-    """Killed, or silent for 15 s; its peers do its work until the same command is started again, whenever that is."""
+def test_a_node_is_killed_and_joins_again(pool: Pool, tmp_path: Path) -> None:
+    """Its peers do its work until the same command is started again, whenever that is."""
     prepare(tmp_path, IN_STEP_3)
     port = free_port()
     processes = [node(tmp_path, number, port, "--rejoin-after", "1", join_at=7) for number in range(2)]
-    lose_node_1(tmp_path, processes, how)
-    if how == signal.SIGSTOP:
-        processes[1].send_signal(signal.SIGCONT)
-        assert processes[1].wait(200) == 1
-        assert "If the run goes on there, start the same command here, and it joins again" in words(tmp_path)[1]
-    processes[1].wait()
+    kill_node_1(tmp_path, processes)
     processes[1] = node(tmp_path, 1, port, "--rejoin-after", "1", join_at=7)
     assert [process.wait(200) for process in processes] == [0, 0], words(tmp_path)
     assert_exact(tmp_path, pool)
-    of_leader, _ = words(tmp_path)
-    lines = [line.partition(": makespan")[0] for line in of_leader.splitlines() if "node 1" in line or "join" in line]
-    why = "its connection was closed" if how == signal.SIGKILL else "it sent nothing for 15 s"
-    assert lines[1:] == [
-        f"rota run: node 1 (127.0.0.1) is lost: {why}; its ranks 2 to 3 are done by their peers",
-        "rota run: node 1 (127.0.0.1) has joined again",
-        "rota run: rank 0 of replica 1 and rank 1 of replica 1 join again",
+    assert of_losses(tmp_path) == [
+        "node 1 (127.0.0.1) is lost: its connection was closed; its ranks 2 to 3 are done by their peers",
+        "node 1 (127.0.0.1) has joined again",
+        "rank 0 of replica 1 and rank 1 of replica 1 join again",
+    ]
+    assert_nothing_left(tmp_path)
+
+
+def test_a_node_that_has_lost_a_rank_is_cut_off_and_joins_again(pool: Pool, tmp_path: Path) -> None:
+    """Its supervisor is stopped, but not its ranks, of which one is the first of all and has the folder's lock."""
+    prepare(tmp_path, (2, 1, 1), (3, 1, 0, "wait"))
+    port = free_port()
+    processes = [node(tmp_path, number, port, "--rejoin-after", "20", join_at=7) for number in range(2)]
+    await_that(lambda: [*tmp_path.glob("fault-*3,*")] != [], tmp_path, processes[0])
+    processes[1].send_signal(signal.SIGSTOP)
+    await_that(lambda: "its rank 2 is done" in words(tmp_path)[0], tmp_path, processes[0])
+    processes[1].send_signal(signal.SIGCONT)
+    assert processes[1].wait(200) == 1
+    assert "If the run goes on there, start the same command here, and it joins again" in words(tmp_path)[1]
+    processes[1] = node(tmp_path, 1, port, "--rejoin-after", "20", join_at=7)
+    assert [process.wait(200) for process in processes] == [0, 0], words(tmp_path)
+    assert_exact(tmp_path, pool)
+    assert of_losses(tmp_path) == [
+        "rank 3 on node 1 (127.0.0.1) ended with SIGKILL: the others go on without rank 1 of replica 1",
+        "node 1 (127.0.0.1) is lost: it sent nothing for 15 s; its rank 2 is done by its peers",
+        "node 1 (127.0.0.1) has joined again",
+        "rank 1 of replica 1 and rank 0 of replica 1 join again",
     ]
     assert_nothing_left(tmp_path)
 

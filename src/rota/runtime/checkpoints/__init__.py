@@ -77,6 +77,7 @@ class Checkpoint(NamedTuple):
 
 _NO_OTHER = "no other checkpoint is whole"
 _OTHER_STEP = "give another step, or None for the newest"
+_LEFT_LOCK_S = 100.0  # NFS frees the locks of a machine that is gone after 90 s
 _WITHOUT = "a restart goes on from the last checkpoint"
 
 
@@ -173,7 +174,8 @@ class Checkpoints:
     def _open(self) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
         if os.access(self._folder, os.W_OK):  # a read-only folder needs no lock: it can only be loaded from
-            self._lock.enter_context(locked(self._folder))
+            # The first rank of before may be on a node that is lost, whose lock a server of files frees later.
+            self._lock.enter_context(locked(self._folder, _LEFT_LOCK_S if is_restart() else 0))
             checkpoint_folder.recover_folder(self._folder)
 
     # --- the loop -------------------------------------------------------------------------------------------------

@@ -115,8 +115,10 @@ class NodeCrew:
             return "it had no ranks any more"
         self._present.lose(lost)
         self._set_lost(lost)
-        names = f"rank {lost[0]} is" if len(lost) == 1 else f"ranks {_listed(sorted(lost))} are"
-        return f"its {names} done by their peers: {self._present.makespans()}"
+        who = f"ranks {_listed(sorted(lost))} are done by their"
+        if len(lost) == 1:
+            who = f"rank {lost[0]} is done by its"
+        return f"its {who} peers: {self._present.makespans()}"
 
     def _node_of(self, member: int) -> int:
         return self._nodes.node_of(member, self._num_processes)
