@@ -104,13 +104,10 @@ class ReadyStandBy:
     """One that has imported everything, and says so once somebody looks."""
 
     def __init__(self, line: socket.socket) -> None:
-        self.line, self.is_ready = line, False
+        self.line = line
 
     def has_message(self) -> bool:
         return True
-
-    def note_ready(self) -> None:
-        self.is_ready = True
 
 
 def until(is_so: Callable[[], bool], leader: Leader) -> None:

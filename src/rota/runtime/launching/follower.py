@@ -33,7 +33,7 @@ from rota.runtime.launching.rank_processes import RankFailed, RankOfRun, Ranks
 from rota.runtime.launching.requests import EndedBySignal, Requests
 from rota.runtime.launching.run_folder import Folder
 from rota.runtime.launching.secure_channel import MOST_BYTES, Channel, ChannelError, RefusedError, greet_leader
-from rota.runtime.launching.stand_by import StandBy, StandByEndedError
+from rota.runtime.launching.stand_by import StandBy
 
 _AGAIN_S = 0.2
 _CONNECT_S = 5.0
@@ -82,6 +82,7 @@ class Follower:
         self._stack = ExitStack()
         self._over: _Over | None = None
         self._lost: str | None = None
+        self._has_told_ready = False
         self.store = FollowersStore(lambda number, request: self.send("ask", number=number, request=request))
 
     def __enter__(self) -> Follower:
@@ -173,11 +174,13 @@ class Follower:
     def _next(self, kind: str, stand_by: StandBy | None = None) -> Field | None:
         while self._over is None:
             files = [self.fileno(), self._requests.fileno()]
-            if stand_by is not None and not stand_by.is_ready:
-                files.append(stand_by.line.fileno())
+            awaited = None if self._has_told_ready else stand_by
+            if awaited is not None:
+                files.append(awaited.line.fileno())
             select.select(files, [], [])
-            if stand_by is not None and not stand_by.is_ready and stand_by.has_message():
-                self._note_ready(stand_by)
+            if awaited is not None and awaited.has_message():  # the next start reads it
+                self._has_told_ready = True
+                self.send("ready")
             for number in self._requests.taken():
                 self.send_signal(number)
             for message in self.orders():
@@ -188,14 +191,6 @@ class Follower:
         if kind == "welcome":
             self.finish()
         return None
-
-    def _note_ready(self, stand_by: StandBy) -> None:
-        try:
-            stand_by.note_ready()
-        except StandByEndedError as error:
-            stand_by.replace(error)
-        else:
-            self.send("ready")
 
     def send_ended(self) -> None:
         """Tell node 0 that no rank of this node is left, and which states each one's memory holds."""

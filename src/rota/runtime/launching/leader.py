@@ -83,6 +83,7 @@ class Leader:
         self._may_join_again = may_join_again
         self._lines: dict[int, NodeLine] = {}
         self._names: dict[int, str] = {}
+        self._own_addresses: dict[int, str] = {}
         self._lost: set[int] = set()
         self._to_tell: dict[int, str] = {}  # nodes that are lost, of which the caller does not know yet, and why
         self._importing: set[int] = set()  # nodes that have joined again, but cannot fork ranks yet
@@ -94,8 +95,6 @@ class Leader:
         self._start = Start(0, range(num_processes))
         #: The states that each process of the other nodes holds in memory, after they ended.
         self.held: dict[int, set[State]] = {}
-        #: By which the other nodes reach this one.
-        self.own_address = ""
 
     # --- joining --------------------------------------------------------------------------------------------------
 
@@ -182,7 +181,7 @@ class Leader:
         over = self._over[node] = threading.Event()
         line = NodeLine(channel, lambda message: self._deliver(node, message), lambda why: self._lose(node, why, over))
         self._lines[node], self._names[node] = line, f"node {node} ({channel.other_address})"
-        self.own_address = channel.own_address
+        self._own_addresses[node] = channel.own_address
         if node in self._lost:
             self._lost.remove(node)
             self._importing.add(node)
@@ -215,6 +214,11 @@ class Leader:
         self._tell("put", start=start, key=key, value=value)
 
     # --- the run --------------------------------------------------------------------------------------------------
+
+    @property
+    def own_address(self) -> str:
+        """By which the other nodes reach this one."""
+        return self._own_addresses[1]
 
     def prepare(self, start: Start) -> None:
         """Take what the next start is to be."""
