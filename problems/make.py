@@ -15,7 +15,7 @@ from pathlib import Path
 from random import Random
 
 from rota import Cluster, Costs, Placement, bidirectional, interleaved, place, wave
-from rota.costs import Link
+from rota.cluster import Link
 from rota.reference import Reference
 from rota.search.bounds import least_memory
 from rota.search.library import first_reference

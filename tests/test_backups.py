@@ -24,7 +24,7 @@ from rota import (
     simulate,
 )
 from rota.backups import Backup, Backups, Place, backup_placement, backup_placements, plan_backup, survivors
-from rota.costs import Link, SharedLink
+from rota.cluster import Link, SharedLink
 from rota.errors import RotaError
 from rota.schedules import NAMED, forward_only, one_f_one_b
 from rota.schedules.ready_first import ready_first

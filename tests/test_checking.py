@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from rota import schedules
 from rota.checking import check
-from rota.costs import Cluster, Costs
+from rota.cluster import Cluster
+from rota.costs import Costs
 from rota.errors import PlanError
 from rota.placement import Edge, Placement
 from rota.placing import place

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from rota import schedules
 from rota.checking import check
-from rota.costs import Cluster, Costs
+from rota.cluster import Cluster
+from rota.costs import Costs
 from rota.errors import PlacementError, PlanError, RotaError, ScheduleError
 from rota.placement import Placement
 from rota.placing import bidirectional, interleaved, place

@@ -14,8 +14,9 @@ from rota import drawing, schedules
 from rota.accounting import explain
 from rota.calibration import calibrate, calibrated, costs_of
 from rota.cli import main
+from rota.cluster import Cluster, Link
 from rota.comparison import compare
-from rota.costs import Cluster, Costs, Link
+from rota.costs import Costs
 from rota.errors import PlacementError, ScheduleError
 from rota.figures import values_of
 from rota.placement import Placement

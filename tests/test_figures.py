@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from rota import schedules
 from rota.checking import check
-from rota.costs import Cluster, Costs, Link, SharedLink
+from rota.cluster import Cluster, Link, SharedLink
+from rota.costs import Costs
 from rota.errors import FormatError, PlacementError, PlanError
 from rota.figures import PerClass, each, value_in
 from rota.placement import Edge, Placement

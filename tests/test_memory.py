@@ -5,7 +5,8 @@ from __future__ import annotations
 from hypothesis import given, settings
 
 from rota import schedules
-from rota.costs import Cluster, Costs, Link, SharedLink
+from rota.cluster import Cluster, Link, SharedLink
+from rota.costs import Costs
 from rota.placement import Edge, Placement
 from rota.placing import place
 from rota.plan import Plan

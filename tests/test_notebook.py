@@ -11,8 +11,9 @@ from hypothesis import given, settings
 
 from rota import notebook, schedules
 from rota.accounting import explain
+from rota.cluster import Cluster
 from rota.comparison import compare
-from rota.costs import Cluster, Costs
+from rota.costs import Costs
 from rota.placing import interleaved, place
 from rota.plan import Plan
 from rota.search.result import SearchResult

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 
 from rota import reading
-from rota.costs import Cluster, Costs, Link, SharedLink
+from rota.cluster import Cluster, Link, SharedLink
+from rota.costs import Costs
 from rota.errors import PlacementError
 from rota.placement import Edge, Placement, Route, StepEnd
 from rota.placing import bidirectional, interleaved, place, wave

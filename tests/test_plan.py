@@ -16,7 +16,8 @@ from hypothesis import given, settings
 from fuzz.mutating import json_mutants, text_mutants
 from rota import schedules
 from rota.checking import check
-from rota.costs import Cluster, Costs, Link, SharedLink
+from rota.cluster import Cluster, Link, SharedLink
+from rota.costs import Costs
 from rota.errors import FormatError, PlanError, RotaError
 from rota.placing import place
 from rota.plan import Plan

@@ -22,7 +22,7 @@ from rota import (
     simulate,
     wave,
 )
-from rota.costs import Link, SharedLink
+from rota.cluster import Link, SharedLink
 from rota.replanning import replan
 from rota.schedules import NAMED, forward_only, gpipe, one_f_one_b
 from rota.schedules.ready_first import ready_first

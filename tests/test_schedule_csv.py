@@ -14,7 +14,8 @@ from fuzz.mutating import text_mutants
 from rota.checking import check
 from rota.cli import main
 from rota.cli.files import _placement_of_csv
-from rota.costs import Cluster, Costs
+from rota.cluster import Cluster
+from rota.costs import Costs
 from rota.errors import FormatError, PlanError, RotaError, ScheduleError
 from rota.placement import Edge, Placement
 from rota.placing import bidirectional, place, wave

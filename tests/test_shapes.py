@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from rota.costs import Cluster, Costs
+from rota.cluster import Cluster
+from rota.costs import Costs
 from rota.errors import PlacementError
 from rota.shapes import SHAPES, k_shape, m_shape
 from rota.tasks import Kind

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 
 from rota import schedules
-from rota.costs import Cluster, Costs, Link, SharedLink
+from rota.cluster import Cluster, Link, SharedLink
+from rota.costs import Costs
 from rota.errors import PlanError
 from rota.placement import Edge, Placement, StepEnd
 from rota.placing import place

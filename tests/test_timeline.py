@@ -12,7 +12,8 @@ from hypothesis import given, settings
 
 from fuzz.mutating import json_mutants, text_mutants
 from rota import schedules
-from rota.costs import Cluster, Costs
+from rota.cluster import Cluster
+from rota.costs import Costs
 from rota.errors import FormatError, PlanError, RotaError
 from rota.placing import place
 from rota.plan import Plan

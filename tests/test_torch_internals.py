@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import gc
+import warnings
 import weakref
 from datetime import timedelta
 from importlib import import_module
@@ -302,6 +303,20 @@ def test_errors_for_lack_of_data_are_known_of_fake_tensors(ask: Any) -> None:
     with FakeTensorMode(), pytest.raises(RuntimeError) as caught:
         ask(torch.empty(1))
     assert torch_internals.lacks_data(caught.value)
+
+
+def test_weights_that_are_not_copied_to_the_meta_device_are_named() -> None:
+    with torch.device("meta"):
+        model = nn.Linear(2, 2)
+    weights = nn.Linear(2, 2).state_dict()
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        with torch_internals.copies_to_meta() as names:
+            model.load_state_dict(weights)
+            warnings.warn("another", stacklevel=1)
+        model.load_state_dict(weights)
+    assert names == ["weight", "bias"]
+    assert [str(one.message).partition(":")[0] for one in told] == ["another", "for weight", "for bias"]
 
 
 def test_arguments_that_are_written_and_devices_are_known() -> None:

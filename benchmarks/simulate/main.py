@@ -8,7 +8,7 @@ from dataclasses import replace
 from statistics import median
 
 from rota import Cluster, Costs, Link, Plan, place, simulate
-from rota.costs import SharedLink
+from rota.cluster import SharedLink
 from rota.schedules import one_f_one_b
 from rota.tasks import Transfer
 

@@ -20,7 +20,8 @@ os.environ.setdefault("NUMBA_DISABLE_ERROR_MESSAGE_HIGHLIGHTING", "1")
 
 _HOMES = {
     "rota.tasks": ("Kind", "Op", "Task", "Transfer"),
-    "rota.costs": ("AllReduceTimes", "Cluster", "Costs", "Link", "SharedLink"),
+    "rota.cluster": ("AllReduceTimes", "Cluster", "Link", "SharedLink"),
+    "rota.costs": ("Costs",),
     "rota.layers": ("LayerCosts",),
     "rota.sizes": ("Curve", "Size", "SizeModel"),
     "rota.profiles": ("Profile",),
@@ -90,13 +91,13 @@ if TYPE_CHECKING:
     from rota.calibration import calibrated as calibrated
     from rota.calibration import fit_sizes as fit_sizes
     from rota.checking import check as check
+    from rota.cluster import AllReduceTimes as AllReduceTimes
+    from rota.cluster import Cluster as Cluster
+    from rota.cluster import Link as Link
+    from rota.cluster import SharedLink as SharedLink
     from rota.comparison import Comparison as Comparison
     from rota.comparison import compare as compare
-    from rota.costs import AllReduceTimes as AllReduceTimes
-    from rota.costs import Cluster as Cluster
     from rota.costs import Costs as Costs
-    from rota.costs import Link as Link
-    from rota.costs import SharedLink as SharedLink
     from rota.drawing import draw as draw
     from rota.errors import FormatError as FormatError
     from rota.errors import LostRankError as LostRankError

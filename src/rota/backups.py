@@ -18,7 +18,7 @@ from typing import NamedTuple, final
 
 from rota import reading
 from rota.checking import check
-from rota.costs import Cluster, Link, SharedLink
+from rota.cluster import Cluster, Link, SharedLink
 from rota.errors import FormatError, PlacementError, PlanError
 from rota.placement import Edge, Placement, StepEnd
 from rota.plan import Plan

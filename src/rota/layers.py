@@ -13,9 +13,10 @@ from itertools import pairwise
 from typing import Any, TypeAlias
 
 from rota import reading
-from rota.costs import NUM_SNAPSHOTS, Costs, whole
+from rota.costs import NUM_SNAPSHOTS, Costs
 from rota.errors import PlacementError
 from rota.units import angle_repr, count_text, time_text
+from rota.whole_numbers import whole
 
 _Pair: TypeAlias = tuple[int, int]
 Shared: TypeAlias = tuple[int, int, int]

@@ -15,12 +15,13 @@ from operator import add, mul
 from typing import Any, NamedTuple
 
 from rota import reading
-from rota.costs import Cluster, whole, whole_rows
+from rota.cluster import Cluster
 from rota.errors import PlacementError
 from rota.figures import PerClass, each, same_or_per_class, value_in, values_of
 from rota.taskgraph import CycleError, TaskGraph
 from rota.tasks import Kind, Op, Task, Transfer
 from rota.units import angle_repr, count_text
+from rota.whole_numbers import whole, whole_rows
 
 _TASK_FIGURES = ("duration_us", "held_bytes", "peak_bytes")
 _SHAPE = ("tasks or ranks", "edges", "clusters", "static_bytes", "step_ends")

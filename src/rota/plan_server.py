@@ -21,7 +21,7 @@ import traceback
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, Protocol
 
-from rota.costs import Cluster
+from rota.cluster import Cluster
 from rota.errors import RotaError
 from rota.placing import interleaved, place, wave
 from rota.plan import Plan

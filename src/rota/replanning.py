@@ -11,7 +11,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 from rota.checking import check
-from rota.costs import Cluster, SharedLink
+from rota.cluster import Cluster, SharedLink
 from rota.cutting import balanced
 from rota.errors import PlacementError, PlanError
 from rota.placement import Placement

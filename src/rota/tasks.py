@@ -11,9 +11,9 @@ from enum import StrEnum
 from functools import partial
 from typing import NamedTuple
 
-from rota.costs import whole
 from rota.errors import FormatError, PlacementError
 from rota.figures import each
+from rota.whole_numbers import whole
 
 
 class Kind(StrEnum):

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import re
 import sys
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache, lru_cache
 from importlib import import_module
 from typing import Any, final
@@ -301,6 +302,33 @@ def lacks_data(error: BaseException) -> bool:
 _WITHOUT_DATA = re.compile(
     r"\bmeta'? (tensor|backend|device)|register_meta|unallocated storage|no rule registered for HOP", re.IGNORECASE
 )
+
+
+_IS_NOT_COPIED = (
+    r"for (.+): copying from a non-meta parameter in the checkpoint to a meta parameter in the current model, which is "
+    r"a no-op"
+)
+
+
+@contextmanager
+def copies_to_meta() -> Iterator[list[str]]:
+    """Yields the names of the weights that `load_state_dict` does not copy because its module's are on the meta device.
+
+    They replace PyTorch's warning about each of them, which this recognizes by its text.
+    """
+    names: list[str] = []
+    with warnings.catch_warnings():
+        warnings.filterwarnings("always", _IS_NOT_COPIED, UserWarning)
+        show_other = warnings.showwarning
+
+        def show(message: Warning | str, category: type[Warning], *where: Any, **how: Any) -> None:
+            if found := re.match(_IS_NOT_COPIED, str(message)):
+                names.append(found[1])
+            else:
+                show_other(message, category, *where, **how)
+
+        warnings.showwarning = show
+        yield names
 
 
 def takes_device(operation: Any) -> bool:

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from rota import schedules
 from rota.accounting import Cause, Idle, explain, idle
-from rota.costs import Cluster, Costs, Link, SharedLink
+from rota.cluster import Cluster, Link, SharedLink
+from rota.costs import Costs
 from rota.errors import PlanError
 from rota.placement import Edge, Placement, StepEnd
 from rota.placing import place
@@ -483,6 +484,16 @@ def test_names_of_ops_and_transfers_have_a_key() -> None:
     plan = schedules.gpipe(place(Costs.uniform(2, 100, 200), Cluster.uniform(2, latency_us=60)), 2)
     assert "\n  (1B: backward of stage 1; F: forward; 1B→0B: transfer between the two)\n" in explain(plan).to_text()
     assert "\n  (1B: backward of stage 1)\n" in explain(uneven_plan()).to_text()
+    tasks = {stretch.waits_for: stretch.tasks for stretch in explain(plan).worst}
+    assert (tasks["1B"], tasks["1B→0B"]) == (((1, Kind.B),), ((1, Kind.B), (0, Kind.B)))
+
+
+def test_step_ends_name_no_op() -> None:
+    costs = replace(Costs.uniform(2, 100, 200), reduce_us=(50, 500), optimizer_us=(5, 5))
+    worst = explain(schedules.gpipe(place(costs, Cluster.uniform(2)), 2)).worst
+    ends = [stretch for stretch in worst if stretch.waits_for.startswith("stage ")]
+    assert ends
+    assert all(stretch.tasks == () for stretch in ends)
 
 
 def test_a_step_without_idle_time_says_so() -> None:

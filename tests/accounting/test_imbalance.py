@@ -7,7 +7,8 @@ from dataclasses import replace
 
 from rota import schedules
 from rota.accounting import explain
-from rota.costs import Cluster, Costs
+from rota.cluster import Cluster
+from rota.costs import Costs
 from rota.placing import place, wave
 from rota.plan import Plan
 from rota.timeline import Timeline

@@ -16,8 +16,9 @@ from rota import schedules
 from rota.calibration import Calibration, calibrate, calibrated, costs_of, median_us
 from rota.calibration.measured_times import fit_link
 from rota.calibration.planning_again import patterns
+from rota.cluster import Cluster, Link, SharedLink
 from rota.contention import service_starts_us
-from rota.costs import Cluster, Costs, Link, SharedLink
+from rota.costs import Costs
 from rota.errors import PlacementError, PlanError, RotaError
 from rota.placement import Edge, Placement, StepEnd
 from rota.placing import interleaved, place

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Sequence
 from dataclasses import replace
@@ -15,7 +16,8 @@ from rota.calibration import calibrate
 from rota.calibration.planning_again import commands, free_name
 from rota.calibration.spread import Spread, copies, have_same_layers, num_left_out, with_equal_copies
 from rota.cli.main import make_parser
-from rota.costs import Cluster, Costs, Link
+from rota.cluster import Cluster, Link
+from rota.costs import Costs
 from rota.placing import bidirectional, interleaved, place
 from rota.plan import Plan
 from rota.tasks import Kind, Op
@@ -104,6 +106,49 @@ def test_it_is_said_that_the_ops_differ_too_much() -> None:
         "Rank 2 has 115% more work than the mean with the median times, but its ops differ too much to tell: "
         "2F took 100 µs to 600 µs."
     )
+
+
+def parted(*forwards_us: tuple[int, ...]) -> Timeline:
+    """A run of stages of one layer, one per rank, with these times of their forwards, one per micro-batch."""
+    plan = schedules.gpipe(place(Costs((100,) * 2, (200,) * 2), Cluster.uniform(2)), len(forwards_us[0]))
+    plan = replace(plan, usage=Usage(("a",), 1, 1, (1, 1)))
+    return timed(plan, lambda op: forwards_us[op.stage][op.microbatch] if op.kind is Kind.F else 200)
+
+
+def test_work_that_differs_within_the_spread_counts_as_even() -> None:
+    """Rank 1 has 310 µs per micro-batch by the medians, and rank 0 300; the ranges are 290 to 330, and 290 to 310."""
+    found = explain(parted((90, 100, 100, 110), (90, 110, 110, 130)))
+    assert found.imbalance is None
+    text = found.to_text()
+    assert (
+        "\nRank 1 has 1.6% more work than the mean, within the spread of the measured ops (-3.3% to +6.5%): the ranks "
+        "count as even.\n" in text
+    )
+    fields = json.loads(found.to_json())["within_spread"]
+    assert (fields["busiest"], round(fields["most_times_mean"], 4)) == (1, round(330 / 310, 4))
+
+
+def test_work_that_may_be_uneven_is_not_called_even() -> None:
+    text = explain(parted((50, 100, 100, 150), (90, 160, 160, 260))).to_text()
+    assert (
+        "Rank 1 has 9.1% more work than the mean, within the spread of the measured ops (-9.4% to +29.6%): too "
+        "uncertain to tell whether the ranks are even." in text
+    )
+    few = explain(parted((100, 110, 120), (130, 140, 150))).to_text()
+    assert (
+        "Rank 1 has 4.6% more work than the mean. This may be chance: of some task, fewer than 4 ops were measured."
+        in few
+    )
+
+
+def test_work_that_is_certain_or_was_simulated_is_not_called_even() -> None:
+    certain = explain(parted((100, 101, 102, 103), (150, 151, 152, 153)))
+    simulated = explain(chain())
+    doubted = explain(timed(chain(), lambda op: 600 if op.stage == 2 and op.microbatch % 2 else 100))
+    assert doubted.doubts  # they say as much of the stage
+    for found in (certain, simulated, doubted):
+        assert found.within_spread is None
+        assert "more work than the mean" not in found.to_text()
 
 
 def test_several_runs_tell_more_than_one() -> None:

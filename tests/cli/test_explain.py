@@ -14,7 +14,8 @@ from cli.test_cli import run
 from rota import schedules
 from rota.accounting import explain
 from rota.cli.wire_effects import wire_effects
-from rota.costs import Cluster, Costs
+from rota.cluster import Cluster
+from rota.costs import Costs
 from rota.drawing import to_chrome_trace
 from rota.placing import place
 from rota.plan import Plan

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -80,6 +81,46 @@ def test_an_estimate_makes_the_model_where_it_takes_no_memory(
     assert code == 0
     assert "estimated for h100" in out
     assert Profile.from_json(output.read_text())[1].parameter_bytes[0] == 5 * 8 * 10**9 * 4
+
+
+LOADS = """
+import warnings
+
+make_weights = make_model
+
+def make_model():
+    model = make_weights()
+    if model[0].weight.is_meta:
+        warnings.warn("a warning of the model's own")
+        NUMBERS
+    model.load_state_dict({name: torch.ones(weight.shape, device="cpu") for name, weight in model.state_dict().items()})
+    return model
+"""
+
+
+def test_weights_that_a_model_loads_are_left_out_of_an_estimate_in_one_sentence(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model.write_text(MODEL + OPTIMIZER + LOADS.replace("NUMBERS", ""))
+    with pytest.warns(UserWarning, match="a warning of the model's own") as told:
+        code, out, error = run(capsys, model, "--device", "h100", "-o", tmp_path / "profile.json")
+    assert (code, "estimated for h100" in out) == (0, True)
+    assert error == f"{model} loads weights: they are left out here, because only their shapes are needed\n"
+    assert len(told) == 1
+
+
+def test_a_model_that_cannot_be_made_without_weights_is_estimated_with_them(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plain, output = tmp_path / "plain.json", tmp_path / "profile.json"
+    assert run(capsys, model, "--device", "h100", "-o", plain)[0] == 0
+    model.write_text(model.read_text() + LOADS.replace("NUMBERS", "model[0].weight[0, 0].item()"))
+    with pytest.warns(UserWarning, match="a warning of the model's own"):
+        code, _, error = run(capsys, model, "--device", "h100", "-o", output)
+    assert code == 0
+    assert error.startswith(f"{model}: the model is made with its weights, because it cannot be made without them: Ru")
+    assert error.count("\n") == 1
+    assert json.loads(output.read_text()) == json.loads(plain.read_text())
 
 
 def test_the_cache_is_used_and_refreshed(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,7 +10,8 @@ import pytest
 
 from cli.test_cli import run
 from rota.cli.wire_effects import wire_effects
-from rota.costs import Cluster, Costs, Link, SharedLink
+from rota.cluster import Cluster, Link, SharedLink
+from rota.costs import Costs
 from rota.errors import PipelineError
 from rota.placing import place
 from rota.plan import Plan

@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rota import schedules
+from rota.cluster import Cluster, Link, SharedLink
 from rota.comparison import Comparison, KindRow, Part, _parts_us, compare
-from rota.costs import Cluster, Costs, Link, SharedLink
+from rota.costs import Costs
 from rota.errors import PlanError
 from rota.placement import Edge, Placement
 from rota.placing import place

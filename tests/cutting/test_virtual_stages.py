@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rota.costs import Cluster, Costs
+from rota.cluster import Cluster
+from rota.costs import Costs
 from rota.cutting import Cut, cut
 from rota.cutting.cut_problem import StageMemory
 from rota.errors import SplitError

@@ -112,13 +112,13 @@ def test_texts_of_any_length_are_planned_batch_by_batch(model: str, pool: Pool, 
 def test_long_samples_train_in_chunks(pool: Pool, tmp_path: Path) -> None:
     planning, running = commands("sequence_chunks")
     output_of(pool, tmp_path, planning)
-    told = output_of(pool, tmp_path, f"{with_path(running)} 64")
+    told = output_of(pool, tmp_path, f"{with_path(running)} 128")
     differences = re.findall(r"gradients differ from the unsplit model's by (\S+) at most", told)
     assert len(differences) == 2
     assert all(float(difference) < 1e-10 for difference in differences)
     shares = [float(share) for share in re.findall(r"(\S+) of the planned peak", told)]
     assert len(shares) == 2
-    assert max(shares) < 1.2  # so short a length keeps little beside what messages and losses hold
+    assert max(shares) < 1.1  # shorter samples keep little beside what messages and losses hold
 
 
 def test_every_example_is_tested_and_the_new_ones_are_short() -> None:

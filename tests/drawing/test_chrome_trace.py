@@ -15,7 +15,8 @@ from hypothesis import given, settings
 from drawing.browser.timelines import wired
 from rota import schedules
 from rota.accounting import idle
-from rota.costs import Cluster, Costs
+from rota.cluster import Cluster
+from rota.costs import Costs
 from rota.drawing import save, to_chrome_trace
 from rota.errors import RotaError
 from rota.placing import place

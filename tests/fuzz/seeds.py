@@ -10,7 +10,8 @@ from random import Random
 from tempfile import TemporaryDirectory
 
 from rota import schedules
-from rota.costs import AllReduceTimes, Cluster, Costs, Link
+from rota.cluster import AllReduceTimes, Cluster, Link
+from rota.costs import Costs
 from rota.interop import torchtitan
 from rota.layers import LayerCosts
 from rota.placement import StepEnd

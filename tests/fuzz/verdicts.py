@@ -14,8 +14,9 @@ from typing import TypeVar
 
 from rota import Plan, RotaError, Timeline, check, compare, cutting, simulate
 from rota.accounting import explain
+from rota.cluster import Cluster
 from rota.compat.tessel.schedule.schedplan import SchedPlan
-from rota.costs import Cluster, Costs
+from rota.costs import Costs
 from rota.drawing import to_chrome_trace, to_html, to_text
 from rota.interop import ImportedTrace, deepspeed, megatron, torchtitan
 from rota.layers import LayerCosts

@@ -12,7 +12,8 @@ import pytest
 
 from fuzz.mutating import json_mutants, text_mutants
 from rota import schedules
-from rota.costs import Cluster, Costs
+from rota.cluster import Cluster
+from rota.costs import Costs
 from rota.errors import FormatError, RotaError
 from rota.interop import import_traces
 from rota.interop.traces import trace_files

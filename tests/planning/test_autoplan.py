@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 import rota
 from rota.checking import check
-from rota.costs import AllReduceTimes, Cluster, Link, SharedLink
+from rota.cluster import AllReduceTimes, Cluster, Link, SharedLink
 from rota.cutting import uniform
 from rota.errors import PlacementError, RotaError, SearchError
 from rota.layers import LayerCosts

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from planning.test_autoplan import layer_costs
-from rota.costs import Link
+from rota.cluster import Link
 from rota.planning.candidate import Candidate, Request
 from rota.planning.choosing import chosen, simplicity, spread_between
 from rota.planning.evaluation import Found, evaluate

@@ -15,7 +15,7 @@ from torch import nn
 
 from planning.test_autoplan import LONG_S, UNEVEN, layer_costs
 from rota.checking import check
-from rota.costs import Link
+from rota.cluster import Link
 from rota.errors import PipelineError
 from rota.planning import Answer, Machine, autoplan, confirmation, finalists, trials
 from rota.planning.answer import Confirmed, layout_text, ranks_text
@@ -74,7 +74,7 @@ def test_the_figures_are_those_of_the_steps_that_were_run(confirmed: Confirm) ->
     assert "from op times measured in plan order" in text
     assert "Lower bound for every layout according to the layers' times, not to measured steps" in text
     assert "from its work alone" not in text
-    assert "its ops take 0% longer in place than its layers one by one" in text
+    assert "its ops take 0% more time in place than its layers one by one" in text
 
     def slower(trial: Trial) -> StepTimes:
         tasks = tuple(replace(task, duration_us=3 * task.duration_us) for task in trial.plan.placement.tasks)
@@ -82,7 +82,7 @@ def test_the_figures_are_those_of_the_steps_that_were_run(confirmed: Confirm) ->
         return replace(steps_of(trial), timelines=(replace(run, plan=trial.plan),))
 
     assert (
-        "its ops take 200% longer in place than"
+        "its ops take 200% more time in place than"
         in confirmed(lambda trials: [slower(trial) for trial in trials]).to_text()
     )
     check(told.plan)
@@ -149,7 +149,7 @@ def test_a_plan_on_more_processes_must_be_faster_by_more_than_the_spread(confirm
     quiet, noisy = confirmed(tried(0.0)), confirmed(tried(0.03))
     assert quiet.tolerance == pytest.approx(0.01)
     assert noisy.tolerance > 0.04
-    assert "Trial steps (5 rounds) show differences to within 1.0%. Plans whose steps differ by less than 1.0%" in (
+    assert "Trial steps (5 rounds) measure differences to within 1.0%. Plans whose steps differ by less than 1.0%" in (
         quiet.to_text()
     )
     assert noisy.plan.num_ranks * noisy.best.candidate.layout.num_replicas == 1
@@ -251,11 +251,12 @@ def test_a_machine_too_noisy_to_choose_by_speed_is_told(confirmed: Confirm) -> N
     assert told.best.num_processes == 1  # nothing shows that two are faster
     text = told.to_text()
     assert (
-        "vary too much to choose a plan by speed: trial steps show differences between plans only to within 15.0%"
+        "vary too much to choose a plan by speed: trial steps measure differences between plans only to within 15.0%"
         in text
     )
     assert (
-        "Trial steps (5 rounds) show differences to within 15.0%. Plans whose steps differ by less than 15.0%" in text
+        "Trial steps (5 rounds) measure differences to within 15.0%. Plans whose steps differ by less than 15.0%"
+        in text
     )
 
 

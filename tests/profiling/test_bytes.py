@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
@@ -144,6 +145,27 @@ def test_without_numbers_the_bytes_are_the_same(name: str) -> None:
     with torch.device("meta"):
         made = MAKE[name]()
     assert profile_layers(made, *of[1:], **options, device="cpu-core") == on_meta
+
+
+class Twice(nn.Module):
+    """Its weight has two names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.second.weight = self.first.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x))
+
+
+def test_a_weight_with_two_names_in_a_layer_is_one_without_numbers_too() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), Twice())
+    of = Case(model, torch.ones(2, 4), torch.ones(2, 4), nn.functional.mse_loss)
+    options: dict[str, Any] = {"optimizer": torch.optim.AdamW, "repeats": 1}
+    real, on_meta = profile_layers(*of, **options), profile_layers(*of, **options, device="cpu-core")
+    assert on_meta.parameter_bytes == real.parameter_bytes == ((16 + 4) * 4, (16 + 2 * 4) * 4)
+    assert on_meta.optimizer_bytes == real.optimizer_bytes
 
 
 @pytest.mark.parametrize("name", MAKE)

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from rota import Cluster, Link
-from rota.costs import AllReduceTimes, SharedLink
+from rota.cluster import AllReduceTimes, SharedLink
 from rota.profiling.all_reduces import numbers_of
 from rota.profiling.host_links import _taken_by_others, pairs_of
 from rota.profiling.host_messages import ROUND_SIZES, SIZES

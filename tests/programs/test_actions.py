@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from rota.costs import Cluster, Costs
+from rota.cluster import Cluster
+from rota.costs import Costs
 from rota.placing import place
 from rota.plan import Plan
 from rota.programs.actions import Program, compile_program

@@ -9,7 +9,8 @@ from itertools import pairwise
 
 import pytest
 
-from rota.costs import Cluster, Costs
+from rota.cluster import Cluster
+from rota.costs import Costs
 from rota.errors import PlanError
 from rota.placing import bidirectional, place
 from rota.plan import Plan

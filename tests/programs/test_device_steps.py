@@ -7,7 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from rota.costs import Cluster, Costs
+from rota.cluster import Cluster
+from rota.costs import Costs
 from rota.placement import Edge, Placement
 from rota.placing import place
 from rota.plan import Plan

@@ -8,7 +8,8 @@ from collections.abc import Callable
 
 import pytest
 
-from rota.costs import Cluster, Costs
+from rota.cluster import Cluster
+from rota.costs import Costs
 from rota.errors import PlanError
 from rota.placing import place
 from rota.programs.device_order import prove

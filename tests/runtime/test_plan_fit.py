@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 from torch import nn
 
-from rota.costs import Cluster, Costs
+from rota.cluster import Cluster
+from rota.costs import Costs
 from rota.errors import PipelineError
 from rota.models import Stages, split
 from rota.placement import Placement

@@ -11,8 +11,9 @@ from hypothesis import given, settings
 
 from rota.accounting import Cause, idle
 from rota.calibration import calibrated
+from rota.cluster import Cluster, Link, SharedLink
 from rota.comparison import Part, compare
-from rota.costs import Cluster, Costs, Link, SharedLink
+from rota.costs import Costs
 from rota.placement import Edge, Placement
 from rota.placing import place
 from rota.plan import Plan

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rota.checking import check
-from rota.costs import Cluster, Costs
+from rota.cluster import Cluster
+from rota.costs import Costs
 from rota.errors import ScheduleError
 from rota.placement import Placement
 from rota.placing import bidirectional, place, wave

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 import pytest
 
 from rota.checking import check
-from rota.costs import Cluster, Costs
+from rota.cluster import Cluster
+from rota.costs import Costs
 from rota.errors import ScheduleError
 from rota.placing import bidirectional, wave
 from rota.plan import Plan

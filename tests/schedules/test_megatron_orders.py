@@ -15,7 +15,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from rota.costs import Cluster, Costs
+from rota.cluster import Cluster
+from rota.costs import Costs
 from rota.errors import ScheduleError
 from rota.placement import Placement
 from rota.placing import interleaved

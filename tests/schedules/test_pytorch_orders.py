@@ -10,7 +10,8 @@ import pytest
 
 from rota.checking import check
 from rota.cli import main
-from rota.costs import Cluster, Costs
+from rota.cluster import Cluster
+from rota.costs import Costs
 from rota.placement import Placement
 from rota.placing import interleaved, wave
 from rota.plan import Plan

@@ -14,7 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rota.checking import check
-from rota.costs import Cluster, Costs, Link
+from rota.cluster import Cluster, Link
+from rota.costs import Costs
 from rota.errors import PlanError, ScheduleError
 from rota.placement import Placement
 from rota.placing import interleaved, place

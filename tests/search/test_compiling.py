@@ -9,7 +9,8 @@ from numba.core import errors
 from numba.core.registry import CPUDispatcher
 
 from rota.checking import check
-from rota.costs import Cluster, Costs
+from rota.cluster import Cluster
+from rota.costs import Costs
 from rota.placement import Placement
 from rota.placing import place, wave
 from rota.schedules.families import named_plans

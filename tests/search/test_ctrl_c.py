@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from rota.checking import check
-from rota.costs import Cluster, Costs
+from rota.cluster import Cluster
+from rota.costs import Costs
 from rota.placement import Placement
 from rota.placing import wave
 from rota.search import find_plan, finding, portfolio

@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given, settings
 
 from rota.checking import check
-from rota.costs import Cluster, Costs
+from rota.cluster import Cluster
+from rota.costs import Costs
 from rota.errors import PlanError, RotaError, SearchError
 from rota.placement import Placement
 from rota.placing import interleaved, place, wave

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rota import Cluster, Costs, Placement, Plan, PlanError, check, find_plan, place, simulate
-from rota.costs import Link, SharedLink
+from rota.cluster import Link, SharedLink
 from rota.planning.layout_bounds import placement_bound_us
 from rota.schedules import one_f_one_b, zb_auto, zb_h1, zb_h2
 from rota.search import bounds_of, exact, find_repeating

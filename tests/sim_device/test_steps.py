@@ -7,7 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from rota.costs import Cluster, Costs
+from rota.cluster import Cluster
+from rota.costs import Costs
 from rota.placing import place
 from rota.plan import Plan
 from rota.programs.device_steps import DeviceProgram, device_programs

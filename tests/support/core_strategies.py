@@ -13,7 +13,8 @@ from typing import TypeVar
 
 from hypothesis import strategies as st
 
-from rota.costs import AllReduceTimes, Cluster, Costs, Link, SharedLink
+from rota.cluster import AllReduceTimes, Cluster, Link, SharedLink
+from rota.costs import Costs
 from rota.placement import Edge, Placement, StepEnd
 from rota.placing import place
 from rota.plan import Plan

@@ -6,7 +6,7 @@ import random
 from dataclasses import replace
 
 from rota import Cluster, Costs, Kind, Placement, Plan, place
-from rota.costs import Link, SharedLink
+from rota.cluster import Link, SharedLink
 from rota.placement import Edge
 from support.core_strategies import deal, linear_extension, served_in_any_order
 

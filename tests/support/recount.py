@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from rota.costs import Cluster, Link
+from rota.cluster import Cluster, Link
 from rota.figures import PerClass
 from rota.placement import Placement
 from rota.plan import Plan

@@ -6,7 +6,7 @@ import random
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from rota.costs import Cluster, Link
+from rota.cluster import Cluster, Link
 from rota.placement import Edge, Placement, StepEnd
 from rota.plan import Plan
 from rota.simulation import simulate

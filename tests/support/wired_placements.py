@@ -8,7 +8,7 @@ from dataclasses import replace
 from itertools import permutations, product
 from typing import NamedTuple
 
-from rota.costs import Cluster, Link, SharedLink
+from rota.cluster import Cluster, Link, SharedLink
 from rota.placement import Edge, Placement, StepEnd
 from rota.plan import Plan
 from rota.tasks import Kind, Op, Task, Transfer

@@ -47,7 +47,7 @@ DESCRIPTIONS = {
     Cause.TRANSFER: "an input of the next op is in transit",
     Cause.MESSAGES: "the rank is busy sending and receiving",
     Cause.LAUNCH: "the next op is ready but has not started yet",
-    Cause.DRAIN: "this rank has finished, but others have not",
+    Cause.DRAIN: "the rank has finished, but others have not",
 }
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,7 +12,7 @@ from typing import Any
 from rota import notebook
 from rota.accounting.causes import DESCRIPTIONS, Cause, Idle
 from rota.accounting.idle_time import idle
-from rota.accounting.imbalance import Imbalance, imbalance
+from rota.accounting.imbalance import Imbalance, WithinSpread, imbalance, within_spread
 from rota.accounting.snippets import snippet_of
 from rota.accounting.suggestions import Suggestion, advice, with_measured_times
 from rota.calibration.spread import Spread
@@ -40,6 +39,7 @@ class Stretch:
         rank: The idle rank.
         cause: Why it is idle.
         waits_for: What it waits for, without micro-batches.
+        tasks: (stage, kind) of each op that `waits_for` names: one for an op, two for a transfer.
         total_us: Idle time in µs.
         times: Number of intervals.
     """
@@ -47,6 +47,7 @@ class Stretch:
     rank: int
     cause: Cause
     waits_for: str
+    tasks: tuple[tuple[int, Kind], ...]
     total_us: int
     times: int
 
@@ -65,6 +66,8 @@ class Explanation:
         num_cores: CPU cores that all ranks shared; None if they shared none, or it is not known.
         doubts: What the measured ops are too far apart to tell, in words.
         imbalance: How uneven the ranks' work is, where no other cut is suggested; None if it is not.
+        within_spread: The rank with the most work, if the measured ops are too far apart to tell that it has more than
+            the others; None where `suggestions` or `doubts` are about the cut that would balance them.
     """
 
     timeline: Timeline
@@ -74,6 +77,7 @@ class Explanation:
     num_cores: int | None = None
     doubts: tuple[str, ...] = ()
     imbalance: Imbalance | None = None
+    within_spread: WithinSpread | None = None
 
     def __str__(self) -> str:
         """One line."""
@@ -100,9 +104,10 @@ class Explanation:
     @cached_property
     def worst(self) -> tuple[Stretch, ...]:
         """What ranks wait for, the longest total first."""
-        sums: dict[tuple[int, Cause, str], list[int]] = {}
+        sums: dict[tuple[int, Cause, str, tuple[tuple[int, Kind], ...]], list[int]] = {}
         for one in self.idles:
-            sums.setdefault((one.rank, one.cause, _task_of(one.waits_for)), []).append(one.duration_us)
+            what = _name_of(one.waits_for), _tasks_of(one.waits_for)
+            sums.setdefault((one.rank, one.cause, *what), []).append(one.duration_us)
         found = [Stretch(*key, sum(each), len(each)) for key, each in sums.items()]
         return tuple(sorted(found, key=lambda stretch: (-stretch.total_us, stretch.rank)))
 
@@ -229,6 +234,8 @@ class Explanation:
             )
         if self.imbalance is not None:
             lines.append(self.imbalance.to_text())
+        if self.within_spread is not None:
+            lines.append(self.within_spread.to_text())
         doubts = [f"Too uncertain to advise: {doubt}." for doubt in self.doubts]
         if not self.suggestions:
             helps = "is certain to help" if doubts else "would help"
@@ -268,6 +275,7 @@ class Explanation:
             "suggestions": [one._asdict() for one in self.suggestions],
             "doubts": list(self.doubts),
             "imbalance": None if self.imbalance is None else self.imbalance._asdict(),
+            "within_spread": None if self.within_spread is None else self.within_spread._asdict(),
         }
         return json.dumps(fields, indent=2, ensure_ascii=False) + "\n"
 
@@ -293,32 +301,39 @@ def explain(
     idles = idle(timeline, planned, num_cores)
     model = with_measured_times(timeline)
     spread = Spread.of([timeline], model.placement)
-    found, doubts = advice(model, spread)
-    uneven = None if any(one.what == "cut" for one in found) else imbalance(model, spread)
-    return Explanation(timeline, idles, simulate(model).makespan_us, found, num_cores, doubts, uneven)
+    found, doubts, doubts_cut = advice(model, spread)
+    uneven = maybe_even = None
+    if not any(one.what == "cut" for one in found):
+        uneven, maybe_even = imbalance(model, spread), within_spread(model, spread)
+    if maybe_even is not None and doubts_cut and not maybe_even.is_even:  # one of the doubts says as much
+        maybe_even = None
+    return Explanation(timeline, idles, simulate(model).makespan_us, found, num_cores, doubts, uneven, maybe_even)
 
 
-def _task_of(work: Op | Transfer | StepEndWork | None) -> str:
+def _tasks_of(work: Op | Transfer | StepEndWork | None) -> tuple[tuple[int, Kind], ...]:
+    """(stage, kind) of the ops that the name of this work has."""
+    ops = (work,) if isinstance(work, Op) else (work.source, work.target) if isinstance(work, Transfer) else ()
+    return tuple((op.stage, op.kind) for op in ops)
+
+
+def _name_of(work: Op | Transfer | StepEndWork | None) -> str:
     """The name of an op, transfer or step end, without its micro-batch."""
-    if isinstance(work, Op):
-        return f"{work.stage}{work.kind}"
-    if isinstance(work, Transfer):
-        return f"{_task_of(work.source)}→{_task_of(work.target)}"
-    return "" if work is None else f"stage {work.stage}'s {_STEP_END[work.what]}"
+    if isinstance(work, StepEndWork):
+        return f"stage {work.stage}'s {_STEP_END[work.what]}"
+    return "→".join(f"{stage}{kind}" for stage, kind in _tasks_of(work))
 
 
 def _key_lines(stretches: Sequence[Stretch]) -> list[str]:
     """What the names of tasks and transfers in these stretches mean, with one of them as the example."""
-    names = " ".join(stretch.waits_for for stretch in stretches)
-    stages: dict[Kind, str] = {}
-    for stage, letter in re.findall(r"(\d+)([FBIWR])", names):
-        stages.setdefault(Kind(letter), stage)
+    stages: dict[Kind, int] = {}
+    for stage, kind in (task for stretch in stretches for task in stretch.tasks):
+        stages.setdefault(kind, stage)
     if not stages:
         return []
     (first, stage), *others = stages.items()
     told = [f"{stage}{first}: {first.word} of stage {stage}", *(f"{kind}: {kind.word}" for kind, _ in others)]
-    if transfer := re.search(r"\S+→\S+", names):
-        told.append(f"{transfer[0]}: transfer between the two")
+    if transfer := next((one.waits_for for one in stretches if len(one.tasks) > 1), None):
+        told.append(f"{transfer}: transfer between the two")
     return [f"  ({'; '.join(told)})"]
 
 

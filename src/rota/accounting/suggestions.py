@@ -12,7 +12,7 @@ from typing import NamedTuple
 from rota.calibration.measured_times import median_us, step_ends_us, with_durations
 from rota.calibration.planning_again import commands
 from rota.calibration.spread import Spread, copies, have_same_layers, with_equal_copies
-from rota.costs import Link
+from rota.cluster import Link
 from rota.errors import RotaError
 from rota.figures import each
 from rota.placement import Placement, StepEnd
@@ -47,10 +47,17 @@ class Suggestion(NamedTuple):
 
 
 class Advice(NamedTuple):
-    """Suggestions, the largest gain first, and in words what the measured times are too far apart to tell."""
+    """What helps, and what the measured times are too far apart to tell.
+
+    Attributes:
+        suggestions: Changes that shorten the step, the largest gain first.
+        doubts: What is uncertain, in words.
+        doubts_cut: Whether one of the doubts is about another cut.
+    """
 
     suggestions: tuple[Suggestion, ...]
     doubts: tuple[str, ...]
+    doubts_cut: bool
 
 
 class _Change(NamedTuple):
@@ -77,7 +84,8 @@ def advice(plan: Plan, spread: Spread) -> Advice:
         for words, gain_us in _gains_of_cuts(plan)
     ]
     doubts: tuple[str, ...] = ()
-    if found and not _is_slowest_for_sure(plan.placement, spread):
+    doubts_cut = bool(found) and not _is_slowest_for_sure(plan.placement, spread)
+    if doubts_cut:
         found, doubts = [], (_doubt_text(plan, spread),)
     for change in (*_changes(plan), *_other_orders(plan, before_us)):
         after_us = simulate(change.changed(plan)).makespan_us
@@ -88,7 +96,7 @@ def advice(plan: Plan, spread: Spread) -> Advice:
         else:
             gain = f"{(before_us - after_us) / before_us:.1%}"
             doubts += (f"{change.words}: {gain} shorter with the median times, but not with all possible times",)
-    return Advice(tuple(sorted(found, key=lambda one: -one.gain_us)), doubts)
+    return Advice(tuple(sorted(found, key=lambda one: -one.gain_us)), doubts, doubts_cut)
 
 
 def _changes(plan: Plan) -> Iterator[_Change]:

@@ -15,7 +15,7 @@ from rota.batching.policies import valley
 from rota.batching.replicas import of_share, shares_of
 from rota.batching.result import BatchPlan
 from rota.checking import check
-from rota.costs import Cluster
+from rota.cluster import Cluster
 from rota.errors import RotaError
 from rota.schedules import NAMED
 from rota.simulation import simulate

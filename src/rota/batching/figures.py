@@ -10,7 +10,8 @@ from heapq import heappop, heappush
 import numpy as np
 
 from rota.batching.problem import NO_LIMIT, BatchProblem, Floats, Integers
-from rota.costs import Cluster, Costs
+from rota.cluster import Cluster
+from rota.costs import Costs
 from rota.errors import SearchError
 from rota.figures import PerClass
 from rota.placement import Placement, StepEnd

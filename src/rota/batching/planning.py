@@ -21,7 +21,7 @@ from rota.batching.problem import NO_LIMIT, BatchProblem, Integers
 from rota.batching.result import BatchPlan
 from rota.batching.rules import by_few_rules, by_rule
 from rota.batching.windows import sequence_bound_us
-from rota.costs import Cluster
+from rota.cluster import Cluster
 from rota.errors import NothingFitsError, SearchError
 from rota.placing import place as place_chain
 from rota.plan import Plan

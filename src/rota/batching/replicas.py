@@ -12,7 +12,7 @@ from rota.batching.figures import Layout, Place
 from rota.batching.grouping import Grouper
 from rota.batching.planning import plan_batch
 from rota.batching.result import BatchPlan
-from rota.costs import Cluster
+from rota.cluster import Cluster
 from rota.errors import SearchError
 from rota.placing import place as place_chain
 from rota.sizes import SizeModel

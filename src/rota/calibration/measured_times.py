@@ -7,7 +7,7 @@ from dataclasses import replace
 from operator import itemgetter
 from statistics import median, median_low
 
-from rota.costs import Cluster, Link
+from rota.cluster import Cluster, Link
 from rota.errors import PlanError
 from rota.figures import same_or_per_class, value_in
 from rota.placement import Placement, StepEnd

@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from itertools import count, groupby
 
-from rota.costs import Cluster, Link
+from rota.cluster import Cluster, Link
 from rota.plan import Plan
 from rota.units import exact_size_text
 

@@ -13,7 +13,8 @@ from typing import TypeVar
 from rota.cli import files
 from rota.cli.parser import Parser, one_of
 from rota.cli.requirements import InputError
-from rota.costs import ASSUMED_COSTS, Cluster, Costs, assumed_costs
+from rota.cluster import Cluster
+from rota.costs import ASSUMED_COSTS, Costs, assumed_costs
 from rota.errors import PlacementError
 from rota.placement import Placement
 from rota.shapes import SHAPES

@@ -13,7 +13,8 @@ from typing import Literal
 from rota import reading, schedule_csv, writing
 from rota.backups import Backups
 from rota.cli.requirements import InputError
-from rota.costs import Cluster, Costs, assumed_costs
+from rota.cluster import Cluster
+from rota.costs import Costs, assumed_costs
 from rota.errors import FormatError, NothingFitsError, PlanError, RotaError
 from rota.placement import Placement
 from rota.placing import place

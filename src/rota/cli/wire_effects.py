@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from rota.costs import Link
+from rota.cluster import Link
 from rota.figures import values_of
 from rota.placement import Placement
 from rota.units import count_text, size_text, time_text

@@ -16,7 +16,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from rota.costs import Cluster, Costs
+from rota.cluster import Cluster
+from rota.costs import Costs
 from rota.diagnosis.measuring import num_open_files
 from rota.errors import RotaError
 from rota.models import Stages

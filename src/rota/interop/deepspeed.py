@@ -9,7 +9,8 @@ import json
 from collections.abc import Sequence
 
 from rota import cutting
-from rota.costs import Cluster, Costs
+from rota.cluster import Cluster
+from rota.costs import Costs
 from rota.errors import FormatError, ScheduleError
 from rota.interop.layer_boundaries import require_boundaries, stage_costs
 from rota.placing import place

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from itertools import accumulate, groupby, pairwise
 from typing import NamedTuple, final
 
-from rota.costs import Cluster, Costs
+from rota.cluster import Cluster
+from rota.costs import Costs
 from rota.cutting.partition import matching
 from rota.errors import FormatError, ScheduleError, SplitError
 from rota.interop.layer_boundaries import MOST_LAYERS, require_boundaries, stage_costs

@@ -23,7 +23,8 @@ from typing import NamedTuple, TypeAlias
 
 from rota import reading, schedule_csv
 from rota.checking import check
-from rota.costs import Cluster, Costs, assumed_costs
+from rota.cluster import Cluster
+from rota.costs import Costs, assumed_costs
 from rota.errors import FormatError, ScheduleError, SplitError
 from rota.interop.layer_boundaries import MOST_LAYERS, read_limited, stage_costs
 from rota.placement import Placement

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from rota import notebook
 from rota.accounting.snippets import snippet
-from rota.costs import Cluster
+from rota.cluster import Cluster
 from rota.plan import Plan
 from rota.planning.candidate import Request
 from rota.planning.evaluation import SEARCHED, Found, Misfit
@@ -366,7 +366,7 @@ class Answer:
     def _equally_fast(self) -> str:
         """Which plans count as equally fast, and which of them is recommended."""
         rounds = count_text(self.num_rounds, "round")
-        told = f"Trial steps ({rounds}) show differences to within {self.tolerance:.1%}. " if self.num_rounds else ""
+        told = f"Trial steps ({rounds}) measure differences to within {self.tolerance:.1%}. " if self.num_rounds else ""
         return (
             f"{told}Plans whose steps differ by less than {self._alike:.1%} count as equally fast; "
             f"Rota recommends the simplest of them: the fewest processes and recomputed stages, a named "
@@ -479,8 +479,8 @@ def _cuts(found: Found) -> list[str]:
     if not cuts:
         return []
     return [
-        f"  cut before  {_runs(cuts)}; layers are what is between possible cuts: the first of {len(every) + 1} is "
-        f"everything before {every[0]}, and the last is everything from {every[-1]} on",
+        f"  cut before  {_runs(cuts)}; a layer is what lies between two possible cuts: the first of "
+        f"{len(every) + 1} is everything before {every[0]}, and the last is everything from {every[-1]} on",
     ]
 
 
@@ -512,9 +512,8 @@ def _inflation(found: Found) -> str:
     if not alone_us:
         return ""
     change = in_place_us / alone_us - 1
-    return (
-        f"; its ops take {abs(change):.0%} {'shorter' if change < 0 else 'longer'} in place than its layers one by one"
-    )
+    than_alone = f"{'less' if change < 0 else 'more'} time in place than its layers one by one"
+    return f"; its ops take {abs(change):.0%} {than_alone}"
 
 
 def _fullest(found: Found) -> int:

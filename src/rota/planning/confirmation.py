@@ -387,7 +387,7 @@ def _too_noisy(tolerance: float) -> list[str]:
     if tolerance <= NOISY:
         return []
     return [
-        f"step times vary too much to choose a plan by speed: trial steps show differences between plans only to "
+        f"step times vary too much to choose a plan by speed: trial steps measure differences between plans only to "
         f"within {tolerance:.1%}, above {NOISY:.0%}, so the simplest of those that may be as fast is recommended; stop "
         f"other programs, and give a longer --time-limit for more steps"
     ]

@@ -6,9 +6,10 @@ import math
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from rota.costs import AllReduceTimes, Cluster, Link, SharedLink, whole
+from rota.cluster import AllReduceTimes, Cluster, Link, SharedLink
 from rota.errors import PlacementError
 from rota.units import angle_repr, count_text, limit_text
+from rota.whole_numbers import whole
 
 _ANY_LINK = Link()  # infinitely fast
 _MOST_RANKS = 100_000  # more than any machine has; the time to look at a layout grows with them

@@ -11,11 +11,11 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from inspect import signature
 from pathlib import Path
 from types import ModuleType
-from typing import Any, final
+from typing import Any, TypeVar, final
 
 import torch
 from torch import nn
@@ -30,7 +30,9 @@ from rota.profiling.optimizers import MakeOptimizer
 from rota.profiling.places import is_here
 from rota.runtime.losses import LossFn
 from rota.runtime.messages import over_tensors
+from rota.torch_internals import copies_to_meta
 
+_Model = TypeVar("_Model")
 _SMALL_BYTES = 2**26  # of parameters: such a model runs a row in seconds, also on a CPU
 
 EXAMPLE = """\
@@ -70,11 +72,7 @@ class ModelFile:
 
     def made_without_weights(self) -> nn.Module | Stages:
         """What make_model returns on the meta device, or with weights if it needs their numbers."""
-        try:
-            with torch.device("meta"):
-                return self.made_model()
-        except FormatError:
-            return self.made_model()
+        return _made_without_weights(self.made_model, self.path, _say_once)
 
     def exported(self) -> ExportedModel:
         """The model as `rota export` gets it. Raises FormatError if make_model fails, or returns no nn.Module."""
@@ -126,8 +124,8 @@ def _of_length(make_batch: Callable[..., Any], length: int) -> Callable[[int], A
 
 def _give_batches(module: ModuleType, path: str, length: int | None) -> None:
     """Random tokens, and the model's own loss, if the file makes a model of transformers."""
-    with torch.device("meta"):
-        config = getattr(module.make_model(), "config", None)
+    made = _made_without_weights(module.make_model, path, lambda _: None)  # only for its config
+    config = getattr(made, "config", None)
     if config is not None and hasattr(config, "model_type"):
         vars(module)["make_batch"] = hf_models.batches_of(config, length, path)
         vars(module).setdefault("loss_fn", hf_models.own_loss)
@@ -163,11 +161,14 @@ def profile_file(
     """Costs of the model's layers for micro-batches of `rows` rows.
 
     They are measured on "cpu" (default) or an accelerator of this machine, such as "cuda", and estimated for every
-    other device. For an estimate the model is made on the meta device, where it needs no memory.
+    other device. For an estimate, the model is made on the meta device, where it needs no memory, if it can be.
     """
     measured = device is None or is_here(device)
-    with torch.device("meta" if not measured else device or "cpu"):
-        model = file.made_model()
+    if measured:
+        with torch.device(device or "cpu"):
+            model = file.made_model()
+    else:
+        model = file.made_without_weights()
     if measured and device is not None:
         for module in model.modules if isinstance(model, Stages) else (model,):
             module.to(device)
@@ -260,7 +261,7 @@ def load_exported_model(spec: str) -> ExportedModel:
         if not callable(make):
             raise FormatError(f"--model {spec}: {path} has no function {name!r}; define it, or name another")
         try:
-            model = _made_on_meta(make, name)
+            model = _made_without_weights(make, path, _say_once)
         except Exception as error:
             raise FormatError(f"--model {spec}: {name}() raised {_one_line(error)}") from error
     if not isinstance(model, nn.Module):
@@ -268,13 +269,28 @@ def load_exported_model(spec: str) -> ExportedModel:
     return ExportedModel(path, model, make, make_batch if callable(make_batch) else None)
 
 
-def _made_on_meta(make: Callable[[], object], name: str) -> object:
+def _made_without_weights(make: Callable[[], _Model], path: str, say: Callable[[str], None]) -> _Model:
+    """What `make` of the file at `path` returns on the meta device, or with weights if it fails there.
+
+    `say` gets a sentence if the file loads weights, instead of PyTorch's warnings, one per weight, which advise to load
+    them after all; or the reason why the weights are made.
+    """
     try:
-        with torch.device("meta"):
-            return make()
-    except RuntimeError as error:  # such as by asking a tensor without numbers for one
-        print(f"{name}() makes its weights, as on the meta device it raised {_one_line(error)}", file=sys.stderr)
+        with torch.device("meta"), copies_to_meta() as not_loaded:
+            made = make()
+        if not_loaded:
+            say(f"{path} loads weights: they are left out here, because only their shapes are needed")
+        return made
+    except Exception as error:  # such as by asking a tensor without numbers for one
+        reason = error.__cause__ if isinstance(error, FormatError) and error.__cause__ else error
+        first_line = f"{type(reason).__name__}: {reason}".splitlines()[0]
+        say(f"{path}: the model is made with its weights, because it cannot be made without them: {first_line}")
     return make()
+
+
+@cache
+def _say_once(sentence: str) -> None:
+    print(sentence, file=sys.stderr)
 
 
 @contextmanager

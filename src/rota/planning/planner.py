@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, final
 
-from rota.costs import Cluster
+from rota.cluster import Cluster
 from rota.errors import PipelineError, RotaError
 from rota.plan import Plan
 from rota.runtime import Pipeline

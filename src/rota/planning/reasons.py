@@ -100,7 +100,7 @@ def _causes(found: Found, best: Found) -> Iterator[str]:
         elif found.candidate.splits_backward < best.candidate.splits_backward:
             yield "no separate W to fill the bubble"
         elif found.schedule != best.schedule:
-            yield f"{found.schedule}, not {best.schedule}"
+            yield f"schedule {found.schedule}, not {best.schedule}"
 
 
 def _unevenness(found: Found) -> float:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 import torch.distributed as dist
 
-from rota.costs import AllReduceTimes
+from rota.cluster import AllReduceTimes
 from rota.profiling.link_fits import Sample, sample_of
 from rota.runtime.json_messages import all_gather_json
 

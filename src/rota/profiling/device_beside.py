@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from rota.costs import SharedLink
+from rota.cluster import SharedLink
 from rota.profiling.device_contention import Neighbours, median_of
 from rota.profiling.device_links import host_group
 from rota.profiling.host_links import host_name

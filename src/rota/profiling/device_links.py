@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, Protocol, final
 import torch
 import torch.distributed as dist
 
-from rota.costs import Link
+from rota.cluster import Link
 from rota.errors import PipelineError
 from rota.profiling.link_fits import Line, line_through
 from rota.profiling.spinning import Spinner

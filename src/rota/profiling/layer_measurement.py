@@ -125,13 +125,19 @@ def _set_up(stages: Stages, how: HowTo, roofline: Roofline | None) -> Iterator[M
 
 def _with_a_copy(stages: Stages, layer: int, device: DeviceModel | None) -> Stages:
     """The stages with a copy of the module of `layer` alone, so that only one copy exists at a time."""
-    module: nn.Module = copy.deepcopy(stages[layer])
-    if device is not None:
-        module = module.to("meta")
+    module = copy.deepcopy(stages[layer]) if device is None else _on_meta(stages[layer])
     for parameter in module.parameters():
         parameter.grad = None
     modules = (*stages.modules[:layer], module, *stages.modules[layer + 1 :])
     return stages.with_modules(modules)
+
+
+def _on_meta(module: nn.Module) -> nn.Module:
+    """A copy on the meta device; weights that `module` has under several names are one each, unlike by `Module.to`."""
+    moved: dict[int, torch.Tensor] = {id(buffer): buffer.to("meta") for buffer in module.buffers()}
+    for weight in module.parameters():
+        moved[id(weight)] = nn.Parameter(weight.detach().to("meta"), weight.requires_grad)
+    return copy.deepcopy(module, moved)
 
 
 def _measured(

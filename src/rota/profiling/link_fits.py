@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from statistics import median, quantiles
 from typing import NamedTuple
 
-from rota.costs import Link
+from rota.cluster import Link
 
 _FASTEST_BYTES_PER_US = 1_000_000  # 1 TB/s: a wire this fast counts as one without limit
 _LEAST_PART = 0.02  # of a message's time per byte: less than that is left to the link only by chance

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import NamedTuple
 
-from rota.costs import Cluster, Link, SharedLink
+from rota.cluster import Cluster, Link, SharedLink
 from rota.profiling.all_reduces import times_of
 from rota.profiling.link_fits import Line, Sample, line_through, link_of_lines, rate_of_rounds
 from rota.units import count_text, size_text, time_text

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from rota.costs import Cluster
+from rota.cluster import Cluster
 from rota.errors import PipelineError
 from rota.profiling.host_links import MOST_SPREAD, REPEATS, Report
 from rota.profiling.links import FoundLinks, find_links

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from rota.costs import Cluster, Link
+from rota.cluster import Cluster, Link
 from rota.errors import PipelineError
 from rota.profiling.device_beside import measure_beside
 from rota.profiling.device_links import LinkSample, Pair, fitted, line_of, measure_pairs, samples_text

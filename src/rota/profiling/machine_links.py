@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from rota import reading
-from rota.costs import Cluster
+from rota.cluster import Cluster
 from rota.errors import PipelineError, RotaError, UsageError
 from rota.profiling.host_links import MOST_SPREAD, REPEATS
 from rota.profiling.link_processes import links_of_started

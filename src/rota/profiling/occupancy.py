@@ -20,7 +20,8 @@ from typing import Any, NamedTuple, final
 import torch
 import torch.distributed as dist
 
-from rota.costs import Cluster, Costs
+from rota.cluster import Cluster
+from rota.costs import Costs
 from rota.models import Stages
 from rota.placing import place
 from rota.plan import Plan

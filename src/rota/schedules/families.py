@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
-from rota.costs import Cluster, Costs
+from rota.cluster import Cluster
+from rota.costs import Costs
 from rota.errors import PlacementError, RotaError
 from rota.placement import Placement
 from rota.placing import bidirectional, interleaved, place, wave
@@ -340,7 +341,7 @@ FAMILIES = (
     ),
     Family(
         "varuna",
-        "recomputes forwards before the backward; least memory",
+        "recomputes each forward before its backward; least memory",
         varuna,
         place,
         "Athlur et al. 2022",

@@ -12,7 +12,8 @@ from dataclasses import asdict, dataclass
 from statistics import mean
 
 from rota.checking import check
-from rota.costs import Cluster, Costs
+from rota.cluster import Cluster
+from rota.costs import Costs
 from rota.errors import PlanError, RotaError
 from rota.schedules.families import FAMILIES, Family, Sizes
 from rota.simulation import simulate

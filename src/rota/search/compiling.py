@@ -17,7 +17,8 @@ import numpy as np
 from numba import njit
 from numba.core import event
 
-from rota.costs import Cluster, Costs
+from rota.cluster import Cluster
+from rota.costs import Costs
 from rota.placing import place, wave
 from rota.search import bounds
 from rota.search.budget import Budget

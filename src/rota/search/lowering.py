@@ -15,7 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from rota.costs import Cluster
+from rota.cluster import Cluster
 from rota.placement import Edge, Placement, Route
 from rota.tasks import Kind, Task
 

@@ -24,7 +24,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from rota.costs import Cluster
+from rota.cluster import Cluster
 from rota.placement import Placement
 from rota.plan import Plan
 from rota.search.lowering import Lowered, lower

@@ -10,6 +10,7 @@ import pytest
 from torch import Tensor, nn
 
 from rota import Cluster, Costs, Pipeline, PipelineError, Plan, Stages, place
+from rota.errors import LostRankError
 from rota.runtime.faults.watchdog import EXIT_CODE
 from rota.schedules import NAMED
 from support.fresh import Ended, mark, run_fresh
@@ -109,6 +110,41 @@ def test_rank_whose_messages_nobody_takes_names_the_transfer_and_the_peer(tmp_pa
         "rank 0 waits for rank 1 to receive 0F2→1F2 for ",
         "rank 2 waits for 1F1→2F1 from rank 1 for ",
     )
+
+
+class LosesARank(Layer):
+    """Raises, in its second forward, what a message raises if Gloo reports that the other side is gone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.forwards = 0
+
+    def forward(self, *values: Tensor) -> Tensor:
+        self.forwards += 1
+        if self.forwards == 2:
+            mark()
+            raise LostRankError("lost rank 1 while sending 0F0→1F0")
+        return super().forward(*values)
+
+
+def lose_a_rank_that_only_rank_0_notices(rank: int) -> None:
+    stages = Stages([stage.double() for stage in (LosesARank(), Stuck("forward", 0), Layer())])
+    with Pipeline(stages, plan_for(), loss_fn, timeout_s=1000) as pipeline:
+        mark()
+        pipeline.step(*batch_of(4))
+
+
+def test_rank_that_waits_for_a_lost_one_ends_once_another_rank_has_noticed(tmp_path: Path) -> None:
+    """Gloo never ends a send if the connection breaks after the receiver asked for it and before it is written."""
+    first, *others = run_fresh(tmp_path, NUM_RANKS, lose_a_rank_that_only_rank_0_notices, timeout_s=60)
+    told = "LostRankError: lost rank 1 while sending 0F0→1F0: look there for the first error"
+    assert first.exit_code == 1
+    assert first.last_line.endswith(told)
+    for rank, does in enumerate(("is at 1F0", "waits for 1F0→2F0 from rank 1"), start=1):
+        ended = others[rank - 1]
+        assert ended.exit_code == EXIT_CODE, ended
+        assert ended.last_line.startswith(f"rota: rank {rank} {does}")
+        assert ended.last_line.endswith(f", and was ended because another rank failed: rank 0: {told}")
 
 
 @pytest.mark.parametrize(

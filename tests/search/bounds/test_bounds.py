@@ -10,7 +10,8 @@ from random import Random
 import pytest
 
 from rota import schedules, shapes
-from rota.costs import Cluster, Costs, Link
+from rota.cluster import Cluster, Link
+from rota.costs import Costs
 from rota.placement import Edge, Placement, StepEnd
 from rota.placing import bidirectional, place, wave
 from rota.plan import Plan

@@ -8,7 +8,8 @@ from random import Random
 import pytest
 
 from rota import simulate
-from rota.costs import Cluster, Costs
+from rota.cluster import Cluster
+from rota.costs import Costs
 from rota.placing import place, wave
 from rota.search import bounds
 from rota.search.problem import Problem

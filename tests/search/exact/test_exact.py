@@ -9,7 +9,8 @@ from itertools import product
 import pytest
 
 from rota.checking import check
-from rota.costs import Cluster, Costs
+from rota.cluster import Cluster
+from rota.costs import Costs
 from rota.placement import Placement
 from rota.placing import place
 from rota.search.budget import Budget

@@ -8,7 +8,8 @@ from itertools import pairwise
 import pytest
 
 from rota.checking import check
-from rota.costs import Cluster, Costs
+from rota.cluster import Cluster
+from rota.costs import Costs
 from rota.placing import place
 from rota.search import bounds
 from rota.search.budget import Budget

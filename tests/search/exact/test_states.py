@@ -9,7 +9,8 @@ import pytest
 
 from rota import shapes
 from rota.checking import check
-from rota.costs import Cluster, Costs
+from rota.cluster import Cluster
+from rota.costs import Costs
 from rota.search import bounds
 from rota.search.budget import Budget
 from rota.search.exact.rounds import Rounds

@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rota.checking import check
-from rota.costs import Cluster, Costs
+from rota.cluster import Cluster
+from rota.costs import Costs
 from rota.placing import wave
 from rota.search.budget import Budget
 from rota.search.critical_path import CriticalPath

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from rota.costs import Cluster, Costs
+from rota.cluster import Cluster
+from rota.costs import Costs
 from rota.placing import wave
 from rota.search.local.policies import Climb, _Walk
 from rota.search.problem import Problem

@@ -32,7 +32,7 @@ from rota.cli.requirements import InputError, require
 from rota.cli.screen import print_snapshots, print_timeline, progress_line, terminal_columns
 from rota.cli.snapshots import in_host_memory
 from rota.cli.titan_parts import why_not_exported
-from rota.costs import Cluster, Link
+from rota.cluster import Cluster, Link
 from rota.errors import PipelineError, PlacementError
 from rota.layers import ESTIMATED, LayerCosts
 from rota.plan import Plan
@@ -79,7 +79,7 @@ def add_arguments(parser: Parser) -> None:
     )
     parser.add_argument("--rows", type=rows, metavar="N,N,…", help=help_text)
     help_text = (
-        "latency and rate between ranks, such as 5us,50GB/s (default: measured if MODEL.py runs here; "
+        "latency and rate between ranks, such as 5us,50GB/s (default: measured if MODEL.py runs on this machine; "
         "otherwise transfers take no time)"
     )
     parser.add_argument("--link", type=link, metavar="LINK", help=help_text)
@@ -96,8 +96,8 @@ def add_arguments(parser: Parser) -> None:
     )
     parser.add_argument("--exportable", action="store_true", help=help_text)
     help_text = (
-        "consider only schedules with whole backwards (B), for trainers that cannot split the backward of a model "
-        "under torch.compile or with activation checkpointing"
+        "consider only schedules that run each backward pass as a whole (B), for trainers that cannot split the "
+        "backward pass of a model under torch.compile or with activation checkpointing"
     )
     parser.add_argument("--whole-backward", action="store_true", help=help_text)
     help_text = "ranks per pipeline; the remaining ranks run replicas of it (default: whichever is fastest)"

@@ -28,7 +28,8 @@ from rota.cli.parser import Command, Parser, one_of, two_columns
 from rota.cli.requirements import InputError, require_search
 from rota.cli.screen import print_snapshots, print_text, print_timeline, progress_line, report_columns
 from rota.cli.searching import SEARCH, STARTING, search_plan
-from rota.costs import Cluster, Costs
+from rota.cluster import Cluster
+from rota.costs import Costs
 from rota.errors import PipelineError
 from rota.plan import Plan
 from rota.schedules import NAMED

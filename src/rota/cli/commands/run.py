@@ -32,7 +32,7 @@ _PIPELINE_S = 60.0  # after which a script that has made no pipeline is likely t
 
 def add_arguments(parser: Parser) -> None:
     """Add the arguments of `rota run` to its parser."""
-    parser.add_argument("plan", help="plan.json")
+    parser.add_argument("plan", help="plan to run, such as plan.json")
     parser.add_argument("script", help="Python file to run on every rank; it calls rota.given_plan()")
     # Before Python 3.13, argparse reports the remaining words as required.
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments passed to the script").required = False
@@ -53,8 +53,8 @@ def add_arguments(parser: Parser) -> None:
     )
     parser.add_argument("--backups", metavar="FILE", help=help_text)
     help_text = (
-        "on one machine: if a rank still fails after all restarts, continue without it on at least N ranks: the "
-        "others run all stages, with the state that `rota run` keeps in memory (default: the run ends)"
+        "on one machine: if a rank still fails after all restarts, continue without it as long as at least N ranks "
+        "remain: these run all stages, with the state that `rota run` keeps in memory (default: the run ends)"
     )
     parser.add_argument("--min-ranks", type=number(1), metavar="N", help=help_text)
     help_text = "start a lost rank again after S seconds (default: 60 with --backups, never with --min-ranks)"
@@ -90,7 +90,7 @@ def add_arguments(parser: Parser) -> None:
         type=one_of(_WORKERS, "--engine"),
         choices=_WORKERS,
         default="rota",
-        help="rota (default), or torch for PyTorch's own pipeline engine, which needs PyTorch 2.13 or later and runs "
+        help="rota (default), or torch for PyTorch's own pipeline engine, which needs PyTorch 2.13 and runs "
         "only plans whose stages form a chain",
     )
 

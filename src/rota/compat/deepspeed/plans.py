@@ -16,8 +16,9 @@ from itertools import pairwise
 from typing import TypeAlias, final
 
 from rota.checking import check
+from rota.cluster import Cluster
 from rota.compat.deepspeed import schedule as ds
-from rota.costs import Cluster, Costs
+from rota.costs import Costs
 from rota.errors import ScheduleError
 from rota.placement import Placement
 from rota.placing import place

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from graphlib import TopologicalSorter
 from typing import Protocol
 
+from rota.cluster import Cluster
 from rota.compat.tessel.schedule.block import Block, by_subgraph
-from rota.costs import Cluster
 from rota.errors import ScheduleError
 from rota.placement import Edge, Placement
 from rota.plan import Plan

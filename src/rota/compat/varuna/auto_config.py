@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import NamedTuple, final
 
 from rota.checking import check
+from rota.cluster import Cluster
 from rota.compat.varuna.cutting import plan_of, stage_costs
 from rota.compat.varuna.profiler import Profile
-from rota.costs import Cluster, Costs
+from rota.costs import Costs
 from rota.errors import NothingFitsError, PlanError, SearchError
 from rota.simulation import simulate
 

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from rota.costs import Cluster, Costs
+from rota.cluster import Cluster
+from rota.costs import Costs
 from rota.cutting import balanced, merge
 from rota.errors import SplitError
 from rota.models import CutPoint, Stages, split

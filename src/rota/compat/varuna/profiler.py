@@ -14,10 +14,11 @@ import torch.distributed as dist
 from torch import nn
 
 from rota import reading
+from rota.cluster import Link
 from rota.compat.varuna.cutting import dry_run
 from rota.compat.varuna.inputs import GetBatch, num_rows, sample_of
 from rota.compat.varuna.mixed_precision import MixedPrecision
-from rota.costs import Costs, Link
+from rota.costs import Costs
 from rota.errors import FormatError, PipelineError, PlacementError
 from rota.models import split
 from rota.profiling import measure_link, profile_here

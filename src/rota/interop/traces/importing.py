@@ -9,7 +9,8 @@ from operator import attrgetter
 from statistics import median, median_low
 from typing import NamedTuple
 
-from rota.costs import Cluster, Costs, Link
+from rota.cluster import Cluster, Link
+from rota.costs import Costs
 from rota.errors import FormatError
 from rota.interop.traces.actions import Ran, Step, steps_of
 from rota.interop.traces.clock_shifts import Early, shifts_ns

@@ -8,7 +8,7 @@ from dataclasses import replace
 from statistics import median
 
 from rota.checking import check
-from rota.costs import Link
+from rota.cluster import Link
 from rota.errors import UsageError
 from rota.plan import Plan
 from rota.planning.rehearsal.allocation import blocks_of, refuse_too_much

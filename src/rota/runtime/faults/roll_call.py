@@ -3,6 +3,7 @@
 first to see a hang   "called" ──▶ all others look now and then, and answer with their status
 lowest that answered  one report ──▶ all others end with the same text
 one that fails        "failed" ──▶ the others learn of the first error
+one that loses a rank "lost"   ──▶ those that still wait for the lost rank end
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class RollCall:
         self._store = own_connection_to_store()
         # All make their pipelines in the same order, so each one's count is the number of the pipeline.
         number = self._store.add(f"rota/pipelines of {self.process}", 1)
-        self._failed = f"rota/pipeline {number} failed"
+        self._failed, self._lost = f"rota/pipeline {number} failed", f"rota/pipeline {number} lost"
         self._answers: dict[int, Status] = {}
         self._requests: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._serve, name="rota-roll-call", daemon=True)
@@ -54,6 +55,14 @@ class RollCall:
     def failure(self) -> str | None:
         """The first report of a failure, None if no rank failed."""
         return self._within(_STORE_S, lambda: self._got(self._failed))
+
+    def report_loss(self, words: str) -> None:
+        """Report that this rank lost another one; the first report of all ranks is kept."""
+        self._within(_STORE_S, lambda: self._store.compare_set(self._lost, "", words))
+
+    def failure_or_loss(self) -> str | None:
+        """The first report of a failure; if there is none, that of a loss; None if there is neither."""
+        return self._within(_STORE_S, lambda: self._got(self._failed) or self._got(self._lost))
 
     # --- a hang ---------------------------------------------------------------------------------------------------
 

@@ -134,6 +134,8 @@ class Watchdog:
         words = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
         if isinstance(error, LostRankError):
             control.report("lost")
+            with suppress(RuntimeError):
+                self._roll_call.report_loss(f"{self.name}: {words}")
             return
         control.report("fails", words)
         with suppress(RuntimeError):
@@ -177,7 +179,7 @@ class Watchdog:
             try:
                 if not self._silent and self._roll_call.is_called():
                     self._end_all()
-                if not self._silent and self._still_s and self._times == 1 and self._roll_call.failure():
+                if not self._silent and self._still_s and self._times == 1 and self._roll_call.failure_or_loss():
                     failed_s += interval
             except RuntimeError as error:
                 self._silent = str(error).splitlines()[0]
@@ -229,7 +231,7 @@ class Watchdog:
         try:
             status, failure = self._status(), ""
             with suppress(RuntimeError):
-                failure = self._roll_call.failure() or ""
+                failure = self._roll_call.failure_or_loss() or ""
             control.report("lost")
             _show(f"rota: {self.name} {status.words}, and was ended because another rank failed: {failure}")
         finally:

@@ -11,9 +11,10 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from rota.cluster import Cluster
 from rota.compat.torchdistpackage.stage import Backward, Forward, FunctionStage
 from rota.compat.torchdistpackage.topology import tpc
-from rota.costs import Cluster, Costs
+from rota.costs import Costs
 from rota.errors import PipelineError
 from rota.models import Stages
 from rota.placing import place

@@ -1,0 +1,324 @@
+"""What a pipeline runs on: a `Cluster` of ranks, with the links between them and the memory of each.
+
+Times are whole microseconds and sizes are whole bytes, rounded once, where they are measured, so that simulator,
+checker and solver agree exactly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import Any
+
+from rota import reading
+from rota.errors import PlacementError
+from rota.units import angle_repr, count_text, limit_text, size_text, time_text
+from rota.whole_numbers import whole
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """One direction between two ranks.
+
+    A rate is in bytes per µs; 1 GB/s is 1000. None: no time per byte.
+
+    Attributes:
+        latency_us: Time before the first byte arrives.
+        bytes_per_us: Rate of a message that has the wire to itself. None: unlimited.
+        send_us: Compute time that a message costs its sender.
+        send_bytes_per_us: Rate at which further compute time of the sender handles the message's bytes.
+        receive_us: Compute time that a message costs its receiver.
+        receive_bytes_per_us: Rate at which further compute time of the receiver handles the message's bytes.
+
+    Raises:
+        PlacementError: A number is negative or not whole, or a rate is 0.
+    """
+
+    latency_us: int = 0
+    bytes_per_us: int | None = None
+    send_us: int = 0
+    send_bytes_per_us: int | None = None
+    receive_us: int = 0
+    receive_bytes_per_us: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("latency_us", "send_us", "receive_us"):
+            object.__setattr__(self, name, whole(name, getattr(self, name)))
+        for name in ("bytes_per_us", "send_bytes_per_us", "receive_bytes_per_us"):
+            if (rate := getattr(self, name)) is not None:
+                object.__setattr__(self, name, _rate(name, rate))
+
+    def transfer_us(self, num_bytes: int) -> int:
+        """Duration of a transfer: latency plus size divided by rate, rounded up."""
+        return self.latency_us + _at_rate(num_bytes, self.bytes_per_us)
+
+    def send_cost_us(self, num_bytes: int) -> int:
+        """Compute time that a message of this size costs its sender."""
+        return self.send_us + _at_rate(num_bytes, self.send_bytes_per_us)
+
+    def receive_cost_us(self, num_bytes: int) -> int:
+        """Compute time that a message of this size costs its receiver."""
+        return self.receive_us + _at_rate(num_bytes, self.receive_bytes_per_us)
+
+    def to_fields(self) -> list[int | None]:
+        """The link in JSON: [latency_us, bytes_per_us], then the costs of sending and receiving if there are any."""
+        costs = [self.send_us, self.send_bytes_per_us, self.receive_us, self.receive_bytes_per_us]
+        return [self.latency_us, self.bytes_per_us, *(costs if any(costs) else ())]
+
+    @classmethod
+    def from_fields(cls, entries: Sequence[reading.Field], where: reading.Field) -> Link:
+        """Read what `to_fields` wrote. Raises FormatError."""
+        if len(entries) not in (2, 6):
+            costs = "send_us, send_bytes_per_us, receive_us, receive_bytes_per_us"
+            raise where.wrong(f"latency_us and bytes_per_us, or these with {costs}")
+        times = [entry.integer(0) for entry in entries[::2]] + [0, 0]
+        rates = [entry.integer_or_none(1) for entry in entries[1::2]] + [None, None]
+        return cls(times[0], rates[0], times[1], rates[1], times[2], rates[2])
+
+
+def _rate(name: str, rate: object) -> int:
+    """A rate in bytes per µs. Raises PlacementError if nothing would ever arrive."""
+    if (found := whole(name, rate)) == 0:
+        raise PlacementError(f"{name} is 0: nothing would arrive; use None for no limit, else 1 or more")
+    return found
+
+
+def _at_rate(num_bytes: int, bytes_per_us: int | None) -> int:
+    return -(-num_bytes // bytes_per_us) if bytes_per_us else 0
+
+
+@dataclass(frozen=True, slots=True)
+class SharedLink:
+    """What several pairs of ranks share: a host's memory, a network card, a switch. It serves one transfer at a time.
+
+    A transfer uses it if its sender is one of `senders` and its receiver is one of `receivers`.
+
+    Attributes:
+        name: What it is, for reports, such as "host node1".
+        bytes_per_us: Its rate when it is always busy; 1 GB/s is 1000.
+        senders: Ranks.
+        receivers: Ranks.
+
+    Raises:
+        PlacementError: The rate is not a whole number of 1 or more, or ranks are missing, repeated or invalid.
+    """
+
+    name: str
+    bytes_per_us: int
+    senders: tuple[int, ...]
+    receivers: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "bytes_per_us", _rate(f"bytes_per_us of {self.name}", self.bytes_per_us))
+        for name in ("senders", "receivers"):
+            ranks = tuple(whole(f"a rank in {name} of {self.name}", rank) for rank in getattr(self, name))
+            if not ranks or len({*ranks}) != len(ranks):
+                raise PlacementError(f"{name} of the shared link {self.name} is {ranks}: give different ranks, from 0")
+            object.__setattr__(self, name, ranks)
+
+    def to_fields(self) -> dict[str, Any]:
+        """The shared link in JSON."""
+        ends = {"senders": list(self.senders), "receivers": list(self.receivers)}
+        return {"name": self.name, "bytes_per_us": self.bytes_per_us, **ends}
+
+    @classmethod
+    def from_fields(cls, field: reading.Field) -> SharedLink:
+        """Read what `to_fields` wrote. Raises FormatError or PlacementError."""
+        rate, senders, receivers = field["bytes_per_us"].integer(1), field["senders"], field["receivers"]
+        return cls(field["name"].name(), rate, senders.integers(0), receivers.integers(0))
+
+
+@dataclass(frozen=True, slots=True)
+class AllReduceTimes:
+    """Measured all-reduces of one number of ranks, while as many groups of ranks as there are do the same.
+
+    Attributes:
+        num_ranks: The ranks of a group, 2 or more.
+        times_us: (bytes, µs) of one size or more, ascending in bytes. A larger sum takes no less time.
+
+    Raises:
+        PlacementError: A number is not whole, or out of order.
+    """
+
+    num_ranks: int
+    times_us: tuple[tuple[int, int], ...]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "num_ranks", whole("num_ranks of all-reduces", self.num_ranks))
+        whole_numbers = [tuple(whole("a number of all-reduces", number) for number in point) for point in self.times_us]
+        object.__setattr__(self, "times_us", tuple(whole_numbers))
+        rises = all(a < b and a_us <= b_us for (a, a_us), (b, b_us) in pairwise([(0, 0), *self.times_us]))
+        if self.num_ranks < 2 or not self.times_us or not rises:
+            raise PlacementError(
+                f"all-reduces of {self.num_ranks} ranks take {self.times_us}: give 2 ranks or more, and (bytes, µs) of "
+                f"ascending sizes from 1 byte with times that do not fall"
+            )
+
+    def __str__(self) -> str:
+        """One line, with the times of the smallest and of the largest size."""
+        (least, least_us), (most, most_us) = self.times_us[0], self.times_us[-1]
+        return (
+            f"all-reduces of {count_text(self.num_ranks, 'rank')}: {time_text(least_us)} for {size_text(least)}, "
+            f"{time_text(most_us)} for {size_text(most)}"
+        )
+
+    __repr__ = angle_repr
+
+    def us(self, num_bytes: int) -> int:
+        """The time of a sum: on a line between measured sizes; the smallest's time below, the largest's rate above."""
+        points = self.times_us
+        for (small, least_us), (large, most_us) in pairwise(points):
+            if small < num_bytes <= large:
+                return least_us + -(-(most_us - least_us) * (num_bytes - small) // (large - small))
+        return points[0][1] if num_bytes <= points[0][0] else -(-points[-1][1] * num_bytes // points[-1][0])
+
+    def to_fields(self) -> dict[str, Any]:
+        """The times in JSON."""
+        return {"num_ranks": self.num_ranks, "times_us": [list(point) for point in self.times_us]}
+
+    @classmethod
+    def from_fields(cls, field: reading.Field) -> AllReduceTimes:
+        """Read what `to_fields` wrote. Raises FormatError or PlacementError."""
+        points = [point.integers(0) for point in field["times_us"]]
+        if any(len(point) != 2 for point in points):
+            raise field["times_us"].wrong("a list of [bytes, µs]")
+        return cls(field["num_ranks"].integer(2), tuple((point[0], point[1]) for point in points))
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """The ranks, their memory, and the links between them.
+
+    Attributes:
+        limit_bytes: Memory limit per rank; None: no limit.
+        link: The link of every pair of ranks that `links` does not list.
+        links: (sender, receiver, Link) of the pairs that differ. The first entry of a pair counts.
+        shared: What pairs of ranks share. Empty: transfers never wait for each other.
+        gap_us: Time that a rank needs between two ops.
+        all_reduces: Measured all-reduces, by ascending number of ranks. They price the sums of replicas' gradients.
+
+    Raises:
+        PlacementError: There is no rank, a number is negative or not whole, a link leaves the cluster, or all-reduces
+            are not in order.
+    """
+
+    limit_bytes: tuple[int | None, ...]
+    link: Link = Link()
+    links: tuple[tuple[int, int, Link], ...] = ()
+    shared: tuple[SharedLink, ...] = ()
+    gap_us: int = 0
+    all_reduces: tuple[AllReduceTimes, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.limit_bytes:
+            raise PlacementError("limit_bytes is empty: a cluster needs one entry per rank, None for no limit")
+        limits = enumerate(self.limit_bytes)
+        whole_limits = tuple(None if limit is None else whole(f"limit_bytes[{rank}]", limit) for rank, limit in limits)
+        object.__setattr__(self, "limit_bytes", whole_limits)
+        object.__setattr__(self, "gap_us", whole("gap_us", self.gap_us))
+        for sender, receiver, _ in self.links:
+            if not (0 <= sender < self.num_ranks and 0 <= receiver < self.num_ranks):
+                raise PlacementError(f"link {sender} -> {receiver} leaves the cluster of {self.num_ranks} ranks")
+        for shared in self.shared:
+            if (rank := max(*shared.senders, *shared.receivers)) >= self.num_ranks:
+                raise PlacementError(
+                    f"the shared link {shared.name} has rank {rank}, outside the cluster of {self.num_ranks} ranks"
+                )
+        numbers = [of.num_ranks for of in self.all_reduces]
+        if numbers != sorted({*numbers}) or max(numbers, default=0) > self.num_ranks:
+            raise PlacementError(
+                f"all_reduces are of {numbers} ranks: give each number once, ascending, up to {self.num_ranks}"
+            )
+
+    @property
+    def num_ranks(self) -> int:
+        """Number of ranks."""
+        return len(self.limit_bytes)
+
+    @property
+    def counts_wires(self) -> bool:
+        """Whether transfers share links or cost compute time, or ranks need time between ops."""
+        every = (self.link, *(link for *_, link in self.links))
+        return bool(self.shared or self.gap_us or any(len(link.to_fields()) > 2 for link in every))
+
+    @classmethod
+    def uniform(
+        cls, num_ranks: int, limit_bytes: int | None = None, latency_us: int = 0, bytes_per_us: int | None = None
+    ) -> Cluster:
+        """Equal ranks, and the same link between every pair.
+
+        Args:
+            num_ranks: Number of ranks.
+            limit_bytes: Memory limit of each rank; None: no limit.
+            latency_us: Latency of every link.
+            bytes_per_us: Rate of every link; None: unlimited.
+
+        Raises:
+            PlacementError: `num_ranks` is below 1, or a number is negative.
+        """
+        if num_ranks < 1:
+            raise PlacementError(f"num_ranks is {num_ranks}: a cluster needs at least 1 rank")
+        return cls((limit_bytes,) * num_ranks, Link(latency_us, bytes_per_us))
+
+    def link_between(self, sender: int, receiver: int) -> Link:
+        """The link from `sender` to `receiver`."""
+        return self._differing.get((sender, receiver), self.link)
+
+    def shared_between(self, sender: int, receiver: int) -> tuple[int, ...]:
+        """Indices in `shared` of what a transfer from `sender` to `receiver` uses."""
+        sides = enumerate(self._shared_sides)
+        return tuple(i for i, (senders, receivers) in sides if sender in senders and receiver in receivers)
+
+    @cached_property
+    def _shared_sides(self) -> list[tuple[frozenset[int], frozenset[int]]]:
+        return [(frozenset(shared.senders), frozenset(shared.receivers)) for shared in self.shared]
+
+    @cached_property
+    def _differing(self) -> Mapping[tuple[int, int], Link]:
+        return {(sender, receiver): link for sender, receiver, link in reversed(self.links)}  # the first entry counts
+
+    def __str__(self) -> str:
+        """One line."""
+        return f"Cluster of {count_text(self.num_ranks, 'rank')}, {limit_text(self.limit_bytes)}"
+
+    __repr__ = angle_repr
+
+    def to_fields(self) -> dict[str, Any]:
+        """The fields of a "cluster" in JSON."""
+        return {
+            "limit_bytes": list(self.limit_bytes),
+            "link": self.link.to_fields(),
+            "links": [[a, b, *link.to_fields()] for a, b, link in self.links],
+            **({"shared": [shared.to_fields() for shared in self.shared]} if self.shared else {}),
+            **({"gap_us": self.gap_us} if self.gap_us else {}),
+            **({"all_reduces": [of.to_fields() for of in self.all_reduces]} if self.all_reduces else {}),
+        }
+
+    @classmethod
+    def from_fields(cls, field: reading.Field) -> Cluster:
+        """Read what `to_fields` wrote. Raises FormatError or PlacementError."""
+        links = []
+        for entry in field["links"]:
+            numbers = list(entry)
+            if len(numbers) < 2:
+                raise entry.wrong("[sender, receiver, latency_us, bytes_per_us, …]")
+            links.append((numbers[0].integer(0), numbers[1].integer(0), Link.from_fields(numbers[2:], entry)))
+        limits = tuple(limit.integer_or_none(0) for limit in field["limit_bytes"])
+        shared = tuple(SharedLink.from_fields(each) for each in field["shared"]) if "shared" in field else ()
+        gap_us = field["gap_us"].integer(0) if "gap_us" in field else 0
+        link = Link.from_fields(list(field["link"]), field["link"])
+        all_reduces = (
+            tuple(AllReduceTimes.from_fields(each) for each in field["all_reduces"]) if "all_reduces" in field else ()
+        )
+        return cls(limits, link, tuple(links), shared, gap_us, all_reduces)
+
+    def to_json(self) -> str:
+        """The text of a "cluster" file, which `from_json` reads."""
+        return reading.dump("cluster", self.to_fields())
+
+    @classmethod
+    def from_json(cls, text: str) -> Cluster:
+        """Read what `to_json` wrote. Raises FormatError or PlacementError, which name the field."""
+        return cls.from_fields(reading.parse(text, "cluster"))
