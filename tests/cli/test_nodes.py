@@ -117,7 +117,7 @@ def test_nodes_that_would_run_something_else_are_told_from_each_other() -> None:
 
 
 @pytest.mark.parametrize(
-    ("option", "is_refused"), [("--backups=b.json", True), ("--min-ranks=1", True), ("--adapt", False)]
+    ("option", "is_refused"), [("--backups=b.json", False), ("--min-ranks=1", True), ("--adapt", False)]
 )
 def test_what_works_on_one_machine_only(option: str, is_refused: bool) -> None:
     arguments = make_parser().parse_args(["run", "--nodes", "2", option, "plan.json", "train.py"])

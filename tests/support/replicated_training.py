@@ -2,7 +2,8 @@
 
 It writes each step, its loss and the plan's number of ranks to `losses` in the working folder; with epochs of a
 shuffled loader, also the samples of each process. `faults.json` there has [step, replica, rank] of the ranks that are
-killed in the middle of a step, each once. While a rank is missing, the others wait for it at step JOIN_AT.
+killed in the middle of a step, each once, or with "wait" as a fourth entry wait there for a file `go`. On several
+nodes, FIRST is the number of a node's first process. While a rank is missing, the others wait for it at step JOIN_AT.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import rota
+from rota.runtime.environment import has_backups
 
 NUM_STAGES, NUM_MICROBATCHES, WIDTH = 2, 4, 6
 
@@ -93,21 +95,25 @@ def train_epochs(plan: rota.Plan, folder: Path, join_at: int = -1) -> None:
 
 
 def suffer(folder: Path, step: int, pipeline: rota.Pipeline) -> None:
-    """Kill this process in its third forward of the step, if it is one's turn."""
-    me = [
-        step,
-        *divmod(int(os.environ["LOCAL_RANK"]), NUM_STAGES),
-    ]  # its number stays the same while others are missing
+    """Kill this process in its third forward of the step, or wait there, if it is one's turn."""
+    assert has_backups()
+    number = int(os.environ.get("FIRST", "0")) + int(os.environ["LOCAL_RANK"])  # the same while others are missing
+    me = [step, *divmod(number, NUM_STAGES)]
     done = folder / f"fault-{me}"
-    if me not in json.loads((folder / "faults.json").read_text()) or done.exists():
+    faults = json.loads((folder / "faults.json").read_text())
+    is_wait = [*me, "wait"] in faults
+    if not (is_wait or me in faults) or done.exists():
         return
-    done.touch()
     seen = []
 
     def fail(*_: Any) -> None:
         seen.append(1)
         if len(seen) == 3:
-            os.kill(os.getpid(), signal.SIGKILL)
+            done.touch()
+            if not is_wait:
+                os.kill(os.getpid(), signal.SIGKILL)
+            while not (folder / "go").exists():
+                time.sleep(0.05)
 
     next(iter(pipeline.local_stages.values())).register_forward_pre_hook(fail)
 

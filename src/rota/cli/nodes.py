@@ -43,8 +43,9 @@ def add_nodes(parser: Parser) -> None:
     )
     parser.add_argument("--node", type=number(0), metavar="I", help=help_text)
     help_text = (
-        "with --nodes: address at which the other nodes reach node 0, which listens there until all have joined "
-        "(default: under srun, the first node of the Slurm job step; otherwise required)"
+        "with --nodes: address at which the other nodes reach node 0, which listens there until all have joined, "
+        "or during the whole run with --backups (default: under srun, the first node of the Slurm job step; otherwise "
+        "required)"
     )
     parser.add_argument("--head", type=argument_type(parse_head), metavar="HOST:PORT", help=help_text)
     help_text = (

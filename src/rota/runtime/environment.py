@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from uuid import uuid4
 
@@ -18,6 +18,7 @@ MESH = "ROTA_MESH"  # dp, pp and tp
 DEVICE = "ROTA_DEVICE"  # what `rota run --device` says
 PROGRESS = "ROTA_PROGRESS"  # set where the first process is to say how the training goes
 BACKUPS = "ROTA_BACKUPS"  # set where the run may go on without a rank: `rota run --backups`
+_NEW = "ROTA_NEW"  # set where a process was missing, so that its memory was empty: it takes its state from a peer
 ADAPT = "ROTA_ADAPT"  # by what fraction a new order must shorten a step: `rota run --adapt`
 
 
@@ -42,14 +43,14 @@ def meeting_environments(folder: str, num_processes: int) -> list[dict[str, str]
 
 
 def node_environments(
-    store: str, num_processes: int, numbers: Sequence[int], node: int, head: tuple[str, int], interface: str
+    store: str, num_processes: int, here: Mapping[int, int], node: int, head: tuple[str, int], interface: str
 ) -> list[dict[str, str]]:
     """The environment of each of this node's processes, of `num_processes` on all nodes.
 
     Args:
         store: where they meet, see `node_store`.
         num_processes: on all nodes.
-        numbers: those of this node's processes.
+        here: the ranks that this node's processes have, and each one's number on this node, which chooses its device.
         node: the number of this node.
         head: host and port of node 0, for scripts that read them.
         interface: the network interface by which other nodes reach this one.
@@ -62,9 +63,9 @@ def node_environments(
         "MASTER_PORT": str(head[1]),
         "GROUP_RANK": str(node),
         "WORLD_SIZE": str(num_processes),
-        "LOCAL_WORLD_SIZE": str(len(numbers)),
+        "LOCAL_WORLD_SIZE": str(len(here)),
     }
-    return [{**shared, "RANK": str(number), "LOCAL_RANK": str(i)} for i, number in enumerate(numbers)]
+    return [{**shared, "RANK": str(rank), "LOCAL_RANK": str(number)} for rank, number in here.items()]
 
 
 def node_of_this_process() -> int:
@@ -124,6 +125,16 @@ def backups_environment() -> dict[str, str]:
 def has_backups() -> bool:
     """Whether this run may go on with a backup plan: what no such plan can run must be refused from the start."""
     return BACKUPS in os.environ
+
+
+def new_environment() -> dict[str, str]:
+    """The environment that tells a process that it takes its state from a peer if its memory is empty."""
+    return {_NEW: "1"}
+
+
+def is_new() -> bool:
+    """Whether this process was missing before, so that its memory may be empty."""
+    return _NEW in os.environ
 
 
 def adapt_environment(least_gain: float | None) -> dict[str, str]:

@@ -126,6 +126,10 @@ class KeptMemories:
         """The states that all of these ranks hold."""
         return common_states([self.files[rank] for rank in ranks]) if self.files else set()
 
+    def held(self) -> list[set[State]]:
+        """The states that each rank holds."""
+        return [{*states_in(file)} for file in self.files]
+
 
 def states_in(file: int) -> list[State]:
     """The states that are whole in a rank's memory."""

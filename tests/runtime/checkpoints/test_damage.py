@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from contextlib import redirect_stderr
 from io import StringIO
@@ -206,6 +207,23 @@ def test_the_lock_of_a_killed_job_is_gone_though_its_workers_live_on(tmp_path: P
         finally:
             for worker in workers:
                 os.kill(worker, signal.SIGKILL)
+
+
+@pytest.mark.faults
+def test_a_lock_that_is_left_for_a_while_is_waited_for(tmp_path: Path) -> None:
+    """By a rank that is started again: the one before it may be on a node that is lost."""
+    code = HOLD + "with locked(Path(sys.argv[1])):\n    print(flush=True)\n    sys.stdin.read()"
+    line = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], text=True, **line) as job:
+        assert job.stdin is not None
+        assert job.stdout is not None
+        job.stdout.readline()
+        with pytest.raises(PipelineError, match="is in use by another job"), locked(tmp_path, 0.2):
+            pass
+        ending = threading.Timer(0.3, job.stdin.close)
+        ending.start()
+        with locked(tmp_path, 60):
+            assert ending.finished.is_set()
 
 
 # --- ends -------------------------------------------------------------------------------------------------------------

@@ -12,10 +12,11 @@ from pathlib import Path
 import pytest
 
 from rota import PipelineError
-from rota.runtime.kept_memory import State
+from rota.runtime.kept_memory import KeptMemories, State
 from rota.runtime.launching.follower import Follower
 from rota.runtime.launching.leader import Leader
-from rota.runtime.launching.nodes import Nodes
+from rota.runtime.launching.node_starts import Start
+from rota.runtime.launching.nodes import NodeLost, Nodes
 from rota.runtime.launching.requests import Requests
 
 JOB = {"plan": "the same"}
@@ -23,13 +24,15 @@ SECRET = b"s" * 32
 
 
 @contextmanager
-def joined(folder: Path, told: list[str], first: Callable[[Nodes], None]) -> Iterator[tuple[Leader, Follower]]:
+def joined(
+    folder: Path, told: list[str], first: Callable[[Nodes], None] = lambda _: None, may_join_again: bool = False
+) -> Iterator[tuple[Leader, Follower]]:
     """What the leader reports is in `told`. `first` gets what the follower knows before it joins."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port: int = server.getsockname()[1]
     nodes = [Nodes(2, number, "127.0.0.1", port, SECRET) for number in range(2)]
     with Requests() as of_leader, Requests() as of_follower:
-        follower = Follower(nodes[1], JOB, of_follower, lambda _: None)
+        follower = Follower(nodes[1], JOB, of_follower, KeptMemories(0), lambda _: None)
 
         def join() -> None:
             first(nodes[1])
@@ -37,7 +40,7 @@ def joined(folder: Path, told: list[str], first: Callable[[Nodes], None]) -> Ite
 
         joining = threading.Thread(target=join)
         joining.start()
-        with Leader(nodes[0], 2, JOB, of_leader, str(folder), told.append) as leader:
+        with Leader(nodes[0], 2, JOB, of_leader, str(folder), told.append, may_join_again) as leader:
             joining.join()
             yield leader, follower
             follower.__exit__()
@@ -49,7 +52,7 @@ def test_a_node_with_another_secret_ends_and_node_0_waits_on(tmp_path: Path) -> 
 
     def come_with_another_secret(node: Nodes) -> None:
         with Requests() as requests, pytest.raises(PipelineError) as error:
-            Follower(node._replace(secret=b"t" * 32), JOB, requests, lambda _: None).__enter__()
+            Follower(node._replace(secret=b"t" * 32), JOB, requests, KeptMemories(0), lambda _: None).__enter__()
         errors.append(str(error.value))
 
     with joined(tmp_path, told, come_with_another_secret):
@@ -60,17 +63,111 @@ def test_a_node_with_another_secret_ends_and_node_0_waits_on(tmp_path: Path) -> 
 
 
 def test_a_node_that_has_much_to_say_before_its_ranks_are_gone_is_not_lost(tmp_path: Path) -> None:
-    with joined(tmp_path, [], lambda _: None) as (leader, follower):
+    with joined(tmp_path, []) as (leader, follower):
 
         def end() -> None:
             for _ in range(150):
                 follower.send("report", rank=1, said="")
                 time.sleep(0.01)  # each is a message that wakes node 0
-            follower.send("ended", states=[[0, 3]])
+            follower.send("ended", held=[[[0, 3]]])
 
         ending = threading.Thread(target=end)
         ending.start()
         leader.end()
         ending.join()
-        assert leader.states == {State(0, 3)}
+        assert leader.held == {1: {State(0, 3)}}
         assert list(leader.news()) == []  # else NodeLost
+
+
+@contextmanager
+def waiting(leader: Leader, follower: Follower) -> Iterator[list[Start]]:
+    """The follower waits for its starts, on a thread and with a stand-by that is ready: those that it was told."""
+    starts: list[Start] = []
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    stand_by = ReadyStandBy(ours)
+    theirs.send(b"ready")
+
+    def wait() -> None:
+        while (start := follower.next_start(stand_by)) is not None:  # type: ignore[arg-type]
+            starts.append(start)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    with ours, theirs:
+        yield starts
+        leader._tell("over", how="done", signal=0, words="")
+        thread.join()
+        follower.__exit__()
+
+
+class ReadyStandBy:
+    """One that has imported everything, and says so once somebody looks."""
+
+    def __init__(self, line: socket.socket) -> None:
+        self.line = line
+
+    def has_message(self) -> bool:
+        return True
+
+
+def until(is_so: Callable[[], bool], leader: Leader) -> None:
+    """Take what has happened until it is so."""
+    deadline_s = time.monotonic() + 60
+    while not is_so() and time.monotonic() < deadline_s:
+        assert list(leader.news()) == []
+        time.sleep(0.01)
+    assert is_so()
+
+
+def test_a_node_that_waits_for_its_start_has_no_ranks_to_end(tmp_path: Path) -> None:
+    """Node 0 may end a start of which another node has not been told, because a third one is lost."""
+    with joined(tmp_path, []) as (leader, follower), waiting(leader, follower):
+        leader.end()
+        assert list(leader.news()) == []
+
+
+def test_a_lost_node_joins_again_and_another_does_not(tmp_path: Path) -> None:
+    told: list[str] = []
+    with joined(tmp_path, told, may_join_again=True) as (leader, follower):
+        nodes = follower._nodes
+        with Requests() as requests, KeptMemories(0) as memories:
+
+            def come(job: dict[str, str]) -> Follower:
+                again = Follower(nodes, job, requests, memories, lambda _: None, may_join_again=True)
+                joining = threading.Thread(target=lambda: errors_of(again, errors))
+                errors.clear()
+                joining.start()
+                until(lambda: not joining.is_alive(), leader)
+                return again
+
+            errors: list[str] = []
+            come(JOB)
+            assert "--node 1 is taken or too large" in errors[0]
+            assert "or wait 15 s for the loss of node 1 to be noticed" in errors[0]
+
+            follower.__exit__()
+            with pytest.raises(NodeLost, match=r"node 1 \(127\.0\.0\.1\) is lost: its connection was closed") as lost:
+                until(lambda: False, leader)
+            assert lost.value.node == 1
+            assert not leader.can_start_on(1)
+            come({"plan": "another"})
+            assert "its plan differs from node 0's" in errors[0]
+            again = come(JOB)
+            assert errors == []
+            assert told[-1] == "node 1 (127.0.0.1) has joined again"
+            assert not leader.can_start_on(1)  # it may still import PyTorch
+            leader.prepare(Start(4, [0]))
+            leader.start()
+            with waiting(leader, again) as starts:
+                until(lambda: leader.can_start_on(1), leader)
+                leader.prepare(Start(5, [0, 1], [1]))
+                leader.start()
+                until(lambda: len(starts) == 1, leader)
+                assert starts == [Start(5, (0, 1), (1,))]  # not the one before, in which it had no ranks
+
+
+def errors_of(follower: Follower, errors: list[str]) -> None:
+    try:
+        follower.__enter__()
+    except PipelineError as error:
+        errors.append(str(error))

@@ -48,12 +48,13 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("--max-restarts", type=number(0), default=0, metavar="N", help=help_text)
     help_text = (
         "if a rank still fails after all restarts, continue without it: its peers in the other replicas do its work, "
-        "with the plans in FILE, from `rota plan --backups` (default: the run ends)"
+        "with the plans in FILE, from `rota plan --backups`; with --nodes, also if a node other than 0 is lost "
+        "(default: the run ends)"
     )
     parser.add_argument("--backups", metavar="FILE", help=help_text)
     help_text = (
-        "if a rank still fails after all restarts, continue without it as long as at least N ranks remain: these "
-        "run all stages, with the state that `rota run` keeps in memory (default: the run ends)"
+        "on one machine: if a rank still fails after all restarts, continue without it as long as at least N ranks "
+        "remain: these run all stages, with the state that `rota run` keeps in memory (default: the run ends)"
     )
     parser.add_argument("--min-ranks", type=number(1), metavar="N", help=help_text)
     help_text = "start a lost rank again after S seconds (default: 60 with --backups, never with --min-ranks)"
@@ -212,10 +213,11 @@ def _least_gain(arguments: argparse.Namespace, planned: Plan) -> float | None:
 
 
 def _refuse_for_one_machine(arguments: argparse.Namespace) -> None:
-    for option in ("backups", "min_ranks"):
-        if getattr(arguments, option):
-            name = option.replace("_", "-")
-            raise InputError(f"--{name} is for one machine; leave it out, or leave out --nodes")
+    if arguments.min_ranks is not None:
+        raise InputError(
+            f"--min-ranks {arguments.min_ranks} is for one machine, whose memory has the states of all ranks; leave it "
+            f"out, use --backups with replicas, or leave out --nodes"
+        )
 
 
 def _refuse_min_ranks(arguments: argparse.Namespace, planned: Plan, num_pipelines: int) -> None:

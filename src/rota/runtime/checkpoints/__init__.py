@@ -38,6 +38,7 @@ from rota.runtime.checkpoints.lock import locked
 from rota.runtime.checkpoints.manifest import File, Manifest, require_json
 from rota.runtime.checkpoints.names import Weights
 from rota.runtime.checkpoints.optimizer_state import refuse_inner_optimizers
+from rota.runtime.checkpoints.peers import Votes
 from rota.runtime.checkpoints.state import Merged, Restoring, Trained, merge
 from rota.runtime.checkpoints.tensors import (
     Layout,
@@ -76,6 +77,7 @@ class Checkpoint(NamedTuple):
 
 _NO_OTHER = "no other checkpoint is whole"
 _OTHER_STEP = "give another step, or None for the newest"
+_LEFT_LOCK_S = 100.0  # NFS frees the locks of a machine that is gone after 90 s
 _WITHOUT = "a restart goes on from the last checkpoint"
 
 
@@ -173,7 +175,8 @@ class Checkpoints:
     def _open(self) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
         if os.access(self._folder, os.W_OK):  # a read-only folder needs no lock: it can only be loaded from
-            self._lock.enter_context(locked(self._folder))
+            # The first rank of before may be on a node that is lost, whose lock a server of files frees later.
+            self._lock.enter_context(locked(self._folder, _LEFT_LOCK_S if is_restart() else 0))
             checkpoint_folder.recover_folder(self._folder)
 
     # --- the loop -------------------------------------------------------------------------------------------------
@@ -494,7 +497,11 @@ class Checkpoints:
 
         Nothing is restored if a later step was saved since: `newest_saved` is that of the newest checkpoint.
         """
-        steps = set.intersection(*map(set, self._ranks.gather(in_memory.steps)))
+        votes = Votes(in_memory, self._ranks)
+        steps = votes.common
+        if steps and (process := votes.take(max(steps))) is not None:
+            self._report(f"process {process} lacks memory for the state of its peer, so no rank resumes from memory")
+            steps = set()
         is_former = not steps
         step = self._former.step if is_former else max(steps)
         if is_restart() and step < 0 and (others := in_memory.other_folders):

@@ -180,6 +180,39 @@ class StatesInMemory:
         return sorted(step for step, folder in self._folders().items() if folder == self._folder)
 
     @property
+    def of(self) -> str:
+        """Which part of the training's state this rank has."""
+        return self._of
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no state of any training is there."""
+        return not self._slots.steps
+
+    @property
+    def sizes(self) -> dict[int, int]:
+        """Each of `steps`, and the bytes of its state."""
+        return {step: len(self.data(step)) for step in self.steps}
+
+    def data(self, step: int) -> memoryview:
+        """The state after a step that is whole, as `keep` has written it."""
+        return self._slots.data(step)
+
+    def begin_to_take(self, num_bytes: int, num_processes: int) -> memoryview:
+        """Room for a peer's state of so many bytes. Raises OSError if there is too little memory.
+
+        `num_processes`: how many processes of this machine make room at the same time.
+        """
+        free_bytes = available_bytes()
+        if free_bytes is not None and NUM_SLOTS * room_for(num_bytes) * num_processes > free_bytes:
+            raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+        return self._slots.begin(num_bytes)
+
+    def take(self, step: int, num_bytes: int) -> None:
+        """The room of `begin_to_take` holds the peer's state after `step`."""
+        self._slots.finish(step, num_bytes, self._number)
+
+    @property
     def other_folders(self) -> list[str]:
         """The folders of other trainings whose states are whole."""
         return sorted({folder for folder in self._folders().values() if folder != self._folder})

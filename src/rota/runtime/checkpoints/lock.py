@@ -9,6 +9,7 @@ import os
 import socket
 import stat
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from rota.reading import printable
 
 LOCK = ".rota.lock"
 _NOT_SUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
+_LOOK_S = 0.05  # between two tries
 _MOST_BYTES = 1000  # of the text that describes the holder
 
 
@@ -33,10 +35,13 @@ _held: dict[str, _Held] = {}  # this process's locks, by the folder's real path
 
 
 @contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """Keeps other jobs out; all users in one process share the lock. Raises PipelineError if another job holds it."""
+def locked(folder: Path, patience_s: float = 0.0) -> Iterator[None]:
+    """Keeps other jobs out; all users in one process share the lock.
+
+    Raises PipelineError if another job holds it for longer than `patience_s`.
+    """
     key = os.path.realpath(folder)
-    held = _held.setdefault(key, _held.get(key) or _Held(_lock(folder)))
+    held = _held.setdefault(key, _held.get(key) or _Held(_lock(folder, time.monotonic() + patience_s)))
     held.num_users += 1
     try:
         yield
@@ -48,7 +53,7 @@ def locked(folder: Path) -> Iterator[None]:
                 os.close(held.descriptor)
 
 
-def _lock(folder: Path) -> int | None:
+def _lock(folder: Path, until_s: float) -> int | None:
     """A descriptor that holds the lock; warns and returns None if the file system has no locks."""
     path = folder / LOCK
     try:
@@ -58,7 +63,8 @@ def _lock(folder: Path) -> int | None:
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             raise PipelineError(f"cannot lock {folder}: {path} is not a regular file; move it away")
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        while not _is_taken(descriptor, until_s):
+            time.sleep(_LOOK_S)
     except BlockingIOError:
         holder = _holder(descriptor)
         os.close(descriptor)
@@ -82,6 +88,17 @@ def _lock(folder: Path) -> int | None:
     os.ftruncate(descriptor, 0)
     os.pwrite(descriptor, json.dumps(mine).encode(), 0)
     return descriptor
+
+
+def _is_taken(descriptor: int, until_s: float) -> bool:
+    """Take the lock, if nobody holds it. Raises OSError, and BlockingIOError if somebody does after this time."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        if time.monotonic() > until_s:
+            raise
+        return False
+    return True
 
 
 def _holder(descriptor: int) -> str:

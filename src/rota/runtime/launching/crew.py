@@ -1,10 +1,8 @@
 """Who is there: all processes of a run, or those that go on while a lost one has not been replaced.
 
-all ranks ──a rank is given up──▶ those left, their backup plan ──after a while──▶ all ranks, the run's own plan
-its memory is gone                                               the new rank's memory is a copy of its peer's
-
-Without replicas, those left run the same stages on fewer ranks, and each takes what it needs of the state from the
-memories of all ranks before, which are set aside until a step is committed on the new plan:
+With replicas and backup plans, see `present`. Without replicas, those left run the same stages on fewer ranks, and each
+takes what it needs of the state from the memories of all ranks before, which are set aside until a step is committed on
+the new plan:
 
 all ranks ──a rank is given up──▶ those left, planned again ──after a while──▶ all ranks, the run's own plan
 memories are set aside            load from them                              load from theirs
@@ -16,13 +14,14 @@ import time
 from collections.abc import Set
 from typing import final
 
-from rota.backups import Backups, Place, plan_backup, survivors
+from rota.backups import Backups
 from rota.errors import PlacementError, PlanError
 from rota.plan import Plan
 from rota.replanning import replan
-from rota.runtime.environment import backups_environment, meeting_environments, mesh_environment
+from rota.runtime.environment import meeting_environments, mesh_environment
 from rota.runtime.kept_memory import KeptMemories, State, common_states
-from rota.runtime.launching.newest_states import NewestStates
+from rota.runtime.launching.newest_states import Losses
+from rota.runtime.launching.present import Present
 from rota.simulation import simulate
 from rota.units import time_text
 
@@ -49,22 +48,34 @@ class Crew:
         self._base, self._dp, self._tp = plan, dp, tp
         self._memories, self._backups, self._rejoin_after_s = memories, backups, rejoin_after_s
         self._min_ranks = min_ranks
-        self._lost: list[Place] = []
-        self._at_loss: NewestStates | None = None  # the newest states when a rank was lost last; None: none was
+        self._present = Present(plan, plan.num_ranks * dp * tp, dp, backups)
+        self._lost: list[int] = []
+        self._losses = Losses()
         #: What the processes run now, and each one's number among all of the run.
         self.plan = plan
-        self.members = [*range(plan.num_ranks * dp * tp)]
-        #: When all are to be started again (monotonic clock), None while nobody is missing.
-        self.rejoin_at_s: float | None = None
+        self.members = self._present.members
+        self._rejoin_at_s: float | None = None
         #: What those ran whose memories are set aside; None if none are.
         self.former_plan: Plan | None = None
+
+    def prepare(self, _: int) -> list[int]:
+        """The ranks of the next start that are on this machine: all."""
+        return [*range(len(self.members))]
+
+    def begin(self) -> None:
+        """There are no other nodes that start ranks."""
+
+    @property
+    def rejoin_at_s(self) -> float | None:
+        """When all are to be started again (monotonic clock), None while nobody is missing."""
+        return self._rejoin_at_s
 
     def environments(self, folder: str) -> list[dict[str, str]]:
         """The variables of each process of the next start, which keeps the device that it has in the whole run."""
         is_whole = not self._lost
         sizes = (self.plan.num_ranks, self._dp, self._tp) if is_whole else (self.plan.num_ranks, 1, 1)
         each = meeting_environments(folder, len(self.members))
-        of_all = mesh_environment(*sizes) | (backups_environment() if self._backups is not None else {})
+        of_all = mesh_environment(*sizes)
         return [
             of_all | of_rank | {"LOCAL_RANK": str(member)} for member, of_rank in zip(self.members, each, strict=True)
         ]
@@ -89,30 +100,20 @@ class Crew:
             What the others do now, for people; None if they cannot go on: they have no plan, or have done no step since
             the last loss, so that the script rather than a rank is at fault.
         """
-        if number is None or not self._has_come_further(states):
+        if number is None or not self._losses.have_come_further(states):
             return None
         if self._backups is None:
             return self._on_fewer(number)
-        place = Place(*divmod(self.members[number], self._base.num_ranks))
-        lost = [*self._lost, place]
+        lost = self.members[number]
         try:
-            plan = plan_backup(self._base, self._dp, lost) if self._lost else self._backups.backups[place.rank].plan
+            self._present.lose([lost])
         except (PlacementError, PlanError):
             return None
-        self._lost, self.plan = lost, plan
-        left = survivors(self._base.num_ranks, self._dp, lost)
-        self._memories.forget(self.members[number])
-        self.members = [replica * self._base.num_ranks + rank for replica, rank in left]
+        self._lost.append(lost)
+        self.plan, self.members = self._present.plan, self._present.members
+        self._memories.forget(lost)
         self._set_rejoining()
-        where = f"rank {place.rank} of replica {place.replica}"
-        return f"the others go on without {where}: {self._makespans()}"
-
-    def _has_come_further(self, states: Set[State]) -> bool:
-        """Whether a step was done since the last loss. The first rank may be lost before any."""
-        is_first = self._at_loss is None
-        if self._at_loss is None:
-            self._at_loss = NewestStates()
-        return self._at_loss.note(states) or is_first
+        return f"the others go on without {self._present.place_of(lost)}: {self._present.makespans()}"
 
     def _on_fewer(self, number: int) -> str | None:
         """Give up a process when there are no peers: all others run its stages, too."""
@@ -126,10 +127,11 @@ class Crew:
         lost = self.members[number]
         self._set_aside()
         self.plan = plan
-        self._lost.append(Place(0, lost))
+        self._lost.append(lost)
         self.members.remove(lost)
         self._set_rejoining()
-        return f"the others go on without rank {lost}: {self._makespans()}"
+        after, before = (time_text(simulate(one).makespan_us) for one in (plan, self._base))
+        return f"the others go on without rank {lost}: makespan {after}, with all ranks {before}"
 
     def _set_aside(self) -> None:
         """Keep the memories of the plan that ran; those of the one before it if it has not committed a step."""
@@ -141,27 +143,18 @@ class Crew:
             self._memories.forget(member)
 
     def _set_rejoining(self) -> None:
-        self.rejoin_at_s = None if self._rejoin_after_s is None else time.monotonic() + self._rejoin_after_s
-
-    def _makespans(self) -> str:
-        after, before = (time_text(simulate(one).makespan_us) for one in (self.plan, self._base))
-        return f"makespan {after}, with all ranks {before}"
+        self._rejoin_at_s = None if self._rejoin_after_s is None else time.monotonic() + self._rejoin_after_s
 
     def rejoin(self) -> str:
         """Take back all that are lost, each with its stages' state; returns what happens, for people."""
-        num_ranks = self._base.num_ranks
-        if self._backups is None:
-            self._set_aside()
-        for place in self._lost:
-            if self._memories.files and self._backups is not None:
-                peer = next(member for member in self.members if member % num_ranks == place.rank)
-                self._memories.copy(peer, place.replica * num_ranks + place.rank)
-        where = " and ".join(
-            f"rank {rank}" if self._backups is None else f"rank {rank} of replica {replica}"
-            for replica, rank in self._lost
-        )
-        verb = "joins" if len(self._lost) == 1 else "join"
-        self._lost, self.plan = [], self._base
-        self.members = [*range(num_ranks * self._dp * self._tp)]
-        self.rejoin_at_s = None
-        return f"{where} {verb} again"
+        lost, self._lost, self._rejoin_at_s = self._lost, [], None
+        if self._backups is not None:
+            if self._memories.files:
+                for member in lost:
+                    self._memories.copy(self._present.peer_of(member), member)
+            what = self._present.rejoin(lost)
+            self.plan, self.members = self._present.plan, self._present.members
+            return what
+        self._set_aside()
+        self.plan, self.members = self._base, [*range(self._base.num_ranks)]
+        return f"{' and '.join(f'rank {rank}' for rank in lost)} {'joins' if len(lost) == 1 else 'join'} again"

@@ -23,11 +23,11 @@ from rota.errors import PipelineError
 from rota.plan import Plan
 from rota.reading import Field
 from rota.runtime.control import Message
-from rota.runtime.environment import mesh_environment
 from rota.runtime.kept_memory import KeptMemories
 from rota.runtime.launcher_files import report_changed_script, restart_environment, write_plan
-from rota.runtime.launching.meeting_store import FollowersStore, StoreServer, address
+from rota.runtime.launching.meeting_store import FollowersStore, StoreServer
 from rota.runtime.launching.node_line import Mailbox, NodeLine
+from rota.runtime.launching.node_starts import Start
 from rota.runtime.launching.nodes import JOIN_S, Nodes
 from rota.runtime.launching.rank_processes import RankFailed, RankOfRun, Ranks
 from rota.runtime.launching.requests import EndedBySignal, Requests
@@ -63,14 +63,26 @@ class Follower:
         nodes: which node this is.
         job: what all nodes must have in common.
         requests: signals to this process, which node 0 hears of.
+        memories: those of this node's processes.
         report: called with a line while node 0 cannot be reached, or if this node has something to say.
+        may_join_again: whether the others may go on without this node.
     """
 
-    def __init__(self, nodes: Nodes, job: dict[str, str], requests: Requests, report: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        nodes: Nodes,
+        job: dict[str, str],
+        requests: Requests,
+        memories: KeptMemories,
+        report: Callable[[str], None],
+        may_join_again: bool = False,
+    ) -> None:
         self._nodes, self._job, self._requests, self.report = nodes, job, requests, report
+        self.memories, self._may_join_again = memories, may_join_again
         self._stack = ExitStack()
         self._over: _Over | None = None
         self._lost: str | None = None
+        self._has_told_ready = False
         self.store = FollowersStore(lambda number, request: self.send("ask", number=number, request=request))
 
     def __enter__(self) -> Follower:
@@ -151,24 +163,38 @@ class Follower:
         """Let node 0 handle a signal to this process."""
         self.send("signal", number=int(number))
 
-    def next_start(self) -> int | None:
-        """Wait for the next start of the ranks: its number; None if the run has ended, see `finish`."""
-        message = self._next("start")
-        return None if message is None else message["number"].integer(0)
+    def next_start(self, stand_by: StandBy) -> Start | None:
+        """Wait for the next start of the ranks; None if the run has ended, see `finish`.
 
-    def _next(self, kind: str) -> Field | None:
+        Node 0 hears when they can be forked from the stand-by.
+        """
+        message = self._next("start", stand_by)
+        return None if message is None else Start.from_message(message)
+
+    def _next(self, kind: str, stand_by: StandBy | None = None) -> Field | None:
         while self._over is None:
-            select.select([self.fileno(), self._requests.fileno()], [], [])
+            files = [self.fileno(), self._requests.fileno()]
+            awaited = None if self._has_told_ready else stand_by
+            if awaited is not None:
+                files.append(awaited.line.fileno())
+            select.select(files, [], [])
+            if awaited is not None and awaited.has_message():  # the next start reads it
+                self._has_told_ready = True
+                self.send("ready")
             for number in self._requests.taken():
                 self.send_signal(number)
             for message in self.orders():
                 if message["kind"].text() == kind:
                     return message
                 if message["kind"].text() == "end":
-                    self.send("ended", steps=[])  # node 0 could not start its own
+                    self.send_ended()  # node 0 could not start its own
         if kind == "welcome":
             self.finish()
         return None
+
+    def send_ended(self) -> None:
+        """Tell node 0 that no rank of this node is left, and which states each one's memory holds."""
+        self.send("ended", held=[sorted(states) for states in self.memories.held()])
 
     def orders(self) -> Iterator[Field]:
         """What node 0 tells, but not that the run is over: that ends the orders. Raises LeaderLost."""
@@ -182,9 +208,11 @@ class Follower:
             else:
                 yield message
         if self._lost is not None and self._over is None:
+            joins = "If the run goes on there, start the same command here, and it joins again. If not, s"
+            remedy = "tart the command again on all nodes: it goes on from the last checkpoint"
             raise LeaderLost(
                 f"node 0 ({reading.printable(self._nodes.host)}) is lost: {self._lost}; the ranks of this node were "
-                f"ended. Start the command again on all nodes: it goes on from the last checkpoint"
+                f"ended. {joins if self._may_join_again else 'S'}{remedy}"
             )
 
     @property
@@ -222,8 +250,8 @@ class Follower:
 class _FollowersRanks(Ranks):
     """The ranks of this node: what they do is reported, and node 0 decides."""
 
-    def __init__(self, folder: Folder, requests: Requests, follower: Follower, numbers: range) -> None:
-        super().__init__(folder, requests, first=numbers.start)
+    def __init__(self, folder: Folder, requests: Requests, follower: Follower, numbers: Sequence[int]) -> None:
+        super().__init__(folder, requests, numbers=numbers)
         self._follower = follower
         self._is_interrupted = False
 
@@ -250,6 +278,8 @@ class _FollowersRanks(Ranks):
             match message["kind"].text():
                 case "end":
                     raise Ordered
+                case "stop":
+                    self._ask_to_stop()
                 case "terminate":
                     self._send_term()
         if self._follower.is_over:
@@ -273,7 +303,6 @@ def follow(
     folder: Folder,
     requests: Requests,
     stand_by: StandBy,
-    memories: KeptMemories,
 ) -> signal.Signals | None:
     """Start this node's ranks whenever node 0 says so, until the run has ended.
 
@@ -287,7 +316,6 @@ def follow(
         folder: of this node's run.
         requests: signals to this process.
         stand_by: from which the ranks are forked.
-        memories: those of this node's ranks.
 
     Returns:
         The signal that asked the ranks to end, if any.
@@ -295,21 +323,23 @@ def follow(
     Raises:
         PipelineError, EndedBySignal, KeyboardInterrupt: the run has failed, or node 0 is lost.
     """
-    pp, dp, tp = sizes
-    num_processes = pp * dp * tp
+    num_processes, memories = sizes[0] * sizes[1] * sizes[2], follower.memories
     with StoreServer(folder.path, follower.store):
-        while (start := follower.next_start()) is not None:
-            with _FollowersRanks(folder, requests, follower, nodes.numbers(nodes.node, num_processes)) as ranks:
-                if start:
+        while (start := follower.next_start(stand_by)) is not None:
+            here = start.ranks_on(nodes.node, nodes, num_processes)
+            for number in {*range(len(memories.files))}.difference(here.values()):
+                memories.forget(number)  # of a rank that is lost
+            with _FollowersRanks(folder, requests, follower, [*here]) as ranks:
+                if start.number:
                     report_changed_script(command[1], folder.path, follower.report)
-                of_start = {**environment, **mesh_environment(*sizes), **write_plan(plan, folder.path)}
-                of_start |= restart_environment(start)
-                meeting = nodes.environments(address(folder.path, start), num_processes, follower.own_address)
-                environments = [of_start | of_rank for of_rank in meeting]
-                files = [[file] for file in memories.files]
+                of_start = {**environment, **write_plan(start.plan or plan, folder.path)}
+                of_start |= restart_environment(start.number)
+                each = start.environments(nodes, sizes, folder.path, follower.own_address)
+                environments = [of_start | of_rank for of_rank in each]
+                files = [[memories.files[number]] for number in here.values()] if memories.files else []
                 _run(ranks, follower, partial(ranks.fork, stand_by, command, environments, files))
-            follower.send_records(folder.path, start)
-            follower.send("ended", states=sorted(memories.common_states(range(len(memories.files)))))
+            follower.send_records(folder.path, start.number)
+            follower.send_ended()
     return follower.finish()
 
 

@@ -10,14 +10,15 @@ import signal
 import time
 from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple, final
 
 from rota.backups import Backups
 from rota.checking import check
-from rota.errors import PipelineError
+from rota.errors import PipelineError, PlacementError, PlanError
 from rota.plan import Plan
-from rota.runtime.environment import meeting_environments
+from rota.runtime.environment import backups_environment, meeting_environments
 from rota.runtime.faults.stragglers import Straggler, stragglers
 from rota.runtime.freed_memory import HUGE_PAGES
 from rota.runtime.kept_memory import MOST_FORMER, KeptMemories, State
@@ -35,7 +36,7 @@ from rota.runtime.launching.follower import Follower, follow
 from rota.runtime.launching.leader import Leader
 from rota.runtime.launching.newest_states import NewestStates
 from rota.runtime.launching.node_crew import NodeCrew
-from rota.runtime.launching.nodes import Nodes, job_of
+from rota.runtime.launching.nodes import NodeLost, Nodes, job_of
 from rota.runtime.launching.rank_processes import RankFailed, Ranks
 from rota.runtime.launching.requests import EndedBySignal, Requests
 from rota.runtime.launching.run_folder import Folder, run_folder
@@ -119,13 +120,17 @@ def launch(
             f"dp={dp} and tp={tp}; leave it out"
         )
     num_here = num_processes if nodes is None else nodes.num_here(num_processes)
-    if nodes is not None and (backups is not None or min_ranks is not None):
-        raise PipelineError("backups and min_ranks are for ranks on one machine; leave them out, or leave out nodes")
+    if nodes is not None and min_ranks is not None:
+        raise PipelineError(
+            f"min_ranks={min_ranks} is for ranks on one machine, whose memories outlive each of them; leave it out, or "
+            f"leave out nodes"
+        )
     with ExitStack() as stack:
         folder = stack.enter_context(run_folder("rota-run-"))
         of_ranks = {
             **(environment or {}),
             **limit_environment(timeout_s),
+            **(backups_environment() if backups is not None else {}),
             "OMP_NUM_THREADS": str(threads_per_rank),
             # Otherwise OpenBLAS may start threads when the stand-by imports NumPy, and a fork loses them.
             "OPENBLAS_NUM_THREADS": "1",
@@ -137,47 +142,45 @@ def launch(
         requests = stack.enter_context(Requests())
         may_restart = max_restarts > 0 or backups is not None or min_ranks is not None
         memories = stack.enter_context(KeptMemories(num_here if may_restart else 0))
-        crew: Crew | NodeCrew = Crew(plan, dp, tp, memories, backups, rejoin_after_s, min_ranks)
         stand_by = stack.enter_context(StandBy(_inherited() | of_ranks, may_restart, requests, report))
-        leader = None
-        if nodes is not None:
-            sizes, command = (plan.num_ranks, dp, tp), (worker, script, *arguments)
-            job = job_of(plan, script_text, arguments, (worker, sizes, max_restarts, timeout_s, environment))
+        crew: Crew | NodeCrew
+        leader, sizes, command = None, (plan.num_ranks, dp, tp), (worker, script, *arguments)
+        if nodes is None:
+            crew = Crew(plan, dp, tp, memories, backups, rejoin_after_s, min_ranks)
+        else:
+            options = worker, sizes, max_restarts, backups and backups.to_json(), rejoin_after_s, timeout_s, environment
+            job, may_lose = job_of(plan, script_text, arguments, options), backups is not None
             if nodes.node:
-                follower = stack.enter_context(Follower(nodes, job, requests, report))
-                ended_by = follow(
-                    follower, nodes, plan, sizes, command, _inherited() | of_ranks, folder, requests, stand_by, memories
-                )
+                follower = stack.enter_context(Follower(nodes, job, requests, memories, report, may_lose))
+                variables = _inherited() | of_ranks
+                ended_by = follow(follower, nodes, plan, sizes, command, variables, folder, requests, stand_by)
                 return Run(None, [], ended_by)
-            leader = stack.enter_context(Leader(nodes, num_processes, job, requests, folder.path, report))
-            crew = NodeCrew(plan, sizes, memories, nodes, leader)
-        is_over, failed = False, None
+            leader = stack.enter_context(Leader(nodes, num_processes, job, requests, folder.path, report, may_lose))
+            crew = NodeCrew(plan, sizes, memories, nodes, leader, backups, rejoin_after_s)
+        is_over = False
         while not is_over:
-            with Ranks(folder, requests, leader) as ranks:
-                if leader is not None:
-                    leader.start(restarts.num_all)
-                if restarts.num_all:
-                    report_changed_script(script, folder.path, report)
-                files = crew.files_of_start()
-                of_start = {
-                    **(_inherited() | of_ranks),
-                    **write_plan(crew.plan, folder.path, crew.former_plan),
-                    **restart_environment(restarts.num_all),
-                }
-                environments = [of_start | of_rank for of_rank in crew.environments(folder.path)]
-                try:
-                    failed = None
-                    ranks.fork(stand_by, (worker, script, *arguments), environments, files)
+            ranks = Ranks(folder, requests, leader, crew.prepare(restarts.num_all))
+            failed: RankFailed | NodeLost | None = None
+            try:
+                with ranks:
+                    crew.begin()
+                    if restarts.num_all:
+                        report_changed_script(script, folder.path, report)
+                    files = crew.files_of_start()  # before the environments: former memories may not be needed any more
+                    environments = _environments(crew, folder, of_ranks, restarts.num_all)
+                    ranks.fork(stand_by, command, environments, files)
                     if pipeline_within_s is not None and not restarts.num_all:
-                        is_over = ranks.wait(time.monotonic() + pipeline_within_s)
+                        is_over = ranks.wait(partial(float, time.monotonic() + pipeline_within_s))
                         if not is_over and not ranks.has_pipeline:
                             report(_no_pipeline(script, num_processes, pipeline_within_s))
-                    is_over = is_over or ranks.wait(crew.rejoin_at_s)
-                except RankFailed as error:
-                    failed = error
-            if failed is not None:
-                states = {*ranks.saved, *crew.states()}
+                    is_over = is_over or ranks.wait(lambda: crew.rejoin_at_s)
+            except (RankFailed, NodeLost) as error:
+                failed = error
+            states = {*ranks.saved, *crew.states()}
+            if isinstance(failed, RankFailed):
                 restarts.count(failed, states, crew, may_restart=requests.asked is None)
+            elif isinstance(failed, NodeLost):
+                restarts.count_lost_node(failed, states, crew, may_restart=requests.asked is None)
             elif not is_over:
                 restarts.count_rejoining(crew)
         if not ranks.has_pipeline:
@@ -204,6 +207,13 @@ def start(
     """Start `num_processes` processes that meet only in the folder; `environment` is added to this process's own."""
     environments = meeting_environments(folder.path, num_processes)
     ranks.start(command, [_inherited() | environment | of_rank for of_rank in environments])
+
+
+def _environments(crew: Crew | NodeCrew, folder: Folder, of_ranks: dict[str, str], start: int) -> list[dict[str, str]]:
+    """The variables of each rank of this machine for the start with this number."""
+    plans = write_plan(crew.plan, folder.path, crew.former_plan)
+    of_start = _inherited() | of_ranks | plans | restart_environment(start)
+    return [of_start | of_rank for of_rank in crew.environments(folder.path)]
 
 
 def _inherited() -> dict[str, str]:
@@ -240,6 +250,24 @@ class _Restarts:
         self.num_all += 1
         self._in_a_row += 1
         self._report(f"{error}: restart {self._in_a_row} of {self._most}")
+
+    def count_lost_node(self, error: NodeLost, states: Set[State], crew: Crew | NodeCrew, may_restart: bool) -> None:
+        """Count the restart of those that can go on without a node. Raises PipelineError if they cannot."""
+        self._newest.note(states)
+        why = "all ranks had been asked to end"
+        if may_restart and isinstance(crew, NodeCrew):
+            try:
+                self._report(f"{error}; {crew.lose_node(error.node, states)}")
+            except (PlacementError, PlanError) as refusal:
+                why = str(refusal)
+            else:
+                self.num_all += 1
+                self._in_a_row = 0
+                return
+        raise PipelineError(
+            f"{error}; the others cannot go on ({why}), so all ranks were ended. Start the command again on all nodes: "
+            f"it goes on from the last checkpoint"
+        ) from None
 
     def count_rejoining(self, crew: Crew | NodeCrew) -> None:
         """Count the restart in which lost ranks join again."""

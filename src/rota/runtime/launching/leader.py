@@ -2,14 +2,16 @@
 
     leader ──▶ follower                              follower ──▶ leader
     welcome                it has joined             job       which node it is, and what it would run
-    start    number        start your ranks          report    what a rank reported, see `control`
+    start    see `Start`   start your ranks          ready     its ranks can be forked at once
+    stop                   ask a rank to end         report    what a rank reported, see `control`
     terminate              SIGTERM to your ranks     end       a rank ended, with its exit code
     end                    kill your ranks           failed    its ranks could not be started
     over     how           the run has ended         signal    Ctrl-C, SIGTERM …: as if sent to node 0
     put      key, value    the store has changed     record    a rank's times of the last steps
-    answer   number        of a request              ended     its ranks are gone; the states that they have in memory
+    answer   number        of a request              ended     its ranks are gone; the states in each one's memory
                                                      ask       a request to the store
-Only this node decides. A node that is lost ends the run: its ranks' memory is gone.
+Only this node decides. The memory of a node that is lost is gone. If the run can go on without it, the same command may
+let it join again.
 """
 
 from __future__ import annotations
@@ -32,8 +34,9 @@ from rota.errors import FormatError, PipelineError
 from rota.reading import Field
 from rota.runtime.kept_memory import State
 from rota.runtime.launching.meeting_store import LeadersStore, StoreServer, answered
-from rota.runtime.launching.node_line import Mailbox, NodeLine
-from rota.runtime.launching.nodes import JOIN_S, Nodes, difference
+from rota.runtime.launching.node_line import SILENT_S, Mailbox, NodeLine
+from rota.runtime.launching.node_starts import Start
+from rota.runtime.launching.nodes import JOIN_S, NodeLost, Nodes, difference
 from rota.runtime.launching.requests import Requests
 from rota.runtime.launching.secure_channel import HANDSHAKE_S, Channel, ChannelError, greet_follower
 
@@ -41,10 +44,6 @@ _MOST_GREETINGS = 64  # at once, of whoever connects
 _MOST_REPORTED = 10  # refused connections
 _END_S = 90  # more than a node waits for its own ranks
 _RECORD = re.compile(r"[0-9a-f]{16}\.restart\d+\.rank\d+\.json")
-
-
-class NodeLost(PipelineError):
-    """A node does not answer any more."""
 
 
 class News(NamedTuple):
@@ -65,7 +64,8 @@ class Leader:
         job: what all nodes must have in common.
         requests: signals to this process, and those to other nodes.
         folder: where other nodes' records go.
-        report: called with one line for each connection that is refused.
+        report: called with one line for each connection that is refused, and for a node that joins again.
+        may_join_again: let nodes that were lost join again, for which the port stays open.
     """
 
     def __init__(
@@ -76,20 +76,25 @@ class Leader:
         requests: Requests,
         folder: str,
         report: Callable[[str], None],
+        may_join_again: bool = False,
     ) -> None:
         self._nodes, self._num_processes, self._job = nodes, num_processes, job
         self._requests, self._folder, self._report = requests, folder, report
+        self._may_join_again = may_join_again
         self._lines: dict[int, NodeLine] = {}
-        self._lost: dict[int, str] = {}
+        self._names: dict[int, str] = {}
+        self._own_addresses: dict[int, str] = {}
+        self._lost: set[int] = set()
+        self._to_tell: dict[int, str] = {}  # nodes that are lost, of which the caller does not know yet, and why
+        self._importing: set[int] = set()  # nodes that have joined again, but cannot fork ranks yet
         self._over: dict[int, threading.Event] = {}
         self._num_refused = 0
         self._greetings = threading.Semaphore(_MOST_GREETINGS)
         self._stack = ExitStack()
         self.store = LeadersStore(self._spread)
-        #: The number of the last start of the ranks.
-        self.num_start = 0
-        #: The states that all ranks of the other nodes hold in memory, after they ended.
-        self.states: set[State] = set()
+        self._start = Start(0, range(num_processes))
+        #: The states that each process of the other nodes holds in memory, after they ended.
+        self.held: dict[int, set[State]] = {}
 
     # --- joining --------------------------------------------------------------------------------------------------
 
@@ -98,13 +103,13 @@ class Leader:
             self._mailbox = Mailbox()
             stack.callback(self._mailbox.close)
             stack.push(self._tell_end)
-            with _listening(self._nodes.host, self._nodes.port) as listener:
+            with ExitStack() as open_port:
+                listener = open_port.enter_context(_listening(self._nodes.host, self._nodes.port))
+                open_port.callback(_wake, listener)
                 threading.Thread(target=self._accept, args=[listener], name="rota-nodes", daemon=True).start()
-                try:
-                    self._await_all()
-                finally:
-                    with suppress(OSError):
-                        listener.shutdown(socket.SHUT_RDWR)  # wakes the thread
+                self._await_all()
+                if self._may_join_again:
+                    stack.push(open_port.pop_all())
             stack.enter_context(StoreServer(self._folder, self.store))
             self._stack = stack.pop_all()
         return self
@@ -121,11 +126,10 @@ class Leader:
             select.select([self._mailbox.fileno(), self._requests.fileno()], [], [], 1.0)
             self._requests.end_if_asked("before all nodes had joined")
             for item in self._mailbox.taken():
-                if isinstance(item, News):
-                    if item.message is None:
-                        self._lines.pop(item.node, None)  # it may come again
-                    continue
-                self._welcome(*item)
+                if not isinstance(item, News):
+                    self._welcome(item, is_begun=False)
+                elif item.message is None:
+                    self._lines.pop(item.node, None)  # it may come again
 
     def _accept(self, listener: socket.socket) -> None:
         with suppress(OSError):  # closed
@@ -148,24 +152,42 @@ class Leader:
         finally:
             self._greetings.release()
 
-    def _welcome(self, channel: Channel | None, node: Any, job: Any) -> None:
+    def _welcome(self, greeted: tuple[Channel | None, Any, Any], is_begun: bool) -> None:
+        """Let a node join, or again once the run has begun; refuse it if its place is taken."""
+        channel, node, job = greeted
         if channel is None:
             self._refused(f"a connection from {node} was refused: {job}")
             return
-        if node not in range(1, self._nodes.num_nodes) or node in self._lines:
+        found = difference(job, self._job)
+        if node not in range(1, self._nodes.num_nodes) or (node in self._lines and node not in self._lost):
             most = self._nodes.num_nodes - 1
-            words = f"--node {node} is taken or too large; give each node its own number, from 0 to {most}"
-            with suppress(ChannelError):
-                channel.send({"kind": "over", "how": "error", "signal": 0, "words": words})
-            self._refused(f"a node at {channel.other_address} was refused: {words}")
+            why = f"--node {node} is taken or too large; give each node its own number, from 0 to {most}"
+            if is_begun:
+                why += f", or wait {SILENT_S} s for the loss of node {node} to be noticed"
+        elif is_begun and found is not None:
+            why = found
+        else:
+            line = self._add(channel, node)
+            if found is not None:
+                raise PipelineError(f"{self._names[node]} is refused: {found}")
+            line.send("welcome")
             return
+        with suppress(ChannelError):
+            channel.send({"kind": "over", "how": "error", "signal": 0, "words": why})
+        self._refused(f"a node at {channel.other_address} was refused: {why}")
+        channel.close()
+
+    def _add(self, channel: Channel, node: int) -> NodeLine:
         over = self._over[node] = threading.Event()
         line = NodeLine(channel, lambda message: self._deliver(node, message), lambda why: self._lose(node, why, over))
-        self._lines[node] = line
+        self._lines[node], self._names[node] = line, f"node {node} ({channel.other_address})"
+        self._own_addresses[node] = channel.own_address
+        if node in self._lost:
+            self._lost.remove(node)
+            self._importing.add(node)
+            self._report(f"{self._names[node]} has joined again")
         line.start()
-        if (found := difference(job, self._job)) is not None:
-            raise PipelineError(f"{self._name(node)} is refused: {found}")
-        line.send("welcome")
+        return line
 
     def _refused(self, words: str) -> None:
         self._num_refused += 1
@@ -196,22 +218,28 @@ class Leader:
     @property
     def own_address(self) -> str:
         """By which the other nodes reach this one."""
-        return self._lines[1].channel.own_address
+        return self._own_addresses[1]
+
+    def prepare(self, start: Start) -> None:
+        """Take what the next start is to be."""
+        self._start = start
 
     def ranks_elsewhere(self) -> dict[int, str]:
-        """The number of each rank on another node, and the node's name."""
-        return {
-            number: self._name(node)
-            for node in range(1, self._nodes.num_nodes)
-            for number in self._nodes.numbers(node, self._num_processes)
-        }
+        """The number of each rank on another node in the next start, and the node's name."""
+        nodes = [self._nodes.node_of(member, self._num_processes) for member in self._start.members]
+        return {rank: self._names[node] for rank, node in enumerate(nodes) if node}
 
-    def start(self, number: int) -> None:
-        """Let the other nodes start their ranks; `number` is that of the start. Raises NodeLost."""
-        self._refuse_lost()
-        self.num_start = number
-        self.store.begin(number)
-        self._tell("start", number=number)
+    def start(self) -> None:
+        """Let the other nodes start their ranks. Raises NodeLost."""
+        self._tell_lost()
+        self.store.begin(self._start.number)
+        for node, line in self._there():
+            if node not in self._importing:  # else it has no ranks, and an empty memory
+                line.send("start", **self._start.to_fields())
+
+    def can_start_on(self, node: int) -> bool:
+        """Whether ranks can be started on a node: it is there, and need not import what they need first."""
+        return node not in self._lost and node not in self._importing
 
     def fileno(self) -> int:
         """A file descriptor that is readable when there is news."""
@@ -221,8 +249,12 @@ class Leader:
         """What has happened on other nodes: the node's name, and its message. Raises NodeLost."""
         for news in self._mailbox.taken():
             if (message := self._kept(news)) is not None:
-                yield self._name(news.node), message
-        self._refuse_lost()
+                yield self._names[news.node], message
+        self._tell_lost()
+
+    def stop(self) -> None:
+        """Ask one rank of the other nodes to end all ranks after the step that is running."""
+        self._tell("stop")
 
     def terminate(self) -> None:
         """SIGTERM to all ranks of the other nodes."""
@@ -231,29 +263,33 @@ class Leader:
     def end(self) -> None:
         """Kill the ranks of the other nodes. Returns when they are gone, or their node is lost."""
         self._tell("end")
-        waiting = self._lines.keys() - self._lost.keys()
-        held: list[set[State]] = []
+        waiting, self.held = self._lines.keys() - self._lost, {}
         deadline_s = time.monotonic() + _END_S
         while waiting and time.monotonic() < deadline_s:
             select.select([self._mailbox], [], [], 1.0)
             for news in self._mailbox.taken():
                 message = self._kept(news)
                 if message is not None and message["kind"].text() == "ended":
-                    held.append({_state(state) for state in message["states"]})
+                    numbers = self._nodes.numbers(news.node, self._num_processes)
+                    held = [{_state(state) for state in states} for states in message["held"]]
+                    self.held |= zip(numbers, held, strict=False)  # none if no memory is kept
                     waiting.discard(news.node)
-            waiting -= self._lost.keys()
+            waiting -= self._lost
         for node in waiting:
-            self._lost[node] = f"it has not ended its ranks within {_END_S} s"
-        self.states = set.intersection(*held) if held else set()
+            self._note_lost(node, f"it has not ended its ranks within {_END_S} s")
 
     def _kept(self, news: Any) -> Field | None:
         """The message, unless it is none for the caller."""
         if not isinstance(news, News):
-            if news[0] is not None:
+            if self._may_join_again:
+                self._welcome(news, is_begun=True)
+            elif news[0] is not None:
                 news[0].close()  # one too many, which came with the last node
             return None
         if news.message is None:
-            self._lost.setdefault(news.node, news.why)
+            self._note_lost(news.node, news.why)
+        elif news.message["kind"].text() == "ready":
+            self._importing.discard(news.node)
         elif news.message["kind"].text() == "record":
             name = news.message["name"].text()
             if _RECORD.fullmatch(name):
@@ -262,19 +298,29 @@ class Leader:
             return news.message
         return None
 
-    def _refuse_lost(self) -> None:
-        for node, why in self._lost.items():
-            raise NodeLost(
-                f"{self._name(node)} is lost: {why}; all ranks were ended. Start the command again on all nodes: it "
-                f"goes on from the last checkpoint"
-            )
+    def _note_lost(self, node: int, why: str) -> None:
+        if node in self._lost:
+            return
+        self._lost.add(node)
+        self._importing.discard(node)
+        self._over[node].set()
+        self._lines[node].close()  # nothing waits for it any more
+        if any(self._nodes.node_of(member, self._num_processes) == node for member in self._start.members):
+            self._to_tell[node] = why
+        else:
+            self._report(f"{self._names[node]} is lost: {why}; it had no ranks")
+
+    def _tell_lost(self) -> None:
+        """Raises NodeLost for a node that is lost, once."""
+        for node in [*self._to_tell]:
+            raise NodeLost(node, f"{self._names[node]} is lost: {self._to_tell.pop(node)}")
 
     def _tell(self, kind: str, **fields: Any) -> None:
-        for line in [*self._lines.values()]:
+        for _, line in self._there():
             line.send(kind, **fields)
 
-    def _name(self, node: int) -> str:
-        return f"node {node} ({self._lines[node].channel.other_address})"
+    def _there(self) -> list[tuple[int, NodeLine]]:
+        return [(node, line) for node, line in [*self._lines.items()] if node not in self._lost]
 
     # --- the end --------------------------------------------------------------------------------------------------
 
@@ -306,6 +352,12 @@ def _first_message(channel: Channel) -> Field:
             if message["kind"].text() == "job":
                 return message
     raise ChannelError("it does not say what it would run")
+
+
+def _wake(listener: socket.socket) -> None:
+    """End the wait of the thread that accepts connections."""
+    with suppress(OSError):
+        listener.shutdown(socket.SHUT_RDWR)
 
 
 def _state(field: Field) -> State:

@@ -9,7 +9,7 @@ import os
 import socket
 import struct
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import NamedTuple
@@ -50,12 +50,28 @@ class Nodes(NamedTuple):
         here = self.num_here(num_processes)
         return range(node * here, (node + 1) * here)
 
-    def environments(self, store: str, num_processes: int, own_address: str) -> list[dict[str, str]]:
-        """The variables of this node's ranks. `own_address`: by which the other nodes reach this one."""
+    def node_of(self, number: int, num_processes: int) -> int:
+        """Which node a process is on."""
+        return number // self.num_here(num_processes)
+
+    def environments(
+        self, store: str, num_ranks: int, here: Mapping[int, int], own_address: str
+    ) -> list[dict[str, str]]:
+        """The variables of this node's ranks, see `node_environments`.
+
+        `own_address`: by which the other nodes reach this one.
+        """
         name = "GLOO_SOCKET_IFNAME"
         interface = os.environ.get(name) or interface_of(own_address)
-        numbers = self.numbers(self.node, num_processes)
-        return node_environments(store, num_processes, numbers, self.node, (self.host, self.port), interface)
+        return node_environments(store, num_ranks, here, self.node, (self.host, self.port), interface)
+
+
+class NodeLost(PipelineError):
+    """A node does not answer any more."""
+
+    def __init__(self, node: int, words: str) -> None:
+        super().__init__(words)
+        self.node = node
 
 
 def job_of(plan: Plan, script: bytes, arguments: Sequence[str], options: Sequence[object]) -> dict[str, str]:

@@ -18,7 +18,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from types import TracebackType
 from typing import Protocol, final
@@ -29,6 +29,7 @@ from rota.runtime import control
 from rota.runtime.control import Message
 from rota.runtime.kept_memory import State
 from rota.runtime.launching.newest_states import NewestStates
+from rota.runtime.launching.nodes import NodeLost
 from rota.runtime.launching.requests import EndedBySignal, Requests
 from rota.runtime.launching.run_folder import Folder
 from rota.runtime.launching.stand_by import STAND_BY, StandBy, StandByEndedError
@@ -69,6 +70,9 @@ class _Elsewhere(Protocol):
     def news(self) -> Iterator[tuple[str, Field]]:
         """What has happened on other nodes: the node's name, and its message."""
 
+    def stop(self) -> None:
+        """Ask one rank of the other nodes to end all ranks after the step that is running."""
+
     def terminate(self) -> None:
         """SIGTERM to all ranks of the other nodes."""
 
@@ -94,11 +98,17 @@ class Ranks:
         folder: of the run.
         requests: signals to this process.
         elsewhere: the other nodes, if there are any; they have been told to start their ranks.
-        first: the number of this machine's first rank.
+        numbers: those of this machine's ranks; None: all from 0.
     """
 
-    def __init__(self, folder: Folder, requests: Requests, elsewhere: _Elsewhere | None = None, first: int = 0) -> None:
-        self._folder, self._requests, self._elsewhere, self._first = folder, requests, elsewhere, first
+    def __init__(
+        self,
+        folder: Folder,
+        requests: Requests,
+        elsewhere: _Elsewhere | None = None,
+        numbers: Sequence[int] | None = None,
+    ) -> None:
+        self._folder, self._requests, self._elsewhere, self._numbers = folder, requests, elsewhere, numbers
         self._ranks: list[_Rank] = []
         of_others = elsewhere.ranks_elsewhere() if elsewhere else {}
         self._others = {number: RankOfRun(number, f" on {name}") for number, name in of_others.items()}
@@ -155,6 +165,9 @@ class Ranks:
             RankFailed: the stand-by has ended before it was ready, or has never become ready.
             EndedBySignal, KeyboardInterrupt: a signal came before the ranks were started.
         """
+        if not environments:
+            self._guard([stand_by.pid])
+            return
         if not stand_by.is_alive():
             stand_by.replace()
         try:
@@ -199,7 +212,8 @@ class Ranks:
             self._add(line, process)
 
     def _add(self, line: socket.socket, process: _Process) -> None:
-        rank = _Rank(self._first + len(self._ranks), line, process)
+        at = len(self._ranks)
+        rank = _Rank(at if self._numbers is None else self._numbers[at], line, process)
         self._ranks.append(rank)
         self._running += 1
         for source in (rank.end, rank.line):
@@ -231,19 +245,21 @@ class Ranks:
             self._selector.unregister(stand_by.line)
         stand_by.note_ready()
 
-    def wait(self, until_s: float | None = None) -> bool:
-        """Wait until all ranks have ended without failure; returns False if `until_s` (monotonic) comes first.
+    def wait(self, until: Callable[[], float | None] = lambda: None) -> bool:
+        """Wait until all ranks have ended without failure; returns False if a time comes first.
+
+        Args:
+            until: the time (monotonic clock), None for none; what happens on other nodes may change it.
 
         Raises:
             RankFailed: one of them failed; the others may still run.
             EndedBySignal, KeyboardInterrupt: a signal to this process ends all ranks; they may still run.
         """
         while True:
-            self._wait_for_event(until_s)
+            self._wait_for_event(until() if self._requests.asked is None else None)
             for number in self._requests.taken():
                 self._handle_signal(number)
-            if self._requests.asked is not None:
-                until_s = None
+            until_s = until() if self._requests.asked is None else None
             try:
                 self._check_for_failure()
             except RankFailed:
@@ -380,8 +396,7 @@ class Ranks:
         asked, may_ask = self._requests.asked, number in (signal.SIGTERM, signal.SIGUSR1)
         if may_ask and asked is None and self._requests.listens:
             self._requests.asked, self._asked_s = number, time.monotonic()
-            with suppress(OSError):  # it has ended
-                self._ranks[0].line.send(control.STOP, socket.MSG_DONTWAIT)
+            self._ask_to_stop()
             return
         if self._elsewhere is not None and number == asked and time.monotonic() - self._asked_s < _ONE_REQUEST_S:
             return  # it was sent to several nodes
@@ -392,6 +407,14 @@ class Ranks:
         if asked is None:  # ranks that were asked before would wait for the end of a step
             self._terminate()
         raise EndedBySignal(number, why)
+
+    def _ask_to_stop(self) -> None:
+        """Ask a rank to end all ranks after the step that is running."""
+        if self._ranks:
+            with suppress(OSError):  # it has ended
+                self._ranks[0].line.send(control.STOP, socket.MSG_DONTWAIT)
+        elif self._elsewhere is not None:
+            self._elsewhere.stop()
 
     # --- the end --------------------------------------------------------------------------------------------------
 
@@ -406,8 +429,9 @@ class Ranks:
         if self._elsewhere is not None:
             self._elsewhere.terminate()
         self._deadline_s = time.monotonic() + _TERM_S
-        while self._running and time.monotonic() < self._deadline_s and not self._requests.taken():
-            self._wait_for_event()
+        with suppress(NodeLost):  # its ranks have ended, too
+            while self._running and time.monotonic() < self._deadline_s and not self._requests.taken():
+                self._wait_for_event()
 
     def _end(self, _: object, error: BaseException | None, __: object) -> None:
         """Kill all ranks that are left, and all processes that they forked. Raises PipelineError if a rank stays."""
