@@ -44,6 +44,8 @@ CORE = tuple(
             "reading",
             "stopping",
             "writing",
+            "whole_numbers",
+            "cluster",
             "costs",
             "sizes",
             "tasks",
