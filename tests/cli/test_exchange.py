@@ -178,7 +178,7 @@ def test_torchtitan_makes_weights_where_it_must(here: Path, capsys: pytest.Captu
         capsys, "export", "torchtitan", "plan.json", "--model", "reads.py:marked", "--cuts", "0,1,marks[3]", "-o", "x"
     )
     assert code == 0
-    assert "reads.py: the model is made with its weights, because it cannot be made without them: RuntimeE" in error
+    assert "reads.py: the model was made with its weights, because it cannot be made without them: RuntimeE" in error
     assert stages_of(out)[0] == "tok_embeddings layers.0"
 
 

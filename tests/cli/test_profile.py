@@ -118,7 +118,7 @@ def test_a_model_that_cannot_be_made_without_weights_is_estimated_with_them(
     with pytest.warns(UserWarning, match="a warning of the model's own"):
         code, _, error = run(capsys, model, "--device", "h100", "-o", output)
     assert code == 0
-    assert error.startswith(f"{model}: the model is made with its weights, because it cannot be made without them: Ru")
+    assert error.startswith(f"{model}: the model was made with its weights, because it cannot be made without them: Ru")
     assert error.count("\n") == 1
     assert json.loads(output.read_text()) == json.loads(plain.read_text())
 

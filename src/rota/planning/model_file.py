@@ -283,9 +283,10 @@ def _made_without_weights(make: Callable[[], _Model], path: str, say: Callable[[
         return made
     except Exception as error:  # such as by asking a tensor without numbers for one
         reason = error.__cause__ if isinstance(error, FormatError) and error.__cause__ else error
-        first_line = f"{type(reason).__name__}: {reason}".splitlines()[0]
-        say(f"{path}: the model is made with its weights, because it cannot be made without them: {first_line}")
-    return make()
+    made = make()  # an error that it raises again is shown once
+    first_line = f"{type(reason).__name__}: {reason}".splitlines()[0]
+    say(f"{path}: the model was made with its weights, because it cannot be made without them: {first_line}")
+    return made
 
 
 @cache

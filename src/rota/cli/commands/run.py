@@ -90,7 +90,7 @@ def add_arguments(parser: Parser) -> None:
         type=one_of(_WORKERS, "--engine"),
         choices=_WORKERS,
         default="rota",
-        help="rota (default), or torch for PyTorch's own pipeline engine, which needs PyTorch 2.13 and runs "
+        help="rota (default), or torch for PyTorch's own pipeline engine, which needs PyTorch 2.13 or later and runs "
         "only plans whose stages form a chain",
     )
 
