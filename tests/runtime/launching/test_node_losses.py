@@ -150,7 +150,7 @@ def test_a_node_that_has_lost_a_rank_is_cut_off_and_joins_again(pool: Pool, tmp_
     await_that(lambda: "its rank 2 is done" in words(tmp_path)[0], tmp_path, processes[0])
     processes[1].send_signal(signal.SIGCONT)
     assert processes[1].wait(200) == 1
-    assert "If the run goes on there, start the same command here, and it joins again" in words(tmp_path)[1]
+    assert "if the run goes on there, start the same command here, and it joins again" in words(tmp_path)[1]
     processes[1] = node(tmp_path, 1, port, "--rejoin-after", "20", join_at=7)
     assert [process.wait(200) for process in processes] == [0, 0], words(tmp_path)
     assert_exact(tmp_path, pool)

@@ -208,11 +208,12 @@ class Follower:
             else:
                 yield message
         if self._lost is not None and self._over is None:
-            joins = "If the run goes on there, start the same command here, and it joins again. If not, s"
-            remedy = "tart the command again on all nodes: it goes on from the last checkpoint"
+            remedy = "start the command again on all nodes: it goes on from the last checkpoint"
+            if self._may_join_again:
+                remedy = f"if the run goes on there, start the same command here, and it joins again; if not, {remedy}"
             raise LeaderLost(
                 f"node 0 ({reading.printable(self._nodes.host)}) is lost: {self._lost}; the ranks of this node were "
-                f"ended. {joins if self._may_join_again else 'S'}{remedy}"
+                f"ended; {remedy}"
             )
 
     @property

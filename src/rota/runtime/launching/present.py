@@ -93,6 +93,7 @@ class Present:
 
     def rejoin(self, members: Collection[int]) -> str:
         """Take back these processes, which were lost; returns what happens, for people."""
-        where = " and ".join(self.place_of(member) for member in self.missing if member in members)
+        *names, last = [self.place_of(member) for member in self.missing if member in members]
+        where = f"{', '.join(names)} and {last}" if names else last
         self._set_lost([place for place, member in zip(self._lost, self.missing, strict=True) if member not in members])
         return f"{where} {'joins' if len(members) == 1 else 'join'} again"
