@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 
 from rota import PipelineError, split
-from rota.runtime import checkpoints, kept_memory
-from rota.runtime.checkpoints import in_memory
+from rota.runtime import kept_memory
+from rota.runtime.checkpoints import in_memory, room_in_memory
 from rota.runtime.environment import PROGRESS
 from rota.runtime.kept_memory import states_in
 from rota.runtime.mapped_file import MappedFile
@@ -232,7 +232,7 @@ def leave_out(rank: int, folder: Path, what: str) -> None:
     with memory() as file, pytest.MonkeyPatch.context() as patch:
         training = Training(TWO)
         if what == "machine" and rank == 1:
-            patch.setattr(checkpoints, "available_bytes", lambda: 1000)
+            patch.setattr(room_in_memory, "available_bytes", lambda: 1000)
         with training.pipeline:
             kept = training.checkpoints(folder)
             if what == "plan":
@@ -282,7 +282,7 @@ def count_what_is_there(rank: int, folder: Path) -> None:
             first.steps(range(1))
             kept.commit(1)
             kept.commit(2)
-        patch.setattr(checkpoints, "available_bytes", lambda: 0)  # the memory of these states is no longer free
+        patch.setattr(room_in_memory, "available_bytes", lambda: 0)  # the memory of these states is no longer free
         again = Training(TWO, split(model(1), TWO.plan().num_stages))
         with again.pipeline:
             kept = again.checkpoints(folder)
@@ -303,11 +303,11 @@ def grow(rank: int, folder: Path) -> None:
             states = kept._in_memory
             assert states is not None
             # Together, both ranks have enough for their weights, but not for an optimizer's state as well.
-            patch.setattr(checkpoints, "available_bytes", lambda: 2 * states.count()[0])
+            patch.setattr(room_in_memory, "available_bytes", lambda: 2 * states.count()[0])
             kept.commit(0)
             assert steps_in(file) == [0]
             needed = 2 * states.count()[0]
-            patch.setattr(checkpoints, "available_bytes", lambda: needed - 2 * states.allocated_bytes)
+            patch.setattr(room_in_memory, "available_bytes", lambda: needed - 2 * states.allocated_bytes)
             for step in (1, 2):
                 training.steps(range(step - 1, step))
                 kept.commit(step)

@@ -12,9 +12,10 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
+from functools import partial
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, final
@@ -39,6 +40,7 @@ from rota.runtime.checkpoints.manifest import File, Manifest, require_json
 from rota.runtime.checkpoints.names import Weights
 from rota.runtime.checkpoints.optimizer_state import refuse_inner_optimizers
 from rota.runtime.checkpoints.peers import Votes
+from rota.runtime.checkpoints.room_in_memory import RoomInMemory
 from rota.runtime.checkpoints.state import Merged, Restoring, Trained, merge
 from rota.runtime.checkpoints.tensors import (
     Layout,
@@ -51,16 +53,12 @@ from rota.runtime.checkpoints.tensors import (
     write_chunks,
 )
 from rota.runtime.checkpoints.training_json import training_to_json
-from rota.runtime.environment import node_of_this_process
 from rota.runtime.faults.watchdog import PATIENT
-from rota.runtime.host_memory import available_bytes
 from rota.runtime.json_messages import all_gather_json
 from rota.runtime.launcher_files import former_plan, is_restart
 from rota.runtime.pipeline import Pipeline
 from rota.runtime.reducing.wrapped_stages import is_sharded, unreduced
 from rota.runtime.transport import collective
-from rota.simulation import simulate
-from rota.units import size_text
 
 
 class Checkpoint(NamedTuple):
@@ -131,11 +129,11 @@ class Checkpoints:
         self._copies = Copies(pipeline._device, None)
         self._lock = ExitStack()
         self._in_memory = self._of_this_rank()
+        self._room = RoomInMemory(pipeline)
         self._former = FormerStates(kept_memory.given_former(), self._trained, self._training)
         self._num_commits = 0
         self._most_bytes = 0  # of memory for the states of one rank
         self._has_room = True  # for states in memory; if not, no rank keeps any
-        self._planned_peak_bytes: int | None = None  # of this rank; simulated when it is needed
         self._has_room_here = True  # if not, this rank keeps none until all ranks count again
         self._num_steps_committed = -1  # of the pipeline's, when `commit` was called last
         self._step_committed = -1  # what `commit` was given last
@@ -462,35 +460,16 @@ class Checkpoints:
             )
 
     def _count(self, in_memory: StatesInMemory) -> bool:
-        """Whether the states of all ranks fit in the host's memory, and in what the plan allows. Collective."""
+        """Whether the states of all ranks fit in memory. Reports what they need, and what there is. Collective."""
         self._trained.weights.require_all()
-        plan, rank = self._pipeline.plan, self._pipeline.rank
-        (needed_bytes, tensor_bytes), limit_bytes = in_memory.count(), plan.placement.cluster.limit_bytes[rank]
-        is_over = False
-        if limit_bytes is not None and self._pipeline.device.type == "cpu":
-            self._planned_peak_bytes = self._planned_peak_bytes or simulate(plan).peak_memory_bytes[rank]
-            counted_bytes = plan.placement.snapshot_bytes[rank] if plan.placement.snapshot_bytes else 0
-            is_over = self._planned_peak_bytes - counted_bytes + tensor_bytes > limit_bytes
-        node, is_full = node_of_this_process(), not self._has_room_here
-        mine = [node, needed_bytes, in_memory.allocated_bytes, available_bytes(), is_over, is_full]
-        told = [_Told(*row) for row in self._share(f"the other ranks' commit number {self._num_commits}", mine)]
-        rooms = [_room_on(node, told) for node in sorted({each.node for each in told})]
-        all_bytes, room_bytes = min(rooms, key=lambda room: room[1] - room[0])  # on the node that has the least left
-        over = [process for process, each in enumerate(told) if each.is_over]
-        full = [process for process, each in enumerate(told) if each.is_full]
-        self._most_bytes = max(each.needed_bytes for each in told)
-        where = "this machine" if len(rooms) == 1 else f"node {rooms.index((all_bytes, room_bytes))}"
-        why = f"{where} has {size_text(room_bytes)} for them"
-        if not over and not full and all_bytes <= room_bytes:
-            if self._num_commits == 2 and not is_restart():  # the first step has made the optimizer's state
-                self._report(f"states are kept in memory: they need {size_text(all_bytes)}, and {why}")
-            return True
-        if over:
-            why = f"the plan's limit for process {over[0]} has no room for {size_text(told[over[0]].needed_bytes)}"
-        elif full:
-            why = f"process {full[0]} ran out of memory for its state"
-        self._report(f"states are not kept in memory: they need {size_text(all_bytes)}, and {why}; {_WITHOUT}")
-        return False
+        awaited = f"the other ranks' commit number {self._num_commits}"
+        found = self._room.count(in_memory, not self._has_room_here, partial(self._share, awaited))
+        self._most_bytes = found.most_bytes
+        if not found.fits:
+            self._report(f"states are not kept in memory: {found.text}; {_WITHOUT}")
+        elif self._num_commits == 2 and not is_restart():  # the first step has made the optimizer's state
+            self._report(f"states are kept in memory: {found.text}")
+        return found.fits
 
     def _load_from_memory(self, in_memory: StatesInMemory, newest_saved: int) -> Checkpoint | None:
         """Restore the newest step that all ranks have in memory, or those of the plan before. Collective.
@@ -611,26 +590,6 @@ class Checkpoints:
         reader = Reader(saved, contents.index, restoring.tensors)
         reader.check()
         return saved, contents.plan, restoring, reader
-
-
-class _Told(NamedTuple):
-    """What a process tells the others when all count what their states in memory need."""
-
-    node: int
-    needed_bytes: int
-    allocated_bytes: int
-    available_bytes: int | None
-    is_over: bool
-    is_full: bool
-
-
-def _room_on(node: int, told: Sequence[_Told]) -> tuple[int, int]:
-    """The bytes that the processes of a node need together, and the room for them: what they have, and what is free."""
-    here = [each for each in told if each.node == node]
-    all_bytes = sum(each.needed_bytes for each in here)
-    have_bytes = sum(min(each.needed_bytes, each.allocated_bytes) for each in here)
-    free = [each.available_bytes for each in here if each.available_bytes is not None]
-    return all_bytes, have_bytes + min(free) if free else all_bytes
 
 
 def _share_of(pipeline: Pipeline) -> str:

@@ -22,6 +22,7 @@ from rota.reading import printable
 LOCK = ".rota.lock"
 _NOT_SUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 _LOOK_S = 0.05  # between two tries
+_SILENT_S = 2.0  # of waiting, before it is said
 _MOST_BYTES = 1000  # of the text that describes the holder
 
 
@@ -38,10 +39,10 @@ _held: dict[str, _Held] = {}  # this process's locks, by the folder's real path
 def locked(folder: Path, patience_s: float = 0.0) -> Iterator[None]:
     """Keeps other jobs out; all users in one process share the lock.
 
-    Raises PipelineError if another job holds it for longer than `patience_s`.
+    Says so when it waits for another job; raises PipelineError if that holds the lock for longer than `patience_s`.
     """
     key = os.path.realpath(folder)
-    held = _held.setdefault(key, _held.get(key) or _Held(_lock(folder, time.monotonic() + patience_s)))
+    held = _held.setdefault(key, _held.get(key) or _Held(_lock(folder, patience_s)))
     held.num_users += 1
     try:
         yield
@@ -53,7 +54,7 @@ def locked(folder: Path, patience_s: float = 0.0) -> Iterator[None]:
                 os.close(held.descriptor)
 
 
-def _lock(folder: Path, until_s: float) -> int | None:
+def _lock(folder: Path, patience_s: float) -> int | None:
     """A descriptor that holds the lock; warns and returns None if the file system has no locks."""
     path = folder / LOCK
     try:
@@ -63,8 +64,7 @@ def _lock(folder: Path, until_s: float) -> int | None:
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             raise PipelineError(f"cannot lock {folder}: {path} is not a regular file; move it away")
-        while not _is_taken(descriptor, until_s):
-            time.sleep(_LOOK_S)
+        _wait(folder, descriptor, patience_s)
     except BlockingIOError:
         holder = _holder(descriptor)
         os.close(descriptor)
@@ -75,11 +75,7 @@ def _lock(folder: Path, until_s: float) -> int | None:
         os.close(descriptor)
         if error.errno not in _NOT_SUPPORTED:
             raise PipelineError(f"cannot lock {path}: {error.strerror}; save into another folder") from None
-        print(
-            f"rota: {folder} is on a file system without locks ({error.strerror}); let only one job use it at a time",
-            file=sys.stderr,
-            flush=True,
-        )
+        _say(f"{folder} is on a file system without locks ({error.strerror}); let only one job use it at a time")
         return None
     except BaseException:
         os.close(descriptor)
@@ -90,15 +86,22 @@ def _lock(folder: Path, until_s: float) -> int | None:
     return descriptor
 
 
-def _is_taken(descriptor: int, until_s: float) -> bool:
-    """Take the lock, if nobody holds it. Raises OSError, and BlockingIOError if somebody does after this time."""
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        if time.monotonic() > until_s:
-            raise
-        return False
-    return True
+def _wait(folder: Path, descriptor: int, patience_s: float) -> None:
+    """Take the lock. Raises OSError, and BlockingIOError if somebody else holds it for longer than `patience_s`."""
+    begun_s, is_said = time.monotonic(), False
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            waited_s = time.monotonic() - begun_s
+            if waited_s > patience_s:
+                raise
+        else:
+            return
+        if waited_s > _SILENT_S and not is_said:
+            _say(f"{folder} is in use by another job{_holder(descriptor)}; waiting up to {patience_s:.0f} s for it")
+            is_said = True
+        time.sleep(_LOOK_S)
 
 
 def _holder(descriptor: int) -> str:
@@ -109,6 +112,10 @@ def _holder(descriptor: int) -> str:
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return ""
     return f" (process {pid} on {host}, since {since})"
+
+
+def _say(text: str) -> None:
+    print(f"rota: {text}", file=sys.stderr, flush=True)
 
 
 def _leave_to_the_parent() -> None:

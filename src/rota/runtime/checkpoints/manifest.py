@@ -128,7 +128,8 @@ def require_json(extra: dict[str, Any], path: str = "extra") -> None:
     for key, value in extra.items():
         if type(key) is not str:
             raise FormatError(f"{path} has the key {key!r}, but JSON keys are strings: use {str(key)!r}")
-        if not key.isidentifier() or len(key) > reading.LONGEST_NAME:  # most are, and are seen so at once
+        # Most are identifiers, and are seen so at once.
+        if not (key.isascii() and key.isidentifier()) or len(key) > reading.LONGEST_NAME:
             reading.Field(f"{path}, a name", key).name()
         _require_json_value(value, f"{path}[{key!r}]")
 

@@ -159,7 +159,8 @@ def _require_name(name: object, path: str) -> None:
     """Raises PipelineError or FormatError if a key of `path` cannot be read again."""
     if type(name) is not str:
         raise PipelineError(f"{path} has the key {name!r}, a {type(name).__name__}; use a string")
-    if not name.isidentifier() or len(name) > reading.LONGEST_NAME:  # most are, and are seen so at once
+    # Most are identifiers, and are seen so at once.
+    if not (name.isascii() and name.isidentifier()) or len(name) > reading.LONGEST_NAME:
         Field(f"{path}, a name", name).name()
 
 

@@ -10,7 +10,6 @@ import signal
 import time
 from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple, final
 
@@ -110,33 +109,12 @@ def launch(
         PipelineError: a process failed, or the script ended without a Pipeline.
         EndedBySignal: a signal to this process has ended the ranks.
     """
-    check(plan)
-    if not Path(script).is_file():
-        raise PipelineError(f"no script {script!r}; give the path of a Python file")
+    _require_launchable(plan, script, dp * tp, min_ranks, nodes)
     num_processes = plan.num_ranks * dp * tp
-    if min_ranks is not None and (dp * tp > 1 or num_processes > MOST_FORMER):
-        raise PipelineError(
-            f"min_ranks is for one pipeline of at most {MOST_FORMER} ranks, not for {num_processes} processes with "
-            f"dp={dp} and tp={tp}; leave it out"
-        )
     num_here = num_processes if nodes is None else nodes.num_here(num_processes)
-    if nodes is not None and min_ranks is not None:
-        raise PipelineError(
-            f"min_ranks={min_ranks} is for ranks on one machine, whose memories outlive each of them; leave it out, or "
-            f"leave out nodes"
-        )
     with ExitStack() as stack:
         folder = stack.enter_context(run_folder("rota-run-"))
-        of_ranks = {
-            **(environment or {}),
-            **limit_environment(timeout_s),
-            **(backups_environment() if backups is not None else {}),
-            "OMP_NUM_THREADS": str(threads_per_rank),
-            # Otherwise OpenBLAS may start threads when the stand-by imports NumPy, and a fork loses them.
-            "OPENBLAS_NUM_THREADS": "1",
-            # The same for all stand-bys of all nodes: otherwise the order of a set of strings depends on the stand-by.
-            "PYTHONHASHSEED": os.environ.get("PYTHONHASHSEED", "0"),
-        }
+        of_ranks = _environment_of_all(environment, timeout_s, backups, threads_per_rank)
         script_text = keep_script(script, folder.path)
         restarts = _Restarts(max_restarts, report)
         requests = stack.enter_context(Requests())
@@ -170,9 +148,8 @@ def launch(
                     environments = _environments(crew, folder, of_ranks, restarts.num_all)
                     ranks.fork(stand_by, command, environments, files)
                     if pipeline_within_s is not None and not restarts.num_all:
-                        is_over = ranks.wait(partial(float, time.monotonic() + pipeline_within_s))
-                        if not is_over and not ranks.has_pipeline:
-                            report(_no_pipeline(script, num_processes, pipeline_within_s))
+                        text = _no_pipeline(script, num_processes, pipeline_within_s)
+                        is_over = _wait_for_pipeline(ranks, pipeline_within_s, text, report)
                     is_over = is_over or ranks.wait(lambda: crew.rejoin_at_s)
             except (RankFailed, NodeLost) as error:
                 failed = error
@@ -191,6 +168,52 @@ def launch(
         records = collect(crew.plan, folder.path, restarts.num_all)
         ran = last_plan(crew.plan, folder.path, restarts.num_all)
     return Run(merge(ran, records) if records else None, stragglers(crew.plan, records), requests.asked)
+
+
+def _require_launchable(
+    plan: Plan, script: str, num_pipelines: int, min_ranks: int | None, nodes: Nodes | None
+) -> None:
+    """Raises PlanError if `check` refuses the plan, PipelineError if it cannot be run like this."""
+    check(plan)
+    if not Path(script).is_file():
+        raise PipelineError(f"no script {script!r}; give the path of a Python file")
+    if min_ranks is None:
+        return
+    if num_pipelines > 1 or plan.num_ranks > MOST_FORMER:
+        raise PipelineError(
+            f"min_ranks is for one pipeline of at most {MOST_FORMER} ranks, not for {num_pipelines} of "
+            f"{plan.num_ranks} ranks each; leave it out"
+        )
+    if nodes is not None:
+        raise PipelineError(
+            f"min_ranks={min_ranks} is for ranks on one machine, whose memories outlive each of them; leave it out, or "
+            f"leave out nodes"
+        )
+
+
+def _environment_of_all(
+    given: Mapping[str, str] | None, timeout_s: float | None, backups: Backups | None, threads_per_rank: int
+) -> dict[str, str]:
+    """The variables of every rank of every start, besides this process's own."""
+    return {
+        **(given or {}),
+        **limit_environment(timeout_s),
+        **(backups_environment() if backups is not None else {}),
+        "OMP_NUM_THREADS": str(threads_per_rank),
+        # Otherwise OpenBLAS may start threads when the stand-by imports NumPy, and a fork loses them.
+        "OPENBLAS_NUM_THREADS": "1",
+        # The same for all stand-bys of all nodes: otherwise the order of a set of strings depends on the stand-by.
+        "PYTHONHASHSEED": os.environ.get("PYTHONHASHSEED", "0"),
+    }
+
+
+def _wait_for_pipeline(ranks: Ranks, within_s: float, missing: str, report: Callable[[str], None]) -> bool:
+    """Whether all ranks have ended after this time; if not, and no rank has made a pipeline, reports `missing`."""
+    until_s = time.monotonic() + within_s
+    is_over = ranks.wait(lambda: until_s)
+    if not is_over and not ranks.has_pipeline:
+        report(missing)
+    return is_over
 
 
 def _no_pipeline(script: str, num_processes: int, within_s: float) -> str:
