@@ -50,13 +50,14 @@ def claim_of(name: str) -> str:
 
 
 def results_of(name: str) -> str:
-    """Where the results in the benchmark's README were measured, and the results up to what the README says of them."""
+    """Where the results in the benchmark's README were measured, and all its paragraphs that begin with **Result."""
     text = (HERE / name / "README.md").read_text()
     where = re.search(r"^\*\*Environment\.\*\* (.*?)\n\n", text, re.DOTALL | re.MULTILINE)
-    results = re.search(r"^\*\*Result\b.*?(?=^\*\*[A-Z]|^## |^!\[|\Z)", text, re.DOTALL | re.MULTILINE)
-    if where is None or results is None:
+    results = re.findall(r"^\*\*Result\b.*?(?=^\*\*[A-Z]|^## |^!\[|\Z)", text, re.DOTALL | re.MULTILINE)
+    if where is None or not results:
         raise SystemExit(f"benchmarks/{name}/README.md has no **Environment.** and **Result.**")
-    return _LINK.sub(r"\1", f"**Measured in.** {where[1]}\n\n{results[0].strip()}\n")
+    told = "\n\n".join(map(str.strip, results))
+    return _LINK.sub(r"\1", f"**Measured in.** {where[1]}\n\n{told}\n")
 
 
 def environment() -> str:

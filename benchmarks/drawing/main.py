@@ -75,7 +75,7 @@ def print_seen(seen: list[Seen]) -> None:
     p50, p99 = (frames[int(share * len(frames))] for share in (0.5, 0.99))
     print(f"{'':<28}first picture {median(first):.0f} ms ({min(first):.0f} to {max(first):.0f})")
     print(f"{'':<28}{len(frames)} frames while zooming: median {p50:.1f} ms, 99th percentile {p99:.1f} ms")
-    print(f"{'':<28}CPU of the page's thread: {median(each.cpu_ms for each in seen):.1f} ms a frame", flush=True)
+    print(f"{'':<28}CPU of the page's thread: {median(each.cpu_ms for each in seen):.1f} ms per frame", flush=True)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ _NOW = "window.drawnAt ??= performance.now(); return window.drawnAt;"
 
 
 def matplotlib_patches(timeline: Timeline, path: Path) -> None:
-    """One rectangle an op."""
+    """One rectangle per op."""
     from matplotlib.figure import Figure
     from matplotlib.patches import Rectangle
 
@@ -29,7 +29,7 @@ def matplotlib_patches(timeline: Timeline, path: Path) -> None:
 
 
 def plotly_bars(timeline: Timeline, path: Path) -> None:
-    """One horizontal bar an op, a trace for each kind."""
+    """One horizontal bar per op, and a trace per kind."""
     import plotly.graph_objects as go
 
     figure = go.Figure(layout={"barmode": "overlay"})
@@ -49,7 +49,7 @@ def plotly_bars(timeline: Timeline, path: Path) -> None:
 
 
 def bokeh_quads(timeline: Timeline, path: Path) -> None:
-    """One quad an op."""
+    """One quad per op."""
     from bokeh.plotting import figure, output_file, save
     from bokeh.resources import INLINE
 
@@ -73,7 +73,7 @@ _BOKEH = Watch(
     ".bk-events",
 )
 TOOLS = [
-    ("Matplotlib, a patch an op", matplotlib_patches, None),
+    ("Matplotlib, a patch per op", matplotlib_patches, None),
     *([("Plotly", plotly_bars, _PLOTLY)] if find_spec("plotly") else []),
     *([("Bokeh", bokeh_quads, _BOKEH)] if find_spec("bokeh") else []),
 ]

@@ -1,7 +1,7 @@
 """PyTorch's accelerator API without an accelerator: each call is one method of Python that does nothing.
 
 Tensors are on the CPU, and messages go by PyTorch's fake process group, whose sends and receives are done at once. So
-one process runs one rank alone, and what takes time is the host's part of a step. Values are meaningless.
+one process runs only one rank, and what takes time is the host's part of a step. Values are meaningless.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Does the plan come true? A GPT with uneven layers on two processes: autoplan's choice against 1F1B on equal layers.
+"""Plan and run of a GPT with uneven layers on two processes: autoplan's choice against 1F1B on equal layers.
 
 python benchmarks/planning/two_processes.py [--steps 40]
 

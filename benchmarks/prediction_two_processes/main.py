@@ -1,4 +1,4 @@
-"""Do the figures that autoplan shows come true? Three models on two processes, five plans each.
+"""How far are the figures that autoplan shows from the run? Three models on two processes, five plans each.
 
 python benchmarks/prediction_two_processes/main.py [MODEL …] [--repeat 5] [--seconds 110]
 

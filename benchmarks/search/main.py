@@ -112,7 +112,7 @@ def zb() -> None:
 
 
 def uneven() -> None:
-    """Stage times ± 15 %, ten seeds: our span against `zb_auto` with the true costs and with the median stage's."""
+    """Stage times ± 15%, ten seeds: our span against `zb_auto` with the true costs and with the median stage's."""
     print("ranks  x m  memory  against true costs  against median costs  our gap  gap of zb_auto")
     for ranks, each, memory in product((8, 16), (2, 3), (1, 1.5, 2)):
         true, by_median, gaps, gaps_of_auto = [], [], [], []
@@ -177,7 +177,7 @@ def curve() -> None:
 
 
 def large() -> None:
-    """64 ranks x 512 micro-batches, 98,304 ops, each stage's times ± 20 %."""
+    """64 ranks x 512 micro-batches, 98,304 ops, each stage's times ± 20%."""
     print("memory   first plan: s     gap    within 1 s: gap    after 30 s: gap   to proof: s")
     for memory in (1, 1.25):
         told: list[Progress] = []

@@ -1,4 +1,4 @@
-"""Search where transfers share links: 8 ranks x 32 micro-batches, a shared link busy for 30 % of the time."""
+"""Search where transfers share links: 8 ranks x 32 micro-batches, a shared link busy for 30% of the time."""
 
 from __future__ import annotations
 

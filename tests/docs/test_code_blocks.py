@@ -168,7 +168,7 @@ def test_a_pretrained_folder_loads_as_the_docs_say(tmp_path: Path, monkeypatch: 
 def test_the_install_line_of_the_readme_brings_what_its_example_imports() -> None:
     readme = (ROOT / "README.md").read_text()
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    install = re.search(r"^    pip install 'rota\[([\w,]+)\]'", readme, flags=re.MULTILINE)
+    install = re.search(r"^    pip install '\.\[([\w,]+)\]'", readme, flags=re.MULTILINE)
     assert install is not None
     installed, asked = {"rota", "model"}, install[1].split(",")  # model.py is the example's own
     for extra in asked:

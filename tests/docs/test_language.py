@@ -8,7 +8,7 @@ from support import ROOT
 
 #: Each with what to write. Docstrings and messages in the code count as well.
 BANNED = {
-    r"(?<!-)\banew\b": "again",  # not the option of a benchmark
+    r"(?<!-)(?<!\.)\banew\b": "again",  # not the option of a benchmark
     r"\b[Mm]end(s|ed|ing)?\b": "fix",
     r"\blikewise\b": "say it again",
     r"\btold below\b": "explained below",
@@ -22,7 +22,15 @@ BANNED = {
     r"\bhence\b": "so",
     r"\bhand(s|ed)? on\b": "pass on",
     r"\bis wanted here\b": "expected",
-    r"\b(µs|bytes?|times|twice|ops|pages?|lines?|process|seconds?) an? (rank|µs|step|second|micro-batch|op)\b": "per",
+    r"\b(µs|bytes?|times|twice|ops|lines?|process|seconds?) an? (rank|µs|step|second|micro-batch|op)\b": "per",
+    r"\b(ms|µs|s|page|patch|bar|rectangle|quad) a (frame|question|rank|micro-batch|step)\b": "per",
+    r"\b(page|patch|bar|rectangle|quad|process) an op\b": "per",
+    r"\bone (page|bar|rectangle|quad|file|process) an? \w+\b": "one … per",
+    r"\bwhat layers take\b": "what layers cost",
+    r"\bis none that\b": "say what it is",
+    r"\bsteady state is below\b": "lower bound",
+    r"\bleast (…|\.\.\.) most\b": "min … max",
+    r"\b[Ss]aving a training\b": "checkpointing",
     r"\bplan against truth\b": "predicted vs. measured",
     r"\bheld against\b": "compared with",
     r"\bbettered\b": "improved",
@@ -45,6 +53,7 @@ FILES = [
     ROOT / "problems" / "README.md",
     *(path for kind in ("py", "html", "js") for path in ROOT.glob(f"src/rota/**/*.{kind}")),
     *ROOT.glob("examples/*.py"),
+    *ROOT.glob("benchmarks/*/*.py"),
 ]
 BY_DESIGN = {"CONTRIBUTING.md"}  # its page of style quotes them
 

@@ -175,7 +175,8 @@ def test_dims_may_be_few_and_in_any_order(pool: Pool) -> None:
 def refusals(rank: int) -> list[str]:
     plan = gpipe(place(Costs.uniform(2), Cluster.uniform(2)), 4)
     told = []
-    with pytest.raises(PipelineError, match="start 2, or plan for 4, or give Pipeline a mesh with replicas"):
+    remedy = r"give Pipeline mesh=rota.mesh\(pp=2, dp=2\) for 2 replicas, or start 2, or plan for 4"
+    with pytest.raises(PipelineError, match=remedy):
         Pipeline(chain(2), plan, loss_fn)
     for make in (
         lambda: rota.mesh(pp=3),

@@ -22,7 +22,8 @@ models. Begin with these commands:
 take a quick tour on this machine:
   rota demo
 make a plan for your model:
-  rota autoplan model.py --ranks 4 --batch 32 -o plan.json
+  rota autoplan model.py --ranks 4 --pipeline 4 \\
+    --batch 32 -o plan.json
 look at the plan:
   rota show plan.json
 train as planned:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import os
 import struct
 from collections.abc import Sequence
 from dataclasses import replace
@@ -30,6 +31,7 @@ from rota.plan import Plan
 from rota.runtime.compute import Batch
 from rota.runtime.device.choosing import Placed, describe_placed, refuse_mixed
 from rota.runtime.device.local import current_device
+from rota.runtime.environment import MESH
 from rota.runtime.execution import Execution
 from rota.runtime.fingerprints import Fingerprints, refuse_other_data
 from rota.runtime.json_messages import all_gather_json
@@ -43,6 +45,7 @@ from rota.runtime.reducing.loss_counts import NUM_FLAGS as NUM_COUNT_FLAGS
 from rota.runtime.reducing.shared_weights import SharedWeight
 from rota.runtime.step_losses import LATER
 from rota.runtime.transport import Transport, collective
+from rota.units import count_text
 
 # --- the plan ---------------------------------------------------------------------------------------------------------
 
@@ -80,10 +83,12 @@ def refuse_differences(
     if num_ranks != plan.num_ranks:
         there = f"{num_ranks} processes were started" if mesh is None else f"the mesh has {num_ranks} along 'pp'"
         start = f"start {plan.num_ranks}" if mesh is None else f"make it with pp={plan.num_ranks}"
-        replicas = ", or give Pipeline a mesh with replicas" if mesh is None and not num_ranks % plan.num_ranks else ""
-        raise PipelineError(
-            f"the plan is for {plan.num_ranks} ranks, but {there}; {start}, or plan for {num_ranks}{replicas}"
-        )
+        remedy = f"{start}, or plan for {num_ranks}"
+        if mesh is None and not num_ranks % plan.num_ranks:
+            num_replicas = num_ranks // plan.num_ranks
+            sizes = "" if MESH in os.environ else f"pp={plan.num_ranks}, dp={num_replicas}"
+            remedy = f"give Pipeline mesh=rota.mesh({sizes}) for {num_replicas} replicas, or {remedy}"
+        raise PipelineError(f"the plan is for {count_text(plan.num_ranks, 'rank')}, but {there}; {remedy}")
     return current_device(refuse_mixed([Placed(*placed) for _, placed in of_ranks]))
 
 

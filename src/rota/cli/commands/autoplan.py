@@ -196,7 +196,8 @@ def _print_answer(answer: Answer, arguments: Namespace, model_file: ModelFile | 
     usage = answer.plan.usage
     if usage is not None and usage.num_replicas > 1:
         then += (
-            f"\nEach of the {usage.num_replicas} replicas needs rows of its own: pipeline.sampler(dataset) gives them"
+            f"\nThe plan has {usage.num_replicas} replicas: give rota.Pipeline mesh=rota.mesh() in the script,\n"
+            "and each replica rows of its own: pipeline.sampler(dataset) gives them"
         )
     print(f"Wrote {arguments.output}. Next{then}.")
 
