@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import struct
+import time
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
@@ -14,7 +16,7 @@ from rota.runtime.checkpoints.all_ranks import Ranks
 from rota.runtime.checkpoints.in_memory import StatesInMemory
 from rota.runtime.checkpoints.peers import Votes, common_steps
 from rota.runtime.environment import new_environment
-from rota.runtime.kept_memory import Slots, State, states_in
+from rota.runtime.kept_memory import NUM_SLOTS, Slots, State, room_for, states_in
 from support.pool import Pool
 
 
@@ -72,6 +74,38 @@ def test_without_room_nobody_takes_anything(pool: Pool) -> None:
     told = pool.run(4, take, False)
     assert [(found, lacking) for found, lacking, *_ in told] == [({4}, 2)] * 4
     assert [[step for _, step in held] for *_, held, _ in told] == [[3, 4], [4, 5], [], [4]]
+
+
+def take_two(rank: int, taken: Path) -> int | None:
+    """Ranks 2 and 3 are new, and the machine has just enough memory for both; 3 looks at it late."""
+    with pytest.MonkeyPatch.context() as patch:
+        _, memory = kept(rank, *([4] if rank < 2 else []))
+        if rank >= 2:
+            needed_bytes = 2 * NUM_SLOTS * room_for(len(data_of(0, 4)))
+            patch.setenv(*next(iter(new_environment().items())))
+
+            def available_bytes() -> int:
+                until_s = time.monotonic() + 0.5
+                while rank == 3 and not taken.exists() and time.monotonic() < until_s:
+                    time.sleep(0.01)
+                return needed_bytes - taken.exists()
+
+            def begin(slots: Slots, num_bytes: int) -> memoryview:
+                if rank == 2:
+                    taken.touch()
+                return begun(slots, num_bytes)
+
+            begun = Slots.begin
+            patch.setattr(in_memory, "available_bytes", available_bytes)
+            patch.setattr(Slots, "begin", begin)
+        votes = Votes(memory, Ranks(dist.group.WORLD, False))  # type: ignore[arg-type]
+        return votes.take(max(votes.common))
+
+
+@pytest.mark.dist
+def test_what_one_new_rank_takes_does_not_count_against_another(pool: Pool, tmp_path: Path) -> None:
+    assert pool.run(4, take_two, tmp_path / "taken") == [None] * 4
+    assert (tmp_path / "taken").exists()
 
 
 def vote(rank: int) -> set[int]:

@@ -198,14 +198,13 @@ class StatesInMemory:
         """The state after a step that is whole, as `keep` has written it."""
         return self._slots.data(step)
 
-    def begin_to_take(self, num_bytes: int, num_processes: int) -> memoryview:
-        """Room for a peer's state of so many bytes. Raises OSError if there is too little memory.
-
-        `num_processes`: how many processes of this machine make room at the same time.
-        """
+    def has_room_for(self, num_bytes: int, num_processes: int) -> bool:
+        """Whether so many processes of this machine can each take a peer's state of so many bytes."""
         free_bytes = available_bytes()
-        if free_bytes is not None and NUM_SLOTS * room_for(num_bytes) * num_processes > free_bytes:
-            raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+        return free_bytes is None or NUM_SLOTS * room_for(num_bytes) * num_processes <= free_bytes
+
+    def begin_to_take(self, num_bytes: int) -> memoryview:
+        """Room for a peer's state of so many bytes. Raises OSError if there is too little memory."""
         return self._slots.begin(num_bytes)
 
     def take(self, step: int, num_bytes: int) -> None:

@@ -57,12 +57,15 @@ class Votes:
         mine, room = self._ranks.mine, None
         num_bytes = {new: self._votes[giver].steps[step] for giver, new in pairs}
         num_new_here = sum(self._votes[new].node == node_of_this_process() for new in num_bytes)
+        # All look before any takes: what one takes must not count against the others.
+        has_room = mine not in num_bytes or self._in_memory.has_room_for(num_bytes[mine], num_new_here)
+        if (process := self._first_without(has_room)) is not None:
+            return process
         if mine in num_bytes:
             with suppress(OSError):
-                room = self._in_memory.begin_to_take(num_bytes[mine], num_new_here)
-        for process, has_room in enumerate(self._ranks.gather(mine not in num_bytes or room is not None)):
-            if not has_room:
-                return process
+                room = self._in_memory.begin_to_take(num_bytes[mine])
+        if (process := self._first_without(mine not in num_bytes or room is not None)) is not None:
+            return process
         with collective(f"giving new ranks the state of step {step}"):
             for giver, new in pairs:
                 if mine == giver:
@@ -73,6 +76,10 @@ class Votes:
                         dist.recv(piece, group_src=giver, group=self._ranks.group)
                     self._in_memory.take(step, num_bytes[mine])
         return None
+
+    def _first_without(self, has_room: bool) -> int | None:
+        """The first process that has no room; None if all have. Collective."""
+        return next((process for process, has in enumerate(self._ranks.gather(has_room)) if not has), None)
 
     def _giver(self, of: str, step: int) -> int:
         return next(i for i, vote in enumerate(self._votes) if vote.of == of and step in vote.steps)
