@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import select
+import signal
 import socket
 import threading
 import time
@@ -12,12 +15,15 @@ from pathlib import Path
 import pytest
 
 from rota import PipelineError
+from rota.reading import Field
 from rota.runtime.kept_memory import KeptMemories, State
-from rota.runtime.launching.follower import Follower
-from rota.runtime.launching.leader import Leader
+from rota.runtime.launching.follower import Follower, _FollowersRanks
+from rota.runtime.launching.leader import Leader, News
+from rota.runtime.launching.node_line import Mailbox
 from rota.runtime.launching.node_starts import Start
 from rota.runtime.launching.nodes import NodeLost, Nodes
 from rota.runtime.launching.requests import Requests
+from rota.runtime.launching.stand_by import StandBy
 
 JOB = {"plan": "the same"}
 SECRET = b"s" * 32
@@ -66,15 +72,16 @@ def test_a_node_that_has_much_to_say_before_its_ranks_are_gone_is_not_lost(tmp_p
     with joined(tmp_path, []) as (leader, follower):
 
         def end() -> None:
-            for _ in range(150):
-                follower.send("report", rank=1, said="")
+            for number in range(150):
+                follower.send("report", rank=1, said=f"{number}")
                 time.sleep(0.01)  # each is a message that wakes node 0
             follower.send("ended", held=[[[0, 3]]])
 
         ending = threading.Thread(target=end)
         ending.start()
-        leader.end()
+        reports = leader.end()
         ending.join()
+        assert [report["said"].text() for report in reports] == [f"{number}" for number in range(150)]
         assert leader.held == {1: {State(0, 3)}}
         assert list(leader.news()) == []  # else NodeLost
 
@@ -109,12 +116,15 @@ class ReadyStandBy:
     def has_message(self) -> bool:
         return True
 
+    def note_ready(self) -> None:
+        """It can fork ranks."""
 
-def until(is_so: Callable[[], bool], leader: Leader) -> None:
-    """Take what has happened until it is so."""
+
+def until(is_so: Callable[[], bool], leader: Leader | None) -> None:
+    """Wait until it is so, and take what has happened meanwhile if a leader is given."""
     deadline_s = time.monotonic() + 60
     while not is_so() and time.monotonic() < deadline_s:
-        assert list(leader.news()) == []
+        assert leader is None or list(leader.news()) == []
         time.sleep(0.01)
     assert is_so()
 
@@ -164,6 +174,85 @@ def test_a_lost_node_joins_again_and_another_does_not(tmp_path: Path) -> None:
                 leader.start()
                 until(lambda: len(starts) == 1, leader)
                 assert starts == [Start(5, (0, 1), (1,))]  # not the one before, in which it had no ranks
+
+
+def test_a_node_that_is_back_while_the_ranks_end_has_none_to_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its loss and its greeting are found at once; what its former line still brings is not its word any more."""
+    monkeypatch.setattr("rota.runtime.launching.leader._END_S", 5)
+    with joined(tmp_path, [], may_join_again=True) as (leader, follower):
+        (former,) = leader._lines.values()
+        follower.__exit__()
+        until(lambda: leader._over[1].is_set(), None)  # its loss is in the mailbox
+        with Requests() as requests, KeptMemories(0) as memories:
+            again = Follower(follower._nodes, JOB, requests, memories, lambda _: None, may_join_again=True)
+            joining = threading.Thread(target=again.__enter__)
+            joining.start()
+            until(lambda: leader._mailbox._items.qsize() == 2, None)
+            leader.end()
+            joining.join()
+            (line,) = leader._lines.values()
+            assert line is not former
+            assert again._joins_again
+            end = Field("end", {"kind": "end", "rank": 1, "code": 0})
+            leader._mailbox.put(News(1, former, end))
+            leader._mailbox.put(News(1, former, None, "it has gone"))
+            with pytest.raises(NodeLost):
+                list(leader.news())  # of the first loss
+            assert list(leader.news()) == []
+            assert [*leader._there()] == [(1, line)]
+            leader._tell("over", how="done", signal=0, words="")
+            again.__exit__()
+
+
+def test_a_node_that_cannot_fork_ranks_does_not_join_again(tmp_path: Path) -> None:
+    with joined(tmp_path, []) as (_, follower):
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with ours, theirs:
+            theirs.close()
+            stand_by = StandBy({}, True, follower._requests, lambda _: None)
+            stand_by.line = ours
+            follower._joins_again = True
+            with pytest.raises(PipelineError, match="the process that ranks are forked from has ended"):
+                follower.next_start(stand_by)
+
+
+def test_signals_to_a_node_that_has_not_started_its_ranks_yet_go_to_node_0(tmp_path: Path) -> None:
+    with joined(tmp_path, []) as (leader, follower):
+        ranks = _FollowersRanks(None, follower._requests, follower, [0])  # type: ignore[arg-type]
+        follower._requests.note(signal.SIGTERM)
+        ranks._handle_signals_at_start()
+        select.select([leader._requests], [], [], 60)
+        assert leader._requests.taken() == [signal.SIGTERM]
+
+
+def test_nodes_can_join_after_node_0_lacked_something(tmp_path: Path) -> None:
+    nodes = Nodes(2, 0, "127.0.0.1", 5, SECRET)
+    with Requests() as requests:
+        leader = Leader(nodes, 2, JOB, requests, str(tmp_path), lambda _: None)
+        leader._mailbox, leader._is_open = Mailbox(), True
+        listener = PoorListener(leader)
+        leader._accept(listener)  # type: ignore[arg-type]
+        until(lambda: not leader._mailbox._items.empty(), None)
+        leader._mailbox.close()
+    assert listener.num_tries == 2
+
+
+class PoorListener:
+    """It has no file descriptors left at first, and accepts one connection then, which ends."""
+
+    def __init__(self, leader: Leader) -> None:
+        self._leader, self.num_tries = leader, 0
+
+    def accept(self) -> tuple[socket.socket, tuple[str, int]]:
+        self.num_tries += 1
+        if self.num_tries == 1:
+            raise OSError(errno.EMFILE, "Too many open files")
+        self._leader._is_open = False
+        one, other = socket.socketpair()
+        other.close()
+        return one, ("127.0.0.1", 1)
 
 
 def errors_of(follower: Follower, errors: list[str]) -> None:

@@ -94,6 +94,20 @@ def test_bytes_stay_bytes_and_a_rank_waits_for_another(both: tuple[Any, Any]) ->
     later.join()
 
 
+def test_a_value_may_come_before_the_start_that_it_is_of() -> None:
+    """Node 0 tells one node after another of a start, and ranks of the first one may be fast."""
+    with ExitStack() as stack:
+        leader, follower = stores(stack)
+        leader.begin(3)
+        follower.begin(3)
+        leader.act(message(do="set", start=3, key="old", value="1"))
+        leader.begin(4)
+        leader.act(message(do="set", start=4, key="new", value="2"))
+        follower.begin(4)
+        of_key = {key: follower.act(message(do="get", start=4, key=key)) for key in ("old", "new")}
+        assert of_key == {"old": None, "new": "2"}
+
+
 def test_ranks_of_an_earlier_start_are_refused() -> None:
     with ExitStack() as stack:
         leader, follower = stores(stack)

@@ -94,6 +94,24 @@ def test_ranks_of_both_nodes_are_lost_and_join_again(tmp_path: Path) -> None:
         assert crew.states() == set()
 
 
+def test_a_node_that_is_lost_with_its_ranks_has_no_vote_and_does_not_join() -> None:
+    """Its ranks fail, and while all are ended, so does the node: what the others hold is how far the run has come."""
+    leader = OtherNodes()
+    with KeptMemories(3) as memories:
+        crew = crew_of(2, leader, memories)
+        crew.prepare(0)
+        for file in memories.files:
+            keep(file, 7, b"seven")
+        leader.held = {member: {State(0, 7)} for member in (3, 4, 5)}
+        assert crew.lose(3, crew.states()) is not None
+        crew.prepare(1)
+        leader.held, leader.gone = {}, {1}
+        assert crew.states() == {State(0, 7)}
+        assert crew.rejoin() == "the ranks that were to join again are lost"
+        crew.prepare(2)
+        assert leader.prepared.members == [2, 0, 1, 4, 5]
+
+
 def test_nodes_are_lost_until_a_stage_is_nowhere_and_come_back_one_by_one() -> None:
     leader = OtherNodes()
     with KeptMemories(2) as memories:

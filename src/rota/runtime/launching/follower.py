@@ -83,6 +83,7 @@ class Follower:
         self._over: _Over | None = None
         self._lost: str | None = None
         self._has_told_ready = False
+        self._joins_again = False
         self.store = FollowersStore(lambda number, request: self.send("ask", number=number, request=request))
 
     def __enter__(self) -> Follower:
@@ -94,7 +95,8 @@ class Follower:
             stack.callback(self._line.close)
             self._line.start()
             self.send("job", node=self._nodes.node, job=self._job)
-            self._next("welcome")
+            welcome = self._next("welcome")
+            self._joins_again = welcome is not None and welcome["again"].value is True
             self._stack = stack.pop_all()
         return self
 
@@ -178,7 +180,9 @@ class Follower:
             if awaited is not None:
                 files.append(awaited.line.fileno())
             select.select(files, [], [])
-            if awaited is not None and awaited.has_message():  # the next start reads it
+            if awaited is not None and awaited.has_message():
+                if self._joins_again:  # a stand-by that is of no use ends this command, and not the run of the others
+                    awaited.note_ready()
                 self._has_told_ready = True
                 self.send("ready")
             for number in self._requests.taken():
@@ -265,8 +269,11 @@ class _FollowersRanks(Ranks):
         """Report until node 0 ends this start. Raises Ordered then, LeaderLost if node 0 is lost."""
         while True:
             self._wait_for_event()
-            for number in self._requests.taken():
-                self._handle_signal(number)
+            self._handle_signals_at_start()
+
+    def _handle_signals_at_start(self) -> None:
+        for number in self._requests.taken():
+            self._handle_signal(number)
 
     def _handle_signal(self, number: signal.Signals) -> None:
         if number == signal.SIGINT and self._is_interrupted:  # node 0 may not answer

@@ -1,7 +1,7 @@
 """Node 0 of a run: it waits until the other nodes have joined, tells them what to do, and hears what happens there.
 
     leader ──▶ follower                              follower ──▶ leader
-    welcome                it has joined             job       which node it is, and what it would run
+    welcome                it has joined (again)     job       which node it is, and what it would run
     start    see `Start`   start your ranks          ready     its ranks can be forked at once
     stop                   ask a rank to end         report    what a rank reported, see `control`
     terminate              SIGTERM to your ranks     end       a rank ended, with its exit code
@@ -43,13 +43,15 @@ from rota.runtime.launching.secure_channel import HANDSHAKE_S, Channel, ChannelE
 _MOST_GREETINGS = 64  # at once, of whoever connects
 _MOST_REPORTED = 10  # refused connections
 _END_S = 90  # more than a node waits for its own ranks
+_ACCEPT_AGAIN_S = 0.1
 _RECORD = re.compile(r"[0-9a-f]{16}\.restart\d+\.rank\d+\.json")
 
 
 class News(NamedTuple):
-    """A message of a node; None for `message` if no more can come, and why."""
+    """A message that came on a node's line; None for `message` if no more can come, and why."""
 
     node: int
+    line: NodeLine
     message: Field | None
     why: str = ""
 
@@ -89,6 +91,7 @@ class Leader:
         self._importing: set[int] = set()  # nodes that have joined again, but cannot fork ranks yet
         self._over: dict[int, threading.Event] = {}
         self._num_refused = 0
+        self._is_open = False  # whether nodes can connect
         self._greetings = threading.Semaphore(_MOST_GREETINGS)
         self._stack = ExitStack()
         self.store = LeadersStore(self._spread)
@@ -105,7 +108,8 @@ class Leader:
             stack.push(self._tell_end)
             with ExitStack() as open_port:
                 listener = open_port.enter_context(_listening(self._nodes.host, self._nodes.port))
-                open_port.callback(_wake, listener)
+                open_port.callback(self._close, listener)
+                self._is_open = True
                 threading.Thread(target=self._accept, args=[listener], name="rota-nodes", daemon=True).start()
                 self._await_all()
                 if self._may_join_again:
@@ -128,17 +132,30 @@ class Leader:
             for item in self._mailbox.taken():
                 if not isinstance(item, News):
                     self._welcome(item, is_begun=False)
-                elif item.message is None:
-                    self._lines.pop(item.node, None)  # it may come again
+                elif item.message is None and self._lines.get(item.node) is item.line:
+                    del self._lines[item.node]  # it may come again
 
     def _accept(self, listener: socket.socket) -> None:
-        with suppress(OSError):  # closed
-            while True:
+        while self._is_open:
+            try:
                 connection, address = listener.accept()
-                if not self._greetings.acquire(blocking=False):
-                    connection.close()
-                    continue
+            except OSError:  # it is closed, or this machine lacks something, such as free file descriptors
+                time.sleep(_ACCEPT_AGAIN_S)
+                continue
+            if not self._greetings.acquire(blocking=False):
+                connection.close()
+                continue
+            try:
                 threading.Thread(target=self._greet, args=[connection, address[0]], daemon=True).start()
+            except RuntimeError:  # no more threads
+                connection.close()
+                self._greetings.release()
+
+    def _close(self, listener: socket.socket) -> None:
+        """End the thread that accepts connections."""
+        self._is_open = False
+        with suppress(OSError):
+            listener.shutdown(socket.SHUT_RDWR)
 
     def _greet(self, connection: socket.socket, address: str) -> None:
         """Let a node in, or whoever it is: until it has shown that it has the secret, it is a stranger."""
@@ -146,7 +163,7 @@ class Leader:
             channel = greet_follower(connection, self._nodes.secret)
             job = _first_message(channel)
             self._mailbox.put((channel, job["node"].integer(0), {k.text(): v.text() for k, v in job["job"].items()}))
-        except (ChannelError, FormatError) as error:
+        except (ChannelError, FormatError, OSError) as error:
             connection.close()
             self._mailbox.put((None, address, str(error)))
         finally:
@@ -170,7 +187,7 @@ class Leader:
             line = self._add(channel, node)
             if found is not None:
                 raise PipelineError(f"{self._names[node]} is refused: {found}")
-            line.send("welcome")
+            line.send("welcome", again=is_begun)
             return
         with suppress(ChannelError):
             channel.send({"kind": "over", "how": "error", "signal": 0, "words": why})
@@ -179,7 +196,9 @@ class Leader:
 
     def _add(self, channel: Channel, node: int) -> NodeLine:
         over = self._over[node] = threading.Event()
-        line = NodeLine(channel, lambda message: self._deliver(node, message), lambda why: self._lose(node, why, over))
+        line = NodeLine(
+            channel, lambda message: self._deliver(node, line, message), lambda why: self._lose(node, line, why, over)
+        )
         self._lines[node], self._names[node] = line, f"node {node} ({channel.other_address})"
         self._own_addresses[node] = channel.own_address
         if node in self._lost:
@@ -196,19 +215,19 @@ class Leader:
 
     # --- on the threads of the lines ------------------------------------------------------------------------------
 
-    def _deliver(self, node: int, message: Field) -> None:
+    def _deliver(self, node: int, line: NodeLine, message: Field) -> None:
         kind = message["kind"].text()
         if kind == "ask":
             number = message["number"].integer()
-            self._lines[node].send("answer", number=number, **answered(self.store, message["request"]))
+            line.send("answer", number=number, **answered(self.store, message["request"]))
         elif kind == "signal":
             self._requests.note(message["number"].integer(1, 64))
         else:
-            self._mailbox.put(News(node, message))
+            self._mailbox.put(News(node, line, message))
 
-    def _lose(self, node: int, why: str, over: threading.Event) -> None:
+    def _lose(self, node: int, line: NodeLine, why: str, over: threading.Event) -> None:
         over.set()
-        self._mailbox.put(News(node, None, why))
+        self._mailbox.put(News(node, line, None, why))
 
     def _spread(self, start: int, key: str, value: str | None) -> None:
         self._tell("put", start=start, key=key, value=value)
@@ -260,23 +279,31 @@ class Leader:
         """SIGTERM to all ranks of the other nodes."""
         self._tell("terminate")
 
-    def end(self) -> None:
-        """Kill the ranks of the other nodes. Returns when they are gone, or their node is lost."""
+    def end(self) -> list[Field]:
+        """Kill the ranks of the other nodes. Returns when they are gone, or their node is lost.
+
+        Returns:
+            What the ranks had still reported.
+        """
         self._tell("end")
-        waiting, self.held = self._lines.keys() - self._lost, {}
+        waiting, reports = {*self._there()}, []
+        self.held = {}
         deadline_s = time.monotonic() + _END_S
         while waiting and time.monotonic() < deadline_s:
             select.select([self._mailbox], [], [], 1.0)
             for news in self._mailbox.taken():
                 message = self._kept(news)
+                if message is not None and message["kind"].text() == "report":
+                    reports.append(message)
                 if message is not None and message["kind"].text() == "ended":
                     numbers = self._nodes.numbers(news.node, self._num_processes)
                     held = [{_state(state) for state in states} for states in message["held"]]
                     self.held |= zip(numbers, held, strict=False)  # none if no memory is kept
-                    waiting.discard(news.node)
-            waiting -= self._lost
-        for node in waiting:
+                    waiting.discard((news.node, news.line))
+            waiting.intersection_update(self._there())  # a node that was lost has no ranks, even if it is there again
+        for node, _ in waiting:
             self._note_lost(node, f"it has not ended its ranks within {_END_S} s")
+        return reports
 
     def _kept(self, news: Any) -> Field | None:
         """The message, unless it is none for the caller."""
@@ -286,6 +313,8 @@ class Leader:
             elif news[0] is not None:
                 news[0].close()  # one too many, which came with the last node
             return None
+        if (news.node, news.line) not in self._there():
+            return None  # it has been lost since
         if news.message is None:
             self._note_lost(news.node, news.why)
         elif news.message["kind"].text() == "ready":
@@ -352,12 +381,6 @@ def _first_message(channel: Channel) -> Field:
             if message["kind"].text() == "job":
                 return message
     raise ChannelError("it does not say what it would run")
-
-
-def _wake(listener: socket.socket) -> None:
-    """End the wait of the thread that accepts connections."""
-    with suppress(OSError):
-        listener.shutdown(socket.SHUT_RDWR)
 
 
 def _state(field: Field) -> State:

@@ -54,8 +54,12 @@ class _Values:
         self._lock = threading.Lock()
 
     def begin(self, start: int) -> None:
-        """Forget everything: a new start of the ranks begins."""
+        """Forget everything: a new start of the ranks begins, unless it has begun."""
         with self._lock:
+            self._begin(start)
+
+    def _begin(self, start: int) -> None:
+        if start > self._start:
             self._start, self._entries = start, {}
 
     def _read(self, request: Field) -> Any:
@@ -134,7 +138,8 @@ class FollowersStore(_Values):
     def note(self, message: Field) -> None:
         """Take over a value that the leader has."""
         with self._lock:
-            if message["start"].integer() != self._start:
+            self._begin(start := message["start"].integer(0))  # another node may have been told of it before
+            if start != self._start:
                 return
             key, value = message["key"].text(), message["value"]
             if value.value is None:

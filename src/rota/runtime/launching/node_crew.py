@@ -82,10 +82,11 @@ class NodeCrew:
         return [[self._memories.files[number]] for number in self._here.values()] if self._memories.files else []
 
     def states(self) -> set[State]:
-        """The states that all ranks of all nodes hold in memory, but for new ranks that hold none yet."""
+        """The states that all ranks hold in memory whose nodes are there, but for new ranks that hold none yet."""
         held = {**self._leader.held, **dict(enumerate(self._memories.held()))}
-        of_ranks = [held.get(member, set()) for member in self._start.members]
-        is_new = [member in self._start.new for member in self._start.members]
+        there = [member for member in self._start.members if self._leader.can_start_on(self._node_of(member))]
+        of_ranks = [held.get(member, set()) for member in there]
+        is_new = [member in self._start.new for member in there]
         voting = [states for states, new in zip(of_ranks, is_new, strict=True) if states or not new]
         return set.intersection(*voting) if voting else set()
 
@@ -140,7 +141,9 @@ class NodeCrew:
 
     def rejoin(self) -> str:
         """Take back all lost ranks whose nodes are there; returns what happens, for people."""
-        return self._present.rejoin(self._coming_back())
+        if not (coming_back := self._coming_back()):  # their node was lost again while the others ended
+            return "the ranks that were to join again are lost"
+        return self._present.rejoin(coming_back)
 
 
 def _listed(numbers: list[int]) -> str:

@@ -85,6 +85,8 @@ class Mailbox:
         os.set_blocking(self._read, False)
         os.set_blocking(self._write, False)
         self._items: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._is_closed = False
+        self._lock = threading.Lock()  # no thread may write into what has the number of a closed file
 
     def put(self, item: Any) -> None:
         """Leave something."""
@@ -92,8 +94,9 @@ class Mailbox:
         self._wake()
 
     def _wake(self) -> None:
-        with suppress(OSError):  # full of such bytes, or closed
-            os.write(self._write, b"1")
+        with self._lock, suppress(BlockingIOError):  # full of such bytes
+            if not self._is_closed:
+                os.write(self._write, b"1")
 
     def fileno(self) -> int:
         """A file descriptor that is readable when something is there."""
@@ -111,6 +114,8 @@ class Mailbox:
                 self._wake()
 
     def close(self) -> None:
-        """Nothing can be left here any more."""
-        os.close(self._read)
-        os.close(self._write)
+        """Nothing that is left here is taken any more."""
+        with self._lock:
+            self._is_closed = True
+            os.close(self._read)
+            os.close(self._write)

@@ -76,8 +76,8 @@ class _Elsewhere(Protocol):
     def terminate(self) -> None:
         """SIGTERM to all ranks of the other nodes."""
 
-    def end(self) -> None:
-        """Kill the ranks of the other nodes."""
+    def end(self) -> list[Field]:
+        """Kill the ranks of the other nodes; returns what they had still reported."""
 
 
 class _Process(Protocol):
@@ -240,10 +240,13 @@ class Ranks:
                     stand_by.end()
                     raise StandByEndedError(f"{STAND_BY} has not imported PyTorch within {_READY_S:g} s")
                 self._wait_for_event(deadline_s)
-                self._requests.end_if_asked("before they were started")
+                self._handle_signals_at_start()
         finally:
             self._selector.unregister(stand_by.line)
         stand_by.note_ready()
+
+    def _handle_signals_at_start(self) -> None:
+        self._requests.end_if_asked("before they were started")
 
     def wait(self, until: Callable[[], float | None] = lambda: None) -> bool:
         """Wait until all ranks have ended without failure; returns False if a time comes first.
@@ -301,14 +304,17 @@ class Ranks:
         for name, message in self._elsewhere.news():
             match message["kind"].text():
                 case "report":
-                    if (said := Message.from_bytes(message["said"].text().encode())) is not None:
-                        self._note(self._other(message), said)
+                    self._note_report(message)
                 case "end":
                     self._note_code(self._other(message), message["code"].integer(-64, 255))
                 case "failed" if message["again"].value is True:
                     raise RankFailed(f"{name}: {message['words'].text()}")
                 case "failed":
                     raise PipelineError(f"{name}: {message['words'].text()}")
+
+    def _note_report(self, message: Field) -> None:
+        if (said := Message.from_bytes(message["said"].text().encode())) is not None:
+            self._note(self._other(message), said)
 
     def _other(self, message: Field) -> RankOfRun:
         number = message["rank"].integer(0)
@@ -437,8 +443,7 @@ class Ranks:
         """Kill all ranks that are left, and all processes that they forked. Raises PipelineError if a rank stays."""
         for rank in self._ranks:
             rank.kill()
-        if self._elsewhere is not None:
-            self._elsewhere.end()
+        reports = [] if self._elsewhere is None else self._elsewhere.end()
         deadline_s = time.monotonic() + _GONE_S
         left = [rank for rank in self._ranks if not rank.has_ended(deadline_s)]
         for rank in self._ranks:
@@ -446,6 +451,8 @@ class Ranks:
                 rank.process.wait()
             rank.close()
         self._folder.guard([])
+        for report in reports:  # it may be that of a whole checkpoint
+            self._note_report(report)
         if left:
             before = f"{error}; " if isinstance(error, RankFailed) else ""
             names = ", ".join(f"{rank.name} (process {rank.process.pid})" for rank in left)

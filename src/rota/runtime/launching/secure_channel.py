@@ -62,21 +62,13 @@ class Channel:
         keys = [_mac(session, b"to the leader"), _mac(session, b"to the follower")]
         self._to_send, self._to_receive = reversed(keys) if is_leader else keys
         self._connection = connection
+        #: By which the other machine reaches this one, and its own.
+        self.own_address, self.other_address = str(connection.getsockname()[0]), str(connection.getpeername()[0])
         self._sending = threading.Lock()
         self._num_sent = self._num_received = 0
         self._buffer = bytearray()
         self._poll = select.poll()
         self._poll.register(connection, select.POLLIN)
-
-    @property
-    def own_address(self) -> str:
-        """The address of this machine by which the other one reaches it."""
-        return str(self._connection.getsockname()[0])
-
-    @property
-    def other_address(self) -> str:
-        """The address of the other machine."""
-        return str(self._connection.getpeername()[0])
 
     def send(self, message: Mapping[str, Any]) -> None:
         """Send a JSON object. Raises ChannelError if it is too large, or the connection has ended or is stuck."""
