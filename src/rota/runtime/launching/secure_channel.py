@@ -40,6 +40,7 @@ _MOST_GREETING_BYTES = 4096  # of one message before it is known who sends
 MOST_BYTES = 64 * 1024**2  # of one message after that
 _PIECE_BYTES = 1 << 16
 _LONGEST_WORDS = 1000
+_CLOSED = "its connection was closed"
 HANDSHAKE_S = 10.0  # for all of it
 SEND_S = 15.0  # until a message is sent; the other side does not read if it takes longer
 
@@ -96,7 +97,7 @@ class Channel:
         except OSError as error:
             raise ChannelError(_words_of(error)) from None
         if not data:
-            raise ChannelError("its connection was closed")
+            raise ChannelError(_CLOSED)
         self._buffer += data
         found = []
         while (message := self._next()) is not None:
@@ -207,7 +208,7 @@ class _Greeting:
             except OSError as error:
                 raise ChannelError(_words_of(error)) from None
             if not piece:
-                raise ChannelError("its connection was closed")
+                raise ChannelError(_CLOSED)
             data += piece
         return data
 
@@ -257,4 +258,6 @@ def _mac(key: bytes, data: bytes) -> bytes:
 
 
 def _words_of(error: OSError) -> str:
+    if isinstance(error, (ConnectionResetError, BrokenPipeError)):
+        return _CLOSED  # by a process that has ended before it read everything
     return "it does not answer" if isinstance(error, TimeoutError) else f"its connection broke ({error.strerror})"
