@@ -17,13 +17,14 @@ import pytest
 from rota import PipelineError
 from rota.reading import Field
 from rota.runtime.kept_memory import KeptMemories, State
-from rota.runtime.launching.follower import Follower, _FollowersRanks
+from rota.runtime.launching.follower import Follower, _FollowersRanks, _run
 from rota.runtime.launching.leader import Leader, News
 from rota.runtime.launching.node_line import Mailbox
 from rota.runtime.launching.node_starts import Start
 from rota.runtime.launching.nodes import NodeLost, Nodes
+from rota.runtime.launching.rank_processes import RankFailed
 from rota.runtime.launching.requests import Requests
-from rota.runtime.launching.stand_by import StandBy
+from rota.runtime.launching.stand_by import StandBy, StandByEndedError
 
 JOB = {"plan": "the same"}
 SECRET = b"s" * 32
@@ -225,6 +226,55 @@ def test_signals_to_a_node_that_has_not_started_its_ranks_yet_go_to_node_0(tmp_p
         ranks._handle_signals_at_start()
         select.select([leader._requests], [], [], 60)
         assert leader._requests.taken() == [signal.SIGTERM]
+
+
+def test_signals_while_a_node_forks_its_ranks_go_to_node_0(tmp_path: Path) -> None:
+    with joined(tmp_path, []) as (leader, follower):
+        ranks = _FollowersRanks(None, follower._requests, follower, [0])  # type: ignore[arg-type]
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        told: list[signal.Signals] = []
+
+        def answer_once_node_0_knows() -> None:
+            select.select([leader._requests], [], [], 60)
+            told.extend(leader._requests.taken())
+            theirs.close()
+
+        with ours:
+            stand_by = StandBy({}, True, follower._requests, lambda _: None)
+            stand_by.line = ours
+            follower._requests.note(signal.SIGTERM)
+            answering = threading.Thread(target=answer_once_node_0_knows)
+            answering.start()
+            with pytest.raises(StandByEndedError):  # and not EndedBySignal, which would lose this node
+                ranks._fork(stand_by, ["module"], [{}], [])
+            answering.join()
+        assert told == [signal.SIGTERM]
+
+
+@pytest.mark.parametrize("error", [RankFailed("no process"), PipelineError("no process")])
+def test_a_node_whose_new_ranks_cannot_be_started_is_lost_alone(tmp_path: Path, error: Exception) -> None:
+    def fork() -> None:
+        raise error
+
+    with joined(tmp_path, [], may_join_again=True) as (leader, follower):
+        ranks = _FollowersRanks(None, follower._requests, follower, [1])  # type: ignore[arg-type]
+        with pytest.raises(PipelineError, match="no process"):
+            _run(ranks, follower, fork, are_new=True)
+        follower.__exit__()
+        with pytest.raises(NodeLost):  # and not that its ranks have failed, which may end the run
+            until(lambda: False, leader)
+
+
+def test_a_loss_is_told_once(tmp_path: Path) -> None:
+    with joined(tmp_path, [], may_join_again=True) as (leader, follower):
+        assert leader.taken_loss() is None
+        follower.__exit__()
+        leader.end()
+        lost = leader.taken_loss()
+        assert lost is not None
+        assert lost.node == 1
+        assert leader.taken_loss() is None
+        assert list(leader.news()) == []
 
 
 def test_nodes_can_join_after_node_0_lacked_something(tmp_path: Path) -> None:

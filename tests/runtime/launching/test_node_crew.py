@@ -144,6 +144,29 @@ def test_nodes_are_lost_until_a_stage_is_nowhere_and_come_back_one_by_one() -> N
         assert leader.started[-1] == Start(3, [*range(6)], [0, 4, 5], None)
 
 
+def test_ranks_wait_on_if_there_is_no_plan_without_those_still_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    leader = OtherNodes()
+    with KeptMemories(2) as memories:
+        crew = crew_of(3, leader, memories)
+        crew.prepare(0)
+        leader.gone = {2}
+        crew.lose_node(2, set())
+        assert crew.lose(0, {State(0, 3)}) is not None
+        members, former_s = crew._present.members, crew.rejoin_at_s
+
+        def refuse(*_: object) -> None:
+            raise PlacementError("no plan fits in memory")
+
+        monkeypatch.setattr("rota.runtime.launching.present.plan_backup", refuse)
+        assert crew.rejoin() == "lost ranks cannot join again yet: no plan fits in memory"
+        assert crew._present.members == members
+        assert former_s is not None
+        assert crew.rejoin_at_s is not None
+        assert crew.rejoin_at_s > former_s  # else the others are ended again at once
+        leader.gone = set()
+        assert "join again" in crew.rejoin()  # the run's own plan
+
+
 def test_a_node_that_loses_its_last_rank_is_lost_without_harm() -> None:
     leader = OtherNodes()
     with KeptMemories(2) as memories:

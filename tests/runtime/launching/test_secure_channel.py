@@ -295,6 +295,19 @@ def test_what_is_no_message_is_refused_even_with_the_right_key() -> None:
         assert taken(struct.pack(">I", len(data)) + mac + data) == "it does not speak Rota's protocol"
 
 
+def test_the_last_words_are_read_although_the_other_side_still_talks() -> None:
+    leader, follower = greeted()
+    follower.send({"kind": "alive"})  # which the leader has not read when it ends the connection
+    leader.send({"kind": "over"})
+    closed = beside(lambda: leader.close_once_read(60))
+    assert values(follower, 1) == [{"kind": "over"}]
+    with pytest.raises(ChannelError, match="its connection was closed"):
+        follower.receive(60)
+    follower.send({"kind": "alive"})  # the leader still reads
+    follower.close()
+    assert closed() is None
+
+
 def test_a_message_that_is_too_large_is_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(secure_channel, "MOST_BYTES", 100)
     with pytest.raises(ChannelError, match="a message of 121 bytes is too large; 100 are allowed"):

@@ -344,7 +344,7 @@ def test_a_signal_ends_the_wait_for_a_stand_by_that_is_stopped() -> None:
         stopped.line = ours
         requests.note(signal.SIGINT)
         with pytest.raises(KeyboardInterrupt):
-            stopped.fork(["module"], [{}], [[theirs.fileno()]])
+            stopped.fork(["module"], [{}], [[theirs.fileno()]], lambda: requests.end_if_asked("before"))
 
 
 HOLDS = """

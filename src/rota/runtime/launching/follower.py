@@ -345,19 +345,26 @@ def follow(
                 each = start.environments(nodes, sizes, folder.path, follower.own_address)
                 environments = [of_start | of_rank for of_rank in each]
                 files = [[memories.files[number]] for number in here.values()] if memories.files else []
-                _run(ranks, follower, partial(ranks.fork, stand_by, command, environments, files))
+                are_new = all(start.members[rank] in start.new for rank in here)
+                _run(ranks, follower, partial(ranks.fork, stand_by, command, environments, files), are_new)
             follower.send_records(folder.path, start.number)
             follower.send_ended()
     return follower.finish()
 
 
-def _run(ranks: _FollowersRanks, follower: Follower, fork: Callable[[], None]) -> None:
-    """Start the ranks and report what they do until node 0 ends this start."""
+def _run(ranks: _FollowersRanks, follower: Follower, fork: Callable[[], None], are_new: bool) -> None:
+    """Start the ranks and report what they do until node 0 ends this start.
+
+    `are_new`: all of them were lost before, so the others can go on without them. Raises PipelineError if they cannot
+    be started then: this node is lost again.
+    """
     with suppress(Ordered):
         try:
             fork()
         except (LeaderLost, EndedBySignal):
             raise
         except (RankFailed, PipelineError) as error:
+            if are_new:
+                raise PipelineError(str(error)) from None
             follower.send("failed", words=str(error), again=isinstance(error, RankFailed))
         ranks.follow()

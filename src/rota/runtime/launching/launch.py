@@ -153,6 +153,8 @@ def launch(
                     is_over = is_over or ranks.wait(lambda: crew.rejoin_at_s)
             except (RankFailed, NodeLost) as error:
                 failed = error
+            if isinstance(failed, RankFailed) and leader is not None:
+                failed = leader.taken_loss() or failed  # a rank may fail because a node is lost
             states = {*ranks.saved, *crew.states()}
             if isinstance(failed, RankFailed):
                 restarts.count(failed, states, crew, may_restart=requests.asked is None)

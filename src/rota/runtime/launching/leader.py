@@ -44,6 +44,7 @@ _MOST_GREETINGS = 64  # at once, of whoever connects
 _MOST_REPORTED = 10  # refused connections
 _END_S = 90  # more than a node waits for its own ranks
 _ACCEPT_AGAIN_S = 0.1
+_REFUSED_S = 1.0  # for a node to read why
 _RECORD = re.compile(r"[0-9a-f]{16}\.restart\d+\.rank\d+\.json")
 
 
@@ -192,7 +193,7 @@ class Leader:
         with suppress(ChannelError):
             channel.send({"kind": "over", "how": "error", "signal": 0, "words": why})
         self._refused(f"a node at {channel.other_address} was refused: {why}")
-        channel.close()
+        channel.close_once_read(_REFUSED_S)
 
     def _add(self, channel: Channel, node: int) -> NodeLine:
         over = self._over[node] = threading.Event()
@@ -341,8 +342,14 @@ class Leader:
 
     def _tell_lost(self) -> None:
         """Raises NodeLost for a node that is lost, once."""
+        if (lost := self.taken_loss()) is not None:
+            raise lost
+
+    def taken_loss(self) -> NodeLost | None:
+        """A node that is lost, once."""
         for node in [*self._to_tell]:
-            raise NodeLost(node, f"{self._names[node]} is lost: {self._to_tell.pop(node)}")
+            return NodeLost(node, f"{self._names[node]} is lost: {self._to_tell.pop(node)}")
+        return None
 
     def _tell(self, kind: str, **fields: Any) -> None:
         for _, line in self._there():

@@ -129,6 +129,9 @@ class NodeCrew:
             if self._node_of(member) == self._nodes.node:
                 self._memories.forget(member)
         self._new.update(lost)
+        self._set_rejoining()
+
+    def _set_rejoining(self) -> None:
         self._rejoin_at_s = None if self._rejoin_after_s is None else time.monotonic() + self._rejoin_after_s
 
     @property
@@ -143,7 +146,11 @@ class NodeCrew:
         """Take back all lost ranks whose nodes are there; returns what happens, for people."""
         if not (coming_back := self._coming_back()):  # their node was lost again while the others ended
             return "the ranks that were to join again are lost"
-        return self._present.rejoin(coming_back)
+        try:
+            return self._present.rejoin(coming_back)
+        except (PlacementError, PlanError) as error:  # there is no plan without those that are still missing
+            self._set_rejoining()
+            return f"lost ranks cannot join again yet: {error}"
 
 
 def _listed(numbers: list[int]) -> str:

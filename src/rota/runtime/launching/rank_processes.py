@@ -201,7 +201,7 @@ class Ranks:
                 lines.append(ours)
                 files.append([theirs.fileno(), *(memories[number] if memories else ())])
             try:
-                processes = stand_by.fork(command, environments, files)
+                processes = stand_by.fork(command, environments, files, self._handle_signals_at_start)
             except BaseException:
                 for line in lines:
                     line.close()  # a rank that nobody knows of ends when it sees this

@@ -120,6 +120,15 @@ class Channel:
         self._num_received += 1
         return _parsed(data)
 
+    def close_once_read(self, wait_s: float) -> None:
+        """End the connection once the other side has; unread messages of its own would make it lose the last ones."""
+        deadline_s = time.monotonic() + wait_s
+        with suppress(OSError, ChannelError):
+            self._connection.shutdown(socket.SHUT_WR)
+            while (left_s := deadline_s - time.monotonic()) > 0:
+                self.receive(left_s)
+        self.close()
+
     def close(self) -> None:
         """End the connection, also for a thread that waits for a message."""
         with suppress(OSError):

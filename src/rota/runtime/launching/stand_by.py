@@ -157,7 +157,11 @@ class StandBy:
         self.is_ready = True
 
     def fork(
-        self, command: Sequence[str], environments: Sequence[Mapping[str, str]], files: Sequence[Sequence[int]]
+        self,
+        command: Sequence[str],
+        environments: Sequence[Mapping[str, str]],
+        files: Sequence[Sequence[int]],
+        handle_signals: Callable[[], None],
     ) -> list[Forked]:
         """One new child of this process per environment, each of which leads a session of its own.
 
@@ -166,6 +170,7 @@ class StandBy:
             environments: the children's variables; those that the stand-by has as well are not sent.
             files: for each child its socket, see `control`, and for all or none the memory that is kept for it, and
                 those of earlier processes, the same number for all.
+            handle_signals: takes the requests that come meanwhile; what it raises ends the wait.
 
         Raises:
             PipelineError: the machine refuses to start one more process; none is left then.
@@ -177,7 +182,8 @@ class StandBy:
         try:
             for first in range(0, len(environments), at_once):
                 rows = slice(first, first + at_once)
-                forked += self._fork_some(command, environments[rows], [file for row in files[rows] for file in row])
+                of_rows = [file for row in files[rows] for file in row]
+                forked += self._fork_some(command, environments[rows], of_rows, handle_signals)
             if len(forked) < len(environments):
                 raise PipelineError(
                     f"process {len(forked)} of {len(environments)} cannot be started; start fewer, or raise the limit "
@@ -191,7 +197,11 @@ class StandBy:
         return forked
 
     def _fork_some(
-        self, command: Sequence[str], environments: Sequence[Mapping[str, str]], files: list[int]
+        self,
+        command: Sequence[str],
+        environments: Sequence[Mapping[str, str]],
+        files: list[int],
+        handle_signals: Callable[[], None],
     ) -> list[Forked]:
         of_ranks = [
             {name: value for name, value in environment.items() if self._environment.get(name) != value}
@@ -205,7 +215,7 @@ class StandBy:
                 raise StandByEndedError(f"{STAND_BY} has ended") from error
             deadline_s = time.monotonic() + _ANSWER_S
             while not self._is_readable(max(deadline_s - time.monotonic(), 0)):
-                self._requests.end_if_asked("before they were started")
+                handle_signals()
                 if time.monotonic() > deadline_s:
                     self.end()  # it might answer later
                     raise StandByEndedError(f"{STAND_BY} has not answered within {_ANSWER_S:g} s")
