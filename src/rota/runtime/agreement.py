@@ -86,8 +86,9 @@ def refuse_differences(
         remedy = f"{start}, or plan for {num_ranks}"
         if mesh is None and not num_ranks % plan.num_ranks:
             num_replicas = num_ranks // plan.num_ranks
-            sizes = "" if MESH in os.environ else f"pp={plan.num_ranks}, dp={num_replicas}"
-            remedy = f"give Pipeline mesh=rota.mesh({sizes}) for {num_replicas} replicas, or {remedy}"
+            found = f"rota.mesh(pp={plan.num_ranks}, dp={num_replicas}) for {num_replicas} replicas"
+            # `rota run` tells the mesh, which may have TP shards.
+            remedy = f"give Pipeline mesh={'rota.mesh()' if MESH in os.environ else found}, or {remedy}"
         raise PipelineError(f"the plan is for {count_text(plan.num_ranks, 'rank')}, but {there}; {remedy}")
     return current_device(refuse_mixed([Placed(*placed) for _, placed in of_ranks]))
 

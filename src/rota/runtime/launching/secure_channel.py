@@ -63,7 +63,7 @@ class Channel:
         keys = [_mac(session, b"to the leader"), _mac(session, b"to the follower")]
         self._to_send, self._to_receive = reversed(keys) if is_leader else keys
         self._connection = connection
-        #: By which the other machine reaches this one, and its own.
+        #: The address of this machine, by which the other one reaches it, and that of the other one.
         self.own_address, self.other_address = str(connection.getsockname()[0]), str(connection.getpeername()[0])
         self._sending = threading.Lock()
         self._num_sent = self._num_received = 0
