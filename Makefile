@@ -49,14 +49,17 @@ test-gpu: $(READY) ## test on 1, 2 or 4 GPUs, some minutes, and write benchmarks
 	@$(BIN)/python -c 'import torch; print("PyTorch", torch.__version__, "sees", torch.accelerator.device_count(), "accelerators")'
 	$(BIN)/pytest -rs --numprocesses 0 tests/gpu
 
-# Its own venv: the newest PyTorch may be above pyproject.toml's ceiling, hence --no-deps. A CPU build has the later
-# version of two, such as 2.13.0+cpu, so that pip prefers it.
+# Its own venv: the newest PyTorch may be above pyproject.toml's ceiling, hence --no-deps. The CPU build comes from its own
+# index, which is asked once, for this one package; where that cannot be reached, the package index has a CUDA build.
 NEWEST := .venv-newest/bin/python
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+NEWEST_TORCH = torch$(addprefix ==,$(TORCH))
 test-newest-torch: ## test what Rota relies on in the newest PyTorch, in .venv-newest (TORCH=2.13.0: in that one)
 	$(PYTHON) -m venv --clear .venv-newest
 	$(NEWEST) -m pip install -qq --constraint constraints.txt pip
-	$(NEWEST) -m pip install -qq $(addprefix --extra-index-url=,$(TORCH_INDEX)) torch$(addprefix ==,$(TORCH))
+	@$(NEWEST) -m pip install -qq --retries 0 --no-deps --index-url $(TORCH_INDEX) $(NEWEST_TORCH) || \
+		echo "there is no CPU build at $(TORCH_INDEX): installing PyTorch from the package index"
+	$(NEWEST) -m pip install -qq $(NEWEST_TORCH)
 	$(NEWEST) -m pip install -qq --constraint constraints.txt numpy safetensors hypothesis \
 		pytest pytest-timeout pytest-xdist
 	$(NEWEST) -m pip install -qq --build-constraint constraints.txt --no-deps --editable .

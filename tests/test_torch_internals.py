@@ -490,7 +490,8 @@ def test_pipelining_loads_communication_and_unshards_before_the_same_ops(alone: 
     cells = ["0F0", "0F1", "0B1", "0B0", "0REDUCE_GRAD"]
     for row in (cells, ["0UNSHARD", *cells, "0RESHARD"]):
         torch_internals.load_communication(schedule, [row])
-        assert list(map(str, schedule.pipeline_order_with_comms[0])) == ["0UNSHARD", *cells, "0RESHARD"]
+        loaded = list(map(str, schedule.pipeline_order_with_comms[0]))
+        assert [cell for cell in loaded if "WAIT" not in cell] == ["0UNSHARD", *cells, "0RESHARD"]
 
 
 # --- nowhere else -----------------------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@
     (3F1;0B2)OVERLAP_F_B                 a forward and a backward that PyTorch may run as one
 
 It can express only chains of stages, each on one rank. When it is read, communication is verified and then dropped,
-because a plan derives its own. PyTorch's own UNSHARD, RESHARD and REDUCE_GRAD are dropped too.
+because a plan derives its own. PyTorch's own UNSHARD, RESHARD, REDUCE_GRAD and waits are dropped too.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from rota.tasks import Kind, Op
 
 _MESSAGE = re.compile(r"(\d{1,9})(SEND|RECV)_([FB])(\d{1,9})", re.ASCII)
 _PAIR = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
-_DROPPED = re.compile(r"\d{1,9}(UNSHARD|RESHARD|REDUCE_GRAD)\d{0,9}", re.ASCII)
+_DROPPED = re.compile(r"\d{1,9}(UNSHARD|RESHARD|(?:WAIT_)?REDUCE_GRAD|WAIT_SEND_[FB])\d{0,9}", re.ASCII)
 
 Parsed = TypeVar("Parsed")
 Orders = Sequence[Sequence[Op]]
@@ -207,7 +207,7 @@ def write(orders: Orders, wire: Wire = (), communication: bool = False, overlap:
         wire: All ops and transfers in one global order; needed for `communication` and `overlap`.
         communication: Write PyTorch's "compute_comms", with sends, receives, and REDUCE_GRAD for each stage, without
             which PyTorch would neither scale nor reduce its gradients. It has no UNSHARD, which
-            `rota.interop.keep_order` adds for sharded stages (FSDP).
+            `rota.interop.keep_order` adds for sharded stages (FSDP), and no waits, which it adds for PyTorch 2.15.
         overlap: Combine a forward and the next backward into OVERLAP_F_B where possible.
     """
     if not communication and not overlap:

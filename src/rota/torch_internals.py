@@ -473,8 +473,12 @@ def own_connection_to_store() -> Any:
 
 
 def set_default_timeout(timeout: Any) -> None:
-    """Change the limit (a timedelta) of the default process group. Relies on `_set_pg_timeout`."""
-    dist.distributed_c10d._set_pg_timeout(timeout)
+    """Change the limit (a timedelta) of the default process group.
+
+    Relies on `_set_pg_timeout` before PyTorch 2.15, which has a public function for it.
+    """
+    public: Any = getattr(dist, "set_timeout", None)
+    (public or dist.distributed_c10d._set_pg_timeout)(timeout)
 
 
 def replace_rendezvous(scheme: str, handler: Callable[..., Any]) -> None:
@@ -547,12 +551,12 @@ def pipelining_schedule(
     schedule = _planned_schedule()(
         stages, num_microbatches, loss_fn=_loss_of_last_stage if trains else None, scale_grads=False
     )
-    schedule.begins = begins
+    schedule.begins, schedule.losses = begins, {}
     schedule.stage_index_to_group_rank = dict(rank_of_stage)
     for stage in stages:
         stage.stage_index_to_group_rank = dict(rank_of_stage)
         stage.has_backward = trains
-    schedule.pipeline_order_with_comms = {rank: [_Action.from_str(cell) for cell in cells]}
+    schedule.pipeline_order_with_comms = _with_waits({rank: [_Action.from_str(cell) for cell in cells]})
     return schedule
 
 
@@ -572,15 +576,19 @@ def derive_communication(
 ) -> list[list[str]]:
     """The cells with the communication that PyTorch's engine derives for these; AssertionError if it refuses them.
 
-    Relies on `_PipelineScheduleRuntime._prepare_schedule_with_comms` and the attributes that it reads, of PyTorch 2.13.
+    Relies on `_PipelineScheduleRuntime._prepare_schedule_with_comms` and the attributes that it reads, of PyTorch 2.13
+    and 2.15. From 2.15 on, the waits of `_with_waits` are among them, and are left out here.
     """
     from torch.distributed.pipelining.schedules import _Action, _PipelineScheduleRuntime
 
     schedule: Any = _PipelineScheduleRuntime.__new__(_PipelineScheduleRuntime)  # one that runs needs a process group
     schedule.pp_group_size, schedule._num_stages, schedule._n_microbatches = len(rows), num_stages, num_microbatches
     schedule._stages, schedule._defer_pp_recv = [], defers_receives
+    schedule._max_active_stages, schedule._unshard_lookahead = 3, "full"
+    schedule._defer_reduce_grad_wait, schedule._max_outstanding_sends = False, None
     schedule._prepare_schedule_with_comms({r: [_Action.from_str(cell) for cell in row] for r, row in enumerate(rows)})
-    return [[str(action) for action in schedule.pipeline_order_with_comms[r]] for r in range(len(rows))]
+    order = schedule.pipeline_order_with_comms
+    return [[str(a) for a in order[r] if not a.computation_type.name.startswith("WAIT_")] for r in range(len(rows))]
 
 
 def new_schedule(
@@ -619,7 +627,28 @@ def load_communication(schedule: Any, rows: Sequence[Sequence[str]]) -> None:
     from torch.distributed.pipelining.schedules import _Action
 
     actions = {r: _sharding_aware([_Action.from_str(cell) for cell in row]) for r, row in enumerate(rows)}
-    schedule._prepare_schedule_with_comms(actions, format="compute_comms")
+    schedule._prepare_schedule_with_comms(_with_waits(actions), format="compute_comms")
+
+
+def _with_waits(actions: Mapping[int, Sequence[Any]]) -> dict[int, list[Any]]:
+    """The actions with the waits that PyTorch 2.15 and later ask for: for each send, and for each reduction at once.
+
+    Relies on `_add_wait_send` and `_ComputationType.WAIT_REDUCE_GRAD`, which older versions lack.
+    """
+    from torch.distributed.pipelining import schedules
+
+    kinds: Any = schedules._ComputationType
+    add_wait_send: Any = getattr(schedules, "_add_wait_send", None)
+    if add_wait_send is None:
+        return {rank: list(row) for rank, row in actions.items()}
+    waited: dict[int, list[Any]] = {}
+    for rank, row in actions.items():
+        waited[rank] = []
+        for action in row:
+            waited[rank].append(action)
+            if action.computation_type == kinds.REDUCE_GRAD:
+                waited[rank].append(action._replace(computation_type=kinds.WAIT_REDUCE_GRAD))
+    return dict(add_wait_send(waited))
 
 
 def _sharding_aware(actions: Sequence[Any]) -> list[Any]:
@@ -649,12 +678,15 @@ def _planned_schedule() -> Any:
 
         begins: Callable[[str], None]
 
-        def _maybe_compute_loss(self, *_: Any, **__: Any) -> None:
-            pass  # the last stage returns it
+        losses: dict[int, Any]  # by micro-batch
+
+        def _maybe_compute_loss(self, stage: Any, output: Any, _targets: Any, mb_index: int, *_: Any) -> None:
+            if stage.is_last and stage.has_backward:
+                (self.losses[mb_index],) = output  # the last stage returns its loss alone
 
         def _maybe_get_loss(self, stage: Any, mb_index: int) -> Any:
             self.begins(f"{stage.stage_index}B{mb_index}")
-            return stage.fwd_cache[mb_index][0][0] if stage.is_last else None
+            return self.losses.pop(mb_index) if stage.is_last else None
 
     return PlannedSchedule
 

@@ -14,6 +14,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 
 from support.networks import loss_fn
+from support.torch_orders import with_waits
 
 
 def plain_steps(
@@ -31,8 +32,9 @@ def plain_steps(
     schedule = _PipelineScheduleRuntime(stages, num_microbatches, loss_fn=loss)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "plan.csv")
-        path.write_text(csv)
-        schedule._load_csv(str(path), format="compute_comms" if "SEND" in csv or "REDUCE" in csv else "compute_only")
+        has_communication = "SEND" in csv or "REDUCE" in csv
+        path.write_text(with_waits(csv) if has_communication else csv)
+        schedule._load_csv(str(path), format="compute_comms" if has_communication else "compute_only")
     results = []
     for inputs, targets in batches:
         arguments = (inputs,) if 0 in local else ()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -45,10 +46,20 @@ def torch_orders(name: str, num_ranks: int, stages_per_rank: int, num_microbatch
 # --- what they take ---------------------------------------------------------------------------------------------------
 
 
+def with_waits(csv: str) -> str:
+    """As PyTorch from 2.15 on reads it: with a wait at the end for each send, and one behind each reduction."""
+    if not hasattr(theirs, "_add_wait_send") or "WAIT" in csv:
+        return csv
+    csv = re.sub(r"(\d+)REDUCE_GRAD", r"\1REDUCE_GRAD,\1WAIT_REDUCE_GRAD", csv)
+    waits = (re.sub(r"\d+SEND_", lambda cell: cell[0].replace("SEND", "WAIT_SEND"), line) for line in csv.splitlines())
+    at_end = (",".join(cell for cell in line.split(",") if "WAIT_SEND" in cell) for line in waits)
+    return "\n".join(",".join(filter(None, (line, wait))) for line, wait in zip(csv.splitlines(), at_end, strict=True))
+
+
 def load(text: str, plan: Plan, folder: Path, form: str = "compute_only") -> Any:
     """PyTorch's runtime after its own parser, validator and, for "compute_only", addition of communication."""
     path = folder / "plan.csv"
-    path.write_text(text)
+    path.write_text(text if form == "compute_only" else with_waits(text))
     stages = fake_stages(plan.num_ranks, plan.num_stages // plan.num_ranks)
     runtime = theirs._PipelineScheduleRuntime(stages, plan.num_microbatches)
     runtime._load_csv(str(path), format=form)
@@ -63,9 +74,9 @@ def flat(actions: list[Any]) -> list[Any]:
 
 
 def simulates(runtime: Any) -> None:
-    """PyTorch's own dry run, which knows neither pairs nor REDUCE_GRAD."""
+    """PyTorch's own dry run, which knows neither pairs nor REDUCE_GRAD nor waits."""
     actions = {
-        rank: [action for action in flat(order) if action.computation_type != theirs.REDUCE_GRAD]
+        rank: [action for action in flat(order) if not re.search("REDUCE_GRAD|WAIT_SEND", str(action))]
         for rank, order in runtime.pipeline_order_with_comms.items()
     }
     theirs._simulate_comms_compute(actions, runtime.stage_index_to_group_rank.get, runtime._num_stages)
@@ -95,13 +106,16 @@ class Recorder:
 def runs(plan: Plan, path: Path) -> None:
     """PyTorch's runtime does a "compute_comms" file, each rank by itself: nothing is sent, but it insists that what
     it reads was received, and only once."""
-    for rank, line in enumerate(path.read_text().splitlines()):
+    text = path.read_text()
+    path.write_text(with_waits(text))
+    for rank, line in enumerate(text.splitlines()):
         done: list[str] = []
         stages = [Recorder(plan, stage, rank, done) for stage in plan.placement.stages_on(rank)]
         runtime = theirs._PipelineScheduleRuntime(stages, plan.num_microbatches)
         runtime._load_csv(str(path), format="compute_comms")
+        runtime._has_backward = True  # without a loss function, it would leave reductions out
         with patch.object(runtime, "_initialize_stages"):
             runtime._step_microbatches()
         expected = list(map(str, flat(list(map(theirs._Action.from_str, line.split(","))))))
         scaled = [f"{each}{plan.num_microbatches}" if "REDUCE_GRAD" in each else each for each in expected]
-        assert done == [each for each in scaled if "SEND" not in each and "RECV" not in each]
+        assert done == [each for each in scaled if not re.search("SEND|RECV|WAIT", each)]

@@ -163,8 +163,12 @@ def _frames_now() -> Iterator[tuple[FrameType, int]]:
 
 def _function_now() -> type | None:
     """The autograd function of the user's whose forward is being traced."""
-    applied = torch.autograd.Function.apply.__code__
-    return next((frame.f_locals["cls"] for frame, _ in _frames_now() if frame.f_code is applied), None)
+    classes: list[Any] = list(torch.autograd.Function.__subclasses__())
+    for function in classes:  # grows: subclasses of subclasses
+        classes += function.__subclasses__()
+    forwards = {getattr(function.forward, "__code__", None): function for function in classes}
+    codes = (frame.f_code for frame, _ in _frames_now())
+    return next((forwards[code] for code in codes if code in forwards), None)
 
 
 def user_place(frames: Iterable[tuple[FrameType, int]]) -> str:

@@ -30,6 +30,7 @@ _CHUNK = re.compile(r"(Forward|Backward) (\d{1,6})", re.ASCII)
 _CALL = re.compile(r"pipelining/(?:stage|schedules)\.py\(\d+\): (\w+)$")
 _CALLED = {"forward_one_chunk": "F", "backward_one_chunk": "B", "backward_weight_one_chunk": "W"}
 _COMMUNICATION = ("c10d::", "gloo:", "nccl:", "nccl", "record_param_comms")
+_ALLOCATION = "aten::empty"  # of the buffer of a receive, in PyTorch 2.15 just before it
 _RECEIVES = re.compile(r"gloo:recv|nccl:recv|ncclDevKernel_SendRecv.*|ncclKernel_SendRecv.*")
 _NONE_NAMED = (
     "no action of PyTorch's pipeline engine is named in it: profile with ProfilerActivity.CPU, and a schedule of one "
@@ -168,7 +169,8 @@ class _Clock:
     """Looks up what happened within a range."""
 
     def __init__(self, trace: RankTrace) -> None:
-        self._computing = [event for event in trace.host_ops if not event.name.startswith(_COMMUNICATION)]
+        others = (*_COMMUNICATION, _ALLOCATION)
+        self._computing = [event for event in trace.host_ops if not event.name.startswith(others)]
         self._by_thread: dict[tuple[str, str], list[Event]] = {}
         for event in self._computing:
             self._by_thread.setdefault(event.thread, []).append(event)
