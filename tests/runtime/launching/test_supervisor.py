@@ -342,7 +342,7 @@ def test_a_signal_ends_the_wait_for_a_stand_by_that_is_stopped() -> None:
     with ours, theirs, Requests() as requests:
         stopped = stand_by.StandBy({}, True, requests, print)
         stopped.line = ours
-        requests.note(signal.SIGINT)
+        requests._note(signal.SIGINT, None)
         with pytest.raises(KeyboardInterrupt):
             stopped.fork(["module"], [{}], [[theirs.fileno()]], lambda: requests.end_if_asked("before"))
 
