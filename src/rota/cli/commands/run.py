@@ -76,6 +76,7 @@ def add_arguments(parser: Parser) -> None:
         help="rota (default), or torch for PyTorch's own pipeline engine, which needs PyTorch 2.13 or later and runs "
         "only plans whose stages form a chain",
     )
+    parser.set_defaults(own_options=[option for option in parser.options if option != "--help"])
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -106,24 +107,11 @@ def run(arguments: argparse.Namespace) -> int:
         from rota.runtime.device.local import device_type
 
         device_type(arguments.device, num_processes)  # refuses what is not there before anything is started
-    for option in (
-        "--verify",
-        "--timeline",
-        "--force",
-        "--mesh",
-        "--max-restarts",
-        "--adapt",
-        "--adapt-gain",
-        "--timeout",
-        "--engine",
-        "--device",
-    ):
-        if option in arguments.arguments:
-            told = (
-                f"{option} comes after the script, so it is passed to the script; to give it to `rota run`, put it "
-                f"before the plan"
-            )
-            print(f"rota run: {told}", file=sys.stderr)
+    for option in _misplaced(arguments):
+        _report(
+            f"{option} comes after the script, so it is passed to the script; to give it to `rota run`, put it before "
+            f"the plan"
+        )
     try:
         done = launch(
             planned,
@@ -153,6 +141,12 @@ def run(arguments: argparse.Namespace) -> int:
         then = f", the timeline of the last step; compare it with the plan: `{command}`"
         files.write(arguments.timeline, done.timeline.to_json(), then)
     return _report_end(done, planned, arguments.timeline)
+
+
+def _misplaced(arguments: argparse.Namespace) -> list[str]:
+    """The options of `rota run` among the script's arguments."""
+    words = {word.partition("=")[0] for word in arguments.arguments}
+    return [option for option in arguments.own_options if option in words]
 
 
 def _least_gain(arguments: argparse.Namespace, planned: Plan) -> float | None:
