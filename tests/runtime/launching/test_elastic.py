@@ -175,7 +175,7 @@ def test_restarts_come_to_an_end(tmp_path: Path) -> None:
     """And run the script that the command was given, even if its file has changed."""
     (tmp_path / "train.py").write_text(
         "import os\nif os.environ['RANK'] == '1': open('train.py', 'w').write('1 / 0'); os._exit(9)\n"
-        "import time; time.sleep(60)"
+        "import time; time.sleep(1000)"
     )
     (tmp_path / "plan.json").write_text(replan(PLAN, 2).to_json())
     command = [sys.executable, "-m", "rota", "run", "--max-restarts", "1", "plan.json", "train.py"]

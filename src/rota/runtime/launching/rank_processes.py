@@ -63,6 +63,7 @@ class _Process(Protocol):
     def kill(self) -> None: ...
 
 
+@final
 class Ranks:
     """One start of all ranks, as a context manager: on exit it kills all processes that are left.
 
