@@ -151,7 +151,7 @@ def test_rank_that_waits_for_a_lost_one_ends_once_another_rank_has_noticed(tmp_p
     assert first.exit_code == 1
     assert first.last_line.endswith(told)
     lost = "lost rank 1 while waiting for 1F0→2F0"
-    does = ["is at 1F0 ", f"waits for 1F0→2F0 from rank 1 |{lost}, " if looks else f"{lost}, "]
+    does = ["is at 1F0 ", f"waits for 1F0→2F0 from rank 1, |{lost}, " if looks else f"{lost}, "]
     for rank, ended in enumerate(others, start=1):
         assert ended.exit_code == EXIT_CODE, ended
         assert re.search(f"^rota: rank {rank} ({does[rank - 1]})", ended.last_line), ended

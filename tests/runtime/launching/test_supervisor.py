@@ -245,6 +245,11 @@ def test_a_script_that_makes_no_pipeline_for_long_is_reported_while_it_runs(
     )
 
 
+def test_ranks_that_end_before_a_pipeline_would_be_missed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told = launched(tmp_path, monkeypatch, "report('opens'); report('closes')", 0, pipeline_within_s=1000.0)
+    assert told == []
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_run_without_a_pipeline_that_is_stopped_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
@@ -336,8 +341,8 @@ def test_a_stand_by_that_is_stopped_is_replaced_and_costs_no_restart(
     told = launched(tmp_path, monkeypatch, FAILS_WHILE_THE_STAND_BY_IS_STOPPED, max_restarts=1, report=note)
     assert told == [
         "rank 0 ended with exit code 9: restart 1 of 1",
-        "the process that ranks are forked from has not answered within 0.1 s; ranks are started as soon as another one "
-        "is ready",
+        "the process that ranks are forked from has not answered within 0.1 s; ranks are started as soon as another "
+        "one is ready",
     ]
 
 

@@ -117,8 +117,8 @@ def launch(
                     environments = [of_start | of_rank for of_rank in meeting_environments(folder.path, num_processes)]
                     ranks.fork(stand_by, (worker, script, *arguments), environments, memories.files)
                     if pipeline_within_s is not None and not restarts.num_all:
-                        has_ended = ranks.wait(time.monotonic() + pipeline_within_s)
-                        if not has_ended and not ranks.has_pipeline:
+                        ranks.wait(time.monotonic() + pipeline_within_s)
+                        if ranks.are_running and not ranks.has_pipeline:
                             report(_no_pipeline(script, num_processes, pipeline_within_s))
                     ranks.wait()
             except RankFailed as error:

@@ -204,14 +204,19 @@ class Ranks:
     def _handle_signals_at_start(self) -> None:
         self._requests.end_if_asked("before they were started")
 
-    def wait(self, until_s: float | None = None) -> bool:
-        """Wait until all ranks have ended without failure; returns False if a time (monotonic clock) comes first.
+    @property
+    def are_running(self) -> bool:
+        """Whether a rank has not ended."""
+        return self._running > 0
+
+    def wait(self, until_s: float | None = None) -> None:
+        """Wait until all ranks have ended without failure, or until a time (monotonic clock).
 
         Raises:
             RankFailed: one of them failed; the others may still run.
             EndedBySignal, KeyboardInterrupt: a signal to this process ends all ranks; they may still run.
         """
-        while True:
+        while self._running and (until_s is None or time.monotonic() < until_s):
             self._wait_for_event(until_s)
             for number in self._requests.taken():
                 self._handle_signal(number)
@@ -221,10 +226,6 @@ class Ranks:
                 for rank in self._ranks:
                     self._receive(rank)  # there may be an unread report of a whole checkpoint
                 raise
-            if not self._running:
-                return True
-            if until_s is not None and time.monotonic() >= until_s:
-                return False
 
     # --- events ---------------------------------------------------------------------------------------------------
 
