@@ -170,7 +170,7 @@ class Slots:
             self._mapped.clear()
 
     def drop(self, step: int) -> None:
-        """Forget the state after a step. It does not matter whether another process has done so at the same time."""
+        """Forget the state after a step."""
         for slot in [slot for whole, slot in self.steps.items() if whole == step]:
             self._put(slot, _NONE, 0, *_HEADER.unpack_from(self._mapping.view, slot * _SLOT_BYTES)[4:])
 
