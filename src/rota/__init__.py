@@ -47,7 +47,7 @@ _HOMES = {
         "SearchError",
         "SplitError",
     ),
-    "rota.search": ("SearchResult", "find_backups", "find_frontier", "find_plan"),
+    "rota.search": ("SearchResult", "find_frontier", "find_plan"),
     "rota.batching": ("BatchBound", "BatchPlan", "plan_batch", "plan_replicas"),
     "rota.models": (
         *("CutPoint", "Stages", "add_loss", "chunk_start", "collect_losses", "pack_samples"),
@@ -154,7 +154,6 @@ if TYPE_CHECKING:
     from rota.runtime.checkpoints import Checkpoints as Checkpoints
     from rota.runtime.pretrained import load_pretrained as load_pretrained
     from rota.search import SearchResult as SearchResult
-    from rota.search import find_backups as find_backups
     from rota.search import find_frontier as find_frontier
     from rota.search import find_plan as find_plan
     from rota.simulation import simulate as simulate

@@ -37,8 +37,6 @@ class Plan:
         service_orders: For each shared link of the cluster its transfers, in the order in which it serves them. Empty:
             first come, first served; if several come at once, the one on the first route is served first, then the
             earliest micro-batch.
-        merged_replicas: How many replicas of a pipeline its data streams are, as in the plans of `rota.backups`; see
-            `origin`.
     """
 
     placement: Placement
@@ -46,7 +44,6 @@ class Plan:
     orders: tuple[tuple[Op, ...], ...]
     usage: Usage | None = None
     service_orders: tuple[tuple[Transfer, ...], ...] = ()
-    merged_replicas: int = 1
 
     def __post_init__(self) -> None:
         for name in ("orders", "service_orders"):
@@ -72,10 +69,6 @@ class Plan:
         """The examples of the micro-batch that its times and bytes are for. None: unknown."""
         known = self.placement.microbatch_rows
         return self.usage.microbatch_rows if known is None and self.usage is not None else known
-
-    def origin(self, microbatch: int) -> tuple[int, int]:
-        """The replica of a micro-batch, and its number there. With C data streams, replica r has C / R in a row."""
-        return origin_of(microbatch, self.placement.num_components, self.merged_replicas)
 
     # --- the plan as a graph -------------------------------------------------------------------------------------
     # Nodes: the ops of task t are first_node[t], first_node[t] + 1, …, one per micro-batch of its data stream. After
@@ -417,8 +410,7 @@ class Plan:
             {"service_orders": services.to_texts(self.placement, self.service_orders)} if self.service_orders else {}
         )
         step = {"num_microbatches": self.num_microbatches, "orders": orders}
-        merged = {"merged_replicas": self.merged_replicas} if self.merged_replicas > 1 else {}
-        return {**step, **merged, **serving, **self.placement.to_fields(), **usage}
+        return {**step, **serving, **self.placement.to_fields(), **usage}
 
     def __str__(self) -> str:
         """One line."""
@@ -462,15 +454,6 @@ class Plan:
         usage = Usage.from_fields(document["usage"]) if "usage" in document else None
         plan = cls(Placement.from_fields(document), document["num_microbatches"].integer(1), tuple(orders), usage)
         plan._limit_transfers(document)
-        if "merged_replicas" in document:
-            plan = replace(plan, merged_replicas=document["merged_replicas"].integer(1))
-            if (
-                plan.placement.num_components % plan.merged_replicas
-                or plan.num_microbatches % plan.placement.num_components
-            ):
-                raise document["merged_replicas"].wrong(
-                    f"a divisor of the {plan.placement.num_components} data streams, which divide the micro-batches"
-                )
         if "service_orders" in document:
             served = tuple(
                 services.read(plan.placement, plan.num_microbatches, order) for order in document["service_orders"]
@@ -485,14 +468,6 @@ class Plan:
         num_transfers = sum(len(tasks[edge.target].ranks) for edge in self.placement.edges) * max(rounds, 1)
         if num_transfers > _MAX_TRANSFERS:
             raise document["edges"].wrong(f"at most {_MAX_TRANSFERS:,} transfers, not {num_transfers:,}")
-
-
-def origin_of(microbatch: int, num_streams: int, num_replicas: int) -> tuple[int, int]:
-    """`Plan.origin` of a plan with so many data streams of so many replicas."""
-    of_replica = num_streams // num_replicas
-    in_round, stream = divmod(microbatch, num_streams)
-    replica, own = divmod(stream, of_replica)
-    return replica, in_round * of_replica + own
 
 
 # --- building the graph -----------------------------------------------------------------------------------------------

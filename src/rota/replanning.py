@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
@@ -48,7 +48,7 @@ def replan(plan: Plan, num_ranks: int) -> Plan:
     for ranks in _rank_choices(plan.placement, components, num_ranks):
         placement = _moved(plan.placement, ranks, num_ranks)
         try:
-            found = fastest_that_fits([placement], plan.num_microbatches)
+            found = _fastest_that_fits(placement, plan.num_microbatches)
         except PlanError as error:
             refused = refused or error
             continue
@@ -147,7 +147,7 @@ def _among(link: SharedLink, num_ranks: int) -> Iterator[SharedLink]:
         yield replace(link, senders=senders, receivers=receivers)
 
 
-def fastest_that_fits(placements: Iterable[Placement], num_microbatches: int) -> Plan:
+def _fastest_that_fits(placement: Placement, num_microbatches: int) -> Plan:
     """The fastest of the 1F1B-like plans and named schedules that `check` accepts.
 
     Raises:
@@ -155,16 +155,15 @@ def fastest_that_fits(placements: Iterable[Placement], num_microbatches: int) ->
     """
     best: tuple[int, Plan] | None = None
     refused: PlanError | None = None
-    for placement in placements:
-        for candidate in _candidates(placement, num_microbatches):
-            try:
-                check(candidate)
-            except PlanError as error:
-                refused = refused or error
-                continue
-            makespan_us = simulate(candidate).makespan_us
-            if best is None or makespan_us < best[0]:
-                best = makespan_us, candidate
+    for candidate in _candidates(placement, num_microbatches):
+        try:
+            check(candidate)
+        except PlanError as error:
+            refused = refused or error
+            continue
+        makespan_us = simulate(candidate).makespan_us
+        if best is None or makespan_us < best[0]:
+            best = makespan_us, candidate
     if best is None:
         assert refused is not None  # ready_first plans any placement
         raise refused

@@ -375,7 +375,7 @@ def test_help_teaches_by_example(command: str, capsys: pytest.CaptureFixture[str
 
 OPTIONAL = {  # without these, there is one thing less to read or to write
     *("--output", "--timeline", "--above"),
-    *("plan --backups", "calibrate --costs", "checkpoint --config", "profile --lengths"),
+    *("calibrate --costs", "checkpoint --config", "profile --lengths"),
     *(f"export {trainer} {option}" for trainer in ("megatron", "deepspeed") for option in ("--layers", "--type")),
 }
 
@@ -435,7 +435,7 @@ def test_help_names_the_pytorch_that_its_engine_needs(capsys: pytest.CaptureFixt
 @pytest.mark.parametrize(
     "command",
     [
-        "plan search --ranks 3 --microbatches 4 --activation 1GB --backups backups.json",
+        "plan search --ranks 3 --microbatches 4 --activation 1GB",
         "plan-batch sizes.json lengths.json",
         "frontier --ranks 2 --shape v --forward-us 1 --activation 1",
         "profile model.py --device h100 --rows 1,2",

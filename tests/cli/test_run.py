@@ -16,6 +16,7 @@ import pytest
 
 from cli.test_cli import run as run_here
 from rota import Cluster, Costs, Plan, Timeline, place, simulate
+from rota.cli.main import make_parser
 from rota.schedules import NAMED
 from support import ROOT
 from support.commands import output_of
@@ -122,6 +123,28 @@ def test_a_device_that_is_not_there_starts_nothing(
     assert "device 'gaudi': " in error
 
 
+def test_every_option_after_the_script_is_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """It is the script's: `rota run` does not take it."""
+    given: list[list[str]] = []
+
+    def started(_: Plan, script: str, arguments: list[str], **__: object) -> None:
+        given.append(arguments)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("rota.runtime.launching.launch.launch", started)
+    write_plan(tmp_path)
+    options = [option for option in make_parser().sub_commands["run"].options if option != "--help"]
+    assert {"--verify-microbatches", "--timeline"} < {*options}
+    code, error = refused(tmp_path, monkeypatch, capfd, "plan.json", "train.py", *options)
+    reported = [line.removeprefix("rota run: ").partition(" comes after the script")[0] for line in error.splitlines()]
+    assert (code, reported, given.pop()) == (130, [*options, "interrupted"], options)
+    code, error = refused(tmp_path, monkeypatch, capfd, "plan.json", "train.py", "--timeline=x.json", "--steps")
+    assert error.startswith("rota run: --timeline comes after the script")
+    assert (code, error.count("\n"), given.pop()) == (130, 2, ["--timeline=x.json", "--steps"])
+
+
 def test_ctrl_c_before_there_is_a_pipeline_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -175,7 +198,7 @@ def processes_of(folder: Path) -> list[str]:
 )
 def test_no_rank_outlives_the_launcher(tmp_path: Path, signal_number: signal.Signals) -> None:
     write_plan(tmp_path)
-    body = "import time; sys.stdout.write('begun\\n'); sys.stdout.flush(); time.sleep(100)"
+    body = "import time; sys.stdout.write('begun\\n'); sys.stdout.flush(); time.sleep(1000)"
     (tmp_path / "train.py").write_text(SCRIPT.format(body=body))
     command = [sys.executable, "-m", "rota", "run", "plan.json", "train.py"]
     with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as launcher:
@@ -189,7 +212,7 @@ def test_no_rank_outlives_the_launcher(tmp_path: Path, signal_number: signal.Sig
         assert "Traceback" not in told
         assert told.count("\n") == 1
         assert code == 128 + signal_number, told
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 200
     while processes_of(tmp_path) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert processes_of(tmp_path) == []

@@ -12,7 +12,6 @@ import pytest
 
 from cli.test_cli import run
 from rota import Cluster, Costs, Plan, check, place, simulate
-from rota.backups import Backups
 from rota.cli import main, screen
 from rota.cli.files import read_plan
 from rota.schedules import NAMED
@@ -202,35 +201,15 @@ def chain_plan(num_ranks: int) -> Plan:
     return NAMED["1f1b"](place(Costs.uniform(num_ranks, 1, 2), Cluster.uniform(num_ranks)), 4)
 
 
-def test_backups_are_told_and_written(tmp_path: Path, capsys: Capsys) -> None:
-    plan, backups = tmp_path / "plan.json", tmp_path / "backups.json"
-    command = ["plan", "1f1b", "--ranks", 2, "--microbatches", 4, "--dp", 2, "--time-limit", 1, "-o", plan]
-    code, out, _ = run(capsys, *command, "--backups", backups)
-    assert code == 0
-    assert "2 replicas of 2 ranks, 4 micro-batches each" in out
-    found = Backups.from_json(backups.read_text(), read_plan(str(plan)))
-    assert [backup.lost for backup in found.backups] == [0, 1]
-    code, _, err = run(capsys, *command, "--force")
-    assert code == 2
-    assert "--dp 2 is for --backups FILE" in err
-
+def test_options_of_a_run_that_do_not_fit_together(tmp_path: Path, capsys: Capsys) -> None:
+    plan = tmp_path / "plan.json"
+    plan.write_text(chain_plan(2).to_json())
     script = tmp_path / "train.py"
     script.write_text("")
-    other = tmp_path / "other.json"
-    other.write_text(chain_plan(3).to_json())
     for options, error in (
-        (["--rejoin-after", 3, plan], "--rejoin-after 3 needs --backups FILE or --min-ranks N"),
-        (["--min-ranks", 1, "--backups", backups, plan], "two ways to go on without a rank"),
-        (["--min-ranks", 1, "--mesh", "dp=2", plan], "is for one pipeline without TP shards; use --backups with"),
-        (["--min-ranks", 3, other], "other.json is for 3 ranks; give fewer"),
         (["--adapt-gain", 5, plan], "--adapt-gain 5 needs --adapt"),
         (["--adapt", "--adapt-gain", 100, plan], "must be a percentage above 0 and below 100"),
         (["--adapt", "--engine", "torch", plan], "PyTorch's engine cannot switch to another order"),
-        (["--backups", backups, other], "expected '"),
-        (["--backups", backups, "--mesh", "dp=3", plan], "is for dp=2,tp=1; plan the backups for this mesh"),
-        (["--backups", backups, "--mesh", "tp=2", plan], "--mesh dp=2,tp=2"),
-        (["--backups", backups, "--verify", plan], "--verify do not work together"),
-        (["--backups", backups, "--engine", "torch", plan], "use --engine rota"),
     ):
         code, _, err = run(capsys, "run", *options, script)
         assert code == 2, options

@@ -9,7 +9,6 @@ import pytest
 
 from planning.test_autoplan import UNEVEN, layer_costs
 from rota import Cluster, Costs, PlacementError, Plan, calibration, place, replan
-from rota.backups import Place, plan_backup
 from rota.cli import main
 from rota.cli.snapshots import snapshots_text
 from rota.layers import LayerCosts
@@ -111,7 +110,4 @@ def test_later_plans_of_the_same_stages_count_them_too() -> None:
     assert Plan.from_json(plan.to_json()) == plan
     alone = replan(plan, 1).placement
     assert (alone.static_bytes, alone.state_bytes, alone.snapshot_bytes) == ((14_000_000,), (4_000_000,), (8_000_000,))
-    left = plan_backup(plan, 2, [Place(0, 1)]).placement
-    assert left.snapshot_bytes == (4_000_000,) * 3
-    assert left.static_bytes == (7_000_000,) * 3
     assert calibration.costs_of(plan.placement).snapshot_bytes == (4_000_000,) * 2

@@ -74,7 +74,6 @@ CORE = tuple(
             "comparison",
             "cutting",
             "replanning",
-            "backups",
         ),
     )
 )

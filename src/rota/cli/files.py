@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Literal
 
 from rota import reading, schedule_csv, writing
-from rota.backups import Backups
 from rota.cli.requirements import InputError
 from rota.cluster import Cluster
 from rota.costs import Costs, assumed_costs
@@ -109,13 +108,6 @@ def how_to_give_times(path: str) -> str:
 def is_csv(path: str) -> bool:
     """Whether a file holds a schedule CSV, by its name."""
     return path.lower().endswith(".csv")
-
-
-def read_backups(path: str, plan: Plan) -> Backups:
-    """The backup plans for `plan` in a JSON file, such as `rota plan --backups` writes."""
-    text = text_of(path)
-    with named(path):
-        return Backups.from_json(text, plan)
 
 
 def text_of(path: str) -> str:

@@ -13,7 +13,6 @@ from rota.timeline import Timeline
 
 if TYPE_CHECKING:
     from rota import BatchPlan
-    from rota.backups import Backups
     from rota.calibration import Calibration
     from rota.interop.traces import ImportedTrace
     from rota.layers import LayerCosts
@@ -62,16 +61,6 @@ def of_search(found: SearchResult) -> dict[str, Any]:
         "elapsed_s": found.elapsed_s,
         "stopped_by": found.stopped_by,
         "among": found.among,
-    }
-
-
-def of_backups(found: Backups) -> dict[str, Any]:
-    """What the loss of each rank costs."""
-    return {
-        "num_replicas": found.num_replicas,
-        "backups": [
-            {"lost": one.lost, "makespan_us": one.makespan_us, "bound_us": one.bound_us} for one in found.backups
-        ],
     }
 
 

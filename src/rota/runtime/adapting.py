@@ -241,7 +241,7 @@ def least_gain_of(adapt: float | None, base: Plan) -> float | None:
         raise PipelineError(f"adapt={least_gain!r}; give the least gain as a fraction of a step, such as 0.03, or None")
     if not base.placement.is_alike:
         raise PipelineError("adapt is for plans whose micro-batches are alike, but this plan's differ; leave it out")
-    if base.num_ranks == 1 or base.merged_replicas > 1:  # nobody to compare with; a backup plan, which lasts a minute
+    if base.num_ranks == 1:  # nobody to compare with
         return None
     return float(least_gain)
 

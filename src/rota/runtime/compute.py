@@ -17,7 +17,6 @@ from rota.errors import PipelineError
 from rota.models import AddedLoss, Stages, collect_losses
 from rota.models.sequence_chunks import Chunk
 from rota.placement import Placement
-from rota.plan import origin_of
 from rota.runtime.chunk_check import copied, refuse_other_than_whole
 from rota.runtime.device.host import HostDevice
 from rota.runtime.device.numbers import number_in
@@ -137,9 +136,7 @@ class Compute:
         keep_outputs: bool,
         recompute: Iterable[int] = (),
         device: Device | None = None,
-        merged_replicas: int = 1,
     ) -> None:
-        self._num_streams, self._merged_replicas = placement.num_components, merged_replicas
         self._device = HostDevice() if device is None else device
         self._stages, self._loss_fn, self.keep_outputs = stages, loss_fn, keep_outputs
         self._takes_target = loss_fn is None or needs_target(loss_fn)  # once, as reading a signature takes long
@@ -221,8 +218,7 @@ class Compute:
 
     def _forward(self, op: Op, received: list[Any], buffers: dict[str, torch.Tensor] | None = None) -> list[Any]:
         stage, _, m = op
-        replica, own = origin_of(m, self._num_streams, self._merged_replicas)
-        self._device.seed(op_seed(self._seed + replica, stage % self._num_stages, own))
+        self._device.seed(op_seed(self._seed, stage % self._num_stages, m))
         batch = self._batch
         versions = self._versions_of_shared(stage, m)
         chunk = self._open_chunk(stage, m, received) if m in self._chunks else None

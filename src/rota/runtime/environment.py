@@ -4,21 +4,16 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Mapping
 from pathlib import Path
 from uuid import uuid4
 
 from rota.errors import PipelineError
 from rota.units import count_text
 
-STORE = "ROTA_STORE"  # where the ranks meet: a file, or see `node_store`
-AT_SUPERVISOR = "nodes:"  # begins the address of a store that the supervisor has, with the start's number and a socket
-MOST_STORE_BYTES = 1 << 17  # of a request to that store, or an answer
+STORE = "ROTA_STORE"  # the file in which the ranks meet
 MESH = "ROTA_MESH"  # dp, pp and tp
 DEVICE = "ROTA_DEVICE"  # what `rota run --device` says
 PROGRESS = "ROTA_PROGRESS"  # set where the first process is to say how the training goes
-BACKUPS = "ROTA_BACKUPS"  # set where the run may go on without a rank: `rota run --backups`
-_NEW = "ROTA_NEW"  # set where a process was missing, so that its memory was empty: it takes its state from a peer
 ADAPT = "ROTA_ADAPT"  # by what fraction a new order must shorten a step: `rota run --adapt`
 
 
@@ -40,37 +35,6 @@ def meeting_environments(folder: str, num_processes: int) -> list[dict[str, str]
         "LOCAL_WORLD_SIZE": str(num_processes),
     }
     return [{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(num_processes)]
-
-
-def node_environments(
-    store: str, num_processes: int, here: Mapping[int, int], node: int, head: tuple[str, int], interface: str
-) -> list[dict[str, str]]:
-    """The environment of each of this node's processes, of `num_processes` on all nodes.
-
-    Args:
-        store: where they meet, see `node_store`.
-        num_processes: on all nodes.
-        here: the ranks that this node's processes have, and each one's number on this node, which chooses its device.
-        node: the number of this node.
-        head: host and port of node 0, for scripts that read them.
-        interface: the network interface by which other nodes reach this one.
-    """
-    shared = {
-        STORE: store,
-        "GLOO_SOCKET_IFNAME": interface,
-        "NCCL_SOCKET_IFNAME": os.environ.get("NCCL_SOCKET_IFNAME", interface),
-        "MASTER_ADDR": head[0],
-        "MASTER_PORT": str(head[1]),
-        "GROUP_RANK": str(node),
-        "WORLD_SIZE": str(num_processes),
-        "LOCAL_WORLD_SIZE": str(len(here)),
-    }
-    return [{**shared, "RANK": str(rank), "LOCAL_RANK": str(number)} for rank, number in here.items()]
-
-
-def node_of_this_process() -> int:
-    """The number of the machine that this process of the run is on; 0 if there is one."""
-    return int(os.environ.get("GROUP_RANK", "0"))
 
 
 def processes_here() -> int:
@@ -115,26 +79,6 @@ def mesh_environment(pp: int, dp: int, tp: int) -> dict[str, str]:
 def device_environment(wish: str) -> dict[str, str]:
     """The environment that tells the processes of a run which device they take."""
     return {DEVICE: wish}
-
-
-def backups_environment() -> dict[str, str]:
-    """The environment that tells the processes of a run that their replicas may become one pipeline."""
-    return {BACKUPS: "1"}
-
-
-def has_backups() -> bool:
-    """Whether this run may go on with a backup plan: what no such plan can run must be refused from the start."""
-    return BACKUPS in os.environ
-
-
-def new_environment() -> dict[str, str]:
-    """The environment that tells a process that it takes its state from a peer if its memory is empty."""
-    return {_NEW: "1"}
-
-
-def is_new() -> bool:
-    """Whether this process was missing before, so that its memory may be empty."""
-    return _NEW in os.environ
 
 
 def adapt_environment(least_gain: float | None) -> dict[str, str]:

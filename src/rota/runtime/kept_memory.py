@@ -13,29 +13,24 @@ from __future__ import annotations
 import mmap
 import os
 import struct
-from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import NamedTuple, final
 
 from rota.costs import NUM_SNAPSHOTS
 from rota.runtime.mapped_file import HUGE_BYTES, MappedFile
 
-# Environment variables, set by the launcher: numbers of open files.
-_KEPT, _FORMER = "ROTA_KEPT_MEMORY", "ROTA_FORMER_MEMORIES"
+_KEPT = "ROTA_KEPT_MEMORY"  # an environment variable, set by the launcher: the number of an open file
 _NONE = -1
 #: Step, its complement, number of the training, bytes of data, where they start, bytes of room there.
 _HEADER = struct.Struct("<qqQQQQ")
 _SLOT_BYTES, _HEADERS_BYTES = 64, 4096
 NUM_SLOTS = NUM_SNAPSHOTS
 _MORE = 17 / 16  # room for numbers that grow
-MOST_FORMER = 120  #: memories of earlier processes that one process can be given
 
 
-def environment_of(files: Sequence[int]) -> dict[str, str]:
-    """The environment through which a rank finds its memory, and then those of earlier processes; empty if none."""
-    if not files:
-        return {}
-    return {_KEPT: str(files[0]), **({_FORMER: ",".join(map(str, files[1:]))} if files[1:] else {})}
+def environment_of(file: int) -> dict[str, str]:
+    """The environment through which a rank finds its memory."""
+    return {_KEPT: str(file)}
 
 
 def is_given() -> bool:
@@ -47,11 +42,6 @@ def given() -> int | None:
     """The file of this rank's memory; None if the launcher keeps none."""
     number = os.environ.get(_KEPT)
     return None if number is None else int(number)
-
-
-def given_former() -> list[int]:
-    """The files of the memories that the processes of another plan have left, by their rank."""
-    return [int(number) for number in os.environ.get(_FORMER, "").split(",") if number]
 
 
 class State(NamedTuple):
@@ -72,8 +62,6 @@ class KeptMemories:
         self._num_ranks = num_ranks
         self._stack = ExitStack()
         self.files: list[int] = []
-        #: What the processes of another plan have left, by their rank; processes only take steps out of it.
-        self.former: list[int] = []
 
     def __enter__(self) -> KeptMemories:
         with self._stack as stack:
@@ -84,51 +72,16 @@ class KeptMemories:
         return self
 
     def _close(self) -> None:
-        for file in (*self.files, *self.former):
+        for file in self.files:
             os.close(file)
 
     def __exit__(self, *_: object) -> None:
         self._stack.close()
 
-    def forget(self, rank: int) -> None:
-        """Free what a rank has in memory, which it does not come back to."""
-        if self.files:
-            os.close(self.files[rank])
-            self.files[rank] = os.memfd_create(f"rota-rank-{rank}")
-
-    def copy(self, source: int, target: int) -> None:
-        """Give rank `target` all that rank `source` has in memory. Neither may be running."""
-        self.forget(target)
-        left = os.fstat(self.files[source]).st_size
-        os.lseek(self.files[target], 0, os.SEEK_SET)
-        at = 0
-        while at < left:
-            at += os.sendfile(self.files[target], self.files[source], at, left - at)
-
-    def set_aside(self, ranks: Sequence[int]) -> None:
-        """Keep what these ranks have as `former`, and give all ranks new memories."""
-        if not self.files:
-            return
-        self.drop_former()
-        self.former = [self.files[rank] for rank in ranks]
-        for rank, file in enumerate(self.files):
-            if rank not in ranks:
-                os.close(file)
-            self.files[rank] = os.memfd_create(f"rota-rank-{rank}")
-
-    def drop_former(self) -> None:
-        """Free what is in `former`."""
-        for file in self.former:
-            os.close(file)
-        self.former = []
-
-    def common_states(self, ranks: Sequence[int]) -> set[State]:
-        """The states that all of these ranks hold."""
-        return common_states([self.files[rank] for rank in ranks]) if self.files else set()
-
-    def held(self) -> list[set[State]]:
-        """The states that each rank holds."""
-        return [{*states_in(file)} for file in self.files]
+    def common_states(self) -> set[State]:
+        """The states that all ranks hold."""
+        held = [{*states_in(file)} for file in self.files]
+        return set.intersection(*held) if held else set()
 
 
 def states_in(file: int) -> list[State]:
@@ -138,12 +91,6 @@ def states_in(file: int) -> list[State]:
         return []
     found = (_HEADER.unpack_from(headers, slot * _SLOT_BYTES) for slot in range(NUM_SLOTS))
     return [State(training, step) for step, complement, training, *_ in found if step >= 0 and complement == ~step]
-
-
-def common_states(files: Sequence[int]) -> set[State]:
-    """The states that are whole in all of these memories."""
-    held = [{*states_in(file)} for file in files]
-    return set.intersection(*held) if held else set()
 
 
 @final
@@ -223,7 +170,7 @@ class Slots:
             self._mapped.clear()
 
     def drop(self, step: int) -> None:
-        """Forget the state after a step. It does not matter whether another process has done so at the same time."""
+        """Forget the state after a step."""
         for slot in [slot for whole, slot in self.steps.items() if whole == step]:
             self._put(slot, _NONE, 0, *_HEADER.unpack_from(self._mapping.view, slot * _SLOT_BYTES)[4:])
 

@@ -22,7 +22,7 @@ from rota.units import count_text, time_text
 
 # Environment variables, set by the launcher.
 _FOLDER, _RESTART, _LIMIT = "ROTA_FOLDER", "ROTA_RESTART", "ROTA_TIMEOUT_S"
-_FORMER_PLAN, _SCRIPT = "former-plan.json", "script.py"
+_SCRIPT = "script.py"
 
 
 def digest(plan: Plan) -> str:
@@ -30,20 +30,10 @@ def digest(plan: Plan) -> str:
     return hashlib.sha256(plan.to_json().encode()).hexdigest()
 
 
-def write_plan(plan: Plan, folder: str, former: Plan | None = None) -> dict[str, str]:
-    """Write the plan for the ranks; returns the environment through which they find it.
-
-    `former`: what the processes ran whose memories these ranks go on from, if it was another plan.
-    """
+def write_plan(plan: Plan, folder: str) -> dict[str, str]:
+    """Write the plan for the ranks; returns the environment through which they find it."""
     Path(folder, "plan.json").write_text(plan.to_json())
-    if former is not None:
-        Path(folder, _FORMER_PLAN).write_text(former.to_json())
     return {_FOLDER: folder}
-
-
-def former_plan() -> Plan:
-    """What the processes ran whose memories this one was given."""
-    return Plan.from_json(Path(os.environ[_FOLDER], _FORMER_PLAN).read_text())
 
 
 def given_plan(path: str | Path | None = None, *, dp: int = 1, tp: int = 1) -> Plan:

@@ -51,8 +51,6 @@ class MicrobatchInputs:
     ) -> None:
         placement, self._device = plan.placement, device
         self._stages, self._rank, self._num_microbatches = stages, rank, plan.num_microbatches
-        #: Where replicas are merged, of which one each micro-batch is, and its number there.
-        self._origins = [*map(plan.origin, range(plan.num_microbatches))] if plan.merged_replicas > 1 else []
         reading = [stage for stage in placement.stages if stages.inputs[stage]]
         #: The stages here that read the step's inputs, and their micro-batches.
         self._reading = {
@@ -113,11 +111,11 @@ class MicrobatchInputs:
         """The micro-batches of inputs or targets."""
         if self._sample_of:
             return to_chunks(name, batch, self._sample_of, needed=needed)
-        return to_microbatches(name, batch, self._num_microbatches, needed=needed, origins=self._origins)
+        return to_microbatches(name, batch, self._num_microbatches, needed=needed)
 
     def shares(self, sizes: Sequence[int]) -> list[float]:
         """What each micro-batch counts in the mean loss, by their numbers of rows; () if these are equal."""
-        return shares_of(sizes, self._num_microbatches, self._origins)
+        return shares_of(sizes, self._num_microbatches)
 
     @property
     def reads_inputs(self) -> bool:

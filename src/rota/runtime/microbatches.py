@@ -6,15 +6,12 @@
 What has no rows goes whole to every micro-batch: numbers, texts, None, tensors without dims, and tensors with one row
 beside others with more. If there are fewer rows than micro-batches, the last micro-batches are padding: they get the
 first row again, and do not count.
-
-Where a plan has merged R replicas, replica r has the rows r, r + R, …, or these micro-batches of the list. The last
-ones of each replica are padding then.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import accumulate, islice, pairwise
+from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
@@ -39,14 +36,11 @@ class Microbatches(NamedTuple):
     shared: tuple[tuple[str, torch.Tensor, int], ...] = ()
 
 
-def to_microbatches(
-    name: str, batch: Any, num_microbatches: int, *, needed: bool = True, origins: Sequence[tuple[int, int]] = ()
-) -> Microbatches:
+def to_microbatches(name: str, batch: Any, num_microbatches: int, *, needed: bool = True) -> Microbatches:
     """A list holds the micro-batches themselves; tensors (alone, in tuples or mappings) are split along dim 0.
 
     Mappings become dicts. Raises PipelineError if sizes do not fit; nothing is dropped. A batch that is not `needed` is
-    checked, but not split: all None. `origins`: of each micro-batch its replica and its number there, if replicas are
-    merged.
+    checked, but not split: all None.
     """
     n = num_microbatches
     if batch is None:
@@ -57,8 +51,6 @@ def to_microbatches(
                 f"{name} is a list of {len(batch)} micro-batches, but the plan has {n}; give {n}, or plan for "
                 f"{len(batch)}"
             )
-        num_replicas = 1 + max((replica for replica, _ in origins), default=0)
-        batch = [batch[own * num_replicas + replica] for replica, own in origins] or batch
         return Microbatches([*map(with_dicts, batch)], _sizes_of_list(batch))
     if not isinstance(batch, (torch.Tensor, tuple, Mapping)):
         raise PipelineError(
@@ -72,11 +64,6 @@ def to_microbatches(
     if not places:
         return Microbatches([batch if needed else None] * n)
     sizes = _spread(num_rows, n)
-    if origins:
-        rows = _rows_of_merged(name, num_rows, origins)
-        sizes = [*map(len, rows)]
-        if needed:
-            batch = _in_order(batch, num_rows, torch.tensor([row for of in rows for row in of]))
     return Microbatches(
         _split(batch, num_rows, sizes) if needed else [None] * n,
         tuple(sizes) if len({*sizes}) > 1 else (),
@@ -162,34 +149,6 @@ def _spread(num_rows: int, n: int) -> list[int]:
     return [least + 1] * more + [least] * (n - more)
 
 
-def _rows_of_merged(name: str, num_rows: int, origins: Sequence[tuple[int, int]]) -> list[range]:
-    """The rows of each micro-batch, where those of replica r are every R-th one from r on. Raises PipelineError."""
-    num_replicas = 1 + max(replica for replica, _ in origins)
-    of_replica = len(origins) // num_replicas
-    if num_rows < num_replicas:
-        raise PipelineError(
-            f"{name} has {num_rows} rows for {num_replicas} replicas, which are one pipeline while a rank is missing; "
-            f"give {num_replicas} rows or more, those of all replicas"
-        )
-    found: dict[tuple[int, int], range] = {}
-    for replica in range(num_replicas):
-        rows = range(replica, num_rows, num_replicas)
-        ends = [*accumulate(_spread(len(rows), of_replica), initial=0)]
-        found |= {(replica, own): rows[first:end] for own, (first, end) in enumerate(pairwise(ends))}
-    return [found[origin] for origin in origins]
-
-
-def _in_order(value: Any, num_rows: int, rows: torch.Tensor) -> Any:
-    """The batch with its rows in another order."""
-    if isinstance(value, torch.Tensor):
-        return value if _is_shared(value, num_rows) else value.index_select(0, rows.to(value.device))
-    if isinstance(value, dict):
-        return {key: _in_order(item, num_rows, rows) for key, item in value.items()}
-    if isinstance(value, tuple):
-        return getattr(value, "_make", tuple)(_in_order(item, num_rows, rows) for item in value)
-    return value
-
-
 def _is_shared(tensor: torch.Tensor, num_rows: int) -> bool:
     return not tensor.dim() or len(tensor) == 1 < num_rows
 
@@ -220,18 +179,11 @@ def _sizes_of_list(batch: list[Any]) -> tuple[int, ...]:
     return tuple(sizes) if known else ()
 
 
-def shares_of(sizes: Sequence[int], num_microbatches: int, origins: Sequence[tuple[int, int]] = ()) -> list[float]:
-    """Each micro-batch's share of a mean loss: in proportion to its rows, or equal without `sizes`.
-
-    `origins`: as for `to_microbatches`. Replicas count equally, whatever their rows, as they do when they are apart.
-    """
-    if not sum(sizes):
+def shares_of(sizes: Sequence[int], num_microbatches: int) -> list[float]:
+    """Each micro-batch's share of a mean loss: in proportion to its rows, or equal without `sizes`."""
+    if not (num_rows := sum(sizes)):
         return [1 / num_microbatches] * num_microbatches
-    replicas = [replica for replica, _ in origins] or [0] * len(sizes)
-    totals = dict.fromkeys(replicas, 0)
-    for replica, size in zip(replicas, sizes, strict=True):
-        totals[replica] += size
-    return [size / (totals[replica] * len(totals)) for replica, size in zip(replicas, sizes, strict=True)]
+    return [size / num_rows for size in sizes]
 
 
 def num_examples(value: Any) -> int:

@@ -31,7 +31,7 @@ from rota.runtime.clocks import clock_offset_ns
 from rota.runtime.compute import Batch, Compute, step_seed
 from rota.runtime.device.choosing import device_of
 from rota.runtime.device.protocol import Number, is_queued
-from rota.runtime.environment import cores_of, has_backups
+from rota.runtime.environment import cores_of
 from rota.runtime.execution import Execution, evaluating, forwards_of
 from rota.runtime.faults.watchdog import PATIENT, Watchdog, limit_s
 from rota.runtime.first_updates import FirstUpdates
@@ -170,7 +170,6 @@ class Pipeline:
                     keep_outputs or not trains,
                     recomputed,
                     self._device,
-                    plan.merged_replicas,
                 )
                 num_cores = None if is_queued(self._device) else cores_of(plan.num_ranks)
                 self._record = Record(self.rank, num_cores=num_cores)
@@ -247,7 +246,6 @@ class Pipeline:
             PipelineError: the plan is for other stages or ranks, or the sizes are not those of its micro-batches.
         """
         self._refuse_closed()
-        self._refuse_with_backups(plan, sizes)
         self._plans.get(plan, sizes)
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -307,15 +305,10 @@ class Pipeline:
             drop_last: leave out what does not divide among the replicas, instead of repeating rows.
 
         Returns:
-            A `DistributedSampler` over the replicas. While they are merged (see `Plan.merged_replicas`), it gives the
-            rows of all of them, also those that are repeated or left out.
+            A `DistributedSampler` over the replicas.
         """
         options: dict[str, Any] = {"shuffle": shuffle, "seed": seed, "drop_last": drop_last}
-        sampler: DistributedSampler[Any] = DistributedSampler(dataset, self.num_replicas, self.replica, **options)
-        if (merged := self.plan.merged_replicas) > 1:
-            of_each: DistributedSampler[Any] = DistributedSampler(dataset, self.num_replicas * merged, 0, **options)
-            sampler.num_samples, sampler.total_size = of_each.num_samples * merged, of_each.total_size
-        return sampler
+        return DistributedSampler(dataset, self.num_replicas, self.replica, **options)
 
     @property
     def should_stop(self) -> bool:
@@ -411,7 +404,6 @@ class Pipeline:
             LostRankError: another rank is gone.
         """
         self._refuse_closed()
-        self._refuse_with_backups(plan, sizes)
         adapting = self._adapting if plan is None and not sizes else None
         ready = self._plans.get(plan if adapting is None else adapting.plan, sizes)
         before_first, self._before_first = self._before_first, None
@@ -511,7 +503,6 @@ class Pipeline:
 
     def _evaluating(self, plan: Plan | None, sizes: Sequence[Sequence[int]]) -> ReadyPlan:
         """The forwards of a plan, ready."""
-        self._refuse_with_backups(plan, sizes)
         training = self._plans.get(plan, sizes)
         if training not in self._for_evaluation:
             forwards = forwards_of(training.plan)
@@ -606,13 +597,6 @@ class Pipeline:
                 "an earlier step failed on this rank after others had enqueued their part of it on their devices, so "
                 "no other step can follow; end this process, and start all again from a checkpoint (rota run "
                 "--max-restarts does so)"
-            )
-
-    def _refuse_with_backups(self, plan: Plan | None, sizes: Sequence[Sequence[int]]) -> None:
-        if has_backups() and (sizes or (plan is not None and plan is not self.plan)):
-            raise PipelineError(
-                "a plan of its own for a step, or sizes, would not fit the backup plan that runs while a rank is "
-                "missing; leave it out, or leave out --backups"
             )
 
     @contextmanager

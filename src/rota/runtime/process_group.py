@@ -13,11 +13,11 @@ from urllib.parse import parse_qs, urlparse
 from uuid import uuid4
 
 import torch.distributed as dist
-from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import FileStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.constants import default_pg_timeout
 
 from rota.errors import PipelineError
-from rota.runtime import control, node_store
+from rota.runtime import control
 from rota.runtime.device.local import group_backend
 from rota.runtime.environment import STORE
 from rota.runtime.faults.watchdog import PATIENT, limit_s
@@ -94,7 +94,7 @@ def leave(groups: Iterable[dist.ProcessGroup | None]) -> None:
                 dist.destroy_process_group(group)
 
 
-# --- in the launcher's folder, or at its store ------------------------------------------------------------------------
+# --- in the launcher's folder -----------------------------------------------------------------------------------------
 
 
 def meet_by_environment() -> None:
@@ -116,7 +116,7 @@ def _meet_at_launcher(rank: int, size: int, limit: float) -> Store:
     global _num_meetings
     _num_meetings += 1
     # A script may leave and join again; the earlier addresses are those of closed connections.
-    store = PrefixStore(f"rota/{_num_meetings}", node_store.at(os.environ[STORE]))
+    store = PrefixStore(f"rota/{_num_meetings}", FileStore(os.environ[STORE], -1))
     store.set(f"here {rank}", "")
     missing = [*range(size)]
     for _ in _looks(missing, limit):

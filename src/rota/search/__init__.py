@@ -1,6 +1,5 @@
 """The best schedule for any placement, with a proof of how good it is."""
 
-from rota.search.backups import find_backups
 from rota.search.bounds import Bound, bounds_of
 from rota.search.finding import find_plan
 from rota.search.periodic.memory_frontier import Frontier, Point, find_frontier
@@ -19,7 +18,6 @@ __all__ = [
     "Steady",
     "SteadyResult",
     "bounds_of",
-    "find_backups",
     "find_frontier",
     "find_plan",
     "find_repeating",

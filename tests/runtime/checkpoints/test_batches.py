@@ -11,7 +11,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
 from rota import PipelineError
@@ -58,8 +58,8 @@ LOADERS: dict[str, Callable[[], Any]] = {
 }
 
 
-def batches_of(loader: Any, num_epochs: int = NUM_EPOCHS, seed: int = 5, num_replicas: int = 1) -> Batches:
-    return Batches(loader, num_epochs, seed, num_replicas, 1, lambda value: [value] * num_replicas, print)
+def batches_of(loader: Any, num_epochs: int = NUM_EPOCHS, seed: int = 5) -> Batches:
+    return Batches(loader, num_epochs, seed, 1, lambda value: [value])
 
 
 def train_on(batches: Batches) -> list[tuple[dict[str, Any], list[Any]]]:
@@ -127,14 +127,13 @@ def test_other_data_is_refused() -> None:
 # --- replicas ---------------------------------------------------------------------------------------------------------
 
 
-def replicas(*loaders: Any, merged: bool = False) -> tuple[Batches, list[str]]:
-    """The batches of the first process of two replicas, or of one that has merged them; and what it reports."""
-    told: list[str] = []
+def replicas(mine: Any, others: Any) -> Batches:
+    """The batches of the first process of two replicas."""
 
     def share(value: list[Any]) -> list[Any]:
-        return [value] if merged else [value, [value[0], [fingerprint(next(iter(loaders[1])))], None]]
+        return [value, [value[0], fingerprint(next(iter(others)))]]
 
-    return Batches(loaders[0], 1, 5, 2, 2 if merged else 1, share, told.append), told
+    return Batches(mine, 1, 5, 2, share)
 
 
 def rows(*numbers: int) -> list[Tensor]:
@@ -149,39 +148,17 @@ def go_on(*batches: Batches) -> int:
     return len([*batches[-1]])
 
 
-BOTH = [torch.tensor(numbers) for numbers in ([0, 1, 2, 3], [4, 5, 6, 7], [8, 9])]
-
-
 def test_other_data_of_another_replica_is_refused() -> None:
     mine, others = rows(0, 2, 4, 6, 8, 9), rows(1, 3, 5, 7, 0, 1)
-    assert go_on(replicas(mine, others)[0], replicas(mine, others)[0]) == 2
-    for between in ([], [replicas(BOTH, merged=True)[0]]):
-        with pytest.raises(PipelineError, match=r"the first batch of epoch 0 on replica 1 differs from the one before"):
-            go_on(replicas(mine, others)[0], *between, replicas(mine, others[1:])[0])
+    assert go_on(replicas(mine, others), replicas(mine, others)) == 2
+    with pytest.raises(PipelineError, match=r"the first batch of epoch 0 on replica 1 differs from the one before"):
+        go_on(replicas(mine, others), replicas(mine, others[1:]))
 
 
-@pytest.mark.parametrize("loads", ["own rows", "all rows"])
-def test_replicas_that_are_merged_go_on_with_the_same_samples(loads: str) -> None:
-    """And apart again after that, also if the epoch was begun while they were merged."""
-    apart = (rows(0, 2, 4, 6, 8, 9), rows(1, 3, 5, 7, 0, 1)) if loads == "own rows" else (BOTH, BOTH)
-    for before, after in ((apart, (BOTH,)), ((BOTH,), apart), ((BOTH,), (BOTH,))):
-        first, second = (replicas(*loaders, merged=len(loaders) == 1) for loaders in (before, after))
-        assert go_on(first[0], second[0]) == 2
-        assert second[1] == []
-
-
-def test_batches_that_merged_replicas_cannot_go_on_with() -> None:
-    mine, others = rows(0, 2, 4, 6, 8, 9), rows(1, 3, 5, 7, 0, 1)
-    half = [torch.tensor([number, number + 1]) for number in range(0, 10, 2)]
-    with pytest.raises(PipelineError, match=r"epoch 0 had 3 batches, but has 5 now.* the rows of all 2 replicas"):
-        go_on(replicas(mine, others)[0], replicas(half, merged=True)[0])
-    padded = [nn.functional.pad(batch[:, None], (0, 1)) for batch in BOTH]
-    merged, told = replicas(padded, merged=True)
-    assert go_on(replicas(mine, others)[0], merged) == 2
-    assert len(told) == 1
-    assert told[0].startswith(
-        "epoch 0 goes on with batches of all replicas, and its first batch does not have the rows"
-    )
+def test_a_position_that_an_earlier_version_wrote_is_read() -> None:
+    batches = batches_of(LOADERS["shuffled"]())
+    batches.go_on(position(merged=None))
+    assert len([*batches]) == 4 * NUM_EPOCHS - 1
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,5 @@
 """The protocol of docs/elastic.md, exhaustively: 2 stages in 2 replicas, and a kill between any two of their actions.
 
-After a kill all ranks begin again, or one is lost for good and the others go on, until a new one joins them: with a
-copy of its peer's memory, or with an empty one, for which it takes its peer's state.
-
 The model's ranks do what those of a run do, in every order that their waits allow: they agree at the end of a step,
 apply its gradients, and commit into the real `Slots`. A kill ends all of them, at any moment, also while they recover
 from the one before. What a killed rank leaves is its memory alone.
@@ -19,13 +16,12 @@ from typing import NamedTuple
 import pytest
 
 from rota.runtime import kept_memory
-from rota.runtime.checkpoints.peers import common_steps
 from rota.runtime.kept_memory import Slots
 from support.checkpoint_runs import steps_in
 
 NUM_STAGES, NUM_RANKS, NUM_STEPS, NUM_KILLS = 2, 4, 3, 2
 PHASES = (
-    *("voting", "voted", "chosen", "taking", "restored"),
+    *("voting", "voted", "chosen", "restored"),
     *("stepping", "agreeing", "optimizing", "committing", "copying"),
 )
 
@@ -40,14 +36,10 @@ class Rank(NamedTuple):
     step: int
     applied: Applied
     memory: bytes
-    is_new: bool = False
 
 
 class World(NamedTuple):
-    """Ranks in any order, as peers do the same; how many kills there were; what they went on from at the last.
-
-    A rank that is missing was lost.
-    """
+    """Ranks in any order, as peers do the same; how many kills there were; what they went on from at the last."""
 
     ranks: tuple[Rank, ...]
     num_kills: int
@@ -111,7 +103,7 @@ def has_reached(rank: Rank, phase: str, step: int) -> bool:
 
 def moved(rank: Rank, all_ranks: tuple[Rank, ...], agrees: bool) -> Rank | None:
     """What a rank does next; None if it waits, or is done."""
-    stage, phase, step, applied, memory, is_new = rank
+    stage, phase, step, applied, memory = rank
     match phase:
         case "voting":
             return rank._replace(phase="voted")
@@ -122,13 +114,7 @@ def moved(rank: Rank, all_ranks: tuple[Rank, ...], agrees: bool) -> Rank | None:
         case "chosen":
             if not all(has_reached(other, "chosen", 0) for other in all_ranks):
                 return None
-            if step and step not in opened(memory)[0]:
-                return rank._replace(phase="taking", memory=changed(memory, "begin", step, (0,) * step))
             return rank._replace(phase="restored", applied=held(memory, step))
-        case "taking":
-            peer = next(other for other in all_ranks if other.stage == stage and step in opened(other.memory)[0])
-            taken = held(peer.memory, step)
-            return rank._replace(phase="restored", applied=taken, memory=changed(memory, "finish", step, taken))
         case "restored":
             if not all(has_reached(other, "restored", 0) for other in all_ranks):
                 return None
@@ -144,52 +130,30 @@ def moved(rank: Rank, all_ranks: tuple[Rank, ...], agrees: bool) -> Rank | None:
         case "committing":
             return rank._replace(phase="copying", memory=changed(memory, "begin", step + 1, applied))
         case _:
-            return Rank(stage, "stepping", step + 1, applied, changed(memory, "finish", step + 1, applied), is_new)
+            return Rank(stage, "stepping", step + 1, applied, changed(memory, "finish", step + 1, applied))
 
 
 def newest(ranks: tuple[Rank, ...]) -> int:
-    """The step that ranks go on from: the newest that all of them have or can take, or 0, the beginning."""
-    votes = [(str(rank.stage), is_empty(rank), {*opened(rank.memory)[0]}) for rank in ranks]
-    return max(common_steps(votes), default=0)
-
-
-def is_empty(rank: Rank) -> bool:
-    return rank.is_new and not opened(rank.memory)[0]
+    """The step that ranks go on from: the newest that all of them have, or 0, the beginning."""
+    return max(frozenset.intersection(*(opened(rank.memory)[0] for rank in ranks)), default=0)
 
 
 def held(memory: bytes, step: int) -> Applied:
     return dict(opened(memory)[1])[step] if step else ()
 
 
-def ways_to_go_on(world: World) -> Iterator[World]:
-    """After a kill of all ranks: with the same ones, without one of them, or with a new one beside them."""
-    ranks = world.ranks
-    yield gone_on(world, ranks)
-    if len(ranks) < NUM_RANKS:
-        (peer,) = (rank for rank in ranks if sum(other.stage == rank.stage for other in ranks) == 1)
-        yield gone_on(world, (*ranks, peer))
-        yield gone_on(world, (*ranks, new_rank(peer.stage)._replace(is_new=True)))
-        return
-    for i, rank in enumerate(ranks):
-        left = (*ranks[:i], *ranks[i + 1 :])
-        if all(is_empty(other) for other in left if other.stage == rank.stage):
-            assert newest(left) == 0  # nobody has its state any more: a checkpoint is loaded
-        else:
-            yield gone_on(world, left)
-
-
-def gone_on(world: World, left: tuple[Rank, ...]) -> World:
-    """These ranks begin again with what is in their memories. Raises Wrong if that loses a step, or does one twice."""
-    found = newest(left)
+def gone_on(world: World) -> World:
+    """All ranks begin again with what is in their memories. Raises Wrong if that loses a step, or does one twice."""
+    found = newest(world.ranks)
     furthest = max(len(rank.applied) for rank in world.ranks)
     if found < max(furthest - 1, world.resumed):
         raise Wrong(f"steps are lost: of {furthest}, {found} are left")
     if all(rank.phase == "stepping" for rank in world.ranks) and found < furthest:
         raise Wrong("a committed step is lost")
-    for rank in left:
-        if not is_empty(rank) and held(rank.memory, found) != tuple(range(found)):
+    for rank in world.ranks:
+        if held(rank.memory, found) != tuple(range(found)):
             raise Wrong(f"the state of step {found} has seen {held(rank.memory, found)}")
-    ranks = tuple(sorted(Rank(rank.stage, "voting", 0, (), rank.memory, rank.is_new) for rank in left))
+    ranks = tuple(sorted(Rank(rank.stage, "voting", 0, (), rank.memory) for rank in world.ranks))
     return World(ranks, world.num_kills + 1, found)
 
 
@@ -204,7 +168,7 @@ def reachable(begin: World, agrees: bool) -> Iterator[World]:
                 ranks = sorted((*world.ranks[:i], after, *world.ranks[i + 1 :]))
                 nexts.append(world._replace(ranks=tuple(ranks)))
         if world.num_kills < NUM_KILLS:
-            nexts += ways_to_go_on(world)
+            nexts.append(gone_on(world))
         left += (new := {*nexts} - seen)
         seen |= new
 
@@ -228,35 +192,19 @@ def beginning() -> World:
 
 
 def test_no_step_is_lost_or_done_twice() -> None:
-    num_ends, sizes = 0, set()
+    kills = set()
     for world in reachable(beginning(), agrees=True):
         if all(rank.phase == "stepping" and rank.step == NUM_STEPS for rank in world.ranks):
             assert {rank.applied for rank in world.ranks} == {tuple(range(NUM_STEPS))}
-            num_ends += 1
-            sizes.add((world.num_kills, len(world.ranks)))
-    assert num_ends >= NUM_KILLS + 1  # after no kill, one, and two
-    assert sizes == {(0, 4), (1, 4), (1, 3), (2, 4), (2, 3)}
-
-
-def test_no_step_is_lost_or_done_twice_while_a_new_rank_joins() -> None:
-    """One was lost before the first step, so the two kills are before and while the new one takes its peer's state."""
-    begun = World(beginning().ranks[1:], 0)
-    killed_while_taking = ends = 0
-    for world in reachable(begun, agrees=True):
-        killed_while_taking += world.num_kills == 1 and any(rank.phase == "taking" for rank in world.ranks)
-        if all(rank.phase == "stepping" and rank.step == NUM_STEPS for rank in world.ranks):
-            assert {rank.applied for rank in world.ranks} == {tuple(range(NUM_STEPS))}
-            ends += any(rank.is_new for rank in world.ranks)
-    assert killed_while_taking
-    assert ends
+            kills.add(world.num_kills)
+    assert kills == {*range(NUM_KILLS + 1)}
 
 
 def test_every_world_comes_to_an_end() -> None:
     """Ranks that wait for each other never wait in a circle."""
-    for begun in (beginning(), World(beginning().ranks[1:], 0)):
-        for world in reachable(begun, agrees=True):
-            is_over = all(rank.phase == "stepping" and rank.step == NUM_STEPS for rank in world.ranks)
-            assert is_over or any(moved(rank, world.ranks, agrees=True) for rank in world.ranks)
+    for world in reachable(beginning(), agrees=True):
+        is_over = all(rank.phase == "stepping" and rank.step == NUM_STEPS for rank in world.ranks)
+        assert is_over or any(moved(rank, world.ranks, agrees=True) for rank in world.ranks)
 
 
 def test_without_agreement_steps_would_be_lost() -> None:

@@ -1,4 +1,4 @@
-"""`Checkpoints.steps`: on replicas, which are one pipeline while a rank is missing; and what it keeps of a loop."""
+"""`Checkpoints.steps`: on replicas; and what it keeps of a loop."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import rota
 from rota import Checkpoints, Cluster, Costs, Pipeline, PipelineError, Plan, place
-from rota.backups import Place, plan_backup
 from rota.schedules import one_f_one_b
 from support.checkpoint_runs import TWO, Training, memory
 from support.pool import Pool
@@ -25,7 +24,6 @@ pytestmark = pytest.mark.dist
 
 NUM_REPLICAS, NUM_ROWS, NUM_SAMPLES = 2, 8, 21  # 3 steps per epoch; replicas see a sample twice in the last one
 PLAN = one_f_one_b(place(Costs.uniform(2, 100, 200), Cluster.uniform(2)), 2)
-BACKUP = plan_backup(PLAN, NUM_REPLICAS, [Place(1, 0)])
 
 Seen = list[tuple[int, float, list[int]]]  # each step, its loss, and the samples of this process
 
@@ -65,12 +63,11 @@ def of_all(found: list[Seen]) -> Seen:
 
 
 @pytest.mark.parametrize("loads", ["own rows", "all rows"])
-def test_an_epoch_goes_on_without_a_rank_and_with_it_again(pool: Pool, tmp_path: Path, loads: str) -> None:
-    """Lost in the first epoch, back in the second, which was begun without it."""
-    everyone, left = NUM_REPLICAS * PLAN.num_ranks, BACKUP.num_ranks
+def test_an_epoch_goes_on_on_replicas(pool: Pool, tmp_path: Path, loads: str) -> None:
+    """Ended in the first epoch, and begun again."""
+    everyone = NUM_REPLICAS * PLAN.num_ranks
     expected = of_all(pool.run(everyone, train, PLAN, tmp_path / "undisturbed", loads))
     found = of_all(pool.run(everyone, train, PLAN, tmp_path / "disturbed", loads, 2))
-    found += of_all(pool.run(left, train, BACKUP, tmp_path / "disturbed", loads, 4)[:1])
     found += of_all(pool.run(everyone, train, PLAN, tmp_path / "disturbed", loads))
     assert [(step, numbers) for step, _, numbers in found] == [(step, numbers) for step, _, numbers in expected]
     assert [loss for _, loss, _ in found] == pytest.approx([loss for _, loss, _ in expected], abs=1e-12, rel=0)

@@ -94,7 +94,7 @@ def own_machine() -> list[str]:
 def test_a_rank_that_is_stopped_and_a_network_that_drops(tmp_path: Path, own_machine: list[str]) -> None:
     """And a disk that is full: no step is lost, but no checkpoint is whole. A second without network is not noticed."""
     deaths = [(1, 2, "drop 1"), (5, 1, "stop"), (9, 2, "drop")]
-    assert die(tmp_path, deaths, options_of_run=("--timeout", "4"), inside=own_machine) <= 2 + 3
+    assert die(tmp_path, deaths, options_of_run=("--timeout", "20"), inside=own_machine) <= 2 + 3
     told = (tmp_path / "disturbed" / "stderr").read_text()
     assert told.count("rota run: the run hung (") >= 2
     assert "No space left on device" in told

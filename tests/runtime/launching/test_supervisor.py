@@ -118,7 +118,7 @@ def test_what_a_rank_forks_ends_with_the_run(tmp_path: Path, monkeypatch: pytest
     script = f"import os\nif not os.fork():\n    open('forked', 'w').close()\n    {SLEEP}"
     waits = "import os, time\nwhile not os.path.exists('forked'): time.sleep(0.01)"
     supervised(tmp_path, monkeypatch, script, waits)
-    deadline = time.monotonic() + 60  # the kernel takes a moment to end it
+    deadline = time.monotonic() + 200  # the kernel takes a moment to end it
     while others_in(tmp_path) and time.monotonic() < deadline:
         time.sleep(0.01)
     assert others_in(tmp_path) == []
@@ -245,6 +245,11 @@ def test_a_script_that_makes_no_pipeline_for_long_is_reported_while_it_runs(
     )
 
 
+def test_ranks_that_end_before_a_pipeline_would_be_missed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told = launched(tmp_path, monkeypatch, "report('opens'); report('closes')", 0, pipeline_within_s=1000.0)
+    assert told == []
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_run_without_a_pipeline_that_is_stopped_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
@@ -267,7 +272,6 @@ ENDS_THE_STAND_BY = (
 report("opens")
 print(hash("rota"), file=open("hashes", "a"))
 if rank == 0 and count() == 0:
-    time.sleep(1)  # until the launcher knows that the ranks were forked
     before = set(stand_bys())
     os.kill(stand_bys()[0], signal.SIGKILL)
     while not set(stand_bys()) - before:
@@ -317,7 +321,6 @@ FAILS_WHILE_THE_STAND_BY_IS_STOPPED = (
     + """
 report("opens")
 if rank == 0 and count() == 0:
-    time.sleep(1)  # until the launcher knows that the ranks were forked
     os.kill(stand_bys()[0], signal.SIGSTOP)
     os._exit(9)
 report("closes")
@@ -328,12 +331,18 @@ report("closes")
 def test_a_stand_by_that_is_stopped_is_replaced_and_costs_no_restart(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stand_by, "_ANSWER_S", 5.0)
-    told = launched(tmp_path, monkeypatch, FAILS_WHILE_THE_STAND_BY_IS_STOPPED, max_restarts=1)
+    """It is waited for as short as this only while it is stopped."""
+    answer_s = stand_by._ANSWER_S
+
+    def note(line: str) -> None:
+        is_stopped = line.endswith("restart 1 of 1")
+        monkeypatch.setattr(stand_by, "_ANSWER_S", 0.1 if is_stopped else answer_s)
+
+    told = launched(tmp_path, monkeypatch, FAILS_WHILE_THE_STAND_BY_IS_STOPPED, max_restarts=1, report=note)
     assert told == [
         "rank 0 ended with exit code 9: restart 1 of 1",
-        "the process that ranks are forked from has not answered within 5 s; ranks are started as soon as another one "
-        "is ready",
+        "the process that ranks are forked from has not answered within 0.1 s; ranks are started as soon as another "
+        "one is ready",
     ]
 
 
@@ -342,7 +351,7 @@ def test_a_signal_ends_the_wait_for_a_stand_by_that_is_stopped() -> None:
     with ours, theirs, Requests() as requests:
         stopped = stand_by.StandBy({}, True, requests, print)
         stopped.line = ours
-        requests.note(signal.SIGINT)
+        requests._note(signal.SIGINT, None)
         with pytest.raises(KeyboardInterrupt):
             stopped.fork(["module"], [{}], [[theirs.fileno()]], lambda: requests.end_if_asked("before"))
 
@@ -403,7 +412,7 @@ def test_nothing_is_left_of_a_killed_launcher(tmp_path: Path) -> None:
     finally:
         launcher.send_signal(signal.SIGKILL)
         launcher.wait()
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 200
     while (processes_in(folder) or left_in(temporary)) and time.monotonic() < deadline:
         time.sleep(0.01)
     assert processes_in(folder) == []

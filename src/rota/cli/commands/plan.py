@@ -27,7 +27,7 @@ from rota.cli.json_reports import print_json
 from rota.cli.parser import Command, Parser, one_of, two_columns
 from rota.cli.requirements import InputError, require_search
 from rota.cli.screen import print_snapshots, print_text, print_timeline, progress_line, report_columns
-from rota.cli.searching import SEARCH, STARTING, search_plan
+from rota.cli.searching import SEARCH, search_plan
 from rota.cluster import Cluster
 from rota.costs import Costs
 from rota.errors import PipelineError
@@ -36,7 +36,6 @@ from rota.schedules import NAMED
 from rota.tasks import Kind
 
 _MEASURED_ON_CPU = "measured on CPU"  # how the note of such costs begins
-_BACKUPS_S = 10.0  # the search for all backup plans
 _OBJECTIVES = ("makespan", "span", "period")
 
 
@@ -69,30 +68,17 @@ def add_arguments(parser: Parser) -> None:
         help="for search: minimize the makespan (the time of one step; default), the span (the longest busy "
         "window of a rank), or the period (the time per micro-batch in steady state)",
     )
-    add_time_limit(parser, "for search, and with --backups: time limit in seconds (default: 10)")
-    add_backups(parser)
+    add_time_limit(parser, "for search: time limit in seconds (default: 10)")
     add_json(parser)
     add_output(parser, "FILE", "write the plan as .json, or as .csv in PyTorch's format", writes="plan")
-    parser.set_defaults(written={"output": "plan", "backups": "file"})
+    parser.set_defaults(written={"output": "plan"})
     named = {SEARCH: "the fastest order found within the time limit, for any placement, with a proven bound"}
     named |= {name: family.summary for name, family in NAMED.items()}
     parser.add_argument_group("schedules", two_columns(named))
 
 
-def add_backups(parser: Parser) -> None:
-    """--dp and --backups."""
-    options = parser.add_argument_group("for runs that continue after losing a rank")
-    options.add_argument("--dp", type=number(2), metavar="N", help="number of replicas of the pipeline (default: 2)")
-    help_text = "for each rank, plan how the others continue without it, and write these plans as .json"
-    options.add_argument("--backups", metavar="FILE", help=help_text)
-
-
 def run(arguments: Namespace) -> int:
     """Make a plan by the named schedule or by search, and write it as JSON or CSV. Returns the exit code."""
-    if arguments.dp is not None and arguments.backups is None:
-        raise InputError(f"--dp {arguments.dp} is for --backups FILE; `rota run --mesh dp=N` starts replicas")
-    if arguments.backups is not None:
-        require_search()
     arguments.links_of = partial(_links, arguments)
     planned, fields = _searched(arguments) if arguments.schedule == SEARCH else _named(arguments)
     if arguments.costs is not None:
@@ -103,8 +89,6 @@ def run(arguments: Namespace) -> int:
     is_csv = arguments.output is not None and arguments.output.endswith(".csv")
     text = planned.to_csv() if is_csv else planned.to_json()
     files.keep(arguments.output, text, "plan.json", quietly=arguments.json)
-    if arguments.backups is not None:
-        fields |= _plan_backups(arguments, planned)
     if arguments.json:
         print_json({"schedule": arguments.schedule, **fields})
     return 0
@@ -136,7 +120,7 @@ def _links(arguments: Namespace, num_ranks: int) -> Cluster | None:
 def _named(arguments: Namespace) -> tuple[Plan, dict[str, Any]]:
     """The plan by the named schedule, which is printed or, with --json, told in fields."""
     for option in ("shape", "objective", "time_limit", "split_backward"):
-        if getattr(arguments, option) and not (option == "time_limit" and arguments.backups):
+        if getattr(arguments, option):
             name = "--" + option.replace("_", "-")
             raise InputError(f"{name} is for `rota plan search`; leave it out for {arguments.schedule}")
     family = NAMED[arguments.schedule]
@@ -170,20 +154,6 @@ def _searched(arguments: Namespace) -> tuple[Plan, dict[str, Any]]:
     if any(task.kind is Kind.B for task in placement.tasks):
         print_text("The backward is whole; --split-backward splits it into I and W, as the zero-bubble schedules do.")
     return result.plan, {}
-
-
-def _plan_backups(arguments: Namespace, planned: Plan) -> dict[str, Any]:
-    """Search for the backup plans, write them, and print what each loss costs or, with --json, return it."""
-    from rota.search.backups import find_backups
-
-    with progress_line() as show:
-        show(STARTING)
-        found = find_backups(planned, arguments.dp or 2, time_limit_s=arguments.time_limit or _BACKUPS_S, progress=show)
-    files.write(arguments.backups, found.to_json(), quietly=arguments.json)
-    if arguments.json:
-        return {"backups": json_reports.of_backups(found)}
-    print(found.to_text(report_columns()))
-    return {}
 
 
 def _assumed(given: Costs, adapted: Costs) -> list[str]:

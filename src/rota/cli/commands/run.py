@@ -12,18 +12,15 @@ from rota.calibration.planning_again import free_name
 from rota.calibration.spread import Spread
 from rota.cli import files
 from rota.cli.arguments import add_force, mesh, number, percent, seconds
-from rota.cli.nodes import add_nodes, given_nodes
 from rota.cli.parser import Command, Parser, one_of
 from rota.cli.requirements import InputError, require_installed
 from rota.errors import PipelineError
 
 if TYPE_CHECKING:
-    from rota.backups import Backups
     from rota.plan import Plan
     from rota.runtime.launching.launch import Run
     from rota.timeline import Timeline
 
-_REJOIN_AFTER_S = 60.0
 _ADAPT_GAIN = 0.03
 _MOST_PROCESSES = 1024  # that `rota run` starts
 _WORKERS = {"rota": "rota.runtime.launching.worker", "torch": "rota.interop.torch_worker"}  # by engine
@@ -47,26 +44,12 @@ def add_arguments(parser: Parser) -> None:
     help_text = "restart all ranks if one fails, up to N times without a new checkpoint in between (default: 0)"
     parser.add_argument("--max-restarts", type=number(0), default=0, metavar="N", help=help_text)
     help_text = (
-        "if a rank still fails after all restarts, continue without it: its peers in the other replicas do its work, "
-        "with the plans in FILE, from `rota plan --backups`; with --nodes, also if a node other than 0 is lost "
-        "(default: the run ends)"
-    )
-    parser.add_argument("--backups", metavar="FILE", help=help_text)
-    help_text = (
-        "on one machine: if a rank still fails after all restarts, continue without it as long as at least N ranks "
-        "remain: these run all stages, with the state that `rota run` keeps in memory (default: the run ends)"
-    )
-    parser.add_argument("--min-ranks", type=number(1), metavar="N", help=help_text)
-    help_text = "start a lost rank again after S seconds (default: 60 with --backups, never with --min-ranks)"
-    parser.add_argument("--rejoin-after", type=seconds, metavar="S", help=help_text)
-    help_text = (
         "if a rank becomes slower or faster than the others during training, switch to a better order of ops (the "
         "stages stay the same)"
     )
     parser.add_argument("--adapt", action="store_true", help=help_text)
     help_text = "with --adapt: minimum reduction in step time, in percent, that justifies a switch (default: 3)"
     parser.add_argument("--adapt-gain", type=percent, metavar="PERCENT", help=help_text)
-    add_nodes(parser)
     help_text = (
         "end the run after S seconds without progress (default: the time of 20 simulated steps, but at least 60 s)"
     )
@@ -93,6 +76,7 @@ def add_arguments(parser: Parser) -> None:
         help="rota (default), or torch for PyTorch's own pipeline engine, which needs PyTorch 2.13 or later and runs "
         "only plans whose stages form a chain",
     )
+    parser.set_defaults(own_options=[option for option in parser.options if option != "--help"])
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -106,19 +90,11 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.engine == "torch":
         schedule_csv.require_chain(planned.placement, "or use --engine rota")
     least_gain = _least_gain(arguments, planned)
-    backups = _backups(arguments, planned)
     replicas = 1 if planned.usage is None else planned.usage.num_replicas
-    if backups is not None:
-        replicas = backups.num_replicas
     dp, tp = arguments.mesh.get("dp", replicas), arguments.mesh.get("tp", 1)
     if (pp := arguments.mesh.get("pp", planned.num_ranks)) != planned.num_ranks:
         raise InputError(f"--mesh pp={pp}: {arguments.plan} is for {planned.num_ranks} ranks; leave pp out")
-    nodes = given_nodes(arguments)
-    if nodes is not None:
-        _refuse_for_one_machine(arguments)
     num_processes = planned.num_ranks * dp * tp
-    if nodes is not None:
-        num_processes = nodes.num_here(num_processes)
     if num_processes > _MOST_PROCESSES:
         raise InputError(f"--mesh: {num_processes:,} processes on this machine; give {_MOST_PROCESSES:,} at most")
     if arguments.engine == "torch" and dp * tp > 1:
@@ -127,41 +103,15 @@ def run(arguments: argparse.Namespace) -> int:
         raise InputError(f"--timeline {arguments.timeline}: PyTorch's engine records none; use --engine rota")
     if arguments.verify is not None and arguments.engine == "torch":
         raise InputError("--verify does not work with PyTorch's engine; use --engine rota, or `rota verify`")
-    if backups is not None and (dp, tp) != (backups.num_replicas, 1):
-        raise InputError(
-            f"--mesh dp={dp},tp={tp}: {arguments.backups} is for dp={backups.num_replicas},tp=1; plan the backups for "
-            f"this mesh, or leave --mesh out"
-        )
-    _refuse_min_ranks(arguments, planned, dp * tp)
     if arguments.device not in ("auto", "cpu"):
         from rota.runtime.device.local import device_type
 
         device_type(arguments.device, num_processes)  # refuses what is not there before anything is started
-    for option in (
-        "--verify",
-        "--timeline",
-        "--force",
-        "--mesh",
-        "--max-restarts",
-        "--backups",
-        "--min-ranks",
-        "--rejoin-after",
-        "--adapt",
-        "--adapt-gain",
-        "--timeout",
-        "--engine",
-        "--device",
-        "--nodes",
-        "--node",
-        "--head",
-        "--secret-file",
-    ):
-        if option in arguments.arguments:
-            told = (
-                f"{option} comes after the script, so it is passed to the script; to give it to `rota run`, put it "
-                f"before the plan"
-            )
-            print(f"rota run: {told}", file=sys.stderr)
+    for option in _misplaced(arguments):
+        _report(
+            f"{option} comes after the script, so it is passed to the script; to give it to `rota run`, put it before "
+            f"the plan"
+        )
     try:
         done = launch(
             planned,
@@ -175,18 +125,14 @@ def run(arguments: argparse.Namespace) -> int:
             dp=dp,
             tp=tp,
             max_restarts=arguments.max_restarts,
-            backups=backups,
-            rejoin_after_s=arguments.rejoin_after or (None if backups is None else _REJOIN_AFTER_S),
-            min_ranks=arguments.min_ranks,
             timeout_s=arguments.timeout,
-            nodes=nodes,
             pipeline_within_s=_PIPELINE_S,
             report=_report,
         )
     except EndedBySignal as error:
         _report(str(error))
         return 128 + error.number
-    if arguments.timeline is not None and (nodes is None or not nodes.node):
+    if arguments.timeline is not None:
         if done.timeline is None:
             raise PipelineError(
                 f"{arguments.script} ran no step of a Pipeline: there is no timeline to write to {arguments.timeline}"
@@ -195,6 +141,12 @@ def run(arguments: argparse.Namespace) -> int:
         then = f", the timeline of the last step; compare it with the plan: `{command}`"
         files.write(arguments.timeline, done.timeline.to_json(), then)
     return _report_end(done, planned, arguments.timeline)
+
+
+def _misplaced(arguments: argparse.Namespace) -> list[str]:
+    """The options of `rota run` among the script's arguments."""
+    words = {word.partition("=")[0] for word in arguments.arguments}
+    return [option for option in arguments.own_options if option in words]
 
 
 def _least_gain(arguments: argparse.Namespace, planned: Plan) -> float | None:
@@ -210,43 +162,6 @@ def _least_gain(arguments: argparse.Namespace, planned: Plan) -> float | None:
     if not planned.placement.is_alike:
         raise InputError(f"--adapt: the micro-batches of {arguments.plan} differ; leave --adapt out")
     return _ADAPT_GAIN if arguments.adapt_gain is None else float(arguments.adapt_gain)
-
-
-def _refuse_for_one_machine(arguments: argparse.Namespace) -> None:
-    if arguments.min_ranks is not None:
-        raise InputError(
-            f"--min-ranks {arguments.min_ranks} is for one machine, whose memory has the states of all ranks; leave it "
-            f"out, use --backups with replicas, or leave out --nodes"
-        )
-
-
-def _refuse_min_ranks(arguments: argparse.Namespace, planned: Plan, num_pipelines: int) -> None:
-    if (least := arguments.min_ranks) is None:
-        return
-    if arguments.backups is not None:
-        raise InputError(f"--min-ranks {least} and --backups are two ways to go on without a rank; give one of them")
-    if arguments.engine == "torch":
-        raise InputError(f"--min-ranks {least}: PyTorch's engine keeps no state in memory; use --engine rota")
-    if num_pipelines > 1:
-        raise InputError(f"--min-ranks {least} is for one pipeline without TP shards; use --backups with replicas")
-    if least >= planned.num_ranks:
-        raise InputError(f"--min-ranks {least}: {arguments.plan} is for {planned.num_ranks} ranks; give fewer")
-
-
-def _backups(arguments: argparse.Namespace, planned: Plan) -> Backups | None:
-    """The backup plans of --backups."""
-    if arguments.backups is None:
-        if arguments.rejoin_after is not None and arguments.min_ranks is None:
-            raise InputError(f"--rejoin-after {arguments.rejoin_after:g} needs --backups FILE or --min-ranks N")
-        return None
-    if arguments.engine == "torch":
-        raise InputError(f"--backups {arguments.backups}: PyTorch's engine cannot run these plans; use --engine rota")
-    if arguments.verify is not None:
-        raise InputError(
-            f"--backups {arguments.backups} and --verify do not work together; leave --verify out, and verify in "
-            f"another run"
-        )
-    return files.read_backups(arguments.backups, planned)
 
 
 def _report_end(done: Run, plan: Plan, timeline: str | None) -> int:
@@ -282,7 +197,7 @@ def _report(line: str) -> None:
 
 COMMAND = Command(
     "run",
-    "train: start a script on every rank of a plan, on one machine or several",
+    "train: start a script on every rank of a plan, on this machine",
     "rota run --timeline measured.json plan.json train.py --steps 100",
     add_arguments,
     run,

@@ -33,13 +33,11 @@ from rota.runtime.checkpoints.batches import Batches
 from rota.runtime.checkpoints.contents import read_contents
 from rota.runtime.checkpoints.copies import Copies
 from rota.runtime.checkpoints.files import Saved
-from rota.runtime.checkpoints.former_states import FormerStates
 from rota.runtime.checkpoints.in_memory import StatesInMemory
 from rota.runtime.checkpoints.lock import locked
 from rota.runtime.checkpoints.manifest import File, Manifest, require_json
 from rota.runtime.checkpoints.names import Weights
 from rota.runtime.checkpoints.optimizer_state import refuse_inner_optimizers
-from rota.runtime.checkpoints.peers import Votes
 from rota.runtime.checkpoints.room_in_memory import RoomInMemory
 from rota.runtime.checkpoints.state import Merged, Restoring, Trained, merge
 from rota.runtime.checkpoints.tensors import (
@@ -55,7 +53,7 @@ from rota.runtime.checkpoints.tensors import (
 from rota.runtime.checkpoints.training_json import training_to_json
 from rota.runtime.faults.watchdog import PATIENT
 from rota.runtime.json_messages import all_gather_json
-from rota.runtime.launcher_files import former_plan, is_restart
+from rota.runtime.launcher_files import is_restart
 from rota.runtime.pipeline import Pipeline
 from rota.runtime.reducing.wrapped_stages import is_sharded, unreduced
 from rota.runtime.transport import collective
@@ -130,7 +128,6 @@ class Checkpoints:
         self._lock = ExitStack()
         self._in_memory = self._of_this_rank()
         self._room = RoomInMemory(pipeline)
-        self._former = FormerStates(kept_memory.given_former(), self._trained, self._training)
         self._num_commits = 0
         self._most_bytes = 0  # of memory for the states of one rank
         self._has_room = True  # for states in memory; if not, no rank keeps any
@@ -173,7 +170,8 @@ class Checkpoints:
     def _open(self) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
         if os.access(self._folder, os.W_OK):  # a read-only folder needs no lock: it can only be loaded from
-            # The first rank of before may be on a node that is lost, whose lock a server of files frees later.
+            # Under torchrun, the first rank of before may be on a machine that is lost, whose lock a server of files
+            # frees later.
             self._lock.enter_context(locked(self._folder, _LEFT_LOCK_S if is_restart() else 0))
             checkpoint_folder.recover_folder(self._folder)
 
@@ -204,9 +202,7 @@ class Checkpoints:
         """
         if save_every is not None and (type(save_every) is not int or save_every < 1):
             raise PipelineError(f"save_every={save_every!r}; give a number of steps, 1 or more, or None")
-        num_merged = self._pipeline.plan.merged_replicas
-        num_replicas = self._pipeline.num_replicas * num_merged
-        batches = Batches(loader, num_epochs, seed, num_replicas, num_merged, self._share_first_batch, self._report)
+        batches = Batches(loader, num_epochs, seed, self._pipeline.num_replicas, self._share_first_batch)
         return self._steps(batches, save_every)
 
     def _steps(self, batches: Batches, save_every: int | None) -> Iterator[tuple[int, Any]]:
@@ -472,33 +468,23 @@ class Checkpoints:
         return found.fits
 
     def _load_from_memory(self, in_memory: StatesInMemory, newest_saved: int) -> Checkpoint | None:
-        """Restore the newest step that all ranks have in memory, or those of the plan before. Collective.
+        """Restore the newest step that all ranks have in memory. Collective.
 
         Nothing is restored if a later step was saved since: `newest_saved` is that of the newest checkpoint.
         """
-        votes = Votes(in_memory, self._ranks)
-        steps = votes.common
-        if steps and (process := votes.take(max(steps))) is not None:
-            self._report(f"process {process} lacks memory for the state of its peer, so no rank resumes from memory")
-            steps = set()
-        is_former = not steps
-        step = self._former.step if is_former else max(steps)
+        step = max(set.intersection(*map(set, self._ranks.gather(in_memory.steps))), default=-1)
         if is_restart() and step < 0 and (others := in_memory.other_folders):
             self._report(f"the state in memory is of {others[0]}, so {self._folder} does not resume from it")
-        kept_after = self._former.newest_at_load if is_former else in_memory.newest_at_load(step)
-        if step < 0 or (step < newest_saved and kept_after < self._newest_at_load):
+        if step < 0 or (step < newest_saved and in_memory.newest_at_load(step) < self._newest_at_load):
             in_memory.forget_all_but(None)
             return None
-        kept = self._ranks.agreed(
-            f"looking at step {step} in memory",
-            lambda: self._former.prepare() if is_former else in_memory.prepare(step),
-        )
+        kept = self._ranks.agreed(f"looking at step {step} in memory", lambda: in_memory.prepare(step))
         self._ranks.agreed(f"setting the state of step {step} in memory", kept.restore)
-        in_memory.forget_all_but(None if is_former else step)
+        in_memory.forget_all_but(step)
         self._step_committed = step
         if is_restart():
             self._report(f"training resumes from step {step} in memory")
-        return Checkpoint(step, kept.extra, former_plan() if is_former else self._pipeline.plan, None)
+        return Checkpoint(step, kept.extra, self._pipeline.plan, None)
 
     # --- loading --------------------------------------------------------------------------------------------------
 
@@ -545,7 +531,6 @@ class Checkpoints:
         self._step_committed = -1
         if self._in_memory is not None:
             self._in_memory.forget_all_but(None)
-        self._former.forget()
 
     def _report(self, text: str) -> None:
         """Print one line on the first process."""
@@ -593,7 +578,7 @@ class Checkpoints:
 
 
 def _share_of(pipeline: Pipeline) -> str:
-    """Which part of the training's state a process has: with replicas, peers have the same, whatever plan they run."""
+    """Which part of the training's state a process has; with replicas, peers have the same."""
     placement = pipeline.plan.placement
     num_stages = placement.num_stages // placement.num_components
     here = sorted({stage % num_stages for stage in pipeline.local_stages})

@@ -5,11 +5,6 @@
 
 The loader draws from random numbers of its own, so that its order depends on the seed and the epoch alone: not on what
 training draws, nor on when the loader is asked.
-
-Two replicas that are one pipeline while a rank is missing: a batch has the rows of both, and an epoch the same number.
-
-    replica 0   rows 0, 2 of the step ─┐
-    replica 1   rows 1, 3 of the step ─┴─ merged ─▶ rows 0, 1, 2, 3
 """
 
 from __future__ import annotations
@@ -28,29 +23,23 @@ from rota.reading import LARGEST, Field
 from rota.runtime.checkpoints.generators import Generators
 from rota.runtime.checkpoints.random_states import random_state, set_random_state
 from rota.runtime.fingerprints import fingerprint
-from rota.runtime.messages import over_tensors
 
 _CPU = torch.device("cpu")
-_FIELDS = ("seed", "epoch", "num_batches", "num_replicas", "length", "first", "merged")
+_FIELDS = ("seed", "epoch", "num_batches", "num_replicas", "length", "first")
 
 
 class Begun(NamedTuple):
     """What an epoch is recognized by; "" is a fingerprint of what cannot be compared.
 
     `length`: the number of its batches, None if the loader does not say. `first`: the fingerprint of each replica's
-    first batch. `merged`: where replicas are merged, whose rows a batch has together, that of the whole batch.
+    first batch.
     """
 
     length: int | None
     first: tuple[str, ...]
-    merged: str | None
 
     def other_replicas(self, other: Begun) -> list[int]:
-        """The replicas whose first batches differ. Where replicas are merged, each may have loaded the whole batch."""
-        if (self.merged is None) != (other.merged is None):
-            whole, apart = (self, other) if other.merged is None else (other, self)
-            if {*apart.first} == {whole.merged}:
-                return []
+        """The replicas whose first batches differ."""
         each = enumerate(zip(self.first, other.first, strict=True))
         return [replica for replica, (one, two) in each if one and two and one != two]
 
@@ -63,10 +52,8 @@ class Batches:
         loader: a DataLoader, or anything else that can be iterated again and again.
         num_epochs: how many epochs there are in all.
         seed: of all that the loader draws.
-        num_replicas: of the training, whether they are merged or not.
-        num_merged: how many of them the pipeline has merged, if a rank is missing; else 1.
-        share: gathers a JSON value of each of the pipeline's replicas, on all processes.
-        report: prints a line, on the first process.
+        num_replicas: of the training.
+        share: gathers a JSON value of each replica, on all processes.
     """
 
     def __init__(
@@ -75,9 +62,7 @@ class Batches:
         num_epochs: int,
         seed: int,
         num_replicas: int,
-        num_merged: int,
         share: Callable[[Any], list[Any]],
-        report: Callable[[str], None],
     ) -> None:
         _require_again(loader)
         if type(num_epochs) is not int or num_epochs < 1:
@@ -85,20 +70,20 @@ class Batches:
         if type(seed) is not int or not 0 <= seed <= LARGEST:
             raise PipelineError(f"seed={seed!r}; give a whole number from 0 to {LARGEST}")
         self._loader, self._num_epochs, self._seed = loader, num_epochs, seed
-        self._num_replicas, self._num_merged, self._share, self._report = num_replicas, num_merged, share, report
+        self._num_replicas, self._share = num_replicas, share
         self._epoch, self._num_batches = 0, 0
         self._begun: Begun | None = None  # the epoch, before this process goes on with it, and once it has
 
     @property
     def position(self) -> dict[str, Any]:
         """Where the next batch is, as JSON: for `go_on` in another process."""
-        length, first, merged = self._begun or Begun(None, (), None)
-        values = (self._seed, self._epoch, self._num_batches, self._num_replicas, length, [*first], merged)
+        length, first = self._begun or Begun(None, ())
+        values = (self._seed, self._epoch, self._num_batches, self._num_replicas, length, [*first])
         return dict(zip(_FIELDS, values, strict=True))
 
     def go_on(self, position: Field) -> None:
         """Begin at a `position`. Raises PipelineError or FormatError if it is none of this loader's."""
-        position.refuse_others(_FIELDS)
+        position.refuse_others((*_FIELDS, "merged"))  # which earlier versions wrote
         seed, epoch, num_batches, num_replicas = (position[name].integer(0) for name in _FIELDS[:4])
         if seed != self._seed:
             raise PipelineError(f"seed={self._seed}, but the training has had the seed {seed} so far; give that one")
@@ -109,11 +94,9 @@ class Batches:
             )
         self._epoch, self._num_batches = epoch, num_batches
         if num_batches:
-            merged = position["merged"]
             self._begun = Begun(
                 position["length"].integer_or_none(0),
                 tuple(value.text() for value in position["first"]),
-                None if merged.value is None else merged.text(),
             )
             if len(self._begun.first) != num_replicas:
                 raise position["first"].wrong(f"one text for each of the {num_replicas} replicas")
@@ -148,38 +131,17 @@ class Batches:
 
     def _compare(self, batch: Any) -> None:
         """Refuse data in another order than before the restart. Collective."""
-        merged = None if self._num_merged == 1 else fingerprint(batch)
-        parts = [_rows_of(batch, replica, self._num_merged) for replica in range(self._num_merged)]
-        told = self._share([_length_of(self._loader), [*map(fingerprint, parts)], merged])
-        now = Begun(told[0][0], tuple(one for _, of, _ in told for one in of), told[0][2])
+        told = self._share([_length_of(self._loader), fingerprint(batch)])
+        now = Begun(told[0][0], tuple(first for _, first in told))
         before = self._begun or now
-        others = before.other_replicas(now)
-        if (before.merged is None) != (now.merged is None):
-            self._refuse_other_length(before, now)
-            if others:
-                which = "single" if now.merged is None else "all"
-                self._report(
-                    f"epoch {self._epoch} goes on with batches of {which} replicas, and its first batch does not have "
-                    f"the rows that it had before: if the loader neither augments nor pads, samples are lost or seen "
-                    f"twice; give it pipeline.sampler"
-                )
-        elif others:
+        if others := before.other_replicas(now):
             where = f" on replica {others[0]}" if self._num_replicas > 1 else ""
             raise PipelineError(
                 f"the first batch of epoch {self._epoch}{where} differs from the one before: samples would be lost or "
                 f"seen twice; go on with the same data and batch size, and make sure that whatever shuffles uses "
                 f"the random numbers of torch, random or numpy.random, or has a set_epoch"
             )
-        if self._begun is None or now.merged is None:
-            self._begun = now  # what replicas have loaded one by one tells more
-
-    def _refuse_other_length(self, before: Begun, now: Begun) -> None:
-        if before.length != now.length:
-            raise PipelineError(
-                f"epoch {self._epoch} had {before.length} batches, but has {now.length} now, so samples would be lost "
-                f"or seen twice: while a rank is missing, a batch must have the rows of all {self._num_replicas} "
-                f"replicas; give the loader global_rows // pipeline.num_replicas rows per batch, and pipeline.sampler"
-            )
+        self._begun = self._begun or now
 
 
 def _length_of(loader: Any) -> int | None:
@@ -187,15 +149,6 @@ def _length_of(loader: Any) -> int | None:
         return len(loader)
     except (TypeError, NotImplementedError):
         return None
-
-
-def _rows_of(batch: Any, replica: int, num_replicas: int) -> Any:
-    """A replica's rows of a batch in which replicas are merged; see `to_microbatches`."""
-
-    def rows(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor[replica::num_replicas] if tensor.dim() and len(tensor) > 1 else tensor
-
-    return over_tensors(rows, batch)
 
 
 def _require_again(loader: Any) -> None:

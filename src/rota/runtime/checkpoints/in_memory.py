@@ -143,17 +143,6 @@ def _read_json(data: memoryview) -> tuple[Field, int]:
     return Field("memory", reading.load(text)), _LENGTH.size + length
 
 
-def parts_of(head: Head) -> dict[str, memoryview]:
-    """The bytes of each tensor, if the state has all of them whole. Raises PipelineError if some are sharded."""
-    for key, part in head.parts.items():
-        if part.size != head.stored[key].size:
-            raise PipelineError(
-                f"{key} in memory of {head.of} is sharded over ranks, so that other ranks cannot take it; save a "
-                f"checkpoint"
-            )
-    return {key: part.data for key, part in head.parts.items()}
-
-
 @final
 class StatesInMemory:
     """The states of this rank in the memory `file`, which has room for those of one training.
@@ -178,38 +167,6 @@ class StatesInMemory:
     def steps(self) -> list[int]:
         """The steps of this training whose states are whole."""
         return sorted(step for step, folder in self._folders().items() if folder == self._folder)
-
-    @property
-    def of(self) -> str:
-        """Which part of the training's state this rank has."""
-        return self._of
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether no state of any training is there."""
-        return not self._slots.steps
-
-    @property
-    def sizes(self) -> dict[int, int]:
-        """Each of `steps`, and the bytes of its state."""
-        return {step: len(self.data(step)) for step in self.steps}
-
-    def data(self, step: int) -> memoryview:
-        """The state after a step that is whole, as `keep` has written it."""
-        return self._slots.data(step)
-
-    def has_room_for(self, num_bytes: int, num_processes: int) -> bool:
-        """Whether so many processes of this machine can each take a peer's state of so many bytes."""
-        free_bytes = available_bytes()
-        return free_bytes is None or NUM_SLOTS * room_for(num_bytes) * num_processes <= free_bytes
-
-    def begin_to_take(self, num_bytes: int) -> memoryview:
-        """Room for a peer's state of so many bytes. Raises OSError if there is too little memory."""
-        return self._slots.begin(num_bytes)
-
-    def take(self, step: int, num_bytes: int) -> None:
-        """The room of `begin_to_take` holds the peer's state after `step`."""
-        self._slots.finish(step, num_bytes, self._number)
 
     @property
     def other_folders(self) -> list[str]:

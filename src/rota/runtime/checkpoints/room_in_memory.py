@@ -1,4 +1,4 @@
-"""Whether the states in memory of all ranks fit: in the memory of each node, and in the limits of the plan."""
+"""Whether the states in memory of all ranks fit: in the memory of this machine, and in the limits of the plan."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from functools import cached_property
 from typing import Any, NamedTuple, final
 
 from rota.runtime.checkpoints.in_memory import StatesInMemory
-from rota.runtime.environment import node_of_this_process
 from rota.runtime.host_memory import available_bytes
 from rota.runtime.pipeline import Pipeline
 from rota.simulation import simulate
@@ -25,7 +24,6 @@ class Found(NamedTuple):
 class _Told(NamedTuple):
     """What a process tells the others."""
 
-    node: int
     needed_bytes: int
     allocated_bytes: int
     available_bytes: int | None
@@ -50,8 +48,7 @@ class RoomInMemory:
         """
         needed_bytes, tensor_bytes = in_memory.count()
         is_over = self._is_over(tensor_bytes)
-        node, allocated_bytes = node_of_this_process(), in_memory.allocated_bytes
-        mine = _Told(node, needed_bytes, allocated_bytes, available_bytes(), is_over, is_full)
+        mine = _Told(needed_bytes, in_memory.allocated_bytes, available_bytes(), is_over, is_full)
         return _found([_Told(*row) for row in share(mine)])
 
     def _is_over(self, tensor_bytes: int) -> bool:
@@ -70,8 +67,11 @@ class RoomInMemory:
 
 
 def _found(told: Sequence[_Told]) -> Found:
-    rooms = [_room_on(node, told) for node in sorted({each.node for each in told})]
-    all_bytes, room_bytes = min(rooms, key=lambda room: room[1] - room[0])  # on the node that has the least left
+    all_bytes = sum(each.needed_bytes for each in told)
+    free = [each.available_bytes for each in told if each.available_bytes is not None]
+    room_bytes = all_bytes
+    if free:
+        room_bytes = min(free) + sum(min(each.needed_bytes, each.allocated_bytes) for each in told)
     over = [process for process, each in enumerate(told) if each.is_over]
     full = [process for process, each in enumerate(told) if each.is_full]
     if over:
@@ -79,19 +79,9 @@ def _found(told: Sequence[_Told]) -> Found:
     elif full:
         why = f"process {full[0]} ran out of memory for its state"
     else:
-        where = "this machine" if len(rooms) == 1 else f"node {rooms.index((all_bytes, room_bytes))}"
-        why = f"{where} has {size_text(room_bytes)} for them"
+        why = f"this machine has {size_text(room_bytes)} for them"
     return Found(
         fits=not over and not full and all_bytes <= room_bytes,
         text=f"they need {size_text(all_bytes)}, and {why}",
         most_bytes=max(each.needed_bytes for each in told),
     )
-
-
-def _room_on(node: int, told: Sequence[_Told]) -> tuple[int, int]:
-    """The bytes that the processes of a node need together, and the room for them: what they have, and what is free."""
-    here = [each for each in told if each.node == node]
-    all_bytes = sum(each.needed_bytes for each in here)
-    have_bytes = sum(min(each.needed_bytes, each.allocated_bytes) for each in here)
-    free = [each.available_bytes for each in here if each.available_bytes is not None]
-    return all_bytes, have_bytes + min(free) if free else all_bytes

@@ -4,6 +4,7 @@ first to see a hang   "called" ──▶ all others look now and then, and answe
 lowest that answered  one report ──▶ all others end with the same text
 one that fails        "failed" ──▶ the others learn of the first error
 one that loses a rank "lost"   ──▶ those that still wait for the lost rank end
+one of those that end "leaves" ──▶ those that lose it end alike: they do not take its end for the first error
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ class RollCall:
         # All make their pipelines in the same order, so each one's count is the number of the pipeline.
         number = self._store.add(f"rota/pipelines of {self.process}", 1)
         self._failed, self._lost = f"rota/pipeline {number} failed", f"rota/pipeline {number} lost"
+        self._leaves = f"rota/pipeline {number} leaves"
         self._answers: dict[int, Status] = {}
         self._requests: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._serve, name="rota-roll-call", daemon=True)
@@ -63,6 +65,14 @@ class RollCall:
     def failure_or_loss(self) -> str | None:
         """The first report of a failure; if there is none, that of a loss; None if there is neither."""
         return self._within(_STORE_S, lambda: self._got(self._failed) or self._got(self._lost))
+
+    def report_leaving(self) -> None:
+        """Report that this rank ends because another one failed. It must do so before it ends."""
+        self._within(_STORE_S, lambda: self._store.set(self._leaves, ""))
+
+    def is_leaving(self) -> bool:
+        """Whether a rank has ended because another one failed, so that its loss is no error of its own."""
+        return self._within(_STORE_S, lambda: bool(self._store.check([self._leaves])))
 
     # --- a hang ---------------------------------------------------------------------------------------------------
 

@@ -97,7 +97,7 @@ class Watchdog:
         """Watch what ranks do together: it may go `times` × the limit without a `tick`.
 
         `doing` follows "waits for" in a report, or describes the call from the thread's stack. A LostRankError from
-        inside gets the first error of all ranks.
+        inside gets the first error of all ranks. If the lost rank was ended by its watchdog, this one is ended alike.
         """
         before = self._describe, self._times, self._thread_id, self._active
         self._describe = (lambda frames: _in_a_collective(doing, frames)) if isinstance(doing, str) else doing
@@ -108,6 +108,7 @@ class Watchdog:
             yield
         except LostRankError as error:
             self._active = False
+            self._leave_if_others_do(error)
             self._explain(error)
             raise
         finally:
@@ -159,6 +160,11 @@ class Watchdog:
         """What reports call this process."""
         return self.names[self._roll_call.process]
 
+    def _leave_if_others_do(self, error: LostRankError) -> None:
+        with suppress(RuntimeError):
+            if self._roll_call.is_leaving():
+                self._end_after_failure(error.lost)
+
     def _explain(self, error: LostRankError) -> None:
         with suppress(RuntimeError):
             error.first_error = self._roll_call.failure() or ""
@@ -184,7 +190,7 @@ class Watchdog:
             except RuntimeError as error:
                 self._silent = str(error).splitlines()[0]
             if failed_s >= _AFTER_A_FAILURE_S:
-                self._end_after_failure()
+                self._end_after_failure(self._status().words)
             if self._still_s >= self._limit_s:
                 self._end_all()
 
@@ -227,13 +233,17 @@ class Watchdog:
         with suppress(RuntimeError):
             self._roll_call.leave_together()
 
-    def _end_after_failure(self) -> None:
+    def _end_after_failure(self, words: str) -> None:
+        """End this process. `words`: what it does, after its name."""
+        if not _ending.acquire(blocking=False):  # another thread does it
+            threading.Event().wait()
         try:
-            status, failure = self._status(), ""
+            failure = ""
             with suppress(RuntimeError):
                 failure = self._roll_call.failure_or_loss() or ""
+                self._roll_call.report_leaving()  # before it ends: those that lose it ask for that
             control.report("lost")
-            _show(f"rota: {self.name} {status.words}, and was ended because another rank failed: {failure}")
+            _show(f"rota: {self.name} {words}, and was ended because another rank failed: {failure}")
         finally:
             os._exit(EXIT_CODE)
 

@@ -1,1 +1,1 @@
-"""Starting the processes of a run, on one machine or several, watching them, and ending them; needs no torch."""
+"""Starting the processes of a run on this machine, watching them, and ending them; needs no torch."""

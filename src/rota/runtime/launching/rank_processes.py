@@ -4,7 +4,6 @@ supervisor ──▶ rank 0, rank 1, …   each leads a session of its own, so t
     a process ends: its pidfd becomes readable; it is reaped only after its process group was killed, so that no
     other group can have the same number by then
     a process reports something: see `control`
-    on other nodes: their supervisors tell it, see `leader`
 """
 
 from __future__ import annotations
@@ -18,18 +17,16 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from types import TracebackType
 from typing import Protocol, final
 
 from rota.errors import PipelineError
-from rota.reading import Field
 from rota.runtime import control
 from rota.runtime.control import Message
 from rota.runtime.kept_memory import State
 from rota.runtime.launching.newest_states import NewestStates
-from rota.runtime.launching.nodes import NodeLost
 from rota.runtime.launching.requests import EndedBySignal, Requests
 from rota.runtime.launching.run_folder import Folder
 from rota.runtime.launching.stand_by import STAND_BY, StandBy, StandByEndedError
@@ -38,46 +35,21 @@ _FIRST_FAILURE_S = 5.0  # that the rank with the first error has to print it and
 _READY_S = 600.0  # in which the stand-by imports, from disks that may be slow
 _TERM_S = 5.0  # for handlers of SIGTERM that the script has set
 _GONE_S = 60.0  # after SIGKILL: the kernel frees a rank's memory, and its device's driver what it holds there
-_ONE_REQUEST_S = 3.0  # in which nodes get the same signal; ranks take it for the same request, too
 _NO_PIPELINE = "no rank had made a rota.Pipeline"
 
 
 class RankFailed(Exception):
     """How the first rank failed, or why all ranks hang."""
 
-    def __init__(self, reason: str, is_hang: bool = False, number: int | None = None) -> None:
+    def __init__(self, reason: str, is_hang: bool = False) -> None:
         super().__init__(reason)
         self._is_hang = is_hang
-        #: The process that failed first; None if it was no single one.
-        self.number = number
 
     def to_text(self, after: str) -> str:
         """The error of the launcher in one line; `after` says after how many restarts."""
         if self._is_hang:
             return f"{self}{after}, and all ranks were ended; see above for what each of them did"
         return f"{self}{after}, and the others were ended; see above for its output"
-
-
-class _Elsewhere(Protocol):
-    """The other nodes of a run, see `leader.Leader`."""
-
-    def fileno(self) -> int:
-        """A file descriptor that is readable when there is news."""
-
-    def ranks_elsewhere(self) -> dict[int, str]:
-        """The number of each rank on another node, and the node's name."""
-
-    def news(self) -> Iterator[tuple[str, Field]]:
-        """What has happened on other nodes: the node's name, and its message."""
-
-    def stop(self) -> None:
-        """Ask one rank of the other nodes to end all ranks after the step that is running."""
-
-    def terminate(self) -> None:
-        """SIGTERM to all ranks of the other nodes."""
-
-    def end(self) -> list[Field]:
-        """Kill the ranks of the other nodes; returns what they had still reported."""
 
 
 class _Process(Protocol):
@@ -91,31 +63,21 @@ class _Process(Protocol):
     def kill(self) -> None: ...
 
 
+@final
 class Ranks:
     """One start of all ranks, as a context manager: on exit it kills all processes that are left.
 
     Args:
         folder: of the run.
         requests: signals to this process.
-        elsewhere: the other nodes, if there are any; they have been told to start their ranks.
-        numbers: those of this machine's ranks; None: all from 0.
     """
 
-    def __init__(
-        self,
-        folder: Folder,
-        requests: Requests,
-        elsewhere: _Elsewhere | None = None,
-        numbers: Sequence[int] | None = None,
-    ) -> None:
-        self._folder, self._requests, self._elsewhere, self._numbers = folder, requests, elsewhere, numbers
+    def __init__(self, folder: Folder, requests: Requests) -> None:
+        self._folder, self._requests = folder, requests
         self._ranks: list[_Rank] = []
-        of_others = elsewhere.ranks_elsewhere() if elsewhere else {}
-        self._others = {number: RankOfRun(number, f" on {name}") for number, name in of_others.items()}
-        self._running = len(self._others)
-        self._suspects: list[RankOfRun] = []  # with a failure of their own, in the order of failing
-        self._lost: list[RankOfRun] = []  # ended because another rank failed
-        self._asked_s = 0.0
+        self._running = 0
+        self._suspects: list[_Rank] = []  # with a failure of their own, in the order of failing
+        self._lost: list[_Rank] = []  # ended because another rank failed
         self._hang: str | None = None
         self._deadline_s: float | None = None
         #: The newest states with a whole checkpoint since this start, and whether any rank made a pipeline.
@@ -126,8 +88,6 @@ class Ranks:
         with ExitStack() as stack:
             self._selector = stack.enter_context(selectors.DefaultSelector())
             self._selector.register(self._requests, selectors.EVENT_READ)
-            if self._elsewhere is not None:
-                self._selector.register(self._elsewhere, selectors.EVENT_READ, self._elsewhere)
             stack.push(self._end)
             self._stack = stack.pop_all()
         return self
@@ -156,7 +116,7 @@ class Ranks:
         stand_by: StandBy,
         command: Sequence[str],
         environments: Sequence[Mapping[str, str]],
-        memories: Sequence[Sequence[int]] = (),
+        memories: Sequence[int] = (),
     ) -> None:
         """Fork one process per environment, which runs the module `command[0]`, from a stand-by that may not be ready.
 
@@ -165,9 +125,6 @@ class Ranks:
             RankFailed: the stand-by has ended before it was ready, or has never become ready.
             EndedBySignal, KeyboardInterrupt: a signal came before the ranks were started.
         """
-        if not environments:
-            self._guard([stand_by.pid])
-            return
         if not stand_by.is_alive():
             stand_by.replace()
         try:
@@ -191,7 +148,7 @@ class Ranks:
         stand_by: StandBy,
         command: Sequence[str],
         environments: Sequence[Mapping[str, str]],
-        memories: Sequence[Sequence[int]],
+        memories: Sequence[int],
     ) -> None:
         with ExitStack() as stack:
             lines, files = [], []
@@ -199,7 +156,7 @@ class Ranks:
                 ours, theirs = control.make_pair()
                 stack.enter_context(theirs)
                 lines.append(ours)
-                files.append([theirs.fileno(), *(memories[number] if memories else ())])
+                files.append([theirs.fileno(), *memories[number : number + 1]])
             try:
                 processes = stand_by.fork(command, environments, files, self._handle_signals_at_start)
             except BaseException:
@@ -212,8 +169,7 @@ class Ranks:
             self._add(line, process)
 
     def _add(self, line: socket.socket, process: _Process) -> None:
-        at = len(self._ranks)
-        rank = _Rank(at if self._numbers is None else self._numbers[at], line, process)
+        rank = _Rank(len(self._ranks), line, process)
         self._ranks.append(rank)
         self._running += 1
         for source in (rank.end, rank.line):
@@ -248,34 +204,28 @@ class Ranks:
     def _handle_signals_at_start(self) -> None:
         self._requests.end_if_asked("before they were started")
 
-    def wait(self, until: Callable[[], float | None] = lambda: None) -> bool:
-        """Wait until all ranks have ended without failure; returns False if a time comes first.
+    @property
+    def are_running(self) -> bool:
+        """Whether a rank has not ended."""
+        return self._running > 0
 
-        Args:
-            until: the time (monotonic clock), None for none; what happens on other nodes may change it.
+    def wait(self, until_s: float | None = None) -> None:
+        """Wait until all ranks have ended without failure, or until a time (monotonic clock).
 
         Raises:
             RankFailed: one of them failed; the others may still run.
             EndedBySignal, KeyboardInterrupt: a signal to this process ends all ranks; they may still run.
         """
-        while True:
-            self._wait_for_event(until() if self._requests.asked is None else None)
+        while self._running and (until_s is None or time.monotonic() < until_s):
+            self._wait_for_event(until_s)
             for number in self._requests.taken():
                 self._handle_signal(number)
-            until_s = until() if self._requests.asked is None else None
             try:
                 self._check_for_failure()
             except RankFailed:
                 for rank in self._ranks:
                     self._receive(rank)  # there may be an unread report of a whole checkpoint
                 raise
-            if not self._running:
-                return True
-            if until_s is not None and time.monotonic() >= until_s and not any(rank.code for rank in self._all()):
-                return False
-
-    def _all(self) -> list[RankOfRun]:
-        return [*self._ranks, *self._others.values()]
 
     # --- events ---------------------------------------------------------------------------------------------------
 
@@ -295,32 +245,6 @@ class Ranks:
         # Of ranks that ended at the same moment, killed ones come first: they did not end because others did.
         for rank in sorted(ended, key=lambda rank: rank.exit_code() > 0):
             self._note_end(rank)
-        if any(of is not None and not isinstance(of, (_Rank, StandBy)) for of, _ in events):
-            self._note_elsewhere()
-
-    def _note_elsewhere(self) -> None:
-        """Take what other nodes tell. Raises RankFailed or PipelineError if one cannot start its ranks, or is lost."""
-        assert self._elsewhere is not None
-        for name, message in self._elsewhere.news():
-            match message["kind"].text():
-                case "report":
-                    self._note_report(message)
-                case "end":
-                    self._note_code(self._other(message), message["code"].integer(-64, 255))
-                case "failed" if message["again"].value is True:
-                    raise RankFailed(f"{name}: {message['words'].text()}")
-                case "failed":
-                    raise PipelineError(f"{name}: {message['words'].text()}")
-
-    def _note_report(self, message: Field) -> None:
-        if (said := Message.from_bytes(message["said"].text().encode())) is not None:
-            self._note(self._other(message), said)
-
-    def _other(self, message: Field) -> RankOfRun:
-        number = message["rank"].integer(0)
-        if number not in self._others:
-            raise message["rank"].wrong("a rank of another node")
-        return self._others[number]
 
     def _keep_stand_by(self, stand_by: StandBy) -> None:
         """Another stand-by shall be ready when ranks fail: it has become ready, or the one before it has ended."""
@@ -340,7 +264,7 @@ class Ranks:
         for message in messages:
             self._note(rank, message)
 
-    def _note(self, rank: RankOfRun, message: Message) -> None:
+    def _note(self, rank: _Rank, message: Message) -> None:
         rank.reported[message.event] += 1
         match message.event:
             case "opens":
@@ -360,17 +284,14 @@ class Ranks:
     def _note_end(self, rank: _Rank) -> None:
         self._receive(rank)  # what it reported before
         self._selector.unregister(rank.end)
-        self._note_code(rank, rank.exit_code())
-
-    def _note_code(self, rank: RankOfRun, code: int) -> None:
         self._running -= 1
-        rank.code = code
+        rank.code = rank.exit_code()
         if rank.code and rank.reported["lost"]:
             self._lost.append(rank)
         elif rank.code or rank.has_open_pipeline:
             self._suspect(rank)
 
-    def _suspect(self, rank: RankOfRun) -> None:
+    def _suspect(self, rank: _Rank) -> None:
         if rank not in self._suspects:
             self._suspects.append(rank)
 
@@ -381,11 +302,11 @@ class Ranks:
         if self._hang is not None:
             raise RankFailed(f"the run hung ({self._hang})", is_hang=True)
         for event, what in (("joins", "joined the others"), ("opens", "made the pipeline that the others make")):
-            most = max(rank.reported[event] for rank in self._all())
-            for rank in self._all():
+            most = max(rank.reported[event] for rank in self._ranks)
+            for rank in self._ranks:
                 if rank.code == 0 and rank.reported[event] < most:
                     raise RankFailed(f"{rank.name} ended with exit code 0 before it {what}")
-        if not any(rank.code for rank in self._all()):
+        if not any(rank.code for rank in self._ranks):
             return
         first = (self._suspects + self._lost)[0]
         if first in self._lost or first.code is None:  # another rank may have failed first, or may yet print its error
@@ -393,7 +314,7 @@ class Ranks:
                 self._deadline_s = time.monotonic() + _FIRST_FAILURE_S
             if self._running and time.monotonic() < self._deadline_s:
                 return
-        raise RankFailed(first.to_text(), number=first.number)
+        raise RankFailed(first.to_text())
 
     def _handle_signal(self, number: signal.Signals) -> None:
         """Pass a signal to this process on if the script ends by itself when asked to; otherwise end all ranks."""
@@ -401,11 +322,10 @@ class Ranks:
             raise KeyboardInterrupt(*([] if self.has_pipeline else [_NO_PIPELINE]))
         asked, may_ask = self._requests.asked, number in (signal.SIGTERM, signal.SIGUSR1)
         if may_ask and asked is None and self._requests.listens:
-            self._requests.asked, self._asked_s = number, time.monotonic()
-            self._ask_to_stop()
+            self._requests.asked = number
+            with suppress(OSError):  # it has ended
+                self._ranks[0].line.send(control.STOP, socket.MSG_DONTWAIT)
             return
-        if self._elsewhere is not None and number == asked and time.monotonic() - self._asked_s < _ONE_REQUEST_S:
-            return  # it was sent to several nodes
         why = ""
         if may_ask:
             not_asked = "the script has not read pipeline.should_stop" if self.has_pipeline else _NO_PIPELINE
@@ -414,36 +334,21 @@ class Ranks:
             self._terminate()
         raise EndedBySignal(number, why)
 
-    def _ask_to_stop(self) -> None:
-        """Ask a rank to end all ranks after the step that is running."""
-        if self._ranks:
-            with suppress(OSError):  # it has ended
-                self._ranks[0].line.send(control.STOP, socket.MSG_DONTWAIT)
-        elif self._elsewhere is not None:
-            self._elsewhere.stop()
-
     # --- the end --------------------------------------------------------------------------------------------------
-
-    def _send_term(self) -> None:
-        for rank in self._ranks:
-            if rank.code is None:
-                signal.pidfd_send_signal(rank.end, signal.SIGTERM)
 
     def _terminate(self) -> None:
         """Send SIGTERM to all ranks, and wait for their handlers until another request comes."""
-        self._send_term()
-        if self._elsewhere is not None:
-            self._elsewhere.terminate()
+        for rank in self._ranks:
+            if rank.code is None:
+                signal.pidfd_send_signal(rank.end, signal.SIGTERM)
         self._deadline_s = time.monotonic() + _TERM_S
-        with suppress(NodeLost):  # its ranks have ended, too
-            while self._running and time.monotonic() < self._deadline_s and not self._requests.taken():
-                self._wait_for_event()
+        while self._running and time.monotonic() < self._deadline_s and not self._requests.taken():
+            self._wait_for_event()
 
     def _end(self, _: object, error: BaseException | None, __: object) -> None:
         """Kill all ranks that are left, and all processes that they forked. Raises PipelineError if a rank stays."""
         for rank in self._ranks:
             rank.kill()
-        reports = [] if self._elsewhere is None else self._elsewhere.end()
         deadline_s = time.monotonic() + _GONE_S
         left = [rank for rank in self._ranks if not rank.has_ended(deadline_s)]
         for rank in self._ranks:
@@ -451,8 +356,6 @@ class Ranks:
                 rank.process.wait()
             rank.close()
         self._folder.guard([])
-        for report in reports:  # it may be that of a whole checkpoint
-            self._note_report(report)
         if left:
             before = f"{error}; " if isinstance(error, RankFailed) else ""
             names = ", ".join(f"{rank.name} (process {rank.process.pid})" for rank in left)
@@ -462,11 +365,19 @@ class Ranks:
             )
 
 
-class RankOfRun:
-    """One rank, its reports, and how it ended. `where`: " on node 1", or "" on this machine."""
+@final
+class _Rank:
+    """A rank's process, its reports, and how it ended."""
 
-    def __init__(self, number: int, where: str = "") -> None:
-        self.number, self.name = number, f"rank {number}{where}"
+    def __init__(self, number: int, line: socket.socket, process: _Process) -> None:
+        self.name = f"rank {number}"
+        self.line, self.process = line, process
+        with ExitStack() as stack:
+            stack.callback(line.close)
+            stack.callback(process.wait)
+            stack.callback(process.kill)
+            self.end = os.pidfd_open(self.process.pid)
+            stack.pop_all()
         self.reported: Counter[str] = Counter()
         self.failure = ""
         self.code: int | None = None
@@ -483,21 +394,6 @@ class RankOfRun:
         if self.code == 0:
             return f"{self.name} ended with exit code 0 in the middle of its pipeline"
         return f"{self.name} ended with {_code_text(self.code)}"
-
-
-@final
-class _Rank(RankOfRun):
-    """A rank that is a process of this machine."""
-
-    def __init__(self, number: int, line: socket.socket, process: _Process) -> None:
-        super().__init__(number)
-        self.line, self.process = line, process
-        with ExitStack() as stack:
-            stack.callback(line.close)
-            stack.callback(process.wait)
-            stack.callback(process.kill)
-            self.end = os.pidfd_open(self.process.pid)
-            stack.pop_all()
 
     def exit_code(self) -> int:
         """The exit code of an ended process, as `subprocess` gives it; does not reap the process."""

@@ -50,10 +50,6 @@ class Requests:
         os.close(self._write)
 
     def _note(self, number: int, _: FrameType | None) -> None:
-        self.note(number)
-
-    def note(self, number: int) -> None:
-        """Take a signal that was sent here, or to another node of the run."""
         with suppress(BlockingIOError):  # the pipe is full of requests
             os.write(self._write, bytes([number]))
 

@@ -168,8 +168,7 @@ class StandBy:
         Args:
             command: a module, which runs as `python -m` would run it, and its arguments.
             environments: the children's variables; those that the stand-by has as well are not sent.
-            files: for each child its socket, see `control`, and for all or none the memory that is kept for it, and
-                those of earlier processes, the same number for all.
+            files: for each child its socket, see `control`, and for all or none the memory that is kept for it.
             handle_signals: takes the requests that come meanwhile; what it raises ends the wait.
 
         Raises:
@@ -178,10 +177,9 @@ class StandBy:
             EndedBySignal, KeyboardInterrupt: a signal came; no rank is left then.
         """
         forked: list[Forked] = []
-        at_once = max(min(_AT_ONCE, MOST_FILES // len(files[0])), 1)
         try:
-            for first in range(0, len(environments), at_once):
-                rows = slice(first, first + at_once)
+            for first in range(0, len(environments), _AT_ONCE):
+                rows = slice(first, first + _AT_ONCE)
                 of_rows = [file for row in files[rows] for file in row]
                 forked += self._fork_some(command, environments[rows], of_rows, handle_signals)
             if len(forked) < len(environments):

@@ -92,7 +92,8 @@ def _run(command: list[str], environment: dict[str, str], supervisor: int, files
         os._exit(1)  # the stand-by was killed before it could tell of this process, or the supervisor has ended
     os.environ.update(environment)
     os.environ.update(control.environment_of(files[0], supervisor))
-    os.environ.update(kept_memory.environment_of(files[1:]))
+    if files[1:]:
+        os.environ.update(kept_memory.environment_of(files[1]))
     if (numpy := sys.modules.get("numpy.random")) is not None:
         numpy.seed()  # or all ranks would draw the same numbers
     module, *arguments = command

@@ -17,7 +17,6 @@ from rota.errors import PipelineError
 from rota.models import Stages
 from rota.placement import Placement
 from rota.runtime.device.protocol import Device, Mark, QueuedDevice
-from rota.runtime.environment import has_backups
 from rota.runtime.meshes import Processes
 from rota.runtime.reducing.replicas import AbsentGradients, by_dtype, packed, unpack
 from rota.runtime.spmd import replicated_names
@@ -106,8 +105,7 @@ class SharedWeights:
         #: During a step: the part of each `.grad` that was summed before.
         self._held_back: dict[nn.Parameter, torch.Tensor | None] = {}
         self._open: dict[nn.Parameter, _Open] | None = None  # None after a step whose gradients were summed
-        self._has_backups = has_backups()
-        self._buffers = [*_copied_buffers(stages, placement, rank, or_all=self._has_backups)]
+        self._buffers = [*_copied_buffers(stages, placement, rank)]
         #: Whether a step has gradients to sum or buffers to check.
         self.is_used = bool(self._tied or self._buffers)
         self._versions: list[int] = []
@@ -166,12 +164,9 @@ class SharedWeights:
         """
         for (stage, name, buffer), version in zip(self._buffers, self._versions, strict=True):
             if version_of(buffer) != version:
-                when, remedy = "", "or put it in eval()"
-                if self._has_backups:
-                    when, remedy = " while one is missing", "put it in eval(), or leave out --backups"
                 raise PipelineError(
-                    f"stage {stage} changes its buffer {name!r}, which stages on several ranks share{when}, so their "
-                    f"values would differ: use a layer without running statistics, {remedy}"
+                    f"stage {stage} changes its buffer {name!r}, which stages on several ranks share, so their "
+                    f"values would differ: use a layer without running statistics, or put it in eval()"
                 )
         if sync and not is_summed:
             with collective("summing the gradients of tied weights"):
@@ -206,15 +201,13 @@ def _sum(parameters: list[nn.Parameter], group: dist.ProcessGroup) -> None:
         unpack(flat, same)
 
 
-def _copied_buffers(
-    stages: Stages, placement: Placement, rank: int, or_all: bool
-) -> Iterator[tuple[int, str, torch.Tensor]]:
-    """Buffers of this rank's stages that stages on other ranks have, too; or all of them."""
+def _copied_buffers(stages: Stages, placement: Placement, rank: int) -> Iterator[tuple[int, str, torch.Tensor]]:
+    """Buffers of this rank's stages that stages on other ranks have, too."""
     places: dict[int, set[tuple[int, ...]]] = {}
     for stage, module in enumerate(stages.modules):
         for buffer in module.buffers():
             places.setdefault(id(buffer), set()).add(placement.ranks_of(stage))
     for stage in placement.stages_on(rank):
         for name, buffer in stages[stage].named_buffers():
-            if or_all or len(places[id(buffer)]) > 1:
+            if len(places[id(buffer)]) > 1:
                 yield stage, name, buffer

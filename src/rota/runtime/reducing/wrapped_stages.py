@@ -18,7 +18,6 @@ from rota.errors import PipelineError
 from rota.models import Stages
 from rota.placement import Placement
 from rota.runtime.device.protocol import Device, Mark
-from rota.runtime.environment import has_backups
 from rota.runtime.transport import collective
 from rota.torch_internals import communication_hook_of, reduce_sharded_gradients, unreduced_parameters
 
@@ -68,11 +67,6 @@ class Sharded:
             for name, parameter in stages[stage].named_parameters():
                 if is_sharded(parameter):
                     _refuse_mesh(stage, name, parameter, replicas)
-            if stage in self._roots and has_backups():
-                raise PipelineError(
-                    f"stage {stage} is sharded by fully_shard, so no other replica has all weights of a rank that is "
-                    f"lost; leave fully_shard out, or --backups"
-                )
             if stage in self._roots and len(placement.ranks_of(stage)) > 1:
                 raise PipelineError(f"stage {stage} is on several ranks and sharded by fully_shard; do one of the two")
 
