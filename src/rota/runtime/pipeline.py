@@ -429,7 +429,7 @@ class Pipeline:
             loss = self._run(Call.STEP if sync else Call.STEP_WITHOUT_SYNC, ready, batch, float(scale)).loss.mean
             ended_s = time.monotonic()
             if self._progress is not None:
-                self._progress.done(self._num_steps, begun_s, loss, self._record.busy_ns[-1] / 1e9)
+                self._progress.done(self._num_steps, begun_s, loss, self._record.busy_ns / 1e9)
             if adapting is not None:
                 self._adapt(adapting, 1e6 * (ended_s - begun_s))
             return loss

@@ -18,7 +18,6 @@ from rota.checking import check
 from rota.errors import PipelineError, PlacementError, PlanError
 from rota.plan import Plan
 from rota.runtime.environment import backups_environment, meeting_environments
-from rota.runtime.faults.stragglers import Straggler, stragglers
 from rota.runtime.freed_memory import HUGE_PAGES
 from rota.runtime.kept_memory import MOST_FORMER, KeptMemories, State
 from rota.runtime.launcher_files import (
@@ -48,13 +47,12 @@ __all__ = ["EndedBySignal", "Run", "launch", "start"]
 
 
 class Run(NamedTuple):
-    """The first replica's timeline of the last step (None if no Pipeline ran a step) and its stragglers.
+    """The first replica's timeline of the last step; None if no Pipeline ran a step.
 
     `ended_by`: the signal to this process that asked the ranks to end, if any.
     """
 
     timeline: Timeline | None
-    stragglers: list[Straggler]
     ended_by: signal.Signals | None
 
 
@@ -102,7 +100,7 @@ def launch(
         report: called with one line for each restart, loss and replacement, and for a pipeline that is missing.
 
     Returns:
-        The last step's timeline, the stragglers, and the signal that asked the ranks to end.
+        The last step's timeline, and the signal that asked the ranks to end.
 
     Raises:
         PlanError: `check` refuses the plan. Nothing has been started.
@@ -132,7 +130,7 @@ def launch(
                 follower = stack.enter_context(Follower(nodes, job, requests, memories, report, may_lose))
                 variables = _inherited() | of_ranks
                 ended_by = follow(follower, nodes, plan, sizes, command, variables, folder, requests, stand_by)
-                return Run(None, [], ended_by)
+                return Run(None, ended_by)
             leader = stack.enter_context(Leader(nodes, num_processes, job, requests, folder.path, report, may_lose))
             crew = NodeCrew(plan, sizes, memories, nodes, leader, backups, rejoin_after_s)
         is_over = False
@@ -169,7 +167,7 @@ def launch(
             )
         records = collect(crew.plan, folder.path, restarts.num_all)
         ran = last_plan(crew.plan, folder.path, restarts.num_all)
-    return Run(merge(ran, records) if records else None, stragglers(crew.plan, records), requests.asked)
+    return Run(merge(ran, records) if records else None, requests.asked)
 
 
 def _require_launchable(
