@@ -54,6 +54,7 @@ def launched(folder: Path, launcher: tuple[str, ...], act: str, is_due: str = "l
 
 @pytest.mark.parametrize("launcher", [ROTA_RUN, TORCHRUN], ids=["rota run", "torchrun"])
 def test_an_error_between_two_steps(tmp_path: Path, launcher: tuple[str, ...]) -> None:
+    """torchrun calls the process that ends first the root cause, whose error may be that it lost another one."""
     told = launched(tmp_path, launcher, "raise ValueError('broken on purpose')")
     first = next(line for line in told.splitlines() if "Error: " in line and "LostRankError" not in line)
     assert first.endswith("ValueError: broken on purpose"), told
@@ -61,8 +62,6 @@ def test_an_error_between_two_steps(tmp_path: Path, launcher: tuple[str, ...]) -
         assert "the first error was that of rank 1: ValueError: broken on purpose" in lost
     if launcher == ROTA_RUN:
         assert "rank 1 ended with exit code 1, and the others were ended" in told
-    else:
-        assert re.search(r"Root Cause .*\n(.*\n){3} +rank +: 1 ", told), told
 
 
 @pytest.mark.parametrize("launcher", [ROTA_RUN, TORCHRUN], ids=["rota run", "torchrun"])
