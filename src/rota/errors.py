@@ -60,17 +60,44 @@ class EstimateError(UsageError):
 
 
 class LostRankError(PipelineError):
-    """Another rank was lost, and the first error is on that rank.
+    """Another rank was lost, and the first error is on that rank; or it has ended normally, and this one goes on.
 
     Attributes:
         lost: Which rank was lost, and when.
         first_error: The error that this rank reported before it was lost; empty if none.
+        ended: The rank that had closed its pipeline without an error, and after which step; empty if none.
     """
 
-    def __init__(self, lost: str) -> None:
-        super().__init__(lost)
-        self.lost, self.first_error = lost, ""
+    def __init__(self, lost: str, doing: str = "") -> None:
+        super().__init__(lost, doing)
+        self.lost, self._doing = f"{lost} while {doing}" if doing else lost, doing
+        self.first_error, self.ended = "", ""
 
     def __str__(self) -> str:
-        first = self.first_error
-        return f"{self.lost}: {f'the first error was that of {first}' if first else 'look there for the first error'}"
+        if self.first_error:
+            return f"{self.lost}: the first error was that of {self.first_error}"
+        if self.ended:
+            return (
+                f"{self.ended}, but this rank goes on{f' ({self._doing})' if self._doing else ''}; give all ranks the "
+                f"same number of batches, and make the same calls on all"
+            )
+        return f"{self.lost}: look there for the first error"
+
+
+def is_on_all_ranks(error: BaseException) -> bool:
+    """Whether what ranks do together raised it on all of them, so that they can go on together."""
+    return isinstance(error, PipelineError) and not isinstance(error, LostRankError)
+
+
+def error_text(error: BaseException) -> str:
+    """An error's type and message, as in the last line of a traceback."""
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+
+
+def failed_before(error: str) -> str:
+    """Why a rank makes no more calls: an `error` of its own, as `error_text` has it, in the middle of one."""
+    return (
+        f"an earlier call failed on this rank ({error}), which ended the pipeline on all ranks, as the others waited "
+        f"for the rest of that call; end this process, and start all ranks again from a checkpoint (rota run "
+        f"--max-restarts does so)"
+    )

@@ -29,6 +29,7 @@ from support.networks import WIDTH, Layer, StepResult, assert_equal_steps, batch
 from support.plain_torch import plain_steps
 from support.pool import Pool
 from support.sampling import some
+from support.watch_clock import WatchClock, once_all_are
 
 pytestmark = pytest.mark.dist
 
@@ -225,15 +226,16 @@ class Sleeps(nn.Module):
         return x * 1
 
 
-def step_with_a_watchdog(rank: int) -> None:
+def step_with_a_watchdog(rank: int, folder: Path) -> None:
+    WatchClock(once_all_are(folder, rank, {0: "start of 0F[01] .*in forward", 1: "start of 1F0"}))
     plan = NAMED["gpipe"](place(Costs.uniform(2), Cluster.uniform(2)), 2)
     x = torch.tensor([[-1.0], [1.0]], dtype=torch.float64).expand(2, WIDTH)
-    with TorchEngine(Stages([Sleeps(), Layer().double()]), plan, loss_fn, timeout_s=4) as engine:
+    with TorchEngine(Stages([Sleeps(), Layer().double()]), plan, loss_fn, timeout_s=60) as engine:
         engine.step(x, x)
 
 
 def test_a_rank_that_is_stuck_is_ended(tmp_path: Path) -> None:
-    ended = run_fresh(tmp_path, 2, step_with_a_watchdog)
+    ended = run_fresh(tmp_path, 2, step_with_a_watchdog, tmp_path)
     assert 70 in [each.exit_code for each in ended]
     told = "\n".join(each.stderr for each in ended)
     assert "so all ranks end: rank 0 makes no progress" in told

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import copy
 import os
+import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -142,6 +145,30 @@ def test_ranks_that_share_cores_are_told() -> None:
 def test_a_stage_that_fails_is_named() -> None:
     stages = Stages([nn.Linear(2, 2), nn.Linear(3, 3), nn.Linear(3, 3)])
     with pytest.raises(PipelineError, match=r"stage 1 failed while profiling: RuntimeError"):
+        profile(stages, torch.zeros(1, 2), repeats=1)
+
+
+class EndsItsProcess(nn.Module):
+    """Unless it is the one that made it."""
+
+    def __init__(self, act: Callable[[], Any]) -> None:
+        super().__init__()
+        self.process, self.act = os.getpid(), act
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if os.getpid() != self.process:
+            self.act()
+        return x
+
+
+@pytest.mark.parametrize(
+    ("act", "how"),
+    [(lambda: os.kill(os.getpid(), signal.SIGKILL), "signal 9"), (lambda: os._exit(0), "exit code 0")],
+)
+def test_a_process_that_is_gone_is_noticed_by_those_that_wait_for_it(act: Callable[[], Any], how: str) -> None:
+    """The first two are at a barrier by then."""
+    stages = Stages([nn.Linear(2, 2), nn.Linear(2, 2), EndsItsProcess(act)])
+    with pytest.raises(PipelineError, match=f"measuring process 2 ended with {how} before it had a result"):
         profile(stages, torch.zeros(1, 2), repeats=1)
 
 

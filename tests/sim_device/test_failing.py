@@ -45,8 +45,8 @@ def step_after_a_failure(rank: int) -> list[str]:
 
 def test_no_step_follows_one_that_failed(pool: Pool) -> None:
     (said,) = pool.run(1, step_after_a_failure)
-    assert all(text.startswith("an earlier step failed on this rank after others had enqueued") for text in said)
-    assert all("start all again from a checkpoint" in text for text in said)
+    assert all(text.startswith("an earlier call failed on this rank (ValueError: the second step)") for text in said)
+    assert all("start all ranks again from a checkpoint" in text for text in said)
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("by 2 GiB"), torch.AcceleratorError("an assert", 1)])

@@ -25,12 +25,13 @@ from rota.runtime import checkpoints as checkpoints_room
 from rota.runtime.checkpoints import checkpoint_folder
 from rota.runtime.faults.watchdog import EXIT_CODE
 from rota.schedules import one_f_one_b, zb_h1
-from support.fresh import Ended, mark, run_fresh
+from support.fresh import Ended, run_fresh
 from support.networks import Layer, batch_of, loss_fn
 from support.pool import Pool
+from support.watch_clock import WatchClock, once_stopped
 
 NUM_STEPS, FAULTY_STEP, NUM_MICROBATCHES = 4, 2, 4  # a checkpoint after each step
-TIMEOUT_S = 3.0  # of those that are to be ended by the watchdog; the others are not to be, on a busy machine neither
+TIMEOUT_S = 60.0  # which pass at once when a process is stopped, see WatchClock
 
 
 @dataclass(frozen=True)
@@ -86,8 +87,9 @@ def train(rank: int, setup: Setup, folder: Path, fault: Fault | None = None) -> 
         os.chdir(folder)  # by which its processes are told from others
         (folder / f"pid{rank}").write_text(str(os.getpid()))
     losses = []
-    timeout_s = TIMEOUT_S if fault is not None and fault.how == "stop" else 60.0
-    with Pipeline(stages, setup.plan(), loss_fn, timeout_s=timeout_s, mesh=mesh, check_data="never") as pipeline:
+    if fault is not None and fault.how == "stop":
+        WatchClock(once_stopped(folder / f"pid{fault.victim}"))
+    with Pipeline(stages, setup.plan(), loss_fn, timeout_s=TIMEOUT_S, mesh=mesh, check_data="never") as pipeline:
         optimizer = torch.optim.AdamW(pipeline.parameters(), lr=0.01)
         options = {"keep": None, "asynchronous": setup.asynchronous}
         checkpoints = Checkpoints(folder / "saved", pipeline, optimizer, **options)
@@ -96,7 +98,6 @@ def train(rank: int, setup: Setup, folder: Path, fault: Fault | None = None) -> 
             batch = setup.batch(step)
             if fault is not None and step == FAULTY_STEP:
                 checkpoints.wait()
-                mark()
                 if fault.how == "nan":
                     batch[1][int(fault.when) * len(batch[1]) // NUM_MICROBATCHES] = torch.nan
                 elif fault.process == rank:

@@ -19,10 +19,9 @@ MARK = "marked at "
 
 @dataclass(frozen=True)
 class Ended:
-    """How a process ended: `after_s` counts from the test's call of `mark`, or from the start without one."""
+    """How a process ended."""
 
     exit_code: int | None
-    after_s: float
     stderr: str
 
     @property
@@ -51,26 +50,22 @@ def run_fresh(
         for rank in range(num_ranks)
     ]
     started = monotonic()
-    ended: dict[int, float] = {}
+    ended: set[int] = set()
     for process in processes:
         process.start()
     awaited = {*range(num_ranks)} if expected is None else {*expected}
-    while not awaited <= ended.keys() and monotonic() < started + timeout_s:
+    while not awaited <= ended and monotonic() < started + timeout_s:
         wait([p.sentinel for rank, p in enumerate(processes) if rank not in ended], started + timeout_s - monotonic())
         for rank, process in enumerate(processes):
             if not process.is_alive():
-                ended.setdefault(rank, monotonic())
+                ended.add(rank)
     for process in processes:
         process.kill()
         process.join()
     results = []
     for rank, process in enumerate(processes):
-        lines = files[rank].read_text().splitlines() if files[rank].exists() else []
-        marks = [float(line.removeprefix(MARK)) for line in lines if line.startswith(MARK)]
-        text = "\n".join(line for line in lines if not line.startswith(MARK))
-        begun = marks[-1] if marks else started
-        code = process.exitcode if rank in ended else None
-        results.append(Ended(code, ended.get(rank, monotonic()) - begun, text))
+        text = files[rank].read_text().rstrip("\n") if files[rank].exists() else ""
+        results.append(Ended(process.exitcode if rank in ended else None, text))
     return results
 
 

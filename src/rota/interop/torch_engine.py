@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import Dataset, DistributedSampler
 
 from rota.checking import check
-from rota.errors import LostRankError, PipelineError
+from rota.errors import LostRankError, PipelineError, error_text, failed_before, is_on_all_ranks
 from rota.interop.refusals import refuse_options, refuse_ragged, refuse_what_torch_cannot_run
 from rota.interop.torch_schedule import planned_schedule
 from rota.interop.torch_stages import StageModule, Step, survey
@@ -114,7 +114,9 @@ class TorchEngine:
         #: Output of each micro-batch of the last step, if outputs are kept.
         self.outputs: dict[int, Any] = {}
         self._progress = progress_of(plan, self.rank == 0, on_cpu=True)
-        self._closed = False
+        self._closed, self._fault = False, ""
+        self._watchdog.num_calls = lambda: self._num_steps
+        self._is_running = False  # what is raised now, is raised on this rank only
         atexit.register(self._close_at_exit)
 
     # --- the processes --------------------------------------------------------------------------------------------
@@ -176,6 +178,8 @@ class TorchEngine:
 
         Arguments and results are those of `Pipeline.step`; all micro-batches must have the same shapes.
         """
+        if self._fault:
+            raise PipelineError(failed_before(self._fault))
         if self._closed:
             raise PipelineError("the engine is closed; make a new one")
         if self._trains:
@@ -184,14 +188,21 @@ class TorchEngine:
         refuse_ragged(batch.inputs)
         step = Step(batch.inputs, batch.targets, batch.shares)
         step.scale, step.autocast = scale * float(self._loss_scale.begin(scaler)), ambient_autocast()
-        self._begun = ""
+        self._begun, self._is_running = "", False
         self._num_steps += 1
         begun_s = time.monotonic()
         for module in self._modules:
             module.step = step
-        with step_seed(HostDevice()) as step.seed, self._watchdog.watching(self._doing):
-            self._run_step(step, sync)
-            loss = self._mean_loss(batch, step.losses)
+        try:
+            with step_seed(HostDevice()) as step.seed, self._watchdog.watching(self._doing):
+                self._run_step(step, sync)
+                loss = self._mean_loss(batch, step.losses)
+        except BaseException as error:
+            is_only_here = self._is_running or not is_on_all_ranks(error)
+            if is_only_here and self.plan.num_ranks > 1:  # the others wait for the rest of the step
+                self._close(error)
+                self._fault = error_text(error)
+            raise
         self.losses, self.outputs = step.losses, step.outputs
         if self._progress is not None:
             self._progress.done(self._num_steps, begun_s, loss)
@@ -200,12 +211,15 @@ class TorchEngine:
     def _run_step(self, step: Step, sync: bool) -> None:
         with torch.set_grad_enabled(self._trains), without_autocast(step.autocast):
             torch.clear_autocast_cache()  # of weights as they were before an optimizer's step
-            if self._is_new(step, sync):
+            is_new = self._is_new(step, sync)
+            self._is_running = True
+            if is_new:
                 signature, self._signature = self._signature, None  # no stage is surveyed if this fails
                 self._schedule = self._survey()
                 self._signature = signature
             if self._schedule is not None:
                 self._run(self._schedule)
+        self._is_running = False
         if self._trains and sync:
             self._loss_scale.settle(self.parameters(), self._agree)
 
@@ -250,7 +264,7 @@ class TorchEngine:
         except RuntimeError as error:
             first = _first(error)  # PyTorch wraps what a stage raised
             if "gloo" in str(first):
-                raise LostRankError(f"lost a rank, and was {self._place()}") from error
+                raise LostRankError("lost a rank", self._place()) from error
             raise first from None
 
     def _mean_loss(self, batch: Batch, losses: dict[int, float]) -> float:
@@ -300,8 +314,10 @@ class TorchEngine:
         atexit.unregister(self._close_at_exit)
         if error is not None:
             self._watchdog.fail(error)
-        elif self._progress is not None:
-            self._progress.end()
+        else:
+            self._watchdog.report_end(self._num_steps)
+            if self._progress is not None:
+                self._progress.end()
         self._watchdog.close()
         self._schedule = None
         groups = [dist.group.WORLD] if self._owns_process_group else [self._pipeline_group, self._group]

@@ -12,12 +12,13 @@ import time
 import traceback
 from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkProcess
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from rota.errors import PipelineError, RotaError
+from rota.errors import PipelineError, RotaError, error_text
 from rota.runtime.environment import meeting_environments, shared_cores
 from rota.runtime.freed_memory import keep_freed_memory
 from rota.runtime.orphans import end_with_parent
@@ -81,7 +82,7 @@ def run_forked(
                 for pipe in ended:
                     assert isinstance(pipe, Connection)
                     number, process = workers[pipe]
-                    made[number] = _result(pipe, number)
+                    made[number] = _result(pipe, number, process)
                     waiting.remove(pipe)
             return made
         finally:
@@ -96,11 +97,16 @@ def _flush() -> None:
     sys.stderr.flush()
 
 
-def _result(pipe: Connection, number: int) -> Any:
+def _result(pipe: Connection, number: int, process: ForkProcess) -> Any:
     try:
         answer = json.loads(pipe.recv_bytes())
     except EOFError:
-        raise PipelineError(f"measuring process {number} ended early; see above for its output") from None
+        process.join()
+        code = process.exitcode or 0
+        how = f"signal {-code}" if code < 0 else f"exit code {code}"
+        raise PipelineError(
+            f"measuring process {number} ended with {how} before it had a result; see above for its output"
+        ) from None
     if "failed" in answer:
         raise PipelineError(answer["failed"])
     return answer["made"]
@@ -120,6 +126,6 @@ def _main(
         answer = {"made": work(number)}
     except Exception as error:
         last = traceback.extract_tb(error.__traceback__)[-1]
-        where = "" if isinstance(error, RotaError) else f" ({last.filename}:{last.lineno})"
-        answer = {"failed": f"{type(error).__name__}: {error}{where}"}
+        is_ours = isinstance(error, RotaError)
+        answer = {"failed": str(error) if is_ours else f"{error_text(error)} ({last.filename}:{last.lineno})"}
     pipe.send_bytes(json.dumps(answer).encode())

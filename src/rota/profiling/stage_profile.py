@@ -3,26 +3,24 @@
 from __future__ import annotations
 
 import copy
-import json
 import multiprocessing
 import os
 import traceback
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass
-from multiprocessing.connection import Connection
-from threading import BrokenBarrierError
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from rota.costs import Costs
-from rota.errors import PipelineError
+from rota.errors import PipelineError, error_text
 from rota.models import Stages
 from rota.models.randomness import random_state_kept
 from rota.models.sequence_chunks import Chunk
 from rota.profiling.clocks import launch_text
 from rota.profiling.device_clock import Clocks
+from rota.profiling.forked import run_forked
 from rota.profiling.optimizers import MakeOptimizer, optimizer_costs
 from rota.profiling.peak_memory import peaks
 from rota.profiling.places import accelerators_of, place_name
@@ -276,40 +274,16 @@ def _costs_of(job: _Job, rows: list[StageCosts], note: str, report: Callable[[st
 
 
 def _measure_at_once(held: list[list[int]], job: _Job) -> dict[int, StageCosts]:
-    """One process per rank, forked so that models and loss functions need no pickling; results by stage."""
+    """One process per rank; results by stage. The first one that fails, or is killed, ends all."""
     context = multiprocessing.get_context("fork")
     barrier, still_measuring = context.Barrier(len(held)), context.Value("i", len(held))
-    workers = []
-    for stage_numbers in held:
-        ours, theirs = context.Pipe(duplex=False)
-        process = context.Process(target=_work, args=(theirs, stage_numbers, job, barrier, still_measuring))
-        process.start()
-        theirs.close()
-        workers.append((process, ours))
     results: dict[int, StageCosts] = {}
-    failures = []
-    try:
-        for process, pipe in workers:
-            try:
-                answer = json.loads(pipe.recv_bytes())
-            except EOFError:
-                process.join()
-                answer = f"a profiling process ended with exit code {process.exitcode}"
-            if isinstance(answer, dict):
-                results |= {int(stage): StageCosts(**fields) for stage, fields in answer.items()}
-            elif answer:  # empty: this one only stopped because another had failed
-                failures.append(answer)
-    finally:
-        for process, _ in workers:
-            process.terminate()
-            process.join()
-    if failures:
-        raise PipelineError(failures[0])
+    for of_rank in run_forked(len(held), lambda number: _work(held[number], job, barrier, still_measuring)):
+        results |= {int(stage): StageCosts(**fields) for stage, fields in of_rank.items()}
     return results
 
 
-def _work(pipe: Connection, stage_numbers: list[int], job: _Job, barrier: Any, still_measuring: Any) -> None:
-    torch.set_num_threads(1)  # as in a run; and a forked process must not use the parent's thread pool
+def _work(stage_numbers: list[int], job: _Job, barrier: Any, still_measuring: Any) -> dict[int, dict[str, Any]]:
     stage = -1
     try:
         rounds = []
@@ -318,27 +292,23 @@ def _work(pipe: Connection, stage_numbers: list[int], job: _Job, barrier: Any, s
         barrier.wait()
         costs = {}
         for stage, one in zip(stage_numbers, rounds, strict=True):
-            costs[stage] = _costs(one, job, Clocks())
+            costs[stage] = asdict(_costs(one, job, Clocks()))
         with still_measuring.get_lock():
             still_measuring.value -= 1
         while still_measuring.value > 0:  # the others measure: keep the machine as busy as in a run
             for one in rounds:
                 one.run(lambda: None)
-        _answer(pipe, {stage: asdict(row) for stage, row in costs.items()})
-    except BrokenBarrierError:
-        _answer(pipe, "")
     except Exception as error:
-        barrier.abort()
-        with still_measuring.get_lock():
-            still_measuring.value -= 1
-        last = traceback.extract_tb(error.__traceback__)[-1]
+        failed, last = _failed_stage(error, stage), traceback.extract_tb(error.__traceback__)[-1]
         where = f"({last.filename}:{last.lineno})"
-        _answer(pipe, f"stage {stage} failed while profiling: {type(error).__name__}: {error} {where}")
+        raise PipelineError(f"stage {failed} failed while profiling: {error_text(error)} {where}") from error
+    return costs
 
 
-def _answer(pipe: Connection, answer: dict[int, Any] | str) -> None:
-    """Send an answer as JSON: the connection's own `send` would send a pickle."""
-    pipe.send_bytes(json.dumps(answer).encode())
+def _failed_stage(error: Exception, stage: int) -> int:
+    """The stage that failed while `stage` was measured: perhaps one before it, which made what it receives."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__) if frame.f_code is _received.__code__]
+    return frames[-1].f_locals["before"] if frames else stage
 
 
 def _round_of(job: _Job, stage: int) -> StageRun:

@@ -125,6 +125,8 @@ class Call(IntEnum):
     TIMELINE = 7
     STEP_WITHOUT_WAIT = 8
     STEP_WITHOUT_SYNC_AND_WAIT = 9
+    SAVE = 10
+    BEGIN_EPOCH = 11
 
     @property
     def is_step(self) -> bool:
@@ -157,6 +159,8 @@ _WORDS = {
     Call.TIMELINE: "timeline()",
     Call.STEP_WITHOUT_WAIT: "step(wait=False)",
     Call.STEP_WITHOUT_SYNC_AND_WAIT: "step(sync=False, wait=False)",
+    Call.SAVE: "Checkpoints.save()",
+    Call.BEGIN_EPOCH: "Checkpoints.steps() for another epoch",
 }
 
 
@@ -195,6 +199,7 @@ class Agreement:
         #: Of the last batch that all ranks compared: its sizes, and the weights of its micro-batches.
         self._compared: WeakKeyDictionary[ReadyPlan, tuple[object, _Weights]] = WeakKeyDictionary()
         self._differences = ""  # between what the ranks were given
+        self.num_calls = 0  # that this rank has begun
 
     def share(self, call: Call, doing: str, number: float = 0.0) -> list[float]:
         """All processes' `number`s of 0 or more, inf or nan, if all make this `call`. `doing`: see `_all_reduce`."""
@@ -279,6 +284,7 @@ class Agreement:
         Raises:
             PipelineError: on all processes, unless all make the same call.
         """
+        self.num_calls += 1
         size = len(self._names)
         row = [0] * (_NUM_FLAGS + 3 * size)
         row[: len(flags)] = flags

@@ -189,7 +189,7 @@ def collect(plan: Plan, folder: str, restart: int = 0) -> list[Record]:
 
 
 def _read_record(found: Field, rank: int) -> Record:
-    for name in ("starts_ns", "ends_ns", "busy_ns"):
+    for name in ("starts_ns", "ends_ns"):
         found[name].integers(0, _LATEST_NS)
     if found["rank"].integer() != rank:
         raise found["rank"].wrong(str(rank))

@@ -8,8 +8,9 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from numbers import Real
 from typing import Any, ClassVar, Literal, NamedTuple, final, overload
 from weakref import WeakKeyDictionary
@@ -21,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import Dataset, DistributedSampler
 
 from rota.checking import check
-from rota.errors import PipelineError
+from rota.errors import LostRankError, PipelineError, error_text, failed_before, is_on_all_ranks
 from rota.models import Stages
 from rota.plan import Plan
 from rota.runtime.adapting import Adapting, least_gain_of
@@ -33,7 +34,7 @@ from rota.runtime.device.choosing import device_of
 from rota.runtime.device.protocol import Number, is_queued
 from rota.runtime.environment import cores_of
 from rota.runtime.execution import Execution, evaluating, forwards_of
-from rota.runtime.faults.watchdog import PATIENT, Watchdog, limit_s
+from rota.runtime.faults.watchdog import PATIENT, Describe, Watchdog, limit_s
 from rota.runtime.first_updates import FirstUpdates
 from rota.runtime.gradients.recompute import recomputed_by_backward
 from rota.runtime.json_messages import all_gather_json
@@ -124,7 +125,8 @@ class Pipeline:
         if trains and loss_fn is None:
             raise PipelineError("the plan has backwards, so a loss_fn(output, target) is needed")
         recomputed = recomputed_by_backward(recompute, plan.placement)
-        self._closed, self._failed, self._is_broken = False, False, False
+        self._closed, self._failed = False, False
+        self._fault = ""  # what ended the pipeline in the middle of a call
         self._before_first = type(self).before_first_step
         self._process = os.getpid()
         #: What must end before the pipeline does: a checkpoint that is being written.
@@ -183,6 +185,7 @@ class Pipeline:
                 with collective("comparing clocks"):
                     self._record.offset_ns = clock_offset_ns(self._processes.pipeline)
             self._num_steps = 0  # that were begun
+            self._num_steps_before = 0  # of the training, until a checkpoint was loaded
             self._ran_own = True  # the last step was given no plan
             self._adapting: Adapting | None = None
             if least_gain is not None:
@@ -205,6 +208,7 @@ class Pipeline:
             self._agreement = Agreement(
                 self._processes, self._transport, self._step_end.loss_scale, dynamic_shapes, check_data
             )
+            self._watchdog.num_calls = partial(getattr, self._agreement, "num_calls")
             self._teardown.callback(self._leave_record)
             self._teardown.callback(self._settle_begun_steps)
             atexit.register(self._close_at_exit)
@@ -330,6 +334,15 @@ class Pipeline:
         """How many steps this pipeline has begun."""
         return self._num_steps
 
+    @property
+    def _number(self) -> int:
+        """The last step's number in the training, for messages."""
+        return self._num_steps_before + self._num_steps
+
+    def _count_from(self, step: int) -> None:
+        """The training goes on after this step."""
+        self._num_steps_before = step - self._num_steps
+
     # --- one step -------------------------------------------------------------------------------------------------
 
     @overload
@@ -421,7 +434,7 @@ class Pipeline:
             loss = self._run(Call.STEP if sync else Call.STEP_WITHOUT_SYNC, ready, batch, float(scale)).loss.mean
             ended_s = time.monotonic()
             if self._progress is not None:
-                self._progress.done(self._num_steps, begun_s, loss, self._record.busy_ns[-1] / 1e9)
+                self._progress.done(self._number, begun_s, loss, self._record.busy_ns / 1e9)
             if adapting is not None:
                 self._adapt(adapting, 1e6 * (ended_s - begun_s))
             return loss
@@ -434,7 +447,7 @@ class Pipeline:
         """After a step of the pipeline's own plan that has ended, and took so long on this rank."""
         before = adapting.plan
         with self.watching("the other ranks' times"), collective("comparing the ranks' times"):
-            adapting.after_step(self._record, self._num_steps, step_us)
+            adapting.after_step(self._record, self._number, step_us)
         if self._progress is not None and adapting.plan is not before:
             self._progress.runs(adapting.plan)
 
@@ -530,10 +543,11 @@ class Pipeline:
         if call.is_step:
             self._last = ready
         execution.awaited = "the other ranks to reach the same step"
-        self._watchdog.last = lambda: f"{execution.last()} in step {self._num_steps}"
+        self._watchdog.last = lambda: f"{execution.last()} in step {self._number}"
         self._watchdog.num_reached, self._watchdog.device = execution.num_reached, execution.doing_on_device
         sync, trains = call.syncs, execution.trains
         loss, handle = StepLoss.none(), None
+        is_running = False  # what is raised now, is raised on this rank only
         try:
             with step_seed(self._device) as seed, self._watchdog.watching(execution.doing):
                 flags = self._loss_counts.flags(batch.targets) if trains else [0] * NUM_FLAGS
@@ -545,32 +559,34 @@ class Pipeline:
                 batch = begun.batch
                 if trains:
                     batch = replace(batch, per_count=self._loss_counts.begin(begun.count_flags))
+                is_running = True
                 self._gradients.begin(execution, ready.reductions, sync, begun.with_layouts)
                 try:
                     execution.run(batch, begun.seed + self.replica, begun.with_layouts, self._watchdog.tick)
                     ready.inputs.refuse_writes(batch)
                     self._gradients.finish(execution, sync)
-                except BaseException as error:
-                    self._is_broken = self._channels is not None and not self._is_alone
-                    if isinstance(error, Exception):
-                        self._agreement.explain(error, execution)
+                except Exception as error:
+                    self._agreement.explain(error, execution)
                     raise
+                is_running = False
                 if call.waits:
                     loss = self._step_end.finish(call, ready, batch)
                 else:
-                    handle = self._step_end.hand_over(call, ready, batch, self._num_steps)
+                    handle = self._step_end.hand_over(call, ready, batch, self._number)
                 if handle is None or handle.is_done:
                     execution.settle()
                     if trains and sync:
                         self._first_updates.end(self._step_end.loss_scale.is_on)
-        except BaseException:
+        except BaseException as error:
             execution.forget()
             if trains:
                 self._loss_counts.abort()
+            if is_running or not is_on_all_ranks(error):
+                self._break(error)
             raise
         if trains and call.waits and not math.isfinite(loss.mean):
-            with self._watchdog.watching(execution.doing):
-                self._step_end.refuse_nonfinite(ready, batch, loss.mean, self._num_steps)
+            with self._together(execution.doing):
+                self._step_end.refuse_nonfinite(ready, batch, loss.mean, self._number)
         return _Ran(batch, loss, begun.asking, handle)
 
     def _take(self, ready: ReadyPlan, inputs: Any, targets: Any, *, has_loss: bool, scale: float = 1.0) -> Batch:
@@ -589,15 +605,13 @@ class Pipeline:
         )
 
     def _refuse_closed(self) -> None:
+        self._refuse_fault()
         if self._closed:
             raise PipelineError("the pipeline is closed; make a new one")
-        if self._is_broken:
-            # The other ranks' devices wait for messages of that step: those of another step would take their place.
-            raise PipelineError(
-                "an earlier step failed on this rank after others had enqueued their part of it on their devices, so "
-                "no other step can follow; end this process, and start all again from a checkpoint (rota run "
-                "--max-restarts does so)"
-            )
+
+    def _refuse_fault(self) -> None:
+        if self._fault:
+            raise PipelineError(failed_before(self._fault))
 
     @contextmanager
     def watch_memory(self) -> Iterator[MemoryWatch]:
@@ -647,7 +661,7 @@ class Pipeline:
                 "count yet; call it after a step with sync=True"
             )
         self._first_updates.forget_gradients()
-        with self.watching("the other ranks' norms"):
+        with self._together("the other ranks' norms"):
             return self._gradients.clip(max_norm, norm_type, error_if_nonfinite, self._share_norm)
 
     def _share_norm(self, mine: Number) -> torch.Tensor:
@@ -668,6 +682,7 @@ class Pipeline:
         Raises:
             PipelineError: no step has run to its end, or the pipeline is closed.
         """
+        self._refuse_fault()
         if self._closed or not self._last.execution.complete:
             raise PipelineError("there is no timeline: ask for it after a step that ran to its end, and before close")
         with self.watching("the other ranks' timelines"), collective("gathering the timeline"):
@@ -676,14 +691,21 @@ class Pipeline:
             records = all_gather_json(self._record.to_fields(), self._processes.pipeline)
         return merge(self._last.plan, [Record.from_fields(fields) for fields in records])
 
-    def watching(self, doing: str, times: int = 1) -> AbstractContextManager[None]:
+    @contextmanager
+    def watching(self, doing: str, times: int = 1) -> Iterator[None]:
         """Watch anything else that all ranks do together: a rank that gets stuck is reported as in a step.
 
         Args:
             doing: text after "waits for" in the report.
             times: how many times `timeout_s` it may take, if some ranks work long while others wait.
         """
-        return self._watchdog.watching(doing, times)
+        self._refuse_fault()
+        try:
+            with self._watchdog.watching(doing, times):
+                yield
+        except LostRankError as error:
+            self._break(error)
+            raise
 
     def close(self) -> None:
         """End the pipeline's threads, and write the last step's record where `rota run --timeline` expects it."""
@@ -700,6 +722,28 @@ class Pipeline:
         finally:
             self._stops.close(failed=error is not None)
 
+    @contextmanager
+    def _together(self, doing: str | Describe) -> Iterator[None]:
+        """Watch what all ranks do together, and end the pipeline if it fails on this rank only."""
+        try:
+            with self._watchdog.watching(doing):
+                yield
+        except BaseException as error:
+            if not is_on_all_ranks(error):
+                self._break(error)
+            raise
+
+    def _break(self, error: BaseException) -> None:
+        """End the pipeline at once after an error on this rank only, which the script may catch.
+
+        The others wait for what this rank has not done, and learn of the error as it leaves.
+        """
+        if not self._is_alone:
+            try:
+                self._close(error)
+            finally:
+                self._fault = error_text(error)
+
     def _end(self, error: BaseException | None) -> None:
         """Release all that was acquired. `error`: what ends this rank; the others learn of it at once."""
         self._closed, self._failed = True, error is not None
@@ -708,8 +752,10 @@ class Pipeline:
             self._report_failure(error)
             if not isinstance(error, SystemExit) or error.code:
                 self._abort()
-        elif self._progress is not None:
-            self._progress.end()
+        else:
+            self._watchdog.report_end(self._number)
+            if self._progress is not None:
+                self._progress.end()
         try:
             self._teardown.close()
         except PipelineError:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -15,9 +14,6 @@ from rota.timeline import Timeline
 
 if TYPE_CHECKING:  # the launcher reads records without torch
     from rota.runtime.device.protocol import Device, Mark
-
-_NUM_STEPS = 21  # whose busy times are kept
-
 
 Column: TypeAlias = tuple[int, int]  # (route, position), see `rota.programs.actions.Message`
 Pair: TypeAlias = tuple[int, int]  # the ranks of a channel, the sender first
@@ -47,7 +43,7 @@ class Record:
 
     `sent_ns` and `through_ns` are by (route, position), see `Timeline`; `reductions_ns` are (start, end) by stage.
     `received_ns` is by (route, position) too: when this rank was ready to receive, and when it had the message. It is
-    known only where the device has run a kernel for it. `busy_ns`: total time of the ops, for each of the last steps.
+    known only where the device has run a kernel for it.
     `microbatch_rows`: rows of each micro-batch's inputs; None if they differ, or if this rank reads no inputs.
     `num_cores`: CPU cores that all ranks share; None if they share none.
     """
@@ -60,7 +56,6 @@ class Record:
     through_ns: dict[tuple[int, int], int] = field(default_factory=dict)
     received_ns: dict[tuple[int, int], tuple[int, int]] = field(default_factory=dict)
     reductions_ns: dict[int, tuple[int, int]] = field(default_factory=dict)
-    busy_ns: deque[int] = field(default_factory=lambda: deque(maxlen=_NUM_STEPS))
     microbatch_rows: int | None = None
     num_cores: int | None = None
 
@@ -77,7 +72,11 @@ class Record:
         begun = _times({stage: start for stage, (start, _) in marks.reductions.items()}, device)
         ended = _times({stage: end for stage, (_, end) in marks.reductions.items()}, device)
         self.reductions_ns = {stage: (begun[stage], ended[stage]) for stage in begun}
-        self.busy_ns.append(sum(self.ends_ns) - sum(self.starts_ns))
+
+    @property
+    def busy_ns(self) -> int:
+        """How long the ops took together."""
+        return sum(self.ends_ns) - sum(self.starts_ns)
 
     def to_fields(self) -> dict[str, Any]:
         """The record as JSON fields."""
@@ -86,7 +85,7 @@ class Record:
         received = [[*column, *times] for column, times in self.received_ns.items()]
         times = {"starts_ns": self.starts_ns, "ends_ns": self.ends_ns, "messages": messages, "reductions": reductions}
         times["received"] = received
-        others = {"busy_ns": [*self.busy_ns], "microbatch_rows": self.microbatch_rows, "num_cores": self.num_cores}
+        others = {"microbatch_rows": self.microbatch_rows, "num_cores": self.num_cores}
         return {"rank": self.rank, "offset_ns": self.offset_ns, **times, **others}
 
     @classmethod
@@ -99,7 +98,6 @@ class Record:
             record.received_ns[route, position] = ready, received
         for stage, start, end in fields["reductions"]:
             record.reductions_ns[stage] = start, end
-        record.busy_ns.extend(fields["busy_ns"])
         record.microbatch_rows, record.num_cores = fields["microbatch_rows"], fields["num_cores"]
         return record
 

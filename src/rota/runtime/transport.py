@@ -102,8 +102,8 @@ class Transport:
         """Wait for a posted value: an activation (tensors that need a gradient are leaves) or a list of gradients."""
         message, works, buffers, form = self._arriving.pop(key)
         try:
-            for work in works:
-                work.wait()
+            while works:  # an error's traceback must not keep any of them, see `close`
+                works.pop().wait()
         except RuntimeError as error:
             raise lost(message.transfer.sender, message) from error
         return buffers if key[1] else activation(buffers, form)
@@ -179,6 +179,7 @@ class Transport:
         """Stop the thread that waits for sends, and release the process groups."""
         self._wake.put(False)
         self._reaper.join(timeout=1)  # stuck only if a peer does not receive
+        self._arriving.clear()  # what a failed step has posted keeps the connections open, too
         del self._backend, self._everyone
 
 
@@ -197,7 +198,7 @@ def collective(doing: str) -> Iterator[None]:
 
 
 def _lost_together(doing: str) -> LostRankError:
-    return LostRankError(f"lost a rank while {doing}")
+    return LostRankError("lost a rank", doing)
 
 
 @cache
@@ -263,13 +264,14 @@ def _wait(work: Any, message: Message) -> None:
     try:
         work.wait()
     except RuntimeError as error:
+        del work  # see `Transport.close`
         raise lost(message.transfer.sender, message) from error
 
 
 def lost(peer: int, message: Message) -> LostRankError:
     """The error of a message whose other side is gone."""
     doing = "waiting for" if peer == message.transfer.sender else "sending"
-    return LostRankError(f"lost rank {peer} while {doing} {message.transfer}")
+    return LostRankError(f"lost rank {peer}", f"{doing} {message.transfer}")
 
 
 # --- outside of a plan ------------------------------------------------------------------------------------------------
@@ -288,13 +290,19 @@ def bring_outputs(
     `made`: the outputs, on the last stage's `ranks`. `where` names that stage in errors. `device`: see `receive_value`.
     """
     here, rank = made, dist.get_rank(group)
+    refusal: PipelineError | None = None
     for other in asking:
         if other not in ranks:
             with collective(f"bringing outputs from rank {ranks[0]} to rank {other}"):
                 if rank == ranks[0]:
-                    send_value(made, where, other, group)
+                    try:
+                        send_value(made, where, other, group)
+                    except PipelineError as error:  # each that asks must get it, or it would wait
+                        refusal = error
                 elif rank == other:
                     here = receive_value(ranks[0], group, device)
+    if refusal is not None:
+        raise refusal
     return here
 
 

@@ -124,6 +124,17 @@ def test_other_data_is_refused() -> None:
     batches_of([]).go_on(position(num_replicas=2, num_batches=0))
 
 
+def test_after_the_last_batch_of_an_epoch_the_next_one_begins_with_any_number_of_replicas() -> None:
+    """4 batches were the whole epoch: none of them is loaded again."""
+    batches = batches_of(LOADERS["shuffled"]())
+    batches.go_on(position(num_replicas=2, num_batches=4))
+    assert (batches.position["epoch"], batches.position["num_batches"]) == (1, 0)
+    whole = [*batches_of(LOADERS["shuffled"]())]
+    assert len(whole) == 4 * NUM_EPOCHS
+    for batch, expected in zip(batches, whole[4:], strict=True):
+        assert torch.equal(batch, expected)
+
+
 # --- replicas ---------------------------------------------------------------------------------------------------------
 
 

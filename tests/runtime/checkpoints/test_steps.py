@@ -75,6 +75,67 @@ def test_an_epoch_goes_on_on_replicas(pool: Pool, tmp_path: Path, loads: str) ->
         assert {number for *_, numbers in epoch for number in numbers} == {*range(NUM_SAMPLES)}
 
 
+def test_the_number_of_replicas_may_change_between_two_epochs(pool: Pool, tmp_path: Path) -> None:
+    first = of_all(pool.run(NUM_REPLICAS * PLAN.num_ranks, train, PLAN, tmp_path, "own rows", 3))
+    then = of_all(pool.run(PLAN.num_ranks, train, PLAN, tmp_path, "own rows"))
+    assert [step for step, *_ in first + then] == [*range(6)]
+    for epoch in (first, then):
+        assert {number for *_, numbers in epoch for number in numbers} == {*range(NUM_SAMPLES)}
+
+
+def run_out_of_batches(rank: int, folder: Path) -> str:
+    """The last rank has a batch less, and saves or begins the next epoch when the other one takes a step."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    loader = [torch.ones(8, 4)] * (3 - rank)
+    with Pipeline(rota.split(model, 2), PLAN, nn.functional.mse_loss) as pipeline:
+        optimizer = torch.optim.SGD(pipeline.parameters(), lr=0.01)
+        checkpoints = Checkpoints(folder, pipeline, optimizer)
+        try:
+            for _, x in checkpoints.steps(loader, num_epochs=2 if folder.name == "epoch" else 1):
+                pipeline.step(x, x)
+                optimizer.step()
+                optimizer.zero_grad()
+        except PipelineError as error:
+            return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("then", "call"), [("save", "Checkpoints.save()"), ("epoch", "Checkpoints.steps() for another epoch")]
+)
+def test_a_rank_with_fewer_batches_is_told_on_all_ranks(pool: Pool, tmp_path: Path, then: str, call: str) -> None:
+    for told in pool.run(2, run_out_of_batches, tmp_path / then):
+        assert told == (
+            f"the ranks make different calls at once: rank 0 calls step(); rank 1 calls {call}; make the same calls in "
+            f"the same order on all ranks"
+        )
+
+
+def step_after_loading(rank: int, folder: Path) -> list[str]:
+    """Errors and progress of the third step, in processes that have begun only one."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    x, told = torch.ones(8, 4), []
+    for _ in range(2):
+        with Pipeline(rota.split(model, 2), PLAN, nn.functional.mse_loss) as pipeline:
+            optimizer = torch.optim.SGD(pipeline.parameters(), lr=0.01)
+            checkpoints = Checkpoints(folder, pipeline, optimizer)
+            found = checkpoints.load()
+            if found is None:
+                checkpoints.save(2)
+            else:
+                with pytest.raises(PipelineError) as error:
+                    pipeline.step(x * torch.nan, x)
+                told = [str(error.value), pipeline._watchdog.last(), str(pipeline.num_steps)]
+    return told
+
+
+def test_steps_are_counted_from_the_begin_of_the_training(pool: Pool, tmp_path: Path) -> None:
+    for error, last, num_steps in pool.run(2, step_after_loading, tmp_path):
+        assert error.startswith("step 3: the mean loss is nan")
+        assert last.endswith(" in step 3")
+        assert num_steps == "1"
+
+
 # --- gradient scalers -------------------------------------------------------------------------------------------------
 
 

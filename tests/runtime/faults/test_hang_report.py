@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import threading
 import time
@@ -10,6 +11,7 @@ import pytest
 
 from rota import Cluster, Costs, PipelineError, place, simulate
 from rota.runtime.faults.hang_report import Status, compose, compose_alone, printable, reason_of
+from rota.runtime.faults.roll_call import End
 from rota.runtime.faults.stack_location import frames_of, is_in_a_collective
 from rota.runtime.faults.stack_location import place as place_of
 from rota.runtime.faults.watchdog import limit_s
@@ -26,6 +28,12 @@ def test_what_is_no_standing_is_no_answer(text: str) -> None:
     """Under torchrun anybody who reaches the store can write there."""
     assert Status.from_text(text) is None
     assert Status.from_text(BUSY.to_text()) == BUSY
+
+
+@pytest.mark.parametrize("text", ["", "[" * 99999, "{}", '["rank 1"]', '[1, "rank 1"]', '["rank 1", true]'])
+def test_what_is_no_end_is_none(text: str) -> None:
+    assert End.from_text(text) is None
+    assert End.from_text(json.dumps(End("rank 1", 3))) == End("rank 1", 3)
 
 
 def test_a_report_cannot_move_the_cursor() -> None:
@@ -52,6 +60,16 @@ def test_whom_the_others_wait_for(statuses: dict[int, Status], reason: str) -> N
         told = f"{status.words} for {status.duration_s:.1f} s, {status.last}" if status else "did not answer within 5 s"
         assert line == f"    rank {rank} {told}"
     assert remedy.strip() == "if it only needs more time, give Pipeline a larger timeout_s"
+
+
+def test_where_nobody_waits_all_are_told_to_be_outside() -> None:
+    first, *lines, remedy = compose(NAMES, dict.fromkeys(range(3), OUTSIDE), 1800, 5).splitlines()
+    assert first == "rota: no progress for 1800 s, so all ranks end: all ranks are outside of the pipeline's calls"
+    assert lines == [f"    rank {rank} {OUTSIDE.to_words()}" for rank in range(3)]
+    assert remedy.strip() == (
+        "if they only need more time, give Pipeline a larger timeout_s: ranks may be outside of its calls for ten "
+        "times as long, and for half an hour at least"
+    )
 
 
 def test_many_that_do_not_answer_are_counted() -> None:

@@ -8,8 +8,11 @@ steps post receives two ops ahead. Each test lists all that can be told.
 
 from __future__ import annotations
 
+import math
 import os
 import re
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +20,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from rota import Cluster, Costs, Pipeline, Plan, Stages, place, spmd
+from rota import Cluster, Costs, Pipeline, PipelineError, Plan, Stages, place, spmd
+from rota.errors import error_text
+from rota.interop.torch_engine import TorchEngine
+from rota.runtime import transport
 from rota.schedules import NAMED, gpipe
 from support.fresh import Ended, run_fresh
 from support.networks import Layer, batch_of, loss_fn
 from support.parallel_modules import GatheredLayer, ParallelLayer
+from support.pool import Pool
 
 pytestmark = pytest.mark.dist
 
@@ -71,7 +78,6 @@ def steps(rank: int, stages: Stages, plan: Plan, num_steps: int, loss: Any = los
 def assert_told(ended: Ended, error: str) -> None:
     """`error`: a pattern."""
     assert ended.exit_code == 1, ended
-    assert ended.after_s < 50, ended
     assert re.search(error, ended.last_line), ended
 
 
@@ -236,3 +242,172 @@ def test_shapes_that_depend_on_the_data_are_told_by_the_sender(tmp_path: Path) -
     first = "rank 1: PipelineError: 1F1→2F1: stage 1 made"
     assert_lost(ended[0], "rank 1", "sending 0F2→1F2", "waiting for 1B0→0B0", "waiting for 1B1→0B1", first=first)
     assert_lost(ended[2], "rank 1", "sending 2B0→1B0", "waiting for 1F1→2F1", "waiting for 1F2→2F2", first=first)
+
+
+# --- a script that goes on --------------------------------------------------------------------------------------------
+
+
+MEMORY = "OutOfMemoryError: tried to allocate 2 GiB"
+
+
+class RunsOutOfMemory(Layer):
+    """In its second step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_forwards = 0
+
+    def forward(self, *values: Tensor) -> Tensor:
+        self.num_forwards += 1
+        if self.num_forwards == 4 + 2:
+            raise torch.OutOfMemoryError("tried to allocate 2 GiB")
+        return super().forward(*values)
+
+
+def go_on_after_errors(rank: int) -> list[str]:
+    """What each call raises in a script that catches all of it. Without a time limit, only other ranks can end one."""
+    told = []
+    with Pipeline(stages_with(RunsOutOfMemory(), 1), plan_for(), loss_fn, timeout_s=math.inf) as pipeline:
+        pipeline.step(*batch_of(4))
+        for call in (pipeline.step, pipeline.step, pipeline.evaluate):
+            told.append(error_of(call, *batch_of(4)))
+        told.append(error_of(pipeline.clip_grad_norm_, 1.0))
+        told.append(error_of(pipeline.timeline))
+        with pytest.raises(PipelineError, match="an earlier call failed"), pipeline.watching("metrics"):
+            pass
+    return told
+
+
+def error_of(call: Callable[..., Any], *arguments: Any) -> str:
+    with pytest.raises(Exception) as caught:  # noqa: PT011 - its text is what is asserted
+        call(*arguments)
+    return error_text(caught.value)
+
+
+def test_no_call_follows_one_that_failed_on_a_rank_alone(pool: Pool) -> None:
+    """The others, which wait for that rank in the middle of the step, learn of the error when it happens."""
+    for rank, (first, *later) in enumerate(pool.run(NUM_RANKS, go_on_after_errors)):
+        if rank == 1:
+            assert first == MEMORY
+        else:
+            assert re.fullmatch(
+                f"LostRankError: lost rank 1 while .+: the first error was that of rank 1: {MEMORY}", first
+            )
+        for told in later:
+            assert told.startswith(f"PipelineError: an earlier call failed on this rank ({first}), which ended")
+            assert told.endswith("start all ranks again from a checkpoint (rota run --max-restarts does so)")
+
+
+def run_torch_engine_after_errors(rank: int) -> None:
+    engine = TorchEngine(stages_with(RunsOutOfMemory(), 1), plan_for("gpipe"), loss_fn, timeout_s=math.inf)
+    engine.step(*batch_of(4))
+    first, then = (error_of(engine.step, *batch_of(4)) for _ in range(2))
+    assert then.startswith(f"PipelineError: an earlier call failed on this rank ({first}), which ended")
+    print(first, file=sys.stderr)
+
+
+def test_no_step_of_pytorchs_engine_follows_one_that_failed_either(tmp_path: Path) -> None:
+    """PyTorch may keep the connections open; then the others are ended."""
+    ended = run_fresh(tmp_path, NUM_RANKS, run_torch_engine_after_errors)
+    assert ended[1].exit_code == 0, ended
+    assert ended[1].last_line == MEMORY
+    for other in (ended[0], ended[2]):
+        assert other.exit_code in (0, 70), other
+        assert other.last_line.endswith(f": rank 1: {MEMORY}") or other.last_line.endswith(f"that of rank 1: {MEMORY}")
+
+
+def go_on_after_refusals(rank: int) -> list[float]:
+    """What all ranks refuse together ends nothing."""
+    losses = []
+    plan = plan_for()
+    with Pipeline(stages_with(Layer(), 0), plan, loss_fn, check_data="never") as pipeline:
+        for refused in (lambda: pipeline.step(*batch_of(4), scale=1.0 + rank), lambda: pipeline.step(*nan_batch())):
+            with pytest.raises(PipelineError):
+                refused()
+            losses.append(pipeline.step(*batch_of(4)))
+    return losses
+
+
+def nan_batch() -> tuple[Tensor, Tensor]:
+    inputs, targets = batch_of(4)
+    return inputs, targets * math.nan
+
+
+def test_calls_follow_one_that_was_refused_on_all_ranks(pool: Pool) -> None:
+    for losses in pool.run(NUM_RANKS, go_on_after_refusals):
+        assert losses[0] == losses[1]
+
+
+class MakesASet(Layer):
+    def forward(self, *values: Tensor) -> Any:
+        return {"a set"}
+
+
+def forward_what_cannot_be_sent(rank: int) -> list[str]:
+    told = []
+    plan = plan_for("forward_only")
+    with Pipeline(stages_with(MakesASet(), 2), plan, None, timeout_s=math.inf) as pipeline:
+        for _ in range(2):
+            told.append(error_of(pipeline.forward, batch_of(4)[0]))
+    return told
+
+
+def test_all_that_ask_learn_that_an_output_cannot_be_sent(pool: Pool) -> None:
+    for told in pool.run(NUM_RANKS, forward_what_cannot_be_sent):
+        assert "set" in told[0]
+        assert told[0] == told[1]
+
+
+# --- a rank that ends before the others -------------------------------------------------------------------------------
+
+
+def step_as_often(rank: int, num_steps: list[int], then: str) -> str:
+    with Pipeline(stages_with(Layer(), 0), plan_for(), loss_fn, timeout_s=math.inf) as pipeline:
+        try:
+            for _ in range(num_steps[rank]):
+                pipeline.step(*batch_of(4))
+            if then and rank != 1:
+                getattr(pipeline, then)(*{"clip_grad_norm_": (1.0,)}.get(then, ()))
+        except PipelineError as error:
+            return error_text(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("num_steps", "then", "doing"),
+    [
+        ([3, 2, 3], "", "waiting for the others to begin the step"),
+        ([2, 2, 2], "clip_grad_norm_", "adding up the gradients' norm"),
+        ([2, 2, 2], "timeline", "gathering the timeline"),
+    ],
+)
+def test_rank_that_runs_out_of_batches_first_is_not_lost(
+    pool: Pool, num_steps: list[int], then: str, doing: str
+) -> None:
+    for rank, told in enumerate(pool.run(NUM_RANKS, step_as_often, num_steps, then)):
+        assert told == (
+            ""
+            if rank == 1
+            else f"LostRankError: rank 1 closed its pipeline without an error after 2 steps, but this rank goes on "
+            f"({doing}); give all ranks the same number of batches, and make the same calls on all"
+        )
+
+
+def lose_a_rank_after_another_has_ended(rank: int) -> None:
+    """Rank 0 has done its part of the last call when it ends; rank 2 dies in that call, and rank 1 waits for it."""
+
+    def die_once_rank_0_has_ended(*_: object) -> None:
+        while pipeline._watchdog._roll_call.end() is None:
+            pass
+        os._exit(9)
+
+    with Pipeline(stages_with(Layer(), 0), plan_for("forward_only"), None) as pipeline:
+        if rank == 2:
+            transport.send_value = die_once_rank_0_has_ended  # type: ignore[assignment]
+        pipeline.forward(batch_of(4)[0], outputs=rank == 1)
+
+
+def test_rank_that_did_its_part_and_ended_is_not_the_one_that_was_lost(tmp_path: Path) -> None:
+    ended = run_fresh(tmp_path, NUM_RANKS, lose_a_rank_after_another_has_ended)
+    assert [each.exit_code for each in ended] == [0, 1, 9], ended
+    assert_lost(ended[1], "a rank", "bringing outputs from rank 2 to rank 1", first="")

@@ -6,7 +6,7 @@ import math
 import re
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from torch import Tensor, nn
@@ -14,14 +14,15 @@ from torch import Tensor, nn
 from rota import Cluster, Costs, Pipeline, PipelineError, Plan, Stages, place
 from rota.errors import LostRankError
 from rota.runtime.faults import watchdog
-from rota.runtime.faults.watchdog import EXIT_CODE
+from rota.runtime.faults.watchdog import EXIT_CODE, idle_limit_s
 from rota.schedules import NAMED
-from support.fresh import Ended, mark, run_fresh
+from support.fresh import Ended, run_fresh
 from support.networks import Layer, batch_of, loss_fn
+from support.watch_clock import WatchClock, once_all_are
 
 pytestmark = pytest.mark.dist
 
-NUM_RANKS, TIMEOUT_S = 3, 2.5
+NUM_RANKS, TIMEOUT_S = 3, 100.0  # which pass at once, see WatchClock
 
 
 class Stuck(Layer):
@@ -34,7 +35,6 @@ class Stuck(Layer):
     def hang_if_it_is_time(self) -> None:
         self.left -= 1
         if self.left < 0:
-            mark()
             time.sleep(1000)
 
     def forward(self, *values: Tensor) -> Tensor:
@@ -57,34 +57,40 @@ def stages_with(stuck: nn.Module, at: int) -> Stages:
     return Stages([(stuck if stage == at else Layer()).double() for stage in range(NUM_RANKS)])
 
 
-def steps(rank: int, stages: Stages, plan: Plan, num_steps: int = 1, patient_rank: int = -1) -> None:
+def steps(
+    rank: int, stages: Stages, plan: Plan, num_steps: int, patient_rank: int, folder: Path, where: dict[int, str]
+) -> None:
+    """`where`: see `once_all_are`."""
+    WatchClock(once_all_are(folder, rank, where))
     with Pipeline(stages, plan, loss_fn, timeout_s=1000 if rank == patient_rank else TIMEOUT_S) as pipeline:
         for _ in range(num_steps):
-            mark()
             pipeline.step(*batch_of(plan.num_microbatches))
 
 
 def assert_one_report(ended: list[Ended], *told: str) -> None:
-    """All ranks end with the same message, which has all that is `told`, and none before its time."""
-    assert max(each.after_s for each in ended) >= TIMEOUT_S * 0.9
+    """All ranks end with the same message, which has all that is `told`."""
     for each in ended:
         assert each.exit_code == EXIT_CODE == 70, each
         assert each.stderr == ended[0].stderr
         assert "Traceback" not in each.stderr
-    for text in (f"rota: no progress for {TIMEOUT_S:g} s, so all ranks end: ", "a larger timeout_s", *told):
+    for text in ("a larger timeout_s", *told):
         assert text in ended[0].stderr, ended[0]
 
 
-def hang(folder: Path, where: str, microbatch: int, schedule: str, num_steps: int = 1, **options: Any) -> list[Ended]:
-    stages = stages_with(Stuck(where, microbatch), 1)
-    return run_fresh(folder, NUM_RANKS, steps, stages, plan_for(schedule), num_steps, *options.values())
+def hang(
+    folder: Path, stuck: Stuck, schedule: str, where: dict[int, str], num_steps: int = 1, patient_rank: int = -1
+) -> list[Ended]:
+    """Rank 1 gets stuck; time passes once all are `where` they will be then."""
+    plan = plan_for(schedule)
+    return run_fresh(folder, NUM_RANKS, steps, stages_with(stuck, 1), plan, num_steps, patient_rank, folder, where)
 
 
 @pytest.mark.faults
 def test_stage_that_hangs_in_its_forward(tmp_path: Path) -> None:
+    where = {0: "waits for 1B1→0B1", 1: "is at 1F2 .*hang_if_it_is_time", 2: "waits for 1F2→2F2"}
     assert_one_report(
-        hang(tmp_path, "forward", 2, "1f1b"),
-        "all ranks end: rank 1 makes no progress",
+        hang(tmp_path, Stuck("forward", 2), "1f1b", where),
+        "rota: no progress for 100 s, so all ranks end: rank 1 makes no progress",
         "rank 0 waits for 1B1→0B1 from rank 1 for ",
         "rank 1 is at 1F2 (test_watchdog.py:",
         "in hang_if_it_is_time) for ",
@@ -97,9 +103,10 @@ def test_stage_that_hangs_in_its_forward(tmp_path: Path) -> None:
 
 def test_stage_that_hangs_in_its_backward_in_a_later_step_on_a_patient_rank(tmp_path: Path) -> None:
     """Its own limit is far away: it answers the others."""
+    where = {0: "waits for 1B1→0B1.*step 2", 1: "is at 1B1 .*hang_if_it_is_time", 2: "waits for 1F3→2F3.*step 2"}
     assert_one_report(
-        hang(tmp_path, "backward", 4 + 1, "1f1b", 2, patient_rank=1),
-        "all ranks end: rank 1 makes no progress",
+        hang(tmp_path, Stuck("backward", 4 + 1), "1f1b", where, num_steps=2, patient_rank=1),
+        "rota: no progress for 100 s, so all ranks end: rank 1 makes no progress",
         "rank 0 waits for 1B1→0B1 from rank 1 for ",
         "rank 1 is at 1B1 (test_watchdog.py:",
         "s, after 1F2 in step 2",
@@ -108,8 +115,9 @@ def test_stage_that_hangs_in_its_backward_in_a_later_step_on_a_patient_rank(tmp_
 
 
 def test_rank_whose_messages_nobody_takes_names_the_transfer_and_the_peer(tmp_path: Path) -> None:
+    where = {0: "waits for rank 1 to receive 0F2→1F2", 1: "hang_if_it_is_time", 2: "waits for 1F1→2F1"}
     assert_one_report(
-        hang(tmp_path, "forward", 1, "forward_only"),
+        hang(tmp_path, Stuck("forward", 1), "forward_only", where),
         "rank 0 waits for rank 1 to receive 0F2→1F2 for ",
         "rank 2 waits for 1F1→2F1 from rank 1 for ",
     )
@@ -125,8 +133,7 @@ class LosesARank(Layer):
     def forward(self, *values: Tensor) -> Tensor:
         self.forwards += 1
         if self.forwards == 2:
-            mark()
-            raise LostRankError("lost rank 1 while sending 0F0→1F0")
+            raise LostRankError("lost rank 1", "sending 0F0→1F0")
         return super().forward(*values)
 
 
@@ -167,10 +174,11 @@ def test_rank_that_waits_for_a_lost_one_ends_once_another_rank_has_noticed(tmp_p
     ],
 )
 def test_rank_that_never_does_what_the_others_do(tmp_path: Path, never: str, waited: str) -> None:
-    ended = run_fresh(tmp_path, NUM_RANKS, do_all_unless_rank_1, stages_with(Layer(), 1), plan_for(), never)
+    waits = f"waits for {waited}.* in step 2"
+    where = {0: waits, 1: "is outside .*sleep_long", 2: waits}
     assert_one_report(
-        ended,
-        "all ranks end: rank 1 never reached what the others wait for",
+        hang_before(tmp_path, never, where),
+        "rota: no progress for 100 s, so all ranks end: rank 1 never reached what the others wait for",
         f"rank 0 waits for {waited} for ",
         "rank 1 is outside of the pipeline's calls (test_watchdog.py:",
         " in sleep_long) for ",
@@ -181,28 +189,33 @@ def test_rank_that_never_does_what_the_others_do(tmp_path: Path, never: str, wai
 @pytest.mark.faults
 def test_rank_that_hangs_before_the_losses(tmp_path: Path) -> None:
     """It is still inside of the step, so it is the one that makes no progress."""
-    ended = run_fresh(
-        tmp_path, NUM_RANKS, do_all_unless_rank_1, stages_with(Layer(), 1), plan_for(), "_step_end.finish"
-    )
+    losses = "waits for the other ranks' losses.* in step 2"
     assert_one_report(
-        ended,
-        "all ranks end: rank 1 makes no progress",
+        hang_before(tmp_path, "_step_end.finish", {0: losses, 1: "sleep_long", 2: losses}),
+        "rota: no progress for 100 s, so all ranks end: rank 1 makes no progress",
         "rank 0 waits for the other ranks' losses for ",
         "rank 2 waits for the other ranks' losses for ",
         "(test_watchdog.py:",
     )
 
 
-def do_all_unless_rank_1(rank: int, stages: Stages, plan: Plan, never: str) -> None:
-    def sleep_long(*_: Any, **__: Any) -> None:
-        time.sleep(1000)
+def sleep_long(*_: Any, **__: Any) -> None:
+    time.sleep(1000)
 
+
+def hang_before(folder: Path, never: str, where: dict[int, str]) -> list[Ended]:
+    return run_fresh(folder, NUM_RANKS, do_all_unless_rank_1, stages_with(Layer(), 1), plan_for(), never, folder, where)
+
+
+def do_all_unless_rank_1(
+    rank: int, stages: Stages, plan: Plan, never: str, folder: Path, where: dict[int, str]
+) -> None:
+    WatchClock(once_all_are(folder, rank, where))
     with Pipeline(stages, plan, loss_fn, timeout_s=TIMEOUT_S) as pipeline:
         pipeline.step(*batch_of(4))
         if rank == 1:
             owner, _, method = never.rpartition(".")
             setattr(getattr(pipeline, owner) if owner else pipeline, method, sleep_long)
-        mark()
         pipeline.step(*batch_of(4))
         pipeline.clip_grad_norm_(1.0)
         pipeline.timeline()
@@ -210,12 +223,12 @@ def do_all_unless_rank_1(rank: int, stages: Stages, plan: Plan, never: str) -> N
 
 def test_rank_that_makes_no_pipeline(tmp_path: Path) -> None:
     """The others have ten times as long there."""
-    ended = run_fresh(tmp_path, NUM_RANKS, make_late, expected=(0, 2))
+    ended = run_fresh(tmp_path, NUM_RANKS, make_late, tmp_path, expected=(0, 2))
     assert ended[1].exit_code is None
     assert ended[0].exit_code == ended[2].exit_code == EXIT_CODE
     assert ended[0].stderr == ended[2].stderr
     for told in (
-        "rota: no progress for 1 s, so all ranks end: rank 1 never answered; it is stopped, dead, or without a",
+        "rota: no progress for 1000 s, so all ranks end: rank 1 never answered; it is stopped, dead, or without a",
         "rank 0 waits for the other ranks to make their pipelines for ",
         "s, before the first op",
         "rank 1 did not answer within 5 s",
@@ -223,18 +236,79 @@ def test_rank_that_makes_no_pipeline(tmp_path: Path) -> None:
         assert told in ended[0].stderr, ended
 
 
-def make_late(rank: int) -> None:
+def make_late(rank: int, folder: Path) -> None:
     if rank == 1:
         time.sleep(1000)
-    Pipeline(stages_with(Layer(), 1), plan_for(), loss_fn, timeout_s=0.1)
+    WatchClock(once_all_are(folder, rank, dict.fromkeys((0, 2), "waits for the other ranks to make their pipelines")))
+    Pipeline(stages_with(Layer(), 1), plan_for(), loss_fn, timeout_s=TIMEOUT_S)
+
+
+# --- outside of all calls ---------------------------------------------------------------------------------------------
+
+
+def test_all_ranks_that_are_stuck_outside_of_the_pipelines_calls(tmp_path: Path) -> None:
+    ended = run_fresh(tmp_path, NUM_RANKS, wait_for_data, tmp_path)
+    assert_one_report(
+        ended,
+        "rota: no progress for 1800 s, so all ranks end: all ranks are outside of the pipeline's calls",
+        *(f"rank {rank} is outside of the pipeline's calls (test_watchdog.py:" for rank in range(NUM_RANKS)),
+        " in sleep_long) for ",
+        "in step 1\n",
+        "if they only need more time, give Pipeline a larger timeout_s: ranks may be outside of its calls for ten ",
+    )
+
+
+def wait_for_data(rank: int, folder: Path) -> None:
+    WatchClock(once_all_are(folder, rank, dict.fromkeys(range(NUM_RANKS), "is outside .*sleep_long")))
+    with Pipeline(stages_with(Layer(), 1), plan_for(), loss_fn, timeout_s=TIMEOUT_S) as pipeline:
+        pipeline.step(*batch_of(4))
+        sleep_long()
+
+
+def test_the_limit_outside_of_calls_is_longer() -> None:
+    assert [idle_limit_s(limit) for limit in (60.0, 180.0, 600.0, math.inf)] == [1800.0, 1800.0, 6000.0, math.inf]
+
+
+def work_alone_after_the_others(rank: int) -> None:
+    """The last rank has a long way to go, after the others have closed their pipelines."""
+    clock = WatchClock()
+    with Pipeline(stages_with(Layer(), 1), plan_for(), loss_fn, timeout_s=TIMEOUT_S) as pipeline:
+        pipeline.step(*batch_of(4))
+        if rank == 2:
+            while pipeline._watchdog._roll_call.end() is None:
+                time.sleep(0.01)
+            clock.let_pass(2000)
+
+
+def test_rank_that_goes_on_by_itself_after_the_others_have_ended_is_left_alone(tmp_path: Path) -> None:
+    for ended in run_fresh(tmp_path, NUM_RANKS, work_alone_after_the_others):
+        assert (ended.exit_code, ended.stderr) == (0, "")
+
+
+def work_in_another_pipeline(rank: int) -> None:
+    clock = WatchClock()
+    with Pipeline(stages_with(Layer(), 1), plan_for(), loss_fn, timeout_s=TIMEOUT_S) as idle:
+        clock.excludes = lambda watchdog, timed=idle._watchdog: watchdog is not timed
+        another = Pipeline(stages_with(Layer(), 1), plan_for(), loss_fn, timeout_s=TIMEOUT_S)
+        with another, another.watching("what takes long"):
+            clock.let_pass(2000)
+
+
+def test_pipeline_is_not_idle_while_another_one_of_the_process_is_at_work(tmp_path: Path) -> None:
+    for ended in run_fresh(tmp_path, NUM_RANKS, work_in_another_pipeline):
+        assert (ended.exit_code, ended.stderr) == (0, "")
 
 
 # --- and no other ---------------------------------------------------------------------------------------------------
 
 
 class Slow(Layer):
+    """Each forward takes most of the limit."""
+
+    clock: ClassVar[WatchClock]
+
     def forward(self, *values: Tensor) -> Tensor:
-        time.sleep(0.2)
+        self.clock.let_pass(round(0.6 * TIMEOUT_S))
         return super().forward(*values)
 
 
@@ -244,16 +318,15 @@ class Broken(Layer):
 
 
 def take_time(rank: int, plan: Plan) -> None:
-    """A step that takes longer than the timeout, a long rest after it, and a long rest after a broken one."""
+    """A step that takes longer than the timeout, a long rest after it, and a broken step, which ends the watchdog."""
+    Slow.clock = clock = WatchClock()
     slow, broken = (Stages([layer().double() for _ in range(NUM_RANKS)]) for layer in (Slow, Broken))
     with Pipeline(slow, plan, loss_fn, timeout_s=TIMEOUT_S) as pipeline:
         pipeline.step(*batch_of(plan.num_microbatches))
-        time.sleep(TIMEOUT_S + 0.3)
+        clock.let_pass(round(2 * TIMEOUT_S))
     error, told = (ValueError, "on purpose") if rank == 0 else (PipelineError, "lost rank")
-    with Pipeline(broken, plan, loss_fn, timeout_s=TIMEOUT_S if rank == 0 else 1000) as pipeline:
-        with pytest.raises(error, match=told):
-            pipeline.step(*batch_of(plan.num_microbatches))
-        time.sleep(TIMEOUT_S + 0.3 if rank == 0 else 0)
+    with Pipeline(broken, plan, loss_fn, timeout_s=TIMEOUT_S) as pipeline, pytest.raises(error, match=told):
+        pipeline.step(*batch_of(plan.num_microbatches))
 
 
 def test_slow_steps_rests_and_failed_steps_do_not_wake_it(tmp_path: Path) -> None:

@@ -8,8 +8,6 @@ import sys
 from typing import TYPE_CHECKING
 
 from rota import reading, schedule_csv
-from rota.calibration.planning_again import free_name
-from rota.calibration.spread import Spread
 from rota.cli import files
 from rota.cli.arguments import add_force, mesh, number, percent, seconds
 from rota.cli.parser import Command, Parser, one_of
@@ -18,8 +16,6 @@ from rota.errors import PipelineError
 
 if TYPE_CHECKING:
     from rota.plan import Plan
-    from rota.runtime.launching.launch import Run
-    from rota.timeline import Timeline
 
 _ADAPT_GAIN = 0.03
 _MOST_PROCESSES = 1024  # that `rota run` starts
@@ -140,7 +136,7 @@ def run(arguments: argparse.Namespace) -> int:
         command = f"rota compare {arguments.plan} {arguments.timeline}"
         then = f", the timeline of the last step; compare it with the plan: `{command}`"
         files.write(arguments.timeline, done.timeline.to_json(), then)
-    return _report_end(done, planned, arguments.timeline)
+    return _report_end(done.ended_by)
 
 
 def _misplaced(arguments: argparse.Namespace) -> list[str]:
@@ -164,31 +160,12 @@ def _least_gain(arguments: argparse.Namespace, planned: Plan) -> float | None:
     return _ADAPT_GAIN if arguments.adapt_gain is None else float(arguments.adapt_gain)
 
 
-def _report_end(done: Run, plan: Plan, timeline: str | None) -> int:
-    """Report stragglers and an early end. Returns the exit code: as in a shell for SIGTERM, 0 for SIGUSR1."""
-    for straggler in done.stragglers:
-        _report(f"{straggler.to_text()}; {_remedy(plan, done.timeline, straggler.rank, timeline)}")
-    if done.ended_by is None:
+def _report_end(ended_by: signal.Signals | None) -> int:
+    """Report an early end. Returns the exit code: as in a shell for SIGTERM, 0 for SIGUSR1."""
+    if ended_by is None:
         return 0
-    _report(f"{done.ended_by.name}: all ranks have ended after the step that was running")
-    return 128 + done.ended_by if done.ended_by == signal.SIGTERM else 0
-
-
-def _remedy(plan: Plan, last: Timeline | None, rank: int, timeline: str | None) -> str:
-    """What to do about a rank that is slower than planned; `last` is the last step."""
-    if plan.usage is not None and plan.usage.is_from_run:
-        return (
-            f"the plan's times were {plan.usage.note}: either this rank was faster then than it is now, or the steps "
-            f"of that run differ; look for other programs on its cores, or calibrate with the timelines of several runs"
-        )
-    if last is not None and rank < last.num_ranks and Spread.of([last], last.plan.placement).allows(rank):
-        return (
-            "within the last step, the times of its ops differ by just as much, so new costs may be no better: look "
-            "for other programs on its cores, or calibrate with the timelines of several runs"
-        )
-    first = "" if timeline else "measure with --timeline measured.json, and "
-    measured, better = timeline or "measured.json", free_name("better.json")
-    return f"{first}plan with measured costs: rota calibrate {measured} -o {better}"
+    _report(f"{ended_by.name}: all ranks have ended after the step that was running")
+    return 128 + ended_by if ended_by == signal.SIGTERM else 0
 
 
 def _report(line: str) -> None:

@@ -27,6 +27,7 @@ from rota.errors import FormatError, LostRankError, PipelineError
 from rota.plan import Plan
 from rota.reading import LARGEST, Field
 from rota.runtime import control, kept_memory
+from rota.runtime.agreement import Call
 from rota.runtime.checkpoints import checkpoint_folder, files
 from rota.runtime.checkpoints.all_ranks import DamagedError, Ranks
 from rota.runtime.checkpoints.batches import Batches
@@ -255,7 +256,10 @@ class Checkpoints:
 
     def _share_first_batch(self, value: Any) -> list[Any]:
         """The values of each replica's first process. Collective."""
-        told, processes = self._share("the other ranks' first batch", value), self._pipeline._processes
+        awaited, processes = "the other ranks' first batch", self._pipeline._processes
+        with self._pipeline.watching(awaited, PATIENT):
+            self._pipeline._agreement.share(Call.BEGIN_EPOCH, f"waiting for {awaited}")
+        told = self._share(awaited, value)
         return [told[of_rank[0]] for of_rank in processes.pipelines[:: processes.num_tp_shards]]
 
     def _share(self, awaited: str, value: Any) -> list[Any]:
@@ -275,7 +279,9 @@ class Checkpoints:
         Raises:
             PipelineError: on all ranks, if one of them fails, or if the last asynchronous `save` failed.
         """
-        with self._pipeline.watching(f"the other ranks to save step {step}", PATIENT):
+        awaited = f"the other ranks to save step {step}"
+        with self._pipeline.watching(awaited, PATIENT):
+            self._pipeline._agreement.share(Call.SAVE, f"waiting for {awaited}")
             self.wait()
             tensors, small = self._ranks.agreed("collecting the state", lambda: self._collect(step, extra))
             gathered = self._ranks.gather(small)
@@ -292,8 +298,8 @@ class Checkpoints:
 
     def wait(self) -> None:
         """Wait until the last `save` is complete on disk. Raises its error if it failed."""
-        with self._pipeline.watching("a checkpoint to be written", PATIENT):
-            if self._writing is not None:
+        if self._writing is not None:
+            with self._pipeline.watching("a checkpoint to be written", PATIENT):
                 writing, self._writing = self._writing, None
                 writing.result()
                 self._copies.forget()
@@ -502,29 +508,35 @@ class Checkpoints:
             PipelineError: it does not fit; that of `step` is damaged or missing; all are damaged.
         """
         with self._pipeline.watching("the other ranks to load a checkpoint", PATIENT):
-            self.wait()
-            names, self._newest_at_load = self._ranks.first("looking for checkpoints", lambda: self._find(step))
-            self._newest_step_saved = int(names[0].removeprefix("step-")) if names else -1
-            if self._in_memory is not None and step is None:
-                kept = self._load_from_memory(self._in_memory, self._newest_step_saved)
-                if kept is not None:
-                    return kept
-            for name, before in zip_longest(names, names[1:]):
-                try:
-                    found = self._load(self._folder / name)
-                except DamagedError as error:
-                    if before is None:
-                        remedy = _NO_OTHER if step is None else _OTHER_STEP
-                        raise PipelineError(f"{error}; {remedy}") from None
-                    self._report(f"{error}; going back to {self._folder / before}")
-                else:
-                    if is_restart():
-                        self._report(f"training resumes from {found.path}")
-                    self._forget_steps_in_memory()
-                    return found
-            if is_restart():
-                self._report(f"training starts from the beginning: no whole checkpoint in {self._folder}")
-            return None
+            found = self._loaded(step)
+            if found is not None:
+                self._pipeline._count_from(found.step)
+            return found
+
+    def _loaded(self, step: int | None) -> Checkpoint | None:
+        self.wait()
+        names, self._newest_at_load = self._ranks.first("looking for checkpoints", lambda: self._find(step))
+        self._newest_step_saved = int(names[0].removeprefix("step-")) if names else -1
+        if self._in_memory is not None and step is None:
+            kept = self._load_from_memory(self._in_memory, self._newest_step_saved)
+            if kept is not None:
+                return kept
+        for name, before in zip_longest(names, names[1:]):
+            try:
+                found = self._load(self._folder / name)
+            except DamagedError as error:
+                if before is None:
+                    remedy = _NO_OTHER if step is None else _OTHER_STEP
+                    raise PipelineError(f"{error}; {remedy}") from None
+                self._report(f"{error}; going back to {self._folder / before}")
+            else:
+                if is_restart():
+                    self._report(f"training resumes from {found.path}")
+                self._forget_steps_in_memory()
+                return found
+        if is_restart():
+            self._report(f"training starts from the beginning: no whole checkpoint in {self._folder}")
+        return None
 
     def _forget_steps_in_memory(self) -> None:
         """Training goes on from a checkpoint: no restart may lead back to later steps of before."""

@@ -87,6 +87,9 @@ class Batches:
         seed, epoch, num_batches, num_replicas = (position[name].integer(0) for name in _FIELDS[:4])
         if seed != self._seed:
             raise PipelineError(f"seed={self._seed}, but the training has had the seed {seed} so far; give that one")
+        length = position["length"].integer_or_none(0)
+        if num_batches and num_batches == length:  # it was saved after the epoch's last batch
+            epoch, num_batches = epoch + 1, 0
         if num_batches and num_replicas != self._num_replicas:
             raise PipelineError(
                 f"epoch {epoch} was begun by {num_replicas} replicas, and cannot be gone on with by "
@@ -95,7 +98,7 @@ class Batches:
         self._epoch, self._num_batches = epoch, num_batches
         if num_batches:
             self._begun = Begun(
-                position["length"].integer_or_none(0),
+                length,
                 tuple(value.text() for value in position["first"]),
             )
             if len(self._begun.first) != num_replicas:

@@ -49,7 +49,10 @@ def compose(names: Sequence[str], statuses: Mapping[int, Status], limit_s: float
     for process, name in enumerate(names):
         status = statuses.get(process)
         lines.append(f"    {name} {status.to_words() if status else f'did not answer within {answer_s:g} s'}")
-    lines.append("    if it only needs more time, give Pipeline a larger timeout_s")
+    remedy = "if it only needs more time, give Pipeline a larger timeout_s"
+    if _all_outside(statuses):
+        remedy = f"if they only need more time, give Pipeline a larger timeout_s: {_OUTSIDE}"
+    lines.append(f"    {remedy}")
     return "\n".join(lines)
 
 
@@ -78,6 +81,8 @@ def _reason(names: Sequence[str], statuses: Mapping[int, Status]) -> str:
         be, it = ("is", "it") if len(silent) == 1 else ("are", "they")
         return f"{_listed(silent)} never answered; {it} {be} stopped, dead, or without a pipeline"
     by_kind = {kind: [names[p] for p in sorted(statuses) if statuses[p].kind == kind] for kind in _KINDS}
+    if _all_outside(statuses):
+        return "all ranks are outside of the pipeline's calls"
     if outside := by_kind["outside"]:
         return f"{_listed(outside)} never reached what the others wait for"
     if busy := by_kind["busy"]:
@@ -85,6 +90,11 @@ def _reason(names: Sequence[str], statuses: Mapping[int, Status]) -> str:
     return "all wait for each other; check that all make the same calls in the same order"
 
 
+def _all_outside(statuses: Mapping[int, Status]) -> bool:
+    return all(status.kind == "outside" for status in statuses.values())
+
+
+_OUTSIDE = "ranks may be outside of its calls for ten times as long, and for half an hour at least"
 _SO = ", so all ranks end: "
 _KINDS = ("waits", "busy", "outside")
 _MOST_NAMES = 8

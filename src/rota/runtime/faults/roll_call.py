@@ -5,15 +5,17 @@ lowest that answered  one report ──▶ all others end with the same text
 one that fails        "failed" ──▶ the others learn of the first error
 one that loses a rank "lost"   ──▶ those that still wait for the lost rank end
 one of those that end "leaves" ──▶ those that lose it end alike: they do not take its end for the first error
+one that ends         "ended"  ──▶ those that go on tell that from a loss
 """
 
 from __future__ import annotations
 
+import json
 import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar, final
+from typing import Any, NamedTuple, TypeVar, final
 
 import torch.distributed as dist
 
@@ -26,6 +28,23 @@ ANSWER_S = 5.0  # long enough for a live process on a busy machine
 _STORE_S = 5.0  # for one request to the store, which does not answer if the process that holds it is stopped
 _TOGETHER_S = 2.0  # for what all processes that have answered do together
 _LOOK_S = 0.02
+
+
+class End(NamedTuple):
+    """A rank that has closed its pipeline without an error, after so many calls that all ranks make together."""
+
+    words: str
+    num_calls: int
+
+    @classmethod
+    def from_text(cls, text: str) -> End | None:
+        """The report in a text, None if it is malformed: anyone who reaches torchrun's store can write there."""
+        try:
+            fields = json.loads(text)
+        except (ValueError, RecursionError):
+            return None
+        is_valid = isinstance(fields, list) and [*map(type, fields)] == [str, int]
+        return cls(*fields) if is_valid else None
 
 
 @final
@@ -43,6 +62,7 @@ class RollCall:
         number = self._store.add(f"rota/pipelines of {self.process}", 1)
         self._failed, self._lost = f"rota/pipeline {number} failed", f"rota/pipeline {number} lost"
         self._leaves = f"rota/pipeline {number} leaves"
+        self._ended = f"rota/pipeline {number} ended"
         self._answers: dict[int, Status] = {}
         self._requests: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._serve, name="rota-roll-call", daemon=True)
@@ -73,6 +93,17 @@ class RollCall:
     def is_leaving(self) -> bool:
         """Whether a rank has ended because another one failed, so that its loss is no error of its own."""
         return self._within(_STORE_S, lambda: bool(self._store.check([self._leaves])))
+
+    # --- a rank that ends normally --------------------------------------------------------------------------------
+
+    def report_end(self, end: End) -> None:
+        """Report that this rank closes its pipeline without an error; the first report of all ranks is kept."""
+        self._within(_STORE_S, lambda: self._store.compare_set(self._ended, "", json.dumps(end)))
+
+    def end(self) -> End | None:
+        """The first report of a rank that closed its pipeline, None if there is none, or it is malformed."""
+        text = self._within(_STORE_S, lambda: self._got(self._ended))
+        return None if text is None else End.from_text(text)
 
     # --- a hang ---------------------------------------------------------------------------------------------------
 

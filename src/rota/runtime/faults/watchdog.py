@@ -2,10 +2,13 @@
 
 main thread  step: tick, tick, tick … (stuck in native code, cannot raise)
 watchdog     …  no tick within the limit ──▶ roll call over the store ──▶ one report, exit code 70 on all
+
+Between calls, the script may load data or evaluate by itself, so a longer limit holds: see `idle_limit_s`.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 import time
@@ -16,20 +19,22 @@ from typing import final
 
 import torch.distributed as dist
 
-from rota.errors import LostRankError, PipelineError
+from rota.errors import LostRankError, PipelineError, error_text
 from rota.plan import Plan
 from rota.runtime import control
 from rota.runtime.faults.hang_report import Status, compose_alone, printable, reason_of
-from rota.runtime.faults.roll_call import RollCall
+from rota.runtime.faults.roll_call import End, RollCall
 from rota.runtime.faults.stack_location import Doing, frames_of, is_in_a_collective, place
 from rota.runtime.launcher_files import given_limit_s
 from rota.simulation import simulate
+from rota.units import count_text
 
 EXIT_CODE = 70  # as sysexits.h: internal failure; `rota run` shows the message above it
 _AFTER_A_FAILURE_S = 2.0  # by then, ranks that can notice by themselves that another one is gone have done so
 _FIRST_ERROR_S = 0.5  # for the rank with the first error to print it before others do
-PATIENT = 10  # times the limit, while ranks load a model or write a checkpoint, each at its own pace
+PATIENT = 10  # times the limit, while ranks load a model or write a checkpoint, each at its own pace, or work outside
 _LEAST_S, _NUM_STEPS = 60.0, 20
+LEAST_IDLE_S = 1800.0  # as long as PyTorch lets ranks wait for each other
 
 Describe = Callable[[list[FrameType]], Doing]
 
@@ -58,6 +63,14 @@ def limit_s(timeout_s: float | None, plan: Plan | None = None) -> float:
     return float(timeout_s)
 
 
+def idle_limit_s(limit: float) -> float:
+    """How long a rank may be outside of the pipeline's calls, in seconds, if it may go `limit` without progress inside.
+
+    Scripts load data or evaluate there; but a rank must not hang where nobody waits for it in a call.
+    """
+    return max(LEAST_IDLE_S, PATIENT * limit)
+
+
 @final
 class Watchdog:
     """Watches one pipeline on one process. All processes make theirs in the same order; `close` ends its thread.
@@ -70,9 +83,12 @@ class Watchdog:
         self.names: Sequence[str] = [f"rank {process}" for process in range(dist.get_world_size())]
         self.last: Callable[[], str] = lambda: "before the first op"
         self.num_reached: Callable[[], int] = lambda: 0
+        #: How many calls this process has begun that all make together.
+        self.num_calls: Callable[[], int] = lambda: 0
         #: What the device does that has not ended all that it was given; None if it has.
         self.device: Callable[[], Doing | None] = lambda: None
         self._timeout_s, self._times = timeout_s, 1
+        self._idle_limit_s = idle_limit_s(timeout_s) if dist.get_world_size() > 1 else math.inf
         self._count = 0
         self._active = False
         self._thread_id: int | None = threading.get_ident()
@@ -132,7 +148,7 @@ class Watchdog:
 
     def fail(self, error: BaseException) -> None:
         """Report to the others what ends this rank; those that wait for it end within seconds."""
-        words = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+        words = error_text(error)
         if isinstance(error, LostRankError):
             control.report("lost")
             with suppress(RuntimeError):
@@ -141,6 +157,12 @@ class Watchdog:
         control.report("fails", words)
         with suppress(RuntimeError):
             self._roll_call.report_failure(f"{self.name}: {words}")
+
+    def report_end(self, num_steps: int) -> None:
+        """Report to the others that this rank closes its pipeline without an error, after so many steps."""
+        words = f"{self.name} closed its pipeline without an error after {count_text(num_steps, 'step')}"
+        with suppress(RuntimeError):
+            self._roll_call.report_end(End(words, self.num_calls()))
 
     def close(self) -> None:
         """End the thread, and report to the supervisor that the pipeline closes."""
@@ -168,6 +190,9 @@ class Watchdog:
     def _explain(self, error: LostRankError) -> None:
         with suppress(RuntimeError):
             error.first_error = self._roll_call.failure() or ""
+            end = self._roll_call.end()
+            if end is not None and end.num_calls < self.num_calls():  # else it did its part of this call
+                error.ended = end.words
         if error.first_error:
             time.sleep(_FIRST_ERROR_S)
 
@@ -175,24 +200,38 @@ class Watchdog:
 
     def _watch(self) -> None:
         interval = min(self._timeout_s / 10, 1.0)
-        seen, failed_s = (-1, -1), 0.0
+        seen: object = None
+        failed_s = 0.0
         while not self._stop.wait(interval):
-            is_idle = not self._active and self.device() is None
-            if is_idle or (self._count, self.num_reached()) != seen:
-                seen, self._still_s, failed_s = (self._count, self.num_reached()), 0.0, 0.0
+            is_at_work = self._is_at_work
+            is_idle = not any(watchdog._is_at_work for watchdog in [*_open])
+            now = is_at_work, _num_ticks() if is_idle else self._count, self.num_reached()
+            if now != seen or not (is_at_work or is_idle):  # another pipeline of this process is at work
+                seen, self._still_s, failed_s = now, 0.0, 0.0
             else:
                 self._still_s += interval  # not by the clock: the machine may have been asleep
             try:
                 if not self._silent and self._roll_call.is_called():
                     self._end_all()
-                if not self._silent and self._still_s and self._times == 1 and self._roll_call.failure_or_loss():
-                    failed_s += interval
+                if not self._silent and is_at_work and self._still_s and self._times == 1:
+                    failed_s += interval if self._roll_call.failure_or_loss() else 0.0
+                if is_idle and self._still_s >= self._idle_limit_s and self._is_awaited():
+                    self._end_all(self._idle_limit_s)
             except RuntimeError as error:
                 self._silent = str(error).splitlines()[0]
             if failed_s >= _AFTER_A_FAILURE_S:
                 self._end_after_failure(self._status().words)
-            if self._still_s >= self._limit_s:
+            if is_at_work and self._still_s >= self._limit_s:
                 self._end_all()
+
+    @property
+    def _is_at_work(self) -> bool:
+        """Whether this process is in a call of the pipeline, or its device is."""
+        return self._active or self.device() is not None
+
+    def _is_awaited(self) -> bool:
+        """Whether no rank has ended its pipeline; else those left may work by themselves for as long as they like."""
+        return not (self._silent or self._roll_call.end() or self._roll_call.failure_or_loss())
 
     def _status(self) -> Status:
         frames = frames_of(self._thread_id)
@@ -205,7 +244,7 @@ class Watchdog:
         waits, words = self._describe(frames)
         return Status("waits" if waits else "busy", words + ("" if waits else at), self._still_s, self.last())
 
-    def _end_all(self) -> None:
+    def _end_all(self, limit: float | None = None) -> None:
         if not _ending.acquire(blocking=False):  # another pipeline of this process does it
             self._stop.wait()
             return
@@ -213,18 +252,18 @@ class Watchdog:
             for watchdog in _open:
                 watchdog._ends.set()
             watchdog = next((watchdog for watchdog in _open if watchdog._active), self)
-            self._report_hang(watchdog._status())
+            self._report_hang(watchdog._status(), self._limit_s if limit is None else limit)
         finally:
             os._exit(EXIT_CODE)
 
-    def _report_hang(self, status: Status) -> None:
+    def _report_hang(self, status: Status, limit: float) -> None:
         try:
             if self._silent:
                 raise RuntimeError(self._silent)
-            text, is_mine = self._roll_call.report(status, self.names, self._limit_s)
+            text, is_mine = self._roll_call.report(status, self.names, limit)
         except RuntimeError as error:
             why = f"their store does not answer: {str(error).splitlines()[0]}"
-            _show(compose_alone(self.name, status, self._limit_s, why))
+            _show(compose_alone(self.name, status, limit, why))
             return
         if is_mine or not control.is_connected():
             _show(text)
@@ -250,6 +289,11 @@ class Watchdog:
 
 _open: list[Watchdog] = []  # of this process
 _ending = threading.Lock()
+
+
+def _num_ticks() -> int:
+    """How much all pipelines of this process have done."""
+    return sum(watchdog._count for watchdog in [*_open])
 
 
 def _in_a_collective(doing: str, frames: list[FrameType]) -> Doing:

@@ -17,7 +17,6 @@ from rota.checking import check
 from rota.errors import PipelineError
 from rota.plan import Plan
 from rota.runtime.environment import meeting_environments, mesh_environment
-from rota.runtime.faults.stragglers import Straggler, stragglers
 from rota.runtime.freed_memory import HUGE_PAGES
 from rota.runtime.kept_memory import KeptMemories, State
 from rota.runtime.launcher_files import (
@@ -42,13 +41,12 @@ __all__ = ["EndedBySignal", "Run", "launch", "start"]
 
 
 class Run(NamedTuple):
-    """The first replica's timeline of the last step (None if no Pipeline ran a step) and its stragglers.
+    """The first replica's timeline of the last step; None if no Pipeline ran a step.
 
     `ended_by`: the signal to this process that asked the ranks to end, if any.
     """
 
     timeline: Timeline | None
-    stragglers: list[Straggler]
     ended_by: signal.Signals | None
 
 
@@ -87,7 +85,7 @@ def launch(
         report: called with one line for each restart, and for a pipeline that is missing.
 
     Returns:
-        The last step's timeline, the stragglers, and the signal that asked the ranks to end.
+        The last step's timeline, and the signal that asked the ranks to end.
 
     Raises:
         PlanError: `check` refuses the plan. Nothing has been started.
@@ -133,7 +131,7 @@ def launch(
             )
         records = collect(plan, folder.path, restarts.num_all)
         ran = last_plan(plan, folder.path, restarts.num_all)
-    return Run(merge(ran, records) if records else None, stragglers(plan, records), requests.asked)
+    return Run(merge(ran, records) if records else None, requests.asked)
 
 
 def _environment_of_all(
