@@ -10,16 +10,13 @@ import textwrap
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, final
+from typing import Any, final
 
 from rota.cli.snapshots import snapshots_text
 from rota.cli.wire_effects import FREE, counts_transfers, wire_effects
 from rota.plan import Plan
 from rota.tables import fitted
 from rota.timeline import Timeline
-
-if TYPE_CHECKING:
-    from _typeshed import ReadableBuffer
 
 #: What the characters of charts and units become where the output's encoding has none of them.
 _ASCII = str.maketrans(
@@ -47,7 +44,7 @@ class _UnreadOutput(io.RawIOBase):
     def writable(self) -> bool:
         return True
 
-    def write(self, data: ReadableBuffer, /) -> int:
+    def write(self, data: Any, /) -> int:
         try:
             return os.write(self._descriptor, data)
         except BrokenPipeError:
