@@ -614,7 +614,8 @@ def _figures_of(task: Task) -> tuple[int, int, int]:
 
 def with_figures(task: Task, figures: Iterable[int]) -> Task:
     """The task with another duration, held bytes and peak bytes, which may be per class of micro-batches."""
-    return replace(task, **dict(zip(_TASK_FIGURES, figures, strict=True)))
+    duration_us, held_bytes, peak_bytes = figures
+    return replace(task, duration_us=duration_us, held_bytes=held_bytes, peak_bytes=peak_bytes)
 
 
 def _shape_of(placement: Placement) -> tuple[object, ...]:

@@ -64,8 +64,14 @@ def keep_working_unread() -> None:
         if isinstance(stream, io.TextIOWrapper):
             stream.flush()
             output = io.BufferedWriter(_UnreadOutput(stream.fileno()))
-            options = {"line_buffering": stream.line_buffering, "write_through": stream.write_through}
-            setattr(sys, name, io.TextIOWrapper(output, stream.encoding, stream.errors, **options))
+            unread = io.TextIOWrapper(
+                output,
+                stream.encoding,
+                stream.errors,
+                line_buffering=stream.line_buffering,
+                write_through=stream.write_through,
+            )
+            setattr(sys, name, unread)
 
 
 def print_timeline(timeline: Timeline, width: int | None = None, free: str = FREE) -> None:
