@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import rota
+from planning.test_autoplan import layer_costs
 from rota import reading
 from rota.errors import FormatError
+from rota.profiles import Profile
 from rota.reading import Field
+from rota.reference import Reference
+from rota.usage import Usage
 
 DOCUMENT = Field("plan", {"a": 1, "b": [1, "x", None], "c": {"d": True}, "e": [0.5, [2]]})
 
@@ -91,3 +99,29 @@ def test_deep_nesting_is_refused_wherever_the_stack_ends(depth: int) -> None:
     text = json.dumps({"rota": "plan", "a": 0}).replace("0", "[" * depth + "]" * depth)
     with pytest.raises(FormatError):
         reading.parse(text, "plan")["a"].text()
+
+
+CLUSTER = rota.Cluster.uniform(2)
+PLAN = rota.schedules.one_f_one_b(rota.place(rota.Costs.uniform(2), CLUSTER), 2)
+TIMELINE = rota.simulate(PLAN)
+
+
+@pytest.mark.parametrize(
+    ("noun", "told"),
+    [
+        (rota.Costs.uniform(2, forward_us=10**15 + 1), r"costs\.forward_us\[0\] is 1000000000000001"),
+        (rota.Costs.uniform(2, note="\ud800"), "lone surrogates"),
+        (replace(CLUSTER, shared=(rota.SharedLink("a\nb", 1, (0,), (1,)),)), "printable characters"),
+        (replace(PLAN, num_microbatches=0), "plan.num_microbatches is 0"),
+        (replace(PLAN, usage=Usage(("",), 1)), "plan.usage.cuts"),
+        (replace(TIMELINE, starts_us=TIMELINE.ends_us, ends_us=TIMELINE.starts_us), "comes after"),
+        (rota.SizeModel((rota.Curve(math.nan),), (rota.Curve(),)), 'number "NaN"'),
+        (Profile((layer_costs(0),)), r"rows is 0"),
+        (layer_costs(0), r"layers\.rows is 0"),
+        (Reference("", "f", PLAN, "hand", 1, {"argument": "x"}), "problem.name"),
+    ],
+    ids=lambda value: type(value).__name__ if not isinstance(value, str) else "",
+)
+def test_nothing_is_written_that_could_not_be_read_again(noun: Any, told: str) -> None:
+    with pytest.raises(FormatError, match=f"is not written, because it could not be read again.*{told}"):
+        noun.to_json()

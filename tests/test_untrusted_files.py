@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import resource
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -118,3 +120,54 @@ def test_misspelled_costs_are_told() -> None:
 def test_a_task_has_exactly_its_name(name: str) -> None:
     with pytest.raises(FormatError, match=r"plan.tasks\[0\]\[0\] is .*; expected a stage and one of F B I W R"):
         Plan.from_json(changed(tasks=[[name, [0], 1, 0, 0]], edges=[]))
+
+
+COMMANDS = [
+    "check {}.json",
+    "show {}.csv",
+    "explain {}.json",
+    "compare {}.json plan.json",
+    "plan 1f1b --microbatches 2 --costs {}.json",
+    "plan 1f1b --microbatches 2 --ranks 2 --links {}.json",
+    "plan-batch {}.json lengths.json",
+    "autoplan --profile {}.json --ranks 2 --batch 8",
+    "autoplan {}.py --ranks 2 --batch 8",
+    "autoplan hf:{} --ranks 2 --batch 8",
+    "import-trace {}.json.gz",
+    "import megatron {} --ranks 2 --microbatches 2",
+    "import deepspeed {} --microbatches 2",
+    "import torchtitan {}.toml",
+    "run {}.json train.py",
+    "run plan.json {}.py",
+]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize(
+    ("make", "kind"),
+    [
+        (os.mkfifo, "a pipe"),
+        (os.mkdir, "a folder"),
+        (lambda path: os.symlink("/dev/zero", path), "a device"),
+    ],
+    ids=["pipe", "folder", "device"],
+)
+def test_what_is_no_file_is_refused_unopened(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    command: str,
+    make: Callable[[str], None],
+    kind: str,
+) -> None:
+    """A pipe that nobody writes to would be waited for, and a device may never end."""
+    monkeypatch.chdir(tmp_path)
+    Path("plan.json").write_text(PLAN.to_json())
+    Path("train.py").touch()
+    words = [word.format("given") for word in command.split()]
+    name = next(word for word in words if "given" in word).removeprefix("hf:")
+    if kind == "a folder" and "hf:" in command:
+        pytest.skip("the folder of a model")
+    make(name)
+    assert main(words) == 2
+    assert f"{name} is not a regular file but {kind}" in capsys.readouterr().err

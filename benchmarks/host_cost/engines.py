@@ -53,9 +53,9 @@ def pipeline(plan: Plan, _: int) -> Engine:
 
 
 def _all_reduce(_: Transport, tensor: torch.Tensor, *__: object, **___: object) -> None:
-    """The other ranks make the same call, see `rota.runtime.agreement`: calls and numbers of all ranks come last."""
+    """The other ranks make the same call, see `rota.runtime.agreement`: all ranks' calls, numbers, plans come last."""
     if tensor.dtype is torch.int64:
-        by_rank = tensor[-2 * dist.get_world_size() :].view(2, -1)
+        by_rank = tensor[-3 * dist.get_world_size() :].view(3, -1)
         by_rank.copy_(by_rank.amax(1, keepdim=True).expand_as(by_rank))
 
 

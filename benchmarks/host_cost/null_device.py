@@ -46,7 +46,7 @@ class Stream:
     current: ClassVar[Stream]
     __slots__ = ("_before",)
 
-    def __init__(self, device: Any = None) -> None:
+    def __init__(self, device: Any = None, priority: int = 0) -> None:
         pass
 
     def record_event(self, event: Event | None = None) -> Event:

@@ -187,6 +187,11 @@ class AllReduceTimes:
         return cls(field["num_ranks"].integer(2), tuple((point[0], point[1]) for point in points))
 
 
+def of_at_most(all_reduces: Sequence[AllReduceTimes], num_ranks: int) -> tuple[AllReduceTimes, ...]:
+    """The measured all-reduces that a cluster of `num_ranks` ranks can have."""
+    return tuple(measured for measured in all_reduces if measured.num_ranks <= num_ranks)
+
+
 @dataclass(frozen=True)
 class Cluster:
     """The ranks, their memory, and the links between them.
@@ -316,7 +321,7 @@ class Cluster:
 
     def to_json(self) -> str:
         """The text of a "cluster" file, which `from_json` reads."""
-        return reading.dump("cluster", self.to_fields())
+        return reading.dump("cluster", self.to_fields(), Cluster.from_json)
 
     @classmethod
     def from_json(cls, text: str) -> Cluster:

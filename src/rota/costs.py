@@ -233,7 +233,7 @@ class Costs:
 
     def to_json(self) -> str:
         """The text of a "costs" file, one line per field, which `from_json` reads."""
-        return reading.dump("costs", {field.name: getattr(self, field.name) for field in fields(self)})
+        return reading.dump("costs", {field.name: getattr(self, field.name) for field in fields(self)}, Costs.from_json)
 
     @classmethod
     def from_json(cls, text: str) -> Costs:

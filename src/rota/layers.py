@@ -352,7 +352,7 @@ class LayerCosts:
 
     def to_json(self) -> str:
         """The text of a "layers" file, one line per field, which `from_json` reads."""
-        return reading.dump("layers", self.to_fields())
+        return reading.dump("layers", self.to_fields(), LayerCosts.from_json)
 
     @classmethod
     def from_json(cls, text: str) -> LayerCosts:

@@ -282,9 +282,7 @@ class Placement:
         return tuple(self._of_class(c) for c in range(self.num_classes))
 
     def _of_class(self, c: int) -> Placement:
-        tasks = [
-            Task(t.stage, t.kind, t.ranks, *(value_in(figure, c) for figure in _figures_of(t))) for t in self.tasks
-        ]
+        tasks = [with_figures(task, (value_in(figure, c) for figure in _figures_of(task))) for task in self.tasks]
         edges = [edge._replace(num_bytes=value_in(edge.num_bytes, c)) for edge in self.edges]
         return replace(self, tasks=tuple(tasks), edges=tuple(edges), class_of=(), sample_of=())
 
@@ -309,7 +307,7 @@ class Placement:
                 else figure
             )
 
-        tasks = [Task(t.stage, t.kind, t.ranks, *map(mean, _figures_of(t))) for t in self.tasks]
+        tasks = [with_figures(task, map(mean, _figures_of(task))) for task in self.tasks]
         edges = [edge._replace(num_bytes=mean(edge.num_bytes)) for edge in self.edges]
         return replace(self, tasks=tuple(tasks), edges=tuple(edges), class_of=(), sample_of=())
 
@@ -612,6 +610,12 @@ class Placement:
 
 def _figures_of(task: Task) -> tuple[int, int, int]:
     return task.duration_us, task.held_bytes, task.peak_bytes
+
+
+def with_figures(task: Task, figures: Iterable[int]) -> Task:
+    """The task with another duration, held bytes and peak bytes, which may be per class of micro-batches."""
+    duration_us, held_bytes, peak_bytes = figures
+    return replace(task, duration_us=duration_us, held_bytes=held_bytes, peak_bytes=peak_bytes)
 
 
 def _shape_of(placement: Placement) -> tuple[object, ...]:

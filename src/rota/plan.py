@@ -400,7 +400,7 @@ class Plan:
 
     def to_json(self) -> str:
         """The text of a "plan" file, one line per rank, which `from_json` reads."""
-        return reading.dump("plan", self.to_fields())
+        return reading.dump("plan", self.to_fields(), Plan.from_json)
 
     def to_fields(self) -> dict[str, Any]:
         """The fields of a plan in JSON."""

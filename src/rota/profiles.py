@@ -70,7 +70,7 @@ class Profile(Mapping[int, LayerCosts]):
     def to_json(self) -> str:
         """The text of a "profile" file, one line per number of rows, which `from_json` reads."""
         fields: dict[str, Any] = {"key": dict(self.key), "layers": [layers.to_fields() for layers in self.layers]}
-        return reading.dump("profile", fields)
+        return reading.dump("profile", fields, Profile.from_json)
 
     @classmethod
     def from_json(cls, text: str) -> Profile:

@@ -8,13 +8,14 @@ from __future__ import annotations
 import json
 import math
 import os
+import stat
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
+from io import FileIO
 from typing import Any
 
-from rota.errors import FormatError
+from rota.errors import FormatError, RotaError
 
 LARGEST_BYTES = 256 * 1024**2  # per file
 LONGEST_NAME = 1000  # characters
@@ -50,6 +51,47 @@ _USES = {
 }
 
 
+_KINDS = {
+    stat.S_IFDIR: "a folder",
+    stat.S_IFIFO: "a pipe",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+    stat.S_IFLNK: "a link",
+}
+
+
+def open_file(path: str | os.PathLike[str], *, follow: bool = True) -> FileIO:
+    """Open a regular file to read it; with `follow`, also by a symbolic link.
+
+    Anything else is refused without being opened: to open a pipe may wait for ever, and a device may act on it.
+
+    Raises:
+        FormatError: It is no regular file; the message names it and what it is.
+        OSError: It cannot be opened.
+        ValueError: The path has a null character.
+    """
+    require_regular(path, follow=follow)
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW))
+    try:
+        _require_regular(path, os.fstat(descriptor).st_mode)  # it may be another one by now
+    except FormatError:
+        os.close(descriptor)
+        raise
+    return FileIO(descriptor)
+
+
+def require_regular(path: str | os.PathLike[str], *, follow: bool = True) -> None:
+    """Raises FormatError as `open_file` does, OSError if there is no such file."""
+    _require_regular(path, os.stat(path, follow_symlinks=follow).st_mode)
+
+
+def _require_regular(path: str | os.PathLike[str], mode: int) -> None:
+    if not stat.S_ISREG(mode):
+        kind = _KINDS.get(stat.S_IFMT(mode), "something else")
+        raise FormatError(f"{path} is not a regular file but {kind}; give a file")
+
+
 def read_text(path: str | os.PathLike[str]) -> str:
     """The text of a file in UTF-8, with or without a byte order mark.
 
@@ -57,7 +99,7 @@ def read_text(path: str | os.PathLike[str]) -> str:
         FormatError: The file cannot be read, is larger than `LARGEST_BYTES`, or is not UTF-8; the message names it.
     """
     try:
-        with Path(path).open("rb") as file:
+        with open_file(path) as file:
             data = read_bytes(file.read, LARGEST_BYTES)
     except OSError as error:
         raise FormatError(f"cannot read {path}: {error.strerror}; check the path") from None
@@ -71,7 +113,7 @@ def read_text(path: str | os.PathLike[str]) -> str:
         raise FormatError(f"cannot read {path}: it is not a text file in UTF-8 (byte {error.start})") from None
 
 
-def read_bytes(read: Callable[[int], bytes], most: int) -> bytearray:
+def read_bytes(read: Callable[[int], bytes | None], most: int) -> bytearray:
     """The bytes from a stream's `read`, at most `most + 1` of them: that many mean that the stream is too long."""
     data = bytearray()
     while len(data) <= most and (piece := read(min(most + 1 - len(data), _PIECE_BYTES))):
@@ -230,8 +272,11 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def dump(what: str, fields: dict[str, Any]) -> str:
-    """JSON text of type `what`: one line per field, and one per entry of a list unless it is a list of numbers."""
+def dump(what: str, fields: dict[str, Any], read: Callable[[str], object] | None = None) -> str:
+    """JSON text of type `what`: one line per field, and one per entry of a list unless it is a list of numbers.
+
+    `read` reads such a text. Raises FormatError if it refuses this one: a file that is written can be read again.
+    """
     lines = [f'  "rota": "{what}"']
     for name, value in fields.items():
         if isinstance(value, list) and value and isinstance(value[0], (list, dict, str)):
@@ -239,4 +284,15 @@ def dump(what: str, fields: dict[str, Any]) -> str:
             lines.append(f'  "{name}": [\n{body}\n  ]')
         else:
             lines.append(f'  "{name}": {json.dumps(value)}')
-    return "{\n" + ",\n".join(lines) + "\n}\n"
+    text = "{\n" + ",\n".join(lines) + "\n}\n"
+    if read is not None:
+        if len(text) > LARGEST_BYTES:
+            raise FormatError(
+                f"the {what} file is not written: it would have {len(text):,} bytes, and only {LARGEST_BYTES:,} can "
+                f"be read again"
+            )
+        try:
+            read(text)
+        except RotaError as error:
+            raise FormatError(f"the {what} file is not written, because it could not be read again: {error}") from None
+    return text

@@ -84,7 +84,9 @@ class Reference:
             "certificate": dict(self.certificate),
             "orders": fields.pop("orders"),
         }
-        return reading.dump("problem", {"name": self.name, "family": self.family, **fields, **best})
+        return reading.dump(
+            "problem", {"name": self.name, "family": self.family, **fields, **best}, Reference.from_json
+        )
 
     @classmethod
     def from_json(cls, text: str) -> Reference:

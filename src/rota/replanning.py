@@ -11,7 +11,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 from rota.checking import check
-from rota.cluster import Cluster, SharedLink
+from rota.cluster import SharedLink, of_at_most
 from rota.cutting import balanced
 from rota.errors import PlacementError, PlanError
 from rota.placement import Placement
@@ -122,7 +122,13 @@ def _moved(placement: Placement, ranks: dict[int, int], num_ranks: int) -> Place
     old = placement.cluster
     links = tuple(link for link in old.links if max(link[:2]) < num_ranks)
     shared = tuple(left for link in old.shared for left in _among(link, num_ranks))
-    cluster = Cluster((min(limits, default=None),) * num_ranks, old.link, links, shared, old.gap_us)
+    cluster = replace(
+        old,
+        limit_bytes=(min(limits, default=None),) * num_ranks,
+        links=links,
+        shared=shared,
+        all_reduces=of_at_most(old.all_reduces, num_ranks),
+    )
 
     def moved(of_ranks: Sequence[int]) -> tuple[int, ...]:
         held = [0] * num_ranks

@@ -142,6 +142,7 @@ class SizeModel:
             "sizes",
             {name: found[name] and [*found[name]] for name in found if name in CURVES}
             | {name: value for name, value in found.items() if name not in CURVES},
+            SizeModel.from_json,
         )
 
     @classmethod

@@ -250,7 +250,11 @@ class Timeline:
         columns = ("starts_us", "ends_us", "sent_us", "arrived_us", "step_ends_us")
         fields: dict[str, object] = {name: [list(c) for c in getattr(self, name)] for name in columns}
         cores = {} if self.num_cores is None else {"num_cores": self.num_cores}
-        return reading.dump("timeline", {"makespan_us": self.makespan_us, **cores, **fields, **self.plan.to_fields()})
+        return reading.dump(
+            "timeline",
+            {"makespan_us": self.makespan_us, **cores, **fields, **self.plan.to_fields()},
+            Timeline.from_json,
+        )
 
     def to_snippet(
         self, name: str = "Timeline", until_us: int | None = None, gaps: Sequence[Sequence[notebook.Gap]] = ()

@@ -363,7 +363,7 @@ def test_of_replicas_one_is_checked_and_rehearsed(
 def test_binary_files_and_folders_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "picture.json").write_bytes(b"\x89PNG\xff\xfe")
     assert "not a text file" in run(capsys, "show", tmp_path / "picture.json")[2]
-    assert "directory" in run(capsys, "show", tmp_path)[2]
+    assert "is not a regular file but a folder" in run(capsys, "show", tmp_path)[2]
 
 
 @pytest.mark.parametrize("command", [command.name for command in COMMANDS])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -232,3 +234,26 @@ def test_two_things_do_not_go_into_one_file(capsys: pytest.CaptureFixture[str]) 
         "rota calibrate: error: a.json is given for two outputs; the second would overwrite the first\n",
     )
     assert not Path("a.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("command", "code"),
+    [
+        ("plan 1f1b --ranks 3 --microbatches 4 -o written.json", 0),
+        ("simulate plan.json -o written.json", 0),
+        ("calibrate measured.json --costs written.json", 0),
+        ("check refused.csv", 1),  # nothing is written, and the exit code is that of the check
+    ],
+)
+@pytest.mark.usefixtures("files")
+def test_a_command_does_its_work_when_nobody_reads_what_it_prints(command: str, code: int) -> None:
+    Path("refused.csv").write_text("0B0,0F0\n")
+    reader, writer = os.pipe()
+    os.close(reader)
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}  # the first line finds that out
+    ended = subprocess.run(
+        [sys.executable, "-m", "rota", *command.split()], stdout=writer, stderr=subprocess.PIPE, env=environment
+    )
+    os.close(writer)
+    assert (ended.returncode, b"Broken" in ended.stderr) == (code, False), ended.stderr
+    assert Path("written.json").exists() == (code == 0)

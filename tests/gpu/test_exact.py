@@ -19,10 +19,9 @@ UP_TO_FOUR = [*ONE_OR_TWO, pytest.param(4, marks=pytest.mark.gpu(4))]
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("num_ranks", UP_TO_FOUR)
-def test_every_family(ranks: Ranks, record_property: Record, num_ranks: int, dtype: str, is_small: bool) -> None:
+def test_every_family(ranks: Ranks, record_property: Record, num_ranks: int, dtype: str) -> None:
     """On one device, all stages of a plan for four ranks."""
-    only = ["1f1b", "zb_v", "chimera"] if is_small else None
-    found = ranks(num_ranks, exactness.families, num_ranks, dtype, only, timeout_s=200)
+    found = ranks(num_ranks, exactness.families, num_ranks, dtype, timeout_s=200)
     record_property("worst_difference", {name: max(of[name] for of in found) for name in found[0]})
     for of_rank in found:
         assert max(of_rank.values()) <= TOLERANCE[dtype], of_rank

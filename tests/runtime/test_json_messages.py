@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from rota import PipelineError
-from rota.runtime.json_messages import all_gather_json, broadcast_json
+from rota.runtime.json_messages import _device, all_gather_json, broadcast_json
 from rota.runtime.process_group import on_first
 from support.pool import Pool
 
@@ -100,3 +100,20 @@ def test_what_the_first_process_finds_is_told_to_all(pool: Pool) -> None:
         assert listed == "[0, 'a']"
         assert unwritable.startswith("measuring failed on the first process (TypeError: Object of type set is not JSON")
         assert failed == "measuring failed on the first process (IndexError: list index out of range)"
+
+
+@pytest.mark.parametrize(
+    ("backends", "device"),
+    [
+        ("cpu:gloo,cuda:gloo", "cpu"),
+        ("cpu:gloo,cuda:nccl", "cpu"),
+        ("cuda:nccl", "cuda"),
+        ("xpu:xccl", "xpu"),
+    ],
+)
+def test_messages_go_on_a_device_that_the_group_takes(
+    monkeypatch: pytest.MonkeyPatch, backends: str, device: str
+) -> None:
+    monkeypatch.setattr(dist, "get_backend", lambda _: backends.rpartition(":")[2])
+    monkeypatch.setattr(dist, "get_backend_config", lambda _: backends)
+    assert _device(None) == device

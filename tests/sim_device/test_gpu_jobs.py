@@ -120,6 +120,12 @@ def watched(rank: int, device: torch.device, kind: str) -> list[float]:
     return losses
 
 
+def test_the_machine_is_told_with_what_is_known_of_its_devices(pool: Pool) -> None:
+    (machine,) = run(pool, 1, measuring.machine)
+    assert machine["device_type"] == "sim"
+    assert len(machine["devices"]) >= 1
+
+
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_memory_and_times(pool: Pool, num_ranks: int) -> None:
     for schedule in ("gpipe", "1f1b"):

@@ -7,11 +7,11 @@ from collections.abc import Callable
 import pytest
 
 from rota import Plan
-from rota.schedules import FAMILIES, Family
+from rota.schedules import Family
 from runtime import test_boundaries, test_inference, test_random_orders, test_sequence_chunks, test_spmd
 from runtime.gradients import test_recompute_training, test_split_backward_training
 from runtime.reducing import test_replicas, test_shared_weights
-from support.device_orders import family_plans
+from support.device_orders import OF_ANY_MODEL, family_plans
 from support.networks import assert_equal_steps, batch_of, chain, pipeline_steps, serial_step
 from support.pool import Pool
 from support.sampling import some
@@ -33,10 +33,6 @@ def plans_of(family: Family, num_ranks: int) -> list[Plan]:
     return [*family_plans([family], [num_ranks])][:2]
 
 
-#: Chunks of samples need a model whose attention knows them.
-OF_ANY_MODEL = [family for family in FAMILIES if family.name != "seq1f1b"]
-
-
 @pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.sweep)])
 @pytest.mark.parametrize("family", OF_ANY_MODEL, ids=lambda family: family.name)
 def test_every_family(sim_pool: SimPool, family: Family, num_ranks: int) -> None:
@@ -52,6 +48,13 @@ def test_every_family(sim_pool: SimPool, family: Family, num_ranks: int) -> None
             if not test_random_orders.trains(plan):
                 serial.gradients.clear()
             assert_equal_steps(results, serial)
+
+
+def test_processes_that_have_run_tests_of_the_cpu_can_run_these(pool: Pool, sim_pool: SimPool) -> None:
+    pool.renew()
+    plan = plans_of(OF_ANY_MODEL[0], 2)[0]
+    for either in (pool, sim_pool):
+        either.run(2, pipeline_steps, chain(plan.num_stages), plan, [batch_of(plan.num_microbatches, 1)])
 
 
 @pytest.mark.parametrize("num_ranks", [2, pytest.param(3, marks=pytest.mark.sweep)])

@@ -19,8 +19,7 @@ def pipelines_on(device: torch.device) -> Iterator[None]:
     init = Pipeline.__init__
 
     def init_there(pipeline: Pipeline, stages: Any, *args: Any, **options: Any) -> None:
-        for module in stages.modules:
-            module.to(device)
+        stages.to(device)  # which keeps ties
         init(pipeline, stages, *args, **options)
 
     Pipeline.__init__ = init_there  # type: ignore[method-assign, assignment]

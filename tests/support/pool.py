@@ -129,6 +129,8 @@ def _work(pipe: Connection) -> None:
     import torch.distributed as dist
 
     torch.set_num_threads(1)
+    if "ROTA_SIM_DEVICE" in os.environ:
+        import support.sim_device  # noqa: F401 - before the first backward, see tests/sim_device/conftest.py
     while True:
         try:
             function, args, rank, num_ranks, store = pipe.recv()

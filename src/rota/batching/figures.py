@@ -14,7 +14,7 @@ from rota.cluster import Cluster
 from rota.costs import Costs
 from rota.errors import SearchError
 from rota.figures import PerClass
-from rota.placement import Placement, StepEnd
+from rota.placement import Placement, StepEnd, with_figures
 from rota.sizes import CURVES, Curve, Size, SizeModel
 from rota.tasks import Kind, Task
 
@@ -86,7 +86,7 @@ class Layout:
         tasks = list(self.placement.tasks)
         for task, *figures in zip(self.sorted_tasks, *columns, strict=True):
             given = self.placement.tasks[task]
-            tasks[task] = Task(given.stage, given.kind, given.ranks, *map(_figure, figures))
+            tasks[task] = with_figures(given, map(_figure, figures))
         edge_columns = problem.edge_bytes[rows].T.tolist()
         edges = [
             edge._replace(num_bytes=_figure(column))

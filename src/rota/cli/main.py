@@ -12,7 +12,7 @@ from rota.cli import files
 from rota.cli.commands import COMMANDS
 from rota.cli.parser import Parser
 from rota.cli.requirements import exit_on_ctrl_c
-from rota.cli.screen import ascii_form
+from rota.cli.screen import ascii_form, keep_working_unread
 from rota.errors import NothingFitsError, PipelineError, PlanError, RotaError, UsageError
 from rota.reading import printable
 
@@ -58,6 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         from rota.runtime.freed_memory import HUGE_PAGES
 
         os.environ.update(HUGE_PAGES | os.environ)
+        keep_working_unread()
     codecs.register_error("ascii form", ascii_form)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
@@ -83,9 +84,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt as error:
         print(f"rota {given.command}: interrupted", *error.args, sep=": ", file=sys.stderr)
         return 130
-    except BrokenPipeError:  # the reader of our output has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
 
 
 def _is_failure(error: RotaError) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import shutil
 import sys
@@ -9,6 +10,7 @@ import textwrap
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from typing import Any, final
 
 from rota.cli.snapshots import snapshots_text
 from rota.cli.wire_effects import FREE, counts_transfers, wire_effects
@@ -24,6 +26,52 @@ _EVERY_S = 5.0  # between lines of progress where there is no terminal
 #: A fork must not happen while a line is being printed: the child would wait for ever for the lock of its stderr.
 _PRINTING = threading.Lock()
 os.register_at_fork(before=_PRINTING.acquire, after_in_parent=_PRINTING.release, after_in_child=_PRINTING.release)
+
+
+@final
+class _UnreadOutput(io.RawIOBase):
+    """An output of this process that goes nowhere once its reader has ended, as `head` does."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+
+    def fileno(self) -> int:
+        return self._descriptor
+
+    def isatty(self) -> bool:
+        return os.isatty(self._descriptor)
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any, /) -> int:
+        try:
+            return os.write(self._descriptor, data)
+        except BrokenPipeError:
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self._descriptor)
+            os.close(nowhere)
+            return memoryview(data).nbytes
+
+
+def keep_working_unread() -> None:
+    """Let the command do all its work, and write its files, when nobody reads what it prints any more.
+
+    Its exit code then says how the work went.
+    """
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if isinstance(stream, io.TextIOWrapper):
+            stream.flush()
+            output = io.BufferedWriter(_UnreadOutput(stream.fileno()))
+            unread = io.TextIOWrapper(
+                output,
+                stream.encoding,
+                stream.errors,
+                line_buffering=stream.line_buffering,
+                write_through=stream.write_through,
+            )
+            setattr(sys, name, unread)
 
 
 def print_timeline(timeline: Timeline, width: int | None = None, free: str = FREE) -> None:

@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from rota.diagnosis.report import Section
+from rota.errors import FormatError
+from rota.reading import open_file
 
 _PREFIXES = ("NCCL_", "TORCH_NCCL_", "RCCL_", "CCL_", "GLOO_", "TORCH_DISTRIBUTED_")
 _NAMES = (
@@ -123,9 +125,9 @@ def _configuration_files(environment: Mapping[str, str]) -> Iterable[Path]:
 def _settings(path: Path) -> list[tuple[str, str]]:
     """The variables that such a file sets."""
     try:
-        with path.open(errors="replace") as file:
-            lines = file.read(_MOST_BYTES).splitlines()
-    except (OSError, ValueError):
+        with open_file(path) as file:
+            lines = file.read(_MOST_BYTES).decode(errors="replace").splitlines()
+    except (OSError, ValueError, FormatError):
         return []
     matches = (re.fullmatch(r"\s*(NCCL_\w+)\s*=(.*)", line) for line in lines)
     return [(match[1], match[2].strip()) for match in matches if match]

@@ -9,7 +9,7 @@ from pathlib import Path
 from rota import cutting
 from rota.costs import Costs
 from rota.errors import FormatError, PlacementError, SplitError
-from rota.reading import read_bytes
+from rota.reading import open_file, read_bytes
 
 MOST_LAYERS = 10_000  # limit for a layout's layers, and for its stages
 
@@ -17,7 +17,7 @@ MOST_LAYERS = 10_000  # limit for a layout's layers, and for its stages
 def read_limited(path: str | Path, most_bytes: int) -> str:
     """The text of a file of at most `most_bytes`. Raises FormatError."""
     try:
-        with Path(path).open("rb") as file:
+        with open_file(path) as file:
             data = read_bytes(file.read, most_bytes)
     except (OSError, ValueError) as error:  # ValueError: a path with a zero byte
         reason = error.strerror if isinstance(error, OSError) else error

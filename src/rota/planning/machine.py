@@ -6,7 +6,7 @@ import math
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from rota.cluster import AllReduceTimes, Cluster, Link, SharedLink
+from rota.cluster import AllReduceTimes, Cluster, Link, SharedLink, of_at_most
 from rota.errors import PlacementError
 from rota.units import angle_repr, count_text, limit_text
 from rota.whole_numbers import whole
@@ -152,7 +152,8 @@ class Machine:
                 if link != most:
                     links.append((a, b, link))
         gap_us = self.link.gap_us if isinstance(self.link, Cluster) else 0
-        return Cluster(tuple(limits), most, tuple(links), self._shared(num_ranks, num_replicas), gap_us)
+        all_reduces = of_at_most(self.all_reduces, num_ranks)
+        return Cluster(tuple(limits), most, tuple(links), self._shared(num_ranks, num_replicas), gap_us, all_reduces)
 
     def _shared(self, num_ranks: int, num_replicas: int) -> tuple[SharedLink, ...]:
         """What the ranks of a pipeline share: replicas that share it too leave each other their part of its rate."""

@@ -13,7 +13,7 @@ from typing import Any, final
 
 import torch
 
-from rota import reading
+from rota import reading, writing
 from rota.errors import FormatError, RotaError, UsageError
 from rota.layers import LayerCosts
 from rota.models import Stages
@@ -80,7 +80,7 @@ class ProfileCache:
         if self.path is not None:
             try:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
-                self.path.write_text(self._known.to_json())
+                writing.write_text(self.path, self._known.to_json())
             except OSError as error:
                 raise UsageError(
                     f"cannot write the profile {self.path}: {error.strerror}; give another cache"

@@ -6,6 +6,7 @@ F ──Kept──▶ I ──WeightWork──▶ W
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -106,7 +107,16 @@ def step_seed(device: Device) -> Iterator[int]:
 
 def op_seed(seed: int, stage: int, microbatch: int) -> int:
     """What an op draws depends on step, stage and micro-batch, not on the order or the rank: R draws what F drew."""
-    return hash((seed, stage, microbatch)) % 2**63
+    return seed_of(seed, stage, microbatch)
+
+
+def seed_of(*numbers: int) -> int:
+    """A seed that depends on these numbers alone: in each process, by every Python, so that a restart draws it again.
+
+    Python's own `hash` is another one in other versions.
+    """
+    text = " ".join(map(str, numbers))
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
 
 
 class RunsOps(Protocol):

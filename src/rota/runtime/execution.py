@@ -12,6 +12,7 @@ import sys
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from types import FrameType
 from typing import Any, Generic, Literal, NamedTuple, TypeAlias, TypeVar, final
@@ -498,7 +499,11 @@ def _versions(received: list[Any], lent: list[int]) -> list[int]:
 def forwards_of(plan: Plan) -> Plan:
     """The plan's forwards only, in its order. Forwards wait only for forwards, so they cannot wait in a cycle."""
     orders = tuple(tuple(op for op in order if op.kind is Kind.F) for order in plan.orders)
-    return Plan(plan.placement.forward_only(), plan.num_microbatches, orders)
+    served = tuple(
+        tuple(transfer for transfer in order if transfer.source.kind is transfer.target.kind is Kind.F)
+        for order in plan.service_orders
+    )
+    return replace(plan, placement=plan.placement.forward_only(), orders=orders, service_orders=served)
 
 
 @contextmanager

@@ -89,8 +89,10 @@ def _joined(begin: torch.Tensor, rest: torch.Tensor) -> Any:
 
 
 def _device(group: dist.ProcessGroup | None) -> str:
-    """The device that the group's collectives need their tensors on."""
-    return "cuda" if dist.get_backend(group) == "nccl" else "cpu"
+    """The device that the group's collectives need their tensors on: the CPU, unless it takes those of others alone."""
+    pairs = dist.get_backend_config(group).split(",")  # such as "cpu:gloo,cuda:nccl"
+    kinds = [pair.partition(":")[0] for pair in pairs]
+    return "cpu" if "cpu" in kinds else kinds[0]
 
 
 def _refuse_other_keys(value: Any) -> None:

@@ -27,7 +27,7 @@ _SCRIPT = "script.py"
 
 def digest(plan: Plan) -> str:
     """The SHA-256 of a plan, which identifies it."""
-    return hashlib.sha256(plan.to_json().encode()).hexdigest()
+    return hashlib.sha256(reading.dump("plan", plan.to_fields()).encode()).hexdigest()
 
 
 def write_plan(plan: Plan, folder: str) -> dict[str, str]:

@@ -149,6 +149,7 @@ def _opened(path: Path) -> Iterator[Any]:
     from safetensors import SafetensorError, safe_open
 
     try:
+        reading.require_regular(path)
         with safe_open(path, framework="pt") as file:
             yield file
     except (SafetensorError, OSError) as error:

@@ -70,8 +70,9 @@ class ReadyPlans:
         if found is None or found.plan is not plan or found.sizes != given:
             found = self._made(plan, given)
             self._ready[id(plan)] = found
-            while len(self._ready) > _MOST_READY:
-                self._ready.popitem(last=False)
+        self._ready.move_to_end(id(plan))  # it was used last, so it is the last to go
+        if len(self._ready) > _MOST_READY:
+            self._ready.popitem(last=False)
         return found
 
     def _made(self, plan: Plan, sizes: tuple[Size, ...]) -> ReadyPlan:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from rota.cluster import Cluster
 from rota.costs import Costs
@@ -136,21 +136,22 @@ def _cut(costs: Costs, parts: int, up_and_down: bool) -> Costs:
     """`parts` stages per rank; what a rank has is divided evenly among its stages."""
     n = costs.num_stages
     ranks = [s % n if not up_and_down or s // n % 2 == 0 else n - 1 - s % n for s in range(n * parts)]
-    values: dict[str, object] = {}
+    values: dict[str, Any] = {}
     for name in _PER_STAGE:
-        column = getattr(costs, name)
+        column: Sequence[int | None] | None = getattr(costs, name)
         if column is None:
             continue
         for rank, size in enumerate(column):
-            if name.endswith("_us") and 0 < size < parts:
+            if name.endswith("_us") and name != "spread_us" and 0 < (size or 0) < parts:
                 raise PlacementError(
                     f"{name} of rank {rank} is {size}, which {parts} stages cannot share; give {parts} µs or more"
                 )
-        values[name] = tuple((column[rank] + s // n) // parts for s, rank in enumerate(ranks))
+        sizes = [column[rank] for rank in ranks]
+        values[name] = tuple(None if size is None else (size + s // n) // parts for s, size in enumerate(sizes))
     values["boundary_bytes"] = _largest(costs.boundary_bytes)
     if costs.gradient_bytes is not None:
         values["gradient_bytes"] = _largest(costs.gradient_bytes)
-    return Costs(**values)  # type: ignore[arg-type]
+    return replace(costs, **values)
 
 
 def _largest(sizes: tuple[int, ...] | int) -> int:
@@ -160,7 +161,7 @@ def _largest(sizes: tuple[int, ...] | int) -> int:
 _PER_STAGE = (
     *("forward_us", "backward_us", "weight_us", "activation_bytes", "input_frees_bytes", "forward_peak_bytes"),
     *("backward_peak_bytes", "weight_peak_bytes", "static_bytes", "state_bytes", "snapshot_bytes"),
-    *("reduce_us", "optimizer_us"),
+    *("reduce_us", "optimizer_us", "recompute_us", "checkpoint_bytes", "spread_us"),
 )
 
 _1F1B = Bubble("(p−1)(F+B)", lambda s: (s.p - 1) * (s.f + s.b))

@@ -385,8 +385,7 @@ def without_common_tasks(problem: Problem) -> tuple[Problem, int]:
         return problem, 0
     tasks = (replace(task, duration_us=0) if c else task for task, c in zip(placement.tasks, common, strict=True))
     ends = (replace(end, reduce_us=0) for end in placement.step_ends)
-    apart = Placement(
-        tuple(tasks), placement.edges, Cluster(placement.cluster.limit_bytes), placement.static_bytes, tuple(ends)
-    )
+    without_links = Cluster(placement.cluster.limit_bytes)
+    apart = replace(placement, tasks=tuple(tasks), cluster=without_links, step_ends=tuple(ends))
     reserved = problem.reserved_bytes[: problem.num_ranks]
     return replace(problem, given=apart, reserved_bytes=reserved), together_us

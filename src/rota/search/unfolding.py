@@ -77,7 +77,9 @@ class Unfolding:
             if (m, edge.source) in numbers
         ]
         ends = [replace(end, stage=self._first_copy(end.stage)) for end in given.step_ends if self._copies(end.stage)]
-        placement = Placement(tuple(tasks), tuple(edges), given.cluster, given.static_bytes, tuple(ends))
+        placement = replace(
+            given, tasks=tuple(tasks), edges=tuple(edges), step_ends=tuple(ends), class_of=(), sample_of=()
+        )
         return Problem(placement, self.num_microbatches, (), self._width, tuple(self._precedences()))
 
     def _copies(self, stage: int) -> range:

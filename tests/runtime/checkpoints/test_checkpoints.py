@@ -15,12 +15,12 @@ import pytest
 import torch
 from torch import nn
 
-from rota import Checkpoints, Cluster, Costs, Pipeline, Stages, interleaved
+from rota import Checkpoints, Cluster, Costs, Pipeline, Stages, interleaved, place
 from rota.runtime import checkpoints
 from rota.runtime.checkpoints import checkpoint_folder
 from rota.runtime.checkpoints.checkpoint_folder import whole_paths
 from rota.runtime.checkpoints.lock import LOCK
-from rota.schedules import interleaved_one_f_one_b
+from rota.schedules import interleaved_one_f_one_b, one_f_one_b
 from support.checkpoint_runs import TWO, Training, refusal, serial_losses, stored
 from support.fresh import run_fresh
 from support.networks import batch_of, loss_fn
@@ -138,6 +138,22 @@ def load_newest(rank: int, folder: Path) -> tuple[int, list[float]]:
     with training.pipeline:
         found = training.checkpoints(folder).load()
         return found.step, training.steps(range(1))
+
+
+def save_what_nobody_could_load(rank: int, folder: Path) -> tuple[str, list[str]]:
+    stage = nn.Sequential()
+    stage.add_module("a\nb", nn.Linear(4, 4))
+    plan = one_f_one_b(place(Costs.uniform(1), Cluster.uniform(1)), 2)
+    with Pipeline(Stages([stage]), plan, loss_fn) as pipeline:
+        words = refusal(lambda: Checkpoints(folder, pipeline, None).save(1))
+    return words, [path.name for path in whole_paths(folder)]
+
+
+def test_a_save_that_could_not_be_loaded_is_refused(pool: Pool, tmp_path: Path) -> None:
+    ((words, whole),) = pool.run(1, save_what_nobody_could_load, tmp_path)
+    assert "could not be read again" in words
+    assert "expected a name of 1 to 1,000 printable characters" in words
+    assert whole == []
 
 
 def test_a_save_that_was_killed_is_not_picked_up_and_is_cleared_away(pool: Pool, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter, OrderedDict
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch.optim import lr_scheduler
 from rota import FormatError, PipelineError
 from rota.reading import Field
 from rota.runtime.checkpoints import checkpoint_folder
-from rota.runtime.checkpoints.files import MARKER, TRAINING, Saved
+from rota.runtime.checkpoints.files import MARKER, TRAINING, Saved, read_saved
 from rota.runtime.checkpoints.manifest import File, Manifest
 from rota.runtime.checkpoints.optimizer_state import (
     records_of,
@@ -117,6 +118,33 @@ def test_a_wrong_manifest_is_told_by_file_and_field(tmp_path: Path, was: str, be
     assert (none, where) == ([], path.parent)
     assert str(path) in str(error)
     assert told in str(error)
+
+
+def test_a_number_that_no_later_save_can_exceed_is_refused_when_one_is_saved(tmp_path: Path) -> None:
+    last = tmp_path / "step-7"
+    checkpoint_folder.publish(checkpoint_folder.begin(tmp_path, 7), manifest(10**15, 7), None)
+    assert read_saved(last).manifest.number == 10**15
+    with pytest.raises(PipelineError, match=f"{last} says that it is save number 10{'0' * 14}.*move it out of"):
+        save(tmp_path, 8)
+    assert [path.name for path in checkpoint_folder.whole_paths(tmp_path)] == ["step-7"]
+
+
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [
+        ({"step": 10**15 + 1}, "checkpoint.step is 1000000000000001"),
+        ({"weights": {"a": 0}}, "expected 1 or more"),
+        ({"aliases": {"a": "a"}}, "other names of the weights"),
+        ({"extra": {"\n": 1}}, "printable"),
+    ],
+)
+def test_a_manifest_that_could_not_be_read_again_is_not_written(
+    tmp_path: Path, changed: dict[str, Any], told: str
+) -> None:
+    partial = checkpoint_folder.begin(tmp_path, 1)
+    with pytest.raises(FormatError, match=told):
+        checkpoint_folder.publish(partial, replace(manifest(1, 1), **changed), None)
+    assert not checkpoint_folder.whole_paths(tmp_path)
 
 
 def test_the_newest_is_the_one_saved_last(tmp_path: Path) -> None:
@@ -338,6 +366,10 @@ def test_what_would_not_come_back_is_not_saved(value: Any) -> None:
         to_json(value, "the state")
 
 
+#: Python gives all of them one hash, so that a dictionary of many takes time that grows with their square.
+ALIKE = [number * (2**61 - 1) for number in range(1001)]
+
+
 @pytest.mark.parametrize(
     ("value", "told"),
     [
@@ -357,6 +389,9 @@ def test_what_would_not_come_back_is_not_saved(value: Any) -> None:
         ({"tensor": ["uint8", [1], "!"]}, "expected bytes in base64"),
         ({"tensor": ["uint8", [10**15] * 5 + [0], ""]}, "expected fewer elements"),
         ({"tensor": ["uint8", [1] * 40, "AA=="]}, "expected at most 32 dimensions"),
+        ({"dict": [[key, 0] for key in ALIKE]}, "1,001 keys with one hash, made to be slow"),
+        ({"counter": [[{"tuple": [key, "a"]}, 0] for key in ALIKE]}, "1,001 keys with one hash, made to be slow"),
+        ({"set": ALIKE}, "1,001 keys with one hash, made to be slow"),
         (2**5000, "expected a number of at most 4096 bits"),
         (nested(70), "nested more than 64 levels deep"),
         (["\ud800"], "lone surrogates"),

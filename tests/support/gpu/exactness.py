@@ -13,7 +13,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import rota
 from rota import Pipeline, Plan, Stages
-from rota.schedules import FAMILIES, NAMED
+from rota.schedules import NAMED
+from support.device_orders import OF_ANY_MODEL
 from support.gpu.models import (
     DTYPES,
     Gradients,
@@ -95,7 +96,7 @@ def families(
     """For each family, or those in `only`, the largest relative difference."""
     del rank
     kind = DTYPES[dtype]
-    wanted = FAMILIES if only is None else [NAMED[name] for name in only]
+    wanted = OF_ANY_MODEL if only is None else [NAMED[name] for name in only]
     return {
         name: compared(device, plan, lambda n=plan.num_stages: blocks(n, kind), kind)  # type: ignore[misc]
         for name, plan in plans(num_ranks, wanted).items()
@@ -194,10 +195,13 @@ def recomputed_dropout(rank: int, device: torch.device, num_ranks: int) -> float
 
 
 def dropout_repeats(rank: int, device: torch.device, num_ranks: int) -> tuple[float, float]:
-    """Another plan of the same seed draws the same: the difference to it, and that to another seed (which is large)."""
+    """Another plan of the same seed draws the same: the difference to it, and that to another seed (which is large).
+
+    Of the two, chimera runs micro-batches in another sequence and in two copies of each stage.
+    """
     del rank
     seen: list[float] = []
-    for schedule, seed in (("1f1b", 7), ("gpipe", 7), ("1f1b", 8)):
+    for schedule, seed in (("1f1b", 7), ("chimera", 7), ("1f1b", 8)):
         plan = named(schedule, num_ranks)
         with pipeline_on(device, blocks(plan.num_stages, dropout=0.4), plan) as pipeline:
             torch.manual_seed(seed)

@@ -38,11 +38,11 @@ def machine(rank: int, device: torch.device) -> dict[str, Any]:
         return found
     module: Any = torch.get_device_module(device)
     for number in range(torch.accelerator.device_count()):
-        properties = module.get_device_properties(number)
+        # Rota itself needs none of them.
+        properties = module.get_device_properties(number) if hasattr(module, "get_device_properties") else None
         capability = f"{getattr(properties, 'major', '')}.{getattr(properties, 'minor', '')}"
-        found["devices"].append(
-            {"name": properties.name, "capability": capability, "memory_bytes": properties.total_memory}
-        )
+        name, memory_bytes = getattr(properties, "name", ""), getattr(properties, "total_memory", None)
+        found["devices"].append({"name": name, "capability": capability, "memory_bytes": memory_bytes})
     if device.type == "cuda":
         found |= {"cuda": torch.version.cuda, "hip": torch.version.hip, "driver": driver()}
         found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))

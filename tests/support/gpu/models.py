@@ -12,8 +12,8 @@ from torch import Tensor, nn
 import rota
 from rota import Cluster, Op, Pipeline, Plan, Stages, simulate
 from rota.errors import ScheduleError
-from rota.schedules import FAMILIES, Family
-from support.device_orders import family_plans
+from rota.schedules import Family
+from support.device_orders import OF_ANY_MODEL, family_plans
 
 ROWS, WIDTH = 6, 16
 DTYPES = {"float64": torch.float64, "float32": torch.float32}
@@ -113,7 +113,7 @@ def plan_of(family: Family, num_ranks: int) -> Plan | None:
     return on_one_rank(found) if found is not None and num_ranks == 1 else found
 
 
-def plans(num_ranks: int, families: Sequence[Family] = FAMILIES) -> dict[str, Plan]:
+def plans(num_ranks: int, families: Sequence[Family] = OF_ANY_MODEL) -> dict[str, Plan]:
     """By name; families that are not defined for so many ranks are left out."""
     found: dict[str, Plan] = {}
     for family in families:

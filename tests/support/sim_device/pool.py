@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from rota import Pipeline
-from support.moved import on_cpu
+from support.moved import on_cpu, pipelines_on
 from support.pool import LIMIT_S, Pool
 
 
@@ -50,11 +50,7 @@ def pipelines_on_sim(waits: list[str]) -> Iterator[None]:
     """Inside, pipelines move their stages and batches to the current simulated device; `waits` gets those in steps."""
     from support.sim_device.runtime_device import syncs_inside_steps
 
-    init, step = Pipeline.__init__, Pipeline.step
-
-    def init_on_sim(pipeline: Pipeline, stages: Any, *args: Any, **options: Any) -> None:
-        stages.to(torch.device("sim"))
-        init(pipeline, stages, *args, **options)
+    step = Pipeline.step
 
     def watched_step(pipeline: Pipeline, *args: Any, **options: Any) -> Any:
         is_first = pipeline._num_steps == 0
@@ -64,8 +60,9 @@ def pipelines_on_sim(waits: list[str]) -> Iterator[None]:
         waits.extend([] if is_first else found)
         return result
 
-    Pipeline.__init__, Pipeline.step = init_on_sim, watched_step  # type: ignore[method-assign, assignment]
+    Pipeline.step = watched_step  # type: ignore[method-assign]
     try:
-        yield
+        with pipelines_on(torch.device("sim")):
+            yield
     finally:
-        Pipeline.__init__, Pipeline.step = init, step  # type: ignore[method-assign]
+        Pipeline.step = step  # type: ignore[method-assign]

@@ -8,7 +8,7 @@ placement: micro-batch m of Tessel's is then one micro-batch per component, numb
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from graphlib import TopologicalSorter
 from typing import Protocol
 
@@ -128,7 +128,7 @@ def _plan(placement: Placement, ends: dict[tuple[int, int], int]) -> Plan:
         edges += [Edge(source, backward[stage]) for source in sources]
         ends |= {(backward[stage], mid): nsteps for mid in range(nmicros)}
     rows: list[list[tuple[int, bool, int, Op]]] = [[] for _ in range(placement.num_ranks)]
-    whole = Placement(tuple(tasks), tuple(edges), placement.cluster)
+    whole = replace(placement, tasks=tuple(tasks), edges=tuple(edges))
     for (i, mid), end in ends.items():
         task = tasks[i]
         op = Op(task.stage, task.kind, mid * num_components + whole.component_of[i])

@@ -46,7 +46,7 @@ class Profile(NamedTuple):
             write_text(folder / f"compute-profile-{size}.json", costs.to_json())
         links = {"link": self.link, "long_link": self.long_link}
         fields = {name: [link.latency_us, link.bytes_per_us] for name, link in links.items()}
-        text = reading.dump("communication", {**fields, "reduced_bytes": list(self.reduced_bytes)})
+        text = reading.dump("communication", {**fields, "reduced_bytes": list(self.reduced_bytes)}, _links)
         write_text(folder / "comm-profile.json", text)
 
     @classmethod

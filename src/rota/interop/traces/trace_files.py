@@ -8,11 +8,10 @@ import os
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, NamedTuple, TypeGuard
 
 from rota.errors import FormatError
-from rota.reading import LONGEST_NAME, read_bytes, short
+from rota.reading import LONGEST_NAME, open_file, read_bytes, short
 
 LARGEST_BYTES = 1024**3  # of a trace, unpacked
 _ALWAYS_BYTES, _LARGEST_RATIO = 64 * 1024**2, 100  # traces pack to about 1/20; no trace packs far better
@@ -70,7 +69,7 @@ def _world(info: object, host: object) -> tuple[int, str]:
 
 def _unpacked(path: str) -> bytearray:
     try:
-        with Path(path).open("rb") as file:
+        with open_file(path) as file:
             packed = file.read(2) == _GZIP
             size = file.seek(0, os.SEEK_END)
             file.seek(0)

@@ -377,6 +377,12 @@ class Checkpoints:
             aliases={alias: weight.names[0] for weight in weights for alias in weight.names[1:]},
             files=found,
         )
+        try:
+            read_contents(Saved(partial, manifest))
+        except FormatError as error:
+            raise PipelineError(
+                f"step {merged.step} is not saved, because it could not be read again: {error}"
+            ) from None
         checkpoint_folder.publish(partial, manifest, self._keep)
         control.report("saves", step=merged.step, training=self._number)
 

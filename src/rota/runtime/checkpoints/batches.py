@@ -9,7 +9,6 @@ training draws, nor on when the loader is asked.
 
 from __future__ import annotations
 
-import hashlib
 import random
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -22,6 +21,7 @@ from rota.errors import PipelineError
 from rota.reading import LARGEST, Field
 from rota.runtime.checkpoints.generators import Generators
 from rota.runtime.checkpoints.random_states import random_state, set_random_state
+from rota.runtime.compute import seed_of
 from rota.runtime.fingerprints import fingerprint
 
 _CPU = torch.device("cpu")
@@ -110,7 +110,7 @@ class Batches:
             self._epoch, self._num_batches, self._begun = self._epoch + 1, 0, None
 
     def _rest_of_epoch(self) -> Iterator[Any]:
-        own = _OwnRandom(_seed_of(self._seed, self._epoch))
+        own = _OwnRandom(seed_of(self._seed, self._epoch))
         with own.drawn_from():
             _begin_epoch(self._loader, self._epoch, own.seed)
             batches = iter(self._loader)
@@ -176,11 +176,6 @@ def _begin_epoch(loader: Any, epoch: int, seed: int) -> None:
             set_epoch(epoch)
         if isinstance(generator := getattr(part, "generator", None), torch.Generator):
             generator.manual_seed(seed)
-
-
-def _seed_of(seed: int, epoch: int) -> int:
-    digest = hashlib.blake2b(f"{seed} {epoch}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") >> 1
 
 
 @final

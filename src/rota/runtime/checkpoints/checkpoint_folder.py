@@ -15,6 +15,7 @@ import stat
 from pathlib import Path
 
 from rota.errors import FormatError, PipelineError
+from rota.reading import LARGEST
 from rota.runtime.checkpoints.files import MANIFEST, MARKER, Saved, read_saved
 from rota.runtime.checkpoints.manifest import Manifest
 
@@ -126,8 +127,14 @@ def publish(partial: Path, manifest: Manifest, keep: int | None) -> None:
 
 
 def next_number(folder: Path) -> int:
-    """The number of the next save."""
-    return max((saved.manifest.number for saved in readable_ones(folder)[0]), default=0) + 1
+    """The number of the next save. Raises PipelineError if there is no higher one that can be read again."""
+    newest = max(readable_ones(folder)[0], key=lambda saved: saved.manifest.number, default=None)
+    if newest is not None and newest.manifest.number >= LARGEST:
+        raise PipelineError(
+            f"{newest.path} says that it is save number {newest.manifest.number}, the last that there can be; move it "
+            f"out of {folder}"
+        )
+    return 1 if newest is None else newest.manifest.number + 1
 
 
 def write_synced(path: Path, data: bytes) -> None:

@@ -29,14 +29,9 @@ PIECE_BYTES = 2**22
 
 @contextmanager
 def opened(path: Path) -> Iterator[FileIO]:
-    """Open a regular file to read it. Raises FormatError for any other kind: opening a pipe may block forever."""
+    """Open a regular file to read it. Raises FormatError for anything else, also for a link to one."""
     try:
-        if not stat.S_ISREG(path.lstat().st_mode):
-            raise FormatError(f"{path} is not a regular file")
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-        with FileIO(descriptor) as file:
-            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-                raise FormatError(f"{path} is not a regular file")
+        with reading.open_file(path, follow=False) as file:
             yield file
     except FileNotFoundError:
         raise FormatError(f"{path} is missing") from None

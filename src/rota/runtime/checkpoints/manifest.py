@@ -51,7 +51,8 @@ class Manifest:
         fields = {name: getattr(self, name) for name in self.__slots__}
         pairs = {of: [[name, value] for name, value in fields[of].items()] for of in ("weights", "files")}
         written = {"format": FORMAT, **fields, **pairs}
-        return reading.dump("checkpoint", {**written, "sha256": digest({"rota": "checkpoint", **written})})
+        checked = {**written, "sha256": digest({"rota": "checkpoint", **written})}
+        return reading.dump("checkpoint", checked, Manifest.from_json)
 
     @classmethod
     def from_json(cls, text: str) -> Manifest:

@@ -176,7 +176,8 @@ def _stored_names(weights: list[Weight], manifest: Manifest) -> dict[str, str]:
             missing.append(weight.names[0])
         else:
             found[weight.names[0]] = name
-    extra = [name for name in manifest.weights if name not in {*found.values()}]
+    known = {*found.values()}
+    extra = [name for name in manifest.weights if name not in known]
     if missing or extra:
         what = [f"{kind} {_few(names)}" for kind, names in (("lacks", missing), ("also has", extra)) if names]
         raise PipelineError(

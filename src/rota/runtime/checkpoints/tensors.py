@@ -14,8 +14,9 @@ import math
 import os
 import sys
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -235,12 +236,17 @@ def _is_covered(size: tuple[int, ...], boxes: list[Box]) -> bool:
         return not boxes
     num_cells = 1
     for dimension, length in enumerate(size):
-        intervals = sorted({(offsets[dimension], sizes[dimension]) for offsets, sizes in boxes})
+        intervals = _without_equals((offsets[dimension], sizes[dimension]) for offsets, sizes in boxes)
         ends = [0, *(offset + width for offset, width in intervals)]
         if [offset for offset, _ in intervals] != ends[:-1] or ends[-1] != length:
             return False
         num_cells *= len(intervals)
-    return len(boxes) == len(set(boxes)) == num_cells
+    return len(boxes) == len(_without_equals(boxes)) == num_cells
+
+
+def _without_equals(values: Iterable[Any]) -> list[Any]:
+    """The different ones, in order. They are sorted, because the hashes of a file's numbers may be made to collide."""
+    return [value for value, _ in groupby(sorted(values))]
 
 
 def _require_tiled_files(index: Index, saved: Saved) -> None:

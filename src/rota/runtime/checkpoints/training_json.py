@@ -14,7 +14,7 @@ from rota.runtime.checkpoints.files import TRAINING, Saved, naming
 from rota.runtime.checkpoints.manifest import pair
 from rota.runtime.checkpoints.optimizer_state import OF_THE_RANK, Place, Record
 from rota.runtime.checkpoints.random_states import random_from_json, random_to_json
-from rota.runtime.checkpoints.values import from_base64, from_json, to_base64, to_json
+from rota.runtime.checkpoints.values import from_base64, from_json, to_base64, to_json, unlike
 
 _RECORD = ("optimizer", "options", "tensors", "values", "scheduled")
 
@@ -121,7 +121,9 @@ def record_from_json(field: Field) -> Record:
     values = _named_from_json(field["values"])
     if len({*tensors, *values}) < len(tensors) + len(values):
         raise field["tensors"].wrong("names that occur once")
-    scheduled = {_place(place): from_json(value) for place, value in map(pair, field["scheduled"])}
+    placed = [(_place(place), value) for place, value in map(pair, field["scheduled"])]
+    unlike(field["scheduled"], [place for place, _ in placed])
+    scheduled = {place: from_json(value) for place, value in placed}
     return {
         "optimizer": field["optimizer"].name(),
         "options": options,

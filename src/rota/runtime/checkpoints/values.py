@@ -12,7 +12,7 @@ import binascii
 import math
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 
@@ -20,6 +20,7 @@ from rota.errors import FormatError, PipelineError
 from rota.reading import Field, short
 from rota.runtime.checkpoints.manifest import LONGEST_BITS, pair
 
+_MOST_ALIKE = 1000  # keys with one hash; honest ones have hashes of their own
 _DEEPEST = 64  # levels of lists and dicts
 _MOST_DIMENSIONS = 32
 _MOST_ELEMENTS = 2**58  # of a tensor, dimensions of length 0 left out: strides in bytes then fit into 64 bits
@@ -157,15 +158,20 @@ def _complex(field: Field, depth: int) -> complex:
 
 def _mapping(made: Callable[[dict[Any, Any]], Any]) -> Callable[[Field, int], Any]:
     def read(field: Field, depth: int) -> Any:
+        pairs = [pair(entry) for entry in field]
+        keys = unlike(field, [_hashable(key, depth) for key, _ in pairs])
         found: dict[Any, Any] = {}
-        for entry in field:
-            key, value = pair(entry)
-            if (known := _hashable(key, depth)) in found:
-                raise key.wrong("a key that occurs only once")
-            found[known] = from_json(value, depth)
+        for key, (at, value) in zip(keys, pairs, strict=True):
+            if key in found:
+                raise at.wrong("a key that occurs only once")
+            found[key] = from_json(value, depth)
         return made(found)
 
     return read
+
+
+def _set(field: Field, depth: int) -> set[Any]:
+    return {*unlike(field, [_hashable(item, depth) for item in field])}
 
 
 def _hashable(field: Field, depth: int) -> Hashable:
@@ -177,6 +183,22 @@ def _hashable(field: Field, depth: int) -> Hashable:
     if isinstance(value, torch.Tensor):
         raise field.wrong("a number, a string or a tuple of them")
     return value  # type: ignore[no-any-return]
+
+
+Key = TypeVar("Key", bound=Hashable)
+
+
+def unlike(field: Field, keys: list[Key]) -> list[Key]:
+    """The keys of a dict or set. Raises FormatError if many have one hash, as the multiples of 2^61 - 1 have.
+
+    Python would compare each of them with all others.
+    """
+    hashes = Counter(map(hash, keys))
+    if hashes and (count := max(hashes.values())) > _MOST_ALIKE:
+        raise FormatError(
+            f"{field.path} has {count:,} keys with one hash, made to be slow; {_MOST_ALIKE} at most are read"
+        )
+    return keys
 
 
 def read_dtype(field: Field) -> torch.dtype:
@@ -221,7 +243,7 @@ _KINDS: dict[str, Callable[[Field, int], Any]] = {
     "float": _float,
     "complex": _complex,
     "tuple": lambda field, depth: tuple(from_json(item, depth) for item in field),
-    "set": lambda field, depth: {_hashable(item, depth) for item in field},
+    "set": _set,
     "size": lambda field, _depth: torch.Size(field.integers(0)),
     "dict": _mapping(dict),
     "ordered": _mapping(OrderedDict),
