@@ -8,8 +8,8 @@ buffers of the modules in a method, a partial or a closure, before and after
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from functools import partial
-from inspect import getclosurevars
 from types import FunctionType, MethodType
 from typing import Any, final
 
@@ -55,7 +55,9 @@ class FirstLoss:
         self._ends = {get_gradient_edge(tensor).node for tensor in wanting}
         of_stages = {buffer for module in stages.modules for buffer in module.buffers()}
         named = ((name, each) for module in _modules_in(loss_fn) for name, each in module.named_buffers())
-        self._buffers = [(name, each, each.clone()) for name, each in named if each not in of_stages]
+        self._buffers = [
+            (name, each, each.clone()) for name, each in named if each not in of_stages and not each.is_meta
+        ]
 
     def refuse(self, loss: torch.Tensor) -> None:
         """Raises PipelineError if the loss has trained weights, or has changed buffers, that its stage lacks."""
@@ -112,4 +114,6 @@ def _modules_in(function: Any) -> Iterator[nn.Module]:
         elif isinstance(each, MethodType):
             stack += [each.__self__, each.__func__]
         elif isinstance(each, FunctionType):
-            stack += getclosurevars(each).nonlocals.values()
+            for cell in each.__closure__ or ():
+                with suppress(ValueError):  # an empty one
+                    stack.append(cell.cell_contents)
