@@ -43,12 +43,6 @@ def test_run_backward_refuses_another_shape() -> None:
         torch_internals.run_backward([get_gradient_edge(2 * torch.ones(3, requires_grad=True))], [torch.ones(2)])
 
 
-def test_zeros_at_an_edge_have_its_shape_and_dtype() -> None:
-    made = torch.ones(2, 3, dtype=torch.float64, requires_grad=True) * 2
-    zeros = torch_internals.zeros_at(get_gradient_edge(made))
-    assert (zeros.shape, zeros.dtype, zeros.device) == (made.shape, made.dtype, made.device)
-
-
 def test_a_node_has_one_edge_per_output() -> None:
     first, second = torch.ones(4, requires_grad=True).mul(1).split(2)
     assert len(torch_internals.edges_into(get_gradient_edge(first).node)) == 2

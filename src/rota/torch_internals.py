@@ -67,15 +67,6 @@ def is_in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def zeros_at(edge: GradientEdge) -> torch.Tensor:
-    """Zeros of the shape, dtype and device of the gradient that enters the graph at `edge`.
-
-    Relies on `Node._input_metadata`.
-    """
-    metadata = edge.node._input_metadata[edge.output_nr]
-    return torch.zeros(metadata.shape, dtype=metadata.dtype, device=metadata.device)
-
-
 def edges_into(node: Node) -> list[GradientEdge]:
     """One edge per gradient that `node` receives. Relies on the length of `Node._input_metadata`."""
     return [GradientEdge(node, i) for i in range(len(node._input_metadata))]

@@ -52,7 +52,7 @@ def test_losses(pool: Pool, tmp_path: Path) -> None:
     commands_of_page = commands_of("losses.md", tmp_path)
     *_, told = [output_of(pool, tmp_path, command) for command in commands_of_page]
     loss, accuracy = re.findall(r"^loss (\S+), accuracy (\S+)%$", told, flags=re.MULTILINE)[0]
-    script, steps, fragment = script_and_fragment("losses.md")
+    script, steps, fragment, _ = script_and_fragment("losses.md")
     begin, loop = script.split("    for step in range(30):\n")
     end = loop[loop.index("    if pipeline.rank == 0:") :]
     batches = "    batches = [(tokens, labels)] * 30\n"

@@ -113,24 +113,24 @@ class WithoutWait:
 
 
 def sent_values_are_not_held() -> Any:
-    original = channels.Channels.send_gradients
+    original = channels.Channels._send
 
     def send(self: Any, passage: Any, tensors: Any, stream: Any) -> Any:
         mark = original(self, passage, tensors, stream)
         self._sent[passage].clear()
         return mark
 
-    return patch.object(channels.Channels, "send_gradients", send)
+    return patch.object(channels.Channels, "_send", send)
 
 
 def copies_for_sending_are_made_on_the_compute_stream() -> Any:
     """After the event that the send waits for."""
-    original = channels.Channels.send_gradients
+    original = channels.Channels._send
 
     def send(self: Any, passage: Any, tensors: Any, stream: Any) -> Any:
         return original(self, passage, [tensor.clone() for tensor in tensors], stream)
 
-    return patch.object(channels.Channels, "send_gradients", send)
+    return patch.object(channels.Channels, "_send", send)
 
 
 def reductions_are_packed_on_the_compute_stream() -> Any:

@@ -8,7 +8,14 @@ import pytest
 
 from rota import Plan
 from rota.schedules import Family
-from runtime import test_boundaries, test_inference, test_random_orders, test_sequence_chunks, test_spmd
+from runtime import (
+    test_boundaries,
+    test_inference,
+    test_random_orders,
+    test_sequence_chunks,
+    test_spmd,
+    test_unused_outputs,
+)
 from runtime.gradients import test_recompute_training, test_split_backward_training
 from runtime.reducing import test_replicas, test_shared_weights
 from support.device_orders import OF_ANY_MODEL, family_plans
@@ -65,6 +72,13 @@ def test_random_orders_of_graphs_and_shared_stages(sim_pool: SimPool, num_ranks:
 @pytest.mark.parametrize("case", ["nested", "large"])
 def test_values_between_stages(sim_pool: SimPool, case: str) -> None:
     test_boundaries.test_boundary(sim_pool, case)  # type: ignore[arg-type]
+
+
+def test_values_that_nobody_uses(pool: Pool) -> None:
+    """The stages ask which micro-batch they have, and wait for that."""
+    sim_pool = SimPool(pool, (*ZEROED, "test_unused_outputs.py"))
+    cases = [test_unused_outputs.graph_case(seed, 2) for seed in range(some(16))]
+    test_unused_outputs.run_and_compare(sim_pool, 2, cases)
 
 
 @pytest.mark.parametrize("case", test_shared_weights.TIED)

@@ -30,6 +30,7 @@ from rota.runtime.device.host import HostDevice
 from rota.runtime.faults.stack_location import Doing, is_in_a_collective
 from rota.runtime.faults.watchdog import Watchdog, limit_s
 from rota.runtime.gradients.forward_backward import refuse_modes_without_gradients
+from rota.runtime.loss_weights import refuse_weights
 from rota.runtime.losses import LossFn, needs_target
 from rota.runtime.microbatch_inputs import MicrobatchInputs
 from rota.runtime.microbatches import structure
@@ -85,6 +86,8 @@ class TorchEngine:
         self._trains = any(task.kind.makes_weight_gradients for task in plan.placement.tasks)
         if self._trains and loss_fn is None:
             raise PipelineError("the plan has backwards, so a loss_fn(output, target) is needed")
+        if self._trains and loss_fn is not None:
+            refuse_weights(loss_fn, stages)
         if loss_fn is not None and not needs_target(loss_fn):
             raise PipelineError("PyTorch's engine calls loss_fn(output, target), but this one takes the output alone")
         self._ranks = [plan.placement.ranks_of(stage)[0] for stage in plan.placement.stages]

@@ -23,6 +23,7 @@ from rota.interop.torch_backward import how_to_split
 from rota.models import Stages, collect_losses
 from rota.runtime.compute import op_seed
 from rota.runtime.device.host import HostDevice
+from rota.runtime.loss_weights import FirstLoss
 from rota.runtime.losses import LossFn, loss_of
 from rota.runtime.messages import Layout, describe, empty, flatten, hand_over, over_tensors, tensor_layouts, unflatten
 from rota.runtime.precision import Autocast, under_autocast
@@ -70,6 +71,7 @@ class StageModule(nn.Module):
         super().__init__()
         self.module = stages[stage]  # registered: the engine asks for its parameters
         self.stages, self.stage, self.loss_fn, self.keep_outputs, self.tick = stages, stage, loss_fn, keep_outputs, tick
+        self._loss_is_checked = False
         self.is_last = stage == stages.sink
         self.layouts = Surveyed(_NOTHING, _NOTHING, "I and W")
         self.step: Step
@@ -111,7 +113,13 @@ class StageModule(nn.Module):
         target = self.step.targets[microbatch]
         if self.loss_fn is None or target is None:
             return [], _NOTHING
+        first = None
+        if torch.is_grad_enabled() and not self._loss_is_checked:
+            first = FirstLoss(self.loss_fn, output, target, self.stages, self.stage)
         loss, made = loss_of(self.loss_fn, output, target, _CPU)
+        if first is not None:
+            first.refuse(loss)
+            self._loss_is_checked = True
         if made.count is not None or made.metrics:
             raise PipelineError(
                 "loss_fn returned a count or metrics, but PyTorch's engine takes a mean loss alone; return the mean, "

@@ -118,10 +118,10 @@ def _input_backward(
                 named.add(gradient_of(edge, i), tensor)
     returned, work = one.backward(kept, gradients)
     same = []
-    for edge, of in zip(incoming, returned, strict=True):
-        for i, tensor in enumerate(of):
+    for edge, arrived in zip(incoming, returned, strict=True):
+        for i, gradient in enumerate(arrived):
             mine = gradient_of(edge, i)
-            if (name := named.add(mine, tensor)) != mine:
+            if gradient is not None and (name := named.add(mine, gradient)) != mine:
                 same.append((mine, name))
     return work, same
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, final
 
 import torch
@@ -23,7 +23,7 @@ from rota.runtime.gradients.forward_backward import (
     pass_on,
 )
 from rota.runtime.gradients.recompute import Again, without_activations
-from rota.runtime.gradients.split_backward import WeightWork
+from rota.runtime.gradients.split_backward import Gradients, WeightWork
 from rota.runtime.losses import LossFn, loss_of
 from rota.runtime.messages import flatten, hand_over, over_tensors
 from rota.runtime.precision import ambient_autocast, without_autocast
@@ -151,8 +151,8 @@ class StageRun:
         return output, values, kept
 
     def backward(
-        self, kept: Kept, gradients: list[list[torch.Tensor]]
-    ) -> tuple[list[list[torch.Tensor]], WeightWork | None]:
+        self, kept: Kept, gradients: Sequence[Gradients]
+    ) -> tuple[list[list[torch.Tensor | None]], WeightWork | None]:
         """Run the backward: the gradients of the received values, and the work left for W."""
         with without_autocast(ambient_autocast()), collect_losses():
             return backward_inputs(kept, gradients) if self.split else (backward(kept, gradients), None)

@@ -43,7 +43,7 @@ class Program:
     """One rank's actions, in the global order.
 
     `arriving`: values that come by message. `num_uses`: by (edge, is gradient), how often a value made here is sent or
-    read here. `unsent`: edges whose values this rank does not send, though their gradients come by message.
+    read here. `unsent`: edges whose values stay on this rank, though messages have their gradients.
     """
 
     rank: int
@@ -77,10 +77,8 @@ def compile_programs(plan: Plan, edge_index: dict[tuple[int, int], int], ranks: 
             receiver.actions.append(Action("receive", action.target, message))
     for program in programs.values():
         program.num_uses = _num_uses(plan.placement, edge_index, program.rank)
-        sent = {a.message.value[:2] for a in program.actions if a.what == "send" and a.message}
-        program.unsent = {
-            edge for edge, is_gradient, _ in program.arriving if is_gradient and (edge, False) not in sent
-        }
+        values = {a.message.value[:2] for a in program.actions if a.message}
+        program.unsent = {edge for edge, is_gradient in values if is_gradient and (edge, False) not in values}
     return [*programs.values()]
 
 

@@ -6,8 +6,8 @@
              compute  allocate ─────────┘                   └▶ run 1F1
 
 `Execution` lets streams wait as the steps of `rota.programs.device_steps` say. Layouts travel between the hosts, by
-`Transport`: only tensors go by a channel. One big group would do for neither: its messages all share one stream per
-pair, and both directions would wait for each other.
+`Transport`, as do the flags of gradients; only tensors go by a channel. One big group would do for neither: its
+messages all share one stream per pair, and both directions would wait for each other.
 """
 
 from __future__ import annotations
@@ -22,10 +22,20 @@ import torch.distributed as dist
 from rota.plan import Plan
 from rota.programs.actions import Message, ValueKey
 from rota.runtime.device.protocol import Mark, QueuedDevice
+from rota.runtime.gradients.split_backward import Gradients
 from rota.runtime.meshes import Processes
 from rota.runtime.messages import Format
 from rota.runtime.recorder import Column, Marks, Pair
-from rota.runtime.transport import Transport, activation, as_sent, collective, expected, lost, outgoing
+from rota.runtime.transport import (
+    Transport,
+    activation,
+    as_sent,
+    collective,
+    expected,
+    lost,
+    outgoing,
+    outgoing_gradients,
+)
 from rota.torch_internals import backend_of, message_options, move_message
 
 
@@ -59,6 +69,7 @@ class Channels:
         self._backends = _open(plan, device, processes)
         self._buffers: dict[Passage, tuple[list[torch.Tensor], Format, Mark]] = {}
         self._arriving: dict[ValueKey, tuple[list[torch.Tensor], Format]] = {}
+        self._flags: dict[ValueKey, tuple[Message, tuple[torch.Tensor, Any]]] = {}  # of gradients that arrive
         self._sent: dict[Passage, list[torch.Tensor]] = {}  # held until their release
 
     def passage(self, message: Message, position: int) -> Passage:
@@ -69,6 +80,7 @@ class Channels:
     def begin(self, marks: Marks, formats: dict[ValueKey, Format]) -> None:
         """A new step."""
         self.marks, self.formats = marks, formats
+        self._flags.clear()
         left: list[dict[Any, Any]] = [of for of in (self._buffers, self._arriving, self._sent) if of]
         if left:  # by a failed step, whose kernels may still use it
             self._device.synchronize()
@@ -92,6 +104,9 @@ class Channels:
     def receive(self, passage: Passage, with_layout: bool, stream: Any) -> Mark:  # noqa: ARG002 - known by now
         """Enqueue the receive; returns the mark behind it."""
         buffers, form, allocated = self._buffers.pop(passage)
+        value = passage.value
+        if value[1] and self._hosts.flags.travel(value[0], len(buffers)):
+            self._flags[value] = passage.message, self._hosts.post_flags(passage.message, form)
         try:
             with self._use(stream):
                 for buffer in buffers:
@@ -100,23 +115,39 @@ class Channels:
             raise lost(passage.message.transfer.sender, passage.message) from error
         end = self._mark_on(stream)
         self.marks.receives.append((passage.column, passage.channel, allocated, end))
-        self._arriving[passage.value] = buffers, form
+        self._arriving[value] = buffers, form
         return end
 
     def take(self, key: ValueKey) -> Any:
-        """A received value: an activation (tensors that need a gradient are leaves) or a list of gradients."""
+        """A received value: an activation (tensors that need a gradient are leaves) or a list of gradients.
+
+        A gradient that is missing is None: the host waits for flags, if there are any.
+        """
         buffers, form = self._arriving.pop(key)
-        return buffers if key[1] else activation(buffers, form)
+        if not key[1]:
+            return activation(buffers, form)
+        if key not in self._flags:
+            return buffers
+        return self._hosts.flags.read(key[0], self._hosts.take_flags(*self._flags.pop(key)), buffers)
 
     def send_value(self, passage: Passage, value: Any, with_layout: bool, stream: Any) -> Mark:
         """Enqueue the send of an activation; returns the mark behind it."""
         layout, tensors = outgoing(self.formats, passage.message, value, with_layout)
         if layout is not None:
             self._hosts.send_layout(passage.message, layout)
-        return self.send_gradients(passage, tensors, stream)
+        return self._send(passage, tensors, stream)
 
-    def send_gradients(self, passage: Passage, tensors: list[torch.Tensor], stream: Any) -> Mark:
-        """Enqueue the send of some tensors; returns the mark behind it."""
+    def send_gradients(self, passage: Passage, gradients: Gradients, stream: Any) -> Mark:
+        """Enqueue the send of gradients; returns the mark behind it."""
+        with self._use(stream):  # zeros are made by a kernel of this stream
+            flags, tensors = outgoing_gradients(
+                self._hosts.flags, self.formats, passage.message, gradients, self._where
+            )
+        if flags is not None:
+            self._hosts.send_flags(passage.message, flags)
+        return self._send(passage, tensors, stream)
+
+    def _send(self, passage: Passage, tensors: list[torch.Tensor], stream: Any) -> Mark:
         held = [*tensors]
         try:
             with self._use(stream):

@@ -34,6 +34,7 @@ from rota.runtime.gradients.forward_backward import (
 )
 from rota.runtime.gradients.recompute import Again, drawing_again, versions_in, without_activations
 from rota.runtime.gradients.split_backward import WeightWork
+from rota.runtime.loss_weights import FirstLoss
 from rota.runtime.losses import LossFn, MicrobatchLoss, Weighed, loss_of, needs_target
 from rota.runtime.messages import hand_over
 from rota.runtime.microbatches import Microbatches
@@ -151,6 +152,7 @@ class Compute:
         self._stages, self._loss_fn, self.keep_outputs = stages, loss_fn, keep_outputs
         self._takes_target = loss_fn is None or needs_target(loss_fn)  # once, as reading a signature takes long
         self._trains = any(task.kind.makes_weight_gradients for task in placement.tasks)
+        self._loss_is_checked = not self._trains
         self._split = {task.stage for task in placement.tasks if task.kind is Kind.I}
         self._recomputed = {task.stage for task in placement.tasks if task.kind is Kind.R}.union(recompute)
         self._sharing = {stage for stage in placement.stages if stages.shares_inputs(stage)}
@@ -252,7 +254,7 @@ class Compute:
         if stage in self._sinks:
             targets = batch.targets[m]
             if self._loss_fn is not None and (targets is not None or batch.loss_of_output):
-                self._take_loss(kept, m, *loss_of(self._loss_fn, output, targets, self._device, self._takes_target))
+                self._take_loss(kept, m, *self._loss_of(self._loss_fn, output, targets, stage))
             if self.keep_outputs and not batch.is_padding(m):
                 self.outputs[m] = hand_over(output)
         if added.losses:
@@ -281,6 +283,14 @@ class Compute:
                 f"{what} of a chunk is a mean, but chunks count by their tokens; return (sum, count), or give "
                 f"rota.add_loss a count"
             )
+
+    def _loss_of(self, loss_fn: LossFn, output: Any, target: Any, stage: int) -> tuple[torch.Tensor, MicrobatchLoss]:
+        first = None if self._loss_is_checked else FirstLoss(loss_fn, output, target, self._stages, stage)
+        root, loss = loss_of(loss_fn, output, target, self._device, self._takes_target)
+        if first is not None:
+            first.refuse(root)
+            self._loss_is_checked = True
+        return root, loss
 
     def _take_loss(self, kept: Kept, microbatch: int, root: torch.Tensor, loss: MicrobatchLoss) -> None:
         batch = self._batch

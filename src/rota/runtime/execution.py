@@ -9,7 +9,7 @@ On the CPU the loop goes over the actions of `rota.programs.actions`. On a queue
 from __future__ import annotations
 
 import sys
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -110,6 +110,9 @@ class Execution(Generic[C]):
         edge_index = {(edge.source, edge.target): i for i, edge in enumerate(stages.edges)}
         self._stages, self._transport, self._device, self._channels = stages, transport, device, channels
         self._program = compile_program(plan, edge_index, rank)
+        self._edges = [edge[:2] for edge in stages.edges]
+        sent = (action.message.value for action in self._program.actions if action.what == "send" and action.message)
+        self._num_gradients = Counter(edge for edge, is_gradient, _ in sent if is_gradient)
         self._positions = {op: position for position, op in enumerate(plan.orders[rank])}
         self._prepared = {op: self._prepare(op, stages, edge_index) for op in plan.orders[rank]}
         #: Each action with the function that does it and its argument. A run with layouts waits for each layout, so it
@@ -219,7 +222,8 @@ class Execution(Generic[C]):
             [parameter.requires_grad for parameter in self._parameters],
             ambient_autocast(),
         )
-        level: Literal[0, 1] = 0 if self._layouts_are_known(batch, context) else 1
+        is_known = self._layouts_are_known(batch, context) and (self._transport.flags.are_known or not self.trains)
+        level: Literal[0, 1] = 0 if is_known else 1
         is_same, self._known.context = context == self._known.context, context
         return level if is_same else 2
 
@@ -265,6 +269,7 @@ class Execution(Generic[C]):
     def forget(self) -> None:
         """Make the next run exchange layouts again, as the failed run may not have done so."""
         self._known.context = None
+        self._transport.flags.are_known = False
 
     # --- one run ------------------------------------------------------------------------------------------------------
 
@@ -273,7 +278,7 @@ class Execution(Generic[C]):
 
         On a queued device they have been enqueued when it returns.
         """
-        self._begin(batch, seed)
+        self._begin(batch, seed, with_layouts)
         torch.clear_autocast_cache()  # it may hold weights from before an optimizer's step
         with torch.set_grad_enabled(self.trains):
             if self._channels is None:
@@ -282,11 +287,13 @@ class Execution(Generic[C]):
                 self._enqueue(self._strict_steps if with_layouts else self._early_steps, with_layouts, tick)
         self._action = self._step = None
         (self._channels or self._transport).drain()
+        if self.trains:
+            self._transport.flags.end(self._edges, self._num_gradients)
         if with_layouts and self._sizes:
             self._learn()
         self.complete, self._is_settled = True, False
 
-    def _begin(self, batch: Batch, seed: int) -> None:
+    def _begin(self, batch: Batch, seed: int, with_layouts: bool) -> None:
         self.marks = Marks()
         self._device.begin()
         if self._channels is None:
@@ -297,6 +304,8 @@ class Execution(Generic[C]):
         self.complete, self.failed = False, None
         self.record.microbatch_rows = batch.rows[0] if len({*batch.rows}) == 1 else None
         self._made.clear()
+        if self.trains:
+            self._transport.flags.begin(with_layouts)
         self.compute.begin(batch, seed)
 
     def _act(self, actions: list[tuple[Action, Do, Any]], with_layouts: bool, tick: Callable[[], None]) -> None:
@@ -358,7 +367,7 @@ class Execution(Generic[C]):
     def _send_value(self, message: Message, with_layouts: bool) -> None:
         self._transport.send_value(message, self._use(message.value), with_layouts)
 
-    def _send_gradients(self, message: Message, with_layouts: bool) -> None:  # noqa: ARG002 - the layout is known by now
+    def _send_gradients(self, message: Message, with_layouts: bool) -> None:  # noqa: ARG002 - flags know
         self._transport.send_gradients(message, self._use(message.value))
 
     # --- on a queued device -------------------------------------------------------------------------------------------

@@ -40,6 +40,7 @@ from rota.runtime.gradients.recompute import recomputed_by_backward
 from rota.runtime.json_messages import all_gather_json
 from rota.runtime.known_layouts import KnownLayouts, Size
 from rota.runtime.launcher_files import leave_record
+from rota.runtime.loss_weights import refuse_weights
 from rota.runtime.losses import LossFn, means_of, needs_target
 from rota.runtime.memory_watch import MemoryWatch
 from rota.runtime.meshes import Processes
@@ -72,7 +73,7 @@ class Pipeline:
         plan: for each rank its ops in order; `check` must accept it.
         loss_fn: `loss_fn(output, target)`, or `loss_fn(output)` if the output contains the loss; None if nothing is
             trained. It returns the mean loss of a micro-batch (one element), or `(sum, count)`, or a dict with one of
-            the two as "loss" and metrics beside it.
+            the two as "loss" and metrics beside it. It has no weights of its own to train: those belong to a stage.
         timeout_s: end all ranks if one makes no progress for this many seconds; None: 20 simulated steps, at least 60
             s.
         dynamic_shapes: shapes between stages depend on the data, not only on the inputs' shapes.
@@ -124,6 +125,8 @@ class Pipeline:
         trains = any(task.kind.makes_weight_gradients for task in plan.placement.tasks)
         if trains and loss_fn is None:
             raise PipelineError("the plan has backwards, so a loss_fn(output, target) is needed")
+        if trains and loss_fn is not None:
+            refuse_weights(loss_fn, stages)
         recomputed = recomputed_by_backward(recompute, plan.placement)
         self._closed, self._failed = False, False
         self._fault = ""  # what ended the pipeline in the middle of a call

@@ -2,7 +2,7 @@
 
 `Transport` runs the messages of a plan: it posts receives, and releases sent tensors as soon as they are through. If
 shapes may be new, a step sends each activation's layout first; other steps send only tensors, into buffers that the
-receiver allocates when it posts.
+receiver allocates when it posts. `GradientFlags` says which gradients have flags before them.
 
 `send_value` and `receive_value` send any value outside of a plan, such as the outputs of the last stage:
 
@@ -27,6 +27,8 @@ import torch.distributed as dist
 
 from rota.errors import LostRankError, PipelineError
 from rota.programs.actions import Message, ValueKey
+from rota.runtime.gradient_flags import GradientFlags, with_zeros
+from rota.runtime.gradients.split_backward import Gradients
 from rota.runtime.messages import (
     Format,
     Layout,
@@ -49,6 +51,7 @@ class Transport:
     def __init__(self, group: dist.ProcessGroup, everyone: dist.ProcessGroup) -> None:
         self._backend, self._everyone = cpu_backend(group), cpu_backend(everyone)
         self.formats: dict[ValueKey, Format] = {}  # of activations, by (edge, False, micro-batch)
+        self.flags = GradientFlags()
         self._arriving: dict[ValueKey, tuple[Message, list[Any], list[torch.Tensor], Format]] = {}
         #: Hook: maps a posted receive's works to those that `take` waits for.
         self.watched: Callable[[Message, list[Any]], list[Any]] = lambda _, works: works
@@ -75,6 +78,8 @@ class Transport:
         if with_layout and not message.value[1]:
             self.formats[message.value] = Format(self.receive_layout(message))
         form, wanted = expected(self.formats, message.value)
+        if message.value[1] and self.flags.travel(message.value[0], len(wanted)):
+            wanted = [((len(wanted),), torch.uint8), *wanted]
         buffers = [torch.empty(shape, dtype=dtype, device="cpu") for shape, dtype in wanted]
         works = [self._receive(buffer, message) for buffer in buffers]
         self._arriving[message.value] = message, self.watched(message, works), buffers, form
@@ -86,6 +91,17 @@ class Transport:
         data = torch.empty(int(size), dtype=torch.uint8, device="cpu")
         _wait(self._receive(data, message), message)
         return from_bytes(data)
+
+    def post_flags(self, message: Message, form: Format) -> tuple[torch.Tensor, Any]:
+        """Start to receive the flags of gradients alone; returns the buffer and the work, for `take_flags`."""
+        flags = torch.empty(len(form.gradients), dtype=torch.uint8, device="cpu")
+        return flags, self._receive(flags, message)
+
+    def take_flags(self, message: Message, posted: tuple[torch.Tensor, Any]) -> torch.Tensor:
+        """Wait for the flags that `post_flags` receives."""
+        flags, work = posted
+        _wait(work, message)
+        return flags
 
     def _receive(self, buffer: torch.Tensor, message: Message) -> Any:
         try:
@@ -99,14 +115,19 @@ class Transport:
         return next((frame.f_locals.get("message") for frame in frames if frame.f_code in codes), None)
 
     def take(self, key: ValueKey) -> Any:
-        """Wait for a posted value: an activation (tensors that need a gradient are leaves) or a list of gradients."""
+        """Wait for a posted value: an activation (tensors that need a gradient are leaves) or a list of gradients.
+
+        A gradient that is missing is None.
+        """
         message, works, buffers, form = self._arriving.pop(key)
         try:
             while works:  # an error's traceback must not keep any of them, see `close`
                 works.pop().wait()
         except RuntimeError as error:
             raise lost(message.transfer.sender, message) from error
-        return buffers if key[1] else activation(buffers, form)
+        if not key[1]:
+            return activation(buffers, form)
+        return buffers if len(buffers) == len(form.gradients) else self.flags.read(key[0], buffers[0], buffers[1:])
 
     # --- sending --------------------------------------------------------------------------------------------------
 
@@ -119,9 +140,14 @@ class Transport:
         """Send the layout of an activation alone."""
         self._send(message, _as_tensors(layout))
 
-    def send_gradients(self, message: Message, gradients: list[torch.Tensor]) -> None:
+    def send_gradients(self, message: Message, gradients: Gradients) -> None:
         """Send the gradients of an edge's tensors back to the rank that computed these tensors, without a layout."""
-        self._send(message, gradients)
+        flags, tensors = outgoing_gradients(self.flags, self.formats, message, gradients, _CPU)
+        self._send(message, tensors if flags is None else [flags, *tensors])
+
+    def send_flags(self, message: Message, flags: torch.Tensor) -> None:
+        """Send the flags of gradients alone."""
+        self._send(message, [flags])
 
     def _send(self, message: Message, tensors: list[torch.Tensor]) -> None:
         receiver = message.transfer.receiver
@@ -184,6 +210,7 @@ class Transport:
 
 
 _PAUSE_S = 0.001
+_CPU = torch.device("cpu")
 
 
 @contextmanager
@@ -253,6 +280,24 @@ def outgoing(
             f"inputs of the same shapes; {remedy}"
         )
     return layout if with_layout else None, [tensor.detach() for tensor in tensors]
+
+
+def outgoing_gradients(
+    flags: GradientFlags,
+    formats: Mapping[ValueKey, Format],
+    message: Message,
+    gradients: Gradients,
+    device: torch.device,
+) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
+    """What is sent of gradients: flags, None if they have none, and their tensors, which zeros complete."""
+    edge = message.value[0]
+    sent = flags.of(edge, gradients) if flags.travel(edge, len(gradients)) else None
+    present = [gradient for gradient in gradients if gradient is not None]
+    if len(present) == len(gradients):
+        return sent, present
+    if sent is None:
+        flags.note_zeros(edge, gradients)
+    return sent, with_zeros(gradients, expected(formats, message.value)[0], device)
 
 
 def _as_tensors(layout: Layout) -> list[torch.Tensor]:

@@ -55,12 +55,12 @@ def compare_gradients(
             for stage, _ in parameter.places
         ]
         if not differences:
-            there = 0.0 if here is None or not here.any() else math.inf
+            there = 0.0 if here is None else math.inf
             differences = [ParameterDifference(parameter.name, None, there)]
         found.append(max(differences, key=lambda each: math.inf if math.isnan(each.relative) else each.relative))
     for stage, name in matching.unknown:
         gradient = next(gradients)
-        found.append(ParameterDifference(name, stage, 0.0 if gradient is None or not gradient.any() else math.inf))
+        found.append(ParameterDifference(name, stage, 0.0 if gradient is None else math.inf))
     return tuple(found)
 
 
@@ -74,9 +74,8 @@ def _largest(gradient: torch.Tensor | None) -> float:
 
 
 def _difference(one: torch.Tensor | None, other: torch.Tensor | None, scale: float) -> float:
-    if one is None or other is None:  # zeros count as no gradient
-        some = one if other is None else other
-        return math.inf if some is not None and bool(some.any()) else 0.0
+    if one is None or other is None:  # an optimizer with weight decay changes what has zeros, not what has None
+        return 0.0 if one is other else math.inf
     if not one.numel():
         return 0.0
     difference = float((one.detach() - other.detach().to(one.device)).abs().max())

@@ -195,6 +195,11 @@ def missing(matching: Matching, differences: Iterable[ParameterDifference], unsp
                 f"{each.name!r} gets no gradient in stage {each.stage}: the stage does not use it, or detach() or "
                 f"no_grad() cuts it off from the loss"
             )
+        else:
+            yield (
+                f"{each.name!r} has a gradient in stage {each.stage}, but none in the unsplit model, which does not "
+                f"use it"
+            )
 
 
 def other_values(matching: Matching, probes: Probes, of_stages: Sequence[dict[str, Any]]) -> Iterator[str]:

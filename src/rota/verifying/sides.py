@@ -23,6 +23,7 @@ from rota.runtime.compute import Compute
 from rota.runtime.device.choosing import placed_on
 from rota.runtime.device.host import HostDevice
 from rota.runtime.execution import Execution
+from rota.runtime.gradient_flags import GradientFlags
 from rota.runtime.json_messages import all_gather_json, broadcast_json
 from rota.runtime.losses import LossFn, needs_target
 from rota.runtime.messages import tensors_in
@@ -87,6 +88,9 @@ def tensor_at(module: nn.Module, name: str, of_gradient: bool) -> torch.Tensor |
 @final
 class _NoMessages:
     """The transport of a plan on one rank."""
+
+    def __init__(self) -> None:
+        self.flags = GradientFlags()
 
     def take(self, key: ValueKey) -> Any:
         """Never called, as every value is made here."""

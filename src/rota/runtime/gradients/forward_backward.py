@@ -9,7 +9,7 @@ backward is split (see `split_backward`), inputs are held by their gradient edge
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -22,9 +22,9 @@ from rota.errors import PipelineError
 from rota.models import Stages
 from rota.models.sequence_chunks import Chunk
 from rota.runtime.device.protocol import Number
-from rota.runtime.gradients.split_backward import WeightWork, enter, input_gradients
+from rota.runtime.gradients.split_backward import Gradients, WeightWork, enter, input_gradients
 from rota.runtime.messages import flatten, over_tensors, tensors_in
-from rota.torch_internals import count_writes, run_backward, writable, zeros_at
+from rota.torch_internals import count_writes, run_backward, writable
 
 
 @dataclass(slots=True)
@@ -133,18 +133,19 @@ def keep_loss(kept: Kept, loss: torch.Tensor, weight: Number) -> None:
         kept.losses.append((get_gradient_edge(loss), gradient))
 
 
-def backward(kept: Kept, received: list[list[torch.Tensor]]) -> list[list[torch.Tensor]]:
+def backward(kept: Kept, received: Sequence[Gradients]) -> list[list[torch.Tensor | None]]:
     """Accumulate the stage's parameter gradients; return the gradients for each incoming edge.
 
-    `received`: for each outgoing edge the gradients of its tensors that require one.
+    `received`: for each outgoing edge the gradients of its tensors that require one. A gradient that no path leads to
+    is None, as in the unsplit model.
     """
     roots, gradients = _roots(kept, received)
     if roots:
         run_backward(roots, gradients)
-    return [[torch.zeros_like(t) if t.grad is None else t.grad for t in leaves] for leaves in kept.leaves]
+    return [[leaf.grad for leaf in leaves] for leaves in kept.leaves]
 
 
-def backward_inputs(kept: Kept, received: list[list[torch.Tensor]]) -> tuple[list[list[torch.Tensor]], WeightWork]:
+def backward_inputs(kept: Kept, received: Sequence[Gradients]) -> tuple[list[list[torch.Tensor | None]], WeightWork]:
     """As `backward`, but the parameters' gradients are left for later."""
     assert kept.entries is not None
     inputs = [entry for entries in kept.entries for entry in entries] + [entry for entry, _ in kept.earlier]
@@ -154,12 +155,17 @@ def backward_inputs(kept: Kept, received: list[list[torch.Tensor]]) -> tuple[lis
             # A copy, as the gradient is a part of one for all earlier chunks, which it would keep.
             leaf.grad = gradient.clone() if leaf.grad is None else leaf.grad.add_(gradient)
     gradients = iter(found)
-    return [[_or_zeros(next(gradients), entry) for entry in entries] for entries in kept.entries], work
+    return [[next(gradients) for _ in entries] for entries in kept.entries], work
 
 
-def _roots(kept: Kept, received: list[list[torch.Tensor]]) -> tuple[list[GradientEdge], list[torch.Tensor | None]]:
-    roots = [edge for edges in kept.outputs for edge in edges]
-    gradients: list[torch.Tensor | None] = [gradient for edge in received for gradient in edge]
+def _roots(kept: Kept, received: Sequence[Gradients]) -> tuple[list[GradientEdge], list[torch.Tensor | None]]:
+    roots: list[GradientEdge] = []
+    gradients: list[torch.Tensor | None] = []
+    for edges, arrived in zip(kept.outputs, received, strict=True):
+        for edge, gradient in zip(edges, arrived, strict=True):
+            if gradient is not None:
+                roots.append(edge)
+                gradients.append(gradient)
     for edge, gradient in kept.losses:
         roots.append(edge)
         gradients.append(gradient)
@@ -168,7 +174,3 @@ def _roots(kept: Kept, received: list[list[torch.Tensor]]) -> tuple[list[Gradien
             roots.append(edge)
             gradients.append(leaf.grad)
     return roots, gradients
-
-
-def _or_zeros(gradient: torch.Tensor | None, edge: GradientEdge) -> torch.Tensor:
-    return zeros_at(edge) if gradient is None else gradient

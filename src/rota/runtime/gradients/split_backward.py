@@ -15,10 +15,10 @@ Some branches cannot wait. I runs them too, and adds to their weights' `.grad` a
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch.autograd.graph import GradientEdge, Node
@@ -36,7 +36,7 @@ from rota.torch_internals import (
     without_donated_buffers,
 )
 
-Gradients = list[torch.Tensor | None]
+Gradients: TypeAlias = Sequence[torch.Tensor | None]
 
 _ANCHOR = torch.empty(0, device="cpu", requires_grad=True)  # what inputs hang on, so that they want a gradient
 

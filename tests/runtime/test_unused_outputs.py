@@ -1,0 +1,317 @@
+"""What no micro-batch uses has no gradient, and neither have the weights that made it, as in the unsplit model."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+
+import rota
+from rota import Cluster, Costs, Pipeline, PipelineError, Plan, Stages, place
+from rota.schedules import FAMILIES, NAMED
+from support.device_orders import family_plans
+from support.networks import ROWS, WIDTH, StepResult, assert_equal_steps, batch_of, gradients_of, loss_fn
+from support.pool import Pool
+from support.random_plans import random_plan
+from support.sampling import IS_WHOLE, some
+
+pytestmark = pytest.mark.dist
+
+NEVER, SOMETIMES, ALWAYS = "never", "sometimes", "always"
+
+
+class Branches(nn.Module):
+    """Three values by layers of their own, of which the readers use some, never or for some micro-batches only.
+
+    A micro-batch is told by the number in the first column, which goes along as a fourth value.
+    """
+
+    def __init__(self, uses: list[tuple[str, str, str]]) -> None:
+        super().__init__()
+        self.uses = uses
+        self.own, self.hidden, *_ = self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, *values: Any) -> Any:
+        if isinstance(values[0], Tensor):
+            number, total = values[0][:1, :1].detach(), self.own(values[0])
+        else:
+            number, total = values[0][3], self.own.bias * 2
+            for value, uses in zip(values, self.uses, strict=True):
+                for part, use in zip(value[:3], uses, strict=True):
+                    if use == ALWAYS or (use == SOMETIMES and number > 0):
+                        total = total + part
+        if not self.uses or self.uses[0][0] != NEVER:
+            passed = torch.tanh(self.hidden(total))
+        else:  # some values are passed on as they are
+            passed = values[0][1] if values and not isinstance(values[0], Tensor) else total
+        return passed, self.layers[2](total), torch.sin(self.layers[3](total)), number
+
+
+class Last(Branches):
+    """Its output makes the loss."""
+
+    def forward(self, *values: Any) -> Tensor:
+        passed, second, *_ = super().forward(*values)
+        return second + (passed if self.uses and self.uses[0][2] == ALWAYS else 0)
+
+
+def random_branches(num_stages: int, edges: list[tuple[int, int]], seed: int) -> Stages:
+    rng = random.Random(f"uses {seed}")
+    torch.manual_seed(seed)
+    modules = []
+    for stage in range(num_stages):
+        num_values = sum(target == stage for _, target in edges)
+        uses = [tuple(rng.choices([NEVER, SOMETIMES, ALWAYS], [3, 2, 2], k=3)) for _ in range(num_values)]
+        is_last = all(source != stage for source, _ in edges)
+        modules.append((Last if is_last else Branches)(uses).double())  # type: ignore[arg-type]
+    return Stages(modules, edges)
+
+
+def numbered(num_microbatches: int, seed: int, used: list[bool]) -> tuple[Tensor, Tensor]:
+    """A batch whose first column says which micro-batches use what is used sometimes."""
+    x, target = batch_of(num_microbatches, seed)
+    x.view(num_microbatches, ROWS, WIDTH)[:, :, 0] = torch.tensor([[1.0 if use else -1.0] for use in used])
+    return x, target
+
+
+def by_microbatches(stages: Stages, batch: tuple[Tensor, Tensor], num_microbatches: int) -> StepResult:
+    """The unsplit model."""
+    for module in stages.modules:
+        module.zero_grad(set_to_none=True)
+    total = 0.0
+    for x, target in zip(*(each.chunk(num_microbatches) for each in batch), strict=True):
+        loss = loss_fn(stages.run(x), target) / num_microbatches
+        loss.backward()
+        total += loss.item()
+    return StepResult(total, gradients_of(stages, range(len(stages))))
+
+
+def steps_of(rank: int, cases: list[tuple[Stages, Plan, list[Any], dict[str, Any]]]) -> list[list[StepResult]]:
+    del rank
+    found = []
+    for stages, plan, batches, options in cases:
+        found.append([])
+        with Pipeline(stages, plan, loss_fn, **options) as pipeline:
+            for batch in batches:
+                for parameter in pipeline.parameters():
+                    parameter.grad = None
+                loss = pipeline.step(*batch)
+                of_copies = gradients_of(pipeline.stages, pipeline.local_stages)
+                found[-1].append(StepResult(loss, {(s % len(stages), name): g for (s, name), g in of_copies.items()}))
+    return found
+
+
+def run_and_compare(pool: Any, num_ranks: int, cases: list[tuple[Stages, Plan, list[Any], dict[str, Any]]]) -> None:
+    by_rank = pool.run(num_ranks, steps_of, cases)
+    for case, (stages, plan, batches, _) in enumerate(cases):
+        for step, batch in enumerate(batches):
+            serial = by_microbatches(stages, batch, plan.num_microbatches)
+            if not any(task.kind.makes_weight_gradients for task in plan.placement.tasks):
+                serial.gradients.clear()
+            assert_equal_steps([results[case][step] for results in by_rank], serial)
+
+
+def drawn_uses(rng: random.Random, num_microbatches: int) -> list[bool]:
+    chance = rng.choice([0, 0.5, 1])
+    return [rng.random() < chance for _ in range(num_microbatches)]
+
+
+def graph_case(seed: int, num_ranks: int) -> tuple[Stages, Plan, list[Any], dict[str, Any]]:
+    """In every other case, each step uses other values; else all steps use the same."""
+    rng = random.Random(f"steps {seed}")
+    edges, plan = random_plan(seed, num_ranks)
+    n = plan.num_microbatches
+    uses, changes = drawn_uses(rng, n), seed % 2 == 1
+    batches = [numbered(n, step, drawn_uses(rng, n) if changes else uses) for step in range(3)]
+    return random_branches(plan.num_stages, edges, seed), plan, batches, {"dynamic_shapes": changes}
+
+
+def test_random_graphs(pool: Pool) -> None:
+    run_and_compare(pool, 3, [graph_case(seed, 3) for seed in range(some(80))])
+
+
+def test_the_random_graphs_are_odd_enough() -> None:
+    """Some weights have a gradient in none of the steps, some in one only, and some in some micro-batches only."""
+    num_without, num_changing = 0, 0
+    for seed in range(20):
+        stages, plan, batches, _ = graph_case(seed, 3)
+        num_weights = sum(1 for module in stages.modules for _ in module.parameters())
+        of_steps = [by_microbatches(stages, batch, plan.num_microbatches).gradients.keys() for batch in batches]
+        num_without += len(set().union(*of_steps)) < num_weights
+        num_changing += len({frozenset(each) for each in of_steps}) > 1
+    assert num_without > 15
+    assert num_changing >= 3
+
+
+def family_cases(num_ranks: int) -> list[tuple[Stages, Plan, list[Any], dict[str, Any]]]:
+    """The first plan of each family; bidirectional plans have copies of all weights."""
+    cases = []
+    for i, family in enumerate(family for family in FAMILIES if family.name != "seq1f1b"):
+        plan = next(family_plans([family], [num_ranks]))
+        stages = random_branches(plan.num_stages, [(s, s + 1) for s in range(plan.num_stages - 1)], i)
+        uses = drawn_uses(random.Random(i), plan.num_microbatches)
+        batches = [numbered(plan.num_microbatches, step, uses) for step in range(2)]
+        recompute = {"recompute": "full"} if i % 2 and not plan.placement.task(0, rota.Kind.R) else {}
+        cases.append((stages, plan, batches, recompute))
+    return cases
+
+
+def test_every_family(pool: Pool) -> None:
+    run_and_compare(pool, 2, family_cases(2))
+    if IS_WHOLE:
+        run_and_compare(pool, 4, family_cases(4))
+
+
+# --- transitions ------------------------------------------------------------------------------------------------------
+
+
+class Two(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.a(x), self.b(x)
+
+
+class One(nn.Module):
+    """Uses the second value if the first element of its first micro-batch says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.c = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, pair: tuple[Tensor, Tensor], x: Tensor) -> Tensor:
+        return self.c(pair[0] + pair[1] if x[0, 0] > 0 else pair[0])
+
+
+def two_stages() -> Stages:
+    torch.manual_seed(0)
+    return Stages([Two().double(), One().double()], inputs=[(0,), (0,)])
+
+
+def plan_on(num_ranks: int, num_microbatches: int = 2) -> Plan:
+    return NAMED["gpipe"](place(Costs.uniform(2), Cluster.uniform(num_ranks), [0, num_ranks - 1]), num_microbatches)
+
+
+def some_steps(rank: int, used: list[list[bool]], dynamic_shapes: bool) -> list[Any]:
+    """By step the names of the weights of this rank without a gradient, or the error."""
+    del rank
+    stages, found = two_stages(), []
+    with Pipeline(stages, plan_on(2), loss_fn, dynamic_shapes=dynamic_shapes) as pipeline:
+        for step, uses in enumerate(used):
+            for parameter in pipeline.parameters():
+                parameter.grad = None
+            try:
+                pipeline.step(*numbered(2, step, uses))
+            except PipelineError as error:
+                return [*found, str(error)]
+            found.append([name for name, parameter in pipeline.named_parameters() if parameter.grad is None])
+    return found
+
+
+NONE = ["b.weight", "b.bias"]
+
+
+def test_a_value_that_is_used_from_a_later_step_on(pool: Pool) -> None:
+    used = [[False, False], [True, False], [False, False], [False, True]]
+    assert pool.run(2, some_steps, used, False)[0] == [NONE, [], NONE, []]
+
+
+def test_a_value_that_only_some_microbatches_of_a_later_step_use(pool: Pool) -> None:
+    assert pool.run(2, some_steps, [[True, True], [True, False], [False, True]], False)[0] == [[], [], []]
+
+
+def test_a_value_that_is_not_used_any_more(pool: Pool) -> None:
+    """Only the rank that does not use it knows."""
+    used = [[True, True], [False, False]]
+    error = pool.run(2, some_steps, used, False)[1][-1]
+    assert "what stage 0 sends to stage 1 got no gradient in any micro-batch of this step" in error
+    assert pool.run(2, some_steps, used, True)[0] == [[], NONE]
+
+
+# --- what follows from it ---------------------------------------------------------------------------------------------
+
+
+def trained(rank: int, num_ranks: int, dp: int, shards: bool) -> tuple[dict[str, Tensor], list[float]]:
+    """Weights and norms after steps of AdamW, whose decay changes what has gradients of zeros."""
+    del rank
+    mesh, stages = rota.mesh(pp=num_ranks, dp=dp), two_stages()
+    if shards:
+        # Not the second, as FSDP itself gives zeros for what a module does not use of its inputs.
+        stages = stages.with_modules([fully_shard(stages[0], mesh=mesh["dp"]), stages[1]])
+    with Pipeline(stages, plan_on(num_ranks), loss_fn, mesh=mesh) as pipeline:
+        optimizer = torch.optim.AdamW(pipeline.parameters(), lr=0.1, weight_decay=0.5)
+        norms = []
+        for step in range(3):
+            batch = [part.chunk(dp)[pipeline.replica] for part in mesh_batch(step, dp, shards)]
+            pipeline.step(*batch)
+            norms.append(pipeline.clip_grad_norm_(0.1).item())
+            optimizer.step()
+            optimizer.zero_grad()
+        return {name: whole(parameter.detach()) for name, parameter in pipeline.named_parameters()}, norms
+
+
+def whole(tensor: Any) -> Tensor:
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def mesh_batch(step: int, dp: int, shards: bool) -> tuple[Tensor, Tensor]:
+    """With whole replicas, the last one alone uses the second value, in its last micro-batch."""
+    return numbered(2 * dp, step, [False] * (2 * dp - 1) + [dp > 1 and not shards])
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "dp", "shards"),
+    [(1, 1, False), (2, 1, False), (2, 2, False), (2, 2, True)],
+    ids=["one rank", "two ranks", "replicas", "fsdp"],
+)
+def test_training_with_weight_decay(pool: Pool, num_ranks: int, dp: int, shards: bool) -> None:
+    if shards:
+        pool.renew()
+    stages = two_stages()
+    model = nn.ModuleList(stages.modules)
+    before = stages[0].b.weight.detach().clone()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5)
+    norms = []
+    for step in range(3):
+        by_microbatches(stages, mesh_batch(step, dp, shards), 2 * dp)
+        norms.append(nn.utils.clip_grad_norm_(model.parameters(), 0.1).item())
+        optimizer.step()
+    expected = stages[0].state_dict() | stages[1].state_dict()
+    assert torch.equal(expected["b.weight"], before) == (dp == 1 or shards)
+    for weights, of_rank in pool.run(num_ranks * dp, trained, num_ranks, dp, shards):
+        assert of_rank == pytest.approx(norms, rel=1e-10)
+        for name, weight in weights.items():
+            torch.testing.assert_close(weight, expected[name], rtol=1e-10, atol=1e-10)
+
+
+def test_verify_compares_none_with_none() -> None:
+    """A stage made by hand that gives zeros where the unsplit model has no gradient."""
+
+    class Zeros(One):
+        def forward(self, pair: tuple[Tensor, Tensor], x: Tensor) -> Tensor:
+            return self.c(pair[0] + 0 * pair[1])
+
+    stages = two_stages()
+    model = Unsplit(*stages.modules)
+    batch = numbered(4, 0, [False] * 4)
+    assert rota.verify(stages, model, *batch, loss_fn=loss_fn, num_microbatches=2).exact
+    zeros = Zeros().double()
+    zeros.load_state_dict(stages[1].state_dict())
+    found = rota.verify(stages.with_modules([stages[0], zeros]), model, *batch, loss_fn=loss_fn, num_microbatches=2)
+    assert not found.exact
+    assert "a gradient in stage 0, but none in the unsplit model" in found.to_text()
+
+
+class Unsplit(nn.Module):
+    def __init__(self, first: nn.Module, second: nn.Module) -> None:
+        super().__init__()
+        self.first, self.second = first, second
+
+    def forward(self, x: Tensor) -> Any:
+        return self.second(self.first(x), x)
