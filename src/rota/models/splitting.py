@@ -15,6 +15,7 @@ from torch import nn
 
 from rota.errors import SplitError
 from rota.models.cutpoint import find_cut_points
+from rota.models.elsewhere import refuse_incomplete
 from rota.models.grouping import grouped
 from rota.models.stages import Stages
 from rota.models.traced_stages import cut_trace
@@ -66,6 +67,7 @@ def split(
         raise SplitError(f"num_stages is {num_stages}: give at least 1")
     if isinstance(model, Stages):
         return _split_stages(model, num_stages, cuts)
+    refuse_incomplete(model)
     stages = _split_model(model, num_stages, cuts, example, direct_skips)
     stages.unsplit = model
     return stages
