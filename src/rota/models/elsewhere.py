@@ -20,17 +20,20 @@ def free_elsewhere(stages: Stages, local: Iterable[int]) -> None:
     The model that was split, and stages made by hand that are not local, then refuse a forward and a `state_dict`.
     """
     here = {parameter for stage in local for parameter in stages[stage].parameters()}
-    elsewhere = [module for module in stages.modules if here.isdisjoint(module.parameters())]
-    gone = {parameter for module in stages.modules for parameter in module.parameters() if parameter not in here}
-    if not gone:
+
+    def elsewhere(module: nn.Module) -> set[nn.Parameter]:
+        return {parameter for parameter in module.parameters() if parameter not in here}
+
+    if not any(map(elsewhere, stages.modules)):
         return
-    users = [*elsewhere, *([stages.unsplit] if isinstance(stages.unsplit, nn.Module) else [])]
-    holders = [inner for module in (*stages.modules, *users) for inner in module.modules()]
-    for parameter in gone:
+    whole = [stages.unsplit] if isinstance(stages.unsplit, nn.Module) else []
+    users = [module for module in dict.fromkeys((*stages.modules, *whole)) if elsewhere(module)]
+    holders = [inner for module in users for inner in module.modules()]
+    for parameter in {parameter for module in stages.modules for parameter in elsewhere(module)}:
         if type(parameter) is nn.Parameter and not parameter.is_meta:
             with suppress(PipelineError):  # in use, as by the graph of an earlier forward: it keeps its memory
                 replace(parameter, torch.empty_like(parameter, device="meta"), holders)
-    gone = {parameter for module in stages.modules for parameter in module.parameters() if parameter not in here}
+    gone = {parameter for module in stages.modules for parameter in elsewhere(module)}
     for module in users:
         refusal = _Refusal(gone)
         module.register_forward_pre_hook(refusal.of_forward)
