@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import rota
-from rota import Cluster, Costs, Pipeline, PipelineError, Plan, Stages, place
+from rota import Cluster, Costs, Pipeline, PipelineError, Plan, SplitError, Stages, place
 from rota.models.randomness import RandomStates
 from rota.runtime.checkpoints.tensors import Layout
 from rota.schedules import NAMED, gpipe, one_f_one_b
@@ -118,6 +118,56 @@ def made_on_the_device(rank: int, folder: Path) -> None:
 
 def test_weights_are_made_or_loaded_on_the_device(pool: Pool, tmp_path: Path) -> None:
     pool.run(1, simulated, made_on_the_device, tmp_path)
+
+
+def drawn_on_the_device(rank: int) -> None:
+    def made() -> nn.Sequential:
+        torch.manual_seed(3)
+        torch.rand(5, device="sim")  # so that its generator is in another state than the CPU's
+        return nn.Sequential(nn.Linear(200, 200), nn.Linear(200, 200)).requires_grad_(False)
+
+    with torch.device("sim"):
+        whole = made()
+        following = torch.rand(3)
+        with rota.deferred_init():
+            model = made()
+            assert model[0].weight.get_device() == whole[0].weight.get_device()
+        assert torch.equal(torch.rand(3).cpu(), following.cpu())
+    rota.materialize(rota.split(model, 2), [0, 1])
+    for name, tensor in model.state_dict().items():
+        assert tensor.device.type == "sim"
+        assert torch.equal(tensor.cpu(), whole.state_dict()[name].cpu())
+
+
+def test_weights_that_are_drawn_on_the_device(pool: Pool) -> None:
+    pool.run(1, simulated, drawn_on_the_device)
+
+
+class CastsInside(nn.Module):
+    """Its forward enters autocast, which a trace does not keep."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.cut, self.second = nn.Linear(3, 3), rota.CutPoint(), nn.Linear(3, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("sim", torch.bfloat16):
+            x = self.cut(self.first(x))
+        return self.second(x.float())
+
+
+def cast_in_a_forward(rank: int) -> None:
+    with pytest.raises(SplitError, match=r"runs in a context \(no_grad, autocast, ...\) that the forward enters"):
+        rota.split(CastsInside().to("sim"), 2)
+    with (
+        torch.autocast("sim", torch.float16),
+        pytest.raises(SplitError, match=r"runs in a context \(no_grad, autocast, ...\) that the forward enters"),
+    ):
+        rota.split(CastsInside().to("sim"), 2)
+
+
+def test_a_forward_that_enters_autocast_of_the_device_is_refused(pool: Pool) -> None:
+    pool.run(1, simulated, cast_in_a_forward)
 
 
 # --- agreement --------------------------------------------------------------------------------------------------------
