@@ -17,6 +17,7 @@ import rota
 from rota import Cluster, Costs, Pipeline, PipelineError, Plan, SplitError, Stages, place
 from rota.models.randomness import RandomStates
 from rota.runtime.checkpoints.tensors import Layout
+from rota.runtime.deferred.log import generator_of
 from rota.schedules import NAMED, gpipe, one_f_one_b
 from support.checkpoint_runs import Run, Training, memory, model, serial_losses, stored
 from support.networks import (
@@ -121,25 +122,20 @@ def test_weights_are_made_or_loaded_on_the_device(pool: Pool, tmp_path: Path) ->
 
 
 def drawn_on_the_device(rank: int) -> None:
-    def made() -> nn.Sequential:
-        torch.manual_seed(3)
-        torch.rand(5, device="sim")  # so that its generator is in another state than the CPU's
-        return nn.Sequential(nn.Linear(200, 200), nn.Linear(200, 200)).requires_grad_(False)
-
-    with torch.device("sim"):
-        whole = made()
-        following = torch.rand(3)
-        with rota.deferred_init():
-            model = made()
-            assert model[0].weight.get_device() == whole[0].weight.get_device()
-        assert torch.equal(torch.rand(3).cpu(), following.cpu())
-    rota.materialize(rota.split(model, 2), [0, 1])
-    for name, tensor in model.state_dict().items():
-        assert tensor.device.type == "sim"
-        assert torch.equal(tensor.cpu(), whole.state_dict()[name].cpu())
+    on_device, on_cpu = torch.empty(3, device="sim"), torch.empty(3)
+    generator = generator_of((on_device,), {})
+    state, of_cpu = generator.get_state(), torch.get_rng_state()
+    first = on_device.uniform_().cpu()
+    assert not torch.equal(generator.get_state(), state)
+    generator.set_state(state)
+    assert torch.equal(on_device.uniform_().cpu(), first)
+    assert torch.equal(torch.get_rng_state(), of_cpu)
+    assert torch.equal(generator_of((), {"device": torch.device("sim")}).get_state(), generator.get_state())
+    assert generator_of((on_cpu,), {}) is generator_of((), {}) is torch.default_generator
 
 
-def test_weights_that_are_drawn_on_the_device(pool: Pool) -> None:
+def test_what_is_drawn_on_the_device_is_drawn_again_from_its_own_generator(pool: Pool) -> None:
+    """Of `deferred_init`, only this: tensors of the simulated device have no storage that could be made again."""
     pool.run(1, simulated, drawn_on_the_device)
 
 
