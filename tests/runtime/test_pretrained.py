@@ -10,7 +10,28 @@ import pytest
 import safetensors.torch
 import torch
 from torch import nn
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    CLIPVisionConfig,
+    DeepseekV3Config,
+    DetrConfig,
+    DetrForObjectDetection,
+    Dinov2Config,
+    Dinov2ForImageClassification,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    MixtralConfig,
+    OlmoeConfig,
+    Qwen2VLConfig,
+    Qwen2VLForConditionalGeneration,
+    ResNetConfig,
+    SwinConfig,
+    SwinForImageClassification,
+)
 
 import rota
 from rota import FormatError, PipelineError, Stages
@@ -118,18 +139,108 @@ def test_names_and_shapes_that_differ_are_listed(tmp_path: Path) -> None:
         rota.load_pretrained(to_load(llama), [0], tmp_path / "wider")
 
 
-def test_experts_that_transformers_would_convert_are_refused(tmp_path: Path) -> None:
-    def mixtral() -> nn.Module:
-        return MixtralForCausalLM(MixtralConfig(**SIZES, num_local_experts=2))
+def mixture(config: Any, **options: Any) -> nn.Module:
+    return AutoModelForCausalLM.from_config(config(**SIZES, **options))
 
-    model = mixtral()
-    model.save_pretrained(tmp_path / "original")
-    model.save_pretrained(tmp_path / "own", save_original_format=False)
-    with pytest.raises(FormatError, match=r"lacks .*experts.gate_up_proj.* has also .*save_original_format=False"):
-        rota.load_pretrained(to_load(mixtral), [0], tmp_path / "original")
-    stages = to_load(mixtral)
-    rota.load_pretrained(stages, [0], tmp_path / "own")
-    assert all(torch.equal(p, model.get_parameter(name)) for name, p in stages[0].named_parameters())
+
+VISION = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+
+
+def llava() -> nn.Module:
+    vision = CLIPVisionConfig(**VISION, image_size=8, patch_size=4)
+    return LlavaForConditionalGeneration(
+        LlavaConfig(vision_config=vision, text_config=LlamaConfig(**SIZES), image_token_index=60)
+    )
+
+
+def qwen2_vl() -> nn.Module:
+    text = {**SIZES, "rope_scaling": {"rope_type": "default", "mrope_section": [1, 1], "rope_theta": 1e4}}
+    vision = {"depth": 2, "embed_dim": 16, "hidden_size": 16, "num_heads": 2, "mlp_ratio": 2}
+    return Qwen2VLForConditionalGeneration(Qwen2VLConfig(text_config=text, vision_config=vision))
+
+
+def swin() -> nn.Module:
+    sizes = {"image_size": 16, "patch_size": 2, "embed_dim": 8, "window_size": 4}
+    return SwinForImageClassification(SwinConfig(**sizes, depths=[1, 2], num_heads=[1, 2]))
+
+
+def detr() -> nn.Module:
+    backbone = ResNetConfig(embedding_size=8, hidden_sizes=[8, 8], depths=[1, 1], out_features=["stage2"])
+    sizes = {
+        f"{part}_{size}": 2 for part in ("encoder", "decoder") for size in ("layers", "ffn_dim", "attention_heads")
+    }
+    none = {"use_timm_backbone": False, "use_pretrained_backbone": False, "backbone": None}
+    return DetrForObjectDetection(DetrConfig(d_model=16, num_queries=3, backbone_config=backbone, **sizes, **none))
+
+
+def deepseek_v3() -> nn.Module:
+    experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "n_group": 1}
+    heads = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 4}
+    return mixture(DeepseekV3Config, topk_group=1, first_k_dense_replace=1, **experts, **heads)
+
+
+RENAMED = {
+    "llava": llava,
+    "qwen2-vl": qwen2_vl,
+    "swin": swin,
+    "dinov2": lambda: Dinov2ForImageClassification(Dinov2Config(**VISION, image_size=8, patch_size=4)),
+    "detr": detr,
+    "olmoe": lambda: mixture(OlmoeConfig, num_experts=3, num_experts_per_tok=2),
+    "mixtral": lambda: mixture(MixtralConfig, num_local_experts=2),
+    "deepseek-v3": deepseek_v3,
+}
+
+
+@pytest.mark.parametrize("kind", RENAMED)
+def test_weights_that_transformers_renames_or_fuses_as_it_loads(kind: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = RENAMED[kind]()
+    model.save_pretrained(tmp_path, max_shard_size="16KB")
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())["weight_map"]
+    assert not index.keys() >= model.state_dict().keys()  # or nothing would be tested
+    same = type(model).from_pretrained(tmp_path)
+    with rota.deferred_init(to_load=True):
+        loaded = RENAMED[kind]()
+    rota.load_pretrained(Stages([loaded]), [0], tmp_path)
+    expected = same.state_dict()
+    assert loaded.state_dict().keys() == expected.keys()
+    for name, value in loaded.state_dict().items():
+        assert torch.equal(value, expected[name])
+
+
+def test_only_local_experts_are_read_and_joined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = RENAMED["olmoe"]()
+    model.save_pretrained(tmp_path)
+    stages, names = to_load(RENAMED["olmoe"]), reads_of(monkeypatch)
+    rota.load_pretrained(stages, [1], tmp_path)
+    mine = dict(stages[1].named_parameters())
+    assert sum("gate_up_proj" in name for name in names) == 2
+    assert not any("layers.0." in name or "layers.1." in name for name in names)
+    assert all(torch.equal(parameter, model.get_parameter(name)) for name, parameter in mine.items())
+    assert stages[0].get_parameter("model.layers.0.mlp.experts.gate_up_proj").is_meta
+
+
+def test_experts_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    mixture(OlmoeConfig, num_experts=2, num_experts_per_tok=2).save_pretrained(tmp_path)
+    with pytest.raises(FormatError, match=r"gate_up_proj is \[2, 48, 16\], in the model \[3, 48, 16\]"):
+        rota.load_pretrained(to_load(RENAMED["olmoe"]), [0], tmp_path)
+    file = tmp_path / "model.safetensors"
+    tensors = safetensors.torch.load_file(file)
+    tensors["model.layers.1.mlp.experts.1.up_proj.weight"] = torch.zeros(3, 3)
+    safetensors.torch.save_file(tensors, file)
+    with pytest.raises(
+        FormatError, match=r"cannot make model.layers.1.mlp.experts.gate_up_proj of .*RuntimeError: stack"
+    ):
+        rota.load_pretrained(to_load(RENAMED["olmoe"]), [0], tmp_path)
+
+
+def test_a_text_is_one_pattern(tmp_path: Path) -> None:
+    """Not many, of one letter each: the `*` among them would let the folder lack everything."""
+    llama().model.save_pretrained(tmp_path)
+    with pytest.raises(FormatError, match=r"it lacks lm_head.weight"):
+        rota.load_pretrained(to_load(llama), [1], tmp_path, missing="score.*")
+    llama(num_hidden_layers=5).save_pretrained(tmp_path)
+    rota.load_pretrained(to_load(llama), [0], tmp_path, unexpected="model.layers.4.*")
 
 
 def refused(folder: Path) -> str:

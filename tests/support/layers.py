@@ -91,7 +91,7 @@ TABLE = {
     "rota.plan_server": Row(CORE, lazy=("rota.batching",)),
     "rota.torch_internals": Row(("torch",)),
     "rota.models": Row((*CORE, *TORCH), lazy=("transformers",)),
-    "rota.runtime": Row((*CORE, "rota.models", *TORCH), lazy=("safetensors",)),
+    "rota.runtime": Row((*CORE, "rota.models", *TORCH), lazy=("safetensors", "transformers")),
     "rota.verifying": Row((*CORE, "rota.models", "rota.runtime", *TORCH)),
     "rota.profiling": Row((*CORE, "rota.models", "rota.runtime", *TORCH)),
     "rota.interop": Row(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from inspect import Parameter
@@ -13,8 +13,10 @@ from typing import Any, TypeAlias
 
 from torch import nn
 
+from rota.cutting import balanced
 from rota.errors import SplitError
 from rota.models.cutpoint import find_cut_points
+from rota.models.elsewhere import refuse_incomplete
 from rota.models.grouping import grouped
 from rota.models.stages import Stages
 from rota.models.traced_stages import cut_trace
@@ -22,7 +24,7 @@ from rota.models.tracer import BY_HAND
 from rota.models.tracing import honours_none, trace
 from rota.models.unmodified import Candidates, as_inputs
 
-Cuts: TypeAlias = Iterable[int | str]
+Cuts: TypeAlias = str | Iterable[int | str]
 
 
 def split(
@@ -50,7 +52,9 @@ def split(
         cuts: The CutPoints to cut at, by number in call order or by attribute path (`"cutpoints[2]"`), or the children
             of an `nn.Sequential`, or the stages made by hand, to cut before. For any other model: the modules to cut
             before, by path (`"model.layers.4"`), or patterns of modules that a stage may begin with
-            (`"model.layers.*"`). None: spread evenly, so that numbers of pieces per stage differ by one at most.
+            (`"model.layers.*"`). A text is one name or pattern. Without names of modules, a model without marks is cut
+            so that parameters are spread evenly, not counting those of `nn.Embedding`, which are only looked up. None
+            for others: so that numbers of pieces per stage differ by one at most.
         example: For a model without CutPoints: a batch, as a dict of its keyword arguments, or as a tuple.
         direct_skips: With an example: values from a stage that is not right before the one that reads them travel
             directly. By default they pass through the stages between, so that stages form a chain, as most named
@@ -64,8 +68,10 @@ def split(
     """
     if num_stages < 1:
         raise SplitError(f"num_stages is {num_stages}: give at least 1")
+    cuts = [cuts] if isinstance(cuts, str) else cuts
     if isinstance(model, Stages):
         return _split_stages(model, num_stages, cuts)
+    refuse_incomplete(model)
     stages = _split_model(model, num_stages, cuts, example, direct_skips)
     stages.unsplit = model
     return stages
@@ -96,6 +102,7 @@ def finest(model: nn.Module | Stages, example: Any = None, cuts: Cuts | None = N
     Raises:
         SplitError: The model cannot be cut like this.
     """
+    cuts = [cuts] if isinstance(cuts, str) else cuts
     if not isinstance(model, Stages) and not is_marked(model):
         if example is None:
             return split(model, 1), ()
@@ -167,7 +174,7 @@ def _chosen_calls(candidates: Candidates, num_stages: int, cuts: Cuts | None) ->
     possible.pop(0, None)  # what comes before the forward's first call is no stage
     what = "module that the forward calls and that may start a stage, by default those of lists of blocks"
     how = " by naming modules, such as cuts=['layers.*'] (for a plan, rota autoplan --cuts 'layers.*')"
-    return _choose(num_stages, cuts, possible, what, how)
+    return _choose(num_stages, cuts, possible, what, how, candidates.loads([*possible]))
 
 
 def _split_marked(model: nn.Module, num_stages: int, cuts: Cuts | None) -> Stages:
@@ -237,8 +244,18 @@ def _refuse_patches(model: nn.Module) -> None:
         )
 
 
-def _choose(num_stages: int, cuts: Cuts | None, possible: Mapping[int, str], what: str, how: str = "") -> list[int]:
-    """The numbers of the cuts to make, in order, out of the possible ones and their names; `how` one adds more."""
+def _choose(
+    num_stages: int,
+    cuts: Cuts | None,
+    possible: Mapping[int, str],
+    what: str,
+    how: str = "",
+    loads: Sequence[int] = (),
+) -> list[int]:
+    """The numbers of the cuts to make, in order, out of the possible ones and their names; `how` one adds more.
+
+    `loads`: of the pieces between all possible cuts, which stages share evenly; by default they are alike.
+    """
     needed = num_stages - 1
     names = _listed(possible)
     if len(possible) < needed:
@@ -248,6 +265,8 @@ def _choose(num_stages: int, cuts: Cuts | None, possible: Mapping[int, str], wha
         )
     if cuts is None:
         numbers, num_pieces = [*possible], len(possible) + 1
+        if loads:
+            return [numbers[boundary - 1] for boundary in balanced(loads, num_stages)[1:-1]]
         return [numbers[stage * num_pieces // num_stages - 1] for stage in range(1, num_stages)]
     given = [*cuts]
     chosen = [_find(cut, possible, names) for cut in given]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import chain
 from typing import Any, Final, NamedTuple, TypeAlias, final
 
@@ -44,7 +46,8 @@ class Stages:
     Args:
         modules: One module per stage.
         edges: `(source, target)` passes on the source's whole output, `(source, target, key)` passes on `output[key]`.
-            At most one edge joins two stages. None: a chain.
+            Each is one argument, also if it is a tuple: `torch.distributed.pipelining` would unpack that. At most one
+            edge joins two stages. None: a chain.
         inputs: What each stage reads of a batch, by position (int) or name (str). None: input 0 for every stage
             without incoming edges, nothing for the others.
         input_names: The inputs' names by position, to read named inputs out of a tuple.
@@ -74,7 +77,7 @@ class Stages:
         self._incoming: Final = [tuple(edge for edge in self.edges if edge.target == stage) for stage in numbers]
         self._outgoing: Final = [tuple(edge for edge in self.edges if edge.source == stage) for stage in numbers]
         self._order: Final = topological_order(self.edges, len(self.modules))
-        self.input_names: Final = tuple(input_names or ())
+        self.input_names: Final = (input_names,) if isinstance(input_names, str) else tuple(input_names or ())
         self.input_defaults: Final = dict(input_defaults or {})
         roots = {stage: 0 for stage in range(len(self.modules)) if not self.incoming(stage)}
         self.inputs: Final = _parse_inputs(roots if inputs is None else inputs, len(self.modules), self.input_names)
@@ -215,7 +218,30 @@ class Stages:
 
     def call(self, stage: int, edge_values: Iterable[Any], batch: Any) -> Any:
         """The output of `stage`, given the values of its incoming edges and the batch."""
-        return self.modules[stage](*edge_values, *self.pick_inputs(stage, batch))
+        arguments = (*edge_values, *self.pick_inputs(stage, batch))
+        with self.explaining_arguments(stage, arguments):
+            return self.modules[stage](*arguments)
+
+    @contextmanager
+    def explaining_arguments(self, stage: int, arguments: Sequence[Any]) -> Iterator[None]:
+        """Raises PipelineError if the forward of `stage` does not take these arguments, with what they are."""
+        try:
+            yield
+        except TypeError as error:
+            module = self.modules[stage]
+            try:
+                inspect.signature(module.forward).bind(*arguments)
+            except (TypeError, ValueError) as mismatch:
+                values = [f"what stage {edge.source} returns" for edge in self.incoming(stage)]
+                values += [f"input {name!r}" for name in self.inputs[stage]]
+                hint = ""
+                if any(isinstance(value, tuple) for value in arguments[: len(self.incoming(stage))]):
+                    hint = "; a tuple that a stage returns is one argument, so unpack it in the forward: a, b = values"
+                raise PipelineError(
+                    f"stage {stage} ({type(module).__name__}) is called with {', '.join(values) or 'nothing'}, which "
+                    f"its forward does not take ({mismatch}){hint}"
+                ) from error
+            raise
 
     def run(self, batch: Any) -> Any:
         """Run all stages here, one after another, on one batch; return the sink's output."""
@@ -318,6 +344,8 @@ def _parse_names(
     """By stage, and by path of a module in it, the path in the model; "" is the stage's module itself."""
     if names is None:
         return None
+    if isinstance(names, str):
+        raise SplitError(f"names is the text {names!r}: give a list with one entry per stage")
     parsed = tuple({"": given} if isinstance(given, str) else dict(given) for given in names)
     if len(parsed) != len(modules):
         raise SplitError(f"names has {len(parsed)} entries for {len(modules)} stages: give one per stage")
@@ -335,6 +363,8 @@ def _parse_names(
 
 def _parse_inputs(inputs: Inputs, num_stages: int, names: tuple[str, ...]) -> tuple[tuple[Input, ...], ...]:
     """For each stage the inputs it reads, checked."""
+    if isinstance(inputs, str):
+        raise SplitError(f"inputs is the text {inputs!r}: give a list with one entry per stage, or a dict")
     if not isinstance(inputs, Mapping):
         if len(inputs) != num_stages:
             raise SplitError(f"inputs has {len(inputs)} entries for {num_stages} stages: give one per stage, or a dict")

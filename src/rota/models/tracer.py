@@ -146,8 +146,15 @@ class Tracer(fx.Tracer):
         return node
 
 
-def _modes() -> tuple[bool, ...]:
-    autocast = (torch.is_autocast_enabled(device) for device in ("cpu", "cuda"))
+def _modes() -> tuple[Any, ...]:
+    accelerator = torch.accelerator.current_accelerator()
+    kinds = dict.fromkeys(("cpu", "cuda", *([] if accelerator is None else [accelerator.type])))
+    autocast = [
+        torch.get_autocast_dtype(kind)
+        if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+        else None
+        for kind in kinds
+    ]
     return (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), *autocast)
 
 

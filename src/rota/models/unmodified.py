@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from inspect import Parameter
+from itertools import pairwise
 from typing import Any, final
 
 from torch import Tensor, nn
@@ -122,9 +123,24 @@ class Candidates:
 
         return {call: name for call, name in self.called().items() if call > 0 and can_be_cut(call)}
 
+    def loads(self, starts: Sequence[int]) -> list[int]:
+        """How much is computed before the first of these calls, and from each to the next: parameters, at least 1.
+
+        Those of embeddings do not count: they are looked up. A module that is called twice counts twice.
+        """
+        recording = self._recording
+        of_units = [_num_multiplied(self._model.get_submodule(path)) for path in recording.units]
+        of_calls = [of_units[unit] for unit in recording.calls]
+        return [1 + sum(of_calls[begin:end]) for begin, end in pairwise([0, *starts, len(of_calls)])]
+
     def split(self, calls: Sequence[int], *, relay: bool = True) -> Stages:
         """Stages that begin at these calls."""
         return carve(self._model, self._recording, calls, self._inputs, relay)
+
+
+def _num_multiplied(module: nn.Module) -> int:
+    inner = (each for each in module.modules() if not isinstance(each, (nn.Embedding, nn.EmbeddingBag)))
+    return sum(parameter.numel() for each in inner for parameter in each.parameters(recurse=False))
 
 
 def candidate_paths(model: nn.Module, cuts: Iterable[int | str] | None) -> list[str]:

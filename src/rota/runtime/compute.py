@@ -32,6 +32,7 @@ from rota.runtime.gradients.forward_backward import (
     pass_on,
     refuse_modes_without_gradients,
 )
+from rota.runtime.gradients.kept_graphs import explaining_shared_graphs
 from rota.runtime.gradients.recompute import Again, drawing_again, versions_in, without_activations
 from rota.runtime.gradients.split_backward import WeightWork
 from rota.runtime.loss_weights import FirstLoss
@@ -198,7 +199,12 @@ class Compute:
         if op.kind is _R:
             return []
         # A checkpointed block runs its forward again, which must not add its losses again.
-        with without_autocast(self._autocast), collect_losses():
+        batch = self._batch.inputs[op.microbatch]
+        with (
+            without_autocast(self._autocast),
+            collect_losses(),
+            explaining_shared_graphs(self._stages, op.stage, batch),
+        ):
             return self._backward(op, received)
 
     def _recompute(self, op: Op) -> None:

@@ -24,6 +24,7 @@ from torch.utils.data import Dataset, DistributedSampler
 from rota.checking import check
 from rota.errors import LostRankError, PipelineError, error_text, failed_before, is_on_all_ranks
 from rota.models import Stages
+from rota.models.elsewhere import free_elsewhere
 from rota.plan import Plan
 from rota.runtime.adapting import Adapting, least_gain_of
 from rota.runtime.agreement import Agreement, Call, refuse_differences
@@ -67,6 +68,9 @@ class Pipeline:
     """A model's stages, run as planned. Every process makes one, with the same arguments.
 
     A plan with several data streams (`rota.bidirectional`) takes the stages of one, and shares their weights.
+
+    Weights of other ranks' stages are freed: the model that was split then refuses to be used by itself. See
+    `gather_weights`.
 
     Args:
         stages: the model; this process runs the stages that the plan has on its rank.
@@ -214,6 +218,7 @@ class Pipeline:
             self._watchdog.num_calls = partial(getattr, self._agreement, "num_calls")
             self._teardown.callback(self._leave_record)
             self._teardown.callback(self._settle_begun_steps)
+            free_elsewhere(stages, self.local_stages)
             atexit.register(self._close_at_exit)
         except BaseException as error:
             self._end(error)

@@ -10,7 +10,7 @@ Of each file only the header is read, and the bytes of local weights.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -18,11 +18,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from rota import reading
 from rota.errors import FormatError
 from rota.models import Stages
 from rota.runtime.checkpoints.names import names_of
+from rota.runtime.conversions import Source, converted
 from rota.runtime.deferred import give_memory
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -52,6 +54,12 @@ class _Stored:
     shape: tuple[int, ...]
     dtype: torch.dtype | str
 
+    def read(self) -> torch.Tensor:
+        """Its values. The file is opened for them only: so what was read does not count as memory in use."""
+        with _opened(self.path) as file:
+            value: torch.Tensor = file.get_tensor(self.name)
+            return value
+
 
 def load_pretrained(
     stages: Stages,
@@ -59,22 +67,24 @@ def load_pretrained(
     folder: str | Path,
     *,
     cast: bool = False,
-    missing: Iterable[str] = (),
-    unexpected: Iterable[str] = (),
+    missing: str | Iterable[str] = (),
+    unexpected: str | Iterable[str] = (),
     device: torch.device | str | None = None,
 ) -> None:
     """Give memory to the `local` stages, with the weights and buffers of a pretrained folder; free that of all others.
 
     Buffers that are not saved get the values that the model's constructor gives them. All names are checked, also those
-    of other stages. Names of a bare model (`layers.0…`) fit one with a head (`model.layers.0…`) as well.
+    of other stages. A model of transformers has its weights renamed, joined and split as by `from_pretrained`. Names of
+    a bare model (`layers.0…`) fit one with a head (`model.layers.0…`) as well.
 
     Args:
         stages: The stages of a whole model, best made in `rota.deferred_init(to_load=True)`.
         local: The stages that this process runs, as `local_stages` gives them.
         folder: It has `model.safetensors`, or `model.safetensors.index.json` and its files.
         cast: Convert floating-point weights to the model's dtypes. Otherwise the folder must have these.
-        missing: Patterns of names that the folder may lack, such as "score.*": they are as the constructor makes them.
-        unexpected: Patterns of names that the folder may have beside the model's, such as "*.attn.bias".
+        missing: Patterns of names that the folder may lack, such as ["score.*"]: they are as the constructor makes
+            them. A text is one pattern.
+        unexpected: Patterns of names that the folder may have beside the model's, such as ["*.attn.bias"].
         device: Where to put the stages, such as `local_device()`: one weight at a time is read and copied there. None:
             where the model was made.
 
@@ -85,7 +95,10 @@ def load_pretrained(
     local = sorted({*local})
     named = names_of(stages)
     stored = _stored(Path(folder))
-    found = _matched(named, stored, Path(folder), [*missing], [*unexpected])
+    known = {name for names in named.values() for name in names}
+    model = stages.unsplit if stages.unsplit is not None or len(stages) > 1 else stages[0]
+    by_name = _renamed(known, converted(model if isinstance(model, nn.Module) else None, stored, known))
+    found = _matched(named, by_name, Path(folder), missing, unexpected)
     _refuse_other_kinds(found, cast, Path(folder))
     here = {tensor for stage in local for tensor in stages[stage].state_dict(keep_vars=True).values()}
     loaded = {tensor: sources for tensor, sources in found.items() if tensor in here}
@@ -161,29 +174,27 @@ def _opened(path: Path) -> Iterator[Any]:
 
 def _matched(
     named: Mapping[torch.Tensor, tuple[str, ...]],
-    stored: Mapping[str, _Stored],
+    by_name: Mapping[str, Source],
     folder: Path,
-    may_lack: list[str],
-    may_have: list[str],
-) -> dict[torch.Tensor, list[_Stored]]:
+    may_lack: str | Iterable[str],
+    may_have: str | Iterable[str],
+) -> dict[torch.Tensor, list[Source]]:
     """What the folder has of each tensor, by any of its names. Raises FormatError with the names that do not fit."""
     known = {name for names in named.values() for name in names}
-    by_name = _renamed(known, stored)
     found = {tensor: [by_name[name] for name in names if name in by_name] for tensor, names in named.items()}
-    lacking = [named[tensor][0] for tensor, sources in found.items() if not sources]
-    lacking = [name for name in lacking if not _fits(name, may_lack)]
-    more = [name for name in by_name if name not in known and not _fits(name, may_have)]
+    lacking = _without((named[tensor][0] for tensor, sources in found.items() if not sources), may_lack)
+    more = _without((name for name in by_name if name not in known), may_have)
     if lacking or more:
         told = [f"{words} {_few(names)}" for words, names in (("lacks", lacking), ("has also", more)) if names]
         raise FormatError(
-            f"{folder} is not this model: it {' and '.join(told)}. Allow them by missing=[…] and unexpected=[…], or "
-            "make the model that it is of. Where transformers renames weights as it loads (fused experts), load it "
-            "there once, and write it by save_pretrained(…, save_original_format=False)"
+            f"{folder} is not this model: it {' and '.join(told)}; make the model that it is of. If the model shall "
+            "differ, missing=[…] leaves weights as its constructor makes them, and unexpected=[…] leaves out those of "
+            "the folder"
         )
     return {tensor: sources for tensor, sources in found.items() if sources}
 
 
-def _renamed(known: set[str], stored: Mapping[str, _Stored]) -> dict[str, _Stored]:
+def _renamed(known: set[str], stored: Mapping[str, Source]) -> dict[str, Source]:
     """By the model's names, where all names of one have a word in front that those of the other lack."""
     ways = [{name: name for name in stored}]
     ways += [{name: f"{first}.{name}" for name in stored} for first in sorted(_first_words(known))]
@@ -196,11 +207,13 @@ def _first_words(names: Iterable[str]) -> set[str]:
     return {name.partition(".")[0] for name in names if "." in name}
 
 
-def _fits(name: str, patterns: list[str]) -> bool:
-    return any(fnmatchcase(name, pattern) for pattern in patterns)
+def _without(names: Iterable[str], patterns: str | Iterable[str]) -> list[str]:
+    """The names that fit none of the patterns; a text is one pattern."""
+    patterns = [patterns] if isinstance(patterns, str) else [*patterns]
+    return [name for name in names if not any(fnmatchcase(name, pattern) for pattern in patterns)]
 
 
-def _refuse_other_kinds(found: Mapping[torch.Tensor, list[_Stored]], cast: bool, folder: Path) -> None:
+def _refuse_other_kinds(found: Mapping[torch.Tensor, Sequence[Source]], cast: bool, folder: Path) -> None:
     """Raises FormatError with all tensors whose shapes or dtypes are not the model's."""
     shapes, dtypes = [], []
     for tensor, sources in found.items():
@@ -224,18 +237,17 @@ def _is_floating_point(dtype: torch.dtype | str) -> bool:
 
 
 @torch.no_grad()
-def _read(tensor: torch.Tensor, sources: list[_Stored]) -> None:
-    """Fill a tensor. Each file is opened for one tensor only: so what was read does not count as memory in use."""
+def _read(tensor: torch.Tensor, sources: Sequence[Source]) -> None:
+    """Fill a tensor."""
     for source in sources:
-        with _opened(source.path) as file:
-            value = file.get_tensor(source.name)
-            if source is sources[0]:
-                tensor.copy_(value)
-            elif not torch.equal(tensor, value.to(tensor.device, tensor.dtype)):
-                raise FormatError(
-                    f"{source.path}: {source.name} has other values than {sources[0].name}, but the model has them as "
-                    "one tied weight; make the model without the tie"
-                )
+        value = source.read()
+        if source is sources[0]:
+            tensor.copy_(value)
+        elif not torch.equal(tensor, value.to(tensor.device, tensor.dtype)):
+            raise FormatError(
+                f"{source.path}: {source.name} has other values than {sources[0].name}, but the model has them as "
+                "one tied weight; make the model without the tie"
+            )
 
 
 def _few(names: Iterable[str]) -> str:

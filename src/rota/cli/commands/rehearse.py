@@ -65,7 +65,7 @@ def run(arguments: Namespace) -> int:
 def _batches(arguments: Namespace) -> int:
     from rota.planning import rehearsal
 
-    if arguments.allocate or arguments.output or arguments.device == "cuda":
+    if arguments.allocate or arguments.output or arguments.device not in ("auto", "cpu"):
         raise InputError(
             "several plans are rehearsed on the CPU, without --allocate or -o; give a single plan to use these options"
         )

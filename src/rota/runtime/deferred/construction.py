@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from mmap import mmap
 from typing import Any, final
 from weakref import WeakSet
@@ -21,7 +22,7 @@ from rota.errors import PipelineError
 from rota.models.replacing import replace
 from rota.runtime.deferred import known_draws
 from rota.runtime.deferred.known_draws import KnownDraws
-from rota.runtime.deferred.log import Deferred, Log, Operation, Region, deferred, generator_of
+from rota.runtime.deferred.log import Deferred, Generator, Log, Operation, Region, deferred, generator_of
 from rota.torch_internals import (
     TorchDispatchMode,
     takes_device,
@@ -174,9 +175,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             mark.keep(storage, len(self._log.operations) - 1)
         return args[0]
 
-    def _advance(
-        self, generator: torch.Generator, call: _Call, target: tuple[Any, ...], draw: Callable[[], object]
-    ) -> None:
+    def _advance(self, generator: Generator, call: _Call, target: tuple[Any, ...], draw: Callable[[], object]) -> None:
         """Draw what `call` draws into `target`, or only set the generator as that would, where it is known how."""
         if self._known is None or call.device.type != "cpu":
             draw()
@@ -306,8 +305,11 @@ class _AsOnTheirDevice(TorchFunctionMode):
 _ABOUT_DEVICE: dict[Any, Callable[[torch.device], Any]] = {
     torch.Tensor.device.__get__: lambda device: device,
     torch.Tensor.is_meta.__get__: lambda device: False,  # type: ignore[attr-defined]  # noqa: ARG005
-    torch.Tensor.is_cpu.__get__: lambda device: device.type == "cpu",  # type: ignore[attr-defined]
-    torch.Tensor.is_cuda.__get__: lambda device: device.type == "cuda",  # type: ignore[attr-defined]
+    torch.Tensor.get_device: lambda device: -1 if device.type == "cpu" else device.index or 0,
+}
+_ABOUT_DEVICE |= {
+    getattr(torch.Tensor, f"is_{kind}").__get__: partial(lambda kind, device: device.type == kind, kind)
+    for kind in ("cpu", "cuda", "xpu", "mps", "mtia", "xla")
 }
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 _READ_WHOLE = frozenset((torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__))

@@ -20,6 +20,7 @@ from typing import Any, final
 import torch
 
 from rota.runtime import kept_memory
+from rota.runtime.deferred.log import Generator
 from rota.runtime.launcher_files import draws_file
 
 _MOST = 4096  # draws that are noted, each 5 kB
@@ -36,7 +37,7 @@ class KnownDraws:
         self._after = _read(file)
         self._has_new = False
 
-    def draw(self, generator: torch.Generator, what: tuple[Any, ...], act: Callable[[], object]) -> bool:
+    def draw(self, generator: Generator, what: tuple[Any, ...], act: Callable[[], object]) -> bool:
         """Advance the generator as `act` does; returns whether that was called.
 
         `what`: all that this depends on beside the generator's state, with a `repr` that is the same in all processes.

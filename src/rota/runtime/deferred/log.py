@@ -16,11 +16,12 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, final
+from typing import Any, NamedTuple, Protocol, final
 from weakref import WeakSet, WeakValueDictionary
 
 import torch
 
+from rota.errors import PipelineError
 from rota.torch_internals import mark_of, mark_storage, tree_flatten, tree_unflatten
 
 Reals = dict[int, torch.UntypedStorage]  # by the storage's number
@@ -223,14 +224,43 @@ def _generator_in(state: torch.Tensor | None, args: Any, kwargs: Any) -> Iterato
         generator.set_state(before)
 
 
-def generator_of(args: Any, kwargs: Any) -> torch.Generator:
+class Generator(Protocol):
+    """What random numbers are drawn from."""
+
+    def get_state(self) -> torch.Tensor:
+        """Its state."""
+
+    def set_state(self, state: torch.Tensor) -> Any:
+        """Continue from a state."""
+
+
+@final
+class _OfDevice:
+    """The default generator of a device other than the CPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._module = device, torch.get_device_module(device)
+        if not hasattr(self._module, "get_rng_state"):
+            raise PipelineError(
+                f"PyTorch cannot read the random state of {device}, so what is drawn there cannot be drawn again; make "
+                "the model on the CPU, or with deferred_init(to_load=True)"
+            )
+
+    def get_state(self) -> torch.Tensor:
+        """See `Generator`."""
+        state: torch.Tensor = self._module.get_rng_state(self._device)
+        return state
+
+    def set_state(self, state: torch.Tensor) -> None:
+        """See `Generator`."""
+        self._module.set_rng_state(state, self._device)
+
+
+def generator_of(args: Any, kwargs: Any) -> Generator:
     """The generator that an operation with these arguments draws from."""
     leaves, _ = tree_flatten((args, kwargs))
     given = next((leaf for leaf in leaves if isinstance(leaf, torch.Generator)), None)
     if given is not None:
         return given
     device = next((leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor)), kwargs.get("device"))
-    if device is not None and device.type == "cuda":
-        index = torch.cuda.current_device() if device.index is None else device.index
-        return torch.cuda.default_generators[index]
-    return torch.default_generator
+    return torch.default_generator if device is None or device.type in ("cpu", "meta") else _OfDevice(device)

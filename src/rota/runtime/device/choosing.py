@@ -40,7 +40,8 @@ def placed_on(stages: Stages, local: Iterable[int]) -> torch.device | None:
             if tensor.is_meta:
                 raise PipelineError(
                     f"{name} of stage {stage} has no memory (it is on meta); call "
-                    "rota.materialize(stages, rota.local_stages(plan, mesh)) before the pipeline is made"
+                    "rota.materialize(stages, rota.local_stages(plan, mesh)) before the pipeline is made. If an "
+                    "earlier Pipeline had this stage on another rank, it was freed here: split a new model"
                 )
             first = first or (name, stage, tensor.device)
             if tensor.device != first[2]:

@@ -67,7 +67,7 @@ def forward(
     module, arguments = stages[stage], (*(value for *_, value in entered), *stages.pick_inputs(stage, batch))
     if chunk is not None and split:
         chunk.enter = partial(_enter_earlier, kept)
-    with nullcontext() if chunk is None else chunk:
+    with nullcontext() if chunk is None else chunk, stages.explaining_arguments(stage, arguments):
         output = torch.func.functional_call(module, dict(buffers), arguments) if buffers else module(*arguments)
     if not split:
         for leaves, stand_ins, _ in entered:

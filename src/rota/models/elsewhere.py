@@ -1,0 +1,74 @@
+"""Weights of stages that other ranks run: freed here, after which the whole model refuses to be used."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import suppress
+from typing import Any, final
+
+import torch
+from torch import nn
+
+from rota.errors import PipelineError
+from rota.models.replacing import replace
+from rota.models.stages import Stages
+
+
+def free_elsewhere(stages: Stages, local: Iterable[int]) -> None:
+    """Free the weights that none of the `local` stages has: they move to meta, and stay the same objects.
+
+    The model that was split, and stages made by hand that are not local, then refuse a forward and a `state_dict`.
+    """
+    here = {parameter for stage in local for parameter in stages[stage].parameters()}
+
+    def elsewhere(module: nn.Module) -> set[nn.Parameter]:
+        return {parameter for parameter in module.parameters() if parameter not in here}
+
+    if not any(map(elsewhere, stages.modules)):
+        return
+    whole = [stages.unsplit] if isinstance(stages.unsplit, nn.Module) else []
+    users = [module for module in dict.fromkeys((*stages.modules, *whole)) if elsewhere(module)]
+    holders = [inner for module in users for inner in module.modules()]
+    for parameter in {parameter for module in stages.modules for parameter in elsewhere(module)}:
+        if type(parameter) is nn.Parameter and not parameter.is_meta:
+            with suppress(PipelineError):  # in use, as by the graph of an earlier forward: it keeps its memory
+                replace(parameter, torch.empty_like(parameter, device="meta"), holders)
+    gone = {parameter for module in stages.modules for parameter in elsewhere(module)}
+    for module in users:
+        refusal = _Refusal(gone)
+        module.register_forward_pre_hook(refusal.of_forward)
+        module.register_state_dict_pre_hook(refusal.of_state_dict)  # type: ignore[no-untyped-call]
+
+
+def refuse_incomplete(model: nn.Module) -> None:
+    """Raises PipelineError if weights of `model` have been freed."""
+    for hook in model._forward_pre_hooks.values():
+        if isinstance(refusal := getattr(hook, "__self__", None), _Refusal):
+            refusal.of_forward(model)
+
+
+@final
+class _Refusal:
+    """Refuses uses of a model as long as it has one of these parameters."""
+
+    def __init__(self, gone: set[nn.Parameter]) -> None:
+        self._gone = gone
+
+    def __deepcopy__(self, memo: Any) -> _Refusal:
+        """The same: a copy of the model has parameters of its own, which may get values."""
+        return self
+
+    def of_forward(self, module: nn.Module, *_: Any) -> None:
+        """A forward pre-hook."""
+        names = [name for name, parameter in module.named_parameters() if parameter in self._gone]
+        if names:
+            more = f" and {len(names) - 1} more weights" if len(names) > 1 else ""
+            raise PipelineError(
+                f"{names[0]}{more} of this {type(module).__name__} were freed when the Pipeline was made, because "
+                "other ranks train them: use pipeline.evaluate or pipeline.forward, gather the whole model on the "
+                "first rank by rota.gather_weights(pipeline), or make another model"
+            )
+
+    def of_state_dict(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:  # noqa: ARG002
+        """A `state_dict` pre-hook."""
+        self.of_forward(module)
