@@ -62,6 +62,15 @@ def test_nobody_is(busy_us: list[list[int]]) -> None:
     assert stragglers(plan(), records(*busy_us)) == []
 
 
+def test_nobody_is_where_ranks_share_cores() -> None:
+    """Two of three ranks run at a time: whoever waits for a core takes longer than planned, step after step."""
+    slow = records([600] * 21, [600] * 21, [900] * 21)
+    for num_cores, found in ((2, []), (3, [2]), (None, [2])):
+        for record in slow:
+            record.num_cores = num_cores
+        assert [straggler.rank for straggler in stragglers(plan(), slow)] == found
+
+
 def test_the_first_step_does_not_count() -> None:
     assert stragglers(plan(), records([600] * 6, [90_000] + [600] * 5, [600] * 6)) == []
     assert len(stragglers(plan(), records([600] * 6, [600] + [900] * 5, [600] * 6))) == 1

@@ -37,7 +37,12 @@ class Straggler:
 
 
 def stragglers(plan: Plan, records: Sequence[Record]) -> list[Straggler]:
-    """The stragglers among the plan's ranks in `records`; none if these have fewer than `LEAST_STEPS` steps."""
+    """The stragglers among the plan's ranks in `records`; none if these have fewer than `LEAST_STEPS` steps.
+
+    None either if the ranks shared cores: then a rank's ops took long because others ran beside them.
+    """
+    if any(record.num_cores is not None and len(records) > record.num_cores for record in records):
+        return []
     planned_us = [sum(plan.duration_us(op) for op in order) for order in plan.orders]
     num_steps = (
         min((len(record.busy_ns) for record in records), default=0) - 1
