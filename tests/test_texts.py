@@ -44,7 +44,7 @@ NOUNS: dict[str, Any] = {
     "Curve": CURVES[0],
     "DeviceOrder": check_device_order(PLAN),
     "Edge": PLACEMENT.edges[0],
-    "Explanation": rota.Explanation(TIMELINE, IDLES, TIMELINE.makespan_us, ()),
+    "Explanation": rota.Explanation(TIMELINE, IDLES, TIMELINE.makespan_us, (5,) * MANY, ()),
     "Idle": IDLES[0],
     "Kind": rota.Kind.F,
     "LayerCosts": LAYERS,

@@ -108,6 +108,30 @@ def test_it_is_said_that_the_ops_differ_too_much() -> None:
     )
 
 
+def test_the_table_and_the_sentences_give_a_rank_one_figure() -> None:
+    """One op of rank 3 is stalled: by all of its ops it has the most work, by their medians rank 2 has."""
+    stalled = Op.parse("3F5")
+    timeline = timed(chain(), lambda op: 5000 if op == stalled else 131 if op.stage == 2 else 100)
+    assert max(timeline.busy_us) == timeline.busy_us[3]
+    found = explain(timeline)
+    share = found.work_us[2] / (sum(found.work_us) / 4)
+    rows = found.to_text().partition("  rank   work   idle")[2].split("\n")[1:5]
+    assert [row.split()[1] for row in rows] == [f"{4 * us / sum(found.work_us):.0%}" for us in found.work_us]
+    assert max(found.work_us) == found.work_us[2]
+    assert any(f"takes {share - 1:.0%} longer than the mean" in words for words in cuts(timeline))
+
+
+def test_where_ranks_share_cores_ops_do_not_tell_which_rank_has_more_work() -> None:
+    timeline = replace(timed(chain(), lambda op: 300 if op.stage == 2 else 100), num_cores=2)
+    assert cuts(replace(timeline, num_cores=4))
+    found = explain(timeline)
+    assert cuts(timeline) == []
+    assert (found.doubts, found.imbalance, found.within_spread) == ((), None, None)
+    text = found.to_text()
+    assert "4 ranks shared 2 cores" in text
+    assert "Use no more ranks than cores before you judge the ranks' work and idle times below." in text
+
+
 def parted(*forwards_us: tuple[int, ...]) -> Timeline:
     """A run of stages of one layer, one per rank, with these times of their forwards, one per micro-batch."""
     plan = schedules.gpipe(place(Costs((100,) * 2, (200,) * 2), Cluster.uniform(2)), len(forwards_us[0]))
@@ -242,6 +266,7 @@ def test_the_commands_run_as_printed_and_overwrite_nothing(tmp_path: Path, monke
     )
     for command in commands(plan):
         make_parser().parse_args(command.split()[1:])
+    assert " --copies " in commands(both_ways())[-1]
 
 
 @pytest.mark.parametrize(

@@ -403,6 +403,7 @@ def test_a_run_has_the_replicas_of_the_plan(tmp_path: Path, monkeypatch: pytest.
         (["--profile", __file__], "is a Python file; run a script with"),
         (["PROFILE"], "is not a Python file; give a profile with --profile "),
         (["--profile", "nowhere.json"], "cannot read nowhere.json"),
+        (["--profile", "PROFILE", "--copies", "--inference"], "--copies: with --inference, no plan has a stage on two"),
         (["nowhere.py"], "cannot read nowhere.py"),
     ],
 )

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from rota.errors import FormatError, PipelineError
-from rota.planning.model_file import load_model_file
+from rota.planning.model_file import load_exported_model, load_model_file
 from support import ROOT
 from support.commands import output_of
 from support.pool import Pool, WorkerFailed
@@ -81,7 +81,12 @@ def test_model_and_loop_in_one_file(tmp_path: Path) -> None:
         runpy.run_path(str(script), run_name="__main__")
     assert f"rota.errors.PipelineError: {caught.value}" in " ".join(PAGE.split())
     script.write_text(AFTER.replace(GUARD, "if True:"))
-    with pytest.raises(FormatError, match=r"train\.py cannot be run: PipelineError: no plan was given"):
+    told = r"train\.py cannot be run: it begins to train \(line \d+\), but .* under `if __name__ == \"__main__\":`"
+    for load in (load_model_file, lambda path: load_exported_model(f"{path}:make_model")):
+        with pytest.raises(FormatError, match=told):
+            load(str(script))
+    script.write_text("import argparse\nargparse.ArgumentParser().parse_args(['--steps', '3'])\n")
+    with pytest.raises(FormatError, match=r"cannot be run: it ends the process \(line 2\), but is run here for"):
         load_model_file(str(script))
 
 

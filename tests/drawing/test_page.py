@@ -8,12 +8,13 @@ import random
 import re
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
 import rota
 from drawing.test_text import SHAPES, timeline
-from rota.drawing import save, to_html
+from rota.drawing import html, save, to_html
 from rota.drawing.packing import Columns
 
 PAGE = Path(rota.__file__).parent / "drawing" / "page"
@@ -33,6 +34,19 @@ def stretched(planned: rota.Timeline) -> rota.Timeline:
         tuple(tuple(of[node] for node in nodes) for nodes in plan.nodes) for of in (times.starts_us, times.ends_us)
     ]
     return rota.Timeline(plan, columns[0], columns[1], tuple(sent), tuple(arrived))
+
+
+@pytest.mark.parametrize("above", [False, True])
+def test_idle_time_has_the_causes_that_explain_gives(above: bool) -> None:
+    """Of a measured timeline, also time that ops upstream ran longer than planned."""
+    placement = rota.place(rota.Costs.uniform(3, 100, 200), rota.Cluster.uniform(3))
+    planned = rota.simulate(rota.schedules.one_f_one_b(placement, 6))
+    measured = stretched(planned)
+    with patch.object(html, "pack_timeline", wraps=html.pack_timeline) as packed:
+        to_html(measured, above=planned if above else None)
+    _, idles, _ = packed.call_args.args
+    assert idles == rota.explain(measured).idles
+    assert any(one.cause is rota.Cause.SLOWER for one in idles)
 
 
 @pytest.mark.sweep

@@ -195,7 +195,7 @@ def test_pipelines_of_so_many_ranks_alone() -> None:
         assert answer.best.makespan_us >= free.best.makespan_us
 
 
-def test_stages_are_on_two_ranks_where_their_sums_have_a_price_and_it_is_wanted() -> None:
+def test_stages_are_on_two_ranks_only_where_it_is_wanted_and_their_sums_have_a_price() -> None:
     def shapes(machine: Machine, copies: bool = True) -> set[str]:
         return {layout.shape for layout in layouts([1], 8, machine, 8, copies=copies)}
 
@@ -204,8 +204,19 @@ def test_stages_are_on_two_ranks_where_their_sums_have_a_price_and_it_is_wanted(
     assert "bidirectional" not in shapes(Machine(2, None, Cluster.uniform(2)))  # a cluster without a rate
     assert "bidirectional" not in shapes(Machine(2)) | shapes(Machine(2, None, Link(1, 100)), copies=False)
     layers = {1: layer_costs(1, parameters=8)}
-    answer = autoplan(layers, Machine(4, None, Link(1, 100)), 8, copies=False, time_limit_s=LONG_S)
+    machine = Machine(2, None, Link(1, 100))
+    answer = autoplan(layers, machine, 8, pipeline_ranks=2, time_limit_s=LONG_S)
     assert "bidirectional" not in {found.candidate.layout.shape for found in answer.candidates}
+    assert "weights" not in answer.to_text()
+    asked = autoplan(layers, machine, 8, pipeline_ranks=2, copies=True, time_limit_s=LONG_S)
+    both_ways = next(found for found in asked.candidates if found.candidate.layout.has_copies)
+    text = replace(asked, candidates=(both_ways,)).to_text()
+    assert (
+        "every stage is on two ranks and all weights are held twice; the charts number the second copies 2 to 3" in text
+    )
+    assert "stages x 2: bidirectional, every stage is on two ranks, so all weights are held twice" in text
+    assert " 2 x 2 " in text
+    assert both_ways.plan.num_stages == 2
 
 
 @pytest.mark.parametrize("inference", [False, True])
@@ -224,7 +235,7 @@ def test_nothing_fits_and_what_would(inference: bool) -> None:
 
 def test_the_parts_of_a_step_add_up_and_reasons_name_what_is_longer() -> None:
     profiles = {rows: layer_costs(rows, UNEVEN, parameters=8) for rows in (1, 2)}
-    answer = autoplan(profiles, Machine(4, None, Link(1, 4)), 16, time_limit_s=LONG_S)
+    answer = autoplan(profiles, Machine(4, None, Link(1, 4)), 16, copies=True, time_limit_s=LONG_S)
     for found in answer.candidates:
         assert sum(parts_of(found)) == pytest.approx(found.makespan_us)
         assert found.makespan_us >= found.bound_us
@@ -356,6 +367,25 @@ def test_of_plans_as_fast_the_simplest_is_chosen() -> None:
     wild = {1: replace(exact[1], spread=(3.0,) * len(UNEVEN))}
     assert Request.checked(wild, machine, 16).tolerance == 0.05
     assert chosen([], 0.1) is None
+
+
+def test_a_plan_that_is_as_fast_with_less_memory_is_kept_beside_a_faster_one_of_its_kind(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """1F1B and eager 1F1B are alike but for memory: the one faster by less than the profile's spread is not better."""
+    monkeypatch.setattr(finalists, "can_search", lambda: False)
+    layers = layer_costs(1, (500,) * 4, kept=100, boundary=100)
+    machine = Machine(4, 1000, Link(5, 100))  # too little memory for GPipe
+    how = {"pipeline_ranks": 4, "split_backward": False, "recompute": False, "time_limit_s": LONG_S}
+
+    def best(tolerance: float) -> Found:
+        return autoplan({1: replace(layers, spread=(tolerance,) * 4)}, machine, 32, **how).best  # type: ignore[arg-type]
+
+    fastest, near = best(0.0), best(0.036)
+    assert fastest.schedule == "eager_1f1b"
+    assert near.schedule == "1f1b"
+    assert near.peak_bytes < fastest.peak_bytes
+    assert fastest.makespan_us < near.makespan_us <= 1.036 * fastest.makespan_us
 
 
 def test_estimates_are_said_to_be_estimates() -> None:

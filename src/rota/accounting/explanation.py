@@ -12,7 +12,7 @@ from typing import Any
 from rota import notebook
 from rota.accounting.causes import DESCRIPTIONS, Cause, Idle
 from rota.accounting.idle_time import idle
-from rota.accounting.imbalance import Imbalance, WithinSpread, imbalance, within_spread
+from rota.accounting.imbalance import Imbalance, WithinSpread, imbalance, rank_work_us, within_spread
 from rota.accounting.snippets import snippet_of
 from rota.accounting.suggestions import Suggestion, advice, with_measured_times
 from rota.calibration.spread import Spread
@@ -62,6 +62,7 @@ class Explanation:
         model_us: Makespan in µs of the plan simulated with the median times of the timeline's ops, and messages as
             planned; suggestions are compared with it. For a simulated timeline it is its own makespan; for a measured
             one it lacks launch gaps and ops slower than the median. It assumes a core per rank.
+        work_us: Work of each rank in µs, with the median times of the timeline's ops.
         suggestions: Changes that would shorten the step, the largest gain first.
         num_cores: CPU cores that all ranks shared; None if they shared none, or it is not known.
         doubts: What the measured ops are too far apart to tell, in words.
@@ -73,6 +74,7 @@ class Explanation:
     timeline: Timeline
     idles: tuple[Idle, ...]
     model_us: int
+    work_us: tuple[int, ...]
     suggestions: tuple[Suggestion, ...]
     num_cores: int | None = None
     doubts: tuple[str, ...] = ()
@@ -152,11 +154,11 @@ class Explanation:
         lines += self._core_lines()
         if not total:
             return "\n".join(fitted(line, width) for line in [*lines, "No rank is idle."])
-        lines += ["", "Causes, summed over all ranks:"]
+        lines += ["", "Causes, summed over all ranks, and in % of their time in the step:"]
         texts = [time_text(us) for us in self.by_cause.values()]
-        digits = max(map(len, texts))
+        digits, step_us = max(map(len, texts)), timeline.num_ranks * timeline.makespan_us
         for (cause, us), time in zip(self.by_cause.items(), texts, strict=True):
-            before = f"  {time:>{digits}} {us / total:>6.1%}  {cause:<9} "
+            before = f"  {time:>{digits}} {us / step_us:>6.1%}  {cause:<9} "
             note = " (*)" if cause is Cause.ORDER else ""
             lines += fitted(before + DESCRIPTIONS[cause] + note, width, len(before)).split("\n")
         lines += self._order_lines()
@@ -181,8 +183,8 @@ class Explanation:
             f"step takes {time_text(least_us)} or more, so it can be at most "
             f"{1 - least_us / timeline.makespan_us:.0%} shorter.",
             f"Of the {time_text(busy_us)} that all ops took together, they waited {time_text(lost_us)} "
-            f"({lost_us / busy_us:.0%}) for a core. Use no more ranks than cores before you judge the idle times "
-            f"below.",
+            f"({lost_us / busy_us:.0%}) for a core. Use no more ranks than cores before you judge the ranks' work and "
+            f"idle times below.",
         ]
 
     def _order_lines(self) -> list[str]:
@@ -205,16 +207,18 @@ class Explanation:
             idle_us = self.timeline.idle_us
             ranks = sorted(sorted(ranks, key=lambda rank: -idle_us[rank])[:_MAX_ROWS])
         shown = f"the {_MAX_ROWS} idlest ranks, " if len(ranks) < self.timeline.num_ranks else ""
-        busy_us = self.timeline.busy_us
-        average_us = mean(busy_us) or 1
-        lines = [f"By rank ({shown}work in % of the mean rank's, the others in % of the makespan):"]
+        average_us = mean(self.work_us) or 1
+        lines = [
+            f"By rank ({shown}work, by the median time of each op, in % of the mean rank's; the others in % of the "
+            f"makespan):"
+        ]
         at_once = len(causes) if width is None else max((width - _TABLE_LEFT) // _TABLE_COLUMN, 1)
         for first in range(0, len(causes), at_once):
             columns = causes[first : first + at_once]
             lines.append("  rank   work   idle" + "".join(f"{cause:>{_TABLE_COLUMN}}" for cause in columns))
             for rank in ranks:
                 cells = (f"{self.by_rank[rank].get(cause, 0) / makespan:>{_TABLE_COLUMN}.1%}" for cause in columns)
-                work = f"{busy_us[rank] / average_us:>6.0%}"
+                work = f"{self.work_us[rank] / average_us:>6.0%}"
                 lines.append(f"  {rank:>4} {work} {self.timeline.idle_us[rank] / makespan:>6.1%}" + "".join(cells))
         return lines
 
@@ -239,7 +243,7 @@ class Explanation:
         doubts = [f"Too uncertain to advise: {doubt}." for doubt in self.doubts]
         if not self.suggestions:
             helps = "is certain to help" if doubts else "would help"
-            tried = "other orders, balanced stages, faster transfers"
+            tried = f"other orders, {'' if shared_cores else 'balanced stages, '}faster transfers"
             where = ", even with a core per rank" if shared_cores else ""
             return [*lines, *doubts, f"None of the changes tried {helps}{where}: {tried}."]
         core = ", with a core per rank" if shared_cores else ""
@@ -263,6 +267,7 @@ class Explanation:
             "makespan_us": self.timeline.makespan_us,
             "idle_us": list(self.timeline.idle_us),
             "by_cause_us": {str(cause): us for cause, us in self.by_cause.items()},
+            "work_us": list(self.work_us),
             "by_rank_us": [{str(cause): us for cause, us in on_rank.items()} for on_rank in self.by_rank],
             "worst": [
                 {"rank": s.rank, "cause": str(s.cause), "waits_for": s.waits_for, "us": s.total_us, "times": s.times}
@@ -303,11 +308,24 @@ def explain(
     spread = Spread.of([timeline], model.placement)
     found, doubts, doubts_cut = advice(model, spread)
     uneven = maybe_even = None
-    if not any(one.what == "cut" for one in found):
+    if num_cores is not None and timeline.num_ranks > num_cores:
+        # Ops' times contain waiting for a core, so they do not tell which rank or stage has more work.
+        found, doubts = tuple(one for one in found if one.what != "cut"), doubts[doubts_cut:]
+    elif not any(one.what == "cut" for one in found):
         uneven, maybe_even = imbalance(model, spread), within_spread(model, spread)
     if maybe_even is not None and doubts_cut and not maybe_even.is_even:  # one of the doubts says as much
         maybe_even = None
-    return Explanation(timeline, idles, simulate(model).makespan_us, found, num_cores, doubts, uneven, maybe_even)
+    return Explanation(
+        timeline,
+        idles,
+        simulate(model).makespan_us,
+        tuple(rank_work_us(model)),
+        found,
+        num_cores,
+        doubts,
+        uneven,
+        maybe_even,
+    )
 
 
 def _tasks_of(work: Op | Transfer | StepEndWork | None) -> tuple[tuple[int, Kind], ...]:

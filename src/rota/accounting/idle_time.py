@@ -29,8 +29,8 @@ def idle(
 
     Args:
         timeline: What happened. A plan is simulated.
-        planned: What should have happened. If given, time that upstream ops ran longer than planned is SLOWER. A plan
-            is simulated.
+        planned: What should have happened: time that upstream ops ran longer is SLOWER. A plan is simulated. None: the
+            timeline's own plan.
         num_cores: Number of cores, if all ranks share one machine; None: as recorded by the run. If known, part of
             the SLOWER and LAUNCH time is CORES.
 
@@ -41,19 +41,19 @@ def idle(
         PlanError: `planned` lacks an op of `timeline`.
     """
     timeline = timeline_of(timeline)
-    cores = num_cores or timeline.num_cores
-    return _Accounts(timeline, None if planned is None else timeline_of(planned), cores).idle()
+    expected = timeline_of(timeline.plan if planned is None else planned)
+    return _Accounts(timeline, expected, num_cores or timeline.num_cores).idle()
 
 
 class _Accounts:
     """The idle time of one timeline."""
 
-    def __init__(self, timeline: Timeline, planned: Timeline | None, num_cores: int | None) -> None:
+    def __init__(self, timeline: Timeline, planned: Timeline, num_cores: int | None) -> None:
         self._timeline = timeline
         self._readiness = Readiness(timeline)
         times = ((span.start_us, span.end_us) for span in timeline.op_spans())
         self._cores = Contention(times, num_cores) if num_cores else None
-        self._overruns = Overruns(self._readiness, planned, self._cores) if planned else None
+        self._overruns = Overruns(self._readiness, planned, self._cores)
         self._step_ends: list[list[Span]] = [[] for _ in range(timeline.num_ranks)]
         for span in timeline.step_end_spans():
             self._step_ends[span.rank].append(span)
@@ -116,8 +116,6 @@ class _Accounts:
 
     def _upstream_overruns(self, rank: int, last: Place, start_us: int, end_us: int) -> list[Idle]:
         """Time in which an op upstream of `last`, or `last` itself, ran longer than planned."""
-        if self._overruns is None:
-            return []
         late = [overrun for overrun in self._overruns.upstream(last, start_us) if overrun.start_us < end_us]
         return [Idle(rank, a, min(b, end_us), cause, op) for a, b, cause, op in reversed(late)]
 

@@ -81,7 +81,7 @@ def within_spread(plan: Plan, spread: Spread) -> WithinSpread | None:
     """
     if spread.is_exact or plan.placement.num_ranks == 1 or have_same_layers(plan.placement):
         return None
-    work_us = _work_us(plan)
+    work_us = rank_work_us(plan)
     busiest = work_us.index(max(work_us))
     if spread.longest_part(_loads, busiest):
         return None
@@ -94,7 +94,7 @@ def imbalance(plan: Plan, spread: Spread) -> Imbalance | None:
 
     None too where all ranks hold the same layers: they do the same work, whatever the cuts.
     """
-    work_us = _work_us(plan)
+    work_us = rank_work_us(plan)
     average_us = mean(work_us)
     busiest, idlest = work_us.index(max(work_us)), work_us.index(min(work_us))
     if work_us[busiest] <= OVERLOADED * average_us or have_same_layers(plan.placement):
@@ -105,7 +105,7 @@ def imbalance(plan: Plan, spread: Spread) -> Imbalance | None:
     return Imbalance(busiest, idlest, times_mean, work_us[busiest], int(average_us), _why(plan, busiest))
 
 
-def _work_us(plan: Plan) -> list[int]:
+def rank_work_us(plan: Plan) -> list[int]:
     """The work of each rank in a step in µs."""
     return [sum(map(plan.duration_us, order)) for order in plan.orders]
 

@@ -52,7 +52,7 @@ class Advice(NamedTuple):
     Attributes:
         suggestions: Changes that shorten the step, the largest gain first.
         doubts: What is uncertain, in words.
-        doubts_cut: Whether one of the doubts is about another cut.
+        doubts_cut: Whether the first of the doubts is about another cut.
     """
 
     suggestions: tuple[Suggestion, ...]

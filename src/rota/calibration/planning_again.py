@@ -6,6 +6,7 @@ import os
 from collections.abc import Sequence
 from itertools import count, groupby
 
+from rota.calibration.spread import copies
 from rota.cluster import Cluster, Link
 from rota.plan import Plan
 from rota.units import exact_size_text
@@ -46,6 +47,7 @@ def commands(plan: Plan) -> tuple[str, ...]:
         f"rota autoplan --profile {profile}{links} --ranks {num_ranks}"
         f"{'' if pipeline is None else f' --pipeline {pipeline}'}"
         f"{'' if limit is None else f' --memory {exact_size_text(limit)}'} --batch {batch}"
+        f"{' --copies' if copies(plan.placement) < plan.placement.num_stages else ''}"
         f"{' --exportable' if usage is not None and usage.exportable else ''}"
         f"{' --whole-backward' if usage is not None and usage.whole_backward else ''} -o {free_name('better.json')}"
     )

@@ -190,6 +190,7 @@ def of_answer(answer: Answer) -> dict[str, Any]:
         "bound_holds": answer.bound_holds,
         "assumptions": answer.assumptions,
         "predicted_because": answer.predicted_because,
+        "on_shared_cores": None if answer.on_shared_cores is None else answer.on_shared_cores._asdict(),
         "tolerance": answer.tolerance,
         "num_rounds": answer.num_rounds,
         "elapsed_s": answer.elapsed_s,

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import inspect
 import math
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from inspect import Parameter
 from itertools import pairwise
@@ -18,6 +20,8 @@ from rota.models.carving.stage import CarvedStage, LeftOut, StageInputs
 from rota.models.carving.stage_parts import Cutting, cut_recording, output_of
 from rota.models.stage_edges import StageEdge
 from rota.models.stages import Carried, Stages
+
+_MOST_NEAR = 3  # modules that an error names
 
 
 def find_blocks(model: nn.Module) -> list[str]:
@@ -63,7 +67,9 @@ def matching(model: nn.Module, patterns: Sequence[str]) -> list[str]:
         path = pattern.replace("[", ".").replace("]", "")
         of_one = [name for name in names if name.count(".") == path.count(".") and fnmatchcase(name, path)]
         if not of_one:
-            raise SplitError(f"cuts has {pattern!r}, which names no module of {type(model).__name__}")
+            raise SplitError(
+                f"cuts has {pattern!r}, which names no module of {type(model).__name__}{_near(path, names)}"
+            )
         for name in of_one:
             found.setdefault(name, pattern)
     for name, pattern in found.items():
@@ -74,6 +80,14 @@ def matching(model: nn.Module, patterns: Sequence[str]) -> list[str]:
                 f"a stage must not contain each other: leave out one of the two, or name only parts of {outer}"
             )
     return [*found]
+
+
+def _near(path: str, names: Sequence[str]) -> str:
+    """What of the model's modules may be meant: those with the same last steps, else those with similar names."""
+    numbers = re.compile(r"(?:^|(?<=\.))\d+(?=\.|$)")
+    known = [*dict.fromkeys(numbers.sub("*", name) for name in names)] if "*" in path else names
+    near = [name for name in known if name.endswith(f".{path}")] or get_close_matches(path, known)
+    return f"; did you mean {' or '.join(map(repr, near[:_MOST_NEAR]))}?" if near else ""
 
 
 def as_inputs(model: nn.Module, example: Any) -> dict[str, Any]:

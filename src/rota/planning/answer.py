@@ -14,9 +14,10 @@ from rota.accounting.snippets import snippet
 from rota.cluster import Cluster
 from rota.plan import Plan
 from rota.planning.candidate import Request
+from rota.planning.choosing import LEAST_TOLERANCE, why_preferred
 from rota.planning.evaluation import SEARCHED, Found, Misfit
+from rota.planning.layouts import Layout
 from rota.planning.reasons import NEGLIGIBLE, why_slower
-from rota.planning.step_times import FAR
 from rota.tables import fitted, table_lines
 from rota.timeline import Timeline
 from rota.units import angle_repr, count_text, size_text, time_text
@@ -64,6 +65,14 @@ class Confirmed(NamedTuple):
     found: Found
 
 
+class OnSharedCores(NamedTuple):
+    """Steps on this machine, where it has fewer cores than the plan has ranks: of the best plan and of one process."""
+
+    num_cores: int
+    step_us: int
+    one_process_us: int
+
+
 @dataclass(frozen=True)
 class Answer:
     """What `autoplan` found.
@@ -79,13 +88,14 @@ class Answer:
         ran_out: Whether layouts were left out for lack of time.
         confirmed: The candidates whose own stages were measured.
         is_unmeasured: Whether Ctrl-C came before any of them was measured.
-        tolerance: How far measured or predicted differences between plans may be off, as a part of a step. Plans
-            that differ by less count as equally fast, but never if they differ by more than a quarter.
+        tolerance: How far measured or predicted differences between plans may be off, as a part of a step;
+            `choosing.recommended` says which plans count as equally fast.
         num_rounds: How many rounds of steps the tolerance is from: those that all plans near the fastest have.
         one_process: The model as it is, on one process: as measured where steps of the best plan were, else as
             predicted from its layers. None where steps of the others alone were run, and for inference.
         links_because: Why links that could be measured here were not; "" where they were, or were not asked for.
         predicted_because: Why steps are predicted and were not run: "" where they were.
+        on_shared_cores: Steps that were run although ranks share cores; None where each has one, or nothing was run.
         remarks: What else to know about the figures.
     """
 
@@ -104,6 +114,7 @@ class Answer:
     one_process: Found | None = None
     links_because: str = ""
     predicted_because: str = "no model was given to run"
+    on_shared_cores: OnSharedCores | None = None
     remarks: tuple[str, ...] = ()
 
     @property
@@ -208,6 +219,7 @@ class Answer:
             f"  ranks       {layout.num_ranks} per pipeline x {count_text(layout.num_replicas, 'replica')}: {used} of "
             f"{ranks}",
             f"  stages      {layout.num_stages} ({several}), layers {_runs(sizes)}",
+            *_both_ways(layout),
             *_cuts(best),
             f"  step        {count_text(layout.num_microbatches, 'micro-batch', 'es')} per replica, of "
             f"{count_text(layout.rows, 'row')} each",
@@ -218,7 +230,13 @@ class Answer:
         """The best plan beside one process, and beside 1F1B on equal layers."""
         lines, best, alone = [], self.best, self.one_process
         if alone is not None and alone.steps is not None and best.steps is not None and best.num_processes > 1:
-            lines.append(f"  vs. one process              {_times(alone.step_us / best.step_us)}")
+            lines.append(f"  vs. one process              {_times_here(alone.step_us, best.step_us)}")
+        if (here := self.on_shared_cores) is not None:
+            lines.append(
+                f"  vs. one process              {_times_here(here.one_process_us, here.step_us)}: with "
+                f"{count_text(best.num_processes, 'rank')} on {count_text(here.num_cores, 'core')}, a step took "
+                f"{time_text(here.step_us)}, in one process {time_text(here.one_process_us)}"
+            )
         usual = self._usual
         if isinstance(usual, Found) and usual.is_as(best):
             lines.append("  vs. 1F1B with equal layers   the same plan")
@@ -237,13 +255,13 @@ class Answer:
         return next((found for found in self.candidates if found.is_as(usual)), usual)
 
     def _faster(self) -> list[str]:
-        """Why the best plan is not the fastest, where a less simple one is faster by less than the spread."""
+        """Why the best plan is not the fastest, where another one's step is shorter."""
         fastest = min(self.shown, key=lambda found: found.step_us)
         if fastest.step_us >= (1 - NEGLIGIBLE) * self.best.step_us:
             return []
         return [
-            f"  why best    {fastest.schedule} takes {time_text(fastest.step_us)}, but differences are known only to "
-            f"within {self._alike:.1%}, and this plan is simpler"
+            f"  why best    {fastest.schedule} takes {time_text(fastest.step_us)}, but "
+            f"{why_preferred(self.best, fastest, self.tolerance if fastest.steps is None else LEAST_TOLERANCE)}"
         ]
 
     def _by_layers_us(self, found: Found) -> int:
@@ -300,6 +318,8 @@ class Answer:
         both = [line for pair in zip(lines, reasons, strict=True) for line in pair if line]
         marks = ["▸ best plan", *("· 1F1B with equal layers" for _, mark in shown if mark == "·")]
         legend = ["   ".join(marks), *(text for name, text in _LEGEND.items() if name in head)]
+        if "stages" in head and any(found.candidate.layout.has_copies for found, _ in shown):
+            legend.append("stages x 2: bidirectional, every stage is on two ranks, so all weights are held twice")
         if any(self._is_unmeasured(found) for found, _ in shown):
             legend.append("~: not measured; scaled by what the layers' times predict")
         return [head, *both, *(fitted(line, width) for line in (*misfit, "", *legend))]
@@ -316,7 +336,7 @@ class Answer:
             about + _rate(self.request.batch_rows * 1e6 / max(step_us, 1)),
             found.schedule,
             f"{layout.num_ranks} x {layout.num_replicas}",
-            str(layout.num_stages),
+            f"{layout.num_stages} x 2" if layout.has_copies else str(layout.num_stages),
             f"{layout.num_microbatches} x {layout.rows}",
             str(len(found.candidate.recomputed) or "-"),
             f"{found.timeline.bubble_fraction:.1%}",
@@ -358,19 +378,19 @@ class Answer:
             )
         return [*lines, *self._alone(), *self.remarks]
 
-    @property
-    def _alike(self) -> float:
-        """By how much steps may differ and count as equally fast."""
-        return min(self.tolerance, FAR - 1)
-
     def _equally_fast(self) -> str:
         """Which plans count as equally fast, and which of them is recommended."""
-        rounds = count_text(self.num_rounds, "round")
-        told = f"Trial steps ({rounds}) measure differences to within {self.tolerance:.1%}. " if self.num_rounds else ""
+        simplest = (
+            "Rota recommends the simplest of them (the fewest processes and recomputed stages, a named schedule, a "
+            "whole backward, the fewest stages per rank, then the fewest copies of the model), of equally simple ones "
+            "the one that needs the least memory"
+        )
+        if self.best.steps is None:
+            return f"Plans whose steps differ by at most {self.tolerance:.1%} count as equally fast; {simplest}"
         return (
-            f"{told}Plans whose steps differ by less than {self._alike:.1%} count as equally fast; "
-            f"Rota recommends the simplest of them: the fewest processes and recomputed stages, a named "
-            f"schedule, a whole backward, the fewest stages per rank, then the fewest replicas"
+            f"Trial steps ({count_text(self.num_rounds, 'round')}) measure differences to within {self.tolerance:.1%}. "
+            f"A plan that took over {LEAST_TOLERANCE:.0%} longer than another in every round is not recommended; plans "
+            f"that differ by less than these rounds can tell count as equally fast; {simplest}"
         )
 
     @property
@@ -452,6 +472,12 @@ def _times(ratio: float) -> str:
     return f"{ratio:.2f} times as fast"
 
 
+def _times_here(one_process_us: int, step_us: int) -> str:
+    """How fast steps are beside those of one process, both as run on this machine."""
+    faster = "; one process is faster here" if one_process_us < step_us else ""
+    return f"{_times(one_process_us / max(step_us, 1))}{faster}"
+
+
 def ranks_text(found: Found) -> str:
     """How many ranks a plan is for, and of how many replicas if there are several."""
     layout = found.candidate.layout
@@ -463,7 +489,9 @@ def layout_text(found: Found) -> str:
     """A plan's schedule and layout: two plans of one schedule on the same ranks differ in the latter."""
     layout, again = found.candidate.layout, len(found.candidate.recomputed)
     parts: list[str] = []
-    if layout.shape != "chain":
+    if layout.has_copies:
+        parts.append("bidirectional: all weights held twice")
+    elif layout.shape != "chain":
         parts.append(layout.shape)
     if layout.stages_per_rank > 1:
         parts.append(f"{layout.stages_per_rank} stages per rank")
@@ -471,6 +499,17 @@ def layout_text(found: Found) -> str:
     if again:
         parts.append(f"{count_text(again, 'stage')} recomputed")
     return f"{found.schedule} on {ranks_text(found)} ({', '.join(parts)})"
+
+
+def _both_ways(layout: Layout) -> list[str]:
+    """What it means that a plan is bidirectional, and how its chart numbers the stages."""
+    if not layout.has_copies:
+        return []
+    n = layout.num_stages
+    return [
+        f"  copies      half of the micro-batches enter at the last rank, so every stage is on two ranks and all "
+        f"weights are held twice; the charts number the second copies {n} to {2 * n - 1}"
+    ]
 
 
 def _cuts(found: Found) -> list[str]:

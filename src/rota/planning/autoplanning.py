@@ -32,7 +32,7 @@ def autoplan(
     inference: bool = False,
     recompute: bool = True,
     pipeline_ranks: int | None = None,
-    copies: bool = True,
+    copies: bool = False,
     split_backward: bool = True,
     snapshots: bool = False,
     time_limit_s: float = 60.0,
@@ -58,8 +58,8 @@ def autoplan(
         inference: Whether to plan forward passes only.
         recompute: Whether stages may recompute. PyTorch's schedule CSV, and so torchtitan, cannot express it.
         pipeline_ranks: Ranks of every pipeline; None: any number.
-        copies: Whether a stage may be on two ranks, as in bidirectional pipelines. Never on a machine where the cost of
-            summing gradients is unknown.
+        copies: Whether a stage may be on two ranks, as in bidirectional pipelines, so that all weights are held twice.
+            Never on a machine where the cost of summing gradients is unknown.
         split_backward: Whether backwards may be split into I and W. Trainers other than Rota cannot split those of
             models under `torch.compile` or with activation checkpointing.
         snapshots: Whether each rank's memory also has room for the states that `rota run --max-restarts` keeps. They
@@ -90,7 +90,7 @@ def autoplan(
         with watched(lambda: deadline.left_s <= 0), suppress(Stopped):
             sweep.run()
             search_finalists(sweep)
-        best = chosen(sweep.found.values(), request.tolerance)
+        best = chosen(sweep.plans, request.tolerance)
         if best is None:
             raise deadline.progress_error or _nothing_fits(sweep)
         usual = usual_plan(best)
@@ -98,7 +98,7 @@ def autoplan(
     counts = Counts(sweep.num_layouts, sweep.num_pruned, sweep.num_misfits, sweep.num_left, sweep.num_plans)
     return Answer(
         request,
-        _ordered(best, sweep.found.values(), request.tolerance),
+        _ordered(best, sweep.plans, request.tolerance),
         usual,
         counts,
         sweep.bound_us,

@@ -34,7 +34,7 @@ class Request:
     inference: bool = False
     recompute: bool = True  # whether stages may
     pipeline_ranks: int | None = None  # None: any number
-    copies: bool = True  # whether stages may be on two ranks each
+    copies: bool = False  # whether stages may be on two ranks each
     split_backward: bool = True  # whether backwards may be split into I and W
 
     @property
@@ -84,7 +84,7 @@ class Request:
         inference: bool = False,
         recompute: bool = True,
         pipeline_ranks: int | None = None,
-        copies: bool = True,
+        copies: bool = False,
         split_backward: bool = True,
         snapshots: bool = False,
     ) -> Request:
@@ -180,7 +180,7 @@ class Candidate:
         times = []
         for stage, (a, b) in enumerate(pairwise(self.boundaries)):
             holders = [*machine.holders(n, replicas, self.layout.ranks[stage])]
-            if self.layout.shape == "bidirectional":
+            if self.layout.has_copies:
                 holders += machine.holders(n, replicas, n - 1 - stage)
             times.append(machine.reduce_us(sum(self.layers.gradient_bytes[a:b]), sorted(holders)))
         return tuple(times)
@@ -189,7 +189,7 @@ class Candidate:
     def placement(self) -> Placement:
         """Tasks and edges of one micro-batch. Raises PlacementError."""
         cluster = self.request.machine.cluster(self.layout.num_ranks, self.layout.num_replicas)
-        if self.layout.shape == "bidirectional":
+        if self.layout.has_copies:
             return bidirectional(self.costs, cluster)
         placement = place(self.costs, cluster, self.layout.ranks)
         return placement.forward_only() if self.request.inference else placement

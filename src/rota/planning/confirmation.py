@@ -6,6 +6,7 @@ process, run in turn on real processes ─▶ the simplest of those that are as 
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -18,8 +19,8 @@ from rota.calibration import calibrated
 from rota.checking import check
 from rota.errors import NothingFitsError, PipelineError, PlanError
 from rota.models import Stages, split
-from rota.planning.answer import Answer, Confirmed, layout_text
-from rota.planning.choosing import NOISY, chosen, spread_between
+from rota.planning.answer import Answer, Confirmed, OnSharedCores, layout_text
+from rota.planning.choosing import LEAST_TOLERANCE, NOISY, chosen, spread_between
 from rota.planning.core_speed import ALIKE, slowdown
 from rota.planning.deadline import Deadline
 from rota.planning.evaluation import Found
@@ -31,7 +32,8 @@ from rota.profiling.forked import why_not_here
 from rota.profiling.other_programs import OtherPrograms
 from rota.profiling.places import accelerators_of
 from rota.profiling.stage_profile import expected_s
-from rota.runtime.environment import num_cores
+from rota.runtime.environment import num_cores, shared_cores
+from rota.runtime.host_memory import total_bytes
 from rota.runtime.losses import LossFn
 from rota.units import count_text, time_text
 
@@ -42,8 +44,8 @@ _KEPT_FOR_STEPS = 0.5  # of the time, where steps follow
 _REPEATS, _REPEATS_BEFORE_STEPS = 7, 3  # of a stage's measurement: where steps follow, those have its times
 _COMPARED = 2  # plans whose stages are measured, with fewer repeats if need be: one alone is compared with nothing
 _DISAGREE = 1.5  # times that one prediction of a step is another, from which on the answer says so
+_MOST_PER_CORE = 8  # processes with which a step is run where there are fewer cores than ranks
 _LOADED = 0.10  # spread of steps, or missing cores, above which the machine is busy with something else
-_LEAST_TOLERANCE = 0.01
 
 MakeBatch = Callable[[int], tuple[Any, Any]]
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
@@ -64,9 +66,10 @@ def confirm(
 
     Their stages are measured first, and what does not fit by that is left out. Then steps of each are run on this
     machine, with one process per rank, of 1F1B on equal layers, and of the whole model on one process. With little
-    time, the best of them and 1F1B come first, and may be started only once; a remark says so. The simplest of the
-    plans that are as fast by these steps becomes the best, and its plan is checked. A remark says so if the machine was
-    busy with something else: steps of one plan differed by more than a tenth, or other programs used the same cores.
+    time, the best of them and one process come first, and may be started only once; a remark says so. The simplest of
+    the plans that are as fast by these steps becomes the best, and its plan is checked. A remark says so if the machine
+    was busy with something else: steps of one plan differed by more than a tenth, or other programs used the same
+    cores. With more ranks than cores, only steps of the best plan and of one process are run, to compare the two here.
 
     Ctrl-C ends the measuring: what was measured by then counts; if nothing was, the answer stays as it was and says so.
     An answer that Ctrl-C ended is not measured.
@@ -95,6 +98,8 @@ def confirm(
         confirming.measure_stages()
         if confirming.confirmed and not confirming.predicted_because:
             confirming.run_steps()
+        elif confirming.confirmed and confirming.predicted_because == shared_cores(answer.request.machine.num_ranks):
+            confirming.run_on_shared_cores()
     except KeyboardInterrupt:
         answer = replace(answer, stopped_by="Ctrl-C")
         if not confirming.confirmed:
@@ -135,7 +140,7 @@ class _Confirming:
         self.remarks: list[str] = []
         self._left_out: dict[str, list[str]] = {}  # what was not done for lack of time, of which plans
         self.predicted_because = ""
-        self.was_short = False  #: whether some plan was started only once
+        self.on_shared_cores: OnSharedCores | None = None
         self._times_expected = 1.0  # how long measuring stages took, at most
 
     def measure_stages(self) -> None:
@@ -236,6 +241,8 @@ class _Confirming:
         plans = self._by_importance()
         while plans and self._least_s(plans) > self._deadline.left_s:
             self._leave_out("running steps of", plans.pop())
+        if len(plans) == 1 and self.alone is not None:  # a pipeline alone would be compared with nothing
+            plans.append(self.alone)
         if not plans:
             self.predicted_because = "no time was left for it"
             return
@@ -248,7 +255,6 @@ class _Confirming:
             self._leave_out("running steps of", found)
         best_us = min((one.median_us for one in steps), default=0)
         once = sum(one.num_starts == 1 and not is_far(one, best_us) for one in steps)
-        self.was_short = once > 0
         if once:
             self.remarks.append(
                 f"for lack of time, {count_text(once, 'plan')} started only once, and steps differ from start to "
@@ -258,8 +264,25 @@ class _Confirming:
             self.remarks.append(remark)
             self._report(remark)
 
+    def run_on_shared_cores(self) -> None:
+        """Run steps of the recommended plan, with more ranks than cores, and of one process: is that faster here?"""
+        best = chosen(self._compared(), self._answer.tolerance)
+        if best is None or self.alone is None or best.num_processes == 1:
+            return
+        needed = max(
+            found.candidate.layout.num_replicas * sum(found.timeline.peak_memory_bytes) for found in (best, self.alone)
+        )
+        if best.num_processes > _MOST_PER_CORE * num_cores() or needed > (total_bytes() or math.inf):
+            return
+        self._report(f"running steps of {layout_text(best)} on {count_text(num_cores(), 'core')}, and of one process")
+        steps = self._tried(self._trials([best, self.alone]))
+        if len(steps) == 2:
+            self.on_shared_cores = OnSharedCores(num_cores(), *(of_plan.median_us for of_plan in steps))
+        else:
+            self._leave_out("comparing, on these cores, with one process", best)
+
     def _by_importance(self) -> list[Found]:
-        """The best plan, the best on other numbers of ranks, one process, 1F1B on equal layers, and the others."""
+        """The best plan, one process, the best on other numbers of ranks, 1F1B on equal layers, and the others."""
         best, *others = sorted((one.found for one in self.confirmed), key=lambda found: found.key)
         apart = [found for found in others if _division(found) != _division(best)][:1]
         alone = [] if self.alone is None else [self.alone]
@@ -267,7 +290,7 @@ class _Confirming:
         if isinstance(self.usual, Found) and not any(map(self.usual.is_as, (best, *others))):
             usual.append(self.usual)
         usual = [found for found in usual if found not in apart]
-        first = [best, *apart, *alone, *usual]
+        first = [best, *alone, *apart, *usual]
         return first + [found for found in others if found not in first]
 
     def _least_s(self, plans: Sequence[Found]) -> float:
@@ -312,9 +335,9 @@ class _Confirming:
         confirmed, request = self.confirmed, answer.request
         if any(one.found.steps for one in confirmed):  # what was run is not compared with what was not
             confirmed = [one for one in confirmed if one.found.steps is not None]
-        least = self._least_tolerance(answer.tolerance)
-        plans = [one.found for one in confirmed]
-        plans += self._usual_if_run(plans)
+        is_run = any(one.found.steps for one in confirmed)
+        least = LEAST_TOLERANCE if is_run else answer.tolerance
+        plans = self._compared()
         alone = self.alone if self.alone is not None and self.alone.steps is not None else None
         if alone is not None and any(found.num_processes == 1 for found in plans):
             alone_plans = [found for found in plans if found.num_processes == 1]
@@ -343,27 +366,30 @@ class _Confirming:
             num_rounds=num_rounds,
             one_process=answer.one_process if best.steps is None else alone,
             predicted_because="" if best.steps is not None else self.predicted_because,
+            on_shared_cores=self.on_shared_cores,
             remarks=(*answer.remarks, *self._remarks(), *_too_noisy(tolerance), *_disagreement(confirmed)),
             ran_out=answer.ran_out or self._deadline.ran_out,
             elapsed_s=answer.elapsed_s + self._deadline.elapsed_s,
         )
 
-    def _usual_if_run(self, plans: Sequence[Found]) -> list[Found]:
-        """1F1B on equal layers, if it was run, fits by its own figures, and is none of the plans."""
+    def _compared(self) -> list[Found]:
+        """The plans to choose from: those with steps if there are any, else those whose stages were measured."""
+        is_run = any(one.found.steps for one in self.confirmed)
+        plans = [one.found for one in self.confirmed if one.found.steps is not None or not is_run]
+        return plans + self._usual_if_measured(plans, is_run=is_run)
+
+    def _usual_if_measured(self, plans: Sequence[Found], *, is_run: bool) -> list[Found]:
+        """1F1B on equal layers, if it was measured as the plans were, fits by that, and is none of them."""
         usual = self.usual
-        if not isinstance(usual, Found) or usual.steps is None or any(map(usual.is_as, plans)):
+        if not isinstance(usual, Found) or any(map(usual.is_as, plans)):
+            return []
+        if usual.steps is None if is_run else usual is self._answer.usual:
             return []
         try:
             check(usual.plan)
         except PlanError:
             return []
         return [usual]
-
-    def _least_tolerance(self, predicted: float) -> float:
-        """How far steps may differ and count as equal, however little the rounds of them differ."""
-        if all(one.found.steps is None for one in self.confirmed):
-            return predicted
-        return max(_LEAST_TOLERANCE, predicted) if self.was_short else _LEAST_TOLERANCE
 
 
 def _spread_of(plans: Sequence[Found], least: float) -> tuple[float, int]:
@@ -377,9 +403,10 @@ def _spread_of(plans: Sequence[Found], least: float) -> tuple[float, int]:
         for found in plans
         if found is not fastest and (found.steps is None or not is_far(found.steps, fastest.step_us))
     ]
+    spreads = (spread_between(found.steps, fastest.steps, least) for found in near)
     rounds = [difference(found.steps, fastest.steps).num_rounds for found in near if found.steps and fastest.steps]
     alone = 0 if fastest.steps is None else fastest.steps.num_starts
-    return max([least, *(spread_between(found, fastest, least) for found in near)]), min(rounds, default=alone)
+    return max([least, *spreads]), min(rounds, default=alone)
 
 
 def _too_noisy(tolerance: float) -> list[str]:
@@ -387,9 +414,9 @@ def _too_noisy(tolerance: float) -> list[str]:
     if tolerance <= NOISY:
         return []
     return [
-        f"step times vary too much to choose a plan by speed: trial steps measure differences between plans only to "
-        f"within {tolerance:.1%}, above {NOISY:.0%}, so the simplest of those that may be as fast is recommended; stop "
-        f"other programs, and give a longer --time-limit for more steps"
+        f"step times vary too much to be sure which plan is the fastest: trial steps measure differences between plans "
+        f"only to within {tolerance:.1%}, above {NOISY:.0%}; stop other programs, and give a longer --time-limit for "
+        f"more steps"
     ]
 
 
@@ -518,7 +545,7 @@ def _is_at_once(found: Found) -> bool:
     Otherwise one after another: plans for more ranks than there are cores will run on other machines.
     """
     layout = found.candidate.layout
-    return layout.num_ranks <= num_cores() and layout.shape != "bidirectional"
+    return layout.num_ranks <= num_cores() and not layout.has_copies
 
 
 def _with_steps(found: Found, steps: StepTimes) -> Found:

@@ -66,7 +66,7 @@ def _finalists(sweep: Sweep) -> Iterator[Candidate]:
         yield from sweep.almost_fitting[:_MOST]
         return
     within_us = sweep.best.makespan_us * (1 - _WORTH)
-    several = [found for found in best_of_kinds(sweep.found.values()) if found.bound_us < within_us]
+    several = [found for found in best_of_kinds(sweep.plans) if found.bound_us < within_us]
     yield from [found.candidate for found in several][:_MOST]
 
 

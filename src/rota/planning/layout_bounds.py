@@ -23,7 +23,7 @@ def layout_bound_us(request: Request, layout: Layout) -> int:
     """A lower bound on a step of this layout, wherever the model is cut and whatever the order of its ops."""
     layers = request.profiles[layout.rows]
     slowdowns = request.machine.slowdowns_of(layout.num_ranks, layout.num_replicas)
-    fastest, copies = min(slowdowns), 2 if layout.shape == "bidirectional" else 1
+    fastest, copies = min(slowdowns), 2 if layout.has_copies else 1
     work = _work_us(layers, layout)
     whole = layout.num_microbatches * sum(work) + copies * sum(layers.optimizer_us)
     speeds = sorted((1 / slowdown for slowdown in slowdowns), reverse=True)

@@ -39,11 +39,16 @@ class Layout:
         return self.num_ranks * self.stages_per_rank
 
     @property
+    def has_copies(self) -> bool:
+        """Whether every stage is on two ranks, so that all weights are held twice."""
+        return self.shape == "bidirectional"
+
+    @property
     def ranks(self) -> list[int]:
         """The rank of each stage; of two copies of the model, first those of the first."""
         n = self.num_ranks
         down_and_up = [*range(n), *reversed(range(n))]
-        if self.shape == "bidirectional":
+        if self.has_copies:
             return down_and_up
         if self.shape == "wave":
             return [down_and_up[stage % (2 * n)] for stage in range(self.num_stages)]
@@ -65,7 +70,7 @@ def layouts(
     inference: bool = False,
     recompute: bool = True,
     pipeline_ranks: int | None = None,
-    copies: bool = True,
+    copies: bool = False,
     replicas: bool = True,
 ) -> Iterator[Layout]:
     """All layouts for micro-batches of these sizes. Only a chain has several stages per rank.

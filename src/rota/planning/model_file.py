@@ -28,6 +28,7 @@ from rota.profiles import Profile
 from rota.profiling import profile_model
 from rota.profiling.optimizers import MakeOptimizer
 from rota.profiling.places import is_here
+from rota.runtime.launcher_files import given_plan
 from rota.runtime.losses import LossFn
 from rota.runtime.messages import over_tensors
 from rota.torch_internals import copies_to_meta
@@ -141,9 +142,23 @@ def _module(path: str) -> ModuleType:
     with _importing_beside(path):
         try:
             spec.loader.exec_module(module)
-        except Exception as error:
-            raise FormatError(f"{path} cannot be run: {_with_line(error, path)}") from error
+        except (Exception, SystemExit) as error:
+            raise FormatError(f"{path} cannot be run: {_why_not_run(error, path)}") from error
     return module
+
+
+def _why_not_run(error: BaseException, path: str) -> str:
+    """The error of a file that is run for its functions; what is meant for a script must be behind a guard."""
+    if isinstance(error, SystemExit):
+        begun = "it ends the process"
+    elif any(frame.name == given_plan.__name__ for frame in traceback.extract_tb(error.__traceback__)):
+        begun = "it begins to train"
+    else:
+        return _with_line(error, path)
+    return (
+        f"{begun}{_line_text(error, path)}, but is run here for the functions that it defines; put what only a script "
+        f'should do under `if __name__ == "__main__":`'
+    )
 
 
 def profile_file(
@@ -200,10 +215,14 @@ def _made(file: ModelFile, what: str, make: Callable[[], Any]) -> Any:
         raise FormatError(f"{file.path}: {what} failed: {_with_line(error, file.path)}") from error
 
 
-def _with_line(error: Exception, path: str) -> str:
+def _with_line(error: BaseException, path: str) -> str:
     """The error with the line of the file at `path` that raised it."""
+    return f"{type(error).__name__}: {error}{_line_text(error, path)}"
+
+
+def _line_text(error: BaseException, path: str) -> str:
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path]
-    return f"{type(error).__name__}: {error}" + (f" (line {lines[-1]})" if lines else "")
+    return f" (line {lines[-1]})" if lines else ""
 
 
 @final
@@ -255,8 +274,8 @@ def load_exported_model(spec: str) -> ExportedModel:
     with _importing_beside(path):
         try:
             found = runpy.run_path(path, run_name="rota_model")
-        except Exception as error:
-            raise FormatError(f"--model {spec}: running {path} raised {_one_line(error)}") from error
+        except (Exception, SystemExit) as error:
+            raise FormatError(f"--model {spec}: {path} cannot be run: {_why_not_run(error, path)}") from error
         make, make_batch = found.get(name), found.get("make_batch")
         if not callable(make):
             raise FormatError(f"--model {spec}: {path} has no function {name!r}; define it, or name another")

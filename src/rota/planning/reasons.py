@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from rota.planning.choosing import SLOWER_BY_ROUNDS, advantage
 from rota.planning.evaluation import Found
 from rota.tasks import Kind
 from rota.units import count_text, time_text
@@ -47,7 +48,8 @@ def why_slower(found: Found, best: Found) -> str:
     """The parts of the step that are longer than in the best plan, the largest first."""
     slower_us = found.step_us - best.step_us
     if slower_us < -NEGLIGIBLE * best.step_us:
-        return f"{slower_us / best.step_us:+.1%}: within the noise, and less simple"
+        what = advantage(best, found)
+        return f"{slower_us / best.step_us:+.1%}, but " + (f"the best plan {what}" if what else SLOWER_BY_ROUNDS)
     if slower_us <= NEGLIGIBLE * best.step_us:
         more = found.peak_bytes > best.peak_bytes
         return "equally fast" + (", but needs more memory" if more else ", on as many ranks or more")

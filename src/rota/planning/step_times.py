@@ -15,7 +15,7 @@ from rota.timeline import Timeline
 _DISTURBED = (
     0.1  # cores that other programs take away more than in the quietest start, from which on a start is left out
 )
-#: A plan whose steps are this many times as long as the fastest is slower, however noisy the rounds were.
+#: A plan whose steps are over this many times as long as the fastest is slower, however noisy the rounds were.
 FAR = 1.25
 # Student's t for a probability of 90%, by the number of rounds; from five on, order statistics reach it by themselves.
 _STUDENT_T = {2: 6.314, 3: 2.920, 4: 2.353}
@@ -101,13 +101,11 @@ def difference(steps: StepTimes, others: StepTimes) -> Difference:
       distributed, and it is Student's interval around their mean, t s / sqrt(n), if that is wider: for two ratios 6.3
       times half of their distance. The distance of median and mean is added.
     - Two rounds may also agree by chance, so the interquartile range of either plan's steps counts as well.
-    - One round says nothing about how far rounds are apart: it tells only plans apart that differ by more than `FAR`.
+    - One round says nothing about how far rounds are apart: its spread is at least that of `FAR`.
     """
-    pairs = zip(steps.rounds_us, others.rounds_us, strict=False)  # a plan that is far off has fewer
-    ratios = sorted(mine / theirs for mine, theirs in pairs if mine and theirs)
+    ratios = sorted(ratios_of_rounds(steps, others))
     if len(ratios) < 2:
-        times = ratios[0] if ratios else steps.median_us / max(others.median_us, 1)
-        return Difference(times, max(FAR - 1, steps.spread, others.spread), len(ratios))
+        return Difference(ratios[0], max(FAR - 1, steps.spread, others.spread), len(_common_rounds(steps, others)))
     times, outer = median(ratios), num_left_out(len(ratios))
     spread = max(times - ratios[outer], ratios[-1 - outer] - times)
     if len(ratios) in _STUDENT_T:
@@ -116,3 +114,18 @@ def difference(steps: StepTimes, others: StepTimes) -> Difference:
     if len(ratios) == 2:
         spread = max(spread, steps.spread, others.spread)
     return Difference(times, spread, len(ratios))
+
+
+def ratios_of_rounds(steps: StepTimes, others: StepTimes) -> list[float]:
+    """How many times as long one plan's steps are as another's in each round that both have.
+
+    If they have none in common, the medians of all steps count as one round.
+    """
+    return [mine / theirs for mine, theirs in _common_rounds(steps, others)] or [
+        steps.median_us / max(others.median_us, 1)
+    ]
+
+
+def _common_rounds(steps: StepTimes, others: StepTimes) -> list[tuple[int, int]]:
+    pairs = zip(steps.rounds_us, others.rounds_us, strict=False)  # a plan that is far off has fewer
+    return [(mine, theirs) for mine, theirs in pairs if mine and theirs]

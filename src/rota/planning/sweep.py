@@ -33,7 +33,8 @@ from rota.schedules import Family
 from rota.stopping import Stopped, look
 from rota.units import count_text
 
-_KEPT = 96  # best plans, each a variant of its own
+_KEPT = 96  # variants, those with the best plans
+_ALIKE = 16  # plans of a variant
 _CLOSEST = 6  # plans that nearly fit, to search for orders that fit
 
 _RESERVED = 0.3  # of the time, for the search of the finalists' orders
@@ -53,8 +54,8 @@ class Sweep:
     def __init__(self, request: Request, deadline: Deadline) -> None:
         self.request = request
         self.deadline = deadline
-        #: The best plan of each variant; only the best variants.
-        self.found: dict[Variant, Found] = {}
+        #: The plans of each variant that are as fast as its fastest, which is the first; only the best variants.
+        self.found: dict[Variant, list[Found]] = {}
         self.remarks: list[str] = []  # for the user
         self.num_layouts = self.num_pruned = self.num_misfits = self.num_left = self.num_plans = 0
         #: A lower bound on every layout's step.
@@ -69,7 +70,12 @@ class Sweep:
     @property
     def best(self) -> Found | None:
         """The best plan found so far; None before the first one that fits."""
-        return min(self.found.values(), key=lambda found: found.key, default=None)
+        return min((plans[0] for plans in self.found.values()), key=lambda found: found.key, default=None)
+
+    @property
+    def plans(self) -> list[Found]:
+        """All plans that were kept."""
+        return [found for plans in self.found.values() for found in plans]
 
     @property
     def worst_us(self) -> float:
@@ -185,7 +191,7 @@ class Sweep:
             return None
 
     def take(self, result: Found | Misfit | None) -> None:
-        """Keep a plan if it is the best of its variant; remember what does not fit."""
+        """Keep a plan if it is as fast as the fastest of its variant; remember what does not fit."""
         self.num_plans += result is not None
         if isinstance(result, Misfit):
             self._over.add(result.candidate.layout)
@@ -193,10 +199,12 @@ class Sweep:
         elif result is not None:
             self._fitting.add(result.candidate.layout)
             variant, before = variant_of(result), self.best
-            if variant not in self.found or result.key < self.found[variant].key:
-                self.found[variant] = result
+            plans = sorted([*self.found.get(variant, ()), result], key=lambda found: found.key)
+            most_us = plans[0].makespan_us * (1 + self.request.tolerance)
+            # Slower plans of a variant are never recommended; one as fast may need less memory.
+            self.found[variant] = [found for found in plans if found.makespan_us <= most_us][:_ALIKE]
             if len(self.found) > _KEPT:
-                del self.found[max(self.found, key=lambda variant: self.found[variant].key)]
+                del self.found[max(self.found, key=lambda variant: self.found[variant][0].key)]
             if before is None or result.makespan_us < before.makespan_us:
                 self._report(result.schedule, at_once=True)
 

@@ -92,8 +92,22 @@ def test_cuts_are_paths_or_patterns() -> None:
     assert split(model, 3, ["layers.1", "layers.3"], example=example).cuts == ("layers.1", "layers.3")
     assert split(model, 3, ["layers.*"], example=example).cuts == ("layers.2", "layers.3")  # the last has the head, too
     assert split(model, 2, ["layers[2]"], example=example).cuts == ("layers.2",)
-    with pytest.raises(SplitError, match=r"cuts has 'layer.1', which names no module of Blocks"):
-        split(model, 2, ["layer.1"], example=example)
+    for cuts, near in (
+        (["layer.1"], r"did you mean 'layers.1'"),
+        (["layer.*"], r"did you mean 'layers.\*'"),
+        (["layers.9"], r"did you mean 'layers.\d' or "),
+    ):
+        with pytest.raises(
+            SplitError, match=rf"cuts has '{re.escape(cuts[0])}', which names no module of Blocks; {near}"
+        ):
+            split(model, 2, cuts, example=example)
+    inside = nn.ModuleDict({"model": Blocks()})
+    with pytest.raises(
+        SplitError, match=r"'layers.\*', which names no module of ModuleDict; did you mean 'model.layers.\*'"
+    ):
+        split(inside, 2, ["layers.*"], example=example)
+    with pytest.raises(SplitError, match=r"'zzz', which names no module of Blocks$"):
+        split(model, 2, ["zzz"], example=example)
     with pytest.raises(SplitError, match=r"6 stages need 5 cuts, but there are 3"):
         split(model, 6, example=example)
 

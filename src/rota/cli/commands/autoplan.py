@@ -100,6 +100,11 @@ def add_arguments(parser: Parser) -> None:
         "backward pass of a model under torch.compile or with activation checkpointing"
     )
     parser.add_argument("--whole-backward", action="store_true", help=help_text)
+    help_text = (
+        "consider also plans that hold every weight twice, each stage on two ranks: bidirectional ones, such as "
+        "Chimera and DualPipe"
+    )
+    parser.add_argument("--copies", action="store_true", help=help_text)
     help_text = "ranks per pipeline; the remaining ranks run replicas of it (default: whichever is fastest)"
     parser.add_argument("--pipeline", type=number(1), metavar="N", help=help_text)
     add_time_limit(
@@ -127,6 +132,9 @@ def run(arguments: Namespace) -> int:
 
     if arguments.snapshots and arguments.device not in (None, "cpu"):
         raise InputError(f"--snapshots: {in_host_memory(arguments.device)}")
+    if arguments.copies and (arguments.exportable or arguments.inference):
+        other = "--exportable" if arguments.exportable else "--inference"
+        raise InputError(f"--copies: with {other}, no plan has a stage on two ranks; leave one of them out")
     deadline = Deadline(arguments.time_limit, None, began_s)
     machine = _machine(arguments)
     model_file = None if arguments.model is None else _model_file(arguments)
@@ -162,7 +170,7 @@ def run(arguments: Namespace) -> int:
             arguments.batch,
             inference=arguments.inference,
             recompute=not arguments.exportable,
-            copies=not arguments.exportable,
+            copies=arguments.copies,
             split_backward=not arguments.whole_backward,
             snapshots=arguments.snapshots,
             pipeline_ranks=arguments.pipeline,

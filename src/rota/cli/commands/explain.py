@@ -35,7 +35,7 @@ def run(arguments: argparse.Namespace) -> int:
             f"`rota explain measured.json --planned plan.json`; `rota compare` compares the two"
         )
     timeline = files.read_timeline(arguments.timeline)
-    planned = timeline.plan if arguments.planned is None else files.read_timeline(arguments.planned)
+    planned = None if arguments.planned is None else files.read_timeline(arguments.planned)
     with progress_line() as show:
         show("simulating what would help …")
         explanation = accounting.explain(timeline, planned, arguments.cores)

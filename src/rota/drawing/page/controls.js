@@ -178,7 +178,7 @@ function makeIdleBars(page) {
     const order = causes.map((_, cause) => cause).filter((cause) => totals.all[cause] * 2000 >= step); // less is 0.0%
     order.sort((a, b) => totals.all[b] - totals.all[a]);
     for (const cause of order) {
-      row.append(causeOf(page, cause, totals.all[cause] / step, totals.all[cause] / timeline.numRanks));
+      row.append(causeOf(page, cause, totals.all[cause] / step, totals.all[cause]));
     }
     if (!order.length) row.append("no rank is idle");
     return row;
@@ -186,12 +186,12 @@ function makeIdleBars(page) {
   document.getElementById("idle").replaceChildren(...rows);
 }
 
-function causeOf(page, cause, share, meanTime) {
+function causeOf(page, cause, share, time) {
   const look = page.causes[cause];
   const entry = document.createElement("button");
   entry.className = "cause";
   entry.dataset.cause = cause;
-  entry.title = `${look.text}: ${shortTime(meanTime)} per rank, ${percent(share)} of the step`;
+  entry.title = `${look.text}: ${shortTime(time)} over all ranks, ${percent(share)} of their time in the step`;
   const bar = document.createElement("span");
   bar.className = "bar";
   const filled = document.createElement("i");
