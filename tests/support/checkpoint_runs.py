@@ -182,6 +182,6 @@ def steps_in(file: int) -> list[int]:
 def memory() -> Iterator[int]:
     """A memory as a supervisor would keep it for this rank, and no other rank's."""
     with KeptMemories(1) as kept, pytest.MonkeyPatch.context() as patch:
-        for name, value in kept_memory.environment_of(kept.files).items():
+        for name, value in kept_memory.environment_of(kept.files[0]).items():
             patch.setenv(name, value)
         yield kept.files[0]
