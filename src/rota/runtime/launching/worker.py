@@ -12,7 +12,7 @@ import os
 import signal
 import sys
 import traceback
-from types import ModuleType
+from types import ModuleType, TracebackType
 from typing import NoReturn
 
 from rota.errors import LostRankError, RotaError
@@ -29,6 +29,7 @@ def main() -> None:
     """Run the script of `sys.argv` as `__main__`, and report its error to the supervisor."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # ends a rank at once, even inside a wait
     _write_whole_lines()
+    sys.excepthook = _write_traceback
     keep_freed_memory()
     end_with_parent(control.connect())
     meet_by_environment()
@@ -80,11 +81,14 @@ def _show(error: BaseException, script: str) -> int:
         lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if os.path.abspath(f.filename) == ours]
         place = f" ({script}:{lines[-1]})" if lines else ""
         _write_once(f"{error}{place}\n", f"rota: rank {os.environ.get('RANK', '?')}: ")
-    elif sys.excepthook is sys.__excepthook__:
-        _write_once("".join(_traceback(error).format()))
     else:
         sys.excepthook(type(error), error, error.__traceback__)
     return 1
+
+
+def _write_traceback(_type: type[BaseException], error: BaseException, _frames: TracebackType | None) -> None:
+    """Instead of `sys.excepthook`; PyTorch's process groups wrap it in one that writes the rank before each line."""
+    _write_once("".join(_traceback(error).format()))
 
 
 def _traceback(error: BaseException) -> traceback.TracebackException:
