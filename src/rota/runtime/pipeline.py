@@ -8,7 +8,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from numbers import Real
 from typing import Any, ClassVar, Literal, NamedTuple, final, overload
@@ -34,7 +34,6 @@ from rota.runtime.device.protocol import Number, is_queued
 from rota.runtime.environment import cores_of, has_backups
 from rota.runtime.execution import Execution, evaluating, forwards_of
 from rota.runtime.faults.watchdog import PATIENT, Watchdog, limit_s
-from rota.runtime.first_updates import FirstUpdates
 from rota.runtime.gradients.recompute import recomputed_by_backward
 from rota.runtime.json_messages import all_gather_json
 from rota.runtime.known_layouts import KnownLayouts, Size
@@ -57,6 +56,7 @@ from rota.runtime.step_losses import StepLoss
 from rota.runtime.step_progress import progress_of
 from rota.runtime.stop_requests import StopRequests
 from rota.runtime.transport import Transport, bring_outputs, collective
+from rota.runtime.updates import Report, Updates
 from rota.timeline import Timeline
 
 
@@ -191,8 +191,8 @@ class Pipeline:
                 self._teardown.callback(self._adapting.close)
             self._progress = progress_of(plan, self._processes.is_first, on_cpu=not is_queued(self._device))
             self._loss_counts, self._stops = LossCounts(self.parameters()), StopRequests(self._processes.is_first)
-            self._first_updates = FirstUpdates(self.parameters(), self._device, compares=not self._is_alone)
-            self._teardown.callback(self._first_updates.close)
+            self._updates = Updates(self.named_parameters(), self._device, compares=not self._is_alone)
+            self._teardown.callback(self._updates.close)
             self._step_end = StepEnd(
                 plan,
                 self._device,
@@ -545,10 +545,10 @@ class Pipeline:
         loss, handle = StepLoss.none(), None
         try:
             with step_seed(self._device) as seed, self._watchdog.watching(execution.doing):
-                flags = self._loss_counts.flags(batch.targets) if trains else [0] * NUM_FLAGS
+                report = self._updates.report() if call.is_step else Report()
+                flags = self._loss_counts.flags(batch.targets, report.has_changed) if trains else [0] * NUM_FLAGS
                 num_ended = self._step_end.begun.num_ended()
-                factor = self._first_updates.begin() if call.is_step else 0.0
-                begun = self._agreement.begin(call, ready, batch, seed, scale, num_ended, factor, flags)
+                begun = self._agreement.begin(call, ready, batch, seed, scale, num_ended, report, flags)
                 self._stops.agreed |= self._step_end.begun.settle(begun.num_ended)
                 self._step_end.begun.bound()
                 batch = begun.batch
@@ -556,7 +556,8 @@ class Pipeline:
                     batch = replace(batch, per_count=self._loss_counts.begin(begun.count_flags))
                 self._gradients.begin(execution, ready.reductions, sync, begun.with_layouts)
                 try:
-                    execution.run(batch, begun.seed + self.replica, begun.with_layouts, self._watchdog.tick)
+                    with self._updates.refused() if call.is_step else nullcontext():
+                        execution.run(batch, begun.seed + self.replica, begun.with_layouts, self._watchdog.tick)
                     ready.inputs.refuse_writes(batch)
                     self._gradients.finish(execution, sync)
                 except BaseException as error:
@@ -571,7 +572,7 @@ class Pipeline:
                 if handle is None or handle.is_done:
                     execution.settle()
                     if trains and sync:
-                        self._first_updates.end(self._step_end.loss_scale.is_on)
+                        self._updates.end(self._step_end.loss_scale.is_on)
         except BaseException:
             execution.forget()
             if trains:
@@ -631,11 +632,12 @@ class Pipeline:
         kept, count, metrics = self._compute.keep_outputs, self._num_steps, self._step_end.metrics
         self._compute.keep_outputs = True
         self._plans.base.execution.forget()
+        self._updates.begin_again()
         try:
             yield
         finally:
             self._compute.keep_outputs, self._num_steps, self._step_end.metrics = kept, count, metrics
-            self._first_updates.begin_again()
+            self._updates.begin_again()
             self._compute.outputs = {}
             self._plans.base.execution.forget()
 
@@ -662,7 +664,7 @@ class Pipeline:
                 "clip_grad_norm_ is called after a step with sync=False, whose gradients are not divided by the loss's "
                 "count yet; call it after a step with sync=True"
             )
-        self._first_updates.forget_gradients()
+        self._updates.forget_gradients()
         with self.watching("the other ranks' norms"):
             return self._gradients.clip(max_norm, norm_type, error_if_nonfinite, self._share_norm)
 
