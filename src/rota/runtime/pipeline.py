@@ -23,6 +23,7 @@ from torch.utils.data import Dataset, DistributedSampler
 from rota.checking import check
 from rota.errors import PipelineError
 from rota.models import Stages
+from rota.models.modes import warn_of_eval_mode
 from rota.plan import Plan
 from rota.runtime.adapting import Adapting, least_gain_of
 from rota.runtime.agreement import Agreement, Call, refuse_differences
@@ -184,6 +185,7 @@ class Pipeline:
                 with collective("comparing clocks"):
                     self._record.offset_ns = clock_offset_ns(self._processes.pipeline)
             self._num_steps = 0  # that were begun
+            self._warns_of_mode = self._processes.is_first
             self._ran_own = True  # the last step was given no plan
             self._adapting: Adapting | None = None
             if least_gain is not None:
@@ -422,6 +424,9 @@ class Pipeline:
         factor = self._step_end.loss_scale.begin(scaler)
         batch = self._take(ready, inputs, targets, has_loss=ready.execution.trains, scale=scale * factor)
         ready.inputs.warn_of_other_rows(batch)
+        if self._warns_of_mode and ready.execution.trains:
+            self._warns_of_mode = False
+            warn_of_eval_mode(self.stages.modules)
         self._ran_own = plan is None or plan is self.plan
         self._num_steps += 1
         begun_s = time.monotonic()
@@ -630,6 +635,7 @@ class Pipeline:
     def trial(self) -> Iterator[None]:
         """For trial steps: outputs are kept, and weights may have another dtype in this context. On all ranks."""
         kept, count, metrics = self._compute.keep_outputs, self._num_steps, self._step_end.metrics
+        warns, self._warns_of_mode = self._warns_of_mode, False
         self._compute.keep_outputs = True
         self._plans.base.execution.forget()
         self._updates.begin_again()
@@ -637,6 +643,7 @@ class Pipeline:
             yield
         finally:
             self._compute.keep_outputs, self._num_steps, self._step_end.metrics = kept, count, metrics
+            self._warns_of_mode = warns
             self._updates.begin_again()
             self._compute.outputs = {}
             self._plans.base.execution.forget()
