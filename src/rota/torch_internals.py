@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache, lru_cache
 from importlib import import_module
+from operator import attrgetter
 from typing import Any, final
 
 import torch
@@ -203,6 +204,14 @@ def has_accumulation_hooks(leaf: torch.Tensor) -> bool:
 def version_of(tensor: torch.Tensor) -> int:
     """How often the tensor's memory was written to in place. Relies on `Tensor._version`."""
     return tensor._version
+
+
+_VERSION = attrgetter("_version")
+
+
+def versions_of(tensors: Iterable[torch.Tensor]) -> list[int]:
+    """`version_of` each, as fast as Python can."""
+    return [*map(_VERSION, tensors)]
 
 
 def sparse_values(tensor: torch.Tensor) -> torch.Tensor:

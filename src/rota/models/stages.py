@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from rota.errors import PipelineError, SplitError
+from rota.models.aliases import refuse_aliases
 from rota.models.cut_table import cut_table
 from rota.models.replacing import move
 from rota.models.stage_edges import StageEdge, parse_edges, topological_order
@@ -57,7 +58,8 @@ class Stages:
             checkpoint resumes on other cuts. None: the names in the stage's module.
 
     Raises:
-        SplitError: For edges, inputs or names that do not fit the modules.
+        SplitError: For edges, inputs or names that do not fit the modules, and for weights that share memory without
+            being one parameter.
     """
 
     def __init__(
@@ -91,6 +93,9 @@ class Stages:
         self.carried: tuple[Carried, ...] = ()
         #: The inputs that a batch may have; None: any. What an example did not show, no stage would read.
         self.known_inputs: frozenset[str] | None = None
+        refuse_aliases(self.modules, self.name_in_model)
+        #: `ties` of the modules as they were given: `fully_shard` breaks ties.
+        self.first_ties: Final = self.ties
 
     def __getstate__(self) -> dict[str, Any]:
         """All but the unsplit model, which may be of a class that cannot be pickled, as its stages can."""

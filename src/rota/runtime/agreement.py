@@ -13,7 +13,6 @@ from __future__ import annotations
 import hashlib
 import math
 import os
-import struct
 from collections.abc import Sequence
 from dataclasses import replace
 from enum import IntEnum
@@ -39,12 +38,16 @@ from rota.runtime.launcher_files import digest
 from rota.runtime.meshes import Processes, pipelines_of
 from rota.runtime.microbatch_inputs import MicrobatchInputs
 from rota.runtime.microbatches import Microbatches
+from rota.runtime.number_bits import bits_of, number_of
 from rota.runtime.precision import LossScale
 from rota.runtime.ready_plans import ReadyPlan
 from rota.runtime.reducing.loss_counts import NUM_FLAGS as NUM_COUNT_FLAGS
 from rota.runtime.reducing.shared_weights import SharedWeight
 from rota.runtime.step_losses import LATER
 from rota.runtime.transport import Transport, collective
+from rota.runtime.updates import NUM_FLAGS as NUM_UPDATE_FLAGS
+from rota.runtime.updates import Report
+from rota.runtime.updates import refuse_differences as refuse_differing_updates
 from rota.units import count_text
 
 # --- the plan ---------------------------------------------------------------------------------------------------------
@@ -107,10 +110,9 @@ def _digest_of(value: object) -> str:
 
 # --- calls and runs ---------------------------------------------------------------------------------------------------
 
-_NUM_FLAGS = 8 + NUM_COUNT_FLAGS
-_MOST_BITS = 2**63 - 1
-_ALIKE = 0.02  # how much the ranks' factors may differ by rounding
+_NUM_FLAGS = 6 + NUM_UPDATE_FLAGS + NUM_COUNT_FLAGS
 _MOST_NAMES = 4
+_NO_REPORT = Report()
 
 
 class Call(IntEnum):
@@ -213,12 +215,12 @@ class Agreement:
         seed: int,
         scale: float,
         num_ended: int,
-        factor: float = 0.0,
+        report: Report = _NO_REPORT,
         count_flags: Sequence[int] = (0,) * NUM_COUNT_FLAGS,
     ) -> Begun:
         """Before a run: whether layouts may be new, and one seed for all.
 
-        `num_ended`: how many of this rank's steps with wait=False have ended. `factor`: see `FirstUpdates.begin`.
+        `num_ended`: how many of this rank's steps with wait=False have ended. `report`: see `Updates.report`.
 
         Raises:
             PipelineError: on all processes, if their calls, plans, scales or gradient scalers differ, or what they were
@@ -228,10 +230,10 @@ class Agreement:
         checks = self._check_data == "always" or (self._check_data == "first" and call.is_step not in self._is_checked)
         compares = checks or not self._knows_weights(ready, batch)
         seed = seed if self._processes.is_first else 0
-        flags = is_new, compares, seed, -num_ended, *self._loss_scale.flags(), *_range_flags(factor), *count_flags
+        flags = is_new, compares, seed, -num_ended, *self._loss_scale.flags(), *report.flags(), *count_flags
         row = self._all_reduce(call, "waiting for the others to begin the step", flags, scale, ready.number)
-        layouts, must_compare, seed, most_running, most, least, highest, lowest, *agreed_count_flags = row.flags
-        self._refuse_factors(_to_float(_MOST_BITS - lowest), _to_float(highest), factor)
+        layouts, must_compare, seed, most_running, most, least, *others = row.flags
+        refuse_differing_updates(others[:NUM_UPDATE_FLAGS], report, self._names, self._processes.everyone)
         self._refuse_plans(row.plans)
         self._loss_scale.refuse_differences(most, least)
         self._refuse_scales(row.numbers)
@@ -242,7 +244,7 @@ class Agreement:
             batch = replace(batch, shares=shares, padding=padding)
         processes = enumerate(self._processes.pipeline_processes)
         asking = [rank for rank, process in processes if row.calls[process] is Call.FORWARD]
-        return Begun(bool(layouts), seed, asking, batch, agreed_count_flags, -most_running)
+        return Begun(bool(layouts), seed, asking, batch, others[NUM_UPDATE_FLAGS:], -most_running)
 
     def _knows_weights(self, ready: ReadyPlan, batch: Batch) -> bool:
         """Whether this rank knows what each micro-batch weighs without asking the others."""
@@ -289,7 +291,7 @@ class Agreement:
         row = [0] * (_NUM_FLAGS + 3 * size)
         row[: len(flags)] = flags
         row[_NUM_FLAGS + self._mine] = int(call)
-        row[_NUM_FLAGS + size + self._mine] = _to_bits(number)
+        row[_NUM_FLAGS + size + self._mine] = bits_of(number)
         row[_NUM_FLAGS + 2 * size + self._mine] = plan
         maxima = torch.tensor(row, device="cpu")
         self._transport.all_reduce(maxima, dist.ReduceOp.MAX, doing)
@@ -297,7 +299,7 @@ class Agreement:
         calls = [Call(code) for code in row[_NUM_FLAGS : _NUM_FLAGS + size]]
         self._refuse_differences(calls)
         by_process = row[_NUM_FLAGS + size :]
-        return _Row(row[: len(flags)], calls, [*map(_to_float, by_process[:size])], by_process[size:])
+        return _Row(row[: len(flags)], calls, [*map(number_of, by_process[:size])], by_process[size:])
 
     def _refuse_differences(self, calls: list[Call]) -> None:
         if len({*calls}) == 1:
@@ -331,20 +333,6 @@ class Agreement:
                         f"{self._names[first]} gave step scale={scales[first]:g}, {self._names[process]} "
                         f"{scales[process]:g}; give all ranks the same"
                     )
-
-    def _refuse_factors(self, lowest: float, highest: float, mine: float) -> None:
-        """The factors are those of the ranks that know theirs."""
-        if not highest > lowest * (1 + _ALIKE):
-            return
-        with collective("comparing the factors of gradients"):
-            of_ranks = all_gather_json(mine, self._processes.everyone)
-        low, high = (self._names[of_ranks.index(factor)] for factor in (lowest, highest))
-        raise PipelineError(
-            f"after the last step, before its update, the gradients were multiplied by {lowest:.3g} on {low} and by "
-            f"{highest:.3g} on {high}, as torch.nn.utils.clip_grad_norm_ does, which takes each rank's own norm; use "
-            f"pipeline.clip_grad_norm_, which takes the norm of the whole model, and go back to weights from before "
-            f"that step. To scale ranks differently on purpose, do it in optimizer.register_step_pre_hook"
-        )
 
     def _compare(self, inputs: MicrobatchInputs, batch: Batch, checks: bool, call: Call) -> _Weights:
         """Gather what the others were given, and refuse what does not fit together. Collective."""
@@ -396,23 +384,6 @@ def listed(names: Sequence[str]) -> str:
     """The names as text for messages: "rank 0, rank 1 and 7 more"."""
     more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
     return ", ".join(names[:_MOST_NAMES]) + more
-
-
-def _to_bits(number: float) -> int:
-    """The bits of a number of 0 or more, as an int: in the numbers' order, with nan above them all."""
-    bits: int = struct.unpack("<q", struct.pack("<d", abs(number)))[0]
-    return bits
-
-
-def _range_flags(number: float) -> tuple[int, int]:
-    """Two flags of a number above 0: their maxima over the ranks tell the highest and the lowest number."""
-    bits = _to_bits(number)
-    return (bits, _MOST_BITS - bits) if bits else (0, 0)
-
-
-def _to_float(bits: int) -> float:
-    number: float = struct.unpack("<d", struct.pack("<q", bits))[0]
-    return number
 
 
 # --- batches ----------------------------------------------------------------------------------------------------------

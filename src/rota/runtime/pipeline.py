@@ -8,7 +8,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from numbers import Real
@@ -25,6 +25,7 @@ from rota.checking import check
 from rota.errors import LostRankError, PipelineError, error_text, failed_before, is_on_all_ranks
 from rota.models import Stages
 from rota.models.elsewhere import free_elsewhere
+from rota.models.modes import warn_of_eval_mode
 from rota.plan import Plan
 from rota.runtime.adapting import Adapting, least_gain_of
 from rota.runtime.agreement import Agreement, Call, refuse_differences
@@ -36,7 +37,6 @@ from rota.runtime.device.protocol import Number, is_queued
 from rota.runtime.environment import cores_of
 from rota.runtime.execution import Execution, evaluating, forwards_of
 from rota.runtime.faults.watchdog import PATIENT, Describe, Watchdog, limit_s
-from rota.runtime.first_updates import FirstUpdates
 from rota.runtime.gradients.recompute import recomputed_by_backward
 from rota.runtime.json_messages import all_gather_json
 from rota.runtime.known_layouts import KnownLayouts, Size
@@ -60,6 +60,7 @@ from rota.runtime.step_losses import StepLoss
 from rota.runtime.step_progress import progress_of
 from rota.runtime.stop_requests import StopRequests
 from rota.runtime.transport import Transport, bring_outputs, collective
+from rota.runtime.updates import Report, Updates
 from rota.timeline import Timeline
 
 
@@ -193,6 +194,7 @@ class Pipeline:
                     self._record.offset_ns = clock_offset_ns(self._processes.pipeline)
             self._num_steps = 0  # that were begun
             self._num_steps_before = 0  # of the training, until a checkpoint was loaded
+            self._warns_of_mode = self._processes.is_first
             self._ran_own = True  # the last step was given no plan
             self._adapting: Adapting | None = None
             if least_gain is not None:
@@ -200,8 +202,8 @@ class Pipeline:
                 self._teardown.callback(self._adapting.close)
             self._progress = progress_of(plan, self._processes.is_first, on_cpu=not is_queued(self._device))
             self._loss_counts, self._stops = LossCounts(self.parameters()), StopRequests(self._processes.is_first)
-            self._first_updates = FirstUpdates(self.parameters(), self._device, compares=not self._is_alone)
-            self._teardown.callback(self._first_updates.close)
+            self._updates = Updates(self.named_parameters(), self._device, compares=not self._is_alone)
+            self._teardown.callback(self._updates.close)
             self._step_end = StepEnd(
                 plan,
                 self._device,
@@ -435,6 +437,9 @@ class Pipeline:
         factor = self._step_end.loss_scale.begin(scaler)
         batch = self._take(ready, inputs, targets, has_loss=ready.execution.trains, scale=scale * factor)
         ready.inputs.warn_of_other_rows(batch)
+        if self._warns_of_mode and ready.execution.trains:
+            self._warns_of_mode = False
+            warn_of_eval_mode(self.stages.modules)
         self._ran_own = plan is None or plan is self.plan
         self._num_steps += 1
         begun_s = time.monotonic()
@@ -558,10 +563,10 @@ class Pipeline:
         is_running = False  # what is raised now, is raised on this rank only
         try:
             with step_seed(self._device) as seed, self._watchdog.watching(execution.doing):
-                flags = self._loss_counts.flags(batch.targets) if trains else [0] * NUM_FLAGS
+                report = self._updates.report() if call.is_step else Report()
+                flags = self._loss_counts.flags(batch.targets, report.has_changed) if trains else [0] * NUM_FLAGS
                 num_ended = self._step_end.begun.num_ended()
-                factor = self._first_updates.begin() if call.is_step else 0.0
-                begun = self._agreement.begin(call, ready, batch, seed, scale, num_ended, factor, flags)
+                begun = self._agreement.begin(call, ready, batch, seed, scale, num_ended, report, flags)
                 self._stops.agreed |= self._step_end.begun.settle(begun.num_ended)
                 self._step_end.begun.bound()
                 batch = begun.batch
@@ -570,7 +575,8 @@ class Pipeline:
                 is_running = True
                 self._gradients.begin(execution, ready.reductions, sync, begun.with_layouts)
                 try:
-                    execution.run(batch, begun.seed + self.replica, begun.with_layouts, self._watchdog.tick)
+                    with self._updates.refused() if call.is_step else nullcontext():
+                        execution.run(batch, begun.seed + self.replica, begun.with_layouts, self._watchdog.tick)
                     ready.inputs.refuse_writes(batch)
                     self._gradients.finish(execution, sync)
                 except Exception as error:
@@ -584,7 +590,7 @@ class Pipeline:
                 if handle is None or handle.is_done:
                     execution.settle()
                     if trains and sync:
-                        self._first_updates.end(self._step_end.loss_scale.is_on)
+                        self._updates.end(self._step_end.loss_scale.is_on)
         except BaseException as error:
             execution.forget()
             if trains:
@@ -635,13 +641,16 @@ class Pipeline:
     def trial(self) -> Iterator[None]:
         """For trial steps: outputs are kept, and weights may have another dtype in this context. On all ranks."""
         kept, count, metrics = self._compute.keep_outputs, self._num_steps, self._step_end.metrics
+        warns, self._warns_of_mode = self._warns_of_mode, False
         self._compute.keep_outputs = True
         self._plans.base.execution.forget()
+        self._updates.begin_again()
         try:
             yield
         finally:
             self._compute.keep_outputs, self._num_steps, self._step_end.metrics = kept, count, metrics
-            self._first_updates.begin_again()
+            self._warns_of_mode = warns
+            self._updates.begin_again()
             self._compute.outputs = {}
             self._plans.base.execution.forget()
 
@@ -668,7 +677,7 @@ class Pipeline:
                 "clip_grad_norm_ is called after a step with sync=False, whose gradients are not divided by the loss's "
                 "count yet; call it after a step with sync=True"
             )
-        self._first_updates.forget_gradients()
+        self._updates.forget_gradients()
         with self._together("the other ranks' norms"):
             return self._gradients.clip(max_norm, norm_type, error_if_nonfinite, self._share_norm)
 

@@ -8,7 +8,6 @@ On a queued device the scale and the overflow stay there; whether all ranks have
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any, TypeAlias, final
@@ -19,6 +18,7 @@ from torch import nn
 
 from rota.errors import PipelineError
 from rota.runtime.device.protocol import Device, Number
+from rota.runtime.number_bits import bits_of, number_of
 from rota.torch_internals import norms_of_each, sparse_values
 
 Autocast: TypeAlias = tuple[tuple[str, torch.dtype], ...]
@@ -112,13 +112,13 @@ class LossScale:
         """Two numbers; from their maxima over the ranks `refuse_differences` sees whether all ranks have one scale."""
         if self._scaler is None:
             return 0, 0
-        bits = _bits(self._factor) if isinstance(self._factor, float) else _NOT_READ
+        bits = bits_of(self._factor) if isinstance(self._factor, float) else _NOT_READ
         return bits, -bits  # positive floats are ordered as their bits are
 
     def refuse_differences(self, most: int, least: int) -> None:
         """Raises PipelineError, on all ranks."""
         if most != -least:
-            low, high = (struct.unpack("<d", struct.pack("<q", bits))[0] for bits in (-least, most))
+            low, high = map(number_of, (-least, most))
             found = f"scales {low:g} and {high:g}" if low else f"scale {high:g}, and none on some rank"
             raise _differ("one on some ranks, none on others" if most == _NOT_READ else found)
 
@@ -191,11 +191,6 @@ def _overflow(gradients: list[torch.Tensor], agree: Callable[[torch.Tensor], Non
 
 def nothing_to_refuse(_: str) -> None:
     """The `Refuse` where all is well."""
-
-
-def _bits(number: float) -> int:
-    bits: int = struct.unpack("<q", struct.pack("<d", number))[0]
-    return bits
 
 
 def _differ(found: str, remedy: str = "") -> PipelineError:

@@ -140,7 +140,13 @@ def refusals(rank: int) -> list[str]:
         with pytest.raises(PipelineError) as error:
             Pipeline(Stages([stage]), plan_of(Case("gpipe", 1, 2)), loss_fn, mesh=mesh)
         told.append(str(error.value))
-    return told
+    tied = Stages([nn.Linear(4, 4), nn.Linear(4, 4)])
+    tied[1].weight = tied[0].weight
+    tied = tied.with_modules(tied.modules)
+    fully_shard(tied[rank], mesh=mesh["dp"])
+    with pytest.raises(PipelineError) as error:
+        Pipeline(tied, plan_of(Case("gpipe", 1, 2)), loss_fn, mesh=mesh)
+    return [*told, str(error.value)]
 
 
 def test_what_cannot_be_right_is_refused(pool: Pool) -> None:
@@ -152,3 +158,6 @@ def test_what_cannot_be_right_is_refused(pool: Pool) -> None:
         assert "give DDP process_group=mesh.get_group('dp'), and the pipeline the mesh" in told[3]
         assert "of stage 0 is a DTensor over a mesh of the processes" in told[4]
         assert "use fully_shard(stage, mesh=mesh['dp'])" in told[4]
+        assert told[5].startswith(
+            "weight of stage 0 and weight of stage 1 were one weight, of which fully_shard has made"
+        )

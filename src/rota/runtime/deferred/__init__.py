@@ -12,6 +12,7 @@ import torch
 
 from rota.errors import PipelineError
 from rota.models import Stages
+from rota.models.aliases import tensors_of
 from rota.models.carving.absent import Absent
 from rota.models.replacing import replace
 from rota.runtime.deferred.construction import deferring
@@ -106,19 +107,12 @@ def _checked(stages: Stages, local: Iterable[int]) -> list[int]:
 
 def _held(stages: Stages, which: Iterable[int]) -> dict[str, torch.Tensor]:
     """All tensors of these stages by name: weights, buffers, and plain attributes of modules."""
-    found: dict[str, torch.Tensor] = {}
-    for stage in which:
-        for path, module in stages[stage].named_modules():
-            of = f"{path}." if path else ""
-            for held in (module._parameters, module._buffers, vars(module)):
-                for name, value in held.items():
-                    members = value if isinstance(value, list | tuple) else (value,)
-                    found |= {
-                        f"{of}{name} of stage {stage}" + (f" ({i})" if len(members) > 1 else ""): member
-                        for i, member in enumerate(members)
-                        if isinstance(member, torch.Tensor) and not isinstance(member, Absent)
-                    }
-    return found
+    return {
+        f"{name} of stage {stage}": tensor
+        for stage in which
+        for name, tensor, _ in tensors_of(stages[stage])
+        if not isinstance(tensor, Absent)
+    }
 
 
 def _refuse_unknown(named: dict[str, torch.Tensor], loaded: set[torch.Tensor]) -> None:

@@ -41,7 +41,7 @@ class LossCounts:
         self._count: Number = 0.0  # of the round
         self._per_count = 1.0
         self._is_running = False
-        #: After a step without sync: each parameter's gradient, and how often gradients and weights were written to.
+        #: After a step without sync: each parameter's gradient, and how often it was written to.
         self._left: _Left | None = None
 
     @property
@@ -54,13 +54,16 @@ class LossCounts:
         """Whether gradients still have to be divided."""
         return self._left is not None
 
-    def flags(self, targets: Iterable[Any]) -> list[int]:
-        """This rank's flags before a step; their maxima over all ranks go to `begin`. `targets`: those read here."""
+    def flags(self, targets: Iterable[Any], have_weights_changed: bool = False) -> list[int]:
+        """This rank's flags before a step; their maxima over all ranks go to `begin`.
+
+        `targets`: those read here. `have_weights_changed`: since the last step.
+        """
         if self._are_means and self._left is None:
             return [0] * NUM_FLAGS
         flags = [0, 0, 0, sum(map(num_elements, targets))]
         if self._left is not None:
-            gradients, versions, weight_versions = self._left
+            gradients, versions = self._left
             had = [gradient is not None for gradient in gradients]
             here = [
                 is_sharded(parameter) or _is_left(parameter.grad, gradient, version)
@@ -68,7 +71,7 @@ class LossCounts:
             ]
             flags[_KEPT] = any(here)
             flags[_CLEARED] = any(then and not now for then, now in zip(had, here, strict=True))
-            flags[_STEPPED] = weight_versions != self._weight_versions()
+            flags[_STEPPED] = have_weights_changed
         return flags
 
     def begin(self, flags: Sequence[int]) -> float:
@@ -128,7 +131,7 @@ class LossCounts:
             self._end()
         elif count is not None or self._before:
             gradients = [parameter.grad for parameter in self._parameters]
-            self._left = _Left(gradients, [*map(_version, gradients)], self._weight_versions())
+            self._left = _Left(gradients, [*map(_version, gradients)])
 
     def _multiply(self, factor: Number) -> None:
         with torch.no_grad():
@@ -152,9 +155,6 @@ class LossCounts:
                     parameter.grad = before
         self._before, self._num_steps, self._count, self._left = {}, 0, 0.0, None
 
-    def _weight_versions(self) -> list[int]:
-        return [version_of(parameter) for parameter in self._parameters if not is_sharded(parameter)]
-
 
 def refuse_change(were_means: bool, are_means: bool, remedy: str) -> None:
     """Raises PipelineError if `loss_fn` returned means in earlier steps and does not now, or vice versa."""
@@ -169,7 +169,6 @@ def refuse_change(were_means: bool, are_means: bool, remedy: str) -> None:
 class _Left(NamedTuple):
     gradients: list[torch.Tensor | None]
     versions: list[int]
-    weight_versions: list[int]
 
 
 def _version(gradient: torch.Tensor | None) -> int:

@@ -15,6 +15,7 @@ from torch import nn
 
 from rota.errors import PipelineError
 from rota.models import Stages
+from rota.models.aliases import refuse_aliases
 from rota.placement import Placement
 from rota.runtime.device.protocol import Device, Mark, QueuedDevice
 from rota.runtime.meshes import Processes
@@ -34,10 +35,11 @@ class SharedWeight(NamedTuple):
 
 
 def shared_weights(stages: Stages, placement: Placement) -> list[SharedWeight]:
-    """All weights that several ranks hold, in the same order on every rank. Raises PipelineError.
+    """All weights that several ranks hold, in the same order on every rank. Raises PipelineError, or SplitError.
 
     If each of the tied stages is on several ranks, the weight is tied per TP shard, in the order of the ranks.
     """
+    refuse_aliases(stages.modules, stages.name_in_model)  # again, as a script may have set weights since
     found = []
     tied = set()
     for tie in stages.ties:

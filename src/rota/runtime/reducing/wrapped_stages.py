@@ -24,6 +24,7 @@ from rota.torch_internals import communication_hook_of, reduce_sharded_gradients
 
 def unwrapped(stages: Stages) -> tuple[Stages, dict[nn.Module, dist.ProcessGroup]]:
     """The stages without DDP, and the process group of each stage that was in DDP."""
+    _refuse_broken_ties(stages)
     modules, groups = [], {}
     for stage, module in enumerate(stages.modules):
         if isinstance(module, DistributedDataParallel):
@@ -36,6 +37,18 @@ def unwrapped(stages: Stages) -> tuple[Stages, dict[nn.Module, dist.ProcessGroup
     if not groups:
         return stages, {}
     return stages.with_modules(modules), groups
+
+
+def _refuse_broken_ties(stages: Stages) -> None:
+    """`fully_shard` makes other parameters of a stage's own, so that one weight of two stages becomes two."""
+    for tie in stages.first_ties:
+        weights = [dict(stages[stage].named_parameters()).get(name) for stage, name in tie]
+        if len({*map(id, weights)}) > 1 and any(weight is not None and is_sharded(weight) for weight in weights):
+            where = " and ".join(f"{name} of stage {stage}" for stage, name in tie)
+            raise PipelineError(
+                f"{where} were one weight, of which fully_shard has made several that would train separately; do not "
+                f"shard a stage that shares a weight with another one, or untie it before rota.split"
+            )
 
 
 def _refuse_options(stage: int, module: DistributedDataParallel) -> None:

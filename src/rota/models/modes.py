@@ -1,0 +1,61 @@
+"""Modules that compute something else in train() than in eval()."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Iterator, Sequence
+from numbers import Real
+from typing import Any
+
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.dropout import _DropoutNd
+
+_RATES = ("drop", "jitter", "noise")  # parts of the names of attributes with a rate
+
+
+def warn_of_eval_mode(modules: Sequence[nn.Module]) -> None:
+    """Warn if a model is to be trained whose stages are all in eval(), and for which that makes a difference.
+
+    Single modules in eval() are left alone, as a BatchNorm that keeps its statistics is.
+    """
+    if any(module.training for module in modules):
+        return
+    names = [*_names_of_dependent(modules)]
+    if names:
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        warnings.warn(
+            f"the model is trained in eval() mode, in which {names[0]}{more} do as in evaluation (from_pretrained of "
+            f"transformers returns models so); call model.train() before rota.split to train as usual",
+            stacklevel=3,
+        )
+
+
+def _names_of_dependent(modules: Sequence[nn.Module]) -> Iterator[str]:
+    for stage, module in enumerate(modules):
+        for path, inner in module.named_modules():
+            if _depends_on_mode(inner):
+                yield f"{type(inner).__name__} {path or 'itself'} of stage {stage}"
+
+
+def _depends_on_mode(module: nn.Module) -> bool:
+    if isinstance(module, _DropoutNd):
+        return module.p > 0
+    if isinstance(module, _NormBase):
+        return module.track_running_stats
+    if isinstance(module, (nn.RNNBase, nn.MultiheadAttention)):
+        return module.dropout > 0
+    if isinstance(module, nn.RReLU):
+        return True
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    if code is None or "training" not in code.co_names:
+        return False
+    rates: list[Any] = [value for name, value in vars(module).items() if isinstance(value, Real) and _is_rate(name)]
+    rates += [child.p for child in module.children() if isinstance(child, _DropoutNd)]
+    # Without a rate of its own, `training` may only choose whether activations are checkpointed.
+    return any(rates) if rates else not hasattr(module, "gradient_checkpointing")
+
+
+def _is_rate(name: str) -> bool:
+    return any(part in name for part in _RATES)

@@ -1,0 +1,370 @@
+"""Updates between steps: by an optimizer of other weights, on some ranks only, within a step, clipped rank by rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_
+from torch.optim import SGD, Adam, AdamW, Optimizer
+
+from rota import Cluster, Costs, Pipeline, PipelineError, Stages, place
+from rota.runtime.device.host import HostDevice
+from rota.runtime.updates import Report, Updates
+from rota.schedules import gpipe
+from support.networks import WIDTH, batch_of, loss_fn
+from support.pool import Pool
+
+PLAN = gpipe(place(Costs.uniform(2), Cluster.uniform(2)), 2)
+BATCH = batch_of(4)
+
+# --- one rank ---------------------------------------------------------------------------------------------------------
+
+
+def made(**options: Any) -> tuple[nn.Module, Updates]:
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 2)).double()
+    return model, Updates(model.named_parameters(), HostDevice(), **{"compares": True} | options)
+
+
+def step(model: nn.Module, updates: Updates, is_scaled: bool = False) -> None:
+    with updates.refused():
+        backward(model)
+    updates.end(is_scaled)
+
+
+def backward(model: nn.Module) -> None:
+    model(torch.ones(3, WIDTH, dtype=torch.float64)).square().sum().backward()
+
+
+def divided(parameters: list[nn.Parameter]) -> None:
+    for parameter in parameters:
+        assert parameter.grad is not None
+        parameter.grad = parameter.grad / 4
+
+
+def clipped_one_by_one(parameters: list[nn.Parameter]) -> None:
+    for i, parameter in enumerate(parameters):
+        clip_grad_norm_(parameter, 1e-3 * (i + 1))
+
+
+def with_another_loss(parameters: list[nn.Parameter]) -> None:
+    sum(parameter.square().sum() for parameter in parameters).backward()  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("change", "factor"),
+    [
+        (lambda _: None, 1.0),
+        (lambda parameters: clip_grad_norm_(parameters, 1e9), 1.0),
+        (lambda parameters: clip_grad_norm_(parameters, 1e-3), None),
+        (divided, 0.25),
+        (clipped_one_by_one, 0.0),
+        (with_another_loss, 0.0),
+        (lambda parameters: clip_grad_value_(parameters, 1e-3), 0.0),
+        (lambda parameters: clip_grad_norm_(parameters[0], 1e-3), 0.0),
+        (lambda parameters: SGD(parameters, lr=0.1).zero_grad(), 0.0),
+        (lambda parameters: SGD(parameters, lr=0.1).zero_grad(set_to_none=False), 0.0),
+    ],
+)
+def test_the_factor_of_all_gradients_is_found(
+    change: Callable[[list[nn.Parameter]], object], factor: float | None
+) -> None:
+    model, updates = made()
+    parameters = [*model.parameters()]
+    optimizer = SGD(parameters, lr=0.01)
+    assert updates.report().factor == 0.0
+    step(model, updates)
+    norm = torch.stack([p.grad.norm() for p in parameters if p.grad is not None]).norm().item()
+    change(parameters)
+    optimizer.step()
+    optimizer.zero_grad()
+    assert updates.report().factor == pytest.approx(1e-3 / norm if factor is None else factor, rel=1e-4)
+    updates.close()
+
+
+def test_gradients_that_are_scaled_for_all_are_not_compared_with_unscaled_ones() -> None:
+    """A fused optimizer takes the scaler's factor out while it steps, another one does so before."""
+    for unscales, factor in ((True, 1 / 4), (False, 0.0)):
+        model, updates = made()
+        optimizer = SGD(model.parameters(), lr=0.01)
+        step(model, updates, is_scaled=True)
+        if unscales:
+            divided([*model.parameters()])
+        optimizer.step()
+        assert updates.report().factor == pytest.approx(factor)
+        updates.close()
+
+
+@pytest.mark.parametrize(("max_norm", "compared"), [(None, [1, 2, 3]), (1e9, [1, 2, 3, 4, 8, 16])])
+def test_factors_are_compared_ever_more_rarely(max_norm: float | None, compared: list[int]) -> None:
+    """Clipping may have no effect in the first steps; a script that leaves gradients alone is not watched for long."""
+    model, updates = made()
+    optimizer = SGD(model.parameters(), lr=0.01)
+    found = []
+    for number in range(18):
+        if updates.report().factor:
+            found.append(number)
+        optimizer.zero_grad()
+        step(model, updates)
+        if max_norm is not None:
+            clip_grad_norm_(model.parameters(), max_norm)
+        optimizer.step()
+    assert found == compared
+    updates.close()
+
+
+# --- one rank: updates ------------------------------------------------------------------------------------------------
+
+
+def with_data(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        parameter.data.add_(parameter.grad, alpha=-0.1)
+
+
+def in_place(model: nn.Module) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            assert parameter.grad is not None
+            parameter.sub_(0.1 * parameter.grad)
+
+
+class WithData(Optimizer):
+    """As older ones of Muon and LAMB."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {})
+
+    def step(self, closure: Any = None) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            parameter.data.add_(parameter.grad, alpha=-0.1)
+
+
+def clamp(model: nn.Module) -> None:
+    with torch.no_grad():
+        model[0].bias.clamp_(-1, 1)
+
+
+def load(model: nn.Module) -> None:
+    model.load_state_dict({name: value + 1 for name, value in model.state_dict().items()})
+
+
+@pytest.mark.parametrize("was_updated", [False, True])
+@pytest.mark.parametrize(
+    ("update", "has_changed", "is_updated"),
+    [
+        (lambda model: SGD(model.parameters(), lr=0.1).step(), True, True),
+        (lambda model: Adam(model.parameters(), lr=0.1, fused=True).step(), True, True),
+        (lambda model: SGD(model[2].parameters(), lr=0.1).step(), True, True),
+        (lambda model: WithData(model.parameters()).step(), True, True),
+        (in_place, True, True),
+        (with_data, True, True),
+        (load, True, True),
+        (clamp, True, False),
+        (lambda model: model.eval(), False, False),
+        (lambda model: SGD([torch.ones(1, requires_grad=True)], lr=0.1).step(), False, False),
+    ],
+)
+def test_updates_are_seen(
+    update: Callable[[Any], object], has_changed: bool, is_updated: bool, was_updated: bool
+) -> None:
+    if update is with_data and was_updated:
+        pytest.skip("values are compared only before the first update that is seen otherwise")
+    model, updates = made()
+    assert updates.report() == Report()
+    step(model, updates)
+    if was_updated:
+        SGD(model.parameters(), lr=0.1).step()
+        assert updates.report().is_updated
+        step(model, updates)
+    update(model)
+    for _ in range(2):  # a step that is refused, and tried again
+        report = updates.report()
+        assert (report.has_changed, report.is_updated, report.is_idle) == (has_changed, is_updated, not has_changed)
+    updates.close()
+
+
+def test_a_rank_without_gradients_is_never_idle() -> None:
+    model, updates = made()
+    model.requires_grad_(False)
+    with updates.refused():
+        pass
+    updates.end(False)
+    assert updates.report() == Report()
+    updates.close()
+
+
+@pytest.mark.parametrize("kind", [AdamW, SGD])
+def test_an_optimizer_of_another_copy_is_told(kind: Callable[..., Optimizer]) -> None:
+    (model, updates), (other, _) = made(), made()
+    optimizer = kind(other.parameters(), lr=0.01)
+    step(model, updates)
+    optimizer.step()
+    assert updates.report() == Report(0.0, is_idle=True, stranger=kind.__name__)
+    updates.close()
+
+
+@pytest.mark.parametrize("how", ["own too", "by hand", "other trained"])
+def test_another_optimizer_beside_the_pipelines_own_is_right(how: str) -> None:
+    (model, updates), (other, _) = made(), made()
+    optimizer, another = SGD(model.parameters(), lr=0.01), SGD(other.parameters(), lr=0.01)
+    step(model, updates)
+    if how == "other trained":
+        backward(other)
+    another.step()
+    if how == "own too":
+        optimizer.step()
+    elif how == "by hand":
+        in_place(model)
+    assert not updates.report().stranger
+    updates.close()
+
+
+def hooked(model: nn.Module, update: Callable[[nn.Parameter], object]) -> None:
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(update)
+
+
+def test_an_optimizer_that_steps_in_the_backward_is_refused_before_it_does() -> None:
+    model, updates = made()
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    hooked(model, lambda parameter: Adam([parameter], lr=0.1, fused=True).step())
+    with pytest.raises(PipelineError, match=r"Adam\.step\(\) was called while pipeline\.step ran"), updates.refused():
+        backward(model)
+    assert all(map(torch.equal, before, model.parameters()))
+    SGD(model.parameters(), lr=0.1).step()
+    updates.close()
+
+
+def test_weights_that_are_written_to_during_a_step_are_refused() -> None:
+    model, updates = made()
+    model[0].weight.requires_grad_(False)
+
+    def update(parameter: nn.Parameter) -> None:
+        with torch.no_grad():
+            model[0].weight.add_(1)  # as a codebook that a forward keeps
+            model[2].bias.add_(1)
+
+    hooked(model[2], update)
+    with pytest.raises(PipelineError, match=r"^2\.bias was written to while pipeline\.step ran"), updates.refused():
+        backward(model)
+    model[2].bias.requires_grad_(False)
+    with updates.refused():
+        backward(model)
+    updates.close()
+
+
+# --- two ranks --------------------------------------------------------------------------------------------------------
+
+Clip = Callable[[Pipeline], object]
+
+
+def make_stages() -> Stages:
+    torch.manual_seed(7)
+    return Stages([nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()).double() for _ in range(2)])
+
+
+def steps_of(clip: Clip, parameters: Callable[[Pipeline], Any], num_steps: int, **options: Any) -> tuple[int, str]:
+    """How many steps were made, and why no more. `skipped`: a step after which this rank does not update."""
+    skipped = options.pop("skipped", None)
+    with Pipeline(make_stages(), PLAN, loss_fn) as pipeline:
+        optimizer = Adam(parameters(pipeline), lr=0.01, **options)
+        for step in range(num_steps):
+            try:
+                optimizer.zero_grad()
+                pipeline.step(*BATCH)
+            except PipelineError as error:
+                return step, str(error)
+            clip(pipeline)
+            if step != skipped:
+                optimizer.step()
+    return num_steps, ""
+
+
+def own(pipeline: Pipeline) -> Any:
+    return pipeline.parameters()
+
+
+def leave_alone(_: Pipeline) -> None:
+    pass
+
+
+def update_on_some_ranks(rank: int) -> list[tuple[int, str]]:
+    """Never on rank 1; not after step 2 on rank 0; and accumulated, frozen or skipped alike."""
+    found = []
+    for fused in (False, True):
+        found += [
+            steps_of(leave_alone, own if rank == 0 else lambda _: [torch.ones(1, requires_grad=True)], 4, fused=fused),
+            steps_of(leave_alone, own, 4, skipped=2 if rank == 0 else None, fused=fused),
+            steps_of(leave_alone, own, 4, skipped=1, fused=fused),
+        ]
+    return found
+
+
+def accumulate(rank: int) -> list[float]:
+    """Rank 1 is frozen, then has gradients; between the steps of a round weights are clamped there, and evaluated."""
+    stages = make_stages()
+    stages[1].requires_grad_(False)
+    losses = []
+    with Pipeline(stages, PLAN, loss_fn) as pipeline:
+        optimizer = Adam([*pipeline.parameters()], lr=0.01)
+        for number in range(6):
+            losses.append(pipeline.step(*BATCH, sync=number % 2 == 1))
+            if number % 2:
+                optimizer.step()
+                optimizer.zero_grad()
+            elif rank == 1:
+                clamp(stages[1])
+            losses.append(pipeline.evaluate(*BATCH))
+            stages[1].requires_grad_(number > 1)
+    return losses
+
+
+def train_wrongly(rank: int) -> list[tuple[int, str]]:
+    return [
+        steps_of(lambda p: clip_grad_norm_(p.parameters(), 1e-3), own, 4),
+        steps_of(leave_alone, lambda _: make_stages()[rank].parameters(), 4),
+        steps_of(lambda p: p.clip_grad_norm_(1e-3), own, 4),
+        steps_of(lambda p: divided([*p.parameters()]), own, 4),
+        steps_of(leave_alone, own, 4),
+    ]
+
+
+@pytest.mark.dist
+def test_mistakes_of_a_loop_are_refused_on_all_ranks(pool: Pool) -> None:
+    by_rank = pool.run(2, train_wrongly)
+    assert by_rank[0] == by_rank[1]
+    (clipped, told), (idle, told_of_idle), *right = by_rank[0]
+    assert (clipped, idle) == (1, 1)
+    assert told.startswith("after the last step, before its update, the gradients were multiplied by ")
+    assert " on rank 0 and by " in told or " on rank 1 and by " in told
+    assert "use pipeline.clip_grad_norm_" in told
+    assert told_of_idle.startswith(
+        "Adam.step() was called on rank 0, but this optimizer has none of the weights of this "
+    )
+    assert right == [(4, "")] * 3
+
+
+@pytest.mark.dist
+def test_an_update_on_some_ranks_only_is_refused_on_all(pool: Pool) -> None:
+    by_rank = pool.run(2, update_on_some_ranks)
+    assert by_rank[0] == by_rank[1]
+    for never, skipped, alike in (by_rank[0][:3], by_rank[0][3:]):
+        assert never[0] == 1
+        assert never[1].startswith("Adam.step() was called on rank 1, but this optimizer has none")
+        assert skipped[0] == 3
+        assert skipped[1].startswith(
+            "since the last step, the weights of rank 1 have been updated, but not those of rank 0"
+        )
+        assert alike == (4, "")
+
+
+@pytest.mark.dist
+def test_rounds_frozen_ranks_and_evaluations_are_right(pool: Pool) -> None:
+    losses = pool.run(2, accumulate)
+    assert losses[0] == losses[1]
+    assert len({*losses[0]}) > 3
