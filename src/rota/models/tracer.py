@@ -163,8 +163,25 @@ def _frames_now() -> Iterator[tuple[FrameType, int]]:
 
 def _function_now() -> type | None:
     """The autograd function of the user's whose forward is being traced."""
+    frame = autograd_function_now(_frames_now())
+    return None if frame is None else frame.f_locals["cls"]
+
+
+def autograd_function_now(frames: Iterable[tuple[FrameType, int]] | None = None) -> FrameType | None:
+    """The frame of the innermost `torch.autograd.Function.apply` that runs; its local `cls` is the function."""
     applied = torch.autograd.Function.apply.__code__
-    return next((frame.f_locals["cls"] for frame, _ in _frames_now() if frame.f_code is applied), None)
+    stack = traceback.walk_stack(sys._getframe()) if frames is None else frames
+    return next((frame for frame, _ in stack if frame.f_code is applied), None)
+
+
+def describe_function(function: Any) -> str:
+    """A function by its name and the place where it is defined."""
+    original = getattr(function, "_torchdynamo_orig_callable", None)
+    if original is not None:
+        return f"torch.compile of {describe_function(original)}"
+    code = getattr(getattr(function, "__func__", function), "__code__", None)
+    name = getattr(function, "__qualname__", type(function).__qualname__)
+    return name if code is None else f"{name} at {code.co_filename}:{code.co_firstlineno}"
 
 
 def user_place(frames: Iterable[tuple[FrameType, int]]) -> str:

@@ -106,8 +106,11 @@ class Absent(Tensor):
         try:
             made = run_on_meta(func, mapped(_shape_of, args), mapped(_shape_of, kwargs))
         except (RuntimeError, NotImplementedError) as error:
+            reason = " ".join(f"{type(error).__name__}: {error}".split())
             raise PipelineError(
-                f"{name_of(func)} at {place_now()} reads the values of a tensor of another stage, {_NEEDS_VALUES}"
+                f"{name_of(func)} at {place_now()} does not run on a tensor of another stage, of which only the shape "
+                f"is known here ({reason}): split with an example that takes this path, or cut so that both are on one "
+                "stage"
             ) from error
         if name_of(func).endswith("_") and isinstance(args[0], Absent):
             return args[0]
@@ -118,9 +121,7 @@ class Absent(Tensor):
         return mapped(lambda leaf: Absent(leaf, device) if isinstance(leaf, Tensor) else leaf, made)
 
 
-def absent(
-    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, requires_grad: bool = False
-) -> Absent:
+def absent(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, requires_grad: bool = False) -> Absent:
     """An Absent of this shape."""
     made = Absent(torch.empty(shape, dtype=dtype, device="meta"), device)
     made.requires_grad = requires_grad

@@ -22,6 +22,7 @@ from rota.models.carving.recording import Returned
 from rota.models.carving.running import Run, Stopped, install
 from rota.models.carving.stage_parts import Cutting
 from rota.models.carving.structure import flatten, paths, rebuild
+from rota.models.randomness import RandomStates
 from rota.torch_internals import compile_alike
 
 SIZES = "shapes of inputs"  # the key under which they travel
@@ -50,6 +51,7 @@ class CarvedStage(nn.Module):
         part, recording = cutting.parts[stage], cutting.recording
         root = _copy_owning(model, part.owned)
         self._run, self._stage_inputs = Run(), stage_inputs
+        self._draws_idly = recording.draws_idly
         self._can_train, self._is_last = recording.training, stage == len(cutting.parts) - 1
         self._arriving = [
             [(cutting.value_name(value), value) for value in cutting.parts[source].sent[stage]]
@@ -68,9 +70,11 @@ class CarvedStage(nn.Module):
             if any("_rota_names" in vars(inner) for inner in module.modules()):
                 show_whole(module, self._run)
         self._absents_on: torch.device | None = None
-        for path in {recording.units[unit] for unit in recording.calls[part.begin : part.end]}:
-            if path not in {recording.units[unit] for unit in recording.calls[: part.begin]}:
-                compile_alike(model.get_submodule(path), root.get_submodule(path))
+        answered = {recording.units[unit] for unit in recording.calls[: part.begin]}
+        running = dict.fromkeys(recording.units[unit] for unit in recording.calls[part.begin : part.end])
+        self._compilable = tuple(path for path in running if path not in answered)
+        for path in self._compilable:
+            compile_alike(model.get_submodule(path), root.get_submodule(path))
         # Shared with the copy, so that what is registered in one is in the other.
         self._parameters, self._buffers, self._modules = root._parameters, root._buffers, root._modules
         self._non_persistent_buffers_set = root._non_persistent_buffers_set
@@ -104,12 +108,16 @@ class CarvedStage(nn.Module):
             self._move_absents(device)
         run.begin({returned: value for returned, value in arrived.items() if returned in self._needed}, device)
         output, has_stopped = None, False
+        # Stages draw idle numbers different numbers of times, and scripts draw their batches with the same generators.
+        states = RandomStates(nn.Identity(), seeded=True) if self._draws_idly else None
         try:
             output = self._root(**inputs)
         except Stopped:
             has_stopped = True
         finally:
             sent = run.end()
+            if states is not None:
+                states.restore()
         if not self._is_last and not has_stopped:
             raise run.deviation("the forward ended early")
         return self._checked(output) if self._is_last else self._sent(arrived | sent, inputs)
@@ -136,6 +144,14 @@ class CarvedStage(nn.Module):
         for number in self._kept_back:
             leaves[number] = None
         return rebuild(structure, iter(leaves))
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Compile the modules that run only here, one by one, with these arguments of `torch.compile`.
+
+        Code between them stays as it is, since it also runs on tensors of other stages, which have no data.
+        """
+        for path in self._compilable:
+            self._root.get_submodule(path).compile(*args, **kwargs)
 
     def train(self, mode: bool = True) -> CarvedStage:
         """Set the mode of the stage, including the inner copy of the model."""
