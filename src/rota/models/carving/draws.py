@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import sys
 import threading
@@ -100,7 +101,7 @@ def watch_python_draws(model: nn.Module, run: Callable[[], Any]) -> Iterator[Cal
         yield lambda: bool(draws)
         if states.changed():
             states.restore()
-            line = states.first_change(run, is_users)
+            line = states.first_change(run, _is_users)
             _refuse(model, [] if line is None else [line, *traceback.walk_stack(line[0].f_back)])
     except TypeError as error:
         if DrawnNumber.__name__ not in str(error):
@@ -111,7 +112,12 @@ def watch_python_draws(model: nn.Module, run: Callable[[], Any]) -> Iterator[Cal
             setattr(owner, name, original)
 
 
+def _is_users(file: str) -> bool:
+    return is_users(file) and f"{os.sep}numpy{os.sep}" not in file  # which calls functions of its own when it draws
+
+
 def _refuse(model: nn.Module, frames: list[tuple[FrameType, int]]) -> NoReturn:
+    frames = [(frame, line) for frame, line in frames if _is_users(frame.f_code.co_filename)]
     raise SplitError(
         f"the forward of {type(model).__name__} uses Python's or NumPy's random numbers, or its own generator, at "
         f"{user_place(frames)}, and each stage would draw its own: "

@@ -136,8 +136,7 @@ class Recording:
     result_objects: list[int] = field(default_factory=list)  # its leaves that are objects with tensors that units made
     training: bool = True
     draws_idly: bool = False  # Python's or NumPy's random numbers, which decide nothing
-    functions: dict[int, tuple[int, str]] = field(default_factory=dict)  # by call: the autograd function that calls it
-    without_graph: set[Returned] = field(default_factory=set)  # of these calls, since that function has the graph
+    functions: dict[int, str] = field(default_factory=dict)  # by call: the autograd function that calls it
 
     def in_set(self, labels: LabelSet) -> Iterator[Label]:
         """The labels in a set."""
@@ -197,6 +196,7 @@ def _record(model: nn.Module, blocks: Sequence[str], inputs: Mapping[str, Any]) 
             result = copied(**inputs)
             recording.draws_idly = has_drawn()
     flow.finish(result)
+    flow.release()
     return recording
 
 
@@ -218,8 +218,6 @@ class _Flow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._paths = {module: path for path, module in model.named_modules()}
         self._running: list[nn.Module] = []  # between units: the modules whose forwards run
         self._decisions: list[tuple[int, str, LabelSet]] = []  # before which call, where, and by what
-        self._function: Any = None  # the frame of the last autograd function that called a unit
-        self._in_functions: dict[Returned, Tensor] = {}
         self._arguments: list[Any] = []  # of the unit that runs
         self._inner: dict[nn.Module, str] = {}
         self._nth: dict[str, int] = {}
@@ -386,9 +384,7 @@ class _Flow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._nth.clear()
         function = autograd_function_now()
         if function is not None:
-            functions = self.recording.functions
-            number = len(functions) if function is not self._function else functions[max(functions)][0]
-            functions[self.call], self._function = (number, function.f_locals["cls"].__qualname__), function
+            self.recording.functions[self.call] = function.f_locals["cls"].__qualname__
 
     def end(self, output: Any, *, always_new: bool) -> None:
         """End the call. `always_new`: an output counts as new, even if it is an argument."""
@@ -405,25 +401,22 @@ class _Flow(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     same, overwritten = None, same
                 if same is None:
                     self.label(leaf, Returned(self.call, number))
-                if self.call in self.recording.functions:
-                    self._in_functions[Returned(self.call, number)] = leaf
             of_leaves.append(_leaf_of(leaf, same, arguments)._replace(overwritten=overwritten))
         self.recording.outputs.append(Output(structure, tuple(of_leaves)))
         self.call, self._arguments = None, []
 
+    def release(self) -> None:
+        """Forget the model, whose modules refer to this: its weights must not wait for the garbage collector."""
+        del self._model
+        self._paths.clear()
+        self._running.clear()
+
     def finish(self, result: Any) -> None:
         """Note what the forward returned, and refuse what it decided by random numbers."""
-        self._function = None
         for before, place, labels in self._decisions:
             drawn = next((one for one in self.recording.in_set(labels) if isinstance(one, Drawn)), None)
             if drawn is not None and before < len(self.recording.calls):
                 refuse_decision(place, drawn.by, drawn.rates)
-        if torch.is_grad_enabled() and any(parameter.requires_grad for parameter in self._model.parameters()):
-            self.recording.without_graph = {
-                value
-                for value, tensor in self._in_functions.items()
-                if tensor.is_floating_point() and not tensor.requires_grad
-            }
         leaves: list[Any] = []
         flatten(result, leaves)
         for number, leaf in enumerate(leaves):

@@ -162,7 +162,13 @@ def _refuse(recording: Recording, reads: list[int], ranges: list[range]) -> None
                     f"it returns: {CUT_ELSEWHERE}, or return it from that module's forward"
                 )
             if isinstance(one, Returned) and one.call not in calls and one.call in recording.functions:
-                _refuse_inside_function(recording, one, ranges)
+                function = recording.functions[one.call]
+                how = "checkpoint with use_reentrant=False, or " if function == "CheckpointFunction" else ""
+                raise SplitError(
+                    f"stage {stage} reads what {recording.call_name(one.call)} returns inside the autograd function "
+                    f"{function}, which would have no gradient for it: {how}cut before the modules that this function "
+                    "calls, or after the next module that reads its result"
+                )
             if isinstance(one, Drawn) and sum(one in [*recording.in_set(other)] for other in reads) > 1:
                 raise SplitError(
                     f"stages read random numbers that the forward draws between modules, {one.by}, and each stage "
@@ -173,20 +179,6 @@ def _refuse(recording: Recording, reads: list[int], ranges: list[range]) -> None
                     f"the forward writes into {one.name} between modules, which every stage would repeat: do it "
                     "in the forward of a module that is on one stage"
                 )
-
-
-def _refuse_inside_function(recording: Recording, value: Returned, ranges: list[range]) -> None:
-    """Refuse a value that is inside an autograd function, so that gradients would not reach what made it."""
-    number, name = recording.functions[value.call]
-    members = [call for call, (other, _) in recording.functions.items() if other == number]
-    if value not in recording.without_graph and any({*members} <= {*calls} for calls in ranges):
-        return
-    how = "checkpoint with use_reentrant=False" if name == "CheckpointFunction" else "cut before the first of them"
-    first, last = recording.call_name(min(members)), recording.call_name(max(members))
-    raise SplitError(
-        f"a cut after {recording.call_name(value.call)} is inside the autograd function {name}, which calls {first} "
-        f"to {last} and whose backward no stage would have: {how}, or cut after the next module that reads its result"
-    )
 
 
 def _home(recording: Recording, name: str, ranges: list[range]) -> int:
