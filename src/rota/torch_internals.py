@@ -11,7 +11,7 @@ import re
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache, lru_cache
 from importlib import import_module
 from operator import attrgetter
@@ -391,6 +391,17 @@ def is_compiled_module(module: nn.Module) -> bool:
         return True
     frames = sys.modules.get("torch._dynamo.eval_frame")
     return frames is not None and isinstance(module, frames.OptimizedModule)
+
+
+def run_uncompiled() -> AbstractContextManager[Any]:
+    """Inside, compiled functions and modules run as they are written; nothing is loaded if nothing was compiled.
+
+    Relies on `torch.compile` loading `torch._dynamo`, and on `torch.compiler.set_stance`.
+    """
+    if "torch._dynamo" not in sys.modules:
+        return nullcontext()
+    stance: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
+    return stance
 
 
 def _compiler_of(compiled: Any) -> Callable[..., Any]:

@@ -51,10 +51,11 @@ def split(
         num_stages: The number of stages, 1 or more.
         cuts: The CutPoints to cut at, by number in call order or by attribute path (`"cutpoints[2]"`), or the children
             of an `nn.Sequential`, or the stages made by hand, to cut before. For any other model: the modules to cut
-            before, by path (`"model.layers.4"`), or patterns of modules that a stage may begin with
-            (`"model.layers.*"`). A text is one name or pattern. Without names of modules, a model without marks is cut
-            so that parameters are spread evenly, not counting those of `nn.Embedding`, which are only looked up. None
-            for others: so that numbers of pieces per stage differ by one at most.
+            before, by path (`"model.layers.4"`, and `"model.layers.4#2"` before its second call), or patterns of
+            modules that a stage may begin with (`"model.layers.*"`). A text is one name or pattern. Without names of
+            modules, a model without marks is cut so that parameters are spread evenly, not counting those of
+            `nn.Embedding`, which are only looked up. None for others: so that numbers of pieces per stage differ by one
+            at most.
         example: For a model without CutPoints: a batch, as a dict of its keyword arguments, or as a tuple.
         direct_skips: With an example: values from a stage that is not right before the one that reads them travel
             directly. By default they pass through the stages between, so that stages form a chain, as most named
@@ -162,13 +163,16 @@ def _chosen_calls(candidates: Candidates, num_stages: int, cuts: Cuts | None) ->
     """The calls of modules that stages begin with, in order."""
     possible = candidates.called()
     if not possible and num_stages > 1:
+        blocks = candidates.blocks
+        what = f"modules in its lists of blocks ({blocks[0]}, …)" if blocks else "list of blocks (nn.ModuleList)"
         raise SplitError(
-            "the forward calls no list of blocks (nn.ModuleList) that a stage could begin with: name modules to cut "
+            f"the forward calls no {what} with this example, so that no stage could begin there: name modules to cut "
             "before, cuts=['encoder', 'head']"
         )
     cuts = None if cuts is None else [*cuts]
     if cuts is None or any(isinstance(cut, str) and "*" in cut for cut in cuts):
         cuts = None
+        possible = candidates.spread(num_stages)
         if len(possible) >= num_stages:  # else even the first block needs a cut before it
             possible.pop(min(possible))
     possible.pop(0, None)  # what comes before the forward's first call is no stage

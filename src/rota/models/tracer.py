@@ -133,7 +133,7 @@ class Tracer(fx.Tracer):
         """Record an operation and its place in the source. Raises SplitError if a trace would lose its context."""
         node = super().create_node(kind, target, *args, **kwargs)
         node.meta["place"] = _place_now()
-        if (function := _function_now()) is not None:
+        if (function := autograd_function_now(_frames_now())) is not None:
             raise SplitError(
                 f"{describe(node)} is inside the torch.autograd.Function {function.__qualname__}, whose backward a "
                 f"trace would lose: {TUCK_AWAY}"
@@ -168,14 +168,24 @@ def _frames_now() -> Iterator[tuple[FrameType, int]]:
     return takewhile(lambda at: at[0].f_code is not fx.Tracer.trace.__code__, traceback.walk_stack(None))
 
 
-def _function_now() -> type | None:
-    """The autograd function of the user's whose forward is being traced."""
+def autograd_function_now(frames: Iterable[tuple[FrameType, int]] | None = None) -> type | None:
+    """The class of the innermost `torch.autograd.Function` whose forward runs, by default anywhere on the stack."""
     classes: list[Any] = list(torch.autograd.Function.__subclasses__())
     for function in classes:  # grows: subclasses of subclasses
         classes += function.__subclasses__()
     forwards = {getattr(function.forward, "__code__", None): function for function in classes}
-    codes = (frame.f_code for frame, _ in _frames_now())
+    codes = (frame.f_code for frame, _ in frames or traceback.walk_stack(sys._getframe()))
     return next((forwards[code] for code in codes if code in forwards), None)
+
+
+def describe_function(function: Any) -> str:
+    """A function by its name and the place where it is defined."""
+    original = getattr(function, "_torchdynamo_orig_callable", None)
+    if original is not None:
+        return f"torch.compile of {describe_function(original)}"
+    code = getattr(getattr(function, "__func__", function), "__code__", None)
+    name = getattr(function, "__qualname__", type(function).__qualname__)
+    return name if code is None else f"{name} at {code.co_filename}:{code.co_firstlineno}"
 
 
 def user_place(frames: Iterable[tuple[FrameType, int]]) -> str:

@@ -29,23 +29,25 @@ def find_blocks(model: nn.Module) -> list[str]:
 
     A dict counts if its modules are of one class, as torchtitan's layers are; others hold the parts of a model by name.
     A dict or an `nn.Sequential` of one class also counts, instead of the lists inside it: a block may have experts.
+    Lists of one count if there are no others, as in models that call their only block repeatedly.
     """
-    for container in (nn.ModuleList, nn.ModuleDict, nn.Sequential):
-        found = _in_containers(model, container)
-        if found:
-            return found
+    for least in (2, 1):
+        for container in (nn.ModuleList, nn.ModuleDict, nn.Sequential):
+            found = _in_containers(model, container, least)
+            if found:
+                return found
     return []
 
 
-def _in_containers(module: nn.Module, container: type[nn.Module], path: str = "") -> list[str]:
+def _in_containers(module: nn.Module, container: type[nn.Module], least: int, path: str = "") -> list[str]:
     found: list[str] = []
     for name, child in module.named_children():
         inside = f"{path}.{name}".lstrip(".")
         having = {key: one for key, one in child.named_children() if any(True for _ in one.parameters())}
-        if len(having) > 1 and _holds_blocks(child, container, len({*map(type, having.values())}) == 1):
+        if len(having) >= least and _holds_blocks(child, container, len({*map(type, having.values())}) == 1):
             found += [f"{inside}.{key}" for key in having]
         else:
-            found += _in_containers(child, container, inside)
+            found += _in_containers(child, container, least, inside)
     return found
 
 
@@ -59,12 +61,14 @@ def _holds_blocks(module: nn.Module, container: type[nn.Module], is_of_one_class
 def matching(model: nn.Module, patterns: Sequence[str]) -> list[str]:
     """The paths of modules that patterns name, `model.layers.*`; a star stands for one step of a path.
 
+    What follows a `#` is left out: it is the number of a call.
+
     Raises SplitError if a pattern names no module, or if one of these modules is inside another.
     """
     names = [name for name, _ in model.named_modules() if name]
     found: dict[str, str] = {}  # the first pattern that names each path
     for pattern in patterns:
-        path = pattern.replace("[", ".").replace("]", "")
+        path = pattern.partition("#")[0].replace("[", ".").replace("]", "")
         of_one = [name for name in names if name.count(".") == path.count(".") and fnmatchcase(name, path)]
         if not of_one:
             raise SplitError(
@@ -113,20 +117,32 @@ class Candidates:
     """A model, recorded, with the modules that a stage may begin with."""
 
     def __init__(self, model: nn.Module, cuts: Iterable[int | str] | None, inputs: Mapping[str, Any]) -> None:
+        cuts = None if cuts is None else [*cuts]
         self._model, self._inputs = model, inputs
-        self._blocks = candidate_paths(model, cuts)
-        self._recording = record(model, self._blocks, inputs)
+        self.blocks = candidate_paths(model, cuts)
+        self._names_calls = any(isinstance(cut, str) and "#" in cut for cut in cuts or ())
+        self._recording = record(model, self.blocks, inputs)
 
     def called(self) -> dict[int, str]:
-        """The first call of each module, with its path, in order."""
+        """The calls of modules that a stage may begin with, in order: `layers.0`, and `layers.0#2` for the second."""
         recording = self._recording
-        first: dict[int, int] = {}
-        for call, unit in enumerate(recording.calls):
-            first.setdefault(unit, call)
-        return {call: recording.units[unit] for unit, call in first.items() if recording.units[unit] in self._blocks}
+        return {
+            call: recording.call_name(call)
+            for call, unit in enumerate(recording.calls)
+            if recording.units[unit] in self.blocks
+        }
+
+    def spread(self, num_stages: int) -> dict[int, str]:
+        """Those of `called` that stages begin with by default: first calls of modules, or all if these are too few.
+
+        Stages that call the same module have its weights in common.
+        """
+        called = self.called()
+        first = {call: name for call, name in called.items() if "#" not in name}
+        return first if len(first) >= num_stages else called
 
     def possible(self) -> dict[int, str]:
-        """As `called`, but only those before which a cut is possible."""
+        """As `spread` for two stages or more, but only those before which a cut is possible."""
 
         def can_be_cut(call: int) -> bool:
             try:
@@ -135,7 +151,8 @@ class Candidates:
                 return False
             return True
 
-        return {call: name for call, name in self.called().items() if call > 0 and can_be_cut(call)}
+        calls = self.called() if self._names_calls else self.spread(2)
+        return {call: name for call, name in calls.items() if call > 0 and can_be_cut(call)}
 
     def loads(self, starts: Sequence[int]) -> list[int]:
         """How much is computed before the first of these calls, and from each to the next: parameters, at least 1.

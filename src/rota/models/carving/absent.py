@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import traceback
+from collections.abc import Callable
 from typing import Any, final
 
 import torch
@@ -50,6 +51,7 @@ class Absent(Tensor):
         return made
 
     meta: Tensor
+    requires_grad = False  # a weight's is what it was when the model was split
     __torch_function__ = WITHOUT_TORCH_FUNCTION  # type: ignore[assignment]
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
@@ -59,12 +61,26 @@ class Absent(Tensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle and copy it as its shape, dtype and device."""
         del protocol
-        return absent, (tuple(self.shape), self.dtype, self.device)
+        return absent, (tuple(self.shape), self.dtype, self.device, self.requires_grad)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Absent:
         """Another Absent of the same shape."""
         memo[id(self)] = made = Absent(self.meta, self.device)
+        made.requires_grad = self.requires_grad
         return made
+
+    def changed(self, change: Callable[[Tensor], Tensor]) -> Absent:
+        """What `change` makes of it, such as one of another dtype."""
+        made = absent_like(change(self))
+        if made.requires_grad != self.requires_grad:
+            made = absent(tuple(made.shape), made.dtype, made.device, self.requires_grad)
+        return made
+
+    def tolist(self) -> Any:
+        """Raises PipelineError, as do all that read its values without an operation."""
+        raise PipelineError(f"the values of a tensor of another stage are read at {place_now()}, {_NEEDS_VALUES}")
+
+    numpy = __array__ = tolist  # type: ignore[assignment]
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
@@ -90,8 +106,11 @@ class Absent(Tensor):
         try:
             made = run_on_meta(func, mapped(_shape_of, args), mapped(_shape_of, kwargs))
         except (RuntimeError, NotImplementedError) as error:
+            reason = " ".join(f"{type(error).__name__}: {error}".split())
             raise PipelineError(
-                f"{name_of(func)} at {place_now()} reads the values of a tensor of another stage, {_NEEDS_VALUES}"
+                f"{name_of(func)} at {place_now()} does not run on a tensor of another stage, of which only the shape "
+                f"is known here ({reason}): split with an example that takes this path, or cut so that both are on one "
+                "stage"
             ) from error
         if name_of(func).endswith("_") and isinstance(args[0], Absent):
             return args[0]
@@ -102,14 +121,18 @@ class Absent(Tensor):
         return mapped(lambda leaf: Absent(leaf, device) if isinstance(leaf, Tensor) else leaf, made)
 
 
-def absent(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Absent:
+def absent(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, requires_grad: bool = False) -> Absent:
     """An Absent of this shape."""
-    return Absent(torch.empty(shape, dtype=dtype, device="meta"), device)
+    made = Absent(torch.empty(shape, dtype=dtype, device="meta"), device)
+    made.requires_grad = requires_grad
+    return made
 
 
 def absent_like(tensor: Tensor) -> Absent:
     """An Absent of the tensor's shape, dtype and device."""
-    return tensor if isinstance(tensor, Absent) else absent(tuple(tensor.shape), tensor.dtype, tensor.device)
+    if isinstance(tensor, Absent):
+        return tensor
+    return absent(tuple(tensor.shape), tensor.dtype, tensor.device, tensor.requires_grad)
 
 
 def place_now() -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextvars
 import copy
+import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, final
@@ -17,6 +18,8 @@ from rota.models.carving.absent import absent, absent_like, thread_state
 from rota.models.carving.recording import Output
 from rota.models.carving.structure import PLAIN, flatten
 from rota.models.randomness import random_state_kept
+from rota.models.tracer import user_place
+from rota.torch_internals import run_uncompiled
 
 _MOST_SIGNATURES = 256
 
@@ -79,7 +82,7 @@ def _run_absent(
         with _AbsentCopies():
             args, kwargs = copy.deepcopy(call)
         # In a context of its own, without hooks, so that nothing that collects outputs on the side sees these.
-        with _without_hooks(module), torch.no_grad(), random_state_kept(module), _only_shapes():
+        with _without_hooks(module), torch.no_grad(), random_state_kept(module), _only_shapes(), run_uncompiled():
             made = contextvars.Context().run(forward, *args, **kwargs)
         leaves: list[Any] = []
         if flatten(made, leaves) != output.structure:
@@ -96,9 +99,12 @@ def _argument_shaped(module: nn.Module, leaf: Any, arguments: list[Any], device:
     if not leaf.is_tensor or leaf.argument is not None:
         return None
     if leaf.same_shape_argument is None:
+        place = user_place(reversed([*traceback.walk_tb(error.__traceback__)]))
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise PipelineError(
-            f"the shape of what {type(module).__name__} returns depends on values that live on another stage: let the "
-            "stage before end with it, or return something of the shape of an argument"
+            f"this stage needs the shape of what {type(module).__name__} returns on another stage, but its forward "
+            f"fails without values at {place} ({reason}): let the stage before end with it, or return something of the "
+            "shape of an argument"
         ) from error
     return absent(tuple(arguments[leaf.same_shape_argument].shape), leaf.dtype, device)
 

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
+from collections import OrderedDict
+from typing import Any, NoReturn
 
 from torch import Tensor, nn
+
+from rota.errors import SplitError
+from rota.models.tracer import describe_function
 
 _SIMPLE = (type(None), bool, int, float, str, Tensor, nn.Parameter)
 _PICKLING = ("__deepcopy__", "__reduce__", "__reduce_ex__", "__getstate__", "__setstate__")
@@ -36,11 +40,24 @@ def _copied(name: str, value: Any, memo: dict[int, Any]) -> Any:
         return memo.get(id(value), value) if isinstance(value, Tensor) else value
     if name in ("_parameters", "_buffers", "_modules"):
         return type(value)((key, copy.deepcopy(one, memo)) for key, one in value.items())
-    if not value and isinstance(value, (dict, set, list)):
-        return type(value)()
+    if not value and type(value) in (dict, set, list, OrderedDict):
+        return memo.setdefault(id(value), type(value)())  # hooks may hold the same list
     return copy.deepcopy(value, memo)
 
 
 def _is_plain(kind: type[nn.Module]) -> bool:
     """Whether modules of this class are copied as `nn.Module` is."""
     return all(getattr(kind, name, None) is getattr(nn.Module, name, None) for name in _PICKLING)
+
+
+def refuse_original(copied: nn.Module, called: nn.Module) -> NoReturn:
+    """Raise SplitError: the copy called this module of the model itself."""
+    path, forward = next(
+        ((path, one.forward) for path, one in copied.named_modules() if "forward" in vars(one)), ("", None)
+    )
+    name = f"model.{path}".rstrip(".")
+    how = f"the attribute {name}.forward ({describe_function(forward)})" if forward is not None else "its forward"
+    raise SplitError(
+        f"stages run a copy of {type(copied).__name__}, but {how} calls a {type(called).__name__} of the model itself: "
+        f"take that attribute away before the split (del {name}.forward); to compile, compile blocks (block.compile())"
+    )

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from typing import Any, Protocol
 
-from torch import nn
+from torch import Tensor, nn
 
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 #: They have buffers, and some have no parameters.
@@ -69,6 +69,43 @@ def intercept(module: nn.Module, interceptor: Interceptor) -> None:
     vars(module)["_rota_interceptor"] = interceptor
 
 
+class Activity(Protocol):
+    """Whether a stage's forward runs."""
+
+    active: bool
+
+
+def show_whole(module: nn.Module, activity: Activity) -> None:
+    """While a stage runs, `parameters()` and `buffers()` of `module` have those of other stages too, in their order.
+
+    Forwards ask a module for the dtype or device of its first weight. Otherwise, optimizers and wrappers ask, and get
+    those of the stage. Relies on the lists of names that `note_names` has left in `module` and the modules in it.
+    """
+    if not hasattr(type(module), "_rota_base"):
+        module.__class__ = _intercepted(type(module))
+    vars(module)["_rota_activity"] = activity
+
+
+def note_names(module: nn.Module) -> None:
+    """Note the order of a module's own parameters and buffers, some of which will be plain attributes."""
+    vars(module)["_rota_names"] = {"_parameters": [*module._parameters], "_buffers": [*module._buffers]}
+
+
+def _whole(
+    held: str, module: nn.Module, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+) -> Iterator[tuple[str, Tensor]]:
+    seen = set()
+    inside = module.named_modules(prefix=prefix, remove_duplicate=remove_duplicate) if recurse else [(prefix, module)]
+    for path, inner in inside:
+        own = getattr(inner, held)
+        for name in vars(inner).get("_rota_names", {}).get(held, own):
+            tensor = own.get(name, vars(inner).get(name))
+            if tensor is None or (remove_duplicate and id(tensor) in seen):
+                continue
+            seen.add(id(tensor))
+            yield f"{path}.{name}" if path else name, tensor
+
+
 _made: dict[type[nn.Module], type[nn.Module]] = {}
 
 
@@ -77,8 +114,23 @@ def _intercepted(base: type[nn.Module]) -> type[nn.Module]:
         return _made[base]
 
     class Intercepted(base):  # type: ignore[misc, valid-type]
+        _rota_base = base
+
         def __call__(self, *args: Any, **kwargs: Any) -> Any:
-            return self._rota_interceptor(self, args, kwargs)
+            interceptor = vars(self).get("_rota_interceptor")
+            return base.__call__(self, *args, **kwargs) if interceptor is None else interceptor(self, args, kwargs)
+
+        def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Any]]:
+            activity = vars(self).get("_rota_activity")
+            if activity is None or not activity.active:
+                return base.named_parameters(self, *args, **kwargs)
+            return _whole("_parameters", self, *args, **kwargs)
+
+        def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Any]]:
+            activity = vars(self).get("_rota_activity")
+            if activity is None or not activity.active:
+                return base.named_buffers(self, *args, **kwargs)
+            return _whole("_buffers", self, *args, **kwargs)
 
         def __reduce_ex__(self, protocol: Any) -> Any:  # a class made here cannot be imported
             del protocol

@@ -7,18 +7,21 @@ it reads on to what it makes; a unit's own operations note what the unit reads.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import sys
+import traceback
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias, final
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_forward_hook
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.overrides import TorchFunctionMode
 
-from rota.errors import SplitError
 from rota.models.carving.absent import place_now
-from rota.models.carving.copies import copy_sharing
+from rota.models.carving.copies import copy_sharing, refuse_original
+from rota.models.carving.draws import is_certain, rates_read, refuse_decision, watch_python_draws
 from rota.models.carving.module_units import find_units, intercept, is_dropout
 from rota.models.carving.on_meta import OnMeta, is_on_meta
 from rota.models.carving.operations import (
@@ -29,8 +32,9 @@ from rota.models.carving.operations import (
     storage_of,
 )
 from rota.models.carving.structure import PLAIN, Structure, flatten
-from rota.models.randomness import RandomStates, random_state_kept
-from rota.torch_internals import TorchDispatchMode, name_of, written_arguments
+from rota.models.randomness import random_state_kept
+from rota.models.tracer import autograd_function_now
+from rota.torch_internals import TorchDispatchMode, name_of, run_uncompiled, written_arguments
 
 LabelSet: TypeAlias = int
 
@@ -55,6 +59,8 @@ class Drawn:
 
     number: int
     by: str
+    module: str  # the innermost one that runs, if no unit is in it
+    rates: str  # see `rates_read`
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -87,6 +93,7 @@ class Leaf(NamedTuple):
     dtype: torch.dtype | None = None
     same_shape_argument: int | None = None  # the first argument of the same shape
     overwritten: int | None = None  # the argument whose memory it is, with new values
+    inner: Returned | None = None  # of a module in a unit: the value that has this tensor
 
 
 class Output(NamedTuple):
@@ -102,6 +109,7 @@ class Write(NamedTuple):
     before: int
     target: LabelSet
     source: LabelSet
+    into: str | None  # the parameter or buffer whose memory that is
 
 
 class Inspection(NamedTuple):
@@ -127,6 +135,8 @@ class Recording:
     result: LabelSet = 0  # of what the model returned
     result_objects: list[int] = field(default_factory=list)  # its leaves that are objects with tensors that units made
     training: bool = True
+    draws_idly: bool = False  # Python's or NumPy's random numbers, which decide nothing
+    functions: dict[int, str] = field(default_factory=dict)  # by call: the autograd function that calls it
 
     def in_set(self, labels: LabelSet) -> Iterator[Label]:
         """The labels in a set."""
@@ -148,12 +158,25 @@ def record(model: nn.Module, blocks: Sequence[str], inputs: Mapping[str, Any]) -
     `blocks`: the paths of modules that are units regardless of content. A model on the meta device is recorded by
     shapes alone; if inputs are on a real device, values computed from them alone keep their data.
     """
+    recording = _record(model, blocks, inputs)
+    drawing = {one.module for one in recording.in_set(_used(recording)) if isinstance(one, Drawn) and one.module}
+    return _record(model, [*blocks, *sorted(drawing)], inputs) if drawing else recording
+
+
+def _used(recording: Recording) -> LabelSet:
+    labels = recording.result
+    for part in (*recording.reads, *(one.seen for one in recording.inspections)):
+        labels |= part
+    return labels
+
+
+def _record(model: nn.Module, blocks: Sequence[str], inputs: Mapping[str, Any]) -> Recording:
     recording = Recording(find_units(model, blocks), training=model.training)
     buffers = {id(buffer): buffer.detach().clone() for buffer in model.buffers()}
     copied = copy_sharing(model, buffers)
-    flow = _Flow(recording)
+    flow = _Flow(recording, copied)
     for name, tensor in [*copied.named_parameters(), *copied.named_buffers()]:
-        flow.label(tensor, FromModel(name))
+        flow.label_weight(tensor, name)
     for number, path in enumerate(recording.units):
         unit = copied.get_submodule(path)
         base = type(unit)
@@ -161,21 +184,19 @@ def record(model: nn.Module, blocks: Sequence[str], inputs: Mapping[str, Any]) -
         flow.add_inner(unit)
     with ExitStack() as stack:
         stack.enter_context(random_state_kept(model))
-        stack.enter_context(torch.compiler.set_stance("force_eager"))
-        stack.enter_context(flow.inner_outputs_recorded())
+        stack.enter_context(run_uncompiled())
+        stack.enter_context(flow.modules_watched({*model.modules()} - {*copied.modules()}))
         if is_on_meta(model):
             stack.enter_context(OnMeta())  # type: ignore[no-untyped-call]
         stack.enter_context(flow)
+        stack.enter_context(_ValuesRead(flow))
         for name, value in inputs.items():
             flow.label_input(name, value)
-        others = RandomStates(model, seeded=True)
-        result = copied(**inputs)
-        if others.changed():  # these leave no label on tensors
-            raise SplitError(
-                f"the forward of {type(model).__name__} uses Python's or NumPy's random numbers, or its own "
-                "generator, and each stage would draw its own: use PyTorch's random numbers, in a module's forward"
-            )
+        with watch_python_draws(copied, lambda: copied(**inputs)) as has_drawn:
+            result = copied(**inputs)
+            recording.draws_idly = has_drawn()
     flow.finish(result)
+    flow.release()
     return recording
 
 
@@ -183,9 +204,9 @@ def record(model: nn.Module, blocks: Sequence[str], inputs: Mapping[str, Any]) -
 class _Flow(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Labels what every operation makes."""
 
-    def __init__(self, recording: Recording) -> None:
+    def __init__(self, recording: Recording, model: nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.recording = recording
+        self.recording, self._model = recording, model
         self.call: int | None = None  # of the unit that runs
         self._sets: dict[int, LabelSet] = {}  # by the id of a tensor
         self._written: dict[int, LabelSet] = {}  # by storage: what was written into it
@@ -193,6 +214,11 @@ class _Flow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._alive: list[Any] = []  # keeps tensors alive, so that no other tensor gets the id of one
         self._bits: dict[Label, int] = {}
         self._num_drawn = 0
+        self._weights: dict[int, str] = {}  # by storage
+        self._paths = {module: path for path, module in model.named_modules()}
+        self._running: list[nn.Module] = []  # between units: the modules whose forwards run
+        self._decisions: list[tuple[int, str, LabelSet]] = []  # before which call, where, and by what
+        self._arguments: list[Any] = []  # of the unit that runs
         self._inner: dict[nn.Module, str] = {}
         self._nth: dict[str, int] = {}
         self._draws: set[int] = set()  # ids of tensors of random numbers between 0 and 1
@@ -209,6 +235,11 @@ class _Flow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._set(tensor, self.bit(label))
         if (storage := storage_of(tensor)) in self._written:
             self._written[storage] = self.bit(label)
+
+    def label_weight(self, tensor: Tensor, name: str) -> None:
+        """Label a parameter or a buffer."""
+        self.label(tensor, FromModel(name))
+        self._weights[storage_of(tensor)] = name
 
     def label_input(self, name: str, value: Any) -> None:
         """Label all tensors of an input."""
@@ -259,18 +290,39 @@ class _Flow(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._num_drawn += 1
             if isinstance(made, Tensor) and name_of(func) == "rand":
                 self._draws.add(id(made))
-            return found | self.bit(Drawn(self._num_drawn, f"{name_of(func)} at {place_now()}"))
-        if _is_certain(func, args, self._draws):
+            rates = rates_read(self._model, traceback.walk_stack(sys._getframe()))
+            by = f"{name_of(func)} at {place_now()}"
+            return found | self.bit(Drawn(self._num_drawn, by, self._drawing_module(), rates))
+        if func is torch.ops.aten.detach.default and id(args[0]) in self._draws:
+            self._draws.add(id(made))  # torch.rand itself may detach what it has drawn
+        if is_certain(func, args, self._draws):
             return 0
         if needs_numbers(func) and found:
             self.recording.inspections.append(Inspection(before, found))
+            if torch.Tag.data_dependent_output in func.tags:
+                self._decisions.append((before, place_now(), found))
         return found
+
+    def _drawing_module(self) -> str:
+        path = self._paths.get(self._running[-1], "") if self._running else ""
+        return "" if any(unit.startswith(f"{path}.") for unit in self.recording.units) else path
+
+    def show_values(self, tensor: Tensor) -> None:
+        """Python reads all numbers of a tensor, without an operation."""
+        found = self.of(tensor)
+        if self.call is not None:
+            self.recording.reads[self.call] |= found
+        elif found:
+            before = len(self.recording.calls)
+            self.recording.inspections.append(Inspection(before, found))
+            self._decisions.append((before, place_now(), found))
 
     def _write(self, written: Tensor, found: LabelSet) -> None:
         before = self.of(written)
         self.recording.mutated |= before
         if self.call is None:
-            self.recording.writes.append(Write(len(self.recording.calls), before, found & ~before))
+            into = self._weights.get(storage_of(written))
+            self.recording.writes.append(Write(len(self.recording.calls), before, found & ~before, into))
         storage = storage_of(written)
         self._written[storage] = self._written.get(storage, 0) | found
         self._alive.append(written)
@@ -284,46 +336,65 @@ class _Flow(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._inner.setdefault(module, path)
 
     @contextmanager
-    def inner_outputs_recorded(self) -> Iterator[None]:
-        """Record the outputs of inner modules inside this context."""
-        hook = register_module_forward_hook(self._inner_ends)
+    def modules_watched(self, others: Set[nn.Module]) -> Iterator[None]:
+        """Inside, watch what calls of modules begin and end. `others`: those that the recorded forward may not call."""
+
+        def begins(module: nn.Module, _: Any) -> None:
+            if self.call is None:
+                if module in others:
+                    refuse_original(self._model, module)
+                self._running.append(module)
+
+        hooks = register_module_forward_pre_hook(begins), register_module_forward_hook(self._ends)
         try:
             yield
         finally:
-            hook.remove()
+            for hook in hooks:
+                hook.remove()
 
-    def _inner_ends(self, module: nn.Module, _: Any, output: Any) -> None:
+    def _ends(self, module: nn.Module, _: Any, output: Any) -> None:
         path = self._inner.get(module)
-        if path is None or self.call is None:
+        if self.call is None:
+            self._running.pop()
+            return
+        if path is None or not module._forward_hooks:  # only hooks take an output out of a unit
             return
         nth = self._nth[path] = self._nth.get(path, -1) + 1
         leaves: list[Any] = []
         structure = flatten(output, leaves)
-        within = self.bit(Within(self.call))
         of_leaves = []
         for number, leaf in enumerate(leaves):
-            if isinstance(leaf, Tensor) and self.of(leaf) == within:
-                self.label(leaf, Returned(self.call, number, path, nth))
-            of_leaves.append(_leaf_of(leaf, None, []))
+            inner, argument = None, _position(leaf, self._arguments)
+            if isinstance(leaf, Tensor) and argument is None:
+                made_by = [*self.recording.in_set(self.of(leaf))]
+                if len(made_by) == 1 and isinstance(made_by[0], Returned) and made_by[0].inner:
+                    inner = made_by[0]
+                elif any(one == Within(self.call) for one in made_by):
+                    inner = Returned(self.call, number, path, nth)
+                    self.label(leaf, inner)
+            of_leaves.append(_leaf_of(leaf, argument, [])._replace(inner=inner))
         self.recording.inner_outputs[self.call, path, nth] = Output(structure, tuple(of_leaves))
 
-    def begin(self, unit: int) -> None:
+    def begin(self, unit: int, arguments: list[Any]) -> None:
         """Begin a call of a unit."""
+        self._arguments = arguments
         self.call = len(self.recording.calls)
         self.recording.calls.append(unit)
         self.recording.reads.append(0)
         self._nth.clear()
+        function = autograd_function_now()
+        if function is not None:
+            self.recording.functions[self.call] = function.__qualname__
 
-    def end(self, output: Any, arguments: list[Any], *, always_new: bool) -> None:
+    def end(self, output: Any, *, always_new: bool) -> None:
         """End the call. `always_new`: an output counts as new, even if it is an argument."""
         assert self.call is not None
+        arguments = self._arguments
         leaves: list[Any] = []
         structure = flatten(output, leaves)
         of_leaves = []
         for number, leaf in enumerate(leaves):
-            same = None if always_new else next((j for j, one in enumerate(arguments) if one is leaf), None)
-            if not isinstance(leaf, Tensor) and isinstance(leaf, (bool, int, float, str, type(None))):
-                same = None
+            same = None if always_new else _position(leaf, arguments)
             overwritten = None
             if isinstance(leaf, Tensor):
                 if same is not None and self.of(leaf) & self.bit(Within(self.call)):
@@ -332,10 +403,20 @@ class _Flow(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     self.label(leaf, Returned(self.call, number))
             of_leaves.append(_leaf_of(leaf, same, arguments)._replace(overwritten=overwritten))
         self.recording.outputs.append(Output(structure, tuple(of_leaves)))
-        self.call = None
+        self.call, self._arguments = None, []
+
+    def release(self) -> None:
+        """Forget the model, whose modules refer to this: its weights must not wait for the garbage collector."""
+        del self._model
+        self._paths.clear()
+        self._running.clear()
 
     def finish(self, result: Any) -> None:
-        """Note what the forward returned."""
+        """Note what the forward returned, and refuse what it decided by random numbers."""
+        for before, place, labels in self._decisions:
+            drawn = next((one for one in self.recording.in_set(labels) if isinstance(one, Drawn)), None)
+            if drawn is not None and before < len(self.recording.calls):
+                refuse_decision(place, drawn.by, drawn.rates)
         leaves: list[Any] = []
         flatten(result, leaves)
         for number, leaf in enumerate(leaves):
@@ -360,15 +441,41 @@ class _RecordedUnit:
         flow = self._flow
         if flow.call is not None:
             return self._base.__call__(module, *args, **kwargs)
-        flow.begin(self._number)
-        output = self._base.__call__(module, *args, **kwargs)
         arguments: list[Any] = []
         flatten((args, kwargs), arguments)
+        flow.begin(self._number, arguments)
+        output = self._base.__call__(module, *args, **kwargs)
         always_new = is_dropout(module)
         if always_new:
             output = output.view_as(output)
-        flow.end(output, arguments, always_new=always_new)
+        flow.end(output, always_new=always_new)
         return output
+
+
+@final
+class _ValuesRead(TorchFunctionMode):
+    """Notes what Python reads of tensors without an operation that a dispatch mode would see."""
+
+    def __init__(self, flow: _Flow) -> None:
+        super().__init__()
+        self._flow = flow
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Note what is read, and run the function."""
+        del types
+        if func in _SHOWING:
+            self._flow.show_values(args[0])
+        return func(*args, **(kwargs or {}))
+
+
+_SHOWING = (Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__dlpack__)
+
+
+def _position(leaf: Any, arguments: list[Any]) -> int | None:
+    """Which argument a leaf is, if it is one and no plain value."""
+    if not isinstance(leaf, Tensor) and isinstance(leaf, (bool, int, float, str, type(None))):
+        return None
+    return next((number for number, argument in enumerate(arguments) if argument is leaf), None)
 
 
 def _leaf_of(leaf: Any, argument: int | None, arguments: list[Any]) -> Leaf:
@@ -388,10 +495,3 @@ def _tensors_in_object(value: Any, depth: int = 6) -> Iterator[Tensor]:
         items = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
         for item in (*items, *getattr(value, "__dict__", {}).values()):
             yield from _tensors_in_object(item, depth - 1)
-
-
-def _is_certain(func: Any, args: tuple[Any, ...], draws: set[int]) -> bool:
-    """Whether an operation compares numbers drawn between 0 and 1 with a bound that makes the result certain."""
-    if name_of(func) not in ("lt", "le", "gt", "ge") or id(args[0]) not in draws or isinstance(args[1], Tensor):
-        return False
-    return args[1] < 0 or args[1] > 1 or (args[1] == 0 and name_of(func) in ("lt", "ge"))

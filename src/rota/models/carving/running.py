@@ -112,6 +112,8 @@ class _Unit:
         self._order, self._begin, self._end = tuple(cutting.recording.calls), part.begin, part.end
         self._paths = cutting.recording.units
         self._calls: dict[int, _Call] = {}
+        called = {call for call, unit in enumerate(self._order) if unit == number}
+        self._is_elsewhere = bool(called) and called.isdisjoint(range(part.begin, part.end))
         self._pending: list[Any] = []  # answers that hooks have yet to see
 
     def add_call(self, call: int, output: Output, mutated: set[Returned], leaving: set[Returned]) -> None:
@@ -134,12 +136,18 @@ class _Unit:
 
     def add_inner_answers(self, call: int, values: list[Returned], recording: Any) -> None:
         """Add the outputs of modules in the unit that hooks take out of it in this call."""
-        for path, nth in sorted({(value.inner, value.nth) for value in values}):
-            output = recording.inner_outputs[call, path, nth]
-            self._calls[call].inner.append((path, nth, output))
+        needed = {*values}
+        for (called, path, _), output in recording.inner_outputs.items():  # in the order of their calls
+            if called == call and any(leaf.inner in needed for leaf in output.leaves):
+                self._calls[call].inner.append((path, output))
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         run = self._run
+        if not run.active and self._is_elsewhere:
+            raise PipelineError(
+                f"{self._name}, whose weights are on another stage, is called at {place_now()} outside of the stage's "
+                "forward, as checkpoint does in the backward: cut where the checkpointed function begins or ends"
+            )
         if not run.active or run.is_inside:
             return self._base.__call__(module, *args, **kwargs)
         call = run.call
@@ -186,8 +194,8 @@ class _Unit:
     # --- calls of other stages ------------------------------------------------------------------------------------
 
     def _answer(self, module: nn.Module, call: _Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        for path, nth, output in call.inner:
-            self._show_hooks(module.get_submodule(path), call, path, nth, output)
+        for path, output in call.inner:
+            self._show_hooks(module.get_submodule(path), output, (args, kwargs))
         answer = self._answered(module, call, args, kwargs)
         if not (module._forward_hooks or module._forward_pre_hooks):
             return answer
@@ -247,12 +255,17 @@ class _Unit:
                 "new tensor, or cut elsewhere, so that both are on one stage"
             )
 
-    def _show_hooks(self, inner: nn.Module, call: _Call, path: str, nth: int, output: Output) -> None:
-        """Let the hooks of a module in the unit see what it returned."""
-        begun = call.values[0].call
+    def _show_hooks(self, inner: nn.Module, output: Output, given: tuple[tuple[Any, ...], dict[str, Any]]) -> None:
+        """Let the hooks of a module in the unit, which was given these arguments, see what it returned."""
+        arguments: list[Any] = []
+        flatten(given, arguments)
         leaves = [
-            self._run.received[Returned(begun, number, path, nth)] if leaf.is_tensor else leaf.value
-            for number, leaf in enumerate(output.leaves)
+            arguments[leaf.argument]
+            if leaf.argument is not None
+            else leaf.value
+            if leaf.inner is None
+            else self._run.received[leaf.inner]
+            for leaf in output.leaves
         ]
         value = rebuild(output.structure, iter(leaves))
         for hook in [*inner._forward_hooks.values()]:
@@ -281,7 +294,7 @@ class _Call:
         self.output, self.values, self.mutated, self.leaving = output, values, mutated, leaving
         self.gives_back = gives_back
         self.overwrites = any(leaf.overwritten is not None for leaf in output.leaves)
-        self.inner: list[tuple[str, int, Output]] = []
+        self.inner: list[tuple[str, Output]] = []
 
 
 @final

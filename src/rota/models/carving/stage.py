@@ -17,10 +17,12 @@ from torch import Tensor, nn
 from rota.errors import PipelineError
 from rota.models.carving.absent import Absent, absent, absent_like
 from rota.models.carving.copies import copy_sharing
+from rota.models.carving.module_units import note_names, show_whole
 from rota.models.carving.recording import Returned
 from rota.models.carving.running import Run, Stopped, install
 from rota.models.carving.stage_parts import Cutting
 from rota.models.carving.structure import flatten, paths, rebuild
+from rota.models.randomness import RandomStates
 from rota.torch_internals import compile_alike
 
 SIZES = "shapes of inputs"  # the key under which they travel
@@ -49,6 +51,7 @@ class CarvedStage(nn.Module):
         part, recording = cutting.parts[stage], cutting.recording
         root = _copy_owning(model, part.owned)
         self._run, self._stage_inputs = Run(), stage_inputs
+        self._draws_idly = recording.draws_idly
         self._can_train, self._is_last = recording.training, stage == len(cutting.parts) - 1
         self._arriving = [
             [(cutting.value_name(value), value) for value in cutting.parts[source].sent[stage]]
@@ -63,9 +66,15 @@ class CarvedStage(nn.Module):
         #: The paths of the modules that run here, in the order of their calls.
         self.holds = tuple(recording.call_name(call) for call in range(part.begin, part.end))
         self._shapes = install(root, cutting, stage, self._run)
-        for path in {recording.units[unit] for unit in recording.calls[part.begin : part.end]}:
-            if path not in {recording.units[unit] for unit in recording.calls[: part.begin]}:
-                compile_alike(model.get_submodule(path), root.get_submodule(path))
+        for module in root.modules():
+            if any("_rota_names" in vars(inner) for inner in module.modules()):
+                show_whole(module, self._run)
+        self._absents_on: torch.device | None = None
+        answered = {recording.units[unit] for unit in recording.calls[: part.begin]}
+        running = dict.fromkeys(recording.units[unit] for unit in recording.calls[part.begin : part.end])
+        self._compilable = tuple(path for path in running if path not in answered)
+        for path in self._compilable:
+            compile_alike(model.get_submodule(path), root.get_submodule(path))
         # Shared with the copy, so that what is registered in one is in the other.
         self._parameters, self._buffers, self._modules = root._parameters, root._buffers, root._modules
         self._non_persistent_buffers_set = root._non_persistent_buffers_set
@@ -95,14 +104,20 @@ class CarvedStage(nn.Module):
         for name, dtype in stage_inputs.sized.items():
             if (shape := values[0][SIZES][name]) is not None:
                 inputs[name] = absent(tuple(shape), dtype, device)
+        if self._absents_on != device:
+            self._move_absents(device)
         run.begin({returned: value for returned, value in arrived.items() if returned in self._needed}, device)
         output, has_stopped = None, False
+        # Stages draw idle numbers different numbers of times, and scripts draw their batches with the same generators.
+        states = RandomStates(nn.Identity(), seeded=True) if self._draws_idly else None
         try:
             output = self._root(**inputs)
         except Stopped:
             has_stopped = True
         finally:
             sent = run.end()
+            if states is not None:
+                states.restore()
         if not self._is_last and not has_stopped:
             raise run.deviation("the forward ended early")
         return self._checked(output) if self._is_last else self._sent(arrived | sent, inputs)
@@ -130,6 +145,14 @@ class CarvedStage(nn.Module):
             leaves[number] = None
         return rebuild(structure, iter(leaves))
 
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Compile the modules that run only here, one by one, with these arguments of `torch.compile`.
+
+        Code between them stays as it is, since it also runs on tensors of other stages, which have no data.
+        """
+        for path in self._compilable:
+            self._root.get_submodule(path).compile(*args, **kwargs)
+
     def train(self, mode: bool = True) -> CarvedStage:
         """Set the mode of the stage, including the inner copy of the model."""
         super().train(mode)
@@ -138,13 +161,28 @@ class CarvedStage(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> CarvedStage:
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self._change_absents(fn)
+        return self
+
+    def _change_absents(self, change: Callable[[Tensor], Tensor]) -> None:
+        changed: dict[int, Absent] = {}  # a tied weight stays one object
         for module in self._root.modules():
             for name, value in vars(module).items():
                 if isinstance(value, Absent):
-                    vars(module)[name] = absent_like(fn(value))
+                    if id(value) not in changed:
+                        changed[id(value)] = value.changed(change)
+                    vars(module)[name] = changed[id(value)]
+        self._absents_on = None
         for shapes in self._shapes:
             shapes.clear()
-        return self
+
+    def _move_absents(self, device: torch.device) -> None:
+        """Let weights of other stages be on the device of this one: forwards move tensors to where weights are.
+
+        They may be elsewhere if the model was split on the meta device, and only this stage's weights were loaded.
+        """
+        self._change_absents(lambda tensor: tensor.to(device))
+        self._absents_on = device
 
     @contextmanager
     def absents_as(self, change: Callable[[Tensor], Tensor]) -> Iterator[None]:
@@ -155,7 +193,7 @@ class CarvedStage(nn.Module):
             for name, value in vars(module).items()
             if isinstance(value, Absent)
         ]
-        changed = {id(value): absent_like(change(value)) for _, _, value in before}
+        changed = {id(value): value.changed(change) for _, _, value in before}
         try:
             for owner, name, value in before:
                 owner[name] = changed[id(value)]
@@ -165,6 +203,7 @@ class CarvedStage(nn.Module):
         finally:
             for owner, name, value in before:
                 owner[name] = value
+            self._absents_on = None
             for shapes in self._shapes:
                 shapes.clear()
 
@@ -192,6 +231,8 @@ def _copy_owning(model: nn.Module, owned: frozenset[str]) -> nn.Module:
     }
     copied = copy_sharing(model, absents)
     for module in copied.modules():
+        if any(isinstance(tensor, Absent) for tensor in (*module._parameters.values(), *module._buffers.values())):
+            note_names(module)
         held: dict[str, Any]
         for held in (module._parameters, module._buffers):
             for name, tensor in [*held.items()]:

@@ -6,6 +6,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from rota.errors import SplitError
+from rota.models.carving.draws import IN_A_MODULE, remedy
 from rota.models.carving.recording import Drawn, FromInput, FromModel, Output, Recording, Returned, Within
 
 CUT_ELSEWHERE = "cut elsewhere, so that both are on one stage"
@@ -129,12 +130,26 @@ def _has(label: object, reads: int, recording: Recording, calls: range) -> bool:
 
 
 def _with_whole_inner(recording: Recording, labels: int) -> int:
-    """Add all that an inner module returned if any of it is read, since hooks get the whole output."""
+    """Add all that a module with hooks returned if any of it is read, since hooks get the whole output."""
     bits = {one: 1 << bit for bit, one in enumerate(recording.labels) if isinstance(one, Returned) and one.inner}
-    wanted = {(one.call, one.inner, one.nth) for one in recording.in_set(labels) if one in bits}
-    for one, bit in bits.items():
-        if (one.call, one.inner, one.nth) in wanted:
-            labels |= bit
+    wanted = {one for one in recording.in_set(labels) if one in bits}
+    changed = bool(wanted)
+    while changed:
+        changed = False
+        for (call, inner, nth), output in recording.inner_outputs.items():
+            values = {leaf.inner for leaf in output.leaves if leaf.inner is not None}
+            if not values & wanted:
+                continue
+            if any(leaf.is_tensor and leaf.inner is None and leaf.argument is None for leaf in output.leaves):
+                raise SplitError(
+                    f"a hook takes what {inner} of {recording.call_name(call)} returns in its call {nth + 1}, which "
+                    "includes a tensor that neither this module nor an argument of the block has made: "
+                    f"{CUT_ELSEWHERE}, or let it return only new tensors"
+                )
+            changed = changed or not values <= wanted
+            wanted |= values
+    for one in wanted:
+        labels |= bits[one]
     return labels
 
 
@@ -146,22 +161,24 @@ def _refuse(recording: Recording, reads: list[int], ranges: list[range]) -> None
                     f"stage {stage} reads what {recording.call_name(one.call)} makes, which neither it nor a module in "
                     f"it returns: {CUT_ELSEWHERE}, or return it from that module's forward"
                 )
+            if isinstance(one, Returned) and one.call not in calls and one.call in recording.functions:
+                function = recording.functions[one.call]
+                how = "checkpoint with use_reentrant=False, or " if function == "CheckpointFunction" else ""
+                raise SplitError(
+                    f"stage {stage} reads what {recording.call_name(one.call)} returns inside the autograd function "
+                    f"{function}, which would have no gradient for it: {how}cut before the modules that this function "
+                    "calls, or after the next module that reads its result"
+                )
             if isinstance(one, Drawn) and sum(one in [*recording.in_set(other)] for other in reads) > 1:
                 raise SplitError(
                     f"stages read random numbers that the forward draws between modules, {one.by}, and each stage "
-                    f"would draw its own: use a module for it (nn.Dropout for F.dropout), or {CUT_ELSEWHERE}"
+                    f"would draw its own: {remedy(one.rates, IN_A_MODULE)}, or {CUT_ELSEWHERE}"
                 )
-            if isinstance(one, FromModel) and any(_writes_into(recording, one, w.target) for w in recording.writes):
+            if isinstance(one, FromModel) and any(write.into == one.name for write in recording.writes):
                 raise SplitError(
                     f"the forward writes into {one.name} between modules, which every stage would repeat: do it "
                     "in the forward of a module that is on one stage"
                 )
-
-
-def _writes_into(recording: Recording, label: FromModel, target: int) -> bool:
-    return any(one == label for one in recording.in_set(target)) and not any(
-        not isinstance(one, FromModel) for one in recording.in_set(target)
-    )
 
 
 def _home(recording: Recording, name: str, ranges: list[range]) -> int:
