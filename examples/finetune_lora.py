@@ -13,7 +13,6 @@ from pydoc_data.topics import topics
 
 import torch
 from peft import LoraConfig, get_peft_model
-from torch.nn import functional
 from torch.utils.data import DataLoader
 from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -24,11 +23,11 @@ SIZES = {"vocab_size": 256, "n_positions": LENGTH, "n_embd": 64, "n_layer": 4, "
 
 
 def loss_fn(output, tokens):
-    return functional.cross_entropy(output.logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+    return torch.nn.functional.cross_entropy(output.logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
 
 
-def train(model, text: str, lr: float):
-    """Train what requires gradients, on the bytes of `text`."""
+def train(model, text: str, lr: float, folder: str):
+    """Train what requires gradients, on the bytes of `text`, and save the model in `folder`."""
     rows = torch.tensor(list(text.encode())).unfold(0, LENGTH, LENGTH)
     plan = rota.given_plan()
     stages = rota.split(model.train(), plan.num_stages, example={"input_ids": rows[:2]})
@@ -43,16 +42,20 @@ def train(model, text: str, lr: float):
             optimizer.zero_grad()
             if pipeline.rank == pipeline.replica == 0 and step % 10 == 0:
                 print(f"step {step}: loss {loss:.3f}, training {sum(p.numel() for p in trained):,} weights on rank 0")
+        if weights := rota.gather_weights(pipeline):  # the whole model's, on rank 0 only
+            model.save_pretrained(folder, state_dict=weights)
+        torch.distributed.barrier()  # the other ranks may read it now
 
 
 def main():
     torch.manual_seed(0)  # the same weights on every rank
     model = GPT2LMHeadModel(GPT2Config(**SIZES, bos_token_id=None, eos_token_id=None))
-    train(model, "\n".join(topics.values()), lr=3e-3)
-    # Each rank has trained its own stages' weights of `model`. It needs no others: the next cuts are the same.
+    train(
+        model, "\n".join(topics.values()), lr=3e-3, folder="prose"
+    )  # after this, it has only the weights of this rank's stages
     adapters = LoraConfig(r=8, lora_alpha=32, target_modules=["c_attn", "c_proj", "c_fc"], fan_in_fan_out=True)
     tables = "".join(file.read_text() for file in sorted(Path(encodings.__file__).parent.glob("cp*.py")))
-    train(get_peft_model(model, adapters), tables, lr=1e-2)
+    train(get_peft_model(GPT2LMHeadModel.from_pretrained("prose"), adapters), tables, lr=1e-2, folder="adapters")
 
 
 if __name__ == "__main__":

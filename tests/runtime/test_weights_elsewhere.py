@@ -18,7 +18,7 @@ from support.pool import Pool
 pytestmark = pytest.mark.dist
 
 IDS = torch.arange(8).reshape(4, 2)
-GONE = r"were freed when the Pipeline was made.* rota.gather_weights\(pipeline\), or make another model"
+GONE = r"was freed when the Pipeline was made.* rota.gather_weights\(pipeline\), or make another model"
 
 
 def llama(*, tied: bool) -> nn.Module:

@@ -62,10 +62,10 @@ class _Refusal:
         """A forward pre-hook."""
         names = [name for name, parameter in module.named_parameters() if parameter in self._gone]
         if names:
-            more = f" and {len(names) - 1} more weights" if len(names) > 1 else ""
+            more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
             raise PipelineError(
-                f"{names[0]}{more} of this {type(module).__name__} were freed when the Pipeline was made, because "
-                "other ranks train them: use pipeline.evaluate or pipeline.forward, gather the whole model on the "
+                f"{names[0]}{more} of this {type(module).__name__} was freed when the Pipeline was made, because "
+                "another rank trains it: use pipeline.evaluate or pipeline.forward, gather the whole model on the "
                 "first rank by rota.gather_weights(pipeline), or make another model"
             )
 
