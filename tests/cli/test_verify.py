@@ -142,6 +142,20 @@ def test_stages_made_by_hand_against_what_they_must_equal(
     assert "stage 1, 2.bias" in told
 
 
+def test_a_missing_gradient_is_in_the_report(plan: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    model = tmp_path / "model.py"
+    detached = BY_HAND.replace("super().forward(x) + 0.1", "nn.functional.linear(x, self.weight.detach(), self.bias)")
+    model.write_text(detached)
+    assert main(["verify", plan, str(model), "--json"]) == 1
+    told = capfd.readouterr()
+
+    def refuse(number: str) -> None:
+        raise AssertionError(f"JSON has no {number}")
+
+    (comparison,) = json.loads(told.out, parse_constant=refuse)["comparisons"]
+    assert {"name": "2.weight", "stage": 1, "relative": "inf"} in comparison["parameters"], told.err
+
+
 def test_a_run_verifies_before_its_first_step(plan: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     model, script = tmp_path / "model.py", tmp_path / "train.py"
     model.write_text(MODEL.format(extra="nn.BatchNorm1d(8), "))

@@ -27,6 +27,7 @@ from rota import (
     with_earlier_chunks,
 )
 from rota.planning.verify_on_ranks import Unsplit
+from rota.runtime.chunk_check import refuse_other_than_whole
 from rota.runtime.gradients.chunks import length_of
 from support.chunked_gpt import WIDTH, Attention, Words, gpt_stages, tokens
 from support.core_strategies import Chooser, deal, linear_extension
@@ -220,6 +221,26 @@ def refused(rank: int) -> list[str]:
         else:
             told.append("")
     return told
+
+
+class Masked(torch.nn.Module):
+    """Excludes words by an infinite logit; by another one in the second chunk if `by_length`."""
+
+    def __init__(self, by_length: bool) -> None:
+        super().__init__()
+        self.by_length = by_length
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        masked = x.clone()
+        masked[..., x.shape[1] % 2 if self.by_length else 0] = -torch.inf
+        return masked
+
+
+def test_infinite_outputs_of_chunks_are_compared() -> None:
+    chunks = (torch.ones(1, 3, 2),), (torch.ones(1, 3, 2),)
+    refuse_other_than_whole(Masked(by_length=False), "stage 0", *chunks)
+    with pytest.raises(PipelineError, match="computes something else for two chunks"):
+        refuse_other_than_whole(Masked(by_length=True), "stage 0", *chunks)
 
 
 def test_what_would_not_be_exact_is_refused(pool: Pool) -> None:

@@ -15,6 +15,7 @@ import rota
 from rota import Pipeline, Verification, bidirectional, place, split, verify
 from rota.schedules import NAMED
 from support.pool import Pool
+from verifying.test_copies import Narrow, NotCopied
 from verifying.test_verify import WIDTH, Gated, Tied, sequential, sliding, summed, with_metrics
 
 pytestmark = pytest.mark.dist
@@ -147,6 +148,18 @@ def test_sharded_stages_and_ties_that_sharding_cuts(pool: Pool) -> None:
         assert "fully_shard replaces parameters, which cuts ties" in cut.reasons[0], cut.to_text()
 
 
+def narrow(rank: int) -> Any:
+    model, x = sequential(Narrow())
+    return split(model, 2), model if rank == 0 else None, x, torch.zeros(8, 4)
+
+
+def test_a_model_that_cannot_run_in_float64(pool: Pool) -> None:
+    for found in pool.run(2, verified, narrow, functional.mse_loss):
+        assert found.exact, found.to_text()
+        assert [each.dtype for each in found.comparisons] == ["float32"]
+        assert "got Double" in found.notes[0]
+
+
 def failing(rank: int) -> str:
     model, x = sequential()
     plan = NAMED["1f1b"](place(rota.Costs.uniform(2, 10, 20), rota.Cluster.uniform(2)), 2)
@@ -155,6 +168,8 @@ def failing(rank: int) -> str:
             verify(pipeline, None, x, torch.zeros(8, 4))
         with pytest.raises(rota.PipelineError, match="unsplit model's step failed on the first process"):
             verify(pipeline, nn.Linear(3, 3), x, torch.zeros(8, 4))
+        with pytest.raises(rota.PipelineError, match="this layer is not to be copied"):
+            verify(pipeline, nn.Sequential(NotCopied(3, 3)), x, torch.zeros(8, 4))
         pipeline.step(x, torch.zeros(8, 4))
     return str(told.value)
 

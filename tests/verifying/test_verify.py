@@ -404,7 +404,35 @@ def test_a_contrastive_loss() -> None:
         return functional.cross_entropy(output @ output.T, torch.arange(len(output)))
 
     found = verify(split(model, 2), model, x, x, loss_fn)
-    assert found.reasons[0].startswith("loss_fn compares or mixes the rows of a batch, as a contrastive loss does")
+    assert found.reasons[0].startswith("loss_fn is not a mean over rows: from equal outputs it makes")
+    assert "if it compares or mixes rows, as a contrastive loss does" in found.reasons[0]
+
+
+def divided_by_all(output: Tensor, target: Tensor) -> Tensor:
+    return functional.cross_entropy(output, target, reduction="sum") / 8
+
+
+def plain_sum(output: Tensor, target: Tensor) -> Tensor:
+    return functional.cross_entropy(output, target, reduction="sum")
+
+
+@pytest.mark.parametrize("fp64", [True, False])
+@pytest.mark.parametrize("loss_fn", [divided_by_all, plain_sum])
+def test_a_loss_that_is_divided_by_a_number_of_the_whole_batch(loss_fn: Any, fp64: bool) -> None:
+    model, x = sequential()
+    found = verify(split(model, 2), model, x, torch.arange(8) % 4, loss_fn, num_microbatches=4, fp64=fp64)
+    assert found.by_microbatches
+    (reason,) = found.reasons
+    assert "sum to that of the whole batch" in reason
+    assert "num_items_in_batch: let it return (sum, count)" in reason
+    assert "contrastive" not in reason
+
+
+def test_a_mean_over_no_tokens_is_named() -> None:
+    stages, model, x, _ = uneven_tokens()
+    target = torch.tensor([0, 1, 2, 3, -100, -100, -100, -100])  # the mean of the second half is 0 / 0
+    found = verify(stages, model, x, target, functional.cross_entropy)
+    assert "have 4, 0 of them (targets that are not -100)" in found.reasons[0], found.to_text()
 
 
 class Noisy(nn.Module):

@@ -5,7 +5,6 @@ A decision on the way, by how much time is left, would differ from run to run.
 
 from __future__ import annotations
 
-import copy
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -14,6 +13,7 @@ import torch
 from torch import nn
 
 from rota.models import Stages
+from rota.models.carving.copies import deep_copy
 from rota.models.randomness import random_state_kept
 
 _FORWARDS = 3.0  # a forward and a backward together take as long as so many forwards
@@ -79,7 +79,7 @@ def _forward_s(
     """Seconds of a forward through all layers, by rows; one too slow to be measured tells about those above it."""
     found: dict[int, float] = {}
     slowest: int | None = None
-    copied = copy.deepcopy(stages)
+    copied = deep_copy(stages)
     with random_state_kept(nn.ModuleList(stages.modules)), torch.no_grad():
         for count in sorted(rows):
             if slowest is not None:

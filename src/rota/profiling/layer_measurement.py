@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -13,6 +12,7 @@ from torch import nn
 
 from rota.errors import EstimateError, PipelineError
 from rota.models import Stages
+from rota.models.carving.copies import deep_copy
 from rota.models.cut_table import holds
 from rota.models.randomness import random_state_kept
 from rota.profiling.clocks import Laps, Run, launch_text
@@ -125,7 +125,7 @@ def _set_up(stages: Stages, how: HowTo, roofline: Roofline | None) -> Iterator[M
 
 def _with_a_copy(stages: Stages, layer: int, device: DeviceModel | None) -> Stages:
     """The stages with a copy of the module of `layer` alone, so that only one copy exists at a time."""
-    module = copy.deepcopy(stages[layer]) if device is None else _on_meta(stages[layer])
+    module = deep_copy(stages[layer]) if device is None else _on_meta(stages[layer])
     for parameter in module.parameters():
         parameter.grad = None
     modules = (*stages.modules[:layer], module, *stages.modules[layer + 1 :])
@@ -137,7 +137,7 @@ def _on_meta(module: nn.Module) -> nn.Module:
     moved: dict[int, torch.Tensor] = {id(buffer): buffer.to("meta") for buffer in module.buffers()}
     for weight in module.parameters():
         moved[id(weight)] = nn.Parameter(weight.detach().to("meta"), weight.requires_grad)
-    return copy.deepcopy(module, moved)
+    return deep_copy(module, moved)
 
 
 def _measured(

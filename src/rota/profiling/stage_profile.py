@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import multiprocessing
 import os
 import traceback
@@ -16,6 +15,7 @@ from torch import nn
 from rota.costs import Costs
 from rota.errors import PipelineError, error_text
 from rota.models import Stages
+from rota.models.carving.copies import deep_copy
 from rota.models.randomness import random_state_kept
 from rota.models.sequence_chunks import Chunk
 from rota.profiling.clocks import launch_text
@@ -206,7 +206,7 @@ def _measured_here(job: _Job, report: Callable[[str], None] = lambda _: None) ->
     torch.set_num_threads(1)
     try:
         with random_state_kept(nn.ModuleList(stages.modules)):
-            copied = job._replace(given=job.given._replace(stages=copy.deepcopy(stages)))
+            copied = job._replace(given=job.given._replace(stages=deep_copy(stages)))
             clocks = Clocks()
             rows = [_costs(_round_of(copied, stage), copied, clocks) for stage in range(len(stages))]
     finally:

@@ -7,17 +7,19 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from rota.verifying.matching import Matching, Place
-from rota.verifying.report import ParameterDifference
+from rota.verifying.matching import Matching, Place, equal_elements
+from rota.verifying.report import ParameterDifference, largest_of
 from rota.verifying.unsplit import Unsplit
 
 _SMALL = 1e-3  # of the largest gradient: smaller ones are rounding, such as those of a bias that softmax ignores
 
 
 def relative(one: float, other: float) -> float:
-    """The difference of two numbers relative to the first."""
-    if one == other:
+    """The difference of two numbers relative to the first. If only one of them is NaN or infinite, it is inf."""
+    if one == other or (math.isnan(one) and math.isnan(other)):
         return 0.0
+    if not (math.isfinite(one) and math.isfinite(other)):
+        return math.inf
     return abs(one - other) / max(abs(one), 1e-12)
 
 
@@ -30,8 +32,8 @@ def compare_outputs(unsplit: Sequence[Sequence[torch.Tensor]], split: Sequence[S
         one, other = (_cat([each[leaf] for each in of]) for of in (unsplit, split))
         if one is None or other is None or one.shape != other.shape:
             continue  # a number, or a tensor whose shape changes with the micro-batch
-        found.append(_difference(one, other, float(one.abs().max()) if one.numel() else 0.0))
-    return max(found) if found else None
+        found.append(_difference(one, other, _largest(one)))
+    return largest_of(found) if found else None
 
 
 def _cat(parts: list[torch.Tensor]) -> torch.Tensor | None:
@@ -69,8 +71,11 @@ def places(matching: Matching) -> list[Place]:
     return [place for parameter in matching.parameters for place in parameter.places] + matching.unknown
 
 
-def _largest(gradient: torch.Tensor | None) -> float:
-    return 0.0 if gradient is None or not gradient.numel() else float(gradient.abs().max())
+def _largest(tensor: torch.Tensor | None) -> float:
+    """The largest magnitude of its finite elements."""
+    if tensor is None or not tensor.numel():
+        return 0.0
+    return float(tensor.detach().abs().nan_to_num(nan=0.0, posinf=0.0).max())
 
 
 def _difference(one: torch.Tensor | None, other: torch.Tensor | None, scale: float) -> float:
@@ -78,5 +83,8 @@ def _difference(one: torch.Tensor | None, other: torch.Tensor | None, scale: flo
         return 0.0 if one is other else math.inf
     if not one.numel():
         return 0.0
-    difference = float((one.detach() - other.detach().to(one.device)).abs().max())
+    one, other = one.detach(), other.detach().to(one.device)
+    difference = float((one - other).abs().masked_fill(equal_elements(one, other), 0.0).max())
+    if not math.isfinite(difference):
+        return math.nan  # inf says that there is no gradient
     return difference / scale if scale else (math.inf if difference else 0.0)

@@ -133,7 +133,12 @@ def _match_values(
 def _is_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
     if one.is_meta or other.is_meta or is_sharded(one) or is_sharded(other) or one.shape != other.shape:
         return False
-    return bool(torch.equal(one.detach(), other.detach().to(one.dtype)))
+    return bool(equal_elements(one.detach(), other.detach().to(one.dtype)).all())
+
+
+def equal_elements(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """Which elements of two tensors of one shape are equal; NaN is equal to NaN here."""
+    return (one == other) | (one.isnan() & other.isnan())
 
 
 # --- modules ----------------------------------------------------------------------------------------------------------

@@ -118,19 +118,27 @@ def _of_loss_fn(whole: Outcome, parts: Outcome, given: list[Part], tolerance: fl
             f"all its micro-batches {_sum_and_count(parts)}. Return a sum over tokens, not a mean, and their number. "
             f"A loss that compares the rows of a batch, as a contrastive loss does, has no such sum"
         )
+    sums = [sum(loss.value for loss in outcome.losses) for outcome in (whole, parts)]
+    losses = _listed(f"{loss.value:.9g}" for loss in parts.losses)
+    if relative(*sums) <= tolerance:
+        return (
+            f"loss_fn's losses of the micro-batches, {losses}, sum to that of the whole batch, {sums[0]:.9g}, but a "
+            f"step takes their mean. So loss_fn returns a sum, or divides one by a number of the whole batch, such as "
+            f"transformers' num_items_in_batch: let it return (sum, count), each of its micro-batch"
+        )
     for name, counts in _token_counts(given):
         shares = [count / sum(counts) for count in counts]
-        weighted = sum(share * float(loss.value) for share, loss in zip(shares, parts.losses, strict=True))
+        weighted = sum(share * float(loss.value) for share, loss in zip(shares, parts.losses, strict=True) if share)
         weighs_otherwise = any(relative(part.share, share) > _EQUAL for part, share in zip(given, shares, strict=True))
         if weighs_otherwise and relative(one, weighted) <= tolerance:
             return (
                 f"loss_fn takes the mean over tokens, and the micro-batches have {_listed(counts)} of them ({name}): "
                 f"the mean of their means is not the mean over all tokens, {one:.9g}. Let loss_fn return (sum, count)"
             )
-    losses = _listed(f"{loss.value:.9g}" for loss in parts.losses)
     return (
-        f"loss_fn compares or mixes the rows of a batch, as a contrastive loss does: from equal outputs it makes "
-        f"{one:.9g} for the whole batch and {losses} for the micro-batches"
+        f"loss_fn is not a mean over rows: from equal outputs it makes {one:.9g} for the whole batch and {losses} for "
+        f"the micro-batches. If it is a mean over a part of them, such as those of a mask, let it return (sum, count); "
+        f"if it compares or mixes rows, as a contrastive loss does, {_BY_MICROBATCHES}"
     )
 
 
@@ -154,7 +162,7 @@ def _token_counts(given: list[Part]) -> Iterator[tuple[str, list[int]]]:
                 ),
                 (f"{path} that are not 0", [int((t != 0).sum()) for t in tensors]),
             ):
-                if all(counts):
+                if any(counts):
                     yield words, counts
 
 

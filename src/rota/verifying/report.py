@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -10,6 +11,7 @@ from rota.units import angle_repr, count_text
 
 EXACT = 1e-10  # in float64, relative
 _MOST_ROWS = 8
+_FIGURES = ("tolerance", "loss", "split_loss", "loss_difference", "output_difference", "relative")  # they may be inf
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +22,8 @@ class ParameterDifference:
         name: The parameter's name in the unsplit model; if the model does not have it, its name in the stage.
         stage: The stage that has it; None if no stage does.
         relative: The largest difference, relative to the largest element of the parameter's gradient (or to a
-            thousandth of the largest of all gradients, if that is more). inf: one of the two has no gradient.
+            thousandth of the largest of all gradients, if that is more). inf: one of the two has no gradient. nan:
+            an element is NaN or infinite in only one of the two; where both have the same, it counts as equal.
     """
 
     name: str
@@ -54,7 +57,7 @@ class Comparison:
     @property
     def largest(self) -> float:
         """The largest relative difference of all gradients."""
-        return max((parameter.relative for parameter in self.parameters), default=0.0)
+        return largest_of(parameter.relative for parameter in self.parameters)
 
     @property
     def is_equal(self) -> bool:
@@ -113,17 +116,36 @@ class Verification:
         return "\n".join(lines)
 
     def to_fields(self) -> dict[str, Any]:
-        """The fields in JSON."""
-        return asdict(self)
+        """The fields in JSON, which has no number for NaN and inf: they are the texts "nan", "inf" and "-inf"."""
+        return asdict(self, dict_factory=_in_json)
 
     @classmethod
     def from_fields(cls, fields: dict[str, Any]) -> Verification:
         """The report that `to_fields` wrote."""
         comparisons = (
-            Comparison(**{**each, "parameters": tuple(ParameterDifference(**p) for p in each["parameters"])})
+            Comparison(**_figures({**each, "parameters": tuple(_parameter(p) for p in each["parameters"])}))
             for each in fields["comparisons"]
         )
         return cls(tuple(comparisons), fields["by_microbatches"], tuple(fields["reasons"]), tuple(fields["notes"]))
+
+
+def largest_of(differences: Iterable[float]) -> float:
+    """The largest difference, 0.0 if there is none. A NaN is larger than any; `max` may pass over it."""
+    return max(differences, key=lambda difference: math.inf if math.isnan(difference) else difference, default=0.0)
+
+
+def _in_json(fields: list[tuple[str, Any]]) -> dict[str, Any]:
+    return {
+        name: str(value) if isinstance(value, float) and not math.isfinite(value) else value for name, value in fields
+    }
+
+
+def _figures(fields: dict[str, Any]) -> dict[str, Any]:
+    return fields | {name: float(fields[name]) for name in _FIGURES if fields.get(name) is not None}
+
+
+def _parameter(fields: dict[str, Any]) -> ParameterDifference:
+    return ParameterDifference(**_figures(fields))
 
 
 def _lines(comparison: Comparison) -> list[str]:
@@ -145,4 +167,6 @@ def _where(parameter: ParameterDifference) -> str:
 
 
 def _how_far(parameter: ParameterDifference) -> str:
+    if math.isnan(parameter.relative):
+        return "an element is NaN or infinite in only one of the two"
     return "only one of the two has a gradient" if math.isinf(parameter.relative) else f"{parameter.relative:.1e}"

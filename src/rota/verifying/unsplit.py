@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, final
@@ -12,6 +11,7 @@ from torch import nn
 
 from rota.errors import PipelineError
 from rota.models import collect_losses
+from rota.models.carving.copies import deep_copy
 from rota.models.randomness import RandomStates, random_state_kept
 from rota.runtime.device.host import HostDevice
 from rota.runtime.device.numbers import number_in
@@ -75,7 +75,7 @@ class Unsplit:
     ) -> None:
         named = [*model.named_parameters(), *model.named_buffers()]
         memo = {id(tensor): _fresh(tensor, dtype, device) for _, tensor in named}  # one per tensor, so ties stay
-        self.module: nn.Module = copy.deepcopy(model, memo)
+        self.module: nn.Module = deep_copy(model, memo)
         self._empty = {name for name, tensor in named if tensor.is_meta}
         self._loss_fn = loss_fn
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias, final
+from typing import Any, Literal, NamedTuple, TypeAlias, final
 
 import torch
 from torch import nn
@@ -20,9 +21,9 @@ from rota.runtime.reducing.wrapped_stages import unwrapped
 from rota.verifying import reasons
 from rota.verifying.apart import ForComparison
 from rota.verifying.comparing import compare_gradients, compare_outputs, places, relative
-from rota.verifying.matching import Matched, Matching, match
+from rota.verifying.matching import Matched, Matching, equal_elements, match
 from rota.verifying.probes import Probes
-from rota.verifying.report import EXACT, Comparison, Verification
+from rota.verifying.report import EXACT, Comparison, Verification, largest_of
 from rota.verifying.sides import ManyProcesses, OneProcess, Side, agreed
 from rota.verifying.unsplit import GivenBatch, Outcome, Part, Unsplit, by_microbatches, plain, whole
 
@@ -65,7 +66,8 @@ def verify(
         loss_fn: As for `Pipeline`, whose own is the default; needed for Stages.
         num_microbatches: For Stages; default: 2, or 1 if the number of rows is odd. A Pipeline uses its plan's.
         fp64: Compare in float64, exact to 1e-10, and then in the model's own dtype, to the root of its rounding error.
-            False: only the latter. Stages that FSDP shards are always compared in their own dtype.
+            False: only the latter, as for stages that FSDP shards, and for models that cannot run in float64 (a note
+            says so).
         against: "batch": the unsplit model runs on the whole batch; "microbatches": on one micro-batch after the
             other, which is what BatchNorm sees in any accumulation of gradients.
         report: Called with a line of text before each part of the work.
@@ -120,10 +122,15 @@ class _Verifier:
         for dtype in dtypes:
             with ExitStack() as stack:
                 stack.enter_context(side.apart(dtype))
-                comparison, why, parts, dropped = self._compared(dtype, matching)
+                compared = self._compared(dtype, matching)
+            if isinstance(compared, _CannotRun):
+                notes.append(
+                    f"compared in the model's own dtype only: the unsplit model in float64 fails, {compared.why}"
+                )
+                continue
+            comparison, why, parts, more_notes = compared
             comparisons.append(comparison)
-            if dropped:
-                notes.append("dropout was switched off in both models")
+            notes += more_notes
             if not agreed(side, comparison.is_equal and not why):
                 break
         why += agreed(side, self._other_weights(matching) if side.is_first else [])
@@ -156,7 +163,9 @@ class _Verifier:
         for parameter in matching.parameters:
             for stage, own in parameter.places:
                 here, there = given[parameter.name], self.side.stages[stage].get_parameter(own)
-                if not (here.is_meta or there.is_meta or torch.equal(here, there.to(here.device))):
+                if here.is_meta or there.is_meta:
+                    continue
+                if here.shape != there.shape or not equal_elements(here, there.to(here.device)).all():
                     return [
                         f"{parameter.name!r} has different values in stage {stage} and in the unsplit "
                         f"model (those of the stages were compared): load both from the same checkpoint, or make both "
@@ -166,29 +175,39 @@ class _Verifier:
 
     def _compared(
         self, dtype: torch.dtype | None, matching: Matching
-    ) -> tuple[Comparison, list[str], bool | None, bool]:
-        """In one dtype: the differences, the reasons, whether micro-batches agree, whether anything is drawn."""
+    ) -> tuple[Comparison, list[str], bool | None, list[str]] | _CannotRun:
+        """In one dtype: the differences, the reasons, whether micro-batches agree, and the notes."""
         side = self.side
         in_float64 = dtype is torch.float64
-        name = "float64" if dtype is torch.float64 else "the model's own dtype"
-        unsplit = self._made(dtype) if side.is_first else None
-        side.first("making the unsplit model", lambda: None)
+        name = "float64" if in_float64 else "the model's own dtype"
+        unsplit = self._made(dtype)
         self._fill(unsplit, matching)
         batches = [batch.in_dtype(dtype).on(side.device) for batch in side.batches()]
         done: dict[str, Any] = {}
 
-        def run_unsplit() -> list[bool]:
+        def run_unsplit() -> list[Any]:
             assert unsplit is not None
             self.report(f"{name}: the unsplit model")
             unsplit.refuse_empty()
             parts = whole(batches) if self.against == "batch" else by_microbatches(batches, side.num_microbatches)
-            done["draws"] = any(unsplit.draws(part.inputs) for part in parts)
-            with ForComparison(done["draws"], in_float64):
-                done["still draws"] = done["draws"] and any(unsplit.draws(part.inputs) for part in parts)
-                done["unsplit"] = unsplit.run(parts)
-            return [done["draws"], done["still draws"]]
+            try:
+                with ForComparison(False, in_float64):  # a forward may convert its weights, as NLLB-MoE's routers do
+                    draws = any(unsplit.draws(part.inputs) for part in parts)
+                with ForComparison(draws, in_float64):
+                    still_draws = draws and any(unsplit.draws(part.inputs) for part in parts)
+                    done["unsplit"] = unsplit.run(parts)
+            except Exception as error:
+                if not in_float64:
+                    raise
+                return [False, False, f"{type(error).__name__}: {error}"]
+            return [draws, still_draws, None]
 
-        draws, still_draws = side.first("the unsplit model's step", run_unsplit)
+        draws, still_draws, failure = side.first("the unsplit model's step", run_unsplit)
+        if failure is not None:
+            return _CannotRun(" ".join(failure.split()))
+        notes = ["dropout was switched off in both models"] if draws else []
+        if unsplit is not None:
+            notes += _not_finite(unsplit, done["unsplit"])
         with ForComparison(draws, in_float64):
             if side.is_first:
                 self.report(f"{name}: the split model")
@@ -196,13 +215,20 @@ class _Verifier:
             comparison = self._comparison(dtype, matching, unsplit, done.get("unsplit"), loss, outputs)
             if agreed(side, comparison.is_equal):
                 found = [*reasons.untied(matching, side.is_sharded)]
-                return comparison, found, None, draws
+                return comparison, found, None, notes
             why, parts = self._reasons(dtype, matching, unsplit, batches, comparison)
-            return comparison, ([_CANNOT_DRAW] if still_draws else []) + why, parts, draws
+            return comparison, ([_CANNOT_DRAW] if still_draws else []) + why, parts, notes
 
-    def _made(self, dtype: torch.dtype | None) -> Unsplit:
-        assert isinstance(self.model, nn.Module)
-        return Unsplit(self.model, dtype, self.side.loss_fn, self.side.device)
+    def _made(self, dtype: torch.dtype | None) -> Unsplit | None:
+        """The copy of the unsplit model; None on all but the first process."""
+        made: list[Unsplit] = []
+
+        def make() -> None:
+            assert isinstance(self.model, nn.Module)
+            made.append(Unsplit(self.model, dtype, self.side.loss_fn, self.side.device))
+
+        self.side.first("copying the unsplit model", make)
+        return made[0] if made else None
 
     def _fill(self, unsplit: Unsplit | None, matching: Matching) -> None:
         """Copy the stages' values into the unsplit model."""
@@ -297,8 +323,26 @@ class _Verifier:
         other = unsplit.run(parts)
         as_split = Matching([Matched(name, ((0, name),), False) for name in names], [], [], [])
         differences = compare_gradients(as_split, unsplit, iter(gradients))
-        largest = max((each.relative for each in differences), default=0.0)
-        return max(largest, relative(one.loss, other.loss)) > tolerance
+        largest = largest_of([*(each.relative for each in differences), relative(one.loss, other.loss)])
+        return not largest <= tolerance  # true for nan
+
+
+class _CannotRun(NamedTuple):
+    """In this dtype the unsplit model raises."""
+
+    why: str
+
+
+def _not_finite(unsplit: Unsplit, outcome: Outcome) -> list[str]:
+    """A note if the comparison says little, as the unsplit model's numbers are not finite either."""
+    gradients = [unsplit.gradient(name) for name, _ in unsplit.module.named_parameters()]
+    num = sum(1 for gradient in gradients if gradient is not None and not gradient.isfinite().all())
+    if math.isfinite(outcome.loss) and not num:
+        return []
+    return [
+        f"the unsplit model's loss is {outcome.loss:.9g}, and {num} of its {len(gradients)} gradients have NaN or "
+        f"infinite elements; the same ones in the split model count as equal. Verify on a batch with finite ones"
+    ]
 
 
 def _unknown(comparison: Comparison) -> str:

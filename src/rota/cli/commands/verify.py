@@ -17,6 +17,7 @@ _DETAILS = """
 The command starts the plan's processes, makes the model in each, splits it as the plan says, and runs the plan once on
 a batch from make_batch. The first process also runs the unsplit model with the same weights. Rota compares the loss,
 the outputs and every gradient in float64 (exact to 1e-10) and in the model's own dtype, with dropout switched off.
+A model that cannot run in float64 is compared in its own dtype only; a note says so and why.
 
 If the results differ, Rota says where, and names the cause, such as a BatchNorm or a loss that mixes the rows of a
 batch, unequal numbers of tokens per micro-batch, random numbers, a different mask in a stage, tied weights that were

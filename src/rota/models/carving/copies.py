@@ -1,22 +1,44 @@
-"""Copies of a model's modules that share its tensors: `copy.deepcopy`, but twenty times as fast."""
+"""Copies of modules, also where an earlier forward has left tensors with a graph in them."""
 
 from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar, final
 
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from rota.errors import SplitError
 from rota.models.tracer import describe_function
 
 _SIMPLE = (type(None), bool, int, float, str, Tensor, nn.Parameter)
 _PICKLING = ("__deepcopy__", "__reduce__", "__reduce_ex__", "__getstate__", "__setstate__")
+_T = TypeVar("_T")
+
+
+def deep_copy(value: _T, replaced: dict[int, Any] | None = None) -> _T:
+    """`copy.deepcopy` with this memo, but copies of tensors that have a graph have none, instead of being refused."""
+    with _WithoutGraphs():
+        return copy.deepcopy(value, replaced)
+
+
+@final
+class _WithoutGraphs(TorchFunctionMode):
+    """Inside the context, deep copies of tensors have no graph."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        del types
+        if func is Tensor.__deepcopy__ and not args[0].is_leaf:
+            return args[0].detach().clone()
+        return func(*args, **(kwargs or {}))
 
 
 def copy_sharing(model: nn.Module, replaced: dict[int, Any]) -> nn.Module:
-    """A copy of the modules, not compiled, that shares the tensors of `model`, except those in `replaced`, by id."""
+    """A copy of the modules, not compiled, that shares the tensors of `model`, except those in `replaced`, by id.
+
+    Like `copy.deepcopy`, but twenty times as fast.
+    """
     memo: dict[int, Any] = {}
     modules = [*model.modules()]
     for module in modules:
@@ -27,9 +49,11 @@ def copy_sharing(model: nn.Module, replaced: dict[int, Any]) -> nn.Module:
     memo |= {
         id(module): type(module).__new__(type(module)) for module in plain
     }  # all of them first: they refer to each other
-    for module in plain:
-        vars(memo[id(module)]).update((name, _copied(name, value, memo)) for name, value in vars(module).items())
-    copied: nn.Module = copy.deepcopy(model, memo)
+    with _WithoutGraphs():
+        for module in plain:
+            held_by_copy = vars(memo[id(module)])
+            held_by_copy.update((name, _copied(name, value, memo)) for name, value in vars(module).items())
+        copied: nn.Module = copy.deepcopy(model, memo)
     return copied
 
 

@@ -1,0 +1,111 @@
+"""verify where numbers are NaN or infinite: equal ones are equal, others are not passed over."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from rota import Stages, Verification, split, verify
+from rota.verifying.comparing import compare_outputs, relative
+from verifying.test_verify import WIDTH, sequential
+
+NAN, INF = math.nan, math.inf
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "expected"),
+    [(NAN, NAN, 0.0), (INF, INF, 0.0), (INF, -INF, INF), (NAN, 1.0, INF), (1.0, NAN, INF), (INF, 1.0, INF)],
+)
+def test_differences_of_two_numbers(one: float, other: float, expected: float) -> None:
+    assert relative(one, other) == expected
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "expected"),
+    [
+        ([1.0, NAN, INF, -INF], [1.0, NAN, INF, -INF], 0.0),
+        ([2.0, NAN, -INF], [1.0, NAN, -INF], 0.5),  # relative to the largest finite number
+        ([1.0, NAN], [NAN, 1.0], NAN),
+        ([1.0, INF], [1.0, -INF], NAN),
+        ([1.0, 2.0], [1.0, INF], NAN),
+    ],
+)
+def test_differences_of_tensors(one: list[float], other: list[float], expected: float) -> None:
+    here, there = torch.tensor(one), torch.tensor(other)
+    same = torch.ones(1)
+    for leaves in (0, 1):  # the worst one counts, wherever it stands
+        difference = compare_outputs([[same] * leaves + [here, same]], [[same] * leaves + [there, same]])
+        assert difference == pytest.approx(expected, nan_ok=True)
+
+
+def test_equal_nans_are_equal_and_noted() -> None:
+    model, x = sequential()
+    x[0, 0] = NAN
+    found = verify(split(model, 2), model, x, torch.zeros(8, 4), functional.mse_loss)
+    assert found.exact, found.to_text()
+    assert len(found.comparisons) == 2
+    (note,) = found.notes
+    assert note.startswith("the unsplit model's loss is nan, and 4 of its 4 gradients have NaN or infinite elements")
+
+
+def test_nan_weights_are_no_other_weights() -> None:
+    model, x = sequential()
+    with torch.no_grad():
+        model[1].bias[0] = NAN
+    copies = Stages([nn.Sequential(model[0]), nn.Sequential(model[1])])
+    assert verify(copies, model, x, torch.zeros(8, 4), functional.mse_loss).reasons == ()
+
+
+class Rooted(nn.Module):
+    """Adds nothing, but its gradient is 0 / 0."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + 0 * (x - x.detach()).sqrt()
+
+
+class HeadFirst(nn.Module):
+    """Its first parameters are those of its last layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head, self.stem = nn.Linear(WIDTH, 4), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.stem(x))
+
+
+def test_a_gradient_that_is_nan_in_one_model_only_is_not_exact() -> None:
+    torch.manual_seed(0)
+    model, x = HeadFirst(), torch.randn(8, WIDTH)
+    stages = Stages([model.stem, nn.Sequential(Rooted(), model.head)])
+    found = verify(stages, model, x, torch.zeros(8, 4), functional.mse_loss)
+    comparison = found.comparisons[0]
+    assert not found.exact
+    assert max(comparison.loss_difference, comparison.output_difference or 0.0) <= 1e-10
+    assert math.isnan(comparison.largest)
+    assert "stage 0, stem.weight: an element is NaN or infinite in only one of the two" in found.to_text()
+
+
+def numbers(value: object) -> Iterator[float]:
+    if isinstance(value, float):
+        yield value
+    for item in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        yield from numbers(item)
+
+
+def test_json_has_only_finite_numbers() -> None:
+    model, x = sequential()
+    with_nan, target = x.clone(), torch.zeros(8, 4)
+    with_nan[0, 0] = NAN
+    missing = Stages([nn.Sequential(model[0]), nn.Sequential(nn.Linear(WIDTH, 4))])
+    for stages, batch in ((split(model, 2), with_nan), (missing, x)):
+        found = verify(stages, model, batch, target, functional.mse_loss)
+        fields = json.loads(json.dumps(found.to_fields()))
+        assert all(map(math.isfinite, numbers(fields)))
+        assert repr(Verification.from_fields(fields).comparisons) == repr(found.comparisons)
