@@ -118,11 +118,11 @@ def _of_loss_fn(whole: Outcome, parts: Outcome, given: list[Part], tolerance: fl
             f"all its micro-batches {_sum_and_count(parts)}. Return a sum over tokens, not a mean, and their number. "
             f"A loss that compares the rows of a batch, as a contrastive loss does, has no such sum"
         )
-    of_whole, of_parts = (sum(float(loss.value) for loss in outcome.losses) for outcome in (whole, parts))
+    total, of_parts = (sum(float(loss.value) for loss in outcome.losses) for outcome in (whole, parts))
     losses = _listed(f"{loss.value:.9g}" for loss in parts.losses)
-    if relative(of_whole, of_parts) <= tolerance:
+    if relative(total, of_parts) <= tolerance:
         return (
-            f"loss_fn's losses of the micro-batches, {losses}, sum to that of the whole batch, {of_whole:.9g}, but a "
+            f"loss_fn's losses of the micro-batches, {losses}, sum to that of the whole batch, {total:.9g}, but a "
             f"step takes their mean. So loss_fn returns a sum, or divides one by a number of the whole batch, such as "
             f"transformers' num_items_in_batch: let it return (sum, count), each of its micro-batch"
         )
