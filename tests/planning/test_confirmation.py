@@ -198,6 +198,7 @@ def test_with_fewer_cores_than_ranks_the_figures_are_for_a_core_each(monkeypatch
     )
     assert f"{here} took 185 ms, in one process 87 ms\n" in told.to_text()
     assert told.on_shared_cores == (1, 185_000, 87_000)
+    assert "  cores       2 ranks share 1 core: the plan's times assume" in told.to_text()
     assert told.best.steps is None  # the plan is for a machine with a core per rank
     assert told.predicted_because == (
         "2 ranks share 1 core: the plan's times assume a core per rank, so steps can take 2.0 times as long"

@@ -296,7 +296,8 @@ class Answer:
             stages, layers = time_text(self.best.makespan_us), time_text(self._before_us)
             lines.append(f"  predicted   {stages} from {_times_of(self.best)}, {layers} from layer times")
         if self.best.steps is None and self.predicted_because:
-            lines.append(f"  not run     {self.predicted_because}")
+            label = "not run" if self.on_shared_cores is None else "cores"
+            lines.append(f"  {label:<12}{self.predicted_because}")
         return lines
 
     @property
