@@ -6,6 +6,7 @@ head.weight = nn.Parameter(embed.weight.data)   two Parameters on one memory: re
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -15,6 +16,8 @@ from torch import Tensor, nn
 
 from rota.errors import SplitError
 from rota.torch_internals import address_of
+
+_NO_TENSORS = frozenset((type(None), bool, int, float, str, dict, OrderedDict, set))
 
 
 class _Region(NamedTuple):
@@ -43,13 +46,20 @@ def tensors_of(module: nn.Module) -> Iterator[tuple[str, Tensor, bool]]:
     """What a module and those in it hold, by name: parameters and buffers (True), and tensors in attributes (False)."""
     for path, inner in module.named_modules():
         prefix = f"{path}." if path else ""
-        for held in (inner._parameters, inner._buffers, vars(inner)):
+        attributes = vars(inner)
+        for held in (attributes["_parameters"], attributes["_buffers"]):
             for name, value in held.items():
-                members = value if isinstance(value, list | tuple) else (value,)
-                for number, member in enumerate(members):
-                    if isinstance(member, Tensor):
-                        index = f"[{number}]" if members is value else ""
-                        yield f"{prefix}{name}{index}", member, held is not vars(inner)
+                if value is not None:
+                    yield f"{prefix}{name}", value, True
+        for name, value in attributes.items():
+            if type(value) in _NO_TENSORS:  # most are: this runs for all modules of all stages
+                continue
+            if isinstance(value, Tensor):
+                yield f"{prefix}{name}", value, False
+            elif isinstance(value, list | tuple):
+                yield from (
+                    (f"{prefix}{name}[{i}]", one, False) for i, one in enumerate(value) if isinstance(one, Tensor)
+                )
 
 
 def refuse_aliases(modules: Sequence[nn.Module], name_in_model: Callable[[int, str], str]) -> None:
