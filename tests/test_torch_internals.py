@@ -128,6 +128,21 @@ def test_compiled_modules_are_known() -> None:
     assert not torch_internals.is_compiled_module(plain)
 
 
+def test_compiled_functions_run_as_they_are_written() -> None:
+    compiled = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
+        compiled.append(inputs)
+        return graph.forward
+
+    double = torch.compile(lambda t: t * 2, backend=backend)
+    with torch_internals.run_uncompiled():
+        assert double(torch.ones(1)).item() == 2
+    assert not compiled
+    double(torch.ones(1))
+    assert compiled
+
+
 def test_compiled_functions_are_known_and_run_in_a_graph_that_is_kept() -> None:
     x = torch.ones(2, requires_grad=True)
     made = torch.compile(lambda t: (t.exp() * t).sin(), backend="aot_eager")(x)
