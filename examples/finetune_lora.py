@@ -50,9 +50,7 @@ def train(model, text: str, lr: float, folder: str):
 def main():
     torch.manual_seed(0)  # the same weights on every rank
     model = GPT2LMHeadModel(GPT2Config(**SIZES, bos_token_id=None, eos_token_id=None))
-    train(
-        model, "\n".join(topics.values()), lr=3e-3, folder="prose"
-    )  # after this, it has only the weights of this rank's stages
+    train(model, "\n".join(topics.values()), lr=3e-3, folder="prose")  # it keeps this rank's stages only
     adapters = LoraConfig(r=8, lora_alpha=32, target_modules=["c_attn", "c_proj", "c_fc"], fan_in_fan_out=True)
     tables = "".join(file.read_text() for file in sorted(Path(encodings.__file__).parent.glob("cp*.py")))
     train(get_peft_model(GPT2LMHeadModel.from_pretrained("prose"), adapters), tables, lr=1e-2, folder="adapters")

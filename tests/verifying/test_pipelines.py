@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -183,6 +184,7 @@ def with_uneven_replicas(rank: int, loss_fn: Any) -> tuple[Verification, float, 
     torch.manual_seed(0)
     model, x = sequential(*([Gated(with_count=True)] if loss_fn is with_metrics else []))
     target = torch.tensor([0, 1, -100, -100, 2, 3, 0, -100]) if loss_fn is with_metrics else torch.arange(8) % 4
+    whole = copy.deepcopy(model)
     plan = NAMED["1f1b"](place(rota.Costs.uniform(2, 10, 20), rota.Cluster.uniform(2)), 4)
     with Pipeline(split(model, 2), plan, loss_fn, mesh=rota.mesh(pp=2, dp=2)) as pipeline:
         rows = slice(0, 3) if pipeline.replica == 0 else slice(3, 8)
@@ -190,7 +192,7 @@ def with_uneven_replicas(rank: int, loss_fn: Any) -> tuple[Verification, float, 
         metrics = pipeline.metrics
         loss = pipeline.step(x[rows], target[rows])
     with rota.collect_losses() as added:
-        output = model(x)
+        output = whole(x)
     total, count = summed(output, target)
     of_all = (total + added.weighted_total) / count if loss_fn is with_metrics else total / count
     return found, loss, metrics, of_all.item()

@@ -15,29 +15,25 @@ from rota.models.stages import Stages
 
 
 def free_elsewhere(stages: Stages, local: Iterable[int]) -> None:
-    """Free the weights that none of the `local` stages has: they move to meta, and stay the same objects.
+    """Free the weights of the model that was split, but for those of `local` stages: they move to meta.
 
-    The model that was split, and stages made by hand that are not local, then refuse a forward and a `state_dict`.
+    They stay the same objects. The model then refuses a forward and a `state_dict`. Stages made by hand keep theirs.
     """
-    here = {parameter for stage in local for parameter in stages[stage].parameters()}
-
-    def elsewhere(module: nn.Module) -> set[nn.Parameter]:
-        return {parameter for parameter in module.parameters() if parameter not in here}
-
-    if not any(map(elsewhere, stages.modules)):
+    model = stages.unsplit
+    if not isinstance(model, nn.Module):
         return
-    whole = [stages.unsplit] if isinstance(stages.unsplit, nn.Module) else []
-    users = [module for module in dict.fromkeys((*stages.modules, *whole)) if elsewhere(module)]
-    holders = [inner for module in users for inner in module.modules()]
-    for parameter in {parameter for module in stages.modules for parameter in elsewhere(module)}:
+    here = {parameter for stage in local for parameter in stages[stage].parameters()}
+    elsewhere = {parameter for module in stages.modules for parameter in module.parameters()} - here
+    if elsewhere.isdisjoint(model.parameters()):
+        return
+    holders = [inner for module in (*stages.modules, model) for inner in module.modules()]
+    for parameter in elsewhere.intersection(model.parameters()):
         if type(parameter) is nn.Parameter and not parameter.is_meta:
             with suppress(PipelineError):  # in use, as by the graph of an earlier forward: it keeps its memory
                 replace(parameter, torch.empty_like(parameter, device="meta"), holders)
-    gone = {parameter for module in stages.modules for parameter in elsewhere(module)}
-    for module in users:
-        refusal = _Refusal(gone)
-        module.register_forward_pre_hook(refusal.of_forward)
-        module.register_state_dict_pre_hook(refusal.of_state_dict)  # type: ignore[no-untyped-call]
+    refusal = _Refusal({parameter for parameter in model.parameters() if parameter not in here})
+    model.register_forward_pre_hook(refusal.of_forward)
+    model.register_state_dict_pre_hook(refusal.of_state_dict)  # type: ignore[no-untyped-call]
 
 
 def refuse_incomplete(model: nn.Module) -> None:

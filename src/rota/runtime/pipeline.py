@@ -70,7 +70,7 @@ class Pipeline:
 
     A plan with several data streams (`rota.bidirectional`) takes the stages of one, and shares their weights.
 
-    Weights of other ranks' stages are freed: the model that was split then refuses to be used by itself. See
+    It frees other ranks' weights in the model that was split, which then refuses to be used by itself. See
     `gather_weights`.
 
     Args:
