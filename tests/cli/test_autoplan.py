@@ -361,7 +361,7 @@ def test_a_run_has_the_replicas_of_the_plan(tmp_path: Path, monkeypatch: pytest.
 
     def launch(plan: rota.Plan, *others: object, dp: int, tp: int, **options: object) -> Run:
         started.append((dp, tp))
-        return Run(None, [], None)
+        return Run(None, None)
 
     monkeypatch.setattr("rota.runtime.launching.launch.launch", launch)
     placement = rota.place(rota.Costs.uniform(2), rota.Cluster.uniform(2))

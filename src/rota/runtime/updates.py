@@ -6,7 +6,8 @@ step ──▶ gradients noted ──▶ the script clips them ──▶ optimiz
 
 A weight has changed if an optimizer that has it has stepped, or its version has gone up. Fused optimizers raise no
 version, nor do those of DTensors, and compiled ones run no hook. Before the first change that is seen so, values are
-compared as well: a script that writes into `.data` by itself is seen by neither.
+compared as well: a script that writes into `.data` by itself is seen by neither. They are not on an accelerator, whose
+host does not wait for its numbers.
 
 Factors are compared after steps 1, 2 and 3, and, as long as the script writes to gradients before the update, after
 steps 4, 8, 16 and so on.
@@ -25,7 +26,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from rota.errors import PipelineError
-from rota.runtime.device.protocol import Device
+from rota.runtime.device.protocol import Device, is_queued
 from rota.runtime.json_messages import all_gather_json
 from rota.runtime.number_bits import MOST_BITS, bits_of, number_of
 from rota.runtime.reducing.norms import local, norm_of_each
@@ -143,7 +144,7 @@ class Updates:
         if (now := versions_of(self._parameters)) != self._versions:
             self._refuse_written(now)
         trained = (parameter for parameter in self._parameters if parameter.grad is not None)
-        if self._was_updated:
+        if self._was_updated or is_queued(self._device):  # whose host does not wait for numbers
             self._has_gradients = next(trained, None) is not None
         else:
             smallest = sorted(trained, key=lambda parameter: parameter.numel())[:_SAMPLED]

@@ -113,9 +113,9 @@ def test_a_rank_with_fewer_batches_is_told_on_all_ranks(pool: Pool, tmp_path: Pa
 
 def step_after_loading(rank: int, folder: Path) -> list[str]:
     """Errors and progress of the third step, in processes that have begun only one."""
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     x, told = torch.ones(8, 4), []
     for _ in range(2):
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
         with Pipeline(rota.split(model, 2), PLAN, nn.functional.mse_loss) as pipeline:
             optimizer = torch.optim.SGD(pipeline.parameters(), lr=0.01)
             checkpoints = Checkpoints(folder, pipeline, optimizer)
