@@ -7,7 +7,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Callable
 from contextlib import redirect_stderr
 from io import StringIO
@@ -210,9 +209,7 @@ def test_the_lock_of_a_killed_job_is_gone_though_its_workers_live_on(tmp_path: P
 
 
 @pytest.mark.faults
-def test_a_lock_that_is_left_for_a_while_is_waited_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_lock_that_is_left_for_a_while_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By a rank that is started again: the one before it may be on a node that is lost."""
     code = HOLD + "with locked(Path(sys.argv[1])):\n    print(flush=True)\n    sys.stdin.read()"
     line = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
@@ -222,12 +219,16 @@ def test_a_lock_that_is_left_for_a_while_is_waited_for(
         job.stdout.readline()
         with pytest.raises(PipelineError, match="is in use by another job"), locked(tmp_path, 0.2):
             pass
+        holder, said = job.stdin, list[str]()
+
+        def say(text: str) -> None:
+            said.append(text)
+            holder.close()  # the job ends once it is waited for
+
+        monkeypatch.setattr("rota.runtime.checkpoints.lock._say", say)
         monkeypatch.setattr("rota.runtime.checkpoints.lock._SILENT_S", 0.1)
-        ending = threading.Timer(0.3, job.stdin.close)
-        ending.start()
         with locked(tmp_path, 60):
-            assert ending.finished.is_set()
-        said = capsys.readouterr().err.splitlines()
+            assert holder.closed
         assert len(said) == 1
         assert f"{tmp_path} is in use by another job (process {job.pid} on " in said[0]
         assert said[0].endswith("; waiting up to 60 s for it")
