@@ -86,7 +86,7 @@ def test_the_model_is_not_touched_and_progress_is_told() -> None:
 
 def test_a_layer_that_fails_names_itself() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(3, 3), nn.Linear(3, 3))
-    with pytest.raises(PipelineError, match=r"layer 2 of 3 \(1\) failed while profiling: RuntimeError: mat1"):
+    with pytest.raises(PipelineError, match=r"layer 2 of 3 \(1\) failed while profiling: RuntimeError: .*mat1"):
         profile_layers(model, torch.zeros(1, 2))
 
 
