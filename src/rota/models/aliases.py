@@ -100,24 +100,24 @@ def _elsewhere(weight: _Held, other: _Held) -> int | None:
 
 
 def _refusal(weight: _Held, other: _Held, stage: int, name_in_model: Callable[[int, str], str]) -> str:
-    def told(held: _Held, at: int | None = None) -> str:
+    def text(held: _Held, at: int | None = None) -> str:
         names = {**held.plain, **held.registered} if at is None or at not in held.plain else held.plain
         at = at if at in names else min(names)
         return f"{name_in_model(at, names[at])} of stage {at}"
 
     if other is weight:
         return (
-            f"{told(weight)} is also in an attribute of another stage, {told(weight, stage)}, which does not register "
+            f"{text(weight)} is also in an attribute of another stage, {text(weight, stage)}, which does not register "
             "it, so its gradients there would be lost: assign it to an attribute itself, not in a list"
         )
     if other.is_trained:
         return (
-            f"{told(weight)} and {told(other)} are two parameters on the same memory, which stages on different ranks "
+            f"{text(weight)} and {text(other)} are two parameters on the same memory, which stages on different ranks "
             "cannot share: tie them as one parameter, such as head.weight = embed.weight, or give one of them memory "
             "of its own, nn.Parameter(weight.detach().clone())"
         )
     return (
-        f"{told(other)} is a view of {told(weight)}, which is trained: on another rank it would keep its first values. "
+        f"{text(other)} is a view of {text(weight)}, which is trained: on another rank it would keep its first values. "
         "Use the parameter itself in both stages, freeze it by requires_grad_(False), or copy it by clone()"
     )
 

@@ -45,10 +45,10 @@ class GradientFlags:
 
     def of(self, edge: int, gradients: Gradients) -> torch.Tensor:
         """The flags to send before the gradients."""
-        there = [gradient is not None for gradient in gradients]
-        if not all(there):
+        are_present = [gradient is not None for gradient in gradients]
+        if not all(are_present):
             self._edges.add(edge)
-        return torch.tensor(there, dtype=torch.uint8, device="cpu")
+        return torch.tensor(are_present, dtype=torch.uint8, device="cpu")
 
     def note_zeros(self, edge: int, gradients: Gradients) -> None:
         """Some of these gradients are missing, but have no flags."""
@@ -56,10 +56,10 @@ class GradientFlags:
 
     def read(self, edge: int, flags: torch.Tensor, gradients: list[torch.Tensor]) -> list[torch.Tensor | None]:
         """The received gradients, None for those that are missing."""
-        there = flags.tolist()
-        if not all(there):
+        are_present = flags.tolist()
+        if not all(are_present):
             self._edges.add(edge)
-        return [gradient if is_there else None for gradient, is_there in zip(gradients, there, strict=True)]
+        return [gradient if is_present else None for gradient, is_present in zip(gradients, are_present, strict=True)]
 
     def end(self, edges: Sequence[tuple[int, int]], num_sent: Counter[int]) -> None:
         """The run has ended. `edges`: their stages; `num_sent`: by edge, the messages with gradients sent here.
