@@ -85,12 +85,13 @@ soak: $(READY) ## run 1,000 steps in a row, then train for 30 minutes while rank
 	ROTA_SOAK_STEPS=1000 $(BIN)/pytest --timeout 600 tests/runtime/test_leftovers.py
 	$(BIN)/python benchmarks/reliability/soak.py --minutes $${ROTA_SOAK_MINUTES:-30}
 
-check: $(READY) ## lint, formatting, types, and what the pages say: links, files, names, commands
+check: $(READY) ## lint, formatting, types, what the pages say (links, files, names, commands), and the size
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/pytest --quiet --numprocesses 0 tests/docs/test_pages.py tests/docs/test_language.py tests/docs/test_site.py
 	@$(MAKE) --no-print-directory site
+	@PYTHONPATH=tests $(BIN)/python -m support.size
 
 fmt: $(READY) ## format the code and fix what the linter can
 	$(BIN)/ruff check --fix-only
