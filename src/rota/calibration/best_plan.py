@@ -95,11 +95,14 @@ class Calibration:
         return most, loads[most] / mean(loads) if any(loads) else 1.0
 
     def with_plan(self, name: str, plan: Plan) -> Calibration:
-        """This calibration with one more candidate, a plan for the new costs. Raises PlanError if it must not run."""
+        """This calibration with one more candidate, a plan for the new costs, which comes first of equally fast ones.
+
+        Raises PlanError if the plan must not run.
+        """
         check(plan)
         plan = replace(plan, usage=self.plan.usage)
-        found = [*self.candidates, Candidate(name, plan, simulate(plan).makespan_us)]
-        return replace(self, candidates=tuple(sorted(found, key=lambda one: one.makespan_us)))
+        candidates = [Candidate(name, plan, simulate(plan).makespan_us), *self.candidates]
+        return replace(self, candidates=tuple(sorted(candidates, key=lambda candidate: candidate.makespan_us)))
 
     def to_text(self, width: int | None = None) -> str:
         """The report that `rota calibrate` prints, in lines of at most `width` where no command is longer."""
