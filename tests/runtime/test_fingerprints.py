@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -248,47 +248,6 @@ def test_other_words_are_refused() -> None:
 
 
 # --- workers ----------------------------------------------------------------------------------------------------------
-
-
-def trained(pipeline: Pipeline, batches: Iterator[Any], optimizer: torch.optim.Optimizer) -> list[float]:
-    losses = []
-    for x, target in batches:
-        optimizer.zero_grad()
-        losses.append(pipeline.step(x if pipeline.reads_inputs else None, target if pipeline.reads_targets else None))
-        optimizer.step()
-    return losses
-
-
-def train_with_workers(rank: int, folder: Path) -> None:
-    losses: list[float] = []
-    with Pipeline(chain(2), plan_for(2), loss_fn) as pipeline:
-        optimizer = torch.optim.SGD([*pipeline.parameters()], lr=0.1)
-        sampler = pipeline.sampler(dataset(), seed=3)
-        for epoch in range(2):
-            sampler.set_epoch(epoch)
-            loader = DataLoader(dataset(), batch_size=18, sampler=sampler, num_workers=2)  # the last one has 10 rows
-            losses += trained(pipeline, iter(loader), optimizer)
-    torch.save(losses, folder / f"losses{rank}")
-
-
-@pytest.mark.dist
-@pytest.mark.sweep
-def test_a_loader_with_workers_trains_as_the_unsplit_model(tmp_path: Path) -> None:
-    ended = run_fresh(tmp_path, 2, train_with_workers, tmp_path)
-    assert [each.exit_code for each in ended] == [0, 0], ended[0].stderr
-    stages, losses = chain(2), []
-    optimizer = torch.optim.SGD([p for module in stages.modules for p in module.parameters()], lr=0.1)
-    sampler = DistributedSampler(dataset(), 1, 0, seed=3)
-    for epoch in range(2):
-        sampler.set_epoch(epoch)
-        for x, target in DataLoader(dataset(), batch_size=18, sampler=sampler):
-            optimizer.zero_grad()
-            loss = loss_fn(stages.run(x), target)
-            loss.backward()
-            losses.append(loss.item())
-            optimizer.step()
-    for rank in range(2):
-        assert torch.load(tmp_path / f"losses{rank}") == pytest.approx(losses, rel=1e-10)
 
 
 def numbers(rank: int) -> list[list[int]]:

@@ -12,8 +12,6 @@ import torch
 from rota.errors import PipelineError
 from rota.runtime.messages import describe_value
 from rota.runtime.microbatches import (
-    is_empty,
-    num_examples,
     refuse_writes_to_shared,
     shares_of,
     structure,
@@ -147,36 +145,6 @@ def test_shares_are_equal_unless_sizes_say_otherwise() -> None:
 )
 def test_sizes(batch: object, sizes: tuple[int, ...]) -> None:
     assert to_microbatches("targets", batch, 2).sizes == sizes
-
-
-@pytest.mark.parametrize(
-    ("value", "expected"),
-    [
-        (rows(3), 3),
-        (torch.tensor(1.0), 1),
-        (None, 0),
-        ("text", 0),
-        ((None, rows(2)), 2),
-        ({"a": [], "b": rows(4)}, 4),
-        ((rows(1), rows(3)), 3),
-    ],
-)
-def test_num_examples(value: object, expected: int) -> None:
-    assert num_examples(value) == expected
-
-
-@pytest.mark.parametrize(
-    ("value", "expected"),
-    [
-        (rows(0), True),
-        (rows(3), False),
-        (torch.tensor(1.0), False),
-        (None, False),
-        ((3, {"y": rows(0)}, rows(2)), True),
-    ],
-)
-def test_is_empty(value: object, expected: bool) -> None:
-    assert is_empty(value) == expected
 
 
 def test_describe() -> None:

@@ -99,24 +99,6 @@ def test_gradients_that_are_scaled_for_all_are_not_compared_with_unscaled_ones()
         updates.close()
 
 
-@pytest.mark.parametrize(("max_norm", "compared"), [(None, [1, 2, 3]), (1e9, [1, 2, 3, 4, 8, 16])])
-def test_factors_are_compared_ever_more_rarely(max_norm: float | None, compared: list[int]) -> None:
-    """Clipping may have no effect in the first steps; a script that leaves gradients alone is not watched for long."""
-    model, updates = made()
-    optimizer = SGD(model.parameters(), lr=0.01)
-    found = []
-    for number in range(18):
-        if updates.report().factor:
-            found.append(number)
-        optimizer.zero_grad()
-        step(model, updates)
-        if max_norm is not None:
-            clip_grad_norm_(model.parameters(), max_norm)
-        optimizer.step()
-    assert found == compared
-    updates.close()
-
-
 # --- one rank: updates ------------------------------------------------------------------------------------------------
 
 

@@ -6,13 +6,12 @@ from collections import Counter
 from itertools import permutations
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rota.cluster import Cluster
 from rota.costs import Costs
-from rota.placing import place, wave
+from rota.placing import place
 from rota.plan import Plan
 from rota.schedules import one_f_one_b
 from rota.search.dispatching import Dispatcher, backwards, serial
@@ -104,28 +103,6 @@ def test_what_is_certain_to_last_too_long_is_given_up() -> None:
     assert dispatcher.num_started == len(orders)
     assert dispatcher(priorities, most_us=110) is None
     assert dispatcher.num_started < len(orders) / 2
-
-
-def test_tight_memory_on_a_wave() -> None:
-    """Two stages per rank, room for the one micro-batch: its second stage has to fit when the first is there."""
-    placement = wave(Costs.uniform(8, 1, 1, 1, activation_bytes=2), Cluster.uniform(4, limit_bytes=4))
-    problem = Problem(placement, 5)
-    forwards_first = np.repeat([0.0, 1.0], [8 * 5, 16 * 5])
-    orders = Dispatcher(problem)(forwards_first)
-    assert orders is not None
-    assert peaks(problem, orders).max() == 4
-    too_small = Problem(wave(Costs.uniform(8, 1, 1, 1, activation_bytes=2), Cluster.uniform(4, limit_bytes=3)), 5)
-    assert not fits(too_small, serial(too_small))
-    assert Dispatcher(too_small)(forwards_first) is None
-
-
-@pytest.mark.parametrize("limit", [2, 3, 4, None])
-def test_fewest_forwards_ahead_by_limit(limit: int | None) -> None:
-    problem = Problem(place(Costs.uniform(4), Cluster.uniform(4, limit)), 12)
-    priorities = np.repeat([0.0, 1.0], 4 * 12)
-    orders = Dispatcher(problem)(priorities)
-    assert orders is not None
-    assert peaks(problem, orders).max() == (limit or 12)
 
 
 @given(strategies.plans(), st.integers(0, 2**16))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
 from typing import Literal
 
 import numpy as np
@@ -17,7 +16,6 @@ from rota.costs import Costs
 from rota.placing import wave
 from rota.search.budget import Budget
 from rota.search.critical_path import CriticalPath
-from rota.search.local import neighbourhood
 from rota.search.local.neighbourhood import improve, reorder, window_at
 from rota.search.problem import Orders, Problem
 from rota.search.timing import fits, score
@@ -112,21 +110,6 @@ def test_is_the_same_on_every_run(objective: Literal["makespan", "span"]) -> Non
     assert (first == second).all()
     assert fits(problem, first)
     assert _value(problem, first, objective) < _value(problem, _serial(problem), objective)
-
-
-def test_some_ranks_of_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Windows on a few ranks, the others' orders as they were."""
-    problem, free = _v(16, 16, 8), []
-
-    def record(critical_path: CriticalPath, paths: object, begin: int, end: int, is_free: Sequence[bool]) -> object:
-        free.append(sum(is_free))
-        return window_at(critical_path, paths, begin, end, is_free)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(neighbourhood, "window_at", record)
-    orders = improve(problem, _serial(problem), "makespan", 0, Budget(0.5, deterministic=True))
-    assert min(free) < 16
-    check(problem.to_plan(orders))
-    assert _value(problem, orders) < _value(problem, _serial(problem))
 
 
 def test_a_window_keeps_what_is_held_before_it() -> None:
