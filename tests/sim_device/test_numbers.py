@@ -39,7 +39,6 @@ def sim_pool(pool: Pool) -> SimPool:
         test_losses.test_refused_on_all_ranks,
         test_losses.test_low_precision_does_not_overflow,
         test_loss_counts.test_two_ranks,
-        pytest.param(test_loss_counts.test_four_ranks, marks=pytest.mark.sweep),
         pytest.param(test_loss_counts.test_unequal_counts_on_replicas, marks=pytest.mark.sweep),
         pytest.param(test_added_losses.test_two_ranks, marks=pytest.mark.sweep),
         test_added_losses.test_replicas,
