@@ -71,11 +71,3 @@ def test_the_same_every_time_and_told_as_it_comes() -> None:
     half = len(told) // 2
     assert told[:half] == told[half:] == sorted(told[:half], reverse=True)
     assert told[-1] == score(problem, found[0])
-
-
-def test_stops_at_the_bound() -> None:
-    problem = uneven(16)
-    budget = Budget(60.0, deterministic=True)
-    loose = improve(problem, serial(problem), "makespan", 10**6, budget)
-    assert (loose == serial(problem)).all()
-    assert budget.spent_s == 0

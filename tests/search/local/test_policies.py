@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
 from rota.cluster import Cluster
 from rota.costs import Costs
 from rota.placing import wave
@@ -39,22 +37,6 @@ def test_nn_on_eight_ranks_with_caps() -> None:
     climb = climbed(Problem(tessel("nn", 8, 6), 64), 600)
     assert climb.key is not None
     assert climb.key[0] <= 715
-
-
-@pytest.mark.parametrize("seed", [0, 1])
-def test_the_same_every_time(seed: int) -> None:
-    first, second = (climbed(half_memory(4, 12), 150, seed) for _ in range(2))
-    assert first.key == second.key
-    assert first.orders is not None
-    assert second.orders is not None
-    assert (first.orders == second.orders).all()
-
-
-def test_no_more_is_held_than_the_limit_where_nothing_is_kept_between_forward_and_backward() -> None:
-    placement = tessel("x", 4, 2)
-    climb = climbed(Problem(placement, 8), 50)
-    assert climb.orders is not None
-    assert fits(climb.problem, climb.orders)
 
 
 def test_caps_that_fill_the_memory_of_each_rank_keep_a_wave_busy() -> None:

@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rota import Cluster, Costs, Placement, check, place
+from rota import Cluster, Costs, check, place
 from rota.search import find_frontier
 from support.sampling import some
-
-
-def with_limit(placement: Placement, limit_bytes: int) -> Placement:
-    return replace(placement, cluster=replace(placement.cluster, limit_bytes=(limit_bytes,) * placement.num_ranks))
 
 
 def test_a_frontier_keeps_its_limits() -> None:
