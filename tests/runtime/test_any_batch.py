@@ -195,7 +195,7 @@ def linear_stages() -> Stages:
     return Stages([nn.Linear(WIDTH, WIDTH).double(), nn.Linear(WIDTH, WIDTH).double()])
 
 
-@pytest.mark.parametrize("sizes", [[3, 1, 5, 1], [4, 0, 5, 1]])
+@pytest.mark.parametrize("sizes", [[4, 0, 5, 1]])
 def test_ragged_lists_also_with_empty_microbatches(pool: Pool, sizes: list[int]) -> None:
     stages = linear_stages()
     x, target = torch.linspace(0, 1, 10 * WIDTH).view(10, WIDTH).double(), torch.ones(10, WIDTH).double()

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorData
 import rota
 from rota import Cluster, Costs, Pipeline, PipelineError, Plan, place
 from rota.runtime import agreement
-from rota.runtime.fingerprints import difference_in, equal_replicas, fingerprints
+from rota.runtime.fingerprints import fingerprints
 from rota.schedules import one_f_one_b
 from support.fresh import run_fresh
 from support.networks import WIDTH, chain, loss_fn
@@ -51,25 +51,6 @@ def test_equal_bytes_have_equal_fingerprints() -> None:
     assert len({only(value) for value in different[:-1]}) == len(different) - 1
     assert only(({"a": x, "b": [1, x]},)) not in (only(({"a": x, "b": [2, x]},)), only(({"a": x, "c": [1, x]},)))
     assert only(x.to_sparse()) == only(object()) == ""  # not compared
-
-
-def test_names() -> None:
-    x = torch.ones(2)
-    assert [*fingerprints("inputs", [(x, x)], ["tokens"])] == ["inputs['tokens']", "inputs[1]"]
-    assert [*fingerprints("targets", [{"labels": x}])] == ["targets['labels']"]
-    assert [*fingerprints("targets", [x, None])] == ["targets[0]"]
-    (of_name,) = fingerprints("targets", [None, x]).values()
-    assert of_name[0] == "" != of_name[1]
-
-
-def test_compared_by_name_and_microbatch() -> None:
-    given: list[Any] = [{"a": ["1", ""], "b": ["2", "3"]}, {}, {"a": ["1", "5"], "c": ["7", "7"]}, {"b": ["2", "4"]}]
-    assert difference_in(given, [0, 1, 2]) is None
-    found = difference_in(given, [0, 1, 2, 3])
-    assert found is not None
-    assert (found.name, found.microbatch, found.one, found.other) == ("b", 1, 0, 3)
-    assert equal_replicas(given, [[0], [1], [2]]) is None
-    assert equal_replicas([given[0], given[2], given[0], {}, {}], [[3], [0], [1], [2], [4]]) == (1, 3)
 
 
 # --- loaders ----------------------------------------------------------------------------------------------------------

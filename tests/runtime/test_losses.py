@@ -40,23 +40,6 @@ LOSS = torch.tensor(3.0)
 
 
 @pytest.mark.parametrize(
-    ("returned", "expected"),
-    [
-        (LOSS, (3.0, None, {})),
-        ((LOSS, torch.tensor(2)), (3.0, 2.0, {})),
-        ({"loss": (LOSS, 2), "a": 1, "b": torch.tensor([0.5]), "c": (1.0, torch.tensor(4))}, (3.0, 2.0, "abc")),
-    ],
-)
-def test_forms(returned: Any, expected: Any) -> None:
-    root, loss = loss_of(lambda *_: returned, None, None, HostDevice())
-    assert root is LOSS
-    assert (loss.value, loss.count) == expected[:2]
-    if expected[2]:
-        made = {name: (metric.value, metric.count) for name, metric in loss.metrics.items()}
-        assert made == {"a": (1.0, None), "b": (0.5, None), "c": (1.0, 4.0)}
-
-
-@pytest.mark.parametrize(
     ("returned", "message"),
     [
         (2.0, "loss_fn returned float; it must return a tensor with one element, the mean loss"),

@@ -157,22 +157,3 @@ def of(**changes: Any) -> object:
     value = {"x": rows(2, 3), "pair": (rows(1), None), "scale": 2, "rate": 0.5}
     plain: list[Any] = []
     return structure(value | changes, plain), plain
-
-
-def test_structures_differ_where_a_boundary_could() -> None:
-    assert of() == of(x=rows(2, 3) + 1)
-    different = [of(x=rows(2, 4)), of(x=rows(2, 3).double()), of(pair=(None, rows(1))), of(scale=3), of(more=1)]
-    assert all(other != of() for other in different)
-
-
-@pytest.mark.parametrize("rate", [0.25, float("nan"), -0.0])
-def test_a_float_that_changes_changes_no_structure(rate: float) -> None:
-    assert of(rate=rate) == of()
-    assert of(rate=float("nan")) == of(rate=float("nan"))
-
-
-def test_structures_of_any_objects_compare() -> None:
-    """`==` of arrays is an array, and that of others may be anything."""
-    assert of(more=np.arange(4.0)) == of(more=np.arange(4.0) + 1)
-    assert of(more=np.arange(4.0)) != of(more=np.arange(5.0))
-    assert of(more=object()) == of(more=object())

@@ -170,16 +170,6 @@ def test_updates_are_seen(
     updates.close()
 
 
-def test_a_rank_without_gradients_is_never_idle() -> None:
-    model, updates = made()
-    model.requires_grad_(False)
-    with updates.refused():
-        pass
-    updates.end(False)
-    assert updates.report() == Report()
-    updates.close()
-
-
 @pytest.mark.parametrize("kind", [AdamW, SGD])
 def test_an_optimizer_of_another_copy_is_told(kind: Callable[..., Optimizer]) -> None:
     (model, updates), (other, _) = made(), made()
