@@ -223,7 +223,6 @@ def test_the_map_of_stages_to_ranks() -> None:
         ("0;1;", 3, "there are 3 processes"),
         ("", 1, "is ''; give ranks"),
         ("a;b;", 2, "such as '0,2;1,3;'"),
-        ("1;0;", 2, "list them in ascending order"),
         ({0: [0]}, 1, "give ranks for each stage"),
     ):
         with pytest.raises(PipelineError, match=told):

@@ -246,8 +246,9 @@ class TwoTensors(GPT):
 
 def whole_life(rank: int, folder: Path) -> None:
     """What else there is, on two stages."""
-    with pytest.raises(PipelineError, match="there are 2 processes; name each once"):
-        wrap(GPT(), "0;1;2;")
+    for layout, told in (("0;1;2;", "there are 2 processes; name each once"), ("1;0;", "list them in ascending order")):
+        with pytest.raises(PipelineError, match=told):
+            wrap(GPT(), layout)
     with pytest.raises(PipelineError, match="divides by the 2 replicas"):
         Varuna(GPT(), "0,1;", batch(0, 2), 7, CHUNK_SIZE)
     with pytest.raises(SplitError, match=r"CutPoint cutpoints\[0\] is given a tuple; give it one tensor"):
