@@ -21,7 +21,7 @@ from rota.placing import place
 from rota.plan import Plan
 from rota.simulation import simulate
 from rota.tasks import Kind, Op, Task
-from support.core_strategies import Chooser, deal, plans, read_by, with_limits
+from support.core_strategies import Chooser, deal, differing_plans, plans, read_by, with_limits
 from support.sampling import some
 
 Orders = list[list[Op]]
@@ -193,8 +193,8 @@ def test_a_long_cycle_is_told_in_short() -> None:
 # --- memory -----------------------------------------------------------------------------------------------------------
 
 
-@given(plans(), choosers)
-@settings(max_examples=some(150))
+@given(plans() | differing_plans(), choosers)
+@settings(max_examples=some(300))
 def test_a_limit_holds_to_the_byte(plan: Plan, chooser: Chooser) -> None:
     timeline = simulate(plan)
     peaks = timeline.peak_memory_bytes

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rota import schedules
@@ -22,10 +22,9 @@ from rota.placement import Edge, Placement
 from rota.placing import place
 from rota.plan import Plan
 from rota.simulation import simulate
-from rota.tasks import Kind, Op, Task
+from rota.tasks import Kind, Task
 from rota.timeline import Timeline
-from support import recount as counting
-from support.core_strategies import differing, differing_plans, plans, with_limits
+from support.core_strategies import differing, differing_plans, plans
 from support.sampling import some
 
 F, B = Kind.F, Kind.B
@@ -137,24 +136,6 @@ def test_a_route_on_a_shared_link_has_bytes_in_all_classes_or_in_none() -> None:
 # --- plans ------------------------------------------------------------------------------------------------------------
 
 
-def times(timeline: Timeline) -> dict[tuple[int, Op], tuple[int, int]]:
-    return {(span.rank, span.work): span[1:3] for span in timeline.op_spans() if isinstance(span.work, Op)}
-
-
-@given(differing_plans() | differing_plans(wired=True))
-@settings(max_examples=some(200))
-def test_times_match_a_count_of_every_microsecond(plan: Plan) -> None:
-    timeline, counted = simulate(plan), counting.recount(plan)
-    assert times(timeline) == {key: entry[:2] for key, entry in counted.ops.items()}
-    expected = [(each.transfer.sender, each.sent_us, each.arrived_us, each.transfer) for each in counted.messages]
-    assert sorted(timeline.transfer_spans()) == sorted(expected)
-    ends = counting.step_end_times(plan, counted)
-    assert list(timeline.step_ends_us) == ends
-    assert timeline.makespan_us == max([counted.makespan_us, *(end for row in ends for end in row)])
-    path = timeline.critical_path()
-    assert max((span.end_us for span in path), default=0) <= timeline.makespan_us
-
-
 @given(differing_plans() | differing_plans(wired=True))
 @settings(max_examples=some(100))
 def test_a_plan_and_its_timeline_are_read_as_they_were_written(plan: Plan) -> None:
@@ -173,18 +154,6 @@ def test_one_class_is_a_plan_as_ever(plan: Plan) -> None:
     assert again == plan.placement
     assert replace(plan, placement=again).to_json() == plan.to_json()
     assert "class_of" not in plan.to_json()
-
-
-@given(differing_plans(), st.data())
-@settings(max_examples=some(200))
-def test_check_refuses_one_byte_less_than_the_peak(plan: Plan, data: st.DataObject) -> None:
-    peaks = simulate(plan).peak_memory_bytes
-    check(with_limits(plan, peaks))
-    rank = data.draw(st.integers(0, plan.num_ranks - 1))
-    assume(peaks[rank] > 0)
-    with pytest.raises(PlanError, match=f"rank {rank} ") as caught:
-        check(with_limits(plan, [peak - (r == rank) for r, peak in enumerate(peaks)]))
-    assert caught.value.reason == "memory"
 
 
 def test_two_sizes_by_hand() -> None:

@@ -14,26 +14,10 @@ import pytest
 
 from support import ROOT
 from support.gpu.ranks import RankFailed, results_of, run_ranks
-from support.pool import Pool
 
 pytestmark = pytest.mark.dist
 
 CHOSEN = "test_every_family and 2-float64 or test_wrapped_stages and fsdp-1f1b and 1-2 or test_a_wait_would_be_noticed"
-
-
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_the_jobs_train_every_family_that_any_model_can_run(pool: Pool, num_ranks: int) -> None:
-    for worst_difference in pool.run(num_ranks, every_family_on_the_cpu, num_ranks):
-        assert worst_difference.keys() >= {"gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zb_v", "dualpipe", "varuna"}
-        assert max(worst_difference.values()) <= 1e-10
-
-
-def every_family_on_the_cpu(rank: int, num_ranks: int) -> dict[str, float]:
-    import torch
-
-    from support.gpu import exactness
-
-    return exactness.families(rank, torch.device("cpu"), num_ranks, "float64")
 
 
 @pytest.mark.sweep

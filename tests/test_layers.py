@@ -33,27 +33,13 @@ def test_every_module_imports_only_what_its_row_allows() -> None:
 @pytest.mark.parametrize(
     ("module", "source", "told"),
     [
-        (
-            "rota.plan",
-            "import json, collections.abc\nfrom rota.placement import Placement\nfrom rota import reading",
-            [],
-        ),
-        ("rota.plan", "import torch.nn", ["rota.plan imports torch.nn"]),
+        ("rota.plan", "import json\nfrom rota.placement import Placement\nfrom rota import reading", []),
         ("rota.plan", "from rota.timeline import Timeline", ["rota.plan imports rota.timeline"]),
         ("rota.plan", "from rota import Task", ["rota.plan imports rota"]),
-        ("rota.plan", "from . import tasks", ["rota.plan imports ."]),
         ("rota.plan", "class A:\n def f(self):\n  import numpy", ["rota.plan imports numpy in a function"]),
         ("rota.plan", "if TYPE_CHECKING:\n import torch", ["rota.plan imports torch in a function"]),
-        ("rota.schedules.gpipe", "from rota.schedules.common import depth", []),
-        ("rota.models.new", "import torch\nfrom rota.models import Stages", []),
         ("rota.models.new", "from rota.runtime import Pipeline", ["rota.models.new imports rota.runtime"]),
         ("rota.drawing.new", "def f():\n from rota.drawing.artists import x\n import matplotlib.pyplot", []),
-        (
-            "rota.drawing.new",
-            "from rota.drawing.artists import x",
-            ["rota.drawing.new imports rota.drawing.artists"],
-        ),
-        ("rota.cli.new", "def f():\n from rota.demo.walkthrough import x", []),
         ("rota.cli.new", "from rota.demo.walkthrough import x", ["rota.cli.new imports rota.demo.walkthrough"]),
         ("rota", "if TYPE_CHECKING:\n from rota.models import split", []),
         ("rota", "from rota.plan import Plan", ["rota imports rota.plan"]),

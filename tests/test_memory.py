@@ -11,7 +11,7 @@ from rota.placement import Edge, Placement
 from rota.placing import place
 from rota.plan import Plan
 from rota.simulation import simulate
-from rota.tasks import Kind, Op, Task, Transfer
+from rota.tasks import Kind, Op, Task
 from rota.timeline import Timeline
 from support.core_strategies import differing_plans, plans, wired_plans
 from support.recount import figure_of, recount
@@ -116,30 +116,3 @@ def test_a_sender_holds_its_bytes_while_they_wait_for_a_shared_link() -> None:
     timeline = simulate(Plan(placement, 1, tuple((Op(stage, F, 0),) for stage in range(3))))
     assert timeline.memory(0) == [(0, 0), (1, 16), (3, 8), (5, 0)]
     assert timeline.memory(2) == [(0, 0), (3, 8), (5, 8), (6, 0)]  # from when it is served
-
-
-def test_each_edge_is_received_on_its_own() -> None:
-    tasks = (Task(0, F, (0,), 1), Task(1, F, (1,), 1), Task(2, F, (1,), 1))
-    placement = Placement(tasks, (Edge(0, 1, 8), Edge(0, 2, 8)), Cluster.uniform(2))
-    timeline = simulate(Plan(placement, 1, ((Op(0, F, 0),), (Op(1, F, 0), Op(2, F, 0)))))
-    assert timeline.memory(1) == [(0, 0), (1, 16), (2, 8), (3, 0)]
-
-
-def test_ops_that_take_no_time_are_seen_one_after_the_other() -> None:
-    tasks = (Task(0, F, (0,), 0, 5, 1), Task(0, B, (0,), 0, -5, 2))
-    placement = Placement(tasks, (Edge(0, 1),), Cluster((None,)))
-    ops = [Op(0, kind, m) for m in range(3) for kind in (F, B)]
-    assert simulate(Plan(placement, 3, (tuple(ops),))).peak_memory_bytes == (7,)  # never two micro-batches
-    assert simulate(Plan(placement, 3, (tuple(sorted(ops, key=lambda op: op.kind == B)),))).peak_memory_bytes == (17,)
-
-
-def test_a_task_on_several_ranks_holds_on_each() -> None:
-    placement = Placement((Task(0, F, (0, 1), 2, 5, 1),), (), Cluster((None, None)), (0, 3))
-    assert simulate(Plan(placement, 2, ((Op(0, F, 0), Op(0, F, 1)),) * 2)).peak_memory_bytes == (11, 14)
-
-
-def test_a_transfer_to_the_same_rank_takes_nothing() -> None:
-    placement = place(Costs.uniform(2, boundary_bytes=50, activation_bytes=1), Cluster((None,)), ranks=(0, 0))
-    timeline = simulate(schedules.gpipe(placement, 1))
-    assert not any(isinstance(span.work, Transfer) for span in timeline.spans())
-    assert timeline.peak_memory_bytes == (2,)

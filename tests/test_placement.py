@@ -174,10 +174,6 @@ def test_a_task_on_several_ranks_is_fed_rank_by_rank_or_from_the_first() -> None
     )
 
 
-def test_what_stays_on_its_rank_makes_no_transfer() -> None:
-    assert place(Costs.uniform(3), Cluster.uniform(2), (0, 0, 1)).routes[0][:4] == (1, 2, 0, 1)
-
-
 def test_forward_only_keeps_forwards_that_hold_nothing() -> None:
     given = Costs.uniform(3, boundary_bytes=5, static_bytes=2, forward_peak_bytes=4, reduce_us=3)
     placement = place(given, Cluster.uniform(3)).forward_only()

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -13,7 +11,6 @@ from itertools import pairwise
 import pytest
 from hypothesis import given, settings
 
-from fuzz.mutating import json_mutants, text_mutants
 from rota import schedules
 from rota.checking import check
 from rota.cluster import Cluster, Link, SharedLink
@@ -241,27 +238,6 @@ def test_text_round_trips(plan: Plan) -> None:
     assert Plan.from_json(text).to_json() == text
 
 
-def test_csv_is_pytorchs() -> None:
-    assert PLAN.to_csv() == "0F0,0F1,0B0,0F2,0B1,0B2\n1F0,1B0,1F1,1B1,1F2,1B2\n"
-
-
-@pytest.mark.parametrize(
-    ("text", "told"),
-    [
-        ("0F0,0B0\n1F0,1B0,what", "line 2, cell 3: 'what' is not an op"),
-        (
-            "0F0,,,0X0",
-            "line 1, cell 4: '0X0' is not an op: write stage, one of F B I W R, and micro-batch, such as 2F0",
-        ),
-        ("0F0\n0F0 0F1", "line 2, cell 1: '0F0 0F1' is not an op"),
-    ],
-)
-def test_a_bad_cell_is_told_with_line_and_cell(text: str, told: str) -> None:
-    with pytest.raises(FormatError) as caught:
-        Plan.from_csv(text, PLAN.placement)
-    assert told in str(caught.value)
-
-
 def changed(**fields: object) -> str:
     return json.dumps({**json.loads(PLAN.to_json()), **fields})
 
@@ -309,22 +285,3 @@ def test_what_is_no_transfer_is_refused_with_one_that_is(entry: str) -> None:
     with pytest.raises(FormatError) as caught:
         Plan.from_json(json.dumps(document))
     assert str(caught.value) == (f'plan.service_orders[0]: "{entry}" is not a transfer; expected one such as 0F0>1F0@1')
-
-
-@pytest.mark.parametrize("plan", [PLAN, hosted()], ids=["plain", "wired"])
-def test_mutated_text_is_read_or_refused(plan: Plan) -> None:
-    chooser = random.Random(5)
-    documents, csv = plan.to_json(), plan.to_csv()
-    reads: list[tuple[str, Callable[[str], Plan]]] = [
-        *((text, Plan.from_json) for text in json_mutants(documents, 1500, chooser)),
-        *((text, Plan.from_json) for text in text_mutants(documents, 500, chooser)),
-        *((text, partial(Plan.from_csv, placement=plan.placement)) for text in text_mutants(csv, 2000, chooser)),
-    ]
-    outcomes = Counter()
-    for text, read in reads:
-        try:
-            check(read(text))
-            outcomes["good"] += 1
-        except RotaError as error:
-            outcomes[type(error).__name__] += 1
-    assert min(outcomes[name] for name in ("good", "FormatError", "PlacementError", "PlanError")) > 20

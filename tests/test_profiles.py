@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from rota import Cluster, FormatError, Link, PipelineError, PlacementError
+from rota import FormatError, PipelineError, PlacementError
 from rota.layers import LayerCosts
 from rota.profiles import Profile
 
@@ -111,13 +111,6 @@ def test_profiles_that_are_none_are_refused() -> None:
         assert wrong != good
         with pytest.raises(FormatError, match=told):
             Profile.from_json(wrong)
-
-
-def test_a_cluster_is_a_file() -> None:
-    cluster = Cluster((10**9, None), Link(5, 3000), ((1, 0, Link(7)),))
-    assert Cluster.from_json(cluster.to_json()) == cluster
-    with pytest.raises(FormatError, match=r"cluster\.links\[0\] is \[1, 0\]; expected"):
-        Cluster.from_json('{"rota": "cluster", "limit_bytes": [null, null], "link": [0, null], "links": [[1, 0]]}')
 
 
 def test_what_a_cached_profile_says_is_told_in_one_line(tmp_path: Path) -> None:

@@ -39,16 +39,6 @@ def test_a_dump_has_one_line_a_field_and_an_entry() -> None:
     )
 
 
-def test_fields_are_read_with_their_path() -> None:
-    assert DOCUMENT["a"].integer(1) == 1
-    assert DOCUMENT["b"].path == "plan.b"
-    assert [item.path for item in DOCUMENT["b"]] == ["plan.b[0]", "plan.b[1]", "plan.b[2]"]
-    _, text, none = DOCUMENT["b"]
-    assert (text.text(), none.integer_or_none()) == ("x", None)
-    assert ("a" in DOCUMENT, "z" in DOCUMENT, "a" in DOCUMENT["b"]) == (True, False, False)
-    assert next(iter(list(DOCUMENT["e"])[1:])).integers() == (2,)
-
-
 @pytest.mark.parametrize(
     ("read", "told"),
     [
@@ -94,7 +84,7 @@ def test_what_is_no_document_of_ours_is_refused(text: str, told: str) -> None:
     assert told in str(caught.value)
 
 
-@pytest.mark.parametrize("depth", range(900, 1000, 5))
+@pytest.mark.parametrize("depth", range(900, 1000, 20))
 def test_deep_nesting_is_refused_wherever_the_stack_ends(depth: int) -> None:
     text = json.dumps({"rota": "plan", "a": 0}).replace("0", "[" * depth + "]" * depth)
     with pytest.raises(FormatError):

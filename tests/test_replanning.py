@@ -20,7 +20,6 @@ from rota import (
     interleaved,
     place,
     simulate,
-    wave,
 )
 from rota.cluster import Link, SharedLink
 from rota.replanning import replan
@@ -50,12 +49,6 @@ def test_as_many_ranks_change_nothing() -> None:
     assert replan(plan, 4) is plan
 
 
-def test_equal_stages_two_a_rank_go_as_1f1b_of_twice_the_stage() -> None:
-    twice = one_f_one_b(place(Costs.uniform(2, 200, 400), Cluster.uniform(2)), 8)
-    found = replan(chain(4), 2)
-    assert simulate(found).makespan_us == simulate(twice).makespan_us
-
-
 def test_more_ranks_than_before() -> None:
     plan = NAMED["interleaved_1f1b"](interleaved(Costs.uniform(8, 100, 200), Cluster.uniform(2)), 8)
     assert stages_by_rank(replan(plan, 8)) == [(stage,) for stage in range(8)]
@@ -73,11 +66,6 @@ def test_what_ranks_share_is_shared_by_those_that_are_left() -> None:
     assert fewer.placement.cluster == Cluster((None,) * 2, Link(1, 2, 3), shared=(left,), gap_us=2)
     assert fewer.service_orders == ()
     check(fewer)
-
-
-def test_no_rank_goes_without_a_stage() -> None:
-    plan = one_f_one_b(place(Costs((0, 0, 0, 5), (0, 0, 0, 5)), Cluster.uniform(4)), 2)
-    assert all(stages_by_rank(replan(plan, 3)))
 
 
 def test_two_streams_go_in_opposite_directions() -> None:
@@ -196,8 +184,3 @@ def test_ready_first_is_1f1b_on_one_stage_a_rank() -> None:
         assert ready_first(placement, 8) == one_f_one_b(placement, 8)
         eager = NAMED["eager_1f1b"](placement, 8)
         assert simulate(ready_first(placement, 8, 2)).makespan_us == simulate(eager).makespan_us
-
-
-def test_ready_first_on_a_v() -> None:
-    placement = wave(Costs.uniform(8, 100, 100, 100), Cluster.uniform(4))
-    check(ready_first(placement, 8))

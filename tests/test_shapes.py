@@ -7,7 +7,7 @@ import pytest
 from rota.cluster import Cluster
 from rota.costs import Costs
 from rota.errors import PlacementError
-from rota.shapes import SHAPES, k_shape, m_shape
+from rota.shapes import k_shape, m_shape
 from rota.tasks import Kind
 from support.tessel_shapes import tessel
 
@@ -35,20 +35,9 @@ def test_ranks(shape: str, ranks: list[tuple[int, ...]]) -> None:
     assert forwards(shape, 4) == ranks
 
 
-@pytest.mark.parametrize(("shape", "busy_us"), [("v", 4), ("x", 8), ("m", 6), ("nn", 8), ("nn-eager", 8), ("k", 6)])
-def test_work_of_a_rank(shape: str, busy_us: int) -> None:
-    tasks = tessel(shape, 4).tasks
-    assert {sum(task.duration_us for task in tasks if rank in task.ranks) for rank in range(4)} == {busy_us}
-
-
 def test_branches_meet() -> None:
     """K's branches do not feed each other, only the shared stage."""
     assert tessel("k", 6).stage_edges == ((0, 1), (1, 2), (3, 4), (4, 5), (2, 6), (5, 6))
-
-
-def test_streams() -> None:
-    assert tessel("x", 4).num_components == 2
-    assert all(tessel(shape, 4).num_components == 1 for shape in SHAPES if shape not in ("x", "interleaved", "wave"))
 
 
 def test_errors() -> None:

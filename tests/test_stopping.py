@@ -65,7 +65,7 @@ def test_schedules_that_are_searches_look_often() -> None:
         assert looks.most_calls < MOST_CALLS, name
 
 
-@pytest.mark.parametrize("last", [1, 30, 1000, 5000])
+@pytest.mark.parametrize("last", [1, 30, 5000])
 @pytest.mark.parametrize("name", ["zb_auto", "v_half"])
 def test_what_such_a_schedule_found_until_it_is_over_is_its_plan(name: str, last: int) -> None:
     placement = split_chain(4) if name == "zb_auto" else a_v(2)

@@ -11,11 +11,6 @@ from rota.tasks import Kind, Op, Task
 from support.core_strategies import ops
 
 
-def test_kinds_are_pytorchs_letters() -> None:
-    assert "".join(Kind) == "FBIWR"
-    assert [kind for kind in Kind if kind.makes_weight_gradients] == [Kind.B, Kind.W]
-
-
 def test_an_op_is_written_as_in_pytorchs_csv() -> None:
     assert str(Op(2, Kind.F, 0)) == "2F0"
     assert Op.parse(" 12W345\n") == Op(12, Kind.W, 345)
@@ -68,8 +63,3 @@ def test_a_task_refuses_what_makes_no_sense(changed: dict[str, object], told: st
     with pytest.raises(PlacementError) as caught:
         Task(**{"stage": 2, "kind": Kind.F, "ranks": (0,), "duration_us": 1, **changed})  # type: ignore[arg-type]
     assert told in str(caught.value)
-
-
-def test_zero_time_and_freeing_are_legal() -> None:
-    task = Task(2, Kind.B, (3, 1), 0, held_bytes=-5)
-    assert (str(task), task.ranks, task.held_bytes) == ("2B", (3, 1), -5)

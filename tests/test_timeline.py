@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import json
-import random
 from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
 
-from fuzz.mutating import json_mutants, text_mutants
 from rota import schedules
 from rota.cluster import Cluster
 from rota.costs import Costs
-from rota.errors import FormatError, PlanError, RotaError
+from rota.errors import PlanError, RotaError
 from rota.placing import place
 from rota.plan import Plan
 from rota.simulation import simulate
@@ -54,25 +52,9 @@ def linked(plan: Plan, before: Span, after: Span) -> bool:
     return before.rank == after.rank and (a[1], b[1]) != ("optimizer", "reduce")
 
 
-@given(plans())
-@settings(max_examples=some(200))
+@given(plans() | wired_plans())
+@settings(max_examples=some(400))
 def test_the_critical_path_explains_the_makespan(plan: Plan) -> None:
-    timeline = simulate(plan)
-    path = timeline.critical_path()
-    assert path[0].start_us == 0
-    assert path[-1].end_us == timeline.makespan_us == sum(span.duration_us for span in path)
-    spans = set(timeline.spans())
-    for span in path:
-        assert span in spans or (isinstance(span.work, StepEndWork) and not span.duration_us)
-        assert span.duration_us or not isinstance(span.work, Transfer)
-    for before, after in pairwise(path):
-        assert before.end_us == after.start_us
-        assert linked(plan, before, after), (before, after)
-
-
-@given(wired_plans())
-@settings(max_examples=some(200))
-def test_the_critical_path_explains_the_makespan_with_what_messages_cost(plan: Plan) -> None:
     """Of a transfer that another one waits for, only the time for which it occupies what they share."""
     path, occupied_us = simulate(plan).critical_path(), plan.placement.occupied_us
 
@@ -169,13 +151,6 @@ def test_what_is_wrong_is_told_with_place_and_value(text: str, told: str) -> Non
     assert told in str(caught.value)
 
 
-def test_a_missing_field_is_told() -> None:
-    fields = json.loads(TIMELINE.to_json())
-    del fields["sent_us"]
-    with pytest.raises(FormatError, match="timeline has no field 'sent_us'"):
-        Timeline.from_json(json.dumps(fields))
-
-
 def test_orders_that_wait_in_a_cycle_have_no_times() -> None:
     """Not even in zero time: a critical path of them would have no beginning."""
     fields = json.loads(TIMELINE.to_json())
@@ -184,15 +159,3 @@ def test_orders_that_wait_in_a_cycle_have_no_times() -> None:
         fields[name] = [[7] * len(row) for row in fields[name]]
     with pytest.raises(PlanError, match="the orders wait in a cycle"):
         Timeline.from_json(json.dumps(fields))
-
-
-def test_mutated_text_is_read_or_refused() -> None:
-    text, chooser = TIMELINE.to_json(), random.Random(3)
-    outcomes = set()
-    for mutant in [*json_mutants(text, 1500, chooser), *text_mutants(text, 500, chooser)]:
-        try:
-            Timeline.from_json(mutant).critical_path()
-            outcomes.add("read")
-        except RotaError:
-            outcomes.add("refused")
-    assert outcomes == {"read", "refused"}

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import permutations
-
 import numpy as np
 import pytest
 
@@ -46,14 +44,6 @@ def test_bounds_of_a_grouping_and_of_a_sequence(
             assert sequence_bound_us(problem, sequence, lowest_us, exact_us + 7) <= exact_us
             assert sequence_bound_us(problem, sequence, lowest_us, 2 * exact_us) <= exact_us
         assert max((bound.us for bound in of_any_sequence(problem)), default=0) <= exact_us
-
-
-@pytest.mark.parametrize("seed", [7, 8])
-def test_bounds_of_any_sequence(seed: int) -> None:
-    problem = chain(seed, 3, 4, False, 1.6, giants=1)
-    exact = [optimum_us(problem, sequence) for sequence in permutations(range(4))]
-    bounds = of_any_sequence(problem)
-    assert max(bound.us for bound in bounds) <= min(us for us in exact if us is not None)
 
 
 def test_a_giant_that_fills_the_memory_makes_its_rank_wait() -> None:

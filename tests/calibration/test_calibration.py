@@ -15,13 +15,12 @@ from cli.test_cli import run
 from rota import schedules
 from rota.calibration import Calibration, calibrate, calibrated, costs_of, median_us
 from rota.calibration.measured_times import fit_link
-from rota.calibration.planning_again import patterns
 from rota.cluster import Cluster, Link, SharedLink
 from rota.contention import service_starts_us
 from rota.costs import Costs
 from rota.errors import PlacementError, PlanError, RotaError
 from rota.placement import Edge, Placement, StepEnd
-from rota.placing import interleaved, place
+from rota.placing import place
 from rota.plan import Plan
 from rota.simulation import simulate
 from rota.tasks import Kind, Op, Task
@@ -157,11 +156,6 @@ def test_a_link_within_a_slower_shared_one_is_found(latency_us: int, rate: int, 
     assert found == truth
 
 
-def test_an_outlier_does_not_count() -> None:
-    times = {1_000: [15, 15, 15, 900], 50_000: [505, 505, 505], 100_000: [1005, 1005, 5000, 1005]}
-    assert fit_link(times, Link()) == Link(5, 100)
-
-
 # --- costs again ----------------------------------------------------------------------------------------------------
 
 
@@ -177,17 +171,6 @@ def test_a_placement_is_made_of_its_costs(placement: Placement) -> None:
     assert again.static_bytes == placement.static_bytes
     assert costs.note == "told"
     assert Costs.from_json(costs.to_json()) == costs
-
-
-def test_costs_with_recomputation_and_several_stages_per_rank() -> None:
-    given_costs = Costs.uniform(
-        4, 10, 20, activation_bytes=9, recompute_us=(10, None, 11, None), checkpoint_bytes=2, static_bytes=5
-    )
-    placement = interleaved(given_costs, Cluster.uniform(2))
-    found = costs_of(placement)
-    assert found.recompute_us == (10, None, 11, None)
-    assert found.static_bytes == (5, 5, 5, 5)
-    assert interleaved(found, Cluster.uniform(2)) == placement
 
 
 @pytest.mark.parametrize(
@@ -300,18 +283,6 @@ def test_the_command_that_cuts_again_keeps_the_trainer_and_the_ranks_per_pipelin
     assert "--links cluster.json --ranks 8 --pipeline 4 --batch 64 --exportable --whole-backward -o better.json" in told
 
 
-@pytest.mark.parametrize(
-    ("places", "told"),
-    [
-        (["layers.1", "layers.2", "norm"], "layers.*,norm"),
-        (["a.b.0", "a.b.1", "c.d.5", "c.d.7", "head"], "a.b.*,c.d.5,c.d.7,head"),
-        (["1", "2"], "1,2"),
-    ],
-)
-def test_places_as_patterns(places: list[str], told: str) -> None:
-    assert patterns(places) == told
-
-
 def test_schedules_that_do_not_fit_in_memory_are_left_out() -> None:
     costs = replace(costs_of(OLD), activation_bytes=(2_000,) * 4, input_frees_bytes=None)
     limited = place(costs, replace(OLD.cluster, limit_bytes=(13_000,) * 4))
@@ -367,14 +338,6 @@ def test_calibrate_writes_plan_and_costs(
     assert read.forward_us == (150, 90, 110, 100)
     assert read.note == f"calibrated by {measured_file}, {measured_file}"
     assert run(capsys, "plan", "gpipe", "--costs", costs, "--microbatches", 8)[0] == 0
-
-
-def test_calibrate_takes_a_name(measured_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, _ = run(capsys, "calibrate", measured_file, "--plan", "1F1B")
-    assert (code, "\n  1f1b" in out, "zb_h1" in out) == (0, True, False)
-    code, _, error = run(capsys, "calibrate", measured_file, "--plan", "1f1v")
-    assert code == 2
-    assert "did you mean 1f1b?" in error
 
 
 def test_calibrate_searches(measured_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -76,13 +76,6 @@ def test_the_document_s_example(capsys: pytest.CaptureFixture[str]) -> None:
 # --- blocks and schedules ---------------------------------------------------------------------------------------------
 
 
-def test_blocks() -> None:
-    a, b = Block(2, 3, 1.0, "FORWARD"), Block(2, 1, -1, "backward")
-    Block.make_dependency(a, b)
-    assert (a.after, b.before, a.before) == ({b}, {a}, set())
-    assert (repr(a), repr(b), a.btype, a.memory, a.gid) == ("f2", "b2", "forward", 1, None)
-
-
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
@@ -148,18 +141,6 @@ def test_a_block_before_what_it_reads_is_not_valid() -> None:
     schedule.add_block(a, [0], 0)
     schedule.add_block(b, [1], 1)
     assert not schedule.validate()
-
-
-def test_copies_are_their_own() -> None:
-    micro = Placement.kshape(4)
-    copy = micro.copy(3)
-    assert not copy.all_blocks() & micro.all_blocks()
-    assert {block.mid for block in copy.all_blocks()} == {3}
-    assert str(copy) == str(micro).replace("0", "3")
-    for block, twin in zip(micro.added_blocks(), copy.added_blocks(), strict=True):
-        assert {micro.added_blocks().index(b) for b in block.before} == {
-            copy.added_blocks().index(b) for b in twin.before
-        }
 
 
 # --- placements -------------------------------------------------------------------------------------------------------
@@ -402,9 +383,6 @@ def test_files_that_are_refused(tmp_path: Path, text: str, told: str) -> None:
     with pytest.raises(FormatError, match=told) as error:
         SchedPlan.load(tmp_path / "bad.json")
     assert "bad.json" in str(error.value)
-
-
-def test_a_file_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(FormatError, match=r"cannot read .*none.json: No such file"):
         SchedPlan.load(tmp_path / "none.json")
 

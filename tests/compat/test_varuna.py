@@ -19,7 +19,6 @@ from rota import (
     PipelineError,
     SearchError,
     SplitError,
-    Stages,
     place,
     simulate,
 )
@@ -210,15 +209,6 @@ def test_weights_of_other_stages_are_let_go() -> None:
     assert stages.ties == ties
     assert [name for name, _ in stages.named_parameters()] == names
     assert stages[0].norm.running_mean.is_meta
-    one, other = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-    other.weight = one.weight
-    by_hand = Stages([nn.Sequential(one), nn.Sequential(one, other), nn.Linear(WIDTH, WIDTH)])
-    ties = by_hand.ties
-    materialize(by_hand, [2])
-    assert by_hand.ties == ties
-    assert one.weight is other.weight
-    assert one.weight.is_meta
-    assert not by_hand[2].weight.is_meta
 
 
 # --- inputs -----------------------------------------------------------------------------------------------------------
@@ -232,6 +222,7 @@ def test_the_map_of_stages_to_ranks() -> None:
         ("0;0;", 2, "name each once"),
         ("0;1;", 3, "there are 3 processes"),
         ("", 1, "is ''; give ranks"),
+        ("a;b;", 2, "such as '0,2;1,3;'"),
         ({0: [0]}, 1, "give ranks for each stage"),
     ):
         with pytest.raises(PipelineError, match=told):

@@ -211,28 +211,6 @@ def test_a_large_embedding_and_head_get_their_own_stages() -> None:
     assert found.rank_us == (900,) * 6
 
 
-def test_slow_ranks_get_less() -> None:
-    found = cut(chain_of([300] * 12), 3, slowdowns=[1, 2, 1])
-    assert list(found) == [0, 5, 7, 12]
-    assert found.rank_us == (1500, 1200, 1500)
-
-
-def test_ranks_that_hold_more_micro_batches_get_fewer_layers() -> None:
-    free = cut(chain_of([300] * 12, kept=10), 3)
-    assert list(free) == [0, 4, 8, 12]
-    tight = cut(chain_of([300] * 12, kept=10), 3, limit_bytes=110)
-    assert list(tight) == [0, 3, 7, 12]
-    assert tight.slowest_us == 1500
-
-
-def test_the_sum_of_a_rank_s_stages_counts() -> None:
-    """The best stages, each by itself, are not the best ranks."""
-    found = cut(chain_of([900, 300, 300, 300, 300, 900]), 2, stages_per_rank=2, placement="wave")
-    assert found.rank_us == (1500, 1500) or found.slowest_us == found.bound_us
-    uneven = cut(chain_of([1200, *[300] * 10]), 2, stages_per_rank=2, placement="interleaved")
-    assert uneven.slowest_us == 2100
-
-
 @pytest.mark.parametrize(
     ("placement", "a_rank", "most_gap"), [("interleaved", 2, 0.02), ("wave", 2, 0.02), ("interleaved", 4, 0.03)]
 )

@@ -112,17 +112,23 @@ def test_memory_counts_up_and_down_below_its_limit() -> None:
         assert counters[rank, "memory limit"] == [(0, 20), (TIMELINE.makespan_us, 20)]
 
 
-def test_ranks_and_tracks_have_names_in_order() -> None:
-    named = {
+def names_of(timeline: Timeline) -> dict[tuple[int, int | None], str]:
+    """Of processes and their tracks."""
+    return {
         (event["pid"], event.get("tid")): event["args"]["name"]
-        for event in events_of(TIMELINE)
+        for event in events_of(timeline)
         if event["ph"] == "M" and "name" in event["args"]
     }
+
+
+def test_ranks_and_tracks_have_names_in_order() -> None:
+    named = names_of(TIMELINE)
     assert [named[pid, None] for pid in (1, 2)] == ["rank 0", "rank 1"]
     for process in (1, 2):
         mine = [name for (pid, tid), name in sorted(named.items(), key=str) if pid == process and tid is not None]
         assert mine == ["compute", "idle", "step end", "transfers"]
     assert set(tracks(events_of(TIMELINE))) <= set(named)
+    assert {"shared links", "host a"} <= {*names_of(wired()).values()}
 
 
 def test_save_writes_it_and_takes_no_second_timeline(tmp_path: Path) -> None:
@@ -138,20 +144,3 @@ def test_no_two_tracks_share_a_number() -> None:
     numbers = [tid for _, tid in keys] + list({pid for pid, _ in keys})
     assert len(numbers) == len(set(numbers))
     assert min(numbers) > 0
-
-
-def test_shared_links_have_tracks_and_transfers_show_how_long_they_waited() -> None:
-    timeline = wired()
-    events = [event for event in events_of(timeline) if event["ph"] == "X"]
-    on_link = [event for event in events if event["pid"] == timeline.num_ranks + 1]
-    served = [*timeline.service_spans(0)]
-    assert [(e["ts"], e["dur"], e["name"]) for e in on_link] == [
-        (span.start_us, span.duration_us, str(span.work)) for span in served
-    ]
-    assert all(before.end_us <= after.start_us for before, after in pairwise(served))
-    waits = sum(event["dur"] for event in events if event["name"] == "wait")
-    routes = range(len(timeline.plan.placement.routes))
-    waited = [b - a for r in routes for a, b in zip(timeline.handed_over_us(r), timeline.sent_us[r], strict=True)]
-    assert waits == sum(waited) > 0
-    names = [e["args"]["name"] for e in events_of(timeline) if e["ph"] == "M" and "name" in e["args"]]
-    assert {"shared links", "host a"} <= {*names}

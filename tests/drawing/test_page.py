@@ -15,7 +15,6 @@ import pytest
 import rota
 from drawing.test_text import SHAPES, timeline
 from rota.drawing import html, save, to_html
-from rota.drawing.packing import Columns
 
 PAGE = Path(rota.__file__).parent / "drawing" / "page"
 
@@ -95,13 +94,6 @@ def test_a_page_is_the_same_each_time() -> None:
 def test_save_writes_a_page(tmp_path: Path) -> None:
     save(timeline(), tmp_path / "x.html", title="µs")
     assert (tmp_path / "x.html").read_text(encoding="utf-8") == to_html(timeline(), title="µs")
-
-
-def test_columns_take_the_smallest_type_that_holds_them() -> None:
-    columns = Columns()
-    for values in ([], [127, -128], [128], [2**31 - 1], [2**31], [10**15, -1]):
-        columns.add(values)
-    assert columns.types == [("b", 0), ("b", 2), ("h", 1), ("i", 1), ("d", 1), ("d", 2)]
 
 
 def test_the_pages_modules_are_small() -> None:

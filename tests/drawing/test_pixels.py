@@ -37,7 +37,7 @@ def pixels(ax):
     return rows[low[1] : high[1], low[0] : high[0]][::-1].astype(float)
 
 
-@pytest.mark.parametrize("view", [None, (0, 5000), (123_456, 130_001), (700_000, 1_000_000)])
+@pytest.mark.parametrize("view", [None, (123_456, 130_001)])
 def test_pixels_are_as_busy_as_their_ranks(view):
     drawn = with_gaps(timeline("1f1b", 4, 2000, forward_us=130, backward_us=301))
     figure = Figure(figsize=(9, 4), dpi=100)

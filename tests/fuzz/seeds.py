@@ -10,7 +10,7 @@ from random import Random
 from tempfile import TemporaryDirectory
 
 from rota import schedules
-from rota.cluster import AllReduceTimes, Cluster, Link
+from rota.cluster import AllReduceTimes, Cluster, Link, SharedLink
 from rota.costs import Costs
 from rota.interop import torchtitan
 from rota.layers import LayerCosts
@@ -35,12 +35,13 @@ _COSTS = (
     Costs((5, 6), (7, 8), recompute_us=(None, 3), activation_bytes=(2, 9), spread_us=(1, 2)),
 )  # fmt: skip
 _CLUSTER = Cluster((40, None, 90), Link(1, 2), ((0, 1, Link(4, 1)), (2, 1, Link(0, None))))
+_HOST = (SharedLink("host", 1, (0, 1), (1, 2)),)
 _SUMS = (AllReduceTimes(2, ((1024, 90), (65536, 140))), AllReduceTimes(3, ((1024, 120),)))
 
 
 @cache
 def plans() -> tuple[Plan, ...]:
-    """Chains, interleaved ones, two streams, a graph, tasks on several ranks, recomputation, inference, a use."""
+    """Chains, interleaved ones, two streams, a graph, tasks on several ranks, recomputation, inference, and more."""
     whole, split, recomputed, graph, _ = _COSTS
     two = Cluster.uniform(2, 1000, latency_us=2, bytes_per_us=3)
     ended = place(whole, _CLUSTER)
@@ -56,7 +57,14 @@ def plans() -> tuple[Plan, ...]:
         schedules.gpipe(replace(ended, step_ends=(StepEnd(2, 5, 7), StepEnd(0, 0, 3))), 2),
         replace(schedules.one_f_one_b(ended, 3), usage=Usage(("blocks[0]", "blocks[2]"), 4, 2, (1, 2, 5))),
         replace(schedules.gpipe(place(split, Cluster.uniform(3)), 2), usage=Usage((), 1)),
+        _served(schedules.gpipe(place(whole, replace(_CLUSTER, link=Link(1, 2, 1, None, 1, 8), shared=_HOST)), 2)),
     )
+
+
+def _served(plan: Plan) -> Plan:
+    """With the order of service that first come, first served gives."""
+    transfers = dict(plan.services.transfers())
+    return replace(plan, service_orders=tuple(tuple(transfers[node] for node in nodes) for nodes in plan.served))
 
 
 @cache

@@ -70,8 +70,9 @@ def of_plan(loaded: Plan | Timeline, chooser: Random) -> str:
 
 
 def csv_and_back(plan: Plan, form: dict[str, bool]) -> Plan:
-    """The CSV says nothing of a usage."""
-    return replace(Plan.from_csv(plan.to_csv(**form), plan.placement), usage=plan.usage)
+    """The CSV says nothing of a usage, nor of orders of service."""
+    read = Plan.from_csv(plan.to_csv(**form), plan.placement)
+    return replace(read, usage=plan.usage, service_orders=plan.service_orders)
 
 
 def of_timeline(timeline: Timeline, chooser: Random) -> str:

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
-from runtime import test_inference, test_random_orders, test_spmd
-from runtime.gradients import test_recompute_training, test_split_backward_training
+from runtime import test_inference, test_random_orders, test_random_state, test_spmd, test_step_handles
+from runtime.gradients import test_recompute_training
 from runtime.reducing import test_replicas, test_shared_weights
 from support.gpu.ranks import RankPool
 
@@ -42,7 +42,7 @@ def test_stages_on_several_ranks(rank_pool: RankPool, case: str) -> None:
     "test",
     [
         test_recompute_training.test_beside_stages_that_the_plan_recomputes,
-        test_split_backward_training.test_a_checkpointed_block_is_recomputed_once_a_microbatch,
+        test_random_state.test_dropout,
         test_replicas.test_odd_parameters,
         test_replicas.test_evaluation_of_replicas,
         test_replicas.test_dropout_differs_between_replicas_and_is_one_on_all_parts,
@@ -51,6 +51,19 @@ def test_stages_on_several_ranks(rank_pool: RankPool, case: str) -> None:
 )
 def test_others(rank_pool: RankPool, test: Callable[[RankPool], None]) -> None:
     test(rank_pool)
+
+
+@pytest.mark.parametrize(
+    ("pp", "dp"), [pytest.param(1, 2, marks=pytest.mark.gpu(2)), pytest.param(2, 2, marks=pytest.mark.gpu(4))]
+)
+def test_replicas_that_accumulate(rank_pool: RankPool, pp: int, dp: int) -> None:
+    test_replicas.test_gradients_add_up_over_steps_with_and_without_sync(rank_pool, pp, dp)  # type: ignore[arg-type]
+
+
+@pytest.mark.gpu(2)
+@pytest.mark.parametrize("form", test_step_handles.FORMS)
+def test_steps_that_overlap(rank_pool: RankPool, form: str) -> None:
+    test_step_handles.test_values_are_those_of_steps_that_wait(rank_pool, form)  # type: ignore[arg-type]
 
 
 @pytest.mark.gpu(4)

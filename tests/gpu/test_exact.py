@@ -27,20 +27,6 @@ def test_every_family(ranks: Ranks, record_property: Record, num_ranks: int, dty
         assert max(of_rank.values()) <= TOLERANCE[dtype], of_rank
 
 
-@pytest.mark.parametrize(
-    ("pp", "dp"),
-    [
-        pytest.param(1, 2, marks=pytest.mark.gpu(2)),
-        pytest.param(2, 1, marks=pytest.mark.gpu(2)),
-        pytest.param(2, 2, marks=pytest.mark.gpu(4)),
-    ],
-)
-def test_replicas_and_tied_weights(ranks: Ranks, record_property: Record, pp: int, dp: int) -> None:
-    found = ranks(pp * dp, exactness.replicas_of_tied_stages, pp, dp)
-    record_property("worst_difference", max(found))
-    assert max(found) <= 1e-10
-
-
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("num_ranks", ONE_OR_TWO)
 def test_autocast(ranks: Ranks, record_property: Record, num_ranks: int, dtype: str) -> None:
@@ -59,27 +45,6 @@ def test_a_gradient_that_overflows_on_one_rank_is_skipped_on_all(
     for difference, scales, expected in found:
         assert difference <= 1e-5
         assert scales == expected == [256, 128, 128, 256]
-
-
-@pytest.mark.parametrize("num_ranks", ONE_OR_TWO)
-def test_recomputation_draws_the_same_dropout(ranks: Ranks, record_property: Record, num_ranks: int) -> None:
-    found = ranks(num_ranks, exactness.recomputed_dropout, num_ranks)
-    record_property("worst_difference", max(found))
-    assert max(found) <= 1e-5
-
-
-@pytest.mark.parametrize("num_ranks", ONE_OR_TWO)
-def test_dropout_depends_on_the_seed_and_not_on_the_plan(ranks: Ranks, record_property: Record, num_ranks: int) -> None:
-    for to_another_plan, to_another_seed in ranks(num_ranks, exactness.dropout_repeats, num_ranks):
-        record_property("to_another_plan", to_another_plan)
-        assert to_another_plan <= 1e-5
-        assert to_another_seed > 1e-3
-
-
-@pytest.mark.parametrize("num_ranks", ONE_OR_TWO)
-def test_steps_that_overlap(ranks: Ranks, num_ranks: int) -> None:
-    for losses, expected in ranks(num_ranks, exactness.overlapping_steps, num_ranks):
-        assert losses == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])

@@ -36,23 +36,6 @@ def test_actions_keep_the_wire_order() -> None:
             assert done == here
 
 
-def test_values_and_columns_are_told_apart() -> None:
-    for plan, of_ranks in many_programs():
-        for program in of_ranks:
-            messages = [action.message for action in program.actions if action.message]
-            assert len({(message.value, message.transfer.receiver) for message in messages}) == len(messages)
-            received = {a.message.value for a in program.actions if a.what == "receive" and a.message}
-            assert program.arriving == received
-        columns = [a.message.column for p in of_ranks for a in p.actions if a.what == "send" and a.message]
-        routes = plan.placement.routes
-        assert sorted(columns) == [(r, k) for r in range(len(routes)) for k in range(plan.num_microbatches)]
-        for program in of_ranks:
-            for message in (action.message for action in program.actions if action.message):
-                route = routes[message.column[0]]
-                assert (route.sender, route.receiver) == message.transfer[2:4]
-                assert message.column[1] == message.transfer.source.microbatch
-
-
 def test_what_is_used_how_often() -> None:
     placement = place(Costs.uniform(3), Cluster.uniform(3), [(0, 1), 0, (0, 1, 2)], [(0, 1), (0, 2), (1, 2)])
     plan, index = gpipe(placement, 1), {(0, 1): 0, (0, 2): 1, (1, 2): 2}

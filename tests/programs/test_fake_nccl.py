@@ -10,41 +10,24 @@ import pytest
 
 from rota.cluster import Cluster
 from rota.costs import Costs
-from rota.errors import PlanError
 from rota.placing import place
-from rota.programs.device_order import prove
 from rota.programs.device_steps import DeviceProgram, device_programs
 from rota.schedules import FAMILIES, Family, one_f_one_b
 from support import fake_nccl
 from support.device_orders import (
     Programs,
     family_plans,
+    is_proved,
     overtaken_on_a_channel,
     shuffled,
     swapped_on_a_channel,
     with_early_receives,
     with_pair_communicators,
 )
-from support.fake_nccl import HangError, World, WrongMessageError
+from support.fake_nccl import HangError
 from support.random_plans import random_plan
 
 pytestmark = pytest.mark.sampled
-
-
-def is_proved(programs: Programs, serial: bool) -> bool:
-    try:
-        prove(programs, serial=serial)
-    except PlanError:
-        return False
-    return True
-
-
-def finishes(programs: Programs, serial: bool) -> bool:
-    try:
-        fake_nccl.run(programs, serial=serial)
-    except (HangError, WrongMessageError):
-        return False
-    return True
 
 
 def unchanged(programs: Programs, rng: random.Random) -> Programs:
@@ -77,7 +60,7 @@ def test_a_message_that_overtakes_can_hang_independent_streams() -> None:
     for seed in range(60):
         programs = overtaken(device_programs(plan), random.Random(seed))
         proved = is_proved(programs, serial=False)
-        assert proved == finishes(programs, serial=False), seed
+        assert proved == fake_nccl.finishes(programs, serial=False), seed
         verdicts[proved] += 1
     assert min(verdicts[True], verdicts[False]) > 3
 
@@ -97,7 +80,7 @@ def test_the_proof_accepts_exactly_what_finishes(
         programs = mutate(programs, rng)
         for serial in (False, True):
             proved = is_proved(programs, serial)
-            assert proved == finishes(programs, serial), (seed, serial)
+            assert proved == fake_nccl.finishes(programs, serial), (seed, serial)
             verdicts[serial, proved] += 1
     assert verdicts[True, True] > 0
     if mutate is unchanged:
@@ -126,63 +109,8 @@ def early_one_f_one_b(num_bytes: int) -> list[DeviceProgram]:
     return [with_early_receives(program) for program in device_programs(plan)]
 
 
-def test_a_hang_is_told_by_the_first_kernel_of_each_stream() -> None:
-    with pytest.raises(HangError) as caught:
-        fake_nccl.run(early_one_f_one_b(100), serial=True)
-    told = str(caught.value).split("; ")
-    assert "rank 0: run 0F0 on compute waits for receive 1B0→0B0" in told
-    assert "rank 0: receive 1B0→0B0 on channel 1→0 waits for a send on rank 1" in told
-    assert "rank 1: receive 0F0→1F0 on channel 0→1 waits for a send on rank 0" in told
-
-
 def test_a_short_queue_of_the_host_hangs_it_too() -> None:
     """Streams that are independent do not help where the host cannot enqueue what the others wait for."""
     fake_nccl.run(early_one_f_one_b(100))
     with pytest.raises(HangError):
         fake_nccl.run(early_one_f_one_b(100), queue_length=1)
-
-
-def test_small_messages_hide_a_wrong_order() -> None:
-    """Both send before they receive: it works until the messages are larger than the buffer."""
-
-    def exchange(num_bytes: int, buffer_bytes: int) -> None:
-        world = World(2, buffer_bytes=buffer_bytes)
-        for device, other in zip(world.devices, reversed(world.devices), strict=True):
-            device.send("pair", (0, 1), other.rank, f"from {device.rank}", num_bytes)
-            device.receive("pair", (0, 1), other.rank, f"from {other.rank}")
-        world.leave()  # one thread is the host of both
-        world.devices[0].synchronize()
-        world.devices[1].synchronize()
-        assert [device.wrong for device in world.devices] == [[], []]
-
-    exchange(100, buffer_bytes=100)
-    with pytest.raises(HangError, match="send from 0 on pair waits for a receive on rank 1; rank 1: send from 1"):
-        exchange(101, buffer_bytes=100)
-
-
-def test_messages_wait_in_the_buffer_together() -> None:
-    world = World(2, buffer_bytes=100)
-    world.leave()
-    for k, size in enumerate((60, 40, 1)):
-        world.devices[0].send("0→1", "0→1", 1, k, size)
-    with pytest.raises(HangError, match="send 2"):
-        world.devices[0].synchronize()
-
-
-def test_events_order_streams() -> None:
-    world = World(1)
-    (device,) = world.devices
-    event = fake_nccl.Event("of nobody")
-    device.wait("a", event)
-    device.compute("a", "kernel")
-    with pytest.raises(HangError, match="rank 0: a waits for of nobody"):
-        device.synchronize()
-
-
-def test_wrong_messages_are_noticed() -> None:
-    world = World(2)
-    world.leave()
-    world.devices[0].send("0→1", "0→1", 1, "a")
-    world.devices[1].receive("0→1", "0→1", 0, "b")
-    world.devices[1].synchronize()
-    assert world.devices[1].wrong == [("b", "a")]

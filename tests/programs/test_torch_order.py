@@ -16,8 +16,7 @@ from rota.programs.torch_order import check_torch_order, first_differences, has_
 from rota.schedules import FAMILIES, NAMED, Family
 from support import fake_nccl
 from support.core_strategies import deal, linear_extension
-from support.device_orders import Programs, family_plans
-from support.fake_nccl import HangError, WrongMessageError
+from support.device_orders import family_plans, is_proved
 from support.sampling import some
 
 NUM_RANDOM_PLANS = some(60)
@@ -38,22 +37,6 @@ def random_chain_plan(seed: int) -> Plan:
     placement = interleaved(costs, Cluster.uniform(num_ranks, latency_us=latency_us))
     num_microbatches = rng.randint(1, 6)
     return deal(placement, num_microbatches, linear_extension(placement, num_microbatches, rng, in_order=False))
-
-
-def is_proved(programs: Programs, serial: bool) -> bool:
-    try:
-        prove(programs, serial=serial)
-    except PlanError:
-        return False
-    return True
-
-
-def finishes(programs: Programs, serial: bool) -> bool:
-    try:
-        fake_nccl.run(programs, serial=serial)
-    except (HangError, WrongMessageError):
-        return False
-    return True
 
 
 @pytest.mark.parametrize("family", [f for f in FAMILIES if f.name != "forward_only"], ids=lambda family: family.name)
@@ -79,7 +62,7 @@ def test_the_proof_accepts_exactly_what_finishes_on_devices_that_hang() -> None:
             for by_pair, serial in ((True, False), (False, False), (False, True)):
                 programs = torch_programs(text, by_pair=by_pair)
                 verdict = is_proved(programs, serial)
-                assert verdict == finishes(programs, serial), (seed, way, by_pair, serial)
+                assert verdict == fake_nccl.finishes(programs, serial), (seed, way, by_pair, serial)
                 seen[f"{way} {verdict}"] += 1
     assert seen["plan False"] == seen["derived False"] == 0
     assert min(seen[f"deferred {verdict}"] for verdict in (True, False)) > NUM_RANDOM_PLANS // 20

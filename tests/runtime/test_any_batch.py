@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from rota import Cluster, Costs, Pipeline, PipelineError, Plan, Stages, bidirectional, place
-from rota.schedules import NAMED, chimera
+from rota import Cluster, Costs, Pipeline, PipelineError, Plan, Stages, place
+from rota.schedules import NAMED
 from support.fresh import run_fresh
 from support.networks import StepResult, assert_equal_steps, gradients_of, loss_fn
 from support.pool import Pool
@@ -117,20 +117,6 @@ def test_encodings_of_any_number_of_rows(pool: Pool, kind: str, whole: bool) -> 
             torch.testing.assert_close(results[step][1], output, rtol=1e-10, atol=1e-10)
 
 
-def bidirectional_steps(rank: int, all_rows: list[int]) -> list[float]:
-    plan = chimera(bidirectional(Costs.uniform(2), Cluster.uniform(2)), N)
-    with Pipeline(reading_stages(), plan, encoded_loss) as pipeline:
-        return [pipeline.step(*encoding(rows)) for rows in all_rows]
-
-
-def test_two_streams(pool: Pool) -> None:
-    all_rows = [8, 7, 2]
-    for losses in pool.run(2, bidirectional_steps, all_rows):
-        for rows, loss in zip(all_rows, losses, strict=True):
-            inputs, targets = encoding(rows)
-            assert loss == pytest.approx(encoded_loss(reading_stages().run(inputs), dict(targets)).item(), rel=1e-10)
-
-
 # --- refused ----------------------------------------------------------------------------------------------------------
 
 
@@ -209,7 +195,7 @@ def linear_stages() -> Stages:
     return Stages([nn.Linear(WIDTH, WIDTH).double(), nn.Linear(WIDTH, WIDTH).double()])
 
 
-@pytest.mark.parametrize("sizes", [[3, 1, 5, 1], [4, 0, 5, 1]])
+@pytest.mark.parametrize("sizes", [[4, 0, 5, 1]])
 def test_ragged_lists_also_with_empty_microbatches(pool: Pool, sizes: list[int]) -> None:
     stages = linear_stages()
     x, target = torch.linspace(0, 1, 10 * WIDTH).view(10, WIDTH).double(), torch.ones(10, WIDTH).double()

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 import rota
 from rota import Cluster, Costs, Pipeline, PipelineError, Plan, Stages, place
 from rota.programs.actions import Message
-from rota.runtime import agreement
 from rota.runtime.transport import Transport
 from rota.schedules import NAMED
 from support.fresh import run_fresh
@@ -321,26 +320,6 @@ def replicas_of_other_lengths(rank: int) -> float:
 
 def test_replicas_may_have_other_shapes(pool: Pool) -> None:
     assert len({*pool.run(4, replicas_of_other_lengths)}) == 1
-
-
-def told_rounds(rank: int, batches: list[Any]) -> int:
-    """How often ranks compare what they were given."""
-    counted = []
-    gather = agreement.all_gather_json
-
-    def counting(*args: Any) -> Any:
-        counted.append(1)
-        return gather(*args)
-
-    with Pipeline(chain(3), plan_for(4), loss_fn) as pipeline, patch.object(agreement, "all_gather_json", counting):
-        for batch in batches:
-            pipeline.step(*batch)
-    return len(counted)
-
-
-def test_batches_are_compared_when_their_rows_change(pool: Pool) -> None:
-    batches = [tensors(8), tensors(8, seed=1), tensors(8, 3), tensors(12), tensors(12), tensors(8)]
-    assert pool.run(3, told_rounds, batches) == [3] * 3
 
 
 def empty_microbatch(rank: int) -> str:

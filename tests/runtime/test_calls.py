@@ -5,16 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from typing import Any
-from unittest.mock import patch
 
 import pytest
-import torch
 import torch.distributed as dist
 
 import rota
 from rota import Cluster, Costs, Pipeline, PipelineError, Plan, place
 from rota.interop import TorchEngine
-from rota.runtime.transport import Transport
 from rota.schedules import one_f_one_b
 from support.networks import StepResult, assert_equal_steps, batch_of, chain, gradients_of, loss_fn, serial_step
 from support.pool import Pool
@@ -84,46 +81,6 @@ def test_ranks_of_a_pipeline_have_one_scale(pool: Pool) -> None:
     """Replicas may differ: it is how their batches are weighted."""
     for told in pool.run(4, other_scale):
         assert told == ["rank 0 of replica 1 gave step scale=1, rank 1 of replica 1 0.5; give all ranks the same", ""]
-
-
-def reductions(rank: int) -> dict[str, int]:
-    """How many all-reduces each call takes."""
-    counted: list[int] = []
-    all_reduce = Transport.all_reduce
-
-    def counting(transport: Transport, *args: Any, **options: Any) -> None:
-        counted.append(1)
-        all_reduce(transport, *args, **options)
-
-    found = {}
-    with patch.object(Transport, "all_reduce", counting), Pipeline(chain(3), plan_for(3), loss_fn) as pipeline:
-        for name, call in CALLS.items():
-            counted.clear()
-            call(pipeline)
-            found[name] = len(counted)
-    return found
-
-
-def test_agreeing_takes_no_message_of_its_own(pool: Pool) -> None:
-    expected = {"step()": 2, "step(sync=False)": 2, "evaluate()": 2, "forward()": 1, "clip_grad_norm_()": 1}
-    for found in pool.run(3, reductions):
-        assert found == {**expected, "timeline()": 1}
-
-
-def norms(rank: int, norm_type: float, values: list[float]) -> float:
-    with Pipeline(chain(3), plan_for(3), loss_fn) as pipeline:
-        for parameter in pipeline.parameters():
-            parameter.grad = torch.zeros_like(parameter)
-        next(pipeline.parameters()).grad.view(-1)[0] = values[rank]
-        return pipeline.clip_grad_norm_(1.0, norm_type).item()
-
-
-@pytest.mark.parametrize("norm_type", [2.0, math.inf])
-def test_a_norm_that_is_not_finite_reaches_all(pool: Pool, norm_type: float) -> None:
-    for bad in (math.nan, -math.nan, math.inf):
-        for found in pool.run(3, norms, norm_type, [3.0, bad, 4.0]):
-            assert math.isnan(found) if math.isnan(bad) else found == math.inf
-    assert pool.run(3, norms, norm_type, [3.0, 0.0, -4.0]) == [5.0 if norm_type == 2 else 4.0] * 3
 
 
 def engine_steps(rank: int) -> str:

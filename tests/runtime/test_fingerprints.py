@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorData
 import rota
 from rota import Cluster, Costs, Pipeline, PipelineError, Plan, place
 from rota.runtime import agreement
-from rota.runtime.fingerprints import difference_in, equal_replicas, fingerprints
+from rota.runtime.fingerprints import fingerprints
 from rota.schedules import one_f_one_b
 from support.fresh import run_fresh
 from support.networks import WIDTH, chain, loss_fn
@@ -51,25 +51,6 @@ def test_equal_bytes_have_equal_fingerprints() -> None:
     assert len({only(value) for value in different[:-1]}) == len(different) - 1
     assert only(({"a": x, "b": [1, x]},)) not in (only(({"a": x, "b": [2, x]},)), only(({"a": x, "c": [1, x]},)))
     assert only(x.to_sparse()) == only(object()) == ""  # not compared
-
-
-def test_names() -> None:
-    x = torch.ones(2)
-    assert [*fingerprints("inputs", [(x, x)], ["tokens"])] == ["inputs['tokens']", "inputs[1]"]
-    assert [*fingerprints("targets", [{"labels": x}])] == ["targets['labels']"]
-    assert [*fingerprints("targets", [x, None])] == ["targets[0]"]
-    (of_name,) = fingerprints("targets", [None, x]).values()
-    assert of_name[0] == "" != of_name[1]
-
-
-def test_compared_by_name_and_microbatch() -> None:
-    given: list[Any] = [{"a": ["1", ""], "b": ["2", "3"]}, {}, {"a": ["1", "5"], "c": ["7", "7"]}, {"b": ["2", "4"]}]
-    assert difference_in(given, [0, 1, 2]) is None
-    found = difference_in(given, [0, 1, 2, 3])
-    assert found is not None
-    assert (found.name, found.microbatch, found.one, found.other) == ("b", 1, 0, 3)
-    assert equal_replicas(given, [[0], [1], [2]]) is None
-    assert equal_replicas([given[0], given[2], given[0], {}, {}], [[3], [0], [1], [2], [4]]) == (1, 3)
 
 
 # --- loaders ----------------------------------------------------------------------------------------------------------
@@ -248,47 +229,6 @@ def test_other_words_are_refused() -> None:
 
 
 # --- workers ----------------------------------------------------------------------------------------------------------
-
-
-def trained(pipeline: Pipeline, batches: Iterator[Any], optimizer: torch.optim.Optimizer) -> list[float]:
-    losses = []
-    for x, target in batches:
-        optimizer.zero_grad()
-        losses.append(pipeline.step(x if pipeline.reads_inputs else None, target if pipeline.reads_targets else None))
-        optimizer.step()
-    return losses
-
-
-def train_with_workers(rank: int, folder: Path) -> None:
-    losses: list[float] = []
-    with Pipeline(chain(2), plan_for(2), loss_fn) as pipeline:
-        optimizer = torch.optim.SGD([*pipeline.parameters()], lr=0.1)
-        sampler = pipeline.sampler(dataset(), seed=3)
-        for epoch in range(2):
-            sampler.set_epoch(epoch)
-            loader = DataLoader(dataset(), batch_size=18, sampler=sampler, num_workers=2)  # the last one has 10 rows
-            losses += trained(pipeline, iter(loader), optimizer)
-    torch.save(losses, folder / f"losses{rank}")
-
-
-@pytest.mark.dist
-@pytest.mark.sweep
-def test_a_loader_with_workers_trains_as_the_unsplit_model(tmp_path: Path) -> None:
-    ended = run_fresh(tmp_path, 2, train_with_workers, tmp_path)
-    assert [each.exit_code for each in ended] == [0, 0], ended[0].stderr
-    stages, losses = chain(2), []
-    optimizer = torch.optim.SGD([p for module in stages.modules for p in module.parameters()], lr=0.1)
-    sampler = DistributedSampler(dataset(), 1, 0, seed=3)
-    for epoch in range(2):
-        sampler.set_epoch(epoch)
-        for x, target in DataLoader(dataset(), batch_size=18, sampler=sampler):
-            optimizer.zero_grad()
-            loss = loss_fn(stages.run(x), target)
-            loss.backward()
-            losses.append(loss.item())
-            optimizer.step()
-    for rank in range(2):
-        assert torch.load(tmp_path / f"losses{rank}") == pytest.approx(losses, rel=1e-10)
 
 
 def numbers(rank: int) -> list[list[int]]:

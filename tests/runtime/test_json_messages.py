@@ -6,7 +6,6 @@ import math
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 
 from rota import PipelineError
@@ -57,15 +56,6 @@ def tell_long(rank: int) -> bool:
 
 def test_no_byte_of_a_long_value_is_lost(pool: Pool) -> None:
     assert pool.run(2, tell_long) == [True, True]
-
-
-def tell_beside_meta(rank: int) -> list[Any]:
-    with torch.device("meta"):
-        return [*all_gather_json(rank), broadcast_json("x" * 2000)[-2:]]
-
-
-def test_the_default_device_may_be_one_without_data(pool: Pool) -> None:
-    assert pool.run(2, tell_beside_meta) == [[0, 1, "xx"]] * 2
 
 
 def refused(rank: int) -> list[str]:

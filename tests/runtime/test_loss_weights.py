@@ -122,8 +122,7 @@ def error_of(rank: int, case: str, engine: Any, weight_us: int | None) -> str:
     return ""
 
 
-@pytest.mark.parametrize("case", REFUSED)
-@pytest.mark.parametrize("weight_us", [None, 1], ids=["B", "I and W"])
+@pytest.mark.parametrize(("case", "weight_us"), [*((case, None) for case in REFUSED), ("module", 1), ("buffer", 1)])
 def test_refused_at_the_latest_in_the_first_step(pool: Pool, case: str, weight_us: int | None) -> None:
     (error,) = pool.run(1, error_of, case, Pipeline, weight_us)
     with pytest.raises(PipelineError, match=REFUSED[case][1]):

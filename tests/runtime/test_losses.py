@@ -11,8 +11,7 @@ from torch import Tensor, nn
 import rota
 from rota import Cluster, Costs, Pipeline, PipelineError, Plan, bidirectional, place
 from rota.runtime.device.host import HostDevice
-from rota.runtime.losses import MicrobatchLoss, loss_of, needs_target
-from rota.runtime.step_losses import AT_ONCE, Given, StepLosses
+from rota.runtime.losses import loss_of, needs_target
 from rota.schedules import chimera, one_f_one_b
 from support.networks import WIDTH, chain, loss_fn
 from support.pool import Pool
@@ -38,23 +37,6 @@ def part_of(batch: tuple[Tensor, Tensor], pipeline: Pipeline) -> tuple[Tensor, T
 # --- one micro-batch --------------------------------------------------------------------------------------------------
 
 LOSS = torch.tensor(3.0)
-
-
-@pytest.mark.parametrize(
-    ("returned", "expected"),
-    [
-        (LOSS, (3.0, None, {})),
-        ((LOSS, torch.tensor(2)), (3.0, 2.0, {})),
-        ({"loss": (LOSS, 2), "a": 1, "b": torch.tensor([0.5]), "c": (1.0, torch.tensor(4))}, (3.0, 2.0, "abc")),
-    ],
-)
-def test_forms(returned: Any, expected: Any) -> None:
-    root, loss = loss_of(lambda *_: returned, None, None, HostDevice())
-    assert root is LOSS
-    assert (loss.value, loss.count) == expected[:2]
-    if expected[2]:
-        made = {name: (metric.value, metric.count) for name, metric in loss.metrics.items()}
-        assert made == {"a": (1.0, None), "b": (0.5, None), "c": (1.0, 4.0)}
 
 
 @pytest.mark.parametrize(
@@ -120,17 +102,6 @@ def _loss_of_the_output_alone(rank: int) -> float:
 def test_a_loss_of_the_output_alone(pool: Pool) -> None:
     first, second = pool.run(2, _loss_of_the_output_alone)
     assert first == second
-
-
-def test_the_same_message_carries_requests_to_stop() -> None:
-    def asked_elsewhere(sums: Tensor) -> None:
-        sums += torch.tensor([1.25] + [0.0] * 10 + [1.0, 0.0], dtype=torch.float64)
-
-    everyone: Any = None
-    given = Given({0: MicrobatchLoss(2.0, None, {})}, [0], {}, [1.0])
-    totals = StepLosses(plan_for(1, 1), 0, 2, HostDevice()).total(given, False, asked_elsewhere, everyone)
-    step, stops = totals.read(AT_ONCE, together=True)
-    assert (step.mean, stops) == (1.625, True)
 
 
 # --- metrics ----------------------------------------------------------------------------------------------------------

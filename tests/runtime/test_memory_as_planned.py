@@ -22,8 +22,7 @@ pytestmark = pytest.mark.dist
 
 ROWS, WIDTH, HIDDEN, NUM_MICROBATCHES = 4, 4, 64, 12
 BOUNDARY_BYTES, HIDDEN_BYTES = ROWS * WIDTH * 8, ROWS * HIDDEN * 8
-#: Boundary tensors, a sixteenth of an activation each, arrive or leave a little earlier or later; the last stage's loss
-#: keeps some as well.
+#: Boundary tensors, a sixteenth of an activation each, arrive or leave a little earlier or later.
 _A_FEW = 5 * BOUNDARY_BYTES
 
 
@@ -44,6 +43,7 @@ def plan_for(schedule: str, num_ranks: int) -> Plan:
     # The first stage's input is the caller's. Its I does nothing, and keeps the gradient for W; that of another
     # keeps the gradients of both layers' outputs.
     kept = [HIDDEN_BYTES + BOUNDARY_BYTES * (stage > 0) for stage in range(num_stages)]
+    kept[-1] += BOUNDARY_BYTES  # by the loss
     splits = schedule == "zb_h1"
     costs = Costs(
         forward_us=(10,) * num_stages,
@@ -87,8 +87,8 @@ def patient(allowed_bytes: float) -> Callable[[MemoryWatch, Op], None]:
     return wait
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3, 4])
-@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1", "interleaved_1f1b"])
+@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb_h1", "interleaved_1f1b"])
 def test_kept_activations_and_buffers_are_as_planned(pool: Pool, schedule: str, num_ranks: int) -> None:
     plan = plan_for(schedule, num_ranks)
     stages = Stages(Wide().double() for _ in range(plan.num_stages))

@@ -1,117 +1,23 @@
-"""Pipeline x tensor x replicas: the unsplit model's steps on eight processes; and meshes that do not fit."""
+"""Meshes: which process is where, placements with replicas, and meshes that do not fit."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 
 import rota
 from rota import Cluster, Costs, Pipeline, PipelineError, Plan, Stages, bidirectional, place, spmd
-from rota.schedules import NAMED, chimera, gpipe
+from rota.schedules import chimera, gpipe
 from support.meshed import on_each, part_of
 from support.networks import batch_of, chain, gradients_of, loss_fn, serial_step
-from support.parallel_modules import GatheredLayer, ParallelLayer
+from support.parallel_modules import ParallelLayer, own_part
 from support.pool import Pool
 
 pytestmark = pytest.mark.dist
-
-NORM_TYPES = (0.5, 1.0, 2.0, 3.0, float("inf"))
-
-
-def parallel_stages(group: spmd.Group, tie: bool) -> Stages:
-    stages = Stages([ParallelLayer(0, group), nn.Sequential(GatheredLayer(1, group), ParallelLayer(2, group))])
-    if tie:
-        stages[1][1].down = stages[0].down
-    return stages
-
-
-def plan_for(schedule: str) -> Plan:
-    costs = Costs.uniform(2, weight_us=1 if schedule.startswith("zb") else None)
-    return NAMED[schedule](place(costs, Cluster.uniform(2)), 4)
-
-
-Steps = list[tuple[float, list[float], dict[tuple[int, str], Tensor]]]
-
-
-def steps_on_mesh(rank: int, schedule: str, tie: bool, shard: bool = False) -> Steps:
-    """Loss, norms and parameters after each of three steps of SGD; the first process's replicated weights count."""
-    mesh = rota.mesh(pp=2, dp=2, tp=2)
-    stages = parallel_stages(mesh.get_group("tp"), tie)
-    with torch.no_grad():
-        for p in stages[0].out.parameters() if mesh.get_local_rank("tp") else ():
-            p.add_(1)
-        for p in stages[1].parameters() if mesh.get_local_rank("dp") and not shard else ():
-            p.add_(1)
-    if shard:
-        fully_shard(stages[mesh.get_local_rank("pp")], mesh=mesh["dp"])
-    found = []
-    with Pipeline(stages, plan_for(schedule), loss_fn, mesh=mesh) as pipeline:
-        assert (pipeline.rank, pipeline.replica) == (mesh.get_local_rank("pp"), mesh.get_local_rank("dp"))
-        optimizer = torch.optim.SGD(pipeline.parameters(), lr=0.1, momentum=0.5)
-        for seed in range(3):
-            optimizer.zero_grad()
-            loss = pipeline.step(*part_of(batch_of(8, seed), pipeline))
-            norms = [pipeline.clip_grad_norm_(1e9, norm_type).item() for norm_type in NORM_TYPES]
-            pipeline.clip_grad_norm_(0.1)
-            optimizer.step()
-            found.append((loss, norms, state_of(pipeline.local_stages.items())))
-    return found
-
-
-def serial_steps(tie: bool) -> Steps:
-    stages = parallel_stages(None, tie)
-    parameters = list(nn.ModuleList(stages.modules).parameters())
-    optimizer = torch.optim.SGD(parameters, lr=0.1, momentum=0.5)
-    found = []
-    for seed in range(3):
-        optimizer.zero_grad()
-        x, target = batch_of(8, seed)
-        loss = loss_fn(stages.run(x), target)
-        loss.backward()
-        gradients = [p.grad for p in parameters if p.grad is not None]
-        norms = [float(nn.utils.get_total_norm(gradients, norm_type)) for norm_type in NORM_TYPES]
-        nn.utils.clip_grad_norm_(parameters, 0.1)
-        optimizer.step()
-        found.append((loss.item(), norms, state_of(enumerate(stages.modules))))
-    return found
-
-
-def state_of(modules: Iterable[tuple[int, nn.Module]]) -> dict[tuple[int, str], Tensor]:
-    named = (((stage, name), p.detach()) for stage, module in modules for name, p in module.named_parameters())
-    return {key: p.full_tensor() if isinstance(p, DTensor) else p.clone() for key, p in named}
-
-
-def own_part(whole: Tensor, part: Tensor, position: int) -> Tensor:
-    for dim in range(whole.dim()):
-        if whole.shape[dim] != part.shape[dim]:
-            return whole.narrow(dim, position * part.shape[dim], part.shape[dim])
-    return whole
-
-
-def test_pipeline_and_tensor_and_replicas(pool: Pool) -> None:
-    cases = [("1f1b", False), ("zb_h1", True), ("zb_h1", False, True)]
-    pool.renew()
-    by_process = pool.run(8, on_each, steps_on_mesh, cases)
-    for i, (_, tie, *_) in enumerate(cases):
-        for step, (loss, norms, state) in enumerate(serial_steps(tie)):
-            for process, found in enumerate(by_process):
-                here = found[i][step]
-                assert here[0] == pytest.approx(loss, rel=1e-10, abs=1e-10)
-                assert here[1] == pytest.approx(norms, rel=1e-10, abs=1e-10)
-                for key, parameter in here[2].items():
-                    own = own_part(state[key], parameter, process % 2)
-                    torch.testing.assert_close(parameter, own, rtol=1e-10, atol=1e-10)
-            assert {key for found in by_process for key in found[i][step][2]} == state.keys()
-
-
-# --- other placements with replicas -----------------------------------------------------------------------------------
 
 
 def gradients_with_replicas(rank: int, streams: bool) -> tuple[float, float, dict[tuple[int, str], Tensor]]:
@@ -147,7 +53,7 @@ def test_shared_weights_of_replicas(pool: Pool, streams: bool) -> None:
             torch.testing.assert_close(gradient, own, rtol=1e-10, atol=1e-10)
 
 
-# --- other meshes -----------------------------------------------------------------------------------------------------
+# --- meshes -----------------------------------------------------------------------------------------------------------
 
 
 def loss_and_place(rank: int, stages: Stages, shape: tuple[int, ...], dims: tuple[str, ...]) -> tuple[float, int, int]:

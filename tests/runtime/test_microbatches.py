@@ -12,8 +12,6 @@ import torch
 from rota.errors import PipelineError
 from rota.runtime.messages import describe_value
 from rota.runtime.microbatches import (
-    is_empty,
-    num_examples,
     refuse_writes_to_shared,
     shares_of,
     structure,
@@ -149,36 +147,6 @@ def test_sizes(batch: object, sizes: tuple[int, ...]) -> None:
     assert to_microbatches("targets", batch, 2).sizes == sizes
 
 
-@pytest.mark.parametrize(
-    ("value", "expected"),
-    [
-        (rows(3), 3),
-        (torch.tensor(1.0), 1),
-        (None, 0),
-        ("text", 0),
-        ((None, rows(2)), 2),
-        ({"a": [], "b": rows(4)}, 4),
-        ((rows(1), rows(3)), 3),
-    ],
-)
-def test_num_examples(value: object, expected: int) -> None:
-    assert num_examples(value) == expected
-
-
-@pytest.mark.parametrize(
-    ("value", "expected"),
-    [
-        (rows(0), True),
-        (rows(3), False),
-        (torch.tensor(1.0), False),
-        (None, False),
-        ((3, {"y": rows(0)}, rows(2)), True),
-    ],
-)
-def test_is_empty(value: object, expected: bool) -> None:
-    assert is_empty(value) == expected
-
-
 def test_describe() -> None:
     assert describe_value({"x": rows(2, 3), "pair": (rows(1), None), 1: [2.0]}) == (
         "{x: float32[2, 3], pair: (float32[1], None), 1: (float)}"
@@ -189,22 +157,3 @@ def of(**changes: Any) -> object:
     value = {"x": rows(2, 3), "pair": (rows(1), None), "scale": 2, "rate": 0.5}
     plain: list[Any] = []
     return structure(value | changes, plain), plain
-
-
-def test_structures_differ_where_a_boundary_could() -> None:
-    assert of() == of(x=rows(2, 3) + 1)
-    different = [of(x=rows(2, 4)), of(x=rows(2, 3).double()), of(pair=(None, rows(1))), of(scale=3), of(more=1)]
-    assert all(other != of() for other in different)
-
-
-@pytest.mark.parametrize("rate", [0.25, float("nan"), -0.0])
-def test_a_float_that_changes_changes_no_structure(rate: float) -> None:
-    assert of(rate=rate) == of()
-    assert of(rate=float("nan")) == of(rate=float("nan"))
-
-
-def test_structures_of_any_objects_compare() -> None:
-    """`==` of arrays is an array, and that of others may be anything."""
-    assert of(more=np.arange(4.0)) == of(more=np.arange(4.0) + 1)
-    assert of(more=np.arange(4.0)) != of(more=np.arange(5.0))
-    assert of(more=object()) == of(more=object())

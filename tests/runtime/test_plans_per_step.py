@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-import rota
 from rota import Cluster, Costs, Pipeline, PipelineError, Plan, Stages, place
 from rota.schedules import NAMED
 from support.core_strategies import deal, linear_extension
@@ -107,36 +106,6 @@ def test_each_step_has_its_own_plan(pool: Pool, in_two: bool) -> None:
     assert not any(num_layouts[3:6] + num_layouts[7:])  # sizes that were never there, and no message about them
 
 
-def test_without_sizes_layouts_travel(pool: Pool) -> None:
-    rng, base = random.Random(3), base_plan(2)
-    lengths = [[3, 4], [7], [2]]
-    plan = random_orders(rng, base, 3)
-    found = pool.run(2, steps_without_sizes, base, lengths, plan)
-    whole = unsplit(text_stages(2), lengths, 0)
-    for i in range(2):
-        assert_equal_steps([of_rank[i][0] for of_rank in found], whole)
-    assert [of_rank[0][1] for of_rank in found] == [0, 3]
-    assert [of_rank[1][1] for of_rank in found] == [0, 0]  # the same plan and shapes again
-
-
-def steps_without_sizes(rank: int, base: Plan, lengths: Lengths, plan: Plan) -> list[Any]:
-    del rank
-    results = []
-    with Pipeline(text_stages(2), base, summed_loss) as pipeline:
-        received: list[Any] = []
-        receive = pipeline._transport.receive_layout
-        pipeline._transport.receive_layout = lambda message: received.append(message) or receive(message)
-        inputs, targets, _ = grouped(lengths, 0)
-        for _ in range(2):
-            before = len(received)
-            for parameter in pipeline.parameters():
-                parameter.grad = None
-            loss = pipeline.step(inputs, targets, plan=plan)
-            result = StepResult(loss, gradients_of(pipeline.stages, pipeline.local_stages))
-            results.append((result, len(received) - before))
-    return results
-
-
 def mean_loss(output: Tensor, labels: Tensor) -> Tensor:
     """The mean over rows of each row's mean, so that rows weigh alike whatever their lengths."""
     losses = functional.cross_entropy(output.transpose(1, 2), labels, ignore_index=IGNORED, reduction="none")
@@ -168,40 +137,6 @@ def test_means_weigh_by_the_rows_of_the_plan(pool: Pool) -> None:
         loss = mean_loss(stages.run(words), labels)
         loss.backward()
         assert_equal_steps([of[i] for of in by_rank], StepResult(loss.item(), gradients_of(stages, range(2))))
-
-
-def replica_steps(rank: int, base: Plan, batches: list[list[tuple[Lengths, Plan]]]) -> list[tuple[int, StepResult]]:
-    del rank
-    results = []
-    mesh = rota.mesh(pp=2, dp=2)
-    with Pipeline(text_stages(2), base, summed_loss, mesh=mesh, check_data="never") as pipeline:
-        for seed, of_replicas in enumerate(batches):
-            lengths, plan = of_replicas[pipeline.replica]
-            inputs, targets, sizes = grouped(lengths, 10 * seed + pipeline.replica)
-            for parameter in pipeline.parameters():
-                parameter.grad = None
-            loss = pipeline.step(inputs, targets, plan=plan, sizes=sizes)
-            results.append(StepResult(loss, gradients_of(pipeline.stages, pipeline.local_stages)))
-    return results
-
-
-def test_replicas_have_plans_of_their_own(pool: Pool) -> None:
-    rng, base = random.Random(11), base_plan(2)
-    batches = []
-    for _ in range(4):
-        both = [random_lengths(rng) for _ in range(2)]
-        batches.append([(lengths, random_orders(rng, base, len(lengths))) for lengths in both])
-    by_process = pool.run(4, replica_steps, base, batches)
-    for i, of_replicas in enumerate(batches):
-        stages = text_stages(2)
-        total, count = torch.zeros((), dtype=torch.float64), 0
-        for replica, (lengths, _) in enumerate(of_replicas):
-            for sample in samples([length for group in lengths for length in group], 10 * i + replica):
-                loss, _ = summed_loss(stages.run(sample[None, :-1]), sample[None, 1:])
-                total, count = total + loss, count + len(sample) - 1
-        (total / count).backward()
-        whole = StepResult(float(total.detach()) / count, gradients_of(stages, range(2)))
-        assert_equal_steps([of[i] for of in by_process], whole)
 
 
 def refused(rank: int, base: Plan, plans: list[Plan], sizes: list[Any]) -> list[str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -157,7 +156,6 @@ def test_weights_that_autocast_has_cached_do_not_outlive_a_step(pool: Pool) -> N
 # --- one decision of all scalers --------------------------------------------------------------------------------------
 
 NUM_STEPS, BROKEN = 14, 6  # in step BROKEN one weight's gradient is made infinite
-SCALER = {"init_scale": 2.0**26, "growth_interval": 3}  # too much at first, and too much again now and then
 
 
 def stages_to_scale() -> Stages:
@@ -171,57 +169,6 @@ def break_one_gradient(stages: Stages, step: list[int]) -> None:
     """Of stage 1 alone; `step` is what the caller counts."""
     weight = stages[1].get_parameter("0.bias")
     weight.register_hook(lambda g: torch.full_like(g, torch.inf) if step[0] == BROKEN else g)
-
-
-def train_scaled(rank: int, plan: Plan) -> tuple[list[tuple[float, float]], dict[tuple[int, str], Tensor]]:
-    del rank
-    stages, step, seen = stages_to_scale(), [0], []
-    scaler = torch.amp.GradScaler("cpu", **SCALER)  # type: ignore[arg-type]
-    break_one_gradient(stages, step)
-    with Pipeline(stages, plan, loss_fn) as pipeline:
-        parameters = [*pipeline.parameters()]
-        optimizer = torch.optim.Adam(parameters, lr=0.01) if parameters else None
-        for step[0] in range(NUM_STEPS):
-            with autocast(torch.float16):
-                loss = pipeline.step(*batch_of(step[0]), scaler=scaler)
-            if optimizer:
-                scaler.unscale_(optimizer)
-            pipeline.clip_grad_norm_(0.05)
-            if optimizer:
-                scaler.step(optimizer)
-                optimizer.zero_grad()
-            scaler.update()
-            seen.append((loss, scaler.get_scale()))
-        local = pipeline.local_stages
-    return seen, {(s, name): p.detach() for s in local for name, p in stages[s].named_parameters()}
-
-
-@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
-def test_all_scalers_decide_alike_and_as_one(pool: Pool, schedule: str) -> None:
-    by_rank = pool.run(3, train_scaled, plan_for(schedule, 3))
-    stages, step, expected = stages_to_scale(), [0], []
-    scaler = torch.amp.GradScaler("cpu", **SCALER)  # type: ignore[arg-type]
-    break_one_gradient(stages, step)
-    parameters = [p for _, p in stages.named_parameters()]
-    optimizer = torch.optim.Adam(parameters, lr=0.01)
-    for step[0] in range(NUM_STEPS):
-        loss = serial_step(stages, batch_of(step[0]), torch.float16, float(scaler.scale(torch.ones(()))))
-        scaler.unscale_(optimizer)
-        nn.utils.clip_grad_norm_(parameters, 0.05)
-        scaler.step(optimizer)
-        optimizer.zero_grad()
-        scaler.update()
-        expected.append((loss, scaler.get_scale()))
-    scales = [scale for _, scale in expected]
-    assert scales[BROKEN] < scales[BROKEN - 1]  # it skipped the broken step
-    assert scales[0] < SCALER["init_scale"]  # and others before,
-    assert any(b > a for a, b in pairwise(scales))  # and grew in between
-    for seen, weights in by_rank:
-        for (loss, scale), of_serial in zip(seen, expected, strict=True):
-            assert loss == pytest.approx(of_serial[0], rel=1e-6)
-            assert scale == of_serial[1]
-        for (stage, name), weight in weights.items():
-            torch.testing.assert_close(weight, stages[stage].get_parameter(name).detach(), rtol=1e-5, atol=1e-7)
 
 
 def accumulate_scaled(rank: int, engine: Any, plan: Plan) -> list[Any]:

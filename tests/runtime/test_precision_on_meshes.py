@@ -18,7 +18,7 @@ from rota.schedules import NAMED
 from runtime.reducing.test_wrapped_stages import in_ddp, sharded
 from support.meshed import on_each, part_of
 from support.networks import ROWS, batch_of, chain, loss_fn
-from support.parallel_modules import GatheredLayer, ParallelLayer
+from support.parallel_modules import GatheredLayer, ParallelLayer, own_part
 from support.pool import Pool
 from support.sampling import IS_WHOLE
 
@@ -34,6 +34,7 @@ class Case(NamedTuple):
     dtype: torch.dtype  # of autocast; float64: without
     recompute: str = "none"
     compiled: bool = False
+    tied: bool = False  # of stages in parts
     wrap: Callable[[nn.Module, DeviceMesh], nn.Module] | None = None
 
     def autocast(self) -> torch.autocast:
@@ -54,6 +55,9 @@ CASES = [
 ]
 
 
+PARTS = [Case("zb_h1", torch.float64, tied=True), Case("zb_h1", torch.float64, wrap=sharded)]
+
+
 class Trained(NamedTuple):
     losses: list[float]
     norms: list[float]
@@ -64,7 +68,9 @@ class Trained(NamedTuple):
 def make_stages(pp: int, group: spmd.Group, has_parts: bool, case: Case) -> Stages:
     """A chain, whose last stage has no weights where there are three; or stages in parts."""
     if has_parts:
-        stages = Stages([ParallelLayer(0, group), nn.Sequential(GatheredLayer(1, group), ParallelLayer(2, group))])
+        first, last = ParallelLayer(0, group), ParallelLayer(2, group)
+        last.down = first.down if case.tied else last.down
+        stages = Stages([first, nn.Sequential(GatheredLayer(1, group), last)])
     else:
         stages = Stages([*chain(pp).modules[: 2 if pp == 3 else pp], *[nn.Tanh()] * (pp == 3)])
     for module in stages.modules:
@@ -99,6 +105,10 @@ def train_on_mesh(rank: int, pp: int, dp: int, tp: int, case: Case) -> Trained:
     stages = make_stages(pp, mesh.get_group("tp") if tp > 1 else None, tp > 1, case)
     if mesh.get_local_rank("dp") == dp - 1 and mesh.get_local_rank("tp") == 0:
         break_gradients(stages, the_round, case)
+    if mesh.get_local_rank("dp") and case.wrap is None:
+        with torch.no_grad():  # the first process's weights count
+            for p in nn.ModuleList(stages.modules).parameters():
+                p.add_(1)
     if case.wrap is not None:
         mine = plan_for(case, pp).placement.stages_on(mesh.get_local_rank("pp"))
         stages = Stages([case.wrap(m, mesh) if s in mine else m for s, m in enumerate(stages.modules)])
@@ -161,13 +171,6 @@ def finite_or_nan(norm: float) -> float:
     return norm if math.isfinite(norm) else math.nan
 
 
-def own_part(whole: Tensor, part: Tensor, position: int) -> Tensor:
-    for dim in range(whole.dim()):
-        if whole.shape[dim] != part.shape[dim]:
-            return whole.narrow(dim, position * part.shape[dim], part.shape[dim])
-    return whole
-
-
 def compare(pool: Pool, pp: int, dp: int, tp: int, cases: list[Case]) -> None:
     by_process = pool.run(pp * dp * tp, on_each, train_on_mesh, [(pp, dp, tp, case) for case in cases])
     for i, case in enumerate(cases):
@@ -190,7 +193,7 @@ def compare(pool: Pool, pp: int, dp: int, tp: int, cases: list[Case]) -> None:
 
 @pytest.mark.parametrize(
     ("pp", "dp"),
-    [(1, 2), (2, 1), *(pytest.param(*sizes, marks=pytest.mark.sweep) for sizes in [(1, 1), (2, 2), (3, 1), (3, 2)])],
+    [(1, 2), (3, 1), *(pytest.param(*sizes, marks=pytest.mark.sweep) for sizes in [(1, 1), (2, 1), (2, 2), (3, 2)])],
 )
 def test_pipelines_and_replicas(pool: Pool, pp: int, dp: int) -> None:
     compare(pool, pp, dp, 1, CASES)
@@ -198,10 +201,11 @@ def test_pipelines_and_replicas(pool: Pool, pp: int, dp: int) -> None:
 
 @pytest.mark.parametrize(
     "cases",
-    [CASES[1:3], pytest.param([case for case in CASES if not case.compiled], marks=pytest.mark.sweep)],
+    [CASES[1:3] + PARTS, pytest.param([case for case in CASES if not case.compiled], marks=pytest.mark.sweep)],
     ids=["core", "all"],
 )
 def test_pipeline_and_tensor_and_replicas(pool: Pool, cases: list[Case]) -> None:
+    pool.renew()
     compare(pool, 2, 2, 2, cases)
 
 

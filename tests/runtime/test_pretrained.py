@@ -13,11 +13,8 @@ from torch import nn
 from transformers import (
     AutoModelForCausalLM,
     CLIPVisionConfig,
-    DeepseekV3Config,
     DetrConfig,
     DetrForObjectDetection,
-    Dinov2Config,
-    Dinov2ForImageClassification,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
@@ -26,11 +23,7 @@ from transformers import (
     LlavaForConditionalGeneration,
     MixtralConfig,
     OlmoeConfig,
-    Qwen2VLConfig,
-    Qwen2VLForConditionalGeneration,
     ResNetConfig,
-    SwinConfig,
-    SwinForImageClassification,
 )
 
 import rota
@@ -153,17 +146,6 @@ def llava() -> nn.Module:
     )
 
 
-def qwen2_vl() -> nn.Module:
-    text = {**SIZES, "rope_scaling": {"rope_type": "default", "mrope_section": [1, 1], "rope_theta": 1e4}}
-    vision = {"depth": 2, "embed_dim": 16, "hidden_size": 16, "num_heads": 2, "mlp_ratio": 2}
-    return Qwen2VLForConditionalGeneration(Qwen2VLConfig(text_config=text, vision_config=vision))
-
-
-def swin() -> nn.Module:
-    sizes = {"image_size": 16, "patch_size": 2, "embed_dim": 8, "window_size": 4}
-    return SwinForImageClassification(SwinConfig(**sizes, depths=[1, 2], num_heads=[1, 2]))
-
-
 def detr() -> nn.Module:
     backbone = ResNetConfig(embedding_size=8, hidden_sizes=[8, 8], depths=[1, 1], out_features=["stage2"])
     sizes = {
@@ -173,21 +155,11 @@ def detr() -> nn.Module:
     return DetrForObjectDetection(DetrConfig(d_model=16, num_queries=3, backbone_config=backbone, **sizes, **none))
 
 
-def deepseek_v3() -> nn.Module:
-    experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "n_group": 1}
-    heads = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 4}
-    return mixture(DeepseekV3Config, topk_group=1, first_k_dense_replace=1, **experts, **heads)
-
-
 RENAMED = {
     "llava": llava,
-    "qwen2-vl": qwen2_vl,
-    "swin": swin,
-    "dinov2": lambda: Dinov2ForImageClassification(Dinov2Config(**VISION, image_size=8, patch_size=4)),
     "detr": detr,
     "olmoe": lambda: mixture(OlmoeConfig, num_experts=3, num_experts_per_tok=2),
     "mixtral": lambda: mixture(MixtralConfig, num_local_experts=2),
-    "deepseek-v3": deepseek_v3,
 }
 
 

@@ -18,7 +18,7 @@ from rota.placement import Edge, Placement
 from rota.placing import place
 from rota.plan import Plan
 from rota.runtime.recorder import Record, merge
-from rota.schedules import forward_only, gpipe, one_f_one_b
+from rota.schedules import forward_only, gpipe
 from rota.simulation import simulate
 from rota.tasks import Kind, Op, Task
 from rota.timeline import Timeline
@@ -76,13 +76,6 @@ def test_clocks_that_disagree_never_make_a_transfer_end_before_it_starts() -> No
 def test_records_travel_as_json() -> None:
     for record in records(5):
         assert Record.from_fields(json.loads(json.dumps(record.to_fields()))) == record
-
-
-def test_rank_that_does_nothing() -> None:
-    placement = place(Costs.uniform(1), Cluster.uniform(2), [1]).forward_only()
-    timeline = merge(forward_only(placement, 1), [Record(0), Record(1, 0, [5000], [9000])])
-    assert timeline.starts_us == ((), (0,))
-    assert timeline.ends_us == ((), (4,))
 
 
 def test_reductions_are_told_by_stage_also_where_the_plan_has_none() -> None:
@@ -149,23 +142,6 @@ def test_when_shared_links_began_to_serve_a_message_is_found(plan: Plan) -> None
     assert merge(plan, recorded(planned)).sent_us == tuple(
         tuple(max(time - origin_us, 0) for time in column) for column in planned.sent_us
     )
-
-
-def shared_by_all(rate: int = 4) -> Plan:
-    """1F1B on four ranks whose messages take 25 µs of one host; each op takes 40 or 80."""
-    ranks = (0, 1, 2, 3)
-    cluster = Cluster((None,) * 4, Link(3), shared=(SharedLink("host", rate, ranks, ranks),))
-    return one_f_one_b(place(Costs.uniform(4, 40, 80, boundary_bytes=100), cluster), 6)
-
-
-def test_a_run_that_goes_as_planned_differs_in_nothing_where_links_are_shared() -> None:
-    planned = simulate(shared_by_all())
-    assert planned.sent_us != tuple(planned.handed_over_us(r) for r in range(len(planned.sent_us)))  # some wait
-    measured = merge(planned.plan, recorded(planned))
-    assert not any(compare(planned, measured).parts_us.values())
-    assert idle(measured) == idle(planned)
-    assert any(each.cause is Cause.SHARED_LINK for each in idle(measured))
-    assert calibrated(measured).routes == planned.plan.placement.routes
 
 
 def test_a_longer_wait_for_a_link_is_not_a_longer_transfer() -> None:

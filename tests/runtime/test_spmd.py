@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from rota import Cluster, Costs, Pipeline, PipelineError, Plan, Stages, place, spmd
 from rota.schedules import gpipe, one_f_one_b
 from support.networks import Layer, batch_of, loss_fn
-from support.parallel_modules import GatheredLayer, ParallelLayer
+from support.parallel_modules import GatheredLayer, ParallelLayer, own_part
 from support.pool import Pool
 
 pytestmark = pytest.mark.dist
@@ -96,13 +96,6 @@ def assert_right(by_rank: list[Steps], serial: Stages, ranks: Ranks, batches: li
                 whole = serial[stage].get_parameter(name).grad
                 own = own_part(whole, gradient, sorted(ranks[stage]).index(rank))
                 torch.testing.assert_close(gradient, own, rtol=1e-10, atol=1e-10)
-
-
-def own_part(whole: Tensor, part: Tensor, position: int) -> Tensor:
-    for dim in range(whole.dim()):
-        if whole.shape[dim] != part.shape[dim]:
-            return whole.narrow(dim, position * part.shape[dim], part.shape[dim])
-    return whole
 
 
 def test_one_dropout_on_all_ranks_of_a_stage(pool: Pool) -> None:

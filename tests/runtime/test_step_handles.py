@@ -14,7 +14,6 @@ from torch import Tensor, nn
 import rota
 from rota import Cluster, Costs, Pipeline, PipelineError, Plan, StepHandle, place
 from rota.runtime.execution import forwards_of
-from rota.runtime.step_handles import BegunSteps
 from rota.schedules import one_f_one_b
 from support.networks import ROWS, Layer, batch_of, chain
 from support.pool import Pool
@@ -32,44 +31,6 @@ def plan_for(num_ranks: int) -> Plan:
 
 def refused() -> tuple[float, bool]:
     raise PipelineError("refused")
-
-
-def test_a_handle_tells_the_same_again() -> None:
-    steps, reads = BegunSteps(), []
-    good = steps.add(lambda: (reads.append(1), (2.5, False))[1], lambda: True)
-    bad = steps.add(refused, lambda: False)
-    assert (good.is_done, bad.is_done, steps.num_ended()) == (True, False, 1)
-    assert [good.wait(), good.wait(), len(reads)] == [2.5, 2.5, 1]
-    for _ in range(2):
-        with pytest.raises(PipelineError, match="refused"):
-            bad.wait()
-    assert bad.is_done
-    assert steps.num_ended() == 2
-    steps.settle()  # it was told
-
-
-def test_what_was_not_told_is_raised_in_turn() -> None:
-    steps, ended = BegunSteps(), [True, True, False]
-    steps.add(refused, lambda: ended[0])
-    steps.add(lambda: (1.0, True), lambda: ended[1])
-    last = steps.add(refused, lambda: ended[2])
-    assert steps.num_ended() == 2
-    with pytest.raises(PipelineError, match="refused"):
-        steps.settle(1)
-    assert steps.settle(2)  # a rank asked to stop
-    assert not steps.settle(2)
-    assert not last.is_done
-    with pytest.raises(PipelineError, match="refused"):
-        steps.settle()
-    assert steps.num_ended() == 3
-
-
-def test_a_step_waits_for_those_before_it() -> None:
-    """An event that is done says nothing about earlier ones that were not looked at."""
-    steps = BegunSteps()
-    steps.add(lambda: (1.0, False), lambda: False)
-    steps.add(lambda: (2.0, False), lambda: True)
-    assert steps.num_ended() == 0
 
 
 # --- pipelines --------------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from rota import Cluster, Costs, Kind, Op, Pipeline, PipelineError, Plan, Stages, Timeline, compare, place, simulate
 from rota.runtime import clocks
@@ -156,65 +156,6 @@ def test_each_span_holds_what_its_op_did_and_takes_no_less_than_that(pool: Pool,
         assert row.median_us >= row.planned_us - 1
 
 
-def test_a_slow_op_is_found_where_it_is(pool: Pool) -> None:
-    plan = sleeping_plan("1f1b")
-    stages = Stages([(SlowOnce(4 + 2) if stage == 1 else Sleeping()).double() for stage in range(NUM_RANKS)])
-    _, second = pool.run(NUM_RANKS, timelines, stages, plan)[0]
-    compared = {op.op: op for op in compare(simulate(plan), second).ops}
-    assert compared[Op(1, Kind.F, 2)].longer_us >= 100_000 - 1
-    # The others take as long as was measured; on a busy machine that is longer than planned, too.
-    for measured, planned in zip(second.op_spans(), simulate(plan).op_spans(), strict=True):
-        assert compared[planned.work].longer_us == measured.duration_us - planned.duration_us >= -1
-
-
-class SlowOnce(Sleeping):
-    """Takes 100 ms more in one of its forwards."""
-
-    def __init__(self, which: int) -> None:
-        super().__init__()
-        self.left = which
-
-    def forward(self, *values: Tensor) -> Tensor:
-        self.left -= 1
-        if self.left == -1:
-            time.sleep(0.1)
-        return super().forward(*values)
-
-
-class Large(nn.Module):
-    """Makes 32 MB out of a little, and a little out of 32 MB."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(6, 6).double()
-
-    def forward(self, x: Tensor) -> Tensor:
-        if x.shape[1] > 6:
-            return self.linear(x.unflatten(1, (-1, 6))[:, 0])
-        return self.linear(x).repeat(1, 140_000)
-
-
-def fastest_us(rank: int) -> tuple[int, int]:
-    """The least time of a small transfer and of a large one, over steps in turn, until they are as they should be."""
-    plan = gpipe(place(Costs.uniform(2), Cluster.uniform(2)), 2)
-    least = [math.inf, math.inf]
-    deadline_s = time.monotonic() + 60
-    while True:
-        for i, stages in enumerate((chain(2), Stages([Large(), Large()]))):
-            for timeline in timelines(rank, stages, plan):  # equal on both ranks
-                least[i] = min(least[i], *(span.duration_us for span in timeline.transfer_spans()))
-        agreed = torch.tensor([least[0] < least[1] or time.monotonic() > deadline_s])
-        dist.broadcast(agreed, 0)
-        if agreed:
-            return int(least[0]), int(least[1])
-
-
-def test_transfers_take_time_that_grows_with_their_size(pool: Pool) -> None:
-    """The fastest of some: on a busy machine a small one may take long now and then."""
-    (small_us, large_us), _ = pool.run(2, fastest_us)
-    assert small_us < large_us > 1000  # 32 MB
-
-
 def step_and_compare_modules(rank: int, plan: Plan) -> None:
     with Pipeline(chain(2), plan, loss_fn) as pipeline:
         before = {*sys.modules}
@@ -257,24 +198,9 @@ def test_no_timeline_before_a_step_nor_after_close(pool: Pool, ranks: list[int])
 ROUNDS = 20
 
 
-def offset_to_rank_0(rank: int) -> tuple[int, int, float]:
-    """As between two machines, and as it is on one; and how far the first may be off."""
-    group = dist.group.WORLD
-    assert group is not None
-    began_ns = time.monotonic_ns()
-    measured = clocks.answer_offset(1, group, ROUNDS) if rank == 0 else clocks.ask_offset_ns(0, group, ROUNDS)
-    return measured, clocks.clock_offset_ns(group), most_off_ns(began_ns)
-
-
 def most_off_ns(began_ns: int) -> float:
     """The fastest round takes at most the mean of all, and the other clock is read somewhere within it."""
     return (time.monotonic_ns() - began_ns) / ROUNDS / 2 + 1
-
-
-def test_clock_offset_on_one_machine(pool: Pool) -> None:
-    (_, told_0, _), (measured, told_1, most_ns) = pool.run(2, offset_to_rank_0)
-    assert abs(measured) <= most_ns
-    assert told_0 == told_1 == 0
 
 
 class OtherClock:

@@ -9,14 +9,11 @@ import pytest
 import torch
 
 from rota import Cluster, Costs, Pipeline, PipelineError, Plan, Stages, place
-from rota.schedules import NAMED, forward_only, gpipe, one_f_one_b
+from rota.schedules import forward_only, gpipe, one_f_one_b
 from support.networks import (
-    assert_equal_steps,
     batch_of,
     chain,
-    graph_of_layers,
     loss_fn,
-    pipeline_steps,
     serial_step,
 )
 from support.pool import Pool
@@ -24,68 +21,6 @@ from support.pool import Pool
 pytestmark = pytest.mark.dist
 
 NUM_STEPS, NUM_MICROBATCHES = 5, 4
-SPLIT_AND_JOIN = [(0, 1), (0, 2), (1, 3), (2, 3)]
-
-
-def train(rank: int, stages: Stages, plan: Plan, batches: list[Any]) -> tuple[list[float], dict[Any, torch.Tensor]]:
-    losses = []
-    with Pipeline(stages, plan, loss_fn) as pipeline:
-        optimizer = torch.optim.Adam(pipeline.parameters(), lr=0.05)
-        for batch in batches:
-            optimizer.zero_grad()
-            losses.append(pipeline.step(*batch))
-            optimizer.step()
-        local = pipeline.local_stages
-    return losses, {(stage, name): p.detach() for stage in local for name, p in local[stage].named_parameters()}
-
-
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-def test_adam_gives_the_serial_models_parameters(pool: Pool, schedule: str) -> None:
-    batches = [batch_of(NUM_MICROBATCHES, seed) for seed in range(NUM_STEPS)]
-    placement = place(Costs.uniform(4, edges=SPLIT_AND_JOIN), Cluster.uniform(4))
-    plan = NAMED[schedule](placement, NUM_MICROBATCHES)
-    by_rank = pool.run(4, train, graph_of_layers(4, SPLIT_AND_JOIN), plan, batches)
-    serial = graph_of_layers(4, SPLIT_AND_JOIN)
-    optimizer = torch.optim.Adam([p for _, p in serial.named_parameters()], lr=0.05)
-    expected = []
-    for batch in batches:
-        optimizer.zero_grad()
-        expected.append(serial_step(serial, *batch).loss)
-        optimizer.step()
-    trained = {key: p for _, of_rank in by_rank for key, p in of_rank.items()}
-    for stage, module in enumerate(serial.modules):
-        for name, parameter in module.named_parameters():
-            torch.testing.assert_close(trained.pop((stage, name)), parameter.detach(), rtol=1e-10, atol=1e-10)
-    assert not trained
-    for losses, _ in by_rank:
-        assert losses == pytest.approx(expected, abs=1e-10)
-
-
-def accumulate(rank: int, stages: Stages, plan: Plan, batches: list[Any]) -> dict[Any, torch.Tensor]:
-    with Pipeline(stages, plan, loss_fn) as pipeline:
-        for batch in batches:
-            pipeline.step(*batch)
-    return {name: p.grad for name, p in stages[rank].named_parameters() if p.grad is not None}
-
-
-def test_gradients_add_up_over_steps_as_backward_does(pool: Pool) -> None:
-    batches = [batch_of(2, seed) for seed in (1, 2)]
-    plan = one_f_one_b(place(Costs.uniform(2), Cluster.uniform(2)), 2)
-    by_rank = pool.run(2, accumulate, chain(2), plan, batches)
-    serial = chain(2)
-    for batch in batches:
-        serial_step(serial, *batch)
-    for stage, module in enumerate(serial.modules):
-        for name, parameter in module.named_parameters():
-            torch.testing.assert_close(by_rank[stage][name], parameter.grad, rtol=1e-10, atol=1e-10)
-
-
-def test_one_process_runs_all_stages(pool: Pool) -> None:
-    batches = [batch_of(4, seed) for seed in (1, 2)]
-    plan = gpipe(place(Costs.uniform(3), Cluster.uniform(1), [0, 0, 0]), 4)
-    (steps,) = pool.run(1, pipeline_steps, chain(3), plan, batches)
-    for step, batch in zip(steps, batches, strict=True):
-        assert_equal_steps([step], serial_step(chain(3), *batch))
 
 
 # --- forwards only, outputs ------------------------------------------------------------------------------------------

@@ -12,12 +12,11 @@ from torch.distributed.fsdp import fully_shard
 
 import rota
 from rota import Cluster, Costs, Pipeline, PipelineError, Plan, Stages, place
-from rota.schedules import FAMILIES, NAMED
-from support.device_orders import family_plans
+from rota.schedules import NAMED
 from support.networks import ROWS, WIDTH, StepResult, assert_equal_steps, batch_of, gradients_of, loss_fn
 from support.pool import Pool
 from support.random_plans import random_plan
-from support.sampling import IS_WHOLE, some
+from support.sampling import some
 
 pytestmark = pytest.mark.dist
 
@@ -132,38 +131,6 @@ def graph_case(seed: int, num_ranks: int) -> tuple[Stages, Plan, list[Any], dict
 
 def test_random_graphs(pool: Pool) -> None:
     run_and_compare(pool, 3, [graph_case(seed, 3) for seed in range(some(80))])
-
-
-def test_the_random_graphs_are_odd_enough() -> None:
-    """Some weights have a gradient in none of the steps, some in one only, and some in some micro-batches only."""
-    num_without, num_changing = 0, 0
-    for seed in range(20):
-        stages, plan, batches, _ = graph_case(seed, 3)
-        num_weights = sum(1 for module in stages.modules for _ in module.parameters())
-        of_steps = [by_microbatches(stages, batch, plan.num_microbatches).gradients.keys() for batch in batches]
-        num_without += len(set().union(*of_steps)) < num_weights
-        num_changing += len({frozenset(each) for each in of_steps}) > 1
-    assert num_without > 15
-    assert num_changing >= 3
-
-
-def family_cases(num_ranks: int) -> list[tuple[Stages, Plan, list[Any], dict[str, Any]]]:
-    """The first plan of each family; bidirectional plans have copies of all weights."""
-    cases = []
-    for i, family in enumerate(family for family in FAMILIES if family.name != "seq1f1b"):
-        plan = next(family_plans([family], [num_ranks]))
-        stages = random_branches(plan.num_stages, [(s, s + 1) for s in range(plan.num_stages - 1)], i)
-        uses = drawn_uses(random.Random(i), plan.num_microbatches)
-        batches = [numbered(plan.num_microbatches, step, uses) for step in range(2)]
-        recompute = {"recompute": "full"} if i % 2 and not plan.placement.task(0, rota.Kind.R) else {}
-        cases.append((stages, plan, batches, recompute))
-    return cases
-
-
-def test_every_family(pool: Pool) -> None:
-    run_and_compare(pool, 2, family_cases(2))
-    if IS_WHOLE:
-        run_and_compare(pool, 4, family_cases(4))
 
 
 # --- transitions ------------------------------------------------------------------------------------------------------

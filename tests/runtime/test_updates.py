@@ -99,24 +99,6 @@ def test_gradients_that_are_scaled_for_all_are_not_compared_with_unscaled_ones()
         updates.close()
 
 
-@pytest.mark.parametrize(("max_norm", "compared"), [(None, [1, 2, 3]), (1e9, [1, 2, 3, 4, 8, 16])])
-def test_factors_are_compared_ever_more_rarely(max_norm: float | None, compared: list[int]) -> None:
-    """Clipping may have no effect in the first steps; a script that leaves gradients alone is not watched for long."""
-    model, updates = made()
-    optimizer = SGD(model.parameters(), lr=0.01)
-    found = []
-    for number in range(18):
-        if updates.report().factor:
-            found.append(number)
-        optimizer.zero_grad()
-        step(model, updates)
-        if max_norm is not None:
-            clip_grad_norm_(model.parameters(), max_norm)
-        optimizer.step()
-    assert found == compared
-    updates.close()
-
-
 # --- one rank: updates ------------------------------------------------------------------------------------------------
 
 
@@ -185,16 +167,6 @@ def test_updates_are_seen(
     for _ in range(2):  # a step that is refused, and tried again
         report = updates.report()
         assert (report.has_changed, report.is_updated, report.is_idle) == (has_changed, is_updated, not has_changed)
-    updates.close()
-
-
-def test_a_rank_without_gradients_is_never_idle() -> None:
-    model, updates = made()
-    model.requires_grad_(False)
-    with updates.refused():
-        pass
-    updates.end(False)
-    assert updates.report() == Report()
     updates.close()
 
 

@@ -15,11 +15,9 @@ from rota.costs import Costs
 from rota.placement import Placement
 from rota.placing import interleaved, wave
 from rota.plan import Plan
-from rota.schedules import FAMILIES, Family
-from rota.schedules.gpipe import gpipe
+from rota.schedules import FAMILIES, NAMED, Family
 from rota.schedules.interleaved import interleaved_one_f_one_b, interleaved_zero_bubble, looped_bfs
-from rota.schedules.one_f_one_b import eager_one_f_one_b, one_f_one_b
-from rota.schedules.zero_bubble import zb_h1, zb_h2
+from rota.schedules.one_f_one_b import eager_one_f_one_b
 from support.torch_orders import fake_stages, load, runs, simulates, theirs, torch_actions, torch_orders
 
 MOST_MICROBATCHES = 24
@@ -76,42 +74,10 @@ def regular(num_ranks: int) -> int:
 
 # --- PyTorch takes the CSV that we write ------------------------------------------------------------------------------
 
-SCHEDULES: dict[str, Schedule] = {
-    "gpipe": gpipe,
-    "1f1b": one_f_one_b,
-    "eager_1f1b": eager_one_f_one_b,
-    "interleaved_1f1b": interleaved_one_f_one_b,
-    "looped_bfs": looped_bfs,
-    "zb_h1": zb_h1,
-    "zb_h2": zb_h2,
-    "interleaved_zb": interleaved_zero_bubble,
-}
-SIZES = [(1, 1, 1), (2, 1, 1), (2, 1, 5), (3, 1, 7), (4, 1, 8), (8, 1, 6), (2, 2, 4), (2, 3, 2), (3, 2, 6), (4, 2, 9)]
 
-
-def planned(name: str, num_ranks: int, stages_per_rank: int, num_microbatches: int) -> Plan:
-    costs = Costs.uniform(num_ranks * stages_per_rank, 2, 3, 1 if "zb" in name else None)
-    return SCHEDULES[name](interleaved(costs, Cluster.uniform(num_ranks, None, 1)), num_microbatches)
-
-
-def named() -> list[Plan]:
-    """Every schedule at every size that it is defined for."""
-    single = ("1f1b", "eager_1f1b", "zb_h1", "zb_h2")
-    return [planned(name, *sizes) for name in SCHEDULES for sizes in SIZES if sizes[1] == 1 or name not in single]
-
-
-def test_pytorch_takes_every_schedule(tmp_path: Path) -> None:
-    for plan in named():
-        orders = [list(map(str, order)) for order in plan.orders]
-        runtime = load(plan.to_csv(), plan, tmp_path)
-        assert [list(map(str, runtime.pipeline_order[rank])) for rank in range(plan.num_ranks)] == orders
-
-        runtime = load(plan.to_csv(communication=True), plan, tmp_path, "compute_comms")
-        simulates(runtime)
-        for rank, order in enumerate(orders):
-            compute = list(map(theirs._Action.from_str, order))
-            ours = [a for a in runtime.pipeline_order_with_comms[rank] if "SEND" not in str(a) and "RECV" not in str(a)]
-            assert ours == theirs._add_reduce_grad(compute, plan.num_microbatches)
+def planned(family: Family, num_ranks: int, stages_per_rank: int, num_microbatches: int) -> Plan:
+    costs = family.adapted(Costs.uniform(num_ranks * stages_per_rank, 2, 3, 1))
+    return family(family.place(costs, Cluster.uniform(num_ranks, None, 1)), num_microbatches)
 
 
 #: PyTorch's form knows neither recomputation nor two chains nor chunks, and its validator wants a backward.
@@ -121,17 +87,24 @@ OF_ONE_CHAIN = [family for family in FAMILIES if family.name not in OF_OTHER_FOR
 
 @pytest.mark.parametrize("family", OF_ONE_CHAIN, ids=lambda family: family.name)
 def test_pytorch_takes_every_family(family: Family, tmp_path: Path) -> None:
-    for num_ranks, num_microbatches in ((2, 5), (4, 8), (4, 13)):
-        costs = family.adapted(Costs.uniform(num_ranks * family.stages_per_rank, 2, 3, 1))
-        plan = family(family.place(costs, Cluster.uniform(num_ranks, None, 1)), num_microbatches)
-        load(plan.to_csv(), plan, tmp_path)
-        simulates(load(plan.to_csv(communication=True), plan, tmp_path, "compute_comms"))
+    for num_ranks, num_microbatches in ((1, 1), (2, 5), (4, 8), (4, 13)):
+        plan = planned(family, num_ranks, family.stages_per_rank, num_microbatches)
+        orders = [list(map(str, order)) for order in plan.orders]
+        runtime = load(plan.to_csv(), plan, tmp_path)
+        assert [list(map(str, runtime.pipeline_order[rank])) for rank in range(num_ranks)] == orders
+
+        runtime = load(plan.to_csv(communication=True), plan, tmp_path, "compute_comms")
+        simulates(runtime)
+        for rank, order in enumerate(orders):
+            compute = list(map(theirs._Action.from_str, order))
+            ours = [a for a in runtime.pipeline_order_with_comms[rank] if "SEND" not in str(a) and "RECV" not in str(a)]
+            assert ours == theirs._add_reduce_grad(compute, num_microbatches)
 
 
 def test_pytorchs_runtime_does_what_is_written(tmp_path: Path) -> None:
     path = tmp_path / "plan.csv"
     for name, *sizes in (("1f1b", 4, 1, 6), ("interleaved_1f1b", 2, 3, 4), ("zb_h2", 3, 1, 5), ("gpipe", 1, 3, 2)):
-        plan = planned(str(name), *map(int, sizes))
+        plan = planned(NAMED[str(name)], *map(int, sizes))
         path.write_text(plan.to_csv(communication=True))
         runs(plan, path)
 

@@ -20,7 +20,7 @@ from rota.plan import Plan
 from rota.schedules import forward_only, gpipe, one_f_one_b
 from rota.simulation import simulate
 from rota.tasks import Kind
-from support.core_strategies import clusters, costs, placed, raw
+from support.core_strategies import costs, placed, raw
 from support.sampling import some
 
 Schedule = Callable[[Placement, int], Plan]
@@ -54,13 +54,6 @@ def test_uniform_chains_take_the_published_time_and_memory(
         for rank in range(num_ranks):
             few = min(num_ranks - rank, num_microbatches)
             assert most_in_flight(plan, rank) == (num_microbatches if schedule is gpipe else few)
-
-
-def test_orders_by_hand() -> None:
-    assert gpipe(chain(2), 3).to_csv() == "0F0,0F1,0F2,0B0,0B1,0B2\n1F0,1F1,1F2,1B0,1B1,1B2\n"
-    assert one_f_one_b(chain(2), 3).to_csv() == "0F0,0F1,0B0,0F2,0B1,0B2\n1F0,1B0,1F1,1B1,1F2,1B2\n"
-    assert one_f_one_b(chain(2, 1), 2).to_csv() == "0F0,0F1,0I0,0W0,0I1,0W1\n1F0,1I0,1W0,1F1,1I1,1W1\n"
-    assert forward_only(chain(2).forward_only(), 2).to_csv() == "0F0,0F1\n1F0,1F1\n"
 
 
 # --- any placement ----------------------------------------------------------------------------------------------------
@@ -109,15 +102,6 @@ def test_forward_only_takes_any_forwards(placement: Placement, num_microbatches:
         assert [op.microbatch for op in order] == sorted(op.microbatch for op in order)
 
 
-@given(costs(), clusters())
-def test_stages_on_one_rank_run_one_after_the_other(given: Costs, cluster: Cluster) -> None:
-    placement = place(given, cluster, [cluster.num_ranks - 1] * given.num_stages)
-    timeline = simulate(gpipe(placement, 3))
-    check(timeline.plan)
-    assert timeline.idle_us[-1] == timeline.makespan_us - timeline.busy_us[-1]
-    assert timeline.span_us == timeline.busy_us[-1]
-
-
 # --- what they refuse -------------------------------------------------------------------------------------------------
 
 
@@ -133,9 +117,6 @@ def test_stages_on_one_rank_run_one_after_the_other(given: Costs, cluster: Clust
             lambda: forward_only(chain(2), 2),
             "forward_only: the placement has the task 0B; give it placement.forward_only() instead",
         ),
-        (lambda: gpipe(chain(2), 0), "gpipe: num_microbatches is 0; give 1 or more"),
-        (lambda: one_f_one_b(chain(2), -1), "1f1b: num_microbatches is -1; give 1 or more"),
-        (lambda: forward_only(chain(2), 0), "forward_only: num_microbatches is 0; give 1 or more"),
     ],
 )
 def test_what_is_not_defined_is_refused(make: Callable[[], Plan], told: str) -> None:

@@ -238,12 +238,6 @@ def test_w_follows_i_in_waves() -> None:
         assert re.fullmatch("(F|RIW)+", kinds)
 
 
-def test_orders_by_hand() -> None:
-    assert zb_v(split(1), 2).to_csv() == "0F0,1F0,1I0,1W0,0F1,0I0,0W0,1F1,1I1,1W1,0I1,0W1\n"
-    assert hanayo(waves(2, 1), 2).to_csv() == "0F0,0F1,3F0,3B0,3F1,3B1,0B0,0B1\n1F0,2F0,1F1,2F1,2B0,1B0,2B1,1B1\n"
-    assert v_min(split(1), 1).to_csv() == "0F0,1F0,1I0,0I0,1W0,0W0\n"
-
-
 # --- what they refuse -------------------------------------------------------------------------------------------------
 
 SHAPE = "place it by rota.wave(costs, cluster), with two stages per rank"
@@ -267,12 +261,6 @@ def test_what_is_no_v_is_refused(schedule: Schedule) -> None:
         with pytest.raises(ScheduleError) as caught:
             schedule(placement, 8)
         assert str(caught.value) == f"{name}: {told}"
-
-
-@pytest.mark.parametrize("schedule", [*LIMITS, hanayo], ids=lambda schedule: schedule.__name__)
-def test_no_microbatch_is_refused(schedule: Schedule) -> None:
-    with pytest.raises(ScheduleError, match=r": num_microbatches is 0; give 1 or more"):
-        schedule(split(2), 0)
 
 
 def test_what_makes_no_whole_waves_is_refused() -> None:

@@ -97,18 +97,6 @@ def find_while_compiling(
     return find_plan(placement, num_microbatches, objective=objective, time_limit_s=600)  # type: ignore[arg-type]
 
 
-def test_the_thread_does_what_is_asked_and_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    done: list[compiling.Part] = []
-    for part in compiling.Part:
-        monkeypatch.setitem(compiling._EXERCISES, part, lambda part=part: done.append(part))
-    compiler = compiling._Compiler()
-    assert compiler.wait_for(compiling.Part.MOVES, compiling.Part.TIMING)
-    assert done == [compiling.Part.MOVES, compiling.Part.TIMING]
-    assert compiler.is_ready(*done)
-    assert compiler.wait_for(compiling.Part.BOUNDS)
-    assert len(done) == 3
-
-
 def test_an_error_while_compiling_does_not_hold_a_search_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(compiling._EXERCISES, compiling.Part.TIMING, lambda: 1 / 0)
     assert compiling._Compiler().wait_for(compiling.Part.TIMING)

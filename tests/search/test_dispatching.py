@@ -6,15 +6,10 @@ from collections import Counter
 from itertools import permutations
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rota.cluster import Cluster
-from rota.costs import Costs
-from rota.placing import place, wave
 from rota.plan import Plan
-from rota.schedules import one_f_one_b
 from rota.search.dispatching import Dispatcher, backwards, serial
 from rota.search.problem import NO_LIMIT, Problem
 from rota.search.timing import fits, peaks, score
@@ -74,60 +69,6 @@ def test_serial_needs_least_memory(plan: Plan) -> None:
         assert peaks(problem, serial(problem)).max() == min(least)
 
 
-def test_a_patient_rank_waits_for_the_better_op() -> None:
-    """Rank 1 could start the long W of micro-batch 0 just before a forward comes that everything waits for."""
-    placement = place(Costs((4, 1), (1, 1), (1, 9)), Cluster.uniform(2))
-    problem = Problem(placement, 2)
-    f0, f1, i0, i1, w0, w1 = range(6)
-    priorities = np.empty(problem.first_node[-1])
-    for rank, task in enumerate((f0, f1, i1, i0, w0, w1)):
-        priorities[problem.first_node[task] : problem.first_node[task + 1]] = rank
-    last = slice(problem.first_op[1], problem.first_op[2])
-    hasty, patient = Dispatcher(problem)(priorities), Dispatcher(problem)(priorities, 1.0)
-    assert hasty is not None
-    assert patient is not None
-    assert hasty[last].tolist() == [f1, i1, w1, f1, i1, w1]
-    assert patient[last].tolist() == [f1, i1, f1, i1, w1, w1]
-
-
-def test_what_is_certain_to_last_too_long_is_given_up() -> None:
-    """The last rank's work is 12 · 9 = 108 µs, and it cannot begin before 3."""
-    dispatcher = Dispatcher(Problem(place(Costs((1, 1, 1, 4), (1, 1, 1, 5)), Cluster.uniform(4)), 12))
-    priorities = (np.arange(2 * 4 * 12) % 12).astype(np.float64)
-    orders = dispatcher(priorities)
-    assert orders is not None
-    timed = score(dispatcher.problem, orders)
-    assert timed is not None
-    again = dispatcher(priorities, most_us=timed.makespan_us)
-    assert again is not None
-    assert again.tolist() == orders.tolist()
-    assert dispatcher.num_started == len(orders)
-    assert dispatcher(priorities, most_us=110) is None
-    assert dispatcher.num_started < len(orders) / 2
-
-
-def test_tight_memory_on_a_wave() -> None:
-    """Two stages per rank, room for the one micro-batch: its second stage has to fit when the first is there."""
-    placement = wave(Costs.uniform(8, 1, 1, 1, activation_bytes=2), Cluster.uniform(4, limit_bytes=4))
-    problem = Problem(placement, 5)
-    forwards_first = np.repeat([0.0, 1.0], [8 * 5, 16 * 5])
-    orders = Dispatcher(problem)(forwards_first)
-    assert orders is not None
-    assert peaks(problem, orders).max() == 4
-    too_small = Problem(wave(Costs.uniform(8, 1, 1, 1, activation_bytes=2), Cluster.uniform(4, limit_bytes=3)), 5)
-    assert not fits(too_small, serial(too_small))
-    assert Dispatcher(too_small)(forwards_first) is None
-
-
-@pytest.mark.parametrize("limit", [2, 3, 4, None])
-def test_fewest_forwards_ahead_by_limit(limit: int | None) -> None:
-    problem = Problem(place(Costs.uniform(4), Cluster.uniform(4, limit)), 12)
-    priorities = np.repeat([0.0, 1.0], 4 * 12)
-    orders = Dispatcher(problem)(priorities)
-    assert orders is not None
-    assert peaks(problem, orders).max() == (limit or 12)
-
-
 @given(strategies.plans(), st.integers(0, 2**16))
 @settings(deadline=None)
 def test_caps_hold_and_never_get_stuck(plan: Plan, seed: int) -> None:
@@ -144,13 +85,3 @@ def test_caps_hold_and_never_get_stuck(plan: Plan, seed: int) -> None:
             row = orders[problem.first_op[rank] : problem.first_op[rank + 1]]
             in_flight = np.cumsum((row == task).astype(int) - (row == backward))
             assert in_flight.max(initial=0) <= caps[task]
-
-
-def test_caps_alone_make_1f1b() -> None:
-    """Forwards first, but no more in flight than there are stages from here to the end."""
-    placement = place(Costs.uniform(4, 1, 2), Cluster.uniform(4))
-    problem = Problem(placement, 9)
-    forwards_first = np.repeat([0.0, 1.0], 4 * 9)
-    orders = Dispatcher(problem)(forwards_first, caps=np.array([4, 3, 2, 1, 1, 1, 1, 1]))
-    assert orders is not None
-    assert (orders == problem.to_orders(one_f_one_b(placement, 9))).all()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from dataclasses import replace
 from random import Random
 
@@ -15,9 +13,9 @@ from rota.cluster import Cluster
 from rota.costs import Costs
 from rota.errors import PlanError, RotaError, SearchError
 from rota.placement import Placement
-from rota.placing import interleaved, place, wave
+from rota.placing import interleaved, place
 from rota.plan import Plan
-from rota.schedules import FAMILIES, one_f_one_b, v_min, zb_h1
+from rota.schedules import FAMILIES, one_f_one_b, zb_h1
 from rota.search import Progress, SearchResult, find_plan
 from rota.simulation import simulate
 from support import core_strategies as strategies
@@ -104,14 +102,6 @@ def test_tessel_shapes_proven(shape: str, limit: int | None, num_microbatches: i
     assert (result.makespan_us, result.gap) == (makespan_us, 0)
 
 
-@pytest.mark.sweep
-def test_tight_wave_beats_v_min() -> None:
-    costs = Costs.uniform(8, 93, 91, 47, activation_bytes=2)
-    placement = wave(costs, Cluster.uniform(4, 8, latency_us=6))
-    result = find_plan(placement, 8, time_limit_s=2, deterministic=True)
-    assert result.makespan_us <= 5400 < simulate(v_min(placement, 8)).makespan_us
-
-
 # --- what is promised beside the plan ------------------------------------------------------------------------------
 
 
@@ -141,25 +131,10 @@ def test_deterministic(objective: str) -> None:
     assert results[0].bound_us == results[1].bound_us
 
 
-def test_seed_and_effort_matter_not_for_the_bound_of_an_optimum() -> None:
-    results = [
-        find_plan(tessel("k", 4, 6), 6, seed=seed, time_limit_s=2 + seed, deterministic=True) for seed in range(3)
-    ]
-    assert all(result.is_optimal and result.plan == results[0].plan for result in results)
-
-
 def test_period() -> None:
     result = find_plan(tessel("v", 4, 3), 24, objective="period", deterministic=True)
     assert result.period_us == result.value_us == result.bound_us == pytest.approx(16 / 3)
     check(result.plan)
-
-
-def test_no_period_where_no_steady_state_was_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rota.search.portfolio.find_steady", lambda *_, **__: None)
-    monkeypatch.setattr("rota.search.portfolio.steady_within", lambda *_: None)
-    result = quick(uneven(4, 7), 8)
-    assert result.period_us is None
-    assert "steady state" not in result.to_text()
 
 
 def test_named_schedules_are_told() -> None:
@@ -184,23 +159,6 @@ def test_progress() -> None:
     assert f"gap {told[-1].gap:.2%}" in str(told[-1])
 
 
-def test_ctrl_c_gives_the_best_so_far() -> None:
-    pressed: list[Progress] = []
-
-    def press(progress: Progress) -> None:
-        if not pressed:
-            pressed.append(progress)
-            os.kill(os.getpid(), signal.SIGINT)
-
-    before = signal.getsignal(signal.SIGINT)
-    result = find_plan(uneven(8, 12), 24, objective="span", time_limit_s=600, progress=press)
-    check(result.plan)
-    assert pressed
-    assert result.was_stopped
-    assert "stopped by Ctrl-C" in result.to_text()
-    assert signal.getsignal(signal.SIGINT) is before
-
-
 def test_a_rank_without_a_task() -> None:
     placement = replace(tessel("v", 2), cluster=Cluster.uniform(3), static_bytes=())
     found, expected = (find_plan(on, 4, deterministic=True) for on in (placement, tessel("v", 2)))
@@ -212,19 +170,6 @@ def test_inference() -> None:
     result = find_plan(placement, 16, deterministic=True)
     assert result.is_optimal
     assert result.makespan_us == 2 * 16 + 3
-
-
-@pytest.mark.parametrize(
-    ("change", "error"),
-    [
-        ({"objective": "speed"}, "objective is 'speed': use one of makespan, span, period"),
-        ({"num_microbatches": 0}, "num_microbatches is 0; a step needs at least 1"),
-        ({"time_limit_s": 0}, "time_limit_s is 0; give the search more than 0 seconds"),
-    ],
-)
-def test_wrong_arguments(change: dict[str, object], error: str) -> None:
-    with pytest.raises(SearchError, match=error):
-        find_plan(**{"placement": tessel("v", 2), "num_microbatches": 2, **change})  # type: ignore[arg-type]
 
 
 def test_too_little_memory_says_how_much_and_why() -> None:
@@ -244,21 +189,3 @@ def test_room_for_transfers() -> None:
         check(one_f_one_b(placement, 8))
     result = find_plan(placement, 8, time_limit_s=0.3, deterministic=True)
     check(result.plan)
-
-
-def test_ranks_that_take_turns_are_proven_by_all_states() -> None:
-    """Two streams in opposite directions on 4 ranks, each with room for two micro-batches."""
-    result = find_plan(tessel("x", 4, 2), 16, time_limit_s=10, deterministic=True)
-    assert result.value_us == result.bound_us == 107
-
-
-def test_a_proof_in_sight_is_finished_before_other_methods_have_a_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rota.search.portfolio._ROUNDS_TIMES", 0.55)  # less than the states of this step take
-    monkeypatch.setattr("rota.search.exact.rounds._AT_ONCE", 100)
-    told: list[str] = []
-    placement = tessel("nn", 8, 3)
-    result = find_plan(
-        placement, 64, time_limit_s=1, deterministic=True, progress=lambda progress: told.append(progress.doing)
-    )
-    assert result.value_us == result.bound_us == 995
-    assert not {"steady state", "local search", "windows"} & {*told}

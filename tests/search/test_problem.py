@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 
 from rota import Cluster, Costs, place
 from rota.plan import Plan
-from rota.search.budget import Budget
-from rota.search.dispatching import serial
-from rota.search.local.neighbourhood import improve
 from rota.search.problem import Problem, reserving
 from support import core_strategies as strategies
 
@@ -35,19 +31,6 @@ def test_after_is_the_transitive_closure_of_the_edges(plan: Plan) -> None:
     while further := {(a, d) for a, b in pairs for c, d in pairs if b == c} - pairs:
         pairs |= further
     assert set(zip(*(rows.tolist() for rows in np.nonzero(problem.after)), strict=True)) == pairs
-
-
-def test_all_windows_share_what_depends_on_what(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It was found again for every window, in more than linear time that no budget counted."""
-    finds = []
-    after = Problem.__dict__["after"]
-    found = after.func
-    monkeypatch.setattr(after, "func", lambda problem: finds.append(problem) or found(problem))
-    problem = Problem(place(Costs.uniform(4, 3, 2, 2), Cluster.uniform(4)), 8)
-    budget = Budget(0.2, deterministic=True)
-    improve(problem, serial(problem), "makespan", 0, budget)
-    assert budget.is_over, "several windows were tried"
-    assert finds == [problem]
 
 
 @given(strategies.plans())

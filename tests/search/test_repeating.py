@@ -77,14 +77,6 @@ def test_the_fewest_micro_batches_of_the_least_period(shape, limit, rounds, peri
     assert (step.num_microbatches, step.period_us) == (rounds, period_us)
 
 
-@pytest.mark.sweep
-def test_a_long_step_is_a_shorter_one_whose_middle_is_repeated() -> None:
-    step = found(tessel("v", 4, 4), 300, time_limit_s=3)
-    assert (step.num_microbatches, step.makespan_us) == (300, 4 * 303)
-    assert not step.is_optimal
-    require_true(step)
-
-
 def test_inference_repeats_with_one_micro_batch_as_each_rank_may_be_a_stage_later() -> None:
     step = found(tessel("v", 4, 4).forward_only(), 1)
     assert (step.period_us, step.makespan_us) == (1, 4)

@@ -1,10 +1,13 @@
-"""Shared links, costs of messages and gaps: simulator, search and CP-SAT against an independent recount."""
+"""Shared links, costs of messages and gaps: what the search says of them, against the simulator and all orders."""
 
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from fractions import Fraction
+from itertools import permutations, product
 
 import pytest
 from hypothesis import given, settings
@@ -20,85 +23,74 @@ from rota.search.periodic.steady import find_steady
 from rota.search.problem import Problem
 from rota.search.result import Objective
 from rota.search.timing import score
-from rota.tasks import Transfer
+from rota.timeline import Timeline
 from support import core_strategies as strategies
 from support.sampling import some
-from support.search_brute_force import every_plan
-from support.wired_placements import every_service_order, recount, transfers_by_link, wired_placement
+from support.search_brute_force import every_plan, tiny_placement
 
 _MOST_ORDERS = 1_500  # of ops and of service together, for a case in which all are tried
 
 seeds = st.integers(0, 1 << 32)
 
 
-def _random_plan(chooser: random.Random, limits: bool = False) -> Plan:
-    """Any orders without a cycle; service as it comes, or in an order that is nearly so."""
-    placement, num_microbatches = wired_placement(chooser, limits=limits), chooser.randint(1, 4)
-    sequence = strategies.linear_extension(placement, num_microbatches, chooser, in_order=True)
-    plan = strategies.deal(placement, num_microbatches, sequence)
-    if chooser.random() < 0.4:
-        return plan
-    orders = [_by_start(plan, transfers) for transfers in transfers_by_link(plan)]
-    for order in orders:
-        for _ in range(chooser.choice((0, 1, 2)) if len(order) > 1 else 0):
-            i = chooser.randrange(len(order) - 1)
-            if order[i][:2] != order[i + 1][:2] and order[i].source[:2] != order[i + 1].source[:2]:
-                order[i], order[i + 1] = order[i + 1], order[i]
-    return replace(plan, service_orders=tuple(map(tuple, orders)))
-
-
-def _by_start(plan: Plan, transfers: list[Transfer]) -> list[Transfer]:
-    nodes = {t: node for node, t in reversed([*plan.services.transfers()])}
-    return sorted(transfers, key=lambda t: (plan.earliest.starts_us[nodes[t]], nodes[t]))
-
-
-@given(seeds)
+@given(strategies.wired_placements, st.integers(1, 4), seeds, st.booleans())
 @settings(deadline=None, max_examples=some(300))
-def test_an_independent_recount_the_simulator_and_the_search_agree(seed: int) -> None:
-    plan = _random_plan(random.Random(seed))
-    counted = recount(plan)
-    if counted is None:
-        with pytest.raises(PlanError, match="cycle"):
-            simulate(plan)
-        return
-    timeline = simulate(plan)
-    assert (timeline.makespan_us, timeline.span_us) == counted[:2]
-    assert list(timeline.peak_memory_bytes) == counted.peak_bytes
-    problem = Problem(plan.placement, plan.num_microbatches)
+def test_the_simulator_and_the_search_agree(placement: Placement, count: int, seed: int, is_given: bool) -> None:
+    sequence = strategies.linear_extension(placement, count, random.Random(seed), in_order=True)
+    plan = strategies.deal(placement, count, sequence)
+    if is_given:
+        transfers = dict(plan.services.transfers())
+        plan = replace(plan, service_orders=tuple(tuple(transfers[node] for node in nodes) for nodes in plan.served))
+    problem, timeline = Problem(plan.placement, plan.num_microbatches), simulate(plan)
     orders = problem.to_orders(plan)
-    assert score(problem, orders) == counted[:2]
+    assert score(problem, orders) == (timeline.makespan_us, timeline.span_us)
     again = problem.to_plan(orders)
     assert again.orders == plan.orders
-    assert recount(again) == counted
-
-
-@given(seeds)
-@settings(deadline=None, max_examples=some(100))
-def test_first_come_first_served_is_the_order_that_it_makes(seed: int) -> None:
-    plan = replace(_random_plan(random.Random(seed)), service_orders=())
-    orders = tuple(tuple(_by_start(plan, transfers)) for transfers in transfers_by_link(plan))
-    explicit = simulate(replace(plan, service_orders=orders))
-    assert replace(simulate(plan), plan=explicit.plan) == explicit
+    assert (simulate(again).ends_us, simulate(again).sent_us) == (timeline.ends_us, timeline.sent_us)
 
 
 def _tiny(chooser: random.Random) -> list[Plan]:
-    """All plans of a tiny placement with all orders of service; empty if there are too many, or only one."""
-    placement = wired_placement(chooser, most_tasks=3, limits=True)
-    plans = every_plan(placement, chooser.randint(1, 2))
-    if plans is None:
-        return []
+    """All plans of a tiny placement with shared links and all orders of service; empty if too many, or only one."""
+    placement = tiny_placement(chooser, carries=True)
+    every = tuple(range(placement.num_ranks))
+
+    def some_ranks() -> tuple[int, ...]:
+        return tuple(chooser.sample(every, chooser.randint(1, len(every))))
+
+    pairs = [(every, every), (some_ranks(), some_ranks())][: chooser.randint(1, 2)]
+    shared = tuple(SharedLink(f"link {i}", chooser.randint(1, 3), *pair) for i, pair in enumerate(pairs))
+    link = Link(chooser.choice((0, 1, 3)), chooser.choice((None, 2)), chooser.choice((0, 1)), None, 0, 3)
+    cluster = replace(placement.cluster, link=link, shared=shared, gap_us=chooser.choice((0, 0, 1)))
+    plans = every_plan(replace(placement, cluster=cluster), chooser.randint(1, 2))
     found: list[Plan] = []
-    for plan in plans:
-        for served in every_service_order(plan):
+    for plan in plans or ():
+        for served in _every_service_order(plan):
             found.append(served)
             if len(found) > _MOST_ORDERS:
                 return []
     return found if len(found) > 1 else []
 
 
-def _fits(placement: Placement, peaks: list[int]) -> bool:
-    limits = placement.cluster.limit_bytes
-    return all(limit is None or peak <= limit for peak, limit in zip(peaks, limits, strict=True))
+def _every_service_order(plan: Plan) -> Iterator[Plan]:
+    """The plan with all orders of service, each transfer's micro-batches in any order."""
+    placement = plan.placement
+    by_link = [
+        [placement.transfer(r, m) for r, route in enumerate(placement.routes) if link in route.shared
+         for m in plan.microbatches_on(r)]
+        for link in range(len(placement.cluster.shared))
+    ]  # fmt: skip
+    for orders in product(*map(permutations, by_link)):
+        yield replace(plan, service_orders=orders)
+
+
+def _that_fit(plans: list[Plan]) -> list[Timeline]:
+    """The timelines of those that can run in memory."""
+    fitting = []
+    for plan in plans:
+        with suppress(PlanError):
+            check(plan)
+            fitting.append(simulate(plan))
+    return fitting
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -106,17 +98,15 @@ def test_the_best_of_all_orders_is_found_and_no_bound_is_above_it(seed: int) -> 
     chooser, tried = random.Random(seed), 0
     while tried < 6:
         plans = _tiny(chooser)
-        counted = [found for plan in plans if (found := recount(plan)) is not None]
-        placement = plans[0].placement if plans else None
-        fitting = [found for found in counted if placement and _fits(placement, found.peak_bytes)]
-        if placement is None or not fitting:
+        fitting = _that_fit(plans)
+        if not fitting:
             continue
         tried += 1
-        num_microbatches = plans[0].num_microbatches
+        placement, num_microbatches = plans[0].placement, plans[0].num_microbatches
         carried = Problem(placement, num_microbatches).lowered.carried
         for objective, best in (
-            ("makespan", min(found.makespan_us for found in fitting)),
-            ("span", min(found.span_us for found in fitting)),
+            ("makespan", min(timeline.makespan_us for timeline in fitting)),
+            ("span", min(timeline.span_us for timeline in fitting)),
         ):
             assert all(bound.us <= best for bound in bounds_of(placement, num_microbatches, objective))
             result = find_plan(placement, num_microbatches, objective=objective, time_limit_s=1, deterministic=True)
@@ -132,14 +122,8 @@ def test_the_best_of_all_orders_is_found_and_no_bound_is_above_it(seed: int) -> 
                 found = exact.solve_with_transfers(problem, "makespan", None, 0, budget, may_wait=False)
                 assert found.is_complete
                 assert found.orders is not None
-                least = recount(problem.to_plan(found.orders))
-                assert least is not None
-                assert _fits(placement, least.peak_bytes)
-                assert least.makespan_us == min(
-                    counts.makespan_us
-                    for plan in plans
-                    if _is_in_order(plan) and (counts := recount(plan)) and _fits(placement, counts.peak_bytes)
-                )
+                (least,) = _that_fit([problem.to_plan(found.orders)])
+                assert least.makespan_us == min(t.makespan_us for t in fitting if _is_in_order(t.plan))
 
 
 def _is_in_order(plan: Plan) -> bool:
@@ -173,9 +157,7 @@ def test_a_search_is_never_worse_than_the_named_plans_and_says_what_the_simulato
         placement, chooser.randint(2, 8), time_limit_s=0.3, deterministic=True, seed=chooser.randrange(9)
     )
     check(result.plan)
-    counted = recount(result.plan)
-    assert counted is not None
-    assert counted.makespan_us == result.makespan_us == result.value_us >= result.bound_us
+    assert simulate(result.plan).makespan_us == result.makespan_us == result.value_us >= result.bound_us
     assert all(result.makespan_us <= named.makespan_us for named in result.named if named.fits)
 
 

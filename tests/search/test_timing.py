@@ -19,15 +19,6 @@ from support.core_strategies import with_limits
 
 @given(strategies.plans())
 @settings(deadline=None)
-def test_times_are_the_simulators(plan: Plan) -> None:
-    problem = Problem(plan.placement, plan.num_microbatches)
-    orders = problem.to_orders(plan)
-    timeline = simulate(problem.to_plan(orders))
-    assert score(problem, orders) == Score(timeline.makespan_us, timeline.span_us)
-
-
-@given(strategies.plans())
-@settings(deadline=None)
 def test_a_cycle_is_none(plan: Plan) -> None:
     """Any order at all: the same answer as the simulator's, an error or times."""
     problem = Problem(plan.placement, plan.num_microbatches)

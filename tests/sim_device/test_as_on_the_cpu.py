@@ -32,8 +32,6 @@ MODULES = (
 LEFT_OUT = {
     "test_a_loss_of_the_output_alone": "runs the unsplit model on the CPU with the stages that were moved",
     "test_each_span_holds_what_its_op_did_and_takes_no_less_than_that": "operations take many times longer here",
-    "test_a_slow_op_is_found_where_it_is": "the same",
-    "test_transfers_take_time_that_grows_with_their_size": "the same",
     "test_writing_into_what_is_received": "autograd lets only plain tensors be written to there",
     "test_writing_by_functions_into_what_is_received": "the same",
 }

@@ -59,28 +59,11 @@ def with_a_wrong_weight(rank: int, device: torch.device) -> float:
     return exactness.compared(device, plan, make, torch.float64, change=change)
 
 
-@pytest.mark.parametrize(("pp", "dp"), [(1, 2), (2, 1)])
-def test_replicas_and_tied_weights(pool: Pool, pp: int, dp: int) -> None:
-    assert max(run(pool, pp * dp, exactness.replicas_of_tied_stages, pp, dp)) <= 1e-10
-
-
 def test_precision(pool: Pool) -> None:
     assert max(run(pool, 2, exactness.autocast, 2, "bfloat16")) <= 1e-2
     for difference, scales, expected in run(pool, 2, exactness.scaler, 2):
         assert difference <= 1e-5
         assert scales == expected == [256, 128, 128, 256]
-
-
-def test_dropout(pool: Pool) -> None:
-    assert max(run(pool, 2, exactness.recomputed_dropout, 2)) <= 1e-5
-    for to_another_plan, to_another_seed in run(pool, 2, exactness.dropout_repeats, 2):
-        assert to_another_plan <= 1e-5
-        assert to_another_seed > 1e-3
-
-
-def test_steps_that_overlap(pool: Pool) -> None:
-    for losses, expected in run(pool, 2, exactness.overlapping_steps, 2):
-        assert losses == pytest.approx(expected, rel=1e-10)
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])

@@ -98,7 +98,6 @@ def test_both_directions(sim_pool: SimPool, case: str) -> None:
         test_shared_weights.test_frozen_ties_stay_without_gradients,
         test_recompute_training.test_split_backwards_and_some_stages,
         test_recompute_training.test_beside_stages_that_the_plan_recomputes,
-        test_split_backward_training.test_a_checkpointed_block_is_recomputed_once_a_microbatch,
         test_split_backward_training.test_recomputation_repeats_dropout_and_leaves_buffers,
         test_replicas.test_odd_parameters,
         test_replicas.test_evaluation_of_replicas,

@@ -9,13 +9,11 @@ import pytest
 import torch
 
 from support.sim_device import (
-    Event,
     FreedTooEarlyError,
     MixedDevicesError,
     RaceError,
     SimDevice,
     SimTensor,
-    receive_into,
     sent_from,
 )
 
@@ -62,79 +60,6 @@ def test_an_event_covers_only_what_came_before_it(device: SimDevice) -> None:
         x * 2
 
 
-def test_events_go_over_several_streams(device: SimDevice) -> None:
-    x = ones(4)
-    a, b = device.stream("a"), device.stream("b")
-    a.wait_stream(device.default)
-    b.wait_stream(a)
-    with device.use(b):
-        assert (x + 1).sum().item() == 8
-
-
-def test_an_event_that_was_not_recorded_holds_nothing(device: SimDevice) -> None:
-    x, side = ones(4), device.stream("side")
-    side.wait_event(Event())
-    with device.use(side), pytest.raises(RaceError):
-        x * 2
-
-
-def test_two_streams_may_read_but_not_write_what_another_reads(device: SimDevice) -> None:
-    x = ones(4)
-    side = device.stream("side")
-    side.wait_stream(device.default)
-    with device.use(side):
-        y = x * 2
-    assert (x * 3).shape == y.shape
-    with pytest.raises(RaceError, match=r"aten::add_ on compute writes .* after aten::mul on side"):
-        x.add_(1)
-    device.default.wait_stream(side)
-    x.add_(1)
-
-
-def test_views_and_slices_share_their_memory(device: SimDevice) -> None:
-    x = ones(4, 4)
-    side = device.stream("side")
-    side.wait_stream(device.default)
-    x[0].add_(1)
-    with device.use(side):
-        view = x.t()[1]  # views run no kernel
-        with pytest.raises(RaceError):
-            view + 1
-    assert x.sum().item() == 20
-
-
-def test_memory_is_allocated_behind_what_used_it_before(device: SimDevice) -> None:
-    """A buffer of the compute stream may be memory that an earlier kernel of it still reads."""
-    ones(4).add_(1)
-    buffer = torch.empty(4, device="sim")
-    channel = device.stream("0→1")
-    expected = r"receive on 0→1 writes aten::empty's \[4\], .* after the allocation of aten::empty's \[4\] on compute"
-    with pytest.raises(RaceError, match=expected):
-        receive_into(buffer, torch.ones(4), "receive", channel)
-    channel.wait_event(device.default.record_event())
-    receive_into(buffer, torch.ones(4), "receive", channel)
-    device.default.wait_stream(channel)
-
-
-def test_the_host_orders_what_it_has_waited_for(device: SimDevice) -> None:
-    x, side = ones(4), device.stream("side")
-    device.current_stream.synchronize()
-    with device.use(side):
-        assert (x * 2).sum().item() == 8
-    assert [sync.operation for sync in device.syncs] == ["synchronize(compute)", "aten::_local_scalar_dense"]
-
-
-def test_a_slow_device_is_not_done_when_asked() -> None:
-    for is_fast in (False, True):
-        device = SimDevice(is_fast=is_fast)
-        with device.active():
-            ones(4)
-            event = device.default.record_event()
-            assert event.query() is is_fast
-            event.synchronize()
-            assert event.query()
-
-
 # --- memory -----------------------------------------------------------------------------------------------------------
 
 
@@ -166,27 +91,6 @@ def test_memory_may_be_freed_when_the_other_stream_is_done(how: str) -> None:
             x.record_stream(side)
         del x
         ones(1)
-
-
-def test_a_view_holds_the_memory(device: SimDevice) -> None:
-    x, side = ones(4), device.stream("side")
-    side.wait_stream(device.default)
-    view = x[:2]
-    sent_from(x, "send", side)
-    del x
-    ones(1)
-    device.default.wait_stream(side)
-    del view
-    ones(1)
-
-
-def test_what_is_sent_must_not_change_meanwhile(device: SimDevice) -> None:
-    x, side = ones(4), device.stream("0→1")
-    side.wait_stream(device.default)
-    assert sent_from(x, "send", side).tolist() == [1] * 4
-    with pytest.raises(RaceError, match=r"aten::zero_ on compute writes .* after send on 0→1"):
-        x.zero_()
-    device.default.wait_stream(side)
 
 
 def test_bytes_are_counted(device: SimDevice) -> None:
@@ -251,10 +155,3 @@ def test_what_needs_no_wait_counts_none(device: SimDevice) -> None:
         torch.zeros(3, device="sim").masked_fill_(torch.zeros(3, device="sim").bool(), 1)
 
     assert syncs_of(device, work) == []
-
-
-def test_a_wait_has_its_line_of_code(device: SimDevice) -> None:
-    x = ones(4)
-    line = test_a_wait_has_its_line_of_code.__code__.co_firstlineno + 3
-    x.sum().item()
-    assert device.syncs[-1].where == f"{__file__}:{line}"

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
-from rota.torch_internals import run_backward
-from support.sim_device import RaceError, SimDevice, receive_into, sent_from
+from support.sim_device import RaceError, SimDevice, receive_into
 
 
 @pytest.fixture
@@ -80,54 +77,6 @@ def test_steps_have_the_values_of_the_cpu(optimizer: Callable[..., torch.optim.O
     assert_same(here, there)
 
 
-def test_modules_move_and_change_their_type(device: SimDevice) -> None:
-    model = network().to("sim")
-    weight = model[1].weight
-    assert weight.device.type == "sim"
-    model.double()
-    assert model[1].weight is weight
-    assert weight.dtype == torch.float64
-    assert loss_of(model, batch().to("sim")).dtype == torch.float64
-    model.to("cpu", torch.float32)
-    assert_same(network(), model)
-
-
-def test_dropout_draws_from_the_device(device: SimDevice) -> None:
-    """Seeded alike, it draws what the CPU draws, and leaves the CPU's random state as it was."""
-    here, there = network(0.5).to("sim"), network(0.5)
-    torch.manual_seed(5)
-    before = torch.get_rng_state()
-    loss_of(here, batch().to("sim")).backward()
-    assert torch.equal(torch.get_rng_state(), before)
-    loss_of(there, batch()).backward()
-    assert_same(here, there)
-
-
-def test_recomputed_blocks(device: SimDevice) -> None:
-    here, there = network(0.3).to("sim"), network(0.3)
-    for model, tokens in ((here, batch().to("sim")), (there, batch())):
-        torch.manual_seed(3)
-        x = model[0](tokens)
-        x = checkpoint(model[1:], x, use_reentrant=False)
-        nn.functional.cross_entropy(x.flatten(0, 1), tokens.flatten()).backward()
-    assert_same(here, there)
-
-
-def test_inplace_and_views_in_autograd(device: SimDevice) -> None:
-    def run(x: torch.Tensor) -> torch.Tensor:
-        y = x * 2
-        y[0].mul_(3)
-        y.t().add_(1)
-        return (y.view(-1)[::2] ** 2).sum()
-
-    x, host = torch.ones(3, 4, device="sim", requires_grad=True), torch.ones(3, 4, requires_grad=True)
-    run(x).backward()
-    run(host).backward()
-    assert x.grad is not None
-    assert host.grad is not None
-    assert torch.equal(x.grad.cpu(), host.grad)
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_autocast(dtype: torch.dtype, device: SimDevice) -> None:
     model = network().to("sim")
@@ -141,32 +90,6 @@ def test_autocast(dtype: torch.dtype, device: SimDevice) -> None:
     assert all(p.grad.dtype == torch.float32 for p in model.parameters())
     plain = loss_of(network(), batch())
     assert abs(loss.item() - plain.item()) < 0.02
-
-
-def test_grad_scaler_skips_a_step_that_overflows(device: SimDevice) -> None:
-    model = network().to("sim")
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    scaler = torch.amp.GradScaler("sim", init_scale=2.0**10)
-    tokens, before = batch().to("sim"), network()
-    loss = loss_of(model, tokens)
-    scaler.scale(loss).backward()
-    scaler.unscale_(optimizer)
-    assert torch.allclose(model[1].weight.grad.cpu(), grad_of(before)[1].weight.grad, atol=1e-6)
-    model[1].weight.grad[0, 0] = float("inf")
-    optimizer.zero_grad(set_to_none=False)
-    scaler = torch.amp.GradScaler("sim", init_scale=2.0**10)
-    scaler.scale(loss_of(model, tokens) * float("inf")).backward()
-    syncs = len(device.syncs)
-    scaler.step(optimizer)
-    assert [sync.operation for sync in device.syncs[syncs:]] == ["aten::_local_scalar_dense"]  # as on CUDA
-    scaler.update()
-    assert scaler.get_scale() == 2.0**9
-    assert torch.equal(model[1].weight.detach().cpu(), before[1].weight.detach())
-
-
-def grad_of(model: nn.Sequential) -> nn.Sequential:
-    loss_of(model, batch()).backward()
-    return model
 
 
 # --- autograd and streams ---------------------------------------------------------------------------------------------
@@ -228,69 +151,4 @@ def test_an_unordered_read_in_a_backward_is_found(device: SimDevice) -> None:
     device.default.wait_stream(side)
 
 
-@pytest.mark.parametrize("threads", [True, False])
-def test_a_backward_in_one_thread(threads: bool, device: SimDevice) -> None:
-    """As a split backward runs it."""
-    here, there = network().to("sim"), network()
-    with torch.autograd.set_multithreading_enabled(threads):
-        loss = loss_of(here, batch().to("sim"))
-        run_backward([loss], [torch.ones_like(loss)])
-    loss_of(there, batch()).backward()
-    assert_same(here, there)
-
-
 # --- several ranks ----------------------------------------------------------------------------------------------------
-
-
-def test_ranks_in_threads_are_apart_from_each_other() -> None:
-    """Two stages on two devices, forward and backward, at the same time: clocks and values are each rank's own."""
-    errors: list[BaseException] = []
-    mail: list[list[torch.Tensor]] = [[], []]
-    arrived = [threading.Semaphore(0), threading.Semaphore(0)]
-    stages = [network()[:3], network()[3:]]
-    whole = network()
-
-    def send(tensor: torch.Tensor, rank: int, device: SimDevice) -> None:
-        channel = device.stream("out")
-        channel.wait_stream(device.default)
-        mail[1 - rank].append(sent_from(tensor, "send", channel))  # type: ignore[arg-type]
-        arrived[1 - rank].release()
-        device.default.wait_stream(channel)
-
-    def receive(shape: tuple[int, ...], rank: int, device: SimDevice) -> torch.Tensor:
-        channel = device.stream("in")
-        buffer = torch.empty(shape, device="sim")
-        channel.wait_stream(device.default)
-        arrived[rank].acquire(timeout=100)
-        receive_into(buffer, mail[rank].pop(0), "receive", channel)  # type: ignore[arg-type]
-        device.default.wait_stream(channel)
-        return buffer
-
-    def run(rank: int) -> None:
-        try:
-            device = SimDevice(f"rank {rank}")
-            with device.active():
-                stage, tokens = stages[rank].to("sim"), batch().to("sim")
-                for _ in range(5):
-                    if rank == 0:
-                        y = stage(tokens)
-                        send(y.detach(), rank, device)
-                        y.backward(receive((3, 4, 16), rank, device))
-                    else:
-                        x = receive((3, 4, 16), rank, device).requires_grad_()
-                        nn.functional.cross_entropy(stage(x).flatten(0, 1), tokens.flatten()).backward()
-                        assert x.grad is not None
-                        send(x.grad, rank, device)
-                device.check()
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(150)
-    assert errors == []
-    for _ in range(5):
-        loss_of(whole, batch()).backward()
-    assert_same(nn.Sequential(*stages[0], *stages[1]), whole)

@@ -9,9 +9,10 @@ from itertools import pairwise, product
 
 from rota.cluster import Cluster
 from rota.costs import Costs
-from rota.errors import ScheduleError
+from rota.errors import PlanError, ScheduleError
 from rota.placing import bidirectional
 from rota.plan import Plan
+from rota.programs.device_order import prove
 from rota.programs.device_steps import Communicator, DeviceProgram, Step
 from rota.schedules import FAMILIES, Family
 from support.sampling import IS_WHOLE
@@ -36,6 +37,15 @@ def family_plans(families: Sequence[Family] = FAMILIES, ranks: Sequence[int] = N
                 yield family(placement, num_microbatches)
             except (ScheduleError, ValueError):
                 continue
+
+
+def is_proved(programs: Programs, serial: bool) -> bool:
+    """Whether the proof accepts what all ranks enqueue."""
+    try:
+        prove(programs, serial=serial)
+    except PlanError:
+        return False
+    return True
 
 
 def in_order(program: DeviceProgram, order: Sequence[int]) -> DeviceProgram:

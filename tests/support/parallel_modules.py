@@ -48,3 +48,11 @@ def part(weight: Tensor, group: spmd.Group, dim: int) -> nn.Parameter:
     if group is None:
         return nn.Parameter(weight.detach().clone())
     return nn.Parameter(weight.detach().chunk(group.size(), dim)[group.rank()].clone())
+
+
+def own_part(whole: Tensor, part: Tensor, position: int) -> Tensor:
+    """What of the unsplit model's tensor the rank at this position of a stage has, by the shape of its part."""
+    for dim in range(whole.dim()):
+        if whole.shape[dim] != part.shape[dim]:
+            return whole.narrow(dim, position * part.shape[dim], part.shape[dim])
+    return whole

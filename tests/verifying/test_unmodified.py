@@ -9,7 +9,7 @@ from rota import split, verify
 from support.hf_models import CASES
 
 
-@pytest.mark.parametrize("name", ["gpt2", "gemma2", "t5", "qwen3_moe", "resnet"])
+@pytest.mark.parametrize("name", ["t5", "qwen3_moe", "resnet"])
 def test_models_in_float32_are_compared_in_float64(name: str) -> None:
     case = CASES[name]
     model = case.make_model().float()

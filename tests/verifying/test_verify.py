@@ -151,9 +151,7 @@ def stem(*, in_place: bool) -> list[nn.Module]:
     return [nn.Conv2d(3, WIDTH, 3), nn.BatchNorm2d(WIDTH), nn.ReLU(in_place), nn.Conv2d(WIDTH, WIDTH, 3)]
 
 
-@pytest.mark.parametrize("fp64", [True, False])
-@pytest.mark.parametrize("in_place", [True, False])
-@pytest.mark.parametrize("num_norms", [1, 2])
+@pytest.mark.parametrize(("num_norms", "in_place", "fp64"), [(1, True, False), (2, False, True)])
 def test_what_comes_after_a_batch_norm_is_not_named(num_norms: int, in_place: bool, fp64: bool) -> None:
     torch.manual_seed(0)
     after = [nn.BatchNorm2d(WIDTH), nn.ReLU(in_place)] if num_norms == 2 else []
@@ -167,26 +165,6 @@ def test_what_comes_after_a_batch_norm_is_not_named(num_norms: int, in_place: bo
     assert "`rota verify --against microbatches`" in reason
 
 
-class Repeated(nn.Module):
-    """One batch norm for two places."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.norm, self.cut = nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), CutPoint()
-        self.last = nn.Linear(WIDTH, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.cut(self.norm(self.norm(self.first(x)).tanh())))
-
-
-def test_a_batch_norm_in_two_places_is_named() -> None:
-    torch.manual_seed(0)
-    model = Repeated()
-    found = verify(split(model, 2), model, torch.randn(8, WIDTH), torch.randn(8, 4), functional.mse_loss)
-    assert len(found.reasons) == 1
-    assert found.reasons[0].startswith("BatchNorm1d 'norm' takes its statistics")
-
-
 class Transposed(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x.transpose(0, 1)
@@ -197,13 +175,12 @@ class CentredSecond(nn.Module):
         return x - x.mean(1, keepdim=True)
 
 
-@pytest.mark.parametrize("num_microbatches", [2, 3])
-def test_a_layer_that_mixes_rows_in_the_second_dimension_is_named(num_microbatches: int) -> None:
+def test_a_layer_that_mixes_rows_in_the_second_dimension_is_named() -> None:
     torch.manual_seed(0)
     norm, linear = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
     model = nn.Sequential(Transposed(), norm, CentredSecond(), nn.LayerNorm(WIDTH), linear, Transposed())
     x = 10 * torch.randn(8, 6, WIDTH)
-    found = verify(split(model, 2), model, x, x, functional.mse_loss, num_microbatches=num_microbatches)
+    found = verify(split(model, 2), model, x, x, functional.mse_loss, num_microbatches=3)
     assert len(found.reasons) == 1
     assert found.reasons[0].startswith("CentredSecond '2' mixes the rows of a batch"), found.to_text()
 
@@ -255,23 +232,13 @@ def test_a_mean_over_uneven_tokens_is_named(fp64: bool) -> None:
     assert verify(stages, model, x, even, functional.cross_entropy, fp64=fp64).exact
 
 
-@pytest.mark.parametrize("loss_fn", [summed, with_metrics])
-@pytest.mark.parametrize("num_microbatches", [2, 3, 8, 10])  # 3: of 3, 3 and 2 rows; 10: two are padding
-def test_a_sum_with_its_count_is_exact_for_uneven_tokens(loss_fn: Any, num_microbatches: int) -> None:
+@pytest.mark.parametrize("num_microbatches", [2, 3, 10])  # 3: of 3, 3 and 2 rows; 10: two are padding
+def test_a_sum_with_its_count_is_exact_for_uneven_tokens(num_microbatches: int) -> None:
     stages, model, x, target = uneven_tokens()
-    found = verify(stages, model, x, target, loss_fn, num_microbatches=num_microbatches)
+    found = verify(stages, model, x, target, with_metrics, num_microbatches=num_microbatches)
     assert found.exact, found.to_text()
     expected = functional.cross_entropy(model(x), target).item()  # over all tokens
     assert found.comparisons[1].split_loss == pytest.approx(expected)
-
-
-def test_a_mean_over_rows_is_exact_for_uneven_rows() -> None:
-    model, x = sequential()
-    for num_microbatches in (3, 10):
-        found = verify(
-            split(model, 2), model, x, torch.randn(8, 4), functional.mse_loss, num_microbatches=num_microbatches
-        )
-        assert found.exact, found.to_text()
 
 
 def test_a_mean_beside_a_count_does_not_add_up() -> None:
@@ -368,7 +335,7 @@ def tokens(rows: int) -> tuple[UserDict[str, Tensor], UserDict[str, Tensor]]:
     return UserDict(input_ids=ids, position_ids=torch.arange(6)[None].flip(1)), UserDict(labels=labels)
 
 
-@pytest.mark.parametrize("num_microbatches", [1, 2, 5, 8])
+@pytest.mark.parametrize("num_microbatches", [2, 8])
 def test_any_mapping_and_a_row_for_all(num_microbatches: int) -> None:
     torch.manual_seed(0)
     model = Positions()

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
-from drawing.browser.timelines import GB, one_f_one_b
-from rota.drawing.packing import CAUSES
+from drawing.browser.timelines import one_f_one_b
 
 
 @pytest.mark.parametrize(
@@ -16,8 +13,6 @@ from rota.drawing.packing import CAUSES
         "</script><script>window.hacked = 1</script>",
         "<img src=x onerror='window.hacked = 1'>",
         "{data}{script}",
-        "</title><b>'\"&amp;",
-        "<!-- <script>",
     ],
 )
 def test_hostile_names_are_but_text(open_page, name):
@@ -81,12 +76,3 @@ def test_many_ranks_scroll(open_page):
     assert it.ask("() => window.rota.view.scroll") == 60
     lines = it.point(40, timeline.starts_us[40][0] + 50)
     assert lines[0].startswith("40F0")
-
-
-def test_the_head_holds_what_python_says(open_page):
-    it = open_page(one_f_one_b())
-    head = json.loads(
-        it.page.locator("#head").inner_text() or it.ask("() => document.getElementById('head').textContent")
-    )
-    assert [entry["word"] for entry in head["causes"]] == [str(cause) for cause in CAUSES]
-    assert head["timelines"][0]["limits"] == [8 * GB] * 4

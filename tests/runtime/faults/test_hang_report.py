@@ -83,10 +83,6 @@ def test_one_that_cannot_ask_tells_of_itself() -> None:
     assert "the other ranks could not be asked (no store): rank 0 waits for 1B1→0B1 from rank 1 for 60.2 s" in told
 
 
-def test_a_standing_comes_back_from_its_text() -> None:
-    assert Status.from_text(WAITS.to_text().encode()) == WAITS
-
-
 @pytest.mark.parametrize("timeout_s", [0, -1, math.nan, "60", True])
 def test_a_limit_that_is_none_is_refused(timeout_s: object) -> None:
     plan = gpipe(place(Costs.uniform(2), Cluster.uniform(2)), 2)

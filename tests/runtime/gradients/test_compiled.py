@@ -14,12 +14,8 @@ from rota.schedules import NAMED
 from support.networks import (
     ROWS,
     WIDTH,
-    StepResult,
-    assert_equal_steps,
     batch_of,
     loss_fn,
-    pipeline_steps,
-    serial_step,
 )
 from support.pool import Pool
 
@@ -138,36 +134,3 @@ def test_inductor(pool: Pool) -> None:
     cases = [(plan_for("zb_h1", 2, weight_us=10), "none")]
     found = pool.run(2, steps_of, cases, "inductor", False, True, timeout_s=PATIENT_S)
     assert_equal(found, serial_steps(2, autocast=False), rtol=1e-10, atol=1e-10)
-
-
-def steps_of_blocks(rank: int, plans: list[Plan]) -> list[list[StepResult]]:
-    """Of the same stages by one plan after another; a block in the middle of each is compiled."""
-    del rank
-    torch._dynamo.reset()
-    torch._inductor.config.compile_threads = 1  # in this process, not in a pool of its own
-    stages = stages_of_blocks(plans[0].num_stages)
-    for module in stages.modules:
-        module.get_submodule("1").compile()
-    return [pipeline_steps(0, stages, plan, [batch_of(NUM_MICROBATCHES)] * 2) for plan in plans]
-
-
-def stages_of_blocks(num_stages: int) -> Stages:
-    torch.manual_seed(3)
-
-    def block() -> nn.Module:
-        return Block(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH))
-
-    layers = [(nn.Linear(WIDTH, WIDTH), block(), nn.Linear(WIDTH, WIDTH)) for _ in range(num_stages)]
-    return Stages([nn.Sequential(*of).double() for of in layers])
-
-
-@pytest.mark.sweep
-@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler, and finds no g++")
-def test_compiled_blocks_beside_other_layers(pool: Pool) -> None:
-    """The first plan's backwards are whole: what is compiled for them gives its buffers away."""
-    plans = [plan_for("1f1b", 2), plan_for("zb_h1", 2, weight_us=10)]
-    by_rank = pool.run(2, steps_of_blocks, plans)
-    serial = serial_step(stages_of_blocks(2), *batch_of(NUM_MICROBATCHES))
-    for which in range(len(plans)):
-        for step in range(2):
-            assert_equal_steps([results[which][step] for results in by_rank], serial)

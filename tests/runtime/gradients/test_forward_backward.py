@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -18,29 +16,6 @@ def two_stages() -> Stages:
     return Stages([nn.Linear(3, 4).double(), nn.Linear(4, 2).double()])
 
 
-def mean_square(output: Tensor, target: Tensor) -> Tensor:
-    return ((output - target) ** 2).mean()
-
-
-def test_two_stages_by_hand() -> None:
-    stages, x, target = two_stages(), torch.randn(5, 3).double(), torch.randn(5, 2).double()
-    loss = mean_square(stages.run(x), target)
-    loss.backward()
-    expected = [parameter.grad for _, parameter in stages.named_parameters()]
-    for module in stages.modules:
-        module.zero_grad(set_to_none=True)
-
-    _, (value,), first = forward(stages, 0, [], x)
-    leaf = hand_over(value)
-    output, values, second = forward(stages, 1, [leaf], x)
-    assert values == []
-    keep_loss(second, mean_square(output, target), 0.25)
-    (gradients,) = backward(second, [])
-    assert backward(first, [gradients]) == []
-    for (_, parameter), gradient in zip(stages.named_parameters(), expected, strict=True):
-        torch.testing.assert_close(parameter.grad, gradient / 4, rtol=1e-12, atol=1e-12)
-
-
 def test_outputs_are_held_by_their_gradient_edges_alone() -> None:
     stages = two_stages()
     output, values, kept = forward(stages, 0, [], torch.randn(5, 3).double())
@@ -48,30 +23,6 @@ def test_outputs_are_held_by_their_gradient_edges_alone() -> None:
     assert len(kept.outputs[0]) == 1
     del output, values
     assert storage.expired()
-
-
-def test_what_does_not_reach_the_loss_has_no_gradient() -> None:
-    class Second(nn.Module):
-        def forward(self, pair: Any) -> Tensor:
-            return pair[1] * 2
-
-    stages = Stages([nn.Identity(), Second()])
-    leaves = [torch.ones(2, requires_grad=True), torch.ones(3, requires_grad=True)]
-    output, _, kept = forward(stages, 1, [tuple(leaves)], None)
-    keep_loss(kept, output.sum(), 1.0)
-    (gradients,) = backward(kept, [])
-    assert gradients[0] is None
-    assert gradients[1].tolist() == [2, 2, 2]
-
-
-def test_nothing_to_differentiate() -> None:
-    stages = two_stages()
-    for module in stages.modules:
-        module.requires_grad_(False)
-    output, _, kept = forward(stages, 1, [torch.randn(5, 4).double()], None)
-    keep_loss(kept, mean_square(output, torch.zeros(5, 2)), 1.0)
-    assert kept.losses == []
-    assert backward(kept, []) == [[]]
 
 
 def test_a_sparse_value_between_stages_of_one_rank() -> None:

@@ -71,15 +71,6 @@ def test_differentiating_inside_is_refused() -> None:
         forward(stages, 0, [x], ())
 
 
-def test_writing_into_what_it_receives_is_refused() -> None:
-    stages, x = Stages([nn.ReLU(inplace=True)], inputs=[()]), {"a": [torch.ones(2)]}
-    with (
-        pytest.raises(PipelineError, match="stage 0 writes into what it receives"),
-        without_activations(stages[0], [x], (), "stage 0"),
-    ):
-        forward(stages, 0, [x["a"][0]], ())
-
-
 class DropsLayers(nn.Module):
     """By Python's, NumPy's and its own generators; PyTorch's is seeded by whoever runs a stage."""
 
@@ -110,10 +101,3 @@ def test_what_was_drawn_is_drawn_again() -> None:
         assert torch.equal(first, second)
         assert random.getstate() == now[0]
         assert torch.equal(module.generator.get_state(), now[1])
-
-
-def test_a_forward_that_draws_nothing_leaves_no_states() -> None:
-    module, x = nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.5)), torch.randn(4, 3).requires_grad_()
-    with without_activations(module, [x], (), "stage 0") as again:
-        forward(Stages([module], inputs=[()]), 0, [x], ())
-    assert again.draws is None

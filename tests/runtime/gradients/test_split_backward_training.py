@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from rota import Cluster, Costs, Pipeline, PipelineError, Plan, Stages, place
-from rota.schedules import NAMED, gpipe, one_f_one_b
+from rota.schedules import NAMED, gpipe
 from support.core_strategies import deal, linear_extension
 from support.networks import (
     WIDTH,
@@ -190,18 +190,6 @@ def test_odd_stages(pool: Pool, frozen: tuple[int, ...]) -> None:
         serial = StepResult(loss.item(), gradients_of(stages, range(4)))
         for step in range(2):
             assert_equal_steps([results[case][step] for results in by_rank], serial)
-
-
-def calls_of_a_checkpointed_block(rank: int, plan: Plan) -> int:
-    stages = odd_stages()
-    with Pipeline(stages, plan, loss_fn) as pipeline:
-        pipeline.step(*batch_of(plan.num_microbatches))
-    return int(stages[1].calls) if 1 in plan.placement.stages_on(rank) else 0  # type: ignore[arg-type]
-
-
-def test_a_checkpointed_block_is_recomputed_once_a_microbatch(pool: Pool) -> None:
-    plan = one_f_one_b(place(Costs.uniform(4, weight_us=1), Cluster.uniform(4)), 5)
-    assert pool.run(4, calls_of_a_checkpointed_block, plan) == [0, 10, 0, 0]
 
 
 # --- recomputation ----------------------------------------------------------------------------------------------------

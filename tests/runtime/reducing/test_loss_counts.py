@@ -13,9 +13,9 @@ from torch import Tensor, nn
 import rota
 from rota import Cluster, Costs, Pipeline, Plan, Stages, bidirectional, interleaved, place
 from rota.schedules import NAMED, chimera
-from support.networks import WIDTH, chain, graph_of_layers
+from runtime.reducing.test_wrapped_stages import in_ddp, sharded
+from support.networks import WIDTH, chain
 from support.pool import Pool
-from support.random_plans import random_plan
 
 pytestmark = pytest.mark.dist
 
@@ -174,31 +174,6 @@ def test_two_ranks(pool: Pool) -> None:
     )
 
 
-def test_four_ranks(pool: Pool) -> None:
-    assert_exact(
-        pool,
-        {
-            "1f1b, tied": Case(tied(4), plan_for(4), rounds_of(14, 2, 1), clear=False),
-            "I and W": Case(chain(4), plan_for(4, "zb_h1", weight_us=1), rounds_of(14, 2, 1)),
-            "bidirectional": Case(
-                chain(4), chimera(bidirectional(Costs.uniform(4), Cluster.uniform(4)), N), rounds_of(14, 1, 2)
-            ),
-        },
-    )
-
-
-@pytest.mark.sweep
-def test_random_orders(pool: Pool) -> None:
-    cases = {}
-    for seed in range(12):
-        edges, plan = random_plan(seed, 2)
-        if any(task.kind.makes_weight_gradients for task in plan.placement.tasks):
-            stages = graph_of_layers(plan.num_stages // plan.placement.num_components, edges, seed)
-            cases[f"seed {seed}"] = Case(stages, plan, rounds_of(3 * plan.num_microbatches + 1, 2, 1))
-    assert len(cases) > 6
-    assert_exact(pool, cases)
-
-
 def test_unequal_counts_on_replicas(pool: Pool) -> None:
     rounds = rounds_of(29, 1, 2)
     assert_exact(
@@ -212,16 +187,6 @@ def test_unequal_counts_on_replicas(pool: Pool) -> None:
             ),
         },
     )
-
-
-def in_ddp(module: nn.Module, mesh: Any) -> nn.Module:
-    return nn.parallel.DistributedDataParallel(module, process_group=mesh.get_group("dp"))
-
-
-def sharded(module: nn.Module, mesh: Any) -> nn.Module:
-    from torch.distributed.fsdp import fully_shard
-
-    return fully_shard(module, mesh=mesh["dp"])
 
 
 def test_ddp_and_fsdp(pool: Pool) -> None:

@@ -13,9 +13,10 @@ from rota.costs import Costs
 from rota.placing import place, wave
 from rota.search import bounds
 from rota.search.problem import Problem
-from search.bounds.test_bounds import every_plan, tessel, tiny_placement
+from search.bounds.test_bounds import every_plan, tiny_placement
 from support.problem_library import proven_us
 from support.sampling import IS_WHOLE, some
+from support.tessel_shapes import tessel
 
 
 def check_certificates(seed: int, most: int) -> tuple[int, int]:

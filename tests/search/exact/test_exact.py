@@ -74,11 +74,6 @@ def test_finds_only_what_is_better(cases: list[Case], objective: str) -> None:
             assert _proven(problem, objective, found) == least
 
 
-def test_v_with_6_microbatches() -> None:
-    problem = Problem(v_shape(Costs.uniform(4, **_UNIT), Cluster.uniform(4, 4)), 6)
-    assert _proven(problem, "makespan", solve(problem, "makespan", None, 0, Budget(10))) == 36
-
-
 @pytest.mark.parametrize(
     ("placement", "num_microbatches", "makespan_us"),
     [

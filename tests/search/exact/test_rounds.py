@@ -16,7 +16,7 @@ from rota.search.budget import Budget
 from rota.search.exact.rounds import Rounds
 from rota.search.problem import Problem
 from rota.simulation import simulate
-from search.exact.test_states import check_against_every_plan, searched
+from search.exact.test_states import searched
 from support.tessel_shapes import tessel
 
 
@@ -107,8 +107,3 @@ def test_no_room_for_more_states(monkeypatch: pytest.MonkeyPatch) -> None:
     assert rounds.is_over
     assert rounds.bound_us == 0
     assert rounds.orders is None
-
-
-def test_many_small_problems_are_among_those_that_are_checked() -> None:
-    """`check_against_every_plan` compares this search as well."""
-    assert sum(check_against_every_plan(seed, most=60)[0] for seed in range(2_000, 2_030)) > 30

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import product
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -73,25 +71,3 @@ def test_the_same_every_time_and_told_as_it_comes() -> None:
     half = len(told) // 2
     assert told[:half] == told[half:] == sorted(told[:half], reverse=True)
     assert told[-1] == score(problem, found[0])
-
-
-def test_stops_at_the_bound() -> None:
-    problem = uneven(16)
-    budget = Budget(60.0, deterministic=True)
-    loose = improve(problem, serial(problem), "makespan", 10**6, budget)
-    assert (loose == serial(problem)).all()
-    assert budget.spent_s == 0
-
-
-@pytest.mark.sweep  # test_neighbourhood compares with all orders too
-def test_the_best_of_all_orders_of_a_tiny_pipeline() -> None:
-    costs = Costs((3, 2), (2, 4), (2, 1), activation_bytes=2)
-    problem = Problem(place(costs, Cluster.uniform(2, 4, latency_us=1)), 2)
-    rows = [
-        [row for row in product(tasks, repeat=6) if all(row.count(t) == 2 for t in tasks)]
-        for tasks in ((0, 2, 4), (1, 3, 5))
-    ]
-    both = (np.array(a + b, np.int32) for a, b in product(*rows))
-    least = min(timed for orders in both if fits(problem, orders) and (timed := score(problem, orders)))
-    found = improve(problem, serial(problem), "makespan", 0, Budget(0.2, deterministic=True))
-    assert score(problem, found) == least

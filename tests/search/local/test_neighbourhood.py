@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
 from typing import Literal
 
 import numpy as np
@@ -14,13 +13,11 @@ from hypothesis import strategies as st
 from rota.checking import check
 from rota.cluster import Cluster
 from rota.costs import Costs
-from rota.placing import wave
 from rota.search.budget import Budget
 from rota.search.critical_path import CriticalPath
-from rota.search.local import neighbourhood
-from rota.search.local.neighbourhood import improve, reorder, window_at
+from rota.search.local.neighbourhood import improve
 from rota.search.problem import Orders, Problem
-from rota.search.timing import fits, score
+from rota.search.timing import score
 from rota.shapes import v_shape
 from rota.simulation import simulate
 from support.core_strategies import plans
@@ -39,11 +36,6 @@ def _serial(problem: Problem) -> Orders:
 def _v(num_ranks: int = 4, limit: int = 4, num_microbatches: int = 6) -> Problem:
     costs = Costs.uniform(num_ranks, 1, 3, activation_bytes=1)
     return Problem(v_shape(costs, Cluster.uniform(num_ranks, limit)), num_microbatches)
-
-
-def _wave(num_ranks: int, limit: int, num_microbatches: int) -> Problem:
-    costs = Costs.uniform(2 * num_ranks, 93, 91, 47, 2, input_frees_bytes=1)
-    return Problem(wave(costs, Cluster.uniform(num_ranks, limit, latency_us=6)), num_microbatches)
 
 
 def _value(problem: Problem, orders: Orders, objective: str = "makespan") -> int:
@@ -86,59 +78,8 @@ def test_finds_the_best_of_tiny_steps(objective: Literal["makespan", "span"]) ->
             assert _value(problem, better) == least
 
 
-def test_from_one_at_a_time_to_the_best() -> None:
-    problem = _v()
-    found: list[Orders] = []
-    orders = improve(problem, _serial(problem), "makespan", 36, Budget(20, deterministic=True), on_better=found.append)
-    values = [_value(problem, better) for better in found]
-    assert values[-1] == _value(problem, orders) == 36
-    assert values == sorted(set(values), reverse=True)
-    assert all(fits(problem, better) for better in found)
-
-
 def test_stops_at_the_bound() -> None:
     problem = _v()
     orders, budget = _serial(problem), Budget(20, deterministic=True)
     assert improve(problem, orders, "makespan", _value(problem, orders), budget) is orders
     assert budget.spent_s == 0
-
-
-@pytest.mark.parametrize("objective", ["makespan", "span"])
-def test_is_the_same_on_every_run(objective: Literal["makespan", "span"]) -> None:
-    problem = _wave(3, 8, 5)
-    first, second = (
-        improve(problem, _serial(problem), objective, 0, Budget(0.5, deterministic=True), seed=5) for _ in range(2)
-    )
-    assert (first == second).all()
-    assert fits(problem, first)
-    assert _value(problem, first, objective) < _value(problem, _serial(problem), objective)
-
-
-def test_some_ranks_of_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Windows on a few ranks, the others' orders as they were."""
-    problem, free = _v(16, 16, 8), []
-
-    def record(critical_path: CriticalPath, paths: object, begin: int, end: int, is_free: Sequence[bool]) -> object:
-        free.append(sum(is_free))
-        return window_at(critical_path, paths, begin, end, is_free)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(neighbourhood, "window_at", record)
-    orders = improve(problem, _serial(problem), "makespan", 0, Budget(0.5, deterministic=True))
-    assert min(free) < 16
-    check(problem.to_plan(orders))
-    assert _value(problem, orders) < _value(problem, _serial(problem))
-
-
-def test_a_window_keeps_what_is_held_before_it() -> None:
-    """Memory for two: in the second half of the step, with two held before, no further forward comes first."""
-    problem = _v(2, 2, 4)
-    critical_path = CriticalPath(problem, False)
-    orders = improve(problem, _serial(problem), "makespan", 0, Budget(0.1, deterministic=True))
-    paths = critical_path.paths(orders)
-    assert paths is not None
-    for begin in range(int(paths.starts.max()) + 1):
-        window = window_at(critical_path, paths, begin, paths.value_us, [True, True])
-        _, rows = reorder(window, 0, paths.value_us, Budget(1, deterministic=True), 0)
-        assert rows is not None
-        kept = [[n for n in row.tolist() if paths.starts[n] < begin] for row in paths.rows]
-        assert fits(problem, critical_path.orders([before + row for before, row in zip(kept, rows, strict=True)]))

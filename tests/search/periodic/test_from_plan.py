@@ -7,11 +7,9 @@ import pytest
 from rota import Cluster, Costs, Placement, Plan, check, interleaved, place, wave
 from rota.schedules import interleaved_one_f_one_b, one_f_one_b, v_min
 from rota.search.budget import Budget
-from rota.search.local.policies import Climb
 from rota.search.periodic.from_plan import steady_within
 from rota.search.problem import Problem
 from rota.search.timing import Tables, start_times
-from support.tessel_shapes import tessel
 
 
 def within(problem: Problem, plan: Plan):
@@ -37,19 +35,6 @@ def test_a_schedule_that_repeats_has_its_own_period(
     assert found.steady.us_per_microbatch == work_us
     assert not any(found.steady.over_bytes())
     check(found.steady.unroll(num_microbatches))
-
-
-def test_nn_on_eight_ranks_repeats_as_fast_as_its_own_step() -> None:
-    problem = Problem(tessel("nn", 8, 6), 64)
-    climb = Climb(problem, False, 0)
-    for _ in range(300):
-        climb.try_one()
-    assert climb.orders is not None
-    found = within(problem, problem.to_plan(climb.orders))
-    assert found is not None
-    found.steady.verify()
-    assert climb.key is not None
-    assert found.steady.us_per_microbatch * 64 <= climb.key[0]
 
 
 def test_what_transfers_hold_is_left_to_the_search_from_scratch() -> None:

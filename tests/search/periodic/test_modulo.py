@@ -6,7 +6,6 @@ import pytest
 from hypothesis import given, settings
 
 from rota import Cluster, Costs, place
-from rota.placing import wave
 from rota.search.budget import Budget
 from rota.search.periodic.loop import Loop
 from rota.search.periodic.modulo import Interval, Period
@@ -55,23 +54,6 @@ def test_three_micro_batches_a_period_use_memory_that_one_cannot():
     found = Period(Interval(v_loop(4, 3), 3, 16)).solve(Budget(5)).rhythm
     assert found is not None
     Steady.of(v_loop(4, 3).placement, 3, found).verify()
-
-
-def test_every_edge_of_a_chain_is_a_bridge():
-    loop = v_loop(4, 4)
-    assert loop.bridges == {(source, target) for source, target, _ in loop.waits}
-    assert len(loop.waits) == 7  # what an activation is read by later is implied
-
-
-@pytest.mark.sweep
-def test_annealing_packs_a_full_period_on_tight_memory():
-    costs = Costs.uniform(8, 93, 91, 47, activation_bytes=2)
-    loop = Loop(wave(costs, Cluster.uniform(4, 12, latency_us=6)))
-    rhythm = anneal_offsets(Interval(loop, 1, 462), Budget(5, deterministic=True))
-    assert rhythm is not None
-    assert rhythm.period_us == 462
-    Steady.of(loop.placement, 1, rhythm).verify()
-    assert anneal_offsets(Interval(loop, 1, 462), Budget(5, deterministic=True)) == rhythm
 
 
 @settings(max_examples=some(12), deadline=None)

@@ -2,22 +2,12 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Iterator
-from dataclasses import replace
-
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rota import Cluster, Costs, Placement, SearchError, check, find_plan, place
+from rota import Cluster, Costs, check, place
 from rota.search import find_frontier
 from support.sampling import some
-from support.search_brute_force import best_of, every_plan, tiny_placement
-
-
-def with_limit(placement: Placement, limit_bytes: int) -> Placement:
-    return replace(placement, cluster=replace(placement.cluster, limit_bytes=(limit_bytes,) * placement.num_ranks))
 
 
 def test_a_frontier_keeps_its_limits() -> None:
@@ -59,39 +49,3 @@ def test_every_point_of_a_frontier_fits_when_it_is_unrolled(
         assert point.peak_bytes <= point.limit_bytes
         assert point.bound_us <= point.us_per_microbatch
         check(with_limit_of(point, num_microbatches))
-
-
-def tiny_cases(count: int, seed: int) -> Iterator[tuple[Placement, int]]:
-    """As `search_brute_force` has them, with bytes on every edge and some limit."""
-    chooser = random.Random(seed)
-    while count:
-        placement, num_microbatches = tiny_placement(chooser), chooser.randint(1, 4)
-        edges = tuple(edge._replace(num_bytes=chooser.randint(1, 3)) for edge in placement.edges)
-        placement = replace(placement, edges=edges)
-        if placement.routes and any(limit is not None for limit in placement.cluster.limit_bytes):
-            count -= 1
-            yield placement, num_microbatches
-
-
-def test_a_plan_is_found_wherever_brute_force_finds_one() -> None:
-    """One with each task's micro-batches in order: the search knows no others."""
-    num_fitting = 0
-    for placement, num_microbatches in tiny_cases(some(250), seed=1):
-        plans = every_plan(placement, num_microbatches)
-        best = None if plans is None else best_of(plans)
-        if best is not None and best.fitting:
-            num_fitting += 1
-            result = find_plan(placement, num_microbatches, time_limit_s=0.1, deterministic=True)
-            check(result.plan)
-            assert result.bound_us <= best.makespan_us, placement
-    assert num_fitting > 0.08 * some(250)
-
-
-def test_nothing_is_found_where_a_plan_out_of_order_fits() -> None:
-    """No claim that nothing fits, then: one with micro-batches out of order may."""
-    for placement, num_microbatches in tiny_cases(some(100), seed=2):
-        plans = every_plan(placement, num_microbatches)
-        if plans is not None and best_of(plans) is None:
-            with pytest.raises(SearchError) as error:
-                find_plan(placement, num_microbatches, time_limit_s=0.1, deterministic=True)
-            assert "nothing fits" not in str(error.value)

@@ -115,24 +115,6 @@ def tied(num_stages: int) -> Stages:
     return stages
 
 
-def replicas_of_tied_stages(rank: int, device: torch.device, pp: int, dp: int) -> float:
-    """Each replica has its own rows; all have the unsplit model's gradients over all rows."""
-    del rank
-    mesh, plan, found = rota.mesh(pp=pp, dp=dp), named("1f1b", pp), 0.0
-    whole = tied(plan.num_stages).to(device)
-    with pipeline_on(device, tied(plan.num_stages), plan, mesh=mesh) as pipeline:
-        for seed in range(NUM_STEPS):
-            batch = batch_of(dp * plan.num_microbatches, device, seed, torch.float64)
-            for parameter in pipeline.parameters():
-                parameter.grad = None
-            clear(whole)
-            mine = [part.chunk(dp)[pipeline.replica] for part in batch]
-            loss = pipeline.step(*mine)
-            expected = unsplit_step(whole, batch, dp * plan.num_microbatches)
-            found = max(found, abs(loss - expected) / expected, worst(local_gradients(pipeline), all_of(whole)))
-    return found
-
-
 # --- precision --------------------------------------------------------------------------------------------------------
 
 
@@ -180,36 +162,6 @@ def scaler(rank: int, device: torch.device, num_ranks: int) -> tuple[float, list
 # --- recomputation, compiled stages, steps that overlap ---------------------------------------------------------------
 
 
-def recomputed_dropout(rank: int, device: torch.device, num_ranks: int) -> float:
-    """The difference between gradients of a pipeline that keeps its activations, and of one that recomputes them."""
-    del rank
-    plan = named("zb_h1", num_ranks)
-    seen: list[Gradients] = []
-    for recompute in ("none", "full"):
-        with pipeline_on(device, blocks(plan.num_stages, dropout=0.4), plan, recompute=recompute) as pipeline:
-            torch.manual_seed(7)
-            for seed in range(NUM_STEPS):
-                pipeline.step(*batch_of(plan.num_microbatches, device, seed))
-            seen.append(local_gradients(pipeline))
-    return worst(seen[1], seen[0])
-
-
-def dropout_repeats(rank: int, device: torch.device, num_ranks: int) -> tuple[float, float]:
-    """Another plan of the same seed draws the same: the difference to it, and that to another seed (which is large).
-
-    Of the two, chimera runs micro-batches in another sequence and in two copies of each stage.
-    """
-    del rank
-    seen: list[float] = []
-    for schedule, seed in (("1f1b", 7), ("chimera", 7), ("1f1b", 8)):
-        plan = named(schedule, num_ranks)
-        with pipeline_on(device, blocks(plan.num_stages, dropout=0.4), plan) as pipeline:
-            torch.manual_seed(seed)
-            loss = pipeline.step(*batch_of(plan.num_microbatches, device))
-            seen.append(loss)
-    return abs(seen[1] - seen[0]), abs(seen[2] - seen[0])
-
-
 def compiled(rank: int, device: torch.device, num_ranks: int, backend: str) -> float:
     """Stages of `torch.compile`, whole backwards and split ones."""
     del rank
@@ -224,23 +176,6 @@ def compiled(rank: int, device: torch.device, num_ranks: int, backend: str) -> f
         compared(device, plan, lambda n=plan.num_stages: blocks(n), torch.float32, change=change)  # type: ignore[misc]
         for plan in plans_of
     )
-
-
-def overlapping_steps(rank: int, device: torch.device, num_ranks: int) -> tuple[list[float], list[float]]:
-    """Losses of a training whose steps wait for nothing, read at its end, and of one whose steps wait."""
-    del rank
-    plan, losses = named("1f1b", num_ranks), []
-    for waits in (False, True):
-        with pipeline_on(device, blocks(plan.num_stages), plan) as pipeline:
-            optimizer = torch.optim.AdamW(pipeline.parameters(), lr=1e-2)
-            begun: list[Any] = []
-            for seed in range(6):
-                batch = batch_of(plan.num_microbatches, device, seed)
-                begun.append(pipeline.step(*batch) if waits else pipeline.step(*batch, wait=False))
-                optimizer.step()
-                optimizer.zero_grad()
-            losses.append([one if waits else one.wait() for one in begun])
-    return losses[0], losses[1]
 
 
 # --- checkpoints ------------------------------------------------------------------------------------------------------
