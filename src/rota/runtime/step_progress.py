@@ -54,10 +54,6 @@ class StepProgress:
         if shared and usage is not None and not (usage.is_from_run or usage.is_estimate):
             self._tell(shared)
 
-    def runs(self, plan: Plan) -> None:
-        """The steps from now on run this plan."""
-        self._plan, self._planned = plan, ""
-
     def done(self, number: int, begun_s: float, loss: float, ops_s: float | None = None) -> None:
         """Report a step that has ended, if it is time to.
 
