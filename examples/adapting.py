@@ -3,7 +3,8 @@
 rota plan 1f1b --ranks 3 --microbatches 8 --forward-us 4000 --backward-us 8000 -o plan.json
 rota run plan.json examples/adapting.py     three processes, of which the first takes 1.5 times as long as planned
 
-Nothing restarts, and no weight moves. All ranks get the same timeline and make the same search, so they find the same plan.
+Nothing restarts, and no weight moves. All ranks get the same timeline and make the same search, so they find the
+same plan.
 """
 
 import sys

@@ -13,7 +13,6 @@ import torch.distributed as dist
 
 import rota
 from rota import Cluster, Costs, Pipeline, PipelineError, Plan, place
-from rota.interop import TorchEngine
 from rota.runtime.transport import Transport
 from rota.schedules import one_f_one_b
 from support.networks import StepResult, assert_equal_steps, batch_of, chain, gradients_of, loss_fn, serial_step
@@ -124,17 +123,3 @@ def test_a_norm_that_is_not_finite_reaches_all(pool: Pool, norm_type: float) -> 
         for found in pool.run(3, norms, norm_type, [3.0, bad, 4.0]):
             assert math.isnan(found) if math.isnan(bad) else found == math.inf
     assert pool.run(3, norms, norm_type, [3.0, 0.0, -4.0]) == [5.0 if norm_type == 2 else 4.0] * 3
-
-
-def engine_steps(rank: int) -> str:
-    """PyTorch's engine has one call alone."""
-    with TorchEngine(chain(2), plan_for(2), loss_fn) as engine:
-        with pytest.raises(PipelineError) as error:
-            engine.step(*BATCH, sync=rank == 0)
-        assert math.isfinite(engine.step(*BATCH))
-    return str(error.value)
-
-
-def test_torch_engine_refuses_other_options(pool: Pool) -> None:
-    told = "some ranks gave step sync=True, others sync=False; pass the same on all ranks"
-    assert pool.run(2, engine_steps) == [told] * 2

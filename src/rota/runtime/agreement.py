@@ -57,7 +57,7 @@ def refuse_differences(
     plan: Plan,
     stages: Stages,
     shared: list[SharedWeight],
-    mesh: DeviceMesh | None = None,
+    mesh: DeviceMesh | None,
 ) -> torch.device:
     """Compare what all ranks made their pipelines from, and their number with the plan's. Collective.
 

@@ -6,15 +6,14 @@ import argparse
 import signal
 import sys
 
-from rota import reading, schedule_csv
+from rota import reading
 from rota.cli import files
 from rota.cli.arguments import add_force, mesh, number, seconds
-from rota.cli.parser import Command, Parser, one_of
+from rota.cli.parser import Command, Parser
 from rota.cli.requirements import InputError, require_installed
 from rota.errors import PipelineError
 
 _MOST_PROCESSES = 1024  # that `rota run` starts
-_WORKERS = {"rota": "rota.runtime.launching.worker", "torch": "rota.interop.torch_worker"}  # by engine
 _PIPELINE_S = 60.0  # after which a script that has made no pipeline is likely to make none
 
 
@@ -52,14 +51,6 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument(
         "--verify-microbatches", action="store_const", const="microbatches", dest="verify", help=help_text
     )
-    parser.add_argument(
-        "--engine",
-        type=one_of(_WORKERS, "--engine"),
-        choices=_WORKERS,
-        default="rota",
-        help="rota (default), or torch for PyTorch's own pipeline engine, which needs PyTorch 2.13 or later and runs "
-        "only plans whose stages form a chain",
-    )
     parser.set_defaults(own_options=[option for option in parser.options if option != "--help"])
 
 
@@ -71,8 +62,6 @@ def run(arguments: argparse.Namespace) -> int:
     from rota.runtime.launching.launch import EndedBySignal, launch
 
     reading.read_text(arguments.script)
-    if arguments.engine == "torch":
-        schedule_csv.require_chain(planned.placement, "or use --engine rota")
     replicas = 1 if planned.usage is None else planned.usage.num_replicas
     dp, tp = arguments.mesh.get("dp", replicas), arguments.mesh.get("tp", 1)
     if (pp := arguments.mesh.get("pp", planned.num_ranks)) != planned.num_ranks:
@@ -80,12 +69,6 @@ def run(arguments: argparse.Namespace) -> int:
     num_processes = planned.num_ranks * dp * tp
     if num_processes > _MOST_PROCESSES:
         raise InputError(f"--mesh: {num_processes:,} processes on this machine; give {_MOST_PROCESSES:,} at most")
-    if arguments.engine == "torch" and dp * tp > 1:
-        raise InputError(f"--mesh dp={dp},tp={tp}: PyTorch's engine runs one pipeline; use --engine rota")
-    if arguments.timeline is not None and arguments.engine == "torch":
-        raise InputError(f"--timeline {arguments.timeline}: PyTorch's engine records none; use --engine rota")
-    if arguments.verify is not None and arguments.engine == "torch":
-        raise InputError("--verify does not work with PyTorch's engine; use --engine rota, or `rota verify`")
     if arguments.device not in ("auto", "cpu"):
         from rota.runtime.device.local import device_type
 
@@ -100,7 +83,7 @@ def run(arguments: argparse.Namespace) -> int:
             planned,
             arguments.script,
             arguments.arguments,
-            worker=_WORKERS[arguments.engine] if arguments.verify is None else "rota.verifying.run_worker",
+            worker="rota.runtime.launching.worker" if arguments.verify is None else "rota.verifying.run_worker",
             environment=device_environment(arguments.device)
             | {PROGRESS: "1"}
             | ({} if arguments.verify is None else {"ROTA_VERIFY": arguments.verify}),
