@@ -119,6 +119,7 @@ def test_long_samples_train_in_chunks(pool: Pool, tmp_path: Path) -> None:
 def test_every_example_is_tested_and_the_new_ones_are_short() -> None:
     assert {path.stem for path in (ROOT / "examples").glob("*.py")} == {
         *(*COMPARED, *FALLING, "adapting", "variable_lengths", "sequence_chunks"),
+        "torchft_replicas",  # in tests/runtime/launching/test_torchft.py
     }
     for name in FALLING:
         assert (ROOT / "examples" / f"{name}.py").read_text().count("\n") <= 60
