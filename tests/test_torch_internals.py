@@ -54,12 +54,10 @@ class _Doubled(torch.autograd.Function):
         return gradient * 2
 
 
-def test_custom_functions_are_told_apart_from_others() -> None:
+def test_a_custom_function_runs_as_a_whole() -> None:
     x = torch.ones(2, requires_grad=True)
     custom, plain = get_gradient_edge(_Doubled.apply(x)).node, get_gradient_edge(x * 2).node
-    assert torch_internals.is_custom_function(custom)
     assert torch_internals.runs_as_a_whole(custom)
-    assert not torch_internals.is_custom_function(plain)
     assert not torch_internals.runs_as_a_whole(plain)
 
 
@@ -332,50 +330,6 @@ def test_a_rendezvous_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     assert next(dist.rendezvous("env://x")) == "env://x"
 
 
-class _Squared(nn.Module):
-    """A last stage: returns its loss."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.tensor(3.0))
-
-    def forward(self, *, microbatch: int) -> tuple[torch.Tensor]:
-        return (self.weight**2 * (microbatch + 1),)
-
-
-@pytest.mark.parametrize("trains", [True, False])
-def test_pipelining_runs_cells_as_given(alone: dist.ProcessGroup, trains: bool) -> None:
-    from torch.distributed.pipelining import PipelineStage
-
-    module, begun = _Squared(), list[str]()
-    output = torch.empty((), requires_grad=True)
-    stage = PipelineStage(module, 0, 1, torch.device("cpu"), input_args=(), output_args=(output,), group=alone)
-    cells = ["0F0", "0F1", "0B1", "0B0"] if trains else ["0F0", "0F1"]
-    schedule = torch_internals.pipelining_schedule([stage], 2, cells, {0: 0}, 0, trains, begun.append)
-    with torch.set_grad_enabled(trains):
-        torch_internals.run_pipelining_schedule(schedule)
-        torch_internals.run_pipelining_schedule(schedule)
-    assert begun == (["0B1", "0B0"] * 2 if trains else [])
-    assert (module.weight.grad is not None and module.weight.grad.item() == 2 * 6 * 3) == trains
-
-
-def test_schedules_with_one_stage_per_rank_compute_losses_of_numbered_microbatches(alone: dist.ProcessGroup) -> None:
-    from torch.distributed.pipelining import PipelineStage, Schedule1F1B
-
-    stage = PipelineStage(nn.Linear(2, 2), 0, 1, torch.device("cpu"), group=alone)
-    schedule, made = Schedule1F1B(stage, 3, nn.functional.mse_loss), []
-    compute_loss = getattr(schedule, torch_internals.COMPUTE_LOSS)
-
-    def counted(*arguments: Any) -> None:
-        made.append((arguments[0], arguments[3]))
-        compute_loss(*arguments)
-
-    setattr(schedule, torch_internals.COMPUTE_LOSS, counted)
-    schedule.step(torch.ones(3, 2), target=torch.ones(3, 2))
-    assert torch_internals.stage_of(schedule) is stage
-    assert made == [(stage, 0), (stage, 1), (stage, 2)]
-
-
 def test_pipelining_derives_communication() -> None:
     derive = torch_internals.derive_communication
     rows = [["0F0", "0F1", "0B0", "0B1"], ["1F0", "1B0", "1F1", "1B1"]]
@@ -402,7 +356,7 @@ def test_pipelining_derives_communication() -> None:
 def test_pipelining_loads_communication_and_unshards_before_the_same_ops(alone: dist.ProcessGroup) -> None:
     from torch.distributed.pipelining import PipelineStage
 
-    stage = PipelineStage(_Squared(), 0, 1, torch.device("cpu"), group=alone)
+    stage = PipelineStage(nn.Linear(2, 2), 0, 1, torch.device("cpu"), group=alone)
     schedule = torch_internals.new_schedule([stage], 2, None, scale_grads=False)
     assert torch_internals.takes_communication(schedule)
     assert not torch_internals.takes_communication(stage)
@@ -428,7 +382,6 @@ _ATTRIBUTES = {
     "_get_fsdp_state",
     "_input_metadata",
     "_is_view",
-    "_maybe_compute_loss",
     "_n_microbatches",
     "_post_accumulate_grad_hooks",
     "_rendezvous_handlers",

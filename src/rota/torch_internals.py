@@ -73,18 +73,13 @@ def edges_into(node: Node) -> list[GradientEdge]:
     return [GradientEdge(node, i) for i in range(len(node._input_metadata))]
 
 
-def is_custom_function(node: Node) -> bool:
-    """Whether `node` is the backward of an `autograd.Function` written in Python. Relies on `BackwardCFunction`."""
-    return isinstance(node, BackwardCFunction)
-
-
 def runs_as_a_whole(node: Node) -> bool:
     """Whether `node` computes all of its gradients or none, so that its backward must not be split.
 
     True for a custom `autograd.Function`, for functions of C++ extensions, and for nodes that wrap another node because
     a view was written to. Relies on the names that autograd gives the types of the last two.
     """
-    return is_custom_function(node) or type(node).__name__ in ("CppFunction", "CopySlices")
+    return isinstance(node, BackwardCFunction) or type(node).__name__ in ("CppFunction", "CopySlices")
 
 
 def is_compiled_function(node: Node) -> bool:
@@ -533,54 +528,6 @@ def _has_gradient(of: Any) -> bool:
 
 # --- torch.distributed.pipelining -------------------------------------------------------------------------------------
 
-#: The method of PyTorch's schedules that makes a loss; its arguments are stage, output, targets, number of micro-batch.
-COMPUTE_LOSS = "_maybe_compute_loss"
-
-
-def stage_of(schedule: Any) -> Any:
-    """The stage of a schedule with one stage per rank. Relies on `PipelineScheduleSingle._stage`."""
-    return schedule._stage
-
-
-def pipelining_schedule(
-    stages: Sequence[Any],
-    num_microbatches: int,
-    cells: Sequence[str],
-    rank_of_stage: Mapping[int, int],
-    rank: int,
-    trains: bool,
-    begins: Callable[[str], None],
-) -> Any:
-    """PyTorch's runtime of schedules for this rank's `stages`; the last stage returns its loss, already scaled.
-
-    Relies on `_PipelineScheduleRuntime`, `_Action.from_str`, and the attributes that are set here, of PyTorch 2.13. The
-    cells skip PyTorch's validation, which rejects plans of forwards only; `begins` is called with each backward: "1B0".
-    """
-    from torch.distributed.pipelining.schedules import _Action
-
-    # PyTorch treats a schedule without a loss function as one that does not train.
-    schedule = _planned_schedule()(
-        stages, num_microbatches, loss_fn=_loss_of_last_stage if trains else None, scale_grads=False
-    )
-    schedule.begins, schedule.losses = begins, {}
-    schedule.stage_index_to_group_rank = dict(rank_of_stage)
-    for stage in stages:
-        stage.stage_index_to_group_rank = dict(rank_of_stage)
-        stage.has_backward = trains
-    schedule.pipeline_order_with_comms = _with_waits({rank: [_Action.from_str(cell) for cell in cells]})
-    return schedule
-
-
-def run_pipelining_schedule(schedule: Any) -> None:
-    """One step; each stage's forward gets its micro-batch's number as the keyword `microbatch`.
-
-    Relies on `_stages`, `_n_microbatches` and `_step_microbatches` of PyTorch's schedules.
-    """
-    for stage in schedule._stages:
-        stage.clear_runtime_states()
-    numbers = range(schedule._n_microbatches)
-    schedule._step_microbatches(kwarg_mbs=[{"microbatch": m} for m in numbers], return_outputs=False)
-
 
 def derive_communication(
     rows: Sequence[Sequence[str]], num_stages: int, num_microbatches: int, defers_receives: bool
@@ -678,29 +625,3 @@ def _sharding_aware(actions: Sequence[Any]) -> list[Any]:
     for action in actions:
         result += [*(next(changes) if action.is_compute_op else ()), action]
     return [*result, *next(changes)]
-
-
-@cache
-def _planned_schedule() -> Any:
-    from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
-
-    class PlannedSchedule(_PipelineScheduleRuntime):
-        """Takes each loss from the stage that made it: PyTorch lists losses in the order in which they are made."""
-
-        begins: Callable[[str], None]
-
-        losses: dict[int, Any]  # by micro-batch
-
-        def _maybe_compute_loss(self, stage: Any, output: Any, _targets: Any, mb_index: int, *_: Any) -> None:
-            if stage.is_last and stage.has_backward:
-                (self.losses[mb_index],) = output  # the last stage returns its loss alone
-
-        def _maybe_get_loss(self, stage: Any, mb_index: int) -> Any:
-            self.begins(f"{stage.stage_index}B{mb_index}")
-            return self.losses.pop(mb_index) if stage.is_last else None
-
-    return PlannedSchedule
-
-
-def _loss_of_last_stage(*_: Any) -> None:
-    raise AssertionError("PyTorch called the loss function, but the last stage computes the loss")

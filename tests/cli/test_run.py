@@ -248,7 +248,6 @@ def test_the_page_on_meshes_does_what_it_says(pool: Pool, tmp_path: Path) -> Non
     [
         (["--mesh", "pp=3"], "--mesh pp=3: plan.json is for 2 ranks; leave pp out"),
         (["--mesh", "pp=2,dp=0"], "'pp=2,dp=0' is not a mesh: 'dp=0' is wrong; write, for example, pp=4,dp=2,tp=1"),
-        (["--mesh", "dp=2", "--engine", "torch"], "--mesh dp=2,tp=1: PyTorch's engine runs one pipeline"),
     ],
 )
 def test_a_mesh_that_does_not_fit(

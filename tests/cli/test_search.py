@@ -195,22 +195,3 @@ sys.exit(main())
 """
     ended = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=200)
     assert (ended.returncode, ended.stderr) == (130, "rota plan: interrupted\n")
-
-
-def chain_plan(num_ranks: int) -> Plan:
-    return NAMED["1f1b"](place(Costs.uniform(num_ranks, 1, 2), Cluster.uniform(num_ranks)), 4)
-
-
-def test_options_of_a_run_that_do_not_fit_together(tmp_path: Path, capsys: Capsys) -> None:
-    plan = tmp_path / "plan.json"
-    plan.write_text(chain_plan(2).to_json())
-    script = tmp_path / "train.py"
-    script.write_text("")
-    for options, error in (
-        (["--adapt-gain", 5, plan], "--adapt-gain 5 needs --adapt"),
-        (["--adapt", "--adapt-gain", 100, plan], "must be a percentage above 0 and below 100"),
-        (["--adapt", "--engine", "torch", plan], "PyTorch's engine cannot switch to another order"),
-    ):
-        code, _, err = run(capsys, "run", *options, script)
-        assert code == 2, options
-        assert error in err

@@ -219,5 +219,3 @@ def test_refusals(plan: str, tmp_path: Path, capsys: pytest.CaptureFixture[str])
     model.write_text("make_model = None")
     assert main(["verify", plan, str(model)]) == 2
     assert "defines no function make_model" in capsys.readouterr().err
-    assert main(["run", "--verify", "--engine", "torch", plan, str(model)]) == 2
-    assert "--verify does not work with PyTorch's engine" in capsys.readouterr().err

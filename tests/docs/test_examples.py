@@ -63,18 +63,13 @@ def test_the_loss_falls(name: str, pool: Pool, tmp_path: Path) -> None:
         assert losses[-1] < FALLING[name] * losses[0]
 
 
-@pytest.mark.sweep  # tests/interop/test_traces.py imports what PyTorch's engine ran
-def test_pytorchs_engine_runs_an_exported_plan(pool: Pool, tmp_path: Path) -> None:
-    *planning, running, importing = commands("torch_engine")
-    for command in planning:
-        output_of(pool, tmp_path, with_path(command))
-    differences = re.findall(r"gradients differ by (\S+) at most", output_of(pool, tmp_path, with_path(running)))
-    assert len(differences) == 2
-    assert all(float(difference) < 1e-4 for difference in differences)
-    told = output_of(pool, tmp_path, importing)
-    assert "2 ranks, 4 stages, 4 micro-batches" in told
-    assert "What would help" in told
-    assert "--cores N" in told
+def test_a_plan_is_searched_for_with_measured_times(pool: Pool, tmp_path: Path) -> None:
+    planning, running = commands("adapting")
+    output_of(pool, tmp_path, planning)
+    adapted, unchanged = (output_of(pool, tmp_path, f"{with_path(running)} {every}") for every in (10, 100))
+    assert len(re.findall(r"^(?:Use|Keep) ", adapted, re.MULTILINE)) == 3
+    assert losses_in(adapted) == pytest.approx(losses_in(unchanged), abs=2e-9)
+    assert losses_in(adapted)[-1] < 0.1 * losses_in(adapted)[0]
 
 
 @pytest.mark.sweep
@@ -123,7 +118,8 @@ def test_long_samples_train_in_chunks(pool: Pool, tmp_path: Path) -> None:
 
 def test_every_example_is_tested_and_the_new_ones_are_short() -> None:
     assert {path.stem for path in (ROOT / "examples").glob("*.py")} == {
-        *(*COMPARED, *FALLING, "variable_lengths", "sequence_chunks", "torch_engine"),
+        *(*COMPARED, *FALLING, "adapting", "variable_lengths", "sequence_chunks"),
+        "torchft_replicas",  # in tests/runtime/launching/test_torchft.py
     }
     for name in FALLING:
         assert (ROOT / "examples" / f"{name}.py").read_text().count("\n") <= 60

@@ -20,7 +20,7 @@ from torch.distributed.pipelining import (
 from torch.profiler import ProfilerActivity, profile
 
 from rota import Cause, FormatError, Kind, Timeline, explain, schedules
-from rota.interop import import_traces, named_actions
+from rota.interop import import_traces
 from support.pool import Pool
 
 pytestmark = pytest.mark.dist
@@ -33,9 +33,6 @@ def traced(rank: int, folder: Path) -> dict[str, list[list[str]]]:
     torch.manual_seed(rank)
     _trace(_single(Schedule1F1B, rank), rank, folder / f"stacks{rank}.json", with_stack=True)
     _trace(_single(ScheduleGPipe, rank), rank, folder / f"gpipe{rank}.json")
-    schedule = _single(Schedule1F1B, rank)
-    with named_actions(schedule):
-        _trace(schedule, rank, folder / f"named{rank}.json")
     orders = {}
     for name, several, mine in (
         ("interleaved", ScheduleInterleaved1F1B, (rank, rank + RANKS)),
@@ -78,7 +75,7 @@ def assert_explained(timeline: Timeline) -> None:
 
 def test_pytorchs_own_schedules_are_imported_and_explained(pool: Pool, tmp_path: Path) -> None:
     orders = pool.run(RANKS, traced, tmp_path)[0]
-    for kind in ("stacks", "named", "gpipe", *orders):
+    for kind in ("stacks", "gpipe", *orders):
         suffix = ".json.gz" if kind in orders else ".json"
         paths = [str(tmp_path / f"{kind}{rank}{suffix}") for rank in (2, 0, 3, 1)]
         steps = [import_traces(paths, step) for step in range(STEPS)]
@@ -107,5 +104,5 @@ def test_pytorchs_own_schedules_are_imported_and_explained(pool: Pool, tmp_path:
         document["traceEvents"] = [e for e in document["traceEvents"] if e.get("cat") != "python_function"]
         bare.append(tmp_path / f"bare{rank}.json")
         bare[-1].write_text(json.dumps(document))
-    with pytest.raises(FormatError, match=r"bare0.json: no action .*named_actions\(schedule\)"):
+    with pytest.raises(FormatError, match=r"bare0.json: no action .*with_stack=True"):
         import_traces([str(path) for path in bare])

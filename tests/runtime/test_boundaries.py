@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutput
 
 from rota import Cluster, Costs, Pipeline, PipelineError, Plan, Stages, place
-from rota.interop import TorchEngine
 from rota.schedules import NAMED
 from support.fresh import run_fresh
 from support.networks import (
@@ -268,12 +267,12 @@ def stages_that_write(how: str) -> Stages:
     return Stages([Stage(plain, 0), WritesFirst(how), WritesFirst(how)])
 
 
-def steps_that_write(rank: int, cases: list[tuple[str, Plan, Any]]) -> list[StepResult]:
+def steps_that_write(rank: int, cases: list[tuple[str, Plan]]) -> list[StepResult]:
     del rank
     found = []
-    for how, plan, engine in cases:
+    for how, plan in cases:
         stages = stages_that_write(how)
-        with engine(stages, plan, loss_fn) as pipeline:
+        with Pipeline(stages, plan, loss_fn) as pipeline:
             loss = pipeline.step(*batch_of(4))
             found.append(StepResult(loss, gradients_of(stages, pipeline.local_stages)))
     return found
@@ -283,10 +282,9 @@ def test_writing_by_functions_into_what_is_received(pool: Pool) -> None:
     """Over a message and on the same rank, in plans with B and with I and W."""
     costs = [Costs.uniform(3), Costs.uniform(3, weight_us=1)]
     plans = [NAMED["gpipe"](place(of, Cluster.uniform(2), [0, 1, 1]), 4) for of in costs]
-    cases = [(how, plan, Pipeline) for how in IN_PLACE for plan in plans]
-    cases += [(how, plans[0], TorchEngine) for how in IN_PLACE]
+    cases = [(how, plan) for how in IN_PLACE for plan in plans]
     by_rank = pool.run(2, steps_that_write, cases)
-    for case, (how, _, _) in enumerate(cases):
+    for case, (how, _) in enumerate(cases):
         serial = serial_step_by_microbatches(stages_that_write(how), *batch_of(4))
         assert_equal_steps([results[case] for results in by_rank], serial)
 

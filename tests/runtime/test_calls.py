@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +10,6 @@ import torch.distributed as dist
 
 import rota
 from rota import Cluster, Costs, Pipeline, PipelineError, Plan, place
-from rota.interop import TorchEngine
 from rota.schedules import one_f_one_b
 from support.networks import StepResult, assert_equal_steps, batch_of, chain, gradients_of, loss_fn, serial_step
 from support.pool import Pool
@@ -81,17 +79,3 @@ def test_ranks_of_a_pipeline_have_one_scale(pool: Pool) -> None:
     """Replicas may differ: it is how their batches are weighted."""
     for told in pool.run(4, other_scale):
         assert told == ["rank 0 of replica 1 gave step scale=1, rank 1 of replica 1 0.5; give all ranks the same", ""]
-
-
-def engine_steps(rank: int) -> str:
-    """PyTorch's engine has one call alone."""
-    with TorchEngine(chain(2), plan_for(2), loss_fn) as engine:
-        with pytest.raises(PipelineError) as error:
-            engine.step(*BATCH, sync=rank == 0)
-        assert math.isfinite(engine.step(*BATCH))
-    return str(error.value)
-
-
-def test_torch_engine_refuses_other_options(pool: Pool) -> None:
-    told = "some ranks gave step sync=True, others sync=False; pass the same on all ranks"
-    assert pool.run(2, engine_steps) == [told] * 2

@@ -11,9 +11,9 @@ import pytest
 
 from rota import Cluster, Costs, FormatError, Plan, place
 from rota.cli.commands.run import _report_end
-from rota.runtime.launcher_files import collect, last_plan, leave_record
+from rota.runtime.launcher_files import collect, leave_record
 from rota.runtime.recorder import Record
-from rota.schedules import gpipe, one_f_one_b
+from rota.schedules import gpipe
 
 
 def plan(num_ranks: int = 3) -> Plan:
@@ -32,17 +32,6 @@ def test_records_are_handed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         assert collect(plan(), str(tmp_path)) == []
         leave_record(plan(), record)
     assert collect(plan(), str(tmp_path)) == left
-
-
-def test_a_record_of_another_order_is_handed_over_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ROTA_FOLDER", str(tmp_path))
-    other = one_f_one_b(plan().placement, 2)
-    assert last_plan(plan(), str(tmp_path)) == plan()
-    for record in records(600, 600, 600):
-        leave_record(plan(), record, other)
-    assert len(collect(plan(), str(tmp_path))) == 3
-    assert last_plan(plan(), str(tmp_path)) == other
-    assert last_plan(plan(), str(tmp_path), restart=1) == plan()
 
 
 @pytest.mark.parametrize(

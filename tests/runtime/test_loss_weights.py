@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 import rota
 from rota import Cluster, Costs, Pipeline, PipelineError, Plan, Stages, place
-from rota.interop import TorchEngine
 from rota.schedules import NAMED
 from support import ROOT
 from support.networks import WIDTH, Layer, batch_of, chain, loss_fn
@@ -128,13 +127,6 @@ def test_refused_at_the_latest_in_the_first_step(pool: Pool, case: str, weight_u
     with pytest.raises(PipelineError, match=REFUSED[case][1]):
         raise PipelineError(error)
     assert "make it the model's last module" in error
-
-
-@pytest.mark.parametrize("case", ["module", "closure"])
-def test_refused_for_the_engine_of_pytorch(pool: Pool, case: str) -> None:
-    (error,) = pool.run(1, error_of, case, TorchEngine, None)
-    with pytest.raises(PipelineError, match=REFUSED[case][1]):
-        raise PipelineError(error)
 
 
 def loss_and_gradients(rank: int, case: str) -> tuple[float, list[Tensor]]:

@@ -12,7 +12,6 @@ from torch import Tensor
 
 import rota
 from rota import Cluster, Costs, Pipeline, PipelineError, Plan, bidirectional, place
-from rota.interop import TorchEngine
 from rota.schedules import gpipe, one_f_one_b
 from support.networks import ROWS, batch_of, chain, gradients_of, loss_fn, serial_step
 from support.pool import Pool
@@ -45,9 +44,9 @@ def refusal(act: Callable[[], Any]) -> str:
     return str(error.value)
 
 
-def several_steps(rank: int, make: type[Any]) -> tuple[list[Any], Any]:
+def several_steps(rank: int) -> tuple[list[Any], Any]:
     stages = chain(3)
-    with make(stages, plan_for(3), loss_fn) as pipeline:
+    with Pipeline(stages, plan_for(3), loss_fn) as pipeline:
         pipeline.step(*batch_of(N))
         told: list[Any] = [refusal(lambda: pipeline.step(*batch_with(m1=math.nan, m3=math.nan)))]
         told.append(refusal(lambda: pipeline.step(*batch_with(m0=math.inf, m2=math.nan))))
@@ -57,19 +56,17 @@ def several_steps(rank: int, make: type[Any]) -> tuple[list[Any], Any]:
         found = loss, gradients_of(stages, pipeline.local_stages)
         scaler = torch.amp.GradScaler("cpu")
         told.append(pipeline.step(*batch_with(m1=math.nan), scaler=scaler))
-    with make(chain(3), plan_for(3), loss_fn, allow_nonfinite_loss=True) as pipeline:
+    with Pipeline(chain(3), plan_for(3), loss_fn, allow_nonfinite_loss=True) as pipeline:
         told.append(pipeline.step(*batch_with(m1=math.nan)))
-    if make is Pipeline:
-        with make(chain(3), plan_for(3), mean_loss) as pipeline:
-            told.append(pipeline.evaluate(*batch_with(m1=math.nan)))
-            told.append(refusal(lambda: pipeline.step(*batch_with(m1=math.inf, m2=math.inf))))
+    with Pipeline(chain(3), plan_for(3), mean_loss) as pipeline:
+        told.append(pipeline.evaluate(*batch_with(m1=math.nan)))
+        told.append(refusal(lambda: pipeline.step(*batch_with(m1=math.inf, m2=math.inf))))
     return told, found
 
 
-@pytest.mark.parametrize("make", [Pipeline, TorchEngine])
-def test_all_ranks_refuse_it_and_can_go_on(pool: Pool, make: type[Any]) -> None:
+def test_all_ranks_refuse_it_and_can_go_on(pool: Pool) -> None:
     serial = serial_step(chain(3), *batch_of(N))
-    for told, (loss, gradients) in pool.run(3, several_steps, make):
+    for told, (loss, gradients) in pool.run(3, several_steps):
         first, second, *returned = told
         assert first.startswith("step 2: the mean loss is nan (nan for micro-batches 1, 3 at stage 2 on rank 2). ")
         assert "reload the last checkpoint or lower the learning rate" in first
@@ -79,8 +76,7 @@ def test_all_ranks_refuse_it_and_can_go_on(pool: Pool, make: type[Any]) -> None:
         assert abs(loss - serial.loss) <= 1e-10
         for key, gradient in gradients.items():
             torch.testing.assert_close(gradient, serial.gradients[key], rtol=1e-10, atol=1e-10)
-        if make is Pipeline:
-            assert returned[3].startswith("step 1: the mean loss is -inf (-inf for micro-batches 1, 2 at stage 2 on")
+        assert returned[3].startswith("step 1: the mean loss is -inf (-inf for micro-batches 1, 2 at stage 2 on")
 
 
 def step_of_two(rank: int) -> list[str]:

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from rota import Cluster, Costs, Pipeline, PipelineError, Plan, Stages, place
-from rota.interop import TorchEngine
 from rota.schedules import NAMED, one_f_one_b
 from support.networks import loss_fn
 from support.pool import Pool
@@ -89,12 +88,12 @@ def plan_for(schedule: str, num_ranks: int, **more: Any) -> Plan:
     return family(family.place(costs, Cluster.uniform(num_ranks)), NUM_MICROBATCHES)
 
 
-def steps_of(rank: int, cases: list[tuple[Any, Plan, str]]) -> list[list[tuple[float, Gradients]]]:
+def steps_of(rank: int, cases: list[tuple[Plan, str]]) -> list[list[tuple[float, Gradients]]]:
     del rank
     results = []
-    for engine, plan, recompute in cases:
+    for plan, recompute in cases:
         stages, of_case = make_stages(plan.num_stages), []
-        with engine(stages, plan, loss_fn, recompute=recompute) as pipeline:
+        with Pipeline(stages, plan, loss_fn, recompute=recompute) as pipeline:
             for seed, dtype in enumerate(MODES):
                 for parameter in pipeline.parameters():
                     parameter.grad = None
@@ -107,12 +106,11 @@ def steps_of(rank: int, cases: list[tuple[Any, Plan, str]]) -> list[list[tuple[f
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
 def test_autocast(pool: Pool, num_ranks: int) -> None:
-    cases = [(Pipeline, plan_for(name, num_ranks), "none") for name in ("1f1b", "zb_h1", "interleaved_1f1b", "zb_v")]
-    cases += [(TorchEngine, plan, recompute) for _, plan, recompute in cases[:2]]
-    cases.append((Pipeline, plan_for("1f1b", num_ranks, recompute_us=1), "none"))
-    cases.append((Pipeline, plan_for("zb_h1", num_ranks), "full"))
+    cases = [(plan_for(name, num_ranks), "none") for name in ("1f1b", "zb_h1", "interleaved_1f1b", "zb_v")]
+    cases.append((plan_for("1f1b", num_ranks, recompute_us=1), "none"))
+    cases.append((plan_for("zb_h1", num_ranks), "full"))
     by_rank = pool.run(num_ranks, steps_of, cases)
-    for case, (_, plan, _) in enumerate(cases):
+    for case, (plan, _) in enumerate(cases):
         stages = make_stages(plan.num_stages)
         for step, dtype in enumerate(MODES):
             for module in stages.modules:
@@ -171,12 +169,12 @@ def break_one_gradient(stages: Stages, step: list[int]) -> None:
     weight.register_hook(lambda g: torch.full_like(g, torch.inf) if step[0] == BROKEN else g)
 
 
-def accumulate_scaled(rank: int, engine: Any, plan: Plan) -> list[Any]:
+def accumulate_scaled(rank: int, plan: Plan) -> list[Any]:
     """Two steps, of which the first makes an infinite gradient on rank 0, and one that does not look at it."""
     stages, step = stages_to_scale(), [BROKEN]
     break_one_gradient(stages, step)
     scaler, seen = torch.amp.GradScaler("cpu", init_scale=8.0), []
-    with engine(stages, plan, loss_fn) as pipeline:
+    with Pipeline(stages, plan, loss_fn) as pipeline:
         for step[0], sync in ((BROKEN, False), (0, True)):
             pipeline.step(*batch_of(0), scale=0.5, sync=sync, scaler=scaler)
             finite = all(bool(p.grad.isfinite().all()) for p in pipeline.parameters() if p.grad is not None)
@@ -185,10 +183,9 @@ def accumulate_scaled(rank: int, engine: Any, plan: Plan) -> list[Any]:
         return [*seen, scaler.get_scale()]
 
 
-@pytest.mark.parametrize("engine", [Pipeline, TorchEngine])
-def test_the_last_step_of_a_round_decides_for_all_of_it(pool: Pool, engine: Any) -> None:
+def test_the_last_step_of_a_round_decides_for_all_of_it(pool: Pool) -> None:
     plan = one_f_one_b(place(Costs.uniform(3), Cluster.uniform(3)), NUM_MICROBATCHES)
-    first, second, third = pool.run(3, accumulate_scaled, engine, plan)
+    first, second, third = pool.run(3, accumulate_scaled, plan)
     assert first == [(8.0, True), (8.0, False), 4.0]
     assert second == [(8.0, False), (8.0, False), 4.0]
     assert third == [(8.0, True), (8.0, True), 4.0]  # no gradients
@@ -212,23 +209,22 @@ def test_scalers_that_differ_or_are_not_updated_are_refused(pool: Pool) -> None:
     assert all("call scaler.update() after it" in told for told in pool.run(3, what_is_told, plan, "update"))
 
 
-def scaled_sum(rank: int, engine: Any, plan: Plan, **options: Any) -> float:
+def scaled_sum(rank: int, plan: Plan, **options: Any) -> float:
     """Of all gradients, after two steps."""
     stages = stages_to_scale()
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0, **options)
-    with engine(stages, plan, loss_fn) as pipeline:
+    with Pipeline(stages, plan, loss_fn) as pipeline:
         for seed in (0, 1):
             pipeline.step(*batch_of(seed), scale=0.5, sync=seed == 1, scaler=scaler)
         scaler.update()
         return sum(float(p.grad.abs().sum()) for p in pipeline.parameters() if p.grad is not None)
 
 
-@pytest.mark.parametrize("engine", [Pipeline, TorchEngine])
-def test_the_factor_is_in_the_gradients_unless_the_scaler_is_off(pool: Pool, engine: Any) -> None:
+def test_the_factor_is_in_the_gradients_unless_the_scaler_is_off(pool: Pool) -> None:
     stages, plan = stages_to_scale(), plan_for("1f1b", 3)
     for seed in (0, 1):
         serial_step(stages, batch_of(seed), None, 0.5)
     expected = sum(float(gradient.abs().sum()) for gradient in gradients(stages, range(3)).values())
-    assert sum(pool.run(3, scaled_sum, engine, plan)) == pytest.approx(2 * expected, rel=1e-6)
-    off = pool.run(3, partial(scaled_sum, enabled=False), engine, plan)
+    assert sum(pool.run(3, scaled_sum, plan)) == pytest.approx(2 * expected, rel=1e-6)
+    off = pool.run(3, partial(scaled_sum, enabled=False), plan)
     assert sum(off) == pytest.approx(expected, rel=1e-6)

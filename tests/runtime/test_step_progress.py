@@ -60,19 +60,6 @@ def test_assumed_costs_are_no_prediction(capsys: pytest.CaptureFixture[str]) -> 
     assert capsys.readouterr().err == "rota run: step 1: 11 s per step (the plan has no measured costs)\n"
 
 
-def test_where_the_times_of_ops_are_unknown(capsys: pytest.CaptureFixture[str]) -> None:
-    clock_s = [0.0]
-    progress = StepProgress(PLAN, lambda: clock_s[0])
-    for number, step_s in enumerate((1.0, 1.0, 1.0, 8.0), start=1):
-        begun_s, clock_s[0] = clock_s[0], clock_s[0] + step_s
-        progress.done(number, begun_s, 2.0)
-    assert capsys.readouterr().err.splitlines() == [
-        "rota run: step 4: loss 2, 1 s per step (the plan has no measured costs)",
-        "rota run: step 4 took 8 s, 8 times the median of the steps before it: unless its batch was larger, a rank, or "
-        "the whole machine, was stopped or stalled",
-    ]
-
-
 def _told_of(steps: list[tuple[float, float]], capsys: pytest.CaptureFixture[str], plan: rota.Plan = PLAN) -> list[str]:
     """The lines about late steps; `steps`: seconds of each, and those of the first rank's ops."""
     clock_s = [0.0]

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import rota
 from rota import Pipeline, PipelineError
-from rota.runtime.precision import ambient_autocast, under_autocast, without_autocast
+from rota.runtime.precision import ambient_autocast, without_autocast
 from runtime import test_added_losses, test_losses, test_nonfinite_loss, test_step_handles
 from runtime.reducing import test_loss_counts, test_norms
 from runtime.test_step_handles import APPLIED, FORMS, N, bad_batch, losses_by_name, plan_for, stages_of, told
@@ -277,5 +277,3 @@ def test_the_accelerators_autocast_is_seen() -> None:
             assert ambient_autocast() == ()
         with torch.autocast("cpu", torch.bfloat16):
             assert ambient_autocast() == (("cpu", torch.bfloat16), ("sim", torch.bfloat16))
-    with under_autocast(found):
-        assert torch.is_autocast_enabled("sim")

@@ -148,17 +148,6 @@ def seconds(text: str) -> float:
     return found
 
 
-def percent(text: str) -> float:
-    """A part of a whole, such as 3 for 0.03."""
-    try:
-        found = float(text.removesuffix("%")) / 100
-    except ValueError:
-        found = 0.0
-    if not 0 < found < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} must be a percentage above 0 and below 100")
-    return found
-
-
 def comma_separated(values: Iterable[int]) -> str:
     """(0, 4, 8) -> "0,4,8", the form of such an argument."""
     return ",".join(map(str, values))

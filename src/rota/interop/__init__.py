@@ -1,4 +1,4 @@
-"""Other systems: PyTorch's own pipeline engine as a second backend, traces of runs on it, layouts of other trainers.
+"""Other systems: the order of a plan for PyTorch's pipeline engine, traces of runs on it, layouts of other trainers.
 
 Names are loaded when they are first used: traces and layouts can be read where torch is not installed.
 """
@@ -14,11 +14,9 @@ if TYPE_CHECKING:
     from rota.interop import torchtitan as torchtitan
     from rota.interop.modules import module_parts as module_parts
     from rota.interop.modules import parts_beginning_with as parts_beginning_with
-    from rota.interop.naming import named_actions as named_actions
     from rota.interop.planned_config import in_planned_order as in_planned_order
     from rota.interop.planned_config import with_plan as with_plan
     from rota.interop.running_parts import check_parts as check_parts
-    from rota.interop.torch_engine import TorchEngine as TorchEngine
     from rota.interop.torch_order import keep_order as keep_order
     from rota.interop.torch_order import schedule_from as schedule_from
     from rota.interop.traces import ImportedTrace as ImportedTrace
@@ -27,13 +25,11 @@ if TYPE_CHECKING:
 _TRAINERS = ("deepspeed", "megatron", "torchtitan")
 _HOMES = {
     "ImportedTrace": "rota.interop.traces",
-    "TorchEngine": "rota.interop.torch_engine",
     "check_parts": "rota.interop.running_parts",
     "import_traces": "rota.interop.traces",
     "in_planned_order": "rota.interop.planned_config",
     "keep_order": "rota.interop.torch_order",
     "module_parts": "rota.interop.modules",
-    "named_actions": "rota.interop.naming",
     "parts_beginning_with": "rota.interop.modules",
     "schedule_from": "rota.interop.torch_order",
     "with_plan": "rota.interop.planned_config",
@@ -41,7 +37,6 @@ _HOMES = {
 
 __all__ = [
     "ImportedTrace",
-    "TorchEngine",
     "check_parts",
     "deepspeed",
     "import_traces",
@@ -49,7 +44,6 @@ __all__ = [
     "keep_order",
     "megatron",
     "module_parts",
-    "named_actions",
     "parts_beginning_with",
     "schedule_from",
     "torchtitan",

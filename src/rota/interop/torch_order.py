@@ -17,9 +17,10 @@ import torch.distributed as dist
 
 from rota import reading, schedule_csv, torch_internals
 from rota.errors import FormatError, PipelineError, PlanError
-from rota.interop.refusals import refuse_old_torch
 from rota.programs.torch_order import check_torch_order
 from rota.tasks import Kind, Op
+
+_OLDEST = (2, 13)  # in earlier versions every received tensor requires a gradient, and every gradient is sent
 
 
 def derived(text: str, *, defers_receives: bool = False) -> str:
@@ -33,7 +34,7 @@ def derived(text: str, *, defers_receives: bool = False) -> str:
         FormatError: The text is not such a CSV, or PyTorch refuses it.
         PipelineError: PyTorch is older than 2.13.
     """
-    refuse_old_torch()
+    _refuse_old_torch()
     orders = schedule_csv.read(text)
     num_stages = len(schedule_csv.stage_ranks(orders))
     num_microbatches = 1 + max((op.microbatch for order in orders for op in order), default=-1)
@@ -83,7 +84,7 @@ def keep_order(schedule: Any, path: str | Path) -> Any:
     Raises:
         FormatError, PlanError, PipelineError: As `schedule_from`.
     """
-    refuse_old_torch()
+    _refuse_old_torch()
     if not torch_internals.takes_communication(schedule):
         raise PipelineError(
             f"a {type(schedule).__name__} runs no schedule CSV with communication; make one by "
@@ -103,6 +104,14 @@ def keep_order(schedule: Any, path: str | Path) -> Any:
     with _refusals():
         torch_internals.load_communication(schedule, _rows(text))
     return schedule
+
+
+def _refuse_old_torch() -> None:
+    if tuple(map(int, torch.__version__.split(".")[:2])) < _OLDEST:
+        raise PipelineError(
+            f"torch is {torch.__version__}; PyTorch's pipeline engine can be used from 2.13 on: update, or run the "
+            f"plan by Rota's engine (rota.Pipeline)"
+        )
 
 
 @contextmanager

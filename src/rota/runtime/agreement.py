@@ -57,12 +57,11 @@ def refuse_differences(
     plan: Plan,
     stages: Stages,
     shared: list[SharedWeight],
-    mesh: DeviceMesh | None = None,
-    least_gain: float | None = None,
+    mesh: DeviceMesh | None,
 ) -> torch.device:
     """Compare what all ranks made their pipelines from, and their number with the plan's. Collective.
 
-    With a mesh, the plan's ranks are those along "pp". `least_gain`: see `Adapting`.
+    With a mesh, the plan's ranks are those along "pp".
 
     Returns:
         This process's device, if its stages have no tensors that show it: one like the others'.
@@ -74,11 +73,9 @@ def refuse_differences(
     layout = None if mesh is None else (mesh.mesh.tolist(), mesh.mesh_dim_names)
     joined = [[*edge] for edge in stages.edges], stages.inputs
     with collective("comparing plans"):  # before anything that could fail on one rank only
-        digests = [digest(plan), *(_digest_of(each) for each in (joined, shared, layout, least_gain))]
+        digests = [digest(plan), *(_digest_of(each) for each in (joined, shared, layout))]
         of_ranks = all_gather_json([digests, describe_placed(stages, lambda: _local_stages(plan, mesh))])
-    for i, what in enumerate(
-        ("plan", "graph of stages", "set of tied and replicated weights", "mesh", "value of adapt")
-    ):
+    for i, what in enumerate(("plan", "graph of stages", "set of tied and replicated weights", "mesh")):
         for rank, (other, _) in enumerate(of_ranks):
             if other[i] != of_ranks[0][0][i]:
                 raise PipelineError(f"rank {rank} has a different {what} from rank 0; give all ranks the same {what}")

@@ -14,7 +14,6 @@ STORE = "ROTA_STORE"  # the file in which the ranks meet
 MESH = "ROTA_MESH"  # dp, pp and tp
 DEVICE = "ROTA_DEVICE"  # what `rota run --device` says
 PROGRESS = "ROTA_PROGRESS"  # set where the first process is to say how the training goes
-ADAPT = "ROTA_ADAPT"  # by what fraction a new order must shorten a step: `rota run --adapt`
 
 
 def meeting_environments(folder: str, num_processes: int) -> list[dict[str, str]]:
@@ -79,13 +78,3 @@ def mesh_environment(pp: int, dp: int, tp: int) -> dict[str, str]:
 def device_environment(wish: str) -> dict[str, str]:
     """The environment that tells the processes of a run which device they take."""
     return {DEVICE: wish}
-
-
-def adapt_environment(least_gain: float | None) -> dict[str, str]:
-    """The environment that says what a new order must save of a step before ranks swap to it; None: they never do."""
-    return {} if least_gain is None else {ADAPT: repr(least_gain)}
-
-
-def given_least_gain() -> float | None:
-    """The least gain of `rota run --adapt`, None without it."""
-    return float(os.environ[ADAPT]) if ADAPT in os.environ else None

@@ -162,19 +162,11 @@ def given_limit_s() -> float | None:
 # --- records ----------------------------------------------------------------------------------------------------------
 
 
-def leave_record(plan: Plan, record: Record, ran: Plan | None = None) -> None:
-    """Write a rank's record for the launcher, if there is one. `ran`: what the last step ran, if not `plan`."""
+def leave_record(plan: Plan, record: Record) -> None:
+    """Write a rank's record for the launcher, if there is one."""
     if _FOLDER in os.environ:
         folder, restart = os.environ[_FOLDER], int(os.environ.get(_RESTART, "0"))
-        if record.rank == 0 and ran is not None and ran is not plan:
-            _path_of_last(folder, plan, restart).write_text(ran.to_json())
         _path(folder, plan, record.rank, restart).write_text(json.dumps(record.to_fields()))
-
-
-def last_plan(plan: Plan, folder: str, restart: int = 0) -> Plan:
-    """What the last step of a pipeline of `plan` ran: another order if it has swapped, see `rota run --adapt`."""
-    path = _path_of_last(folder, plan, restart)
-    return Plan.from_json(path.read_text()) if path.exists() else plan
 
 
 def collect(plan: Plan, folder: str, restart: int = 0) -> list[Record]:
@@ -203,10 +195,6 @@ def _read_record(found: Field, rank: int) -> Record:
 
 
 _LATEST_NS = 2**63 - 1
-
-
-def _path_of_last(folder: str, plan: Plan, restart: int) -> Path:
-    return Path(folder, f"{digest(plan)[:16]}.restart{restart}.last-plan.json")
 
 
 def _path(folder: str, plan: Plan, rank: int, restart: int) -> Path:

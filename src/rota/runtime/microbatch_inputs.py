@@ -30,8 +30,6 @@ from rota.runtime.microbatches import (
 from rota.torch_internals import version_of
 from rota.units import count_text
 
-_CPU = torch.device("cpu")
-
 
 @final
 class MicrobatchInputs:
@@ -46,7 +44,7 @@ class MicrobatchInputs:
         plan: Plan,
         rank: int,
         sink_ranks: dict[int, tuple[int, ...]],
-        device: torch.device = _CPU,
+        device: torch.device,
         warns: bool = True,
     ) -> None:
         placement, self._device = plan.placement, device
@@ -90,7 +88,7 @@ class MicrobatchInputs:
         if needs_targets and missing:
             got = "targets=None" if targets is None else f"targets[{missing[0]}] = None"
             raise PipelineError(f"rank {self._rank} holds the last stage, but got {got}; pass them on this rank")
-        if self._device != _CPU:
+        if self._device != torch.device("cpu"):
             given = self._moved(given, [read for m in self._read for read in self._inputs_read(given, m)])
             wanted = self._moved(wanted, [wanted.values[m] for m in self._targeted])
         return Batch(

@@ -27,7 +27,6 @@ from rota.models import Stages
 from rota.models.elsewhere import free_elsewhere
 from rota.models.modes import warn_of_eval_mode
 from rota.plan import Plan
-from rota.runtime.adapting import Adapting, least_gain_of
 from rota.runtime.agreement import Agreement, Call, refuse_differences
 from rota.runtime.channels import Channels
 from rota.runtime.clocks import clock_offset_ns
@@ -88,8 +87,6 @@ class Pipeline:
         allow_nonfinite_loss: `step` returns a loss that is nan or infinite instead of raising PipelineError.
         check_data: when ranks compare what they were given: "first" (in the first step, evaluation and forward),
             "always" or "never". Ranks of one replica must have the same batch, replicas different ones.
-        adapt: check every ten steps whether a rank has become slower or faster, and switch to another order between two
-            steps if that saves at least this fraction of a step, such as 0.03. None: as `rota run --adapt` says.
 
     Raises:
         PlanError: `check` refuses the plan.
@@ -112,10 +109,8 @@ class Pipeline:
         recompute: str | Iterable[int] = "none",
         allow_nonfinite_loss: bool = False,
         check_data: Literal["first", "always", "never"] = "first",
-        adapt: float | None = None,
     ) -> None:
         check(plan)
-        least_gain = least_gain_of(adapt, plan)
         if check_data not in ("first", "always", "never"):
             raise PipelineError(f"check_data={check_data!r}; say 'first', 'always' or 'never'")
         refuse_other_cuts(stages, plan)
@@ -151,7 +146,7 @@ class Pipeline:
             self._report_failure = self._watchdog.fail
             self._teardown.callback(self._end_checkpoints)
             with self._watchdog.watching("the other ranks to make their pipelines", PATIENT):
-                otherwise = refuse_differences(plan, stages, shared, mesh, least_gain)
+                otherwise = refuse_differences(plan, stages, shared, mesh)
                 self.mesh, self._processes = mesh, Processes(mesh, limit)
                 # The last references: this closes the connections, so that the peers notice.
                 self._teardown.callback(lambda: leave(self._processes.close()))
@@ -196,10 +191,6 @@ class Pipeline:
             self._num_steps_before = 0  # of the training, until a checkpoint was loaded
             self._warns_of_mode = self._processes.is_first
             self._ran_own = True  # the last step was given no plan
-            self._adapting: Adapting | None = None
-            if least_gain is not None:
-                self._adapting = Adapting(plan, least_gain, self._processes, self._plans.get)
-                self._teardown.callback(self._adapting.close)
             self._progress = progress_of(plan, self._processes.is_first, on_cpu=not is_queued(self._device))
             self._loss_counts, self._stops = LossCounts(self.parameters()), StopRequests(self._processes.is_first)
             self._updates = Updates(self.named_parameters(), self._device, compares=not self._is_alone)
@@ -405,8 +396,7 @@ class Pipeline:
                 without dims, or with one row beside others with more, goes to every micro-batch whole.
             targets: what `loss_fn` gets, on the ranks of the last stage; in the same forms as `inputs`. None if
                 `loss_fn` takes only the output.
-            plan: the plan of this step, the same on all ranks of a replica; see `prepare`. None: that of the pipeline,
-                or the one that it has switched to, see `adapt`.
+            plan: the plan of this step, the same on all ranks of a replica; see `prepare`. None: that of the pipeline.
             sizes: as for `prepare`.
             scale: multiplies the gradients, but not the loss returned.
             sync: reduce the gradients of replicas and of tied weights, with those of earlier steps without `sync`.
@@ -427,8 +417,7 @@ class Pipeline:
             LostRankError: another rank is gone.
         """
         self._refuse_closed()
-        adapting = self._adapting if plan is None and not sizes else None
-        ready = self._plans.get(plan if adapting is None else adapting.plan, sizes)
+        ready = self._plans.get(plan, sizes)
         before_first, self._before_first = self._before_first, None
         if before_first is not None:
             before_first(self, inputs, targets)
@@ -445,24 +434,13 @@ class Pipeline:
         begun_s = time.monotonic()
         if wait:
             loss = self._run(Call.STEP if sync else Call.STEP_WITHOUT_SYNC, ready, batch, float(scale)).loss.mean
-            ended_s = time.monotonic()
             if self._progress is not None:
                 self._progress.done(self._number, begun_s, loss, self._record.busy_ns / 1e9)
-            if adapting is not None:
-                self._adapt(adapting, 1e6 * (ended_s - begun_s))
             return loss
         call = Call.STEP_WITHOUT_WAIT if sync else Call.STEP_WITHOUT_SYNC_AND_WAIT
         handle = self._run(call, ready, batch, float(scale)).handle
         assert handle is not None
         return handle
-
-    def _adapt(self, adapting: Adapting, step_us: float) -> None:
-        """After a step of the pipeline's own plan that has ended, and took so long on this rank."""
-        before = adapting.plan
-        with self.watching("the other ranks' times"), collective("comparing the ranks' times"):
-            adapting.after_step(self._record, self._number, step_us)
-        if self._progress is not None and adapting.plan is not before:
-            self._progress.runs(adapting.plan)
 
     def evaluate(
         self, inputs: Any = None, targets: Any = None, *, plan: Plan | None = None, sizes: Sequence[Sequence[int]] = ()
@@ -794,7 +772,7 @@ class Pipeline:
         if self._ran_own and self._last.execution.complete and self._processes.is_first_pipeline:
             self._last.execution.settle()
             try:
-                leave_record(self.plan, self._record, self._last.plan)
+                leave_record(self.plan, self._record)
             except OSError as error:
                 raise PipelineError(
                     f"the last step's record for `rota run --timeline` was not written ({error}); make room there, or "

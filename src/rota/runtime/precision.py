@@ -43,20 +43,11 @@ def _device_types() -> tuple[str, ...]:
 
 def without_autocast(autocast: Autocast) -> AbstractContextManager[object]:
     """For a backward: it computes in the dtypes of its forward, so nothing may be cast again."""
-    return _switched(autocast, on=False)
-
-
-def under_autocast(autocast: Autocast) -> AbstractContextManager[object]:
-    """For a forward whose caller runs without autocast."""
-    return _switched(autocast, on=True)
-
-
-def _switched(autocast: Autocast, on: bool) -> AbstractContextManager[object]:
     if not autocast:
         return _NOTHING
     stack = ExitStack()
     for device_type, dtype in autocast:
-        stack.enter_context(torch.autocast(device_type, dtype, enabled=on))
+        stack.enter_context(torch.autocast(device_type, dtype, enabled=False))
     return stack
 
 

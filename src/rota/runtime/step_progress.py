@@ -54,24 +54,19 @@ class StepProgress:
         if shared and usage is not None and not (usage.is_from_run or usage.is_estimate):
             self._tell(shared)
 
-    def runs(self, plan: Plan) -> None:
-        """The steps from now on run this plan."""
-        self._plan, self._planned = plan, ""
-
-    def done(self, number: int, begun_s: float, loss: float, ops_s: float | None = None) -> None:
+    def done(self, number: int, begun_s: float, loss: float, ops_s: float) -> None:
         """Report a step that has ended, if it is time to.
 
         Args:
             number: Of the step.
             begun_s: When it began, by `time.monotonic`.
             loss: Of the step; nan is not told.
-            ops_s: What the ops of this rank, the first, took of it; None: that is not recorded.
+            ops_s: What the ops of this rank, the first, took of it.
         """
         now_s = self._now_s()
         late = self._late_text(number, now_s - begun_s, ops_s)
         self._durations_s.append(now_s - begun_s)
-        if ops_s is not None:
-            self._ops_s.append(ops_s)
+        self._ops_s.append(ops_s)
         if now_s - self._told_s >= _EVERY_S:
             told_loss = "" if math.isnan(loss) else f"loss {loss:.4g}, "
             self._tell(f"step {number}: {told_loss}{self._median_text(self._num_told)} per step{self._planned_text()}")
@@ -80,7 +75,7 @@ class StepProgress:
             self._tell(late)
             self._told_late_s = now_s
 
-    def _late_text(self, number: int, step_s: float, ops_s: float | None) -> str:
+    def _late_text(self, number: int, step_s: float, ops_s: float) -> str:
         """What is known about a step that took far longer than those before it, and than planned; "" of any other."""
         if step_s < _LATE_S or len(self._durations_s) < _LEAST_BEFORE:
             return ""
@@ -89,18 +84,13 @@ class StepProgress:
             return ""
         if step_s < _LATE_TIMES * self._planned_s():  # last, as it simulates the plan
             return ""
-        who, of_rank = "a rank", ""
-        if ops_s is not None:
-            late_s, own_s = step_s - usual_s, ops_s - median(self._ops_s)
-            who = "rank 0" if self._plan.num_ranks == 1 or own_s > late_s / 2 else "another rank"
-            of_rank = (
-                f"; of this, rank 0's own ops took {time_text(round(1e6 * ops_s))} "
-                f"(median {time_text(round(1e6 * median(self._ops_s)))})"
-            )
+        usual_ops_s = median(self._ops_s)
+        is_own = self._plan.num_ranks == 1 or ops_s - usual_ops_s > (step_s - usual_s) / 2
         return (
             f"step {number} took {time_text(round(1e6 * step_s))}, {step_s / usual_s:.0f} times the median of the "
-            f"steps before it{of_rank}: unless its batch was larger, {who}, or the whole machine, was stopped or "
-            f"stalled"
+            f"steps before it; of this, rank 0's own ops took {time_text(round(1e6 * ops_s))} (median "
+            f"{time_text(round(1e6 * usual_ops_s))}): unless its batch was larger, "
+            f"{'rank 0' if is_own else 'another rank'}, or the whole machine, was stopped or stalled"
         )
 
     def committed(self, begun_s: float, snapshot_bytes: int) -> None:

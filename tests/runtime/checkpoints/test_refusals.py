@@ -12,11 +12,10 @@ from torch import nn
 from torch.optim.lr_scheduler import StepLR
 
 from rota import Checkpoints, Cluster, Costs, Pipeline, Plan, place, split
-from rota.interop import TorchEngine
 from rota.runtime.checkpoints.lock import LOCK
 from rota.schedules import one_f_one_b
 from support.checkpoint_runs import TWO, Training, model, refusal, save_model
-from support.networks import chain, loss_fn
+from support.networks import loss_fn
 from support.pool import Pool
 
 pytestmark = pytest.mark.dist
@@ -133,12 +132,3 @@ def test_what_does_not_fit_is_refused_on_all_ranks_and_changes_nothing(pool: Poo
         strict=True,
     ):
         assert words in told
-
-
-def save_on_torch(rank: int) -> str:
-    engine = TorchEngine(chain(2), plan_on([0, 1]), loss_fn)
-    return refusal(lambda: Checkpoints("nowhere", engine, None))  # type: ignore[arg-type]
-
-
-def test_the_other_engine_is_refused(pool: Pool) -> None:
-    assert pool.run(2, save_on_torch)[0] == "a TorchEngine has no checkpoints; use Rota's own engine, a rota.Pipeline"

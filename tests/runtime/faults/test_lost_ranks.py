@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 import os
 import re
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,6 @@ from torch import Tensor, nn
 
 from rota import Cluster, Costs, Pipeline, PipelineError, Plan, Stages, place, spmd
 from rota.errors import error_text
-from rota.interop.torch_engine import TorchEngine
 from rota.runtime import transport
 from rota.schedules import NAMED, gpipe
 from support.fresh import Ended, run_fresh
@@ -285,24 +283,6 @@ def test_no_call_follows_one_that_failed_on_a_rank_alone(pool: Pool) -> None:
         for told in later:
             assert told.startswith(f"PipelineError: an earlier call failed on this rank ({first}), which ended")
             assert told.endswith("start all ranks again from a checkpoint (rota run --max-restarts does so)")
-
-
-def run_torch_engine_after_errors(rank: int) -> None:
-    engine = TorchEngine(stages_with(RunsOutOfMemory(), 1), plan_for("gpipe"), loss_fn, timeout_s=math.inf)
-    engine.step(*batch_of(4))
-    first, then = (error_of(engine.step, *batch_of(4)) for _ in range(2))
-    assert then.startswith(f"PipelineError: an earlier call failed on this rank ({first}), which ended")
-    print(first, file=sys.stderr)
-
-
-def test_no_step_of_pytorchs_engine_follows_one_that_failed_either(tmp_path: Path) -> None:
-    """PyTorch may keep the connections open; then the others are ended."""
-    ended = run_fresh(tmp_path, NUM_RANKS, run_torch_engine_after_errors)
-    assert ended[1].exit_code == 0, ended
-    assert ended[1].last_line == MEMORY
-    for other in (ended[0], ended[2]):
-        assert other.exit_code in (0, 70), other
-        assert other.last_line.endswith(f": rank 1: {MEMORY}") or other.last_line.endswith(f"that of rank 1: {MEMORY}")
 
 
 def go_on_after_refusals(rank: int) -> list[float]:

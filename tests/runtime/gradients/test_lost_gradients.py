@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from rota import Cluster, Costs, Pipeline, PipelineError, Plan, Stages, place
-from rota.interop import TorchEngine
 from rota.schedules import NAMED
 from support.networks import StepResult, assert_equal_steps, batch_of, chain, gradients_of, loss_fn, serial_step
 from support.pool import Pool
@@ -69,9 +68,9 @@ def steps_told(rank: int, cases: list[Case]) -> list[str]:
     """What the step of each case raises."""
     del rank
     told = []
-    for plan, loss_of, stops_at, engine in cases:
+    for plan, loss_of, stops_at in cases:
         stages = stages_that_stop(stops_at)
-        with pytest.raises(PipelineError) as error, engine(stages, plan, loss_of) as pipeline:
+        with pytest.raises(PipelineError) as error, Pipeline(stages, plan, loss_of) as pipeline:
             pipeline.step(*batch_of(2))
         told.append(str(error.value))
         assert not gradients_of(stages, range(3))
@@ -82,15 +81,14 @@ def steps_told(rank: int, cases: list[Case]) -> list[str]:
 @pytest.mark.parametrize("loss_of", [detached, of_a_number, without_gradients, accuracy])
 def test_a_loss_without_gradient(pool: Pool, loss_of: Callable[..., Tensor], costs: Costs) -> None:
     plan = NAMED["gpipe"](place(costs, Cluster.uniform(1), [0, 0, 0]), 2)
-    engines = [Pipeline] if costs is R else [Pipeline, TorchEngine]
-    for told in pool.run(1, steps_told, [(plan, loss_of, None, engine) for engine in engines])[0]:
+    for told in pool.run(1, steps_told, [(plan, loss_of, None)])[0]:
         assert "loss_fn returned a loss without gradient for an output that has one; leave out detach()" in told
 
 
 @pytest.mark.parametrize("costs", [B, IW, R], ids=["B", "I and W", "R"])
 def test_stages_that_nothing_trains(pool: Pool, costs: Costs) -> None:
     plan = NAMED["gpipe"](place(costs, Cluster.uniform(1), [0, 0, 0]), 2)
-    told = pool.run(1, steps_told, [(plan, loss_fn, 1, Pipeline), (plan, loss_fn, 2, Pipeline)])[0]
+    told = pool.run(1, steps_told, [(plan, loss_fn, 1), (plan, loss_fn, 2)])[0]
     assert "what stage 1 returns has no gradient, so nothing before it would be trained" in told[0]
     assert "what stage 2, the last one, returns has no gradient" in told[1]
 
@@ -110,19 +108,18 @@ def test_such_a_loss_may_be_evaluated(pool: Pool) -> None:
 MODES = {"inference_mode": torch.inference_mode, "no_grad": torch.no_grad}
 
 
-def step_within(rank: int, plan: Plan, mode: str, engine: Any) -> str:
+def step_within(rank: int, plan: Plan, mode: str) -> str:
     del rank
     stages = chain(3)
-    with pytest.raises(PipelineError) as error, engine(stages, plan, loss_fn) as pipeline, MODES[mode]():
+    with pytest.raises(PipelineError) as error, Pipeline(stages, plan, loss_fn) as pipeline, MODES[mode]():
         pipeline.step(*batch_of(2))
     assert not gradients_of(stages, range(3))
     return str(error.value)
 
 
-@pytest.mark.parametrize("engine", [Pipeline, TorchEngine])
 @pytest.mark.parametrize("mode", MODES)
-def test_a_step_where_no_gradients_are_made(pool: Pool, mode: str, engine: Any) -> None:
-    for told in pool.run(2, step_within, plan_for(B), mode, engine):
+def test_a_step_where_no_gradients_are_made(pool: Pool, mode: str) -> None:
+    for told in pool.run(2, step_within, plan_for(B), mode):
         assert f"step runs under torch.{mode}(), but it makes gradients; leave that out, or use evaluate" in told
 
 

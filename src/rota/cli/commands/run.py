@@ -5,21 +5,15 @@ from __future__ import annotations
 import argparse
 import signal
 import sys
-from typing import TYPE_CHECKING
 
-from rota import reading, schedule_csv
+from rota import reading
 from rota.cli import files
-from rota.cli.arguments import add_force, mesh, number, percent, seconds
-from rota.cli.parser import Command, Parser, one_of
+from rota.cli.arguments import add_force, mesh, number, seconds
+from rota.cli.parser import Command, Parser
 from rota.cli.requirements import InputError, require_installed
 from rota.errors import PipelineError
 
-if TYPE_CHECKING:
-    from rota.plan import Plan
-
-_ADAPT_GAIN = 0.03
 _MOST_PROCESSES = 1024  # that `rota run` starts
-_WORKERS = {"rota": "rota.runtime.launching.worker", "torch": "rota.interop.torch_worker"}  # by engine
 _PIPELINE_S = 60.0  # after which a script that has made no pipeline is likely to make none
 
 
@@ -40,13 +34,6 @@ def add_arguments(parser: Parser) -> None:
     help_text = "restart all ranks if one fails, up to N times without a new checkpoint in between (default: 0)"
     parser.add_argument("--max-restarts", type=number(0), default=0, metavar="N", help=help_text)
     help_text = (
-        "if a rank becomes slower or faster than the others during training, switch to a better order of ops (the "
-        "stages stay the same)"
-    )
-    parser.add_argument("--adapt", action="store_true", help=help_text)
-    help_text = "with --adapt: minimum reduction in step time, in percent, that justifies a switch (default: 3)"
-    parser.add_argument("--adapt-gain", type=percent, metavar="PERCENT", help=help_text)
-    help_text = (
         "end the run after S seconds without progress (default: the time of 20 simulated steps, but at least 60 s)"
     )
     parser.add_argument("--timeout", type=seconds, metavar="S", help=help_text)
@@ -64,14 +51,6 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument(
         "--verify-microbatches", action="store_const", const="microbatches", dest="verify", help=help_text
     )
-    parser.add_argument(
-        "--engine",
-        type=one_of(_WORKERS, "--engine"),
-        choices=_WORKERS,
-        default="rota",
-        help="rota (default), or torch for PyTorch's own pipeline engine, which needs PyTorch 2.13 or later and runs "
-        "only plans whose stages form a chain",
-    )
     parser.set_defaults(own_options=[option for option in parser.options if option != "--help"])
 
 
@@ -79,13 +58,10 @@ def run(arguments: argparse.Namespace) -> int:
     """Run the script on every rank of the plan. Returns the exit code: 128 + its number if a signal ended the run."""
     planned = files.read_plan(arguments.plan)
     require_installed("torch", "torch")  # for the ranks: this process needs none
-    from rota.runtime.environment import PROGRESS, adapt_environment, device_environment
+    from rota.runtime.environment import PROGRESS, device_environment
     from rota.runtime.launching.launch import EndedBySignal, launch
 
     reading.read_text(arguments.script)
-    if arguments.engine == "torch":
-        schedule_csv.require_chain(planned.placement, "or use --engine rota")
-    least_gain = _least_gain(arguments, planned)
     replicas = 1 if planned.usage is None else planned.usage.num_replicas
     dp, tp = arguments.mesh.get("dp", replicas), arguments.mesh.get("tp", 1)
     if (pp := arguments.mesh.get("pp", planned.num_ranks)) != planned.num_ranks:
@@ -93,12 +69,6 @@ def run(arguments: argparse.Namespace) -> int:
     num_processes = planned.num_ranks * dp * tp
     if num_processes > _MOST_PROCESSES:
         raise InputError(f"--mesh: {num_processes:,} processes on this machine; give {_MOST_PROCESSES:,} at most")
-    if arguments.engine == "torch" and dp * tp > 1:
-        raise InputError(f"--mesh dp={dp},tp={tp}: PyTorch's engine runs one pipeline; use --engine rota")
-    if arguments.timeline is not None and arguments.engine == "torch":
-        raise InputError(f"--timeline {arguments.timeline}: PyTorch's engine records none; use --engine rota")
-    if arguments.verify is not None and arguments.engine == "torch":
-        raise InputError("--verify does not work with PyTorch's engine; use --engine rota, or `rota verify`")
     if arguments.device not in ("auto", "cpu"):
         from rota.runtime.device.local import device_type
 
@@ -113,10 +83,9 @@ def run(arguments: argparse.Namespace) -> int:
             planned,
             arguments.script,
             arguments.arguments,
-            worker=_WORKERS[arguments.engine] if arguments.verify is None else "rota.verifying.run_worker",
+            worker="rota.runtime.launching.worker" if arguments.verify is None else "rota.verifying.run_worker",
             environment=device_environment(arguments.device)
             | {PROGRESS: "1"}
-            | adapt_environment(least_gain)
             | ({} if arguments.verify is None else {"ROTA_VERIFY": arguments.verify}),
             dp=dp,
             tp=tp,
@@ -143,21 +112,6 @@ def _misplaced(arguments: argparse.Namespace) -> list[str]:
     """The options of `rota run` among the script's arguments."""
     words = {word.partition("=")[0] for word in arguments.arguments}
     return [option for option in arguments.own_options if option in words]
-
-
-def _least_gain(arguments: argparse.Namespace, planned: Plan) -> float | None:
-    """What --adapt asks of another order, as a fraction of a step; None without it."""
-    if not arguments.adapt:
-        if arguments.adapt_gain is not None:
-            raise InputError(f"--adapt-gain {100 * arguments.adapt_gain:g} needs --adapt")
-        return None
-    if arguments.engine == "torch":
-        raise InputError(
-            "--adapt: PyTorch's engine cannot switch to another order between two steps; use --engine rota"
-        )
-    if not planned.placement.is_alike:
-        raise InputError(f"--adapt: the micro-batches of {arguments.plan} differ; leave --adapt out")
-    return _ADAPT_GAIN if arguments.adapt_gain is None else float(arguments.adapt_gain)
 
 
 def _report_end(ended_by: signal.Signals | None) -> int:

@@ -3,7 +3,6 @@
     PP:1RECV_F0, PP:1F0, PP:1SEND_F0 …    schedules of several stages per rank, and those loaded from CSV
     Forward 0, Backward 0                 ScheduleGPipe; the stage is the rank
     forward_one_chunk, …                  Schedule1F1B, which names nothing: Python calls, if with_stack=True
-    PP:1F0, PP:1LOSS0                     any, within `rota.interop.named_actions`
 
 A range may begin with a wait for the op's inputs, and end with sends. The op itself is from the first operator in it
 that computes to the end of the last one; on an accelerator, from its first kernel to its last. Some ops compute
@@ -34,7 +33,7 @@ _ALLOCATION = "aten::empty"  # of the buffer of a receive, in PyTorch 2.15 just 
 _RECEIVES = re.compile(r"gloo:recv|nccl:recv|ncclDevKernel_SendRecv.*|ncclKernel_SendRecv.*")
 _NONE_NAMED = (
     "no action of PyTorch's pipeline engine is named in it: profile with ProfilerActivity.CPU, and a schedule of one "
-    "stage per rank (Schedule1F1B names nothing) with with_stack=True or within rota.interop.named_actions(schedule)"
+    "stage per rank (Schedule1F1B names nothing) with with_stack=True"
 )
 
 

@@ -135,17 +135,6 @@ class Watchdog:
                 # Other ranks are ending and caused this error. One message is enough, so wait here to be ended.
                 threading.Event().wait()
 
-    @contextmanager
-    def guarding(self, doing: str) -> Iterator[None]:
-        """Watch while the pipeline is made; if that fails, report it and close the watchdog."""
-        try:
-            with self.watching(doing, PATIENT):
-                yield
-        except BaseException as error:
-            self.fail(error)
-            self.close()
-            raise
-
     def fail(self, error: BaseException) -> None:
         """Report to the others what ends this rank; those that wait for it end within seconds."""
         words = error_text(error)

@@ -22,7 +22,6 @@ from rota.runtime.kept_memory import KeptMemories, State
 from rota.runtime.launcher_files import (
     collect,
     keep_script,
-    last_plan,
     limit_environment,
     report_changed_script,
     restart_environment,
@@ -130,8 +129,7 @@ def launch(
                 f"and call its step, or start it by `python {script}`"
             )
         records = collect(plan, folder.path, restarts.num_all)
-        ran = last_plan(plan, folder.path, restarts.num_all)
-    return Run(merge(ran, records) if records else None, requests.asked)
+    return Run(merge(plan, records) if records else None, requests.asked)
 
 
 def _environment_of_all(
