@@ -172,7 +172,7 @@ def add_output(
     metavar: str,
     help: str,
     *,
-    writes: files.Written = "file",
+    writes: files.WrittenBy = "file",
     default: str | None = None,
     required: bool = False,
 ) -> None:
@@ -242,9 +242,10 @@ _UNIFORM = ("forward_us", "backward_us", "weight_us", "activation_bytes", "bound
 _LINKS = "all links as set by --link"
 
 
-def add_step(parser: Parser) -> None:
+def add_step(parser: Parser, *, required: bool = True) -> None:
     """--microbatches and --limit."""
-    parser.add_argument("--microbatches", type=number(1), metavar="M", required=True, help="micro-batches per step")
+    help_text = "micro-batches per step"
+    parser.add_argument("--microbatches", type=number(1), metavar="M", required=required, help=help_text)
     add_limit(parser)
 
 
