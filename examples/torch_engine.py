@@ -3,7 +3,7 @@
 rota plan zb_v --ranks 2 --microbatches 4 -o plan.json
 rota export torchtitan plan.json --model examples/torch_engine.py:make_model --cuts layers.1,layers.2,layers.3 -o titan
 torchrun --nproc-per-node 2 examples/torch_engine.py titan     compares gradients, and traces a step
-rota import-trace titan/rank0.json.gz titan/rank1.json.gz -o measured.json
+rota import trace titan/rank0.json.gz titan/rank1.json.gz -o measured.json
 """
 
 import sys

@@ -14,7 +14,7 @@ from rota.torch_internals import COMPUTE_LOSS, stage_of
 
 @contextmanager
 def named_actions(schedule: Any) -> Iterator[None]:
-    """In the block, a profiler sees the ops of a PyTorch schedule by the names that `rota import-trace` reads.
+    """In the block, a profiler sees the ops of a PyTorch schedule by the names that `rota import trace` reads.
 
     For Schedule1F1B and others with one stage per rank. Schedules with several stages per rank name their actions
     themselves, and do not change.
