@@ -74,14 +74,15 @@ def test_check_proves_the_order_on_pytorch_s_engine(
 
 
 def test_plan_show_and_compare_pass_files_on(
-    plan_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    plan_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     timeline = tmp_path / "timeline.json"
     assert run(capsys, "check", plan_file)[0] == 0
     assert run(capsys, "show", plan_file, "--timeline", timeline)[0] == 0
     assert Timeline.from_json(timeline.read_text()) == simulate(Plan.from_json(plan_file.read_text()))
+    monkeypatch.setenv("COLUMNS", "70")
     for file in (plan_file, timeline):
-        code, out, _ = run(capsys, "show", file, "--width", 70)
+        code, out, _ = run(capsys, "show", file)
         assert code == 0
         assert "rank 2" in out
         assert max(map(len, out.splitlines())) <= 70

@@ -100,7 +100,7 @@ def walk_search() -> Walk:
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
         Path(folder, "costs.json").write_text(costs.to_json())
         command = (
-            f"plan search --costs {folder}/costs.json --microbatches 12 --limit 500B --latency-us 40 --time-limit 5"
+            f"plan search --costs {folder}/costs.json --microbatches 12 --limit 500B --link 40us --time-limit 5"
         )
         with walk.recording(), contextlib.suppress(SystemExit):
             main([*command.split(), "--time-limit", "5", "-o", f"{folder}/plan.json"])

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from rota import reading, schedule_csv
 from rota.cli import files
-from rota.cli.arguments import add_force, mesh, number, percent, seconds
+from rota.cli.arguments import add_force, add_timeout, mesh, number, percent
 from rota.cli.parser import Command, Parser, one_of
 from rota.cli.requirements import InputError, require_installed
 from rota.errors import PipelineError
@@ -46,10 +46,7 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("--adapt", action="store_true", help=help_text)
     help_text = "with --adapt: minimum reduction in step time, in percent, that justifies a switch (default: 3)"
     parser.add_argument("--adapt-gain", type=percent, metavar="PERCENT", help=help_text)
-    help_text = (
-        "end the run after S seconds without progress (default: the time of 20 simulated steps, but at least 60 s)"
-    )
-    parser.add_argument("--timeout", type=seconds, metavar="S", help=help_text)
+    add_timeout(parser)
     help_text = (
         "device of each rank: cpu, a type such as cuda, or auto (default), which uses accelerators if "
         "there is one per rank"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from argparse import Namespace
 
 from rota.cli import files, json_reports
-from rota.cli.arguments import add_costs_of_csv, add_json, add_output, number
+from rota.cli.arguments import add_costs_of_csv, add_json, add_output
 from rota.cli.json_reports import print_json
 from rota.cli.parser import Command, Parser
 from rota.cli.pictures import draw, is_measured
@@ -20,9 +20,6 @@ def add_arguments(parser: Parser) -> None:
         "file", help="plan.json (which is simulated first), timeline.json, or a schedule CSV in PyTorch's format"
     )
     add_costs_of_csv(parser)
-    parser.add_argument(
-        "--width", type=number(20), metavar="N", help="width of the chart in columns (default: the terminal's width)"
-    )
     add_output(parser, "PICTURE", "write a .png, .svg, .pdf or .html instead, or a .json for Perfetto")
     parser.add_argument("--timeline", metavar="FILE", help="also write the timeline that is shown as JSON")
     parser.set_defaults(written={"output": "file", "timeline": "timeline"})
@@ -50,7 +47,7 @@ def run(arguments: Namespace) -> int:
         option = "--bound" if arguments.above is None else f"--above {arguments.above}"
         raise InputError(f"{option} is for pictures; name one with -o, such as -o plan.html")
     elif not arguments.json:
-        print_timeline(timeline, arguments.width)
+        print_timeline(timeline)
     if arguments.timeline is not None:
         files.write(arguments.timeline, timeline.to_json(), quietly=arguments.json)
     return 0
