@@ -99,9 +99,7 @@ def walk_search() -> Walk:
     costs = rota.Costs.uniform(4, forward_us=1000, backward_us=2000, boundary_bytes=100)
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
         Path(folder, "costs.json").write_text(costs.to_json())
-        command = (
-            f"plan search --costs {folder}/costs.json --microbatches 12 --limit 500B --link 40us --time-limit 5"
-        )
+        command = f"plan search --costs {folder}/costs.json --microbatches 12 --limit 500B --link 40us"
         with walk.recording(), contextlib.suppress(SystemExit):
             main([*command.split(), "--time-limit", "5", "-o", f"{folder}/plan.json"])
     return walk
