@@ -328,9 +328,9 @@ def add_links(parser: Parser, default: str = _LINKS) -> None:
     parser.add_argument("--links", metavar="FILE", help=help_text)
 
 
-def add_shape(parser: Parser, *, group: str | None = None, default: str | None = None) -> None:
-    """--split-backward and --shape."""
-    options = parser if group is None else parser.add_argument_group(group)
+def add_shape(parser: Parser, group: str) -> None:
+    """--split-backward and --shape, in a group of the help."""
+    options = parser.add_argument_group(group)
     options.add_argument(
         "--split-backward",
         action="store_true",
@@ -342,7 +342,6 @@ def add_shape(parser: Parser, *, group: str | None = None, default: str | None =
         type=one_of(SHAPES, "--shape"),
         choices=SHAPES,
         metavar="SHAPE",
-        default=default,
         help=f"how the stages are placed on the ranks (default: v); {summaries}",
     )
 

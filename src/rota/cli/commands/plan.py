@@ -62,7 +62,7 @@ def add_arguments(parser: Parser) -> None:
         "measured between processes on this machine"
     )
     add_costs(parser, "stage", default_links)
-    add_shape(parser, group="for search")
+    add_shape(parser, "for search")
     parser.add_argument(
         "--objective",
         type=one_of(_OBJECTIVES, "--objective"),
