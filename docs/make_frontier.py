@@ -7,7 +7,7 @@ from pathlib import Path
 from rota.cli import main
 
 PICTURE = Path(__file__).parent / "pictures" / "frontier.png"
-COSTS = "--forward-us 93 --backward-us 91 --weight-us 47 --activation 2GB --latency-us 6"
+COSTS = "--forward-us 93 --backward-us 91 --weight-us 47 --activation 2GB --link 6us"
 
 if __name__ == "__main__":
-    main([*f"frontier --shape wave --ranks 8 {COSTS} --time-limit 240 --force -o".split(), str(PICTURE)])
+    main([*f"plan search --frontier --shape wave --ranks 8 {COSTS} --time-limit 240 --force -o".split(), str(PICTURE)])

@@ -2,7 +2,7 @@
 
 The name of a problem says all that it is; `names.txt` lists them. A file that is there already keeps its plan, bound
 and certificate as long as its problem is the same. A new or changed one gets them by a second of search, which
-`rota bench-search problems --update` then improves.
+`python problems/run.py --update` then improves.
 """
 
 from __future__ import annotations

@@ -126,7 +126,7 @@ def test_commands_read_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[st
         ["show", plan, "-o", picture],
         ["show", plan, "-o", trace],
         ["explain", plan],
-        ["bound", plan],
+        ["check", plan, "--bound"],
     ):
         assert main([*map(str, command)]) == 0, (command, capsys.readouterr())
     assert main(["export", "deepspeed", str(plan), "--layers", "A,B", "-o", str(tmp_path / "parts.json")]) != 0

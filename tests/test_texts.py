@@ -92,7 +92,7 @@ REPORTS: dict[str, Any] = {
         (LinkUse(0, 1, 4_000, 4_000_000, 100_000, 120_000, 10_000.0, 8_300.0),),
         (MemoryUse(0, 3_000_000, 2_000_000, None),),
     ),
-    "Report": Report((Finding("self-test", "problem", "PyTorch", "it broke " * 20, "fix it " * 20),), {}),
+    "Report": Report((Finding("problem", "PyTorch", "it broke " * 20, "fix it " * 20),), {}),
 }
 
 

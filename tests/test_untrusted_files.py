@@ -92,7 +92,7 @@ def test_a_small_file_that_unpacks_to_a_large_one_is_refused_early(tmp_path: Pat
     path = tmp_path / "trace.json.gz"
     path.write_bytes(gzip.compress(b" " * 1024**2) * 1024)
     assert path.stat().st_size < 2 * 1024**2
-    done = limited("import-trace", str(path))
+    done = limited("import", "trace", str(path))
     assert "bytes unpacked; profile fewer steps" in done.stderr, done.stderr[-2000:]
 
 
@@ -137,7 +137,7 @@ COMMANDS = [
     "autoplan --profile {}.json --ranks 2 --batch 8",
     "autoplan {}.py --ranks 2 --batch 8",
     "autoplan hf:{} --ranks 2 --batch 8",
-    "import-trace {}.json.gz",
+    "import trace {}.json.gz",
     "import megatron {} --ranks 2 --microbatches 2",
     "import deepspeed {} --microbatches 2",
     "import torchtitan {}.toml",

@@ -26,7 +26,7 @@ LATEST_US = 2**63 - 1  # for the times of a timeline, which are such sums
 #: Remedies and uses, by the type of file.
 _REMEDIES = {
     "plan": "give what `rota plan -o plan.json` or Plan.to_json() wrote",
-    "timeline": "give what `rota simulate -o timeline.json` or Timeline.to_json() wrote",
+    "timeline": "give what `rota show --timeline timeline.json` or Timeline.to_json() wrote",
     "costs": "give what `rota calibrate … --costs costs.json` or Costs.to_json() wrote, with the costs of each stage",
     "profile": "give what `rota profile -o profile.json` wrote",
     "layers": "give what LayerCosts.to_json() wrote",
@@ -47,7 +47,7 @@ _USES = {
     "cluster": "a cluster is for Cluster.from_json and rota.place",
     "links": "it keeps what links_of_this_machine has measured",
     "checkpoint": "a checkpoint is for `rota checkpoint`, which takes its folder",
-    "problem": "a reference problem is for `rota bench-search`",
+    "problem": "a reference problem is for problems/run.py",
 }
 
 

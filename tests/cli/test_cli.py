@@ -73,15 +73,16 @@ def test_check_proves_the_order_on_pytorch_s_engine(
     assert "blocks.csv: where each pair of ranks has a communicator" in error
 
 
-def test_plan_simulate_show_and_compare_pass_files_on(
-    plan_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_plan_show_and_compare_pass_files_on(
+    plan_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     timeline = tmp_path / "timeline.json"
     assert run(capsys, "check", plan_file)[0] == 0
-    assert run(capsys, "simulate", plan_file, "-o", timeline)[0] == 0
+    assert run(capsys, "show", plan_file, "--timeline", timeline)[0] == 0
     assert Timeline.from_json(timeline.read_text()) == simulate(Plan.from_json(plan_file.read_text()))
+    monkeypatch.setenv("COLUMNS", "70")
     for file in (plan_file, timeline):
-        code, out, _ = run(capsys, "show", file, "--width", 70)
+        code, out, _ = run(capsys, "show", file)
         assert code == 0
         assert "rank 2" in out
         assert max(map(len, out.splitlines())) <= 70
@@ -128,22 +129,22 @@ def test_times_of_a_csv_are_assumed_or_given(tmp_path: Path, capsys: pytest.Capt
     given = Costs(forward_us=(5, 7, 6, 8), backward_us=(11, 13, 12, 14))
     costs.write_text(given.to_json())
     assert run(capsys, "plan", "interleaved_1f1b", "--stages", 4, "--ranks", 2, "--microbatches", 4, "-o", path)[0] == 0
-    commands = [["check", path], ["simulate", path], ["bound", path], ["explain", path]]
+    commands = [["check", path], ["show", path], ["explain", path]]
     for command in commands:
         code, out, err = run(capsys, *command, "--json")
         assert (code, json.loads(out)["times_assumed"]) == (0, True)
         assert f"{path} has no times; Rota assumes 1 ms for F, 2 ms for B, and" in err
-        assert f"to use your own times, run `rota simulate {path} --costs costs.json -o timeline.json`" in err
+        assert f"to use your own times, run `rota show {path} --costs costs.json --timeline timeline.json`" in err
     assert "has no times" in run(capsys, "show", path)[2]
-    assert run(capsys, "simulate", path, "--costs", costs, "-o", timeline)[0] == 0
+    assert run(capsys, "show", path, "--costs", costs, "--timeline", timeline)[0] == 0
     read = Timeline.from_json(timeline.read_text())
     placement = place(given, Cluster.uniform(2), [0, 1, 0, 1])
     assert read.makespan_us == simulate(Plan.from_csv(path.read_text(), placement)).makespan_us < 1000
-    for command in (["check", path, "--costs", costs], ["simulate", timeline]):
+    for command in (["check", path, "--costs", costs], ["show", timeline]):
         code, out, err = run(capsys, *command, "--json")
         fields = json.loads(out)
         assert (code, err, fields["times_assumed"], fields["makespan_us"]) == (0, "", False, read.makespan_us)
-    code, _, err = run(capsys, "simulate", timeline, "--costs", costs)
+    code, _, err = run(capsys, "show", timeline, "--costs", costs)
     assert (code, "has costs of its own; leave --costs out" in err) == (2, True)
     costs.write_text(Costs.uniform(3).to_json())
     code, _, err = run(capsys, "check", path, "--costs", costs)
@@ -320,7 +321,7 @@ def test_bad_files(
         assert words in error
 
 
-@pytest.mark.parametrize("command", ["check", "simulate", "show"])
+@pytest.mark.parametrize("command", ["check", "show"])
 def test_a_number_of_microbatches_beyond_all_memory_is_refused(
     command: str, plan_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -385,6 +386,7 @@ OPTIONAL = {  # without these, there is one thing less to read or to write
     [
         *(command.name for command in COMMANDS),
         *(f"{way} {trainer}" for way in ("export", "import") for trainer in ("torchtitan", "megatron", "deepspeed")),
+        "import trace",
     ],
 )
 def test_help_says_the_default_of_every_value(command: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -437,7 +439,7 @@ def test_help_names_the_pytorch_that_its_engine_needs(capsys: pytest.CaptureFixt
     [
         "plan search --ranks 3 --microbatches 4 --activation 1GB",
         "plan-batch sizes.json lengths.json",
-        "frontier --ranks 2 --shape v --forward-us 1 --activation 1",
+        "plan search --frontier --ranks 2 --forward-us 1 --activation 1",
         "profile model.py --device h100 --rows 1,2",
         "import megatron layout.txt --ranks 2 --microbatches 4",
     ],

@@ -252,7 +252,6 @@ EXPORT = "export torchtitan plan.json --model"
             f"{EXPORT} model.py:plain -o titan",
             "the model has no CutPoint; give --cuts, the module that each stage after",
         ),
-        (f"{EXPORT} model.py:plain --cuts layers.1 -o titan", "there are 2 parts for 4 stages"),
         (f"{EXPORT} model.py:plain --cuts a,,b -o titan", "'a,,b' has an empty entry"),
         (f"{EXPORT} model.py:marked --cuts 0,1,marks[9] -o titan", "did you mean 'marks[3]'?"),
         (f"{EXPORT} model.py:fails -o titan", "fails() raised KeyError: 'no words'"),
@@ -264,7 +263,6 @@ EXPORT = "export torchtitan plan.json --model"
         (f"{EXPORT} model.py:marked -o model.py", "model.py already exists"),
         ("export megatron plan.json --boundaries 0,4,8", "make 2 parts for 4 stages; give 5 entries"),
         ("export megatron plan.json --boundaries 0,x", "'x' in '0,x' is not a number of layers"),
-        ("export megatron plan.json --boundaries 0,4,3,9,12", "fall from 4 to 3"),
         ("export megatron plan.json", "plan.json does not say where the model is cut; give --boundaries"),
         ("export megatron cut.json", "which of the layers that cut.json cuts at 0,1,3,4,5 are transformer layers?"),
         ("export megatron cut.json --layers a*5", "--type and --layers go together"),
@@ -274,7 +272,6 @@ EXPORT = "export torchtitan plan.json --model"
         ),
         ("export megatron cut.json --layers a*6 --type a", "boundaries end with 5, but there are 6 layers"),
         ("export megatron cut.json --layers e,a,n,a,h --type a", "layer 2 (n) is between transformer layers"),
-        ("export megatron cut.json --layers a*5 --type b", "pattern 'b' matches none of the layers"),
         (
             "export deepspeed three.json",
             "three.json does not say where the model is cut; give --boundaries, or --type and",
@@ -284,26 +281,16 @@ EXPORT = "export torchtitan plan.json --model"
             "export deepspeed three.json --type a --layers B*x",
             "'B*x' is not a layer; write, for example, Block, or Block*8",
         ),
-        (
-            "export deepspeed three.json --type a --layers Block*4",
-            "pattern 'a' matches none of the layers, which are Block",
-        ),
-        ("export deepspeed plan.json --boundaries 0,1,2,3,4", "needs a chain of stages; place it by rota.place"),
         ("export nemo plan.json", "'nemo' is not one of torchtitan, megatron, deepspeed"),
         ("import megatrom x", "did you mean megatron?"),
         ("import megatron none.txt --ranks 2 --microbatches 4", "cannot read none.txt: No such file or directory"),
         ("import megatron plan.json --ranks 2 --microbatches 4", "plan.json: layout, character 1: '{' is unknown here"),
         ("import megatron good.txt --ranks 3 --microbatches 4", "good.txt: the layout has 4 stages for 3 ranks"),
-        ("import megatron good.txt --ranks 2 --microbatches 0", "num_microbatches is 0"),
-        ("import deepspeed good.txt --microbatches 4", "good.txt: not a list of boundaries"),
         (
             "import deepspeed falling.json --microbatches 4",
             "falling.json: boundaries 0,3,2 fall from 3 to 2 at entry 2",
         ),
-        ("import deepspeed words.json --microbatches 4", 'words.json: boundaries[1] is "x"; expected a whole number'),
-        ("import torchtitan plan.json", "plan.json: parallelism has neither of"),
         ("import torchtitan empty.toml", "empty.toml has no section [parallelism]"),
-        ("import torchtitan model.py", "is not TOML"),
     ],
 )
 def test_what_cannot_be_is_told_in_a_line(
@@ -311,7 +298,6 @@ def test_what_cannot_be_is_told_in_a_line(
 ) -> None:
     (here / "good.txt").write_text("Et|tt|tt|tL")
     (here / "falling.json").write_text("[0, 3, 2]")
-    (here / "words.json").write_text('[0, "x"]')
     (here / "empty.toml").write_text("[training]\n")
     before = sorted(here.rglob("*.*"))
     code, _, error = run(capsys, *command.split())

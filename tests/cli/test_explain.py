@@ -1,4 +1,4 @@
-"""`rota explain`, `rota import-trace`, traces by `rota show`, and colour."""
+"""`rota explain`, `rota import trace`, traces by `rota show`, and colour."""
 
 from __future__ import annotations
 
@@ -113,21 +113,21 @@ def test_a_trace_is_imported_explained_and_kept(tmp_path: Path, capsys: pytest.C
         for name, start, end in names
     ]
     path.write_text(json.dumps({"traceEvents": events}))
-    code, out, _ = run(capsys, "import-trace", path, "-o", output)
+    code, out, _ = run(capsys, "import", "trace", path, "-o", output)
     assert code == 0
     assert out.startswith("step 0 of 1 (counted from 0): 1 rank, 1 stage, 2 micro-batches\nclocks as recorded")
     timeline = Timeline.from_json(output.read_text())
     assert timeline.starts_us == ((0, 6, 9, 20),)
     assert timeline.makespan_us == 34
     assert explain(timeline, timeline.plan).to_text() in out
-    assert "The result was not saved" in run(capsys, "import-trace", path)[1]
+    assert "The result was not saved" in run(capsys, "import", "trace", path)[1]
 
 
 def test_what_is_no_trace_is_told(measured_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, error = run(capsys, "import-trace", measured_file)
+    code, out, error = run(capsys, "import", "trace", measured_file)
     assert (code, out, error.count("\n")) == (2, "", 1)
     assert "measured.json: not a trace of torch.profiler" in error
-    code, _, error = run(capsys, "import-trace", measured_file, "-o", tmp_path / "absent" / "x.json")
+    code, _, error = run(capsys, "import", "trace", measured_file, "-o", tmp_path / "absent" / "x.json")
     assert code == 2
     assert "its folder does not exist" in error
 

@@ -43,11 +43,11 @@ def report(capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> di
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.name)
 def test_every_report_has_json(command: Command) -> None:
-    """The others draw a chart, train, print a script, or run other commands."""
+    """The others train, or run other commands."""
     parser = Parser()
     command.add_arguments(parser)
     parsers = list(parser.sub_commands.values()) or [parser]
-    has_json = command.name not in ("demo", "show", "run", "completion")
+    has_json = command.name not in ("demo", "run")
     assert [("--json" in one.options) for one in parsers] == [has_json] * len(parsers)
 
 
@@ -98,7 +98,7 @@ def test_pytorchs_engine(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.usefixtures("folder")
 def test_plans_and_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    simulated = report(capsys, "simulate", "plan.json", "-o", "timeline.json")
+    simulated = report(capsys, "show", "plan.json", "--timeline", "timeline.json")
     assert simulated["makespan_us"] == rota.simulate(PLAN).makespan_us
     assert simulated["peak_memory_bytes"] == [21, 14, 7]
     assert Path("timeline.json").exists()
@@ -110,7 +110,7 @@ def test_plans_and_runs(capsys: pytest.CaptureFixture[str]) -> None:
     assert {row["kind"] for row in compared["rows"]} == {"F", "B"}
     calibrated = report(capsys, "calibrate", "measured.json", "-o", "better.json")
     assert calibrated["predicted_us"] == calibrated["measured_us"][0]
-    bounds = report(capsys, "bound", "plan.json")["makespan"]
+    bounds = report(capsys, "check", "plan.json", "--bound")["bounds"]["makespan"]
     assert bounds["value_us"] >= bounds["bound_us"] == max(one["us"] for one in bounds["bounds"])
     assert sum(report(capsys, "explain", "measured.json")["by_cause_us"].values()) > 0
 
@@ -140,7 +140,8 @@ def test_searches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytes
     assert {one["is_measured"] for one in answer["candidates"]} == {False}
     assert all(one["bound_us"] <= one["step_us"] for one in answer["candidates"])
     assert "the same ops" in answer["best"]["bound_holds"]
-    frontier = report(capsys, "frontier", "--shape", "v", "--ranks", "2", "--forward-us", "1", "--activation", "1")
+    costs = ["--ranks", "2", "--forward-us", "1", "--activation", "1"]
+    frontier = report(capsys, "plan", "search", "--frontier", *costs)
     assert [point["us_per_microbatch"] for point in frontier["points"]][-1] >= frontier["bounds"][-1][
         "us_per_microbatch"
     ]

@@ -35,7 +35,7 @@ PLAN = "plan 1f1b --ranks 3 --microbatches 4 -o plan.json"
 def files(capsys: pytest.CaptureFixture[str]) -> None:
     """plan.json, planned.json, and measured.json, in which everything takes longer."""
     assert rota(capsys, PLAN)[0] == 0
-    assert rota(capsys, "simulate plan.json -o planned.json")[0] == 0
+    assert rota(capsys, "show plan.json --timeline planned.json")[0] == 0
     planned = Timeline.from_json(Path("planned.json").read_text())
     times = [
         tuple(tuple(2 * us for us in row) for row in getattr(planned, name))
@@ -48,14 +48,14 @@ def files(capsys: pytest.CaptureFixture[str]) -> None:
     "command",
     [
         "plan gpipe --ranks 2 --microbatches 2 -o there.json",
-        "simulate plan.json -o there.json",
+        "show plan.json --timeline there.json",
         "show plan.json -o there.html",
         "show plan.json -o there.json",
         "show plan.json -o there.png",
         "compare plan.json measured.json -o there.svg",
         "run --timeline there.json plan.json train.py",
-        "import-trace trace.json -o there.json",
-        "frontier --ranks 2 -o there.png",
+        "import trace trace.json -o there.json",
+        "plan search --frontier --ranks 2 -o there.png",
         "checkpoint export run -o there.safetensors",
         "demo -o there",
         "calibrate measured.json --costs there.json",
@@ -72,7 +72,7 @@ def test_what_is_there_is_written_over_by_force_alone(command: str, capsys: pyte
     force = "--force (before the plan)" if command.startswith("run") else "--force"
     assert f"{name} already exists; give another name, or {force} to overwrite it" in error
     assert path.read_text() == "precious"
-    if command.startswith(("plan", "simulate", "show", "compare")):
+    if command.startswith(("plan", "show", "compare")):
         assert rota(capsys, f"{command} --force")[0] == 0
         assert not path.read_bytes().startswith(b"precious")
     assert not list(Path().glob(".*"))
@@ -84,15 +84,15 @@ def test_what_is_there_is_written_over_by_force_alone(command: str, capsys: pyte
         "plan search --ranks 2 --microbatches 2 -o PLACE/x.json",
         "autoplan model.py --ranks 2 --batch 2 -o PLACE/x.json",
         "profile model.py -o PLACE/x.json",
-        "simulate plan.json -o PLACE/x.json",
+        "show plan.json --timeline PLACE/x.json",
         "rehearse plan.json -o PLACE/x.json",
         "show plan.json --bound -o PLACE/x.html",
         "compare plan.json measured.json -o PLACE/x.html",
         "calibrate measured.json -o PLACE/x.json",
         "calibrate measured.json --costs PLACE/x.json",
-        "frontier --ranks 2 -o PLACE/x.png",
+        "plan search --frontier --ranks 2 -o PLACE/x.png",
         "run --timeline PLACE/x.json plan.json train.py",
-        "import-trace trace.json -o PLACE/x.json",
+        "import trace trace.json -o PLACE/x.json",
         "import deepspeed parts.json --microbatches 2 -o PLACE/x.json",
         "export megatron plan.json -o PLACE/x.txt",
         "checkpoint export run -o PLACE/x.safetensors",
@@ -132,18 +132,14 @@ def test_force_does_not_write_over_what_the_command_reads(capsys: pytest.Capture
     ("command", "told"),
     [
         ("plan 1f1b --ranks 3 --microbatches 4 -o plan.html", "then draw it with `rota show plan.json -o plan.html`"),
-        (
-            "simulate plan.json -o x.html",
-            "a timeline is written as .json, not as x.html; write it with -o timeline.json",
-        ),
-        ("simulate plan.json -o x.csv", "-o timeline.json, because a CSV can hold only a plan"),
-        ("import-trace trace.json -o x.html", "then draw it with `rota show timeline.json -o x.html`"),
+        ("show plan.json --timeline x.html", "a timeline is written as .json, not as x.html; write it with --timeline"),
+        ("show plan.json --timeline x.csv", "--timeline timeline.json, because a CSV can hold only a plan"),
+        ("import trace trace.json -o x.html", "write it with -o timeline.json, then draw it with `rota show timeline."),
         ("run --timeline x.PNG plan.json train.py", "write it with --timeline timeline.json, then draw it with"),
         ("compare measured.json plan.json", "give the plan first, as in `rota compare plan.json measured.json`"),
         ("compare measured.json planned.json", "measured.json has measured times, and planned.json has planned times"),
-        ("explain plan.json measured.json", "use `rota explain measured.json --planned plan.json`"),
         ("show absent/plan.json", "cannot read absent/plan.json: No such file or directory; check the path"),
-        (f"simulate plan.json -o {'x' * 300}.json", "File name too long"),
+        (f"show plan.json --timeline {'x' * 300}.json", "File name too long"),
     ],
 )
 @pytest.mark.usefixtures("files")
@@ -193,7 +189,7 @@ def test_links_are_followed_and_modes_are_the_usual_ones() -> None:
 
 @pytest.mark.usefixtures("files")
 def test_no_file_is_written_over_that_is_none(capsys: pytest.CaptureFixture[str]) -> None:
-    assert rota(capsys, "simulate plan.json -o /dev/null")[0] == 0
+    assert rota(capsys, "show plan.json --timeline /dev/null")[0] == 0
     assert Path("/dev/null").is_char_device()
 
 
@@ -240,7 +236,7 @@ def test_two_things_do_not_go_into_one_file(capsys: pytest.CaptureFixture[str]) 
     ("command", "code"),
     [
         ("plan 1f1b --ranks 3 --microbatches 4 -o written.json", 0),
-        ("simulate plan.json -o written.json", 0),
+        ("show plan.json --timeline written.json", 0),
         ("calibrate measured.json --costs written.json", 0),
         ("check refused.csv", 1),  # nothing is written, and the exit code is that of the check
     ],

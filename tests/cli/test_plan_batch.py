@@ -24,7 +24,7 @@ def sizes(tmp_path: Path) -> Path:
 def test_each_batch_gets_its_plan(sizes: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lengths, folder = tmp_path / "lengths.json", tmp_path / "plans"
     lengths.write_text(json.dumps(LENGTHS))
-    code, out, _ = run(capsys, "plan-batch", sizes, lengths, "--limit", "40MB", "--tries", 20, "-o", folder)
+    code, out, _ = run(capsys, "plan-batch", sizes, lengths, "--limit", "40MB", "-o", folder)
     assert code == 0
     assert "batch 0: 7 samples" in out
     assert "all orders of this grouping" in out

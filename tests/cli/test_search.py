@@ -1,20 +1,18 @@
-"""`rota plan search`, `rota bound` and `rota frontier`."""
+"""`rota plan search`, `rota plan search --frontier` and `rota check --bound`."""
 
 from __future__ import annotations
 
 import json
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from cli.test_cli import run
-from rota import Cluster, Costs, Plan, check, place, simulate
+from rota import Costs, Plan, check, simulate
 from rota.cli import main, screen
 from rota.cli.files import read_plan
-from rota.schedules import NAMED
 
 pytestmark = pytest.mark.usefixtures("time_is_work")
 
@@ -58,7 +56,7 @@ def test_measured_costs(tmp_path: Path, capsys: Capsys) -> None:
 def test_bound_tells_each_reason(tmp_path: Path, capsys: Capsys) -> None:
     path = tmp_path / "plan.json"
     assert run(capsys, "plan", "gpipe", *CHAIN, "--microbatches", 8, "-o", path)[0] == 0
-    code, out, _ = run(capsys, "bound", path)
+    code, out, _ = run(capsys, "check", path, "--bound")
     assert code == 0
     assert "makespan 3,000 µs, lower bound 2,700 µs: within 10.00% of the optimum" in out
     assert "load: rank " in out
@@ -67,7 +65,7 @@ def test_bound_tells_each_reason(tmp_path: Path, capsys: Capsys) -> None:
 def test_frontier_as_table_and_picture(tmp_path: Path, capsys: Capsys) -> None:
     picture = tmp_path / "frontier.png"
     arguments = ("--ranks", 4, "--forward-us", 1, "--backward-us", 3, "--time-limit", 20, "-o", picture)
-    code, out, _ = run(capsys, "frontier", *arguments)
+    code, out, _ = run(capsys, "plan", "search", "--frontier", *arguments)
     assert code == 0
     rows = [line.split()[:2] for line in out.splitlines()[1:5]]
     assert rows == [["1kB", "16.0"], ["2kB", "8.0"], ["3kB", "5.3"], ["4kB", "4.0"]]
@@ -88,7 +86,7 @@ def test_default_costs_distort_nothing(tmp_path: Path, capsys: Capsys) -> None:
         assert run(capsys, "plan", "zb_h1", *step, *more, "-o", path)[0] == 0
         plans.append(read_plan(str(path)))
     assert plans[0] == plans[1] == plans[2]
-    for command in ("plan", "schedules", "frontier"):
+    for command in ("plan", "schedules"):
         with pytest.raises(SystemExit):
             main([command, "--help"])
         told = " ".join(capsys.readouterr().out.split())
@@ -105,8 +103,10 @@ def test_default_costs_distort_nothing(tmp_path: Path, capsys: Capsys) -> None:
         ("plan search --ranks 3 --microbatches 4 --limit 0B", 1, "rank 0 needs at least 1000 bytes"),
         ("plan 1f1b --ranks 3 --microbatches 4 --objective span", 2, "--objective is for `rota plan search`"),
         ("plan serch --ranks 3 --microbatches 4", 2, "did you mean search?"),
-        ("frontier --ranks 2 -o nowhere/f.png", 2, "cannot write nowhere/f.png"),
-        ("bound nothing.json", 2, "cannot read nothing.json"),
+        ("plan search --frontier --ranks 2 -o nowhere/f.png", 2, "cannot write nowhere/f.png"),
+        ("plan 1f1b --frontier --ranks 2", 2, "--frontier is for `rota plan search`; leave it out for 1f1b"),
+        ("plan search --frontier --ranks 2 --microbatches 4", 2, "tries every memory limit; leave --microbatches out"),
+        ("check nothing.json --bound", 2, "cannot read nothing.json"),
     ],
 )
 def test_errors(arguments: str, code: int, told: str, capsys: Capsys) -> None:
@@ -128,7 +128,7 @@ def test_errors(arguments: str, code: int, told: str, capsys: Capsys) -> None:
             "plan search --ranks 2 --microbatches 4 --objective foo",
             "--objective 'foo' is not one of makespan, span, per",
         ),
-        ("frontier --ranks 2 --shape Wave", "did you mean wave?"),
+        ("plan search --frontier --ranks 2 --shape Wave", "did you mean wave?"),
         ("run --engine tourch plan.json train.py", "--engine 'tourch' is not one of rota, torch; did you mean torch?"),
     ],
 )
@@ -153,22 +153,6 @@ def test_numbers_too_large(option: str, capsys: Capsys) -> None:
         code, _, err = run(capsys, "plan", "search", "--ranks", 2, "--microbatches", 4, option, value)
         assert (code, err.count("\n")) == (2, 1)
         assert "too large to search" in err
-
-
-def test_bound_of_a_measured_timeline_tells_both(tmp_path: Path, capsys: Capsys) -> None:
-    plan = NAMED["1f1b"](place(Costs.uniform(2), Cluster.uniform(2)), 4)
-    planned = simulate(plan)
-    slower = [tuple(tuple(1000 * us for us in row) for row in rows) for rows in (planned.starts_us, planned.ends_us)]
-    path = tmp_path / "timeline.json"
-    for timeline, lines in ((planned, 0), (replace(planned, starts_us=slower[0], ends_us=slower[1]), 1)):
-        path.write_text(timeline.to_json())
-        code, out, _ = run(capsys, "bound", path)
-        assert (code, out.count("measured makespan")) == (0, lines)
-        assert "makespan 15 µs, lower bound 15 µs: proven optimal" in out
-    assert out.startswith(
-        "measured makespan 15,000 µs, span 15,000 µs; the bounds below are for the planned makespan "
-        "15 µs and span 15 µs ("
-    )
 
 
 def test_progress_fits_into_the_terminal(monkeypatch: pytest.MonkeyPatch, capsys: Capsys) -> None:

@@ -41,5 +41,5 @@ def test_the_tutorial(pool: Pool, tmp_path: Path) -> None:
     losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", printed)]
     assert len(losses) == 2
     assert losses[1] < losses[0]
-    output_of(pool, tmp_path, "rota simulate plan.json -o measured.json")
+    output_of(pool, tmp_path, "rota show plan.json --timeline measured.json")
     assert "Causes, summed over all ranks" in output_of(pool, tmp_path, explain)

@@ -104,7 +104,7 @@ TABLE = {
         (*CORE, "rota.models", "rota.runtime", "rota.profiling", "rota.verifying", *TORCH),
         lazy=("rota.search", "transformers"),
     ),
-    "rota.diagnosis": Row((*CORE, "rota.models", "rota.runtime", "rota.profiling", *TORCH)),
+    "rota.diagnosis": Row((*CORE, "rota.models", "rota.runtime", "torch")),
     "rota.drawing": Row(CORE, lazy=("rota.drawing.artists", "matplotlib", "numpy")),
     "rota.drawing.artists": Row((*CORE, "rota.drawing", "matplotlib", "numpy")),
     "rota.compat": Row(),

@@ -161,7 +161,7 @@ def add_output(
     metavar: str,
     help: str,
     *,
-    writes: files.Written = "file",
+    writes: files.WrittenBy = "file",
     default: str | None = None,
     required: bool = False,
 ) -> None:
@@ -198,9 +198,22 @@ def add_model_options(parser: Parser) -> None:
         "entries of the outermost nn.ModuleList, nn.ModuleDict or nn.Sequential)"
     )
     parser.add_argument("--cuts", type=lambda text: text.split(","), metavar="PATTERN,…", help=help_text)
+    add_length(parser)
+
+
+def add_length(parser: Parser) -> None:
+    """--length."""
     help_text = "tokens per row, for Hugging Face models without a make_batch (default: 1024, or the model's "
     help_text += "maximum if smaller)"
     parser.add_argument("--length", type=number(1), metavar="N", help=help_text)
+
+
+def add_timeout(parser: Parser) -> None:
+    """--timeout, of commands that start ranks."""
+    help_text = (
+        "stop a rank after S seconds without progress (default: the time of 20 simulated steps, but at least 60 s)"
+    )
+    parser.add_argument("--timeout", type=seconds, metavar="S", help=help_text)
 
 
 def add_cache(parser: Parser) -> None:
@@ -231,9 +244,10 @@ _UNIFORM = ("forward_us", "backward_us", "weight_us", "activation_bytes", "bound
 _LINKS = "all links as set by --link"
 
 
-def add_step(parser: Parser) -> None:
+def add_step(parser: Parser, *, required: bool = True) -> None:
     """--microbatches and --limit."""
-    parser.add_argument("--microbatches", type=number(1), metavar="M", required=True, help="micro-batches per step")
+    help_text = "micro-batches per step"
+    parser.add_argument("--microbatches", type=number(1), metavar="M", required=required, help=help_text)
     add_limit(parser)
 
 
@@ -294,16 +308,7 @@ def add_costs(parser: Parser, of_what: str, links: str = _LINKS) -> None:
 
 def add_links(parser: Parser, default: str = _LINKS) -> None:
     """The links: the same for all ranks, or from a file; `default` says what is assumed without that file."""
-    parser.add_argument("--latency-us", type=number(0), metavar="US", help="latency of every link in µs (default: 0)")
-    parser.add_argument(
-        "--bytes-per-us",
-        type=number(1),
-        metavar="N",
-        help="rate of every link in bytes per µs; 1 GB/s is 1000 (default: infinite)",
-    )
-    help_text = (
-        "latency and rate of every link, such as 5us,50GB/s (default: as set by --latency-us and --bytes-per-us)"
-    )
+    help_text = "latency and rate of every link, such as 5us,50GB/s (default: transfers take no time)"
     parser.add_argument("--link", type=link, metavar="LINK", help=help_text)
     help_text = (
         "use measured links from `rota profile links -o cluster.json`, or those of a plan or timeline: latency, rate, "
@@ -312,9 +317,9 @@ def add_links(parser: Parser, default: str = _LINKS) -> None:
     parser.add_argument("--links", metavar="FILE", help=help_text)
 
 
-def add_shape(parser: Parser, *, group: str | None = None, default: str | None = None) -> None:
-    """--split-backward and --shape."""
-    options = parser if group is None else parser.add_argument_group(group)
+def add_shape(parser: Parser, group: str) -> None:
+    """--split-backward and --shape, in a group of the help."""
+    options = parser.add_argument_group(group)
     options.add_argument(
         "--split-backward",
         action="store_true",
@@ -326,7 +331,6 @@ def add_shape(parser: Parser, *, group: str | None = None, default: str | None =
         type=one_of(SHAPES, "--shape"),
         choices=SHAPES,
         metavar="SHAPE",
-        default=default,
         help=f"how the stages are placed on the ranks (default: v); {summaries}",
     )
 
@@ -371,12 +375,10 @@ def cluster_of(arguments: Namespace, num_ranks: int, limit_bytes: int | None) ->
     Where no option says what links are, `arguments.links_of` may know those of this machine.
     """
     num_ranks = arguments.ranks or max(num_ranks, 1)
-    given = [option for option in ("latency_us", "bytes_per_us", "link") if getattr(arguments, option) is not None]
     measured = None
     if arguments.links is not None:
-        if given:
-            option = "--" + given[0].replace("_", "-")
-            raise InputError(f"--links {arguments.links} has all links; leave {option} out")
+        if arguments.link is not None:
+            raise InputError(f"--links {arguments.links} has all links; leave --link out")
         measured = files.read_cluster(arguments.links)
         if measured.num_ranks != num_ranks:
             there = count_text(measured.num_ranks, "rank")
@@ -384,16 +386,12 @@ def cluster_of(arguments: Namespace, num_ranks: int, limit_bytes: int | None) ->
                 f"--links {arguments.links} has {there}, but the plan has {num_ranks}; measure the links between "
                 f"{num_ranks} ranks"
             )
-    elif not given:
+    elif arguments.link is None:
         links_of: Callable[[int], Cluster | None] = getattr(arguments, "links_of", lambda _: None)
         measured = links_of(num_ranks)
     if measured is not None:
         return measured if limit_bytes is None else replace(measured, limit_bytes=(limit_bytes,) * num_ranks)
-    if arguments.link is not None:
-        if len(given) > 1:
-            raise InputError("--link already gives latency and rate; leave --latency-us and --bytes-per-us out")
-        return Cluster.uniform(num_ranks, limit_bytes, *arguments.link)
-    return Cluster.uniform(num_ranks, limit_bytes, arguments.latency_us or 0, arguments.bytes_per_us)
+    return Cluster.uniform(num_ranks, limit_bytes, *(arguments.link or ()))
 
 
 def shaped(arguments: Namespace, limit_bytes: int | None) -> Placement:

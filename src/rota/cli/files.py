@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
@@ -28,7 +28,9 @@ ASSUMED_TIMES = "Rota assumes 1 ms for F, 2 ms for B, and 1 ms each for I and W"
 _PICTURES = (".html", ".png", ".svg", ".pdf")
 
 #: The kind of an output decides which names are refused, and whether a folder is made.
-Written = Literal["file", "plan", "timeline", "folder", "files in a folder", "file or folder"]
+Written = Literal["file", "plan", "timeline", "folder", "files in a folder"]
+#: Or how it follows from the arguments.
+WrittenBy = Written | Callable[[Namespace], Written]
 
 # --- reading: errors name the file ------------------------------------------------------------------------------------
 
@@ -64,9 +66,9 @@ def read_plan(path: str, costs: str | None = None) -> Plan:
     return loaded.plan if isinstance(loaded, Timeline) else loaded
 
 
-def read_timeline(path: str) -> Timeline:
-    """A timeline.json; a plan is simulated."""
-    loaded = read_plan_or_timeline(path)
+def read_timeline(path: str, costs: str | None = None) -> Timeline:
+    """A timeline.json; a plan is simulated. `costs`: a file, for a schedule CSV."""
+    loaded = read_plan_or_timeline(path, costs)
     with named(path):
         return timeline_of(loaded)
 
@@ -102,7 +104,7 @@ def note_assumed_times(command: str, *paths: str) -> bool:
 
 def how_to_give_times(path: str) -> str:
     """The command that makes a timeline of a schedule CSV with the user's own times."""
-    return f"to use your own times, run `rota simulate {path} --costs costs.json -o timeline.json`"
+    return f"to use your own times, run `rota show {path} --costs costs.json --timeline timeline.json`"
 
 
 def is_csv(path: str) -> bool:
@@ -159,11 +161,12 @@ def refuse_outputs(arguments: Namespace) -> None:
     """Raise InputError, before any work, if a command cannot write its outputs, or not in the format of their names.
 
     A command must not overwrite a file that it reads, and may overwrite others only with --force. `arguments.written`
-    has the kind of each output argument.
+    has the `WrittenBy` of each output argument.
     """
     given = dict(vars(arguments))
     written = given.pop("written", {})
-    outputs = {path: what for name, what in written.items() if (path := given.pop(name))}
+    kinds = {name: what(arguments) if callable(what) else what for name, what in written.items()}
+    outputs = {path: what for name, what in kinds.items() if (path := given.pop(name))}
     read = [path for value in given.values() for path in (value if isinstance(value, list) else [value])]
     _refuse_twice([getattr(arguments, name) for name in written])
     for output, what in outputs.items():
@@ -171,8 +174,6 @@ def refuse_outputs(arguments: Namespace) -> None:
         if any(isinstance(path, str) and _same_file(path, output) for path in read):
             raise InputError(f"{output} is read by the command, and would be overwritten; write to another file")
         option = "--force (before the plan)" if arguments.command == "run" else "--force"
-        if what == "file or folder":  # a folder where --config goes into it
-            what = "file" if arguments.config is None else "folder"
         refuse_taken(Path(output), arguments.force, is_folder=what == "folder", option=option)
         (_refuse_file if what in ("file", "plan", "timeline") else _refuse_folder)(output)
 
@@ -228,7 +229,7 @@ def _refuse_suffix(command: str, output: str, what: Written) -> None:
         picture = f"write the plan with -o plan.json, then draw it with `rota show plan.json -o {output}`"
         raise InputError(f"a plan is written as .json, or as .csv in PyTorch's format, not as {output}; {picture}")
     if what == "timeline" and suffix in (*_PICTURES, ".csv"):
-        option = "--timeline" if command == "run" else "-o"
+        option = "-o" if command == "import" else "--timeline"
         draw = (
             f"then draw it with `rota show timeline.json -o {output}`"
             if suffix != ".csv"

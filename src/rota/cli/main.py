@@ -39,7 +39,6 @@ def make_parser() -> Parser:
     parser = Parser(prog="rota", description=_FIRST_COMMANDS)
     parser.add_argument("--version", action="store_true", help="print the version")
     parser.add_commands(COMMANDS, metavar="COMMAND", dest="command")
-    parser.set_defaults(commands=COMMANDS)  # for `rota completion`
     return parser
 
 

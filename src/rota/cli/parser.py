@@ -91,23 +91,9 @@ class Parser(argparse.ArgumentParser):
         return self._commands
 
     @property
-    def choices(self) -> dict[str, list[str]]:
-        """The words that each long option takes, if they are few, and as "" those of the positional arguments.
-
-        This is the only use of a private part of argparse.
-        """
-        found: dict[str, list[str]] = {"": []}
-        for action in self._actions:
-            words = [str(word) for word in action.choices or ()]
-            long = [option for option in action.option_strings if option.startswith("--")]
-            found |= dict.fromkeys(long, words)
-            found[""] += [] if action.option_strings else words
-        return found
-
-    @property
     def options(self) -> list[str]:
-        """The long options of this parser."""
-        return [option for option in self.choices if option]
+        """The long options of this parser. This is the only use of a private part of argparse."""
+        return [option for option in self._option_string_actions if option.startswith("--")]
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Refuse unknown words here, because only a command's own parser knows the command's options."""

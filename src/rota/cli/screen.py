@@ -74,7 +74,7 @@ def keep_working_unread() -> None:
             setattr(sys, name, unread)
 
 
-def print_timeline(timeline: Timeline, width: int | None = None, free: str = FREE) -> None:
+def print_timeline(timeline: Timeline, free: str = FREE) -> None:
     """Print a chart as wide as the terminal, in colour if it has any, and which effects of wires the plan counts.
 
     That line comes first if transfers are free, and says `free`. The chart has only the beginning of a step whose ops
@@ -82,7 +82,7 @@ def print_timeline(timeline: Timeline, width: int | None = None, free: str = FRE
     """
     from rota.drawing import to_text
 
-    columns, are_free = width or terminal_columns(), not counts_transfers(timeline.plan.placement)
+    columns, are_free = terminal_columns(), not counts_transfers(timeline.plan.placement)
     if are_free:
         print_wire_effects(timeline.plan, columns, free)
     print(to_text(timeline, columns, color=_wants_color(), may_cut=True))

@@ -6,12 +6,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from rota.cli.requirements import InputError
-from rota.errors import FormatError, PipelineError, RotaError, SplitError
-from rota.plan import Plan
+from rota.errors import FormatError, PipelineError, SplitError
 
 if TYPE_CHECKING:
     from rota.interop.modules import Parts
-    from rota.planning.model_file import ExportedModel, ModelFile
+    from rota.planning.model_file import ExportedModel
 
 #: A requirement of torchtitan that not every model meets.
 LEAVES_NONE = (
@@ -59,24 +58,3 @@ def checked_parts(exported: ExportedModel, parts: Parts) -> str:
         "Checked: every stage runs without the modules of the others, and together they compute what the model "
         "computes."
     )
-
-
-def why_not_exported(model_file: ModelFile, plan: Plan, *, is_exportable: bool) -> str:
-    """Why `rota export torchtitan` would refuse the plan with this model; "" if it would accept it.
-
-    Args:
-        model_file: The model.
-        plan: The plan, or one with similar cuts.
-        is_exportable: Whether it is this plan that would be exported, instead of a similar one.
-    """
-    from rota.interop import torchtitan
-
-    try:
-        exported = model_file.exported()
-        parts = titan_parts(exported, plan.cuts, plan.num_stages)
-        checked_parts(exported, parts)
-        if is_exportable:
-            torchtitan.render(parts, plan, "titan")
-    except RotaError as error:
-        return str(error)
-    return "" if model_file.path.endswith(".py") else f"{model_file.path} is not a Python file with a make_model()"

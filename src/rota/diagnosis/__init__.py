@@ -1,9 +1,9 @@
-"""Is this machine fit for Rota? What it has, what its links give, and plans that run on its devices.
+"""Is this machine fit for Rota? Its versions, its devices, the links between them, and a self-test of training.
 
-Its modules that read the machine need no PyTorch: where it is missing, that is a finding.
+What needs no ranks needs no PyTorch either: where it is missing, that is a finding.
 """
 
-from rota.diagnosis.examination import Wanted, examine, examine_launched
+from rota.diagnosis.examination import examine, examine_launched
 from rota.diagnosis.report import Finding, Report
 
-__all__ = ["Finding", "Report", "Wanted", "examine", "examine_launched"]
+__all__ = ["Finding", "Report", "examine", "examine_launched"]

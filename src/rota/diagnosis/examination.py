@@ -1,267 +1,151 @@
-"""The whole examination: this machine as it is, then what ranks on it measure and compute."""
+"""The whole examination: the versions here, then what ranks on this machine find together."""
 
 from __future__ import annotations
 
-import os
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, final
+import json
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
 
-from rota.diagnosis import host, nvidia_smi, software, variables
-from rota.diagnosis.interconnects import Interconnect
-from rota.diagnosis.report import SELF_TEST, Report, Section, joined, say
-from rota.units import size_text
+from rota.diagnosis import software
+from rota.diagnosis.report import Finding, Report, say
+from rota.errors import PipelineError
+from rota.units import count_text, size_text, time_text
 
-if TYPE_CHECKING:  # these import torch, which may be missing
-    from rota.diagnosis.accelerators import Accelerators
-    from rota.diagnosis.rank import Step
-    from rota.diagnosis.sessions import Outcome
+#: In float64, relative to the largest element of each weight.
+TOLERANCE = 1e-10
 
-_QUICK_S, _FULL_S = 120.0, 3600.0
 _MOST_RANKS = 4  # on the CPU, unless asked for
-_HOST_SIZES = (1_000, 64_000, 1_000_000, 16_000_000)
-_DEVICE_SIZES = (*_HOST_SIZES, 256_000_000)
-_FULL_SIZES = (1_000, 4_000, 16_000, 64_000, 256_000, 1_000_000, 4_000_000, 16_000_000, 64_000_000)
-_ON_HOST = Interconnect("Gloo on the host, which has no rating")
-_BETWEEN_HOSTS = Interconnect("unknown: only devices of one host are looked at")
+_MOST_LINES = 6  # for links
+_FAILED = (
+    "see above for the ranks' output; NCCL_DEBUG=WARN shows what NCCL says; if a rank was killed, `dmesg` says whether "
+    "memory ran out"
+)
+_WRONG = "do not train here: report it, with the versions above"
 
 
-@final
-@dataclass(frozen=True, slots=True)
-class Wanted:
-    """What to examine.
+def examine(num_ranks: int | None = None) -> Report:
+    """Examine this machine, with new processes on it.
 
-    Attributes:
-        num_ranks: Processes of the measurements and the self-test; None: one per device, or up to four on the CPU.
-        self_test: Whether to run plans.
-        full: Whether to run every schedule on 2 and more ranks, and messages of 1 kB to 64 MB.
-        timeout_s: How long a rank may make no progress.
+    Args:
+        num_ranks: How many. None: one per accelerator; without accelerators one per core, at least 2 and at most 4.
     """
+    versions, error = software.versions()
+    if error:
+        return _report(versions, error, {}, "there is no PyTorch")
+    from rota.diagnosis import rank
+    from rota.runtime.launching.launch import EndedBySignal, launch
+    from rota.runtime.launching.run_folder import run_folder
 
-    num_ranks: int | None = None
-    self_test: bool = True
-    full: bool = False
-    timeout_s: float = 30.0
-
-
-@final
-class _Machine:
-    """What can be said about this machine without other processes on it."""
-
-    def __init__(self, num_ranks: int | None) -> None:
-        self.driver = nvidia_smi.look()
-        self.software = software.Software()
-        self.accelerators = self._look_at_accelerators()
-        self.host = host.look()
-        self.variables = variables.set_variables()
-        self.num_devices = 0 if self.accelerators is None else len(self.accelerators.devices)
-        on_cpu = max(2, min(_MOST_RANKS, self.host.num_cores))
-        self.num_ranks = num_ranks or self.num_devices or on_cpu
-
-    def _look_at_accelerators(self) -> Accelerators | None:
-        if self.software.torch is None:
-            return None
-        from rota.diagnosis import accelerators
-
-        if not accelerators.is_built_for_any():
-            return accelerators.look()
-        say("asking PyTorch and the driver for devices")
-        return accelerators.look_apart()
-
-    @property
-    def kind(self) -> str:
-        """Of the ranks' devices."""
-        return "cpu" if self.accelerators is None else self.accelerators.kind
-
-    def sections(self, facts: dict[str, Any]) -> list[Section]:
-        """The findings; what was read goes to `facts`."""
-        facts["software"] = self.software.facts(self.driver)
-        facts["host"] = asdict(self.host)
-        facts["variables"] = self.variables
-        facts["accelerators"] = [] if self.accelerators is None else self.accelerators.facts(self.driver)
-        found = [
-            software.judge(self.software, facts["software"], self.driver),
-            host.judge(self.host, self.num_ranks, on_accelerators=bool(self.num_devices)),
-            variables.judge(self.variables, on_accelerators=bool(self.num_devices)),
-        ]
-        if self.accelerators is not None:
-            from rota.diagnosis import accelerators
-
-            found.append(accelerators.judge(self.accelerators, self.driver, self.num_ranks, os.environ))
-        return found
-
-    def reason_against_ranks(self, sections: Sequence[Section]) -> str:
-        """Why no ranks can be started; "" if they can."""
-        if self.software.torch is None:
-            return "there is no PyTorch"
-        needed = ("host",) if self.kind == "cpu" else ("host", "accelerators")
-        for finding in joined(sections):
-            if finding.section in needed and finding.level == "problem":
-                return f"first solve the problem above: {finding.section}, {finding.about}"
-        return ""
-
-    def connection(self, one: int, other: int) -> Interconnect:
-        """The interconnect of the devices of two ranks on this machine."""
-        if self.kind == "cpu":
-            return _ON_HOST
-        from rota.diagnosis import accelerators
-
-        assert self.accelerators is not None
-        return accelerators.interconnect(self.accelerators, self.driver, one, other)
+    num_ranks = num_ranks or _default_ranks()
+    say(f"starting {count_text(num_ranks, 'process', 'es')}")
+    failure = ""
+    with run_folder("rota-doctor-") as folder:
+        path = Path(folder.path, "results.jsonl")
+        try:
+            launch(rank.plan_of(num_ranks), rank.__file__, [str(path)], report=say)
+        except EndedBySignal:
+            raise
+        except PipelineError as failed:
+            failure = str(failed)
+        lines = path.read_text().splitlines() if path.exists() else []
+    return _report(versions, error, dict(json.loads(line) for line in lines), failure)
 
 
-def examine(wanted: Wanted) -> Report:
-    """Examine this machine, with new processes on it."""
-    machine = _Machine(wanted.num_ranks)
-    facts: dict[str, Any] = {}
-    sections = machine.sections(facts)
-    if reason := machine.reason_against_ranks(sections):
-        section = Section("ranks")
-        section.skipped("links, clocks, self-test", reason)
-        return Report(joined([*sections, section]), facts | _no_measurements())
-    from rota.diagnosis.sessions import run_steps
+def examine_launched() -> Report | None:
+    """Examine the hosts of ranks that torchrun has started: all call it; the first returns the report, others None."""
+    from rota.diagnosis.rank import examine_together
 
-    facts |= _no_measurements()
-    targets = [(machine.kind, machine.num_ranks)]
-    if machine.kind != "cpu" and machine.num_ranks == 1:
-        targets.append(("cpu", 2))  # on one device there are no messages
-    deadline_s = _deadline_s(wanted)
-    for kind, num_ranks in targets:
-        work, outcomes = _work(kind, num_ranks, wanted, machine.host.available_bytes)
-        for size, steps in work.items():
-            outcomes += run_steps(size, kind, steps, wanted.timeout_s, deadline_s)
-        connection = machine.connection if kind == machine.kind else _on_host
-        sections += _judged(outcomes, kind, num_ranks, connection, machine.host.max_files, facts)
-    if not wanted.self_test:
-        sections.append(_without_self_test())
-    return Report(joined(sections), facts)
+    results: dict[str, Any] = {}
+    examine_together(lambda name, result: results.update({name: result}))
+    return _report(*software.versions(), results) if results else None
 
 
-def examine_launched(wanted: Wanted) -> Report | None:
-    """Examine the hosts of ranks that torchrun has started: all call it; the first returns the report, others None.
+def _default_ranks() -> int:
+    import torch
 
-    What the report says about host and devices is about the first rank's host.
-    """
-    from rota.diagnosis.rank import Options, do_steps
-    from rota.diagnosis.sessions import Outcome
+    from rota.runtime.device.local import AUTO, CPU, device_type
+    from rota.runtime.environment import num_cores
 
-    if os.environ["RANK"] != "0":
-        do_steps(Options((), "", wanted.timeout_s, 0.0), lambda _, __: None, say)
-        return None
-    num_ranks = int(os.environ["WORLD_SIZE"])
-    machine = _Machine(int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks)))
-    work, outcomes = _work(machine.kind, num_ranks, wanted, machine.host.available_bytes)
-    steps = work[num_ranks]
-    results: dict[int, Any] = {}
-    options = Options(steps, machine.kind, wanted.timeout_s, _deadline_s(wanted))
-    do_steps(options, lambda number, result: results.update({number: result}), say)
-    facts: dict[str, Any] = {}
-    sections = machine.sections(facts)
-    facts |= _no_measurements()
-    outcomes += [
-        Outcome(step, results[i], was_begun=True) if i in results else Outcome(step, error="no time was left for it")
-        for i, step in enumerate(steps)
-    ]
-    hosts = [rank["host"] for rank in results.get(0, [])]
-
-    def connection(one: int, other: int) -> Interconnect:
-        return machine.connection(one, other) if hosts[one] == hosts[other] == hosts[0] else _BETWEEN_HOSTS
-
-    sections += _judged(outcomes, machine.kind, num_ranks, connection, machine.host.max_files, facts)
-    if not wanted.self_test:
-        sections.append(_without_self_test())
-    return Report(joined(sections), facts)
+    num_devices = torch.accelerator.device_count()
+    if num_devices and device_type(AUTO, num_devices) != CPU:
+        return num_devices
+    return max(2, min(_MOST_RANKS, num_cores()))
 
 
-def _no_measurements() -> dict[str, Any]:
-    return {"ranks": [], "links": [], "clocks": [], "self_test": []}
-
-
-def _deadline_s(wanted: Wanted) -> float:
-    return time.monotonic() + (_FULL_S if wanted.full else _QUICK_S)
-
-
-def _on_host(_: int, __: int) -> Interconnect:
-    return _ON_HOST
-
-
-def _without_self_test() -> Section:
-    section = Section(SELF_TEST)
-    section.skipped("plans", "--no-self-test was given")
-    return section
-
-
-# --- what ranks are to do ---------------------------------------------------------------------------------------------
-
-
-def _work(
-    kind: str, num_ranks: int, wanted: Wanted, available_bytes: int | None
-) -> tuple[dict[int, list[Step]], list[Outcome]]:
-    """The steps by number of processes, those of `num_ranks` first; and cases that do not fit into this host."""
-    from rota.diagnosis.rank import Step
-    from rota.diagnosis.self_test import Case, full_cases, quick_cases
-    from rota.diagnosis.sessions import Outcome
-
-    sizes = _HOST_SIZES if kind == "cpu" else _DEVICE_SIZES
-    first = [Step("ranks", "the ranks")]
-    if num_ranks > 1:
-        sizes = tuple(sorted({*sizes, *(_FULL_SIZES if wanted.full else ())}))
-        first += [Step("links", "messages between each pair of ranks", sizes), Step("clocks", "clocks")]
-    found = {num_ranks: first}
-    cases: list[Case] = []
-    if wanted.self_test and wanted.full:
-        for size in range(num_ranks, min(num_ranks, 2) - 1, -1):
-            cases += full_cases(size, with_sizes=size in (2, num_ranks))
-    elif wanted.self_test:
-        cases = quick_cases(num_ranks)
-        names = {case.family for case in cases}
-        if num_ranks > 2:  # what needs an even number
-            cases += [case for case in quick_cases(num_ranks - 1) if case.family not in names]
-    too_large = []
-    for case in cases:
-        step = Step("case", f"self-test: {case}", case=case.to_fields())
-        if available_bytes is not None and case.needed_bytes > available_bytes // 2:
-            needed, there = size_text(case.needed_bytes), size_text(available_bytes)
-            too_large.append(Outcome(step, error=f"it needs about {needed} of the host's memory, of {there} available"))
+def _report(versions: Mapping[str, str | None], error: str, results: Mapping[str, Any], failure: str = "") -> Report:
+    """The report; `failure` says why not all `results` are there."""
+    findings = software.findings(versions, error)
+    to_lines: dict[str, Callable[[Any], list[Finding]]] = {
+        "ranks": _of_ranks,
+        "links": _of_links,
+        "self_test": _of_self_test,
+    }
+    was_tried = not error
+    for name, lines in to_lines.items():
+        about = name.replace("_", "-")
+        if name in results:
+            findings += lines(results[name])
+        elif was_tried:
+            findings.append(Finding("problem", about, failure, _FAILED))
+            was_tried, failure = False, "not reached"
         else:
-            found.setdefault(case.num_ranks, []).append(step)
-    return found, too_large
+            findings.append(Finding("skipped", about, failure))
+    difference = results.get("self_test")
+    facts = {"software": dict(versions), "ranks": results.get("ranks", []), "links": results.get("links", [])}
+    facts["self_test"] = None if difference is None else _judged(difference)
+    return Report(tuple(findings), facts)
 
 
-# --- what they have found ---------------------------------------------------------------------------------------------
+def _of_ranks(ranks: list[dict[str, Any]]) -> list[Finding]:
+    is_one_host = len({rank["host"] for rank in ranks}) == 1
+    lines = []
+    for number, rank in enumerate(ranks):
+        words = [rank["device"], rank["name"], "" if is_one_host else rank["host"]]
+        if rank["total_bytes"] is not None:
+            words.append(f"{size_text(rank['free_bytes'])} of {size_text(rank['total_bytes'])} free")
+        lines.append(Finding("ok", f"rank {number}", ", ".join(filter(None, words))))
+    return lines
 
 
-def _judged(
-    outcomes: Sequence[Outcome],
-    kind: str,
-    num_ranks: int,
-    connection: Callable[[int, int], Interconnect],
-    max_files: int,
-    facts: dict[str, Any],
-) -> list[Section]:
-    """The findings about one set of ranks; what they measured is added to `facts`."""
-    from rota.diagnosis import judging
+def _of_links(links: list[dict[str, Any]]) -> list[Finding]:
+    """A line per link, or one for all if they are many."""
+    if not links:
+        return [Finding("skipped", "links", "there is one rank")]
+    if len(links) <= _MOST_LINES:
+        return [Finding("ok", f"link {_name(link)}", f"{_rate(link)}, {_latency(link)}") for link in links]
+    by_rate = sorted(links, key=lambda link: int(link["bytes_per_s"]))
+    by_latency = sorted(links, key=lambda link: int(link["latency_ns"]))
+    rates = f"{_rate(by_rate[0])} ({_name(by_rate[0])}) to {_rate(by_rate[-1])} ({_name(by_rate[-1])})"
+    latencies = f"{_latency(by_latency[0])} to {_latency(by_latency[-1])}"
+    return [Finding("ok", f"{len(links)} links", f"{rates}, {latencies}")]
 
-    on_host = kind == "cpu"
-    where = "on the CPU" if on_host else f"on {kind}"
-    links, tests = Section(f"links and clocks, {where}"), Section(f"{SELF_TEST}, {where}")
-    for outcome in outcomes:
-        match outcome.step.do:
-            case "case":
-                facts["self_test"].append({"on": kind, **judging.judge_case(tests, outcome)})
-            case "links" if not outcome.error:
-                of_links = judging.judge_links(links, outcome.result, num_ranks, connection, on_host)
-                facts["links"] += [{"on": kind, **link} for link in of_links]
-            case "clocks" if not outcome.error:
-                judging.judge_clocks(links, outcome.result)
-                facts["clocks"].append({"on": kind, **outcome.result})
-            case "ranks" if not outcome.error:
-                judging.judge_ranks(links, outcome.result)
-                facts["ranks"] += [{"on": kind, **rank} for rank in outcome.result]
-            case _:
-                judging.judge_no_answer(links, outcome, on_host)
-    if num_ranks == 1:
-        links.skipped("messages, clocks", "there is one rank")
-    judging.judge_files(tests, outcomes, max_files)
-    return [links, tests]
+
+def _name(link: dict[str, Any]) -> str:
+    return "-".join(map(str, link["ranks"]))
+
+
+def _rate(link: dict[str, Any]) -> str:
+    return f"{size_text(link['bytes_per_s'])}/s"
+
+
+def _latency(link: dict[str, Any]) -> str:
+    return time_text(max(round(link["latency_ns"] / 1000), 1))
+
+
+def _of_self_test(difference: float) -> list[Finding]:
+    judged = _judged(difference)
+    if judged["exact"]:
+        text = f"training gives the losses and weights of the unsplit model, within {difference:.0e}"
+        return [Finding("ok", "self-test", text)]
+    off = "not finite" if judged["difference"] is None else f"off by {difference:.1e}"
+    return [Finding("problem", "self-test", f"losses or weights are {off}, not the unsplit model's", _WRONG)]
+
+
+def _judged(difference: float) -> dict[str, Any]:
+    """The self-test's result as a JSON object."""
+    return {
+        "exact": difference <= TOLERANCE,
+        "difference": difference if math.isfinite(difference) else None,
+    }

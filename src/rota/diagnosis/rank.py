@@ -1,136 +1,193 @@
-"""What each rank of an examination does: one step after the other, each of them collective.
+"""What `rota doctor` does on each rank: it names its device, exchanges messages with others, and trains a small model.
 
-python -m rota.diagnosis.rank FOLDER, by `sessions`; the first rank writes results to the folder as they come
+`rota.runtime.launching` starts this file; the first rank writes what was found to the file that is its argument.
 """
 
 from __future__ import annotations
 
+import copy
 import json
-import os
-import signal
+import math
+import socket
 import sys
 import time
-import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from itertools import combinations
 from pathlib import Path
-from typing import Any, NamedTuple, final
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.nn import functional
 
-from rota.diagnosis import measuring
+from rota.cluster import Cluster
+from rota.costs import Costs
 from rota.diagnosis.report import say
-from rota.diagnosis.self_test import Case, merged, run_case
-from rota.errors import LostRankError, RotaError
-from rota.runtime import control
-from rota.runtime.faults.watchdog import PATIENT, Watchdog
-from rota.runtime.json_messages import all_gather_json, broadcast_json
-from rota.runtime.orphans import end_with_parent
+from rota.models import Stages
+from rota.placing import place
+from rota.plan import Plan
+from rota.runtime import Pipeline, local_device
+from rota.runtime.faults.watchdog import PATIENT, Watchdog, limit_s
+from rota.runtime.json_messages import all_gather_json
 from rota.runtime.process_group import join, leave
+from rota.schedules import zb_h1
 
-_LOST = ("closed by peer", "reset by peer", "Broken pipe")  # Gloo, when another rank has ended
-OPTIONS, RESULTS, ERROR = "options.json", "results.jsonl", "error.rank"
+_MOST_RANKS = 16  # of which each pair is measured; of more, only neighbours
+_BYTES = 16_000_000  # of a large message
+_REPEATS = 7
+_STEPS, _ROWS, _WIDTH = 3, 4, 32
 
-
-class Step(NamedTuple):
-    """One thing to do: "ranks", "links" (with `sizes`), "clocks" or "case" (with `case`). `about`: in words."""
-
-    do: str
-    about: str
-    sizes: Sequence[int] = ()
-    case: dict[str, Any] | None = None
+#: Called on the first rank with the name of a result, and the result.
+Tell = Callable[[str, Any], None]
 
 
-@final
-class Options(NamedTuple):
-    """What all ranks are told. `deadline_s`: on the monotonic clock of the first rank."""
-
-    steps: Sequence[Step]
-    kind: str  # of the devices
-    timeout_s: float
-    deadline_s: float
-
-    def to_json(self) -> str:
-        """The options as JSON text."""
-        return json.dumps(self._asdict())  # steps become lists, as other tuples do
-
-    @classmethod
-    def from_json(cls, text: str) -> Options:
-        """The options in what `to_json` returned."""
-        fields = json.loads(text)
-        return cls(**{**fields, "steps": [Step(*step) for step in fields["steps"]]})
-
-
-#: Called on the first rank with the number of a step, and its result: None when it begins.
-Tell = Callable[[int, Any], None]
-
-
-def do_steps(options: Options, tell: Tell, say: Callable[[str], None]) -> None:
-    """Do the steps of the first rank's options, until its deadline. Collective."""
-    owns = join(options.timeout_s)
+def examine_together(tell: Tell) -> None:
+    """Name the devices, measure links, and run the self-test. Collective: the ranks of `rota run` or torchrun."""
+    owns = join()
     is_first = dist.get_rank() == 0
-    watchdog = Watchdog(options.timeout_s)
+
+    def note(name: str, result: Any) -> None:
+        if is_first:
+            tell(name, result)
+
+    if is_first:
+        say("devices, and messages between them")
+    device = local_device()
+    watchdog = Watchdog(limit_s(None))
     try:
-        with watchdog.watching("the other ranks to begin", PATIENT):
-            options = Options.from_json(broadcast_json(options.to_json()))
-        device = measuring.own_device(options.kind)
-        for number, step in enumerate(options.steps):
-            with watchdog.watching("the other ranks to begin the next step"):
-                if not broadcast_json(time.monotonic() < options.deadline_s):
-                    return
-            if is_first:
-                say(step.about)
-                tell(number, None)
-            result = _done(step, device, options.timeout_s, watchdog)
-            if is_first:
-                tell(number, result)
-    except BaseException as error:
-        if isinstance(error, RuntimeError) and any(sign in str(error) for sign in _LOST):
-            error = LostRankError("lost a rank")  # whose own error, or end, is what to report
-        watchdog.fail(error)
-        raise error
+        with watchdog.watching("the other ranks to name their devices", PATIENT):
+            note("ranks", all_gather_json(describe(device)))
+        with watchdog.watching("messages between two ranks at a time"):
+            note("links", measure_links(device, watchdog.tick))
     finally:
         watchdog.close()
-        if owns:
-            leave([dist.group.WORLD])
+    if is_first:
+        say("self-test")
+    differences = all_gather_json(train(plan_of(dist.get_world_size()), device))
+    note("self_test", max(differences))
+    if owns:
+        leave([dist.group.WORLD])
 
 
-def _done(step: Step, device: torch.device, timeout_s: float, watchdog: Watchdog) -> Any:
-    if step.do == "case":
-        assert step.case is not None
-        mine = run_case(Case(**step.case), device, timeout_s)  # its Pipeline has a watchdog, which knows more
-        with watchdog.watching("the other ranks to end the self-test", PATIENT):
-            return merged(all_gather_json(mine))
-    with watchdog.watching(f"the other ranks: {step.about}"):
-        match step.do:
-            case "links":
-                return measuring.links(device, step.sizes, lambda _: watchdog.tick())
-            case "clocks":
-                return measuring.clocks()
-            case _:
-                return measuring.ranks(device)
+def describe(device: torch.device) -> dict[str, Any]:
+    """The host and the device of this rank, and the device's memory; None on the CPU."""
+    found: dict[str, Any] = {"host": socket.gethostname(), "device": str(device), "name": ""}
+    found |= {"free_bytes": None, "total_bytes": None}
+    if device.type != "cpu":
+        module = getattr(torch, device.type)
+        found["name"] = module.get_device_name(device)
+        found["free_bytes"], found["total_bytes"] = module.mem_get_info(device)
+    return found
 
 
-def main(folder: str) -> None:
-    """Run one of the processes that `sessions` starts."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    os.dup2(2, 1)  # standard output is for the report; NCCL logs there
-    end_with_parent(control.connect())
-    torch.set_num_threads(1)
-    options = Options.from_json(Path(folder, OPTIONS).read_text())
-    try:
-        with Path(folder, RESULTS).open("a") as results:
-            do_steps(options, lambda *told: print(json.dumps(told), file=results, flush=True), say)
-    except Exception as error:
-        words = str(error) if isinstance(error, RotaError) else f"{type(error).__name__}: {error}"
-        if not isinstance(error, RotaError):
-            traceback.print_exc()
-        is_lost = isinstance(error, LostRankError)
-        if not is_lost:
-            Path(folder, f"{ERROR}{os.environ.get('RANK', '0')}").write_text(words)
-        control.report("lost" if is_lost else "fails", words)
-        sys.stderr.flush()
-        os._exit(1)  # at once: cleaning up would wait for the other ranks
+# --- links ------------------------------------------------------------------------------------------------------------
+
+
+def measure_links(device: torch.device, tick: Callable[[], None]) -> list[dict[str, Any]]:
+    """Latency and rate between each pair of ranks, one pair at a time, by the backend that a run uses. Collective.
+
+    Args:
+        device: This rank's.
+        tick: Called after each pair.
+
+    Returns:
+        On all ranks, a JSON object per pair: half of the fastest round trip of one byte, and the rate of a large
+        message.
+    """
+    own: dict[str, Any] = {}
+    pairs = pairs_of(dist.get_world_size())
+    for a, b in pairs:
+        group = dist.new_group([a, b], backend=dist.get_default_backend_for_device(device))
+        if dist.get_rank() in (a, b):
+            peer = b if dist.get_rank() == a else a
+            small_ns, large_ns = (_one_way_ns(peer, size, device, group) for size in (1, _BYTES))
+            rate = round(_BYTES * 1e9 / large_ns)
+            own[f"{a}-{b}"] = {"ranks": [a, b], "latency_ns": small_ns, "bytes_per_s": rate}
+            dist.destroy_process_group(group)
+        dist.barrier()  # the next pair has the machine to itself
+        tick()
+    of_ranks = all_gather_json(own)
+    return [of_ranks[a][f"{a}-{b}"] for a, b in pairs]
+
+
+def pairs_of(num_ranks: int) -> list[tuple[int, int]]:
+    """The pairs to measure: all of them, or the neighbours in a pipeline where they are too many."""
+    if num_ranks <= _MOST_RANKS:
+        return [*combinations(range(num_ranks), 2)]
+    return [(rank, rank + 1) for rank in range(num_ranks - 1)]
+
+
+def _one_way_ns(peer: int, num_bytes: int, device: torch.device, group: dist.ProcessGroup | None) -> int:
+    """Half of the fastest round trip of a message, which the lower rank begins."""
+    message = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+    begins, times = dist.get_rank() < peer, []
+    for _ in range(1 + _REPEATS):  # the first one makes the connection
+        start = time.perf_counter_ns()
+        if begins:
+            dist.send(message, peer, group)
+        dist.recv(message, peer, group)
+        if not begins:
+            dist.send(message, peer, group)
+        if device.type != "cpu":
+            torch.accelerator.synchronize()
+        times.append(time.perf_counter_ns() - start)
+    return max(min(times[1:]) // 2, 1)
+
+
+# --- the self-test ----------------------------------------------------------------------------------------------------
+
+
+def plan_of(num_ranks: int) -> Plan:
+    """What the self-test runs: forwards, and backwards that are split into I and W."""
+    costs = Costs.uniform(num_ranks, 1000, 1000, weight_us=1000, activation_bytes=0, boundary_bytes=8 * _ROWS * _WIDTH)
+    return zb_h1(place(costs, Cluster.uniform(num_ranks)), 2 * num_ranks)
+
+
+def train(plan: Plan, device: torch.device) -> float:
+    """Train a model in float64 for some steps, on the plan's ranks and unsplit on the CPU. Collective.
+
+    Returns:
+        The largest relative difference of a loss, or of a weight of this rank at the end; inf if one is not finite.
+    """
+    layers = _layers(plan.num_stages)
+    unsplit = nn.Sequential(*copy.deepcopy(layers))
+    stages = Stages([layer.to(device) for layer in layers])
+    generator = torch.Generator().manual_seed(0)
+    differences = []
+    with Pipeline(stages, plan, functional.mse_loss) as pipeline:
+        optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (pipeline, unsplit)]
+        for _ in range(_STEPS):
+            shape = 2, plan.num_microbatches * _ROWS, _WIDTH
+            inputs, targets = torch.randn(shape, dtype=torch.float64, generator=generator)
+            loss = pipeline.step(inputs.to(device), targets.to(device))
+            expected = functional.mse_loss(unsplit(inputs), targets)
+            expected.backward()  # type: ignore[no-untyped-call]
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+            differences.append(_relative(torch.tensor(loss, dtype=torch.float64), expected))
+        weights = (weight for stage in stages.modules for weight in stage.parameters())
+        twins = dict(zip(weights, unsplit.parameters(), strict=True))
+        differences += [_relative(weight, twins[weight]) for weight in pipeline.parameters()]
+    return max(differences)
+
+
+def _layers(num_stages: int) -> list[nn.Module]:
+    """One small layer per stage, the same on all ranks."""
+    torch.manual_seed(0)
+    return [nn.Sequential(nn.Linear(_WIDTH, _WIDTH, dtype=torch.float64), nn.Tanh()) for _ in range(num_stages)]
+
+
+def _relative(value: torch.Tensor, expected: torch.Tensor) -> float:
+    difference = float((value.detach().cpu() - expected.detach()).abs().max() / expected.detach().abs().max())
+    return difference if math.isfinite(difference) else math.inf
+
+
+def main(path: str) -> None:
+    """On one of the ranks that `examination` starts."""
+    with Path(path).open("a") as results:
+        examine_together(lambda *told: print(json.dumps(told), file=results, flush=True))
 
 
 if __name__ == "__main__":

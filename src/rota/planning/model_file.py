@@ -75,13 +75,6 @@ class ModelFile:
         """What make_model returns on the meta device, or with weights if it needs their numbers."""
         return _made_without_weights(self.made_model, self.path, _say_once)
 
-    def exported(self) -> ExportedModel:
-        """The model as `rota export` gets it. Raises FormatError if make_model fails, or returns no nn.Module."""
-        model = self.made_without_weights()
-        if isinstance(model, Stages):
-            raise FormatError(f"make_model of {self.path} returns rota.Stages; return an nn.Module")
-        return ExportedModel(self.path, model, self.make_model, self.make_batch)
-
     def made_batch(self, rows: int) -> tuple[Any, Any]:
         """Inputs and targets of that many rows. Raises FormatError if make_batch fails, or returns something else."""
         made = _made(self, f"make_batch({rows})", lambda: self.make_batch(rows))

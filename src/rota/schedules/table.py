@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 import re
 import textwrap
@@ -216,15 +214,6 @@ def _cells(row: Row, is_best: bool, one_f_one_b: int | None) -> tuple[str, ...]:
         "" if row.bubble_us is None else time_text(row.bubble_us),
         "" if row.fits else "over the limit",
     )
-
-
-def to_csv(rows: list[Row]) -> str:
-    """One line per schedule, with the fields of `Row` as columns."""
-    text = io.StringIO()
-    writer = csv.DictWriter(text, list(asdict(Row("", 1))), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(asdict(row) for row in rows)
-    return text.getvalue()
 
 
 def to_json(rows: list[Row]) -> str:

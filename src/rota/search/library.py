@@ -25,19 +25,15 @@ class Attempt:
     """One search on one reference problem.
 
     Attributes:
-        path: The problem's file.
         known: The problem with what was known before.
         best: The problem with the better plan and the better bound of both.
         found_us: Makespan of the plan that the search found by itself; None if it found none.
-        elapsed_s: How long the search lasted.
         was_stopped: Whether Ctrl-C ended it.
     """
 
-    path: str
     known: Reference
     best: Reference
     found_us: int | None
-    elapsed_s: float
     was_stopped: bool
 
     @property
@@ -49,22 +45,6 @@ class Attempt:
     def has_better_bound(self) -> bool:
         """Whether the search proved a higher bound than was known."""
         return self.best.bound_us > self.known.bound_us
-
-    def to_fields(self) -> dict[str, Any]:
-        """The fields of an attempt in JSON."""
-        return {
-            "name": self.known.name,
-            "family": self.known.family,
-            "num_ops": self.known.plan.num_ops,
-            "state": self.best.state,
-            "gap": self.best.gap,
-            "makespan_us": self.best.makespan_us,
-            "bound_us": self.best.bound_us,
-            "known_us": self.known.makespan_us,
-            "known_bound_us": self.known.bound_us,
-            "found_us": self.found_us,
-            "elapsed_s": round(self.elapsed_s, 3),
-        }
 
 
 def first_reference(
@@ -89,7 +69,7 @@ def search_file(path: str | os.PathLike[str], time_limit_s: float) -> Attempt:
     try:
         result = find_plan(known.placement, known.num_microbatches, time_limit_s=time_limit_s)
     except SearchError:
-        return Attempt(os.fspath(path), known, known, None, time_limit_s, False)
+        return Attempt(known, known, None, False)
     best, found_us = known, result.makespan_us
     if found_us < known.bound_us:
         raise FormatError(
@@ -100,7 +80,7 @@ def search_file(path: str | os.PathLike[str], time_limit_s: float) -> Attempt:
     bound_us, certificate = _bound(result)
     if (bound_us, _is_argument(certificate)) > (known.bound_us, _is_argument(known.certificate)):
         best = replace(best, bound_us=bound_us, certificate=certificate)
-    return Attempt(os.fspath(path), known, best, found_us, result.elapsed_s, result.was_stopped)
+    return Attempt(known, best, found_us, result.was_stopped)
 
 
 def _bound(result: SearchResult) -> tuple[int, Mapping[str, Any]]:

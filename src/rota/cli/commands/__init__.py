@@ -2,20 +2,15 @@
 
 from rota.cli.commands import (
     autoplan,
-    bench_search,
-    bound,
     calibrate,
     check,
     checkpoint,
     compare,
-    completion,
     demo,
     doctor,
     explain,
     export,
-    frontier,
     import_plan,
-    import_trace,
     plan,
     plan_batch,
     profile,
@@ -23,14 +18,13 @@ from rota.cli.commands import (
     run,
     schedules,
     show,
-    simulate,
     verify,
 )
 
 _IN_ORDER = (
     *(demo, doctor, autoplan, profile, plan, plan_batch, schedules),
-    *(bound, frontier, check, simulate, rehearse, show, explain, verify),
-    *(run, compare, calibrate, import_trace, export, import_plan, checkpoint, bench_search, completion),
+    *(check, show, rehearse, explain, verify),
+    *(run, compare, calibrate, export, import_plan, checkpoint),
 )
 #: In the order of `rota --help`.
 COMMANDS = tuple(module.COMMAND for module in _IN_ORDER)

@@ -31,11 +31,9 @@ from rota.cli.parser import Command, Parser
 from rota.cli.requirements import InputError, require
 from rota.cli.screen import print_snapshots, print_timeline, progress_line, terminal_columns
 from rota.cli.snapshots import in_host_memory
-from rota.cli.titan_parts import why_not_exported
 from rota.cluster import Cluster, Link
 from rota.errors import PipelineError, PlacementError
 from rota.layers import ESTIMATED, LayerCosts
-from rota.plan import Plan
 from rota.units import size_text
 
 if TYPE_CHECKING:
@@ -184,7 +182,7 @@ def run(arguments: Namespace) -> int:
         elif arguments.inference or arguments.device not in (None, "cpu"):
             answer = replace(answer, predicted_because=_not_run(arguments))
     if not arguments.json:
-        _print_answer(answer, arguments, model_file)
+        _print_answer(answer, arguments)
         return 0
     print_json(json_reports.of_answer(answer))
     if arguments.output is not None:
@@ -192,7 +190,7 @@ def run(arguments: Namespace) -> int:
     return 0
 
 
-def _print_answer(answer: Answer, arguments: Namespace, model_file: ModelFile | None) -> None:
+def _print_answer(answer: Answer, arguments: Namespace) -> None:
     print(answer.to_text(terminal_columns()), end="\n\n")
     print_timeline(answer.timeline, free="")  # that is in the answer, with the reason
     print_snapshots(answer.timeline)
@@ -200,7 +198,7 @@ def _print_answer(answer: Answer, arguments: Namespace, model_file: ModelFile | 
         files.keep(None, "", "plan.json")
         return
     files.write(arguments.output, answer.plan.to_json(), quietly=True)  # whatever the model does when it is tried again
-    then = _next_commands(answer, arguments, model_file)
+    then = _next_commands(answer, arguments)
     usage = answer.plan.usage
     if usage is not None and usage.num_replicas > 1:
         then += (
@@ -210,7 +208,7 @@ def _print_answer(answer: Answer, arguments: Namespace, model_file: ModelFile | 
     print(f"Wrote {arguments.output}. Next{then}.")
 
 
-def _next_commands(answer: Answer, arguments: Namespace, model_file: ModelFile | None) -> str:
+def _next_commands(answer: Answer, arguments: Namespace) -> str:
     """What to do with the plan: on this machine, or where the ranks for which it is planned are."""
     plan, model = arguments.output, arguments.model or "MODEL.py"
     script = "infer.py" if arguments.inference else "train.py"
@@ -222,30 +220,12 @@ def _next_commands(answer: Answer, arguments: Namespace, model_file: ModelFile |
         "  rota.split(model, plan.num_stages, plan.cuts, example=make_batch(1)[0])\n"
         "An nn.Sequential, or a model with CutPoints, needs no example"
     )
+    if arguments.exportable and not arguments.inference:
+        titan = free_name("titan")
+        train += f"  rota export torchtitan {plan} --model {model}:make_model -o {titan}    # or megatron, deepspeed\n"
     elsewhere = _why_elsewhere(answer, arguments)
-    export = why_not = ""
-    if (arguments.exportable or elsewhere) and not arguments.inference:
-        export, why_not = _export(answer.plan, arguments, model_file)
-    if not elsewhere:
-        return f":\n{train}{export}{in_script}{why_not}"
-    if not export:
-        return f", on the machines that the plan is for ({elsewhere}):\n{train}{in_script}{why_not}"
-    return f" ({elsewhere}):\n{export}Or, with Rota, on the machines that the plan is for:\n{train}{in_script}"
-
-
-def _export(plan: Plan, arguments: Namespace, model_file: ModelFile | None) -> tuple[str, str]:
-    """The lines of commands that export the plan, or a sentence that says why torchtitan cannot run it."""
-    name = arguments.model or "MODEL.py"
-    export = f"  rota export torchtitan {arguments.output} --model {name}:make_model -o {free_name('titan')}    # "
-    if model_file is None:
-        export += "if the model's forward skips modules that are None\n"
-    elif why := why_not_exported(model_file, plan, is_exportable=arguments.exportable):
-        return "", f".\ntorchtitan cannot run this model as it is: {why}"
-    else:
-        export += "or megatron, deepspeed\n"
-    if not arguments.exportable:
-        export = "  rota autoplan … --exportable --force    # plan what other trainers can run, then\n" + export
-    return export, ""
+    where = f", on the machines that the plan is for ({elsewhere})" if elsewhere else ""
+    return f"{where}:\n{train}{in_script}"
 
 
 def _why_elsewhere(answer: Answer, arguments: Namespace) -> str:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rota import checking, simulation
 from rota.cli import files, json_reports
 from rota.cli.arguments import add_costs_of_csv, add_json
 from rota.cli.json_reports import print_json
 from rota.cli.parser import Command, Parser
-from rota.cli.requirements import require
+from rota.cli.requirements import require, require_search
 from rota.cli.screen import (
     print_replicas,
     print_snapshots,
@@ -27,6 +27,9 @@ from rota.programs.device_order import DeviceOrder
 from rota.tables import fitted
 from rota.timeline import Timeline
 from rota.units import count_text
+
+if TYPE_CHECKING:
+    from rota.search import Bound
 
 _PARAGRAPH_COLUMNS = 112  # where the output is no terminal
 
@@ -47,6 +50,9 @@ def add_arguments(parser: Parser) -> None:
         action="store_true",
         help="also prove that PyTorch's own pipeline engine cannot hang on GPUs when it runs this plan, with the "
         "communication that a schedule CSV lists or, if none is listed, the communication that PyTorch derives",
+    )
+    parser.add_argument(
+        "--bound", action="store_true", help="also prove how close the plan is to the optimum, by lower bounds"
     )
 
 
@@ -73,6 +79,8 @@ def run(arguments: Namespace) -> int:
         _print_proof(*_device_text(_on_devices(planned)))
     if arguments.torch:
         _print_torch(_on_torch(arguments.plan, planned))
+    if arguments.bound:
+        _print_bounds(_bounded(timeline))
     return 0
 
 
@@ -105,7 +113,34 @@ def _fields(arguments: Namespace, planned: Plan, timeline: Timeline) -> dict[str
             "torch_differs_from_plan": on_torch.differences,
             "torch_defer_pp_recv": on_torch.deferred,
         }
+    if arguments.bound:
+        fields["bounds"] = json_reports.of_bounds(_bounded(timeline))
     return fields | json_reports.of_timeline(timeline)
+
+
+def _bounded(timeline: Timeline) -> list[tuple[str, int, list[Bound]]]:
+    """For makespan and span: its name, the plan's value in µs, and the lower bounds, the highest first."""
+    require_search()
+    from rota.search import bounds_of
+
+    plan, found = timeline.plan, []
+    with progress_line() as show:
+        for objective, value_us in (("makespan", timeline.makespan_us), ("span", timeline.span_us)):
+            show(f"computing lower bounds on the {objective} …")
+            found.append((objective, value_us, bounds_of(plan.placement, plan.num_microbatches, objective)))
+    return found
+
+
+def _print_bounds(found: list[tuple[str, int, list[Bound]]]) -> None:
+    from rota.search import gap
+
+    for objective, value_us, bounds in found:
+        best = bounds[0].us
+        proof = "proven optimal" if value_us <= best else f"within {gap(value_us, best):.2%} of the optimum"
+        print(fitted(f"{objective} {value_us:,} µs, lower bound {best:,} µs: {proof}", report_columns()))
+        highest = {one.name: one for one in reversed(bounds) if one.us}
+        for one in sorted(highest.values(), key=lambda one: -one.us):
+            print(fitted(f"  {one.us:>12,} µs  {one.name}: {one.why}", report_columns(), 19))
 
 
 def _on_devices(planned: Plan) -> DeviceOrder:
@@ -193,8 +228,8 @@ def _device_text(proved: DeviceOrder) -> tuple[str, str]:
 
 COMMAND = Command(
     "check",
-    "prove that a plan is complete, cannot deadlock and fits in memory",
-    "rota check plan.json",
+    "prove that a plan is complete, cannot deadlock and fits in memory, and how close it is to the optimum",
+    "rota check plan.json --bound",
     add_arguments,
     run,
 )

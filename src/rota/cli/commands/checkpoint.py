@@ -39,7 +39,7 @@ def add_arguments(parser: Parser) -> None:
         parser,
         "FILE",
         "for export: model.safetensors or, with --config, a folder for it and config.json",
-        writes="file or folder",
+        writes=lambda arguments: "file" if arguments.config is None else "folder",
     )
     add_json(parser)
     help_text = (

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import argparse
 import json
+from argparse import Namespace
 
 from rota import accounting
 from rota.cli import files
@@ -11,7 +11,6 @@ from rota.cli.arguments import add_cores, add_json
 from rota.cli.json_reports import print_json
 from rota.cli.parser import Command, Parser
 from rota.cli.pictures import is_measured
-from rota.cli.requirements import InputError
 from rota.cli.screen import print_wire_effects, progress_line, report_columns
 from rota.cli.wire_effects import free_text, wire_effects
 
@@ -19,21 +18,14 @@ from rota.cli.wire_effects import free_text, wire_effects
 def add_arguments(parser: Parser) -> None:
     """Add the arguments of `rota explain` to its parser."""
     parser.add_argument("timeline", help="timeline.json, or a plan (which is simulated first)")
-    parser.add_argument("second", nargs="?", help=argparse.SUPPRESS)  # refused, with the right command
     help_text = "plan that has the expected op times (default: the timeline's own plan)"
     parser.add_argument("--planned", metavar="FILE", help=help_text)
     add_cores(parser)
     add_json(parser)
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run(arguments: Namespace) -> int:
     """Print why each rank is idle, as text or JSON. Returns the exit code."""
-    if arguments.second is not None:
-        a, b = arguments.timeline, arguments.second
-        raise InputError(
-            f"explain takes one file, not {a} and {b}; to explain a measured timeline with its plan, use "
-            f"`rota explain measured.json --planned plan.json`; `rota compare` compares the two"
-        )
     timeline = files.read_timeline(arguments.timeline)
     planned = None if arguments.planned is None else files.read_timeline(arguments.planned)
     with progress_line() as show:

@@ -1,19 +1,21 @@
-"""`rota import`: plans from the configurations of torchtitan, Megatron and DeepSpeed."""
+"""`rota import`: plans from configurations of torchtitan, Megatron and DeepSpeed, timelines from PyTorch's traces."""
 
 from __future__ import annotations
 
+import json
 from argparse import Namespace
 from collections.abc import Sequence
 
-from rota import checking
+from rota import accounting, checking
 from rota.cli import files, json_reports
-from rota.cli.arguments import add_json, add_output, comma_separated
+from rota.cli.arguments import add_cores, add_json, add_output, comma_separated, number
 from rota.cli.json_reports import print_json
 from rota.cli.parser import Command, Parser
-from rota.cli.screen import print_text, print_timeline
+from rota.cli.screen import print_text, print_timeline, progress_line, report_columns
 from rota.costs import Costs, assumed_costs
 from rota.plan import Plan
 from rota.simulation import simulate
+from rota.units import count_text
 
 _MOST_LAYOUT_BYTES = 2**20
 
@@ -41,6 +43,16 @@ def _add_deepspeed(parser: Parser) -> None:
     parser.add_argument("file", help="JSON file with PipelineModule.parts, a list such as [0, 4, 8]")
     parser.add_argument("--microbatches", type=int, metavar="M", required=True, help="micro-batches per step")
     _add_costs_and_output(parser)
+
+
+def _add_trace(parser: Parser) -> None:
+    help_text = "trace of one rank from torch.profiler, .json or .json.gz; give one file per rank"
+    parser.add_argument("traces", nargs="+", metavar="TRACE", help=help_text)
+    help_text = "number of the profiled step, counted from 0 (default: the last)"
+    parser.add_argument("--step", type=number(0), metavar="N", help=help_text)
+    add_cores(parser, "unknown; traces do not record it")
+    add_json(parser)
+    add_output(parser, "FILE", "write the timeline as JSON", writes="timeline")
 
 
 def _add_costs_and_output(parser: Parser) -> None:
@@ -78,6 +90,26 @@ def _from_deepspeed(arguments: Namespace) -> int:
         boundaries = deepspeed.read_boundaries(text)
     planned = deepspeed.plan_of(boundaries, costs or assumed_costs(len(boundaries) - 1), arguments.microbatches)
     return _check_and_write(arguments, planned, boundaries, [])
+
+
+def _from_trace(arguments: Namespace) -> int:
+    """Print the traces as one timeline and explain it; write it to --output."""
+    from rota.interop import import_traces
+
+    with progress_line() as show:
+        show(f"reading {count_text(len(arguments.traces), 'trace')} …")
+        imported = import_traces(arguments.traces, arguments.step, arguments.cores)
+        show("simulating what would help …")
+        explanation = accounting.explain(imported.timeline, imported.timeline.plan)
+    if arguments.json:
+        print_json(json_reports.of_trace(imported) | json.loads(explanation.to_json()))
+    else:
+        print_text(imported.to_text())
+        print()
+        print(explanation.to_text(report_columns()))
+    then = f"; see it with `rota show {arguments.output} -o timeline.html`"
+    files.keep(arguments.output, imported.timeline.to_json(), "timeline.json", then, quietly=arguments.json)
+    return 0
 
 
 def _costs(arguments: Namespace) -> Costs | None:
@@ -122,11 +154,18 @@ _FORMATS = (
         _add_deepspeed,
         _from_deepspeed,
     ),
+    Command(
+        "trace",
+        "turn torch.profiler traces of PyTorch's pipeline engine into a timeline, and explain it",
+        "rota import trace rank*.json.gz -o timeline.json",
+        _add_trace,
+        _from_trace,
+    ),
 )
 
 COMMAND = Command(
     "import",
-    "read a plan from torchtitan, Megatron or DeepSpeed",
+    "read a plan from torchtitan, Megatron or DeepSpeed, or a timeline from PyTorch's traces",
     "rota import torchtitan titan/parallelism.toml --costs costs.json -o plan.json",
     add_arguments,
 )

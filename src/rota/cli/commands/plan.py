@@ -25,9 +25,9 @@ from rota.cli.arguments import (
 )
 from rota.cli.json_reports import print_json
 from rota.cli.parser import Command, Parser, one_of, two_columns
-from rota.cli.requirements import InputError, require_search
+from rota.cli.requirements import InputError, require
 from rota.cli.screen import print_snapshots, print_text, print_timeline, progress_line, report_columns
-from rota.cli.searching import SEARCH, search_plan
+from rota.cli.searching import SEARCH, search_frontier, search_plan
 from rota.cluster import Cluster
 from rota.costs import Costs
 from rota.errors import PipelineError
@@ -37,6 +37,8 @@ from rota.tasks import Kind
 
 _MEASURED_ON_CPU = "measured on CPU"  # how the note of such costs begins
 _OBJECTIVES = ("makespan", "span", "period")
+_FOR_SEARCH = ("shape", "objective", "time_limit", "split_backward")
+_OF_ONE_PLAN = ("microbatches", "limit", "snapshots", "chunks", "objective")
 
 
 def add_arguments(parser: Parser) -> None:
@@ -48,10 +50,10 @@ def add_arguments(parser: Parser) -> None:
         metavar="SCHEDULE",
         help="one of the schedules listed below",
     )
-    add_step(parser)
+    add_step(parser, required=False)
     add_snapshots(parser)
     help_text = "cut each sample into N micro-batches along its length; --microbatches counts them all (default: 1)"
-    parser.add_argument("--chunks", type=number(1), default=1, metavar="N", help=help_text)
+    parser.add_argument("--chunks", type=number(1), metavar="N", help=help_text)
     parser.add_argument(
         "--stages", type=number(1), metavar="N", help="number of stages (default: the fewest that the schedule needs)"
     )
@@ -60,7 +62,7 @@ def add_arguments(parser: Parser) -> None:
         "measured between processes on this machine"
     )
     add_costs(parser, "stage", default_links)
-    add_shape(parser, group="for search")
+    add_shape(parser, "for search")
     parser.add_argument(
         "--objective",
         type=one_of(_OBJECTIVES, "--objective"),
@@ -68,10 +70,13 @@ def add_arguments(parser: Parser) -> None:
         help="for search: minimize the makespan (the time of one step; default), the span (the longest busy "
         "window of a rank), or the period (the time per micro-batch in steady state)",
     )
-    add_time_limit(parser, "for search: time limit in seconds (default: 10)")
+    help_text = "for search: instead of a plan, show the shortest time per micro-batch at each memory limit"
+    parser.add_argument("--frontier", action="store_true", help=help_text)
+    add_time_limit(parser, "for search: time limit in seconds (default: 10; with --frontier: 60)")
     add_json(parser)
-    add_output(parser, "FILE", "write the plan as .json, or as .csv in PyTorch's format", writes="plan")
-    parser.set_defaults(written={"output": "plan"})
+    help_text = "write the plan as .json, or as .csv in PyTorch's format; with --frontier: draw the curve as .png, "
+    help_text += ".svg or .pdf"
+    add_output(parser, "FILE", help_text, writes=lambda arguments: "file" if arguments.frontier else "plan")
     named = {SEARCH: "the fastest order found within the time limit, for any placement, with a proven bound"}
     named |= {name: family.summary for name, family in NAMED.items()}
     parser.add_argument_group("schedules", two_columns(named))
@@ -80,6 +85,10 @@ def add_arguments(parser: Parser) -> None:
 def run(arguments: Namespace) -> int:
     """Make a plan by the named schedule or by search, and write it as JSON or CSV. Returns the exit code."""
     arguments.links_of = partial(_links, arguments)
+    if arguments.frontier:
+        return _frontier(arguments)
+    if arguments.microbatches is None:
+        raise InputError("how many micro-batches per step? give --microbatches")
     planned, fields = _searched(arguments) if arguments.schedule == SEARCH else _named(arguments)
     if arguments.costs is not None:
         spread = files.read_costs(arguments.costs).spread
@@ -119,15 +128,14 @@ def _links(arguments: Namespace, num_ranks: int) -> Cluster | None:
 
 def _named(arguments: Namespace) -> tuple[Plan, dict[str, Any]]:
     """The plan by the named schedule, which is printed or, with --json, told in fields."""
-    for option in ("shape", "objective", "time_limit", "split_backward"):
+    for option in _FOR_SEARCH:
         if getattr(arguments, option):
-            name = "--" + option.replace("_", "-")
-            raise InputError(f"{name} is for `rota plan search`; leave it out for {arguments.schedule}")
+            raise InputError(f"{_name(option)} is for `rota plan search`; leave it out for {arguments.schedule}")
     family = NAMED[arguments.schedule]
     given = costs_of(arguments, family.stages_per_rank)
     costs = family.adapted(given)
     cluster = cluster_of(arguments, costs.num_stages, arguments.limit)
-    placement = family.place(costs, cluster).in_chunks(arguments.chunks, arguments.microbatches)
+    placement = family.place(costs, cluster).in_chunks(arguments.chunks or 1, arguments.microbatches)
     planned = family(placement, arguments.microbatches)
     checking.check(planned)
     timeline, assumed = simulation.simulate(planned), _assumed(given, costs)
@@ -142,9 +150,8 @@ def _named(arguments: Namespace) -> tuple[Plan, dict[str, Any]]:
 
 def _searched(arguments: Namespace) -> tuple[Plan, dict[str, Any]]:
     """The plan with the best order found, which is printed or, with --json, told in fields."""
-    require_search()
     arguments.shape = arguments.shape or "v"
-    placement = shaped(arguments, arguments.limit).in_chunks(arguments.chunks, arguments.microbatches)
+    placement = shaped(arguments, arguments.limit).in_chunks(arguments.chunks or 1, arguments.microbatches)
     result = search_plan(placement, arguments.microbatches, arguments.time_limit, arguments.objective or "makespan")
     if arguments.json:
         return result.plan, {"search": json_reports.of_search(result), **json_reports.of_timeline(result.timeline)}
@@ -154,6 +161,35 @@ def _searched(arguments: Namespace) -> tuple[Plan, dict[str, Any]]:
     if any(task.kind is Kind.B for task in placement.tasks):
         print_text("The backward is whole; --split-backward splits it into I and W, as the zero-bubble schedules do.")
     return result.plan, {}
+
+
+def _frontier(arguments: Namespace) -> int:
+    """Print the curve of memory limit against time per micro-batch, and draw it to --output. Returns the exit code."""
+    if arguments.schedule != SEARCH:
+        raise InputError(f"--frontier is for `rota plan search`; leave it out for {arguments.schedule}")
+    for option in _OF_ONE_PLAN:
+        if getattr(arguments, option):
+            raise InputError(f"--frontier makes no plan, but tries every memory limit; leave {_name(option)} out")
+    if arguments.output is not None:
+        require("matplotlib", "draw")
+    arguments.shape = arguments.shape or "v"
+    found = search_frontier(shaped(arguments, None), arguments.time_limit)
+    if arguments.json:
+        print_json(json_reports.of_frontier(found))
+    else:
+        print(found.to_text(report_columns()))
+    if arguments.output is not None:
+        from rota.drawing import save_frontier
+
+        points = [(point.limit_bytes, float(point.us_per_microbatch)) for point in found.points]
+        save_frontier(points, [(limit, float(us)) for limit, us in found.bounds], arguments.output)
+        if not arguments.json:
+            print(f"Wrote {arguments.output}.")
+    return 0
+
+
+def _name(option: str) -> str:
+    return "--" + option.replace("_", "-")
 
 
 def _assumed(given: Costs, adapted: Costs) -> list[str]:

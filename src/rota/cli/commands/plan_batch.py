@@ -9,13 +9,11 @@ from rota import reading
 from rota.cli import files, json_reports
 from rota.cli.arguments import add_json, add_limit, add_links, add_output, cluster_of, number
 from rota.cli.json_reports import print_json
-from rota.cli.parser import Command, Parser, one_of
+from rota.cli.parser import Command, Parser
 from rota.cli.requirements import InputError, require
 from rota.cli.screen import print_text, progress_line
 from rota.cli.searching import STARTING
 from rota.sizes import SizeModel
-
-_PLACINGS = ("place", "interleaved", "wave")
 
 
 def add_arguments(parser: Parser) -> None:
@@ -32,20 +30,8 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("--ranks", type=number(1), metavar="N", help="number of ranks (default: one per stage)")
     add_limit(parser)
     add_links(parser)
-    help_text = (
-        "placement of stages: one per rank (place), or several per rank, either round-robin (interleaved) "
-        "or down the ranks and back up (wave) (default: place)"
-    )
-    parser.add_argument(
-        "--placing", type=one_of(_PLACINGS, "--placing"), choices=_PLACINGS, metavar="PLACING", help=help_text
-    )
     help_text = "put the samples of a micro-batch one after another in one row, instead of padding each to the longest"
     parser.add_argument("--packed", action="store_true", help=help_text)
-    help_text = (
-        "number of changes that the local search tries; a larger number takes longer and finds better "
-        "plans (default: depends on the size of the step)"
-    )
-    parser.add_argument("--tries", type=number(0), metavar="N", help=help_text)
     add_json(parser)
     help_text = "write the plan of each batch as batch0.json, batch1.json, …; Rota creates the folder if necessary"
     add_output(parser, "FOLDER", help_text, writes="files in a folder")
@@ -61,15 +47,12 @@ def run(arguments: Namespace) -> int:
         model = SizeModel.from_json(text)
     batches = _batches(arguments.lengths)
     cluster = cluster_of(arguments, model.num_stages, arguments.limit)
-    placing = {"place": rota.place, "interleaved": rota.interleaved, "wave": rota.wave}[arguments.placing or "place"]
     made: list[rota.BatchPlan] = []
     for i, lengths in enumerate(batches):
         path = f"{arguments.lengths}, batch {i}" if len(batches) > 1 else arguments.lengths
         with files.named(path), progress_line() as show:
             show(f"planning batch {i} of {len(batches)}" if made else STARTING)
-            found = rota.plan_batch(
-                model, cluster, lengths, packed=arguments.packed, place=placing, tries=arguments.tries
-            )
+            found = rota.plan_batch(model, cluster, lengths, packed=arguments.packed)
         if not arguments.json:
             print_text(f"batch {i}: {found.to_text()}" if len(batches) > 1 else found.to_text())
         made.append(found)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from argparse import Namespace
 
 from rota.cli import files, json_reports
-from rota.cli.arguments import add_json, add_output, number, seconds
+from rota.cli.arguments import add_json, add_output, add_timeout, number
 from rota.cli.json_reports import print_json
 from rota.cli.parser import Command, Parser
 from rota.cli.requirements import InputError, require
@@ -19,10 +19,7 @@ def add_arguments(parser: Parser) -> None:
     help_text = "number of steps to measure, after one to four warm-up steps (default: 5)"
     parser.add_argument("--steps", type=number(1), metavar="N", default=5, help=help_text)
     parser.add_argument("--allocate", action="store_true", help="also allocate the memory that the plan needs")
-    help_text = (
-        "stop a rank after S seconds without progress (default: the time of 20 simulated steps, but at least 60 s)"
-    )
-    parser.add_argument("--timeout", type=seconds, metavar="S", help=help_text)
+    add_timeout(parser)
     help_text = (
         "cpu, cuda or another device on this machine, or auto (default), which uses accelerators if there "
         "is one per rank"

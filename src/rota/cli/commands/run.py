@@ -8,7 +8,7 @@ import sys
 
 from rota import reading
 from rota.cli import files
-from rota.cli.arguments import add_force, mesh, number, seconds
+from rota.cli.arguments import add_force, add_timeout, mesh, number
 from rota.cli.parser import Command, Parser
 from rota.cli.requirements import InputError, require_installed
 from rota.errors import PipelineError
@@ -33,10 +33,7 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("--mesh", type=mesh, default={}, metavar="pp=N,dp=N,tp=N", help=help_text)
     help_text = "restart all ranks if one fails, up to N times without a new checkpoint in between (default: 0)"
     parser.add_argument("--max-restarts", type=number(0), default=0, metavar="N", help=help_text)
-    help_text = (
-        "end the run after S seconds without progress (default: the time of 20 simulated steps, but at least 60 s)"
-    )
-    parser.add_argument("--timeout", type=seconds, metavar="S", help=help_text)
+    add_timeout(parser)
     help_text = (
         "device of each rank: cpu, a type such as cuda, or auto (default), which uses accelerators if "
         "there is one per rank"

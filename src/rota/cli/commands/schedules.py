@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 
-from rota.cli.arguments import add_costs, add_step, cluster_of, measured, uniform
+from rota.cli.arguments import add_costs, add_json, add_step, cluster_of, measured, uniform
 from rota.cli.parser import Command, Parser
 from rota.cli.requirements import InputError
 from rota.cli.screen import progress_line, terminal_columns
@@ -16,13 +16,11 @@ def add_arguments(parser: Parser) -> None:
     """Add the arguments of `rota schedules` to its parser."""
     add_step(parser)
     add_costs(parser, "rank; schedules with several stages per rank divide it among those stages")
-    form = parser.add_mutually_exclusive_group()
-    form.add_argument("--json", action="store_true", help="print the results as JSON instead of text")
-    form.add_argument("--csv", action="store_true", help="print the results as CSV instead of text")
+    add_json(parser)
 
 
 def run(arguments: Namespace) -> int:
-    """Print the figures of all named schedules as a table, JSON or CSV. Returns the exit code."""
+    """Print the figures of all named schedules as a table or JSON. Returns the exit code."""
     if arguments.costs is None and arguments.ranks is None:
         raise InputError("how many ranks? give --ranks or --costs")
     costs = measured(arguments) if arguments.costs else uniform(arguments, arguments.ranks)
@@ -35,8 +33,8 @@ def run(arguments: Namespace) -> int:
         rows = table.compare_schedules(
             costs, cluster, arguments.microbatches, progress=lambda name: show(f"planning {name} …")
         )
-    if arguments.json or arguments.csv:
-        print(table.to_json(rows) if arguments.json else table.to_csv(rows), end="")
+    if arguments.json:
+        print(table.to_json(rows), end="")
     else:
         print(table.to_text(rows, arguments.limit, terminal_columns()))
         if arguments.costs is arguments.forward_us is arguments.backward_us is None:

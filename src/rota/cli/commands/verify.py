@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from rota.cli import files
-from rota.cli.arguments import add_json, number, seconds
+from rota.cli.arguments import add_json, add_length, add_timeout, number
 from rota.cli.json_reports import print_json
 from rota.cli.parser import Command, Parser, one_of
 from rota.cli.requirements import InputError, require
@@ -33,9 +33,7 @@ def add_arguments(parser: Parser) -> None:
     help_text += "make_unsplit() if make_model returns rota.Stages that you built yourself; or hf:config.json for a "
     help_text += "language model from Hugging Face transformers"
     parser.add_argument("model", metavar="MODEL.py", help=help_text)
-    help_text = "tokens per row, for Hugging Face models without a make_batch (default: 1024, or the model's "
-    help_text += "maximum if smaller)"
-    parser.add_argument("--length", type=number(1), metavar="N", help=help_text)
+    add_length(parser)
     help_text = "rows per micro-batch (default: as in the plan, or 1 if the plan does not say)"
     parser.add_argument("--rows", type=number(1), metavar="N", help=help_text)
     help_text = "run the unsplit model on the whole batch (default), or one micro-batch at a time, as gradient "
@@ -46,10 +44,7 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument(
         "--own-dtype", action="store_true", help="compare in the model's own dtype only, not in float64"
     )
-    help_text = (
-        "stop a rank after S seconds without progress (default: the time of 20 simulated steps, but at least 60 s)"
-    )
-    parser.add_argument("--timeout", type=seconds, metavar="S", help=help_text)
+    add_timeout(parser)
     add_json(parser)
 
 

@@ -1,0 +1,100 @@
+"""problems/run.py: what is closed and what is better, and files that only ever get better."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from rota import Cluster, Costs, place, schedules, simulate
+from rota.reference import Reference
+from support.problem_library import FOLDER, check, script
+
+RUN = script("run")
+Capsys = pytest.CaptureFixture[str]
+
+
+def write_poor(folder: Path, name: str, bound_us: int = 0) -> Path:
+    """A problem whose plan is GPipe's, and of whose bound nothing is known."""
+    placement = place(Costs.uniform(4, 100, 100, 100, activation_bytes=2), Cluster.uniform(4))
+    path = folder / f"{name}.json"
+    certificate = {"argument": "words", "why": "0"}
+    Reference(name, "chain", schedules.gpipe(placement, 6), "gpipe", bound_us, certificate).write(path)
+    return path
+
+
+def run(capsys: Capsys, folder: Path, *arguments: str) -> str:
+    RUN.main(arguments, folder)
+    return capsys.readouterr().out
+
+
+def test_better_plans_and_bounds_are_written(tmp_path: Path, capsys: Capsys) -> None:
+    paths = [write_poor(tmp_path, name) for name in ("poor", "other")]
+    before = [path.read_text() for path in paths]
+    arguments = ("poor*", "--time-limit", "5")
+    out = run(capsys, tmp_path, *arguments)
+    assert "better plan: -12.50%  better bound: " in out
+    assert "1 closed, 0 within 1%, 0 open" in out
+    assert [path.read_text() for path in paths] == before
+    run(capsys, tmp_path, *arguments, "--update")
+    reference = Reference.read(paths[0])
+    assert simulate(reference.plan).makespan_us == reference.bound_us == 2100
+    assert reference.certificate["argument"] == "load"
+    assert check.check(paths[0])
+    assert paths[1].read_text() == before[1]
+    assert "better" not in run(capsys, tmp_path, *arguments, "--update")
+
+
+def test_nothing_is_written_that_the_checker_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_poor(tmp_path, "poor")
+    before = path.read_text()
+    (tmp_path / "check.py").write_text("import sys\nsys.exit('the plan takes too long')\n")
+    monkeypatch.setattr(RUN, "FOLDER", tmp_path)
+    with pytest.raises(SystemExit, match=r"poor.json was not changed: .* refuses .*: the plan takes too long"):
+        RUN.main(["poor", "--time-limit", "5", "--update"], tmp_path)
+    assert path.read_text() == before
+
+
+def test_what_is_known_is_listed_without_a_search(tmp_path: Path, capsys: Capsys) -> None:
+    write_poor(tmp_path, "poor")
+    write_poor(tmp_path, "nearly", bound_us=2390)
+    write_poor(tmp_path, "done", bound_us=2400)
+    out = run(capsys, tmp_path, "--list")
+    assert "1 closed, 1 within 1%, 1 open" in out
+    assert "Open: poor (100.0%)" in out
+    assert "bound by words" in out
+    out = run(capsys, tmp_path, "--list", "--open")
+    assert "nearly " in out
+    assert "done" not in out
+
+
+def test_wrong_names_files_and_bounds(tmp_path: Path) -> None:
+    path = write_poor(tmp_path, "poor", bound_us=2101)
+    with pytest.raises(SystemExit, match="there is no problem whose name matches wave-"):
+        RUN.main(["wave-*"], tmp_path)
+    with pytest.raises(SystemExit, match="the bound of 2101 µs is wrong: the search found a plan that takes 2100 µs"):
+        RUN.main(["--time-limit", "5"], tmp_path)
+    fields = json.loads(path.read_text())
+    for changed, said in (
+        ({"rota": "plan"}, 'it says "rota": "plan"'),
+        ({"certificate": {}}, "problem.certificate has no field 'argument'"),
+        ({"orders": ["0F0", "", "", ""]}, "never does"),
+        ({"cluster": {**fields["cluster"], "limit_bytes": [1, None, None, None]}}, "over its limit"),
+    ):
+        path.write_text(json.dumps(fields | changed))
+        with pytest.raises(SystemExit, match=said):
+            RUN.main([], tmp_path)
+
+
+def test_a_bound_that_counts_transfers_is_in_words(tmp_path: Path, capsys: Capsys) -> None:
+    """A certificate knows nothing of what ops read and send, so it would prove less than the bound."""
+    name = "transfers-chain-4x4-whole-room2-rate4"
+    path = tmp_path / f"{name}.json"
+    fields = json.loads((FOLDER / path.name).read_text())
+    path.write_text(json.dumps(fields | {"bound_us": 1302, "certificate": {"argument": "words", "why": "0"}}))
+    run(capsys, tmp_path, "--time-limit", "1", "--update")
+    reference = Reference.read(path)
+    assert reference.bound_us >= 1524
+    assert reference.certificate["argument"] != "load"
+    assert check.check(path)
