@@ -32,18 +32,21 @@ def undisturbed(rank: int, plan: Plan) -> list[tuple[int, float]]:
     return train(plan, NUM_STEPS)
 
 
-def agent(folder: Path, node: str, port: int) -> subprocess.Popen[str]:
+def agent(folder: Path, node: str, port: int, rendezvous: str) -> subprocess.Popen[str]:
     """The agent of machine "a", which has the rendezvous, or "b", with two ranks each."""
     options = ["--nnodes", "2", "--nproc-per-node", "2", "--max-restarts", "2", "--monitor-interval", "0.1"]
-    options += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{port}", "--rdzv-id", "test"]
-    options += ["--rdzv-conf", f"is_host={node == 'a'},timeout=200"]
+    options += ["--rdzv-backend", rendezvous, "--rdzv-endpoint", f"localhost:{port}", "--rdzv-id", "test"]
+    if rendezvous == "c10d":
+        options += ["--rdzv-conf", f"is_host={node == 'a'},timeout=200"]
+    else:
+        options += ["--node-rank", str("ab".index(node)), "--rdzv-conf", "timeout=200"]
     script = [str(Path(elastic_training.__file__)), str(NUM_STEPS)]
     environment = {
         **os.environ,
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
         "GLOO_SOCKET_IFNAME": "lo",
-        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # docs/cluster.md says why
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # for c10d; docs/cluster.md says why
         "NODE": node,
     }
     command = [sys.executable, "-m", "torch.distributed.run", *options, *script]
@@ -51,7 +54,8 @@ def agent(folder: Path, node: str, port: int) -> subprocess.Popen[str]:
         return subprocess.Popen(command, cwd=folder, env=environment, stderr=stderr, text=True)
 
 
-def test_a_machine_that_comes_back(pool: Pool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("rendezvous", ["c10d", "static"])
+def test_a_machine_that_comes_back(pool: Pool, tmp_path: Path, rendezvous: str) -> None:
     """It is gone in the middle of a step, its agent too; torchrun on the other one waits for it."""
     expected = dict(pool.run(NUM_STAGES, undisturbed, PLAN)[0])
     (tmp_path / "faults.json").write_text(json.dumps([(LOST_IN, "b", "node")]))
@@ -59,10 +63,10 @@ def test_a_machine_that_comes_back(pool: Pool, tmp_path: Path) -> None:
     with socket.socket() as found:
         found.bind(("localhost", 0))
         port = found.getsockname()[1]
-    agents = [agent(tmp_path, node, port) for node in "ab"]
+    agents = [agent(tmp_path, node, port, rendezvous) for node in "ab"]
     try:
         assert agents[1].wait(200) == -9
-        agents.append(agent(tmp_path, "b", port))
+        agents.append(agent(tmp_path, "b", port, rendezvous))
         assert [one.wait(200) for one in (agents[0], agents[2])] == [0, 0], (tmp_path / "stderr-a").read_text()
     finally:
         for one in agents:
