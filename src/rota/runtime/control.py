@@ -8,8 +8,7 @@ rank ──▶ supervisor     "joins"    it begins to wait for all ranks to join
                         "hangs"    all ranks end because they make no progress; the words say why
                         "listens"  the script looks at `should_stop`
                         "saves"    the checkpoint of a step is whole
-supervisor ──▶ rank     b"start"   it knows of the rank, which may begin now
-                        b"stop"    end after the step that is running
+supervisor ──▶ rank     b"stop"    end after the step that is running
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from typing import NamedTuple, final
 _CONTROL = "ROTA_CONTROL"  # an environment variable: the socket's number and the supervisor's process id
 _MOST_BYTES, _MOST_CHARACTERS = 65536, 4000
 EVENTS = ("joins", "opens", "closes", "fails", "lost", "hangs", "listens", "saves")
-START, STOP = b"start", b"stop"
+STOP = b"stop"
 
 
 class Message(NamedTuple):
@@ -81,13 +80,6 @@ def received(ours: socket.socket) -> tuple[list[Message], bool]:
             return messages, False
         if (message := Message.from_bytes(data)) is not None:
             messages.append(message)
-
-
-def await_start(number: int) -> bool:
-    """On the rank's side, before `connect`: wait until the supervisor knows of this process; False: it never will."""
-    with socket.socket(fileno=os.dup(number)) as theirs, suppress(OSError):
-        return theirs.recv(_MOST_BYTES) == START
-    return False
 
 
 # --- the rank's side --------------------------------------------------------------------------------------------------

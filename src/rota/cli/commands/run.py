@@ -78,7 +78,7 @@ def add_arguments(parser: Parser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Run the script on every rank of the plan. Returns the exit code: 128 + its number if a signal ended the run."""
     planned = files.read_plan(arguments.plan)
-    require_installed("torch", "torch")  # for the ranks: this process needs none
+    require_installed("torch", "torch")
     from rota.runtime.environment import PROGRESS, adapt_environment, device_environment
     from rota.runtime.launching.launch import EndedBySignal, launch
 
@@ -124,6 +124,7 @@ def run(arguments: argparse.Namespace) -> int:
             timeout_s=arguments.timeout,
             pipeline_within_s=_PIPELINE_S,
             report=_report,
+            forks=True,
         )
     except EndedBySignal as error:
         _report(str(error))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -31,20 +32,21 @@ class Folder:
 @contextmanager
 def run_folder(prefix: str) -> Iterator[Folder]:
     """A folder with mode 0700 in the system's temporary folder. A janitor removes it if this process is killed."""
-    with tempfile.TemporaryDirectory(prefix=prefix) as path:
-        janitor = subprocess.Popen(
-            ["/bin/sh", "-c", _JANITOR, path],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            cwd="/",
-            start_new_session=True,  # Ctrl-C ends this process, but must not end the janitor
-        )
-        try:
-            yield Folder(path, janitor)
-        finally:
-            janitor.kill()
-            janitor.wait()
-            assert janitor.stdin is not None
-            with suppress(BrokenPipeError):
-                janitor.stdin.close()
+    path = tempfile.mkdtemp(prefix=prefix)  # not a TemporaryDirectory, which a forked rank would remove at its end
+    janitor = subprocess.Popen(
+        ["/bin/sh", "-c", _JANITOR, path],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        cwd="/",
+        start_new_session=True,  # Ctrl-C ends this process, but must not end the janitor
+    )
+    try:
+        yield Folder(path, janitor)
+    finally:
+        janitor.kill()
+        janitor.wait()
+        assert janitor.stdin is not None
+        with suppress(BrokenPipeError):
+            janitor.stdin.close()
+        shutil.rmtree(path, ignore_errors=True)
