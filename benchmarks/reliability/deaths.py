@@ -24,8 +24,7 @@ from torch import nn
 
 from rota import Pipeline
 from rota.runtime import checkpoints as checkpoints_room
-from rota.runtime.checkpoints import in_memory
-from rota.runtime.kept_memory import Slots
+from rota.runtime.checkpoints import snapshots
 
 
 @final
@@ -51,7 +50,7 @@ class Deaths:
             if all(before) and before:
                 if phase == "joining":
                     self._die(number)
-                in_memory.Kept.restore = partial(self._die, number)  # type: ignore[assignment, method-assign]
+                snapshots.Kept.restore = partial(self._die, number)  # type: ignore[assignment, method-assign]
 
     def watch(self, pipeline: Pipeline) -> None:
         """Know the pipeline."""
@@ -191,12 +190,19 @@ def _after_optimizer(here: Here) -> None:
 
 
 def _committing(here: Here) -> None:
-    """The state is copied, its number is not written yet."""
-    Slots.finish = here.die  # type: ignore[method-assign]
+    """The state is copied, its file has no name of a step yet."""
+    rename = os.rename
+
+    def rename_and_die(source: Path, target: Path) -> None:
+        if target.name != snapshots.PARTIAL:
+            here.die()
+        rename(source, target)
+
+    snapshots.os.rename = rename_and_die
 
 
 def _saving(here: Here) -> None:
-    checkpoints_room.write_chunks = here.die
+    checkpoints_room.write_file = here.die
 
 
 PHASES: dict[str, Callable[[Here], None]] = {

@@ -606,7 +606,7 @@ def test_the_devices_random_state_goes_on_or_is_seeded(pool: Pool, tmp_path: Pat
 def test_the_format_names_a_device_only_where_there_was_one(pool: Pool, tmp_path: Path) -> None:
     for where, expected in (("cpu", None), ("sim", "sim")):
         pool.run(1, simulated, saved_states, tmp_path / where, where)
-        of_device = json.loads((tmp_path / where / "step-1" / "training.json").read_text())["random"]["device"]
+        of_device = json.loads((tmp_path / where / "step-1" / "rota.json").read_text())["training"]["random"]["device"]
         assert (of_device and of_device[0]) == expected
 
 

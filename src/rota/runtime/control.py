@@ -31,7 +31,7 @@ class Message(NamedTuple):
     event: str
     words: str = ""
     step: int = 0
-    training: int = 0
+    training: str = ""
 
     def to_bytes(self) -> bytes:
         """The message as JSON, its words cut to `_MOST_CHARACTERS`."""
@@ -49,7 +49,7 @@ class Message(NamedTuple):
         found = cls(**fields)
         if found.event not in EVENTS or not isinstance(found.words, str):
             return None
-        return found if type(found.step) is type(found.training) is int else None
+        return found if type(found.step) is int and isinstance(found.training, str) else None
 
 
 # --- the supervisor's side --------------------------------------------------------------------------------------------
@@ -131,7 +131,7 @@ def is_connected() -> bool:
     return _line is not None and _line.is_ours
 
 
-def report(event: str, words: str = "", step: int = 0, training: int = 0) -> None:
+def report(event: str, words: str = "", step: int = 0, training: str = "") -> None:
     """Report to the supervisor, if there is one."""
     if _line is not None and _line.is_ours:
         _line.send(Message(event, words, step, training))

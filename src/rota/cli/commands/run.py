@@ -39,6 +39,8 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("--mesh", type=mesh, default={}, metavar="pp=N,dp=N,tp=N", help=help_text)
     help_text = "restart all ranks if one fails, up to N times without a new checkpoint in between (default: 0)"
     parser.add_argument("--max-restarts", type=number(0), default=0, metavar="N", help=help_text)
+    help_text = "with --max-restarts: where ranks keep their last states, a tmpfs (default: /dev/shm)"
+    parser.add_argument("--snapshot-folder", metavar="DIR", help=help_text)
     help_text = (
         "if a rank becomes slower or faster than the others during training, switch to a better order of ops (the "
         "stages stay the same)"
@@ -86,6 +88,8 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.engine == "torch":
         schedule_csv.require_chain(planned.placement, "or use --engine rota")
     least_gain = _least_gain(arguments, planned)
+    if arguments.snapshot_folder is not None and not arguments.max_restarts:
+        raise InputError(f"--snapshot-folder {arguments.snapshot_folder} needs --max-restarts")
     replicas = 1 if planned.usage is None else planned.usage.num_replicas
     dp, tp = arguments.mesh.get("dp", replicas), arguments.mesh.get("tp", 1)
     if (pp := arguments.mesh.get("pp", planned.num_ranks)) != planned.num_ranks:
@@ -125,6 +129,7 @@ def run(arguments: argparse.Namespace) -> int:
             pipeline_within_s=_PIPELINE_S,
             report=_report,
             forks=True,
+            snapshot_folder=arguments.snapshot_folder or "/dev/shm",
         )
     except EndedBySignal as error:
         _report(str(error))

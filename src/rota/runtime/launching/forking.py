@@ -67,7 +67,7 @@ def fork(requests: Requests, module: str, arguments: Sequence[str], environment:
                 os.setsid()
                 requests.release()
                 end_with_parent(supervisor)
-                _close_all_but(file, int(environment.get("ROTA_KEPT_MEMORY", file)))
+                _close_all_but(file)
             except BaseException:
                 os._exit(1)
     if not pid:
@@ -75,10 +75,10 @@ def fork(requests: Requests, module: str, arguments: Sequence[str], environment:
     return pid
 
 
-def _close_all_but(*files: int) -> None:
+def _close_all_but(file: int) -> None:
     """By their numbers: the supervisor's objects, which would close them, are never freed here."""
     for number in map(int, os.listdir("/proc/self/fd")):
-        if number > 2 and number not in files:
+        if number > 2 and number != file:
             with suppress(OSError):  # that of the listing itself
                 os.close(number)
 

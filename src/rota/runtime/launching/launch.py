@@ -17,10 +17,9 @@ from typing import NamedTuple, final
 from rota.checking import check
 from rota.errors import PipelineError
 from rota.plan import Plan
-from rota.runtime import kept_memory
 from rota.runtime.environment import meeting_environments, mesh_environment
-from rota.runtime.freed_memory import HUGE_PAGES
-from rota.runtime.kept_memory import KeptMemories, State
+from rota.runtime.host_memory import HUGE_PAGES
+from rota.runtime.kept_memory import State, common_states, environment_of
 from rota.runtime.launcher_files import (
     collect,
     keep_script,
@@ -31,10 +30,9 @@ from rota.runtime.launcher_files import (
     write_plan,
 )
 from rota.runtime.launching.forking import fork, import_for_ranks
-from rota.runtime.launching.newest_states import NewestStates
 from rota.runtime.launching.rank_processes import RankFailed, Ranks, Starter, in_new_interpreter
 from rota.runtime.launching.requests import EndedBySignal, Requests
-from rota.runtime.launching.run_folder import Folder, run_folder
+from rota.runtime.launching.run_folder import Folder, run_folder, snapshot_folders
 from rota.runtime.recorder import merge
 from rota.timeline import Timeline
 from rota.units import count_text
@@ -66,6 +64,7 @@ def launch(
     pipeline_within_s: float | None = None,
     report: Callable[[str], None] = print,
     forks: bool = False,
+    snapshot_folder: str = "/dev/shm",
 ) -> Run:
     """Run `script` with `arguments` in one process per rank; `rota.given_plan()` returns the plan there.
 
@@ -87,6 +86,7 @@ def launch(
         pipeline_within_s: report once that no rank has made a pipeline by then, in seconds; None: do not.
         report: called with one line for each restart, and for a pipeline that is missing.
         forks: import PyTorch here, once, and fork the ranks from this process, which must do nothing else.
+        snapshot_folder: with `max_restarts`, where the ranks keep their last states; a file system in memory.
 
     Returns:
         The last step's timeline, and the signal that asked the ranks to end.
@@ -104,11 +104,11 @@ def launch(
     if forks:
         import_for_ranks(of_all)
     with ExitStack() as stack:
-        folder = stack.enter_context(run_folder("rota-run-"))
+        memories = stack.enter_context(snapshot_folders(snapshot_folder, num_processes if max_restarts else 0))
+        folder = stack.enter_context(run_folder("rota-run-", [memories[0].parent] if memories else []))
         keep_script(script, folder.path)
         restarts = _Restarts(max_restarts, report)
         requests = stack.enter_context(Requests())
-        memories = stack.enter_context(KeptMemories(num_processes if max_restarts else 0))
         starter: Starter = partial(in_new_interpreter, ("-P", "-m", worker, script, *arguments))
         if forks:
             starter = partial(fork, requests, worker, (script, *arguments))
@@ -121,8 +121,8 @@ def launch(
                         report_changed_script(script, folder.path, report)
                     of_start = of_all | restart_environment(restarts.num_all)
                     environments = [of_start | of_rank for of_rank in meeting_environments(folder.path, num_processes)]
-                    for of_rank, file in zip(environments, memories.files, strict=False):
-                        of_rank |= kept_memory.environment_of(file)
+                    for of_rank, kept in zip(environments, memories, strict=False):
+                        of_rank |= environment_of(kept)
                     ranks.start(starter, environments)
                     if pipeline_within_s is not None and not restarts.num_all:
                         ranks.wait(time.monotonic() + pipeline_within_s)
@@ -130,7 +130,7 @@ def launch(
                             report(_no_pipeline(script, num_processes, pipeline_within_s))
                     ranks.wait()
             except RankFailed as error:
-                states = {*ranks.saved, *memories.common_states()}
+                states = ranks.saved | common_states(memories)
                 restarts.count(error, states, may_restart=requests.asked is None)
             else:
                 break
@@ -189,14 +189,16 @@ class _Restarts:
     def __init__(self, most: int, report: Callable[[str], None]) -> None:
         self.num_all = 0
         self._most, self._report = most, report
-        self._in_a_row, self._newest = 0, NewestStates()
+        self._in_a_row, self._newest = 0, dict[str, int]()
 
     def count(self, error: RankFailed, states: Set[State], may_restart: bool) -> None:
         """Count one restart. Raises PipelineError if no more are allowed. `states`: those that are saved or in memory.
 
         Older checkpoints do not count: otherwise a run could repeat the same steps without end.
         """
-        if self._newest.note(states):
+        newer = sorted(state for state in states if state.step > self._newest.get(state.training, -1))
+        self._newest |= dict(newer)
+        if newer:
             self._in_a_row = 0
         if not may_restart or self._in_a_row >= self._most:
             raise PipelineError(error.to_text(self._so_far())) from None

@@ -25,7 +25,6 @@ from rota.errors import PipelineError
 from rota.runtime import control
 from rota.runtime.control import Message
 from rota.runtime.kept_memory import State
-from rota.runtime.launching.newest_states import NewestStates
 from rota.runtime.launching.requests import EndedBySignal, Requests
 from rota.runtime.launching.run_folder import Folder
 
@@ -69,8 +68,8 @@ class Ranks:
         self._lost: list[_Rank] = []  # ended because another rank failed
         self._hang: str | None = None
         self._deadline_s: float | None = None
-        #: The newest states with a whole checkpoint since this start, and whether any rank made a pipeline.
-        self.saved = NewestStates()
+        #: The states with a whole checkpoint since this start, and whether any rank made a pipeline.
+        self.saved: set[State] = set()
         self.has_pipeline = False
 
     def __enter__(self) -> Ranks:
@@ -169,7 +168,7 @@ class Ranks:
             case "listens":
                 self._requests.listens = True
             case "saves":
-                self.saved.note([State(message.training, message.step)])
+                self.saved.add(State(message.training, message.step))
 
     def _note_end(self, rank: _Rank) -> None:
         self._receive(rank)  # what it reported before
@@ -318,8 +317,7 @@ def _started(number: int, starter: Starter, environment: Mapping[str, str]) -> _
 
 def in_new_interpreter(command: Sequence[str], environment: Mapping[str, str], file: int) -> int:
     """Start Python with the arguments `command`, as a `Starter`."""
-    for number in (file, int(environment.get("ROTA_KEPT_MEMORY", file))):
-        os.set_inheritable(number, True)
+    os.set_inheritable(file, True)
     return os.posix_spawn(sys.executable, [sys.executable, *command], environment, setsid=True)
 
 
