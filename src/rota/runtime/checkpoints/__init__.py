@@ -116,7 +116,7 @@ class Checkpoints:
         self._lock = ExitStack()
         self._snapshots = None  # where this rank keeps its states in memory, if a supervisor has given it room
         if (given := kept_memory.given()) is not None:
-            self._snapshots = Snapshots(given, self._trained, _share_of(pipeline), path, self._training)
+            self._snapshots = Snapshots(given, self._trained, path, self._training)
         self._num_commits = 0
         self._most_bytes = 0  # of memory for the states of one rank
         self._has_room = True  # for states in memory; if not, no rank keeps any
@@ -453,8 +453,6 @@ class Checkpoints:
         Nothing is restored if a later step was saved since: `newest_saved` is that of the newest checkpoint.
         """
         step = max(set.intersection(*map(set, self._ranks.gather(snapshots.steps))), default=-1)
-        if is_restart() and step < 0 and snapshots.has_others:
-            self._report(f"the state in memory is of another training, so {self._folder} does not resume from it")
         if step < 0 or (step < newest_saved and snapshots.newest_at_load(step) < self._newest_at_load):
             snapshots.forget_all_but(None)
             return None
@@ -561,19 +559,6 @@ class Checkpoints:
         reader = Reader(saved, contents.index, restoring.tensors)
         reader.check()
         return saved, contents.plan, restoring, reader
-
-
-def _share_of(pipeline: Pipeline) -> str:
-    """Which part of the training's state a process has; with replicas, peers have the same."""
-    placement = pipeline.plan.placement
-    num_stages = placement.num_stages // placement.num_components
-    here = sorted({stage % num_stages for stage in pipeline.local_stages})
-    processes = pipeline._processes
-    shard = f", TP shard {processes.tp_shard} of {processes.num_tp_shards}" if processes.num_tp_shards > 1 else ""
-    alone = f", on replica {pipeline.replica}" if any(map(is_sharded, pipeline.parameters())) else ""
-    together = [rank for stage in pipeline.local_stages for rank in placement.ranks_of(stage)]
-    alone += f", on rank {pipeline.rank}" if len(together) > len(pipeline.local_stages) else ""
-    return f"the stages {', '.join(map(str, here))} of {num_stages}{shard}{alone}"
 
 
 def _require_step(step: object) -> None:

@@ -89,15 +89,15 @@ class Kept(NamedTuple):
 class Snapshots:
     """The states of this rank in `folder`, which has room for those of one training.
 
-    `of` says which part of the training's state this rank has; `checkpoints`, the folder of its checkpoints, which
-    training it is: a script may run several, one after the other. `training` is a short name for that.
+    `checkpoints`, the folder of its checkpoints, says which training it is: a script may run several, one after the
+    other. `training` is a short name for that.
     """
 
     #: Which of these objects keeps its states in this process's memory, and its checkpoints.
     _writer: ClassVar[tuple[object, str] | None] = None
 
-    def __init__(self, folder: Path, trained: Trained, of: str, checkpoints: str, training: str) -> None:
-        self._folder, self._trained, self._of = folder, trained, of
+    def __init__(self, folder: Path, trained: Trained, checkpoints: str, training: str) -> None:
+        self._folder, self._trained = folder, trained
         self._checkpoints, self._training = checkpoints, training
         self._me = object(), checkpoints
         self._has_kept = False
@@ -109,11 +109,6 @@ class Snapshots:
     def steps(self) -> list[int]:
         """The steps of this training whose states are whole."""
         return sorted(step for training, step in states_in(self._folder) if training == self._training)
-
-    @property
-    def has_others(self) -> bool:
-        """Whether states of other trainings are whole."""
-        return any(training != self._training for training, _ in states_in(self._folder))
 
     @property
     def allocated_bytes(self) -> int:
@@ -160,10 +155,7 @@ class Snapshots:
         tensors, small = self._trained.collect(with_buffers=True)
         data = chunks_of(tensors)
         beside = {
-            "of": self._of,
-            "checkpoints": self._checkpoints,
             "newest_at_load": newest_at_load,
-            "step": step,
             "extra": extra,
             "with_zeros": with_zeros,
             "training": {
@@ -274,11 +266,7 @@ class Snapshots:
     def prepare(self, step: int) -> Kept:
         """Check that the state after `step` fits, before anything changes. Raises PipelineError, FormatError."""
         file, beside = self._read(step)
-        of, trained = beside["of"].text(), self._trained
-        if of != self._of or beside["step"].integer() != step or beside["checkpoints"].text() != self._checkpoints:
-            raise PipelineError(
-                f"the state of step {step} in memory is of {of}, but this process has {self._of}; restart the run"
-            )
+        trained = self._trained
         stored = {chunk.key: Stored(chunk.dtype, chunk.size, ()) for chunk in file.chunks}
         shards = {weight.names[0]: weight.num_tp_shards for weight in trained.weights.all}
         manifest = Manifest(0, step, {}, 0, 0, shards, {}, (), None, None)
