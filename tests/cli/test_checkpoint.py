@@ -167,6 +167,7 @@ def test_a_header_that_is_wrong_is_told(saved_model: Path, tmp_path: Path, was: 
     assert told in found
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_other_readers_read_the_same(saved_model: Path) -> None:
     """PyTorch's reader of safetensors in parts, and safetensors itself, which checks that nothing is left over."""
     tensors, _ = stored(saved_model / "step-2")

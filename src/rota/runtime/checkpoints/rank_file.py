@@ -33,7 +33,7 @@ Tensors: TypeAlias = dict[str, torch.Tensor]
 Box: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]  # offsets and sizes
 
 LENGTH = struct.Struct("<Q")  # of the header, before it
-_ALIGNED = 64  # bytes at which the tensors begin; large elements come first, so each is aligned
+ALIGNED = 64  # bytes at which the tensors begin; large elements come first, so each is aligned
 _NAMES = {  # of dtypes in safetensors
     **{f"{kind}{bits}": f"{kind[0].upper()}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)},
     "float64": "F64",
@@ -44,7 +44,6 @@ _NAMES = {  # of dtypes in safetensors
     "bool": "BOOL",
     "float8_e4m3fn": "F8_E4M3",
     "float8_e5m2": "F8_E5M2",
-    "float8_e8m0fnu": "F8_E8M0",
 }
 #: The format has no such dtypes: these are pairs of others, and the rest is bytes, in one more dimension.
 _PAIRS = {"complex128": "F64", "complex32": "F16"}
@@ -125,7 +124,7 @@ def _head(chunks: tuple[Chunk, ...], own: str, num_bytes: int) -> bytes:
     metadata = f'{{"format": "pt", "DCP_SHARDING_INFO": {offsets}, "rota": {json.dumps(own)}}}'
     text = f'{{"__metadata__": {metadata}{entries}}}'.encode()
     length = max(len(text), num_bytes - LENGTH.size)
-    length += -(LENGTH.size + length) % _ALIGNED
+    length += -(LENGTH.size + length) % ALIGNED
     return LENGTH.pack(length) + text.ljust(length)
 
 

@@ -22,7 +22,7 @@ from rota.errors import FormatError, PipelineError
 from rota.reading import Field
 from rota.runtime.checkpoints.manifest import Manifest
 from rota.runtime.checkpoints.random_states import random_state, random_to_json
-from rota.runtime.checkpoints.rank_file import Chunk, chunks_of, head_bytes, head_of, read_head, starts_of
+from rota.runtime.checkpoints.rank_file import ALIGNED, Chunk, chunks_of, head_bytes, head_of, read_head, starts_of
 from rota.runtime.checkpoints.state import Restoring, Trained
 from rota.runtime.checkpoints.tensors import Stored
 from rota.runtime.checkpoints.training_json import training_from_json
@@ -184,7 +184,8 @@ class Snapshots:
         """The file for these chunks and a head of so many bytes: the one that is there, if it fits."""
         end = starts_of(chunks, 0)[-1]
         found = os.stat(path) if path.exists() else None
-        if found is not None and least <= found.st_size - end <= least + 2 * _HEAD_BYTES:
+        begin = 0 if found is None else found.st_size - end
+        if found is not None and least <= begin <= least + 2 * _HEAD_BYTES and begin % ALIGNED == 0:
             number, num_bytes = found.st_ino, found.st_size
         else:
             num_bytes = len(head_of(chunks, {}, max(least, _HEAD_BYTES) + _HEAD_BYTES)) + end

@@ -138,8 +138,9 @@ def _places(saved: Saved, rank: int) -> list[tuple[Chunk, Place]]:
     with opened(path) as file, naming(path):
         begin = file.read(LENGTH.size)
         head = begin + b"".join(map(bytes, pieces(file, head_bytes(begin, told.num_bytes) - len(begin))))
-        if hashlib.sha256(head).hexdigest() != told.head_sha256:
-            raise FormatError("the header has changed since it was saved")
+    if hashlib.sha256(head).hexdigest() != told.head_sha256:
+        raise FormatError(f"{path} has changed since it was saved, in its header")
+    with naming(path):
         chunks, _ = read_head(head)
         *positions, end = starts_of(chunks, len(head))
         if len(chunks) != len(told.crc32) or end != told.num_bytes:
