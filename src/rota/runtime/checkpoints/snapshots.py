@@ -50,19 +50,15 @@ class _File(NamedTuple):
         """The places of these chunks in the memory."""
         places = zip(chunks, starts_of(chunks, begin), strict=False)
         values = [
-            _plain(memory[start : start + chunk.num_bytes].view(_plain_dtype(chunk.dtype)).view(chunk.box[1]))
+            _plain(memory[start : start + chunk.num_bytes].view(chunk.dtype).view(chunk.box[1]))
             for chunk, start in places
         ]
         return cls(memory, chunks, begin, values)
 
 
-def _plain_dtype(dtype: torch.dtype) -> torch.dtype:
-    """A dtype that can be copied for any of one byte, as not all of them can be."""
-    return torch.uint8 if dtype.itemsize == 1 else dtype
-
-
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.view(_plain_dtype(tensor.dtype))
+    """A tensor that can be copied, as those of some dtypes of one byte cannot be."""
+    return tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
 
 
 class Kept(NamedTuple):
@@ -176,8 +172,8 @@ class Snapshots:
         file = self._mapped(path, chunks, len(head))
         head = head_of(chunks, beside, file.begin)
         file.memory[: len(head)].copy_(torch.frombuffer(bytearray(head), dtype=torch.uint8))
-        if data:
-            torch._foreach_copy_(file.values, [*map(_plain, data.values())])
+        for place, tensor in zip(file.values, data.values(), strict=True):
+            place.copy_(_plain(tensor))
         os.rename(path, self._folder / state.file)
 
     def _mapped(self, path: Path, chunks: tuple[Chunk, ...], least: int) -> _File:
