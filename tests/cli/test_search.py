@@ -209,6 +209,7 @@ def test_options_of_a_run_that_do_not_fit_together(tmp_path: Path, capsys: Capsy
     for options, error in (
         (["--adapt-gain", 5, plan], "--adapt-gain 5 needs --adapt"),
         (["--adapt", "--adapt-gain", 100, plan], "must be a percentage above 0 and below 100"),
+        (["--snapshot-folder", "x", plan], "--snapshot-folder x needs --max-restarts"),
         (["--adapt", "--engine", "torch", plan], "PyTorch's engine cannot switch to another order"),
     ):
         code, _, err = run(capsys, "run", *options, script)
