@@ -276,7 +276,7 @@ class Snapshots:
             was, now = ([of.box for of in chunks if of.key == chunk.key] for chunks in (there, here))
             raise PipelineError(
                 f"this process had {was} (offsets and sizes) of {chunk.key}, but has {now} of it now; make the same "
-                f"model, and shard the optimizer's state like the model"
+                f"model, and shard the model and the optimizer's state alike"
             )
         values = [(tensor, there[chunk]) for chunk, tensor in here.items()]
         with_zeros = {key.text() for key in beside["with_zeros"]}
