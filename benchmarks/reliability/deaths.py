@@ -1,7 +1,7 @@
 """Processes that kill themselves at a moment of a step: `deaths.json` lists [step, process, phase], each once.
 
 The phases are the keys of `PHASES`; "joining" and "restoring", in the restart that follows the deaths before it; and
-"with K", which also kills process K, "with stand-by" and "with supervisor". `dead-N` in the folder has the time of the
+"with K", which also kills process K, and "with supervisor". `dead-N` in the folder has the time of the
 Nth death. "stop" and "drop" kill nobody: they stop the process, or the loopback interface, which needs root and a
 network namespace. "drop S" starts it again after S seconds; any start of a process does so, too.
 """
@@ -24,8 +24,7 @@ from torch import nn
 
 from rota import Pipeline
 from rota.runtime import checkpoints as checkpoints_room
-from rota.runtime.checkpoints import in_memory
-from rota.runtime.kept_memory import Slots
+from rota.runtime.checkpoints import snapshots
 
 
 @final
@@ -51,7 +50,7 @@ class Deaths:
             if all(before) and before:
                 if phase == "joining":
                     self._die(number)
-                in_memory.Kept.restore = partial(self._die, number)  # type: ignore[assignment, method-assign]
+                snapshots.Kept.restore = partial(self._die, number)  # type: ignore[assignment, method-assign]
 
     def watch(self, pipeline: Pipeline) -> None:
         """Know the pipeline."""
@@ -84,12 +83,7 @@ class Deaths:
         return self._folder / f"dead-{number}"
 
     def _kill_others(self, who: str, number: int) -> NoReturn:
-        if who == "stand-by":
-            other = stand_by(os.getppid())
-        elif who == "supervisor":
-            other = os.getppid()
-        else:
-            other = int((self._folder / f"pid-{who}").read_text())
+        other = os.getppid() if who == "supervisor" else int((self._folder / f"pid-{who}").read_text())
         self._write(number)
         os.kill(other, signal.SIGKILL)
         os.kill(os.getpid(), signal.SIGKILL)
@@ -121,14 +115,6 @@ def set_loopback(is_up: bool) -> None:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         name, flags = struct.unpack(form, fcntl.ioctl(any_socket, get_flags, struct.pack(form, b"lo", 0)))
         fcntl.ioctl(any_socket, set_flags, struct.pack(form, name, flags | up if is_up else flags & ~up))
-
-
-def stand_by(supervisor: int) -> int:
-    """The process that all ranks were forked from, which is older than they are."""
-    for child in Path(f"/proc/{supervisor}/task/{supervisor}/children").read_text().split():
-        if b"stand_by_process" in Path(f"/proc/{child}/cmdline").read_bytes():
-            return int(child)
-    raise RuntimeError("there is no stand-by")
 
 
 # --- the moments of a step --------------------------------------------------------------------------------------------
@@ -204,12 +190,19 @@ def _after_optimizer(here: Here) -> None:
 
 
 def _committing(here: Here) -> None:
-    """The state is copied, its number is not written yet."""
-    Slots.finish = here.die  # type: ignore[method-assign]
+    """The state is copied, its file has no name of a step yet."""
+    rename = os.rename
+
+    def rename_and_die(source: Path, target: Path) -> None:
+        if target.name != snapshots.PARTIAL:
+            here.die()
+        rename(source, target)
+
+    snapshots.os.rename = rename_and_die
 
 
 def _saving(here: Here) -> None:
-    checkpoints_room.write_chunks = here.die
+    checkpoints_room.write_file = here.die
 
 
 PHASES: dict[str, Callable[[Here], None]] = {
@@ -231,10 +224,9 @@ PHASES: dict[str, Callable[[Here], None]] = {
 
 #: Deaths that begin once those before them have been dealt with in part: in the restart itself.
 RECOVERY = ("joining", "restoring")
-#: (process, phase) of deaths at once, of the stand-by as well, and during the recovery from one.
+#: (process, phase) of deaths at once, and during the recovery from one.
 AT_ONCE = (
     (2, "with 0"),
-    (1, "with stand-by"),
     (3, "forward"),
     (1, "joining"),
     (0, "backward"),

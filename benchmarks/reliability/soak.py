@@ -17,7 +17,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from deaths import stand_by
 from trainings import (
     PATIENCE_S,
     Wrong,
@@ -77,18 +76,13 @@ class Soak:
             raise Wrong(f"left behind by a command that was ended by {how}: {', '.join(left)}")
 
     def kill(self, command: int) -> None:
-        """One rank, or two at once, or the stand-by: now, or in the middle of a checkpoint."""
-        what = self.generator.choice(
-            ["a rank"] * 6 + ["two ranks", "a rank while checkpointing", "a rank and stand-by"]
-        )
+        """One rank, or two at once: now, or in the middle of a checkpoint."""
+        what = self.generator.choice(["a rank"] * 6 + ["two ranks", "a rank while checkpointing"])
         if "checkpointing" in what and not self.await_checkpoint():
             what = "a rank"
         ranks = ranks_of(command)
         self.generator.shuffle(ranks)
         victims = ranks[: 2 if what == "two ranks" else 1]
-        if "stand-by" in what:
-            with suppress(RuntimeError, OSError):
-                os.kill(stand_by(command), signal.SIGKILL)
         for victim in victims:
             with suppress(ProcessLookupError):
                 os.kill(victim, signal.SIGKILL)
@@ -143,14 +137,16 @@ class Soak:
 
 
 def ranks_of(command: int) -> list[int]:
-    """The processes that were forked from the stand-by, which is older and has their command line."""
+    """The processes that were forked from the command, whose command line they have."""
     children = Path(f"/proc/{command}/task/{command}/children")
     found = []
-    for child in children.read_text().split() if children.exists() else ():
-        with suppress(OSError):
-            if b"stand_by_process" in Path(f"/proc/{child}/cmdline").read_bytes():
-                found.append(int(child))
-    return found[1:]
+    with suppress(OSError):
+        of_command = Path(f"/proc/{command}/cmdline").read_bytes()
+        for child in map(int, children.read_text().split()):
+            with suppress(OSError):
+                if Path(f"/proc/{child}/cmdline").read_bytes() == of_command:
+                    found.append(child)
+    return found
 
 
 def left_in_shared_memory(before: set[str]) -> set[str]:

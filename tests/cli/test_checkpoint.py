@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
@@ -10,13 +11,17 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import HuggingFaceStorageReader
 
 from rota.cli import main
-from rota.runtime.checkpoints import checkpoint_folder
+from rota.reading import Field
+from rota.runtime.checkpoints import checkpoint_folder, rank_file
 from rota.runtime.checkpoints.contents import damages
 from rota.runtime.checkpoints.files import read_saved
-from rota.runtime.checkpoints.manifest import File, Manifest, digest
-from support.checkpoint_runs import TWO, Training, model, save_model
+from rota.runtime.checkpoints.manifest import Manifest, digest
+from rota.runtime.checkpoints.rank_file import Chunk
+from support.checkpoint_runs import TWO, Training, model, save_model, stored
 from support.pool import Pool
 
 pytestmark = pytest.mark.dist
@@ -80,7 +85,7 @@ def test_verify_finds_every_damaged_and_missing_file(
     pool.run(2, save_twice, tmp_path)
     files = sorted((tmp_path / "step-2").iterdir())
     names = [file.name for file in files if file.name != "rota.json"]
-    assert names == [".rota", "plan.json", "tensors-0.bin", "tensors-1.bin", "tensors.json", "training.json"]
+    assert names == [".rota", "rank-0.safetensors", "rank-1.safetensors"]
     for name in names[1:]:
         file = tmp_path / "step-2" / name
         whole = file.read_bytes()
@@ -130,30 +135,45 @@ def test_verify_finds_what_does_not_belong_together(
 @pytest.mark.parametrize(
     ("was", "becomes", "told"),
     [
-        ("], [6, 6], ", "], [6, 7], ", "expected chunks that cover"),
-        ('"tensors-1.bin", 0, ', '"tensors-1.bin", 1, ', 'its chunks do not fill "tensors-1.bin"'),
-        ('"tensors-1.bin"', '"tensors-7.bin"', 'it places a tensor in "tensors-7.bin", which is not a tensor file'),
-        ('"tensors-1.bin"', '"../../x"', 'it places a tensor in "../../x", which is not a tensor file'),
-        ('"float64"', '"float32"', "its chunks do not fill"),
+        ("[6, 6], [0, 0], [6, 6]]", "[6, 7], [0, 0], [6, 6]]", "no parts cover "),
+        ("[6, 6], [0, 0], [6, 6]]", "[6, 6], [1, 0], [6, 6]]", "expected offsets and sizes inside of the tensor"),
+        ("[6, 6], [0, 0], [6, 6]]", "[6, 6], [0], [6, 6]]", "expected offsets and sizes inside of the tensor"),
+        ("[6, 6], [0, 0], [6, 6]]", "[6, 6], [0, 0], [6, true]]", "expected a whole number"),
+        ("[6, 6], [0, 0], [6, 6]]", "[6, 6], [0, 0], [5, 6]]", "its tensors do not fill"),
+        ('"float64"', '"float32"', "expected tensors of large elements first"),
         ('"float64"', '"Tensor"', "expected a dtype that PyTorch has"),
-        ('"byte_order": "little"', '"byte_order": "big"', "expected little, as on this machine"),
-        ("[[[0, 0]", "[[[0]", "expected 2 offsets and sizes"),
-        ("[[[0, 0]", "[[[0, 1]", "expected chunks that cover"),
-        ("[6, 6]", "[6, true]", "expected a whole number"),
     ],
 )
-def test_an_index_that_is_wrong_is_told(saved_model: Path, tmp_path: Path, was: str, becomes: str, told: str) -> None:
+def test_a_header_that_is_wrong_is_told(saved_model: Path, tmp_path: Path, was: str, becomes: str, told: str) -> None:
+    """Even if all of its parts fit together, and the index has the digest that belongs to it."""
     folder = Path(shutil.copytree(saved_model / "step-2", tmp_path / "step-2"))
-    text = (folder / "tensors.json").read_text()
-    assert was in text
-    (folder / "tensors.json").write_text(changed := text.replace(was, becomes))
     manifest = json.loads((folder / "rota.json").read_text())
-    for entry in manifest["files"]:
-        if entry[0] == "tensors.json":
-            entry[1] = [*File.of(changed.encode())]
+    path = folder / "rank-1.safetensors"
+    data = path.read_bytes()
+    end = 8 + int.from_bytes(data[:8], "little")
+    header = json.loads(data[8:end])
+    own = header["__metadata__"]["rota"]
+    assert was in own
+    header["__metadata__"]["rota"] = own.replace(was, becomes, 1)
+    text = json.dumps(header).encode()
+    head = len(text).to_bytes(8, "little") + text
+    if told in ("no parts cover ", "its tensors do not fill"):  # else it is refused before it is compared
+        chunks = tuple(map(Chunk.from_json, Field("x", json.loads(header["__metadata__"]["rota"])["tensors"])))
+        head = rank_file._head(chunks, header["__metadata__"]["rota"], end)
+    path.write_bytes(head + data[end:])
+    manifest["files"][1][:2] = [path.stat().st_size, hashlib.sha256(head).hexdigest()]
     write_signed(folder / "rota.json", json.dumps(manifest))
     (found,) = damages(read_saved(folder))
     assert told in found
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_other_readers_read_the_same(saved_model: Path) -> None:
+    """PyTorch's reader of safetensors in parts, and safetensors itself, which checks that nothing is left over."""
+    tensors, _ = stored(saved_model / "step-2")
+    found = {key: torch.empty_like(tensor) for key, tensor in tensors.items()}
+    dcp.load(found, storage_reader=HuggingFaceStorageReader(str(saved_model / "step-2")))
+    assert all(torch.equal(found[key], tensor) for key, tensor in tensors.items())
 
 
 @pytest.fixture(scope="module")
@@ -165,7 +185,7 @@ def saved_model(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_one_that_cannot_be_read_is_told_beside_the_others(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for step in (5, 10, 15):
         partial = checkpoint_folder.begin(tmp_path, step)
-        saved = Manifest(step, step, {"note": "\x1b[2J"}, 2, 1, {"a": 1}, {}, {})
+        saved = Manifest(step, step, {"note": "\x1b[2J"}, 2, 1, {"a": 1}, {}, (), None, None)
         checkpoint_folder.publish(partial, saved, None)
     (tmp_path / "step-10" / "rota.json").write_text("{")
     (tmp_path / "step-15" / "rota.json").write_bytes(b"\xff")
@@ -182,7 +202,9 @@ def test_one_that_cannot_be_read_is_told_beside_the_others(tmp_path: Path, capsy
 
 
 def test_names_of_folders_cannot_move_the_cursor(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    checkpoint_folder.publish(checkpoint_folder.begin(tmp_path, 1), Manifest(1, 1, {}, 2, 1, {"a": 1}, {}, {}), None)
+    checkpoint_folder.publish(
+        checkpoint_folder.begin(tmp_path, 1), Manifest(1, 1, {}, 2, 1, {"a": 1}, {}, (), None, None), None
+    )
     (tmp_path / "step-\x1b]0;gone\x07").mkdir()
     (tmp_path / "step-9\x1b[2J.partial").mkdir()
     (tmp_path / "step-1" / "\x1b[2Jadded").touch()
@@ -195,7 +217,7 @@ def test_names_of_folders_cannot_move_the_cursor(tmp_path: Path, capsys: pytest.
     assert (code, r"no whole checkpoint in" in err, "\x1b" in err) == (2, True, False)
 
 
-@pytest.mark.parametrize("name", ["rota.json", "plan.json", "tensors.json", "training.json", "tensors-0.bin"])
+@pytest.mark.parametrize("name", ["rota.json", "rank-0.safetensors"])
 def test_what_is_no_plain_file_is_refused_unopened(
     saved_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
 ) -> None:
@@ -217,14 +239,14 @@ def test_export_tells_all_that_can_go_wrong(
     saved_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     exported = tmp_path / "model.safetensors"
-    for folder in (tmp_path / "nowhere", tmp_path, saved_model / "step-2" / "plan.json", "x" * 5000, "\0"):
+    for folder in (tmp_path / "nowhere", tmp_path, saved_model / "step-2" / "rota.json", "x" * 5000, "\0"):
         code, out, err = cli(capsys, "export", folder, "-o", exported)
         assert (code, out, err.count("\n")) == (2, "", 1)
     shutil.copytree(saved_model, folder := tmp_path / "with an old one")
     (folder / "step-1").mkdir()
     (folder / "step-1" / "rota.json").write_text('{"rota": "checkpoint", "format": 1}')
     code, out, err = cli(capsys, "export", folder, "-o", exported)
-    assert (code, "it was saved by an earlier version of Rota, whose checkpoints hold pickles" in err) == (0, True)
+    assert (code, "it was saved by an earlier version of Rota" in err) == (0, True)
     assert exported.exists()
 
 

@@ -179,3 +179,12 @@ sys.exit(main())
 """
     ended = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=200)
     assert (ended.returncode, ended.stderr) == (130, "rota plan: interrupted\n")
+
+
+def test_snapshots_are_for_restarts(tmp_path: Path, capsys: Capsys) -> None:
+    plan, script = tmp_path / "plan.json", tmp_path / "train.py"
+    assert run(capsys, "plan", "gpipe", *CHAIN, "--microbatches", 2, "-o", plan)[0] == 0
+    script.write_text("")
+    code, _, err = run(capsys, "run", "--snapshot-folder", "x", plan, script)
+    assert code == 2
+    assert "--snapshot-folder x needs --max-restarts" in err

@@ -10,7 +10,6 @@ import base64
 import hashlib
 import io
 import json
-import math
 import os
 import pathlib
 import pickle
@@ -21,7 +20,7 @@ import sys
 import zlib
 from argparse import Namespace
 from collections.abc import Callable
-from contextlib import ExitStack, redirect_stderr, redirect_stdout
+from contextlib import ExitStack, redirect_stderr, redirect_stdout, suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -38,9 +37,11 @@ from fuzz import verdicts
 from fuzz.mutating import byte_mutants, json_mutants, text_mutants
 from rota import Checkpoints, Cluster, Costs, Pipeline, PipelineError, RotaError, Stages, place
 from rota.cli.commands.checkpoint import ACTIONS
+from rota.reading import Field
+from rota.runtime.checkpoints import rank_file
 from rota.runtime.checkpoints.contents import damages, find
-from rota.runtime.checkpoints.files import read_saved
 from rota.runtime.checkpoints.manifest import digest
+from rota.runtime.checkpoints.rank_file import Chunk, head_bytes
 from rota.schedules import gpipe
 
 Files = dict[str, bytes | Callable[[Path], object]]  # by name: contents, or what makes something else of the name
@@ -172,8 +173,16 @@ def payloads() -> tuple[bytes, ...]:
 
 
 _STRANGE_NAMES = (
-    *(".metadata", "__0.metadata", "training.pt", "__0_0.distcp", "tensors-1.bin", "tensors-00.bin", "code.py"),
-    *("rota.pkl", "sitecustomize.py", "\x1b[2J", "é", "a b", "tensors.json.bak", ".rota.partial"),
+    *(
+        ".metadata",
+        "__0.metadata",
+        "training.pt",
+        "__0_0.distcp",
+        "rank-1.safetensors",
+        "rank-00.safetensors",
+        "code.py",
+    ),
+    *("rota.pkl", "sitecustomize.py", "\x1b[2J", "é", "a b", "rota.json.bak", ".rota.partial"),
 )
 
 
@@ -194,22 +203,56 @@ def mutant(chooser: Random) -> Files:
     return files
 
 
-def _change_json(name: str) -> Callable[[Files, Random], None]:
+def _changed(text: str, chooser: Random) -> str:
+    """A JSON text with something wrong in it."""
+    others = [text, whole()["rota.json"].decode()] if chooser.random() < 0.1 else [text]
+    made = text_mutants if chooser.random() < 0.1 else json_mutants
+    (changed,) = made(text, 1, chooser, others)
+    return changed
+
+
+def _change_index(files: Files, chooser: Random) -> None:
+    files["rota.json"] = _changed(whole()["rota.json"].decode(), chooser).encode(errors="surrogatepass")
+
+
+def _change_part(name: str) -> Callable[[Files, Random], None]:
+    """What the index has of the training, or its plan."""
+
     def change(files: Files, chooser: Random) -> None:
-        text = whole()[name].decode()
-        others = [text, *(whole()[other].decode() for other in _JSON)] if chooser.random() < 0.1 else [text]
-        made = text_mutants if chooser.random() < 0.1 else json_mutants
-        (changed,) = made(text, 1, chooser, others)
-        files[name] = changed.encode(errors="surrogatepass")
+        document = json.loads(whole()["rota.json"])
+        try:
+            document[name] = json.loads(_changed(json.dumps(document[name]), chooser))
+            files["rota.json"] = json.dumps(document).encode()
+        except (ValueError, RecursionError):
+            return
 
     return change
 
 
-_JSON = ("rota.json", "training.json", "tensors.json", "plan.json")
+def _change_head(files: Files, chooser: Random) -> None:
+    """All of the header, or what only Rota reads in it; then the rest may be as that says."""
+    data = whole()[_RANK]
+    end = head_bytes(data, len(data))
+    text = data[8:end].decode()
+    if chooser.random() < 0.3:
+        text = _changed(text, chooser)
+    else:
+        header = json.loads(text)
+        header["__metadata__"]["rota"] = own = _changed(header["__metadata__"]["rota"], chooser)
+        text = json.dumps(header)
+        with suppress(RotaError, ValueError, TypeError, KeyError, RecursionError):
+            chunks = tuple(map(Chunk.from_json, Field("chunks", json.loads(own)["tensors"])))
+            files[_RANK] = rank_file._head(chunks, own, end) + data[end:]
+            return
+    head = text.encode(errors="surrogatepass")
+    files[_RANK] = struct.pack("<Q", len(head)) + head + data[end:]
+
+
+_RANK = "rank-0.safetensors"
 
 
 def _change_bytes(files: Files, chooser: Random) -> None:
-    name = chooser.choice(sorted(whole())) if chooser.random() < 0.3 else "tensors-0.bin"
+    name = chooser.choice(sorted(whole())) if chooser.random() < 0.3 else _RANK
     data = whole()[name]
     if chooser.random() < 0.5 and data:
         at = chooser.randrange(len(data))
@@ -220,12 +263,13 @@ def _change_bytes(files: Files, chooser: Random) -> None:
 
 def _change_random_state(files: Files, chooser: Random) -> None:
     """Of PyTorch, which is bytes in base64."""
-    document = json.loads(whole()["training.json"])
-    data = bytearray(base64.b64decode(document["random"]["torch"]))
+    document = json.loads(whole()["rota.json"])
+    drawn = document["training"]["random"]
+    data = bytearray(base64.b64decode(drawn["torch"]))
     for _ in range(chooser.choice((1, 1, 2, 8))):
         data[chooser.choice((chooser.randrange(len(data)), chooser.randrange(28)))] = chooser.randrange(256)
-    document["random"]["torch"] = base64.b64encode(data).decode()
-    files["training.json"] = json.dumps(document).encode()
+    drawn["torch"] = base64.b64encode(data).decode()
+    files["rota.json"] = json.dumps(document).encode()
 
 
 def _swap(files: Files, chooser: Random) -> None:
@@ -269,10 +313,10 @@ def _link_to(target: str) -> Callable[[Path], object]:
 
 
 _CHANGES: tuple[tuple[Callable[[Files, Random], None], float], ...] = (
-    (_change_json("rota.json"), 0.18),
-    (_change_json("training.json"), 0.24),
-    (_change_json("tensors.json"), 0.18),
-    (_change_json("plan.json"), 0.06),
+    (_change_index, 0.18),
+    (_change_part("training"), 0.24),
+    (_change_part("plan"), 0.06),
+    (_change_head, 0.18),
     (_change_bytes, 0.1),
     (_change_random_state, 0.03),
     (_swap, 0.04),
@@ -284,33 +328,32 @@ _CHANGES: tuple[tuple[Callable[[Files, Random], None], float], ...] = (
 
 
 def _fit_checksums(files: Files) -> None:
-    """Those of the chunks, as the index places them."""
-    document, data = _parsed(files, "tensors.json"), files.get("tensors-0.bin")
+    """Those of the chunks, as the header places them."""
+    document, data = _parsed(files, "rota.json"), files.get(_RANK)
     try:
-        for _, dtype, _, chunks in document["tensors"]:
-            for chunk in chunks:
-                num_bytes = math.prod(chunk[1]) * getattr(torch, dtype).itemsize
-                chunk[4] = zlib.crc32(data[chunk[3] : chunk[3] + num_bytes])
-    except (AttributeError, IndexError, KeyError, TypeError, ValueError):
+        (length,) = struct.unpack_from("<Q", data)
+        header = json.loads(data[8 : 8 + length])
+        places = [entry["data_offsets"] for name, entry in header.items() if name != "__metadata__"]
+        document["files"][0][2] = [zlib.crc32(data[8 + length + a : 8 + length + b]) for a, b in places]
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError, RecursionError, struct.error):
         return
-    if data != whole()["tensors-0.bin"]:
-        files["tensors.json"] = json.dumps(document).encode()
+    files["rota.json"] = json.dumps(document).encode()
 
 
 def _sign(files: Files, add: bool) -> None:
-    """Give the manifest the sizes and hashes of the files, of added ones too, and the hash that belongs to it."""
+    """Give the index the sizes and hashes of the files, of added ones too, and the hash that belongs to it."""
     document = _parsed(files, "rota.json")
     if not isinstance(document, dict):
         return
     listed = document.get("files")
     if isinstance(listed, list):
-        names = [entry[0] for entry in listed if isinstance(entry, list) and len(entry) == 2]
-        if add:
-            listed += [[name, []] for name in files if name not in (*whole(), *names)]
-        for entry in listed:
-            data = files.get(entry[0]) if isinstance(entry, list) and entry and isinstance(entry[0], str) else None
-            if isinstance(data, bytes) and len(entry) == 2:
-                entry[1] = [len(data), hashlib.sha256(data).hexdigest()]
+        if add and "rank-1.safetensors" in files:
+            listed.append([0, "", []])
+        for number, entry in enumerate(listed):
+            data = files.get(f"rank-{number}.safetensors")
+            if isinstance(data, bytes) and isinstance(entry, list) and len(entry) == 3:
+                end = 8 + int.from_bytes(data[:8], "little")
+                entry[:2] = [len(data), hashlib.sha256(data[:end]).hexdigest()]
     document.pop("sha256", None)
     try:
         document["sha256"] = digest(document)
@@ -349,16 +392,19 @@ class Stranger:
 
     @classmethod
     def of(cls, path: Path) -> Stranger:
-        tensors = {}
-        for key, dtype, size, chunks in json.loads((path / "tensors.json").read_text())["tensors"]:
-            tensors[key] = torch.empty(size, dtype=getattr(torch, dtype))
-            for offsets, sizes, name, position, _ in chunks:
-                part = tensors[key]
+        tensors: dict[str, torch.Tensor] = {}
+        for file in path.glob("rank-*.safetensors"):
+            data = file.read_bytes()
+            end = 8 + int.from_bytes(data[:8], "little")
+            own = json.loads(json.loads(data[8:end])["__metadata__"]["rota"])
+            for key, dtype, size, offsets, sizes in own["tensors"]:
+                part = tensors.setdefault(key, torch.empty(size, dtype=getattr(torch, dtype)))
                 for dimension, (offset, length) in enumerate(zip(offsets, sizes, strict=True)):
                     part = part.narrow(dimension, offset, length)
-                data = bytearray((path / name).read_bytes()[position : position + part.numel() * part.itemsize])
-                part.copy_(torch.frombuffer(data, dtype=part.dtype).reshape(sizes))
-        return cls(tensors, json.loads((path / "training.json").read_text()))
+                begin, end = end, end + part.numel() * part.itemsize
+                if part.numel():
+                    part.copy_(torch.frombuffer(bytearray(data[begin:end]), dtype=part.dtype).reshape(sizes))
+        return cls(tensors, json.loads((path / "rota.json").read_text())["training"])
 
 
 def use(files: Files, chooser: Random) -> str:
@@ -399,15 +445,10 @@ def _read(folder: Path, before: str, chooser: Random) -> str:
         assert not is_whole
         return "no checkpoint"
     path = folder / _STEP
-    assert is_whole or _hashes_of_tensors_differ(path), "loaded what verify finds damaged"
+    assert is_whole, "loaded what verify finds damaged"
     assert found.step == json.loads((path / "rota.json").read_text())["step"]
     _compare(Stranger.of(path))
     return "accepted"
-
-
-def _hashes_of_tensors_differ(path: Path) -> bool:
-    """Loading compares checksums of each tensor instead of a hash of the file."""
-    return damages(read_saved(path)) == ["tensors-0.bin has changed since it was saved"]
 
 
 def _act(action: str, folder: Path) -> int | None:
@@ -433,7 +474,7 @@ def _compare(found: Stranger) -> None:
     model, optimizer, scheduler = training().model, training().optimizer, training().scheduler
     for name, tensor in model.state_dict().items():
         assert _same(tensor, found.tensors[f"model/{name}"]), f"{name} was not loaded right"
-    records = dict(found.training["records"])
+    records = {key: {**of_group, **own} for of_group, each in found.training["records"] for key, own in each.items()}
     for name, parameter in model.named_parameters():
         state, record = optimizer.state[parameter], records[name]
         assert set(state) == {*record["tensors"], *(key for key, _ in record["values"])}

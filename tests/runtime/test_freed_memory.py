@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from rota.runtime.freed_memory import HUGE_PAGES
+from rota.runtime.host_memory import HUGE_PAGES
 from rota.runtime.launching import launch
 
 SCRIPT = """
 import ctypes, resource
-from rota.runtime.freed_memory import keep_freed_memory
+from rota.runtime.host_memory import keep_freed_memory
 
 keep_freed_memory()
 libc = ctypes.CDLL(None)

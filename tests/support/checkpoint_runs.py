@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import struct
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -10,13 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 from torch import nn
 
 import rota
 from rota import Checkpoints, Cluster, Costs, Pipeline, PipelineError, Plan, Stages, interleaved, place, split, wave
-from rota.runtime import kept_memory
-from rota.runtime.kept_memory import KeptMemories, states_in
+from rota.runtime.kept_memory import environment_of, states_in
+from rota.runtime.launching.run_folder import snapshot_folders
 from rota.schedules import interleaved_one_f_one_b, one_f_one_b, zb_h1, zb_v
 from support.networks import batch_of, loss_fn
 
@@ -145,16 +147,20 @@ def serial_losses(num_steps: int) -> list[float]:
 
 def stored(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """All tensors of a checkpoint by name, and what else it has as plain JSON; Rota's own reader takes no part."""
-    tensors = {}
-    for key, dtype, size, chunks in json.loads((path / "tensors.json").read_text())["tensors"]:
-        tensors[key] = torch.empty(size, dtype=getattr(torch, dtype))
-        for offsets, sizes, name, position, _ in chunks:
-            part = tensors[key]
-            for dimension, (offset, length) in enumerate(zip(offsets, sizes, strict=True)):
-                part = part.narrow(dimension, offset, length)
-            data = (path / name).read_bytes()[position : position + part.numel() * part.itemsize]
-            part.copy_(torch.frombuffer(bytearray(data), dtype=part.dtype).reshape(sizes))
-    return tensors, json.loads((path / "training.json").read_text())
+    tensors: dict[str, torch.Tensor] = {}
+    for file in sorted(path.glob("rank-*.safetensors")):
+        data = file.read_bytes()
+        (length,) = struct.unpack_from("<Q", data)
+        header, begin = json.loads(data[8 : 8 + length]), 8 + length
+        sizes = {key: size for key, _, size, *_ in json.loads(header["__metadata__"]["rota"])["tensors"]}
+        offsets = json.loads(header["__metadata__"]["DCP_SHARDING_INFO"])
+        for key, value in safetensors.torch.load(data).items():
+            assert header[key]["data_offsets"][1] <= len(data) - begin
+            of = tensors.setdefault(key, torch.empty(sizes[key], dtype=value.dtype))
+            for dimension, offset in enumerate(offsets[key]["saved_offsets"]):
+                of = of.narrow(dimension, offset, value.shape[dimension])
+            of.copy_(value)
+    return tensors, json.loads((path / "rota.json").read_text())["training"]
 
 
 TWO = Run("1f1b", 2)
@@ -173,15 +179,15 @@ def refusal(act: Callable[[], Any]) -> str:
     return str(error.value)
 
 
-def steps_in(file: int) -> list[int]:
+def steps_in(folder: Path) -> list[int]:
     """The steps that are whole in a rank's memory."""
-    return [step for _, step in states_in(file)]
+    return [step for _, step in states_in(folder)]
 
 
 @contextmanager
-def memory() -> Iterator[int]:
-    """A memory as a supervisor would keep it for this rank, and no other rank's."""
-    with KeptMemories(1) as kept, pytest.MonkeyPatch.context() as patch:
-        for name, value in kept_memory.environment_of(kept.files[0]).items():
+def memory() -> Iterator[Path]:
+    """A folder as a supervisor would keep it for this rank, and no other rank's."""
+    with snapshot_folders("/dev/shm", 1) as (folder,), pytest.MonkeyPatch.context() as patch:
+        for name, value in environment_of(folder).items():
             patch.setenv(name, value)
-        yield kept.files[0]
+        yield folder

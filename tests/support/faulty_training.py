@@ -200,7 +200,7 @@ def _in(name: str) -> Callable[[Pipeline, nn.Module, Callable[[], Any]], None]:
 
 
 def _in_write(pipeline: Pipeline, stage: nn.Module, act: Callable[[], Any]) -> None:
-    checkpoints_room.write_chunks = act
+    checkpoints_room.write_file = act
 
 
 def _in_publish(pipeline: Pipeline, stage: nn.Module, act: Callable[[], Any]) -> None:

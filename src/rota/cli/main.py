@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         the run.
     """
     if argv is None:  # the process is this command's own: what it measures lies in memory as in a run
-        from rota.runtime.freed_memory import HUGE_PAGES
+        from rota.runtime.host_memory import HUGE_PAGES
 
         os.environ.update(HUGE_PAGES | os.environ)
         keep_working_unread()

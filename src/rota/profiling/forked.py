@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from rota.errors import PipelineError, RotaError, error_text
 from rota.runtime.environment import meeting_environments, shared_cores
-from rota.runtime.freed_memory import keep_freed_memory
+from rota.runtime.host_memory import keep_freed_memory
 from rota.runtime.orphans import end_with_parent
 from rota.units import count_text
 

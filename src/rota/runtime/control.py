@@ -8,8 +8,7 @@ rank ──▶ supervisor     "joins"    it begins to wait for all ranks to join
                         "hangs"    all ranks end because they make no progress; the words say why
                         "listens"  the script looks at `should_stop`
                         "saves"    the checkpoint of a step is whole
-supervisor ──▶ rank     b"start"   it knows of the rank, which may begin now
-                        b"stop"    end after the step that is running
+supervisor ──▶ rank     b"stop"    end after the step that is running
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from typing import NamedTuple, final
 _CONTROL = "ROTA_CONTROL"  # an environment variable: the socket's number and the supervisor's process id
 _MOST_BYTES, _MOST_CHARACTERS = 65536, 4000
 EVENTS = ("joins", "opens", "closes", "fails", "lost", "hangs", "listens", "saves")
-START, STOP = b"start", b"stop"
+STOP = b"stop"
 
 
 class Message(NamedTuple):
@@ -32,7 +31,7 @@ class Message(NamedTuple):
     event: str
     words: str = ""
     step: int = 0
-    training: int = 0
+    training: str = ""
 
     def to_bytes(self) -> bytes:
         """The message as JSON, its words cut to `_MOST_CHARACTERS`."""
@@ -50,7 +49,7 @@ class Message(NamedTuple):
         found = cls(**fields)
         if found.event not in EVENTS or not isinstance(found.words, str):
             return None
-        return found if type(found.step) is type(found.training) is int else None
+        return found if type(found.step) is int and isinstance(found.training, str) else None
 
 
 # --- the supervisor's side --------------------------------------------------------------------------------------------
@@ -81,13 +80,6 @@ def received(ours: socket.socket) -> tuple[list[Message], bool]:
             return messages, False
         if (message := Message.from_bytes(data)) is not None:
             messages.append(message)
-
-
-def await_start(number: int) -> bool:
-    """On the rank's side, before `connect`: wait until the supervisor knows of this process; False: it never will."""
-    with socket.socket(fileno=os.dup(number)) as theirs, suppress(OSError):
-        return theirs.recv(_MOST_BYTES) == START
-    return False
 
 
 # --- the rank's side --------------------------------------------------------------------------------------------------
@@ -139,7 +131,7 @@ def is_connected() -> bool:
     return _line is not None and _line.is_ours
 
 
-def report(event: str, words: str = "", step: int = 0, training: int = 0) -> None:
+def report(event: str, words: str = "", step: int = 0, training: str = "") -> None:
     """Report to the supervisor, if there is one."""
     if _line is not None and _line.is_ours:
         _line.send(Message(event, words, step, training))

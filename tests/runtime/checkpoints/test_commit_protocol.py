@@ -1,24 +1,30 @@
 """The protocol of docs/elastic.md, exhaustively: 2 stages in 2 replicas, and a kill between any two of their actions.
 
 The model's ranks do what those of a run do, in every order that their waits allow: they agree at the end of a step,
-apply its gradients, and commit into the real `Slots`. A kill ends all of them, at any moment, also while they recover
+apply its gradients, and commit into real files. A kill ends all of them, at any moment, also while they recover
 from the one before. What a killed rank leaves is its memory alone.
 """
 
 from __future__ import annotations
 
 import os
-import struct
-from collections.abc import Iterator
+import sys
+import tempfile
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from functools import cache
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
+import torch
 
-from rota.runtime import kept_memory
-from rota.runtime.kept_memory import Slots
-from support.checkpoint_runs import steps_in
+from rota.runtime.checkpoints import snapshots
+from rota.runtime.checkpoints.rank_file import Chunk, chunks_of, head_bytes
+from rota.runtime.checkpoints.snapshots import PARTIAL, Snapshots
+from rota.runtime.kept_memory import State, states_in
 
+TRAINING = "0123456789abcdef"
 NUM_STAGES, NUM_RANKS, NUM_STEPS, NUM_KILLS = 2, 4, 3, 2
 PHASES = (
     *("voting", "voted", "chosen", "restored"),
@@ -35,7 +41,7 @@ class Rank(NamedTuple):
     phase: str
     step: int
     applied: Applied
-    memory: bytes
+    memory: Memory
 
 
 class World(NamedTuple):
@@ -52,43 +58,73 @@ class Wrong(AssertionError):
 
 # --- a rank's memory --------------------------------------------------------------------------------------------------
 
-
-def image_of(file: int) -> bytes:
-    return os.pread(file, os.fstat(file).st_size, 0)
+Memory = frozenset[tuple[str, Applied]]  # the names of files, and what the state in each has seen
 
 
-@cache
-def opened(image: bytes) -> tuple[frozenset[int], tuple[tuple[int, Applied], ...]]:
-    """The whole steps of a memory, and what each one holds."""
-    with_file = os.memfd_create("model")
-    try:
-        os.pwrite(with_file, image, 0)
-        slots = Slots(with_file)
-        held = tuple((step, tuple(slots.data(step))) for step in sorted(slots.steps))
-        assert sorted(slots.steps) == sorted(steps_in(with_file))
-        return frozenset(slots.steps), held
-    finally:
-        os.close(with_file)
+class Killed(Exception):
+    """In the middle of a write."""
 
 
 @cache
-def changed(image: bytes, act: str, step: int, applied: Applied) -> bytes:
+def whole_in(memory: Memory) -> frozenset[int]:
+    """The steps that are whole."""
+    with in_folder(memory) as folder:
+        return frozenset(step for _, step in states_in(folder))
+
+
+@contextmanager
+def in_folder(memory: Memory) -> Iterator[Path]:
+    """A folder with these files."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as name:
+        for file, applied in memory:
+            writer(Path(name))._write(State(TRAINING, 0), *state_of(applied))
+            os.rename(Path(name, State(TRAINING, 0).file), Path(name, f"moved-{file}"))
+        for file, _ in memory:
+            os.rename(Path(name, f"moved-{file}"), Path(name, file))
+        yield Path(name)
+
+
+def writer(folder: Path) -> Snapshots:
+    """What a rank writes with."""
+    made = Snapshots.__new__(Snapshots)
+    made._folder, made._training, made._files = folder, TRAINING, {}
+    made._counted_bytes = 10**9
+    return made
+
+
+def state_of(applied: Applied) -> tuple[dict[Chunk, torch.Tensor], dict[str, Any]]:
+    values = torch.tensor(applied)
+    return chunks_of({"w": values}), {}
+
+
+def memory_in(folder: Path) -> Memory:
+    found = []
+    for path in folder.iterdir():
+        data = path.read_bytes()
+        begin = head_bytes(data, len(data))
+        found.append((path.name, tuple(torch.frombuffer(bytearray(data[begin:]), dtype=torch.int64).tolist())))
+    return frozenset(found)
+
+
+@cache
+def changed(memory: Memory, act: str, step: int, applied: Applied) -> Memory:
     """The memory after a rank has begun to copy its state, has finished that, or has forgotten other steps."""
-    with_file = os.memfd_create("model")
-    try:
-        os.pwrite(with_file, image, 0)
-        slots = Slots(with_file)
+    with in_folder(memory) as folder, pytest.MonkeyPatch.context() as patch:
+        rank = writer(folder)
         if act == "forget":
-            for other in slots.steps.keys() - {step}:
-                slots.drop(other)
+            rank.forget_all_but(step)
         else:
-            data = slots.begin(len(applied))
-            data[:] = bytes(applied) if act == "finish" else b"\xff" * len(applied)
-            if act == "finish":
-                slots.finish(step, len(applied))
-        return image_of(with_file)
-    finally:
-        os.close(with_file)
+            rename = os.rename
+
+            def until_the_last(source: Path, target: Path) -> None:
+                if act == "begin" and target.name != PARTIAL:
+                    raise Killed
+                rename(source, target)
+
+            patch.setattr(os, "rename", until_the_last)
+            with suppress(Killed):
+                rank._write(State(TRAINING, step), *state_of(applied))
+        return memory_in(folder)
 
 
 # --- the model --------------------------------------------------------------------------------------------------------
@@ -133,13 +169,17 @@ def moved(rank: Rank, all_ranks: tuple[Rank, ...], agrees: bool) -> Rank | None:
             return Rank(stage, "stepping", step + 1, applied, changed(memory, "finish", step + 1, applied))
 
 
+def in_order(ranks: Iterable[Rank]) -> tuple[Rank, ...]:
+    return tuple(sorted(ranks, key=lambda rank: (*rank[:4], sorted(rank.memory))))
+
+
 def newest(ranks: tuple[Rank, ...]) -> int:
     """The step that ranks go on from: the newest that all of them have, or 0, the beginning."""
-    return max(frozenset.intersection(*(opened(rank.memory)[0] for rank in ranks)), default=0)
+    return max(frozenset.intersection(*(whole_in(rank.memory) for rank in ranks)), default=0)
 
 
-def held(memory: bytes, step: int) -> Applied:
-    return dict(opened(memory)[1])[step] if step else ()
+def held(memory: Memory, step: int) -> Applied:
+    return dict(memory)[State(TRAINING, step).file] if step else ()
 
 
 def gone_on(world: World) -> World:
@@ -153,7 +193,7 @@ def gone_on(world: World) -> World:
     for rank in world.ranks:
         if held(rank.memory, found) != tuple(range(found)):
             raise Wrong(f"the state of step {found} has seen {held(rank.memory, found)}")
-    ranks = tuple(sorted(Rank(rank.stage, "voting", 0, (), rank.memory) for rank in world.ranks))
+    ranks = in_order(Rank(rank.stage, "voting", 0, (), rank.memory) for rank in world.ranks)
     return World(ranks, world.num_kills + 1, found)
 
 
@@ -165,26 +205,15 @@ def reachable(begin: World, agrees: bool) -> Iterator[World]:
         nexts = []
         for i, rank in enumerate(world.ranks):
             if (after := moved(rank, world.ranks, agrees)) is not None:
-                ranks = sorted((*world.ranks[:i], after, *world.ranks[i + 1 :]))
-                nexts.append(world._replace(ranks=tuple(ranks)))
+                nexts.append(world._replace(ranks=in_order((*world.ranks[:i], after, *world.ranks[i + 1 :]))))
         if world.num_kills < NUM_KILLS:
             nexts.append(gone_on(world))
         left += (new := {*nexts} - seen)
         seen |= new
 
 
-@cache
-def fresh_memory() -> bytes:
-    file = os.memfd_create("model")
-    try:
-        Slots(file)
-        return image_of(file)
-    finally:
-        os.close(file)
-
-
 def new_rank(stage: int) -> Rank:
-    return Rank(stage, "voting", 0, (), fresh_memory())
+    return Rank(stage, "voting", 0, (), frozenset())
 
 
 def beginning() -> World:
@@ -212,43 +241,40 @@ def test_without_agreement_steps_would_be_lost() -> None:
         list(reachable(beginning(), agrees=False))
 
 
-def test_with_one_slot_steps_would_be_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kept_memory, "NUM_SLOTS", 1)
-    opened.cache_clear()
+def test_with_one_snapshot_steps_would_be_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(snapshots, "NUM_SNAPSHOTS", 1)
     changed.cache_clear()
     try:
         with pytest.raises(Wrong, match="lost"):
             list(reachable(beginning(), agrees=True))
     finally:
-        opened.cache_clear()
         changed.cache_clear()
 
 
 # --- within one action ------------------------------------------------------------------------------------------------
 
 
-def test_a_kill_within_a_write_leaves_what_was_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A header takes three writes, and the memory grows in the middle: after each one the older state is there."""
-    file = os.memfd_create("model")
-    try:
-        slots, images = Slots(file), []
-        real = struct.pack_into
+@pytest.mark.parametrize("grows", [False, True])
+def test_a_kill_within_a_write_leaves_what_was_whole(tmp_path: Path, grows: bool) -> None:
+    """At each call of the system, and while the values are copied, the older state is there."""
+    seen: list[set[int]] = []
 
-        def noted(*arguments: object) -> None:
-            real(*arguments)  # type: ignore[arg-type]
-            images.append(image_of(file))
+    def look(frame: Any, *_: object) -> Any:
+        if frame.f_code.co_filename == snapshots.__file__:
+            seen.append({step for _, step in states_in(tmp_path)})
+        return look
 
-        monkeypatch.setattr(struct, "pack_into", noted)
-        for step in (1, 2, 3, 4):
-            images.clear()
-            data = slots.begin(size := 10_000 * step)  # larger every time
-            data[:] = bytes([step]) * size
-            slots.finish(step, size)
-            for number, image in enumerate(images):
-                whole, contents = opened(image)
-                is_last = number == len(images) - 1
-                assert whole - {step - 1, step - 2} == ({step} if is_last else frozenset())
-                assert step == 1 or dict(contents)[step - 1] == (step - 1,) * (10_000 * (step - 1))
-            assert len(images) >= 6
-    finally:
-        os.close(file)
+    rank = writer(tmp_path)
+    for step in range(1, 6):
+        values = (step,) * (100_000 if grows else 1000) * (step if grows else 1)
+        seen.clear()
+        sys.settrace(look)
+        try:
+            rank._write(State(TRAINING, step), *state_of(values))
+        finally:
+            sys.settrace(None)
+        assert all({step - 1} - {0} <= steps for steps in seen)
+        held = dict(memory_in(tmp_path))
+        assert held[State(TRAINING, step).file] == values
+        assert len(seen) > 10
+    assert len(held) == 2

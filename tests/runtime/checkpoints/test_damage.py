@@ -42,6 +42,13 @@ def flip(path: Path) -> None:
     path.write_bytes(data)
 
 
+def flip_last(path: Path) -> None:
+    """Of a rank's file, in a tensor."""
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 4
+    path.write_bytes(data)
+
+
 def truncate(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-1])
 
@@ -64,12 +71,10 @@ def load_with_words(rank: int, folder: Path, step: int | None = None) -> tuple[i
 
 
 DAMAGES: list[tuple[str, Callable[[Path], Any]]] = [
-    ("tensors-1.bin", flip),
-    ("tensors-0.bin", truncate),
-    ("tensors-1.bin", Path.unlink),
-    ("tensors.json", flip),
-    ("training.json", flip),
-    ("plan.json", truncate),
+    ("rank-1.safetensors", flip_last),
+    ("rank-1.safetensors", flip),
+    ("rank-0.safetensors", truncate),
+    ("rank-1.safetensors", Path.unlink),
     ("rota.json", flip),
     ("rota.json", lambda path: path.write_bytes(path.read_bytes()[:500])),
     ("rota.json", Path.unlink),
@@ -111,10 +116,10 @@ def test_the_newest_whole_one_is_loaded_and_damage_is_told(
 def test_where_all_are_damaged_nothing_starts_from_the_beginning(pool: Pool, three: Path, tmp_path: Path) -> None:
     shutil.copytree(three, tmp_path, dirs_exist_ok=True)
     for step in (1, 2, 3):
-        flip(tmp_path / f"step-{step}" / "tensors-1.bin")
+        flip_last(tmp_path / f"step-{step}" / "rank-1.safetensors")
     for step, words in pool.run(2, load_with_words, tmp_path):
         assert step is None
-        assert "step-1/tensors-1.bin has changed since it was saved" in words
+        assert "step-1/rank-1.safetensors has changed since it was saved" in words
         assert "no other checkpoint is whole" in words
     for step in (1, 2, 3):
         truncate(tmp_path / f"step-{step}" / "rota.json")

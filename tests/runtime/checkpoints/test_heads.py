@@ -1,42 +1,27 @@
-"""What a state in memory has beside its tensors: it comes back as it was, and what is wrong in it is refused."""
+"""What a rank's file has before its tensors: it comes back as it was, other readers know it, wrong ones are refused."""
 
 from __future__ import annotations
 
 import json
 import random
-import struct
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy
 import pytest
+import safetensors.torch
 import torch
 
+from rota import PipelineError
 from rota.errors import FormatError
 from rota.reading import Field
-from rota.runtime.checkpoints.in_memory import StatesInMemory, read_head
 from rota.runtime.checkpoints.optimizer_state import same
 from rota.runtime.checkpoints.random_states import random_from_json, random_state, random_to_json, set_random_state
-from rota.runtime.kept_memory import Slots
+from rota.runtime.checkpoints.rank_file import LENGTH, chunks_of, head_bytes, head_of, read_head, starts_of, write_file
+from rota.runtime.checkpoints.values import DTYPES, bytes_of
+from rota.runtime.kept_memory import states_in
 from support.checkpoint_runs import TWO, Training, memory
 from support.pool import Pool
-
-pytestmark = pytest.mark.dist
-
-
-def kept_state(folder: Path, act: Callable[[StatesInMemory], None] = lambda _: None) -> bytes:
-    """The state of step 1 in memory, after `act`."""
-    with memory() as file:
-        training = Training(TWO)
-        with training.pipeline:
-            checkpoints = training.checkpoints(folder)
-            training.steps(range(1))
-            assert checkpoints._in_memory is not None
-            act(checkpoints._in_memory)
-            checkpoints.commit(1)
-            return bytes(Slots(file).data(1))
-
 
 CPU = torch.device("cpu")
 
@@ -47,87 +32,90 @@ def draw() -> list[Any]:
     return [*drawn, float(numpy.random.standard_normal()), float(numpy.random.random_sample())]
 
 
-def go_on_drawing(rank: int, folder: Path) -> None:
-    expected: list[Any] = []
+def test_random_states_come_back_to_the_bit() -> None:
     for _ in range(3):  # each time with another half of a pair of normal numbers
-        data = kept_state(folder, lambda _: expected.append(random_state(CPU)))
+        state = {**random_state(CPU), "device": ("cuda", torch.arange(16, dtype=torch.uint8))}
         drawn = draw()
-        found = read_head(memoryview(data)).random
-        assert same(found, expected[-1])
+        found = random_from_json(Field("random", json.loads(json.dumps(random_to_json(state)))))
+        assert same(found, state)
         set_random_state(found, CPU)
         assert draw() == drawn
 
 
-def test_random_states_come_back_to_the_bit(pool: Pool, tmp_path: Path) -> None:
-    pool.run(2, go_on_drawing, tmp_path)
+def test_a_generator_of_numpys_that_cannot_be_saved_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(numpy.random, "get_state", lambda legacy: {"bit_generator": "PCG64"})
+    with pytest.raises(PipelineError, match="NumPy's random generator is PCG64, but checkpoints can hold only"):
+        random_state(CPU)
 
 
-def test_bytes_are_read_in_the_order_in_which_they_were_written() -> None:
-    state = {**random_state(CPU), "device": ("cuda", torch.arange(16, dtype=torch.uint8))}
-    beside: list[bytes] = []
-
-    def written(data: bytes) -> int:
-        beside.append(data)
-        return len(data)
-
-    text = json.dumps(random_to_json(state, written))
-    assert len(beside) == 4
-    found = random_from_json(Field("random", json.loads(text)), lambda _: bytearray(beside.pop(0)))
-    assert same(found, state)
-
-
-def set_at(place: tuple[Any, ...], value: Any) -> Callable[[Any], None]:
-    def change(head: Any) -> None:
-        *path, last = place
-        for step in path:
-            head = head[step]
-        head[last] = value
-
-    return change
+def test_a_file_is_safetensors_whatever_the_dtype(tmp_path: Path) -> None:
+    """What the format does not know is in it as bytes, or as pairs."""
+    tensors = {name: torch.arange(48, dtype=torch.uint8).view(dtype) for name, dtype in DTYPES.items()}
+    tensors |= {"bool": torch.tensor([True, False]), "none": torch.empty(3, 0), "one": torch.tensor(3)}
+    tensors |= {"turned": torch.rand(4, 3).T, "conjugate": torch.rand(3, dtype=torch.complex64).conj()}
+    data = chunks_of(tensors)
+    told = write_file(tmp_path / "file", [*data.items()])
+    whole = (tmp_path / "file").read_bytes()
+    assert len(whole) == told.num_bytes
+    chunks, _ = read_head(whole[: head_bytes(whole, len(whole))])
+    assert chunks == tuple(data)
+    assert {chunk.key: (chunk.dtype, chunk.size) for chunk in chunks} == {
+        key: (tensor.dtype, tuple(tensor.shape)) for key, tensor in tensors.items()
+    }
+    found = safetensors.torch.load(whole)
+    for key, tensor in tensors.items():
+        assert bytes(bytes_of(found[key])) == bytes(bytes_of(tensor)), key
+    assert found["complex128"].shape == (*tensors["complex128"].shape, 2)
 
 
-def repeat_group(head: Any) -> None:
-    head["records"].append(head["records"][0])
-
-
-CHANGES: list[tuple[Callable[[Any], None], str]] = [
-    (set_at(("random", "torch"), 10**9), r"memory.random.torch is 1000000000; expected .* or less"),
-    (set_at(("random", "torch"), -1), "expected 0 or more"),
-    (set_at(("random", "torch"), 0), "expected a random state of PyTorch"),
-    (set_at(("random", "torch"), 5055), "is not a random state"),
-    (set_at(("random", "torch"), "AA=="), "expected a whole number"),
-    (set_at(("random", "python", 1), 2492), "expected 624 words of 4 bytes"),
-    (set_at(("random", "python", 2), 625), "expected 624 or less"),
-    (set_at(("random", "numpy", 1), True), "expected a whole number"),
-    (set_at(("random", "numpy", 1), 2500), "expected 624 words of 4 bytes"),
-    (set_at(("random", "device"), ["cuda", 10**6]), "or less"),
-    (set_at(("random", "device"), ["cuda", 0]), "expected 1 to 65536 bytes"),
-    (set_at(("records",), 3), "expected a list"),
-    (set_at(("records", 0), [{}]), "expected a pair"),
-    (set_at(("records", 0, 0), 3), "expected an object"),
-    (set_at(("records", 0, 1), 3), "expected an object"),
-    (set_at(("records", 0, 1, "x"), 3), "expected an object"),
-    (set_at(("records", 0, 0, "more"), 3), "which is not one of optimizer"),
-    (repeat_group, "expected a weight that occurs only once"),
-    (set_at(("tensors", 0, 2), [10**6]), "but its tensors end at byte"),
-]
-
-
-def refuse_wrong_heads(rank: int, folder: Path) -> None:
-    data = kept_state(folder)
-    read_head(memoryview(data))
-    (length,) = struct.unpack_from("<Q", data)
-    text, rest = data[8 : 8 + length], data[8 + length :]
-    for change, told in CHANGES:
-        head = json.loads(text)
-        change(head)
-        changed = json.dumps(head).encode()
-        with pytest.raises(FormatError, match=told):
-            read_head(memoryview(struct.pack("<Q", len(changed)) + changed + rest + bytes(4096)))
-    for cut in (0, 7, 8, 100, 8 + length, 9 + length, len(data) - 1):
+def test_a_wrong_head_is_refused() -> None:
+    chunks = tuple(chunks_of({"a": torch.ones(2, 3), "b": torch.ones(2).half()}))
+    head = head_of(chunks, {"more": [1]})
+    found, beside = read_head(head)
+    assert (found, beside["more"].value) == (chunks, [1])
+    assert read_head(head_of(chunks, {"more": [1]}, 4096))[0] == chunks
+    text = head[LENGTH.size :].decode()
+    for was, becomes in (
+        ('"F32"', '"F16"'),
+        ('"shape": [2, 3]', '"shape": [3, 2]'),
+        ("[0, 24]", "[0, 28]"),
+        ('"pt"', '"np"'),
+        (", [2, 3], [0, 0], [2, 3]]", ", [2, 3], [0, 0], [1, 3]]"),
+        (", [2, 3], [0, 0], [2, 3]]", ", [2, 3], [1, 0], [2, 3]]"),
+        (r"\"float32\"", r"\"float64\""),
+        (r"[[\"a\"", r"[[\"b\""),
+        (r"[[\"a\"", r"[[\"c\""),
+        ('"b": {', '"c": {'),
+        ('"__metadata__"', '"__metadata"'),
+        (text, "[]"),
+        (text, '{"__metadata__": {"rota": 3}}'),
+        (text, '{"__metadata__": {"rota": "{}"}}'),
+    ):
+        assert was in text
+        changed = text.replace(was, becomes, 1).encode()
         with pytest.raises(FormatError):
-            read_head(memoryview(data)[:cut])
+            read_head(LENGTH.pack(len(changed)) + changed)
+    for begin in (b"", b"1234567", LENGTH.pack(2**63), LENGTH.pack(993)):
+        with pytest.raises(FormatError):
+            head_bytes(begin, 1000)
+    with pytest.raises(FormatError, match="UTF-8"):
+        read_head(LENGTH.pack(1) + b"\xff")
+    assert starts_of(chunks, 64) == [64, 88, 92]
 
 
-def test_a_wrong_head_is_refused(pool: Pool, tmp_path: Path) -> None:
-    pool.run(2, refuse_wrong_heads, tmp_path)
+def commit_and_read(rank: int, folder: Path) -> None:
+    with memory() as kept:
+        training = Training(TWO)
+        with training.pipeline:
+            checkpoints = training.checkpoints(folder)
+            training.steps(range(1))
+            checkpoints.commit(1)
+            (state,) = states_in(kept)
+            found = safetensors.torch.load_file(kept / state.file)
+            name, weight = next(iter(training.pipeline.named_parameters()))
+            assert torch.equal(found[f"model/{name}"], weight)
+
+
+@pytest.mark.dist
+def test_a_snapshot_is_the_same_file(pool: Pool, tmp_path: Path) -> None:
+    pool.run(2, commit_and_read, tmp_path)

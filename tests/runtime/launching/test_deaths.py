@@ -55,7 +55,7 @@ def die(
 
 
 def test_every_phase_and_role(tmp_path: Path) -> None:
-    """And two at once, the stand-by too, and while the others recover. The benchmark has every role in every phase."""
+    """And two at once, and while the others recover. The benchmark has every role in every phase."""
     phases = [phase for phase in PHASES if phase != "reduce"]
     deaths = spread([*zip([0, 1, 3] * len(phases), phases, strict=False), *AT_ONCE])
     assert die(tmp_path, deaths) <= len(deaths)

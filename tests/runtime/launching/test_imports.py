@@ -1,4 +1,4 @@
-"""What a run costs before its first step: the launcher loads no torch, and a rank nothing that it does not run."""
+"""What a run costs before its first step: a rank loads nothing that it does not run."""
 
 from __future__ import annotations
 
@@ -9,16 +9,6 @@ from pathlib import Path
 
 import rota
 from support import ROOT
-from support.layers import HEAVY
-
-_LAUNCHER = """
-import sys
-from rota.cli.main import main
-import rota.cli.commands.run as command
-command._WORKERS["rota"] = "support.silent_worker"
-code = main(["run", *sys.argv[1:]])
-print(code, *(name for name in {heavy} if name in sys.modules))
-"""
 
 # Making an optimizer loads torch._dynamo, and that sympy: PyTorch's own doing, which the script may leave out.
 _RANK = """
@@ -52,12 +42,6 @@ def plan_file(folder: Path, num_ranks: int) -> str:
     placement = rota.interleaved(rota.Costs.uniform(2), rota.Cluster.uniform(num_ranks))
     (folder / "plan.json").write_text(rota.schedules.gpipe(placement, 2).to_json())
     return str(folder / "plan.json")
-
-
-def test_the_launcher_loads_no_torch(tmp_path: Path) -> None:
-    (tmp_path / "script.py").touch()
-    given = plan_file(tmp_path, 2), str(tmp_path / "script.py")
-    assert output_of(_LAUNCHER.format(heavy=HEAVY), *given) == "0"
 
 
 def test_a_rank_loads_nothing_that_it_does_not_run(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Where a script's plan comes from."""
+"""Where a script's plan comes from, and the folders of a run."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pytest
 from rota import Cluster, Costs, FormatError, PipelineError, PlacementError, given_plan, place
 from rota.replanning import replan
 from rota.runtime.launcher_files import is_restart, write_plan
+from rota.runtime.launching.run_folder import snapshot_folders
 from rota.schedules import one_f_one_b
 
 PLAN = one_f_one_b(place(Costs.uniform(4, 100, 200), Cluster.uniform(4)), 8)
@@ -73,3 +74,33 @@ def test_a_restart_is_known(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     assert not is_restart()
     monkeypatch.setenv(name, "2")
     assert is_restart()
+
+
+# --- folders of snapshots ---------------------------------------------------------------------------------------------
+
+
+def test_what_a_killed_run_left_is_removed_by_the_next_one(tmp_path: Path) -> None:
+    """But not the folder of one that still runs, nor what is not Rota's."""
+    left = ["rota-snapshots-left", "rota-snapshots-link", "another"]
+    for name in (left[0], left[2]):
+        (tmp_path / name / "0").mkdir(parents=True)
+    (tmp_path / left[1]).symlink_to(tmp_path / "another")
+    with snapshot_folders(str(tmp_path), 2) as folders:
+        assert [folder.is_dir() for folder in folders] == [True, True]
+        assert folders[0].parent.stat().st_mode & 0o777 == 0o700
+        with snapshot_folders(str(tmp_path), 1):
+            assert folders[1].is_dir()
+        assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*left[1:], folders[0].parent.name])
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(left[1:])
+    assert (tmp_path / "another" / "0").is_dir()
+
+
+def test_without_restarts_there_is_none() -> None:
+    with snapshot_folders("/nowhere", 0) as folders:
+        assert folders == []
+
+
+def test_a_place_for_snapshots_that_is_none_is_told() -> None:
+    told = "no snapshots can be kept in /nowhere: No such file or directory; name another folder by --snapshot-folder"
+    with pytest.raises(PipelineError, match=told), snapshot_folders("/nowhere", 1):
+        pass

@@ -33,6 +33,8 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("--mesh", type=mesh, default={}, metavar="pp=N,dp=N,tp=N", help=help_text)
     help_text = "restart all ranks if one fails, up to N times without a new checkpoint in between (default: 0)"
     parser.add_argument("--max-restarts", type=number(0), default=0, metavar="N", help=help_text)
+    help_text = "with --max-restarts: where ranks keep their last states, a tmpfs (default: /dev/shm)"
+    parser.add_argument("--snapshot-folder", metavar="DIR", help=help_text)
     add_timeout(parser)
     help_text = (
         "device of each rank: cpu, a type such as cuda, or auto (default), which uses accelerators if "
@@ -54,11 +56,13 @@ def add_arguments(parser: Parser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Run the script on every rank of the plan. Returns the exit code: 128 + its number if a signal ended the run."""
     planned = files.read_plan(arguments.plan)
-    require_installed("torch", "torch")  # for the ranks: this process needs none
+    require_installed("torch", "torch")
     from rota.runtime.environment import PROGRESS, device_environment
     from rota.runtime.launching.launch import EndedBySignal, launch
 
     reading.read_text(arguments.script)
+    if arguments.snapshot_folder is not None and not arguments.max_restarts:
+        raise InputError(f"--snapshot-folder {arguments.snapshot_folder} needs --max-restarts")
     replicas = 1 if planned.usage is None else planned.usage.num_replicas
     dp, tp = arguments.mesh.get("dp", replicas), arguments.mesh.get("tp", 1)
     if (pp := arguments.mesh.get("pp", planned.num_ranks)) != planned.num_ranks:
@@ -90,6 +94,8 @@ def run(arguments: argparse.Namespace) -> int:
             timeout_s=arguments.timeout,
             pipeline_within_s=_PIPELINE_S,
             report=_report,
+            forks=True,
+            snapshot_folder=arguments.snapshot_folder or "/dev/shm",
         )
     except EndedBySignal as error:
         _report(str(error))

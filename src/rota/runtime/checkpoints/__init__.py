@@ -1,13 +1,13 @@
 """Checkpoints: the state of a training run under the whole model's names, so that any other plan can resume it.
 
-every rank   its share of the tensors ───────────────────────────▶ step-20.partial/tensors-0.bin …
-first rank   where they are, and all other state ────────────────▶ step-20.partial/tensors.json, training.json …
-first rank   list of all files with their hashes ──▶ rota.json ── rename ──▶ step-20/
+every rank   its share of the tensors ─────────────────────────▶ step-20.partial/rank-0.safetensors …
+first rank   all other state, and the files with their digests ──▶ rota.json ── rename ──▶ step-20/
 """
 
 from __future__ import annotations
 
 import atexit
+import hashlib
 import logging
 import os
 import sys
@@ -18,7 +18,7 @@ from contextlib import ExitStack
 from functools import partial
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, final
+from typing import Any, NamedTuple, final
 
 import torch
 from torch.optim import Optimizer
@@ -32,25 +32,15 @@ from rota.runtime.checkpoints import checkpoint_folder, files
 from rota.runtime.checkpoints.all_ranks import DamagedError, Ranks
 from rota.runtime.checkpoints.batches import Batches
 from rota.runtime.checkpoints.contents import read_contents
-from rota.runtime.checkpoints.copies import Copies
 from rota.runtime.checkpoints.files import Saved
-from rota.runtime.checkpoints.in_memory import StatesInMemory
 from rota.runtime.checkpoints.lock import locked
-from rota.runtime.checkpoints.manifest import File, Manifest, require_json
+from rota.runtime.checkpoints.manifest import File, Manifest, file_of, require_json
 from rota.runtime.checkpoints.names import Weights
 from rota.runtime.checkpoints.optimizer_state import refuse_inner_optimizers
-from rota.runtime.checkpoints.room_in_memory import RoomInMemory
+from rota.runtime.checkpoints.rank_file import Tensors, write_file
+from rota.runtime.checkpoints.snapshots import Snapshots, count_room
 from rota.runtime.checkpoints.state import Merged, Restoring, Trained, merge
-from rota.runtime.checkpoints.tensors import (
-    Layout,
-    Reader,
-    Tensors,
-    file_of,
-    index_of,
-    index_to_json,
-    share_out,
-    write_chunks,
-)
+from rota.runtime.checkpoints.tensors import Layout, Reader
 from rota.runtime.checkpoints.training_json import training_to_json
 from rota.runtime.faults.watchdog import PATIENT
 from rota.runtime.json_messages import all_gather_json
@@ -99,9 +89,6 @@ class Checkpoints:
             lock until `close`.
     """
 
-    #: The numbers of this process's trainings, by their folders, see `State`.
-    _numbers: ClassVar[dict[str, int]] = {}
-
     def __init__(
         self,
         folder: str | Path,
@@ -120,15 +107,16 @@ class Checkpoints:
         if keep is not None and (type(keep) is not int or keep < 1):
             raise PipelineError(f"keep={keep!r}: keep 1 checkpoint or more, or all by keep=None")
         self._folder, self._pipeline, self._keep = Path(folder), pipeline, keep
-        self._number = self._numbers.setdefault(self._training, len(self._numbers))
+        path = str(self._folder.resolve())
+        self._training = hashlib.sha256(path.encode()).hexdigest()[:16]  # what tells it from others of the same script
         self._trained = Trained(Weights(pipeline), optimizer, scheduler, pipeline.device)
         self._is_sharded = any(map(is_sharded, pipeline.parameters()))
         self._thread = ThreadPoolExecutor(1, "rota-checkpoints") if asynchronous else None
         self._writing: Future[None] | None = None
-        self._copies = Copies(pipeline._device, None)
         self._lock = ExitStack()
-        self._in_memory = self._of_this_rank()
-        self._room = RoomInMemory(pipeline)
+        self._snapshots = None  # where this rank keeps its states in memory, if a supervisor has given it room
+        if (given := kept_memory.given()) is not None:
+            self._snapshots = Snapshots(given, self._trained, path, self._training)
         self._num_commits = 0
         self._most_bytes = 0  # of memory for the states of one rank
         self._has_room = True  # for states in memory; if not, no rank keeps any
@@ -142,22 +130,11 @@ class Checkpoints:
             pipeline.before_close.callback(self.close)
             atexit.register(self._close_at_exit)  # registered after the pipeline's, so it runs before it
             self._ranks.agreed("checking the arguments", self._check)
-            if asynchronous:
-                self._copies = Copies(pipeline._device, optimizer)
             self._ranks.first("opening the folder", self._open)
 
-    def _of_this_rank(self) -> StatesInMemory | None:
-        """The memory that the supervisor keeps for this process, if one does."""
-        if (file := kept_memory.given()) is None:
-            return None
-        return StatesInMemory(file, self._trained, _share_of(self._pipeline), self._training, self._number)
-
-    @property
-    def _training(self) -> str:
-        """What tells this training from others of the same script."""
-        return str(self._folder.resolve())
-
     def _check(self) -> None:
+        if sys.byteorder != "little":
+            raise PipelineError("checkpoints are read and written on little-endian machines alone; use one")
         optimizer, scheduler = self._trained.optimizer, self._trained.scheduler
         if optimizer is not None and not isinstance(optimizer, Optimizer):
             raise PipelineError(
@@ -293,7 +270,7 @@ class Checkpoints:
             if self._thread is None:
                 self._write(step, layout, merged, _nothing)
             else:
-                copied = self._ranks.agreed("copying the state", lambda: self._copies.start(layout))
+                copied = self._ranks.agreed("copying the state", lambda: layout.copy(self._pipeline._device))
                 self._writing = self._thread.submit(self._write, step, layout, merged, copied)
 
     def wait(self) -> None:
@@ -302,7 +279,6 @@ class Checkpoints:
             with self._pipeline.watching("a checkpoint to be written", PATIENT):
                 writing, self._writing = self._writing, None
                 writing.result()
-                self._copies.forget()
 
     def close(self) -> None:
         """Wait for the last `save`, then end the thread. The pipeline's `close` calls this, too."""
@@ -312,7 +288,6 @@ class Checkpoints:
         finally:
             if self._thread is not None:
                 self._thread.shutdown()
-            self._copies.close()
             self._ranks.close()
             self._lock.close()
 
@@ -344,28 +319,19 @@ class Checkpoints:
             "making the folder", lambda: checkpoint_folder.begin(self._folder, step).name
         )
         ranks.agreed("copying the state", copied)
-        layouts = ranks.gather(layout.to_json())
-        share = share_out(layouts)[ranks.mine]
+        share = layout.share(ranks.gather(layout.to_json()), ranks.mine)
         path = partial / file_of(ranks.mine)
-        checksums, file = ranks.agreed(f"writing {partial}", lambda: write_chunks(path, layout, share))
-        written = ranks.gather([checksums, file])
-        ranks.first("finishing", lambda: self._publish(partial, merged[0], layouts, written))
+        written = ranks.gather(ranks.agreed(f"writing {partial}", lambda: write_file(path, share)))
+        ranks.first("finishing", lambda: self._publish(partial, merged[0], written))
 
-    def _publish(self, partial: Path, merged: Merged, layouts: list[Any], written: list[Any]) -> None:
-        found = {file_of(rank): File(*file) for rank, (_, file) in enumerate(written)}
-        for name, file in found.items():
+    def _publish(self, partial: Path, merged: Merged, written: list[Any]) -> None:
+        found = tuple(File.from_json(Field(f"process {rank}", file)) for rank, file in enumerate(written))
+        for rank, file in enumerate(found):
+            name = file_of(rank)
             if not (partial / name).exists() or (partial / name).stat().st_size != file.num_bytes:
                 raise PipelineError(
                     f"{partial} lacks {name}, which another rank wrote; use a folder that all ranks share"
                 )
-        index = index_of(layouts, [checksums for checksums, _ in written])
-        for name, text in (
-            (files.TENSORS, index_to_json(index)),
-            (files.TRAINING, training_to_json(merged.training)),
-            (files.PLAN, self._pipeline.plan.to_json()),
-        ):
-            checkpoint_folder.write_synced(partial / name, text.encode())
-            found[name] = File.of(text.encode())
         weights = self._trained.weights.all
         manifest = Manifest(
             number=checkpoint_folder.next_number(self._folder),
@@ -376,15 +342,17 @@ class Checkpoints:
             weights={weight.names[0]: merged.num_tp_shards[weight.names[0]] for weight in weights},
             aliases={alias: weight.names[0] for weight in weights for alias in weight.names[1:]},
             files=found,
+            plan=self._pipeline.plan.to_fields(),
+            training=training_to_json(merged.training),
         )
         try:
-            read_contents(Saved(partial, manifest))
+            read_contents(Saved(partial, Manifest.from_json(manifest.to_json())))
         except FormatError as error:
             raise PipelineError(
                 f"step {merged.step} is not saved, because it could not be read again: {error}"
             ) from None
         checkpoint_folder.publish(partial, manifest, self._keep)
-        control.report("saves", step=merged.step, training=self._number)
+        control.report("saves", step=merged.step, training=self._training)
 
     # --- in memory ------------------------------------------------------------------------------------------------
 
@@ -401,7 +369,7 @@ class Checkpoints:
         Raises:
             PipelineError: there is a gradient, which a restart would lose, or state that no checkpoint can hold.
         """
-        if self._in_memory is None or not self._has_room:
+        if self._snapshots is None or not self._has_room:
             return
         begun_s = time.monotonic()
         gradients = self._gradients()
@@ -416,9 +384,9 @@ class Checkpoints:
         self._pipeline._settle_begun_steps()  # the weights of a step that is refused must not be kept
         self._num_commits += 1
         if self._num_commits & (self._num_commits - 1) == 0:  # commits 1, 2, 4, 8, …: an optimizer's state grows
-            self._has_room = self._count(self._in_memory)
+            self._has_room = self._count(self._snapshots)
         if not self._has_room:
-            self._in_memory.give_up()
+            self._snapshots.give_up()
             return
         if has_begun_steps or self._pipeline.num_steps == self._num_steps_committed:
             # No rank may be two steps ahead of another, and no step has made them wait for each other.
@@ -428,12 +396,12 @@ class Checkpoints:
             return
         try:
             require_json(extra)
-            self._in_memory.keep(step, extra, self._newest_at_load, [*gradients])
+            self._snapshots.keep(step, extra, self._newest_at_load, [*gradients])
         except FormatError as error:
             raise PipelineError(str(error)) from None
         except OSError as error:
             self._has_room_here = False
-            self._in_memory.give_up()
+            self._snapshots.give_up()
             _print(
                 f"process {self._ranks.mine} keeps no states in memory from step {step} on: its state has grown, and "
                 f"this machine lacks memory for it ({error.strerror}); {_WITHOUT}"
@@ -467,11 +435,11 @@ class Checkpoints:
                 f"and optimizer.zero_grad()"
             )
 
-    def _count(self, in_memory: StatesInMemory) -> bool:
+    def _count(self, snapshots: Snapshots) -> bool:
         """Whether the states of all ranks fit in memory. Reports what they need, and what there is. Collective."""
         self._trained.weights.require_all()
         awaited = f"the other ranks' commit number {self._num_commits}"
-        found = self._room.count(in_memory, not self._has_room_here, partial(self._share, awaited))
+        found = count_room(self._pipeline, snapshots, not self._has_room_here, partial(self._share, awaited))
         self._most_bytes = found.most_bytes
         if not found.fits:
             self._report(f"states are not kept in memory: {found.text}; {_WITHOUT}")
@@ -479,20 +447,18 @@ class Checkpoints:
             self._report(f"states are kept in memory: {found.text}")
         return found.fits
 
-    def _load_from_memory(self, in_memory: StatesInMemory, newest_saved: int) -> Checkpoint | None:
+    def _load_from_memory(self, snapshots: Snapshots, newest_saved: int) -> Checkpoint | None:
         """Restore the newest step that all ranks have in memory. Collective.
 
         Nothing is restored if a later step was saved since: `newest_saved` is that of the newest checkpoint.
         """
-        step = max(set.intersection(*map(set, self._ranks.gather(in_memory.steps))), default=-1)
-        if is_restart() and step < 0 and (others := in_memory.other_folders):
-            self._report(f"the state in memory is of {others[0]}, so {self._folder} does not resume from it")
-        if step < 0 or (step < newest_saved and in_memory.newest_at_load(step) < self._newest_at_load):
-            in_memory.forget_all_but(None)
+        step = max(set.intersection(*map(set, self._ranks.gather(snapshots.steps))), default=-1)
+        if step < 0 or (step < newest_saved and snapshots.newest_at_load(step) < self._newest_at_load):
+            snapshots.forget_all_but(None)
             return None
-        kept = self._ranks.agreed(f"looking at step {step} in memory", lambda: in_memory.prepare(step))
+        kept = self._ranks.agreed(f"looking at step {step} in memory", lambda: snapshots.prepare(step))
         self._ranks.agreed(f"setting the state of step {step} in memory", kept.restore)
-        in_memory.forget_all_but(step)
+        snapshots.forget_all_but(step)
         self._step_committed = step
         if is_restart():
             self._report(f"training resumes from step {step} in memory")
@@ -523,8 +489,8 @@ class Checkpoints:
         self.wait()
         names, self._newest_at_load = self._ranks.first("looking for checkpoints", lambda: self._find(step))
         self._newest_step_saved = int(names[0].removeprefix("step-")) if names else -1
-        if self._in_memory is not None and step is None:
-            kept = self._load_from_memory(self._in_memory, self._newest_step_saved)
+        if self._snapshots is not None and step is None:
+            kept = self._load_from_memory(self._snapshots, self._newest_step_saved)
             if kept is not None:
                 return kept
         for name, before in zip_longest(names, names[1:]):
@@ -547,8 +513,8 @@ class Checkpoints:
     def _forget_steps_in_memory(self) -> None:
         """Training goes on from a checkpoint: no restart may lead back to later steps of before."""
         self._step_committed = -1
-        if self._in_memory is not None:
-            self._in_memory.forget_all_but(None)
+        if self._snapshots is not None:
+            self._snapshots.forget_all_but(None)
 
     def _report(self, text: str) -> None:
         """Print one line on the first process."""
@@ -593,19 +559,6 @@ class Checkpoints:
         reader = Reader(saved, contents.index, restoring.tensors)
         reader.check()
         return saved, contents.plan, restoring, reader
-
-
-def _share_of(pipeline: Pipeline) -> str:
-    """Which part of the training's state a process has; with replicas, peers have the same."""
-    placement = pipeline.plan.placement
-    num_stages = placement.num_stages // placement.num_components
-    here = sorted({stage % num_stages for stage in pipeline.local_stages})
-    processes = pipeline._processes
-    shard = f", TP shard {processes.tp_shard} of {processes.num_tp_shards}" if processes.num_tp_shards > 1 else ""
-    alone = f", on replica {pipeline.replica}" if any(map(is_sharded, pipeline.parameters())) else ""
-    together = [rank for stage in pipeline.local_stages for rank in placement.ranks_of(stage)]
-    alone += f", on rank {pipeline.rank}" if len(together) > len(pipeline.local_stages) else ""
-    return f"the stages {', '.join(map(str, here))} of {num_stages}{shard}{alone}"
 
 
 def _require_step(step: object) -> None:

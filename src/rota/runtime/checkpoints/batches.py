@@ -19,7 +19,6 @@ import torch
 
 from rota.errors import PipelineError
 from rota.reading import LARGEST, Field
-from rota.runtime.checkpoints.generators import Generators
 from rota.runtime.checkpoints.random_states import random_state, set_random_state
 from rota.runtime.compute import seed_of
 from rota.runtime.fingerprints import fingerprint
@@ -83,7 +82,7 @@ class Batches:
 
     def go_on(self, position: Field) -> None:
         """Begin at a `position`. Raises PipelineError or FormatError if it is none of this loader's."""
-        position.refuse_others((*_FIELDS, "merged"))  # which earlier versions wrote
+        position.refuse_others(_FIELDS)
         seed, epoch, num_batches, num_replicas = (position[name].integer(0) for name in _FIELDS[:4])
         if seed != self._seed:
             raise PipelineError(f"seed={self._seed}, but the training has had the seed {seed} so far; give that one")
@@ -185,12 +184,11 @@ class _OwnRandom:
     def __init__(self, seed: int) -> None:
         self.seed = seed
         self._state: dict[str, Any] | None = None  # None: seeded when it is first used
-        self._own, self._training = Generators(), Generators()
 
     @contextmanager
     def drawn_from(self) -> Iterator[None]:
         """Inside, all that draws random numbers draws these."""
-        of_training = random_state(_CPU, self._training)
+        of_training = random_state(_CPU)
         if self._state is None:
             self._set_seed()
         else:
@@ -198,7 +196,7 @@ class _OwnRandom:
         try:
             yield
         finally:
-            self._state = random_state(_CPU, self._own)
+            self._state = random_state(_CPU)
             set_random_state(of_training, _CPU)
 
     def _set_seed(self) -> None:

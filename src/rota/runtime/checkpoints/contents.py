@@ -10,20 +10,20 @@ import torch
 
 from rota.errors import FormatError, RotaError
 from rota.plan import Plan
-from rota.reading import printable, short
+from rota.reading import Field, printable, short
 from rota.runtime.checkpoints.checkpoint_folder import is_checkpoint, readable_ones
-from rota.runtime.checkpoints.files import PLAN, Saved, read_saved
+from rota.runtime.checkpoints.files import MANIFEST, Saved, naming, read_saved
 from rota.runtime.checkpoints.manifest import Manifest
 from rota.runtime.checkpoints.names import model_key
 from rota.runtime.checkpoints.optimizer_state import tensor_key
 from rota.runtime.checkpoints.tensors import Index, Reader, check_all, read_index
-from rota.runtime.checkpoints.training_json import TrainingState, read_training
+from rota.runtime.checkpoints.training_json import TrainingState, training_from_json
 from rota.writing import whole_file
 
 
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """The contents of a checkpoint's small files."""
+    """All that a checkpoint has besides the bytes of tensors."""
 
     plan: Plan
     training: TrainingState
@@ -31,23 +31,22 @@ class Contents:
 
 
 def read_contents(saved: Saved) -> Contents:
-    """Read the small files. Raises FormatError if one has changed since it was saved, or if they do not match.
+    """Read all but the tensors. Raises FormatError if a header has changed since it was saved, or if they do not match.
 
-    For tensor files, only the sizes are compared.
+    Of the rest of the files, only the sizes are compared.
     """
-    saved.require_files()
-    contents = Contents(_read_plan(saved), read_training(saved), read_index(saved))
+    for wrong in saved.wrong_files():
+        raise FormatError(f"{saved.path}: {wrong}")
+    with naming(saved.path / MANIFEST):
+        training = training_from_json(Field("training", saved.manifest.training))
+        try:
+            plan = Plan.from_fields(Field("plan", saved.manifest.plan))
+        except RotaError as error:
+            raise FormatError(str(error)) from None
+    contents = Contents(plan, training, read_index(saved))
     for wrong in _wrong_keys(saved.manifest, contents.training, contents.index):
         raise FormatError(f"{saved.path}: {wrong}")
     return contents
-
-
-def _read_plan(saved: Saved) -> Plan:
-    text = saved.read_text(PLAN)
-    try:
-        return Plan.from_json(text)
-    except RotaError as error:
-        raise FormatError(f"{saved.path / PLAN}: {error}") from None
 
 
 def _wrong_keys(manifest: Manifest, training: TrainingState, index: Index) -> Iterator[str]:
@@ -90,11 +89,8 @@ def find(path: Path) -> tuple[list[Saved], list[tuple[Path, FormatError]]]:
 
 
 def damages(saved: Saved) -> list[str]:
-    """What is wrong with a checkpoint: files that do not match their saved hashes; empty if nothing is wrong.
-
-    If all files match, every tensor is read as well: each must be complete.
-    """
-    if found := [*saved.changed_files()]:
+    """What is wrong with a checkpoint, whose tensors are all read; empty if nothing is wrong."""
+    if found := [*saved.wrong_files()]:
         return found
     try:
         check_all(saved, read_contents(saved).index)
@@ -121,7 +117,7 @@ def export(saved: Saved, path: Path) -> int:
             f"{saved.path} has {sharded[0]} in {saved.manifest.weights[sharded[0]]} TP shards, and does not say how "
             f"to join them; load it on as many tensor-parallel ranks, and join them there"
         )
-    index = read_index(saved)
+    index = read_contents(saved).index
     stored = {name: index[model_key(name)] for name in saved.manifest.weights}
     wanted = {name: torch.empty(of.size, dtype=of.dtype) for name, of in stored.items()}
     Reader(saved, index, {model_key(name): tensor for name, tensor in wanted.items()}).fill()

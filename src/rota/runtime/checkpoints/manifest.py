@@ -1,4 +1,4 @@
-"""`rota.json`: which files a checkpoint has, and the facts that a reader needs first."""
+"""`rota.json`, the index of a checkpoint: its files, and all of the training besides tensors. Written last."""
 
 from __future__ import annotations
 
@@ -13,20 +13,30 @@ from typing import Any, NamedTuple
 from rota import reading
 from rota.errors import FormatError
 
-FORMAT = 3
+FORMAT = 4
 LONGEST_BITS = 4096  # of an integer; Python parses about 14,000
 
 
 class File(NamedTuple):
-    """The size of a file and its SHA-256 in hexadecimal digits, when it was written."""
+    """A rank's file as it was written: its size, its header's SHA-256 in hexadecimal digits, each tensor's CRC-32."""
 
     num_bytes: int
-    sha256: str
+    head_sha256: str
+    crc32: tuple[int, ...]
 
     @classmethod
-    def of(cls, data: bytes) -> File:
-        """The size and SHA-256 of `data`."""
-        return cls(len(data), hashlib.sha256(data).hexdigest())
+    def from_json(cls, field: reading.Field) -> File:
+        """The file with this JSON. Raises FormatError that names the field."""
+        if len(parts := [*field]) != 3:
+            raise field.wrong("a size, a SHA-256 and checksums")
+        if not re.fullmatch("[0-9a-f]{64}", parts[1].text()):
+            raise parts[1].wrong("a SHA-256 in 64 hexadecimal digits")
+        return cls(parts[0].integer(0), parts[1].text(), parts[2].integers(0, 2**32 - 1))
+
+
+def file_of(rank: int) -> str:
+    """The name of a rank's file."""
+    return f"rank-{rank}.safetensors"
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +44,8 @@ class Manifest:
     """`rota.json`. `number` counts the saves: the newest has the highest, independent of its step.
 
     `weights`: the number of TP shards of each weight and buffer of the whole model, 1 for most. `aliases`: other names
-    of tied weights, each with the name under which the weight is saved.
+    of tied weights, each with the name under which the weight is saved. `files`: those of ranks 0, 1, …; `plan` and
+    `training` are JSON of which nothing is checked here.
     """
 
     number: int
@@ -44,13 +55,14 @@ class Manifest:
     num_replicas: int
     weights: dict[str, int]
     aliases: dict[str, str]
-    files: dict[str, File]
+    files: tuple[File, ...]
+    plan: Any
+    training: Any
 
     def to_json(self) -> str:
         """The text of `rota.json`, with its own SHA-256."""
         fields = {name: getattr(self, name) for name in self.__slots__}
-        pairs = {of: [[name, value] for name, value in fields[of].items()] for of in ("weights", "files")}
-        written = {"format": FORMAT, **fields, **pairs}
+        written = {"format": FORMAT, **fields, "weights": [[*pair] for pair in self.weights.items()]}
         checked = {**written, "sha256": digest({"rota": "checkpoint", **written})}
         return reading.dump("checkpoint", checked, Manifest.from_json)
 
@@ -59,9 +71,8 @@ class Manifest:
         """The manifest with this text. Raises FormatError that names the field."""
         document = reading.parse(text, "checkpoint")
         if (found := document["format"]).integer() != FORMAT:
-            pickles = ", whose checkpoints hold pickles, which are no longer read" if found.integer() == 1 else ""
-            writer = f"an earlier version of Rota{pickles}" if found.integer() < FORMAT else "a later version of Rota"
-            raise found.wrong(f"{FORMAT}; it was saved by {writer}; use it with that version")
+            writer = "an earlier" if found.integer() < FORMAT else "a later"
+            raise found.wrong(f"{FORMAT}; it was saved by {writer} version of Rota; use it with that version")
         document.refuse_others(("rota", "format", *cls.__slots__, "sha256"))
         manifest = cls(
             number=document["number"].integer(1),
@@ -71,7 +82,9 @@ class Manifest:
             num_replicas=document["num_replicas"].integer(1),
             weights={name: num_tp_shards.integer(1) for name, num_tp_shards in _pairs(document["weights"])},
             aliases={alias.name(): name.name() for alias, name in document["aliases"].items()},
-            files={_inside(name, field): _file(field) for name, field in _pairs(document["files"])},
+            files=tuple(map(File.from_json, document["files"])),
+            plan=document["plan"].value,
+            training=document["training"].value,
         )
         for alias, name in manifest.aliases.items():
             if alias in manifest.weights or name not in manifest.weights:
@@ -105,20 +118,6 @@ def _pairs(field: reading.Field) -> Iterator[tuple[str, reading.Field]]:
             raise name.wrong("a name that occurs only once")
         seen.add(name.name())
         yield name.name(), value
-
-
-def _inside(name: str, field: reading.Field) -> str:
-    """`name`, if checkpoints have such a file: no such name leads out of the folder. Raises FormatError."""
-    if not re.fullmatch(r"(plan|training|tensors)\.json|tensors-[0-9]{1,9}\.bin", name):
-        raise FormatError(f"{field.path}: {reading.short(name)} is not the name of a checkpoint's file")
-    return name
-
-
-def _file(field: reading.Field) -> File:
-    num_bytes, sha256 = pair(field)
-    if not re.fullmatch("[0-9a-f]{64}", sha256.text()):
-        raise sha256.wrong("a SHA-256 in 64 hexadecimal digits")
-    return File(num_bytes.integer(0), sha256.text())
 
 
 # --- the user's own values --------------------------------------------------------------------------------------------

@@ -28,7 +28,8 @@ from rota.runtime.checkpoints.optimizer_state import (
     tensor_key,
 )
 from rota.runtime.checkpoints.random_states import random_state, require_random_state, set_random_state
-from rota.runtime.checkpoints.tensors import Index, Stored, Tensors
+from rota.runtime.checkpoints.rank_file import Tensors
+from rota.runtime.checkpoints.tensors import Index, Stored
 from rota.runtime.checkpoints.training_json import (
     TrainingState,
     records_from_json,

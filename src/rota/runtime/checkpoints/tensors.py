@@ -1,9 +1,9 @@
-"""The tensors of a checkpoint: raw bytes in one file per rank, and `tensors.json`, which says where each tensor is.
+"""The tensors of a checkpoint: which rank writes which part, where each part is, and reading them again.
 
-rank 0   tensors-0.bin   │ model/a, rows 0–3 │ model/b │ optimizer/a/exp_avg, rows 0–3 │
-rank 1   tensors-1.bin   │ model/a, rows 4–7 │ optimizer/a/exp_avg, rows 4–7 │
+rank 0   rank-0.safetensors   │ model/a, rows 0–3 │ model/b │ optimizer/a/exp_avg, rows 0–3 │
+rank 1   rank-1.safetensors   │ model/a, rows 4–7 │ optimizer/a/exp_avg, rows 4–7 │
 
-A tensor is in one or more chunks, which are boxes of a grid. The planners of `torch.distributed.checkpoint` choose the
+A tensor is in one or more chunks, which are boxes of a grid. The planner of `torch.distributed.checkpoint` chooses the
 chunks that a rank reads, so DTensors of any layout load into any other layout.
 """
 
@@ -11,56 +11,47 @@ from __future__ import annotations
 
 import hashlib
 import math
-import os
-import sys
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import ReadItem, WriteItem
+from torch.distributed.checkpoint.planner import ReadItem
 
 from rota import reading
 from rota.errors import FormatError, PipelineError
-from rota.runtime.checkpoints.files import PLAN, TENSORS, TRAINING, Saved, naming, opened, pieces
-from rota.runtime.checkpoints.manifest import File
-from rota.runtime.checkpoints.values import DTYPES, are_of, bytes_of, dtype_name, read_dtype, read_size, tensor_of
+from rota.runtime.checkpoints.files import Saved, naming, opened, pieces
+from rota.runtime.checkpoints.manifest import file_of
+from rota.runtime.checkpoints.rank_file import LENGTH, Box, Chunk, Tensors, chunks_of, head_bytes, read_head, starts_of
+from rota.runtime.checkpoints.values import are_of, dtype_name, tensor_of
+from rota.runtime.device.protocol import Device, is_queued
 
-Tensors: TypeAlias = dict[str, torch.Tensor]
-Box: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]  # offsets and sizes
 
-
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """A part of a tensor, whose bytes start at `position` in a file, and their CRC-32."""
+class Place(NamedTuple):
+    """Where a box of a tensor is, and the CRC-32 of its bytes."""
 
     box: Box
     file: str
     position: int
     crc32: int
 
-    def num_bytes(self, dtype: torch.dtype) -> int:
-        """Bytes of the chunk if its tensor has this dtype."""
-        return math.prod(self.box[1]) * dtype.itemsize
-
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A tensor in the files; an empty tensor has no chunks."""
+    """A tensor in the files."""
 
     dtype: torch.dtype
     size: tuple[int, ...]
-    chunks: tuple[Chunk, ...]
+    places: tuple[Place, ...]
 
 
 Index: TypeAlias = dict[str, Stored]  # by the tensor's key
@@ -70,36 +61,30 @@ Index: TypeAlias = dict[str, Stored]  # by the tensor's key
 
 
 class Layout:
-    """Which chunks of `tensors` this rank has, and their bytes, as they are now or as they were at `copy`."""
+    """Which chunks of `tensors` this rank has, and their values, as they are now or as they were at `copy`."""
 
     def __init__(self, tensors: Tensors) -> None:
-        planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-        planner.set_up_planner(tensors)
-        items = [(item, _box(item)) for item in planner.create_local_plan().items]
-        self._items = {(item.index.fqn, box): item for item, box in items if math.prod(box[1])}
-        self._data: dict[tuple[str, Box], torch.Tensor] = {}
-        for at, item in self._items.items():
-            data = planner.resolve_data(item)
-            assert isinstance(data, torch.Tensor)
-            self._data[at] = data.detach()
-        self._empty = [item for item, box in items if not math.prod(box[1])]
+        self._data = chunks_of(tensors)
 
     def to_json(self) -> list[Any]:
-        """[key, dtype, size, offsets, sizes] of each chunk, for the other ranks; an empty tensor has None twice."""
-        chunks = [[key, _dtype(item), [*_size(item)], *map(list, box)] for (key, box), item in self._items.items()]
-        return chunks + [[item.index.fqn, _dtype(item), [*_size(item)], None, None] for item in self._empty]
+        """The chunks, for the other ranks."""
+        return [chunk.to_json() for chunk in self._data]
 
-    def data(self, key: str, box: Box) -> memoryview:
-        """The bytes of a chunk."""
-        return bytes_of(self._data[key, box])
+    def share(self, of_ranks: Sequence[Any], rank: int) -> list[tuple[Chunk, torch.Tensor]]:
+        """What this rank writes, if the ranks have these chunks."""
+        chunks = [[*map(Chunk.from_json, reading.Field("chunks", of_rank))] for of_rank in of_ranks]
+        return [(chunk, self._data[chunk]) for chunk in share_out(chunks)[rank]]
 
-    def tensors(self, which: Callable[[str], bool]) -> list[torch.Tensor]:
-        """The chunks on an accelerator with keys for which `which`."""
-        return [tensor for (key, _), tensor in self._data.items() if which(key) and tensor.device.type != "cpu"]
+    def copy(self, device: Device) -> Callable[[], object]:
+        """Copy all values to the host; the result waits until they are there.
 
-    def copy(self, which: Callable[[str], bool]) -> None:
-        """Copy these chunks to the host, on an accelerator's current stream; its kernels may then not be over."""
-        self._data |= {at: _copy_on_host(tensor) for at, tensor in self._data.items() if which(at[0])}
+        On an accelerator, they are copied on the caller's stream, before whatever the caller enqueues later, to pinned
+        memory; the host goes on at once.
+        """
+        self._data = {chunk: _copy_on_host(tensor) for chunk, tensor in self._data.items()}
+        if is_queued(device):
+            return device.read(torch.zeros(1, device=device.torch_device))  # it comes after all of them
+        return lambda: None
 
 
 def _copy_on_host(tensor: torch.Tensor) -> torch.Tensor:
@@ -107,133 +92,69 @@ def _copy_on_host(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.clone() if tensor.device.type == "cpu" else tensor.to("cpu", non_blocking=True)
 
 
-def _box(item: WriteItem) -> Box:
-    assert item.tensor_data is not None
-    return tuple(item.tensor_data.chunk.offsets), tuple(item.tensor_data.chunk.sizes)
-
-
-def _size(item: WriteItem) -> torch.Size:
-    assert item.tensor_data is not None
-    return item.tensor_data.size
-
-
-def _dtype(item: WriteItem) -> str:
-    assert item.tensor_data is not None
-    return dtype_name(item.tensor_data.properties.dtype)
-
-
-def share_out(of_ranks: Sequence[list[Any]]) -> list[list[tuple[str, Box]]]:
+def share_out(of_ranks: Sequence[Sequence[Chunk]]) -> list[list[Chunk]]:
     """The chunks that each rank writes. A chunk goes to its holder with the fewest bytes so far."""
-    holders: dict[tuple[str, Box], list[int]] = {}
-    num_bytes: dict[tuple[str, Box], int] = {}
-    properties: dict[str, tuple[str, list[int]]] = {}
+    holders: dict[Chunk, list[int]] = {}
+    known: dict[str, Chunk] = {}
     for rank, chunks in enumerate(of_ranks):
-        for key, dtype, size, offsets, sizes in chunks:
-            if properties.setdefault(key, (dtype, size)) != (dtype, size):
+        for chunk in chunks:
+            other = known.setdefault(chunk.key, chunk)
+            if (other.dtype, other.size) != (chunk.dtype, chunk.size):
                 raise PipelineError(
-                    f"process {rank} has {key} as {size} of {dtype}, and another as {properties[key][1]} of "
-                    f"{properties[key][0]}; make it the same on all"
+                    f"process {rank} has {chunk.key} as {list(chunk.size)} of {dtype_name(chunk.dtype)}, and another "
+                    f"as {list(other.size)} of {dtype_name(other.dtype)}; make it the same on all"
                 )
-            if offsets is not None:
-                chunk = key, (tuple(offsets), tuple(sizes))
-                holders.setdefault(chunk, []).append(rank)
-                num_bytes[chunk] = math.prod(sizes) * DTYPES[dtype].itemsize
-    shares: list[list[tuple[str, Box]]] = [[] for _ in of_ranks]
+            holders.setdefault(chunk, []).append(rank)
+    shares: list[list[Chunk]] = [[] for _ in of_ranks]
     loads = [0] * len(of_ranks)
     for chunk, ranks in holders.items():
         rank = min(ranks, key=lambda rank: loads[rank])
-        loads[rank] += num_bytes[chunk]
+        loads[rank] += chunk.num_bytes
         shares[rank].append(chunk)
-    return shares
+    return [sorted(share, key=lambda chunk: -chunk.dtype.itemsize) for share in shares]
 
 
-def file_of(rank: int) -> str:
-    """The name of the file with a rank's tensors."""
-    return f"tensors-{rank}.bin"
-
-
-def write_chunks(path: Path, layout: Layout, share: list[tuple[str, Box]]) -> tuple[list[int], File]:
-    """Write one file and flush it to disk. Returns the CRC-32 of each chunk, and the file's size and hash."""
-    digest, checksums = hashlib.sha256(), []
-    with path.open("xb") as file:
-        for key, box in share:
-            data = layout.data(key, box)
-            checksums.append(zlib.crc32(data))
-            digest.update(data)
-            file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-        return checksums, File(file.tell(), digest.hexdigest())
-
-
-def index_of(of_ranks: Sequence[list[Any]], checksums: Sequence[list[int]]) -> Index:
-    """Where the ranks have written the chunks of `share_out`. Raises PipelineError if a tensor has gaps."""
-    properties = {key: (DTYPES[dtype], tuple(size)) for chunks in of_ranks for key, dtype, size, *_ in chunks}
-    chunks: dict[str, list[Chunk]] = {key: [] for key in properties}
-    for rank, (share, of_rank) in enumerate(zip(share_out(of_ranks), checksums, strict=True)):
-        position = 0
-        for (key, box), crc32 in zip(share, of_rank, strict=True):
-            chunks[key].append(chunk := Chunk(box, file_of(rank), position, crc32))
-            position += chunk.num_bytes(properties[key][0])
-    for key, (_, size) in properties.items():
-        if not _is_covered(size, [chunk.box for chunk in chunks[key]]):
-            raise PipelineError(f"the ranks do not hold all of {key}, of size {list(size)}, as the cells of one grid")
-    return {key: Stored(*properties[key], tuple(chunks[key])) for key in properties}
-
-
-# --- the index as JSON ------------------------------------------------------------------------------------------------
-
-
-def index_to_json(index: Index) -> str:
-    """The text of `tensors.json`: each tensor's dtype, size and chunks."""
-    entries = [
-        [key, dtype_name(of.dtype), of.size, [[*c.box, c.file, c.position, c.crc32] for c in of.chunks]]
-        for key, of in index.items()
-    ]
-    return reading.dump("tensors", {"byte_order": sys.byteorder, "tensors": entries})
+# --- what is where ----------------------------------------------------------------------------------------------------
 
 
 def read_index(saved: Saved) -> Index:
-    """Where a checkpoint's tensors are. Raises FormatError unless each is complete, and each byte is in one chunk."""
-    text = saved.read_text(TENSORS)
-    with naming(saved.path / TENSORS):
-        document = reading.Field("tensors", reading.load(text))
-        document.refuse_others(("rota", "byte_order", "tensors"))
-        if document["byte_order"].text() != sys.byteorder:
-            raise document["byte_order"].wrong(f"{sys.byteorder}, as on this machine")
-        index: Index = {}
-        for entry in document["tensors"]:
-            key, stored = _entry(entry)
-            if key in index:
-                raise entry.wrong("a tensor that occurs only once")
-            index[key] = stored
-        _require_tiled_files(index, saved)
-        return index
+    """Where a checkpoint's tensors are, by the headers of its files. Raises FormatError unless each is complete."""
+    places: dict[str, list[Place]] = {}
+    known: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
+    for rank in range(len(saved.manifest.files)):
+        for chunk, place in _places(saved, rank):
+            if known.setdefault(chunk.key, (chunk.dtype, chunk.size)) != (chunk.dtype, chunk.size):
+                raise FormatError(f"{saved.path / place.file}: {reading.short(chunk.key)} differs from another file's")
+            places.setdefault(chunk.key, []).append(place)
+    for key, (_, size) in known.items():
+        if not _is_covered(size, [place.box for place in places[key]]):
+            raise FormatError(f"{saved.path}: no parts cover {reading.short(key)}, of size {list(size)}, once")
+    return {key: Stored(*known[key], tuple(places[key])) for key in known}
 
 
-def _entry(entry: reading.Field) -> tuple[str, Stored]:
-    if len(parts := [*entry]) != 4:
-        raise entry.wrong("a key, a dtype, a size and chunks")
-    key, size = parts[0].text(), read_size(parts[2])
-    stored = Stored(read_dtype(parts[1]), size, tuple(_chunk(field, len(size)) for field in parts[3]))
-    if not _is_covered(size, [chunk.box for chunk in stored.chunks]):
-        raise parts[3].wrong(f"chunks that cover {reading.short(key)}, of size {list(size)}, once")
-    return key, stored
-
-
-def _chunk(field: reading.Field, num_dimensions: int) -> Chunk:
-    if len(parts := [*field]) != 5:
-        raise field.wrong("offsets, sizes, a file, a position and a CRC-32")
-    offsets, sizes = parts[0].integers(0), parts[1].integers(1)
-    if not len(offsets) == len(sizes) == num_dimensions:
-        raise field.wrong(f"{num_dimensions} offsets and sizes")
-    return Chunk((offsets, sizes), parts[2].name(), parts[3].integer(0), parts[4].integer(0, 2**32 - 1))
+def _places(saved: Saved, rank: int) -> list[tuple[Chunk, Place]]:
+    name, told = file_of(rank), saved.manifest.files[rank]
+    path = saved.path / name
+    with opened(path) as file, naming(path):
+        begin = file.read(LENGTH.size)
+        head = begin + b"".join(map(bytes, pieces(file, head_bytes(begin, told.num_bytes) - len(begin))))
+    if hashlib.sha256(head).hexdigest() != told.head_sha256:
+        raise FormatError(f"{path} has changed since it was saved, in its header")
+    with naming(path):
+        chunks, _ = read_head(head)
+        *positions, end = starts_of(chunks, len(head))
+        if len(chunks) != len(told.crc32) or end != told.num_bytes:
+            raise FormatError(f"its tensors do not fill its {told.num_bytes:,} bytes")
+    return [
+        (chunk, Place(chunk.box, name, position, crc32))
+        for chunk, position, crc32 in zip(chunks, positions, told.crc32, strict=True)
+    ]
 
 
 def _is_covered(size: tuple[int, ...], boxes: list[Box]) -> bool:
     """Whether the boxes are the cells of a grid over a tensor, each exactly once."""
     if not math.prod(size):
-        return not boxes
+        return boxes == [((0,) * len(size), size)]
     num_cells = 1
     for dimension, length in enumerate(size):
         intervals = _without_equals((offsets[dimension], sizes[dimension]) for offsets, sizes in boxes)
@@ -249,48 +170,32 @@ def _without_equals(values: Iterable[Any]) -> list[Any]:
     return [value for value, _ in groupby(sorted(values))]
 
 
-def _require_tiled_files(index: Index, saved: Saved) -> None:
-    """Raises FormatError unless each byte of each file is in one chunk: a small file must not become many tensors."""
-    places: dict[str, list[tuple[int, int]]] = {}
-    for stored in index.values():
-        for chunk in stored.chunks:
-            places.setdefault(chunk.file, []).append((chunk.position, chunk.num_bytes(stored.dtype)))
-    files = {name: file for name, file in saved.manifest.files.items() if name not in (PLAN, TENSORS, TRAINING)}
-    if elsewhere := sorted(places.keys() - files.keys()):
-        raise FormatError(f"it places a tensor in {reading.short(elsewhere[0])}, which is not a tensor file")
-    for name, file in files.items():
-        of_file = sorted(places.get(name, []))
-        ends = [0, *(position + num_bytes for position, num_bytes in of_file)]
-        if [position for position, _ in of_file] != ends[:-1] or ends[-1] != file.num_bytes:
-            raise FormatError(f"its chunks do not fill {reading.short(name)}, of {file.num_bytes:,} bytes")
-
-
 # --- reading ----------------------------------------------------------------------------------------------------------
 
 
 def check_all(saved: Saved, index: Index) -> None:
     """Read every tensor. Raises FormatError if one has changed since it was saved."""
     for key, stored in index.items():
-        for chunk in stored.chunks:
-            _check(saved, key, stored.dtype, chunk)
+        for place in stored.places:
+            _check(saved, key, stored.dtype, place)
 
 
-def _check(saved: Saved, key: str, dtype: torch.dtype, chunk: Chunk) -> None:
-    for _ in _pieces(saved, key, dtype, chunk):
+def _check(saved: Saved, key: str, dtype: torch.dtype, place: Place) -> None:
+    for _ in _pieces(saved, key, dtype, place):
         pass
 
 
-def _pieces(saved: Saved, key: str, dtype: torch.dtype, chunk: Chunk) -> Iterator[memoryview]:
-    """A chunk's bytes in pieces. Raises FormatError, at the end, if they have changed since they were saved."""
-    path, crc32 = saved.path / chunk.file, 0
+def _pieces(saved: Saved, key: str, dtype: torch.dtype, place: Place) -> Iterator[memoryview]:
+    """A box's bytes in pieces. Raises FormatError, at the end, if they have changed since they were saved."""
+    path, crc32 = saved.path / place.file, 0
     with opened(path) as file:
-        file.seek(chunk.position)
-        for piece in pieces(file, chunk.num_bytes(dtype)):
+        file.seek(place.position)
+        for piece in pieces(file, math.prod(place.box[1]) * dtype.itemsize):
             crc32 = zlib.crc32(piece, crc32)
             if not are_of(piece, dtype):
                 raise FormatError(f"{path}: {reading.short(key)} holds bytes that are not {dtype_name(dtype)} values")
             yield piece
-    if crc32 != chunk.crc32:
+    if crc32 != place.crc32:
         raise FormatError(f"{path} has changed since it was saved, in {reading.short(key)}")
 
 
@@ -301,23 +206,25 @@ class Reader:
         self._saved, self._index = saved, index
         self._planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         self._planner.set_up_planner(tensors, _metadata({key: index[key] for key in tensors}))
-        self._wanted: dict[tuple[str, Chunk], list[ReadItem]] = {}
-        chunks = {(key, chunk.box[0]): chunk for key in tensors for chunk in index[key].chunks}
+        self._wanted: dict[tuple[str, Place], list[ReadItem]] = {}
+        places = {(key, place.box[0]): place for key in tensors for place in index[key].places}
         for item in self._planner.create_local_plan().items:
             assert item.storage_index.offset is not None
             key = item.storage_index.fqn
-            chunk = chunks[key, tuple(item.storage_index.offset)]
-            self._wanted.setdefault((key, chunk), []).append(item)
+            self._wanted.setdefault((key, places[key, tuple(item.storage_index.offset)]), []).append(item)
 
     def check(self) -> None:
-        """Read all that `fill` will read, and change nothing. Raises FormatError if a chunk has changed."""
-        for (key, chunk), _ in self._in_order():
-            _check(self._saved, key, self._index[key].dtype, chunk)
+        """Read all that `fill` will read, and change nothing. Raises FormatError if a box has changed."""
+        for (key, place), _ in self._in_order():
+            _check(self._saved, key, self._index[key].dtype, place)
 
     def fill(self) -> None:
         """Fill the tensors. Raises FormatError as `check` does: a file may change in between."""
-        for (key, chunk), items in self._in_order():
-            read = self._read(key, chunk)
+        for (key, place), items in self._in_order():
+            data = bytearray()
+            for piece in _pieces(self._saved, key, self._index[key].dtype, place):
+                data += piece
+            read = tensor_of(data, self._index[key].dtype, place.box[1])
             for item in items:
                 part = read
                 for dimension, (offset, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
@@ -326,17 +233,9 @@ class Reader:
                 target.copy_(part)
                 self._planner.commit_tensor(item, target)
 
-    def _in_order(self) -> list[tuple[tuple[str, Chunk], list[ReadItem]]]:
-        """The wanted chunks, in the order of the files."""
+    def _in_order(self) -> list[tuple[tuple[str, Place], list[ReadItem]]]:
+        """The wanted boxes, in the order of the files."""
         return sorted(self._wanted.items(), key=lambda entry: (entry[0][1].file, entry[0][1].position))
-
-    def _read(self, key: str, chunk: Chunk) -> torch.Tensor:
-        dtype, at = self._index[key].dtype, 0
-        data = bytearray(chunk.num_bytes(dtype))
-        for piece in _pieces(self._saved, key, self._index[key].dtype, chunk):
-            data[at : at + len(piece)] = piece
-            at += len(piece)
-        return tensor_of(data, dtype, chunk.box[1])
 
 
 def _metadata(index: Mapping[str, Stored]) -> Metadata:
@@ -346,7 +245,7 @@ def _metadata(index: Mapping[str, Stored]) -> Metadata:
             key: TensorStorageMetadata(
                 TensorProperties(dtype=stored.dtype),
                 torch.Size(stored.size),
-                [ChunkStorageMetadata(*map(torch.Size, chunk.box)) for chunk in stored.chunks],
+                [ChunkStorageMetadata(*map(torch.Size, place.box)) for place in stored.places],
             )
             for key, stored in index.items()
         }

@@ -1,4 +1,4 @@
-"""`training.json`: the state besides tensors: options, schedules and random state. Every field is checked."""
+"""The state of a training besides tensors as JSON: options, schedules and random state. Every field is checked."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Any
 from rota import reading
 from rota.errors import PipelineError
 from rota.reading import Field
-from rota.runtime.checkpoints.files import TRAINING, Saved, naming
 from rota.runtime.checkpoints.manifest import pair
 from rota.runtime.checkpoints.optimizer_state import OF_THE_RANK, Place, Record
 from rota.runtime.checkpoints.random_states import random_from_json, random_to_json
-from rota.runtime.checkpoints.values import from_base64, from_json, to_base64, to_json, unlike
+from rota.runtime.checkpoints.values import from_json, to_json, unlike
 
-_RECORD = ("optimizer", "options", "tensors", "values", "scheduled")
+_OF_GROUP = ("optimizer", "options", "scheduled")
+_OF_WEIGHT = ("tensors", "values")
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,33 +28,20 @@ class TrainingState:
     random: dict[str, Any]
 
 
-def training_to_json(state: TrainingState) -> str:
-    """The text of `training.json`. Raises PipelineError if it is too long to be read again."""
-    records = [[key, json.dumps(record_to_json(key, record))] for key, record in sorted(state.records.items())]
-    text = "{" + f'\n"random": {json.dumps(random_to_json(state.random, to_base64))},\n"scheduler": '
-    text += json.dumps(scheduler_to_json(state.scheduler)) + ',\n"records": [\n'
-    text += ",\n".join(f"[{json.dumps(key)}, {record}]" for key, record in records) + "\n]\n}\n"
-    if len(text) > reading.LARGEST_BYTES:
-        raise PipelineError(
-            f"the options and states of the optimizer, besides its tensors, have {len(text):,} bytes, but only "
-            f"{reading.LARGEST_BYTES:,} can be read again; make large tensors entries of the optimizer's state"
-        )
-    return text
+def training_to_json(state: TrainingState) -> dict[str, Any]:
+    """The state as JSON. Raises PipelineError if a value cannot be restored from JSON."""
+    return {
+        "random": random_to_json(state.random),
+        "scheduler": scheduler_to_json(state.scheduler),
+        "records": records_to_json(state.records),
+    }
 
 
-def read_training(saved: Saved) -> TrainingState:
-    """Read `training.json`. Raises FormatError that names the field."""
-    with naming(saved.path / TRAINING):
-        document = Field("training", reading.load(saved.read_text(TRAINING)))
-        document.refuse_others(("random", "scheduler", "records"))
-        records: dict[str, Record] = {}
-        for entry in document["records"]:
-            key, record = pair(entry)
-            if key.text() in records:
-                raise key.wrong("a weight that occurs only once")
-            records[key.text()] = record_from_json(record)
-        drawn = random_from_json(document["random"], from_base64)
-        return TrainingState(records, scheduler_from_json(document["scheduler"]), drawn)
+def training_from_json(field: Field) -> TrainingState:
+    """The state that `training_to_json` wrote. Raises FormatError that names the field."""
+    field.refuse_others(("random", "scheduler", "records"))
+    records, drawn = records_from_json(field["records"]), random_from_json(field["random"])
+    return TrainingState(records, scheduler_from_json(field["scheduler"]), drawn)
 
 
 # --- optimizer and scheduler ------------------------------------------------------------------------------------------
@@ -65,12 +52,15 @@ def records_to_json(records: Mapping[str, Record]) -> list[Any]:
 
     Raises PipelineError if a value cannot be restored from JSON.
     """
-    groups: dict[int, tuple[dict[str, Any], dict[str, Any]]] = {}
-    for key, record in records.items():
-        group = groups.get(id(record["options"]))
-        if group is None:
-            groups[id(record["options"])] = group = _of_group_to_json(key, record), {}
-        group[1][key] = _of_weight_to_json(key, record)
+    known: dict[int, dict[str, Any]] = {}  # by an object that only the weights of one group of one rank share
+    groups: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {}
+    for key, record in sorted(records.items()):
+        of_weights = known.get(id(record["options"]))
+        if of_weights is None:
+            of_group = _of_group_to_json(key, record)
+            _, of_weights = groups.setdefault(json.dumps(of_group), (of_group, {}))
+            known[id(record["options"])] = of_weights
+        of_weights[key] = _of_weight_to_json(key, record)
     return [*groups.values()]
 
 
@@ -78,18 +68,12 @@ def records_from_json(field: Field) -> dict[str, Record]:
     """The records that `records_to_json` wrote. Raises FormatError that names the field."""
     found: dict[str, Record] = {}
     for of_group, of_weights in map(pair, field):
-        shared = {name.value: value.value for name, value in of_group.items()}
+        shared = _of_group_from_json(of_group)
         for key, own in of_weights.items():
             if key.text() in found:
                 raise key.wrong("a weight that occurs only once")
-            mine = {name.value: value.value for name, value in own.items()}
-            found[key.text()] = record_from_json(Field(own.path, {**shared, **mine}))
+            found[key.text()] = {**shared, **_of_weight_from_json(own)}
     return found
-
-
-def record_to_json(key: str, record: Record) -> dict[str, Any]:
-    """A weight's record as JSON. Raises PipelineError if a value cannot be restored from JSON."""
-    return {**_of_group_to_json(key, record), **_of_weight_to_json(key, record)}
 
 
 def _of_group_to_json(key: str, record: Record) -> dict[str, Any]:
@@ -103,6 +87,18 @@ def _of_group_to_json(key: str, record: Record) -> dict[str, Any]:
     }
 
 
+def _of_group_from_json(field: Field) -> dict[str, Any]:
+    field.refuse_others(_OF_GROUP)
+    options = _named_from_json(field["options"])
+    for name in OF_THE_RANK:
+        if name in options:
+            raise field["options"].wrong(f"options without {name!r}, which differs between ranks")
+    placed = [(_place(place), value) for place, value in map(pair, field["scheduled"])]
+    unlike(field["scheduled"], [place for place, _ in placed])
+    scheduled = {place: from_json(value) for place, value in placed}
+    return {"optimizer": field["optimizer"].name(), "options": options, "scheduled": scheduled}
+
+
 def _of_weight_to_json(key: str, record: Record) -> dict[str, Any]:
     path = f"{record['optimizer']}'s state of {key}"
     for state in record["tensors"]:
@@ -110,27 +106,13 @@ def _of_weight_to_json(key: str, record: Record) -> dict[str, Any]:
     return {"tensors": record["tensors"], "values": _named_to_json(record["values"], path)}
 
 
-def record_from_json(field: Field) -> Record:
-    """The record that `record_to_json` wrote. Raises FormatError that names the field."""
-    field.refuse_others(_RECORD)
-    options = _named_from_json(field["options"])
-    for name in OF_THE_RANK:
-        if name in options:
-            raise field["options"].wrong(f"options without {name!r}, which differs between ranks")
+def _of_weight_from_json(field: Field) -> dict[str, Any]:
+    field.refuse_others(_OF_WEIGHT)
     tensors = [name.name() for name in field["tensors"]]
     values = _named_from_json(field["values"])
     if len({*tensors, *values}) < len(tensors) + len(values):
         raise field["tensors"].wrong("names that occur once")
-    placed = [(_place(place), value) for place, value in map(pair, field["scheduled"])]
-    unlike(field["scheduled"], [place for place, _ in placed])
-    scheduled = {place: from_json(value) for place, value in placed}
-    return {
-        "optimizer": field["optimizer"].name(),
-        "options": options,
-        "tensors": tensors,
-        "values": values,
-        "scheduled": scheduled,
-    }
+    return {"tensors": tensors, "values": values}
 
 
 def scheduler_to_json(scheduler: dict[str, Any] | None) -> Any:

@@ -10,6 +10,7 @@ import signal
 import time
 from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple, final
 
@@ -17,8 +18,8 @@ from rota.checking import check
 from rota.errors import PipelineError
 from rota.plan import Plan
 from rota.runtime.environment import meeting_environments, mesh_environment
-from rota.runtime.freed_memory import HUGE_PAGES
-from rota.runtime.kept_memory import KeptMemories, State
+from rota.runtime.host_memory import HUGE_PAGES
+from rota.runtime.kept_memory import State, common_states, environment_of
 from rota.runtime.launcher_files import (
     collect,
     keep_script,
@@ -27,11 +28,10 @@ from rota.runtime.launcher_files import (
     restart_environment,
     write_plan,
 )
-from rota.runtime.launching.newest_states import NewestStates
-from rota.runtime.launching.rank_processes import RankFailed, Ranks
+from rota.runtime.launching.forking import fork, import_for_ranks
+from rota.runtime.launching.rank_processes import RankFailed, Ranks, Starter, in_new_interpreter
 from rota.runtime.launching.requests import EndedBySignal, Requests
-from rota.runtime.launching.run_folder import Folder, run_folder
-from rota.runtime.launching.stand_by import StandBy
+from rota.runtime.launching.run_folder import Folder, run_folder, snapshot_folders
 from rota.runtime.recorder import merge
 from rota.timeline import Timeline
 from rota.units import count_text
@@ -62,6 +62,8 @@ def launch(
     environment: Mapping[str, str] | None = None,
     pipeline_within_s: float | None = None,
     report: Callable[[str], None] = print,
+    forks: bool = False,
+    snapshot_folder: str = "/dev/shm",
 ) -> Run:
     """Run `script` with `arguments` in one process per rank; `rota.given_plan()` returns the plan there.
 
@@ -82,6 +84,8 @@ def launch(
         environment: variables of the ranks, besides this process's own and those that the launcher adds.
         pipeline_within_s: report once that no rank has made a pipeline by then, in seconds; None: do not.
         report: called with one line for each restart, and for a pipeline that is missing.
+        forks: import PyTorch here, once, and fork the ranks from this process, which must do nothing else.
+        snapshot_folder: with `max_restarts`, where the ranks keep their last states; a file system in memory.
 
     Returns:
         The last step's timeline, and the signal that asked the ranks to end.
@@ -95,14 +99,18 @@ def launch(
     if not Path(script).is_file():
         raise PipelineError(f"no script {script!r}; give the path of a Python file")
     num_processes = plan.num_ranks * dp * tp
+    of_all = _inherited() | _environment_of_all(environment, timeout_s, threads_per_rank)
+    if forks:
+        import_for_ranks(of_all)
     with ExitStack() as stack:
-        folder = stack.enter_context(run_folder("rota-run-"))
-        of_all = _inherited() | _environment_of_all(environment, timeout_s, threads_per_rank)
+        memories = stack.enter_context(snapshot_folders(snapshot_folder, num_processes if max_restarts else 0))
+        folder = stack.enter_context(run_folder("rota-run-", [memories[0].parent] if memories else []))
         keep_script(script, folder.path)
         restarts = _Restarts(max_restarts, report)
         requests = stack.enter_context(Requests())
-        memories = stack.enter_context(KeptMemories(num_processes if max_restarts else 0))
-        stand_by = stack.enter_context(StandBy(of_all, max_restarts > 0, requests, report))
+        starter: Starter = partial(in_new_interpreter, ("-P", "-m", worker, script, *arguments))
+        if forks:
+            starter = partial(fork, requests, worker, (script, *arguments))
         of_all |= mesh_environment(plan.num_ranks, dp, tp) | write_plan(plan, folder.path)
         while True:
             ranks = Ranks(folder, requests)
@@ -112,14 +120,16 @@ def launch(
                         report_changed_script(script, folder.path, report)
                     of_start = of_all | restart_environment(restarts.num_all)
                     environments = [of_start | of_rank for of_rank in meeting_environments(folder.path, num_processes)]
-                    ranks.fork(stand_by, (worker, script, *arguments), environments, memories.files)
+                    for of_rank, kept in zip(environments, memories, strict=False):
+                        of_rank |= environment_of(kept)
+                    ranks.start(starter, environments)
                     if pipeline_within_s is not None and not restarts.num_all:
                         ranks.wait(time.monotonic() + pipeline_within_s)
                         if ranks.are_running and not ranks.has_pipeline:
                             report(_no_pipeline(script, num_processes, pipeline_within_s))
                     ranks.wait()
             except RankFailed as error:
-                states = {*ranks.saved, *memories.common_states()}
+                states = ranks.saved | common_states(memories)
                 restarts.count(error, states, may_restart=requests.asked is None)
             else:
                 break
@@ -140,9 +150,9 @@ def _environment_of_all(
         **(given or {}),
         **limit_environment(timeout_s),
         "OMP_NUM_THREADS": str(threads_per_rank),
-        # Otherwise OpenBLAS may start threads when the stand-by imports NumPy, and a fork loses them.
+        # Otherwise OpenBLAS may start threads when the supervisor imports NumPy, and a fork loses them.
         "OPENBLAS_NUM_THREADS": "1",
-        # The same for all stand-bys: otherwise the order of a set of strings depends on the stand-by.
+        # Otherwise the order of a set of strings depends on the interpreter, where each rank has its own.
         "PYTHONHASHSEED": os.environ.get("PYTHONHASHSEED", "0"),
     }
 
@@ -160,7 +170,9 @@ def start(
 ) -> None:
     """Start `num_processes` processes that meet only in the folder; `environment` is added to this process's own."""
     environments = meeting_environments(folder.path, num_processes)
-    ranks.start(command, [_inherited() | environment | of_rank for of_rank in environments])
+    ranks.start(
+        partial(in_new_interpreter, command), [_inherited() | environment | of_rank for of_rank in environments]
+    )
 
 
 def _inherited() -> dict[str, str]:
@@ -175,14 +187,16 @@ class _Restarts:
     def __init__(self, most: int, report: Callable[[str], None]) -> None:
         self.num_all = 0
         self._most, self._report = most, report
-        self._in_a_row, self._newest = 0, NewestStates()
+        self._in_a_row, self._newest = 0, dict[str, int]()
 
     def count(self, error: RankFailed, states: Set[State], may_restart: bool) -> None:
         """Count one restart. Raises PipelineError if no more are allowed. `states`: those that are saved or in memory.
 
         Older checkpoints do not count: otherwise a run could repeat the same steps without end.
         """
-        if self._newest.note(states):
+        newer = sorted(state for state in states if state.step > self._newest.get(state.training, -1))
+        self._newest |= dict(newer)
+        if newer:
             self._in_a_row = 0
         if not may_restart or self._in_a_row >= self._most:
             raise PipelineError(error.to_text(self._so_far())) from None

@@ -13,29 +13,28 @@ import select
 import selectors
 import signal
 import socket
-import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from types import TracebackType
-from typing import Protocol, final
+from typing import TypeAlias, final
 
 from rota.errors import PipelineError
 from rota.runtime import control
 from rota.runtime.control import Message
 from rota.runtime.kept_memory import State
-from rota.runtime.launching.newest_states import NewestStates
 from rota.runtime.launching.requests import EndedBySignal, Requests
 from rota.runtime.launching.run_folder import Folder
-from rota.runtime.launching.stand_by import STAND_BY, StandBy, StandByEndedError
 
 _FIRST_FAILURE_S = 5.0  # that the rank with the first error has to print it and end, after others have lost it
-_READY_S = 600.0  # in which the stand-by imports, from disks that may be slow
 _TERM_S = 5.0  # for handlers of SIGTERM that the script has set
 _GONE_S = 60.0  # after SIGKILL: the kernel frees a rank's memory, and its device's driver what it holds there
 _NO_PIPELINE = "no rank had made a rota.Pipeline"
+
+#: Starts a process that leads a session of its own, with these variables, and with this open file: its process id.
+Starter: TypeAlias = Callable[[Mapping[str, str], int], int]
 
 
 class RankFailed(Exception):
@@ -50,17 +49,6 @@ class RankFailed(Exception):
         if self._is_hang:
             return f"{self}{after}, and all ranks were ended; see above for what each of them did"
         return f"{self}{after}, and the others were ended; see above for its output"
-
-
-class _Process(Protocol):
-    """A child of this process that leads its process group: a `subprocess.Popen` or a `Forked`."""
-
-    @property
-    def pid(self) -> int: ...
-
-    def wait(self) -> object: ...
-
-    def kill(self) -> None: ...
 
 
 @final
@@ -80,8 +68,8 @@ class Ranks:
         self._lost: list[_Rank] = []  # ended because another rank failed
         self._hang: str | None = None
         self._deadline_s: float | None = None
-        #: The newest states with a whole checkpoint since this start, and whether any rank made a pipeline.
-        self.saved = NewestStates()
+        #: The states with a whole checkpoint since this start, and whether any rank made a pipeline.
+        self.saved: set[State] = set()
         self.has_pipeline = False
 
     def __enter__(self) -> Ranks:
@@ -97,112 +85,27 @@ class Ranks:
     ) -> None:
         self._stack.__exit__(kind, error, trace)
 
-    def start(self, command: Sequence[str], environments: Sequence[Mapping[str, str]]) -> None:
-        """Start Python with the arguments `command` in one process per environment.
+    def start(self, starter: Starter, environments: Sequence[Mapping[str, str]]) -> None:
+        """Start one process per environment.
 
         Raises:
             PipelineError: the machine refuses to start one more process.
+            EndedBySignal, KeyboardInterrupt: a signal came meanwhile.
         """
-        for environment in environments:
+        for number, environment in enumerate(environments):
+            self._requests.end_if_asked("before they were started")
             try:
-                line, process = _started(command, environment)
-                self._add(line, process)
+                rank = _started(number, starter, environment)
             except OSError as error:
-                raise self._refused(len(environments), error) from None
-        self._guard([])
-
-    def fork(
-        self,
-        stand_by: StandBy,
-        command: Sequence[str],
-        environments: Sequence[Mapping[str, str]],
-        memories: Sequence[int] = (),
-    ) -> None:
-        """Fork one process per environment, which runs the module `command[0]`, from a stand-by that may not be ready.
-
-        Raises:
-            PipelineError: the machine refuses to start one more process.
-            RankFailed: the stand-by has ended before it was ready, or has never become ready.
-            EndedBySignal, KeyboardInterrupt: a signal came before the ranks were started.
-        """
-        if not stand_by.is_alive():
-            stand_by.replace()
-        try:
-            self._await(stand_by)
-            try:
-                self._fork(stand_by, command, environments, memories)
-            except StandByEndedError as error:
-                stand_by.replace(error)
-                self._await(stand_by)
-                self._fork(stand_by, command, environments, memories)
-        except OSError as error:
-            raise self._refused(len(environments), error) from None
-        except StandByEndedError as error:
-            raise RankFailed(str(error)) from None
-        self._guard([stand_by.pid])
-        if stand_by.for_restarts:
-            self._selector.register(stand_by.line, selectors.EVENT_READ, stand_by)
-
-    def _fork(
-        self,
-        stand_by: StandBy,
-        command: Sequence[str],
-        environments: Sequence[Mapping[str, str]],
-        memories: Sequence[int],
-    ) -> None:
-        with ExitStack() as stack:
-            lines, files = [], []
-            for number in range(len(environments)):
-                ours, theirs = control.make_pair()
-                stack.enter_context(theirs)
-                lines.append(ours)
-                files.append([theirs.fileno(), *memories[number : number + 1]])
-            try:
-                processes = stand_by.fork(command, environments, files, self._handle_signals_at_start)
-            except BaseException:
-                for line in lines:
-                    line.close()  # a rank that nobody knows of ends when it sees this
-                raise
-        for line, process in zip(lines, processes, strict=True):
-            with suppress(OSError):  # it has been killed already
-                line.send(control.START)
-            self._add(line, process)
-
-    def _add(self, line: socket.socket, process: _Process) -> None:
-        rank = _Rank(len(self._ranks), line, process)
-        self._ranks.append(rank)
-        self._running += 1
-        for source in (rank.end, rank.line):
-            self._selector.register(source, selectors.EVENT_READ, rank)
-
-    def _refused(self, num_processes: int, error: OSError) -> PipelineError:
-        return PipelineError(
-            f"process {len(self._ranks)} of {num_processes} cannot be started: {error.strerror}; start fewer, or raise "
-            f"the limit (ulimit -n, -u)"
-        )
-
-    def _guard(self, others: Sequence[int]) -> None:
-        self._folder.guard([*others, *(rank.process.pid for rank in self._ranks)])
-
-    def _await(self, stand_by: StandBy) -> None:
-        self._guard([stand_by.pid])
-        if stand_by.is_ready:
-            return
-        deadline_s = time.monotonic() + _READY_S
-        self._selector.register(stand_by.line, selectors.EVENT_READ)
-        try:
-            while not stand_by.has_message():
-                if time.monotonic() > deadline_s:
-                    stand_by.end()
-                    raise StandByEndedError(f"{STAND_BY} has not imported PyTorch within {_READY_S:g} s")
-                self._wait_for_event(deadline_s)
-                self._handle_signals_at_start()
-        finally:
-            self._selector.unregister(stand_by.line)
-        stand_by.note_ready()
-
-    def _handle_signals_at_start(self) -> None:
-        self._requests.end_if_asked("before they were started")
+                raise PipelineError(
+                    f"process {number} of {len(environments)} cannot be started: {error.strerror}; start fewer, or "
+                    f"raise the limit (ulimit -n, -u)"
+                ) from None
+            self._ranks.append(rank)
+            self._running += 1
+            for source in (rank.end, rank.line):
+                self._selector.register(source, selectors.EVENT_READ, rank)
+        self._folder.guard([rank.pid for rank in self._ranks])
 
     @property
     def are_running(self) -> bool:
@@ -234,10 +137,7 @@ class Ranks:
         times_s = [time_s for time_s in (self._deadline_s, until_s) if time_s is not None]
         timeout_s = max(min(times_s) - time.monotonic(), 0) if times_s else None
         events = [(key.data, key.fileobj) for key, _ in self._selector.select(timeout_s)]
-        for of, _ in events:
-            if isinstance(of, StandBy):
-                self._keep_stand_by(of)
-        ready = [(of, source) for of, source in events if isinstance(of, _Rank)]
+        ready = [(rank, source) for rank, source in events if rank is not None]
         for rank, source in ready:
             if source is rank.line:
                 self._receive(rank)
@@ -245,17 +145,6 @@ class Ranks:
         # Of ranks that ended at the same moment, killed ones come first: they did not end because others did.
         for rank in sorted(ended, key=lambda rank: rank.exit_code() > 0):
             self._note_end(rank)
-
-    def _keep_stand_by(self, stand_by: StandBy) -> None:
-        """Another stand-by shall be ready when ranks fail: it has become ready, or the one before it has ended."""
-        self._selector.unregister(stand_by.line)
-        with suppress(OSError, StandByEndedError):  # else the next start of ranks makes one, or says why it cannot
-            if stand_by.is_ready:
-                stand_by.replace()
-                self._guard([stand_by.pid])
-            else:
-                stand_by.note_ready()
-            self._selector.register(stand_by.line, selectors.EVENT_READ, stand_by)
 
     def _receive(self, rank: _Rank) -> None:
         messages, is_open = control.received(rank.line)
@@ -279,7 +168,7 @@ class Ranks:
             case "listens":
                 self._requests.listens = True
             case "saves":
-                self.saved.note([State(message.training, message.step)])
+                self.saved.add(State(message.training, message.step))
 
     def _note_end(self, rank: _Rank) -> None:
         self._receive(rank)  # what it reported before
@@ -353,12 +242,12 @@ class Ranks:
         left = [rank for rank in self._ranks if not rank.has_ended(deadline_s)]
         for rank in self._ranks:
             if rank not in left:
-                rank.process.wait()
+                os.waitpid(rank.pid, 0)
             rank.close()
         self._folder.guard([])
         if left:
             before = f"{error}; " if isinstance(error, RankFailed) else ""
-            names = ", ".join(f"{rank.name} (process {rank.process.pid})" for rank in left)
+            names = ", ".join(f"{rank.name} (process {rank.pid})" for rank in left)
             raise PipelineError(
                 f"{before}{names} cannot be ended: a system call has not returned within {_GONE_S:g} s of SIGKILL; "
                 f"look at the disks and devices in use there (dmesg), and start the run again when the process is gone"
@@ -369,15 +258,10 @@ class Ranks:
 class _Rank:
     """A rank's process, its reports, and how it ended."""
 
-    def __init__(self, number: int, line: socket.socket, process: _Process) -> None:
+    def __init__(self, number: int, line: socket.socket, pid: int) -> None:
         self.name = f"rank {number}"
-        self.line, self.process = line, process
-        with ExitStack() as stack:
-            stack.callback(line.close)
-            stack.callback(process.wait)
-            stack.callback(process.kill)
-            self.end = os.pidfd_open(self.process.pid)
-            stack.pop_all()
+        self.line, self.pid = line, pid
+        self.end = os.pidfd_open(pid)
         self.reported: Counter[str] = Counter()
         self.failure = ""
         self.code: int | None = None
@@ -409,27 +293,32 @@ class _Rank:
 
     def kill(self) -> None:
         with suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.process.pid, signal.SIGKILL)
+            os.killpg(self.pid, signal.SIGKILL)
+        with suppress(ProcessLookupError):  # it may have no group of its own yet
+            signal.pidfd_send_signal(self.end, signal.SIGKILL)
 
     def close(self) -> None:
         os.close(self.end)
         self.line.close()
 
 
-def _started(command: Sequence[str], environment: Mapping[str, str]) -> tuple[socket.socket, _Process]:
-    """A new process, and the supervisor's end of the line to it."""
+def _started(number: int, starter: Starter, environment: Mapping[str, str]) -> _Rank:
     with ExitStack() as stack:
         ours, theirs = control.make_pair()
         stack.callback(ours.close)
         with theirs:
-            process = subprocess.Popen(
-                [sys.executable, *command],
-                env={**environment, **control.environment_of(theirs.fileno(), os.getpid())},
-                pass_fds=[theirs.fileno()],
-                start_new_session=True,
-            )
+            pid = starter({**environment, **control.environment_of(theirs.fileno(), os.getpid())}, theirs.fileno())
+        stack.callback(os.waitpid, pid, 0)
+        stack.callback(os.kill, pid, signal.SIGKILL)
+        rank = _Rank(number, ours, pid)
         stack.pop_all()
-    return ours, process
+    return rank
+
+
+def in_new_interpreter(command: Sequence[str], environment: Mapping[str, str], file: int) -> int:
+    """Start Python with the arguments `command`, as a `Starter`."""
+    os.set_inheritable(file, True)
+    return os.posix_spawn(sys.executable, [sys.executable, *command], environment, setsid=True)
 
 
 def _code_text(exit_code: int) -> str:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any, final
 
@@ -44,10 +45,24 @@ class Requests:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
+        self.release()
         os.close(self._read)
         os.close(self._write)
+
+    def release(self) -> None:
+        """Handle signals as before, such as in a forked process."""
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._before.clear()
+
+    @contextmanager
+    def delayed(self) -> Iterator[None]:
+        """Inside, signals wait: neither this process nor one that it forks handles any."""
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, _HANDLED)
+        try:
+            yield
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     def _note(self, number: int, _: FrameType | None) -> None:
         with suppress(BlockingIOError):  # the pipe is full of requests

@@ -1,15 +1,22 @@
-"""The folder of a run: only this user can enter it, and it is removed however the run ends."""
+"""The folders of a run: only this user can enter them, and they are removed however the run ends."""
 
 from __future__ import annotations
 
+import fcntl
+import os
+import shutil
 import subprocess
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import final
 
-# Waits until the launcher is gone; then ends the process groups that the last line names, and removes the folder.
-_JANITOR = 'while read -r line; do groups=$line; done; [ -z "$groups" ] || kill -s KILL -- $groups; rm -rf -- "$0"'
+from rota.errors import PipelineError
+
+# Waits until the launcher is gone; then ends the process groups that the last line names, and removes the folders.
+_JANITOR = 'while read -r line; do groups=$line; done; [ -z "$groups" ] || kill -s KILL -- $groups; rm -rf -- "$@"'
+_SNAPSHOTS = "rota-snapshots-"
 
 
 @final
@@ -29,22 +36,82 @@ class Folder:
 
 
 @contextmanager
-def run_folder(prefix: str) -> Iterator[Folder]:
-    """A folder with mode 0700 in the system's temporary folder. A janitor removes it if this process is killed."""
-    with tempfile.TemporaryDirectory(prefix=prefix) as path:
-        janitor = subprocess.Popen(
-            ["/bin/sh", "-c", _JANITOR, path],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            cwd="/",
-            start_new_session=True,  # Ctrl-C ends this process, but must not end the janitor
-        )
-        try:
-            yield Folder(path, janitor)
-        finally:
-            janitor.kill()
-            janitor.wait()
-            assert janitor.stdin is not None
-            with suppress(BrokenPipeError):
-                janitor.stdin.close()
+def run_folder(prefix: str, others: Sequence[Path] = ()) -> Iterator[Folder]:
+    """A folder with mode 0700 in the system's temporary folder.
+
+    If this process is killed, a janitor removes it, and the `others`.
+    """
+    path = tempfile.mkdtemp(prefix=prefix)  # not a TemporaryDirectory, which a forked rank would remove at its end
+    janitor = subprocess.Popen(
+        ["/bin/sh", "-c", _JANITOR, "janitor", path, *others],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        cwd="/",
+        start_new_session=True,  # Ctrl-C ends this process, but must not end the janitor
+    )
+    try:
+        yield Folder(path, janitor)
+    finally:
+        janitor.kill()
+        janitor.wait()
+        assert janitor.stdin is not None
+        with suppress(BrokenPipeError):
+            janitor.stdin.close()
+        shutil.rmtree(path, ignore_errors=True)
+
+
+@contextmanager
+def snapshot_folders(where: str, num_ranks: int) -> Iterator[list[Path]]:
+    """A folder for each rank's snapshots, in a folder of this run in `where`, which is best a tmpfs.
+
+    A run of which not even the janitor is left leaves its folder behind: the next one removes it.
+
+    Raises PipelineError if it cannot be made.
+    """
+    if not num_ranks:
+        yield []
+        return
+    try:
+        for entry in os.scandir(where):
+            if entry.name.startswith(_SNAPSHOTS) and entry.is_dir(follow_symlinks=False):
+                with suppress(OSError):  # it is in use, or another user's
+                    lock = _locked(entry.path, fcntl.LOCK_NB)
+                    shutil.rmtree(entry.path, ignore_errors=True)
+                    os.close(lock)
+        path, lock = _made(where)
+    except OSError as error:
+        raise PipelineError(
+            f"no snapshots can be kept in {where}: {error.strerror}; name another folder by --snapshot-folder, or "
+            f"leave out --max-restarts"
+        ) from None
+    try:
+        folders = [Path(path, str(rank)) for rank in range(num_ranks)]
+        for folder in folders:
+            folder.mkdir()
+        yield folders
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
+        os.close(lock)
+
+
+def _made(where: str) -> tuple[str, int]:
+    """A new folder that this process holds a lock of."""
+    while True:
+        path = tempfile.mkdtemp(prefix=_SNAPSHOTS, dir=where)
+        with suppress(FileNotFoundError):
+            lock = _locked(path)
+            if os.path.exists(path):  # else another run has removed it before it was locked
+                return path, lock
+            os.close(lock)
+
+
+def _locked(path: str, how: int = 0) -> int:
+    """A descriptor that holds a folder's lock. Raises BlockingIOError with LOCK_NB if another process has it."""
+    folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX | how)
+    except BaseException:
+        os.close(folder)
+        raise
+    return folder

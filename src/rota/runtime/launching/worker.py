@@ -17,7 +17,7 @@ from typing import NoReturn
 
 from rota.errors import LostRankError, RotaError
 from rota.runtime import control
-from rota.runtime.freed_memory import keep_freed_memory
+from rota.runtime.host_memory import keep_freed_memory
 from rota.runtime.launcher_files import is_first_to_say, keep_sockets_in_run_folder, kept_script
 from rota.runtime.orphans import end_with_parent
 from rota.runtime.process_group import meet_by_environment

@@ -1,0 +1,200 @@
+"""What one rank has of a training's tensors, in one file: safetensors, whose header says what is where.
+
+│ length │ {"__metadata__": {what Rota and PyTorch's reader need besides}, "model/a": dtype, shape, bytes …} │ tensors │
+
+A checkpoint is a folder of such files, and a snapshot is one alone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import struct
+import zlib
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+from itertools import accumulate, pairwise
+from math import prod
+from pathlib import Path
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.tensor import DTensor
+
+from rota import reading
+from rota.errors import FormatError
+from rota.reading import Field
+from rota.runtime.checkpoints.manifest import File
+from rota.runtime.checkpoints.values import bytes_of, dtype_name, read_dtype, read_size
+
+Tensors: TypeAlias = dict[str, torch.Tensor]
+Box: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]  # offsets and sizes
+
+LENGTH = struct.Struct("<Q")  # of the header, before it
+ALIGNED = 64  # bytes at which the tensors begin; large elements come first, so each is aligned
+_NAMES = {  # of dtypes in safetensors
+    **{f"{kind}{bits}": f"{kind[0].upper()}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)},
+    "float64": "F64",
+    "float32": "F32",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "complex64": "C64",
+    "bool": "BOOL",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+}
+#: The format has no such dtypes: these are pairs of others, and the rest is bytes, in one more dimension.
+_PAIRS = {"complex128": "F64", "complex32": "F16"}
+
+
+class Chunk(NamedTuple):
+    """A box of a tensor: all of it, or what one rank has of a DTensor. `size` is that of the whole tensor."""
+
+    key: str
+    dtype: torch.dtype
+    size: tuple[int, ...]
+    box: Box
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the box."""
+        return prod(self.box[1]) * self.dtype.itemsize
+
+    def to_json(self) -> list[Any]:
+        """The chunk as JSON."""
+        return [self.key, dtype_name(self.dtype), self.size, *self.box]
+
+    @classmethod
+    def from_json(cls, field: Field) -> Chunk:
+        """The chunk that `to_json` wrote. Raises FormatError that names the field."""
+        if len(parts := [*field]) != 5:
+            raise field.wrong("a key, a dtype, a size, offsets and sizes")
+        size, offsets, sizes = read_size(parts[2]), parts[3].integers(0), parts[4].integers(0)
+        is_inside = len(size) == len(offsets) == len(sizes) and all(
+            offset + length <= whole for whole, offset, length in zip(size, offsets, sizes, strict=True)
+        )
+        if not is_inside:
+            raise field.wrong("offsets and sizes inside of the tensor")
+        return cls(parts[0].text(), read_dtype(parts[1]), size, (offsets, sizes))
+
+
+def chunks_of(tensors: Tensors) -> dict[Chunk, torch.Tensor]:
+    """What this process has of each tensor, not copied, in the order of a file."""
+    found: dict[Chunk, torch.Tensor] = {}
+    sharded: Tensors = {}
+    for key, tensor in tensors.items():
+        if isinstance(tensor, DTensor):
+            sharded[key] = tensor
+        else:
+            size = tuple(tensor.shape)
+            found[Chunk(key, tensor.dtype, size, ((0,) * len(size), size))] = tensor.detach()
+    if sharded:
+        planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        planner.set_up_planner(sharded)
+        for item in planner.create_local_plan().items:
+            assert item.tensor_data is not None
+            box = tuple(item.tensor_data.chunk.offsets), tuple(item.tensor_data.chunk.sizes)
+            size = tuple(item.tensor_data.size)
+            data = planner.resolve_data(item)
+            assert isinstance(data, torch.Tensor)
+            if prod(box[1]) or not prod(size):
+                box = box if prod(size) else ((0,) * len(size), size)
+                found[Chunk(item.index.fqn, item.tensor_data.properties.dtype, size, box)] = data.detach()
+    return dict(sorted(found.items(), key=lambda entry: -entry[0].dtype.itemsize))
+
+
+def starts_of(chunks: Iterable[Chunk], first: int) -> list[int]:
+    """Where each chunk starts in a file whose tensors begin at `first`; and where the last one ends."""
+    return [*accumulate((chunk.num_bytes for chunk in chunks), initial=first)]
+
+
+# --- the header -------------------------------------------------------------------------------------------------------
+
+
+def head_of(chunks: tuple[Chunk, ...], beside: dict[str, Any], num_bytes: int = 0) -> bytes:
+    """All that is in a file before its tensors, in at least `num_bytes`; `beside` are JSON values to write with it."""
+    text = json.dumps({"tensors": [], **beside}, check_circular=False)
+    return _head(chunks, _texts(chunks)[0] + text[len('{"tensors": []') :], num_bytes)
+
+
+def _head(chunks: tuple[Chunk, ...], own: str, num_bytes: int) -> bytes:
+    _, offsets, entries = _texts(chunks)
+    metadata = f'{{"format": "pt", "DCP_SHARDING_INFO": {offsets}, "rota": {json.dumps(own)}}}'
+    text = f'{{"__metadata__": {metadata}{entries}}}'.encode()
+    length = max(len(text), num_bytes - LENGTH.size)
+    length += -(LENGTH.size + length) % ALIGNED
+    return LENGTH.pack(length) + text.ljust(length)
+
+
+@lru_cache(maxsize=8)
+def _texts(chunks: tuple[Chunk, ...]) -> tuple[str, str, str]:
+    """Of a header: how Rota's own part begins, PyTorch's part, and the entries of safetensors."""
+    own = json.dumps({"tensors": [chunk.to_json() for chunk in chunks]})[:-1]
+    offsets, entries, begin = {}, [], 0
+    for chunk in chunks:
+        dtype, more = _stored_as(chunk.dtype)
+        offsets[chunk.key] = {"saved_offsets": [*chunk.box[0], *(0 for _ in more)]}
+        end = begin + chunk.num_bytes
+        entry = {"dtype": dtype, "shape": [*chunk.box[1], *more], "data_offsets": [begin, end]}
+        entries.append(f", {json.dumps(chunk.key)}: {json.dumps(entry)}")
+        begin = end
+    return own, json.dumps(json.dumps(offsets)), "".join(entries)
+
+
+def _stored_as(dtype: torch.dtype) -> tuple[str, tuple[int, ...]]:
+    """The dtype's name in safetensors, and the dimensions that are added there."""
+    name = dtype_name(dtype)
+    if name in _PAIRS:
+        return _PAIRS[name], (2,)
+    return (_NAMES[name], ()) if name in _NAMES else ("U8", (dtype.itemsize,))
+
+
+def read_head(head: bytes) -> tuple[tuple[Chunk, ...], Field]:
+    """The chunks of a file, and what was written beside them. Raises FormatError unless `head_of` writes this head."""
+    document = Field("header", reading.load(_decoded(head[LENGTH.size :])))
+    text = document["__metadata__"]["rota"].text()
+    own = Field("header", reading.load(text))
+    chunks = tuple(map(Chunk.from_json, own["tensors"]))
+    if len({chunk.key for chunk in chunks}) < len(chunks):
+        raise own["tensors"].wrong("tensors that occur only once")
+    if any(one.dtype.itemsize < other.dtype.itemsize for one, other in pairwise(chunks)):
+        raise own["tensors"].wrong("tensors of large elements first")
+    if _head(chunks, text, len(head)) != head:
+        raise FormatError("the header is not what Rota writes for its tensors")
+    return chunks, own
+
+
+def head_bytes(begin: bytes | memoryview, most: int) -> int:
+    """The bytes of a file's head, by its first bytes. Raises FormatError if the file has fewer, or too many."""
+    if len(begin) < LENGTH.size:
+        raise FormatError("the file is too short for a header")
+    num_bytes = LENGTH.size + int(LENGTH.unpack_from(begin)[0])
+    if num_bytes > min(most, reading.LARGEST_BYTES):
+        raise FormatError(f"the header would have {num_bytes:,} bytes")
+    return num_bytes
+
+
+def _decoded(data: bytes) -> str:
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        raise FormatError(f"the header is not a text in UTF-8 (byte {error.start})") from None
+
+
+# --- on disk ----------------------------------------------------------------------------------------------------------
+
+
+def write_file(path: Path, chunks: Sequence[tuple[Chunk, torch.Tensor]]) -> File:
+    """Write a rank's file, and flush it to disk."""
+    head, checksums = head_of(tuple(chunk for chunk, _ in chunks), {}), []
+    with path.open("xb") as file:
+        file.write(head)
+        for _, tensor in chunks:
+            data = bytes_of(tensor)
+            checksums.append(zlib.crc32(data))
+            file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+        return File(file.tell(), hashlib.sha256(head).hexdigest(), tuple(checksums))

@@ -1,0 +1,356 @@
+"""A rank's states after its last steps, in files in memory that outlive the rank: what a restarted rank goes on from.
+
+after optimizer.step   tensors, and all else in the header ──▶ partial ── rename ──▶ TRAINING-STEP.safetensors
+after a restart        the newest step that every rank has whole ──copy──▶ tensors, optimizer, generators
+
+The file of the older one of two states is written again: its memory is there, and mapped. `docs/elastic.md` has the
+protocol: when a step counts as committed, and why no step is lost or done twice.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple, final
+
+import torch
+
+from rota.costs import NUM_SNAPSHOTS
+from rota.errors import FormatError, PipelineError
+from rota.reading import Field
+from rota.runtime.checkpoints.manifest import Manifest
+from rota.runtime.checkpoints.random_states import random_state, random_to_json
+from rota.runtime.checkpoints.rank_file import ALIGNED, Chunk, chunks_of, head_bytes, head_of, read_head, starts_of
+from rota.runtime.checkpoints.state import Restoring, Trained
+from rota.runtime.checkpoints.tensors import Stored
+from rota.runtime.checkpoints.training_json import training_from_json
+from rota.runtime.environment import processes_here
+from rota.runtime.host_memory import available_bytes
+from rota.runtime.kept_memory import State, states_in
+from rota.runtime.pipeline import Pipeline
+from rota.simulation import simulate
+from rota.units import size_text
+
+PARTIAL = "partial"  # what a state is named while it is written
+_HEAD_BYTES = 1 << 16  # room for a header that grows, in which numbers become longer
+
+
+class _File(NamedTuple):
+    """A mapped file: its bytes, where its tensors begin, and the place of each one's values."""
+
+    memory: torch.Tensor
+    chunks: tuple[Chunk, ...]
+    begin: int
+    values: list[torch.Tensor]
+
+    @classmethod
+    def over(cls, memory: torch.Tensor, chunks: tuple[Chunk, ...], begin: int) -> _File:
+        """The places of these chunks in the memory."""
+        places = zip(chunks, starts_of(chunks, begin), strict=False)
+        values = [
+            _plain(memory[start : start + chunk.num_bytes].view(chunk.dtype).view(chunk.box[1]))
+            for chunk, start in places
+        ]
+        return cls(memory, chunks, begin, values)
+
+
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor that can be copied, as those of some dtypes of one byte cannot be."""
+    return tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
+
+
+class Kept(NamedTuple):
+    """A state that fits, which is not set yet: `restore` does that. `extra` is what `commit` was given."""
+
+    step: int
+    extra: dict[str, Any]
+    restoring: Restoring
+    values: list[tuple[torch.Tensor, torch.Tensor]]
+    #: The keys of weights that had a gradient of zeros: an optimizer changes them, even if the next step does not.
+    with_zeros: set[str]
+
+    def restore(self) -> None:
+        """Set weights, buffers, gradients of zeros, optimizer, scheduler and random states."""
+        for tensor, value in self.values:
+            _plain(tensor).copy_(value)
+        for weight, key in self.restoring.keys.items():
+            if key in self.with_zeros:
+                weight.grad = torch.zeros_like(weight)
+        self.restoring.finish()
+
+
+@final
+class Snapshots:
+    """The states of this rank in `folder`, which has room for those of one training.
+
+    `checkpoints`, the folder of its checkpoints, says which training it is: a script may run several, one after the
+    other. `training` is a short name for that.
+    """
+
+    #: Which of these objects keeps its states in this process's memory, and its checkpoints.
+    _writer: ClassVar[tuple[object, str] | None] = None
+
+    def __init__(self, folder: Path, trained: Trained, checkpoints: str, training: str) -> None:
+        self._folder, self._trained = folder, trained
+        self._checkpoints, self._training = checkpoints, training
+        self._me = object(), checkpoints
+        self._has_kept = False
+        self._files: dict[int, _File] = {}  # by their numbers in the file system
+        self._counted_bytes = 0  # of a file for which there was found to be room
+        self._common: int | None = None  # the step from which all ranks have gone on
+
+    @property
+    def steps(self) -> list[int]:
+        """The steps of this training whose states are whole."""
+        return sorted(step for training, step in states_in(self._folder) if training == self._training)
+
+    @property
+    def allocated_bytes(self) -> int:
+        """Bytes of the host's memory that the files take already."""
+        return sum(512 * entry.stat().st_blocks for entry in os.scandir(self._folder))
+
+    def newest_at_load(self, step: int) -> int:
+        """The number of the newest checkpoint when the training of a state last loaded one.
+
+        A training may have gone back: those are not newer than its state, even if their steps are higher.
+        """
+        return self._read(step)[1]["newest_at_load"].integer(0)
+
+    @property
+    def disk_bytes(self) -> int:
+        """Bytes that the file system of the folder has for more states."""
+        found = os.statvfs(self._folder)
+        return found.f_bavail * found.f_frsize
+
+    @property
+    def where(self) -> str:
+        """Which folder to look at if that is too little."""
+        return str(self._folder.parent.parent)
+
+    def count(self) -> tuple[int, int]:
+        """Bytes of the host's memory for two states as they are now, and of two copies of their tensors.
+
+        `keep` then relies on that room.
+        """
+        tensors, _ = self._trained.collect(with_buffers=True)
+        tensor_bytes = sum(chunk.num_bytes for chunk in chunks_of(tensors))
+        self._counted_bytes = tensor_bytes + 2 * _HEAD_BYTES
+        return NUM_SNAPSHOTS * self._counted_bytes, NUM_SNAPSHOTS * tensor_bytes
+
+    # --- writing ------------------------------------------------------------------------------------------------------
+
+    def keep(self, step: int, extra: dict[str, Any], newest_at_load: int, with_zeros: list[str]) -> None:
+        """Copy the state, which becomes that of `step`, instead of the older one of two.
+
+        `newest_at_load`: see there; `with_zeros`: see `Kept`.
+
+        Raises PipelineError if a tensor cannot be kept, OSError if there is not enough memory.
+        """
+        tensors, small = self._trained.collect(with_buffers=True)
+        data = chunks_of(tensors)
+        beside = {
+            "newest_at_load": newest_at_load,
+            "extra": extra,
+            "with_zeros": with_zeros,
+            "training": {
+                "records": small["records"],
+                "scheduler": small["scheduler"],
+                "random": random_to_json(random_state(self._trained.device)),
+            },
+        }
+        self._take_memory()
+        self._write(State(self._training, step), data, beside)
+
+    def _write(self, state: State, data: dict[Chunk, torch.Tensor], beside: dict[str, Any]) -> None:
+        chunks, path = tuple(data), self._folder / PARTIAL
+        held = sorted(states_in(self._folder), key=lambda held: held.step)
+        if len(held) >= NUM_SNAPSHOTS:
+            os.rename(self._folder / held[0].file, path)
+        head = head_of(chunks, beside)
+        file = self._mapped(path, chunks, len(head))
+        head = head_of(chunks, beside, file.begin)
+        file.memory[: len(head)].copy_(torch.frombuffer(bytearray(head), dtype=torch.uint8))
+        for place, tensor in zip(file.values, data.values(), strict=True):
+            place.copy_(_plain(tensor))
+        os.rename(path, self._folder / state.file)
+
+    def _mapped(self, path: Path, chunks: tuple[Chunk, ...], least: int) -> _File:
+        """The file for these chunks and a head of so many bytes: the one that is there, if it fits."""
+        end = starts_of(chunks, 0)[-1]
+        found = os.stat(path) if path.exists() else None
+        begin = 0 if found is None else found.st_size - end
+        if found is not None and least <= begin <= least + 2 * _HEAD_BYTES and begin % ALIGNED == 0:
+            number, num_bytes = found.st_ino, found.st_size
+        else:
+            num_bytes = len(head_of(chunks, {}, max(least, _HEAD_BYTES) + _HEAD_BYTES)) + end
+            self._find_room(num_bytes)
+            number = self._allocate(path, num_bytes)
+        file = self._files.pop(number, None)
+        if file is None:
+            memory = torch.from_file(str(path), shared=True, size=num_bytes, dtype=torch.uint8)
+            file = _File.over(memory, chunks, num_bytes - end)
+        elif file.chunks != chunks:
+            file = _File.over(file.memory, chunks, num_bytes - end)
+        self._files[number] = file
+        return file
+
+    def _allocate(self, path: Path, num_bytes: int) -> int:
+        """Make the file with all of its memory; its number. A page that is missing later would end the process."""
+        path.unlink(missing_ok=True)
+        there = {entry.inode() for entry in os.scandir(self._folder)}
+        self._files = {number: file for number, file in self._files.items() if number in there}
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            os.posix_fallocate(file, 0, num_bytes)
+            return os.fstat(file).st_ino
+        finally:
+            os.close(file)
+
+    def _find_room(self, num_bytes: int) -> None:
+        """Look for room for a state that takes more than was counted. Raises OSError if there is too little of it.
+
+        The other processes of this machine may have grown at the same time, and by as much.
+        """
+        if num_bytes <= self._counted_bytes:
+            return
+        more_bytes = NUM_SNAPSHOTS * (num_bytes - self._counted_bytes) * processes_here()
+        if (free_bytes := available_bytes()) is not None and more_bytes > free_bytes:
+            raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+        self._counted_bytes = num_bytes
+
+    def _take_memory(self) -> None:
+        """Forget what no restart may mix with this training: others' states, and steps that nobody has gone on from.
+
+        Raises PipelineError if another training has taken the memory since.
+        """
+        if self._writer is self._me:
+            return
+        if self._has_kept and self._writer is not None:
+            raise PipelineError(
+                f"commit for {self._checkpoints} after one for {self._writer[1]}: the memory has room for one "
+                f"training, so that a restart would take the other from its last checkpoint; leave out commit for "
+                f"both, or end one before the other begins"
+            )
+        Snapshots._writer, self._has_kept = self._me, True
+        self._drop_all_but(State(self._training, -1 if self._common is None else self._common))
+
+    def _drop_all_but(self, state: State) -> None:
+        for other in states_in(self._folder) - {state}:
+            os.rename(self._folder / other.file, self._folder / PARTIAL)
+
+    def give_up(self) -> None:
+        """Forget the states that this object has kept, and give their memory back."""
+        if self._writer is self._me:
+            self._files.clear()
+            for entry in os.scandir(self._folder):
+                os.unlink(entry)
+
+    # --- reading ------------------------------------------------------------------------------------------------------
+
+    def _read(self, step: int) -> tuple[_File, Field]:
+        """The state after a step, and what is beside its tensors. Raises FormatError."""
+        path = self._folder / State(self._training, step).file
+        memory = torch.from_file(str(path), shared=True, size=path.stat().st_size, dtype=torch.uint8)
+        data = memory.numpy().data
+        head = bytes(data[: head_bytes(data, len(data))])
+        chunks, beside = read_head(head)
+        if (end := starts_of(chunks, len(head))[-1]) != len(data):
+            raise FormatError(f"the state in memory has {len(data):,} bytes, but its tensors end at byte {end:,}")
+        return _File.over(memory, chunks, len(head)), beside
+
+    def prepare(self, step: int) -> Kept:
+        """Check that the state after `step` fits, before anything changes. Raises PipelineError, FormatError."""
+        file, beside = self._read(step)
+        trained = self._trained
+        stored = {chunk.key: Stored(chunk.dtype, chunk.size, ()) for chunk in file.chunks}
+        shards = {weight.names[0]: weight.num_tp_shards for weight in trained.weights.all}
+        manifest = Manifest(0, step, {}, 0, 0, shards, {}, (), None, None)
+        try:
+            restoring = trained.prepare(manifest, training_from_json(beside["training"]), stored)
+        except KeyError as error:
+            raise PipelineError(f"the state in memory has no {error.args[0]}; make the same model") from None
+        here, there = chunks_of(restoring.tensors), dict(zip(file.chunks, file.values, strict=True))
+        for chunk in here.keys() ^ there.keys():
+            was, now = ([of.box for of in chunks if of.key == chunk.key] for chunks in (there, here))
+            raise PipelineError(
+                f"this process had {was} (offsets and sizes) of {chunk.key}, but has {now} of it now; make the same "
+                f"model, and shard the model and the optimizer's state alike"
+            )
+        values = [(tensor, there[chunk]) for chunk, tensor in here.items()]
+        with_zeros = {key.text() for key in beside["with_zeros"]}
+        return Kept(step, beside["extra"].value, restoring, values, with_zeros)
+
+    def forget_all_but(self, step: int | None) -> None:
+        """Steps of this training that not all ranks have are not committed: drop them."""
+        self._common = step
+        for other in self.steps:
+            if other != step:
+                os.rename(self._folder / State(self._training, other).file, self._folder / PARTIAL)
+
+
+# --- room for them ----------------------------------------------------------------------------------------------------
+
+
+class Room(NamedTuple):
+    """Whether they fit, and in words: what they need and what there is. `most_bytes`: of the rank that needs most."""
+
+    fits: bool
+    text: str
+    most_bytes: int
+
+
+class _Told(NamedTuple):
+    """What a process tells the others."""
+
+    needed_bytes: int
+    allocated_bytes: int
+    available_bytes: int
+    disk_bytes: int
+    is_over: bool
+    is_full: bool
+
+
+def count_room(pipeline: Pipeline, snapshots: Snapshots, is_full: bool, share: Callable[[Any], list[Any]]) -> Room:
+    """Whether the states of all ranks fit, as they are now. Collective.
+
+    Args:
+        pipeline: whose ranks keep them.
+        snapshots: where this process keeps its own.
+        is_full: this process ran out of memory for its states before.
+        share: returns all processes' JSON values.
+    """
+    needed_bytes, tensor_bytes = snapshots.count()
+    limit_bytes = pipeline.plan.placement.cluster.limit_bytes[pipeline.rank]
+    is_over = False
+    if limit_bytes is not None and pipeline.device.type == "cpu":  # of a CPU alone, it counts the host's memory
+        counted_bytes = pipeline.plan.placement.snapshot_bytes
+        planned_bytes = simulate(pipeline.plan).peak_memory_bytes[pipeline.rank]
+        planned_bytes -= counted_bytes[pipeline.rank] if counted_bytes else 0
+        is_over = planned_bytes + tensor_bytes > limit_bytes
+    disk_bytes, host_bytes = snapshots.disk_bytes, available_bytes()
+    host_bytes = disk_bytes if host_bytes is None else host_bytes
+    mine = _Told(needed_bytes, snapshots.allocated_bytes, host_bytes, disk_bytes, is_over, is_full)
+    return _room([_Told(*row) for row in share(mine)], snapshots.where)
+
+
+def _room(told: Sequence[_Told], where: str) -> Room:
+    all_bytes = sum(each.needed_bytes for each in told)
+    taken_bytes = sum(min(each.needed_bytes, each.allocated_bytes) for each in told)
+    host_bytes, disk_bytes = (taken_bytes + min(free) for free in zip(*(each[2:4] for each in told), strict=True))
+    over = [process for process, each in enumerate(told) if each.is_over]
+    full = [process for process, each in enumerate(told) if each.is_full]
+    if over:
+        why = f"the plan's limit for process {over[0]} has no room for {size_text(told[over[0]].needed_bytes)}"
+    elif full:
+        why = f"process {full[0]} ran out of memory for its state"
+    elif disk_bytes < min(host_bytes, all_bytes):
+        why = f"{where} has {size_text(disk_bytes)}: enlarge it, or name another tmpfs by `rota run --snapshot-folder`"
+    else:
+        why = f"this machine has {size_text(min(host_bytes, disk_bytes))} for them"
+    return Room(
+        fits=not over and not full and all_bytes <= min(host_bytes, disk_bytes),
+        text=f"they need {size_text(all_bytes)}, and {why}",
+        most_bytes=max(each.needed_bytes for each in told),
+    )
