@@ -107,7 +107,7 @@ def carved(tie: Callable[[Any], None]) -> Stages:
 
 
 def at_cut_points(tie: Callable[[Any], None]) -> Stages:
-    return split(Model(tie, has_cuts=True), 2, cuts=[1])
+    return split(Model(tie, has_cuts=True), 2, cuts=[1], example=EXAMPLE)
 
 
 def sequential(tie: Callable[[Any], None]) -> Stages:

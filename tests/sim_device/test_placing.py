@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import rota
-from rota import Cluster, Costs, Pipeline, PipelineError, Plan, SplitError, Stages, place
+from rota import Cluster, Costs, Pipeline, PipelineError, Plan, Stages, place
 from rota.models.randomness import RandomStates
 from rota.runtime.checkpoints.tensors import Layout
 from rota.runtime.deferred.log import generator_of
@@ -137,33 +137,6 @@ def drawn_on_the_device(rank: int) -> None:
 def test_what_is_drawn_on_the_device_is_drawn_again_from_its_own_generator(pool: Pool) -> None:
     """Of `deferred_init`, only this: tensors of the simulated device have no storage that could be made again."""
     pool.run(1, simulated, drawn_on_the_device)
-
-
-class CastsInside(nn.Module):
-    """Its forward enters autocast, which a trace does not keep."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.cut, self.second = nn.Linear(3, 3), rota.CutPoint(), nn.Linear(3, 3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        with torch.autocast("sim", torch.bfloat16):
-            x = self.cut(self.first(x))
-        return self.second(x.float())
-
-
-def cast_in_a_forward(rank: int) -> None:
-    with pytest.raises(SplitError, match=r"runs in a context \(no_grad, autocast, ...\) that the forward enters"):
-        rota.split(CastsInside().to("sim"), 2)
-    with (
-        torch.autocast("sim", torch.float16),
-        pytest.raises(SplitError, match=r"runs in a context \(no_grad, autocast, ...\) that the forward enters"),
-    ):
-        rota.split(CastsInside().to("sim"), 2)
-
-
-def test_a_forward_that_enters_autocast_of_the_device_is_refused(pool: Pool) -> None:
-    pool.run(1, simulated, cast_in_a_forward)
 
 
 # --- agreement --------------------------------------------------------------------------------------------------------

@@ -49,6 +49,7 @@ class CarvedStage(nn.Module):
     ) -> None:
         super().__init__()
         part, recording = cutting.parts[stage], cutting.recording
+        here = [(call, recording.call_name(call)) for call in range(part.begin, part.end)]
         root = _copy_owning(model, part.owned)
         self._run, self._stage_inputs = Run(), stage_inputs
         self._draws_idly = recording.draws_idly
@@ -63,16 +64,21 @@ class CarvedStage(nn.Module):
         self._sizes, self._needed = tuple(sizes), frozenset(part.needed)
         # Caches: the last stage has all of one or a part, which depends on the cut, so none is returned.
         self._kept_back = recording.result_objects
-        #: The paths of the modules that run here, in the order of their calls.
-        self.holds = tuple(recording.call_name(call) for call in range(part.begin, part.end))
+        #: Weights that no module below belongs to, and the modules that run here, by path; no CutPoints.
+        self.holds = (
+            *_outside(model, part.owned, {*recording.units}),
+            *(name for call, name in here if not recording.is_mark(call)),
+        )
+        #: The CutPoints that are called here.
+        self.marks = tuple(name for call, name in here if recording.is_mark(call))
         self._shapes = install(root, cutting, stage, self._run)
         for module in root.modules():
             if any("_rota_names" in vars(inner) for inner in module.modules()):
                 show_whole(module, self._run)
         self._absents_on: torch.device | None = None
-        answered = {recording.units[unit] for unit in recording.calls[: part.begin]}
-        running = dict.fromkeys(recording.units[unit] for unit in recording.calls[part.begin : part.end])
-        self._compilable = tuple(path for path in running if path not in answered)
+        not_running = {*recording.calls[: part.begin], *recording.marks}
+        running = dict.fromkeys(recording.calls[part.begin : part.end])
+        self._compilable = tuple(recording.units[unit] for unit in running if unit not in not_running)
         for path in self._compilable:
             compile_alike(model.get_submodule(path), root.get_submodule(path))
         # Shared with the copy, so that what is registered in one is in the other.
@@ -220,6 +226,14 @@ class CarvedStage(nn.Module):
 def _device_of(values: Iterable[Any]) -> torch.device:
     tensors = (value for value in values if isinstance(value, Tensor))
     return next((tensor.device for tensor in tensors), torch.device("cpu"))
+
+
+def _outside(model: nn.Module, owned: frozenset[str], units: set[str]) -> Iterator[str]:
+    """Those of the owned parameters that are in none of the units."""
+    for name in (name for name, _ in model.named_parameters() if name in owned):
+        steps = name.split(".")
+        if units.isdisjoint(".".join(steps[:length]) for length in range(len(steps))):
+            yield name
 
 
 def _copy_owning(model: nn.Module, owned: frozenset[str]) -> nn.Module:
