@@ -117,7 +117,7 @@ class CarvedStage(nn.Module):
         # Stages draw idle numbers different numbers of times, and scripts draw their batches with the same generators.
         states = RandomStates(nn.Identity(), seeded=True) if self._draws_idly else None
         try:
-            output = self._root(**inputs)
+            output = self.root(**inputs)
         except Stopped:
             has_stopped = True
         finally:
@@ -157,12 +157,12 @@ class CarvedStage(nn.Module):
         Code between them stays as it is, since it also runs on tensors of other stages, which have no data.
         """
         for path in self._compilable:
-            self._root.get_submodule(path).compile(*args, **kwargs)
+            self.root.get_submodule(path).compile(*args, **kwargs)
 
     def train(self, mode: bool = True) -> CarvedStage:
         """Set the mode of the stage, including the inner copy of the model."""
         super().train(mode)
-        self._root.training = mode
+        self.root.training = mode
         return self
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> CarvedStage:
@@ -172,7 +172,7 @@ class CarvedStage(nn.Module):
 
     def _change_absents(self, change: Callable[[Tensor], Tensor]) -> None:
         changed: dict[int, Absent] = {}  # a tied weight stays one object
-        for module in self._root.modules():
+        for module in self.root.modules():
             for name, value in vars(module).items():
                 if isinstance(value, Absent):
                     if id(value) not in changed:
@@ -195,7 +195,7 @@ class CarvedStage(nn.Module):
         """Inside, tensors of other stages have the dtype that `change` gives them, as this stage's own may have."""
         before = [
             (vars(module), name, value)
-            for module in self._root.modules()
+            for module in self.root.modules()
             for name, value in vars(module).items()
             if isinstance(value, Absent)
         ]
@@ -214,13 +214,14 @@ class CarvedStage(nn.Module):
                 shapes.clear()
 
     @property
-    def _root(self) -> nn.Module:
+    def root(self) -> nn.Module:
+        """The stage's copy of the model, whose forward it runs; it holds the stage's own weights."""
         root: nn.Module = vars(self)["_root"]
         return root
 
     @property
     def _name(self) -> str:
-        return type(self._root).__name__
+        return type(self.root).__name__
 
 
 def _device_of(values: Iterable[Any]) -> torch.device:

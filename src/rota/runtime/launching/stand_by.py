@@ -33,7 +33,7 @@ MOST_BYTES = 1 << 18  # of a message
 _AT_ONCE = 64  # ranks that one request forks
 MOST_FILES = 2 * _AT_ONCE
 #: Of what ranks import, what takes longest: PyTorch's optimizers load torch._dynamo at their first call.
-_MODULES = ("rota.runtime.pipeline", "rota.runtime.deferred", "rota.runtime.spmd", "rota.models", "torch._dynamo")
+_MODULES = ("rota.runtime.pipeline", "rota.runtime.materializing", "rota.runtime.spmd", "rota.models", "torch._dynamo")
 STAND_BY = "the process that ranks are forked from"
 _ANSWER_S = 30.0  # in which it forks ranks; a second is enough for 64
 _GONE_S = 10.0  # after SIGKILL
