@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import ast
-import gc
 import warnings
-import weakref
 from datetime import timedelta
 from importlib import import_module
 from pathlib import Path
@@ -198,24 +196,6 @@ def test_operations_that_write_are_known() -> None:
     assert not seen[torch.ops.aten.add]
 
 
-def test_a_mark_lives_as_long_as_its_storage() -> None:
-    class Mark:
-        pass
-
-    mark = Mark()
-    expires = weakref.ref(mark)
-    made = torch.empty(4, device="meta")
-    torch_internals.mark_storage(made.untyped_storage(), mark)
-    parameter = nn.Parameter(made)
-    del made, mark
-    gc.collect()
-    assert torch_internals.mark_of(parameter[1:]) is expires() is not None
-    assert torch_internals.mark_of(torch.empty(2)) is None
-    del parameter
-    gc.collect()
-    assert expires() is None
-
-
 @pytest.mark.parametrize(
     "ask", [torch.nonzero, torch.unique, torch.Tensor.item, torch.Tensor.tolist, torch.Tensor.cpu, torch.Tensor.numpy]
 )
@@ -247,13 +227,11 @@ def test_weights_that_are_not_copied_to_the_meta_device_are_named() -> None:
     assert [str(one.message).partition(":")[0] for one in told] == ["another", "for weight", "for bias"]
 
 
-def test_arguments_that_are_written_and_devices_are_known() -> None:
+def test_arguments_that_are_written_are_known() -> None:
     aten, x, out = torch.ops.aten, torch.ones(2), torch.ones(2)
     assert torch_internals.written_arguments(aten.mul_.Tensor, (x, out), {})[0] is x
     assert torch_internals.written_arguments(aten.add.out, (x, x), {"out": out})[0] is out
     assert torch_internals.written_arguments(aten.add.Tensor, (x, x), {}) == []
-    assert torch_internals.takes_device(aten.empty.memory_format)
-    assert not torch_internals.takes_device(aten.add.Tensor)
 
 
 def test_the_backend_for_cpu_tensors_reduces(alone: dist.ProcessGroup) -> None:

@@ -38,7 +38,7 @@ def make_stage(sizes: dict[str, int], rank: int, folder: str | None) -> tuple[in
     import rota
 
     torch.manual_seed(0)
-    with rota.deferred_init(to_load=folder is not None):
+    with rota.meta_init():
         model = LlamaForCausalLM(LlamaConfig(**sizes))
     stages = rota.split(model, NUM_RANKS, CUTS, example={"input_ids": torch.ones(2, 8, dtype=torch.long)})
     if folder is None:

@@ -112,7 +112,7 @@ def work(folder: str, num_steps: int) -> None:
     for plan in plans:
         replicas = plan.usage.num_replicas if plan.usage else 1
         mesh = rota.mesh(pp=plan.num_ranks, dp=replicas)
-        stages = rota.split(make_model(), plan.num_stages, plan.cuts)
+        stages = rota.split(make_model(), plan.num_stages, plan.cuts, example=make_batch(1)[0])
         pipelines.append(rota.Pipeline(stages, plan, loss_fn, mesh=mesh))
         optimizers.append(make_optimizer(pipelines[-1].parameters()))
     for _ in range(num_steps + 3):

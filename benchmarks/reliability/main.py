@@ -185,12 +185,12 @@ def main() -> None:
     parser.add_argument("--few", action="store_true", help="one role per phase, no saves, no deaths that overlap")
     parser.add_argument("--phases", nargs="+", choices=PHASES, help="with --few: only these")
     parser.add_argument("--loaded", action="store_true", help="samples and first weights from files, instead of drawn")
-    parser.add_argument("--deferred", action="store_true", help="the model is made in rota.deferred_init")
+    parser.add_argument("--on-meta", action="store_true", help="the model is made in rota.meta_init")
     parser.add_argument("--torchrun-kills", type=int, default=3)
     parser.add_argument("--commits", type=int, metavar="STEPS", help="only compare steps with and without a commit")
     options = parser.parse_args()
     of_all = {"width": options.width, "rows": options.rows, "is_loaded": options.loaded}
-    of_all |= {"save_every": None if options.few else EVERY, "is_deferred": options.deferred}
+    of_all |= {"save_every": None if options.few else EVERY, "is_on_meta": options.on_meta}
     print(f"torch {torch.__version__}, {platform.machine()}, {os.cpu_count()} cores, {NUM_PROCESSES} processes")
 
     if options.commits:

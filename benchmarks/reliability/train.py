@@ -35,7 +35,7 @@ class Options(NamedTuple):
     """Of a training; `num_steps` is where it ends, `dp` the replicas, `num_workers` those of the loader.
 
     `inputs`: the folder with the first weights, and with the samples, `samples`. None: each process draws all of them,
-    or with `is_deferred` only the weights of its own stages. `commits`: the share of steps that are committed, drawn.
+    or with `is_on_meta` only the weights of its own stages. `commits`: the share of steps that are committed, drawn.
     """
 
     num_steps: int = 10**9
@@ -49,7 +49,7 @@ class Options(NamedTuple):
     evaluate_every: int | None = None
     pause_s: float = 0.0
     inputs: str | None = None
-    is_deferred: bool = False
+    is_on_meta: bool = False
     commits: float = 1.0
 
 
@@ -91,8 +91,8 @@ def main(folder: Path) -> None:
     torch.manual_seed(0)
     if options.width < 1000:
         torch.set_default_dtype(torch.float64)
-    is_deferred = options.is_deferred or options.inputs is not None
-    with rota.deferred_init(to_load=options.inputs is not None) if is_deferred else nullcontext():
+    is_on_meta = options.is_on_meta or options.inputs is not None
+    with rota.meta_init() if is_on_meta else nullcontext():
         model = model_of(options)
     plan = rota.given_plan(folder / "plan.json")
     data = Samples(samples_of(options))
@@ -102,7 +102,7 @@ def main(folder: Path) -> None:
     stages = rota.split(model, plan.num_stages)
     if options.inputs:
         rota.load_pretrained(stages, rota.local_stages(plan, mesh), options.inputs)
-    elif options.is_deferred:
+    elif options.is_on_meta:
         rota.materialize(stages, rota.local_stages(plan, mesh))
     with rota.Pipeline(stages, plan, nn.functional.mse_loss, mesh=mesh) as pipeline:
         joined_s = time.monotonic()

@@ -55,8 +55,8 @@ _HOMES = {
     ),
     "rota.profiling": ("profile", "profile_chunks", "profile_layers", "profile_sizes"),
     "rota.runtime": (
-        *("Pipeline", "StepHandle", "deferred_init", "given_plan", "local_device", "local_stages", "materialize"),
-        *("mesh", "spmd"),
+        *("Pipeline", "StepHandle", "given_plan", "local_device", "local_stages", "materialize", "mesh", "meta_init"),
+        "spmd",
     ),
     "rota.runtime.pretrained": ("load_pretrained",),
     "rota.runtime.checkpoints": ("Checkpoints",),
@@ -145,12 +145,12 @@ if TYPE_CHECKING:
     from rota.replanning import replan as replan
     from rota.runtime import Pipeline as Pipeline
     from rota.runtime import StepHandle as StepHandle
-    from rota.runtime import deferred_init as deferred_init
     from rota.runtime import given_plan as given_plan
     from rota.runtime import local_device as local_device
     from rota.runtime import local_stages as local_stages
     from rota.runtime import materialize as materialize
     from rota.runtime import mesh as mesh
+    from rota.runtime import meta_init as meta_init
     from rota.runtime import spmd as spmd
     from rota.runtime.checkpoints import Checkpoints as Checkpoints
     from rota.runtime.checkpoints.names import gather_weights as gather_weights

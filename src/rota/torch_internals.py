@@ -98,12 +98,6 @@ def without_donated_buffers() -> AbstractContextManager[None]:
     return patch
 
 
-def without_dispatch_modes() -> AbstractContextManager[None]:
-    """Operations are run as they are, whatever dispatch modes are active. Relies on `_disable_current_modes`."""
-    disabled: AbstractContextManager[None] = _disable_current_modes()
-    return disabled
-
-
 def accumulates_gradient(node: Node) -> bool:
     """Whether `node` adds to the `.grad` of a leaf, which is its `variable`. Relies on that name and on the type."""
     return isinstance(node, _accumulate_grad())
@@ -324,29 +318,6 @@ def copies_to_meta() -> Iterator[list[str]]:
 
         warnings.showwarning = show
         yield names
-
-
-def takes_device(operation: Any) -> bool:
-    """Whether an ATen operation has an argument `device`. Relies on `OpOverload._schema`."""
-    return any(argument.name == "device" for argument in operation._schema.arguments)
-
-
-def mark_storage(storage: torch.UntypedStorage, mark: object) -> None:
-    """Attach `mark` to a storage; it lives as long as the storage does, and all tensors on it find it by `mark_of`.
-
-    Relies on a storage keeping its Python object, with its attributes, while only tensors refer to it.
-    """
-    storage._rota_mark = mark  # type: ignore[attr-defined]
-
-
-def mark_of(tensor: torch.Tensor) -> Any:
-    """What `mark_storage` attached to the tensor's storage; None if nothing did, or if the tensor has no storage."""
-    if tensor.layout is not torch.strided or tensor.is_nested:
-        return None
-    try:
-        return getattr(tensor.untyped_storage(), "_rota_mark", None)
-    except NotImplementedError:  # of a subclass
-        return None
 
 
 def own_state(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

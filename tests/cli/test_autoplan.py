@@ -148,7 +148,8 @@ def test_a_model_is_measured_planned_and_measured_again(tmp_path: Path, capsys: 
     assert plan.cuts is not None
     namespace: dict[str, object] = {}
     exec(MODEL, namespace)
-    stages = rota.split(namespace["make_model"](), plan.num_stages, plan.cuts)  # type: ignore[operator]
+    model_of, example_of = namespace["make_model"], namespace["make_batch"]
+    stages = rota.split(model_of(), plan.num_stages, plan.cuts, example=example_of(1)[0])  # type: ignore[operator]
     assert len(stages) == plan.num_stages
 
 

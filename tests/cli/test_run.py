@@ -289,7 +289,7 @@ def test_a_training_goes_on_with_another_plan_as_the_docs_say(pool: Pool, tmp_pa
 
 
 def test_a_model_without_memory_trains_as_the_docs_say(pool: Pool, tmp_path: Path) -> None:
-    training, _ = blocks_of(ROOT / "docs" / "large-models.md", "python")
+    training, *_ = blocks_of(ROOT / "docs" / "large-models.md", "python")
     (tmp_path / "train.py").write_text(training)
     losses = []
     for num_ranks in (1, 2):

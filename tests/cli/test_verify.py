@@ -76,7 +76,7 @@ import rota
 from transformers import GPT2Config, GPT2LMHeadModel
 
 def make_model():
-    with rota.deferred_init():
+    with rota.meta_init():
         return GPT2LMHeadModel(GPT2Config(vocab_size=61, n_positions=16, n_embd=16, n_layer=2, n_head=2))
 
 def make_batch(rows):
@@ -189,7 +189,7 @@ def test_an_unmodified_model_by_its_config(plan: str, tmp_path: Path, capfd: pyt
 
 
 @pytest.mark.sweep
-def test_a_deferred_model_whose_batches_are_mappings_and_whose_loss_has_a_count(
+def test_a_model_on_meta_whose_batches_are_mappings_and_whose_loss_has_a_count(
     plan: str, tmp_path: Path, pool: Pool, capfd: pytest.CaptureFixture[str]
 ) -> None:
     model, script = tmp_path / "model.py", tmp_path / "train.py"

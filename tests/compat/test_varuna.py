@@ -71,7 +71,7 @@ def test_any_number_of_stages_out_of_any_holder_of_cut_points(kind: str, num_sta
     model = Net(kind).eval()
     assert dry_run(model, batch(), 4) == NUM_CUTS
     loss = model(**batch())
-    stages = cut(model, num_stages, (), None)
+    stages = cut(model, num_stages, (), None, batch())
     assert len(stages) == num_stages
     assert torch.equal(stages.run(batch()), loss)
     assert {name for name, _ in stages.named_parameters()} == {name for name, _ in Net(kind).named_parameters()}
@@ -83,7 +83,7 @@ def test_costs_say_where_to_cut() -> None:
     assert cuts_by(costs, 2, NUM_CUTS) == [0]
     assert cuts_by(costs, 3, NUM_CUTS) == [0, 1]  # the last stage does not recompute
     assert boundaries(Costs((6, 0, 0), (0, 6, 7)), 2) == [0, 1, 3]
-    stages = cut(Net(), 2, (), cuts_by(costs, 2, NUM_CUTS))
+    stages = cut(Net(), 2, (), cuts_by(costs, 2, NUM_CUTS), batch())
     assert [name for name, _ in stages[0].named_parameters() if "layers" in name] == [
         "layers.0.weight",
         "layers.0.bias",
@@ -167,16 +167,16 @@ def test_what_goes_through_a_cut_point() -> None:
     assert torch.equal(state, torch.get_rng_state())
     model(**x)  # nothing is left behind
     with pytest.raises(SplitError, match="stage 2 uses what stage 0 makes, past the stages between"):
-        cut(Skips(), 3, (), None)
-    assert len(cut(Skips(), 2, (), None)) == 2  # two values over one boundary are no trouble
+        cut(Skips(), 3, (), None, x)
+    assert len(cut(Skips(), 2, (), None, x)) == 2  # two values over one boundary are no trouble
 
 
 def test_a_weight_on_two_sides_of_a_cut_is_named() -> None:
     with pytest.raises(
         SplitError, match=r"stage 0 has the weight 'layer.weight', which is also 'layer.weight' in stage 1"
     ):
-        cut(UsesTwice(), 2, (), None)
-    assert len(cut(UsesTwice(), 1, (), None)) == 1
+        cut(UsesTwice(), 2, (), None, {"x": torch.ones(4, WIDTH)})
+    assert len(cut(UsesTwice(), 1, (), None, {"x": torch.ones(4, WIDTH)})) == 1
 
 
 def test_sharing_any_number_of_weights() -> None:
@@ -186,8 +186,8 @@ def test_sharing_any_number_of_weights() -> None:
     weights = {model.get_parameter(name) for name in names}
     assert len(weights) == 1
     assert torch.equal(weights.pop(), Net().layers[0].weight)
-    stages = cut(model, 5, [(names[0], name) for name in names[1:]], None)
-    assert stages.ties == (tuple((stage, name) for stage, name in enumerate(names)),)
+    stages = cut(model, 5, [(names[0], name) for name in names[1:]], None, batch())
+    assert stages.ties == (tuple((stage, names[0]) for stage in range(4)),)
     for pairs, told in (
         ([("layers.0.weight", "layers.9.weight")], "no such parameter, did you mean 'layers.4.weight'"),
         ([("layers.0.weight", "layers.0.bias")], r"'layers.0.weight' is \[6, 6\].* cannot be shared"),
@@ -200,8 +200,9 @@ def test_sharing_any_number_of_weights() -> None:
 
 def test_weights_of_other_stages_are_let_go() -> None:
     model = Net()
-    share(model, [("layers.0.weight", "layers.2.weight"), ("layers.1.weight", "layers.4.weight")])
-    stages = cut(model, 5, [("layers.0.weight", "layers.2.weight"), ("layers.1.weight", "layers.4.weight")], None)
+    pairs = [("layers.0.weight", "layers.2.weight"), ("layers.1.weight", "layers.4.weight")]
+    share(model, pairs)
+    stages = cut(model, 5, pairs, None, batch())
     ties, names = stages.ties, [name for name, _ in stages.named_parameters()]
     materialize(stages, [2])
     there = {name for name, p in stages.named_parameters() if p.device.type == "cpu"}

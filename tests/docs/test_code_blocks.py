@@ -154,12 +154,15 @@ def test_stages_made_by_hand_have_the_names_of_the_docs(capsys: pytest.CaptureFi
 
 def test_a_pretrained_folder_loads_as_the_docs_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    made, _ = blocks("large-models.md")
+    made, *_ = blocks("large-models.md")
     space: dict[str, Any] = {}
     exec(made[: made.index("plan, mesh =")], space)
+    run("large-models.md", 1, space)  # with an init of one's own
+    assert not any(space["layers"][place].bias.any() for place in (2, 3))
+    assert space["layers"][0].weight.is_meta
     model = space["LlamaForCausalLM"](space["CONFIG"])
     model.save_pretrained("pretrained")
-    run("large-models.md", 1, space)
+    run("large-models.md", 2, space)
     stages = space["stages"]
     assert all(torch.equal(parameter, model.get_parameter(name)) for name, parameter in stages[1].named_parameters())
     assert stages[0].get_parameter("model.embed_tokens.weight").is_meta

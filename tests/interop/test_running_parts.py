@@ -99,7 +99,7 @@ def test_torchtitan_s_own_way() -> None:
     words = batch_of(2)[0]
     check_parts(GPT(), parts_beginning_with(GPT(), ["layers.1", "layers.3", "norm"]), words)
     marked = GPT(marks={str(block): CutPoint() for block in (0, 2, 4)})
-    check_parts(marked, module_parts(marked, split(marked, 4)), words)
+    check_parts(marked, module_parts(marked, split(marked, 4, example=words)), words)
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])

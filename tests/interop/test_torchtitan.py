@@ -22,7 +22,7 @@ from rota.interop import module_parts, parts_beginning_with, torchtitan
 from rota.models import CutPoint, split
 from rota.schedules import NAMED
 from rota.usage import Usage
-from support.plain_gpt import GPT
+from support.plain_gpt import GPT, batch_of
 
 FOUR = (
     ("tok_embeddings", "layers.0"),
@@ -30,6 +30,7 @@ FOUR = (
     ("layers.3", "layers.4"),
     ("layers.5", "norm", "output"),
 )
+X = torch.ones(2, 2)
 
 
 def marked(*blocks: int) -> GPT:
@@ -41,10 +42,11 @@ def marked(*blocks: int) -> GPT:
 
 def test_each_stage_names_its_modules() -> None:
     model = marked(0, 2, 4)
-    assert module_parts(model, split(model, 4)) == FOUR
+    words = batch_of(1)[0]
+    assert module_parts(model, split(model, 4, example=words)) == FOUR
     assert parts_beginning_with(GPT(), ["layers.1", "layers.3", "layers.5"]) == FOUR
     assert module_parts(model, split(model, 1)) == (sum(FOUR, ()),)
-    assert module_parts(model, split(model, 2, cuts=[1])) == (FOUR[0] + FOUR[1], FOUR[2] + FOUR[3])
+    assert module_parts(model, split(model, 2, cuts=[1], example=words)) == (FOUR[0] + FOUR[1], FOUR[2] + FOUR[3])
 
 
 class Model(nn.Module):
@@ -100,18 +102,21 @@ class Outer(nn.Module):
 
 def test_what_holds_no_parameters_may_be_in_several_parts() -> None:
     model: nn.Module = Model()
-    assert module_parts(model, split(model, 2)) == (("a", "cut"), ("b",))
+    assert module_parts(model, split(model, 2, example=X)) == (("a", "cut"), ("b",))
     model = Shared(lambda model: setattr(model, "shared", nn.Dropout(0.0)))
-    assert module_parts(model, split(model, 2)) == (("a", "cut", "shared"), ("b", "shared"))
+    assert module_parts(model, split(model, 2, example=X)) == (("a", "cut", "shared"), ("b", "shared"))
 
 
 def test_a_cut_inside_of_a_module_is_refused_by_name_and_one_that_is_not_made_is_no_cut() -> None:
     model = Outer()
-    assert module_parts(model, split(model, 2, cuts=["cut"])) == (("first", "blocks.0", "cut"), ("blocks.1",))
+    assert module_parts(model, split(model, 2, cuts=["cut"], example=X)) == (
+        ("first", "blocks.0", "cut"),
+        ("blocks.1",),
+    )
     with pytest.raises(
         RotaError, match=r"stages 0, 1 share 'blocks.0' \(InnerCut\): a cut is inside of it, .* first, "
     ):
-        module_parts(model, split(model, 2, cuts=["blocks[0].cut"]))
+        module_parts(model, split(model, 2, cuts=["blocks[0].cut"], example=X))
 
 
 def of_linear(model: Any) -> None:
@@ -137,7 +142,7 @@ def tie(model: Any) -> None:
 )
 def test_models_that_torchtitan_cannot_cut(model: nn.Module, told: str) -> None:
     with pytest.raises(RotaError, match=re.escape(told)):
-        module_parts(model, split(model, 2))
+        module_parts(model, split(model, 2, example=X))
 
 
 def test_stages_and_names_that_do_not_fit_the_model() -> None:

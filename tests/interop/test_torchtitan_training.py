@@ -43,7 +43,8 @@ def test_a_gpt_of_four_stages_trains_by_the_files_alone(
     family = NAMED[name]
     placement = family.place(family.adapted(Costs.uniform(4)), Cluster.uniform(num_ranks))
     model = GPT(marks={str(block): CutPoint() for block in (0, 2, 4)})
-    torchtitan.export(module_parts(model, split(model, 4)), family(placement, NUM_MICROBATCHES), tmp_path)
+    stages = split(model, 4, example=batch_of(1)[0])
+    torchtitan.export(module_parts(model, stages), family(placement, NUM_MICROBATCHES), tmp_path)
 
     by_rank = pool.run(num_ranks, step_by_files, str(tmp_path / config), NUM_MICROBATCHES)
 

@@ -82,7 +82,7 @@ def test_a_loss_without_count_has_no_weight() -> None:
         _ = added.weighted_total
 
 
-class Traced(nn.Module):
+class AddsBetween(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.first, self.cut, self.second = nn.Linear(3, 3), CutPoint(), nn.Linear(3, 3)
@@ -93,9 +93,9 @@ class Traced(nn.Module):
         return self.second(x)
 
 
-def test_a_traced_call_is_refused() -> None:
-    with pytest.raises((SplitError, PipelineError), match="called in a forward that"):
-        rota.split(Traced(), 2)
+def test_a_call_that_several_stages_would_make_is_refused() -> None:
+    with pytest.raises(SplitError, match="add_loss is called between modules, in code that several stages run"):
+        rota.split(AddsBetween(), 2, example=torch.ones(2, 3))
 
 
 def test_a_checkpointed_block_adds_once() -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import spectral_norm
 
-from rota import deferred_init
+from rota import meta_init
 from rota.errors import SplitError
 from rota.models import CutPoint, Stages, split
 
@@ -107,7 +107,7 @@ def carved(tie: Callable[[Any], None]) -> Stages:
 
 
 def at_cut_points(tie: Callable[[Any], None]) -> Stages:
-    return split(Model(tie, has_cuts=True), 2, cuts=[1])
+    return split(Model(tie, has_cuts=True), 2, cuts=[1], example=EXAMPLE)
 
 
 def sequential(tie: Callable[[Any], None]) -> Stages:
@@ -125,7 +125,7 @@ def on_meta(tie: Callable[[Any], None]) -> Stages:
 
 
 def without_memory(tie: Callable[[Any], None]) -> Stages:
-    with deferred_init(to_load=True):
+    with meta_init():
         model = Model(tie)
     return split(model, 2, example=EXAMPLE)
 

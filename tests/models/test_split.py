@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from rota.errors import PipelineError, SplitError
-from rota.models import CutPoint, StageEdge, Stages, finest, split
+from rota.models import CutPoint, Stages, finest, split
 from rota.models.unmodified import find_blocks
 from support.sampling import some
 
@@ -106,21 +106,23 @@ def assert_same(model: nn.Module, stages: Stages, batch: Any) -> None:
 @pytest.mark.parametrize("num_stages", [1, 2, 3, 5])
 def test_gpt(kind: str, num_stages: int) -> None:
     model = GPT(kind=kind).double()
-    stages = split(model, num_stages)
-    assert len(stages) == num_stages
     mask = torch.ones(2, 5, 1, dtype=torch.float64).tril()
+    stages = split(model, num_stages, example=(tokens(), mask))
+    assert len(stages) == num_stages
     for batch in (tokens(), (tokens(), mask), {"mask": mask, "tokens": tokens()}):
         assert_same(model, stages, batch)
     assert [name for name, _ in stages.named_parameters()] == [name for name, _ in model.named_parameters()]
 
 
 def test_gpt_table() -> None:
-    stages = split(GPT(), 3, cuts=[0, "cuts[2]"])
+    stages = split(GPT(), 3, cuts=[0, "cuts[2]"], example=tokens())
     assert stages.table().splitlines() == [
-        "stage  holds                      parameters  bytes  reads         sends to",
-        "0      position, embed, blocks.0  120         480    tokens, mask  1",
-        "1      blocks.1-2                 56          224    mask          2",
-        "2      blocks.3, norm, head       71          284    mask          -",
+        "stage  holds                      parameters  bytes  reads   sends to",
+        "0      position, embed, blocks.0  120         480    tokens  1",
+        "1      blocks.1-2                 56          224    -       2",
+        "2      blocks.3, norm, head       71          284    -       -",
+        "0 -> 1  cuts[0]  float32[2, 5, 4]  160 bytes",
+        "1 -> 2  cuts[2]  float32[2, 5, 4]  160 bytes",
     ]
 
 
@@ -130,7 +132,7 @@ def test_any_cuts_of_any_gpt(data: st.DataObject) -> None:
     num_blocks = data.draw(st.integers(1, 6))
     cuts = data.draw(st.lists(st.integers(0, num_blocks - 1), unique=True, max_size=num_blocks))
     model = GPT(num_blocks).double()
-    stages = split(model, len(cuts) + 1, cuts)
+    stages = split(model, len(cuts) + 1, cuts, example=tokens())
     assert len(stages) == len(cuts) + 1
     assert_same(model, stages, tokens())
 
@@ -228,7 +230,8 @@ def test_cut_points_in_a_list_of_a_submodule() -> None:
             return self.head(self.inner["encoder"](x).mean(1))
 
     model = Model().double()
-    stages = split(model, 3, cuts=["inner.encoder.marks['after'][0]", "inner.encoder.marks.after.1"])
+    cuts = ["inner.encoder.marks['after'][0]", "inner.encoder.marks.after.1"]
+    stages = split(model, 3, cuts, example=values())
     assert next(name for name, _ in stages[1].named_parameters()) == "inner.encoder.layers.1.norm.weight"
     assert_same(model, stages, values())
 
@@ -248,11 +251,11 @@ def test_cuts_to_choose_from(
     model: Callable[[], nn.Module | Stages], cuts: list[int | str], found: tuple[str, ...]
 ) -> None:
     made = model()
-    stages, names = finest(made, cuts=cuts)
+    stages, names = finest(made, tokens(), cuts)
     assert (names, stages.cuts, len(stages)) == (found, found, len(found) + 1)
     for unknown in ("blocks.*", "blocks.2"):
         with pytest.raises(SplitError, match=rf"cuts has '{unknown}', which is not a possible cut.* cuts are: "):
-            finest(made, cuts=[*cuts, unknown])
+            finest(made, tokens(), [*cuts, unknown])
 
 
 def test_skip_over_stages_and_several_values_on_one_edge() -> None:
@@ -266,12 +269,13 @@ def test_skip_over_stages_and_several_values_on_one_edge() -> None:
             return self.d(z + start).reshape(size, -1) * size
 
     model = Model().double()
-    stages = split(model, 4)
-    assert stages.edges == (StageEdge(0, 1, 0), StageEdge(0, 3, 1), StageEdge(1, 2), StageEdge(2, 3))
-    first = stages.call(0, (), values())
-    assert [type(value) for value in first[0]] == [Tensor, Tensor]
-    assert [type(value) for value in first[1]] == [Tensor, int]
-    assert_same(model, stages, values())
+    chain, direct = (split(model, 4, example=values(), direct_skips=skips) for skips in (False, True))
+    assert [edge[:2] for edge in chain.edges] == [(0, 1), (1, 2), (2, 3)]
+    assert [edge[:2] for edge in direct.edges] == [(0, 1), (1, 2), (0, 3), (2, 3)]
+    sent = {target: [one.name for one in direct.carried if one[:2] == (0, target)] for target in (1, 3)}
+    assert sent == {1: ["a", "cuts[0]"], 3: ["a"]}
+    for stages in (chain, direct):
+        assert_same(model, stages, values())
 
 
 def test_inputs_are_read_where_they_are_used() -> None:
@@ -282,15 +286,14 @@ def test_inputs_are_read_where_they_are_used() -> None:
             return self.d(self.cuts[2](self.c(x)).to(mask.device, mask.dtype)) * scale
 
     model = Model().double()
-    stages = split(model, 4)
-    assert stages.inputs == (("x",), ("mask",), (), ("mask", "scale"))
-    assert stages.edges == (StageEdge(0, 1), StageEdge(1, 2), StageEdge(2, 3))
     mask = torch.ones(WIDTH, dtype=torch.float64)
+    stages = split(model, 4, example=(values(), mask, 2.0))
+    assert stages.inputs == (("x", "mask", "scale"), ("mask", "scale"), ("scale",), ("scale",))
     for batch in ((values(), mask), (values(), mask, 0.5), {"mask": mask, "x": values()}):
         assert_same(model, stages, batch)
 
 
-def test_devices_and_dtypes_do_not_travel_but_shapes_do() -> None:
+def test_devices_dtypes_and_shapes_need_not_travel() -> None:
     class Model(Plain):
         def forward(self, x: Tensor) -> Tensor:
             x = self.a(x)
@@ -300,11 +303,8 @@ def test_devices_and_dtypes_do_not_travel_but_shapes_do() -> None:
             return self.b(x.view(shape)) + torch.ones(1, device=device.type, dtype=dtype)
 
     model = Model().double()
-    stages = split(model, 3)
-    to_second, to_last = stages.call(0, (), values())
-    assert to_second.shape == (40,)
-    assert [type(value) for value in to_last] == [Tensor, torch.Size]
-    assert type(stages.call(1, (to_second,), values())) is Tensor
+    stages = split(model, 3, example=values())
+    assert [(*one[:3], one.shape) for one in stages.carried] == [(0, 1, "cuts[0]", (40,)), (1, 2, "cuts[1]", (40,))]
     assert_same(model, stages, values())
 
 
@@ -316,40 +316,39 @@ def test_sizes_known_only_from_the_batch() -> None:
             return self.b(self.cuts[1](x + start[:, :, None])) * torch.ones(WIDTH)
 
     model = Model().double()
-    assert_same(model, split(model, 3), values())
+    assert_same(model, split(model, 3, example=values()), values())
+
+
+class Counting(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.randn(WIDTH))
+        self.unused = nn.Linear(1, 1)
+        self.register_buffer("kept", torch.ones(WIDTH))
+        self.register_buffer("lost", torch.ones(WIDTH), persistent=False)
+        self.register_buffer("calls", torch.zeros(()))
+        self.plain = torch.full((WIDTH,), 2.0, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.cuts[0](self.a(x) * self.kept)
+        self.calls.add_(1)
+        x = self.cuts[1](self.b(x) * self.scale * self.lost * self.kept)
+        return x * self.plain + torch.tensor([0.5, 1.0, 2.0, 4.0])
 
 
 def test_parameters_and_buffers_read_by_the_forward_move_to_their_stage() -> None:
-    class Model(Plain):
-        def __init__(self) -> None:
-            super().__init__()
-            self.scale = nn.Parameter(torch.randn(WIDTH))
-            self.unused = nn.Linear(1, 1)
-            self.register_buffer("kept", torch.ones(WIDTH))
-            self.register_buffer("lost", torch.ones(WIDTH), persistent=False)
-            self.register_buffer("calls", torch.zeros(()))
-            self.plain = torch.full((WIDTH,), 2.0, dtype=torch.float64)
-
-        def forward(self, x: Tensor) -> Tensor:
-            x = self.cuts[0](self.a(x) * self.kept)
-            self.calls.add_(1)
-            x = self.cuts[1](self.b(x) * self.scale * self.lost * self.kept)
-            return x * self.plain + torch.tensor([0.5, 1.0, 2.0, 4.0])
-
-    model = Model().double()
-    stages = split(model, 3)
+    model = Counting().double()
+    stages = split(model, 3, example=values())
     assert [dict(stage.named_parameters(recurse=False)).keys() for stage in stages] == [set(), {"scale"}, set()]
     again = pickle.loads(pickle.dumps(stages))
     for each in (stages, again, copy.deepcopy(stages)):
         assert [{name for name in stage.state_dict() if "." not in name} for stage in each] == [
             {"kept"},
-            {"kept", "scale", "calls"},
-            set(),
+            {"kept", "scale"},
+            {"calls"},  # which nothing reads
         ]
-        assert not any(name.startswith("unused") for name, _ in each.named_parameters())
     assert torch.equal(again.run(values()), stages.run(values()))
     assert model.calls.item() == 1  # and not 2: `again` has its own
-    assert not hasattr(model, "_tensor_constant0")
     assert_same(model, stages, values())
 
 
@@ -367,7 +366,7 @@ def test_batch_norm_keeps_its_statistics() -> None:
 
     model = Model().double()
     whole = copy.deepcopy(model)
-    stages = split(model, 3)
+    stages = split(model, 3, example=values())
     whole(values())
     stages.run(values())
     state = {name: value for stage in stages for name, value in stage.state_dict().items()}
@@ -385,7 +384,7 @@ def test_cut_point_around_a_tuple_and_nested_output() -> None:
             return {"sum": self.cuts[1](self.c(first) + second), "parts": [first, (x, None)]}
 
     model = Model().double()
-    stages, x = split(model, 3), values()
+    stages, x = split(model, 3, example=values()), values()
     assert torch.equal(stages.run(x)["sum"], model(x)["sum"])
     assert torch.equal(stages.run(x)["parts"][0], model(x)["parts"][0])
     assert stages.run(x)["parts"][1][0] is x
@@ -395,7 +394,7 @@ def test_stages_follow_train_and_eval_and_keep_frozen_modules() -> None:
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), CutPoint(), nn.BatchNorm1d(5), nn.Dropout(0.5)).double()
     model[2].eval()
     model.forward(values())
-    stages = split(model, 2)
+    stages = split(model, 2, example=values())
     assert [name for name, _ in stages[1].named_parameters()] == ["2.weight", "2.bias"]
     assert model.training
     assert model[3].training
@@ -403,7 +402,6 @@ def test_stages_follow_train_and_eval_and_keep_frozen_modules() -> None:
     assert stages[1].training
     for stage in stages:
         stage.eval()
-    assert not model[3].training
     assert torch.equal(stages.run(values()), model.eval()(values()))
 
 
@@ -436,7 +434,7 @@ def test_one_stage_is_the_model_itself() -> None:
     assert stages.input_defaults == {"mask": None}
 
 
-def test_default_that_the_trace_does_not_honour_must_be_in_the_batch() -> None:
+def test_inputs_with_defaults_may_be_left_out() -> None:
     class Model(Plain):
         def forward(self, x: Tensor, mask: Tensor | None = None, other: Tensor | None = None) -> Tensor:
             x = self.cuts[0](self.a(x))
@@ -444,12 +442,12 @@ def test_default_that_the_trace_does_not_honour_must_be_in_the_batch() -> None:
                 x = x * mask
             return F.scaled_dot_product_attention(x, x, x, other)
 
-    model = Model().double()
-    stages, x = split(model, 2), values()
-    assert stages.input_defaults == {"other": None}
-    assert_same(model, stages, (x, x))
-    with pytest.raises(PipelineError, match="stage 1 reads input 'mask', which the batch lacks"):
-        stages.run(x)
+    model, x = Model().double(), values()
+    stages = split(model, 2, example=(x, x))
+    for batch in (x, (x, x)):
+        assert_same(model, stages, batch)
+    with pytest.raises(PipelineError, match="the batch has 'other', which the example"):
+        stages.run({"x": x, "other": x})
 
 
 def test_module_without_parameters_may_serve_two_stages() -> None:
@@ -462,7 +460,7 @@ def test_module_without_parameters_may_serve_two_stages() -> None:
             return self.act(self.b(self.cuts[0](self.act(self.a(x)))))
 
     model = Model().double()
-    assert_same(model, split(model, 2), values())
+    assert_same(model, split(model, 2, example=values()), values())
 
 
 def test_tied_parameter_in_one_stage_and_in_two() -> None:
@@ -480,12 +478,12 @@ def test_tied_parameter_in_one_stage_and_in_two() -> None:
             return self.last(self.cuts[1](self.head(self.cuts[0](x))))
 
     model = Tied().double()
-    stages = split(model, 2, cuts=[1])
+    stages = split(model, 2, cuts=[1], example=tokens())
     assert [name for name, _ in stages[0].named_parameters()] == ["inner.embed.weight"]
     assert_same(model, stages, tokens())
     assert stages.ties == ()
-    stages = split(model, 2, cuts=[0])
-    assert stages.ties == (((0, "inner.embed.weight"), (1, "head.weight")),)
+    stages = split(model, 2, cuts=[0], example=tokens())
+    assert stages.ties == (((0, "inner.embed.weight"), (1, "inner.embed.weight")),)
     assert [name for name, _ in stages.named_parameters()] == ["inner.embed.weight", "last.weight", "last.bias"]
     assert_same(model, stages, tokens())
 
@@ -504,7 +502,7 @@ def test_tied_parameter_in_one_stage_and_in_two() -> None:
 )
 def test_cuts_that_cannot_be(num_stages: int, cuts: list[int | str] | None, message: str) -> None:
     with pytest.raises(SplitError, match=message):
-        split(GPT(), num_stages, cuts)
+        split(GPT(), num_stages, cuts, example=tokens() if num_stages > 1 else None)
 
 
 def test_sequential_cuts_that_cannot_be() -> None:
@@ -515,6 +513,7 @@ def test_sequential_cuts_that_cannot_be() -> None:
         split(model, 3)
 
 
-def test_model_without_cut_points() -> None:
-    with pytest.raises(SplitError, match=r"Block has no CutPoint .* call a CutPoint\(\) .*Stages\(modules, edges"):
-        split(Block(), 2)
+@pytest.mark.parametrize("model", [Block(), GPT()], ids=["unmodified", "with CutPoints"])
+def test_without_an_example(model: nn.Module) -> None:
+    with pytest.raises(SplitError, match=r"without an example nobody knows .*Stages\(modules, edges"):
+        split(model, 2)

@@ -90,7 +90,7 @@ def check_against(pool: Pool, model: nn.Module, num_stages: int, batch: Any, tar
     serial = copy.deepcopy(model)
     loss = cross_entropy(serial(*batch), targets)
     loss.backward()
-    stages = split(model, num_stages)
+    stages = split(model, num_stages, example=batch, direct_skips=True)
     edges = [edge[:2] for edge in stages.edges]
     placement = place(Costs.uniform(num_stages, edges=edges), Cluster.uniform(num_stages))
     for schedule in ("gpipe", "1f1b"):
@@ -134,7 +134,9 @@ def test_skip_over_stages(pool: Pool, num_stages: int) -> None:
     torch.manual_seed(3)
     x, targets = torch.randn(8, WIDTH, dtype=torch.float64), torch.arange(8) % WORDS
     model = Skips().double()
-    assert (0, num_stages - 1) in {edge[:2] for edge in split(copy.deepcopy(model), num_stages).edges}
+    assert (0, num_stages - 1) in {
+        edge[:2] for edge in split(copy.deepcopy(model), num_stages, example=(x,), direct_skips=True).edges
+    }
     check_against(pool, model, num_stages, (x,), targets, lambda s: [x if read else None for read in s.inputs])
 
 

@@ -118,7 +118,7 @@ def test_what_is_predicted_is_held(name: str) -> None:
     of = case(name)
     layers = profile_layers(of.model, of.batch, of.target, of.loss_fn, repeats=1)
     for boundaries in cuts_of(layers):
-        stages = split(of.model, len(boundaries) - 1, layers.cuts_at(boundaries))
+        stages = split(of.model, len(boundaries) - 1, layers.cuts_at(boundaries), example=of.batch)
         every = range(len(stages))
         for split_backward in (False, True):
             for recompute in ((), every):
@@ -174,7 +174,7 @@ def test_the_most_that_a_stage_needs_is_not_underestimated_by_much(name: str) ->
     of = case(name)
     layers = profile_layers(of.model, of.batch, of.target, of.loss_fn, repeats=1)
     for boundaries in cuts_of(layers):
-        stages = split(of.model, len(boundaries) - 1, layers.cuts_at(boundaries))
+        stages = split(of.model, len(boundaries) - 1, layers.cuts_at(boundaries), example=of.batch)
         for split_backward in (False, True):
             added = layers.stages(boundaries, split_backward=split_backward)
             real = profile_here(stages, of.batch, of.target, of.loss_fn, repeats=1, split_backward=split_backward)

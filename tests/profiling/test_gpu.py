@@ -56,7 +56,7 @@ def test_layers_on_a_gpu_add_up_to_its_stages(name: str) -> None:
     assert min(layers.forward_us + layers.backward_us) > 0
     assert torch.cuda.get_device_name() in layers.note
     boundaries = [0, layers.num_layers // 2, layers.num_layers]
-    stages = split(of.model, 2, layers.cuts_at(boundaries))
+    stages = split(of.model, 2, layers.cuts_at(boundaries), example=of.batch)
     for split_backward in (False, True):
         added = layers.stages(boundaries, split_backward=split_backward)
         measured = profile(stages, batch, target, of.loss_fn, split_backward=split_backward, repeats=3)

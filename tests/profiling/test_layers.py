@@ -38,10 +38,10 @@ def gpu(name: str = "h100") -> dict[str, Any]:
 @pytest.mark.parametrize("name", MAKE)
 def test_every_cut_is_found_and_split_takes_its_name(name: str) -> None:
     of = case(name)
-    stages, cuts = finest(of.model)
+    stages, cuts = finest(of.model, of.batch)
     assert len(stages) == len(cuts) + 1 == {"gpt": 3, "resnet": 11, "two branches": 5}[name]
     for cut in cuts:
-        assert len(split(of.model, 2, [cut])) == 2
+        assert len(split(of.model, 2, [cut], example=of.batch)) == 2
 
 
 def test_a_model_without_places_to_cut_is_one_layer() -> None:
@@ -146,7 +146,7 @@ def test_times_are_medians_of_runs_after_a_warm_up(together: bool, monkeypatch: 
 
 def test_flops_of_a_gpt_block_are_those_of_the_formula() -> None:
     of, rows, length, width = case("gpt"), 5, 64, 32
-    block = finest(of.model)[0][1].to("meta")
+    block = of.model.whole.blocks[1].to("meta")
     x = torch.empty(rows, length, width, device="meta", requires_grad=True)
     clock = Roofline(DEVICES["cpu-core"])
     with Kernels(DEVICES["cpu-core"]), clock:

@@ -99,7 +99,7 @@ class Marked(nn.Module):
 def _free(rank: int) -> None:
     plan = two_ranks()
     for model in (nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), Marked()):
-        stages = rota.split(model, 2)
+        stages = rota.split(model, 2, example=torch.randn(1, 2, 4))
         with rota.Pipeline(stages, plan, nn.functional.mse_loss) as pipeline:
             pipeline.step(torch.randn(4, 2, 4), torch.randn(4, 2, 4))
             assert {p for p in model.parameters() if not p.is_meta} == {*pipeline.parameters()}

@@ -14,10 +14,9 @@ import torch
 from torch import nn
 
 import rota
-from rota import Cluster, Costs, Pipeline, PipelineError, Plan, SplitError, Stages, place
+from rota import Cluster, Costs, Pipeline, PipelineError, Plan, Stages, place
 from rota.models.randomness import RandomStates
 from rota.runtime.checkpoints.tensors import Layout
-from rota.runtime.deferred.log import generator_of
 from rota.schedules import NAMED, gpipe, one_f_one_b
 from support.checkpoint_runs import Run, Training, memory, model, serial_losses, stored
 from support.networks import (
@@ -101,15 +100,13 @@ def made_on_the_device(rank: int, folder: Path) -> None:
         torch.manual_seed(3)
         return nn.Sequential(nn.Linear(200, 200), nn.BatchNorm1d(200), nn.Linear(200, 4))
 
-    whole = made()
-    with rota.deferred_init():
-        deferred = rota.split(made(), 3)
-    rota.materialize(deferred, [0, 1], "sim:0")
+    with rota.meta_init():
+        whole, on_device, loaded = made(), rota.split(made(), 3), rota.split(made(), 3)
+    rota.materialize(rota.split(whole, 1), [0])
+    rota.materialize(on_device, [0, 1], "sim:0")
     save_file(dict(whole.state_dict()), folder / "model.safetensors")
-    with rota.deferred_init(to_load=True):
-        loaded = rota.split(made(), 3)
     rota.load_pretrained(loaded, [0, 1], folder, device="sim")
-    for stages in (deferred, loaded):
+    for stages in (on_device, loaded):
         for stage in (0, 1):
             for name, tensor in stages[stage].state_dict().items():
                 assert tensor.device.type == "sim"
@@ -119,51 +116,6 @@ def made_on_the_device(rank: int, folder: Path) -> None:
 
 def test_weights_are_made_or_loaded_on_the_device(pool: Pool, tmp_path: Path) -> None:
     pool.run(1, simulated, made_on_the_device, tmp_path)
-
-
-def drawn_on_the_device(rank: int) -> None:
-    on_device, on_cpu = torch.empty(3, device="sim"), torch.empty(3)
-    generator = generator_of((on_device,), {})
-    state, of_cpu = generator.get_state(), torch.get_rng_state()
-    first = on_device.uniform_().cpu()
-    assert not torch.equal(generator.get_state(), state)
-    generator.set_state(state)
-    assert torch.equal(on_device.uniform_().cpu(), first)
-    assert torch.equal(torch.get_rng_state(), of_cpu)
-    assert torch.equal(generator_of((), {"device": torch.device("sim")}).get_state(), generator.get_state())
-    assert generator_of((on_cpu,), {}) is generator_of((), {}) is torch.default_generator
-
-
-def test_what_is_drawn_on_the_device_is_drawn_again_from_its_own_generator(pool: Pool) -> None:
-    """Of `deferred_init`, only this: tensors of the simulated device have no storage that could be made again."""
-    pool.run(1, simulated, drawn_on_the_device)
-
-
-class CastsInside(nn.Module):
-    """Its forward enters autocast, which a trace does not keep."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.cut, self.second = nn.Linear(3, 3), rota.CutPoint(), nn.Linear(3, 3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        with torch.autocast("sim", torch.bfloat16):
-            x = self.cut(self.first(x))
-        return self.second(x.float())
-
-
-def cast_in_a_forward(rank: int) -> None:
-    with pytest.raises(SplitError, match=r"runs in a context \(no_grad, autocast, ...\) that the forward enters"):
-        rota.split(CastsInside().to("sim"), 2)
-    with (
-        torch.autocast("sim", torch.float16),
-        pytest.raises(SplitError, match=r"runs in a context \(no_grad, autocast, ...\) that the forward enters"),
-    ):
-        rota.split(CastsInside().to("sim"), 2)
-
-
-def test_a_forward_that_enters_autocast_of_the_device_is_refused(pool: Pool) -> None:
-    pool.run(1, simulated, cast_in_a_forward)
 
 
 # --- agreement --------------------------------------------------------------------------------------------------------

@@ -83,7 +83,7 @@ def sequential(*layers: nn.Module) -> tuple[nn.Sequential, Tensor]:
 @pytest.mark.parametrize("name", ["gpt", "two branches"])
 def test_a_split_model_is_exact(name: str) -> None:
     model, batch, target, loss_fn = case(name)
-    stages, _ = rota.models.finest(model) if name == "gpt" else (split(model, 4), ())
+    stages, _ = rota.models.finest(model, batch[:1]) if name == "gpt" else (split(model, 4, example=batch[:1]), ())
     found = verify(stages, model, batch[:4], target[:4], loss_fn, num_microbatches=4)
     assert found.exact, found.to_text()
     assert [each.dtype for each in found.comparisons] == ["float64", "float32"]
@@ -157,7 +157,9 @@ def test_what_comes_after_a_batch_norm_is_not_named(num_norms: int, in_place: bo
     after = [nn.BatchNorm2d(WIDTH), nn.ReLU(in_place)] if num_norms == 2 else []
     model = Classifier(*stem(in_place=in_place), *after)
     x, target = 10 * torch.randn(16, 3, 8, 8), torch.randint(4, (16,))
-    found = verify(split(model, 2), model, x, target, functional.cross_entropy, num_microbatches=4, fp64=fp64)
+    found = verify(
+        split(model, 2, example=x), model, x, target, functional.cross_entropy, num_microbatches=4, fp64=fp64
+    )
     (reason,) = found.reasons
     assert reason.startswith("BatchNorm2d 'stem.1' takes its statistics over the rows of a micro-batch")
     assert ("(so do those after it: 'stem.4')" in reason) == (num_norms == 2)
@@ -340,7 +342,7 @@ def test_any_mapping_and_a_row_for_all(num_microbatches: int) -> None:
     torch.manual_seed(0)
     model = Positions()
     batch, labels = tokens(5)
-    found = verify(split(model, 2), model, batch, labels, token_sum, num_microbatches=num_microbatches)
+    found = verify(split(model, 2, example=batch), model, batch, labels, token_sum, num_microbatches=num_microbatches)
     assert found.exact, found.to_text()
 
 
@@ -348,19 +350,20 @@ def test_lists_of_micro_batches() -> None:
     torch.manual_seed(0)
     model = Positions()
     batches, labels = (list(column) for column in zip(*map(tokens, (3, 1, 4)), strict=True))
-    found = verify(split(model, 2), model, batches, labels, token_sum, num_microbatches=3)
+    found = verify(split(model, 2, example=batches[0]), model, batches, labels, token_sum, num_microbatches=3)
     assert found.exact, found.to_text()
     for batch, rows in zip(batches, (3, 1, 4), strict=True):  # each with a row of its own
         batch["position_ids"] = torch.randint(6, (1, 6))
         assert len(batch["input_ids"]) == rows
-    found = verify(split(model, 2), model, batches, labels, token_sum, num_microbatches=3)
+    found = verify(split(model, 2, example=batches[0]), model, batches, labels, token_sum, num_microbatches=3)
     assert found.exact, found.to_text()
     batches[1], labels[1] = tokens(2)
     batches[1] = UserDict({name: tensor[:, :4] for name, tensor in batches[1].items()})
     labels[1] = UserDict(labels=labels[1]["labels"][:, :4])
     with pytest.raises(PipelineError, match="cannot be joined to one batch for the unsplit model"):
-        verify(split(model, 2), model, batches, labels, token_sum, num_microbatches=3)
-    found = verify(split(model, 2), model, batches, labels, token_sum, num_microbatches=3, against="microbatches")
+        verify(split(model, 2, example=batches[0]), model, batches, labels, token_sum, num_microbatches=3)
+    stages = split(model, 2, example=batches[0])
+    found = verify(stages, model, batches, labels, token_sum, num_microbatches=3, against="microbatches")
     assert found.exact, found.to_text()
 
 
@@ -434,7 +437,7 @@ class Functional(nn.Module):
 def test_dropout_inside_attention_is_switched_off() -> None:
     torch.manual_seed(0)
     model, x = Functional(), torch.randn(8, WIDTH)
-    assert verify(split(model, 2), model, x, x, functional.mse_loss).exact
+    assert verify(split(model, 2, example=x), model, x, x, functional.mse_loss).exact
 
 
 class Detached(nn.Module):
@@ -508,7 +511,7 @@ def test_everything_is_left_as_it_was() -> None:
     torch.manual_seed(0)
     model = Reads()
     batch = {"x": torch.randn(4, WIDTH), "scale": torch.rand(4, 1)}
-    stages = split(model, 2)
+    stages = split(model, 2, example=batch)
     functional.mse_loss(model(**batch), torch.zeros(4, 4)).backward()
     tensors = {name: (tensor, tensor.clone()) for name, tensor in model.state_dict(keep_vars=True).items()}
     gradients = {name: (p.grad, p.grad.clone()) for name, p in model.named_parameters()}

@@ -27,16 +27,17 @@ def refuse_cuts_of_model(model_file: ModelFile, cuts: Sequence[str] | None) -> N
         cuts: Those of `--cuts`.
     """
     from rota.interop.modules import module_parts, require_cuts
-    from rota.models import Stages, finest, is_marked
+    from rota.models import Stages, finest, is_sequential
     from rota.models.cut_table import holds
+    from rota.models.cutpoint import find_cut_points
     from rota.models.unmodified import candidate_paths
 
     model = model_file.made_without_weights()
     if isinstance(model, Stages):
         _warn("it is rota.Stages, not an nn.Module")
         return
-    if is_marked(model):
-        stages, names = finest(model, cuts=cuts)
+    if is_sequential(model) or find_cut_points(model):
+        stages, names = finest(model, None if is_sequential(model) else model_file.made_batch(1)[0], cuts)
         _refuse(names, [holds(stage) for stage in stages.modules])
         _warn_if_refused(lambda: module_parts(model, stages))
         return

@@ -28,7 +28,8 @@ def titan_parts(exported: ExportedModel, cuts: Sequence[str] | None, num_stages:
     model = exported.model
     if find_cut_points(model):
         chosen = None if cuts is None else [int(cut) if cut.isdecimal() else cut for cut in cuts]
-        return module_parts(model, split(model, num_stages, chosen))
+        model, inputs = exported.with_batch()
+        return module_parts(model, split(model, num_stages, chosen, example=inputs))
     if cuts is None:
         raise InputError(
             f"--model {exported.path}: the model has no CutPoint; give --cuts, the module that each stage after the "

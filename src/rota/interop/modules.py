@@ -18,7 +18,7 @@ from torch import nn
 
 from rota.errors import SplitError
 from rota.models import Stages
-from rota.models.tracing import trace
+from rota.models.carving.stage import CarvedStage
 
 Parts: TypeAlias = tuple[tuple[str, ...], ...]
 
@@ -28,9 +28,9 @@ CONTAINERS = (nn.ModuleDict, nn.ModuleList)
 def module_parts(model: nn.Module, stages: Stages) -> Parts:
     """For each stage of `rota.split(model, …)` the names of its modules, in the model's order.
 
-    A module without parameters that several stages call is in the parts of all of them; a CutPoint is in the part of
-    the stage that it ends or is inside of; one that the forward does not call is in every part. Raises SplitError if a
-    cut is inside of a module, if stages are not a chain, or if a parameter belongs to no module or to several parts.
+    A module without parameters is in the parts of all stages that call it, and in every part if none does. Raises
+    SplitError if a cut is inside of a module, if stages are not a chain, or if a parameter belongs to no module or to
+    several parts.
     """
     named = _named(model)
     chain = [(stage, stage + 1) for stage in range(len(stages) - 1)]
@@ -39,32 +39,19 @@ def module_parts(model: nn.Module, stages: Stages) -> Parts:
         raise SplitError(f"torchtitan runs a chain of stages, but these have the edges {edges}: cut where one value is")
     paths = [_paths(model, stages[stage]) for stage in range(len(stages))]
     users = {name: [s for s, held in enumerate(paths) if _is_in(name, held)] for name in named}
-    marks = _stages_of_cut_points(model, stages)
     parts: list[list[str]] = [[] for _ in paths]
     for name, module in named.items():
         homes = users[name]
-        if len(homes) > 1 and not all(_get(stages[s], name) is module for s in homes):
+        if not all(name in paths[stage] for stage in homes[1:] and homes):
             raise SplitError(
                 f"stages {', '.join(map(str, homes))} share {name!r} ({type(module).__name__}): a cut is inside of "
                 f"it, and torchtitan keeps or removes it whole; cut between two of {', '.join(named)}"
             )
         if not homes and next(module.parameters(), None) is not None:
             raise SplitError(f"no stage calls {name!r} ({type(module).__name__}), which has parameters: remove it")
-        for stage in homes or marks.get(name, [*range(len(parts))]):
+        for stage in homes or range(len(parts)):
             parts[stage].append(name)
     return _without_ties(named, parts)
-
-
-def _stages_of_cut_points(model: nn.Module, stages: Stages) -> dict[str, list[int]]:
-    """By name the stage that each CutPoint ends or is inside of; without those that the forward does not call."""
-    if not stages.cuts:  # one stage, or an nn.Sequential
-        return {}
-    found: dict[str, list[int]] = {}
-    stage = 0
-    for name in trace(model).cut_names:
-        found[name] = [stage]
-        stage += name in stages.cuts
-    return found
 
 
 def parts_beginning_with(model: nn.Module, first_modules: Iterable[str]) -> Parts:
@@ -143,23 +130,20 @@ def _named(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def _paths(model: nn.Module, stage: nn.Module) -> set[str]:
-    """The paths of all that a stage holds. Raises SplitError for anything that is not the model's own."""
+    """The paths of what runs in a stage. Raises SplitError for a parameter that is not the model's own."""
     mine = dict(model.named_parameters(remove_duplicate=False))
     for path, parameter in stage.named_parameters(remove_duplicate=False):
         if mine.get(path) is not parameter:
             raise SplitError(
                 f"parameter {path!r} of a stage is not the model's of that name: make stages by rota.split"
             )
-    walks = (stage.named_modules, stage.named_parameters, stage.named_buffers)
-    return {path for walk in walks for path, _ in walk(remove_duplicate=False)}
+    if isinstance(stage, CarvedStage):
+        return {path.partition("#")[0] for path in (*stage.holds, *stage.marks)}
+    return {path for path, _ in stage.named_modules(remove_duplicate=False)}
 
 
 def _is_in(name: str, paths: set[str]) -> bool:
     return name in paths or any(path.startswith(f"{name}.") for path in paths)
-
-
-def _get(stage: nn.Module, name: str) -> nn.Module | None:
-    return dict(stage.named_modules(remove_duplicate=False)).get(name)
 
 
 def _without_ties(named: dict[str, nn.Module], parts: Sequence[Sequence[str]]) -> Parts:

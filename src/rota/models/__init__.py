@@ -6,7 +6,7 @@ from rota.models.added_losses import AddedLoss, AddedLosses, add_loss, collect_l
 from rota.models.cutpoint import CutPoint
 from rota.models.packing import pack_samples, packed_attention, use_packed_attention
 from rota.models.sequence_chunks import chunk_start, with_earlier_chunks
-from rota.models.splitting import finest, is_marked, split
+from rota.models.splitting import finest, is_sequential, split
 from rota.models.stage_edges import StageEdge
 from rota.models.stages import Stages
 
@@ -20,7 +20,7 @@ __all__ = [
     "chunk_start",
     "collect_losses",
     "finest",
-    "is_marked",
+    "is_sequential",
     "pack_samples",
     "packed_attention",
     "split",

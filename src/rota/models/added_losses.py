@@ -13,9 +13,8 @@ from dataclasses import dataclass
 from typing import Any, final
 
 import torch
-from torch import fx
 
-from rota.errors import PipelineError, SplitError
+from rota.errors import PipelineError
 from rota.torch_internals import is_in_backward
 
 
@@ -61,13 +60,7 @@ def add_loss(value: torch.Tensor, count: float | torch.Tensor | None = None) -> 
     Raises:
         PipelineError: `value` is not a real tensor with one element, or `count` is not a finite number of 0 or more. A
             count on an accelerator is only looked at by the pipeline, at the end of the step.
-        SplitError: `rota.split` traces the forward that calls it.
     """
-    if isinstance(value, fx.Proxy):
-        raise SplitError(
-            "rota.add_loss is called in a forward that rota.split traces, where the call would be lost; call it in "
-            "the forward of a module without CutPoints"
-        )
     if not isinstance(value, torch.Tensor) or value.numel() != 1 or value.is_complex():
         got = f"{value.dtype} of shape {list(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
         raise PipelineError(f"rota.add_loss got {got}; give a real tensor with one element")

@@ -9,7 +9,6 @@ from torch import nn
 
 from rota.models.carving.stage import CarvedStage
 from rota.models.stage_edges import StageEdge
-from rota.models.traced_stages import TracedStage
 
 HEADER = ("stage", "holds", "parameters", "bytes", "reads", "sends to")
 NUMBERED = re.compile(r"((?:.*\.)?)(\d+)")
@@ -41,7 +40,7 @@ def holds(module: nn.Module) -> str:
     """What a stage holds, by name: `embed, blocks.0-2`; its class if nothing in it has a name."""
     if isinstance(module, CarvedStage):
         return ", ".join(condense(module.holds)) or "-"
-    if not isinstance(module, TracedStage) and not any(module.children()):
+    if not any(module.children()):
         return type(module).__name__
     return ", ".join(condense(_names(module))) or "-"
 

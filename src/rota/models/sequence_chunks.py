@@ -13,9 +13,8 @@ from dataclasses import dataclass, field
 from typing import ClassVar, final
 
 import torch
-from torch import fx
 
-from rota.errors import PipelineError, SplitError
+from rota.errors import PipelineError
 from rota.torch_internals import is_in_backward, version_of
 
 
@@ -94,13 +93,7 @@ def with_earlier_chunks(*values: torch.Tensor, dim: int = -2) -> tuple[torch.Ten
     Raises:
         PipelineError: It is called in a backward of a step with chunks, as checkpointed blocks do, in compiled code, or
             not the same number of times for every chunk.
-        SplitError: `rota.split` traces the forward that calls it.
     """
-    if any(isinstance(value, fx.Proxy) for value in values):
-        raise SplitError(
-            "rota.with_earlier_chunks is called in a forward that rota.split traces, where the call would be lost; "
-            "call it in the forward of a module without CutPoints"
-        )
     if Chunk.step_has_chunks and is_in_backward():
         raise PipelineError(
             "rota.with_earlier_chunks is called in a backward, as blocks in torch.utils.checkpoint do; recompute by "

@@ -19,9 +19,6 @@ from rota.models.cutpoint import find_cut_points
 from rota.models.elsewhere import refuse_incomplete
 from rota.models.grouping import grouped
 from rota.models.stages import Stages
-from rota.models.traced_stages import cut_trace
-from rota.models.tracer import BY_HAND
-from rota.models.tracing import honours_none, trace
 from rota.models.unmodified import Candidates, as_inputs
 
 Cuts: TypeAlias = str | Iterable[int | str]
@@ -37,13 +34,8 @@ def split(
 ) -> Stages:
     """Cut `model` into stages that together compute the same, with the model's own parameters.
 
-    A model whose forward calls CutPoints is cut at them, and an `nn.Sequential` between its children. Any other model
-    stays unmodified and is cut before some of its modules: one forward on `example` shows what each stage reads and
-    sends.
-
-    Stages read the forward's inputs where they use them. With CutPoints, the inputs' defaults hold, unless the trace
-    cannot follow what the forward does with them (`mask=None`, and `if mask is None` in the forward): then a batch must
-    have that input.
+    A model whose forward calls CutPoints is cut at them, and any other before some of its modules: one forward on
+    `example` shows what each stage reads and sends. An `nn.Sequential` is cut between its children, without an example.
 
     Args:
         model: The model, in training mode if it is to be trained. Or stages made by hand, of which neighbours become
@@ -56,10 +48,10 @@ def split(
             modules, a model without marks is cut so that parameters are spread evenly, not counting those of
             `nn.Embedding`, which are only looked up. None for others: so that numbers of pieces per stage differ by one
             at most.
-        example: For a model without CutPoints: a batch, as a dict of its keyword arguments, or as a tuple.
-        direct_skips: With an example: values from a stage that is not right before the one that reads them travel
-            directly. By default they pass through the stages between, so that stages form a chain, as most named
-            schedules require.
+        example: A small batch, as a dict of the forward's keyword arguments, or as a tuple. An `nn.Sequential` and
+            stages made by hand need none.
+        direct_skips: Values from a stage that is not right before the one that reads them travel directly. By default
+            they pass through the stages between, so that stages form a chain, as most named schedules require.
 
     Returns:
         The stages, with `cuts` set to the names of these cuts.
@@ -79,15 +71,18 @@ def split(
 
 
 def _split_model(model: nn.Module, num_stages: int, cuts: Cuts | None, example: Any, direct_skips: bool) -> Stages:
-    if is_marked(model) or (num_stages == 1 and example is None):
-        return _split_marked(model, num_stages, cuts)
+    if is_sequential(model):
+        return _split_sequential(model, num_stages, cuts)
+    if num_stages == 1 and example is None:
+        return _whole(model, cuts)
     if hasattr(model, "_orig_mod"):
         raise SplitError(
             "the model comes from torch.compile(model), which hides its modules: split the model itself, and compile "
             "its blocks, block.compile(), before or after"
         )
     candidates = Candidates(model, cuts, _example_for(model, example))
-    return candidates.split(_chosen_calls(candidates, num_stages, cuts), relay=not direct_skips)
+    choose = _chosen_marks if find_cut_points(model) else _chosen_calls
+    return candidates.split(choose(candidates, num_stages, cuts), relay=not direct_skips)
 
 
 def finest(model: nn.Module | Stages, example: Any = None, cuts: Cuts | None = None) -> tuple[Stages, tuple[str, ...]]:
@@ -97,34 +92,40 @@ def finest(model: nn.Module | Stages, example: Any = None, cuts: Cuts | None = N
 
     Args:
         model: The model, or stages made by hand.
-        example: A batch, as `split` takes it, for models without CutPoints.
+        example: A batch, as `split` takes it; an `nn.Sequential` and stages need none.
         cuts: The cuts to choose from, by name, number or pattern; None: all.
 
     Raises:
         SplitError: The model cannot be cut like this.
     """
     cuts = [cuts] if isinstance(cuts, str) else cuts
-    if not isinstance(model, Stages) and not is_marked(model):
-        if example is None:
-            return split(model, 1), ()
-        candidates = Candidates(model, cuts, as_inputs(model, example))
+    if isinstance(model, Stages) or is_sequential(model):
+        possible = _chosen_among(_made_cuts(model), cuts)
+        return split(model, len(possible) + 1, possible), tuple(possible.values())
+    if example is None:
+        return split(model, 1), ()
+    candidates = Candidates(model, cuts, as_inputs(model, example))
+    if not find_cut_points(model):
         calls = candidates.possible()
         return candidates.split([*calls]), tuple(calls.values())
-    possible = _marked_cuts(model)
-    if cuts is not None:
-        named = {number for cut in cuts for number in _matching_cuts(cut, possible)}
-        possible = {number: name for number, name in possible.items() if number in named}
-    names = tuple(possible.values())
-    return split(model, len(names) + 1, names), names
+    starts = [*(marks := candidates.marked())]
+    possible = _chosen_among(dict(enumerate(marks.values())), cuts)
+    return candidates.split([starts[number] for number in possible]), tuple(possible.values())
 
 
-def _marked_cuts(model: nn.Module | Stages) -> dict[int, str]:
-    """The cuts that the model itself says are possible: names by the numbers that `split` takes."""
+def _made_cuts(model: nn.Module | Stages) -> dict[int, str]:
+    """The possible cuts of stages made by hand, or of an `nn.Sequential`: names by the numbers that `split` takes."""
     if isinstance(model, Stages):
         return {stage: str(stage) for stage in range(1, len(model))}
-    if find_cut_points(model):
-        return dict(enumerate(trace(model).cut_names))
     return {index: name for index, name in enumerate(model._modules) if index > 0}
+
+
+def _chosen_among(possible: dict[int, str], cuts: Cuts | None) -> dict[int, str]:
+    """Those of the possible cuts that numbers, names and patterns stand for; None: all."""
+    if cuts is None:
+        return possible
+    named = {number for cut in cuts for number in _matching_cuts(cut, possible)}
+    return {number: name for number, name in possible.items() if number in named}
 
 
 def _matching_cuts(cut: int | str, possible: Mapping[int, str]) -> list[int]:
@@ -139,10 +140,10 @@ def _matching_cuts(cut: int | str, possible: Mapping[int, str]) -> list[int]:
     return [_find(cut, possible, _listed(possible))]
 
 
-def is_marked(model: nn.Module) -> bool:
-    """Whether the model says itself where it may be cut: by CutPoints, or as an `nn.Sequential`."""
-    is_sequential = isinstance(model, nn.Sequential) and type(model).forward is nn.Sequential.forward
-    return is_sequential or bool(find_cut_points(model))
+def is_sequential(model: nn.Module) -> bool:
+    """Whether it is cut between its children, without an example: an `nn.Sequential` without CutPoints."""
+    is_one = isinstance(model, nn.Sequential) and type(model).forward is nn.Sequential.forward
+    return is_one and not find_cut_points(model)
 
 
 def _example_for(model: nn.Module, example: Any) -> dict[str, Any]:
@@ -152,10 +153,9 @@ def _example_for(model: nn.Module, example: Any) -> dict[str, Any]:
     parameters = inspect.signature(model.forward).parameters.values()
     first = next((parameter.name for parameter in parameters if parameter.kind in named), "…")
     raise SplitError(
-        f"{type(model).__name__} has no CutPoint to cut it at, and without an example nobody knows what crosses other "
-        "cuts: give one small batch, example=make_batch(1)[0] if your file has a make_batch, or the keyword arguments "
-        f"of its forward, example={{{first!r}: …}}; or call a CutPoint() of its own between blocks in its forward, or "
-        f"{BY_HAND}"
+        f"without an example nobody knows what crosses the cuts of {type(model).__name__}: give one small batch, "
+        "example=make_batch(1)[0] if your file has a make_batch, or the keyword arguments of its forward, "
+        f"example={{{first!r}: …}}; or wire the stages by hand, Stages(modules, edges=...)"
     )
 
 
@@ -181,44 +181,43 @@ def _chosen_calls(candidates: Candidates, num_stages: int, cuts: Cuts | None) ->
     return _choose(num_stages, cuts, possible, what, how, candidates.loads([*possible]))
 
 
-def _split_marked(model: nn.Module, num_stages: int, cuts: Cuts | None) -> Stages:
+def _chosen_marks(candidates: Candidates, num_stages: int, cuts: Cuts | None) -> list[int]:
+    """The calls after CutPoints that stages begin with, in order."""
+    starts = [*(marks := candidates.marked())]
+    numbers = _choose(num_stages, cuts, dict(enumerate(marks.values())), "CutPoint that the forward calls")
+    return [starts[number] for number in numbers]
+
+
+def _whole(model: nn.Module, cuts: Cuts | None) -> Stages:
+    """The model itself as the only stage."""
+    _choose(1, cuts, {}, "cut")
     signature = _signature(model)
     defaults = {name: default for name, default in signature.items() if default is not Parameter.empty}
-    if num_stages == 1:
-        _choose(1, cuts, {}, "cut")
-        whole_model = Stages([model], inputs=[tuple(signature)], input_names=signature, input_defaults=defaults)
-        whole_model.cuts = ()
-        return whole_model
-    _refuse_patches(model)
-    if find_cut_points(model):
-        whole = trace(model)
-        chosen = _choose(num_stages, cuts, dict(enumerate(whole.cut_names)), "CutPoint that the forward calls")
-        kept = {
-            name: value for name, value in defaults.items() if value is not None or honours_none(model, name, whole)
-        }
-        stages = Stages(*cut_trace(model, whole, chosen), input_names=signature, input_defaults=kept)
-        stages.cuts = tuple(whole.cut_names[number] for number in chosen)
-        return stages
-    assert isinstance(model, nn.Sequential)
-    return _split_sequential(model, num_stages, cuts, tuple(signature))
+    whole = Stages([model], inputs=[tuple(signature)], input_names=signature, input_defaults=defaults)
+    whole.cuts = ()
+    return whole
 
 
 def _split_stages(stages: Stages, num_stages: int, cuts: Cuts | None) -> Stages:
     """Runs of stages made by hand, cut before some of them."""
-    possible = _marked_cuts(stages)
+    possible = _made_cuts(stages)
     chosen = _choose(num_stages, cuts, possible, "stage but the first")
     found = grouped(stages, [0, *chosen, len(stages)])
     found.cuts = tuple(possible[stage] for stage in chosen)
     return found
 
 
-def _split_sequential(model: nn.Sequential, num_stages: int, cuts: Cuts | None, names: tuple[str, ...]) -> Stages:
+def _split_sequential(model: nn.Module, num_stages: int, cuts: Cuts | None) -> Stages:
+    if num_stages == 1:
+        return _whole(model, cuts)
+    _refuse_patches(model)
+    names = tuple(_signature(model))
     children = [*model._modules.items()]  # named_children would leave out the second place of a child
-    possible = {index: name for index, (name, _) in enumerate(children) if index > 0}
+    possible = _made_cuts(model)
     starts = _choose(num_stages, cuts, possible, "child after the first")
     modules = []
     for begin, end in zip([0, *starts], [*starts, len(children)], strict=True):
-        stage = nn.Sequential(OrderedDict(children[begin:end]))
+        stage = nn.Sequential(OrderedDict(children[begin:end]))  # type: ignore[arg-type]
         stage.training = model.training
         modules.append(stage)
     stages = Stages(modules, inputs={0: names}, input_names=names)

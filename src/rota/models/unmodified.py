@@ -1,4 +1,4 @@
-"""Unmodified models as Stages, cut before modules that are named or found."""
+"""Models as Stages, by a recording of their forward: cut at CutPoints, or before modules that are named or found."""
 
 from __future__ import annotations
 
@@ -15,9 +15,11 @@ from typing import Any, final
 from torch import Tensor, nn
 
 from rota.errors import SplitError
+from rota.models.carving.module_units import units_at
 from rota.models.carving.recording import Recording, record
 from rota.models.carving.stage import CarvedStage, LeftOut, StageInputs
 from rota.models.carving.stage_parts import Cutting, cut_recording, output_of
+from rota.models.cutpoint import find_cut_points
 from rota.models.stage_edges import StageEdge
 from rota.models.stages import Carried, Stages
 
@@ -114,12 +116,12 @@ def as_inputs(model: nn.Module, example: Any) -> dict[str, Any]:
 
 @final
 class Candidates:
-    """A model, recorded, with the modules that a stage may begin with."""
+    """A model, recorded, with its CutPoints, or else the modules that a stage may begin with."""
 
     def __init__(self, model: nn.Module, cuts: Iterable[int | str] | None, inputs: Mapping[str, Any]) -> None:
         cuts = None if cuts is None else [*cuts]
         self._model, self._inputs = model, inputs
-        self.blocks = candidate_paths(model, cuts)
+        self.blocks = [] if find_cut_points(model) else candidate_paths(model, cuts)
         self._names_calls = any(isinstance(cut, str) and "#" in cut for cut in cuts or ())
         self._recording = record(model, self.blocks, inputs)
 
@@ -131,6 +133,12 @@ class Candidates:
             for call, unit in enumerate(recording.calls)
             if recording.units[unit] in self.blocks
         }
+
+    def marked(self) -> dict[int, str]:
+        """The calls that follow those of CutPoints, with the names of these, in order."""
+        recording = self._recording
+        ends = (call + 1 for call in range(len(recording.calls)) if recording.is_mark(call))
+        return {start: recording.cut_name(start) for start in ends}
 
     def spread(self, num_stages: int) -> dict[int, str]:
         """Those of `called` that stages begin with by default: first calls of modules, or all if these are too few.
@@ -160,7 +168,7 @@ class Candidates:
         Those of embeddings do not count: they are looked up. A module that is called twice counts twice.
         """
         recording = self._recording
-        of_units = [_num_multiplied(self._model.get_submodule(path)) for path in recording.units]
+        of_units = [_num_multiplied(unit) for unit in units_at(self._model, recording.units)]
         of_calls = [of_units[unit] for unit in recording.calls]
         return [1 + sum(of_calls[begin:end]) for begin, end in pairwise([0, *starts, len(of_calls)])]
 
@@ -208,7 +216,7 @@ def carve(
         [*positional, *(name for name in inputs if name not in positional)],
         optional,
     )
-    stages.cuts = tuple(recording.call_name(start) for start in starts)
+    stages.cuts = tuple(recording.cut_name(start) for start in starts)
     stages.known_inputs, stages.carried = frozenset(inputs), tuple(_carried(cutting))
     return stages
 

@@ -14,7 +14,7 @@ from torch import nn
 
 from rota.errors import EstimateError, PipelineError
 from rota.layers import ESTIMATED, LayerCosts
-from rota.models import Stages, finest, is_marked
+from rota.models import Stages, finest, is_sequential
 from rota.profiles import Profile
 from rota.profiling.affordable_sizes import affordable
 from rota.profiling.devices import device_named
@@ -229,10 +229,10 @@ def _layers(
     make_batch: Callable[[int], tuple[Any, Any]],
     cuts: Iterable[str] | None,
 ) -> tuple[Stages, tuple[str, ...]]:
-    """The model cut wherever it can be cut, and the names of these cuts; a batch shows where an unmodified one can."""
+    """The model cut wherever it can be cut, and the names of these cuts; a batch shows where that is."""
     if isinstance(model, Stages) and cuts is None:
         return model, tuple(map(str, range(1, len(model))))
-    if isinstance(model, Stages) or is_marked(model) or not sizes:
+    if isinstance(model, Stages) or is_sequential(model) or not sizes:
         return finest(model, cuts=cuts)
     example, _ = make_batch(sizes[0])
     if not any(parameter.is_meta for parameter in model.parameters()):

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from rota.models.tracer import user_place
+from rota.models.source_places import user_place
 from rota.torch_internals import ITEM, full_name_of, lacks_data
 
 _ON_DEVICE = "measure on the device itself, where --device is cuda or left out"

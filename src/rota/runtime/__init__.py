@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rota.runtime import spmd as spmd
-    from rota.runtime.deferred import deferred_init as deferred_init
-    from rota.runtime.deferred import materialize as materialize
     from rota.runtime.device.local import local_device as local_device
     from rota.runtime.launcher_files import given_plan as given_plan
+    from rota.runtime.materializing import materialize as materialize
+    from rota.runtime.materializing import meta_init as meta_init
     from rota.runtime.meshes import local_stages as local_stages
     from rota.runtime.meshes import mesh as mesh
     from rota.runtime.pipeline import Pipeline as Pipeline
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 _HOMES = {
     "Pipeline": "pipeline",
     "StepHandle": "step_handles",
-    "deferred_init": "deferred",
     "given_plan": "launcher_files",
     "local_device": "device.local",
     "local_stages": "meshes",
-    "materialize": "deferred",
+    "materialize": "materializing",
     "mesh": "meshes",
+    "meta_init": "materializing",
 }
 
 __all__ = [*_HOMES, "spmd"]

@@ -116,11 +116,6 @@ def report_changed_script(script: str, folder: str, report: Callable[[str], None
         )
 
 
-def draws_file() -> Path | None:
-    """Where this machine's processes note what draws do to the random generator; None without `rota run`."""
-    return Path(os.environ[_FOLDER], "draws") if _FOLDER in os.environ else None
-
-
 def is_first_to_say(text: str) -> bool:
     """Whether no other rank of this start has asked this with the same text before."""
     folder = os.environ.get(_FOLDER)

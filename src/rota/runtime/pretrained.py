@@ -25,7 +25,7 @@ from rota.errors import FormatError
 from rota.models import Stages
 from rota.runtime.checkpoints.names import names_of
 from rota.runtime.conversions import Source, converted
-from rota.runtime.deferred import give_memory
+from rota.runtime.materializing import Init, give_memory
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 _DTYPES = {
@@ -70,27 +70,29 @@ def load_pretrained(
     missing: str | Iterable[str] = (),
     unexpected: str | Iterable[str] = (),
     device: torch.device | str | None = None,
+    init: Init | None = None,
 ) -> None:
     """Give memory to the `local` stages, with the weights and buffers of a pretrained folder; free that of all others.
 
-    Buffers that are not saved get the values that the model's constructor gives them. All names are checked, also those
+    Buffers that are not saved keep the values that the model's constructor gave them. All names are checked, also those
     of other stages. A model of transformers has its weights renamed, joined and split as by `from_pretrained`. Names of
     a bare model (`layers.0…`) fit one with a head (`model.layers.0…`) as well.
 
     Args:
-        stages: The stages of a whole model, best made in `rota.deferred_init(to_load=True)`.
+        stages: The stages of a whole model, best made in `rota.meta_init()`.
         local: The stages that this process runs, as `local_stages` gives them.
         folder: It has `model.safetensors`, or `model.safetensors.index.json` and its files.
         cast: Convert floating-point weights to the model's dtypes. Otherwise the folder must have these.
-        missing: Patterns of names that the folder may lack, such as ["score.*"]: they are as the constructor makes
-            them. A text is one pattern.
+        missing: Patterns of names that the folder may lack, such as ["score.*"]: they stay as the constructor made
+            them, or are initialized. A text is one pattern.
         unexpected: Patterns of names that the folder may have beside the model's, such as ["*.attn.bias"].
         device: Where to put the stages, such as `local_device()`: one weight at a time is read and copied there. None:
             where the model was made.
+        init: Initializes what is missing, as in `rota.materialize`.
 
     Raises:
         FormatError: The folder cannot be read, or its tensors are not those of the model; lists them.
-        PipelineError: A tensor that is not in the folder is on the meta device, and its values are not known.
+        PipelineError: A tensor that is not in the folder was on the meta device, and nobody has filled it.
     """
     local = sorted({*local})
     named = names_of(stages)
@@ -102,7 +104,7 @@ def load_pretrained(
     _refuse_other_kinds(found, cast, Path(folder))
     here = {tensor for stage in local for tensor in stages[stage].state_dict(keep_vars=True).values()}
     loaded = {tensor: sources for tensor, sources in found.items() if tensor in here}
-    give_memory(stages, local, loaded, device)
+    give_memory(stages, local, loaded, device, init)
     for tensor in sorted(loaded, key=lambda tensor: -tensor.nbytes):  # while little else is in memory
         _read(tensor, loaded[tensor])
 
@@ -188,7 +190,7 @@ def _matched(
         told = [f"{words} {_few(names)}" for words, names in (("lacks", lacking), ("has also", more)) if names]
         raise FormatError(
             f"{folder} is not this model: it {' and '.join(told)}; make the model that it is of. If the model shall "
-            "differ, missing=[…] leaves weights as its constructor makes them, and unexpected=[…] leaves out those of "
+            "differ, missing=[…] initializes weights that the folder lacks, and unexpected=[…] leaves out those of "
             "the folder"
         )
     return {tensor: sources for tensor, sources in found.items() if sources}

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from rota import PipelineError, SplitError, Stages, split
 from rota.models import finest
 from rota.models.carving.on_meta import OnMeta
-from rota.runtime.deferred import materialize
+from rota.runtime import materialize
 from support.hf_models import CASES, gpt2
 from support.hf_models import decoder as decoder_only
 

@@ -49,7 +49,7 @@ def loss_fn(output: Any, targets: torch.Tensor) -> torch.Tensor:
 
 def train(kind: str, num_stages: int, num_ranks: int, folder: Path, steps: range, *, save: bool) -> list[float]:
     """On stages made without memory, of which each rank has its own; resumes first, if there is a checkpoint."""
-    with rota.deferred_init():
+    with rota.meta_init():
         model = make_model(kind)
     stages = rota.split(model, num_stages, example=batch(0))
     costs = Costs.uniform(num_stages)

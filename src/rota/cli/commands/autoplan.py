@@ -218,7 +218,7 @@ def _next_commands(answer: Answer, arguments: Namespace) -> str:
     in_script = (
         f"In {script}, plan = rota.given_plan() is this plan, and its stages are\n"
         "  rota.split(model, plan.num_stages, plan.cuts, example=make_batch(1)[0])\n"
-        "An nn.Sequential, or a model with CutPoints, needs no example"
+        "An nn.Sequential needs no example"
     )
     if arguments.exportable and not arguments.inference:
         titan = free_name("titan")

@@ -25,15 +25,19 @@ _SHARE = "register a Parameter of its own for each side and give shared_weights=
 
 
 def cut(
-    model: nn.Module, num_stages: int, shared_weights: Collection[tuple[str, str]], cuts: list[int] | None
+    model: nn.Module,
+    num_stages: int,
+    shared_weights: Collection[tuple[str, str]],
+    cuts: list[int] | None,
+    sample: Mapping[str, Any],
 ) -> Stages:
-    """Cut at the CutPoints with the numbers `cuts`, in call order; None: evenly.
+    """Cut at the CutPoints with the numbers `cuts`, in call order; None: evenly. `sample`: inputs of the forward.
 
     Raises SplitError, also if stages share a weight that is not in `shared_weights`, or if a stage reads the output of
     one that is not its neighbour.
     """
-    stages = split(model, num_stages, cuts)
-    share(model, shared_weights, stages.modules)  # a trace of shared weights would have only one of their names
+    stages = split(model, num_stages, cuts, example=sample, direct_skips=True)
+    share(model, shared_weights, stages.modules)  # a model with shared weights would have only one of their names
     named = {name for pair in shared_weights for name in pair}
     for tie in stages.ties:
         for stage, name in tie:

@@ -152,7 +152,8 @@ class Profiler:
         if (rows := num_rows(inputs)) != size:
             raise PipelineError(f"get_batch({size}) returned {rows} examples; return {size}")
         with self._precision.forwards():
-            stages = split(self._model, dry_run(self._model, inputs, rows) + 1)
+            num_pieces = dry_run(self._model, inputs, rows) + 1
+            stages = split(self._model, num_pieces, example=inputs, direct_skips=True)
             costs = profile_here(stages, inputs, repeats=_REPEATS).as_chain()
         reduced = tuple(_num_bytes([p for p in piece.parameters() if p.requires_grad]) for piece in stages.modules)
         static = zip(costs.static_bytes, reduced, strict=True)

@@ -86,8 +86,8 @@ class Varuna(nn.Module):
         sample = sample_of(get_batch_fn, chunk_size)
         with self._precision.forwards():
             num_cut_points = dry_run(model, sample, num_rows(sample))
-        cuts = None if costs is None else cuts_by(costs, self.num_stages, num_cut_points)
-        self.stages = cut(model, self.num_stages, shared_weights or (), cuts)
+            cuts = None if costs is None else cuts_by(costs, self.num_stages, num_cut_points)
+            self.stages = cut(model, self.num_stages, shared_weights or (), cuts, sample)
         materialize(self.stages, [self.stage])
         #: This process's stage; its parameters have the names that they have in the whole model.
         self.model = self.stages[self.stage]

@@ -18,7 +18,7 @@ from rota.models.carving.absent import absent, absent_like, thread_state
 from rota.models.carving.recording import Output
 from rota.models.carving.structure import PLAIN, flatten
 from rota.models.randomness import random_state_kept
-from rota.models.tracer import user_place
+from rota.models.source_places import user_place
 from rota.torch_internals import run_uncompiled
 
 _MOST_SIGNATURES = 256

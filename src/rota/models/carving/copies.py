@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from rota.errors import SplitError
-from rota.models.tracer import describe_function
+from rota.models.source_places import describe_function
 
 _SIMPLE = (type(None), bool, int, float, str, Tensor, nn.Parameter)
 _PICKLING = ("__deepcopy__", "__reduce__", "__reduce_ex__", "__getstate__", "__setstate__")

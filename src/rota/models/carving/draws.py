@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from rota.errors import SplitError
 from rota.models.randomness import RandomStates
-from rota.models.tracer import is_users, user_place
+from rota.models.source_places import is_users, user_place
 from rota.torch_internals import name_of
 
 _RATES = ("drop", "prob", "rate")

@@ -3,16 +3,19 @@
 model ─┬─ embed         unit: has parameters
        ├─ layers ─┬─ 0  unit: a block, where a stage may begin
        │          └─ 1  unit
+       ├─ cuts[0]       unit: a CutPoint, where a stage may end; modules that hold one are no units
        ├─ rotary        not a unit: its code runs wherever it is needed, as the forwards of model and layers do
        └─ head          unit
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any, Protocol
 
 from torch import Tensor, nn
+
+from rota.models.cutpoint import find_cut_points
 
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 #: They have buffers, and some have no parameters.
@@ -30,29 +33,40 @@ class Interceptor(Protocol):
 
 
 def find_units(model: nn.Module, blocks: Collection[str]) -> list[str]:
-    """The paths of all units, in the model's order: blocks, and modules without blocks that have state or dropout."""
+    """The paths of all units: blocks, and modules without blocks that have state or dropout.
+
+    In a model with CutPoints: these, and all modules that hold none of them.
+    """
+    marks = find_cut_points(model)
+
+    def is_opened(inside: str, module: nn.Module) -> bool:
+        if type(module).forward is nn.Module.forward or any(block.startswith(inside) for block in blocks):
+            return True  # lists and dicts of modules have no forward
+        return bool(marks and find_cut_points(module))
 
     def visit(path: str, module: nn.Module) -> Iterator[str]:
         inside = path + "." if path else ""
-        if path in blocks or not any(block.startswith(inside) for block in blocks):
-            if (
-                path in blocks
-                or is_dropout(module)
-                or isinstance(module, _NORMS)
-                or any(True for _ in module.parameters())
-            ):
-                yield path
-            elif any(isinstance(one, (*_DROPOUTS, *_NORMS)) for one in module.modules()):
-                for name, child in module.named_children():
-                    yield from visit(inside + name, child)
-        else:
+        is_unit = path in blocks or not is_opened(inside, module)
+        if is_unit and (path in blocks or marks or _has_state(module)):
+            yield path
+        elif not is_unit or any(isinstance(one, (*_DROPOUTS, *_NORMS)) for one in module.modules()):
             for name, child in module.named_children():
                 yield from visit(inside + name, child)
 
     found: dict[nn.Module, str] = {}
     for path in visit("", model):
         found.setdefault(model.get_submodule(path), path)
-    return [*found.values()]
+    return [*(found | marks).values()]
+
+
+def _has_state(module: nn.Module) -> bool:
+    return is_dropout(module) or isinstance(module, _NORMS) or any(True for _ in module.parameters())
+
+
+def units_at(model: nn.Module, paths: Sequence[str]) -> list[nn.Module]:
+    """The units at these paths; those of CutPoints may lead through lists and dicts: `cuts[0]`."""
+    marks: dict[str, nn.Module] = {path: mark for mark, path in find_cut_points(model).items()}
+    return [marks[path] if path in marks else model.get_submodule(path) for path in paths]
 
 
 def is_dropout(module: nn.Module) -> bool:

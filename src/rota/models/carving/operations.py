@@ -31,8 +31,10 @@ def is_random(func: Any) -> bool:
     return torch.Tag.nondeterministic_seeded in func.tags
 
 
-def needs_numbers(func: Any) -> bool:
+def needs_numbers(func: Any, args: Any) -> bool:
     """Whether an operation shows values of its tensors to Python: as a number, or as the shape of its result."""
+    if func is torch.ops.aten.index.Tensor:  # by whole numbers, its shape is known
+        return any(leaf.dtype in (torch.bool, torch.uint8) for leaf in leaves_of(args[1]) if isinstance(leaf, Tensor))
     return torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags
 
 

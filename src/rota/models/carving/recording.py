@@ -19,10 +19,11 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 
+from rota.models.added_losses import AddedLosses, collect_losses
 from rota.models.carving.absent import place_now
 from rota.models.carving.copies import copy_sharing, refuse_original
 from rota.models.carving.draws import is_certain, rates_read, refuse_decision, watch_python_draws
-from rota.models.carving.module_units import find_units, intercept, is_dropout
+from rota.models.carving.module_units import find_units, intercept, is_dropout, units_at
 from rota.models.carving.on_meta import OnMeta, is_on_meta
 from rota.models.carving.operations import (
     is_random,
@@ -31,9 +32,10 @@ from rota.models.carving.operations import (
     needs_numbers,
     storage_of,
 )
-from rota.models.carving.structure import PLAIN, Structure, flatten
+from rota.models.carving.structure import PLAIN, Structure, flatten, rebuild
+from rota.models.cutpoint import CutPoint
 from rota.models.randomness import random_state_kept
-from rota.models.tracer import autograd_function_now
+from rota.models.source_places import autograd_function_now
 from rota.torch_internals import TorchDispatchMode, name_of, run_uncompiled, written_arguments
 
 LabelSet: TypeAlias = int
@@ -124,6 +126,7 @@ class Recording:
     """What one forward did."""
 
     units: list[str]  # paths
+    marks: frozenset[int] = frozenset()  # the units that are CutPoints
     labels: list[Label] = field(default_factory=list)  # by bit
     calls: list[int] = field(default_factory=list)  # the unit of each call, in order
     reads: list[LabelSet] = field(default_factory=list)  # by call
@@ -132,9 +135,11 @@ class Recording:
     writes: list[Write] = field(default_factory=list)
     inspections: list[Inspection] = field(default_factory=list)
     mutated: LabelSet = 0  # of all that was written into
+    changed_after: set[int] = field(default_factory=set)  # calls of CutPoints whose tensor was written into later
     result: LabelSet = 0  # of what the model returned
     result_objects: list[int] = field(default_factory=list)  # its leaves that are objects with tensors that units made
     training: bool = True
+    adds_losses: bool = False  # code between units calls `add_loss`
     draws_idly: bool = False  # Python's or NumPy's random numbers, which decide nothing
     functions: dict[int, str] = field(default_factory=dict)  # by call: the autograd function that calls it
 
@@ -150,6 +155,14 @@ class Recording:
         unit = self.calls[call]
         nth = self.calls[: call + 1].count(unit)
         return self.units[unit] + (f"#{nth}" if nth > 1 else "")
+
+    def is_mark(self, call: int) -> bool:
+        """Whether it is the call of a CutPoint."""
+        return self.calls[call] in self.marks
+
+    def cut_name(self, start: int) -> str:
+        """The name of a cut: of the CutPoint before this call, or else of the unit that is called."""
+        return self.call_name(start - 1 if self.is_mark(start - 1) else start)
 
 
 def record(model: nn.Module, blocks: Sequence[str], inputs: Mapping[str, Any]) -> Recording:
@@ -171,20 +184,22 @@ def _used(recording: Recording) -> LabelSet:
 
 
 def _record(model: nn.Module, blocks: Sequence[str], inputs: Mapping[str, Any]) -> Recording:
-    recording = Recording(find_units(model, blocks), training=model.training)
+    units = find_units(model, blocks)
+    marks = (number for number, unit in enumerate(units_at(model, units)) if isinstance(unit, CutPoint))
+    recording = Recording(units, frozenset(marks), training=model.training)
     buffers = {id(buffer): buffer.detach().clone() for buffer in model.buffers()}
     copied = copy_sharing(model, buffers)
     flow = _Flow(recording, copied)
     for name, tensor in [*copied.named_parameters(), *copied.named_buffers()]:
         flow.label_weight(tensor, name)
-    for number, path in enumerate(recording.units):
-        unit = copied.get_submodule(path)
+    for number, unit in enumerate(units_at(copied, units)):
         base = type(unit)
         intercept(unit, _RecordedUnit(flow, number, base))
         flow.add_inner(unit)
     with ExitStack() as stack:
         stack.enter_context(random_state_kept(model))
         stack.enter_context(run_uncompiled())
+        flow.added = stack.enter_context(collect_losses())
         stack.enter_context(flow.modules_watched({*model.modules()} - {*copied.modules()}))
         if is_on_meta(model):
             stack.enter_context(OnMeta())  # type: ignore[no-untyped-call]
@@ -208,6 +223,8 @@ class _Flow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.recording, self._model = recording, model
         self.call: int | None = None  # of the unit that runs
+        self.added = AddedLosses()
+        self._num_added = 0  # by units
         self._sets: dict[int, LabelSet] = {}  # by the id of a tensor
         self._written: dict[int, LabelSet] = {}  # by storage: what was written into it
         self._memory: dict[int, LabelSet] = {}  # by storage: of a tensor whose object PyTorch has replaced
@@ -215,6 +232,7 @@ class _Flow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._bits: dict[Label, int] = {}
         self._num_drawn = 0
         self._weights: dict[int, str] = {}  # by storage
+        self._passed: dict[int, set[int]] = {}  # by storage: the calls of CutPoints that have returned it
         self._paths = {module: path for path, module in model.named_modules()}
         self._running: list[nn.Module] = []  # between units: the modules whose forwards run
         self._decisions: list[tuple[int, str, LabelSet]] = []  # before which call, where, and by what
@@ -297,7 +315,7 @@ class _Flow(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._draws.add(id(made))  # torch.rand itself may detach what it has drawn
         if is_certain(func, args, self._draws):
             return 0
-        if needs_numbers(func) and found:
+        if needs_numbers(func, args) and found:
             self.recording.inspections.append(Inspection(before, found))
             if torch.Tag.data_dependent_output in func.tags:
                 self._decisions.append((before, place_now(), found))
@@ -320,6 +338,7 @@ class _Flow(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _write(self, written: Tensor, found: LabelSet) -> None:
         before = self.of(written)
         self.recording.mutated |= before
+        self.recording.changed_after |= self._passed.get(storage_of(written), set())
         if self.call is None:
             into = self._weights.get(storage_of(written))
             self.recording.writes.append(Write(len(self.recording.calls), before, found & ~before, into))
@@ -382,32 +401,37 @@ class _Flow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.recording.calls.append(unit)
         self.recording.reads.append(0)
         self._nth.clear()
+        self._num_added -= len(self.added.losses)
         function = autograd_function_now()
         if function is not None:
             self.recording.functions[self.call] = function.__qualname__
 
     def end(self, output: Any, *, always_new: bool) -> None:
-        """End the call. `always_new`: an output counts as new, even if it is an argument."""
+        """End the call. `always_new`: a tensor counts as new, even if it is an argument."""
         assert self.call is not None
         arguments = self._arguments
         leaves: list[Any] = []
         structure = flatten(output, leaves)
         of_leaves = []
         for number, leaf in enumerate(leaves):
-            same = None if always_new else _position(leaf, arguments)
+            same = None if always_new and isinstance(leaf, Tensor) else _position(leaf, arguments)
             overwritten = None
             if isinstance(leaf, Tensor):
                 if same is not None and self.of(leaf) & self.bit(Within(self.call)):
                     same, overwritten = None, same
                 if same is None:
                     self.label(leaf, Returned(self.call, number))
+                if self.recording.is_mark(self.call):
+                    self._passed.setdefault(storage_of(leaf), set()).add(self.call)
             of_leaves.append(_leaf_of(leaf, same, arguments)._replace(overwritten=overwritten))
         self.recording.outputs.append(Output(structure, tuple(of_leaves)))
+        self._num_added += len(self.added.losses)
         self.call, self._arguments = None, []
 
     def release(self) -> None:
-        """Forget the model, whose modules refer to this: its weights must not wait for the garbage collector."""
-        del self._model
+        """Forget the model, whose modules refer to this, and its graph: neither must wait for the garbage collector."""
+        del self._model, self.added
+        self._alive.clear()
         self._paths.clear()
         self._running.clear()
 
@@ -417,6 +441,7 @@ class _Flow(TorchDispatchMode):  # type: ignore[no-untyped-call]
             drawn = next((one for one in self.recording.in_set(labels) if isinstance(one, Drawn)), None)
             if drawn is not None and before < len(self.recording.calls):
                 refuse_decision(place, drawn.by, drawn.rates)
+        self.recording.adds_losses = len(self.added.losses) > self._num_added
         leaves: list[Any] = []
         flatten(result, leaves)
         for number, leaf in enumerate(leaves):
@@ -445,9 +470,9 @@ class _RecordedUnit:
         flatten((args, kwargs), arguments)
         flow.begin(self._number, arguments)
         output = self._base.__call__(module, *args, **kwargs)
-        always_new = is_dropout(module)
+        always_new = is_dropout(module) or isinstance(module, CutPoint)
         if always_new:
-            output = output.view_as(output)
+            output = _as_new(output)
         flow.end(output, always_new=always_new)
         return output
 
@@ -469,6 +494,13 @@ class _ValuesRead(TorchFunctionMode):
 
 
 _SHOWING = (Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__dlpack__)
+
+
+def _as_new(value: Any) -> Any:
+    """The value with other tensors, of the same numbers."""
+    leaves: list[Any] = []
+    structure = flatten(value, leaves)
+    return rebuild(structure, iter([leaf.view_as(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]))
 
 
 def _position(leaf: Any, arguments: list[Any]) -> int | None:

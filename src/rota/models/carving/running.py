@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from rota.errors import PipelineError, SplitError
 from rota.models.carving.absent import Absent, place_now, thread_state
 from rota.models.carving.absent_shapes import OutputShapes, kind_of
-from rota.models.carving.module_units import intercept
+from rota.models.carving.module_units import intercept, units_at
 from rota.models.carving.recording import Output, Returned
 from rota.models.carving.stage_parts import Cutting
 from rota.models.carving.structure import PLAIN, flatten, rebuild
@@ -69,8 +69,7 @@ def install(root: nn.Module, cutting: Cutting, stage: int, run: Run) -> list[Out
     for call, called in enumerate(recording.calls):
         calls_of[called].append(call)
     shapes: defaultdict[Any, OutputShapes] = defaultdict(OutputShapes)
-    for unit_number, path in enumerate(recording.units):
-        module = root.get_submodule(path)
+    for unit_number, (path, module) in enumerate(zip(recording.units, units_at(root, recording.units), strict=True)):
         calls = calls_of[unit_number]
         recorded = tuple(
             (one.structure, tuple((leaf.argument, leaf.shape, leaf.dtype) for leaf in one.leaves))
@@ -114,6 +113,7 @@ class _Unit:
         self._calls: dict[int, _Call] = {}
         called = {call for call, unit in enumerate(self._order) if unit == number}
         self._is_elsewhere = bool(called) and called.isdisjoint(range(part.begin, part.end))
+        self._ends_stage = number in cutting.recording.marks and stage < len(cutting.parts) - 1
         self._pending: list[Any] = []  # answers that hooks have yet to see
 
     def add_call(self, call: int, output: Output, mutated: set[Returned], leaving: set[Returned]) -> None:
@@ -160,7 +160,10 @@ class _Unit:
             raise Stopped
         run.call = call + 1
         if call >= self._begin:
-            return self._run_own(module, self._calls[call], args, kwargs)
+            output = self._run_own(module, self._calls[call], args, kwargs)
+            if self._ends_stage and run.call == self._end:  # no unit may be called after it
+                raise Stopped
+            return output
         return self._answer(module, self._calls[call], args, kwargs)
 
     def _run_own(self, module: nn.Module, call: _Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -49,6 +49,7 @@ class CarvedStage(nn.Module):
     ) -> None:
         super().__init__()
         part, recording = cutting.parts[stage], cutting.recording
+        here = [(call, recording.call_name(call)) for call in range(part.begin, part.end)]
         root = _copy_owning(model, part.owned)
         self._run, self._stage_inputs = Run(), stage_inputs
         self._draws_idly = recording.draws_idly
@@ -63,16 +64,21 @@ class CarvedStage(nn.Module):
         self._sizes, self._needed = tuple(sizes), frozenset(part.needed)
         # Caches: the last stage has all of one or a part, which depends on the cut, so none is returned.
         self._kept_back = recording.result_objects
-        #: The paths of the modules that run here, in the order of their calls.
-        self.holds = tuple(recording.call_name(call) for call in range(part.begin, part.end))
+        #: Weights that no module below belongs to, and the modules that run here, by path; no CutPoints.
+        self.holds = (
+            *_outside(model, part.owned, {*recording.units}),
+            *(name for call, name in here if not recording.is_mark(call)),
+        )
+        #: The CutPoints that are called here.
+        self.marks = tuple(name for call, name in here if recording.is_mark(call))
         self._shapes = install(root, cutting, stage, self._run)
         for module in root.modules():
             if any("_rota_names" in vars(inner) for inner in module.modules()):
                 show_whole(module, self._run)
         self._absents_on: torch.device | None = None
-        answered = {recording.units[unit] for unit in recording.calls[: part.begin]}
-        running = dict.fromkeys(recording.units[unit] for unit in recording.calls[part.begin : part.end])
-        self._compilable = tuple(path for path in running if path not in answered)
+        not_running = {*recording.calls[: part.begin], *recording.marks}
+        running = dict.fromkeys(recording.calls[part.begin : part.end])
+        self._compilable = tuple(recording.units[unit] for unit in running if unit not in not_running)
         for path in self._compilable:
             compile_alike(model.get_submodule(path), root.get_submodule(path))
         # Shared with the copy, so that what is registered in one is in the other.
@@ -111,7 +117,7 @@ class CarvedStage(nn.Module):
         # Stages draw idle numbers different numbers of times, and scripts draw their batches with the same generators.
         states = RandomStates(nn.Identity(), seeded=True) if self._draws_idly else None
         try:
-            output = self._root(**inputs)
+            output = self.root(**inputs)
         except Stopped:
             has_stopped = True
         finally:
@@ -151,12 +157,12 @@ class CarvedStage(nn.Module):
         Code between them stays as it is, since it also runs on tensors of other stages, which have no data.
         """
         for path in self._compilable:
-            self._root.get_submodule(path).compile(*args, **kwargs)
+            self.root.get_submodule(path).compile(*args, **kwargs)
 
     def train(self, mode: bool = True) -> CarvedStage:
         """Set the mode of the stage, including the inner copy of the model."""
         super().train(mode)
-        self._root.training = mode
+        self.root.training = mode
         return self
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> CarvedStage:
@@ -166,7 +172,7 @@ class CarvedStage(nn.Module):
 
     def _change_absents(self, change: Callable[[Tensor], Tensor]) -> None:
         changed: dict[int, Absent] = {}  # a tied weight stays one object
-        for module in self._root.modules():
+        for module in self.root.modules():
             for name, value in vars(module).items():
                 if isinstance(value, Absent):
                     if id(value) not in changed:
@@ -189,7 +195,7 @@ class CarvedStage(nn.Module):
         """Inside, tensors of other stages have the dtype that `change` gives them, as this stage's own may have."""
         before = [
             (vars(module), name, value)
-            for module in self._root.modules()
+            for module in self.root.modules()
             for name, value in vars(module).items()
             if isinstance(value, Absent)
         ]
@@ -208,18 +214,27 @@ class CarvedStage(nn.Module):
                 shapes.clear()
 
     @property
-    def _root(self) -> nn.Module:
+    def root(self) -> nn.Module:
+        """The stage's copy of the model, whose forward it runs; it holds the stage's own weights."""
         root: nn.Module = vars(self)["_root"]
         return root
 
     @property
     def _name(self) -> str:
-        return type(self._root).__name__
+        return type(self.root).__name__
 
 
 def _device_of(values: Iterable[Any]) -> torch.device:
     tensors = (value for value in values if isinstance(value, Tensor))
     return next((tensor.device for tensor in tensors), torch.device("cpu"))
+
+
+def _outside(model: nn.Module, owned: frozenset[str], units: set[str]) -> Iterator[str]:
+    """Those of the owned parameters that are in none of the units."""
+    for name in (name for name, _ in model.named_parameters() if name in owned):
+        steps = name.split(".")
+        if units.isdisjoint(".".join(steps[:length]) for length in range(len(steps))):
+            yield name
 
 
 def _copy_owning(model: nn.Module, owned: frozenset[str]) -> nn.Module:

@@ -57,11 +57,12 @@ def cut_recording(
     """
     num_calls = len(recording.calls)
     begins, ends = [0, *starts], [*starts, num_calls]
-    reads = [_reads(recording, begin, end, end == num_calls) for begin, end in zip(begins, ends, strict=True)]
     ranges = [range(begin, end) for begin, end in zip(begins, ends, strict=True)]
+    reads = [_reads(recording, calls, is_last=calls is ranges[-1]) for calls in ranges]
     _add_writes(recording, reads, ranges)
     reads = [_with_whole_inner(recording, labels) for labels in reads]
     _refuse(recording, reads, ranges)
+    _refuse_shared_memory(recording, reads, starts)
     needed = [
         tuple(one for one in recording.in_set(labels) if isinstance(one, Returned) and one.call not in calls)
         for labels, calls in zip(reads, ranges, strict=True)
@@ -89,37 +90,39 @@ def cut_recording(
     for stage, part in enumerate(parts[:-1]):
         if not any(one.call in ranges[stage] for values in part.sent.values() for one in values):
             raise SplitError(
-                f"nothing that stage {stage} makes, before {recording.call_name(part.end)}, is used after it: cut "
+                f"nothing that stage {stage} makes, before {recording.cut_name(part.end)}, is used after it: cut "
                 "elsewhere"
             )
     return Cutting(recording, tuple(parts))
 
 
-def _reads(recording: Recording, begin: int, end: int, is_last: bool) -> int:
+def _reads(recording: Recording, calls: range, is_last: bool) -> int:
     """What a stage reads: in its units, in the model's result if it is the last, and in code between units.
 
     The latter are values inspected by code between units, which every stage runs up to its own end.
     """
     found = recording.result if is_last else 0
-    for call in range(begin, end):
+    for call in calls:
         found |= recording.reads[call]
     for inspection in recording.inspections:
-        if is_last or inspection.before <= end:
+        if is_last or inspection.before <= calls.stop:
             found |= inspection.seen
     return found
 
 
 def _add_writes(recording: Recording, reads: list[int], ranges: list[range]) -> None:
-    """If a stage has a tensor that code between units writes into, it also needs what is written."""
+    """If a stage has a tensor that code between units writes into, it also needs what is written, if not drawn."""
+    drawn = sum(1 << bit for bit, one in enumerate(recording.labels) if isinstance(one, Drawn))
     for stage, calls in enumerate(ranges):
         changed = True
         while changed:
             changed = False
             for write in recording.writes:
-                if write.before > calls.stop or not write.source & ~reads[stage]:
+                source = write.source & ~drawn
+                if write.before > calls.stop or not source & ~reads[stage]:
                     continue
                 if all(_has(one, reads[stage], recording, calls) for one in recording.in_set(write.target)):
-                    reads[stage] |= write.source
+                    reads[stage] |= source
                     changed = True
 
 
@@ -154,6 +157,11 @@ def _with_whole_inner(recording: Recording, labels: int) -> int:
 
 
 def _refuse(recording: Recording, reads: list[int], ranges: list[range]) -> None:
+    if recording.adds_losses and len(ranges) > 1:
+        raise SplitError(
+            "rota.add_loss is called between modules, in code that several stages run, each of which would add the "
+            "loss: call it in the forward of a module that has weights and no cut inside"
+        )
     for stage, (labels, calls) in enumerate(zip(reads, ranges, strict=True)):
         for one in recording.in_set(labels):
             if isinstance(one, Within) and one.call not in calls:
@@ -179,6 +187,24 @@ def _refuse(recording: Recording, reads: list[int], ranges: list[range]) -> None
                     f"the forward writes into {one.name} between modules, which every stage would repeat: do it "
                     "in the forward of a module that is on one stage"
                 )
+
+
+def _refuse_shared_memory(recording: Recording, reads: list[int], starts: Sequence[int]) -> None:
+    """Refuse to change in place what crosses a CutPoint, if a stage after it also reads what the CutPoint was given.
+
+    Both are one tensor in the model, but two in that stage.
+    """
+    for stage, start in enumerate(starts, 1):
+        mark = start - 1
+        if mark not in recording.changed_after:
+            continue
+        kept = sum(1 << bit for bit, one in enumerate(recording.labels) if not isinstance(one, FromModel))
+        if any(labels & recording.reads[mark] & kept for labels in reads[stage:]):
+            raise SplitError(
+                f"what CutPoint {recording.call_name(mark)} is given is read after it too, by another name, and one of "
+                "the two is changed in place: make a new value instead (x = x + 1 for x += 1), or read only what the "
+                "CutPoint returns"
+            )
 
 
 def _home(recording: Recording, name: str, ranges: list[range]) -> int:

@@ -1,0 +1,249 @@
+"""Models larger than a machine's memory: made without weights, of which a process then makes those of its own stages.
+
+with meta_init():  ──▶ model, weights on meta ──split──▶ stages ──materialize(local)──▶ these with values
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+
+from rota.errors import PipelineError
+from rota.models import Stages
+from rota.models.aliases import tensors_of
+from rota.models.carving.absent import Absent
+from rota.models.carving.operations import storage_of
+from rota.models.carving.stage import CarvedStage
+from rota.models.randomness import random_state_kept
+from rota.models.replacing import replace
+from rota.torch_internals import TorchDispatchMode, written_arguments
+
+Init = Callable[[nn.Module], object]
+_REMEDY = (
+    "let materialize(…, init=fn) fill it in place, where fn(module) is called for each module, or make the model in "
+    "`with rota.meta_init():`, where buffers keep the values that the constructor gives them"
+)
+
+
+@contextmanager
+def meta_init() -> Iterator[None]:
+    """Modules made in this context have their parameters on the meta device, without memory, and buffers as ever.
+
+    What their constructors fill parameters with is lost: `materialize` initializes, or `load_pretrained` loads them.
+    """
+
+    def on_meta(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
+        del module, name
+        if type(parameter) is nn.Parameter and not parameter.is_meta:
+            replace(parameter, parameter.detach().to("meta"))
+
+    hook = register_module_parameter_registration_hook(on_meta)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def materialize(
+    stages: Stages, local: Iterable[int], device: torch.device | str | None = None, init: Init | None = None
+) -> None:
+    """Give memory to the `local` stages, initialize them, and free all others. Do it before anything refers to them.
+
+    Only tensors on the meta device are initialized, in place: they stay the same objects. Each module draws from a
+    generator that is seeded by its name in the model and `torch.initial_seed()`, on the CPU. So its weights are the
+    same however the model is cut and placed, as long as `init` fills only what the module itself holds. Random states
+    are afterwards as they were.
+
+    Args:
+        stages: The stages of a whole model.
+        local: The stages that this process runs, from `local_stages`.
+        device: Where to put them, such as `local_device()`, one stage after another. None: they stay where they are.
+        init: Called as by `nn.Module.apply`, with each module that has such tensors in it, children first. None: the
+            model's own `_init_weights`, as models of transformers have it, or else each module's `reset_parameters`.
+
+    Raises:
+        PipelineError: Nobody has filled a tensor that was on the meta device.
+    """
+    give_memory(stages, local, device=device, init=init)
+
+
+def give_memory(
+    stages: Stages,
+    local: Iterable[int],
+    loaded: Iterable[Tensor] = (),
+    device: torch.device | str | None = None,
+    init: Init | None = None,
+) -> None:
+    """`materialize`, but tensors in `loaded`, whose values come from elsewhere, are left without values."""
+    target = None if device is None else torch.device(device)
+    local, loaded = _checked(stages, local), {*loaded}
+    holders = [inner for module in stages.modules for inner in module.modules()]
+    named = _held(stages, local)
+    _refuse_shared(named)
+    for tensor in loaded.intersection(named.values()):
+        _make_room(tensor, holders, target)
+    for stage in local:
+        empty = {tensor: name for name, tensor in _held(stages, [stage]).items() if tensor.is_meta}
+        if empty:
+            for tensor in empty:
+                _make_room(tensor, holders, torch.device("cpu"))
+            _initialize(stages, stage, empty, init or _default_init(stages))
+        if target is not None:
+            stages.to(target, [stage])
+        devices = {tensor.device for tensor in stages[stage].parameters()}
+        if len(devices) == 1:  # Absents of other stages' weights follow
+            stages[stage].to(devices.pop())
+    kept = {*_held(stages, local).values()}
+    for tensor in _held(stages, range(len(stages))).values():
+        if tensor not in kept and not tensor.is_meta:
+            replace(tensor, torch.empty_like(tensor, device="meta"), holders)
+
+
+def _checked(stages: Stages, local: Iterable[int]) -> list[int]:
+    chosen = sorted({*local})
+    if wrong := [stage for stage in chosen if not 0 <= stage < len(stages)]:
+        raise PipelineError(f"local has stage {wrong[0]}, but the stages are 0 to {len(stages) - 1}")
+    return chosen
+
+
+def _held(stages: Stages, which: Iterable[int]) -> dict[str, Tensor]:
+    """All tensors of these stages by name: weights, buffers, and plain attributes of modules."""
+    return {
+        f"{name} of stage {stage}": tensor
+        for stage in which
+        for name, tensor, _ in tensors_of(stages[stage])
+        if not isinstance(tensor, Absent)
+    }
+
+
+def _make_room(tensor: Tensor, holders: list[nn.Module], device: torch.device | None) -> None:
+    if tensor.is_meta:
+        room = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device)
+        replace(tensor, room, holders)
+
+
+def _refuse_shared(named: dict[str, Tensor]) -> None:
+    """Raise PipelineError if two tensors on the meta device share memory, which each would get for itself."""
+    by_storage: dict[int, tuple[str, Tensor]] = {}
+    for name, tensor in named.items():
+        if tensor.is_meta:
+            other_name, other = by_storage.setdefault(storage_of(tensor), (name, tensor))
+            if other is not tensor:
+                raise PipelineError(
+                    f"{name} and {other_name} share memory on the meta device, which materialize cannot give them: tie "
+                    "them as one parameter, or give each its own by clone()"
+                )
+
+
+# --- initial values ---------------------------------------------------------------------------------------------------
+
+
+def _default_init(stages: Stages) -> Init:
+    """The model's own `_init_weights`, or `reset_parameters` of each module."""
+    model: Any = stages[0] if stages.unsplit is None and len(stages) == 1 else stages.unsplit
+    return model._init_weights if hasattr(type(model), "_init_weights") else _reset
+
+
+def _reset(module: nn.Module) -> None:
+    reset = getattr(module, "reset_parameters", None)
+    if callable(reset):
+        reset()
+
+
+@torch.no_grad()
+def _initialize(stages: Stages, stage: int, empty: dict[Tensor, str], init: Init) -> None:
+    """Call `init` with the modules of a stage that have tensors of `empty` in them. Raises PipelineError."""
+    root, written, first_seed = stages[stage], _Written(), torch.initial_seed()
+    before, storages = dict(root.named_parameters()), {tensor: storage_of(tensor) for tensor in empty}
+    with random_state_kept(root):
+        for path, module, own in _wanted(
+            root.root if isinstance(root, CarvedStage) else root, {*empty}, init is _reset
+        ):
+            torch.manual_seed(_seed(first_seed, stages, stage, path))
+            with written.left_alone(tensor for tensor in _direct(module) if tensor not in own):
+                init(module)
+    for name, parameter in root.named_parameters():
+        if parameter is not before[name]:
+            raise PipelineError(
+                f"init makes another parameter of {name} of stage {stage}: let it fill the one that is there, in "
+                "place, as nn.init.normal_ does, because others refer to it"
+            )
+    unfilled = [
+        name
+        for name, tensor in _held(stages, [stage]).items()
+        if tensor.is_meta
+        or (
+            tensor in empty
+            and storage_of(tensor) == storages[tensor]
+            and written.num_elements.get(storages[tensor], 0) < tensor.numel()
+        )
+    ]
+    if unfilled:
+        more = f" and {len(unfilled) - 3} more" if len(unfilled) > 3 else ""
+        raise PipelineError(f"{', '.join(unfilled[:3])}{more}: nobody has given it values. {_REMEDY}")
+
+
+def _wanted(root: nn.Module, empty: set[Tensor], directly: bool) -> list[tuple[str, nn.Module, set[Tensor]]]:
+    """The modules, children first, that have such a tensor in them, or hold one themselves; with those that they own.
+
+    Of the modules that hold one tensor, the first owns it.
+    """
+    modules = [*root.named_modules()]
+    wanted, owned = dict[str, set[Tensor]](), set[Tensor]()
+    for path, module in modules:
+        own = {tensor for tensor in _direct(module) if tensor in empty and tensor not in owned}
+        if own:
+            owned |= own
+            wanted[path] = own
+            steps = path.split(".")
+            for length in () if directly else range(len(steps)):
+                wanted.setdefault(".".join(steps[:length]), set())
+    return [(path, module, wanted[path]) for path, module in reversed(modules) if path in wanted]
+
+
+def _direct(module: nn.Module) -> list[Tensor]:
+    """The tensors that a module itself holds."""
+    held = (*module._parameters.values(), *module._buffers.values(), *vars(module).values())
+    return [value for value in held if isinstance(value, Tensor) and not isinstance(value, Absent)]
+
+
+def _seed(first_seed: int, stages: Stages, stage: int, path: str) -> int:
+    """The seed of a module: of the script's seed, and its name in the model, or its stage's number if it has none."""
+    name = stages.name_in_model(stage, path)
+    if stages.cuts is None and len(stages) > 1 and name == path:
+        name = f"{stage}.{path}".rstrip(".")
+    digest = hashlib.sha256(f"{first_seed} {name}".encode()).digest()
+    return int.from_bytes(digest[:7], "big")
+
+
+@final
+class _Written(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the elements that are written, by storage: a write into one row does not fill a tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.num_elements: dict[int, int] = {}
+
+    @contextmanager
+    def left_alone(self, tensors: Iterable[Tensor]) -> Iterator[None]:
+        """Inside, count; afterwards these tensors, which others own, have their values from before."""
+        before = [(tensor, tensor.clone(), self.num_elements.get(storage_of(tensor), 0)) for tensor in tensors]
+        with self:
+            yield
+        for tensor, value, num_elements in before:
+            tensor.copy_(value)
+            self.num_elements[storage_of(tensor)] = num_elements
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        del types
+        made = func(*args, **(kwargs or {}))
+        for tensor in written_arguments(func, args, kwargs or {}):
+            storage = storage_of(tensor)
+            self.num_elements[storage] = self.num_elements.get(storage, 0) + tensor.numel()
+        return made
