@@ -10,7 +10,6 @@ import pytest
 
 from rota import AllReduceTimes, Cluster, Costs, Link, Placement, Plan, SharedLink, place, replan, schedules
 from rota.planning.machine import Machine
-from rota.planning.rehearsal.rehearsing import without_occupancy
 from rota.runtime.execution import forwards_of
 from rota.schedules import NAMED
 from rota.search.unfolding import Unfolding
@@ -93,13 +92,6 @@ def test_the_forwards_of_a_plan_are_that_plan() -> None:
     same_but(before.placement, after.placement, {"tasks", "edges", "step_ends"})
     wanted = tuple(t for t in before.service_orders[0] if t.source.kind is t.target.kind is Kind.F)
     assert after.service_orders == (wanted,)
-
-
-def test_a_rehearsed_plan_costs_its_ranks_nothing_and_is_the_same_otherwise() -> None:
-    after = without_occupancy(plan())
-    same_but(plan(), after, {"placement", "merged_replicas"})
-    same_but(plan().placement, after.placement, {"cluster"})
-    same_but(CLUSTER, after.placement.cluster, {"link", "links", "gap_us"})
 
 
 def test_an_unfolded_step_has_the_same_ranks() -> None:

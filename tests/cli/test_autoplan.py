@@ -206,7 +206,7 @@ def test_links_are_those_between_cpus_on_which_plans_are_tried(monkeypatch: pyte
 
     def links(num_ranks: int, *, device: str, **_: object) -> FoundLinks:
         asked.append((num_ranks, device))
-        return FoundLinks(cluster, cluster, "a table", "others took 40%")
+        return FoundLinks(cluster, "a table", "others took 40%")
 
     monkeypatch.setattr("rota.profiling.machine_links.found_on_this_machine", links)
     given = argparse.Namespace(ranks=2, cache=None, refresh=False)

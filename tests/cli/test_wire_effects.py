@@ -146,7 +146,7 @@ def test_costs_measured_on_a_cpu_are_planned_with_the_links_of_this_machine(
 
     def links(num_ranks: int, *, device: str, **_: object) -> FoundLinks:
         asked.append((num_ranks, device))
-        return FoundLinks(here, here, "a table", doubts.pop(0))
+        return FoundLinks(here, "a table", doubts.pop(0))
 
     monkeypatch.setattr("rota.profiling.machine_links.found_on_this_machine", links)
     step = ("--costs", measured_costs, "--microbatches", "4")

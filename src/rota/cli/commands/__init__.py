@@ -19,7 +19,6 @@ from rota.cli.commands import (
     plan,
     plan_batch,
     profile,
-    rehearse,
     run,
     schedules,
     show,
@@ -29,7 +28,7 @@ from rota.cli.commands import (
 
 _IN_ORDER = (
     *(demo, doctor, autoplan, profile, plan, plan_batch, schedules),
-    *(bound, frontier, check, simulate, rehearse, show, explain, verify),
+    *(bound, frontier, check, simulate, show, explain, verify),
     *(run, compare, calibrate, import_trace, export, import_plan, checkpoint, bench_search, completion),
 )
 #: In the order of `rota --help`.
