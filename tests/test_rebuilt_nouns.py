@@ -19,10 +19,9 @@ from rota.usage import Usage
 ALL_REDUCES = (AllReduceTimes(2, ((1, 2), (100, 30))), AllReduceTimes(4, ((1, 3), (100, 40))))
 CLUSTER = Cluster(
     limit_bytes=(10**9,) * 4,
-    link=Link(1, 2, 3, 4, 5, 6),
-    links=((0, 1, Link(7, 8, 9, 10, 11, 12)),),
+    link=Link(1, 2),
+    links=((0, 1, Link(7, 8)),),
     shared=(SharedLink("host", 13, (0, 1, 2, 3), (0, 1, 2, 3)),),
-    gap_us=14,
     all_reduces=ALL_REDUCES,
 )
 COSTS = Costs(

@@ -145,7 +145,7 @@ def _ancestors(placement: Placement, op: Op) -> set[Op]:
 
 @given(wired_plans())
 @settings(max_examples=some(400))
-def test_shared_links_and_occupied_ranks_match_a_count_of_every_microsecond(plan: Plan) -> None:
+def test_shared_links_match_a_count_of_every_microsecond(plan: Plan) -> None:
     timeline, counted = simulate(plan), counting.recount(plan)
     at = times(timeline)
     assert at == {key: entry[:2] for key, entry in counted.ops.items()}
@@ -188,19 +188,6 @@ def test_a_shared_link_by_hand() -> None:
     assert simulate(swapped).sent_us == ((5,), (3,))
     path = [(str(span.work), span.start_us, span.end_us) for span in timeline.critical_path()]
     assert path == [("0F0", 0, 3), ("0F0→1F0", 3, 5), ("0F0→2F0", 5, 8), ("2F0", 8, 11)]
-
-
-def test_messages_and_gaps_occupy_their_ranks_by_hand() -> None:
-    """A message of 10 bytes costs its sender 1 + 10/5 and its receiver 2 µs; between ops a rank needs 1 µs."""
-    tasks = (Task(0, F, (0,), 4), Task(1, F, (1,), 4), Task(2, F, (0,), 4))
-    cluster = Cluster((None, None), Link(1, None, 1, 5, 2), gap_us=1)
-    placement = Placement(tasks, (Edge(0, 1, 10), Edge(0, 2)), cluster)
-    assert placement.occupied_us == ((1, 3), (3, 0), (1, 0))
-    timeline = simulate(Plan(placement, 1, ((Op(0, F, 0), Op(2, F, 0)), (Op(1, F, 0),))))
-    assert timeline.starts_us == ((1, 9), (12,))
-    assert timeline.ends_us == ((5, 13), (16,))
-    assert (timeline.sent_us, timeline.arrived_us) == (((8,),), ((9,),))
-    assert (timeline.makespan_us, timeline.busy_us, timeline.span_us) == (16, (8, 4), 13)
 
 
 def test_a_chain_by_hand() -> None:

@@ -191,7 +191,7 @@ def test_a_busy_shared_link_bounds_the_step_and_the_period() -> None:
 
 @pytest.mark.parametrize("limit", [None, 9_000])
 def test_a_steady_state_with_shared_links_holds_when_it_is_verified_and_unrolled(limit: int | None) -> None:
-    placement = _chain(3, 20, limit, Link(7, 100, 4, None, 6, None))
+    placement = _chain(3, 20, limit, Link(7, 100))
     found = find_steady(placement, Budget(2.0, deterministic=True))
     assert found is not None
     found.steady.verify()
@@ -257,7 +257,7 @@ def test_the_bound_on_a_layout_is_below_every_plan(seed: int) -> None:
 def test_zb_auto_is_no_longer_than_what_it_starts_from_where_messages_share_a_link(
     rate: int, limit: int | None
 ) -> None:
-    placement = _chain(4, rate, limit, Link(5, 100, 3, None, 2, None))
+    placement = _chain(4, rate, limit, Link(5, 100))
     timeline = simulate(zb_auto(placement, 8))
     check(timeline.plan)
     for schedule in (zb_h1, zb_h2, one_f_one_b):

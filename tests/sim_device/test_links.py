@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -22,12 +23,13 @@ def cost_ns(name: str, written: Sequence[Any]) -> int:
 
 def measured(rank: int) -> Cluster:
     """The links of simulated devices."""
+    from rota.profiling import link_pipelines
     from rota.profiling.links import measure_links
     from support.sim_device import SimDevice
     from support.sim_device.runtime_device import SIM
 
     device = SimDevice(f"rank {rank}", cost_ns=cost_ns, host_ns=20_000)
-    with device.active():
+    with device.active(), mock.patch.object(link_pipelines, "_PACE_NS", 1):
         cluster = measure_links(1, device=SIM)
         device.check()
     return cluster

@@ -1,4 +1,4 @@
-"""Random placements with shared links, costs of messages and gaps, and an event-by-event recount of their plans."""
+"""Random placements with shared links, and an event-by-event recount of their plans."""
 
 from __future__ import annotations
 
@@ -17,15 +17,14 @@ _KINDS = (Kind.F, Kind.B, Kind.I, Kind.W)
 
 
 def wired_cluster(chooser: random.Random, num_ranks: int, limits: bool = False) -> Cluster:
-    """Up to two shared links, which some transfers use both; messages that cost their ranks time; perhaps a gap."""
+    """Up to two shared links, which some transfers use both."""
 
     def some() -> tuple[int, ...]:
         return tuple(chooser.sample(range(num_ranks), chooser.randint(1, num_ranks)))
 
     def link() -> Link:
         rate = chooser.choice((None, 1, 2, 4))
-        costs = [chooser.choice((0, 0, 1, 2)), chooser.choice((None, None, 3))]
-        return Link(chooser.choice((0, 0, 1, 3)), rate, *costs, *reversed([costs[1], chooser.choice((0, 0, 1))]))
+        return Link(chooser.choice((0, 0, 1, 3)), rate)
 
     every = tuple(range(num_ranks))
     names = [(f"link {i}", chooser.choice((1, 2, 3))) for i in range(chooser.choice((1, 1, 2)))]
@@ -37,7 +36,7 @@ def wired_cluster(chooser: random.Random, num_ranks: int, limits: bool = False) 
         (chooser.randrange(num_ranks), chooser.randrange(num_ranks), link()) for _ in range(chooser.choice((0, 2)))
     ]
     most = [chooser.choice((None, chooser.randint(4, 16))) if limits else None for _ in every]
-    return Cluster(tuple(most), link(), tuple(pairs), tuple(shared), chooser.choice((0, 0, 1, 2)))
+    return Cluster(tuple(most), link(), tuple(pairs), tuple(shared))
 
 
 def wired_placement(chooser: random.Random, most_tasks: int = 6, limits: bool = False) -> Placement:
@@ -79,7 +78,7 @@ class Recount(NamedTuple):
 def recount(plan: Plan) -> Recount | None:
     """Runs a plan by the rules as they are written down, one event after another; None where it gets stuck.
 
-    Nothing here uses the plan's graph. A rank begins its next op when the op before it, with what its messages cost,
+    Nothing here uses the plan's graph. A rank begins its next op when the op before it
     is over, and all that it reads has arrived. A transfer is handed over at that moment, and served in the given order,
     or else first come, first served.
     """
@@ -87,7 +86,7 @@ def recount(plan: Plan) -> Recount | None:
     tasks, index = placement.tasks, placement.index
     hops = _hops(placement)
     ends = {end.stage: end for end in placement.step_ends}
-    begun: dict[Op, int] = {}  # op -> when its ranks are occupied from; it ends for them at `over`
+    begun: dict[Op, int] = {}  # op -> when it begins; it ends at `over`
     over: dict[Op, int] = {}
     arrived: dict[tuple[int, int], int] = {}  # (hop, micro-batch) -> µs
     served: dict[tuple[int, int], int] = {}  # (hop, micro-batch) -> when service began
@@ -109,8 +108,7 @@ def recount(plan: Plan) -> Recount | None:
                 if not together or inputs is None:
                     break
                 start = max([free[q] for q in task.ranks] + inputs)
-                before, after = _costs(placement, hops, op[:2])
-                begun[op], over[op] = start, start + before + task.duration_us + after
+                begun[op], over[op] = start, start + task.duration_us
                 for q in task.ranks:
                     next_op[q], free[q] = next_op[q] + 1, over[op]
                 for h, hop in enumerate(hops):
@@ -185,22 +183,6 @@ def _link(cluster: Cluster, sender: int, receiver: int) -> Link:
     return next((link for a, b, link in cluster.links if (a, b) == (sender, receiver)), cluster.link)
 
 
-def _costs(placement: Placement, hops: list[Hop], name: tuple[int, Kind]) -> tuple[int, int]:
-    task = placement.index[name]
-    received, sent = [0], [0]
-    for rank in placement.tasks[task].ranks:
-        into = [h for h in hops if h.target == task and h.receiver == rank]
-        out_of = [h for h in hops if h.source == task and h.sender == rank]
-        received.append(sum(_cost(_link(placement.cluster, *h[2:4]), h.num_bytes, "receive") for h in into))
-        sent.append(sum(_cost(_link(placement.cluster, *h[2:4]), h.num_bytes, "send") for h in out_of))
-    return placement.cluster.gap_us + max(received), max(sent)
-
-
-def _cost(link: Link, num_bytes: int, side: str) -> int:
-    fixed, rate = getattr(link, f"{side}_us"), getattr(link, f"{side}_bytes_per_us")
-    return int(fixed + (-(-num_bytes // rate) if rate else 0))
-
-
 def _arrivals(
     placement: Placement, hops: list[Hop], op: Op, over: dict[Op, int], arrived: dict[tuple[int, int], int]
 ) -> list[int] | None:
@@ -258,8 +240,7 @@ def _peak(
     placement, changes = plan.placement, []
     for place, op in enumerate(plan.orders[rank]):
         task = placement.tasks[placement.index[op[:2]]]
-        before, after = _costs(placement, hops, op[:2])
-        start, end = begun[op] + before, over[op] - after
+        start, end = begun[op], over[op]
         read = sum(h.num_bytes for h in hops if h.target == placement.index[op[:2]] and h.receiver == rank)
         changes.append((start, 3, place, 0, max(task.held_bytes, 0) + task.peak_bytes))
         freed = min(task.held_bytes, 0) - task.peak_bytes - read
