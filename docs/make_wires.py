@@ -27,7 +27,7 @@ def main() -> None:
     figure, axes = plt.subplots(figsize=(12, 4.2), dpi=150)
     for rank, order in enumerate(timeline.plan.orders):
         for op, start, end in zip(order, timeline.starts_us[rank], timeline.ends_us[rank], strict=True):
-            draw_op(axes, timeline, rank, op, start, end)
+            draw_op(axes, rank, op, start, end)
     for r in range(len(timeline.plan.placement.routes)):
         draw_transfer(axes, timeline, r)
     axes.set_yticks([*ROWS.values()], ["rank 0", "rank 1", "host (shared)", "rank 2", "rank 3"])
@@ -44,20 +44,14 @@ def two_senders() -> Plan:
     """Ranks 0 and 1 send 60 bytes each to ranks 2 and 3, over a host that moves 5 bytes per µs."""
     tasks = tuple(Task(stage, Kind.F, (stage,), 16 + 2 * (stage == 1)) for stage in range(4))
     host = SharedLink("host", 5, (0, 1), (2, 3))
-    cluster = Cluster((None,) * 4, Link(8, 10, 4, None, 5), shared=(host,), gap_us=3)
+    cluster = Cluster((None,) * 4, Link(8, 10), shared=(host,))
     placement = Placement(tasks, (Edge(0, 2, 60), Edge(1, 3, 60)), cluster)  # two data streams
     return Plan(placement, 2, tuple((Op(stage, Kind.F, stage % 2),) for stage in range(4)))
 
 
-def draw_op(axes: Axes, timeline: Timeline, rank: int, op: Op, start: int, end: int) -> None:
-    """An op, and what its rank is occupied with before and after it."""
-    placement = timeline.plan.placement
-    before, after = placement.occupied_us[placement.index[op.stage, op.kind]]
-    gap = placement.cluster.gap_us
-    box(axes, rank, start - before, start - before + gap, GAP, "gap")
-    box(axes, rank, start - before + gap, start, MESSAGE, "receive")
+def draw_op(axes: Axes, rank: int, op: Op, start: int, end: int) -> None:
+    """An op."""
     box(axes, rank, start, end, COLORS[op.kind], str(op), "white")
-    box(axes, rank, end, end + after, MESSAGE, "send")
 
 
 def draw_transfer(axes: Axes, timeline: Timeline, r: int) -> None:

@@ -28,23 +28,11 @@ def test_a_pair_may_have_a_link_of_its_own_in_each_direction() -> None:
     assert Cluster.uniform(2, 5, 1, 3) == Cluster((5, 5), Link(1, 3))
 
 
-@given(st.integers(0, 10**12), st.integers(0, 10**6), st.integers(1, 10**6))
-def test_a_message_costs_its_ranks_a_time_and_its_size_over_a_rate(num_bytes: int, each_us: int, rate: int) -> None:
-    link = Link(7, 9, each_us, rate, each_us + 1, rate + 1)
-    assert link.send_cost_us(num_bytes) == each_us + ceil(Fraction(num_bytes, rate))
-    assert link.receive_cost_us(num_bytes) == each_us + 1 + ceil(Fraction(num_bytes, rate + 1))
-    assert Link(7, 9).send_cost_us(num_bytes) == Link(7, 9).receive_cost_us(num_bytes) == 0
-
-
 def test_a_transfer_uses_what_its_sender_and_its_receiver_share() -> None:
     host, card = SharedLink("host", 4, (0, 1), (0, 1)), SharedLink("card", 2, (1, 0), (2,))
     cluster = Cluster((None,) * 3, shared=(host, card))
     used = {(a, b): cluster.shared_between(a, b) for a in range(3) for b in range(3) if cluster.shared_between(a, b)}
     assert used == {(0, 0): (0,), (0, 1): (0,), (1, 0): (0,), (1, 1): (0,), (0, 2): (1,), (1, 2): (1,)}
-    assert cluster.counts_wires
-    assert Cluster((None,), Link(0, None, 0, 5)).counts_wires
-    assert Cluster((None,), gap_us=1).counts_wires
-    assert not Cluster((None, None), Link(3, 4), ((0, 1, Link(5)),)).counts_wires
 
 
 @given(clusters(wired=True) | clusters())
@@ -52,16 +40,15 @@ def test_clusters_round_trip_in_json(given: Cluster) -> None:
     text = given.to_json()
     assert Cluster.from_json(text) == given
     assert Cluster.from_json(text).to_json() == text
-    assert ("shared" in text, "gap_us" in text) == (bool(given.shared), bool(given.gap_us))
+    assert ("shared" in text) is bool(given.shared)
 
 
 @pytest.mark.parametrize(
     ("fields", "told"),
     [
-        ({"link": [0, None, 1]}, "cluster.link is [0, null, 1]; expected latency_us and bytes_per_us, or these with"),
-        ({"link": [0, None, 0, 0, 0, None]}, "cluster.link[3] is 0; expected 1 or more"),
+        ({"link": [0, None, 1]}, "cluster.link is [0, null, 1]; expected latency_us and bytes_per_us"),
+        ({"link": [0, 0]}, "cluster.link[1] is 0; expected 1 or more"),
         ({"links": [[0]]}, "cluster.links[0] is [0]; expected [sender, receiver, latency_us, bytes_per_us"),
-        ({"gap_us": -1}, "cluster.gap_us is -1; expected 0 or more"),
         ({"shared": [{"name": "host"}]}, "cluster.shared[0] has no field 'bytes_per_us'"),
         (
             {"shared": [{"name": "a\nb", "bytes_per_us": 1, "senders": [0], "receivers": [0]}]},
@@ -96,12 +83,9 @@ def test_wrong_cluster_files_are_told_with_place_and_value(fields: dict[str, obj
         (lambda: Cluster((None, -1)), "limit_bytes[1] is -1"),
         (lambda: Cluster((None,), Link(), ((0, 1, Link()),)), "link 0 -> 1 leaves the cluster of 1 ranks"),
         (lambda: Link(-1), "latency_us is -1"),
-        (lambda: Link(send_us=-1), "send_us is -1"),
-        (lambda: Link(receive_bytes_per_us=0), "receive_bytes_per_us is 0: nothing would arrive"),
         (lambda: SharedLink("host", 0, (0,), (1,)), "bytes_per_us of host is 0: nothing would arrive"),
         (lambda: SharedLink("host", 1, (), (1,)), "senders of the shared link host is (): give different ranks"),
         (lambda: SharedLink("host", 1, (0,), (0.5,)), "a rank in receivers of host is 0.5"),
-        (lambda: Cluster((None,), gap_us=-1), "gap_us is -1"),
         (lambda: AllReduceTimes(1, ((1, 2),)), "all-reduces of 1 ranks take ((1, 2),): give 2 ranks or more"),
         (lambda: AllReduceTimes(2, ()), "all-reduces of 2 ranks take ()"),
         (lambda: AllReduceTimes(2, ((0, 2),)), "ascending sizes from 1 byte"),

@@ -207,11 +207,3 @@ def test_a_transfer_is_served_at_the_slowest_rate_and_never_faster_than_alone() 
     assert route(9, Link(3, 100)) == Route(0, 1, 0, 1, 9, 3 + 5, 5, (0, 1))
     assert route(9, Link(3, 1)) == Route(0, 1, 0, 1, 9, 3 + 9, 5, (0, 1))
     assert route(0, Link(3, 1)) == Route(0, 1, 0, 1, 0, 3, 0, ())  # nothing to serve
-
-
-def test_of_a_tasks_ranks_the_one_that_messages_occupy_longest_counts() -> None:
-    tasks = (Task(0, F, (0,), 1), Task(1, F, (1, 2), 1), Task(2, F, (0,), 1))
-    links = ((0, 1, Link(send_us=2, receive_us=3)), (0, 2, Link(send_us=4, receive_us=7)))
-    cluster = Cluster((None,) * 3, Link(send_us=1), links, gap_us=10)
-    placement = Placement(tasks, (Edge(0, 1), Edge(1, 2)), cluster)
-    assert placement.occupied_us == ((10, 6), (17, 1), (10, 0))

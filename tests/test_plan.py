@@ -68,7 +68,7 @@ def test_each_rank_sends_in_the_order_of_service(plan: Plan) -> None:
 def hosted(num_microbatches: int = 2) -> Plan:
     """Two ranks whose transfers share a host, served in the order that first come first served gives."""
     host = SharedLink("host a", 1, (0, 1), (0, 1))
-    cluster = Cluster((None, None), Link(1, 2, 1, None, 1, 8), shared=(host,), gap_us=1)
+    cluster = Cluster((None, None), Link(1, 2), shared=(host,))
     plan = schedules.gpipe(place(Costs.uniform(2, boundary_bytes=8), cluster), num_microbatches)
     transfers = dict(plan.services.transfers())
     return replace(plan, service_orders=(tuple(transfers[node] for node in plan.served[0]),))

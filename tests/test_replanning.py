@@ -57,13 +57,13 @@ def test_more_ranks_than_before() -> None:
 
 def test_what_ranks_share_is_shared_by_those_that_are_left() -> None:
     host, card = SharedLink("host", 4, (0, 1, 2, 3), (0, 1, 2, 3)), SharedLink("card", 4, (2, 3), (0, 1))
-    cluster = Cluster((None,) * 4, Link(1, 2, 3), shared=(host, card), gap_us=2)
+    cluster = Cluster((None,) * 4, Link(1, 2), shared=(host, card))
     plan = gpipe(place(Costs.uniform(4, 100, 200, boundary_bytes=8), cluster), 4)
     nodes = dict(plan.services.transfers())
     plan = replace(plan, service_orders=tuple(tuple(nodes[node] for node in order) for order in plan.served))
     fewer = replan(plan, 2)
     left = replace(host, senders=(0, 1), receivers=(0, 1))
-    assert fewer.placement.cluster == Cluster((None,) * 2, Link(1, 2, 3), shared=(left,), gap_us=2)
+    assert fewer.placement.cluster == Cluster((None,) * 2, Link(1, 2), shared=(left,))
     assert fewer.service_orders == ()
     check(fewer)
 

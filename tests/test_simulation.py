@@ -78,19 +78,6 @@ def test_a_shared_link_by_hand() -> None:
     assert path == [("0F0", 0, 3), ("0F0→1F0", 3, 5), ("0F0→2F0", 5, 8), ("2F0", 8, 11)]
 
 
-def test_messages_and_gaps_occupy_their_ranks_by_hand() -> None:
-    """A message of 10 bytes costs its sender 1 + 10/5 and its receiver 2 µs; between ops a rank needs 1 µs."""
-    tasks = (Task(0, F, (0,), 4), Task(1, F, (1,), 4), Task(2, F, (0,), 4))
-    cluster = Cluster((None, None), Link(1, None, 1, 5, 2), gap_us=1)
-    placement = Placement(tasks, (Edge(0, 1, 10), Edge(0, 2)), cluster)
-    assert placement.occupied_us == ((1, 3), (3, 0), (1, 0))
-    timeline = simulate(Plan(placement, 1, ((Op(0, F, 0), Op(2, F, 0)), (Op(1, F, 0),))))
-    assert timeline.starts_us == ((1, 9), (12,))
-    assert timeline.ends_us == ((5, 13), (16,))
-    assert (timeline.sent_us, timeline.arrived_us) == (((8,),), ((9,),))
-    assert (timeline.makespan_us, timeline.busy_us, timeline.span_us) == (16, (8, 4), 13)
-
-
 def test_a_chain_by_hand() -> None:
     costs = Costs((2, 3), (4, 5), boundary_bytes=10, reduce_us=1, optimizer_us=(1, 2))
     placement = place(costs, Cluster((None, None), Link(1, 4)))  # 1 + ceil(10 / 4) = 4

@@ -13,8 +13,6 @@ import rota
 from planning.test_autoplan import UNEVEN, layer_costs
 from rota.diagnosis.report import Finding, Report
 from rota.planning.planner import PlannedBatch
-from rota.planning.rehearsal import Rehearsal
-from rota.planning.rehearsal.outcome import LinkUse, MemoryUse, Overhead
 from rota.profiles import Profile
 from rota.programs.device_order import check_device_order
 from rota.search.result import NamedPlan
@@ -55,7 +53,6 @@ NOUNS: dict[str, Any] = {
     "Plan": PLAN,
     "PlannedBatch": PlannedBatch([0] * MANY, None, PLAN, GROUPS, GROUPS, 5, 4, 3, False, 2),
     "Profile": Profile((LAYERS,)),
-    "Rehearsal": Rehearsal(TIMELINE, TIMELINE, (5,) * MANY, (), ()),
     "SearchResult": rota.SearchResult(PLAN, "makespan", Fraction(9), Fraction(9), "a proof", "a rule", None, (), 1.0),
     "SharedLink": rota.SharedLink("uplink", 100, (0,), (1,)),
     "Size": rota.Size(1, 1),
@@ -84,14 +81,6 @@ REPORTS: dict[str, Any] = {
     ),
     "BatchPlan": replace(NOUNS["BatchPlan"], bounds=(rota.BatchBound(4, "all orders", "rank 0 is busy " * 10),)),
     "Calibration": NOUNS["Calibration"],
-    "Rehearsal": Rehearsal(
-        TIMELINE,
-        TIMELINE,
-        (5,) * MANY,
-        (Overhead(1, 1234, PLAN.orders[0][0], 1000),),
-        (LinkUse(0, 1, 4_000, 4_000_000, 100_000, 120_000, 10_000.0, 8_300.0),),
-        (MemoryUse(0, 3_000_000, 2_000_000, None),),
-    ),
     "Report": Report((Finding("problem", "PyTorch", "it broke " * 20, "fix it " * 20),), {}),
 }
 

@@ -56,20 +56,12 @@ def linked(plan: Plan, before: Span, after: Span) -> bool:
 @settings(max_examples=some(400))
 def test_the_critical_path_explains_the_makespan(plan: Plan) -> None:
     """Of a transfer that another one waits for, only the time for which it occupies what they share."""
-    path, occupied_us = simulate(plan).critical_path(), plan.placement.occupied_us
-
-    def occupied(span: Span) -> tuple[int, int]:
-        """When it begins and ends to occupy its rank, or its link."""
-        before, after = (0, 0)
-        if isinstance(span.work, Op):
-            before, after = occupied_us[plan.placement.index[span.work[:2]]]
-        return span.start_us - before, span.end_us + after
-
-    assert occupied(path[0])[0] == 0
+    path = simulate(plan).critical_path()
+    assert path[0].start_us == 0
     assert path[-1].end_us == simulate(plan).makespan_us
     shared = {(r.sender, r.receiver): {*r.shared} for r in plan.placement.routes if r.shared}
     for before, after in pairwise(path):
-        assert occupied(before)[1] == occupied(after)[0]
+        assert before.end_us == after.start_us
         if isinstance(before.work, Transfer) and isinstance(after.work, Transfer):
             assert shared[before.work[2:4]] & shared[after.work[2:4]]
         else:

@@ -1,10 +1,11 @@
-"""How near rehearsed steps are to the simulated one: 20 random plans with small and large messages, and 32 ranks.
+"""How near real steps are to the simulated one: 20 random plans with small and large messages, and 32 ranks.
 
 python benchmarks/rehearsal/main.py [--plans 20] [--seconds 140] [--only links | plans | rows]
 
-Links are measured first (`rota profile links --rehearsal`), then plans are made for them, then each plan is rehearsed.
-All that is done is kept beside this file, in result.json and plans/, and not done again: with --seconds the call stops
-before a rehearsal that would begin later, and the next call goes on. Remove result.json and plans/ to begin again.
+The plans run on `rota.Pipeline`, with stages whose ops wait, see waiting.py. Links are measured first, with such stages
+too, as processes that sleep answer later than those that compute; then plans are made for them, then each plan is run.
+All that is done is kept beside this file, in result.json and plans/, and not done again: with --seconds the call begins
+no run after that time, and the next call goes on. Remove result.json and plans/ to begin again.
 """
 
 from __future__ import annotations
@@ -14,22 +15,25 @@ import json
 import os
 import platform
 import time
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
-from plans import MANY, Case, cases, plan_of
+from plans import MANY, Case, cases, one_at_a_time, plan_of
+from waiting import rehearse
 
-from rota import Cluster, Plan
-from rota.planning.rehearsal import rehearse
-from rota.profiling.host_links import REPEATS
-from rota.profiling.link_processes import links_of_started
+from rota import Cluster, Kind, Link, Op, Plan, compare, simulate
+from rota.cluster import SharedLink
+from rota.profiling.link_pipelines import SIZES
+from rota.profiling.links import line_through
+from rota.profiling.machine_links import links_of_started
 
 HERE = Path(__file__).parent
 RESULT, PLANS = HERE / "result.json", HERE / "plans"
-NUM_STEPS = 5
-MOST_SPREAD = 8.0  # of links: how far a median may be above the fastest quarter
+NUM_STEPS, NUM_MESSAGES = 5, 9
+HOST, HOST_RANKS = "host", 4  # what all ranks share, and how many measure it
 #: By class of messages: the bar for the median of the plans' errors, and for each of them.
 BARS = {"up to 1 MB": (0.03, 0.03), "4 MB": (0.03, 0.10), "16 MB": (0.15, None), MANY: (0.03, 0.03)}
 
@@ -49,11 +53,27 @@ class Results:
     def cluster(self, num_ranks: int) -> Cluster:
         """The ranks with their links, measured now if they have not been."""
         if str(num_ranks) not in self.links:
-            repeats = max(64 // num_ranks, 3)  # of each neighbour's messages
-            found = links_of_started(num_ranks, "cpu", min(repeats, REPEATS), MOST_SPREAD, print)
-            self.links[str(num_ranks)] = found.rehearsal.to_json()
+            self.links[str(num_ranks)] = Cluster((None,) * num_ranks, measured_link(num_ranks)).to_json()
             self.keep()
-        return Cluster.from_json(self.links[str(num_ranks)])
+        if HOST not in self.links:
+            self.links[HOST] = links_of_started(HOST_RANKS, "cpu", report=print).cluster.shared[0].bytes_per_us
+            self.keep()
+        cluster, ranks = Cluster.from_json(self.links[str(num_ranks)]), tuple(range(num_ranks))
+        return replace(cluster, shared=(SharedLink(HOST, self.links[HOST], ranks, ranks),))
+
+
+def measured_link(num_ranks: int) -> Link:
+    """The link between processes that sleep."""
+    plan = one_at_a_time(num_ranks)
+    times: dict[int, list[int]] = {size: [] for size in SIZES}
+    for timeline in rehearse(plan, NUM_MESSAGES):
+        starts = {span.work: span.start_us for span in timeline.op_spans()}
+        for stage, num_bytes in enumerate(edge.num_bytes for edge in plan.placement.edges[: plan.num_stages - 1]):
+            for kind, source, target in ((Kind.F, stage, stage + 1), (Kind.B, stage + 1, stage)):
+                op = Op(source, kind, 0)
+                times[num_bytes].append(starts[Op(target, kind, 0)] - starts[op] - plan.duration_us(op))
+    latency_us, per_byte = line_through([(size, median(of_size)) for size, of_size in times.items()])
+    return Link(round(latency_us), max(round(1 / per_byte), 1) if per_byte else None)
 
 
 def made(case: Case, results: Results) -> tuple[str, Plan]:
@@ -68,17 +88,15 @@ def made(case: Case, results: Results) -> tuple[str, Plan]:
 
 
 def row_of(case: Case, results: Results) -> dict[str, Any]:
-    """Rehearse a case."""
+    """Run a case."""
     name, plan = made(case, results)
     load = os.getloadavg()[0]
-    rehearsal = rehearse(plan, num_steps=NUM_STEPS, device="cpu")
-    planned, comparison = rehearsal.planned, rehearsal.comparison
+    timelines = sorted(rehearse(plan, NUM_STEPS), key=lambda timeline: timeline.makespan_us)
     return {
         "plan": name,
-        "simulated_us": planned.makespan_us,
-        "steps_us": rehearsal.makespans_us,
-        "later_arrivals_us": comparison.later_arrivals_us,
-        "late_us": round(sum(of.late_us for of in rehearsal.overheads) / sum(map(len, planned.plan.orders))),
+        "simulated_us": simulate(plan).makespan_us,
+        "steps_us": [timeline.makespan_us for timeline in timelines],
+        "later_arrivals_us": compare(plan, timelines[NUM_STEPS // 2]).later_arrivals_us,
         "load": round(load, 1),
     }
 
@@ -97,8 +115,7 @@ def tell(row: dict[str, Any]) -> None:
     steps = " ".join(f"{us / row['simulated_us'] - 1:+.1%}" for us in row["steps_us"])
     arrivals = row["later_arrivals_us"] / row["simulated_us"]
     print(
-        f"  {row['plan']:<34}{row['simulated_us'] / 1000:>9.1f} ms{off(row):>+8.1%}   {steps:<40}"
-        f"{arrivals:>+8.1%}{row['late_us']:>6} µs",
+        f"  {row['plan']:<34}{row['simulated_us'] / 1000:>9.1f} ms{off(row):>+8.1%}   {steps:<40}{arrivals:>+8.1%}",
         flush=True,
     )
 
@@ -121,7 +138,7 @@ def summarize(rows: dict[str, dict[str, Any]]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--plans", type=int, default=20)
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no rehearsal after this long")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no run after this long")
     parser.add_argument("--only", choices=("links", "plans", "rows"))
     given = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"

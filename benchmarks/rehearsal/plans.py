@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import NamedTuple
 
-from rota import Cluster, Costs, Placement, Plan
+from rota import Cluster, Costs, Kind, Op, Placement, Plan, place
+from rota.profiling.link_pipelines import SIZES
 from rota.schedules import NAMED
 from rota.search import find_plan
 
@@ -18,6 +20,7 @@ CLASSES = {
 }
 MANY = "32 ranks x 64"
 FAMILIES = ("1f1b", "zb_h1", "interleaved_1f1b", "v_half", "searched")
+_MIDDLE_US = 10_000  # of an op while links are measured: as long as ranks rest between messages of the plans
 _NOMINAL_S = 2.0  # of a search, deterministic
 
 
@@ -55,14 +58,28 @@ def plan_of(case: Case, cluster: Cluster) -> tuple[str, Plan]:
 
 
 def random_costs(rng: random.Random, sizes: str, num_stages: int) -> Costs:
-    """Uneven stages: every time and size by itself."""
+    """Uneven stages: every time and size by itself. The first stage's input needs no gradient, so its I takes 0 µs."""
     least_bytes, most_bytes, shortest_us, longest_us = CLASSES[sizes]
 
     def times() -> tuple[int, ...]:
         return tuple(rng.randint(shortest_us, longest_us) for _ in range(num_stages))
 
     boundaries = tuple(rng.randint(least_bytes, most_bytes) for _ in range(num_stages - 1))
-    return Costs(times(), times(), times(), boundary_bytes=boundaries)
+    return Costs(times(), (0, *times()[1:]), times(), boundary_bytes=boundaries)
+
+
+def one_at_a_time(num_ranks: int) -> Plan:
+    """A chain that visits each rank several times, with messages of all sizes of links, and a single micro-batch."""
+    num_stages = len(SIZES) * num_ranks + 1
+    boundaries = tuple(SIZES[stage // num_ranks] for stage in range(num_stages - 1))
+    costs = Costs.uniform(num_stages, _MIDDLE_US, _MIDDLE_US)
+    ranks = [stage % num_ranks for stage in range(num_stages)]
+    placement = place(replace(costs, boundary_bytes=boundaries), Cluster.uniform(num_ranks), ranks)
+    ops = [Op(stage, Kind.F, 0) for stage in range(num_stages)] + [
+        Op(stage, Kind.B, 0) for stage in reversed(range(num_stages))
+    ]
+    orders = (tuple(op for op in ops if ranks[op.stage] == rank) for rank in range(num_ranks))
+    return Plan(placement, 1, tuple(orders))
 
 
 def _searched(placement: Placement, num_microbatches: int) -> Plan:

@@ -22,9 +22,9 @@ def own_links() -> Cluster:
 
 
 def one_host() -> Cluster:
-    """All messages through one host's memory; a message costs its sender 16 µs and its receiver 11 µs."""
-    link = Link(50, 4000, send_us=16, receive_us=11)
-    return Cluster((None,) * NUM_RANKS, link, shared=(SharedLink("host", RATE, EVERY, EVERY),), gap_us=5)
+    """All messages through one host's memory."""
+    link = Link(50, 4000)
+    return Cluster((None,) * NUM_RANKS, link, shared=(SharedLink("host", RATE, EVERY, EVERY),))
 
 
 def two_hosts() -> Cluster:
@@ -32,8 +32,8 @@ def two_hosts() -> Cluster:
     a, b = EVERY[:4], EVERY[4:]
     hosts = [SharedLink(name, RATE, side, side) for name, side in (("host a", a), ("host b", b))]
     cards = [SharedLink(f"card {n}", RATE // 14, *ends) for n, ends in (("a to b", (a, b)), ("b to a", (b, a)))]
-    link = Link(50, 4000, send_us=16, receive_us=11)
-    return Cluster((None,) * NUM_RANKS, link, shared=(*hosts, *cards), gap_us=5)
+    link = Link(50, 4000)
+    return Cluster((None,) * NUM_RANKS, link, shared=(*hosts, *cards))
 
 
 def pipeline(cluster: Cluster, spread: float, memory: float | None) -> Placement:

@@ -19,7 +19,7 @@ def main() -> None:
     costs = Costs.uniform(NUM_RANKS, 100, 200, activation_bytes=1000, boundary_bytes=64)
     every = tuple(range(NUM_RANKS))
     hosts = tuple(SharedLink(f"host {h}", 20, every[8 * h : 8 * h + 8], every) for h in range(NUM_RANKS // 8))
-    wires = Cluster((None,) * NUM_RANKS, Link(3, 10, send_us=2, receive_us=1), shared=hosts, gap_us=1)
+    wires = Cluster((None,) * NUM_RANKS, Link(3, 10), shared=hosts)
     print(f"Python {platform.python_version()}, {platform.machine()}")
     cases = [("links of their own", place(costs, Cluster.uniform(NUM_RANKS, latency_us=3, bytes_per_us=10)), False)]
     cases += [("shared links, in order", place(costs, wires), True), ("first come", place(costs, wires), False)]

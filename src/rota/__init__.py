@@ -64,7 +64,6 @@ _HOMES = {
     "rota.verifying": ("Verification", "verify"),
     "rota.planning": ("Machine", "autoplan"),
     "rota.planning.planner": ("PlannedBatch", "Planner"),
-    "rota.planning.rehearsal": ("Rehearsal", "rehearse", "rehearse_batches"),
     "rota.drawing": ("draw",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
@@ -132,9 +131,6 @@ if TYPE_CHECKING:
     from rota.planning import autoplan as autoplan
     from rota.planning.planner import PlannedBatch as PlannedBatch
     from rota.planning.planner import Planner as Planner
-    from rota.planning.rehearsal import Rehearsal as Rehearsal
-    from rota.planning.rehearsal import rehearse as rehearse
-    from rota.planning.rehearsal import rehearse_batches as rehearse_batches
     from rota.profiles import Profile as Profile
     from rota.profiling import profile as profile
     from rota.profiling import profile_chunks as profile_chunks

@@ -27,10 +27,6 @@ class Link:
     Attributes:
         latency_us: Time before the first byte arrives.
         bytes_per_us: Rate of a message that has the wire to itself. None: unlimited.
-        send_us: Compute time that a message costs its sender.
-        send_bytes_per_us: Rate at which further compute time of the sender handles the message's bytes.
-        receive_us: Compute time that a message costs its receiver.
-        receive_bytes_per_us: Rate at which further compute time of the receiver handles the message's bytes.
 
     Raises:
         PlacementError: A number is negative or not whole, or a rate is 0.
@@ -38,44 +34,26 @@ class Link:
 
     latency_us: int = 0
     bytes_per_us: int | None = None
-    send_us: int = 0
-    send_bytes_per_us: int | None = None
-    receive_us: int = 0
-    receive_bytes_per_us: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("latency_us", "send_us", "receive_us"):
-            object.__setattr__(self, name, whole(name, getattr(self, name)))
-        for name in ("bytes_per_us", "send_bytes_per_us", "receive_bytes_per_us"):
-            if (rate := getattr(self, name)) is not None:
-                object.__setattr__(self, name, _rate(name, rate))
+        object.__setattr__(self, "latency_us", whole("latency_us", self.latency_us))
+        if self.bytes_per_us is not None:
+            object.__setattr__(self, "bytes_per_us", _rate("bytes_per_us", self.bytes_per_us))
 
     def transfer_us(self, num_bytes: int) -> int:
         """Duration of a transfer: latency plus size divided by rate, rounded up."""
-        return self.latency_us + _at_rate(num_bytes, self.bytes_per_us)
-
-    def send_cost_us(self, num_bytes: int) -> int:
-        """Compute time that a message of this size costs its sender."""
-        return self.send_us + _at_rate(num_bytes, self.send_bytes_per_us)
-
-    def receive_cost_us(self, num_bytes: int) -> int:
-        """Compute time that a message of this size costs its receiver."""
-        return self.receive_us + _at_rate(num_bytes, self.receive_bytes_per_us)
+        return self.latency_us + (-(-num_bytes // self.bytes_per_us) if self.bytes_per_us else 0)
 
     def to_fields(self) -> list[int | None]:
-        """The link in JSON: [latency_us, bytes_per_us], then the costs of sending and receiving if there are any."""
-        costs = [self.send_us, self.send_bytes_per_us, self.receive_us, self.receive_bytes_per_us]
-        return [self.latency_us, self.bytes_per_us, *(costs if any(costs) else ())]
+        """The link in JSON: [latency_us, bytes_per_us]."""
+        return [self.latency_us, self.bytes_per_us]
 
     @classmethod
     def from_fields(cls, entries: Sequence[reading.Field], where: reading.Field) -> Link:
         """Read what `to_fields` wrote. Raises FormatError."""
-        if len(entries) not in (2, 6):
-            costs = "send_us, send_bytes_per_us, receive_us, receive_bytes_per_us"
-            raise where.wrong(f"latency_us and bytes_per_us, or these with {costs}")
-        times = [entry.integer(0) for entry in entries[::2]] + [0, 0]
-        rates = [entry.integer_or_none(1) for entry in entries[1::2]] + [None, None]
-        return cls(times[0], rates[0], times[1], rates[1], times[2], rates[2])
+        if len(entries) != 2:
+            raise where.wrong("latency_us and bytes_per_us")
+        return cls(entries[0].integer(0), entries[1].integer_or_none(1))
 
 
 def _rate(name: str, rate: object) -> int:
@@ -83,10 +61,6 @@ def _rate(name: str, rate: object) -> int:
     if (found := whole(name, rate)) == 0:
         raise PlacementError(f"{name} is 0: nothing would arrive; use None for no limit, else 1 or more")
     return found
-
-
-def _at_rate(num_bytes: int, bytes_per_us: int | None) -> int:
-    return -(-num_bytes // bytes_per_us) if bytes_per_us else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,7 +175,6 @@ class Cluster:
         link: The link of every pair of ranks that `links` does not list.
         links: (sender, receiver, Link) of the pairs that differ. The first entry of a pair counts.
         shared: What pairs of ranks share. Empty: transfers never wait for each other.
-        gap_us: Time that a rank needs between two ops.
         all_reduces: Measured all-reduces, by ascending number of ranks. They price the sums of replicas' gradients.
 
     Raises:
@@ -213,7 +186,6 @@ class Cluster:
     link: Link = Link()
     links: tuple[tuple[int, int, Link], ...] = ()
     shared: tuple[SharedLink, ...] = ()
-    gap_us: int = 0
     all_reduces: tuple[AllReduceTimes, ...] = ()
 
     def __post_init__(self) -> None:
@@ -222,7 +194,6 @@ class Cluster:
         limits = enumerate(self.limit_bytes)
         whole_limits = tuple(None if limit is None else whole(f"limit_bytes[{rank}]", limit) for rank, limit in limits)
         object.__setattr__(self, "limit_bytes", whole_limits)
-        object.__setattr__(self, "gap_us", whole("gap_us", self.gap_us))
         for sender, receiver, _ in self.links:
             if not (0 <= sender < self.num_ranks and 0 <= receiver < self.num_ranks):
                 raise PlacementError(f"link {sender} -> {receiver} leaves the cluster of {self.num_ranks} ranks")
@@ -241,12 +212,6 @@ class Cluster:
     def num_ranks(self) -> int:
         """Number of ranks."""
         return len(self.limit_bytes)
-
-    @property
-    def counts_wires(self) -> bool:
-        """Whether transfers share links or cost compute time, or ranks need time between ops."""
-        every = (self.link, *(link for *_, link in self.links))
-        return bool(self.shared or self.gap_us or any(len(link.to_fields()) > 2 for link in every))
 
     @classmethod
     def uniform(
@@ -297,7 +262,6 @@ class Cluster:
             "link": self.link.to_fields(),
             "links": [[a, b, *link.to_fields()] for a, b, link in self.links],
             **({"shared": [shared.to_fields() for shared in self.shared]} if self.shared else {}),
-            **({"gap_us": self.gap_us} if self.gap_us else {}),
             **({"all_reduces": [of.to_fields() for of in self.all_reduces]} if self.all_reduces else {}),
         }
 
@@ -308,16 +272,15 @@ class Cluster:
         for entry in field["links"]:
             numbers = list(entry)
             if len(numbers) < 2:
-                raise entry.wrong("[sender, receiver, latency_us, bytes_per_us, …]")
+                raise entry.wrong("[sender, receiver, latency_us, bytes_per_us]")
             links.append((numbers[0].integer(0), numbers[1].integer(0), Link.from_fields(numbers[2:], entry)))
         limits = tuple(limit.integer_or_none(0) for limit in field["limit_bytes"])
         shared = tuple(SharedLink.from_fields(each) for each in field["shared"]) if "shared" in field else ()
-        gap_us = field["gap_us"].integer(0) if "gap_us" in field else 0
         link = Link.from_fields(list(field["link"]), field["link"])
         all_reduces = (
             tuple(AllReduceTimes.from_fields(each) for each in field["all_reduces"]) if "all_reduces" in field else ()
         )
-        return cls(limits, link, tuple(links), shared, gap_us, all_reduces)
+        return cls(limits, link, tuple(links), shared, all_reduces)
 
     def to_json(self) -> str:
         """The text of a "cluster" file, which `from_json` reads."""

@@ -35,9 +35,7 @@ class Part(StrEnum):
 
     SLOWER = "slower ops"  #: measured durations of ops, without what CORES counts
     CORES = "shared cores"  #: time that ops and launches lost because more ranks were busy than there are cores
-    ARRIVALS = "later arrivals"  #: measured durations of transfers, without what CONTENTION counts
-    CONTENTION = "contention"  #: time that transfers lost to others on the same link at the same time
-    MESSAGES = "messages"  #: what messages cost their ranks, and gaps between ops, as far as the plan counts them
+    ARRIVALS = "later arrivals"  #: measured durations of transfers
     SHARED_LINKS = "busy links"  #: a transfer on shared links starts some time after it was handed over
     SENDS = "late sends"  #: a transfer starts some time after its data was ready
     LAUNCH = "launch gaps"  #: an op starts some time after its inputs arrived, or the ranks of a task start apart
@@ -73,8 +71,6 @@ _DESCRIPTIONS = {
     Part.SLOWER: "ops took longer than planned",
     Part.CORES: "ops and launches waited for a CPU core",
     Part.ARRIVALS: "transfers took longer than planned",
-    Part.CONTENTION: "transfers waited for others between the same two ranks",
-    Part.MESSAGES: "time planned for messages and launch gaps, but not needed",
     Part.SHARED_LINKS: "transfers waited for links shared with other ranks",
     Part.SENDS: "outputs were ready but not yet sent",
     Part.LAUNCH: "ops were ready but had not started",
@@ -125,7 +121,7 @@ class Comparison:
     @property
     def later_arrivals_us(self) -> int:
         """Further growth of the makespan with the measured durations of transfers."""
-        return self.parts_us[Part.ARRIVALS] + self.parts_us[Part.CONTENTION]
+        return self.parts_us[Part.ARRIVALS]
 
     @property
     def rest_us(self) -> int:
@@ -282,8 +278,8 @@ class _Replay:
     """A graph with one node per op and rank, then two per step end and rank: a reduction and an optimizer step.
 
     A node waits for its inputs and for the previous op of its rank. As planned, the ranks of one task start together:
-    each also waits for what the others need. As planned, messages cost their ranks time before and after ops, and
-    transfers that share links are served in the plan's order: each has a node, after all others.
+    each also waits for what the others need, and transfers that share links are served in the plan's order: each has a
+    node, after all others.
     """
 
     def __init__(self, plan: Plan, timeline: Timeline, num_cores: int | None) -> None:
@@ -299,22 +295,19 @@ class _Replay:
         """The makespan with the first `num_steps` parts as measured."""
         measured = [*Part][:num_steps]
         durations, lags, handed_over = self._durations(measured), self._lags(measured), self._handing_over_us(measured)
-        after_us = [0] * len(self._places)
-        if Part.MESSAGES not in measured:
-            after_us = [self._occupied_us(place)[1] for place in self._places]
         first_service = {} if Part.SHARED_LINKS in measured else self._first_service
         inputs: list[Sequence[tuple[int, int]]] = []
         for place, own in zip(self._places, self._inputs, strict=True):
             node = self._node(place) - 1
-            before = [(node, after_us[node])] if place.position else []
+            before = [(node, 0)] if place.position else []
             for source, route, k in own if Part.LAUNCH in measured else self._together(place):
                 if route in first_service:
                     before.append((first_service[route] + k, lags(route, k)))
                 else:
-                    before.append((source, after_us[source] if route < 0 else handed_over(route, k) + lags(route, k)))
+                    before.append((source, 0 if route < 0 else handed_over(route, k) + lags(route, k)))
             inputs.append(before)
         for nodes in self._step_end_inputs(Part.STEP_END not in measured):
-            inputs.append([(node, after_us[node] if node < len(self._places) else 0) for node in nodes])
+            inputs.append([(node, 0) for node in nodes])
         if first_service:
             durations += self._services_us
             inputs += self._service_inputs(handed_over)
@@ -415,9 +408,8 @@ class _Replay:
                 us = end - start
             if Part.CORES not in measured:
                 us -= min(max(us - planned, 0), self._cores.lost_us(start, end) if self._cores else 0)
-            full_us, occupied_us, late_us = self._late_us(place)
-            before_us = occupied_us if Part.MESSAGES in measured else self._occupied_us(place)[0]
-            us += before_us + (full_us if Part.CORES in measured else 0)
+            full_us, late_us = self._late_us(place)
+            us += full_us if Part.CORES in measured else 0
             result.append(us + (late_us if Part.LAUNCH in measured else 0))
         for i, rank in plan.step_end_ranks:
             step_end = plan.placement.step_ends[i]
@@ -427,24 +419,12 @@ class _Replay:
                 result += [step_end.reduce_us, step_end.optimizer_us]
         return result
 
-    def _late_us(self, place: Place) -> tuple[int, int, int]:
-        """How long the op was ready while other ranks used all cores, for messages and gaps as planned, and further."""
+    def _late_us(self, place: Place) -> tuple[int, int]:
+        """How long the op was ready while other ranks used all cores, and how much longer."""
         start_us, ready_us = self._readiness.start_us(place), self._ready_us(place)
         full = self._cores.full_intervals(ready_us, start_us) if self._cores and ready_us < start_us else ()
         full_us = sum(b - a for a, b in full)
-        op = self._readiness.op(place)
-        ranks = self._plan.placement.tasks[self._plan.placement.index[op.stage, op.kind]].ranks
-        places = [Place(rank, self._positions[rank][self._plan.node(op)]) for rank in ranks]
-        before = [one._replace(position=one.position - 1) for one in places if one.position]
-        planned_us = self._occupied_us(place)[0]
-        planned_us += max((self._occupied_us(one)[1] for one in before), default=0)
-        together_us = max(self._ready_us(one) for one in places) if planned_us else 0
-        occupied_us = min(max(start_us - together_us - full_us, 0), planned_us)
-        return full_us, occupied_us, max(start_us - ready_us, 0) - full_us - occupied_us
-
-    def _occupied_us(self, place: Place) -> tuple[int, int]:
-        """By plan, the time before and after an op that messages and gaps between ops cost."""
-        return self._plan.occupied_us(self._readiness.op(place))
+        return full_us, max(start_us - ready_us, 0) - full_us
 
     def _ready_us(self, place: Place) -> int:
         """When the op's inputs were there and the op before it was done."""
@@ -477,9 +457,7 @@ class _Replay:
             us = self._value(routes[route].duration_us, route, k)
             sent, arrived = timeline.sent_us[route][k], timeline.arrived_us[route][k]
             if Part.ARRIVALS in measured:
-                lost = 0 if Part.CONTENTION in measured else self._links[routes[route][2:4]].lost_us(sent, arrived)
-                excess = max(arrived - sent - us, 0)
-                us = max(arrived - sent, 0) - min(excess, lost)
+                us = max(arrived - sent, 0)
             if routes[route].shared and Part.SHARED_LINKS not in measured:
                 us = max(us - self._value(routes[route].service_us, route, k), 0)
             return us
@@ -489,15 +467,12 @@ class _Replay:
     def _handing_over_us(self, measured: Sequence[Part]) -> Callable[[int, int], int]:
         """A function of (route, k): from when its data is made until a transfer starts, or waits for shared links."""
         routes, timeline = self._plan.placement.routes, self._timeline
-        costs = self._plan.occupied_columns_us
 
         def us(route: int, k: int) -> int:
-            planned = costs[routes[route].source][1][k]
             rank, position = self._place_of_maker(route, k)
             taken = max(timeline.sent_us[route][k] - timeline.ends_us[rank][position], 0)
-            cost = min(taken, planned) if Part.MESSAGES in measured else planned
             ending = Part.SHARED_LINKS if routes[route].shared else Part.SENDS
-            return cost + (max(taken - planned, 0) if ending in measured else 0)
+            return taken if ending in measured else 0
 
         return us
 
@@ -511,17 +486,6 @@ class _Replay:
     def _cores(self) -> Contention | None:
         times = ((span.start_us, span.end_us) for span in self._timeline.op_spans())
         return Contention(times, self._num_cores) if self._num_cores else None
-
-    @cached_property
-    def _links(self) -> dict[tuple[int, ...], Contention]:
-        """(sender, receiver) -> the use of that link by transfers over time."""
-        times: dict[tuple[int, ...], list[tuple[int, int]]] = {}
-        timeline = self._timeline
-        for route, sent, arrived in zip(
-            self._plan.placement.routes, timeline.sent_us, timeline.arrived_us, strict=True
-        ):
-            times.setdefault(route[2:4], []).extend(zip(sent, arrived, strict=True))
-        return {pair: Contention(on_it, 1) for pair, on_it in times.items()}
 
 
 def _with_step_ends(plan: Plan, other: Plan) -> Plan:

@@ -27,8 +27,6 @@ _MOST_NAMED = 3  # layers in a warning
 
 #: A note of costs begins with this where nothing was measured.
 ESTIMATED = "estimated"
-#: And with this where they are computed from those of fewer and of more rows.
-INTERPOLATED = "interpolated"
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,11 +140,6 @@ class LayerCosts:
         return f"LayerCosts of {sizes}: F {time_text(sum(self.forward_us))}, B {time_text(sum(self.backward_us))}"
 
     __repr__ = angle_repr
-
-    @property
-    def is_interpolated(self) -> bool:
-        """Whether the figures are computed from those of fewer and of more rows."""
-        return self.note.startswith(INTERPOLATED)
 
     @property
     def mean_spread(self) -> float:

@@ -1,9 +1,9 @@
 """Memory of a rank over time, from the times of its ops and transfers.
 
 A rank holds its static bytes, the bytes that its ops hold, received bytes from the transfer's start to the end of the
-op that reads them, sent bytes from when they are handed over (the end of their op and of what sending costs after it)
-until the transfer ends, and `peak_bytes` while an op runs. At one instant, ends free memory before starts allocate it;
-ops of duration 0 count one after the other, in the rank's order.
+op that reads them, sent bytes from the end of their op until the transfer ends, and `peak_bytes` while an op runs. At
+one instant, ends free memory before starts allocate it; ops of duration 0 count one after the other, in the rank's
+order.
 """
 
 from __future__ import annotations
@@ -93,10 +93,8 @@ def _transfer_events(
             continue
         sizes = plan.placement.column(route.num_bytes, plan.microbatches_on(r))
         if rank == route.sender and route.shared:  # the sender holds the bytes while they wait for the shared links
-            costs_us = plan.occupied_columns_us[route.source][1]
             nodes = range(plan.first_node[route.source], plan.first_node[route.source + 1])
-            handed_over = map(add, map(end_of.__getitem__, nodes), costs_us)
-            starts = [*map(min, handed_over, starts)]
+            starts = [*map(min, map(end_of.__getitem__, nodes), starts)]
         taken[0].extend(starts)
         taken[1].extend(sizes)
         if rank == route.sender:  # the receiver's bytes are freed by the op that reads them

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import chain
-from operator import add, mul
+from operator import mul
 from typing import Any, NamedTuple
 
 from rota import reading
@@ -519,33 +519,6 @@ class Placement:
             lambda num_bytes, service: max(link.transfer_us(num_bytes), link.latency_us + service), size, service_us
         )
         return Route(*edge[:2], sender, receiver, size, duration_us, service_us, shared if service_us != 0 else ())
-
-    @cached_property
-    def occupied_us(self) -> tuple[tuple[int, int], ...]:
-        """For each task the µs that its ranks are occupied before and after an op, by messages and between ops.
-
-        Before an op: the cluster's gap and what receiving its inputs costs. After it: what sending its output costs. Of
-        the ranks of a task, the one that is occupied longest counts.
-        """
-        costs: list[tuple[Counter[int], Counter[int]]] = [(Counter(), Counter()) for _ in self.tasks]
-        for route in self.routes:
-            link = self.cluster.link_between(route.sender, route.receiver)
-            received, sent = costs[route.target][0], costs[route.source][1]
-            received[route.receiver] = each(add, received[route.receiver], each(link.receive_cost_us, route.num_bytes))
-            sent[route.sender] = each(add, sent[route.sender], each(link.send_cost_us, route.num_bytes))
-        gap = self.cluster.gap_us
-        return tuple(
-            (each(lambda *us: gap + max(us, default=0), *a.values()), each(lambda *us: max(us, default=0), *b.values()))
-            for a, b in costs
-        )
-
-    @cached_property
-    def op_us(self) -> tuple[int, ...]:
-        """For each task how long an op occupies its ranks, with what messages cost before and after it."""
-        return tuple(
-            each(lambda *us: sum(us), task.duration_us, *costs)
-            for task, costs in zip(self.tasks, self.occupied_us, strict=True)
-        )
 
     def forward_only(self) -> Placement:
         """The same stages for inference: only F tasks, which hold no bytes after they end."""

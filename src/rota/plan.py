@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain, pairwise, repeat, zip_longest
-from operator import add, sub
+from operator import sub
 from typing import Any
 
 from rota import notebook, reading, schedule_csv, services
@@ -73,8 +73,7 @@ class Plan:
     # --- the plan as a graph -------------------------------------------------------------------------------------
     # Nodes: the ops of task t are first_node[t], first_node[t] + 1, …, one per micro-batch of its data stream. After
     # all ops come two nodes, a reduction and an optimizer step, for each of `step_end_ranks`; then the transfers on
-    # shared links, route after route: a node is the time for which a transfer occupies them. An op's node is the time
-    # for which the op occupies its ranks, with what messages cost before and after it (`Placement.occupied_us`).
+    # shared links, route after route: a node is the time for which a transfer occupies them.
 
     @cached_property
     def first_node(self) -> tuple[int, ...]:
@@ -242,11 +241,6 @@ class Plan:
         task = self.placement.tasks[self.placement.index[op[:2]]]
         return self.placement.value(task.duration_us, op.microbatch)
 
-    def occupied_us(self, op: Op) -> tuple[int, int]:
-        """The µs that an op's ranks are occupied before and after it; see `Placement.occupied_us`."""
-        before, after = self.placement.occupied_us[self.placement.index[op[:2]]]
-        return self.placement.value(before, op.microbatch), self.placement.value(after, op.microbatch)
-
     def microbatches_on(self, route: int) -> range:
         """The micro-batches whose data travels on `placement.routes[route]`."""
         return self.microbatches_of(self.placement.routes[route].source)
@@ -274,15 +268,6 @@ class Plan:
         last = [self._last_gradient(*end) for end in ends]
         gradients = [orders[rank][k] if k >= 0 else None for k, (_, rank) in zip(last, ends, strict=True)]
         return _graph_of(self, orders, gradients)
-
-    @cached_property
-    def occupied_columns_us(self) -> tuple[tuple[list[int], list[int]], ...]:
-        """`placement.occupied_us` for each micro-batch of the task."""
-        column, columns = self.placement.column, []
-        for t, (before, after) in enumerate(self.placement.occupied_us):
-            batches = self.microbatches_of(t)
-            columns.append((column(before, batches), column(after, batches)))
-        return tuple(columns)
 
     @cached_property
     def earliest(self) -> Earliest:
@@ -429,12 +414,9 @@ class Plan:
     def _repr_html_(self) -> str:
         """A picture of the simulated plan, or why it cannot run."""
         try:
-            starts, ends = list(self.earliest.starts_us), list(self.earliest.ends_us)
+            starts, ends = self.earliest.starts_us, self.earliest.ends_us
         except PlanError as error:
             return notebook.document(notebook.heading("Plan", ["cannot run"]), notebook.preformatted(str(error)))
-        for (before, after), (first, end) in zip(self.occupied_columns_us, pairwise(self.first_node), strict=True):
-            starts[first:end] = map(add, starts[first:end], before)
-            ends[first:end] = map(sub, ends[first:end], after)
         columns = [[[times[node] for node in nodes] for nodes in self.nodes] for times in (starts, ends)]
         last = max(ends, default=0)
         facts = [count_text(self.num_ranks, "rank"), self.step_text]
@@ -479,9 +461,9 @@ def _graph_of(plan: Plan, orders: Sequence[Sequence[int]], gradients: Sequence[i
     durations: list[int] = []
     edges: list[Edges] = []
     inputs = _task_inputs(placement, first_node, plan.services.first)
-    for t, (us, sources, first) in enumerate(zip(placement.op_us, inputs, first_node, strict=False)):
+    for t, (task, sources, first) in enumerate(zip(placement.tasks, inputs, first_node, strict=False)):
         batches = plan.microbatches_of(t)
-        durations += placement.column(us, batches)
+        durations += placement.column(task.duration_us, batches)
         of_class = [
             tuple((first - source, value_in(lag, c)) for source, lag in sources) for c in range(placement.num_classes)
         ]

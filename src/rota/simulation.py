@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
-from operator import add, itemgetter, sub
+from operator import add, itemgetter
 
 from rota.plan import Plan
 from rota.timeline import Timeline
@@ -40,8 +39,6 @@ def simulate(plan: Plan) -> Timeline:
     step_ends = [
         (starts[node], ends[node], starts[node + 1], ends[node + 1]) for node in range(plan.num_ops, after_ops, 2)
     ]
-    if any(us != 0 for costs in plan.placement.occupied_us for us in costs):
-        starts, ends = _ops_alone(plan, starts, ends)
     return Timeline(
         plan,
         tuple(_pick(starts, nodes) for nodes in plan.nodes),
@@ -50,16 +47,6 @@ def simulate(plan: Plan) -> Timeline:
         tuple(arrived),
         tuple(step_ends),
     )
-
-
-def _ops_alone(plan: Plan, starts: list[int], ends: list[int]) -> tuple[list[int], list[int]]:
-    """Starts and ends of the ops without the time before and after them in which messages occupy their ranks."""
-    op_starts: list[int] = []
-    op_ends: list[int] = []
-    for (before, later), (first, after) in zip(plan.occupied_columns_us, pairwise(plan.first_node), strict=True):
-        op_starts += map(add, starts[first:after], before)
-        op_ends += map(sub, ends[first:after], later)
-    return op_starts, op_ends
 
 
 def timeline_of(given: Plan | Timeline) -> Timeline:

@@ -77,13 +77,10 @@ class Timeline:
 
     @cached_property
     def span_us(self) -> int:
-        """The longest busy window of one rank, first op to last (Zero Bubble's measure), with what messages cost it."""
-        return max(self._span_us(rank) if order else 0 for rank, order in enumerate(self.plan.orders))
-
-    def _span_us(self, rank: int) -> int:
-        order = self.plan.orders[rank]
-        (before, _), (_, after) = (self.plan.occupied_us(op) for op in (order[0], order[-1]))
-        return self.ends_us[rank][-1] + after - (self.starts_us[rank][0] - before)
+        """The longest busy window of one rank, first op to last (Zero Bubble's measure)."""
+        return max(
+            ends[-1] - starts[0] if starts else 0 for starts, ends in zip(self.starts_us, self.ends_us, strict=True)
+        )
 
     @cached_property
     def busy_us(self) -> tuple[int, ...]:
@@ -136,15 +133,11 @@ class Timeline:
                 yield Span(work.sender, start, end, work)
 
     def handed_over_us(self, route: int) -> tuple[int, ...]:
-        """When each transfer on `placement.routes[route]` could begin: its op and, by plan, its sending had ended."""
+        """When each transfer on `placement.routes[route]` could begin: its op had ended."""
         plan, sender = self.plan, self.plan.placement.routes[route].sender
         source = plan.placement.routes[route].source
         ends = dict(zip(plan.nodes[sender], self.ends_us[sender], strict=True))
-        nodes, later_us = (
-            range(plan.first_node[source], plan.first_node[source + 1]),
-            plan.occupied_columns_us[source][1],
-        )
-        made = [ends[node] + later for node, later in zip(nodes, later_us, strict=True)]
+        made = [ends[node] for node in range(plan.first_node[source], plan.first_node[source + 1])]
         return tuple(min(pair) for pair in zip(made, self.sent_us[route], strict=True))
 
     def service_spans(self, shared: int) -> Iterator[Span]:
@@ -186,12 +179,9 @@ class Timeline:
         num_nodes = len(plan.graph.durations_us)
         starts, ends, ranks = [0] * num_nodes, [-1] * num_nodes, [0] * num_nodes
         for rank, nodes in enumerate(plan.nodes):
-            for op, node, start, end in zip(
-                plan.orders[rank], nodes, self.starts_us[rank], self.ends_us[rank], strict=True
-            ):
-                before, after = plan.occupied_us(op)
-                if end + after > ends[node]:  # the slowest of a task's ranks counts
-                    starts[node], ends[node], ranks[node] = start - before, end + after, rank
+            for node, start, end in zip(nodes, self.starts_us[rank], self.ends_us[rank], strict=True):
+                if end > ends[node]:  # the slowest of a task's ranks counts
+                    starts[node], ends[node], ranks[node] = start, end, rank
         for j, (_, rank) in enumerate(plan.step_end_ranks):
             node = plan.num_ops + 2 * j
             starts[node : node + 2], ends[node : node + 2] = self.step_ends_us[j][::2], self.step_ends_us[j][1::2]
@@ -210,12 +200,11 @@ class Timeline:
         return tuple(self._with_transfers(spans))
 
     def _span(self, node: int, rank: int, start_us: int, end_us: int) -> Span:
-        """The span of a node of the plan's graph; an op's without the time that messages cost before and after it."""
+        """The span of a node of the plan's graph."""
         plan = self.plan
         if node < plan.num_ops:
             op = plan.op(node)
-            before, after = plan.occupied_us(op)
-            return Span(rank, start_us + before, end_us - after, op)
+            return Span(rank, start_us, end_us, op)
         if node < plan.num_ops + 2 * len(plan.step_end_ranks):
             j, is_optimizer = divmod(node - plan.num_ops, 2)
             stage = plan.placement.step_ends[plan.step_end_ranks[j][0]].stage

@@ -69,7 +69,7 @@ def test_planned_idle_time_adds_up(plan: Plan) -> None:
     assert idle(timeline, planned=timeline) == idles, "nothing is slower than planned"
     causes = {one.cause for one in idles}
     assert {Cause.SLOWER, Cause.CORES, Cause.MEMORY}.isdisjoint(causes)
-    assert Cause.LAUNCH not in causes or plan.placement.cluster.gap_us
+    assert Cause.LAUNCH not in causes
     assert Cause.SHARED_LINK not in causes or plan.placement.cluster.shared
 
 
@@ -124,18 +124,12 @@ def cause_at(timeline: Timeline, rank: int, now: int) -> Cause:
     gap = next((i for i, start in enumerate(starts) if start > now), None)
     if gap is None:
         ended = [span for span in timeline.step_end_spans() if span.rank == rank and span.start_us <= now < span.end_us]
-        costs = timeline.plan.placement.occupied_us
-        sending_us = costs[timeline.plan.placement.index[order[-1][:2]]][1] if order else 0
-        sends = order and now < ends[-1] + sending_us
-        return Cause.STEP_END if ended else Cause.MESSAGES if sends else Cause.DRAIN
+        return Cause.STEP_END if ended else Cause.DRAIN
     begun, all_ends = ends[gap - 1] if gap else 0, {span.work: span.end_us for span in timeline.op_spans()}
     placement = timeline.plan.placement
 
-    def occupied(op: Op) -> tuple[int, int]:
-        return placement.occupied_us[placement.index[op[:2]]]
-
-    def inputs(op: Op) -> list[tuple[int, int, int, int, int, int, int]]:
-        """(arrived, made, the maker's rank and position, route or -1, handed over, sent) of all that it reads."""
+    def inputs(op: Op) -> list[tuple[int, int, int, int, int, int]]:
+        """(arrived, made, the maker's rank and position, route or -1, sent) of all that it reads."""
         reads, target = [], placement.index[op[:2]]
         for source, route in [
             *((edge.source, -1) for edge in placement.edges if edge.target == target),
@@ -143,33 +137,26 @@ def cause_at(timeline: Timeline, rank: int, now: int) -> Cause:
         ]:
             task = placement.tasks[source]
             maker, on = Op(task.stage, task.kind, op.microbatch), task.ranks[0]
-            made = sent = arrived = done = all_ends[maker]
+            made = sent = arrived = all_ends[maker]
             if route >= 0:
                 k = op.microbatch // placement.num_components
                 sent, arrived = timeline.sent_us[route][k], timeline.arrived_us[route][k]
-                done = min(made + occupied(maker)[1], sent)
             elif on != rank:
                 continue
-            reads.append((arrived, made, on, timeline.plan.orders[on].index(maker), route, done, sent))
+            reads.append((arrived, made, on, timeline.plan.orders[on].index(maker), route, sent))
         return reads
 
-    needs = max(inputs(order[gap]), default=(0, 0, 0, 0, -1, 0, 0))
-    arrived, made, _, _, route, handed_over, sent = needs
-    free = min(begun + (occupied(order[gap - 1])[1] if gap else 0), starts[gap])
-    if now < free:
-        return Cause.MESSAGES
+    arrived, made, _, _, route, sent = max(inputs(order[gap]), default=(0, 0, 0, 0, -1, 0))
+    free = min(begun, starts[gap])
     if now >= max(arrived, free):
-        received = occupied(order[gap])[0] - placement.cluster.gap_us
-        return Cause.MESSAGES if now >= starts[gap] - received else Cause.LAUNCH
+        return Cause.LAUNCH
     for i in range(gap + 1, len(order)):
         ready = max(free, max(inputs(order[i]), default=(0,))[0])
-        needed = ends[i] - starts[i] + sum(occupied(order[i]))
+        needed = ends[i] - starts[i]
         if ready <= now and starts[i] < ends[i] and needed <= min(arrived, starts[gap]) - ready:
             return Cause.ORDER
     if now < made:
         return Cause.WAITING if gap else Cause.WARM_UP
-    if now < handed_over:
-        return Cause.MESSAGES
     return Cause.SHARED_LINK if now < sent and placement.routes[route].shared else Cause.TRANSFER
 
 
@@ -327,13 +314,13 @@ def test_what_would_help_is_what_simulating_it_says() -> None:
 
 def test_transfers_that_take_no_time_cost_nothing_and_share_nothing() -> None:
     host = SharedLink("host", 1, (0, 1), (0, 1))
-    wired = Cluster((None, None), Link(4, 2, 5, None, 2), shared=(host,), gap_us=3)
+    wired = Cluster((None, None), Link(4, 2), shared=(host,))
     costs = Costs((50, 10), (90, 20), boundary_bytes=80)
     plan = schedules.gpipe(place(costs, wired), 3)
     nodes = dict(plan.services.transfers())
     plan = replace(plan, service_orders=tuple(tuple(nodes[node] for node in order) for order in plan.served))
     found = {one.words: one.makespan_us for one in explain(plan).suggestions}
-    free = schedules.gpipe(place(costs, Cluster((None, None), gap_us=3)), 3)
+    free = schedules.gpipe(place(costs, Cluster((None, None))), 3)
     assert found["transfers that take no time"] == simulate(free).makespan_us
 
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import rota
-from rota import Cluster, Curve, SearchError, Size, SizeModel
+from rota import Cluster, Curve, SearchError, SharedLink, Size, SizeModel
 from rota.batching.figures import Layout
 from rota.batching.grouping import Grouper
 from rota.batching.policies import by_policy, falling
@@ -106,8 +106,8 @@ def test_placements_that_are_not_supported_are_refused() -> None:
         rota.plan_batch(model(2, False), Cluster.uniform(2), [3], place=rota.bidirectional)
     with pytest.raises(SearchError, match="on 2 ranks"):
         rota.plan_batch(model(1, False), Cluster.uniform(2), [3], place=lambda c, k: rota.place(c, k, [(0, 1)]))
-    with pytest.raises(SearchError, match="gaps"):
-        rota.plan_batch(model(2, False), Cluster((None, None), gap_us=1), [3])
+    with pytest.raises(SearchError, match="shared links"):
+        rota.plan_batch(model(2, False), Cluster((None, None), shared=(SharedLink("host", 1, (0,), (1,)),)), [3])
 
 
 @pytest.mark.parametrize("time_limit_s", [0.0, 0.05])

@@ -202,12 +202,12 @@ def test_links_that_cannot_be_measured_are_counted_as_free(
 
 def test_links_are_those_between_cpus_on_which_plans_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     sums = rota.AllReduceTimes(2, ((1000, 90),))
-    cluster = rota.Cluster((None,) * 2, rota.Link(0, None, 80), all_reduces=(sums,))
+    cluster = rota.Cluster((None,) * 2, rota.Link(0, None), all_reduces=(sums,))
     asked: list[tuple[int, str]] = []
 
     def links(num_ranks: int, *, device: str, **_: object) -> FoundLinks:
         asked.append((num_ranks, device))
-        return FoundLinks(cluster, cluster, "a table", "others took 40%")
+        return FoundLinks(cluster, "a table", "others took 40%")
 
     monkeypatch.setattr("rota.profiling.machine_links.found_on_this_machine", links)
     given = argparse.Namespace(ranks=2, cache=None, refresh=False)

@@ -344,21 +344,13 @@ def test_what_a_command_reads_is_not_written_over(
     assert plan_file.read_text() == before
 
 
-def test_of_replicas_one_is_checked_and_rehearsed(
-    plan_file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Rehearsal:
-        planned = simulate(Plan.from_json(plan_file.read_text()))
-        to_text = staticmethod(lambda _: "runs to its end")
-
-    monkeypatch.setattr("rota.planning.rehearsal.rehearse", lambda *_, **__: Rehearsal)
+def test_of_replicas_one_is_checked(plan_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     plan = Plan.from_json(plan_file.read_text())
     for num_replicas, told in ((1, ""), (3, "one of 3 replicas: all of them run the same pipeline.\n")):
         plan_file.write_text(replace(plan, usage=Usage(("a", "b"), 1, num_replicas)).to_json())
-        for command, done in (("check", "checked"), ("rehearse", "rehearsed")):
-            code, out, _ = run(capsys, command, plan_file)
-            assert code == 0
-            assert out.partition(f"This {done} ")[2] == told
+        code, out, _ = run(capsys, "check", plan_file)
+        assert code == 0
+        assert out.partition("This checked ")[2] == told
 
 
 def test_binary_files_and_folders_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -67,8 +67,6 @@ def test_what_does_not_fit_in_memory_is_a_failure(command: str, told: str, capsy
         ("profile links --device hpu", "device 'hpu': "),
         ("profile model.py --cache stale.json", "stale.json is stale: "),
         ("compare measured.json ./measured.json", "./measured.json is given twice: compare a plan with"),
-        ("rehearse plan2.json plan3.json", "the plans have 3 and 2 ranks"),
-        ("rehearse plan2.json --device gaudi", "device 'gaudi': "),
     ],
 )
 def test_arguments_that_must_be_changed_are_usage(command: str, told: str, capsys: pytest.CaptureFixture[str]) -> None:

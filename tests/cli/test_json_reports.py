@@ -13,9 +13,7 @@ import rota
 from planning.test_autoplan import UNEVEN, layer_costs
 from rota.cli import main
 from rota.cli.commands import COMMANDS
-from rota.cli.json_reports import of_batches, of_rehearsal
 from rota.cli.parser import Command, Parser
-from rota.planning.rehearsal import BatchesRehearsal, Rehearsal
 from rota.profiles import Profile
 from support.model_file import MODEL
 
@@ -145,12 +143,3 @@ def test_searches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytes
     assert [point["us_per_microbatch"] for point in frontier["points"]][-1] >= frontier["bounds"][-1][
         "us_per_microbatch"
     ]
-
-
-def test_a_rehearsal() -> None:
-    timeline = rota.simulate(PLAN)
-    told = of_rehearsal(Rehearsal(timeline, timeline, (timeline.makespan_us,), (), ()))
-    assert told["makespans_us"] == [timeline.makespan_us]
-    assert told["difference_us"] == 0
-    json.dumps(told)
-    assert of_batches(BatchesRehearsal((3, 4), (5, 6))) == {"planned_us": [3, 4], "measured_us": [5, 6]}

@@ -85,7 +85,6 @@ def test_what_is_there_is_written_over_by_force_alone(command: str, capsys: pyte
         "autoplan model.py --ranks 2 --batch 2 -o PLACE/x.json",
         "profile model.py -o PLACE/x.json",
         "show plan.json --timeline PLACE/x.json",
-        "rehearse plan.json -o PLACE/x.json",
         "show plan.json --bound -o PLACE/x.html",
         "compare plan.json measured.json -o PLACE/x.html",
         "calibrate measured.json -o PLACE/x.json",

@@ -193,7 +193,6 @@ def test_options_that_do_not_belong_are_refused(model: Path, capsys: pytest.Capt
     for arguments, told in (
         ((model, "--processes", 3), "--processes is for `rota profile links`"),
         (("links", "--rows", "2"), "--rows is for a model"),
-        ((model, "--rehearsal"), "--rehearsal is for `rota profile links`"),
         (
             ("links", "--device", "h100"),
             "device 'h100': PyTorch finds no accelerator on this machine; give auto or cpu",
@@ -209,13 +208,6 @@ def test_options_that_do_not_belong_are_refused(model: Path, capsys: pytest.Capt
         assert code in (1, 2)
         assert out == ""
         assert told in error
-
-
-def test_a_spread_that_is_none_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    for spread in ("-1", "nan", "much"):
-        with pytest.raises(SystemExit):
-            run(capsys, "links", "--max-spread", spread)
-        assert f"'{spread}' must be a number above 0, such as 0.5" in capsys.readouterr().err
 
 
 def test_a_file_that_is_no_python(tmp_path: Path) -> None:

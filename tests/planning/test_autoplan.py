@@ -304,25 +304,25 @@ def test_replicas_are_offered_only_where_their_all_reduces_have_a_price() -> Non
     assert "Replicas are not considered" not in nothing_to_sum.to_text()
 
 
-COSTLY = Link(0, None, 80, 5, 60, 4)  # all of a message's time is its ranks', as measured on some machines
+COSTLY = Link(80, 5)
 
 
 def test_sums_take_the_time_of_their_messages_and_of_what_these_share() -> None:
     alone = Machine(2, None, Cluster((None,) * 2, COSTLY))
     assert alone.prices_sums
-    assert alone.reduce_us(2000, [0, 1]) == 2 * (80 + 200 + 60 + 250)  # two parts of 1,000 bytes
-    host = SharedLink("host", 10, (0, 1), (0, 1))
+    assert alone.reduce_us(2000, [0, 1]) == 2 * (80 + 200)  # two parts of 1,000 bytes
+    host = SharedLink("host", 4, (0, 1), (0, 1))
     together = Machine(2, None, Cluster((None,) * 2, COSTLY, shared=(host,)))
-    assert together.reduce_us(2000, [0, 1]) == 2 * (80 + 200 + 60 + 250 + 200)  # the host serves both parts
+    assert together.reduce_us(2000, [0, 1]) == 2 * (80 + 500)  # the host serves both parts
     latency = Machine(2, None, Cluster((None,) * 2, Link(7, 5), shared=(host,)))
-    assert latency.reduce_us(2000, [0, 1]) == 2 * (7 + 200)
+    assert latency.reduce_us(2000, [0, 1]) == 2 * (7 + 500)
     others = SharedLink("host", 1, (2, 3), (2, 3))
-    assert Machine(4, None, Cluster((None,) * 4, COSTLY, shared=(others,))).reduce_us(2000, [0, 1]) == 2 * 590
+    assert Machine(4, None, Cluster((None,) * 4, COSTLY, shared=(others,))).reduce_us(2000, [0, 1]) == 2 * 280
 
 
 def test_links_that_cost_nothing_are_no_price() -> None:
     profiles = {1: layer_costs(1, parameters=8)}
-    free = Cluster((None,) * 4, Link(), ((0, 1, Link()),), gap_us=3)
+    free = Cluster((None,) * 4, Link(), ((0, 1, Link()),))
     assert not Machine(4, None, free).prices_transfers
     assert autoplan(profiles, Machine(4, None, free), 8, time_limit_s=LONG_S).to_text().startswith("Transfers are co")
     host = SharedLink("host", 10, (0, 1), (0, 1))
@@ -405,13 +405,12 @@ def test_estimates_are_said_to_be_estimates() -> None:
 
 def test_replicas_leave_each_other_a_part_of_what_they_share() -> None:
     shared = SharedLink("host", 100, (0, 1, 2, 3), (0, 1, 2, 3))
-    measured = Cluster((None,) * 4, Link(1, 10, 2, 3, 4, 5), shared=(shared,), gap_us=7)
+    measured = Cluster((None,) * 4, Link(1, 10), shared=(shared,))
     machine = Machine(4, None, measured)
     assert machine.cluster(2, 2).shared == (SharedLink("host", 50, (0, 1), (0, 1)),)
     assert machine.cluster(4, 1).shared == (shared,)
     assert machine.cluster(1, 4).shared == ()
-    assert machine.cluster(2, 2).gap_us == 7
-    assert machine.cluster(2, 2).link_between(0, 1) == Link(1, 10, 2, 3, 4, 5)
+    assert machine.cluster(2, 2).link_between(0, 1) == Link(1, 10)
 
 
 def test_links_and_limits_are_the_worst_of_all_replicas() -> None:

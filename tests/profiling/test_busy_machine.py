@@ -16,7 +16,6 @@ from rota.models import Stages
 from rota.planning import Machine, autoplan
 from rota.profiles import Profile
 from rota.profiling import layer_profile, other_programs
-from rota.profiling.interpolation import interpolated
 from rota.profiling.layer_profile import profile_model
 from rota.profiling.other_programs import OtherPrograms
 
@@ -72,9 +71,6 @@ def test_the_doubt_is_kept_in_files(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     quiet = layer_costs(1)
     assert "missing_cores" not in quiet.to_json()
     assert LayerCosts.from_json(quiet.to_json()) == quiet
-    between = interpolated(replace(layer_costs(2), missing_cores=0.3), layer_costs(8), 4)
-    assert between is not None
-    assert between.missing_cores == 0.3
 
 
 def test_uneven_timings_are_doubtful() -> None:

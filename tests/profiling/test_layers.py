@@ -16,11 +16,10 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from rota import CutPoint, FormatError, Link, PipelineError, Stages, split
+from rota import CutPoint, FormatError, PipelineError, Stages, split
 from rota.models import finest
 from rota.profiling import DEVICES, clocks, profile_here, profile_layers, profile_model
 from rota.profiling.clocks import WallClock
-from rota.profiling.links import cluster_of, rounds
 from rota.profiling.roofline import Kernels, Roofline
 from support.layered_models import MAKE, case
 
@@ -293,20 +292,3 @@ def test_a_class_that_has_changed_is_another_model(tmp_path: Path, monkeypatch: 
 
 
 # --- links ------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("size", range(1, 10))
-def test_every_pair_meets_once_and_nobody_has_two_peers_at_once(size: int) -> None:
-    each = [*rounds(size)]
-    assert sorted(pair for pairs in each for pair in pairs) == [*itertools.combinations(range(size), 2)]
-    assert all(len({*itertools.chain(*pairs)}) == 2 * len(pairs) for pairs in each)
-    assert len(each) <= size
-
-
-def test_links_that_differ_are_told_apart() -> None:
-    near, far = Link(2, 9000), Link(30, 1000)
-    cluster = cluster_of(4, {(0, 1): near, (2, 3): near, (0, 2): far, (0, 3): far, (1, 2): far, (1, 3): far})
-    assert cluster.link == far
-    assert cluster.link_between(1, 0) == cluster.link_between(2, 3) == near
-    assert cluster.link_between(3, 0) == far
-    assert cluster.limit_bytes == (None,) * 4

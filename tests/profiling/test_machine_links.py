@@ -1,9 +1,8 @@
-"""Links of this machine: measured once, then kept for as long as they hold; and real measurements of processes."""
+"""Links of this machine: measured once, then kept for as long as they hold."""
 
 from __future__ import annotations
 
 import json
-import math
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +10,7 @@ import pytest
 
 from rota import Cluster, Link, PipelineError
 from rota.profiling import links_of_this_machine, machine_links
-from rota.profiling.all_reduces import SIZES, measure_all_reduces
-from rota.profiling.host_links import Report
-from rota.profiling.link_fits import Sample
-from rota.profiling.link_processes import links_of_started
-from rota.profiling.links import FoundLinks, find_links
-from support.pool import Pool
+from rota.profiling.links import FoundLinks, Report
 
 
 class Started:
@@ -27,15 +21,13 @@ class Started:
         self.devices: list[str] = []
         self.doubt = ""
 
-    def __call__(
-        self, num: int, device: str, repeats: int, most_spread: float, report: Report, within_s: float
-    ) -> FoundLinks:
+    def __call__(self, num: int, device: str, repeats: int, report: Report, within_s: float) -> FoundLinks:
         self.count += 1
         self.devices.append(device)
         assert within_s > 1.0
         report("measures")
         cluster = Cluster((None,) * num, Link(self.count, 100))
-        return FoundLinks(cluster, Cluster((None,) * num, Link(10, 100)), "a table\nof two lines", self.doubt)
+        return FoundLinks(cluster, "a table\nof two lines", self.doubt)
 
 
 @pytest.fixture
@@ -56,8 +48,7 @@ def test_what_was_measured_is_kept_and_measured_again_if_asked(started: Started,
     assert links_of_this_machine(2, cache=str(tmp_path)) == first
     assert links_of_this_machine(2, cache=str(tmp_path), refresh=True).link == Link(3, 100)
     assert len([*tmp_path.iterdir()]) == 2
-    found = machine_links.found_on_this_machine(2, cache=str(tmp_path))
-    assert (found.rehearsal.link, found.text) == (Link(10, 100), "a table\nof two lines")
+    assert machine_links.found_on_this_machine(2, cache=str(tmp_path)).text == "a table\nof two lines"
 
 
 def test_without_time_links_are_not_measured_but_those_that_are_kept_are_found(
@@ -154,75 +145,3 @@ def test_what_a_file_says_cannot_move_the_cursor(started: Started, tmp_path: Pat
     links_of_this_machine(2, cache=str(path))
     path.write_text(change("text", ["a\x1b[2J"])(json.loads(path.read_text())))
     assert machine_links.found_on_this_machine(2, cache=str(path)).text == "a\\x1b[2J"
-
-
-# --- real processes ---------------------------------------------------------------------------------------------------
-
-
-def refuse_wrong_structure(found: FoundLinks, num_ranks: int) -> None:
-    """What must hold however loaded the machine is."""
-    for cluster in (found.cluster, found.rehearsal):
-        assert cluster.num_ranks == num_ranks
-        (shared,) = cluster.shared
-        assert shared.name.startswith("host ")
-        assert shared.senders == shared.receivers == (*range(num_ranks),)
-        assert Cluster.from_json(cluster.to_json()) == cluster
-    assert [of.num_ranks for of in found.cluster.all_reduces] == [n for n in (2, 4) if n <= num_ranks]
-    assert found.rehearsal.link.bytes_per_us is not None
-    assert found.rehearsal.link.latency_us > 0
-    assert (found.rehearsal.link.send_us, found.rehearsal.link.receive_us, found.rehearsal.gap_us) == (0, 0, 0)
-    link = found.cluster.link
-    alone = link.send_cost_us(1 << 24) + link.transfer_us(1 << 24) + link.receive_cost_us(1 << 24)
-    assert alone > 100  # 16 MB cannot be there at once
-    for a in range(num_ranks):
-        for b in range(num_ranks):
-            assert (a == b) or f"\n{a} → {b}  " in found.text
-
-
-@pytest.mark.dist
-@pytest.mark.sweep  # `rota doctor` and the README's autoplan measure so
-def test_two_processes_are_started_and_measured() -> None:
-    lines: list[str] = []
-    refuse_wrong_structure(links_of_started(2, "cpu", 2, math.inf, lines.append), 2)
-    assert lines[:2] == ["messages between 2 ranks, one pair at a time", "messages between neighbours that sleep"]
-
-
-def found_by(rank: int) -> FoundLinks:
-    return find_links(2, most_spread=math.inf)
-
-
-@pytest.mark.dist
-@pytest.mark.sweep
-def test_four_processes_find_the_same(pool: Pool) -> None:
-    first, *others = pool.run(4, found_by, timeout_s=200)
-    assert others == [first] * 3
-    refuse_wrong_structure(first, 4)
-
-
-def sums(rank: int) -> dict[int, list[Sample]]:
-    return measure_all_reduces(3)
-
-
-@pytest.mark.dist
-def test_sums_are_measured_by_all_groups_at_once(pool: Pool) -> None:
-    first, *others = pool.run(3, sums, timeout_s=200)
-    assert others == [first] * 2
-    assert [*first] == [2, 3]  # of three processes, one is in no group of two
-    for samples in first.values():
-        assert [sample.num_bytes for sample in samples] == [*SIZES]
-        assert min(sample.us for sample in samples) > 0
-
-
-def refused(rank: int) -> str:
-    with pytest.raises(PipelineError) as error:
-        find_links(2, most_spread=-1e9)  # nothing is as steady as that
-    return str(error.value)
-
-
-@pytest.mark.dist
-def test_what_varies_too_much_is_measured_again_and_refused(pool: Pool) -> None:
-    first, second = pool.run(2, refused, timeout_s=200)
-    assert first == second
-    assert first.startswith("links cannot be measured: ")
-    assert "3 times in a row; end what else uses this machine" in first
-    assert "--repeats 6" in first

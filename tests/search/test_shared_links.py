@@ -59,8 +59,8 @@ def _tiny(chooser: random.Random) -> list[Plan]:
 
     pairs = [(every, every), (some_ranks(), some_ranks())][: chooser.randint(1, 2)]
     shared = tuple(SharedLink(f"link {i}", chooser.randint(1, 3), *pair) for i, pair in enumerate(pairs))
-    link = Link(chooser.choice((0, 1, 3)), chooser.choice((None, 2)), chooser.choice((0, 1)), None, 0, 3)
-    cluster = replace(placement.cluster, link=link, shared=shared, gap_us=chooser.choice((0, 0, 1)))
+    link = Link(chooser.choice((0, 1, 3)), chooser.choice((None, 2)))
+    cluster = replace(placement.cluster, link=link, shared=shared)
     plans = every_plan(replace(placement, cluster=cluster), chooser.randint(1, 2))
     found: list[Plan] = []
     for plan in plans or ():
@@ -173,7 +173,7 @@ def test_a_busy_shared_link_bounds_the_step_and_the_period() -> None:
 
 @pytest.mark.parametrize("limit", [None, 9_000])
 def test_a_steady_state_with_shared_links_holds_when_it_is_verified_and_unrolled(limit: int | None) -> None:
-    placement = _chain(3, 20, limit, Link(7, 100, 4, None, 6, None))
+    placement = _chain(3, 20, limit, Link(7, 100))
     found = find_steady(placement, Budget(2.0, deterministic=True))
     assert found is not None
     found.steady.verify()
@@ -239,7 +239,7 @@ def test_the_bound_on_a_layout_is_below_every_plan(seed: int) -> None:
 def test_zb_auto_is_no_longer_than_what_it_starts_from_where_messages_share_a_link(
     rate: int, limit: int | None
 ) -> None:
-    placement = _chain(4, rate, limit, Link(5, 100, 3, None, 2, None))
+    placement = _chain(4, rate, limit, Link(5, 100))
     timeline = simulate(zb_auto(placement, 8))
     check(timeline.plan)
     for schedule in (zb_h1, zb_h2, one_f_one_b):

@@ -10,9 +10,8 @@ import torch
 from torch import nn
 
 from rota import PipelineError, Stages, profile
-from rota.profiling import device_clock, profile_here, profile_layers, spinning
-from rota.profiling.clocks import launch_text
-from rota.profiling.device_clock import DeviceClock
+from rota.profiling import clocks, profile_here, profile_layers, spinning
+from rota.profiling.clocks import DeviceClock, launch_text
 from rota.profiling.spinning import Spinner
 from support.sim_device import Block, SimDevice
 from support.sim_device.runtime_device import SIM, SimRuntimeDevice
@@ -127,7 +126,7 @@ def test_launches_that_take_longer_than_kernels_are_told_and_left_out_of_their_t
 
 
 def test_a_host_that_cannot_keep_ahead_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_clock, "_LONGEST_HEAD_START_US", 0.0)
+    monkeypatch.setattr(clocks, "_LONGEST_HEAD_START_US", 0.0)
     monkeypatch.setattr(Spinner, "spin", lambda spinner, us: None)
     with SimDevice(cost_ns=costing(1), host_ns=2_000).active():
         laps = DeviceClock(SimRuntimeDevice(SIM)).timed(kernels(20), 3, 0, together=True)

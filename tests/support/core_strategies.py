@@ -33,7 +33,6 @@ _names = st.tuples(st.integers(0, 5), st.sampled_from(Kind))
 _numbers = st.tuples(_times, st.integers(-20, 20), _sizes)
 
 links = st.builds(Link, st.integers(0, 5), _rates)
-costly_links = st.builds(Link, st.integers(0, 5), _rates, st.integers(0, 3), _rates, st.integers(0, 3), _rates)
 ops = st.builds(Op, st.integers(0, 10**9 - 1), st.sampled_from(Kind), st.integers(0, 10**9 - 1))
 
 between = cache(st.integers)
@@ -52,7 +51,7 @@ def either(otherwise: Drawn, entries: st.SearchStrategy[Drawn]) -> st.SearchStra
 @cache
 def _links_between(num_ranks: int, wired: bool) -> st.SearchStrategy[list[tuple[int, int, Link]]]:
     ranks = between(0, num_ranks - 1)
-    return st.lists(st.tuples(ranks, ranks, costly_links if wired else links), max_size=3)
+    return st.lists(st.tuples(ranks, ranks, links), max_size=3)
 
 
 @cache
@@ -67,17 +66,16 @@ def _shared_links(num_ranks: int) -> st.SearchStrategy[list[SharedLink]]:
 def clusters(draw: st.DrawFn, wired: bool = False) -> Cluster:
     """1 to 4 ranks without limits; some pairs have a link of their own.
 
-    `wired`: pairs may share links, messages may cost their ranks time, ranks may need time between ops, and sums over
-    them may be measured.
+    `wired`: pairs may share links, and sums over ranks may be measured.
     """
     num_ranks = draw(between(1, MOST_RANKS))
     special = draw(_links_between(num_ranks, wired))
     if not wired:
         return Cluster((None,) * num_ranks, draw(links), tuple(special))
-    shared, gap_us = draw(_shared_links(num_ranks)), draw(between(0, 2))
+    shared = draw(_shared_links(num_ranks))
     numbers = [n for n in range(2, num_ranks + 1) if draw(st.booleans())]
     sums = tuple(AllReduceTimes(n, ((draw(between(1, 9)), 5), (10, draw(between(5, 9))))) for n in numbers)
-    return Cluster((None,) * num_ranks, draw(costly_links), tuple(special), tuple(shared), gap_us, sums)
+    return Cluster((None,) * num_ranks, draw(links), tuple(special), tuple(shared), sums)
 
 
 @cache

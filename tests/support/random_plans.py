@@ -81,7 +81,7 @@ def random_plan(seed: int, num_ranks: int) -> tuple[Edges, Plan]:
 
 
 def with_random_wires(plan: Plan, seed: int) -> Plan:
-    """The plan with messages of random sizes, which cost their ranks time and share links, served in a random order."""
+    """The plan with messages of random sizes, which share links, served in a random order."""
     rng = random.Random(f"wires {seed}")
     ranks = range(plan.num_ranks)
 
@@ -89,8 +89,8 @@ def with_random_wires(plan: Plan, seed: int) -> Plan:
         return tuple(rng.sample(ranks, rng.randint(1, plan.num_ranks)))
 
     shared = tuple(SharedLink(f"link {i}", rng.randint(1, 4), some(), some()) for i in range(rng.randint(1, 3)))
-    link = Link(rng.randint(0, 3), rng.choice([None, 2]), rng.randint(0, 2), 5, rng.randint(0, 2), None)
-    cluster = replace(plan.placement.cluster, link=link, shared=shared, gap_us=rng.randint(0, 1))
+    link = Link(rng.randint(0, 3), rng.choice([None, 2]))
+    cluster = replace(plan.placement.cluster, link=link, shared=shared)
     edges = tuple(edge._replace(num_bytes=rng.choice([0, 3, 10])) for edge in plan.placement.edges)
     plan = replace(plan, placement=replace(plan.placement, cluster=cluster, edges=edges))
     return served_in_any_order(plan, rng) if rng.random() < 0.7 else plan

@@ -79,20 +79,6 @@ def _message(cluster: Cluster, transfer: Transfer) -> Message:
     return Message(transfer, uses if service_us else [], service_us, duration_us)
 
 
-def occupied_us(placement: Placement, op: Op, messages: list[Message]) -> tuple[int, int]:
-    """µs before and after an op for which its ranks are occupied; of its ranks the one with the most counts."""
-    before, after = {0: 0}, {0: 0}
-    for message in messages:
-        _, _, sender, receiver, size = message.transfer
-        link = link_between(placement.cluster, sender, receiver)
-        if message.transfer.target == op:
-            cost = link.receive_us + divided(size, link.receive_bytes_per_us)
-            before[receiver] = before.get(receiver, 0) + cost
-        if message.transfer.source == op:
-            after[sender] = after.get(sender, 0) + link.send_us + divided(size, link.send_bytes_per_us)
-    return placement.cluster.gap_us + max(before.values()), max(after.values())
-
-
 def recount(plan: Plan) -> Recount:
     """Let time pass. At each µs all ops that can start do; then shared links take what they may serve."""
     result = Recount(messages=messages_of(plan))
@@ -131,17 +117,16 @@ def _start_op(plan: Plan, result: Recount, done: list[int], rank: int, now: int)
                 return False
     if any(message.arrived_us > now for message in result.messages if message.transfer.target == op):
         return False
-    before, after = occupied_us(plan.placement, op, result.messages)
-    start = now + before
+    start = now
     end = start + figure_of(plan.placement, task.duration_us, op.microbatch)
     for mine in task.ranks:
-        result.ops[mine, op] = start, end, now, end + after
+        result.ops[mine, op] = start, end, now, end
         done[mine] += 1
     for message in result.messages:
         if message.transfer.source == op:
-            message.handed_over_us = end + after
+            message.handed_over_us = end
             if not message.shared:
-                message.sent_us = end + after
+                message.sent_us = end
     return True
 
 

@@ -29,7 +29,6 @@ class Cause(StrEnum):
     WAITING = "waiting"  #: the next op needs one that another rank has not finished
     SHARED_LINK = "link"  #: an input of the next op waits for a link that transfers share
     TRANSFER = "transfer"  #: an input of the next op is in transit
-    MESSAGES = "messages"  #: a message occupies the rank that sends or receives it
     LAUNCH = "launch"  #: the next op is ready but has not started yet
     DRAIN = "drain"  #: the rank has no op left
 
@@ -45,7 +44,6 @@ DESCRIPTIONS = {
     Cause.WAITING: "the next op needs one that another rank has not finished",
     Cause.SHARED_LINK: "an input waits for a link that others are using",
     Cause.TRANSFER: "an input of the next op is in transit",
-    Cause.MESSAGES: "the rank is busy sending and receiving",
     Cause.LAUNCH: "the next op is ready but has not started yet",
     Cause.DRAIN: "the rank has finished, but others have not",
 }
@@ -63,7 +61,6 @@ COLORS: dict[Cause, str] = {
     Cause.WAITING: "#8899A6",
     Cause.SHARED_LINK: "#332288",
     Cause.TRANSFER: "#44AA99",
-    Cause.MESSAGES: "#117733",
     Cause.LAUNCH: "#4E8F5A",
     Cause.DRAIN: "#B3ADDC",
 }
@@ -78,8 +75,7 @@ class Idle(NamedTuple):
         end_us: End in µs from the step's start.
         cause: Why the rank is idle.
         waits_for: The op, transfer or step end work that the rank waits for; for LAUNCH the op that starts late, for
-            DRAIN what ends the step, for MESSAGES the op that makes or reads the messages, or the message of another
-            rank.
+            DRAIN what ends the step.
         ready: For ORDER and MEMORY, the op that could have run in the meantime.
     """
 

@@ -24,14 +24,13 @@ class Place(NamedTuple):
 class Arrival(NamedTuple):
     """The output of `maker`, complete at `made_us`, arrived at `arrived_us`; `route` is -1 if it stayed on its rank.
 
-    In between it was handed over, when its rank was done with sending, and sent, when its shared links were free.
+    In between it was sent, when its shared links were free.
     """
 
     arrived_us: int
     made_us: int
     maker: Place
     route: int
-    handed_over_us: int
     sent_us: int
 
 
@@ -81,14 +80,13 @@ class Readiness:
             position = self._positions[sender][first[source] + k]
             made = self.timeline.ends_us[sender][position]
             if route < 0:
-                yield Arrival(made, made, Place(sender, position), route, made, made)
+                yield Arrival(made, made, Place(sender, position), route, made)
                 continue
             arrived = max(made, self.timeline.arrived_us[route][k])
-            sent = min(max(made, self.timeline.sent_us[route][k]), arrived)
-            handed_over = min(made + self.plan.occupied_columns_us[source][1][k], sent)
-            if not self.plan.placement.routes[route].shared:
-                sent = handed_over  # it waits for nothing but its rank
-            yield Arrival(arrived, made, Place(sender, position), route, handed_over, sent)
+            # Where it shares no link, it waits for nothing.
+            shares = bool(self.plan.placement.routes[route].shared)
+            sent = min(max(made, self.timeline.sent_us[route][k]), arrived) if shares else made
+            yield Arrival(arrived, made, Place(sender, position), route, sent)
 
     def last_arrival(self, place: Place) -> Arrival | None:
         """The last arrival that the op needs: of its inputs, and of the other ranks that run the same task."""
@@ -100,17 +98,9 @@ class Readiness:
                 before = self._positions[other][self.plan.node(op)] - 1
                 if before >= 0:
                     place = Place(other, before)
-                    ended, free = self.end_us(place), self.free_us(place)
-                    needs.append(Arrival(free, ended, place, _LOCAL, free, free))
+                    ended = self.end_us(place)
+                    needs.append(Arrival(ended, ended, place, _LOCAL, ended))
         return max(needs, default=None)
-
-    def occupied_us(self, place: Place) -> tuple[int, int]:
-        """By plan, the µs before and after the op at `place` in which messages occupy its rank, and gaps before it."""
-        return self.plan.occupied_us(self.op(place))
-
-    def free_us(self, place: Place) -> int:
-        """When the op at `place` and, by plan, the messages that it makes no longer occupy its rank."""
-        return self.end_us(place) + self.occupied_us(place)[1]
 
     def ready_us(self, rank: int) -> list[int]:
         """For each op of a rank's order, when all of its inputs had arrived."""
@@ -130,7 +120,7 @@ class Readiness:
         """The op whose end let this one start: the rank's previous op, or the maker of the last arrival."""
         arrival = self.last_arrival(place)
         previous = Place(place.rank, place.position - 1) if place.position else None
-        if arrival is None or (previous is not None and self.free_us(previous) >= arrival.arrived_us):
+        if arrival is None or (previous is not None and self.end_us(previous) >= arrival.arrived_us):
             return previous
         return arrival.maker
 

@@ -1,9 +1,9 @@
 """Every idle microsecond of every rank, by its cause.
 
-rank    ███████                                                                   ███████
-        before │MESSAGES│ SLOWER │ WAITING   │MESSAGES│ LINK │ TRANSFER │LAUNCH│MESSAGES│ next
-               │ sent   │        ╰ ORDER or MEMORY from when another op is ready ╮ received
-maker     ░░░░░░░░░░░░░░░░░░░░░░░░░░░░░░░░░░░░ sends    waits  →→→→→→→→→→→
+rank    ███████                                              ███████
+        before │ SLOWER │ WAITING           │ LINK │ TRANSFER │LAUNCH│ next
+                        ╰ ORDER or MEMORY from when another op is ready
+maker     ░░░░░░░░░░░░░░░░░░░░░░░░░░░░░░░░░░░ waits  →→→→→→→→→→→
 """
 
 from __future__ import annotations
@@ -79,40 +79,29 @@ class _Accounts:
     def _gap(self, place: Place, start_us: int, later: Sequence[_LaterOp], headroom: _MemoryHeadroom) -> Iterator[Idle]:
         """Idle time before the op at `place`, from `start_us` on."""
         rank, op, end_us = place.rank, self._readiness.op(place), self._readiness.start_us(place)
-        sent = [*self._sending(place._replace(position=place.position - 1), end_us)] if place.position else []
-        ready_us = free_us = sent[-1].end_us if sent else start_us
+        ready_us = start_us
         pieces: list[Idle] = []
         arrival = self._readiness.last_arrival(place)
         if arrival is not None and arrival.arrived_us > start_us:
             pieces = [*self._waits(place, arrival, start_us)]
-            made_us, ready_us = pieces[0].end_us, max(pieces[-1].end_us, free_us)
+            made_us, ready_us = pieces[0].end_us, max(pieces[-1].end_us, start_us)
             maker = self._readiness.op(arrival.maker)
-            pieces = _overlaid(pieces, _passed_over(rank, later, headroom, (free_us, ready_us), maker))
+            pieces = _overlaid(pieces, _passed_over(rank, later, headroom, (start_us, ready_us), maker))
             pieces = _overlaid(pieces, self._upstream_overruns(rank, arrival.maker, start_us, made_us))
         pieces.append(Idle(rank, pieces[-1].end_us if pieces else start_us, end_us, Cause.LAUNCH, op))
         full = self._cores.full_intervals(ready_us, end_us) if self._cores else ()
-        pieces = _overlaid(pieces, [Idle(rank, a, b, Cause.CORES, op) for a, b in full])
-        received_us = self._readiness.occupied_us(place)[0] - self._timeline.plan.placement.cluster.gap_us
-        received = Idle(rank, max(ready_us, end_us - received_us), end_us, Cause.MESSAGES, op)
-        yield from _overlaid(pieces, [*sent, received])
+        yield from _overlaid(pieces, [Idle(rank, a, b, Cause.CORES, op) for a, b in full])
 
     def _waits(self, place: Place, arrival: Arrival, start_us: int) -> Iterator[Idle]:
-        """What the op at `place` waits for until its last input arrives: the maker, its messages, links, the way."""
+        """What the op at `place` waits for until its last input arrives: the maker, links, the way."""
         rank, end_us = place.rank, self._readiness.start_us(place)
-        times = (arrival.made_us, arrival.handed_over_us, arrival.sent_us, arrival.arrived_us)
-        made_us, handed_over_us, sent_us, ready_us = (min(max(time, start_us), end_us) for time in times)
+        times = (arrival.made_us, arrival.sent_us, arrival.arrived_us)
+        made_us, sent_us, ready_us = (min(max(time, start_us), end_us) for time in times)
         maker: Op | Transfer = self._readiness.op(arrival.maker)
         yield Idle(rank, start_us, made_us, Cause.WAITING if place.position else Cause.WARM_UP, maker)
         message = self._readiness.transfer(arrival, self._readiness.op(place)) if arrival.route >= 0 else maker
-        yield Idle(rank, made_us, handed_over_us, Cause.MESSAGES, message)
-        yield Idle(rank, handed_over_us, sent_us, Cause.SHARED_LINK, message)
+        yield Idle(rank, made_us, sent_us, Cause.SHARED_LINK, message)
         yield Idle(rank, sent_us, ready_us, Cause.TRANSFER, message)
-
-    def _sending(self, place: Place, until_us: int) -> Iterator[Idle]:
-        """By plan, the time after the op at `place` in which the messages that it makes occupy its rank."""
-        start_us, end_us = self._readiness.end_us(place), min(self._readiness.free_us(place), until_us)
-        if start_us < end_us:
-            yield Idle(place.rank, start_us, end_us, Cause.MESSAGES, self._readiness.op(place))
 
     def _upstream_overruns(self, rank: int, last: Place, start_us: int, end_us: int) -> list[Idle]:
         """Time in which an op upstream of `last`, or `last` itself, ran longer than planned."""
@@ -127,9 +116,6 @@ class _Accounts:
         pieces = [Idle(rank, start_us, self._timeline.makespan_us, Cause.DRAIN, work)]
         if place is not None:
             pieces = _overlaid(pieces, self._upstream_overruns(rank, place, start_us, self._timeline.makespan_us))
-        if self._timeline.ends_us[rank]:
-            last = Place(rank, len(self._timeline.ends_us[rank]) - 1)
-            pieces = _overlaid(pieces, [*self._sending(last, self._timeline.makespan_us)])
         own, free_us = [], start_us
         for span in sorted(self._step_ends[rank], key=lambda span: span.start_us):
             if span.end_us > free_us:
@@ -158,7 +144,7 @@ class _Accounts:
 
 
 class _LaterOp(NamedTuple):
-    """An op that the plan has later: when it was ready, how long it occupies the rank, and when it started."""
+    """An op that the plan has later: when it was ready, how long it runs, and when it started."""
 
     ready_us: int
     op: Op
@@ -178,8 +164,7 @@ def _later_ops(
             found[i] = tuple(first.values())
         key = order[i].stage, order[i].kind, plan.placement.class_in(order[i].microbatch)
         if key not in first or ready_us[i] <= first[key].ready_us:
-            occupied_us = sum(plan.occupied_us(order[i])) if ends[i] > starts[i] else 0
-            first[key] = _LaterOp(ready_us[i], order[i], ends[i] - starts[i] + occupied_us, starts[i])
+            first[key] = _LaterOp(ready_us[i], order[i], ends[i] - starts[i], starts[i])
     return found
 
 
@@ -188,7 +173,7 @@ def _passed_over(
 ) -> list[Idle]:
     """ORDER from the time when a later op could have run to its end within the gap; MEMORY if it would not fit.
 
-    `gap_us`: from when the previous op and its messages are done until the next one is ready. From when one op fits,
+    `gap_us`: from when the previous op is done until the next one is ready. From when one op fits,
     ops that do not fit no longer matter.
     """
     start_us, ready_us = gap_us

@@ -102,8 +102,7 @@ def advice(plan: Plan, spread: Spread) -> Advice:
 def _changes(plan: Plan) -> Iterator[_Change]:
     """Changes to the costs; the orders stay."""
     placement = plan.placement
-    alone = placement.cluster.gap_us, 0  # what occupies ranks where messages cost nothing
-    if any(route.duration_us != 0 for route in placement.routes) or any(us != alone for us in placement.occupied_us):
+    if any(route.duration_us != 0 for route in placement.routes):
         yield _Change("transfers", "transfers that take no time", _with_free_transfers)
     if placement.step_ends:
         yield _Change("step ends", "reductions and optimizer steps that take no time", _with_free_step_ends)

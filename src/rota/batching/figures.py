@@ -48,10 +48,8 @@ class Layout:
             )
         if wide := [task for task in placement.tasks if len(task.ranks) > 1]:
             raise SearchError(f"task {wide[0]} is on {len(wide[0].ranks)} ranks; batches are planned with one per task")
-        if cluster.counts_wires:
-            raise SearchError(
-                "the cluster has shared links, gaps or costs of messages; batches are planned without: leave them out"
-            )
+        if cluster.shared:
+            raise SearchError("the cluster has shared links; batches are planned without: leave them out")
         return cls(model, placement, _topological(placement))
 
     def problem(self, sizes: Sequence[Size]) -> BatchProblem:

@@ -56,7 +56,7 @@ def commands(plan: Plan) -> tuple[str, ...]:
 
 def _given_links(cluster: Cluster) -> str:
     """The option of `rota autoplan` that gives the links of a cluster; "" if transfers cost nothing."""
-    if cluster.links or cluster.shared or cluster.gap_us:
+    if cluster.links or cluster.shared:
         return " --links LINKS.json"
     link = cluster.link
     if link == Link():

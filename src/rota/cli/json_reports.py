@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from rota.layers import LayerCosts
     from rota.planning import Answer
     from rota.planning.evaluation import Found
-    from rota.planning.rehearsal import BatchesRehearsal, Rehearsal
     from rota.runtime.checkpoints.files import Saved
     from rota.search import Frontier, SearchResult
     from rota.sizes import SizeModel
@@ -167,16 +166,6 @@ def of_frontier(found: Frontier) -> dict[str, Any]:
         "untried_limit_bytes": [list(between) for between in found.untried],
         "stopped_by": found.stopped_by,
     }
-
-
-def of_rehearsal(rehearsed: Rehearsal) -> dict[str, Any]:
-    """Every step's makespan, and the median step against the plan."""
-    return {"makespans_us": list(rehearsed.makespans_us), **of_comparison(rehearsed.comparison)}
-
-
-def of_batches(rehearsed: BatchesRehearsal) -> dict[str, Any]:
-    """The makespan of each batch, as simulated and as measured."""
-    return {"planned_us": list(rehearsed.planned_us), "measured_us": list(rehearsed.measured_us)}
 
 
 def of_answer(answer: Answer) -> dict[str, Any]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from rota.cluster import Link
-from rota.figures import values_of
 from rota.placement import Placement
 from rota.units import count_text, size_text, time_text
 
@@ -24,7 +23,7 @@ def wire_effects(placement: Placement, free: str = FREE) -> str:
     """A line for reports, which says `free` if transfers are; "" if the placement sends nothing."""
     if not placement.routes:
         return ""
-    counted, missing = [*_of_transfers(placement), *_of_ops(placement)], [*_not_counted(placement)]
+    counted, missing = [*_of_transfers(placement)], [*_not_counted(placement)]
     told_free = [] if not free or counts_transfers(placement) else [free]
     counted_text = [f"Included in the times: {', '.join(counted)}."] if counted else []
     not_included = "Not included" if counted else "Not included in the times"
@@ -32,7 +31,7 @@ def wire_effects(placement: Placement, free: str = FREE) -> str:
 
 
 def counts_transfers(placement: Placement) -> bool:
-    """Whether a transfer of the placement takes time, or costs its ranks time; False if it sends nothing."""
+    """Whether a transfer of the placement takes time; False if it sends nothing."""
     return any(_of_transfers(placement))
 
 
@@ -40,17 +39,6 @@ def _links(placement: Placement) -> list[Link]:
     """The links that are used."""
     pairs = {(route.sender, route.receiver) for route in placement.routes}
     return [placement.cluster.link_between(*pair) for pair in pairs]
-
-
-def _message_costs_us(placement: Placement) -> tuple[int, int]:
-    """The most that a message costs its sender, and its receiver."""
-    links = [
-        (placement.cluster.link_between(r.sender, r.receiver), max(values_of(r.num_bytes))) for r in placement.routes
-    ]
-    return (
-        max((link.send_cost_us(num_bytes) for link, num_bytes in links), default=0),
-        max((link.receive_cost_us(num_bytes) for link, num_bytes in links), default=0),
-    )
 
 
 def _of_transfers(placement: Placement) -> Iterator[str]:
@@ -64,34 +52,17 @@ def _of_transfers(placement: Placement) -> Iterator[str]:
         shared = placement.cluster.shared[i]
         ranks = count_text(len({*shared.senders, *shared.receivers}), "rank")
         yield f"{shared.name} ({ranks} share {size_text(shared.bytes_per_us * 1_000_000)}/s)"
-    sending, receiving = _message_costs_us(placement)
-    if sending or receiving:
-        yield f"messages (up to {time_text(sending)} at the sender and {time_text(receiving)} at the receiver)"
-
-
-def _of_ops(placement: Placement) -> Iterator[str]:
-    if placement.cluster.gap_us:
-        yield f"gaps between ops ({time_text(placement.cluster.gap_us)})"
 
 
 def _not_counted(placement: Placement) -> Iterator[str]:
-    """What no figure counts.
-
-    What messages cost their ranks is a part of the measured time of a message, and may be all of it: then nothing is
-    left for the latency, or for the rate.
-    """
+    """What no figure counts."""
     links, is_shared = _links(placement), any(route.shared for route in placement.routes)
-    costs_ranks = any(_message_costs_us(placement))
-    if not costs_ranks and not any(link.latency_us for link in links):
+    if not any(link.latency_us for link in links):
         yield "latency"
-    if not costs_ranks and not is_shared and all(link.bytes_per_us is None for link in links):
+    if not is_shared and all(link.bytes_per_us is None for link in links):
         yield "rate"
     if not is_shared:
         yield "links that ranks share"
-    if not costs_ranks:
-        yield "the time that ranks spend on messages"
-    if not placement.cluster.gap_us:
-        yield "gaps between ops"
 
 
 def _range(least: int, most: int, text: Callable[[int], str]) -> str:

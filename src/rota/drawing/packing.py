@@ -86,7 +86,6 @@ def pack_timeline(timeline: Timeline, idle: Sequence[Idle], columns: Columns) ->
                 placement.component_of[route.source],
                 _one_or_each(values_of(route.service_us)),
                 route.shared,
-                _one_or_each(values_of(placement.occupied_us[route.source][1])),
             )
             for route in placement.routes
         ],

@@ -1,4 +1,4 @@
-"""autoplan, which chooses everything about a plan together, and rehearsals of plans."""
+"""autoplan, which chooses everything about a plan together."""
 
 from rota.planning.answer import Answer
 from rota.planning.autoplanning import autoplan

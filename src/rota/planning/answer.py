@@ -530,11 +530,7 @@ def _short_ops(found: Found) -> str:
     if not placement.routes:
         return ""
     op_us = median(task.duration_us for task in placement.tasks)
-    message_us = median(
-        route.duration_us + link.send_cost_us(route.num_bytes) + link.receive_cost_us(route.num_bytes)
-        for route in placement.routes
-        for link in [placement.cluster.link_between(route.sender, route.receiver)]
-    )
+    message_us = median(route.duration_us for route in placement.routes)
     if op_us >= message_us:
         return ""
     return f"; its ops take {time_text(round(op_us))}, less than their messages, {time_text(round(message_us))}"

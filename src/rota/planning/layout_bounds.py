@@ -81,12 +81,12 @@ def placement_bound_us(placement: Placement, num_microbatches: int) -> int:
     ]
     # Of several data streams, some have no micro-batch in a very short step.
     tasks = [t for t, task in enumerate(placement.tasks) if counts[task.stage]]
-    longest = max(heads[t] + placement.op_us[t] + tails[t] for t in tasks)
+    longest = max(heads[t] + placement.tasks[t].duration_us + tails[t] for t in tasks)
     for rank in range(placement.num_ranks):
         here = [t for t in tasks if rank in placement.tasks[t].ranks]
         if here:
             optimizers = sum(us for s, (_, us) in ends.items() if rank in placement.gradient_ranks(s))
-            work = sum(counts[placement.tasks[t].stage] * placement.op_us[t] for t in here)
+            work = sum(counts[placement.tasks[t].stage] * placement.tasks[t].duration_us for t in here)
             # After its last op come the reduction of that op's stage and then all optimizer steps.
             last = min(max(tails[t], reduction[t] + optimizers) for t in _last(placement, here))
             longest = max(longest, min(heads[t] for t in here) + work + last)
@@ -105,7 +105,7 @@ def _longest_paths(placement: Placement, lags: Sequence[tuple[int, int, int]]) -
     inputs: list[list[tuple[int, int]]] = [[] for _ in placement.tasks]
     for source, target, lag in lags:
         inputs[target].append((source, lag))
-    return TaskGraph.of(placement.op_us, inputs).earliest().starts_us
+    return TaskGraph.of([task.duration_us for task in placement.tasks], inputs).earliest().starts_us
 
 
 def least_bytes(*placements: Placement) -> list[int]:

@@ -90,7 +90,7 @@ class Machine:
         if self.all_reduces and self.all_reduces[-1].num_ranks >= self.num_ranks:
             return True
         all_share = any({*range(self.num_ranks)} <= {*s.senders} & {*s.receivers} for s in self._shared_links)
-        return all_share or all(map(_prices_bytes, self._links))
+        return all_share or all(link.bytes_per_us is not None for link in self._links)
 
     @property
     def prices_transfers(self) -> bool:
@@ -151,9 +151,8 @@ class Machine:
                 link = _slowest({self.between(start + a, start + b) for start in starts}) if a != b else most
                 if link != most:
                     links.append((a, b, link))
-        gap_us = self.link.gap_us if isinstance(self.link, Cluster) else 0
         all_reduces = of_at_most(self.all_reduces, num_ranks)
-        return Cluster(tuple(limits), most, tuple(links), self._shared(num_ranks, num_replicas), gap_us, all_reduces)
+        return Cluster(tuple(limits), most, tuple(links), self._shared(num_ranks, num_replicas), all_reduces)
 
     def _shared(self, num_ranks: int, num_replicas: int) -> tuple[SharedLink, ...]:
         """What the ranks of a pipeline share: replicas that share it too leave each other their part of its rate."""
@@ -199,7 +198,7 @@ class Machine:
         link, part = self.ring(processes), -(-num_bytes // n)
         served_us = max(self._served_us(processes, part), default=0)
         on_wire_us = max(link.transfer_us(part), link.latency_us + served_us)
-        return 2 * (n - 1) * (link.send_cost_us(part) + on_wire_us + link.receive_cost_us(part))
+        return 2 * (n - 1) * on_wire_us
 
     def _served_us(self, processes: Sequence[int], part: int) -> Iterator[int]:
         """For each shared link the time in which it serves a message to each process's next one in the ring."""
@@ -210,22 +209,10 @@ class Machine:
             yield -(-served * part // shared.bytes_per_us)
 
 
-def _prices_bytes(link: Link) -> bool:
-    """Whether a message takes longer, or costs its ranks more, the larger it is."""
-    return any((link.bytes_per_us, link.send_bytes_per_us, link.receive_bytes_per_us))
-
-
 def _slowest(links: Collection[Link]) -> Link:
     """A link with the highest times and the lowest rates of these."""
 
     def lowest(rates: Iterable[int | None]) -> int | None:
         return min((rate for rate in rates if rate is not None), default=None)
 
-    return Link(
-        max(link.latency_us for link in links),
-        lowest(link.bytes_per_us for link in links),
-        max(link.send_us for link in links),
-        lowest(link.send_bytes_per_us for link in links),
-        max(link.receive_us for link in links),
-        lowest(link.receive_bytes_per_us for link in links),
-    )
+    return Link(max(link.latency_us for link in links), lowest(link.bytes_per_us for link in links))

@@ -2,16 +2,14 @@
 
 from rota.profiling.devices import DEVICES, DeviceModel
 from rota.profiling.layer_profile import profile_layers, profile_model
-from rota.profiling.links import measure_link, measure_links
+from rota.profiling.links import measure_links
 from rota.profiling.machine_links import links_of_this_machine
-from rota.profiling.sizes import profile_sizes
-from rota.profiling.stage_profile import profile, profile_chunks, profile_here
+from rota.profiling.stage_profile import profile, profile_chunks, profile_here, profile_sizes
 
 __all__ = [
     "DEVICES",
     "DeviceModel",
     "links_of_this_machine",
-    "measure_link",
     "measure_links",
     "profile",
     "profile_chunks",

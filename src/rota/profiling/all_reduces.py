@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
+from statistics import median
 
 import torch
 import torch.distributed as dist
 
 from rota.cluster import AllReduceTimes
-from rota.profiling.link_fits import Sample, sample_of
 from rota.runtime.json_messages import all_gather_json
 
 SIZES = (1 << 10, 1 << 16, 1 << 20, 1 << 24)  # of gradients, up to 16 MiB
 _SHORT = 3  # times as many of all but the largest: in some of these a thread waits for a core, which counts for much
 
 
-def measure_all_reduces(repeats: int) -> dict[int, list[Sample]]:
+def measure_all_reduces(repeats: int) -> tuple[AllReduceTimes, ...]:
     """Measure all-reduces by groups of the default group's processes. Collective.
 
     As many groups as there are processes for reduce at once, as the ranks of replicated pipelines do.
@@ -25,22 +25,25 @@ def measure_all_reduces(repeats: int) -> dict[int, list[Sample]]:
         repeats: Number of all-reduces of the largest size; there are three times as many of the others.
 
     Returns:
-        The times of each size, by the number of processes in a group; of all groups the slowest process counts.
+        The median times of each size, by the number of processes in a group; of all groups the slowest process counts.
+        Noise may make a larger sum the faster one, but these times never fall.
     """
     size, mine = dist.get_world_size(), dist.get_rank()
-    found = {}
+    found = []
     for together in numbers_of(size):
         apart = size // together  # processes from one of a group to its next one, as in pipelines of so many ranks
         groups = [dist.new_group([*range(first, apart * together, apart)]) for first in range(apart)]
         group = groups[mine % apart] if mine < apart * together else None
         times = all_gather_json([_times_us(group, num_bytes, _repeats(num_bytes, repeats)) for num_bytes in SIZES])
-        found[together] = [
-            sample_of(num_bytes, [max(of) for of in zip(*(of_rank[i] for of_rank in times), strict=True)])
-            for i, num_bytes in enumerate(SIZES)
-        ]
+        most_us, points = 0, []
+        for i, num_bytes in enumerate(SIZES):
+            slowest = map(max, zip(*(of_rank[i] for of_rank in times), strict=True))
+            most_us = max(most_us, round(median(slowest)))
+            points.append((num_bytes, most_us))
+        found.append(AllReduceTimes(together, tuple(points)))
         if group is not None:
             dist.destroy_process_group(group)
-    return found
+    return tuple(found)
 
 
 def _repeats(num_bytes: int, repeats: int) -> int:
@@ -54,18 +57,6 @@ def numbers_of(size: int) -> Iterator[int]:
         yield number
         number *= 2
     yield size
-
-
-def times_of(measured: Mapping[int, Sequence[Sample]]) -> tuple[AllReduceTimes, ...]:
-    """What a cluster has of these: noise may make a larger sum the faster one, but its times never fall."""
-    found = []
-    for together, samples in sorted(measured.items()):
-        most, points = 0, []
-        for num_bytes, us, *_ in samples:
-            most = max(most, round(us))
-            points.append((num_bytes, most))
-        found.append(AllReduceTimes(together, tuple(points)))
-    return tuple(found)
 
 
 def _times_us(group: dist.ProcessGroup | None, num_bytes: int, repeats: int) -> list[float]:

@@ -1,4 +1,12 @@
-"""Measures the parts of a run on a CPU: by the wall clock. `device_clock.py` does it on queued devices."""
+"""Measures the parts of a run: on a CPU by the wall clock, on a queued device by its own events, with full queues.
+
+    host     spin │ F B W │ F B W │ F B W          enqueues some runs while the device is still in the spin
+    device   ██ spin ███████████████│F│B │W│F│B │W│F│B │W          so it never waits for the host between kernels
+                                      events between the parts, read after the last
+
+A part counts if the device had not begun it when the host had enqueued all of it. If it had, fewer runs are measured
+behind a longer spin.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +14,20 @@ import time
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from statistics import median, quantiles
-from typing import NamedTuple, Protocol, TypeAlias, final
+from typing import Any, NamedTuple, Protocol, TypeAlias, final
 
+import torch
+
+from rota.profiling.spinning import Spinner
+from rota.runtime.device.protocol import Device, QueuedDevice, is_queued
 from rota.units import time_text
 
+_MOST_ENQUEUED_NS = 3_000_000  # host time of runs enqueued at once: a launch queue of 1024 kernels, a few µs each
+_LEAST_NS = 5_000_000  # of a measurement: no process interrupts a device
+_NUM_ALONE = 3
+_HEAD_START = 1.5  # of the host's time for the runs
+_TRIES = 4  # bursts, for each one that is needed
+_LEAST_HEAD_START_US, _LONGEST_HEAD_START_US = 50.0, 100_000.0
 _MARK_US = 30.0  # a part that takes the host no longer than this may be empty: the marks around it take as long
 
 #: Runs some parts; it calls its argument before the first part, between parts, and after the last.
@@ -86,3 +104,104 @@ def _spread(times: list[float]) -> float:
         return 0.0
     first, middle, third = quantiles(times, n=4, method="inclusive")
     return round((third - first) / middle, 4) if middle else 0.0
+
+
+# --- queued devices ---------------------------------------------------------------------------------------------------
+
+
+class _Burst(NamedTuple):
+    """Some runs enqueued at once: for each run the time of each part, and whether its queue was full."""
+
+    us: list[list[float]]
+    host_us: list[list[float]]
+    is_full: list[list[bool]]
+
+
+@final
+class DeviceClock:
+    """See `Clock`. It measures the kernels of the current stream; the host waits only behind the last of a burst."""
+
+    def __init__(self, device: QueuedDevice) -> None:
+        self._device, self._spinner = device, Spinner(device)
+
+    def timed(self, run: Run, repeats: int, least_ns: int, together: bool) -> Laps:  # noqa: ARG002 - see _LEAST_NS
+        """See `Clock.timed`."""
+        run(_nothing)
+        alone = [self._burst(run, 1, 0.0) for _ in range(_NUM_ALONE)]  # on an empty queue, which never blocks the host
+        host_us = [min(column) for column in zip(*(burst.host_us[0] for burst in alone), strict=True)]
+        run_ns = 1000 * min(sum(burst.us[0]) for burst in alone)
+        num_runs = repeats * (1 + int(min(least_ns, _LEAST_NS) // (run_ns + 1)))
+        per_burst = max(min(int(_MOST_ENQUEUED_NS // (1000 * sum(host_us) + 1)), num_runs), 1)
+        head_start_us = max(_HEAD_START * per_burst * sum(host_us), _LEAST_HEAD_START_US)
+        proven: list[list[float]] = []  # runs of which the queue was full in every part
+        parts: list[list[float]] = [[] for _ in host_us]  # times of each part behind a full queue
+        for _ in range(_TRIES * -(-num_runs // per_burst)):
+            burst = self._burst(run, per_burst, head_start_us)
+            for us, full in zip(burst.us, burst.is_full, strict=True):
+                proven += [us] if all(full) else []
+                for part, of_part, is_full in zip(parts, us, full, strict=True):
+                    part += [of_part] if is_full else []
+            if len(proven) >= num_runs:
+                break
+            if not all(map(all, burst.is_full)):
+                per_burst, head_start_us = max(per_burst // 2, 1), min(2 * head_start_us, _LONGEST_HEAD_START_US)
+        return _laps(proven, parts, burst.us, host_us)
+
+    def _burst(self, run: Run, num_runs: int, head_start_us: float) -> _Burst:
+        device = self._device
+        marks: list[Any] = []
+        times_ns: list[int] = []
+        is_full: list[bool] = []
+
+        def mark() -> None:
+            if marks:
+                is_full.append(not device.is_done(marks[-1]))
+            times_ns.append(time.perf_counter_ns())
+            marks.append(device.mark())
+
+        device.begin()
+        self._spinner.spin(head_start_us)
+        for _ in range(num_runs):
+            run(mark)
+        per_run = len(marks) // num_runs
+        return _Burst(
+            _laps_us(device.times_ns(marks), per_run), _laps_us(times_ns, per_run), _of_runs(is_full, per_run)
+        )
+
+
+def _laps(proven: list[list[float]], parts: list[list[float]], others: list[list[float]], host_us: list[float]) -> Laps:
+    """The times of parts behind full queues; `others`: for parts that never were."""
+    spread = medians(proven or others).spread
+    us = [median(part or [run[i] for run in others]) for i, part in enumerate(parts)]
+    # Where the launch queue was too short for the proof, a host that is faster than the device kept ahead anyway.
+    starved = [not part and of_host > of_part for part, of_host, of_part in zip(parts, host_us, us, strict=True)]
+    return Laps(us, spread, host_us, starved)
+
+
+def _laps_us(times_ns: list[int], per_run: int) -> list[list[float]]:
+    runs = (times_ns[i : i + per_run] for i in range(0, len(times_ns), per_run))
+    return [[(end - start) / 1000 for start, end in pairwise(run)] for run in runs]
+
+
+def _of_runs(is_full: list[bool], per_run: int) -> list[list[bool]]:
+    """By run and part: `is_full` has one more between each two runs."""
+    return [is_full[i : i + per_run - 1] for i in range(0, len(is_full) + 1, per_run)]
+
+
+def _nothing() -> None:
+    pass
+
+
+@final
+class Clocks:
+    """The clock of each device, made when it is first asked for."""
+
+    def __init__(self) -> None:
+        self._made: dict[torch.device, Clock] = {}
+
+    def of(self, device: Device) -> Clock:
+        """The clock that fits the device."""
+        where = device.torch_device
+        if where not in self._made:
+            self._made[where] = DeviceClock(device) if is_queued(device) else WallClock()
+        return self._made[where]

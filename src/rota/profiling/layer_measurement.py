@@ -15,12 +15,10 @@ from rota.models import Stages
 from rota.models.carving.copies import deep_copy
 from rota.models.cut_table import holds
 from rota.models.randomness import random_state_kept
-from rota.profiling.clocks import Laps, Run, launch_text
-from rota.profiling.device_clock import Clocks
+from rota.profiling.clocks import Clocks, Laps, Run, launch_text
 from rota.profiling.devices import DeviceModel
 from rota.profiling.kept_storages import KeptStorages, Name, kept_storages_of, place_of
-from rota.profiling.known_numbers import KnownNumbers
-from rota.profiling.missing_data import module_that_raised, why_not_estimated
+from rota.profiling.known_numbers import KnownNumbers, module_that_raised, why_not_estimated
 from rota.profiling.optimizers import MakeOptimizer, OptimizerCosts, optimizer_costs
 from rota.profiling.peak_memory import peaks
 from rota.profiling.roofline import Kernels, Roofline

@@ -16,13 +16,10 @@ from rota.errors import EstimateError, PipelineError
 from rota.layers import ESTIMATED, LayerCosts
 from rota.models import Stages, finest, is_sequential
 from rota.profiles import Profile
-from rota.profiling.affordable_sizes import affordable
 from rota.profiling.devices import device_named
-from rota.profiling.interpolation import interpolated
-from rota.profiling.known_numbers import KnownNumbers
+from rota.profiling.known_numbers import KnownNumbers, module_that_raised, why_not_estimated
 from rota.profiling.layer_costs import costs_of
 from rota.profiling.layer_measurement import HowTo, Layer, called, measure_layers
-from rota.profiling.missing_data import module_that_raised, why_not_estimated
 from rota.profiling.optimizers import MakeOptimizer
 from rota.profiling.other_programs import OtherPrograms
 from rota.profiling.places import accelerators_of, place_name
@@ -33,7 +30,6 @@ from rota.units import count_text, time_text
 
 Report = Callable[[str], None]
 _ESTIMATES = "2, with all products of matrices"  # changes where the same model would get other estimates
-_OVERRUN = 1.5  # of the time to measure for, after which no more sizes are begun: the machine is slower than it seemed
 
 
 def profile_layers(
@@ -127,10 +123,9 @@ def profile_model(
         refresh: As in `profile_layers`.
         cuts: Where the model may be cut: its CutPoints, children or stages, by name or pattern, or modules of a model
             that is unmodified, as `rota.split` takes them; None: at any of them, before any block.
-        within_s: About how many seconds to measure for. Which sizes fit is decided before, by a quick timing, so that
-            it is the same in every run. Sizes between two that were measured are interpolated, and their notes say so;
-            others are left out. Sizes that were measured while the machine was busy are measured once more if time is
-            left.
+        within_s: About how many seconds to measure for. The smallest size is measured first, and the others as long as
+            they fit, by the time that it took for each row; the first one that does not ends them. Sizes that were
+            measured while the machine was busy are measured once more if time is left.
 
     Returns:
         The layers' costs, by number of rows.
@@ -149,15 +144,12 @@ def profile_model(
         identity["estimates"] = _ESTIMATES
     cached = ProfileCache.of(cache, f"{_class_name(model)}-{where}", identity, refresh)
     missing = [count for count in sizes if not cached.knows(count)]
-    if within_s == math.inf or how.device is not None:
-        missing.sort()
-    if missing and within_s < math.inf and how.device is None and not accelerators_of(stages):
-        left_s = within_s - (time.monotonic() - began_s)
-        fitting = affordable(stages, make_batch, missing, repeats, left_s)
-        missing, how = [*fitting.rows], how._replace(repeats=fitting.repeats)
+    if missing:  # the smallest first: it is measured in any case
+        missing = sorted(missing) if within_s == math.inf else [min(missing), *(n for n in missing if n > min(missing))]
     took_s: dict[int, float] = {}  # of the sizes that were measured now
-    for number, count in enumerate([*filter(cached.knows, sorted(sizes)), *missing]):
-        if number and not cached.knows(count) and time.monotonic() - began_s > _OVERRUN * within_s:
+    for count in [*filter(cached.knows, sorted(sizes)), *missing]:
+        expected_s = max((took * count / rows for rows, took in took_s.items()), default=0.0)
+        if took_s and time.monotonic() - began_s + expected_s > within_s:
             break
         batch, target = _batch_of(count, make_batch)
         inputs = _named_inputs(count, batch, target)
@@ -176,7 +168,7 @@ def profile_model(
         again = _measured(Given(stages, batch, target, loss_fn), how, names, count, where, report)
         if _doubt(again) < _doubt(before):
             cached.add(again, _named_inputs(count, batch, target))
-    return _with_those_between(cached.profile, sizes)
+    return cached.profile
 
 
 def _batch_of(count: int, make_batch: Callable[[int], tuple[Any, Any]]) -> tuple[Any, Any]:
@@ -211,16 +203,6 @@ def _measured(given: Given, how: HowTo, names: tuple[str, ...], count: int, wher
 def _doubt(layers: LayerCosts) -> tuple[float, float]:
     """The smaller, the better measured."""
     return round(layers.missing_cores, 1), layers.mean_spread
-
-
-def _with_those_between(profile: Profile, sizes: Iterable[int]) -> Profile:
-    """The profile with those sizes too that are between two that it has."""
-    more = []
-    for count in sizes:
-        below, above = [rows for rows in profile if rows < count], [rows for rows in profile if rows > count]
-        if count not in profile and below and above:
-            more.append(interpolated(profile[below[-1]], profile[above[0]], count))
-    return Profile((*profile.layers, *filter(None, more)), profile.key)
 
 
 def _layers(

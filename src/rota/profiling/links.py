@@ -1,82 +1,67 @@
-"""Latency and rate of the links between processes: between CPUs by round trips, else see `device_links.py`."""
+"""Links between processes, as a pipeline meets them: latency and rate of each pair, and what a host's ranks share."""
 
 from __future__ import annotations
 
-import math
+import socket
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from statistics import median, quantiles
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from rota.cluster import Cluster, Link
+from rota.cluster import AllReduceTimes, Cluster, Link, SharedLink
 from rota.errors import PipelineError
-from rota.profiling.device_beside import measure_beside
-from rota.profiling.device_links import LinkSample, Pair, fitted, line_of, measure_pairs, samples_text
-from rota.profiling.host_links import MOST_SPREAD, REPEATS, measure_hosts
-from rota.profiling.link_fits import Line, link_of_lines
-from rota.profiling.spinning import Spinner
+from rota.profiling.all_reduces import measure_all_reduces
+from rota.profiling.link_pipelines import LEVEL_SIZES, SIZES, Pair, messages_alone, messages_at_once
 from rota.runtime.device.choosing import device_at
 from rota.runtime.device.local import current_device
-from rota.runtime.device.protocol import Device, QueuedDevice, is_queued
-from rota.runtime.json_messages import all_gather_json, broadcast_json
+from rota.runtime.device.protocol import Device, is_queued
+from rota.runtime.json_messages import all_gather_json
+from rota.units import size_text, time_text
 
-_BIG_BYTES = 4_000_000
-_ALIKE = 1.1  # by how much the two directions of a pair may differ and count as one
+REPEATS = 15
+_MOST_PAIRS = 6  # of two hosts: those between neighbours first
+_ALIKE = 2.0  # by how much pairs of the same two hosts may differ and have one link
+_COMPARED_BYTES = 1 << 20
+_FASTEST_BYTES_PER_US = 4_000_000  # 4 TB/s: a wire this fast counts as one without limit
+_STEADY, _STEADY_US = 1.0, 200.0  # the median may be above the fastest quarter by so much of it, and so many µs
+
+Report = Callable[[str], None]
 
 
-def measure_link(sender: int, receiver: int, repeats: int = 7, *, device: torch.device | None = None) -> Link:
-    """Measure the link between two processes of the default group while nothing else uses it. Collective.
+class FoundLinks(NamedTuple):
+    """A cluster without memory limits, and what was measured, in words.
 
-    Args:
-        sender: One process.
-        receiver: The other.
-        repeats: Number of round trips; the fastest counts, as other load only makes them slower.
-        device: Where this process's messages are, see `measure_links`.
-
-    Returns:
-        The same link on all processes: half of a one-byte message's round trip as latency, and the rate of 4 MB. On
-        accelerators as in `measure_links`.
-
-    Raises:
-        PipelineError: These are not two processes of the group, or as `measure_links`.
+    `doubt`: why it may be wrong, and what to do; "" if nothing speaks against it. `text` says it, too.
     """
-    size, mine = dist.get_world_size(), dist.get_rank()
-    if sender == receiver or not {sender, receiver} <= {*range(size)}:
-        raise PipelineError(f"no link from process {sender} to {receiver}; give two different ones of 0 to {size - 1}")
-    own = _own_device(device)
-    if is_queued(own):
-        return fitted(measure_pairs(own, [[(sender, receiver)]], repeats)[sender, receiver])
-    found = None
-    if mine in (sender, receiver):
-        found = _measured(receiver if mine == sender else sender, mine == sender, repeats)
-    return Link(*broadcast_json(_fields(found) if found else None, sender))
+
+    cluster: Cluster
+    text: str
+    doubt: str = ""
 
 
 def measure_links(
-    repeats: int = REPEATS, *, device: torch.device | None = None, report: Callable[[str], None] = lambda _: None
+    repeats: int = REPEATS, *, device: torch.device | None = None, report: Report = lambda _: None
 ) -> Cluster:
-    """Measure the links between the processes of the default group, and what messages cost them. Collective.
+    """Measure the links between the processes of the default group. Collective.
 
-    Between CPUs, by the path that a pipeline's messages take: single messages of many sizes from a sender that has
-    computed before, all neighbours of a host at once, how much longer ops take beside messages, sums over ranks, and
-    the time between ops. See `docs/profiling.md`. Between accelerators messages of many sizes are measured by events,
-    in a process group for each pair, and the link is the nearest to all of them.
+    Messages are those of pipelines on these processes: one at a time between pairs of ranks, and between all neighbours
+    of a host at once. Between CPUs, all-reduces are measured as well. See `docs/profiling.md`.
 
     Args:
-        repeats: Number of messages of each size; on CPUs the median counts, on accelerators the fastest.
+        repeats: Number of messages of each size, of which the median counts.
         device: Where this process's messages are, such as `rota.local_device()`. None: the CPU, or the current
             accelerator if the default group takes no tensors of the CPU.
-        report: Called with lines of text on the first process: what is being measured, and at the end what was found.
+        report: Called on the first process with lines of text: what is being measured, and at the end what was found.
 
     Returns:
         The same cluster on all processes, without memory limits; its `link` is the most frequent one.
 
     Raises:
-        PipelineError: The processes are on devices of different types, or what is measured cannot be true, or varies
-            too much, even when it is measured again.
+        PipelineError: There is only one process, or the processes are on devices of different types.
     """
     found = find_links(repeats, device=device, report=report)
     for line in found.text.splitlines() if dist.get_rank() == 0 else ():
@@ -84,55 +69,131 @@ def measure_links(
     return found.cluster
 
 
-class FoundLinks(NamedTuple):
-    """A cluster for plans that are run and one for those that are rehearsed, and what was measured, in words.
-
-    `doubt`: why it may be wrong, and what to do; "" if nothing speaks against it. `text` says it, too.
-    """
-
-    cluster: Cluster
-    rehearsal: Cluster
-    text: str
-    doubt: str = ""
-
-
 def find_links(
-    repeats: int = REPEATS,
-    *,
-    device: torch.device | None = None,
-    most_spread: float = MOST_SPREAD,
-    report: Callable[[str], None] = lambda _: None,
-    within_s: float = math.inf,
+    repeats: int = REPEATS, *, device: torch.device | None = None, report: Report = lambda _: None
 ) -> FoundLinks:
-    """As `measure_links`, with all that was found. Collective.
-
-    `most_spread`: see `LinkMeasurements.implausible`. `within_s`: see `measure_hosts`.
-    """
-    own = _own_device(device)
+    """As `measure_links`, with all that was found. Collective."""
+    own, size = _own_device(device), dist.get_world_size()
+    if size < 2:
+        raise PipelineError("this is the only process, and a link needs two; start more of them")
     report = report if dist.get_rank() == 0 else lambda _: None
-    if is_queued(own):
-        found = _between_devices(own, repeats, report)
-    else:
-        measured = measure_hosts(repeats, most_spread, report, within_s)
-        found = FoundLinks(measured.cluster(), measured.cluster(rehearsal=True), measured.to_text(), measured.doubt)
-    return found
-
-
-def _between_devices(own: QueuedDevice, repeats: int, report: Callable[[str], None]) -> FoundLinks:
-    size, spinner = dist.get_world_size(), Spinner(own)
-    report(f"messages between {size} devices, one pair at a time")
-    samples = measure_pairs(own, [*rounds(size)], repeats, spinner)
-    report("messages between all neighbours at once, and beside kernels")
-    beside = measure_beside(own, spinner, repeats)
-    links = {
-        pair: link_of_lines(line, beside.send, beside.receive)
-        for of in rounds(size)
-        for ab in of
-        for pair, line in _both(ab, samples)
+    names = all_gather_json(_host_name())
+    hosts = [names.index(name) for name in names]
+    report(f"messages between {size} ranks, one at a time")
+    alone = messages_alone(_pairs_of(hosts), size, own, repeats)
+    report("messages between all neighbours at once")
+    rounds = {
+        host: messages_at_once(ranks, size, own, max(repeats // 2, 1))
+        for host in sorted({*hosts})
+        if len(ranks := [rank for rank, of in enumerate(hosts) if of == host]) > 1
     }
-    text = "\n".join(f"{a} → {b}: {samples_text(of_pair)}" for (a, b), of_pair in sorted(samples.items()))
-    cluster = replace(cluster_of(size, links), shared=beside.shared)
-    return FoundLinks(cluster, cluster, "\n".join([text, *beside.notes]))
+    all_reduces: tuple[AllReduceTimes, ...] = ()
+    if not is_queued(own):
+        report("sums over ranks")
+        all_reduces = measure_all_reduces(repeats)
+    shortened = {host: names[host].split()[0] for host in rounds}
+    every = all_gather_json([[[a, b, times] for (a, b), times in alone.items()], [*rounds.items()]])[0]
+    alone, rounds = {(a, b): times for a, b, times in every[0]}, dict(every[1])
+    links = links_of(alone, hosts)
+    cluster = cluster_of(links, hosts, {f"host {shortened[host]}": (host, of) for host, of in rounds.items()})
+    cluster = Cluster(cluster.limit_bytes, cluster.link, cluster.links, cluster.shared, all_reduces=all_reduces)
+    doubt = unsteady(alone)
+    return FoundLinks(cluster, "\n".join([*_lines(alone), *_shared_lines(cluster), *filter(None, [doubt])]), doubt)
+
+
+# --- from times to links ----------------------------------------------------------------------------------------------
+
+
+def line_through(points: Sequence[tuple[int, float]]) -> tuple[float, float]:
+    """µs for each message and for each of its bytes that are nearest to the times, in relative errors; none negative.
+
+    Points on such a line are met exactly.
+    """
+    weighted = [(num_bytes, us, 1 / max(us, 1e-9) ** 2) for num_bytes, us in points]
+    weight = sum(w for *_, w in weighted)
+    mean_bytes, mean_us = sum(w * n for n, _, w in weighted) / weight, sum(w * us for _, us, w in weighted) / weight
+    by_bytes = sum(w * (n - mean_bytes) ** 2 for n, _, w in weighted)
+    per_byte = sum(w * (n - mean_bytes) * (us - mean_us) for n, us, w in weighted) / by_bytes if by_bytes else 0.0
+    if per_byte <= 0:
+        return max(mean_us, 0.0), 0.0
+    if (latency_us := mean_us - per_byte * mean_bytes) >= 0:
+        return latency_us, per_byte
+    return 0.0, sum(w * n * us for n, us, w in weighted) / sum(w * n * n for n, _, w in weighted)
+
+
+def link_of(times: Iterable[Sequence[Sequence[float]]]) -> Link:
+    """The link of one or more pairs, from the times of messages of each of `SIZES`."""
+    points = [(size, median(of_size)) for of_pair in times for size, of_size in zip(SIZES, of_pair, strict=False)]
+    latency_us, per_byte = line_through(points)
+    is_limited = per_byte * _FASTEST_BYTES_PER_US > 1
+    return Link(round(latency_us), max(round(1 / per_byte), 1) if is_limited else None)
+
+
+def links_of(alone: Mapping[Pair, Sequence[Sequence[float]]], hosts: Sequence[int]) -> dict[Pair, Link]:
+    """The link of every pair: one for all pairs of the same two hosts, unless some take twice as long as others."""
+    links: dict[Pair, Link] = {}
+    every = [(a, b) for b in range(len(hosts)) for a in range(b)]
+    for ends in {frozenset((hosts[a], hosts[b])) for a, b in every}:
+        pairs = [pair for pair in every if frozenset(hosts[rank] for rank in pair) == ends]
+        measured = [pair for pair in pairs if pair in alone]
+        links |= dict.fromkeys(pairs, link_of(alone[pair] for pair in measured))
+        own = {pair: link_of([alone[pair]]) for pair in measured}
+        times = [link.transfer_us(_COMPARED_BYTES) for link in own.values()]
+        if max(times) > _ALIKE * min(times):
+            links |= own
+    return links
+
+
+def cluster_of(
+    links: Mapping[Pair, Link], hosts: Sequence[int], rounds: Mapping[str, tuple[int, Sequence[float]]]
+) -> Cluster:
+    """The most frequent link, those that differ from it one by one, and the rate that the ranks of a host share.
+
+    Args:
+        links: Of each pair, the lower rank first.
+        hosts: Of each rank, a number.
+        rounds: For each host with several ranks its number, and a round's time for each of `LEVEL_SIZES`.
+    """
+    middle = max(links.values(), key=[*links.values()].count)
+    others = ((*ends, link) for pair, link in sorted(links.items()) for ends in (pair, pair[::-1]) if link != middle)
+    shared = []
+    for name, (host, times) in rounds.items():
+        ranks = tuple(rank for rank, of in enumerate(hosts) if of == host)
+        latency_us, num_messages = links[ranks[0], ranks[1]].latency_us, 2 * (len(ranks) - 1)
+        rates = [num_messages * n / max(us - latency_us, 1.0) for n, us in zip(LEVEL_SIZES, times, strict=True)]
+        shared.append(SharedLink(name, max(round(median(rates)), 1), ranks, ranks))
+    return Cluster((None,) * len(hosts), middle, tuple(others), tuple(shared))
+
+
+def unsteady(alone: Mapping[Pair, Sequence[Sequence[float]]]) -> str:
+    """Why these times may be wrong, and what to do; "" if they vary little."""
+    for (a, b), of_pair in alone.items():
+        for size, times in zip(SIZES, of_pair, strict=True):
+            middle, low = median(times), quantiles(times, n=4, method="inclusive")[0] if len(times) > 1 else times[0]
+            if middle > low + max(_STEADY * low, _STEADY_US):
+                return (
+                    f"{size_text(size)} between ranks {a} and {b} took {time_text(round(middle))}, but "
+                    f"{time_text(round(low))} or less in a quarter of the repeats: end what else uses this machine, "
+                    f"and measure again"
+                )
+    return ""
+
+
+def _lines(alone: Mapping[Pair, Sequence[Sequence[float]]]) -> Iterable[str]:
+    for (a, b), of_pair in alone.items():
+        times = (
+            f"{size_text(n)} {time_text(round(median(of_size)))}" for n, of_size in zip(SIZES, of_pair, strict=True)
+        )
+        yield f"{a} ↔ {b}: {', '.join(times)}"
+
+
+def _shared_lines(cluster: Cluster) -> Iterable[str]:
+    for shared in cluster.shared:
+        yield f"{shared.name}: {size_text(shared.bytes_per_us * 1_000_000)}/s between all neighbours at once"
+    yield from map(str, cluster.all_reduces)
+
+
+# --- processes --------------------------------------------------------------------------------------------------------
 
 
 def _own_device(device: torch.device | None) -> Device:
@@ -150,50 +211,23 @@ def _own_device(device: torch.device | None) -> Device:
     return own
 
 
-def _both(pair: Pair, samples: Mapping[Pair, Sequence[LinkSample]]) -> list[tuple[Pair, Line]]:
-    """Times in each direction: the same if they differ by no more than measurements do."""
-    there, back = samples[pair], samples[pair[::-1]]
-    times = [line_of(of).at(_BIG_BYTES) for of in (there, back)]
-    if max(times) <= _ALIKE * min(times):
-        return [(of, line_of([*there, *back])) for of in (pair, pair[::-1])]
-    return [(pair, line_of(there)), (pair[::-1], line_of(back))]
+def _host_name() -> str:
+    """Tells hosts apart, also those of one name: the name, and the identity of the running kernel."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    return f"{socket.gethostname()} {boot.read_text().strip() if boot.exists() else ''}".strip()
 
 
-def _fields(link: Link) -> tuple[int, int | None]:
-    return link.latency_us, link.bytes_per_us
-
-
-def rounds(size: int) -> Iterator[list[tuple[int, int]]]:
-    """Every pair of `size` processes once, no process twice in a round (a round-robin tournament)."""
-    circle = [*range(size + size % 2)]  # with an empty place if their number is odd
-    for _ in range(len(circle) - 1):
-        half = len(circle) // 2
-        pairs = zip(circle[:half], reversed(circle[half:]), strict=True)
-        yield [(min(pair), max(pair)) for pair in pairs if max(pair) < size]
-        circle[1:] = [circle[-1], *circle[1:-1]]
-
-
-def cluster_of(size: int, links: dict[tuple[int, int], Link]) -> Cluster:
-    """The median link for all pairs, and those that differ from it one by one.
-
-    A link is that of both directions, unless the other one is there too.
-    """
-    ordered = sorted(links.values(), key=lambda link: link.transfer_us(_BIG_BYTES))
-    middle = ordered[len(ordered) // 2] if ordered else Link()
-    directed = links | {(b, a): link for (a, b), link in links.items() if (b, a) not in links}
-    others = ((*pair, link) for pair, link in sorted(directed.items()) if link != middle)
-    return Cluster((None,) * size, middle, tuple(others))
-
-
-def _measured(peer: int, starts: bool, repeats: int) -> Link:
-    cpu = torch.device("cpu")
-    small, big = (one_way_us(peer, starts, num_bytes, repeats, cpu) for num_bytes in (1, _BIG_BYTES))
-    return link_of(small, big)
-
-
-def link_of(small_us: float, big_us: float, big_bytes: int = _BIG_BYTES) -> Link:
-    """The link that transfers one byte in `small_us` and `big_bytes` in `big_us`."""
-    return Link(round(small_us), max(round(big_bytes / max(big_us - small_us, 1)), 1))
+def _pairs_of(hosts: Sequence[int]) -> list[Pair]:
+    """The pairs of ranks, the lower one first, that are measured: some of each two hosts, neighbours first."""
+    num_of: dict[frozenset[int], int] = {}
+    pairs = []
+    every = ((a, a + apart) for apart in range(1, len(hosts)) for a in range(len(hosts) - apart))
+    for a, b in every:
+        ends = frozenset((hosts[a], hosts[b]))
+        num_of[ends] = num_of.get(ends, 0) + 1
+        if num_of[ends] <= _MOST_PAIRS:
+            pairs.append((a, b))
+    return pairs
 
 
 def one_way_us(

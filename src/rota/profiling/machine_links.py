@@ -9,30 +9,28 @@ import re
 import socket
 import time
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from rota import reading
 from rota.cluster import Cluster
 from rota.errors import PipelineError, RotaError, UsageError
-from rota.profiling.host_links import MOST_SPREAD, REPEATS
-from rota.profiling.link_processes import links_of_started
-from rota.profiling.links import FoundLinks
+from rota.profiling.forked import run_forked
+from rota.profiling.links import REPEATS, FoundLinks, Report, find_links
 from rota.profiling.places import cpu_name
-from rota.runtime.device.local import AUTO, device_type
-from rota.runtime.environment import num_cores
+from rota.runtime.device.local import AUTO, device_type, local_device
+from rota.runtime.environment import device_environment, num_cores
+from rota.runtime.process_group import join
 from rota.units import count_text
 
 _KEPT_S = 7 * 24 * 3600.0  # a machine's kernel, drivers and load change
-_METHOD = "3"  # how links are measured; figures of another method are measured again
+_METHOD = "4"  # how links are measured; figures of another method are measured again
 _MEASURING_S = 13.0  # until two processes or more have started, loaded torch and sent all messages
 _FILE = "rota-links-{name}.json"
 _TYPE = "links"
-
-Report = Callable[[str], None]
 
 
 def links_of_this_machine(
@@ -80,17 +78,12 @@ def found_on_this_machine(
     cache: str | None = None,
     refresh: bool = False,
     repeats: int = REPEATS,
-    most_spread: float = MOST_SPREAD,
     report: Report = lambda _: None,
     within_s: float = math.inf,
 ) -> FoundLinks:
-    """As `links_of_this_machine`, with all that was found, but without the warning.
-
-    The other arguments are those of `links_of_started`.
-    """
+    """As `links_of_this_machine`, with all that was found, but without the warning. `repeats`: see `measure_links`."""
     if num_ranks < 2:
-        alone = Cluster.uniform(num_ranks)
-        return FoundLinks(alone, alone, "one rank has no links")
+        return FoundLinks(Cluster.uniform(num_ranks), "one rank has no links")
     key = _key(num_ranks, device_type(device, num_ranks), repeats)
     path = _path(cache, key)
     if not refresh and (kept := _kept(path, key, report)) is not None:
@@ -100,12 +93,67 @@ def found_on_this_machine(
             f"this takes about {_MEASURING_S:.0f} s, once a week on a machine, and there was no time for it; give a "
             f"longer --time-limit once, or the output of `rota profile links --processes {num_ranks}` as --links"
         )
-    found = links_of_started(num_ranks, device, repeats, most_spread, report, within_s)
+    found = links_of_started(num_ranks, device, repeats, report, within_s)
     if found.doubt:
         report(f"links are not kept: {found.doubt}")
     else:
         _keep(found, path, key, must=cache is not None)
     return found
+
+
+def links_of_started(
+    num_processes: int,
+    device: str = AUTO,
+    repeats: int = REPEATS,
+    report: Report = lambda _: None,
+    within_s: float = math.inf,
+) -> FoundLinks:
+    """The links of `num_processes` new processes on this machine, which are forked from this one.
+
+    Args:
+        num_processes: 2 or more.
+        device: What each one has: "cpu", the type of an accelerator, or "auto", as `local_device` takes it.
+        repeats: See `measure_links`.
+        report: Called with a line of text at the start.
+        within_s: Seconds after which the processes are ended.
+
+    Raises:
+        PipelineError: There are too few processes or devices, one fails, or there was too little time.
+    """
+    if num_processes < 2:
+        raise PipelineError(f"num_processes is {num_processes}: a link needs 2")
+    kind = device_type(device, num_processes)
+    if dist.is_initialized():
+        raise PipelineError(
+            "this process is one of a process group, and cannot be forked; call rota.profiling.measure_links in all "
+            "of them"
+        )
+    report(f"measuring the links between {num_processes} processes")
+
+    def work(_: int) -> list[str]:
+        os.environ |= device_environment(kind)
+        found = links_of_launched(repeats)
+        return [] if found is None else [found.cluster.to_json(), found.text, found.doubt]
+
+    try:
+        cluster, text, doubt = run_forked(num_processes, work, within_s=None if within_s == math.inf else within_s)[0]
+    except TimeoutError as error:
+        raise PipelineError(f"the links were not measured in time: {error}; give a longer time limit") from None
+    return FoundLinks(Cluster.from_json(cluster), text, doubt)
+
+
+def links_of_launched(repeats: int = REPEATS, report: Report = lambda _: None) -> FoundLinks | None:
+    """The links of the launcher's processes, on the first of them; None on the others. See `find_links`.
+
+    Messages are between the processes' `local_device`s.
+    """
+    owns = join()
+    try:
+        found = find_links(repeats, device=local_device(), report=report)
+        return found if dist.get_rank() == 0 else None
+    finally:
+        if owns:
+            dist.destroy_process_group()
 
 
 def _key(num_ranks: int, device: str, repeats: int) -> dict[str, str]:
@@ -162,15 +210,15 @@ def _parsed(text: str) -> tuple[FoundLinks, dict[str, str], int]:
     """A file's links, their key, and when they were measured. Raises FormatError."""
     fields = reading.parse(text, _TYPE)
     then = {name: fields["key"][name].text() for name in fields["key"].value}
-    cluster, rehearsal = (Cluster.from_fields(fields[name]) for name in ("cluster", "rehearsal"))
+    cluster = Cluster.from_fields(fields["cluster"])
     text = "\n".join(reading.printable(line.text()) for line in fields["text"])
-    return FoundLinks(cluster, rehearsal, text), then, fields["measured_s"].integer(0)
+    return FoundLinks(cluster, text), then, fields["measured_s"].integer(0)
 
 
 def _keep(found: FoundLinks, path: Path, key: dict[str, str], *, must: bool) -> None:
     """Write the file. Raises UsageError if that fails and `must` be."""
     fields: dict[str, Any] = {"key": key, "measured_s": int(time.time()), "text": found.text.split("\n")}
-    fields |= {"cluster": found.cluster.to_fields(), "rehearsal": found.rehearsal.to_fields()}
+    fields["cluster"] = found.cluster.to_fields()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         part = path.with_name(f"{path.name}.{os.getpid()}")

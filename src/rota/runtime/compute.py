@@ -122,7 +122,7 @@ def seed_of(*numbers: int) -> int:
 
 
 class RunsOps(Protocol):
-    """What an `Execution` needs for its ops: `Compute`, or the timed waits of a rehearsal."""
+    """What an `Execution` needs for its ops: `Compute`, or what stands for it in a test."""
 
     def begin(self, batch: Batch, seed: int) -> None:
         """A new step."""

@@ -16,7 +16,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from types import FrameType
@@ -53,8 +53,6 @@ class Transport:
         self.formats: dict[ValueKey, Format] = {}  # of activations, by (edge, False, micro-batch)
         self.flags = GradientFlags()
         self._arriving: dict[ValueKey, tuple[Message, list[Any], list[torch.Tensor], Format]] = {}
-        #: Hook: maps a posted receive's works to those that `take` waits for.
-        self.watched: Callable[[Message, list[Any]], list[Any]] = lambda _, works: works
         self.sent: dict[tuple[int, int], int] = {}
         self.through: dict[tuple[int, int], int] = {}
         # Gloo reports the end of a send only to whoever waits for it, so a thread waits, and releases the tensors.
@@ -82,7 +80,7 @@ class Transport:
             wanted = [((len(wanted),), torch.uint8), *wanted]
         buffers = [torch.empty(shape, dtype=dtype, device="cpu") for shape, dtype in wanted]
         works = [self._receive(buffer, message) for buffer in buffers]
-        self._arriving[message.value] = message, self.watched(message, works), buffers, form
+        self._arriving[message.value] = message, works, buffers, form
 
     def receive_layout(self, message: Message) -> Layout:
         """Wait for the layout of an activation."""

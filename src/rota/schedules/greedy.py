@@ -58,10 +58,10 @@ def path_through(placement: Placement, postpones_weights: bool) -> list[Leg]:
                 rank=placement.tasks[tasks[0]].ranks[0],
                 stage=stage,
                 kinds=kinds,
-                duration_us=sum(placement.op_us[task] for task in tasks),
+                duration_us=sum(placement.tasks[task].duration_us for task in tasks),
                 lag_us=lags_us.get((stage, following), 0),
                 postpones_weight=weight is not None,
-                weight_us=0 if weight is None else placement.op_us[weight],
+                weight_us=0 if weight is None else placement.tasks[weight].duration_us,
                 is_forward=kinds == (Kind.F,),
             )
         )

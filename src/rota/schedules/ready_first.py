@@ -137,7 +137,7 @@ def _pieces(placement: Placement, num_microbatches: int) -> list[_Piece]:
             tasks = [placement.index[stage, kind] for kind in kinds]
             of_task |= dict.fromkeys(tasks, len(pieces))
             holds = len(groups) > 1 and (kinds == groups[0]) - (kinds == groups[-1])
-            duration_us = sum(placement.op_us[task] for task in tasks)
+            duration_us = sum(placement.tasks[task].duration_us for task in tasks)
             batches = placement.microbatches(stage, num_microbatches)
             pieces.append(_Piece(stage, kinds, placement.tasks[tasks[0]].ranks[0], duration_us, int(holds), batches))
     lags_us: dict[tuple[int, int], int] = {}

@@ -84,7 +84,7 @@ def zb_auto(placement: Placement, num_microbatches: int) -> Plan:
         if search.best is None:
             raise
     found = _plan(placement, num_microbatches, search.best)
-    return _as_simulated(found, by_hand) if placement.cluster.counts_wires else found
+    return _as_simulated(found, by_hand) if placement.cluster.shared else found
 
 
 def _as_simulated(found: Plan, others: Sequence[Plan]) -> Plan:
@@ -230,9 +230,9 @@ def _pipe(placement: Placement, num_microbatches: int) -> Pipe:
     times, needs, keeps, again = [], [], [], []
     for stage in placement.stages:
         f, i, w = (placement.tasks[index[stage, kind]] for kind in (Kind.F, Kind.I, Kind.W))
-        f_us, i_us, w_us = (placement.op_us[index[stage, kind]] for kind in (Kind.F, Kind.I, Kind.W))
+        f_us, i_us, w_us = (placement.tasks[index[stage, kind]].duration_us for kind in (Kind.F, Kind.I, Kind.W))
         r = placement.task(stage, Kind.R)
-        again_us = placement.op_us[index[stage, Kind.R]] if r else 0
+        again_us = placement.tasks[index[stage, Kind.R]].duration_us if r else 0
         held, peak = (r.held_bytes, max(r.held_bytes, 0) + r.peak_bytes) if r else (0, 0)
         need = max(peak, held + max(i.held_bytes, 0) + i.peak_bytes)
         again.append(again_us)

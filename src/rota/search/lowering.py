@@ -12,7 +12,7 @@ many have begun and ended by then.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from rota.cluster import Cluster
@@ -39,39 +39,33 @@ class Carried(NamedTuple):
 
 @dataclass(frozen=True)
 class Lowered:
-    """A placement without shared links and costs of messages, for a search.
+    """A placement without shared links, for a search.
 
     Attributes:
         placement: The tasks of the given placement and then the services; the ranks and then the shared links.
         lags_us: (source, target) -> µs from the end of the source until the last rank of the target has its data.
-        occupied_us: For each task the µs before and after the op itself, which are part of its duration.
         services: For each service the index of its route in the given placement.
         carried: What transfers hold.
     """
 
     placement: Placement
     lags_us: dict[tuple[int, int], int]
-    occupied_us: tuple[tuple[int, int], ...]
     services: tuple[int, ...]
     carried: tuple[Carried, ...]
 
 
 def lower(given: Placement) -> Lowered:
-    """The same step without shared links and costs of messages; where there are none, on the same placement."""
+    """The same step without shared links; where there are none, on the same placement."""
     services = tuple(r for r, route in enumerate(given.routes) if route.shared)
     task_of = {r: len(given.tasks) + i for i, r in enumerate(services)}
-    occupied_us = (*given.occupied_us, *((0, 0) for _ in services))
     lags_us = _lags_us(given, task_of)
     carried = [
-        each
-        for r, route in enumerate(given.routes)
-        if route.num_bytes
-        for each in _carried(route, task_of.get(r), occupied_us[route.target][1])
+        each for r, route in enumerate(given.routes) if route.num_bytes for each in _carried(route, task_of.get(r))
     ]
     placement = given
-    if given.cluster.counts_wires:
+    if given.cluster.shared:
         placement = _lowered_placement(given, services, lags_us)
-    return Lowered(placement, lags_us, occupied_us, services, tuple(carried))
+    return Lowered(placement, lags_us, services, tuple(carried))
 
 
 def _lags_us(given: Placement, task_of: dict[int, int]) -> dict[tuple[int, int], int]:
@@ -89,14 +83,14 @@ def _lags_us(given: Placement, task_of: dict[int, int]) -> dict[tuple[int, int],
     return lags | through
 
 
-def _carried(route: Route, service: int | None, after_reader_us: int) -> tuple[Carried, Carried]:
+def _carried(route: Route, service: int | None) -> tuple[Carried, Carried]:
     """On the sender from the op's end until the data arrives; on the receiver from the transfer's start."""
     made = sent = Instant(route.source, 0)
     arrived = Instant(route.source, route.duration_us)
     if service is not None:
         sent = Instant(service, -route.service_us)
         arrived = Instant(service, route.duration_us - route.service_us)
-    read = Instant(route.target, -after_reader_us)
+    read = Instant(route.target, 0)
     return (
         Carried(route.sender, route.num_bytes, made, arrived, True),
         Carried(route.receiver, route.num_bytes, sent, read, False),
@@ -104,7 +98,7 @@ def _carried(route: Route, service: int | None, after_reader_us: int) -> tuple[C
 
 
 def _lowered_placement(given: Placement, services: tuple[int, ...], lags_us: dict[tuple[int, int], int]) -> Placement:
-    tasks = [replace(task, duration_us=us) for task, us in zip(given.tasks, given.op_us, strict=True)]
+    tasks = [*given.tasks]
     free = 1 + max(given.stages)
     for i, r in enumerate(services):
         links = tuple(given.num_ranks + link for link in given.routes[r].shared)

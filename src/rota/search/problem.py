@@ -135,12 +135,6 @@ class Problem:
         return np.array([task.duration_us for task in self.placement.tasks], dtype=np.int64)
 
     @cached_property
-    def own_us(self) -> tuple[int, ...]:
-        """For each task how long its op itself lasts, without what messages cost before and after it."""
-        lasting = zip(self.placement.tasks, self.lowered.occupied_us, strict=True)
-        return tuple(task.duration_us - before - after for task, (before, after) in lasting)
-
-    @cached_property
     def held_bytes(self) -> Integers:
         """int64[num_tasks]."""
         return np.array([task.held_bytes for task in self.placement.tasks], dtype=np.int64)

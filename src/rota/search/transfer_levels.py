@@ -24,8 +24,6 @@ class Transfers(NamedTuple):
     limits_bytes: Integers  #: int64[num_ranks]: what ops and transfers may hold, or NO_LIMIT
     at_start_bytes: Integers  #: int64[...], beside `Tables.on`: what an op of the task takes on the rank when it starts
     at_end_bytes: Integers  #: int64[...], beside `Tables.on`: its change when the op ends; less than 0: it frees
-    before_us: Integers  #: int64[num_tasks]: how long messages occupy the rank before an op of the task itself begins
-    own_us: Integers  #: int64[num_tasks]: how long the op itself lasts
     first_carried: Integers  #: int64[num_ranks + 1]: row r of `carried` is `first_carried[r]` to `first_carried[r + 1]`
     carried: Integers  #: int64[..., 6]: bytes; task and µs after its end, from when and until when; is it sent
 
@@ -45,9 +43,7 @@ class Transfers(NamedTuple):
         carried = np.array([each for row in rows for each in row], np.int64).reshape(-1, 6)
         first = np.array([0, *accumulate(map(len, rows))], np.int64)
         at_end = np.minimum(held, 0) - peak - received[ranks, on]
-        before_us = np.array([before for before, _ in lowered.occupied_us], np.int64)
-        own_us = np.array(problem.own_us, np.int64)
-        return cls(problem.limits_bytes, np.maximum(held, 0) + peak, at_end, before_us, own_us, first, carried)
+        return cls(problem.limits_bytes, np.maximum(held, 0) + peak, at_end, first, carried)
 
 
 @loop
@@ -71,9 +67,9 @@ def peaks_with_transfers(tables, transfers, orders, starts_us):  # type: ignore[
         n = 0
         for i in range(tables.first_op[r], tables.first_op[r + 1]):
             task = orders[i]
-            start = starts_us[tables.first_node[task] + begun[task]] + transfers.before_us[task]
+            start = starts_us[tables.first_node[task] + begun[task]]
             begun[task] += 1
-            duration = transfers.own_us[task]
+            duration = tables.durations_us[task]
             keys[n], changes[n] = 4 * start + _OP, at_start[task]
             keys[n + 1] = 4 * (start + duration) + (_OP_ENDS if duration else _OP)
             changes[n + 1] = at_end[task]

@@ -96,7 +96,7 @@ def refuse_too_large(placement: Placement, num_microbatches: int) -> None:
         )
     ranks = range(placement.num_ranks)
     ends_us = sum(end.reduce_us + end.optimizer_us for end in placement.step_ends) * len(ranks)
-    path_us = sum(task.duration_us for task in placement.tasks) + sum(map(sum, placement.occupied_us))
+    path_us = sum(task.duration_us for task in placement.tasks)
     path_us += sum(route.duration_us for route in placement.routes)
     if (most_us := path_us * num_microbatches + ends_us) >= _TOO_LARGE:
         raise SearchError(

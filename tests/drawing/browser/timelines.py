@@ -35,7 +35,7 @@ def bidirectional():
 def wired(num_microbatches=6):
     """Transfers that wait for a host, messages that cost their ranks time, and gaps."""
     host = rota.SharedLink("host a", 40, (0, 1, 2, 3), (0, 1, 2, 3))
-    cluster = rota.Cluster((None,) * 4, rota.Link(10, 80, 4, None, 3, 2000), shared=(host,), gap_us=2)
+    cluster = rota.Cluster((None,) * 4, rota.Link(10, 80), shared=(host,))
     costs = rota.Costs.uniform(4, 100, 200, activation_bytes=10**6, boundary_bytes=2000)
     return rota.simulate(rota.schedules.one_f_one_b(rota.place(costs, cluster), num_microbatches))
 

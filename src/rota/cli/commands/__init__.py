@@ -14,7 +14,6 @@ from rota.cli.commands import (
     plan,
     plan_batch,
     profile,
-    rehearse,
     run,
     schedules,
     show,
@@ -23,7 +22,7 @@ from rota.cli.commands import (
 
 _IN_ORDER = (
     *(demo, doctor, autoplan, profile, plan, plan_batch, schedules),
-    *(check, show, rehearse, explain, verify),
+    *(check, show, explain, verify),
     *(run, compare, calibrate, export, import_plan, checkpoint),
 )
 #: In the order of `rota --help`.

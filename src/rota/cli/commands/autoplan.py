@@ -319,13 +319,6 @@ def _measured(
     how = {"device": arguments.device, "cache": arguments.cache, "refresh": arguments.refresh, "cuts": arguments.cuts}
     left_s = max(_PROFILE * deadline.seconds - deadline.elapsed_s, 0.0)
     found = profile_file(model_file, sizes, report=show, within_s=left_s, **how)
-    between = [num_rows for num_rows in found if found[num_rows].is_interpolated]
-    if between:
-        measured = _listed([num_rows for num_rows in found if num_rows not in between])
-        remarks.append(
-            f"for lack of time, layers were measured with {measured} rows per micro-batch only; their costs with "
-            f"{_listed(between)} rows are interpolated: give a longer --time-limit to measure them"
-        )
     if missing := sorted({*sizes} - {*found}):
         remarks.append(
             f"left out for lack of time: micro-batches of {_listed(missing)} rows; give a longer --time-limit"

@@ -43,8 +43,8 @@ def run(arguments: Namespace) -> int:
     elif not is_measured(measured):
         raise InputError(
             f"{arguments.planned} and {arguments.measured} both have planned times: nothing was measured. Write a "
-            f"measured timeline with `rota run --timeline measured.json {arguments.planned} train.py` or "
-            f"`rota rehearse {arguments.planned} -o measured.json`; `rota show --above` compares two plans"
+            f"measured timeline with `rota run --timeline measured.json {arguments.planned} train.py`; "
+            f"`rota show --above` compares two plans"
         )
     compared = comparison.compare(planned, measured, arguments.cores)
     files.note_one_step("compare", arguments.measured)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from argparse import ArgumentTypeError, Namespace
+from argparse import Namespace
 
 from rota.cli import files, json_reports
 from rota.cli.arguments import add_cache, add_json, add_model_options, add_output, number, rows
@@ -44,7 +44,7 @@ def add_arguments(parser: Parser) -> None:
         help="device on this machine to measure on, such as cpu or cuda (default: cpu; for links: auto), or "
         "another device, such as h100, whose costs are estimated without running anything",
     )
-    help_text = f"measurements per layer; the result is their median (default: {_REPEATS})"
+    help_text = f"measurements, of which the median counts (default: {_REPEATS}; for links: 15)"
     parser.add_argument("--repeats", type=number(1), metavar="N", help=help_text)
     parser.add_argument(
         "--processes",
@@ -52,27 +52,9 @@ def add_arguments(parser: Parser) -> None:
         metavar="N",
         help="for links: number of processes to start on this machine (default: 2)",
     )
-    help_text = "for links: measure for `rota rehearse`, in which ranks wait instead of computing"
-    parser.add_argument("--rehearsal", action="store_true", help=help_text)
-    help_text = (
-        "for links: reject measurements that vary too much: those whose median exceeds the lower quartile by more "
-        "than X times that quartile (default: 2)"
-    )
-    parser.add_argument("--max-spread", type=_spread, metavar="X", help=help_text)
     add_cache(parser)
     add_json(parser)
     add_output(parser, "FILE", "write the profile, or the measured links, as JSON")
-
-
-def _spread(text: str) -> float:
-    """A positive number; inf as well."""
-    try:
-        found = float(text)
-    except ValueError:
-        found = 0.0
-    if not found > 0:
-        raise ArgumentTypeError(f"{text!r} must be a number above 0, such as 0.5 for half of the lower quartile")
-    return found
 
 
 def run(arguments: Namespace) -> int:
@@ -82,10 +64,8 @@ def run(arguments: Namespace) -> int:
 
 
 def _layers(arguments: Namespace) -> int:
-    for option in ("processes", "rehearsal", "max_spread"):
-        if getattr(arguments, option):
-            name = option.replace("_", "-")
-            raise InputError(f"--{name} is for `rota profile {LINKS}`; leave it out for {arguments.model}")
+    if arguments.processes:
+        raise InputError(f"--processes is for `rota profile {LINKS}`; leave it out for {arguments.model}")
     from rota.planning.model_file import load_model_file, profile_file
 
     if arguments.lengths:
@@ -178,39 +158,37 @@ def _summary(layers: LayerCosts) -> str:
 
 
 def _links(arguments: Namespace) -> int:
-    from rota.profiling import link_processes
-    from rota.profiling.host_links import MOST_SPREAD
-    from rota.profiling.machine_links import found_on_this_machine
+    from rota.profiling.links import REPEATS
+    from rota.profiling.machine_links import found_on_this_machine, links_of_launched, links_of_started
     from rota.runtime.device.local import AUTO
     from rota.runtime.environment import device_environment
 
     for option in ("rows", "cuts", "length", "lengths", "stages"):
         if getattr(arguments, option):
             raise InputError(f"--{option} is for a model; leave it out for {LINKS}")
-    repeats, most_spread = arguments.repeats or _REPEATS, arguments.max_spread or MOST_SPREAD
-    if not link_processes.is_launched():
+    repeats = arguments.repeats or REPEATS
+    if "RANK" not in os.environ:  # else torchrun, or something like it, has started this process as one of several
         number, device = arguments.processes or 2, arguments.device or AUTO
         if arguments.cache is None:
-            found = link_processes.links_of_started(number, device, repeats, most_spread, _tell)
+            found = links_of_started(number, device, repeats, _tell)
         else:
             kept = {"cache": arguments.cache, "refresh": arguments.refresh, "repeats": repeats}
-            found = found_on_this_machine(number, device=device, most_spread=most_spread, report=_tell, **kept)
+            found = found_on_this_machine(number, device=device, report=_tell, **kept)
     else:
         for option in ("processes", "cache"):
             if getattr(arguments, option) is not None:
                 raise InputError(f"--{option}: the launcher has started the processes; leave it out")
         os.environ |= device_environment(arguments.device) if arguments.device else {}
-        of_launched = link_processes.links_of_launched(repeats, most_spread, _tell)
+        of_launched = links_of_launched(repeats, _tell)
         if of_launched is None:  # the first process prints it
             return 0
         found = of_launched
-    cluster = found.rehearsal if arguments.rehearsal else found.cluster
     if arguments.json:
-        print_json(cluster.to_fields())
+        print_json(found.cluster.to_fields())
     else:
         print_text(found.text)
     then = ", a rota.Cluster for `rota autoplan --links`"
-    files.keep(arguments.output, cluster.to_json(), then=then, quietly=arguments.json)
+    files.keep(arguments.output, found.cluster.to_json(), then=then, quietly=arguments.json)
     return 0
 
 

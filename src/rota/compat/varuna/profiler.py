@@ -21,7 +21,7 @@ from rota.compat.varuna.mixed_precision import MixedPrecision
 from rota.costs import Costs
 from rota.errors import FormatError, PipelineError, PlacementError
 from rota.models import split
-from rota.profiling import measure_link, profile_here
+from rota.profiling import measure_links, profile_here
 from rota.runtime.process_group import on_first
 from rota.writing import write_text
 
@@ -133,9 +133,10 @@ class Profiler:
         measured = on_first("profiling", lambda: [*map(self._measured, microbatch_sizes)])
         link = long_link = Link()
         if dist.is_initialized() and (num_processes := dist.get_world_size()) > 1:
-            link = long_link = measure_link(0, 1)
+            cluster = measure_links()
+            link = long_link = cluster.link_between(0, 1)
             if self._per_node is not None and self._per_node < num_processes:
-                long_link = measure_link(0, self._per_node)
+                long_link = cluster.link_between(0, self._per_node)
         costs = {size: Costs.from_json(text) for size, text, _ in measured}
         profile = Profile(costs, tuple(measured[-1][2]) if measured else (), link, long_link)
         on_first(f"writing to {self._folder}", lambda: self._keep(profile))

@@ -147,15 +147,14 @@ function makeTransfers(timeline, delays, durations) {
   const batch = new Int32Array(delays.length);
   timeline.routeFirst = [];
   let at = 0;
-  routes.forEach(([source, , sender, , , component, service, links, sending], r) => {
+  routes.forEach(([source, , sender, , , component, service, links], r) => {
     timeline.routeFirst.push(at);
     const slot = timeline.slotOf.get(`${source} ${sender}`);
     const { first, end } = timeline.lanes[sender];
     for (let m = component; m < numMicrobatches; m += numComponents, at++) {
       sent[at] = end[timeline.opAt[slot * numMicrobatches + m] - first] + delays[at];
       arrived[at] = sent[at] + durations[at];
-      const waited = delays[at] - figureOf(timeline, sending, m);
-      handedOver[at] = links.length ? sent[at] - Math.max(0, waited) : sent[at];
+      handedOver[at] = links.length ? sent[at] - Math.max(0, delays[at]) : sent[at];
       served[at] = Math.min(sent[at] + figureOf(timeline, service, m), Math.max(sent[at], arrived[at]));
       [route[at], batch[at]] = [r, m];
     }

@@ -56,7 +56,7 @@ class NoReasonError(Exception):
 
 def certificate_of(problem: Problem, proof: Proof) -> dict[str, Any] | None:
     """The fields of a certificate for a bound on the makespan; None where its argument cannot be written down."""
-    if problem.given.cluster.counts_wires:  # a certificate knows no shared links, and nothing that messages cost
+    if problem.given.cluster.shared:  # which a certificate does not know
         return None
     fields: dict[str, Any] = {"argument": proof.argument}
     if proof.without_common:

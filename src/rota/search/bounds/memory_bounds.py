@@ -71,8 +71,7 @@ def _carried_byte_us(problem: Problem, rank: int, whole_step: bool) -> int:
     total = 0
     for route in problem.given.routes:
         if route.receiver == rank:
-            before_us, _ = problem.lowered.occupied_us[route.target]
-            read_us = before_us + problem.own_us[route.target]
+            read_us = int(problem.durations_us[route.target])
             total += route.num_bytes * (route.duration_us * whole_step + read_us)
         if route.sender == rank:
             total += route.num_bytes * route.duration_us * whole_step
@@ -159,17 +158,15 @@ def _held_byte_us(problem: Problem, tasks: Integers) -> int:
 
     0 if some byte is freed that may have been taken by no task before.
     """
-    own_us, paths_us = problem.own_us, problem.paths_us
-    occupied_us = problem.lowered.occupied_us  # paths are from start to start, with what messages cost before ops
+    durations_us, paths_us = problem.durations_us.tolist(), problem.paths_us  # paths are from start to start
     matched = matched_bytes(problem, tasks)
     if matched is None:
         return 0
     total: int = sum(
-        int(problem.peak_bytes[t]) * own_us[t] for t in tasks.tolist()
+        int(problem.peak_bytes[t]) * durations_us[t] for t in tasks.tolist()
     )  # of any size, as all products here
     for source, task, size in matched:
-        stays_us = int(paths_us[source, task]) + occupied_us[task][0] + own_us[task] - occupied_us[source][0]
-        total += size * stays_us
+        total += size * (int(paths_us[source, task]) + durations_us[task])
     return total
 
 

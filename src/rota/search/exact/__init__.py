@@ -181,7 +181,6 @@ def _count_transfers(ordering: Ordering, gaps: Gaps, problem: Problem) -> None:
     window, model = ordering.window, ordering.model
     longest = ordering.certain.most
     most_us = longest + max((route.duration_us for route in problem.given.routes), default=0)
-    occupied_us = problem.lowered.occupied_us
     points = StepPoints(ordering, gaps, most_us)
     times = Times(
         model,
@@ -189,8 +188,7 @@ def _count_transfers(ordering: Ordering, gaps: Gaps, problem: Problem) -> None:
         points.end,
         ordering.before,
         points.is_until,
-        lambda node: problem.own_us[window.task_of[node]],
-        lambda node: occupied_us[window.task_of[node]],
+        lambda node: int(problem.durations_us[window.task_of[node]]),
     )
     held = {node: int(problem.held_bytes[task]) for node, task in window.task_of.items()}
     peak = {node: int(problem.peak_bytes[task]) for node, task in window.task_of.items()}

@@ -2,8 +2,7 @@
 
 A rank holds what it sends from the op's end for as long as the transfer lasts, and what it receives from the transfer's
 start to the end of the op that reads it. Levels rise only when ops start, when ops hand over what they send, and when
-transfers start, so only these points count. What messages cost a rank before and after an op is part of its node, but
-what the op itself holds changes when the op itself starts and ends.
+transfers start, so only these points count.
 """
 
 from __future__ import annotations
@@ -47,8 +46,7 @@ class Times:
     """A model's variables.
 
     `ends(node, lag_us)`: `lag_us` after the node's end; `before(a, b)`: both on one rank; `is_until(early, late)`:
-    whether a point comes before another one in the period, or at the same time. Of a node's time, the op itself takes
-    `own_us(node)`; `occupied_us(node)` are the parts before and after it.
+    whether a point comes before another one in the period, or at the same time; `duration_us(node)`: how long it lasts.
     """
 
     model: cp_model.CpModel
@@ -56,8 +54,7 @@ class Times:
     ends: Callable[[int, int], TimePoint]
     before: Callable[[int, int], Any]
     is_until: Callable[[TimePoint, TimePoint], Any]
-    own_us: Callable[[int], int]
-    occupied_us: Callable[[int], tuple[int, int]]
+    duration_us: Callable[[int], int]
 
 
 class PointOrder:
@@ -97,7 +94,7 @@ class Level:
             if held_bytes[node] > 0 or peak_bytes[node] > 0:
                 yield self._at(_AtStart(self, node), held_bytes, peak_bytes)
         for since, is_sent in sorted({(carry.since, carry.is_sent) for carry in self.carries}):
-            follows = is_sent and self.times.own_us(since.node) > 0
+            follows = is_sent and self.times.duration_us(since.node) > 0
             yield self._at(_AtEnd(self, since.node) if follows else _Elsewhere(self, since), held_bytes, peak_bytes)
 
     def _at(self, place: _AtStart | _AtEnd | _Elsewhere, held: Mapping[int, int], peak: Mapping[int, int]) -> Any:
@@ -113,20 +110,11 @@ class Level:
                 level += peak[node] * (place.started(node) - place.ended(node))
         for carry in self.carries:
             node, since, until = carry.since.node, carry.since, carry.until
-            follows = carry.is_sent and self.times.own_us(node) > 0 and not self.times.occupied_us(node)[1]
+            follows = carry.is_sent and self.times.duration_us(node) > 0
             begun = place.ended(node) if follows else place.passed(self.later(*since))
             over = place.passed(self.later(*until)) if carry.is_sent else place.ended(until.node)
             level += carry.num_bytes * (begun - over)
         return level
-
-    def own_start(self, node: int) -> TimePoint:
-        """When the op itself starts."""
-        before_us, after_us = self.times.occupied_us(node)
-        return self.later(node, -after_us - self.times.own_us(node)) if before_us else self.starts[node]
-
-    def own_end(self, node: int) -> TimePoint:
-        """When the op itself ends."""
-        return self.later(node, -self.times.occupied_us(node)[1])
 
     def later(self, node: int, lag_us: int) -> TimePoint:
         """The point `lag_us` after the node's end."""
@@ -146,12 +134,10 @@ class _AtStart:
         return self.ended(node) + (node == self.node)
 
     def ended(self, node: int) -> Any:
-        done = (0 if node == self.node else self.level.before(node, self.node)) - self.level.starts[node].round
-        here, start = self.level.own_start(self.node), self.level.starts[self.node]
-        return done if here is start else done - (here.round - start.round)  # as in `_AtEnd`
+        return (0 if node == self.node else self.level.before(node, self.node)) - self.level.starts[node].round
 
     def passed(self, point: TimePoint) -> Any:
-        return self.level.times.is_until(point, self.level.own_start(self.node)) - point.round
+        return self.level.times.is_until(point, self.level.starts[self.node]) - point.round
 
 
 @dataclass(frozen=True)
@@ -189,12 +175,12 @@ class _Elsewhere:
         return self.level.later(*self.since)
 
     def started(self, node: int) -> Any:
-        start = self.level.own_start(node)
+        start = self.level.starts[node]
         return 1 - self.level.times.is_until(self.here, start) - start.round
 
     def ended(self, node: int) -> Any:
-        end = self.level.own_end(node)
-        if self.level.times.own_us(node):
+        end = self.level.later(node, 0)
+        if self.level.times.duration_us(node):
             return self.passed(end)
         return 1 - self.level.times.is_until(self.here, end) - end.round  # at one instant, transfers start first
 

@@ -95,8 +95,7 @@ class Period:
         self._add_waits()
         self._add_ranks()
         points = dict(enumerate(map(TimePoint, self.offsets, self.rounds)))
-        before, u = self.before, interval.num_copies
-        own_us, occupied_us = self.loop.problem.own_us, self.loop.problem.lowered.occupied_us
+        before = self.before
         self.point_order = PointOrder(self.model)
         self.times = Times(
             self.model,
@@ -104,8 +103,7 @@ class Period:
             self._end,
             lambda a, b: before[a, b],
             self.point_order.is_until,
-            lambda node: own_us[node // u],
-            lambda node: occupied_us[node // u],
+            self.durations_us.__getitem__,
         )
         for rank in range(self.loop.placement.num_ranks):
             self._add_memory(rank)
@@ -228,10 +226,8 @@ class Period:
         sizes = [*map(abs, held.values()), *(carry.num_bytes for carry in carries)]
         byte_us = sum(sizes) * (self.most_rounds + 2) + sum(peak.values()) + (limit or 0)
         if limit is not None and byte_us * self.interval.period_us < _TOO_LARGE:
-            own_us, occupied_us = self.times.own_us, self.times.occupied_us
-            ends = sum(
-                -held[i] * (self.starts[i] + occupied_us(i)[0] + (own_us(i) if held[i] < 0 else 0)) for i in nodes
-            )
+            durations_us = self.durations_us
+            ends = sum(-held[i] * (self.starts[i] + (durations_us[i] if held[i] < 0 else 0)) for i in nodes)
             for carry in carries:
                 (begun, begun_lag), (over, over_lag) = carry.since, carry.until
                 if begun == over:
@@ -239,7 +235,7 @@ class Period:
                 else:
                     held_us = self.starts[over] + self.durations_us[over] - self.starts[begun]
                     ends += carry.num_bytes * (held_us - self.durations_us[begun] + over_lag - begun_lag)
-            self.model.add(ends + sum(peak[i] * own_us(i) for i in nodes) <= limit * self.interval.period_us)
+            self.model.add(ends + sum(peak[i] * durations_us[i] for i in nodes) <= limit * self.interval.period_us)
 
     def _end(self, node: int, lag_us: int) -> TimePoint:
         """The point `lag_us` after the node's end."""

@@ -147,10 +147,7 @@ class Steady:
         plan, rows = self._rows(num_microbatches)
         placement, lowered, flat = self.placement, self._problem.lowered, self.flat_starts(num_microbatches)
         tasks = [[placement.index[op[:2]] for op in order] for order in plan.orders]
-        starts = [
-            tuple(start + lowered.occupied_us[task][0] for task, start in zip(*row, strict=True))
-            for row in zip(tasks, rows, strict=True)
-        ]
+        starts = [*map(tuple, rows)]
         ends = [
             tuple(start + placement.tasks[task].duration_us for task, start in zip(*row, strict=True))
             for row in zip(tasks, starts, strict=True)

@@ -1,0 +1,142 @@
+"""Links from times of messages, and measured between real processes."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rota import Cluster, Link, PipelineError
+from rota.profiling.all_reduces import SIZES as SUMS
+from rota.profiling.all_reduces import numbers_of
+from rota.profiling.link_pipelines import LEVEL_SIZES, SIZES
+from rota.profiling.links import _pairs_of, cluster_of, find_links, line_through, link_of, links_of, unsteady
+from rota.profiling.machine_links import links_of_started
+from support.pool import Pool
+
+
+def messages(latency_us: float, bytes_per_us: float) -> list[list[float]]:
+    """Two messages of each size."""
+    return [[latency_us + size / bytes_per_us] * 2 for size in SIZES]
+
+
+@given(latency_us=st.integers(0, 5_000), bytes_per_us=st.integers(10, 50_000))
+def test_times_on_a_line_are_met_exactly(latency_us: int, bytes_per_us: int) -> None:
+    us, per_byte = line_through([(size, latency_us + size / bytes_per_us) for size in SIZES])
+    assert us == pytest.approx(latency_us, rel=1e-6, abs=1e-3)
+    assert per_byte * bytes_per_us == pytest.approx(1)
+    assert link_of([messages(latency_us, bytes_per_us)]) == Link(latency_us, bytes_per_us)
+
+
+@pytest.mark.parametrize(
+    ("points", "line"),
+    [
+        ([(1, 10.0), (100, 10.0)], (10.0, 0.0)),
+        ([(1, 10.0), (100, 5.0)], (6.0, 0.0)),  # the shorter time has four times the weight
+        ([(10, 0.1), (1000, 100.0)], (0.0, 0.055)),  # no message begins to arrive before it is sent
+        ([(8, 4.0)], (4.0, 0.0)),
+    ],
+)
+def test_no_part_of_a_line_is_negative(points: list[tuple[int, float]], line: tuple[float, float]) -> None:
+    assert line_through(points) == pytest.approx(line, rel=0.05)
+
+
+def test_bytes_that_take_no_time_have_no_rate() -> None:
+    assert link_of([[[7.0]] * len(SIZES)]) == Link(7, None)
+
+
+def test_pairs_of_two_hosts_have_one_link_unless_they_differ() -> None:
+    hosts = [0, 0, 2, 2]
+    alone = {(0, 1): messages(10, 100), (2, 3): messages(10, 100), (1, 2): messages(50, 10), (0, 2): messages(51, 10)}
+    links = links_of(alone, hosts)
+    assert {links[0, 1], links[2, 3]} == {Link(10, 100)}
+    assert len({links[pair] for pair in ((0, 2), (0, 3), (1, 2), (1, 3))}) == 1
+    assert links[0, 3].bytes_per_us == 10
+    differing = links_of({**alone, (0, 2): messages(50, 2)}, hosts)
+    assert (differing[1, 2], differing[0, 2]) == (Link(50, 10), Link(50, 2))
+
+
+def test_a_cluster_has_the_most_frequent_link_and_a_rate_per_host() -> None:
+    near, far = Link(10, 100), Link(50, 10)
+    links = {(0, 1): near, (2, 3): near, (0, 2): far, (0, 3): far, (1, 2): far, (1, 3): far}
+    times = [10 + 2 * size / 80 for size in LEVEL_SIZES]  # two messages of two neighbours
+    cluster = cluster_of(links, [0, 0, 2, 2], {"host a": (0, times), "host b": (2, times)})
+    assert cluster.link == far
+    assert cluster.links == ((0, 1, near), (1, 0, near), (2, 3, near), (3, 2, near))
+    assert [(of.name, of.bytes_per_us, of.senders) for of in cluster.shared] == [
+        ("host a", 80, (0, 1)),
+        ("host b", 80, (2, 3)),
+    ]
+
+
+def test_few_pairs_of_two_hosts_are_measured_neighbours_first() -> None:
+    assert _pairs_of([0, 0, 0]) == [(0, 1), (1, 2), (0, 2)]
+    assert _pairs_of([0] * 8) == [(rank, rank + 1) for rank in range(6)]
+    assert _pairs_of([0, 0, 2, 2]) == [(0, 1), (1, 2), (2, 3), (0, 2), (1, 3), (0, 3)]
+
+
+def test_times_that_vary_much_are_doubted() -> None:
+    steady = {(0, 1): [[300.0, 301.0, 302.0, 499.0]] * len(SIZES)}
+    assert unsteady(steady) == ""
+    assert unsteady({(0, 1): [*steady[0, 1][1:], [300.0, 300.0, 900.0, 900.0, 900.0, 900.0]]}) == ""
+    told = unsteady({(0, 1): [*steady[0, 1][1:], [300.0, 300.0, 300.0, 900.0, 900.0, 900.0, 900.0]]})
+    assert told.startswith("16.8 MB between ranks 0 and 1 took 900 µs, but 300 µs or less in a quarter of the repeats")
+
+
+@pytest.mark.parametrize(("size", "numbers"), [(2, [2]), (3, [2, 3]), (4, [2, 4]), (7, [2, 4, 7])])
+def test_sums_are_of_all_and_of_powers_of_two(size: int, numbers: list[int]) -> None:
+    assert [*numbers_of(size)] == numbers
+
+
+# --- real processes ---------------------------------------------------------------------------------------------------
+
+
+def refuse_wrong_structure(cluster: Cluster, text: str, num_ranks: int) -> None:
+    """What must hold however loaded the machine is."""
+    assert cluster.num_ranks == num_ranks
+    (shared,) = cluster.shared
+    assert shared.name.startswith("host ")
+    assert shared.senders == shared.receivers == (*range(num_ranks),)
+    assert Cluster.from_json(cluster.to_json()) == cluster
+    assert [of.num_ranks for of in cluster.all_reduces] == [*numbers_of(num_ranks)]
+    assert all([size for size, _ in of.times_us] == [*SUMS] for of in cluster.all_reduces)
+    assert cluster.link.transfer_us(1 << 24) > 100  # 16 MB cannot be there at once
+    assert all(f"\n{a} ↔ {a + 1}: 4.1 kB " in f"\n{text}" for a in range(num_ranks - 1))
+
+
+@pytest.mark.dist
+@pytest.mark.sweep  # `rota plan` and the README's autoplan measure so
+def test_two_processes_are_started_and_measured() -> None:
+    lines: list[str] = []
+    found = links_of_started(2, "cpu", 2, lines.append)
+    refuse_wrong_structure(found.cluster, found.text, 2)
+    assert lines == ["measuring the links between 2 processes"]
+
+
+def found_by(rank: int) -> tuple[Cluster, str, list[str]]:
+    lines: list[str] = []
+    found = find_links(1, report=lines.append)
+    return found.cluster, found.text, lines
+
+
+@pytest.mark.dist
+def test_three_processes_find_the_same(pool: Pool) -> None:
+    (cluster, text, lines), *others = pool.run(3, found_by, timeout_s=200)
+    assert others == [(cluster, text, [])] * 2
+    refuse_wrong_structure(cluster, text, 3)
+    assert lines == [
+        "messages between 3 ranks, one at a time",
+        "messages between all neighbours at once",
+        "sums over ranks",
+    ]
+
+
+def refused(rank: int) -> str:
+    with pytest.raises(PipelineError) as error:
+        find_links(1)
+    return str(error.value)
+
+
+@pytest.mark.dist
+def test_a_process_alone_has_no_links(pool: Pool) -> None:
+    assert pool.run(1, refused) == ["this is the only process, and a link needs two; start more of them"]
