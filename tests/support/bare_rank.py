@@ -11,8 +11,8 @@ from pathlib import Path
 line = socket.socket(fileno=int(os.environ["ROTA_CONTROL"].split()[0]))
 
 
-def report(event: str, words: str = "", step: int = 0, training: int = 0) -> None:
-    line.send(json.dumps({"event": event, "words": words, "step": step, "training": training}).encode())
+def report(event: str, words: str = "", step: int = 0, training: object = "") -> None:
+    line.send(json.dumps({"event": event, "words": words, "step": step, "training": str(training)}).encode())
 
 
 def count() -> int:

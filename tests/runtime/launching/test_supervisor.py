@@ -102,8 +102,8 @@ def test_what_is_no_message_is_nothing(tmp_path: Path, monkeypatch: pytest.Monke
 NO_MESSAGES = (
     b"null",
     b'{"event": "saves", "words": "", "step": 0}',
-    b'{"event": "x", "words": "", "step": 0, "training": 0}',
-    b'{"event": "saves", "words": "", "step": 0, "training": "0"}',
+    b'{"event": "x", "words": "", "step": 0, "training": ""}',
+    b'{"event": "saves", "words": "", "step": 0, "training": 0}',
     b"1" * 5000,
 )
 
