@@ -9,8 +9,7 @@ import torch
 
 from rota import profile, split
 from rota.profiling import profile_layers
-from rota.profiling.clocks import DeviceClock
-from rota.profiling.spinning import Spinner
+from rota.profiling.clocks import DeviceClock, Spinner
 from rota.runtime.device.streams import StreamDevice
 from support.layered_models import MAKE, case
 

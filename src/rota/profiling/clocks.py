@@ -18,8 +18,9 @@ from typing import Any, NamedTuple, Protocol, TypeAlias, final
 
 import torch
 
-from rota.profiling.spinning import Spinner
+from rota.errors import PipelineError
 from rota.runtime.device.protocol import Device, QueuedDevice, is_queued
+from rota.torch_internals import sleep_kernel
 from rota.units import time_text
 
 _MOST_ENQUEUED_NS = 3_000_000  # host time of runs enqueued at once: a launch queue of 1024 kernels, a few µs each
@@ -28,6 +29,8 @@ _NUM_ALONE = 3
 _HEAD_START = 1.5  # of the host's time for the runs
 _TRIES = 4  # bursts, for each one that is needed
 _LEAST_HEAD_START_US, _LONGEST_HEAD_START_US = 50.0, 100_000.0
+_LEAST_CALIBRATION_US, _MOST_COUNT = 5_000.0, 2**40  # long compared with what starts a kernel
+_CHAIN_ELEMENTS = 2**18  # of a kernel that spins where the device has none that counts cycles
 _MARK_US = 30.0  # a part that takes the host no longer than this may be empty: the marks around it take as long
 
 #: Runs some parts; it calls its argument before the first part, between parts, and after the last.
@@ -115,6 +118,54 @@ class _Burst(NamedTuple):
     us: list[list[float]]
     host_us: list[list[float]]
     is_full: list[list[bool]]
+
+
+@final
+class Spinner:
+    """Keeps `device` busy: by a kernel that counts its cycles, where PyTorch has one, else by a chain of kernels.
+
+    Making it takes some ten milliseconds, in which the device measures what that takes. Raises PipelineError if its
+    events tell no times.
+    """
+
+    def __init__(self, device: QueuedDevice, work: Callable[[int], None] | None = None) -> None:
+        self._device, self._work = device, work or sleep_kernel(device.torch_device) or _chain(device.torch_device)
+        count = 1
+        while (us := min(self._measured_us(count) for _ in range(2))) < _LEAST_CALIBRATION_US:
+            count *= 2
+            if count > _MOST_COUNT:
+                raise PipelineError(
+                    f"a kernel that should keep {device.torch_device} busy ends at once, whatever it is asked for; the "
+                    f"device's events tell no times: update its driver"
+                )
+        self._per_count_us = us / count
+
+    def spin(self, duration_us: float) -> None:
+        """Enqueue kernels on the current stream that take about `duration_us`; none if that is not above 0."""
+        if (count := round(duration_us / self._per_count_us)) > 0:
+            self._work(count)
+
+    def _measured_us(self, count: int) -> float:
+        device = self._device
+        device.begin()
+        self._work(max(count // 4, 1))  # the device is busy when the first mark comes, so starting is no part of it
+        marks = [device.mark()]
+        self._work(count)
+        marks.append(device.mark())
+        start_ns, end_ns = device.times_ns(marks)
+        return (end_ns - start_ns) / 1000
+
+
+def _chain(where: torch.device) -> Callable[[int], None]:
+    """Equal kernels that compute much and move few bytes."""
+    numbers = torch.full((_CHAIN_ELEMENTS,), 3.5, device=where)
+    out = torch.empty_like(numbers)
+
+    def work(count: int) -> None:
+        for _ in range(count):
+            torch.lgamma(numbers, out=out)
+
+    return work
 
 
 @final
