@@ -244,10 +244,9 @@ _UNIFORM = ("forward_us", "backward_us", "weight_us", "activation_bytes", "bound
 _LINKS = "all links as set by --link"
 
 
-def add_step(parser: Parser, *, required: bool = True) -> None:
+def add_step(parser: Parser) -> None:
     """--microbatches and --limit."""
-    help_text = "micro-batches per step"
-    parser.add_argument("--microbatches", type=number(1), metavar="M", required=required, help=help_text)
+    parser.add_argument("--microbatches", type=number(1), metavar="M", required=True, help="micro-batches per step")
     add_limit(parser)
 
 

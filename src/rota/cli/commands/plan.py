@@ -13,10 +13,10 @@ from rota.cli import files, json_reports
 from rota.cli.arguments import (
     add_costs,
     add_json,
+    add_limit,
     add_output,
     add_shape,
     add_snapshots,
-    add_step,
     add_time_limit,
     cluster_of,
     costs_of,
@@ -50,7 +50,9 @@ def add_arguments(parser: Parser) -> None:
         metavar="SCHEDULE",
         help="one of the schedules listed below",
     )
-    add_step(parser, required=False)
+    help_text = "micro-batches per step (no default: required, except with --frontier)"
+    parser.add_argument("--microbatches", type=number(1), metavar="M", help=help_text)
+    add_limit(parser)
     add_snapshots(parser)
     help_text = "cut each sample into N micro-batches along its length; --microbatches counts them all (default: 1)"
     parser.add_argument("--chunks", type=number(1), metavar="N", help=help_text)
