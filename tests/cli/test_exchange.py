@@ -17,6 +17,7 @@ from rota.schedules import NAMED
 from rota.usage import Usage
 
 MODEL = """
+import torch
 from torch import nn
 from rota import CutPoint
 
@@ -30,12 +31,16 @@ class GPT(nn.Module):
         self.marks = [CutPoint() for _ in range(4)] if marked else []
 
     def forward(self, x):
-        x = self.tok_embeddings(x)
-        for i, layer in enumerate(self.layers.values()):
+        x = self.tok_embeddings(x) if self.tok_embeddings is not None else x
+        for i, layer in self.layers.items():
             x = layer(x)
             if self.marks:
-                x = self.marks[i](x)
-        return self.output(x)
+                x = self.marks[int(i)](x)
+        return self.output(x) if self.output is not None else x
+
+
+def make_batch(rows):
+    return torch.zeros(rows, 3, dtype=torch.long), None
 
 
 def marked():
@@ -63,6 +68,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """
     monkeypatch.chdir(tmp_path)
     (tmp_path / "model.py").write_text(MODEL)
+    (tmp_path / "bare.py").write_text(MODEL.replace("make_batch", "other"))
     plan = NAMED["interleaved_1f1b"](interleaved(assumed_costs(4), Cluster.uniform(2)), 4)
     (tmp_path / "plan.json").write_text(plan.to_json())
     three = NAMED["gpipe"](place(Costs.uniform(3), Cluster.uniform(3)), 4)
@@ -95,7 +101,7 @@ def test_torchtitan(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert Plan.from_json((here / f"{model}.json").read_text()) == Plan.from_json((here / "plan.json").read_text())
     code, out, _ = run(capsys, *export, "model.py:marked", "-o", "spread")
     assert (code, stages_of(out)[0]) == (0, "tok_embeddings layers.0")
-    assert "torchtitan replaces the modules of other stages with None" in out
+    assert "Checked: every stage runs without the modules of the others" in out
     assert "torchtitan replaces the modules" in run(capsys, "export", "torchtitan", "--help")[1]
     code, out, _ = run(capsys, "export", "torchtitan", "cut.json", "--model", "model.py:marked", "-o", "planned")
     assert (code, stages_of(out)) == (0, ["tok_embeddings layers.0", "layers.1 layers.2", "layers.3", "output"])
@@ -156,9 +162,12 @@ def test_torchtitan_makes_no_weights(here: Path, capsys: pytest.CaptureFixture[s
     """A model too large for any memory, with its layers in a file beside it that is imported late."""
     (here / "sub").mkdir()
     (here / "sub" / "neighbour.py").write_text(
-        MODEL.replace("4, 4", "10**9, 10**9").replace("nn.Linear(4", "nn.Linear(10**9")
+        MODEL.replace("4, 4", "10**9, 10**9").replace("nn.Linear(4", "nn.Linear(10**9").replace("0, 4)", "0, 10**9)")
     )
-    (here / "sub" / "late.py").write_text("def make():\n    from neighbour import GPT\n    return GPT(True)\n")
+    (here / "sub" / "late.py").write_text(
+        "def make():\n    from neighbour import GPT\n    return GPT(True)\n\n"
+        "def make_batch(rows):\n    from neighbour import make_batch\n    return make_batch(rows)\n"
+    )
     cuts = ["--cuts", "0,1,marks[3]"]
     code, out, error = run(
         capsys, "export", "torchtitan", "plan.json", "--model", "sub/late.py:make", *cuts, "-o", "large"
@@ -169,11 +178,7 @@ def test_torchtitan_makes_no_weights(here: Path, capsys: pytest.CaptureFixture[s
 
 
 def test_torchtitan_makes_weights_where_it_must(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (here / "reads.py").write_text(
-        MODEL.replace("nn.Linear(4, 10)", "nn.Linear(4, int(torch.ones(1).item()))").replace(
-            "from torch import nn", "import torch\nfrom torch import nn"
-        )
-    )
+    (here / "reads.py").write_text(MODEL.replace("nn.Linear(4, 10)", "nn.Linear(4, int(torch.ones(1).item()))"))
     code, out, error = run(
         capsys, "export", "torchtitan", "plan.json", "--model", "reads.py:marked", "--cuts", "0,1,marks[3]", "-o", "x"
     )
@@ -182,22 +187,12 @@ def test_torchtitan_makes_weights_where_it_must(here: Path, capsys: pytest.Captu
     assert stages_of(out)[0] == "tok_embeddings layers.0"
 
 
-SKIPS = """x = self.tok_embeddings(x) if self.tok_embeddings is not None else x
-        for layer in self.layers.values():
-            x = layer(x)
-        return self.output(x) if self.output is not None else x
-"""
-
-
 def test_torchtitan_runs_every_stage_without_the_modules_of_others(
     here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    batch = "\n\ndef make_batch(rows):\n    return torch.zeros(rows, 3, dtype=torch.long), None\n"
-    calls_all = MODEL.replace("from torch import nn", "import torch\nfrom torch import nn") + batch
-    before, _, after = calls_all.partition("x = self.tok_embeddings(x)\n")
-    skips = before + SKIPS + after.partition("return self.output(x)\n")[2]
+    calls_all = re.sub(r" if self\.\w+ is not None else x", "", MODEL)
     export = ["export", "torchtitan", "plan.json", "--cuts", "layers.1,layers.2,output"]
-    for name, text in (("all", calls_all), ("skips", skips), ("large", skips.replace("4, 4", "10**9, 10**9"))):
+    for name, text in (("all", calls_all), ("skips", MODEL), ("large", MODEL.replace("4, 4", "10**9, 10**9"))):
         (here / f"{name}.py").write_text(text.replace("(10, 4)", "(10, 10**9)") if name == "large" else text)
     code, out, error = run(capsys, *export, "--model", "all.py:plain", "-o", "all")
     assert (code, out) == (2, "")
@@ -214,7 +209,7 @@ def test_torchtitan_runs_every_stage_without_the_modules_of_others(
     assert code == 0
     assert "Checked, by shapes only: every stage" in out
     assert "together they give outputs of the same shapes and dtypes as the model's." in out
-    (here / "fails.py").write_text(skips.replace("torch.zeros(rows", "torch.zeros(words"))
+    (here / "fails.py").write_text(MODEL.replace("torch.zeros(rows", "torch.zeros(words"))
     code, out, _ = run(capsys, *export, "--model", "fails.py:plain", "-o", "fails")
     assert code == 0
     assert "This was not checked: fails.py: make_batch(1) raised NameError: name 'words' is not defined." in out
@@ -261,6 +256,7 @@ EXPORT = "export torchtitan plan.json --model"
         (f"{EXPORT} none.py:make -o titan", "cannot read none.py: No such file or directory"),
         (f"{EXPORT} plan.json:make -o titan", "give FILE.py:FUNCTION"),
         (f"{EXPORT} model.py:marked -o model.py", "model.py already exists"),
+        (f"{EXPORT} bare.py:marked -o titan", "bare.py has no make_batch(rows); it is needed to cut a model at its"),
         ("export megatron plan.json --boundaries 0,4,8", "make 2 parts for 4 stages; give 5 entries"),
         ("export megatron plan.json --boundaries 0,x", "'x' in '0,x' is not a number of layers"),
         ("export megatron plan.json", "plan.json does not say where the model is cut; give --boundaries"),

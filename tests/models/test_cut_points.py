@@ -126,6 +126,24 @@ def test_cut_points_inside_a_block() -> None:
         torch.testing.assert_close(model.get_parameter(name).grad, parameter.grad, rtol=1e-12, atol=1e-12)
 
 
+def test_a_model_whose_parts_are_called_one_by_one() -> None:
+    class Outer(nn.Module):
+        """It never calls the inner model itself."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.cut = Model(branches), CutPoint()
+            self.inner.cuts = []
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.inner.last(self.cut(self.inner.act(self.inner.first(x))))
+
+    model, x = Outer(), torch.randn(3, 2)
+    stages = split(model, 2, example=(x,))
+    assert [stage.holds for stage in stages] == [("inner.first", "inner.act"), ("inner.scale", "inner.last")]
+    assert torch.equal(stages.run(x), model(x))
+
+
 def test_a_cut_point_that_is_called_again_is_another_cut() -> None:
     model, x = Model(lambda model, x: model.cuts[0](model.act(x))), torch.randn(3, 2)
     stages = split(model, 3, ["cuts[0]", "cuts[0]#2"], example=(x,))

@@ -12,9 +12,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from torch.nn import functional as F
 
-from rota.errors import PipelineError, SplitError
+from rota.errors import SplitError
 from rota.models import CutPoint, Stages, finest, split
 from rota.models.unmodified import find_blocks
 from support.sampling import some
@@ -293,32 +292,6 @@ def test_inputs_are_read_where_they_are_used() -> None:
         assert_same(model, stages, batch)
 
 
-def test_devices_dtypes_and_shapes_need_not_travel() -> None:
-    class Model(Plain):
-        def forward(self, x: Tensor) -> Tensor:
-            x = self.a(x)
-            device, dtype, shape = x.device, x.dtype, x.shape
-            x = self.cuts[0](x.flatten())
-            x = self.cuts[1](x + torch.ones(x.numel(), device=x.device, dtype=x.dtype))
-            return self.b(x.view(shape)) + torch.ones(1, device=device.type, dtype=dtype)
-
-    model = Model().double()
-    stages = split(model, 3, example=values())
-    assert [(*one[:3], one.shape) for one in stages.carried] == [(0, 1, "cuts[0]", (40,)), (1, 2, "cuts[1]", (40,))]
-    assert_same(model, stages, values())
-
-
-def test_sizes_known_only_from_the_batch() -> None:
-    class Model(Plain):
-        def forward(self, x: Tensor) -> Tensor:
-            x = self.cuts[0](self.a(x))
-            start = torch.zeros(x.size(0), x.shape[1], device=x.device, dtype=x.dtype)
-            return self.b(self.cuts[1](x + start[:, :, None])) * torch.ones(WIDTH)
-
-    model = Model().double()
-    assert_same(model, split(model, 3, example=values()), values())
-
-
 class Counting(Plain):
     def __init__(self) -> None:
         super().__init__()
@@ -432,35 +405,6 @@ def test_one_stage_is_the_model_itself() -> None:
     assert stages.modules == (model,)
     assert stages.inputs == (("x", "mask"),)
     assert stages.input_defaults == {"mask": None}
-
-
-def test_inputs_with_defaults_may_be_left_out() -> None:
-    class Model(Plain):
-        def forward(self, x: Tensor, mask: Tensor | None = None, other: Tensor | None = None) -> Tensor:
-            x = self.cuts[0](self.a(x))
-            if mask is not None:
-                x = x * mask
-            return F.scaled_dot_product_attention(x, x, x, other)
-
-    model, x = Model().double(), values()
-    stages = split(model, 2, example=(x, x))
-    for batch in (x, (x, x)):
-        assert_same(model, stages, batch)
-    with pytest.raises(PipelineError, match="the batch has 'other', which the example"):
-        stages.run({"x": x, "other": x})
-
-
-def test_module_without_parameters_may_serve_two_stages() -> None:
-    class Model(Plain):
-        def __init__(self) -> None:
-            super().__init__()
-            self.act = nn.Tanh()
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.act(self.b(self.cuts[0](self.act(self.a(x)))))
-
-    model = Model().double()
-    assert_same(model, split(model, 2, example=values()), values())
 
 
 def test_tied_parameter_in_one_stage_and_in_two() -> None:

@@ -85,7 +85,8 @@ def received(stages: Stages, stage: int, kind: Kind, values: list[Any], batch: A
     if kind in (Kind.R, Kind.W):
         return []
     sent = stages.call(stage, tree_map(torch.clone, values), batch)
-    return [[*map(torch.ones_like, tree_leaves(edge.take(sent)))] for edge in stages.outgoing(stage)]
+    leaves = ([*tree_leaves(edge.take(sent))] for edge in stages.outgoing(stage))
+    return [[torch.ones_like(leaf) for leaf in of_edge if isinstance(leaf, torch.Tensor)] for of_edge in leaves]
 
 
 def cuts_of(layers: LayerCosts) -> Iterator[list[int]]:

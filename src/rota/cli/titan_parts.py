@@ -28,7 +28,10 @@ def titan_parts(exported: ExportedModel, cuts: Sequence[str] | None, num_stages:
     model = exported.model
     if find_cut_points(model):
         chosen = None if cuts is None else [int(cut) if cut.isdecimal() else cut for cut in cuts]
-        model, inputs = exported.with_batch()
+        try:
+            model, inputs = exported.with_batch()
+        except FormatError as error:
+            raise InputError(f"{error}; it is needed to cut a model at its CutPoints") from None
         return module_parts(model, split(model, num_stages, chosen, example=inputs))
     if cuts is None:
         raise InputError(

@@ -57,7 +57,7 @@ def module_parts(model: nn.Module, stages: Stages) -> Parts:
 def parts_beginning_with(model: nn.Module, first_modules: Iterable[str]) -> Parts:
     """The model's modules in its order, with a new part beginning at each of `first_modules`.
 
-    For models without CutPoints: nothing is traced, so you must make sure that they run in this order. Raises
+    For models without CutPoints: nothing is run, so you must make sure that they run in this order. Raises
     SplitError.
     """
     named = _named(model)

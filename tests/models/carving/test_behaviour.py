@@ -83,7 +83,7 @@ def test_an_input_that_the_example_lacks_is_refused() -> None:
 
 def test_without_example_the_error_says_how_to_give_one() -> None:
     how = r"example=make_batch\(1\)\[0\] if your file has a make_batch, or .* example=\{'x': …\}"
-    with pytest.raises(SplitError, match=rf"Blocks has no CutPoint .* give one small batch, {how}"):
+    with pytest.raises(SplitError, match=rf"what crosses the cuts of Blocks: give one small batch, {how}"):
         split(Blocks(), 2)
 
 

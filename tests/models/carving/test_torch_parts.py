@@ -44,8 +44,10 @@ def test_operations_are_classified() -> None:
     ((zeros, _),) = operations(lambda: torch.zeros_like(x))
     assert is_shape_only(zeros)
     assert not is_random(zeros)
-    assert any(needs_numbers(func) for func, _ in operations(lambda: x.sum().item()))
-    assert any(needs_numbers(func) for func, _ in operations(lambda: x.nonzero()))
+    assert any(needs_numbers(*one) for one in operations(lambda: x.sum().item()))
+    assert any(needs_numbers(*one) for one in operations(lambda: x.nonzero()))
+    assert any(needs_numbers(*one) for one in operations(lambda: x[x > 0]))
+    assert not any(needs_numbers(*one) for one in operations(lambda: x[torch.arange(2)]))
     ((add, args),) = operations(lambda: x.add_(1))
     assert [*written_arguments(add, args, {})] == [x]
     ((add, args),) = operations(lambda: x.add(1))

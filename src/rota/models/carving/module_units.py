@@ -32,21 +32,24 @@ class Interceptor(Protocol):
         """Return the call's result."""
 
 
-def find_units(model: nn.Module, blocks: Collection[str]) -> list[str]:
+def find_units(model: nn.Module, blocks: Collection[str], opened: Collection[str] = ()) -> list[str]:
     """The paths of all units: blocks, and modules without blocks that have state or dropout.
 
-    In a model with CutPoints: these, and all modules that hold none of them.
+    In a model with CutPoints: these, and all modules that hold none of them. `opened` ones are no units, but modules in
+    them may be.
     """
     marks = find_cut_points(model)
 
-    def is_opened(inside: str, module: nn.Module) -> bool:
-        if type(module).forward is nn.Module.forward or any(block.startswith(inside) for block in blocks):
+    def is_opened(path: str, inside: str, module: nn.Module) -> bool:
+        if path in opened or any(block.startswith(inside) for block in blocks):
+            return True
+        if type(module).forward is nn.Module.forward:
             return True  # lists and dicts of modules have no forward
         return bool(marks and find_cut_points(module))
 
     def visit(path: str, module: nn.Module) -> Iterator[str]:
         inside = path + "." if path else ""
-        is_unit = path in blocks or not is_opened(inside, module)
+        is_unit = path in blocks or not is_opened(path, inside, module)
         if is_unit and (path in blocks or marks or _has_state(module)):
             yield path
         elif not is_unit or any(isinstance(one, (*_DROPOUTS, *_NORMS)) for one in module.modules()):

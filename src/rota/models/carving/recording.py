@@ -139,6 +139,7 @@ class Recording:
     result: LabelSet = 0  # of what the model returned
     result_objects: list[int] = field(default_factory=list)  # its leaves that are objects with tensors that units made
     training: bool = True
+    bypassed: set[str] = field(default_factory=set)  # units in which code between units calls a module
     adds_losses: bool = False  # code between units calls `add_loss`
     draws_idly: bool = False  # Python's or NumPy's random numbers, which decide nothing
     functions: dict[int, str] = field(default_factory=dict)  # by call: the autograd function that calls it
@@ -171,9 +172,13 @@ def record(model: nn.Module, blocks: Sequence[str], inputs: Mapping[str, Any]) -
     `blocks`: the paths of modules that are units regardless of content. A model on the meta device is recorded by
     shapes alone; if inputs are on a real device, values computed from them alone keep their data.
     """
-    recording = _record(model, blocks, inputs)
+    opened: set[str] = set()
+    recording = _record(model, blocks, opened, inputs)
+    while not recording.bypassed <= opened:
+        opened |= recording.bypassed
+        recording = _record(model, blocks, opened, inputs)
     drawing = {one.module for one in recording.in_set(_used(recording)) if isinstance(one, Drawn) and one.module}
-    return _record(model, [*blocks, *sorted(drawing)], inputs) if drawing else recording
+    return _record(model, [*blocks, *sorted(drawing)], opened, inputs) if drawing else recording
 
 
 def _used(recording: Recording) -> LabelSet:
@@ -183,8 +188,8 @@ def _used(recording: Recording) -> LabelSet:
     return labels
 
 
-def _record(model: nn.Module, blocks: Sequence[str], inputs: Mapping[str, Any]) -> Recording:
-    units = find_units(model, blocks)
+def _record(model: nn.Module, blocks: Sequence[str], opened: Set[str], inputs: Mapping[str, Any]) -> Recording:
+    units = find_units(model, blocks, opened)
     marks = (number for number, unit in enumerate(units_at(model, units)) if isinstance(unit, CutPoint))
     recording = Recording(units, frozenset(marks), training=model.training)
     buffers = {id(buffer): buffer.detach().clone() for buffer in model.buffers()}
@@ -195,7 +200,7 @@ def _record(model: nn.Module, blocks: Sequence[str], inputs: Mapping[str, Any]) 
     for number, unit in enumerate(units_at(copied, units)):
         base = type(unit)
         intercept(unit, _RecordedUnit(flow, number, base))
-        flow.add_inner(unit)
+        flow.add_inner(unit, units[number])
     with ExitStack() as stack:
         stack.enter_context(random_state_kept(model))
         stack.enter_context(run_uncompiled())
@@ -238,6 +243,7 @@ class _Flow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._decisions: list[tuple[int, str, LabelSet]] = []  # before which call, where, and by what
         self._arguments: list[Any] = []  # of the unit that runs
         self._inner: dict[nn.Module, str] = {}
+        self._unit_of: dict[nn.Module, str] = {}
         self._nth: dict[str, int] = {}
         self._draws: set[int] = set()  # ids of tensors of random numbers between 0 and 1
 
@@ -348,11 +354,12 @@ class _Flow(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     # --- units ----------------------------------------------------------------------------------------------------
 
-    def add_inner(self, unit: nn.Module) -> None:
-        """Watch the modules inside a unit: hooks may take their outputs out of it."""
+    def add_inner(self, unit: nn.Module, name: str) -> None:
+        """Watch the modules inside a unit: hooks may take their outputs out of it, and others call them."""
         for path, module in unit.named_modules():
             if path:
                 self._inner.setdefault(module, path)
+                self._unit_of.setdefault(module, name)
 
     @contextmanager
     def modules_watched(self, others: Set[nn.Module]) -> Iterator[None]:
@@ -362,6 +369,8 @@ class _Flow(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if self.call is None:
                 if module in others:
                     refuse_original(self._model, module)
+                if module in self._unit_of:
+                    self.recording.bypassed.add(self._unit_of[module])
                 self._running.append(module)
 
         hooks = register_module_forward_pre_hook(begins), register_module_forward_hook(self._ends)
@@ -433,6 +442,7 @@ class _Flow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         del self._model, self.added
         self._alive.clear()
         self._paths.clear()
+        self._unit_of.clear()
         self._running.clear()
 
     def finish(self, result: Any) -> None:
