@@ -418,13 +418,6 @@ def test_the_page_of_commands_has_all() -> None:
     assert [command.name for command in COMMANDS if f"`rota {command.name}" not in page] == []
 
 
-def test_help_names_the_pytorch_that_its_engine_needs(capsys: pytest.CaptureFixture[str]) -> None:
-    from rota.interop import refusals
-
-    needed = "PyTorch " + ".".join(map(str, refusals._OLDEST))
-    assert f"own pipeline engine, which needs {needed} or later" in " ".join(run(capsys, "run", "--help")[1].split())
-
-
 @pytest.mark.usefixtures("time_is_work")
 @pytest.mark.parametrize(
     "command",

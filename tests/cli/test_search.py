@@ -129,7 +129,6 @@ def test_errors(arguments: str, code: int, told: str, capsys: Capsys) -> None:
             "--objective 'foo' is not one of makespan, span, per",
         ),
         ("plan search --frontier --ranks 2 --shape Wave", "did you mean wave?"),
-        ("run --engine tourch plan.json train.py", "--engine 'tourch' is not one of rota, torch; did you mean torch?"),
     ],
 )
 def test_wrong_choices_name_their_option(arguments: str, told: str, capsys: Capsys) -> None:

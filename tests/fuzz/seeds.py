@@ -57,7 +57,7 @@ def plans() -> tuple[Plan, ...]:
         schedules.gpipe(replace(ended, step_ends=(StepEnd(2, 5, 7), StepEnd(0, 0, 3))), 2),
         replace(schedules.one_f_one_b(ended, 3), usage=Usage(("blocks[0]", "blocks[2]"), 4, 2, (1, 2, 5))),
         replace(schedules.gpipe(place(split, Cluster.uniform(3)), 2), usage=Usage((), 1)),
-        _served(schedules.gpipe(place(whole, replace(_CLUSTER, link=Link(1, 2, 1, None, 1, 8), shared=_HOST)), 2)),
+        _served(schedules.gpipe(place(whole, replace(_CLUSTER, link=Link(1, 2), shared=_HOST)), 2)),
     )
 
 

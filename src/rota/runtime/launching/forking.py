@@ -25,7 +25,7 @@ from rota.runtime.orphans import end_with_parent
 
 #: Of what ranks import, what takes longest: PyTorch's optimizers load torch._dynamo at their first call.
 MODULES = (
-    *("rota.runtime.pipeline", "rota.runtime.deferred", "rota.runtime.spmd", "rota.runtime.checkpoints"),
+    *("rota.runtime.pipeline", "rota.runtime.materializing", "rota.runtime.spmd", "rota.runtime.checkpoints"),
     *("rota.models", "torch._dynamo"),
 )
 
