@@ -80,6 +80,12 @@ def start(folder: Path, lighthouse: str, replica: int) -> subprocess.Popen[str]:
         return subprocess.Popen(command, cwd=folder, env=environment, stdout=out, stderr=out, text=True)
 
 
+def may_do(folder: Path, num_steps: int) -> None:
+    """Let the replicas do so many steps."""
+    (folder / "new").write_text(str(num_steps))
+    (folder / "new").rename(folder / "may-do")  # at once, as they read it all the time
+
+
 def at(folder: Path, agent: subprocess.Popen[str]) -> list[int]:
     """The step before which each rank of a replica waits, or has waited last."""
     assert agent.poll() is None
@@ -119,19 +125,19 @@ def unsplit() -> dict[str, list[Any]]:
 def test_a_replica_that_comes_back(tmp_path: Path) -> None:
     (tmp_path / "plan.json").write_text(one_f_one_b(place(Costs.uniform(2), Cluster.uniform(2)), 4).to_json())
     (tmp_path / "train.py").write_text(SCRIPT)
-    (tmp_path / "may-do").write_text("0")
+    may_do(tmp_path, 0)
     lighthouse = coordination.LighthouseServer("[::1]:0", 1, join_timeout_ms=60_000)
     address = f"http://[::1]:{lighthouse.address().rpartition(':')[2]}"
     agents = [start(tmp_path, address, replica) for replica in range(2)]
     try:
         await_(lambda: [at(tmp_path, agent) for agent in agents] == [[0, 0], [0, 0]])
-        (tmp_path / "may-do").write_text(str(BACK_IN))
+        may_do(tmp_path, BACK_IN)
         await_((tmp_path / "stopped").exists)
         kill(tmp_path, agents[1])
         await_(lambda: at(tmp_path, agents[0]) == [BACK_IN, BACK_IN])
         agents.append(start(tmp_path, address, 1))
         await_(lambda: at(tmp_path, agents[2]) == [0, 0])
-        (tmp_path / "may-do").write_text(str(NUM_STEPS))
+        may_do(tmp_path, NUM_STEPS)
         assert [agents[i].wait(LIMIT_S) for i in (0, 2)] == [0, 0], (tmp_path / "out-0").read_text()[-5000:]
     finally:
         for agent in agents:
