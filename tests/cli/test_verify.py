@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -156,26 +158,32 @@ def test_a_missing_gradient_is_in_the_report(plan: str, tmp_path: Path, capfd: p
     assert {"name": "2.weight", "stage": 1, "relative": "inf"} in comparison["parameters"], told.err
 
 
-def test_a_run_verifies_before_its_first_step(plan: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def trained(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """`rota run`, which forks its ranks, in a process that has one thread."""
+    command = [sys.executable, "-m", "rota", "run", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+
+
+def test_a_run_verifies_before_its_first_step(plan: str, tmp_path: Path) -> None:
     model, script = tmp_path / "model.py", tmp_path / "train.py"
     model.write_text(MODEL.format(extra="nn.BatchNorm1d(8), "))
     script.write_text(TRAIN)
-    assert main(["run", "--verify", plan, str(script)]) == 1
-    told = capfd.readouterr()
-    assert "loss" not in told.out
-    assert "rota: before the first step: NOT exact" in told.err
-    assert "the split model is not exact, so nothing is trained" in told.err
+    told = trained("--verify", plan, str(script))
+    assert told.returncode == 1
+    assert "loss" not in told.stdout
+    assert "rota: before the first step: NOT exact" in told.stderr
+    assert "the split model is not exact, so nothing is trained" in told.stderr
 
 
 @pytest.mark.sweep
-def test_a_run_verifies_by_micro_batches(plan: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_run_verifies_by_micro_batches(plan: str, tmp_path: Path) -> None:
     model, script = tmp_path / "model.py", tmp_path / "train.py"
     model.write_text(MODEL.format(extra="nn.BatchNorm1d(8), "))
     script.write_text(TRAIN)
-    assert main(["run", "--verify-microbatches", plan, str(script)]) == 0
-    told = capfd.readouterr()
-    assert told.out.count("loss") == 4
-    assert "rota: before the first step: exact" in told.err
+    told = trained("--verify-microbatches", plan, str(script))
+    assert told.returncode == 0
+    assert told.stdout.count("loss") == 4
+    assert "rota: before the first step: exact" in told.stderr
 
 
 @pytest.mark.sweep
@@ -190,16 +198,16 @@ def test_an_unmodified_model_by_its_config(plan: str, tmp_path: Path, capfd: pyt
 
 @pytest.mark.sweep
 def test_a_model_on_meta_whose_batches_are_mappings_and_whose_loss_has_a_count(
-    plan: str, tmp_path: Path, pool: Pool, capfd: pytest.CaptureFixture[str]
+    plan: str, tmp_path: Path, pool: Pool
 ) -> None:
     model, script = tmp_path / "model.py", tmp_path / "train.py"
     model.write_text(UNMODIFIED)
     script.write_text(TRAIN_UNMODIFIED)
     expected = output_of(pool, tmp_path, "rota run plan.json train.py")
-    assert main(["run", "--verify", plan, str(script)]) == 0
-    told = capfd.readouterr()
-    assert "rota: before the first step: exact" in told.err
-    assert sorted(told.out.splitlines()) == sorted(expected.splitlines())
+    told = trained("--verify", plan, str(script))
+    assert told.returncode == 0
+    assert "rota: before the first step: exact" in told.stderr
+    assert sorted(told.stdout.splitlines()) == sorted(expected.splitlines())
 
 
 def test_a_plan_whose_cuts_the_model_lacks_is_wrong_input(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

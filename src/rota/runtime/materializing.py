@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import Any, final
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, UntypedStorage, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from rota.errors import PipelineError
@@ -22,7 +22,7 @@ from rota.models.carving.operations import storage_of
 from rota.models.carving.stage import CarvedStage
 from rota.models.randomness import random_state_kept
 from rota.models.replacing import replace
-from rota.torch_internals import TorchDispatchMode, written_arguments
+from rota.torch_internals import StorageReference, TorchDispatchMode, written_arguments
 
 Init = Callable[[nn.Module], object]
 _REMEDY = (
@@ -38,10 +38,20 @@ def meta_init() -> Iterator[None]:
     What their constructors fill parameters with is lost: `materialize` initializes, or `load_pretrained` loads them.
     """
 
+    rooms: dict[int, tuple[StorageReference, UntypedStorage]] = {}  # memory that is still in use, and what replaces it
+
     def on_meta(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
         del module, name
-        if type(parameter) is nn.Parameter and not parameter.is_meta:
-            replace(parameter, parameter.detach().to("meta"))
+        if type(parameter) is not nn.Parameter or parameter.is_meta:
+            return
+        memory = parameter.untyped_storage()
+        known = rooms.get(storage_of(parameter))
+        if known is None or known[0].is_expired:
+            known = StorageReference(memory), UntypedStorage(memory.nbytes(), device="meta")
+            rooms[storage_of(parameter)] = known
+        # Parameters on one memory stay on one, so that they are seen as tied.
+        empty = torch.empty(0, dtype=parameter.dtype, device="meta")
+        replace(parameter, empty.set_(known[1], parameter.storage_offset(), parameter.size(), parameter.stride()))
 
     hook = register_module_parameter_registration_hook(on_meta)
     try:

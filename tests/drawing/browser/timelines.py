@@ -33,7 +33,7 @@ def bidirectional():
 
 
 def wired(num_microbatches=6):
-    """Transfers that wait for a host, messages that cost their ranks time, and gaps."""
+    """Transfers that wait for a host."""
     host = rota.SharedLink("host a", 40, (0, 1, 2, 3), (0, 1, 2, 3))
     cluster = rota.Cluster((None,) * 4, rota.Link(10, 80), shared=(host,))
     costs = rota.Costs.uniform(4, 100, 200, activation_bytes=10**6, boundary_bytes=2000)

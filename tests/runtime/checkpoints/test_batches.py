@@ -166,12 +166,6 @@ def test_other_data_of_another_replica_is_refused() -> None:
         go_on(replicas(mine, others), replicas(mine, others[1:]))
 
 
-def test_a_position_that_an_earlier_version_wrote_is_read() -> None:
-    batches = batches_of(LOADERS["shuffled"]())
-    batches.go_on(position(merged=None))
-    assert len([*batches]) == 4 * NUM_EPOCHS - 1
-
-
 @pytest.mark.parametrize(
     ("loader", "options", "told"),
     [
