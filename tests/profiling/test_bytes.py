@@ -57,7 +57,10 @@ def arriving(stages: Stages, stage: int, batch: Any) -> list[Any]:
     """What the stage reads of the others, by edge."""
     outputs: dict[int, Any] = {}
     for before in range(stage):
-        values = [tree_map_only(torch.Tensor, torch.clone, edge.take(outputs[edge.source])) for edge in stages.incoming(before)]
+        values = [
+            tree_map_only(torch.Tensor, torch.clone, edge.take(outputs[edge.source]))
+            for edge in stages.incoming(before)
+        ]
         outputs[before] = stages.call(before, values, batch)
     return [fresh(edge.take(outputs[edge.source])) for edge in stages.incoming(stage)]
 

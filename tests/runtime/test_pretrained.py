@@ -114,7 +114,11 @@ def test_names_and_shapes_that_differ_are_listed(tmp_path: Path) -> None:
         rota.load_pretrained(to_load(llama), [1], tmp_path / "bare")
     stages = to_load(llama)
     rota.load_pretrained(
-        stages, [1], tmp_path / "bare", missing="lm_head.*", init=lambda module: module is stages[1].lm_head and nn.init.ones_(module.weight)
+        stages,
+        [1],
+        tmp_path / "bare",
+        missing="lm_head.*",
+        init=lambda module: module is stages[1].lm_head and nn.init.ones_(module.weight),
     )
     assert (stages[1].get_parameter("lm_head.weight") == 1).all()
     llama(intermediate_size=32).save_pretrained(tmp_path / "wider")

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import Any, final
 
 import torch
-from torch import Tensor, UntypedStorage, nn
+from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from rota.errors import PipelineError
@@ -37,8 +37,7 @@ def meta_init() -> Iterator[None]:
 
     What their constructors fill parameters with is lost: `materialize` initializes, or `load_pretrained` loads them.
     """
-
-    rooms: dict[int, tuple[StorageReference, UntypedStorage]] = {}  # memory that is still in use, and what replaces it
+    rooms: dict[int, tuple[StorageReference, Tensor]] = {}  # memory that is still in use, and what replaces it
 
     def on_meta(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
         del module, name
@@ -47,11 +46,14 @@ def meta_init() -> Iterator[None]:
         memory = parameter.untyped_storage()
         known = rooms.get(storage_of(parameter))
         if known is None or known[0].is_expired:
-            known = StorageReference(memory), UntypedStorage(memory.nbytes(), device="meta")
+            known = StorageReference(memory), torch.empty(memory.nbytes(), dtype=torch.uint8, device="meta")
             rooms[storage_of(parameter)] = known
         # Parameters on one memory stay on one, so that they are seen as tied.
         empty = torch.empty(0, dtype=parameter.dtype, device="meta")
-        replace(parameter, empty.set_(known[1], parameter.storage_offset(), parameter.size(), parameter.stride()))
+        replace(
+            parameter,
+            empty.set_(known[1].untyped_storage(), parameter.storage_offset(), parameter.size(), parameter.stride()),
+        )
 
     hook = register_module_parameter_registration_hook(on_meta)
     try:
