@@ -56,7 +56,7 @@ def test_shared_links_are_rows_below_the_ranks_and_waits_are_dotted():
     drawn = [tuple(segment[:, 0]) for segment in part(ax, "waiting").get_segments()]
     assert drawn == [pair for pair in waits if pair[0] < pair[1]]
     assert [label.get_text() for label in ax.get_yticklabels()][-1] == "host a · 51% busy"
-    assert "shared link host a: 51.0% busy" in to_text(shape)
+    assert "shared link host a: 51.3% busy" in to_text(shape)
 
 
 # --- figures ----------------------------------------------------------------------------------------------------------
