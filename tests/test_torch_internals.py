@@ -147,13 +147,6 @@ def test_a_leaf_can_be_written_into_as_writable() -> None:
     assert leaf.grad.tolist() == [2, 2, 2]
 
 
-def test_hooks_that_run_after_accumulation_are_seen() -> None:
-    leaf = torch.ones(1, requires_grad=True)
-    assert not torch_internals.has_accumulation_hooks(leaf)
-    leaf.register_post_accumulate_grad_hook(lambda _: None)
-    assert torch_internals.has_accumulation_hooks(leaf)
-
-
 def test_a_modules_own_state_is_what_its_state_dict_has() -> None:
     module = nn.BatchNorm1d(2)
     module.register_buffer("scratch", torch.ones(1), persistent=False)

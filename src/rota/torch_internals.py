@@ -185,11 +185,6 @@ def is_view(tensor: torch.Tensor) -> bool:
     return bool(tensor._is_view())
 
 
-def has_accumulation_hooks(leaf: torch.Tensor) -> bool:
-    """Whether `register_post_accumulate_grad_hook` was called. Relies on `Tensor._post_accumulate_grad_hooks`."""
-    return bool(leaf._post_accumulate_grad_hooks)
-
-
 def version_of(tensor: torch.Tensor) -> int:
     """How often the tensor's memory was written to in place. Relies on `Tensor._version`."""
     return tensor._version

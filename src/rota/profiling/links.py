@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import median, quantiles
@@ -228,27 +227,3 @@ def _pairs_of(hosts: Sequence[int]) -> list[Pair]:
         if num_of[ends] <= _MOST_PAIRS:
             pairs.append((a, b))
     return pairs
-
-
-def one_way_us(
-    peer: int,
-    starts: bool,
-    num_bytes: int,
-    repeats: int,
-    device: torch.device,
-    group: dist.ProcessGroup | None = None,
-) -> float:
-    """Half of the fastest round trip of a message on `device`, in µs. Both processes call it, one of them `starts`."""
-    message = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
-    times = []
-    for _ in range(1 + repeats):  # the first one makes the connection
-        start = time.perf_counter_ns()
-        if starts:
-            dist.send(message, peer, group)
-        dist.recv(message, peer, group)
-        if not starts:
-            dist.send(message, peer, group)
-        if device.type != "cpu":
-            torch.accelerator.synchronize()
-        times.append(time.perf_counter_ns() - start)
-    return min(times[1:]) / 2000
