@@ -9,7 +9,6 @@ import os
 import sys
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -67,8 +66,9 @@ def stage_by_the_page(rank: int, folder: str) -> list[Any]:
     """The page's code with Rota's door in DeepSpeed's place: this stage's layers, and a step's loss."""
     os.chdir(folder)
     space: dict[str, Any] = {"__name__": "example"}
-    with patch.dict(sys.modules, {"deepspeed": door, "deepspeed.pipe": door}):
-        exec(compile(DEEPSPEED, "docs/other-trainers.md", "exec"), space)
+    sys.modules.update({"deepspeed": door, "deepspeed.pipe": door})
+    exec(compile(DEEPSPEED, "docs/other-trainers.md", "exec"), space)
+    del sys.modules["deepspeed"], sys.modules["deepspeed.pipe"]  # patch.dict would forget what the code imports
     specs = [door.LayerSpec(nn.Linear, width, width + 1) for width in range(1, 6)]
     net = space["planned"](specs, loss_fn=nn.MSELoss())
     engine, *_ = door.initialize(model=net, config={"optimizer": {"type": "SGD", "params": {"lr": 0.1}}})
