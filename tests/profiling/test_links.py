@@ -33,7 +33,7 @@ def test_times_on_a_line_are_met_exactly(latency_us: int, bytes_per_us: int) -> 
     [
         ([(1, 10.0), (100, 10.0)], (10.0, 0.0)),
         ([(1, 10.0), (100, 5.0)], (6.0, 0.0)),  # the shorter time has four times the weight
-        ([(10, 0.1), (1000, 100.0)], (0.0, 0.0109)),  # no message begins to arrive before it is sent
+        ([(10, 0.1), (1000, 100.0)], (0.0, 110 / 10_100)),  # no message begins to arrive before it is sent
         ([(8, 4.0)], (4.0, 0.0)),
     ],
 )
