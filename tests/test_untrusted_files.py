@@ -68,7 +68,7 @@ def limited(*arguments: str, more_bytes: int = MORE_BYTES) -> subprocess.Complet
         "pages = int(Path('/proc/self/statm').read_text().split()[0])\n"
         f"most = pages * resource.getpagesize() + {more_bytes}\n"
         "resource.setrlimit(resource.RLIMIT_AS, (most, most))\n"
-        "for path in sys.argv[2:]:\n    print(path, main([sys.argv[1], path]), flush=True)\n"
+        "for path in sys.argv[2:]:\n    print(path, main([*sys.argv[1].split(), path]), flush=True)\n"
     )
     cpu = lambda: resource.setrlimit(resource.RLIMIT_CPU, (40, 40))  # noqa: E731
     command = [sys.executable, "-c", code, *arguments]
@@ -92,7 +92,7 @@ def test_a_small_file_that_unpacks_to_a_large_one_is_refused_early(tmp_path: Pat
     path = tmp_path / "trace.json.gz"
     path.write_bytes(gzip.compress(b" " * 1024**2) * 1024)
     assert path.stat().st_size < 2 * 1024**2
-    done = limited("import", "trace", str(path))
+    done = limited("import trace", str(path))
     assert "bytes unpacked; profile fewer steps" in done.stderr, done.stderr[-2000:]
 
 
