@@ -10,13 +10,14 @@ import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves
 
 from rota import Cluster, Kind, Op, Stages, place, split
 from rota.costs import Costs
 from rota.layers import LayerCosts
 from rota.profiling import profile_here, profile_layers
 from rota.runtime.compute import Batch, Compute
+from rota.runtime.messages import over_tensors
 from rota.runtime.microbatches import Microbatches
 from support.layered_models import MAKE, Case, case
 
@@ -50,17 +51,14 @@ class Alive(TorchDispatchMode):
 
 def fresh(value: Any) -> Any:
     """As if it had come by a message."""
-    return tree_map_only(torch.Tensor, lambda t: t.detach().clone().requires_grad_(t.requires_grad), value)
+    return over_tensors(lambda t: t.detach().clone().requires_grad_(t.requires_grad), value)
 
 
 def arriving(stages: Stages, stage: int, batch: Any) -> list[Any]:
     """What the stage reads of the others, by edge."""
     outputs: dict[int, Any] = {}
     for before in range(stage):
-        values = [
-            tree_map_only(torch.Tensor, torch.clone, edge.take(outputs[edge.source]))
-            for edge in stages.incoming(before)
-        ]
+        values = [over_tensors(torch.clone, edge.take(outputs[edge.source])) for edge in stages.incoming(before)]
         outputs[before] = stages.call(before, values, batch)
     return [fresh(edge.take(outputs[edge.source])) for edge in stages.incoming(stage)]
 
@@ -87,7 +85,7 @@ def received(stages: Stages, stage: int, kind: Kind, values: list[Any], batch: A
         return [*map(fresh, values)]
     if kind in (Kind.R, Kind.W):
         return []
-    sent = stages.call(stage, tree_map_only(torch.Tensor, torch.clone, values), batch)
+    sent = stages.call(stage, over_tensors(torch.clone, values), batch)
     leaves = ([*tree_leaves(edge.take(sent))] for edge in stages.outgoing(stage))
     return [[torch.ones_like(leaf) for leaf in of_edge if isinstance(leaf, torch.Tensor)] for of_edge in leaves]
 

@@ -22,7 +22,7 @@ from rota.models.carving.operations import storage_of
 from rota.models.carving.stage import CarvedStage
 from rota.models.randomness import random_state_kept
 from rota.models.replacing import replace
-from rota.torch_internals import StorageReference, TorchDispatchMode, written_arguments
+from rota.torch_internals import StorageReference, TorchDispatchMode, address_of, written_arguments
 
 Init = Callable[[nn.Module], object]
 _REMEDY = (
@@ -37,23 +37,20 @@ def meta_init() -> Iterator[None]:
 
     What their constructors fill parameters with is lost: `materialize` initializes, or `load_pretrained` loads them.
     """
-    rooms: dict[int, tuple[StorageReference, Tensor]] = {}  # memory that is still in use, and what replaces it
+    memory: dict[int, tuple[StorageReference, Tensor]] = {}  # parameters that share memory still do on meta
 
     def on_meta(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
         del module, name
         if type(parameter) is not nn.Parameter or parameter.is_meta:
             return
-        memory = parameter.untyped_storage()
-        known = rooms.get(storage_of(parameter))
-        if known is None or known[0].is_expired:
-            known = StorageReference(memory), torch.empty(memory.nbytes(), dtype=torch.uint8, device="meta")
-            rooms[storage_of(parameter)] = known
-        # Parameters on one memory stay on one, so that they are seen as tied.
-        empty = torch.empty(0, dtype=parameter.dtype, device="meta")
-        replace(
-            parameter,
-            empty.set_(known[1].untyped_storage(), parameter.storage_offset(), parameter.size(), parameter.stride()),
-        )
+        storage = parameter.untyped_storage()
+        reference, whole = memory.get(address_of(storage), (None, None))
+        if reference is None or whole is None or reference.is_expired:
+            whole = torch.empty(storage.nbytes(), dtype=torch.uint8, device="meta")
+            memory[address_of(storage)] = StorageReference(storage), whole
+        del storage
+        where = parameter.size(), parameter.stride(), parameter.storage_offset()
+        replace(parameter, whole.view(parameter.dtype).as_strided(*where))
 
     hook = register_module_parameter_registration_hook(on_meta)
     try:

@@ -77,7 +77,9 @@ def run_and_save(rank: int, *arguments: Any) -> list[float]:
 
 
 def trained_whole(kind: str, num_steps: int) -> tuple[nn.Module, list[float]]:
-    model = make_model(kind)
+    with rota.meta_init():
+        model = make_model(kind)
+    rota.materialize(Stages([model]), [0])  # the same numbers as in stages
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     losses = []
     for step in range(num_steps):
