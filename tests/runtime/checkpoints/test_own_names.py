@@ -48,8 +48,10 @@ def loss_fn(output: Any, targets: torch.Tensor) -> torch.Tensor:
 
 
 def train(kind: str, num_stages: int, num_ranks: int, folder: Path, steps: range, *, save: bool) -> list[float]:
-    """On stages of which each rank has its own; resumes first, if there is a checkpoint."""
-    stages = rota.split(make_model(kind), num_stages, example=batch(0))
+    """On stages made without memory, of which each rank has its own; resumes first, if there is a checkpoint."""
+    with rota.meta_init():
+        model = make_model(kind)
+    stages = rota.split(model, num_stages, example=batch(0))
     costs = Costs.uniform(num_stages)
     ranks = [stage * num_ranks // num_stages for stage in range(num_stages)]
     plan = gpipe(place(costs, Cluster.uniform(num_ranks), ranks, edges=[edge[:2] for edge in stages.edges]), 2)
