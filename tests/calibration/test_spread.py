@@ -276,7 +276,6 @@ def test_the_commands_run_as_printed_and_overwrite_nothing(tmp_path: Path, monke
         (Cluster.uniform(4, latency_us=5), " --link 5us"),
         (Cluster.uniform(4), ""),
         (replace(Cluster.uniform(4), links=((0, 1, Link(9, 100)),)), " --links LINKS.json"),
-        (replace(Cluster.uniform(4), link=Link(5, 100)), " --links LINKS.json"),
     ],
 )
 def test_estimates_for_a_device_are_estimated_again_with_its_links(

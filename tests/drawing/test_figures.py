@@ -55,8 +55,8 @@ def test_shared_links_are_rows_below_the_ranks_and_waits_are_dotted():
     waits = [pair for r in routes for pair in zip(shape.handed_over_us(r), shape.sent_us[r], strict=True)]
     drawn = [tuple(segment[:, 0]) for segment in part(ax, "waiting").get_segments()]
     assert drawn == [pair for pair in waits if pair[0] < pair[1]]
-    assert [label.get_text() for label in ax.get_yticklabels()][-1] == "host a · 49% busy"
-    assert "shared link host a: 49.3% busy" in to_text(shape)
+    assert [label.get_text() for label in ax.get_yticklabels()][-1] == "host a · 51% busy"
+    assert "shared link host a: 51.3% busy" in to_text(shape)
 
 
 # --- figures ----------------------------------------------------------------------------------------------------------

@@ -167,7 +167,7 @@ def _chain(num_ranks: int, rate: int, limit: int | None = None, link: Link | Non
 @settings(deadline=None, max_examples=some(15))
 def test_a_search_is_never_worse_than_the_named_plans_and_says_what_the_simulator_does(seed: int) -> None:
     chooser = random.Random(seed)
-    link = Link(chooser.choice((0, 5)), chooser.choice((None, 50)), chooser.choice((0, 3)), None, 2, None)
+    link = Link(chooser.choice((0, 5)), chooser.choice((None, 50)))
     placement = _chain(chooser.choice((2, 3, 4)), chooser.choice((10, 20, 50)), chooser.choice((None, 14_000)), link)
     result = find_plan(
         placement, chooser.randint(2, 8), time_limit_s=0.3, deterministic=True, seed=chooser.randrange(9)
@@ -244,7 +244,7 @@ def test_a_shared_link_that_nothing_uses_changes_no_answer(objective: Objective)
 @settings(deadline=None, max_examples=some(30))
 def test_the_bound_on_a_layout_is_below_every_plan(seed: int) -> None:
     chooser = random.Random(seed)
-    link = Link(chooser.choice((0, 5)), chooser.choice((None, 50)), chooser.choice((0, 30)), None, 20, None)
+    link = Link(chooser.choice((0, 5)), chooser.choice((None, 50)))
     placement, num_microbatches = _chain(4, chooser.choice((10, 100, 1000)), None, link), chooser.randint(1, 6)
     sequence = strategies.linear_extension(placement, num_microbatches, chooser, in_order=True)
     plans = [strategies.deal(placement, num_microbatches, sequence)]
