@@ -61,8 +61,6 @@ def _given_links(cluster: Cluster) -> str:
     link = cluster.link
     if link == Link():
         return ""
-    if link != Link(link.latency_us, link.bytes_per_us):
-        return " --links LINKS.json"
     rate = "" if link.bytes_per_us is None else f"{exact_size_text(link.bytes_per_us * 1_000_000)}/s"
     return f" --link {','.join(filter(None, (f'{link.latency_us}us', rate)))}"
 
