@@ -45,7 +45,7 @@ def cases(num_plans: int) -> list[Case]:
 def plan_of(case: Case, cluster: Cluster) -> tuple[str, Plan]:
     """A case's name and its plan."""
     if case.sizes == MANY:
-        costs = Costs.uniform(case.num_ranks, 20_000, 40_000, boundary_bytes=64 * KB)  # so that two cores are enough
+        costs = Costs.uniform(case.num_ranks, 5_000, 10_000, boundary_bytes=64 * KB)
         return "1f1b, 32 ranks x 64", NAMED["1f1b"](NAMED["1f1b"].place(costs, cluster), 64)
     rng = random.Random(1000 * [*CLASSES].index(case.sizes) + case.seed)
     how = FAMILIES[case.seed // 2 % len(FAMILIES)]
