@@ -36,7 +36,7 @@ def times(timeline: Timeline) -> dict[tuple[int, Op], tuple[int, int]]:
 def test_all_times_match_a_count_of_every_microsecond(plan: Plan) -> None:
     timeline, counted = simulate(plan), counting.recount(plan)
     at = times(timeline)
-    assert at == {key: entry[:2] for key, entry in counted.ops.items()}
+    assert at == counted.ops
     expected = [(each.transfer.sender, each.sent_us, each.arrived_us, each.transfer) for each in counted.messages]
     assert sorted(timeline.transfer_spans()) == sorted(expected)
     ends = counting.step_end_times(plan, counted)
@@ -46,8 +46,8 @@ def test_all_times_match_a_count_of_every_microsecond(plan: Plan) -> None:
 
 
 def _window(counted: counting.Recount, rank: int) -> int:
-    mine = [entry[2:] for (on, _), entry in counted.ops.items() if on == rank]
-    return max(until for _, until in mine) - min(since for since, _ in mine) if mine else 0
+    spans = [span for (on, _), span in counted.ops.items() if on == rank]
+    return max(end for _, end in spans) - min(start for start, _ in spans) if spans else 0
 
 
 @given(wired_plans())

@@ -60,7 +60,7 @@ _HOMES = {
     ),
     "rota.runtime.pretrained": ("load_pretrained",),
     "rota.runtime.checkpoints": ("Checkpoints",),
-    "rota.runtime.checkpoints.names": ("gather_weights",),
+    "rota.runtime.checkpoints.gathering": ("gather_weights",),
     "rota.verifying": ("Verification", "verify"),
     "rota.planning": ("Machine", "autoplan"),
     "rota.planning.planner": ("PlannedBatch", "Planner"),
@@ -149,7 +149,7 @@ if TYPE_CHECKING:
     from rota.runtime import meta_init as meta_init
     from rota.runtime import spmd as spmd
     from rota.runtime.checkpoints import Checkpoints as Checkpoints
-    from rota.runtime.checkpoints.names import gather_weights as gather_weights
+    from rota.runtime.checkpoints.gathering import gather_weights as gather_weights
     from rota.runtime.pretrained import load_pretrained as load_pretrained
     from rota.search import SearchResult as SearchResult
     from rota.search import find_frontier as find_frontier

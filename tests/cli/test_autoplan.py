@@ -20,7 +20,7 @@ from rota.errors import PipelineError
 from rota.planning import Machine, model_file
 from rota.planning.deadline import Deadline
 from rota.profiles import Profile
-from rota.profiling.links import FoundLinks
+from rota.profiling.links import MeasuredLinks
 from rota.profiling.places import memory_bytes_per_rank
 from rota.runtime import host_memory
 from rota.runtime.launching.launch import Run
@@ -187,7 +187,7 @@ def test_links_that_cannot_be_measured_are_counted_as_free(
     def links(*_: object, **__: object) -> rota.Cluster:
         raise PipelineError("the machine is too busy")
 
-    monkeypatch.setattr("rota.profiling.machine_links.found_on_this_machine", links)
+    monkeypatch.setattr("rota.profiling.machine_links.measured_on_this_machine", links)
     monkeypatch.setattr("rota.profiling.forked.why_not_here", lambda _: "")
     model = tmp_path / "model.py"
     model.write_text(MODEL)
@@ -205,11 +205,11 @@ def test_links_are_those_between_cpus_on_which_plans_are_tried(monkeypatch: pyte
     cluster = rota.Cluster((None,) * 2, rota.Link(0, None), all_reduces=(sums,))
     asked: list[tuple[int, str]] = []
 
-    def links(num_ranks: int, *, device: str, **_: object) -> FoundLinks:
+    def links(num_ranks: int, *, device: str, **_: object) -> MeasuredLinks:
         asked.append((num_ranks, device))
-        return FoundLinks(cluster, "a table", "others took 40%")
+        return MeasuredLinks(cluster, "a table", "others took 40%")
 
-    monkeypatch.setattr("rota.profiling.machine_links.found_on_this_machine", links)
+    monkeypatch.setattr("rota.profiling.machine_links.measured_on_this_machine", links)
     given = argparse.Namespace(ranks=2, cache=None, refresh=False)
     for time_limit_s in (600.0, 0.001):  # what is measured depends on nothing but what is kept
         remarks: list[str] = []

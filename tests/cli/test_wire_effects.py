@@ -15,7 +15,7 @@ from rota.costs import Costs
 from rota.errors import PipelineError
 from rota.placing import place
 from rota.plan import Plan
-from rota.profiling.links import FoundLinks
+from rota.profiling.links import MeasuredLinks
 from rota.schedules import one_f_one_b
 from rota.simulation import simulate
 
@@ -138,11 +138,11 @@ def test_costs_measured_on_a_cpu_are_planned_with_the_links_of_this_machine(
     asked: list[tuple[int, str]] = []
     doubts = ["", "others took 40%"]
 
-    def links(num_ranks: int, *, device: str, **_: object) -> FoundLinks:
+    def links(num_ranks: int, *, device: str, **_: object) -> MeasuredLinks:
         asked.append((num_ranks, device))
-        return FoundLinks(here, "a table", doubts.pop(0))
+        return MeasuredLinks(here, "a table", doubts.pop(0))
 
-    monkeypatch.setattr("rota.profiling.machine_links.found_on_this_machine", links)
+    monkeypatch.setattr("rota.profiling.machine_links.measured_on_this_machine", links)
     step = ("--costs", measured_costs, "--microbatches", "4")
     code, said, errors = run(capsys, "plan", "1f1b", *step)
     assert (code, asked, errors) == (0, [(2, "cpu")], "")
@@ -159,7 +159,7 @@ def test_links_that_cannot_be_measured_are_told(
     def links(*_: object, **__: object) -> Cluster:
         raise PipelineError("the machine is too busy")
 
-    monkeypatch.setattr("rota.profiling.machine_links.found_on_this_machine", links)
+    monkeypatch.setattr("rota.profiling.machine_links.measured_on_this_machine", links)
     code, said, errors = run(capsys, "plan", "1f1b", "--costs", measured_costs, "--microbatches", "4")
     assert code == 0
     assert said.startswith("Transfers are counted as free; give --link or --links")
@@ -169,7 +169,8 @@ def test_links_that_cannot_be_measured_are_told(
 def test_costs_measured_elsewhere_leave_transfers_free(
     measured_costs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("rota.profiling.machine_links.found_on_this_machine", lambda *_, **__: pytest.fail("measured"))
+    unexpected = "rota.profiling.machine_links.measured_on_this_machine"
+    monkeypatch.setattr(unexpected, lambda *_, **__: pytest.fail("measured"))
     measured_costs.write_text(replace(Costs.uniform(2, boundary_bytes=80), note="estimated for h100").to_json())
     said = run(capsys, "plan", "1f1b", "--costs", measured_costs, "--microbatches", "4")[1]
     assert said.startswith("Transfers are counted as free; give --link or --links")

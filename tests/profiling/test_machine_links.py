@@ -10,7 +10,7 @@ import pytest
 
 from rota import Cluster, Link, PipelineError
 from rota.profiling import links_of_this_machine, machine_links
-from rota.profiling.links import FoundLinks, Report
+from rota.profiling.links import MeasuredLinks, Report
 
 
 class Started:
@@ -21,13 +21,13 @@ class Started:
         self.devices: list[str] = []
         self.doubt = ""
 
-    def __call__(self, num: int, device: str, repeats: int, report: Report, within_s: float) -> FoundLinks:
+    def __call__(self, num: int, device: str, repeats: int, report: Report, within_s: float) -> MeasuredLinks:
         self.count += 1
         self.devices.append(device)
         assert within_s > 1.0
         report("measures")
         cluster = Cluster((None,) * num, Link(self.count, 100))
-        return FoundLinks(cluster, "a table\nof two lines", self.doubt)
+        return MeasuredLinks(cluster, "a table\nof two lines", self.doubt)
 
 
 @pytest.fixture
@@ -48,7 +48,7 @@ def test_what_was_measured_is_kept_and_measured_again_if_asked(started: Started,
     assert links_of_this_machine(2, cache=str(tmp_path)) == first
     assert links_of_this_machine(2, cache=str(tmp_path), refresh=True).link == Link(3, 100)
     assert len([*tmp_path.iterdir()]) == 2
-    assert machine_links.found_on_this_machine(2, cache=str(tmp_path)).text == "a table\nof two lines"
+    assert machine_links.measured_on_this_machine(2, cache=str(tmp_path)).text == "a table\nof two lines"
 
 
 def test_without_time_links_are_not_measured_but_those_that_are_kept_are_found(
@@ -144,4 +144,4 @@ def test_what_a_file_says_cannot_move_the_cursor(started: Started, tmp_path: Pat
     path = tmp_path / "links.json"
     links_of_this_machine(2, cache=str(path))
     path.write_text(change("text", ["a\x1b[2J"])(json.loads(path.read_text())))
-    assert machine_links.found_on_this_machine(2, cache=str(path)).text == "a\\x1b[2J"
+    assert machine_links.measured_on_this_machine(2, cache=str(path)).text == "a\\x1b[2J"

@@ -31,15 +31,15 @@ class Message:
 
 @dataclass
 class Recount:
-    """What happens when. By (rank, op): the start, the end, and from when and until when the op occupies its rank."""
+    """What happens when. By (rank, op): its start and its end."""
 
-    ops: dict[tuple[int, Op], tuple[int, int, int, int]] = field(default_factory=dict)
+    ops: dict[tuple[int, Op], tuple[int, int]] = field(default_factory=dict)
     messages: list[Message] = field(default_factory=list)
 
     @property
     def makespan_us(self) -> int:
         """Without step ends."""
-        return max((until for *_, until in self.ops.values()), default=0)
+        return max((end for _, end in self.ops.values()), default=0)
 
 
 def link_between(cluster: Cluster, sender: int, receiver: int) -> Link:
@@ -107,20 +107,19 @@ def _start_op(plan: Plan, result: Recount, done: list[int], rank: int, now: int)
         order = plan.orders[mine]
         if done[mine] == len(order) or order[done[mine]] != op:
             return False
-        if done[mine] and result.ops[mine, order[done[mine] - 1]][3] > now:
+        if done[mine] and result.ops[mine, order[done[mine] - 1]][1] > now:
             return False
     for edge in plan.placement.edges:
         if plan.placement.tasks[edge.target] == task:
             source = plan.placement.tasks[edge.source]
             made = result.ops.get((source.ranks[0], Op(source.stage, source.kind, op.microbatch)))
-            if made is None or made[3] > now:
+            if made is None or made[1] > now:
                 return False
     if any(message.arrived_us > now for message in result.messages if message.transfer.target == op):
         return False
-    start = now
-    end = start + figure_of(plan.placement, task.duration_us, op.microbatch)
+    end = now + figure_of(plan.placement, task.duration_us, op.microbatch)
     for mine in task.ranks:
-        result.ops[mine, op] = start, end, now, end
+        result.ops[mine, op] = now, end
         done[mine] += 1
     for message in result.messages:
         if message.transfer.source == op:
@@ -154,10 +153,10 @@ def step_end_times(plan: Plan, counted: Recount) -> list[tuple[int, int, int, in
     for i, rank in plan.step_end_ranks:
         end = plan.placement.step_ends[i]
         gradients = [op for op in plan.orders[rank] if op.stage == end.stage and op.kind in (Kind.B, Kind.W)]
-        start = max([reduced[rank], *(counted.ops[rank, op][3] for op in gradients)])
+        start = max([reduced[rank], *(counted.ops[rank, op][1] for op in gradients)])
         reduced[rank] = start + end.reduce_us
         reductions.append((start, reduced[rank]))
-    optimized = [max(us, *(counted.ops[r, op][3] for op in plan.orders[r]), 0) for r, us in enumerate(reduced)]
+    optimized = [max(us, *(counted.ops[r, op][1] for op in plan.orders[r]), 0) for r, us in enumerate(reduced)]
     expected = []
     for (i, rank), times_us in zip(plan.step_end_ranks, reductions, strict=True):
         start = optimized[rank]

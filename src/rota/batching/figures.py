@@ -49,7 +49,9 @@ class Layout:
         if wide := [task for task in placement.tasks if len(task.ranks) > 1]:
             raise SearchError(f"task {wide[0]} is on {len(wide[0].ranks)} ranks; batches are planned with one per task")
         if cluster.shared:
-            raise SearchError("the cluster has shared links; batches are planned without: leave them out")
+            raise SearchError(
+                "the cluster has shared links, which plans of batches do not count: give it with shared=()"
+            )
         return cls(model, placement, _topological(placement))
 
     def problem(self, sizes: Sequence[Size]) -> BatchProblem:

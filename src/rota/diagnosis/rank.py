@@ -75,7 +75,7 @@ def describe(device: torch.device) -> dict[str, Any]:
     found: dict[str, Any] = {"host": socket.gethostname(), "device": str(device), "name": ""}
     found |= {"free_bytes": None, "total_bytes": None}
     if device.type != "cpu":
-        module = getattr(torch, device.type)
+        module = torch.get_device_module(device)
         found["name"] = module.get_device_name(device)
         found["free_bytes"], found["total_bytes"] = module.mem_get_info(device)
     return found

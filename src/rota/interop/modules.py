@@ -138,7 +138,7 @@ def _paths(model: nn.Module, stage: nn.Module) -> set[str]:
                 f"parameter {path!r} of a stage is not the model's of that name: make stages by rota.split"
             )
     if isinstance(stage, CarvedStage):
-        return {path.partition("#")[0] for path in (*stage.holds, *stage.marks)}
+        return {path.partition("#")[0] for path in (*stage.holds, *stage.cut_points)}
     return {path for path, _ in stage.named_modules(remove_duplicate=False)}
 
 

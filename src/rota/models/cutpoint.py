@@ -1,4 +1,4 @@
-"""CutPoint: the mark in a model's forward where a stage may end, and how to find a model's marks."""
+"""CutPoint: a place in a model's forward where a stage may end, and how to find those of a model."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ def split(
             of an `nn.Sequential`, or the stages made by hand, to cut before. For any other model: the modules to cut
             before, by path (`"model.layers.4"`, and `"model.layers.4#2"` before its second call), or patterns of
             modules that a stage may begin with (`"model.layers.*"`). A text is one name or pattern. Without names of
-            modules, a model without marks is cut so that parameters are spread evenly, not counting those of
+            modules, a model without CutPoints is cut so that parameters are spread evenly, not counting those of
             `nn.Embedding`, which are only looked up. None for others: so that numbers of pieces per stage differ by one
             at most.
         example: A small batch, as a dict of the forward's keyword arguments, or as a tuple. An `nn.Sequential` and
@@ -81,7 +81,7 @@ def _split_model(model: nn.Module, num_stages: int, cuts: Cuts | None, example: 
             "its blocks, block.compile(), before or after"
         )
     candidates = Candidates(model, cuts, _example_for(model, example))
-    choose = _chosen_marks if find_cut_points(model) else _chosen_calls
+    choose = _chosen_cut_points if find_cut_points(model) else _chosen_calls
     return candidates.split(choose(candidates, num_stages, cuts), relay=not direct_skips)
 
 
@@ -108,8 +108,8 @@ def finest(model: nn.Module | Stages, example: Any = None, cuts: Cuts | None = N
     if not find_cut_points(model):
         calls = candidates.possible()
         return candidates.split([*calls]), tuple(calls.values())
-    starts = [*(marks := candidates.marked())]
-    possible = _chosen_among(dict(enumerate(marks.values())), cuts)
+    starts = [*(cut_points := candidates.cut_points())]
+    possible = _chosen_among(dict(enumerate(cut_points.values())), cuts)
     return candidates.split([starts[number] for number in possible]), tuple(possible.values())
 
 
@@ -181,10 +181,10 @@ def _chosen_calls(candidates: Candidates, num_stages: int, cuts: Cuts | None) ->
     return _choose(num_stages, cuts, possible, what, how, candidates.loads([*possible]))
 
 
-def _chosen_marks(candidates: Candidates, num_stages: int, cuts: Cuts | None) -> list[int]:
+def _chosen_cut_points(candidates: Candidates, num_stages: int, cuts: Cuts | None) -> list[int]:
     """The calls after CutPoints that stages begin with, in order."""
-    starts = [*(marks := candidates.marked())]
-    numbers = _choose(num_stages, cuts, dict(enumerate(marks.values())), "CutPoint that the forward calls")
+    starts = [*(cut_points := candidates.cut_points())]
+    numbers = _choose(num_stages, cuts, dict(enumerate(cut_points.values())), "CutPoint that the forward calls")
     return [starts[number] for number in numbers]
 
 

@@ -134,10 +134,10 @@ class Candidates:
             if recording.units[unit] in self.blocks
         }
 
-    def marked(self) -> dict[int, str]:
+    def cut_points(self) -> dict[int, str]:
         """The calls that follow those of CutPoints, with the names of these, in order."""
         recording = self._recording
-        ends = (call + 1 for call in range(len(recording.calls)) if recording.is_mark(call))
+        ends = (call + 1 for call in range(len(recording.calls)) if recording.is_cut_point(call))
         return {start: recording.cut_name(start) for start in ends}
 
     def spread(self, num_stages: int) -> dict[int, str]:

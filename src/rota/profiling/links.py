@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import median, quantiles
 from typing import NamedTuple
@@ -31,7 +32,7 @@ _STEADY, _STEADY_US = 1.0, 200.0  # the median may be above the fastest quarter 
 Report = Callable[[str], None]
 
 
-class FoundLinks(NamedTuple):
+class MeasuredLinks(NamedTuple):
     """A cluster without memory limits, and what was measured, in words.
 
     `doubt`: why it may be wrong, and what to do; "" if nothing speaks against it. `text` says it, too.
@@ -70,7 +71,7 @@ def measure_links(
 
 def find_links(
     repeats: int = REPEATS, *, device: torch.device | None = None, report: Report = lambda _: None
-) -> FoundLinks:
+) -> MeasuredLinks:
     """As `measure_links`, with all that was found. Collective."""
     own, size = _own_device(device), dist.get_world_size()
     if size < 2:
@@ -95,9 +96,9 @@ def find_links(
     alone, rounds = {(a, b): times for a, b, times in every[0]}, dict(every[1])
     links = links_of(alone, hosts)
     cluster = cluster_of(links, hosts, {f"host {shortened[host]}": (host, of) for host, of in rounds.items()})
-    cluster = Cluster(cluster.limit_bytes, cluster.link, cluster.links, cluster.shared, all_reduces=all_reduces)
+    cluster = replace(cluster, all_reduces=all_reduces)
     doubt = unsteady(alone)
-    return FoundLinks(cluster, "\n".join([*_lines(alone), *_shared_lines(cluster), *filter(None, [doubt])]), doubt)
+    return MeasuredLinks(cluster, "\n".join([*_lines(alone), *_shared_lines(cluster), *filter(None, [doubt])]), doubt)
 
 
 # --- from times to links ----------------------------------------------------------------------------------------------
@@ -172,8 +173,8 @@ def unsteady(alone: Mapping[Pair, Sequence[Sequence[float]]]) -> str:
             if middle > low + max(_STEADY * low, _STEADY_US):
                 return (
                     f"{size_text(size)} between ranks {a} and {b} took {time_text(round(middle))}, but "
-                    f"{time_text(round(low))} or less in a quarter of the repeats: end what else uses this machine, "
-                    f"and measure again"
+                    f"{time_text(round(low))} or less in a quarter of the repeats: close other programs, and "
+                    "measure again"
                 )
     return ""
 

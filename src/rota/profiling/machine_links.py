@@ -19,12 +19,13 @@ from rota import reading
 from rota.cluster import Cluster
 from rota.errors import PipelineError, RotaError, UsageError
 from rota.profiling.forked import run_forked
-from rota.profiling.links import REPEATS, FoundLinks, Report, find_links
+from rota.profiling.links import REPEATS, MeasuredLinks, Report, find_links
 from rota.profiling.places import cpu_name
 from rota.runtime.device.local import AUTO, device_type, local_device
 from rota.runtime.environment import device_environment, num_cores
 from rota.runtime.process_group import join
 from rota.units import count_text
+from rota.writing import write_text
 
 _KEPT_S = 7 * 24 * 3600.0  # a machine's kernel, drivers and load change
 _METHOD = "4"  # how links are measured; figures of another method are measured again
@@ -63,7 +64,7 @@ def links_of_this_machine(
     Raises:
         PipelineError: Links cannot be measured, or not in that time, or a cache that was named cannot be written.
     """
-    found = found_on_this_machine(
+    found = measured_on_this_machine(
         num_ranks, device=device, cache=cache, refresh=refresh, report=report, within_s=within_s
     )
     if found.doubt:
@@ -71,7 +72,7 @@ def links_of_this_machine(
     return found.cluster
 
 
-def found_on_this_machine(
+def measured_on_this_machine(
     num_ranks: int,
     *,
     device: str = AUTO,
@@ -80,10 +81,10 @@ def found_on_this_machine(
     repeats: int = REPEATS,
     report: Report = lambda _: None,
     within_s: float = math.inf,
-) -> FoundLinks:
+) -> MeasuredLinks:
     """As `links_of_this_machine`, with all that was found, but without the warning. `repeats`: see `measure_links`."""
     if num_ranks < 2:
-        return FoundLinks(Cluster.uniform(num_ranks), "one rank has no links")
+        return MeasuredLinks(Cluster.uniform(num_ranks), "one rank has no links")
     key = _key(num_ranks, device_type(device, num_ranks), repeats)
     path = _path(cache, key)
     if not refresh and (kept := _kept(path, key, report)) is not None:
@@ -107,7 +108,7 @@ def links_of_started(
     repeats: int = REPEATS,
     report: Report = lambda _: None,
     within_s: float = math.inf,
-) -> FoundLinks:
+) -> MeasuredLinks:
     """The links of `num_processes` new processes on this machine, which are forked from this one.
 
     Args:
@@ -139,10 +140,10 @@ def links_of_started(
         cluster, text, doubt = run_forked(num_processes, work, within_s=None if within_s == math.inf else within_s)[0]
     except TimeoutError as error:
         raise PipelineError(f"the links were not measured in time: {error}; give a longer time limit") from None
-    return FoundLinks(Cluster.from_json(cluster), text, doubt)
+    return MeasuredLinks(Cluster.from_json(cluster), text, doubt)
 
 
-def links_of_launched(repeats: int = REPEATS, report: Report = lambda _: None) -> FoundLinks | None:
+def links_of_launched(repeats: int = REPEATS, report: Report = lambda _: None) -> MeasuredLinks | None:
     """The links of the launcher's processes, on the first of them; None on the others. See `find_links`.
 
     Messages are between the processes' `local_device`s.
@@ -184,7 +185,7 @@ def _path(cache: str | None, key: dict[str, str]) -> Path:
     return folder / _FILE.format(name=re.sub(r"[^A-Za-z0-9]+", "-", name).strip("-").lower())
 
 
-def _kept(path: Path, key: dict[str, str], report: Report) -> FoundLinks | None:
+def _kept(path: Path, key: dict[str, str], report: Report) -> MeasuredLinks | None:
     """What the file has for this key; None if nothing, or nothing new enough."""
     if not path.exists():
         return None
@@ -206,24 +207,22 @@ def _kept(path: Path, key: dict[str, str], report: Report) -> FoundLinks | None:
     return found
 
 
-def _parsed(text: str) -> tuple[FoundLinks, dict[str, str], int]:
+def _parsed(text: str) -> tuple[MeasuredLinks, dict[str, str], int]:
     """A file's links, their key, and when they were measured. Raises FormatError."""
     fields = reading.parse(text, _TYPE)
     then = {name: fields["key"][name].text() for name in fields["key"].value}
     cluster = Cluster.from_fields(fields["cluster"])
     text = "\n".join(reading.printable(line.text()) for line in fields["text"])
-    return FoundLinks(cluster, text), then, fields["measured_s"].integer(0)
+    return MeasuredLinks(cluster, text), then, fields["measured_s"].integer(0)
 
 
-def _keep(found: FoundLinks, path: Path, key: dict[str, str], *, must: bool) -> None:
+def _keep(found: MeasuredLinks, path: Path, key: dict[str, str], *, must: bool) -> None:
     """Write the file. Raises UsageError if that fails and `must` be."""
     fields: dict[str, Any] = {"key": key, "measured_s": int(time.time()), "text": found.text.split("\n")}
     fields["cluster"] = found.cluster.to_fields()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        part = path.with_name(f"{path.name}.{os.getpid()}")
-        part.write_text(reading.dump(_TYPE, fields))
-        part.replace(path)
+        write_text(path, reading.dump(_TYPE, fields))
     except OSError as error:
         if must:
             raise UsageError(f"cannot write the links {path}: {error.strerror}; give another cache") from None

@@ -1,13 +1,12 @@
-"""Shared links and what messages cost, in terms of ranks and tasks: a search then has a step like any other.
+"""Shared links in terms of ranks and tasks: a search then has a step like any other.
 
     rank 0    F0 F1 F2                      each shared link becomes one more rank, without a memory limit,
     rank 1          F0  F1  F2              and a transfer that it serves one more task, for as long as it serves it
     link      00 11 22                      (on several such ranks, if the transfer uses several shared links at once)
 
-A task lasts as long as its op occupies its ranks, with what messages cost before and after it. What all methods find
-out about ranks then holds for shared links too. A transfer's micro-batches are served in order, as in every other task:
-they occupy the link equally long, so exchanging two makes nothing later, and what is held at a time depends only on how
-many have begun and ended by then.
+What all methods find out about ranks then holds for shared links too. A transfer's micro-batches are served in order,
+as in every other task: they occupy the link equally long, so exchanging two makes nothing later, and what is held at a
+time depends only on how many have begun and ended by then.
 """
 
 from __future__ import annotations

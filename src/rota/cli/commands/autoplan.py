@@ -356,7 +356,7 @@ def _machine_here(
 ) -> tuple[Machine, str]:
     """The machine with links between CPUs of this one, on which plans are tried; and why they were not measured."""
     from rota.profiling.forked import why_not_here
-    from rota.profiling.machine_links import found_on_this_machine
+    from rota.profiling.machine_links import measured_on_this_machine
     from rota.runtime.device.local import CPU
 
     if why_not_here(arguments.ranks):
@@ -364,7 +364,7 @@ def _machine_here(
     folder = arguments.cache if arguments.cache is not None and not arguments.cache.endswith(".json") else None
     show("measuring the links between processes")
     try:
-        found = found_on_this_machine(
+        found = measured_on_this_machine(
             arguments.ranks,
             device=CPU,
             cache=folder,

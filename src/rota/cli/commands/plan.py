@@ -112,13 +112,13 @@ def _links(arguments: Namespace, num_ranks: int) -> Cluster | None:
     costs = files.read_costs(arguments.costs)
     if costs.note.startswith(_MEASURED_ON_CPU) and importlib.util.find_spec("torch") is not None and num_ranks > 1:
         from rota.profiling.forked import why_not_here
-        from rota.profiling.machine_links import found_on_this_machine
+        from rota.profiling.machine_links import measured_on_this_machine
         from rota.runtime.device.local import CPU
 
         if not why_not_here(num_ranks):
             try:
                 with progress_line() as show:
-                    found = found_on_this_machine(num_ranks, device=CPU, report=show)
+                    found = measured_on_this_machine(num_ranks, device=CPU, report=show)
             except PipelineError as error:
                 print(f"rota plan: warning: links were not measured: {error}", file=sys.stderr)
                 return None

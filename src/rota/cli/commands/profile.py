@@ -159,7 +159,7 @@ def _summary(layers: LayerCosts) -> str:
 
 def _links(arguments: Namespace) -> int:
     from rota.profiling.links import REPEATS
-    from rota.profiling.machine_links import found_on_this_machine, links_of_launched, links_of_started
+    from rota.profiling.machine_links import links_of_launched, links_of_started, measured_on_this_machine
     from rota.runtime.device.local import AUTO
     from rota.runtime.environment import device_environment
 
@@ -173,7 +173,7 @@ def _links(arguments: Namespace) -> int:
             found = links_of_started(number, device, repeats, _tell)
         else:
             kept = {"cache": arguments.cache, "refresh": arguments.refresh, "repeats": repeats}
-            found = found_on_this_machine(number, device=device, report=_tell, **kept)
+            found = measured_on_this_machine(number, device=device, report=_tell, **kept)
     else:
         for option in ("processes", "cache"):
             if getattr(arguments, option) is not None:

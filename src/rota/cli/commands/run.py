@@ -95,7 +95,7 @@ def run(arguments: argparse.Namespace) -> int:
             pipeline_within_s=_PIPELINE_S,
             report=_report,
             forks=True,
-            snapshot_folder=arguments.snapshot_folder or "/dev/shm",
+            snapshot_folder=arguments.snapshot_folder,
         )
     except EndedBySignal as error:
         _report(str(error))

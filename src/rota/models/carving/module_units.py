@@ -38,19 +38,19 @@ def find_units(model: nn.Module, blocks: Collection[str], opened: Collection[str
     In a model with CutPoints: these, and all modules that hold none of them. `opened` ones are no units, but modules in
     them may be.
     """
-    marks = find_cut_points(model)
+    cut_points = find_cut_points(model)
 
     def is_opened(path: str, inside: str, module: nn.Module) -> bool:
         if path in opened or any(block.startswith(inside) for block in blocks):
             return True
         if type(module).forward is nn.Module.forward:
             return True  # lists and dicts of modules have no forward
-        return bool(marks and find_cut_points(module))
+        return bool(cut_points and find_cut_points(module))
 
     def visit(path: str, module: nn.Module) -> Iterator[str]:
         inside = path + "." if path else ""
         is_unit = path in blocks or not is_opened(path, inside, module)
-        if is_unit and (path in blocks or marks or _has_state(module)):
+        if is_unit and (path in blocks or cut_points or _has_state(module)):
             yield path
         elif not is_unit or any(isinstance(one, (*_DROPOUTS, *_NORMS)) for one in module.modules()):
             for name, child in module.named_children():
@@ -59,7 +59,7 @@ def find_units(model: nn.Module, blocks: Collection[str], opened: Collection[str
     found: dict[nn.Module, str] = {}
     for path in visit("", model):
         found.setdefault(model.get_submodule(path), path)
-    return [*(found | marks).values()]
+    return [*(found | cut_points).values()]
 
 
 def _has_state(module: nn.Module) -> bool:
@@ -68,8 +68,8 @@ def _has_state(module: nn.Module) -> bool:
 
 def units_at(model: nn.Module, paths: Sequence[str]) -> list[nn.Module]:
     """The units at these paths; those of CutPoints may lead through lists and dicts: `cuts[0]`."""
-    marks: dict[str, nn.Module] = {path: mark for mark, path in find_cut_points(model).items()}
-    return [marks[path] if path in marks else model.get_submodule(path) for path in paths]
+    cut_points: dict[str, nn.Module] = {path: cut_point for cut_point, path in find_cut_points(model).items()}
+    return [cut_points[path] if path in cut_points else model.get_submodule(path) for path in paths]
 
 
 def is_dropout(module: nn.Module) -> bool:

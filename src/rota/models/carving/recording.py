@@ -126,7 +126,7 @@ class Recording:
     """What one forward did."""
 
     units: list[str]  # paths
-    marks: frozenset[int] = frozenset()  # the units that are CutPoints
+    cut_points: frozenset[int] = frozenset()  # the units that are CutPoints
     labels: list[Label] = field(default_factory=list)  # by bit
     calls: list[int] = field(default_factory=list)  # the unit of each call, in order
     reads: list[LabelSet] = field(default_factory=list)  # by call
@@ -157,13 +157,13 @@ class Recording:
         nth = self.calls[: call + 1].count(unit)
         return self.units[unit] + (f"#{nth}" if nth > 1 else "")
 
-    def is_mark(self, call: int) -> bool:
+    def is_cut_point(self, call: int) -> bool:
         """Whether it is the call of a CutPoint."""
-        return self.calls[call] in self.marks
+        return self.calls[call] in self.cut_points
 
     def cut_name(self, start: int) -> str:
         """The name of a cut: of the CutPoint before this call, or else of the unit that is called."""
-        return self.call_name(start - 1 if self.is_mark(start - 1) else start)
+        return self.call_name(start - 1 if self.is_cut_point(start - 1) else start)
 
 
 def record(model: nn.Module, blocks: Sequence[str], inputs: Mapping[str, Any]) -> Recording:
@@ -190,8 +190,8 @@ def _used(recording: Recording) -> LabelSet:
 
 def _record(model: nn.Module, blocks: Sequence[str], opened: Set[str], inputs: Mapping[str, Any]) -> Recording:
     units = find_units(model, blocks, opened)
-    marks = (number for number, unit in enumerate(units_at(model, units)) if isinstance(unit, CutPoint))
-    recording = Recording(units, frozenset(marks), training=model.training)
+    cut_points = (number for number, unit in enumerate(units_at(model, units)) if isinstance(unit, CutPoint))
+    recording = Recording(units, frozenset(cut_points), training=model.training)
     buffers = {id(buffer): buffer.detach().clone() for buffer in model.buffers()}
     copied = copy_sharing(model, buffers)
     flow = _Flow(recording, copied)
@@ -430,7 +430,7 @@ class _Flow(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     same, overwritten = None, same
                 if same is None:
                     self.label(leaf, Returned(self.call, number))
-                if self.recording.is_mark(self.call):
+                if self.recording.is_cut_point(self.call):
                     self._passed.setdefault(storage_of(leaf), set()).add(self.call)
             of_leaves.append(_leaf_of(leaf, same, arguments)._replace(overwritten=overwritten))
         self.recording.outputs.append(Output(structure, tuple(of_leaves)))

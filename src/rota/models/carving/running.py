@@ -113,7 +113,7 @@ class _Unit:
         self._calls: dict[int, _Call] = {}
         called = {call for call, unit in enumerate(self._order) if unit == number}
         self._is_elsewhere = bool(called) and called.isdisjoint(range(part.begin, part.end))
-        self._ends_stage = number in cutting.recording.marks and stage < len(cutting.parts) - 1
+        self._ends_stage = number in cutting.recording.cut_points and stage < len(cutting.parts) - 1
         self._pending: list[Any] = []  # answers that hooks have yet to see
 
     def add_call(self, call: int, output: Output, mutated: set[Returned], leaving: set[Returned]) -> None:

@@ -67,16 +67,16 @@ class CarvedStage(nn.Module):
         #: Weights that no module below belongs to, and the modules that run here, by path; no CutPoints.
         self.holds = (
             *_outside(model, part.owned, {*recording.units}),
-            *(name for call, name in here if not recording.is_mark(call)),
+            *(name for call, name in here if not recording.is_cut_point(call)),
         )
         #: The CutPoints that are called here.
-        self.marks = tuple(name for call, name in here if recording.is_mark(call))
+        self.cut_points = tuple(name for call, name in here if recording.is_cut_point(call))
         self._shapes = install(root, cutting, stage, self._run)
         for module in root.modules():
             if any("_rota_names" in vars(inner) for inner in module.modules()):
                 show_whole(module, self._run)
         self._absents_on: torch.device | None = None
-        not_running = {*recording.calls[: part.begin], *recording.marks}
+        not_running = {*recording.calls[: part.begin], *recording.cut_points}
         running = dict.fromkeys(recording.calls[part.begin : part.end])
         self._compilable = tuple(recording.units[unit] for unit in running if unit not in not_running)
         for path in self._compilable:

@@ -195,15 +195,15 @@ def _refuse_shared_memory(recording: Recording, reads: list[int], starts: Sequen
     Both are one tensor in the model, but two in that stage.
     """
     for stage, start in enumerate(starts, 1):
-        mark = start - 1
-        if mark not in recording.changed_after:
+        cut_point = start - 1
+        if cut_point not in recording.changed_after:
             continue
         kept = sum(1 << bit for bit, one in enumerate(recording.labels) if not isinstance(one, FromModel))
-        if any(labels & recording.reads[mark] & kept for labels in reads[stage:]):
+        if any(labels & recording.reads[cut_point] & kept for labels in reads[stage:]):
             raise SplitError(
-                f"what CutPoint {recording.call_name(mark)} is given is read after it too, by another name, and one of "
-                "the two is changed in place: make a new value instead (x = x + 1 for x += 1), or read only what the "
-                "CutPoint returns"
+                f"what CutPoint {recording.call_name(cut_point)} is given is read after it too, by another name, and "
+                "one of the two is changed in place: make a new value instead (x = x + 1 for x += 1), or read only "
+                "what the CutPoint returns"
             )
 
 

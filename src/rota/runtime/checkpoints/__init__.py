@@ -102,7 +102,7 @@ class Checkpoints:
             raise PipelineError(f"folder={folder!r}: give the path of a folder, which all ranks see")
         if not isinstance(pipeline, Pipeline):
             raise PipelineError(
-                f"a {type(pipeline).__name__} has no checkpoints; use Rota's own engine, a rota.Pipeline"
+                f"pipeline is a {type(pipeline).__name__}, which has no checkpoints; give a rota.Pipeline"
             )
         if keep is not None and (type(keep) is not int or keep < 1):
             raise PipelineError(f"keep={keep!r}: keep 1 checkpoint or more, or all by keep=None")
@@ -134,7 +134,7 @@ class Checkpoints:
 
     def _check(self) -> None:
         if sys.byteorder != "little":
-            raise PipelineError("checkpoints are read and written on little-endian machines alone; use one")
+            raise PipelineError(f"this machine is {sys.byteorder}-endian, and checkpoints need a little-endian one")
         optimizer, scheduler = self._trained.optimizer, self._trained.scheduler
         if optimizer is not None and not isinstance(optimizer, Optimizer):
             raise PipelineError(

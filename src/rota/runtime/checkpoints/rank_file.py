@@ -128,6 +128,12 @@ def _head(chunks: tuple[Chunk, ...], own: str, num_bytes: int) -> bytes:
     return LENGTH.pack(length) + text.ljust(length)
 
 
+def padded(head: bytes, num_bytes: int) -> bytes:
+    """A head in `num_bytes`, a multiple of `ALIGNED` that is no less than what it has."""
+    length = num_bytes - LENGTH.size
+    return LENGTH.pack(length) + head[LENGTH.size :].ljust(length)
+
+
 @lru_cache(maxsize=8)
 def _texts(chunks: tuple[Chunk, ...]) -> tuple[str, str, str]:
     """Of a header: how Rota's own part begins, PyTorch's part, and the entries of safetensors."""

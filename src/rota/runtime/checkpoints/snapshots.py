@@ -22,7 +22,16 @@ from rota.errors import FormatError, PipelineError
 from rota.reading import Field
 from rota.runtime.checkpoints.manifest import Manifest
 from rota.runtime.checkpoints.random_states import random_state, random_to_json
-from rota.runtime.checkpoints.rank_file import ALIGNED, Chunk, chunks_of, head_bytes, head_of, read_head, starts_of
+from rota.runtime.checkpoints.rank_file import (
+    ALIGNED,
+    Chunk,
+    chunks_of,
+    head_bytes,
+    head_of,
+    padded,
+    read_head,
+    starts_of,
+)
 from rota.runtime.checkpoints.state import Restoring, Trained
 from rota.runtime.checkpoints.tensors import Stored
 from rota.runtime.checkpoints.training_json import training_from_json
@@ -170,7 +179,7 @@ class Snapshots:
             os.rename(self._folder / held[0].file, path)
         head = head_of(chunks, beside)
         file = self._mapped(path, chunks, len(head))
-        head = head_of(chunks, beside, file.begin)
+        head = padded(head, file.begin)
         file.memory[: len(head)].copy_(torch.frombuffer(bytearray(head), dtype=torch.uint8))
         for place, tensor in zip(file.values, data.values(), strict=True):
             place.copy_(_plain(tensor))
@@ -301,8 +310,8 @@ class Room(NamedTuple):
     most_bytes: int
 
 
-class _Told(NamedTuple):
-    """What a process tells the others."""
+class _ProcessRoom(NamedTuple):
+    """What a process needs and has, as it tells the others."""
 
     needed_bytes: int
     allocated_bytes: int
@@ -331,18 +340,19 @@ def count_room(pipeline: Pipeline, snapshots: Snapshots, is_full: bool, share: C
         is_over = planned_bytes + tensor_bytes > limit_bytes
     disk_bytes, host_bytes = snapshots.disk_bytes, available_bytes()
     host_bytes = disk_bytes if host_bytes is None else host_bytes
-    mine = _Told(needed_bytes, snapshots.allocated_bytes, host_bytes, disk_bytes, is_over, is_full)
-    return _room([_Told(*row) for row in share(mine)], snapshots.where)
+    mine = _ProcessRoom(needed_bytes, snapshots.allocated_bytes, host_bytes, disk_bytes, is_over, is_full)
+    return _room([_ProcessRoom(*row) for row in share(mine)], snapshots.where)
 
 
-def _room(told: Sequence[_Told], where: str) -> Room:
-    all_bytes = sum(each.needed_bytes for each in told)
-    taken_bytes = sum(min(each.needed_bytes, each.allocated_bytes) for each in told)
-    host_bytes, disk_bytes = (taken_bytes + min(free) for free in zip(*(each[2:4] for each in told), strict=True))
-    over = [process for process, each in enumerate(told) if each.is_over]
-    full = [process for process, each in enumerate(told) if each.is_full]
+def _room(processes: Sequence[_ProcessRoom], where: str) -> Room:
+    all_bytes = sum(process.needed_bytes for process in processes)
+    taken_bytes = sum(min(process.needed_bytes, process.allocated_bytes) for process in processes)
+    host_bytes = taken_bytes + min(process.available_bytes for process in processes)
+    disk_bytes = taken_bytes + min(process.disk_bytes for process in processes)
+    over = [number for number, process in enumerate(processes) if process.is_over]
+    full = [number for number, process in enumerate(processes) if process.is_full]
     if over:
-        why = f"the plan's limit for process {over[0]} has no room for {size_text(told[over[0]].needed_bytes)}"
+        why = f"the plan's limit for process {over[0]} has no room for {size_text(processes[over[0]].needed_bytes)}"
     elif full:
         why = f"process {full[0]} ran out of memory for its state"
     elif disk_bytes < min(host_bytes, all_bytes):
@@ -352,5 +362,5 @@ def _room(told: Sequence[_Told], where: str) -> Room:
     return Room(
         fits=not over and not full and all_bytes <= min(host_bytes, disk_bytes),
         text=f"they need {size_text(all_bytes)}, and {why}",
-        most_bytes=max(each.needed_bytes for each in told),
+        most_bytes=max(process.needed_bytes for process in processes),
     )

@@ -36,6 +36,8 @@ from rota.runtime.recorder import merge
 from rota.timeline import Timeline
 from rota.units import count_text
 
+_IN_MEMORY = "/dev/shm"
+
 __all__ = ["EndedBySignal", "Run", "launch", "start"]
 
 
@@ -63,7 +65,7 @@ def launch(
     pipeline_within_s: float | None = None,
     report: Callable[[str], None] = print,
     forks: bool = False,
-    snapshot_folder: str = "/dev/shm",
+    snapshot_folder: str | None = None,
 ) -> Run:
     """Run `script` with `arguments` in one process per rank; `rota.given_plan()` returns the plan there.
 
@@ -85,7 +87,8 @@ def launch(
         pipeline_within_s: report once that no rank has made a pipeline by then, in seconds; None: do not.
         report: called with one line for each restart, and for a pipeline that is missing.
         forks: import PyTorch here, once, and fork the ranks from this process, which must do nothing else.
-        snapshot_folder: with `max_restarts`, where the ranks keep their last states; a file system in memory.
+        snapshot_folder: with `max_restarts`, where the ranks keep their last states, a file system in memory; None:
+            /dev/shm.
 
     Returns:
         The last step's timeline, and the signal that asked the ranks to end.
@@ -103,7 +106,8 @@ def launch(
     if forks:
         import_for_ranks(of_all)
     with ExitStack() as stack:
-        memories = stack.enter_context(snapshot_folders(snapshot_folder, num_processes if max_restarts else 0))
+        num_kept = num_processes if max_restarts else 0
+        memories = stack.enter_context(snapshot_folders(snapshot_folder or _IN_MEMORY, num_kept))
         folder = stack.enter_context(run_folder("rota-run-", [memories[0].parent] if memories else []))
         keep_script(script, folder.path)
         restarts = _Restarts(max_restarts, report)
