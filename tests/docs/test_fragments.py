@@ -57,7 +57,7 @@ def equal_layers(count: int) -> nn.Sequential:
 
 
 def run_running(rank: int, code: list[str], folder: str, monkeypatched: dict[str, str]) -> dict[str, Any]:
-    begin, step, device, towers, several, evaluation = code
+    begin, step, device, marked, towers, several, evaluation = code
     inputs, targets = torch.randn(2, 4, 3, dtype=torch.float64)
     space: dict[str, Any] = {"rota": rota, "model": equal_layers(2), "loss_fn": nn.functional.mse_loss}
     space |= {"inputs": inputs, "targets": targets}
@@ -73,6 +73,10 @@ def run_running(rank: int, code: list[str], folder: str, monkeypatched: dict[str
     expected = nn.functional.mse_loss(equal_layers(2)(inputs), targets).item()
     space["pipeline"].close()
     found = {"loss": space["loss"] - expected, "asked": space["outputs"] is not None}
+
+    marked_space: dict[str, Any] = {"rota": rota, "torch": torch, "nn": nn}
+    exec(marked, marked_space)
+    found["cuts"] = marked_space["stages"].cuts
 
     towers_space = {"rota": rota, "text_tower": nn.Linear(2, 3), "image_tower": nn.Linear(4, 3), "head": Head(6, 1)}
     exec(towers, towers_space)
@@ -97,7 +101,7 @@ def test_running(pool: Pool, tmp_path: Path) -> None:
     first, second = pool.run(2, run_running, blocks("running.md"), str(tmp_path), environment)
     for found in first, second:
         assert abs(found["loss"]) < 1e-10
-        assert found["towers"] == [5, 1]
+        assert (found["cuts"], found["towers"]) == (("cut",), [5, 1])
     assert (first["asked"], second["asked"]) == (True, False)
     assert (first["rows"], second["rows"]) == ([1], [2])  # of tokens 1 and 6 on ranks with four rows each
 

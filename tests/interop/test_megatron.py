@@ -102,20 +102,20 @@ def test_any_text_is_read_as_megatron_does_or_refused(text: str) -> None:
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ("Ett|tX", "character 6: 'X' is unknown here; use E, t, m, L"),
-        ("E t|L", "character 2: ' ' is unknown"),
-        ("E(t(t)*2)*2|L", "character 4: '(' opens a group inside of a group"),
-        ("E(tt|L", "character 2: '(' opens a group that never ends"),
-        ("Ett)*2|L", "character 4: ')' closes no group"),
-        ("E()*2|L", "character 3: ')' closes no group, or one without layers"),
-        ("E(tt)t|L", "character 6: 't' follows a group, which Megatron reads only with a number"),
-        ("E(tt)", "character 6: the end follows a group"),
-        ("Et*|L", "character 4: '|' follows '*', which needs a number; write, for example, t*3"),
-        ("E*t|L", "character 3: 't' follows '*'"),
-        ("*3E|L", "character 1: '*' is unknown here"),
-        ("Et*2*3|L", "character 5: '*' multiplies a second time, which Megatron misreads"),
-        ("E(t*)*2|L", "character 5: ')' follows '*'"),
-        ("Et*²|L", "character 4: '²' follows '*'"),
+        ("Ett|tX", "character 6: 'X' is not E, t, m, L or |, alone or as in t*3, nor a group without groups in it"),
+        ("E t|L", "character 2: ' t|L' is not"),
+        ("E(t(t)*2)*2|L", "character 2: '(t(t)*2)*2|L' is not"),
+        ("E(tt|L", "character 2: '(tt|L'"),
+        ("Ett)*2|L", "character 4: ')*2|L'"),
+        ("E()*2|L", "character 2: '()*2|L'"),
+        ("E(tt)t|L", "character 2: '(tt)t|L'"),
+        ("E(tt)", "character 2: '(tt)'"),
+        ("Et*|L", "character 2: 't*|L'"),
+        ("E*t|L", "character 1: 'E*t|L'"),
+        ("*3E|L", "character 1: '*3E|L'"),
+        ("E,t*2,*3|L", "character 3: 't*2*3|L'"),
+        ("E(t,t*)*2|L", "character 5: 't*'"),
+        ("Et*²|L", "character 2: 't*²|L'"),
         ("", "0 E (embedding); it needs exactly one"),
         ("tt|L", "0 E (embedding)"),
         ("Et|tLL", "2 L (loss)"),
@@ -153,7 +153,7 @@ def test_layouts_that_do_not_fit_the_ranks() -> None:
     ],
 )
 def test_a_short_text_fills_no_memory(text: str) -> None:
-    with pytest.raises(FormatError, match=r"at most|group inside of a group"):
+    with pytest.raises(FormatError, match=r"at most|is not E, t, m, L"):
         read_layout(text, 1)
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from rota import PipelineError, Verification, split, verify
+from rota import PipelineError, split, verify
 from support.hf_models import CASES
 from verifying.test_verify import WIDTH, sequential
 
@@ -108,8 +108,3 @@ def test_what_an_earlier_forward_has_kept_does_not_matter() -> None:
 class NotCopied(nn.Linear):
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         raise PipelineError("this layer is not to be copied")
-
-
-def test_fields_survive_json() -> None:
-    found = Verification((), None, (), ("a note",))
-    assert Verification.from_fields(json.loads(json.dumps(found.to_fields()))) == found

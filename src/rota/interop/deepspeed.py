@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from rota import cutting
 from rota.cluster import Cluster
 from rota.costs import Costs
-from rota.errors import FormatError, ScheduleError
-from rota.interop.layer_boundaries import require_boundaries, stage_costs
+from rota.errors import FormatError
+from rota.interop.layer_boundaries import has_order_of, require_boundaries, stage_costs
 from rota.placing import place
 from rota.plan import Plan
 from rota.reading import Field
@@ -55,10 +55,7 @@ def boundaries_for(plan: Plan, boundaries: Sequence[int]) -> tuple[int, ...]:
 
 def runs_in_this_order(plan: Plan) -> bool:
     """Whether DeepSpeed, which runs 1F1B, runs the ops in the plan's order."""
-    try:
-        return NAMED["1f1b"](plan.placement, plan.num_microbatches).orders == plan.orders
-    except ScheduleError:
-        return False
+    return has_order_of("1f1b", plan)
 
 
 def plan_of(boundaries: Sequence[int], costs: Costs, num_microbatches: int, cluster: Cluster | None = None) -> Plan:

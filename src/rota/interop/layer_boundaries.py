@@ -1,4 +1,4 @@
-"""Shared by the layouts of other trainers: boundaries between layers, and reading files that they wrote."""
+"""Shared by the layouts of other trainers: boundaries between layers, orders, and reading files that they wrote."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from pathlib import Path
 
 from rota import cutting
 from rota.costs import Costs
-from rota.errors import FormatError, PlacementError, SplitError
+from rota.errors import FormatError, PlacementError, ScheduleError, SplitError
+from rota.plan import Plan
 from rota.reading import open_file, read_bytes
+from rota.schedules import NAMED
 
 MOST_LAYERS = 10_000  # limit for a layout's layers, and for its stages
 
@@ -65,6 +67,14 @@ def stage_costs(costs: Costs, boundaries: Sequence[int]) -> Costs:
                 f"stage {stage} has no layer, so it has no cost among those of layers; give costs of stages"
             )
     return cutting.merge(costs, boundaries)
+
+
+def has_order_of(schedule: str, plan: Plan) -> bool:
+    """Whether the plan has each rank's ops in the order of a named schedule."""
+    try:
+        return NAMED[schedule](plan.placement, plan.num_microbatches).orders == plan.orders
+    except ScheduleError:
+        return False
 
 
 def _short(numbers: Sequence[int]) -> str:

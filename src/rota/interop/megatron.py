@@ -9,16 +9,17 @@ Stage i is on rank i mod p, as chunk i // p. Each letter is a layer, so boundari
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, groupby, pairwise
-from typing import NamedTuple, final
+from typing import final
 
 from rota.cluster import Cluster
 from rota.costs import Costs
 from rota.cutting.partition import matching
-from rota.errors import FormatError, ScheduleError, SplitError
-from rota.interop.layer_boundaries import MOST_LAYERS, require_boundaries, stage_costs
+from rota.errors import FormatError, SplitError
+from rota.interop.layer_boundaries import MOST_LAYERS, has_order_of, require_boundaries, stage_costs
 from rota.placing import interleaved
 from rota.plan import Plan
 from rota.reading import short
@@ -27,6 +28,9 @@ from rota.schedules.common import require_chain_on
 
 _MOST_CHARACTERS = 100_000
 _LETTERS = "EtmL"
+_LETTER = re.compile(rf"(?P<piece>[{_LETTERS}|])(?:\*(?P<times>[0-9]{{1,5}})(?![0-9]))?(?!\*)")
+_GROUP = re.compile(r"\((?P<piece>[^()]+)\)\*(?P<times>[0-9]{1,5})(?![0-9*])")
+_GRAMMAR = "E, t, m, L or |, alone or as in t*3, nor a group without groups in it, as in (tt|)*2, with n up to 10,000"
 
 
 @final
@@ -115,78 +119,32 @@ def read_layout(text: str, num_ranks: int, num_virtual: int | None = None) -> La
     return layout
 
 
-class _Character(NamedTuple):
-    at: int  # from 1
-    text: str
-
-    def wrong(self, problem: str) -> FormatError:
-        found = repr(self.text) if self.text else "the end"
-        return FormatError(f"layout, character {self.at}: {found} {problem}")
-
-
-@final
-class _Text:
-    """Pieces of text, of `MOST_LAYERS` characters at most: a short layout cannot fill the memory."""
-
-    def __init__(self) -> None:
-        self.pieces: list[str] = []
-        self.size = 0
-
-    def add(self, piece: str, times: int, where: _Character) -> None:
-        self.size += len(piece) * times
-        if self.size > MOST_LAYERS:
-            raise where.wrong(f"makes {self.size:,} layers and stages; {MOST_LAYERS:,} at most")
-        self.pieces.append(piece * times)
-
-
 def _expanded(text: str) -> str:
     """The layout written out, without `*`, groups and commas."""
-    end = _Character(len(text) + 1, "")
-    rest = iter([*(_Character(at, one) for at, one in enumerate(text, 1) if one != ","), end])
-    outside, group = _Text(), _Text()
-    opened: _Character | None = None
-    here = next(rest)
-    while here is not end:
-        first, here = here, next(rest)
-        if first.text == "(":
-            if opened:
-                raise first.wrong("opens a group inside of a group, which Megatron cannot read; write one of them out")
-            opened, group = first, _Text()
-            continue
-        piece = first.text
-        if piece == ")":
-            if not opened or not group.pieces:
-                raise first.wrong("closes no group, or one without layers; remove it, or write, for example, (tt|)*2")
-            if here.text != "*":
-                raise here.wrong(
-                    "follows a group, which Megatron reads only with a number; write, for example, (tt|)*2"
-                )
-            opened, piece = None, "".join(group.pieces)
-        elif piece not in (*_LETTERS, "|"):
-            raise first.wrong("is unknown here; use E, t, m, L, |, commas, x*n and (…)*n")
-        times = 1
-        if here.text == "*":
-            times, here = _number(rest)
-        (group if opened else outside).add(piece, times, first)
-    if opened:
-        raise opened.wrong("opens a group that never ends; write, for example, (tt|)*2")
-    return "".join(outside.pieces)
+    places = [place for place, character in enumerate(text, 1) if character != ","]
+    plain = text.replace(",", "")
 
+    def unrolled(begin: int, end: int, is_group: bool) -> str:
+        pieces: list[str] = []
+        size = 0
+        while begin < end:
+            letter = _LETTER.match(plain, begin, end)
+            group = None if letter or is_group else _GROUP.match(plain, begin, end)
+            piece = letter or group
+            where = f"layout, character {places[begin]}"
+            if piece is None:
+                raise FormatError(f"{where}: {plain[begin : min(end, begin + 12)]!r} is not {_GRAMMAR}")
+            letters, times = piece["piece"], int(piece["times"] or 1)
+            if group is not None:
+                letters = unrolled(*group.span("piece"), is_group=True)
+            size += len(letters) * times
+            if size > MOST_LAYERS:  # a short layout must not fill the memory
+                raise FormatError(f"{where}: {size:,} layers and stages up to here; {MOST_LAYERS:,} at most")
+            pieces.append(letters * times)
+            begin = piece.end()
+        return "".join(pieces)
 
-def _number(rest: Iterator[_Character]) -> tuple[int, _Character]:
-    """The number after `*`, and the character after it."""
-    first = here = next(rest)
-    digits = ""
-    while here.text and here.text in "0123456789":
-        digits += here.text
-        if len(digits) > len(str(MOST_LAYERS)):
-            raise first.wrong(f"begins a number of more than {len(str(MOST_LAYERS))} digits; {MOST_LAYERS:,} at most")
-        here = next(rest)
-    if not digits:
-        raise here.wrong("follows '*', which needs a number; write, for example, t*3")
-    if here.text == "*":
-        raise here.wrong("multiplies a second time, which Megatron misreads; write the product")
-    return int(digits), here
+    return unrolled(0, len(plain), is_group=False)
 
 
 # --- writing ----------------------------------------------------------------------------------------------------------
@@ -286,7 +244,4 @@ def plan_of(layout: Layout, costs: Costs, num_microbatches: int, cluster: Cluste
 
 def runs_in_this_order(plan: Plan) -> bool:
     """Whether Megatron, which has its own order, runs the ops in the plan's order."""
-    try:
-        return NAMED["interleaved_1f1b"](plan.placement, plan.num_microbatches).orders == plan.orders
-    except ScheduleError:
-        return False
+    return has_order_of("interleaved_1f1b", plan)

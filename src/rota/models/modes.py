@@ -10,11 +10,8 @@ from typing import Any
 
 from torch import nn
 
-_DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
-_NORMS = (  # that may keep running statistics
-    *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm),
-    *(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d),
-)
+from rota.models.carving.module_units import DROPOUTS, NORMS
+
 _RATES = ("drop", "jitter", "noise")  # parts of the names of attributes with a rate
 
 
@@ -43,9 +40,9 @@ def _names_of_dependent(modules: Sequence[nn.Module]) -> Iterator[str]:
 
 
 def _depends_on_mode(module: nn.Module) -> bool:
-    if isinstance(module, _DROPOUTS):
+    if isinstance(module, DROPOUTS):
         return module.p > 0
-    if isinstance(module, _NORMS):
+    if isinstance(module, NORMS):
         return module.track_running_stats
     if isinstance(module, (nn.RNNBase, nn.MultiheadAttention)):
         return module.dropout > 0
@@ -55,7 +52,7 @@ def _depends_on_mode(module: nn.Module) -> bool:
     if code is None or "training" not in code.co_names:
         return False
     rates: list[Any] = [value for name, value in vars(module).items() if isinstance(value, Real) and _is_rate(name)]
-    rates += [child.p for child in module.children() if isinstance(child, _DROPOUTS)]
+    rates += [child.p for child in module.children() if isinstance(child, DROPOUTS)]
     # Without a rate of its own, `training` may only choose whether activations are checkpointed.
     return any(rates) if rates else not hasattr(module, "gradient_checkpointing")
 

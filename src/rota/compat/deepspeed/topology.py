@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import namedtuple
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import product
 from typing import Any
 
@@ -118,6 +118,16 @@ def _prime_factors(number: int) -> list[int]:
     return factors
 
 
+def _getter(attribute: str, docstring: str) -> Callable[[PipelineParallelGrid], Any]:
+    """Return a method that returns an attribute: DeepSpeed has both."""
+
+    def get(self: PipelineParallelGrid) -> Any:
+        return getattr(self, attribute)
+
+    get.__doc__ = docstring
+    return get
+
+
 class PipelineParallelGrid:
     """This process's place in a topology, and its process groups. Every process must create it.
 
@@ -198,34 +208,6 @@ class PipelineParallelGrid:
         """Return this process's replica."""
         return int(getattr(self._topo.get_coord(self.global_rank), "data", 0))
 
-    def get_global_rank(self) -> int:
-        """Return this process's rank among all processes."""
-        return self.global_rank
-
-    def get_pipe_parallel_rank(self) -> int:
-        """Return this process's pipeline stage."""
-        return self.get_stage_id()
-
-    def get_pipe_parallel_world_size(self) -> int:
-        """Return the number of pipeline stages."""
-        return self.pipe_parallel_size
-
-    def get_pipe_parallel_group(self) -> Any:
-        """Return the process group of this process's pipeline."""
-        return self.pp_proc_group
-
-    def get_data_parallel_rank(self) -> int:
-        """Return this process's replica."""
-        return self.data_parallel_id
-
-    def get_data_parallel_world_size(self) -> int:
-        """Return the number of replicas."""
-        return self.data_parallel_size
-
-    def get_data_parallel_group(self) -> Any:
-        """Return the process group of this stage's replicas."""
-        return self.dp_proc_group
-
     def get_model_parallel_rank(self) -> int:
         """Return the rank among all processes of one copy of the model, as DeepSpeed defines it."""
         return self.ds_model_group.index(self.global_rank)
@@ -234,21 +216,19 @@ class PipelineParallelGrid:
         """Return the number of processes of one copy of the model."""
         return len(self.ds_model_group)
 
-    def get_model_parallel_group(self) -> Any:
-        """Return the process group of one copy of the model."""
-        return self.ds_model_proc_group
-
     def get_slice_parallel_rank(self) -> int:
         """Return the rank among the tensor-parallel processes of this stage."""
         return self.slice_group.index(self.global_rank)
 
-    def get_slice_parallel_world_size(self) -> int:
-        """Return the number of tensor-parallel processes per stage."""
-        return self.model_parallel_size
-
-    def get_slice_parallel_group(self) -> Any:
-        """Return the process group of this stage's tensor-parallel processes."""
-        return self.slice_proc_group
+    get_pipe_parallel_rank, get_data_parallel_rank = get_stage_id, get_data_parallel_id
+    get_global_rank = _getter("global_rank", "Return this process's rank among all processes.")
+    get_pipe_parallel_world_size = _getter("pipe_parallel_size", "Return the number of pipeline stages.")
+    get_pipe_parallel_group = _getter("pp_proc_group", "Return the process group of this process's pipeline.")
+    get_data_parallel_world_size = _getter("data_parallel_size", "Return the number of replicas.")
+    get_data_parallel_group = _getter("dp_proc_group", "Return the process group of this stage's replicas.")
+    get_model_parallel_group = _getter("ds_model_proc_group", "Return the process group of one copy of the model.")
+    get_slice_parallel_world_size = _getter("model_parallel_size", "Return the tensor-parallel processes per stage.")
+    get_slice_parallel_group = _getter("slice_proc_group", "Return the group of the stage's tensor-parallel processes.")
 
 
 def _process_group(lines: list[list[int]]) -> Any:

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from rota.models.cutpoint import find_cut_points
 
-_DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
-#: They have buffers, and some have no parameters.
-_NORMS = (
+DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+#: They may have buffers with running statistics, and some have no parameters.
+NORMS = (
     *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm),
     *(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d),
 )
@@ -52,7 +52,7 @@ def find_units(model: nn.Module, blocks: Collection[str], opened: Collection[str
         is_unit = path in blocks or not is_opened(path, inside, module)
         if is_unit and (path in blocks or cut_points or _has_state(module)):
             yield path
-        elif not is_unit or any(isinstance(one, (*_DROPOUTS, *_NORMS)) for one in module.modules()):
+        elif not is_unit or any(isinstance(one, (*DROPOUTS, *NORMS)) for one in module.modules()):
             for name, child in module.named_children():
                 yield from visit(inside + name, child)
 
@@ -63,7 +63,7 @@ def find_units(model: nn.Module, blocks: Collection[str], opened: Collection[str
 
 
 def _has_state(module: nn.Module) -> bool:
-    return is_dropout(module) or isinstance(module, _NORMS) or any(True for _ in module.parameters())
+    return is_dropout(module) or isinstance(module, NORMS) or any(True for _ in module.parameters())
 
 
 def units_at(model: nn.Module, paths: Sequence[str]) -> list[nn.Module]:
@@ -74,7 +74,7 @@ def units_at(model: nn.Module, paths: Sequence[str]) -> list[nn.Module]:
 
 def is_dropout(module: nn.Module) -> bool:
     """Whether it is one of PyTorch's dropouts, which return their input in evaluation mode."""
-    return isinstance(module, _DROPOUTS)
+    return isinstance(module, DROPOUTS)
 
 
 def intercept(module: nn.Module, interceptor: Interceptor) -> None:

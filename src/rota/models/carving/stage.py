@@ -171,13 +171,18 @@ class CarvedStage(nn.Module):
         return self
 
     def _change_absents(self, change: Callable[[Tensor], Tensor]) -> None:
-        changed: dict[int, Absent] = {}  # a tied weight stays one object
-        for module in self.root.modules():
-            for name, value in vars(module).items():
-                if isinstance(value, Absent):
-                    if id(value) not in changed:
-                        changed[id(value)] = value.changed(change)
-                    vars(module)[name] = changed[id(value)]
+        absents = self._absents()
+        changed = {id(value): value.changed(change) for _, _, value in absents}  # a tied weight stays one object
+        self._set_absents((owner, name, changed[id(value)]) for owner, name, value in absents)
+
+    def _absents(self) -> list[tuple[dict[str, Any], str, Absent]]:
+        """The weights of other stages, each with the attributes that it is in, and its name there."""
+        attributes = [vars(module) for module in self.root.modules()]
+        return [(owner, name, value) for owner in attributes for name, value in owner.items() if type(value) is Absent]
+
+    def _set_absents(self, absents: Iterable[tuple[dict[str, Any], str, Absent]]) -> None:
+        for owner, name, value in absents:
+            owner[name] = value
         self._absents_on = None
         for shapes in self._shapes:
             shapes.clear()
@@ -193,25 +198,12 @@ class CarvedStage(nn.Module):
     @contextmanager
     def absents_as(self, change: Callable[[Tensor], Tensor]) -> Iterator[None]:
         """Inside, tensors of other stages have the dtype that `change` gives them, as this stage's own may have."""
-        before = [
-            (vars(module), name, value)
-            for module in self.root.modules()
-            for name, value in vars(module).items()
-            if isinstance(value, Absent)
-        ]
-        changed = {id(value): value.changed(change) for _, _, value in before}
+        before = self._absents()
         try:
-            for owner, name, value in before:
-                owner[name] = changed[id(value)]
-            for shapes in self._shapes:
-                shapes.clear()
+            self._change_absents(change)
             yield
         finally:
-            for owner, name, value in before:
-                owner[name] = value
-            self._absents_on = None
-            for shapes in self._shapes:
-                shapes.clear()
+            self._set_absents(before)
 
     @property
     def root(self) -> nn.Module:
