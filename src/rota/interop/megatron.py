@@ -218,15 +218,15 @@ def layout_of_layers(plan: Plan, boundaries: Sequence[int], layers: Sequence[str
     cut = require_boundaries(boundaries, plan.num_stages)
     if cut[-1] != len(layers):
         raise SplitError(f"boundaries end with {cut[-1]}, but there are {len(layers)} layers; give as many")
-    found = matching(layers, transformer)
-    first, last = found.index(True), len(found) - 1 - found[::-1].index(True)
-    if not all(found[first : last + 1]):
-        other = found.index(False, first)
+    is_transformer = matching(layers, transformer)
+    first, last = is_transformer.index(True), len(is_transformer) - 1 - is_transformer[::-1].index(True)
+    if not all(is_transformer[first : last + 1]):
+        other = is_transformer.index(False, first)
         raise SplitError(
             f"layer {other} ({layers[other]}) is between transformer layers, where Megatron has none; make it a part "
             f"of one"
         )
-    letters = ["t" * sum(found[before:after]) for before, after in pairwise(cut)]
+    letters = ["t" * sum(is_transformer[before:after]) for before, after in pairwise(cut)]
     letters[0], letters[-1] = f"E{letters[0]}", f"{letters[-1]}L"
     _require_ranks(plan)
     return Layout(tuple(letters), plan.num_ranks)

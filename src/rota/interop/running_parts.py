@@ -48,7 +48,7 @@ def _run(model: nn.Module, inputs: Any) -> Any:
     try:
         return _call(model, inputs)
     except Exception as error:
-        raise PipelineError(f"the whole model does not run on this batch: {_told(error)}") from error
+        raise PipelineError(f"the whole model does not run on this batch: {_text_of(error)}") from error
 
 
 def _run_all(model: nn.Module, parts: Sequence[Sequence[str]], inputs: Any) -> Any:
@@ -115,21 +115,21 @@ def _why(error: Exception, gone: set[str], read: Sequence[str]) -> str:
         container = next((name for name in reversed(read) if any(each.startswith(f"{name}.") for each in gone)), None)
         if container is not None:
             return (
-                f"looks up an entry of {container!r} that torchtitan removes there ({_told(error)}): the forward must "
-                f"run the entries that are left, as in for layer in self.{container}.values() of an nn.ModuleDict"
+                f"looks up an entry of {container!r} that torchtitan removes there ({_text_of(error)}): the forward "
+                f"must run the entries that are left, as in for layer in self.{container}.values() of an nn.ModuleDict"
             )
-    return f"fails without the modules of the other stages, though the whole model runs: {_told(error)}"
+    return f"fails without the modules of the other stages, though the whole model runs: {_text_of(error)}"
 
 
 def _compare(by_parts: Any, whole: Any) -> None:
-    mine, theirs = [*tensors_in(by_parts)], [*tensors_in(whole)]
-    shapes = [[(tuple(one.shape), one.dtype) for one in each] for each in (mine, theirs)]
+    split, unsplit = [*tensors_in(by_parts)], [*tensors_in(whole)]
+    shapes = [[(tuple(one.shape), one.dtype) for one in each] for each in (split, unsplit)]
     if shapes[0] != shapes[1]:
         raise SplitError(
             f"the stages, run one after another without each other's modules, return {_shown(shapes[0])}, but the "
             f"whole model {_shown(shapes[1])}: {_REMEDY}"
         )
-    for one, other in zip(mine, theirs, strict=True):
+    for one, other in zip(split, unsplit, strict=True):
         if one.is_meta:
             continue
         try:
@@ -137,7 +137,7 @@ def _compare(by_parts: Any, whole: Any) -> None:
         except AssertionError as error:
             raise SplitError(
                 f"the stages, run one after another without each other's modules, do not compute what the whole model "
-                f"computes: {_REMEDY} ({_told(error)})"
+                f"computes: {_REMEDY} ({_text_of(error)})"
             ) from None
 
 
@@ -145,5 +145,5 @@ def _shown(shapes: Sequence[tuple[tuple[int, ...], torch.dtype]]) -> str:
     return ", ".join(f"{dtype} {list(shape)}".removeprefix("torch.") for shape, dtype in shapes) or "no tensor"
 
 
-def _told(error: BaseException) -> str:
+def _text_of(error: BaseException) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split())[:300]

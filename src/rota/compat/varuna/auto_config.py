@@ -62,19 +62,19 @@ class AutoConfig:
             wanted = "as many for each size" if num_pstages is None else f"{num_pstages}"
             raise SearchError(f"{profile_folder} is of {sorted(num_pieces)} pieces, not {wanted}; profile again")
         depths = range(1, min(num_gpus, *num_pieces) + 1)
-        found = {depth: choice for depth in depths if (choice := self._best(depth)) is not None}
+        choices = {depth: choice for depth in depths if (choice := self._best(depth)) is not None}
         #: Seconds of a step for each number of stages that fits, at its best micro-batch size.
-        self.batch_times = {depth: choice.step_us / 1e6 for depth, choice in found.items()}
-        self._found = found
+        self.batch_times = {depth: choice.step_us / 1e6 for depth, choice in choices.items()}
+        self._choices = choices
 
     def get_min(self) -> tuple[int, int, float]:
         """(number of stages, micro-batch size, seconds of a step) of the fastest."""
-        if not self._found:
+        if not self._choices:
             raise NothingFitsError(
                 f"nothing fits into {self._limit_bytes} bytes per rank; profile smaller micro-batches, or add ranks"
             )
-        depth = min(self._found, key=lambda depth: (self._found[depth].step_us, depth))
-        return depth, self._found[depth].chunk_size, self.batch_times[depth]
+        depth = min(self._choices, key=lambda depth: (self._choices[depth].step_us, depth))
+        return depth, self._choices[depth].chunk_size, self.batch_times[depth]
 
     def num_replicas(self, num_stages: int) -> int:
         """The largest number of pipelines that the ranks allow and that divides the batch."""

@@ -44,17 +44,17 @@ class Composer:
 
 def _compose(micro: SchedPlan, memory: int | None, nmicros: int | None, time_limit_s: float) -> SchedPlan | None:
     """Search; a micro-batch of Tessel's is one of each component of the placement."""
-    given = micro_of(micro, memory)
-    count = None if nmicros is None else nmicros * given.placement.num_components
-    found = find_repeating(given.placement, count, time_limit_s=time_limit_s)
-    return None if found is None else _to_schedule(given, found)
+    converted = micro_of(micro, memory)
+    count = None if nmicros is None else nmicros * converted.placement.num_components
+    repeating = find_repeating(converted.placement, count, time_limit_s=time_limit_s)
+    return None if repeating is None else _to_schedule(converted, repeating)
 
 
-def _to_schedule(micro: Micro, found: Repeating) -> SchedPlan:
-    """Return what was found as blocks; sub-graph `gid` is the placement's block with this number."""
+def _to_schedule(micro: Micro, repeating: Repeating) -> SchedPlan:
+    """Return the solution as blocks; sub-graph `gid` is the placement's block with this number."""
     schedule = SchedPlan(micro.placement.num_ranks)
     blocks: dict[tuple[int, int], Block] = {}
-    for gid, (block, starts) in enumerate(zip(micro.blocks, found.starts_us, strict=True)):
+    for gid, (block, starts) in enumerate(zip(micro.blocks, repeating.starts_us, strict=True)):
         for mid, start in enumerate(starts):
             blocks[gid, mid] = Block(mid, block.span, block.memory, block.btype, gid)
             schedule.add_block(blocks[gid, mid], micro.devices[gid], start)
@@ -62,8 +62,8 @@ def _to_schedule(micro: Micro, found: Repeating) -> SchedPlan:
     for (gid, mid), block in blocks.items():
         for prev in micro.blocks[gid].before:
             Block.make_dependency(blocks[index[prev], mid], block)
-    repeated = frozenset(blocks[gid, mid] for gid, mid in enumerate(found.middle))
+    repeated = frozenset(blocks[gid, mid] for gid, mid in enumerate(repeating.middle))
     bounds = [(schedule.step(block), schedule.step(block) + block.span) for block in repeated]
     schedule.repetend = min(first for first, _ in bounds), max(last for _, last in bounds)
-    schedule.repeated, schedule.period = repeated, found.period_us
+    schedule.repeated, schedule.period = repeated, repeating.period_us
     return schedule
