@@ -280,7 +280,7 @@ EXPORT = "export torchtitan plan.json --model"
         ("export nemo plan.json", "'nemo' is not one of torchtitan, megatron, deepspeed"),
         ("import megatrom x", "did you mean megatron?"),
         ("import megatron none.txt --ranks 2 --microbatches 4", "cannot read none.txt: No such file or directory"),
-        ("import megatron plan.json --ranks 2 --microbatches 4", "plan.json: layout, character 1: '{' is unknown here"),
+        ("import megatron plan.json --ranks 2 --microbatches 4", "plan.json: layout, character 1: '{"),
         ("import megatron good.txt --ranks 3 --microbatches 4", "good.txt: the layout has 4 stages for 3 ranks"),
         (
             "import deepspeed falling.json --microbatches 4",
