@@ -19,9 +19,8 @@ from typing import Literal
 import numpy as np
 
 from rota.checking import check
-from rota.errors import NothingFitsError, PlanError, RotaError
+from rota.errors import NothingFitsError, PlanError
 from rota.plan import Plan
-from rota.schedules import zb_auto
 from rota.schedules.families import named_plans
 from rota.search import bounds, compiling, exact
 from rota.search.bounds.memory_bounds import period_reason, refuse_too_little_memory
@@ -60,7 +59,7 @@ _NAMED_S_PER_OP = 4e-6  # nominal seconds that a named schedule costs per op
 _TRYING = {"hanayo": 3e-5}  #: the same for one that tries several ways
 _STEADY_S_PER_PAIR = 3e-4  # nominal seconds per two tasks of a rank to make the models of a steady state
 #: Named schedules that are searches themselves: nominal seconds per op.
-_SEARCHING = {"v_half": 0.0002, "v_min": 0.0002, "zb_auto": 0.0006}
+_SEARCHING = {"v_half": 0.0002, "v_min": 0.0002}
 _SEARCHING_PART, _LONG_SEARCHING_PART = 0.5, 0.1  # of what is left, for one of them; in long steps policies find more
 _MOST_STEADY_TASKS = 200  # up to here the middle of a plan is tried as a steady state
 _WITHIN_SHARE = 0.1  # of the whole budget at least, for that
@@ -284,14 +283,6 @@ class Portfolio:
         for name, plan in self._named_plans(partial(self._has_time_for, part=part)):
             self._take_plan(name, plan)
             self.budget.spend(_SEARCHING[name] * self.num_ops)
-        if self.is_over or not self._has_time_for("zb_auto", 1.0):
-            return
-        self.turn_to("zb_auto")
-        try:
-            self._take_plan("zb_auto", zb_auto(self.problem.given, self.problem.num_microbatches))
-        except RotaError:
-            return  # another placement, or nothing that it knows fits
-        self.budget.spend(_SEARCHING["zb_auto"] * self.num_ops)
 
     def _dispatch(self, all_priorities: Iterable[Priorities], how: str = "list scheduling") -> None:
         """Tries list scheduling; where transfers hold too much, again with more memory reserved for them."""
