@@ -17,7 +17,7 @@ from rota.cli import main
 from rota.cluster import Cluster, Link
 from rota.comparison import compare
 from rota.costs import Costs
-from rota.errors import PlacementError, ScheduleError
+from rota.errors import PlacementError
 from rota.figures import values_of
 from rota.placement import Placement
 from rota.placing import place
@@ -100,8 +100,6 @@ def test_what_takes_one_size_refuses_several() -> None:
     placement = Placement.of_classes([place(each, Cluster.uniform(2)) for each in split], (0, 1))
     with pytest.raises(PlacementError, match="costs_of takes micro-batches that are all alike"):
         costs_of(placement)
-    with pytest.raises(ScheduleError, match="zb_auto: plans micro-batches that are all alike"):
-        schedules.zb_auto(placement, 2)
 
 
 def test_named_schedules_and_other_numbers_of_ranks() -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from rota import Cluster, Costs, Placement, check, find_plan, place
 from rota.placing import wave
-from rota.schedules import NAMED, zb_auto
+from rota.schedules import NAMED
 from rota.schedules.families import named_plans
 from rota.search import find_frontier, find_repeating
 from rota.search.budget import Budget
@@ -57,7 +57,7 @@ def a_v(num_ranks: int) -> Placement:
 
 
 def test_schedules_that_are_searches_look_often() -> None:
-    for name, placement in (("zb_auto", split_chain(6)), ("v_half", a_v(4)), ("v_min", a_v(4)), ("hanayo", a_v(4))):
+    for name, placement in (("v_half", a_v(4)), ("v_min", a_v(4)), ("hanayo", a_v(4))):
         looks = Looks()
         with watched(looks), looks.counted():
             NAMED[name](placement, 16)
@@ -66,13 +66,11 @@ def test_schedules_that_are_searches_look_often() -> None:
 
 
 @pytest.mark.parametrize("last", [1, 30, 5000])
-@pytest.mark.parametrize("name", ["zb_auto", "v_half"])
-def test_what_such_a_schedule_found_until_it_is_over_is_its_plan(name: str, last: int) -> None:
-    placement = split_chain(4) if name == "zb_auto" else a_v(2)
+def test_what_such_a_schedule_found_until_it_is_over_is_its_plan(last: int) -> None:
     looks = Looks(last)
     with watched(looks):
         try:
-            plan = NAMED[name](placement, 8)
+            plan = NAMED["v_half"](a_v(2), 8)
         except Stopped:
             assert last < 1000  # it had none yet
         else:
@@ -163,4 +161,4 @@ def test_an_error_of_progress_is_raised_where_there_is_nothing_to_lose(monkeypat
 
 
 def test_a_schedule_by_name_is_never_watched() -> None:
-    check(zb_auto(split_chain(4), 8))
+    check(NAMED["v_half"](a_v(2), 8))

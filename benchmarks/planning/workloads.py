@@ -172,7 +172,7 @@ def row(workload: Workload) -> str:
     )
     took_s = time.perf_counter() - began
     interleaved = usual(request, ["forward_only"] if request.inference else ["interleaved_1f1b", "1f1b"])
-    zero_bubble = None if request.inference else usual(request, ["zb_h1", "zb_v", "zb_auto"])
+    zero_bubble = None if request.inference else usual(request, ["zb_h1", "zb_v"])
     return " | ".join(
         [
             f"| {workload.name}",

@@ -22,7 +22,6 @@ from support.sizes import MOST_RANKS, microbatches
 pytestmark = pytest.mark.sampled
 
 FORWARD_US, INPUT_US, WEIGHT_US = 7, 6, 5
-FEW = (1, 3, 7, 12)  # numbers of micro-batches, for a family that takes long
 SEVERAL_STAGES_PER_RANK = {
     "interleaved_1f1b": [1, 2, 3, 4],
     "interleaved_zb": [1, 2, 3, 4],
@@ -43,7 +42,7 @@ def sizes(family: Family) -> Iterator[tuple[int, int, int]]:
     rounds = SEVERAL_STAGES_PER_RANK.get(family.name, [family.stages_per_rank])
     for num_ranks in range(1, MOST_RANKS + 1):
         for stages_per_rank in rounds:
-            for num_microbatches in FEW if family.name == "zb_auto" else microbatches(num_ranks):
+            for num_microbatches in microbatches(num_ranks):
                 yield num_ranks, stages_per_rank, num_microbatches
 
 

@@ -20,8 +20,7 @@ NUM_RANKS, NUM_MICROBATCHES = 4, 8
 
 def plan_of(family: Family) -> Plan:
     costs = Costs.uniform(NUM_RANKS * family.stages_per_rank, 1, 1, 1, activation_bytes=2)
-    limit = 2 * NUM_RANKS if family.name == "zb_auto" else None  # 1F1B's memory
-    placement = family.place(family.adapted(costs), Cluster.uniform(NUM_RANKS, limit))
+    placement = family.place(family.adapted(costs), Cluster.uniform(NUM_RANKS))
     if family.name == "seq1f1b":
         placement = placement.in_chunks(4, NUM_MICROBATCHES)
     return family(placement, NUM_MICROBATCHES)

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from rota import Cluster, Costs, Placement, Plan, PlanError, check, find_plan, place, simulate
 from rota.cluster import Link, SharedLink
 from rota.planning.layout_bounds import placement_bound_us
-from rota.schedules import one_f_one_b, zb_auto, zb_h1, zb_h2
+from rota.schedules import one_f_one_b, zb_h1, zb_h2
 from rota.search import bounds_of, exact, find_repeating
 from rota.search.budget import Budget
 from rota.search.periodic.steady import find_steady
@@ -233,16 +233,3 @@ def test_the_bound_on_a_layout_is_below_every_plan(seed: int) -> None:
     plans += [schedule(placement, num_microbatches) for schedule in (zb_h1, zb_h2, one_f_one_b)]
     least = placement_bound_us(placement, num_microbatches)
     assert all(least <= simulate(plan).makespan_us for plan in plans)
-
-
-@pytest.mark.parametrize(("rate", "limit"), [(10, None), (20, 18_000), (100, None)])
-def test_zb_auto_is_no_longer_than_what_it_starts_from_where_messages_share_a_link(
-    rate: int, limit: int | None
-) -> None:
-    placement = _chain(4, rate, limit, Link(5, 100))
-    timeline = simulate(zb_auto(placement, 8))
-    check(timeline.plan)
-    for schedule in (zb_h1, zb_h2, one_f_one_b):
-        other = simulate(schedule(placement, 8))
-        if limit is None or max(other.peak_memory_bytes) <= limit:
-            assert timeline.span_us <= other.span_us

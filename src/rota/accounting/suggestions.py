@@ -25,7 +25,6 @@ from rota.units import size_text, time_text
 from rota.usage import Usage
 
 _SLOW_STAGE = 1.02  # a stage is slow if it takes more than this times the mean
-_SEARCHED, _MAX_SEARCHED_OPS = ("zb_auto",), 2_000  # families that search are tried up to this size
 
 
 class Suggestion(NamedTuple):
@@ -248,8 +247,6 @@ def _other_orders(plan: Plan, before_us: int) -> Iterator[_Change]:
     """The fastest named schedule that fits, and the fastest that would fit with memory for one more micro-batch."""
     best: dict[bool, tuple[_Change, int]] = {}  # fits -> (change, makespan)
     for name, family in NAMED.items():
-        if name in _SEARCHED and plan.num_ops > _MAX_SEARCHED_OPS:
-            continue
         try:
             timeline = simulate(family(plan.placement, plan.num_microbatches))
         except RotaError:  # not defined for this placement

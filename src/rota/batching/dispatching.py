@@ -69,23 +69,10 @@ def dispatch(problem: BatchProblem, sequence: Integers, policy: Policy) -> Dispa
 @njit(cache=True, nogil=True)
 def run(tables, sequence, levels, weight_levels, patience, limits, starts, orders):  # type: ignore[no-untyped-def]
     """The makespan of a dispatch, or `NEVER`; fills `starts`, and `orders` unless it has no columns."""
-    (
-        durations,
-        held,
-        peaks,
-        lags,
-        rank_of,
-        choice_of,
-        first_in,
-        in_edge,
-        in_task,
-        first_out,
-        outs,
-        first_on,
-        on,
-        tails,
-        _,
-    ) = tables
+    durations, held, peaks, lags = tables.durations_us, tables.held_bytes, tables.peak_bytes, tables.lags_us
+    rank_of, choice_of, tails = tables.rank_of, tables.choice_of, tables.tails_us
+    first_in, in_edge, in_task = tables.first_in, tables.in_edge, tables.in_task
+    first_out, outs, first_on, on = tables.first_out, tables.out_task, tables.first_on, tables.on
     num_microbatches, num_tasks = durations.shape
     num_ranks, keeps_orders = len(first_on) - 1, orders.shape[1] > 0
     done = np.zeros(num_tasks, np.int64)  # ops of the task that have started

@@ -26,7 +26,7 @@ _SHAPE_OF: dict[object, Shape] = {
     wave: "wave",
     bidirectional: "bidirectional",
 }
-_SLOW = {"zb_auto": 0.0006, "v_half": 0.0002, "v_min": 0.0002}  # seconds per op that their own searches take, roughly
+_SLOW = {"v_half": 0.0002, "v_min": 0.0002}  # seconds per op that their own searches take, roughly
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,6 @@ from rota.schedules.table import compare_schedules
 from rota.schedules.varuna import varuna
 from rota.schedules.zb_v import zb_v
 from rota.schedules.zero_bubble import zb_h1, zb_h2
-from rota.schedules.zero_bubble_auto import zb_auto
 
 __all__ = [
     "FAMILIES",
@@ -40,7 +39,6 @@ __all__ = [
     "v_half",
     "v_min",
     "varuna",
-    "zb_auto",
     "zb_h1",
     "zb_h2",
     "zb_v",

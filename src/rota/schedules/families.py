@@ -24,7 +24,6 @@ from rota.schedules.seq1f1b import seq1f1b
 from rota.schedules.varuna import varuna
 from rota.schedules.zb_v import zb_v
 from rota.schedules.zero_bubble import zb_h1, zb_h2
-from rota.schedules.zero_bubble_auto import zb_auto
 from rota.stopping import look
 
 
@@ -249,15 +248,6 @@ FAMILIES = (
         use_when="Twice the memory of 1f1b is free, and F, I and W are about equal.",
     ),
     Family(
-        "zb_auto",
-        "like zb_h1; the shortest span found within the memory limit",
-        zb_auto,
-        place,
-        "Qi et al. 2023",
-        "split",
-        use_when="Uneven stages with a split backward, and a memory limit between the memory of zb_h1 and zb_h2.",
-    ),
-    Family(
         "interleaved_zb",
         "interleaved_1f1b with a split backward",
         interleaved_zero_bubble,
@@ -380,8 +370,6 @@ def named_plans(
 ) -> Iterator[tuple[str, Plan]]:
     """The named schedules that a placement allows, as candidates and for comparison.
 
-    `zb_auto` is left out because it is itself a search.
-
     Args:
         placement: Any placement.
         num_microbatches: Micro-batches per step.
@@ -392,7 +380,7 @@ def named_plans(
         (name, plan) of each schedule that is defined here.
     """
     for family in FAMILIES:
-        if family.name == "zb_auto" or not wants(family.name):
+        if not wants(family.name):
             continue
         progress(family.name)
         look()

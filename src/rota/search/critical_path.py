@@ -77,11 +77,7 @@ class CriticalPath:
         else:
             after = np.array([self.optimizer_ticks(rank) for rank in range(len(rows))])
             step_ends = [self._add_step_ends(rank, row, tails) for rank, row in enumerate(rows)]
-        t = self._tables
-        _spread_back(
-            np.argsort(starts), tails, after.copy(), self.problem.task_of, t.first_node, self.lengths, t.first_rank,
-            t.ranks, t.first_output, t.outputs,
-        )  # fmt: skip
+        _spread_back(self._tables, np.argsort(starts), tails, after.copy(), self.problem.task_of)
         makespan_us, span_us = measure(self._tables_us, self.problem.step_ends, orders, starts // self.ticks)
         return Paths(int(span_us if self.of_span else makespan_us), starts, tails, after, rows, step_ends)
 
@@ -127,10 +123,9 @@ class Paths:
 
 
 @loop
-def _spread_back(  # type: ignore[no-untyped-def]
-    sequence, tails, after, task_of, first_node, lengths, first_rank, ranks, first_output, outputs
-):
+def _spread_back(tables, sequence, tails, after, task_of):  # type: ignore[no-untyped-def]
     """Raises `tails` to what follows; `after[rank]`: the longest path from the start of the rank's next op."""
+    _, first_node, lengths, first_rank, ranks, _, _, first_output, outputs, _, _, _ = tables
     for i in range(len(sequence) - 1, -1, -1):
         node = sequence[i]
         task = task_of[node]

@@ -14,14 +14,13 @@ from contextlib import suppress
 from fractions import Fraction
 from functools import partial
 from itertools import islice, product
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 
 from rota.checking import check
-from rota.errors import NothingFitsError, PlanError, RotaError
+from rota.errors import NothingFitsError, PlanError
 from rota.plan import Plan
-from rota.schedules import zb_auto
 from rota.schedules.families import named_plans
 from rota.search import bounds, compiling, exact
 from rota.search.bounds.memory_bounds import period_reason, refuse_too_little_memory
@@ -60,7 +59,7 @@ _NAMED_S_PER_OP = 4e-6  # nominal seconds that a named schedule costs per op
 _TRYING = {"hanayo": 3e-5}  #: the same for one that tries several ways
 _STEADY_S_PER_PAIR = 3e-4  # nominal seconds per two tasks of a rank to make the models of a steady state
 #: Named schedules that are searches themselves: nominal seconds per op.
-_SEARCHING = {"v_half": 0.0002, "v_min": 0.0002, "zb_auto": 0.0006}
+_SEARCHING = {"v_half": 0.0002, "v_min": 0.0002}
 _SEARCHING_PART, _LONG_SEARCHING_PART = 0.5, 0.1  # of what is left, for one of them; in long steps policies find more
 _MOST_STEADY_TASKS = 200  # up to here the middle of a plan is tried as a steady state
 _WITHIN_SHARE = 0.1  # of the whole budget at least, for that
@@ -79,6 +78,13 @@ _ALWAYS = (Part.TIMING, Part.DISPATCHING)
 
 _Measure = Literal["makespan", "span"]
 _Improve = Callable[[Problem, Orders, _Measure, int, Budget, int], Orders]
+
+
+class _Turn(NamedTuple):
+    """A method, called with its share of the budget and the number of the turn, and the loops that it needs."""
+
+    method: Callable[[float, int], None]
+    loops: Part
 
 
 class Portfolio:
@@ -284,14 +290,6 @@ class Portfolio:
         for name, plan in self._named_plans(partial(self._has_time_for, part=part)):
             self._take_plan(name, plan)
             self.budget.spend(_SEARCHING[name] * self.num_ops)
-        if self.is_over or not self._has_time_for("zb_auto", 1.0):
-            return
-        self.turn_to("zb_auto")
-        try:
-            self._take_plan("zb_auto", zb_auto(self.problem.given, self.problem.num_microbatches))
-        except RotaError:
-            return  # another placement, or nothing that it knows fits
-        self.budget.spend(_SEARCHING["zb_auto"] * self.num_ops)
 
     def _dispatch(self, all_priorities: Iterable[Priorities], how: str = "list scheduling") -> None:
         """Tries list scheduling; where transfers hold too much, again with more memory reserved for them."""
@@ -482,37 +480,41 @@ class Portfolio:
 
     def _take_turns(self) -> None:
         """Give each method a turn, with larger and larger shares, so that no method delays the others for long."""
-        turn, part = 0, _FIRST_SHARE
-        methods: list[Callable[[float, int], None]]
-        methods = [self._unroll, self._improve, self._try_all_states, self._prove, self._windows]
-        loops = [Part.OFFSETS, Part.MOVES, Part.STATES, Part.WINDOWS, Part.WINDOWS]
-        if self.num_ops > _LONG_OPS:
-            methods[:2], loops[:2] = methods[1::-1], loops[1::-1]
-        if self.given is None and self.measure == "makespan":
-            self.rounds = Rounds(self.problem)
-            if not self.rounds.is_over:
-                methods, loops = [self._try_all_rounds, *methods], [Part.ROUNDS, *loops]
-        if self.given is not None:
-            methods, loops = [self._improve, self._prove, self._windows], [Part.MOVES, Part.WINDOWS, Part.WINDOWS]
-            if self.num_ops <= _EXACT_OPS:  # trying a policy lasts longer than its nominal time where ops are few
-                part, methods = _FIRST_SHARE_OF_FITTING, [self._prove, self._improve, self._windows]
-                loops = [Part.WINDOWS, Part.MOVES, Part.WINDOWS]
-        if self.incumbent.transfers_hold:
-            methods, loops = [self._fit, *methods], [Part.FITTING, *loops]
-            if self.num_ops <= exact.MOST_TIMED_OPS:
-                part = _FIRST_SHARE_OF_FITTING
-                methods = [self._fit, self._fit_exactly, self._bound_with_waits]
-                loops = [Part.FITTING, Part.WINDOWS, Part.WINDOWS]
+        turns, part = self._turns()
+        number = 0
         while not self.is_over and not (self.none_fits or (self.has_tried_all and self.has_tried_waits)):
-            compiled = [self._is_compiled(each) for each in loops]  # asks for all of them
+            compiled = [self._is_compiled(turn.loops) for turn in turns]  # asks for all of them
             if not any(compiled):
-                compiling.wait_for(loops[0])
-            for method, needed in zip(methods, loops, strict=True):
+                compiling.wait_for(turns[0].loops)
+            for method, loops in turns:
                 is_needed = not self.has_tried_all or (method == self._bound_with_waits and not self.has_tried_waits)
-                if is_needed and not self.is_over and self._is_compiled(needed):
-                    method(part, turn)
+                if is_needed and not self.is_over and self._is_compiled(loops):
+                    method(part, number)
             self.budget.spend(_TURN_S)
-            turn, part = turn + 1, part * _GROWTH
+            number, part = number + 1, part * _GROWTH
+
+    def _turns(self) -> tuple[list[_Turn], float]:
+        """The methods for such a problem, in order, and their share of the budget in the first turn."""
+        fit, improve = _Turn(self._fit, Part.FITTING), _Turn(self._improve, Part.MOVES)
+        prove, windows = _Turn(self._prove, Part.WINDOWS), _Turn(self._windows, Part.WINDOWS)
+        unroll, states = _Turn(self._unroll, Part.OFFSETS), _Turn(self._try_all_states, Part.STATES)
+        if self.incumbent.transfers_hold and self.num_ops <= exact.MOST_TIMED_OPS:
+            by_time = [_Turn(method, Part.WINDOWS) for method in (self._fit_exactly, self._bound_with_waits)]
+            return [fit, *by_time], _FIRST_SHARE_OF_FITTING
+        part = _FIRST_SHARE
+        if self.given is None:
+            turns = [unroll, improve, states, prove, windows]
+            if self.num_ops > _LONG_OPS:
+                turns[:2] = improve, unroll
+            if self.measure == "makespan":
+                self.rounds = Rounds(self.problem)
+                if not self.rounds.is_over:
+                    turns.insert(0, _Turn(self._try_all_rounds, Part.ROUNDS))
+        elif self.num_ops <= _EXACT_OPS:  # trying a policy lasts longer than its nominal time where ops are few
+            turns, part = [prove, improve, windows], _FIRST_SHARE_OF_FITTING
+        else:
+            turns = [improve, prove, windows]
+        return ([fit, *turns] if self.incumbent.transfers_hold else turns), part
 
     def _is_compiled(self, loops: Part) -> bool:
         """Whether these loops are compiled. A search with counted work waits: it does the same on every run."""

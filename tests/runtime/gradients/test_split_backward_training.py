@@ -30,7 +30,7 @@ from support.sampling import IS_WHOLE
 
 pytestmark = pytest.mark.dist
 
-SPLIT = ("zb_h1", "zb_h2", "zb_auto", "interleaved_zb", "zb_v", "v_half", "v_min", "dualpipe_v")
+SPLIT = ("zb_h1", "zb_h2", "interleaved_zb", "zb_v", "v_half", "v_min", "dualpipe_v")
 WHOLE = ("gpipe", "1f1b", "eager_1f1b", "interleaved_1f1b", "looped_bfs", "hanayo")
 OTHERS = (
     "varuna",

@@ -12,8 +12,10 @@ micro-batch k of a task is the k-th that it does, seen from this side.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,6 +29,25 @@ PLACE, TASK, SOURCE_PLACE, SOURCE_TASK, A, B, C = range(7)  #: the columns of `M
 _ROUNDS = 2  # how often the idle times of ranks are passed on to other ranks
 
 Floats = NDArray[np.float64]
+
+
+class SideTables(NamedTuple):
+    """A `Side` for compiled loops; `first_x` and the field after it are as in `Rows`."""
+
+    counts: Integers
+    durations_us: Integers
+    held_bytes: Integers
+    needed_bytes: Integers
+    first_input: Integers
+    inputs: Integers
+    order: Integers
+    after: Flags
+    component_of: Integers
+    headroom_bytes: Integers
+    grain_bytes: Integers
+    first_place: Integers
+    places: Integers
+    parents: Integers
 
 
 @dataclass(frozen=True)
@@ -64,14 +85,33 @@ class Side:
         return parents
 
     @cached_property
+    def tables(self) -> SideTables:
+        """For compiled loops."""
+        return SideTables(
+            self.counts,
+            self.durations_us,
+            self.held_bytes,
+            self.needed_bytes,
+            self.inputs.first,
+            self.inputs.values,
+            self.order,
+            self.after,
+            self.component_of,
+            self.headroom_bytes,
+            self.grain_bytes,
+            self.places.first,
+            self.places.values,
+            self.parents,
+        )
+
+    @cached_property
     def work_us(self) -> Integers:
         """int64[num_ranks]: duration of all of the rank's ops together."""
         sums = np.concatenate([[0], np.cumsum((self.counts * self.durations_us)[self.places.values])])
         return np.diff(sums[self.places.first])
 
 
-@dataclass(frozen=True)
-class MemoryHeadroom:
+class MemoryHeadroom(NamedTuple):
     """What a memory limit makes each place wait for, seen from one side; `memory_headroom.find_headroom` finds it.
 
     Each row of `arcs` has the columns PLACE, TASK, SOURCE_PLACE, SOURCE_TASK, A, B, C and says: before micro-batch k of
@@ -177,6 +217,18 @@ def find_heads(side: Side, headroom: MemoryHeadroom, beginning: int | None = Non
         beginning: A rank; None counts from the beginning of the step.
         alone: Find the idle times of the rank `beginning` only, not those of all `ranks_after` it.
     """
+    *_, last = _phases(side, headroom, beginning, alone)
+    return last
+
+
+def heads_by_phase(side: Side, headroom: MemoryHeadroom) -> list[tuple[Integers, Integers]]:
+    """(heads, idle times) as `find_heads` has them from the step's beginning: first, and after each of its phases."""
+    return [(heads.heads_us.copy(), heads.idle_us.copy()) for heads in _phases(side, headroom, None, False)]
+
+
+def _phases(side: Side, headroom: MemoryHeadroom, beginning: int | None, alone: bool) -> Iterator[Heads]:
+    """The same heads again and again, higher after each phase."""
+    tables = side.tables
     heads = np.empty((int(side.counts.max(initial=1)), len(side.counts)), np.int64)
     idle = np.zeros((len(heads), len(side.places.values)), np.int64)
     heads[:] = side.release_us if beginning is None else NEVER
@@ -184,33 +236,17 @@ def find_heads(side: Side, headroom: MemoryHeadroom, beginning: int | None = Non
     if beginning is not None:
         heads[:, side.places[beginning]] = 0
         ranks = np.array([beginning]) if alone else np.flatnonzero(ranks_after(side, beginning))
-    graph = (side.counts, side.durations_us, side.order, side.inputs.first, side.inputs.values)
-    places = (side.places.first, side.places.values, side.after, side.counts)
-    arcs = (headroom.arcs_first, headroom.arcs)
+    found = Heads(heads, idle)
+    yield found
     for _ in range(1 if alone else _ROUNDS):
         look()
-        _pass_on(heads, *graph, *arcs)
-        _wait(heads, idle, ranks, *places, *arcs, headroom.most, headroom.least, headroom.frees, headroom.fill_us)
+        _pass_on(heads, tables, headroom)
+        yield found
+        _wait(heads, idle, ranks, tables, headroom)
+        yield found
     if not alone:
-        _pass_on(heads, *graph, *arcs)
-    return Heads(heads, idle)
-
-
-def heads_by_phase(side: Side, headroom: MemoryHeadroom) -> list[tuple[Integers, Integers]]:
-    """(heads, idle times) as `find_heads` has them from the step's beginning: first, and after each of its phases."""
-    heads = np.empty((int(side.counts.max(initial=1)), len(side.counts)), np.int64)
-    idle = np.zeros((len(heads), len(side.places.values)), np.int64)
-    heads[:] = side.release_us
-    phases = [(heads.copy(), idle.copy())]
-    ranks, arcs = np.arange(len(side.places)), (headroom.arcs_first, headroom.arcs)
-    places = (side.places.first, side.places.values, side.after, side.counts)
-    for _ in range(_ROUNDS):
-        _pass_on(heads, side.counts, side.durations_us, side.order, side.inputs.first, side.inputs.values, *arcs)
-        phases.append((heads.copy(), idle.copy()))
-        _wait(heads, idle, ranks, *places, *arcs, headroom.most, headroom.least, headroom.frees, headroom.fill_us)
-        phases.append((heads.copy(), idle.copy()))
-    _pass_on(heads, side.counts, side.durations_us, side.order, side.inputs.first, side.inputs.values, *arcs)
-    return [*phases, (heads, idle)]
+        _pass_on(heads, tables, headroom)
+        yield found
 
 
 def ranks_after(side: Side, beginning: int) -> Flags:
@@ -223,16 +259,18 @@ def ranks_after(side: Side, beginning: int) -> Flags:
 
 
 @loop
-def _pass_on(heads, counts, durations, order, inputs_first, inputs, arcs_first, arcs):  # type: ignore[no-untyped-def]
+def _pass_on(heads, side, headroom):  # type: ignore[no-untyped-def]
     """Raises heads along inputs, along the micro-batches of each task, and along the arcs of memory."""
+    counts, durations, first_input, inputs = side.counts, side.durations_us, side.first_input, side.inputs
+    arcs_first, arcs = headroom.arcs_first, headroom.arcs
     for k in range(len(heads)):
-        for task in order:
+        for task in side.order:
             if k >= counts[task]:
                 continue
             head = heads[k, task]
             if k:
                 head = max(head, heads[k - 1, task] + durations[task])
-            for i in range(inputs_first[task], inputs_first[task + 1], 2):
+            for i in range(first_input[task], first_input[task + 1], 2):
                 source = inputs[i]
                 head = max(head, heads[k, source] + durations[source] + inputs[i + 1])
             for i in range(arcs_first[task], arcs_first[task + 1]):
@@ -244,8 +282,10 @@ def _pass_on(heads, counts, durations, order, inputs_first, inputs, arcs_first, 
 
 
 @loop
-def _wait(heads, idle, ranks, first, values, after, counts, arcs_first, arcs, most, least, frees, fills):  # type: ignore[no-untyped-def]
+def _wait(heads, idle, ranks, side, headroom):  # type: ignore[no-untyped-def]
     """Raises `idle` to the head less the most work before, and heads to `idle` and the least work before."""
+    first, values, after, counts = side.first_place, side.places, side.after, side.counts
+    arcs_first, arcs, most, least, frees, fills = headroom
     num_prices = most.shape[1]
     for rank in ranks:
         at_once = at_free = -NEVER

@@ -33,17 +33,14 @@ _ROUNDING = 1e-12  # relative to the numbers that are added: lines are moved by 
 
 def find_headroom(side: Side) -> MemoryHeadroom:
     """This depends on the placement alone, not on when anything starts."""
-    prices, load = prices_of(side), side.durations_us.astype(np.float64)
-    places = (side.places.first, side.places.values, side.parents, side.after, side.counts)
-    memory = (side.held_bytes, side.needed_bytes, side.headroom_bytes)
+    tables, prices, load = side.tables, prices_of(side), side.durations_us.astype(np.float64)
     look()
-    arcs = _memory_arcs(*places, side.component_of, *memory)
+    arcs = _memory_arcs(tables)
     arcs = arcs[np.argsort(arcs[:, TASK], kind="stable")]
     first = np.searchsorted(arcs[:, TASK], np.arange(len(side.counts) + 1)).astype(np.int64)
-    most = _lines(*places, side.component_of, *memory, side.grain_bytes, load, prices)
-    least = -_lines(*places, side.component_of, *memory, side.grain_bytes, -load, prices)
+    most, least = _lines(tables, load, prices), -_lines(tables, -load, prices)
     frees = np.zeros(len(most), np.bool_)
-    fill = _fills(*places, *memory, side.grain_bytes, load, prices, frees)
+    fill = _fills(tables, load, prices, frees)
     return MemoryHeadroom(first, arcs, most, least, frees, fill)
 
 
@@ -73,14 +70,11 @@ def prices_of(side: Side) -> Floats:
 
 def price_of_fill(side: Side, rank: int) -> int:
     """Which of the rank's prices makes `MemoryHeadroom.fill_us` least."""
-    fills = []
-    prices, load = prices_of(side), side.durations_us.astype(np.float64)
-    places = (side.places.first, side.places.values, side.parents, side.after, side.counts)
-    memory = (side.held_bytes, side.needed_bytes, side.headroom_bytes)
+    fills, prices, load = [], prices_of(side), side.durations_us.astype(np.float64)
     for price in range(_MOST_PRICES):
         frees = np.zeros(len(side.places.values), np.bool_)
         only = np.ascontiguousarray(prices[:, price : price + 1])
-        fills.append(int(_fills(*places, *memory, side.grain_bytes, load, only, frees)[rank]))
+        fills.append(int(_fills(side.tables, load, only, frees)[rank]))
     return fills.index(min(fills))
 
 
@@ -121,8 +115,11 @@ def _other_components(i, tasks, component_of, forced):  # type: ignore[no-untype
 
 
 @loop
-def _lines(first, values, all_parents, after, counts, component_of, held, needed, limits, grains, load, prices):  # type: ignore[no-untyped-def]
+def _lines(side, load, prices):  # type: ignore[no-untyped-def]
     """float64[num_places, num_prices, 2], lines (a, b): before micro-batch k, at most a + b k of `load` is done."""
+    first, values, all_parents, after, counts = side.first_place, side.places, side.parents, side.after, side.counts
+    held, needed, limits, grains = side.held_bytes, side.needed_bytes, side.headroom_bytes, side.grain_bytes
+    component_of = side.component_of
     lines = np.zeros((len(values), prices.shape[1], 2))
     for rank in range(len(first) - 1):
         tasks, parents = values[first[rank] : first[rank + 1]], all_parents[first[rank] : first[rank + 1]]
@@ -156,8 +153,10 @@ def _lines(first, values, all_parents, after, counts, component_of, held, needed
 
 
 @loop
-def _fills(first, values, all_parents, after, counts, held, needed, limits, grains, load, prices, frees):  # type: ignore[no-untyped-def]
+def _fills(side, load, prices, frees):  # type: ignore[no-untyped-def]
     """Marks `frees`; int64[num_ranks]: the most work before the first of them, all components together."""
+    first, values, all_parents, after, counts = side.first_place, side.places, side.parents, side.after, side.counts
+    held, needed, limits, grains = side.held_bytes, side.needed_bytes, side.headroom_bytes, side.grain_bytes
     fills = np.zeros(len(first) - 1, np.int64)
     for rank in range(len(first) - 1):
         tasks, parents = values[first[rank] : first[rank + 1]], all_parents[first[rank] : first[rank + 1]]
@@ -191,12 +190,14 @@ def _fills(first, values, all_parents, after, counts, held, needed, limits, grai
 
 
 @loop
-def _memory_arcs(first, values, all_parents, after, counts, component_of, held, needed, limits):  # type: ignore[no-untyped-def]
+def _memory_arcs(side):  # type: ignore[no-untyped-def]
     """int64[num_arcs, 7]: see `MemoryHeadroom.arcs`.
 
     If only y of the source are over when micro-batch k of the task starts, then at least y P + (k - y) Q + R + (count -
     k - 1) S bytes are held, with one letter for each sort of layer: done, done except for the source, next, to come.
     """
+    first, values, all_parents, after, counts = side.first_place, side.places, side.parents, side.after, side.counts
+    held, needed, limits, component_of = side.held_bytes, side.needed_bytes, side.headroom_bytes, side.component_of
     arcs, num_arcs = np.empty((16, 7), np.int64), 0
     for rank in range(len(first) - 1):
         if limits[rank] == NO_LIMIT:

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from rota.search.budget import Budget
 from rota.search.compiled import inner, loop
-from rota.search.exact.state_space import SPARE, STATES, Step, Words, find, rehash, step_of, successors
+from rota.search.exact.state_space import SPARE, STATES, Step, Words, find, rehash, room_for, step_of, successors
 from rota.search.problem import NO_LIMIT, Integers, Orders, Problem, without_common_tasks
 from rota.search.transfer_levels import counting_transfers
 from rota.stopping import look
@@ -137,7 +137,7 @@ class Rounds:
 
     def _explore(self, graph: Graph, budget: Budget) -> None:
         before = int(graph.meta[_DONE])
-        answer = _explore(*self.step, self.component_of, *graph, self.still_bytes, _AT_ONCE)
+        answer = _explore(self.step, self.component_of, graph, self.still_bytes, _AT_ONCE)
         self.most_open = max(self.most_open, self._num_open(graph))
         budget.spend(_S_PER_STATE * int(graph.meta[_DONE] - before))
         if answer == _FULL and sum(array.nbytes for array in graph) > _MOST_BYTES:
@@ -410,35 +410,12 @@ def _pack(key, num_tasks, num_ranks, still_bytes, packed):  # type: ignore[no-un
 
 
 @loop
-def _explore(  # type: ignore[no-untyped-def]
-    counts,
-    durations,
-    held,
-    needed,
-    limits,
-    ranks_first,
-    ranks,
-    sources_first,
-    sources,
-    tasks_first,
-    tasks,
-    _,
-    component_of,
-    keys,
-    table,
-    first,
-    target,
-    passes,
-    progress,
-    meta,
-    still_bytes,
-    most,
-):
+def _explore(step, component_of, graph, still_bytes, most):  # type: ignore[no-untyped-def]
     """Adds the edges of so many states, and the states that they lead to."""
-    num_tasks, num_ranks = len(counts), len(limits)
-    scratch_of_tasks, scratch_of_ranks = np.empty((2, num_tasks), np.int64), np.empty((4, num_ranks), np.int64)
-    options = np.empty((num_ranks, num_tasks + 1), np.int64)
-    children, passed = np.empty((SPARE, num_tasks + 2 * num_ranks), np.int32), np.empty(SPARE, np.int64)
+    keys, table, first, target, passes, progress, meta = graph
+    num_tasks, num_ranks = len(step.counts), len(step.limits_bytes)
+    room = room_for(step)
+    children, passed = room.children, room.passed
     key, packed = np.empty(num_tasks + 2 * num_ranks, np.int32), np.empty(keys.shape[1], np.uint8)
     complete = np.empty(_MOST_COMPONENTS, np.int32)
     while most > 0:
@@ -449,25 +426,7 @@ def _explore(  # type: ignore[no-untyped-def]
             return _FULL
         most -= 1
         _unpack(keys[state], num_tasks, num_ranks, still_bytes, key)
-        found = successors(
-            key,
-            counts,
-            durations,
-            held,
-            needed,
-            limits,
-            ranks_first,
-            ranks,
-            sources_first,
-            sources,
-            tasks_first,
-            tasks,
-            scratch_of_tasks,
-            scratch_of_ranks,
-            options,
-            children,
-            passed,
-        )
+        found = successors(key, step, room)
         if found < 0:
             return _TOO_MANY
         for i in range(found):

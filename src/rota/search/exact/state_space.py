@@ -41,6 +41,16 @@ class Step(NamedTuple):
     together_us: Integers  #: int64[num_kinds, num_tasks]: time of an op that is apart from the tails of each kind
 
 
+class Room(NamedTuple):
+    """What `successors` works with, made once for many states."""
+
+    of_tasks: Integers  #: int64[2, num_tasks]
+    of_ranks: Integers  #: int64[4, num_ranks]
+    options: Integers  #: int64[num_ranks, num_tasks + 1]
+    children: Words  #: int32[SPARE, ...]: keys of the states that follow
+    passed: Integers  #: int64[SPARE]: µs until then
+
+
 def step_of(problem: Problem) -> Step:
     """The arrays of a problem."""
     sources = Rows.of([problem.inputs[task].reshape(-1, 2)[:, 0].tolist() for task in range(len(problem.counts))])
@@ -108,37 +118,29 @@ def find(keys, table, meta, key):  # type: ignore[no-untyped-def]
 
 
 @inner
-def successors(  # type: ignore[no-untyped-def]
-    key,
-    counts,
-    durations,
-    held,
-    needed,
-    limits,
-    ranks_first,
-    ranks,
-    sources_first,
-    sources,
-    tasks_first,
-    tasks,
-    scratch_of_tasks,
-    scratch_of_ranks,
-    options,
-    children,
-    passed,
-):
-    """How many states can follow: they are written to `children`, and the µs until then to `passed`.
+def room_for(step):  # type: ignore[no-untyped-def]
+    """The arrays that `successors` fills."""
+    num_tasks, num_ranks = len(step.counts), len(step.limits_bytes)
+    return Room(
+        np.empty((2, num_tasks), np.int64),
+        np.empty((4, num_ranks), np.int64),
+        np.empty((num_ranks, num_tasks + 1), np.int64),
+        np.empty((SPARE, num_tasks + 2 * num_ranks), np.int32),
+        np.empty(SPARE, np.int64),
+    )
+
+
+@inner
+def successors(key, step, room):  # type: ignore[no-untyped-def]
+    """How many states can follow: they are written to `room.children`, and the µs until then to `room.passed`.
 
     The answer is AT_END where nothing is left to be done, TOO_MANY where there is no room for all of them.
     """
+    counts, durations, held, needed, limits, ranks_first, ranks, sources_first, sources, tasks_first, tasks, _ = step
     num_tasks, num_ranks = len(counts), len(limits)
-    ended, earliest = scratch_of_tasks[0], scratch_of_tasks[1]
-    choice, is_free, level, num_options = (
-        scratch_of_ranks[0],
-        scratch_of_ranks[1],
-        scratch_of_ranks[2],
-        scratch_of_ranks[3],
-    )
+    ended, earliest = room.of_tasks[0], room.of_tasks[1]
+    choice, is_free, level, num_options = room.of_ranks[0], room.of_ranks[1], room.of_ranks[2], room.of_ranks[3]
+    options, children, passed = room.options, room.children, room.passed
     # What has ended, and what each rank holds.
     is_end = True
     for task in range(num_tasks):

@@ -21,7 +21,7 @@ from rota.search.bounds.heads_tails import both_sides, find_heads
 from rota.search.bounds.memory_headroom import find_headroom
 from rota.search.budget import Budget
 from rota.search.compiled import loop
-from rota.search.exact.state_space import AT_END, SPARE, TOO_MANY, Words, find, rehash, step_of, successors
+from rota.search.exact.state_space import AT_END, SPARE, TOO_MANY, Words, find, rehash, room_for, step_of, successors
 from rota.search.problem import Integers, Orders, Problem, without_common_tasks
 from rota.search.transfer_levels import counting_transfers
 from rota.stopping import look
@@ -89,9 +89,10 @@ class States:
         before_us = self.bound_us
         while not self.is_over and not budget.is_over:
             look()
-            given = (self.first_us, self.width_us, self.value_us, _POPS_AT_ONCE)
             before = self.frontier.meta[_POPPED]
-            answer = _explore(*self.step, *self.tails, *self.frontier, *given)
+            answer = _explore(
+                self.step, self.tails, self.frontier, self.first_us, self.width_us, self.value_us, _POPS_AT_ONCE
+            )
             budget.spend(_S_PER_POP * int(self.frontier.meta[_POPPED] - before))
             self._take(answer)
         self.has_risen = self.bound_us > before_us
@@ -187,8 +188,10 @@ def _enter_first(frontier: Frontier, root: Words) -> None:
 
 
 @loop
-def _remaining(key, counts, durations, tasks_first, tasks, together, after, idle):  # type: ignore[no-untyped-def]
+def _remaining(key, step, tails):  # type: ignore[no-untyped-def]
     """What follows a state at least, in µs."""
+    counts, durations, tasks_first, tasks = step.counts, step.durations_us, step.tasks_first, step.tasks
+    together, after, idle = step.together_us, tails.after_us, tails.idle_us
     num_tasks, num_ranks = len(counts), len(tasks_first) - 1
     longest = 0
     for kind in range(len(together)):
@@ -224,40 +227,11 @@ def _remaining(key, counts, durations, tasks_first, tasks, together, after, idle
 
 
 @loop
-def _explore(  # type: ignore[no-untyped-def]
-    counts,
-    durations,
-    held,
-    needed,
-    limits,
-    ranks_first,
-    ranks,
-    sources_first,
-    sources,
-    tasks_first,
-    tasks,
-    together,
-    after,
-    idle,
-    keys,
-    times,
-    parents,
-    table,
-    buckets,
-    entry_state,
-    entry_us,
-    entry_next,
-    meta,
-    first_us,
-    width_us,
-    value_us,
-    pops,
-):
+def _explore(step, tails, frontier, first_us, width_us, value_us, pops):  # type: ignore[no-untyped-def]
     """Looks at so many states, those of the least bound first."""
-    num_tasks, num_ranks = len(counts), len(limits)
-    scratch_of_tasks, scratch_of_ranks = np.empty((2, num_tasks), np.int64), np.empty((4, num_ranks), np.int64)
-    options = np.empty((num_ranks, num_tasks + 1), np.int64)
-    children, passed = np.empty((SPARE, keys.shape[1]), np.int32), np.empty(SPARE, np.int64)
+    keys, times, parents, table, buckets, entry_state, entry_us, entry_next, meta = frontier
+    room = room_for(step)
+    children, passed = room.children, room.passed
     most_buckets = min(len(buckets), (value_us - 1 - first_us) // width_us + 1)
     while pops > 0:
         while meta[_BUCKET] < most_buckets and buckets[meta[_BUCKET], 0] < 0:
@@ -279,25 +253,7 @@ def _explore(  # type: ignore[no-untyped-def]
         meta[_POPPED] += 1
         key = keys[state]
 
-        found = successors(
-            key,
-            counts,
-            durations,
-            held,
-            needed,
-            limits,
-            ranks_first,
-            ranks,
-            sources_first,
-            sources,
-            tasks_first,
-            tasks,
-            scratch_of_tasks,
-            scratch_of_ranks,
-            options,
-            children,
-            passed,
-        )
+        found = successors(key, step, room)
         if found == AT_END:
             meta[_END] = state
             return _FINISHED
@@ -305,7 +261,7 @@ def _explore(  # type: ignore[no-untyped-def]
             return _TOO_MANY  # choices; the bound stays that of this state's bucket
         for i in range(found):
             child, passes = children[i], passed[i]
-            us = now + passes + _remaining(child, counts, durations, tasks_first, tasks, together, after, idle)
+            us = now + passes + _remaining(child, step, tails)
             if us >= value_us:
                 continue
             states = meta[_STATES]

@@ -5,7 +5,6 @@ A change of a policy moves whole rows of ops at once, on many ranks, where movin
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import suppress
 from typing import Literal
 
@@ -15,7 +14,7 @@ from rota.search.budget import NOMINAL_OPS_PER_S, Budget
 from rota.search.local.moves import State, anneal
 from rota.search.local.policies import Climb, Objectives
 from rota.search.problem import Orders, Problem
-from rota.search.timing import Score, score
+from rota.search.timing import score
 from rota.stopping import Stopped
 
 _CHUNK = NOMINAL_OPS_PER_S // 20  # ops timed between two looks at the budget
@@ -32,7 +31,6 @@ def improve(
     bound_us: int,
     budget: Budget,
     seed: int = 0,
-    on_better: Callable[[Orders, Score], None] | None = None,
     climb: Climb | None = None,
 ) -> Orders:
     """Local search until the budget is used up or the objective is at its bound.
@@ -44,14 +42,13 @@ def improve(
         bound_us: A lower bound for it.
         budget: What the search may spend.
         seed: Of all random choices.
-        on_better: Called with every better order.
         climb: Over policies, to go on with; None begins one.
 
     Returns:
         The best orders found, or `orders`.
     """
     climb = climb or Climb(problem, objective == "span", seed)
-    search = _Improvement(problem, orders, objective == "span", budget, seed, bound_us, on_better, climb)
+    search = _Improvement(problem, orders, objective == "span", budget, seed, bound_us, climb)
     with suppress(Stopped):
         search.run()
     return search.best
@@ -68,13 +65,11 @@ class _Improvement:
         budget: Budget,
         seed: int,
         bound_us: int,
-        on_better: Callable[[Orders, Score], None] | None,
         climb: Climb,
     ) -> None:
         self.is_span = is_span
         self.budget = budget
         self.bound_us = bound_us
-        self.on_better = on_better
         self.best = orders
         timed = score(problem, orders)
         assert timed is not None
@@ -109,7 +104,7 @@ class _Improvement:
             done += self.climb.dispatcher.ops_of_last_call
             self.budget.spend_ops(self.climb.dispatcher.ops_of_last_call)
             if self.climb.orders is not None and self.climb.key is not None and self.climb.key < self.key:
-                self._take(self.climb.orders, self.climb.key)
+                self.best, self.key = self.climb.orders, self.climb.key
 
     def _anneal(self, orders: Orders, key: Objectives, most_work: int, heat: float) -> None:
         """Anneals in chunks, cooling down to 0."""
@@ -123,9 +118,4 @@ class _Improvement:
             done += work
             self.budget.spend_ops(work)
             if tuple(best) < self.key:
-                self._take(state.best.copy(), (int(best[0]), int(best[1])))
-
-    def _take(self, orders: Orders, key: Objectives) -> None:
-        self.best, self.key = orders, key
-        if self.on_better:
-            self.on_better(orders, Score(*(key[::-1] if self.is_span else key)))
+                self.best, self.key = state.best.copy(), (int(best[0]), int(best[1]))

@@ -7,7 +7,7 @@ earlier ends the step earlier.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from random import Random
 from typing import Literal
 
@@ -34,7 +34,6 @@ def improve(
     bound_us: int,
     budget: Budget,
     seed: int = 0,
-    on_better: Callable[[Orders], None] | None = None,
 ) -> Orders:
     """Re-orders one window after the other, until the budget is used up or the objective is at its bound.
 
@@ -45,7 +44,6 @@ def improve(
         bound_us: A lower bound for it.
         budget: What the search may spend.
         seed: Of the choice of windows, and of CP-SAT.
-        on_better: Called with every better order.
 
     Returns:
         The best orders found, or `orders`.
@@ -67,8 +65,6 @@ def improve(
             assert found is not None
             if found.value_us < paths.value_us:  # a span may have grown elsewhere: see `CriticalPath.paths`
                 orders, paths = better, found
-                if on_better is not None:
-                    on_better(orders)
         if status == cp_model.UNKNOWN:
             size = max(size * _SHRINK, _LEAST_SIZE)
         elif share.spent_s < _WINDOW_S / 4:

@@ -1,0 +1,28 @@
+"""The search is never longer than the published scheduler of zero bubble, by span."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rota.checking import check
+from rota.cluster import Cluster
+from rota.costs import Costs
+from rota.placing import place
+from rota.search import find_plan
+
+REFERENCE = json.loads((Path(__file__).parent / "zero_bubble_reference.json").read_text())["rows"]
+ROWS = [pytest.param(row, marks=[pytest.mark.sweep] * (row["ranks"] > 4)) for row in REFERENCE]
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: "{ranks}x{microbatches}-{forward_us}-{memory}".format(**row))
+def test_no_longer_than_published(row: dict[str, Any]) -> None:
+    costs = Costs.uniform(row["ranks"], row["forward_us"], row["input_us"], row["weight_us"], activation_bytes=2)
+    limit = int(2 * row["ranks"] * row["memory"])
+    placement = place(costs, Cluster.uniform(row["ranks"], limit, row["transfer_us"]))
+    result = find_plan(placement, row["microbatches"], objective="span", time_limit_s=5, deterministic=True)
+    check(result.plan)
+    assert result.span_us <= row["span_us"]
