@@ -10,28 +10,25 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import click
 import pytest
 
 import rota
 from rota import Cluster, Costs, Plan, Timeline, place, simulate
 from rota.cli import main
-from rota.cli.arguments import parse_bytes
-from rota.cli.commands import COMMANDS
-from rota.cli.main import make_parser
-from rota.cli.parser import Command
+from rota.cli.main import COMMANDS
+from rota.cli.values import parse_bytes
 from rota.interop.torch_order import derived
 from rota.schedules import FAMILIES, NAMED
 from rota.usage import Usage
 from support import ROOT
 from support.model_file import MODEL
+from support.parsing import ALL
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
     """Exit code, standard output, standard error."""
-    try:
-        code = main([str(argument) for argument in arguments])
-    except SystemExit as stop:
-        code = int(str(stop.code))
+    code = main([str(argument) for argument in arguments])
     captured = capsys.readouterr()
     return code, captured.out, captured.err
 
@@ -359,41 +356,31 @@ def test_binary_files_and_folders_are_told(tmp_path: Path, capsys: pytest.Captur
     assert "is not a regular file but a folder" in run(capsys, "show", tmp_path)[2]
 
 
-@pytest.mark.parametrize("command", [command.name for command in COMMANDS])
-def test_help_teaches_by_example(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, _ = run(capsys, command, "--help")
-    assert code == 0
-    assert f":\n  rota {command}" in out.split("\nexample")[1]
-
-
 OPTIONAL = {  # without these, there is one thing less to read or to write
     *("--output", "--timeline", "--above"),
-    *("calibrate --costs", "checkpoint --config", "profile --lengths"),
+    *("calibrate --costs", "checkpoint export --config", "profile --lengths"),
     *(f"export {trainer} {option}" for trainer in ("megatron", "deepspeed") for option in ("--layers", "--type")),
 }
 
 
-@pytest.mark.parametrize(
-    "command",
-    [
-        *(command.name for command in COMMANDS),
-        *(f"{way} {trainer}" for way in ("export", "import") for trainer in ("torchtitan", "megatron", "deepspeed")),
-        "import trace",
-    ],
-)
-def test_help_says_the_default_of_every_value(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    _, out, _ = run(capsys, *command.split(), "--help")
-    usage = " ".join(out.partition("\n\n")[0].split())
-    for entry in re.findall(r"^  (-.*\n(?: {6,}.*\n)*)", out, flags=re.MULTILINE):
-        name = re.match(r"(?:-o \S+, )?(--[\w-]+) \S", entry)
-        if name is None or f"{command} {name[1]}" in OPTIONAL or name[1] in OPTIONAL:
-            continue  # it takes no value, or none is needed
-        is_required = f"[{name[1]} " not in usage
-        assert is_required or "default" in entry, entry
+@pytest.mark.parametrize("name", ALL)
+def test_help_teaches_by_example_and_says_every_default(
+    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for flag in ("-h", "--help"):
+        code, out, _ = run(capsys, *name.split(), flag)
+        assert code == 0
+        assert f":\n  rota {name}" in out.partition("\nExample")[2]
+    for param in ALL[name].params:
+        if isinstance(param, click.Option) and not param.is_flag and param.flag_value is None and not param.required:
+            option = next(option for option in param.opts if option.startswith("--"))
+            assert "default" in str(param.help) or {option, f"{name} {option}"} & OPTIONAL, option
+    monkeypatch.setenv("COLUMNS", "60")
+    assert [line for line in run(capsys, *name.split(), "--help")[1].splitlines() if len(line) > 60] == []
 
 
-@pytest.mark.parametrize("arguments", [(), ("--help",), ("autoplan", "--help"), ("verify", "--help")])
-def test_help_fits_the_terminal(
+@pytest.mark.parametrize("arguments", [(), ("--help",)])
+def test_the_first_help_fits_the_terminal(
     arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "60")
@@ -415,7 +402,7 @@ def test_check_fits_the_terminal(
 
 def test_the_page_of_commands_has_all() -> None:
     page = (ROOT / "docs" / "commands.md").read_text()
-    assert [command.name for command in COMMANDS if f"`rota {command.name}" not in page] == []
+    assert [name for name in COMMANDS if f"`rota {name}" not in page] == []
 
 
 @pytest.mark.usefixtures("time_is_work")
@@ -448,13 +435,6 @@ def test_help_describes_every_schedule(capsys: pytest.CaptureFixture[str]) -> No
     told = " ".join(run(capsys, "plan", "--help")[1].split())
     for family in FAMILIES:
         assert f"{family.name} {family.summary}" in told
-
-
-def test_help_fits_narrow_terminals(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "60")
-    for words in [[], *([command.name] for command in COMMANDS)]:
-        wide = [line for line in run(capsys, *words, "--help")[1].splitlines() if len(line) > 60]
-        assert wide == [], words
 
 
 def test_bare_command_shows_the_first_commands(capsys: pytest.CaptureFixture[str]) -> None:
@@ -500,13 +480,3 @@ def test_sizes(text: str, size: int) -> None:
 def test_no_sizes(text: str) -> None:
     with pytest.raises(ValueError, match=f"^{text!r} is not a "):
         parse_bytes(text)
-
-
-def test_argparse_still_keeps_options_where_the_parser_reads_them() -> None:
-    assert make_parser().options == ["--help", "--version"], "argparse has changed; correct Parser.options"
-
-
-@pytest.mark.parametrize("command", COMMANDS, ids=[command.name for command in COMMANDS])
-def test_a_command_is_in_the_file_of_its_name(command: Command) -> None:
-    file = {"import": "import_plan"}.get(command.name, command.name.replace("-", "_"))
-    assert command.add_arguments.__module__ == f"rota.cli.commands.{file}"
