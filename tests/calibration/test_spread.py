@@ -15,7 +15,6 @@ from rota.accounting import explain
 from rota.calibration import calibrate
 from rota.calibration.planning_again import commands, free_name
 from rota.calibration.spread import Spread, copies, have_same_layers, num_left_out
-from support.parsing import parse
 from rota.cluster import Cluster, Link
 from rota.costs import Costs
 from rota.placing import bidirectional, place
@@ -24,6 +23,7 @@ from rota.tasks import Kind, Op
 from rota.timeline import Timeline
 from rota.usage import Usage
 from support.measured import timed
+from support.parsing import parse
 
 
 def chain(num_microbatches: int = 8) -> Plan:

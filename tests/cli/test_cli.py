@@ -190,7 +190,7 @@ def test_a_profile_given_for_costs_is_told_where_it_belongs(
 
 
 def test_schedules_compares_all_on_measured_costs(costs_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, _ = run(capsys, "schedules", "--costs", costs_file, "--microbatches", 8, "--json")
+    code, out, _ = run(capsys, "plan", "all", "--costs", costs_file, "--microbatches", 8, "--json")
     assert code == 0
     rows = {row["name"]: row for row in json.loads(out)}
     assert rows.keys() == NAMED.keys() - {"forward_only", "seq1f1b"}
@@ -200,7 +200,7 @@ def test_schedules_compares_all_on_measured_costs(costs_file: Path, capsys: pyte
 
 def test_schedules_compares_chains_alone(costs_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     costs_file.write_text(replace(MEASURED, edges=((0, 1), (0, 2), (2, 3))).to_json())
-    code, out, error = run(capsys, "schedules", "--costs", costs_file, "--microbatches", 8)
+    code, out, error = run(capsys, "plan", "all", "--costs", costs_file, "--microbatches", 8)
     assert (code, out, error.count("\n")) == (2, "", 1)
     assert "edges[1] of the costs is (0, 2)" in error
     assert "then gpipe or 1f1b" in error
@@ -243,9 +243,9 @@ def _corrupt(folder: Path, name: str, text: str) -> Path:
 @pytest.mark.parametrize(
     ("arguments", "code", "told"),
     [
-        (["plann"], 2, ["'plann'", "did you mean plan?"]),
+        (["plann"], 2, ["No such command 'plann'", "Did you mean", "'plan'"]),
         (["plan", "1f2b", "--ranks", "2", "--microbatches", "2"], 2, ["'1f2b'", "did you mean 1f1b?"]),
-        (["plan", "1f1b", "--ranks", "0", "--microbatches", "2"], 2, ["--ranks", "'0'", "1 or more"]),
+        (["plan", "1f1b", "--ranks", "0", "--microbatches", "2"], 2, ["--ranks", "0 is not in the range x>=1"]),
         (["plan", "1f1b", "--ranks", "2"], 2, ["--microbatches"]),
         (["plan", "1f1b", "--microbatches", "2"], 2, ["give --ranks"]),
         (["plan", "1f1b", "--ranks", "2", "--microbatches", "2", "--limit", "3 pounds"], 2, ["3 pounds", "40GB"]),
@@ -255,28 +255,56 @@ def _corrupt(folder: Path, name: str, text: str) -> Path:
             ["'8000000000' has no unit; write, for example, 8000000000GB, or 8000000000B for bytes"],
         ),
         (
-            ["schedules", "--ranks", "2", "--microbatches", "2", "--limit", "80%"],
+            ["plan", "all", "--ranks", "2", "--microbatches", "2", "--limit", "80%"],
             2,
-            ["--limit: '80%' is a share of a device's memory, but this command does not know the device"],
+            ["--limit': '80%' is a share of a device's memory, but this command does not know the device"],
         ),
         (["plan-batch", "s.json", "l.json", "--limit", "120%"], 2, ["'120%' must be more than 0% and at most 100%"]),
         (["plan", "one_f_1b", "--ranks", "2", "--microbatches", "2"], 2, ["'one_f_1b'", "did you mean 1f1b?"]),
-        (["plan", "search", "--objective", "makspan"], 2, ["--objective 'makspan'", "did you mean makespan?"]),
+        (["plan", "search", "--objective", "makspan"], 2, ["'--objective': 'makspan'", "did you mean makespan?"]),
         (
             ["plan", "1f1b", "--ranks", "2", "--mikrobatches", "2"],
             2,
-            ["no option --mikrobatches", "did you mean --micro"],
+            ["No such option '--mikrobatches'. Did you mean '--microbatches'?"],
         ),
-        (["plan", "--rnaks", "2", "1f1b", "--microbatches=2"], 2, ["no option --rnaks; did you mean --ranks?"]),
-        (["plan", "1f1b", "--ranks", "2", "--microbatches=2", "--quux"], 2, ["no option --quux; see rota plan --help"]),
-        (["autoplan", "m.py", "--ranks=2", "--batch=2", "--memroy=8GB"], 2, ["did you mean --memory?"]),
-        (["export", "torchtitan", "plan.json", "--mdoel", "m.py:f"], 2, ["no option --mdoel; did you mean --model?"]),
-        (["check", "plan.json", "again.json"], 2, ["'again.json' is an unexpected argument; see rota check --help"]),
-        (["run", "plan.json"], 2, ["required: script; for example: rota run", "plan.json train.py"]),
-        (["run", "plan.json", "--timline", "m.json"], 2, ["no option --timline; did you mean --timeline?"]),
-        (["run", "--pink", "absent.json", "train.py", "--timline"], 2, ["no option --pink; see rota run --help"]),
+        (
+            ["plan", "--rnaks", "2", "1f1b", "--microbatches=2"],
+            2,
+            ["'--rnaks'. (Did you", "'--ranks'"],
+        ),
+        (
+            ["plan", "1f1b", "--ranks", "2", "--microbatches=2", "--quux"],
+            2,
+            ["'--quux'; see rota plan --help"],
+        ),
+        (
+            ["autoplan", "m.py", "--ranks=2", "--batch=2", "--memroy=8GB"],
+            2,
+            ["Did you mean '--memory'?"],
+        ),
+        (
+            ["export", "torchtitan", "plan.json", "--mdoel", "m.py:f"],
+            2,
+            ["Did you mean '--model'?"],
+        ),
+        (
+            ["check", "plan.json", "again.json"],
+            2,
+            ["unexpected extra argument (again.json); see rota check -"],
+        ),
+        (["run", "plan.json"], 2, ["Missing argument 'SCRIPT'; for example: rota run", "plan.json train.py"]),
+        (
+            ["run", "plan.json", "--timline", "m.json"],
+            2,
+            ["--timline comes after the plan; put"],
+        ),
+        (
+            ["run", "--pink", "absent.json", "train.py", "--timline"],
+            2,
+            ["'--pink'; see rota run --help"],
+        ),
         (["run", "absent.json", "train.py", "--timline"], 2, ["absent.json", "No such file"]),
-        (["--verson"], 2, ["no option --verson; did you mean --version?"]),
+        (["--verson"], 2, ["No such option '--verson'. Did you mean '--version'?"]),
         (["check", "absent.json"], 2, ["absent.json", "No such file"]),
         (["run", "absent.json", "train.py"], 2, ["absent.json", "No such file"]),
         (
@@ -372,7 +400,7 @@ def test_help_teaches_by_example_and_says_every_default(
         assert code == 0
         assert f":\n  rota {name}" in out.partition("\nExample")[2]
     for param in ALL[name].params:
-        if isinstance(param, click.Option) and not param.is_flag and param.flag_value is None and not param.required:
+        if isinstance(param, click.Option) and not param.is_flag and not param.required:
             option = next(option for option in param.opts if option.startswith("--"))
             assert "default" in str(param.help) or {option, f"{name} {option}"} & OPTIONAL, option
     monkeypatch.setenv("COLUMNS", "60")
@@ -432,9 +460,9 @@ def test_reports_fit_the_terminal(
 
 
 def test_help_describes_every_schedule(capsys: pytest.CaptureFixture[str]) -> None:
-    told = " ".join(run(capsys, "plan", "--help")[1].split())
+    printed = "".join(run(capsys, "plan", "--help")[1].split())
     for family in FAMILIES:
-        assert f"{family.name} {family.summary}" in told
+        assert f"{family.name} {family.summary}".replace(" ", "") in printed
 
 
 def test_bare_command_shows_the_first_commands(capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,9 +16,18 @@ from rota.shapes import SHAPES
 NATURAL = click.IntRange(min=0)
 _LINKS = "all links as set by --link"
 
+
+class _PathName(click.Path):
+    """A path as it is typed: what is wrong with it is said where it is read or written."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:  # noqa: ARG002
+        """Return the text."""
+        return value
+
+
 #: An argument that is a path, and options that take a path, a number of 1 or more, or nothing.
-argument = partial(click.argument, type=click.Path())
-file = partial(click.option, type=click.Path(), metavar="FILE")
+argument = partial(click.argument, type=_PathName())
+file = partial(click.option, type=_PathName(), metavar="FILE")
 count = partial(click.option, type=click.IntRange(min=1), metavar="N")
 flag = partial(click.option, is_flag=True)
 

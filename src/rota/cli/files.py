@@ -184,7 +184,7 @@ def _refuse_twice(outputs: Sequence[str | None]) -> None:
     places: set[str] = set()
     for output in filter(None, outputs):
         if (place := os.path.realpath(output)) in places:
-            raise InputError(f"{outputs[0]} is given for two outputs; the second would overwrite the first")
+            raise InputError(f"{output} is given for two outputs; the second would overwrite the first")
         places.add(place)
 
 

@@ -17,7 +17,8 @@ from rota.cli.screen import ascii_form, keep_working_unread, lost_output, note
 from rota.errors import NothingFitsError, PipelineError, PlanError, RotaError, UsageError
 from rota.reading import printable
 
-_FIRST_COMMANDS = """Rota plans and runs pipeline-parallel training of PyTorch models. Begin with these commands:
+_FIRST_COMMANDS = """Rota plans and runs pipeline-parallel training of PyTorch
+models. Begin with these commands:
 
 \b
 take a quick tour on this machine:

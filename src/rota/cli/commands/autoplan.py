@@ -93,7 +93,6 @@ def _slowdowns(text: str) -> tuple[float, ...]:
 @click.option(
     "--slowdowns",
     type=Value("slowdowns", _slowdowns),
-    default=(),
     metavar="X,…",
     help="slowdown of each rank relative to the measured device, such as 1,1,1.5,1.5 (default: all 1)",
 )
@@ -258,7 +257,7 @@ def _machine(options: Options) -> Machine:
             link,
             options.node,
             None if options.node_link is None else Link(*options.node_link),
-            options.slowdowns,
+            options.slowdowns or (),
         )
     except PlacementError as error:
         raise InputError(f"the machine: {error}") from None
