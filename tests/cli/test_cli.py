@@ -285,7 +285,7 @@ def _corrupt(folder: Path, name: str, text: str) -> Path:
         (
             ["export", "torchtitan", "plan.json", "--mdoel", "m.py:f"],
             2,
-            ["Did you mean '--model'?"],
+            ["'--mdoel'. (Did you", "'--model'"],
         ),
         (
             ["check", "plan.json", "again.json"],
