@@ -348,6 +348,14 @@ def test_cuts_are_never_ignored(
     assert told in capsys.readouterr().err
 
 
+def test_a_model_without_cuts_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = tmp_path / "model.py"
+    model.write_text(MODEL.replace("range(4)", "range(1)"))
+    machine = ["--ranks", "2", "--batch", "2", "--rows", "1", "--device", "h100", "--time-limit", "600"]
+    assert main(["autoplan", str(model), *machine]) == 0
+    assert "rota autoplan: warning: the model has no place where it can be cut" in capsys.readouterr().err
+
+
 def test_a_model_too_large_for_this_machine_is_estimated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = tmp_path / "model.py"
     model.write_text(MODEL.replace("32", "60_000"))  # 115 GB

@@ -33,8 +33,10 @@ class Output(click.Option):
 class Command(click.Command):
     """A command that refuses outputs that it cannot write before any work, and shows an example in its help."""
 
-    def __init__(self, *args: Any, example: str, glossary: Mapping[str, str] | None = None, **settings: Any) -> None:
-        super().__init__(*args, short_help=_summary(settings["help"]), **settings)
+    def __init__(
+        self, name: str, *, help: str, example: str, glossary: Mapping[str, str] | None = None, **settings: Any
+    ) -> None:
+        super().__init__(name, help=help, short_help=_summary(help), **settings)
         self.example, self.glossary = example, glossary or {}
 
     def invoke(self, ctx: click.Context) -> int:
@@ -59,9 +61,9 @@ class Command(click.Command):
 class Group(click.Group):
     """Sub-commands in the order of their definition."""
 
-    def __init__(self, *args: Any, **settings: Any) -> None:
-        short_help = _summary(settings["help"])
-        super().__init__(*args, no_args_is_help=False, short_help=short_help, context_settings=CONTEXT, **settings)
+    def __init__(self, name: str, *, help: str, **settings: Any) -> None:
+        settings |= {"no_args_is_help": False, "short_help": _summary(help), "context_settings": CONTEXT}
+        super().__init__(name, help=help, **settings)
 
     def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002
         """Return the names."""

@@ -16,7 +16,7 @@ from rota.cli.command import Options, Value, command
 from rota.cli.exportable import refuse_cuts_of_model, refuse_cuts_of_profile
 from rota.cli.json_reports import print_json
 from rota.cli.requirements import InputError, require
-from rota.cli.screen import print_snapshots, print_timeline, progress_line, terminal_columns
+from rota.cli.screen import note, print_snapshots, print_timeline, progress_line, terminal_columns
 from rota.cli.snapshots import in_host_memory
 from rota.cli.values import COUNTS, LINK, MEMORY
 from rota.cluster import Cluster, Link
@@ -143,8 +143,8 @@ def autoplan(options: Options) -> None:
             profiles = _measured(options, model_file, deadline, show, remarks)
         else:
             profiles = _read(options)
-            if options.snapshots and (note := next(iter(profiles.values())).note).startswith(ESTIMATED):
-                raise InputError(f"--snapshots: {in_host_memory(note.removeprefix(ESTIMATED + ' for '))}")
+            if options.snapshots and (origin := next(iter(profiles.values())).note).startswith(ESTIMATED):
+                raise InputError(f"--snapshots: {in_host_memory(origin.removeprefix(ESTIMATED + ' for '))}")
             if options.exportable:
                 refuse_cuts_of_profile(profiles)
         links_because = ""

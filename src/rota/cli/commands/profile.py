@@ -175,9 +175,10 @@ def _links(options: Options) -> None:
             if getattr(options, option) is not None:
                 raise InputError(f"--{option}: the launcher has started the processes; leave it out")
         os.environ |= device_environment(options.device) if options.device else {}
-        links = links_of_launched(repeats, _report)
-        if links is None:  # the first process prints it
+        launched = links_of_launched(repeats, _report)
+        if launched is None:  # the first process prints it
             return
+        links = launched
     if options.json:
         print_json(links.cluster.to_fields())
     else:
