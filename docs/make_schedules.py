@@ -16,10 +16,10 @@ NUM_RANKS, NUM_MICROBATCHES = 8, 24
 HEAD = f"""<!-- Written by `make docs`; change docs/make_schedules.py instead. -->
 # The named schedules
 
-A schedule is a function `(placement, num_microbatches) -> Plan`. `rota schedules` compares them for your sizes and
+A schedule is a function `(placement, num_microbatches) -> Plan`. `rota plan all` compares them for your sizes and
 costs:
 
-    rota schedules --ranks {NUM_RANKS} --microbatches {NUM_MICROBATCHES} --forward-us 1000 --backward-us 1000 \\
+    rota plan all --ranks {NUM_RANKS} --microbatches {NUM_MICROBATCHES} --forward-us 1000 --backward-us 1000 \\
         --weight-us 1000 --activation 2kB
 
 ```text

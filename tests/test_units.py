@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rota.cli.arguments import parse_memory
+from rota.cli.values import parse_memory
 from rota.units import count_text, exact_size_text
 
 

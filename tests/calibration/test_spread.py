@@ -15,7 +15,6 @@ from rota.accounting import explain
 from rota.calibration import calibrate
 from rota.calibration.planning_again import commands, free_name
 from rota.calibration.spread import Spread, copies, have_same_layers, num_left_out
-from rota.cli.main import make_parser
 from rota.cluster import Cluster, Link
 from rota.costs import Costs
 from rota.placing import bidirectional, place
@@ -24,6 +23,7 @@ from rota.tasks import Kind, Op
 from rota.timeline import Timeline
 from rota.usage import Usage
 from support.measured import timed
+from support.parsing import parse
 
 
 def chain(num_microbatches: int = 8) -> Plan:
@@ -255,7 +255,7 @@ def test_the_commands_run_as_printed_and_overwrite_nothing(tmp_path: Path, monke
         "-o better3.json",
     )
     for command in commands(plan):
-        make_parser().parse_args(command.split()[1:])
+        parse(command.split()[1:])
     assert " --copies " in commands(both_ways())[-1]
 
 
@@ -278,7 +278,7 @@ def test_estimates_for_a_device_are_estimated_again_with_its_links(
     assert first == "rota profile MODEL.py --device h100 --rows 2,4,8 -o profile.json"
     assert others == [f"rota autoplan --profile profile.json{links} --ranks 4 --batch 32 -o better.json"]
     for command in commands(plan):
-        make_parser().parse_args(command.split()[1:])
+        parse(command.split()[1:])
 
 
 def test_another_device_than_this_machines_cpu_is_kept_or_nothing_is_measured() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -14,8 +13,8 @@ import pytest
 import rota
 from planning.test_autoplan import UNEVEN, layer_costs
 from rota.cli import main
-from rota.cli.arguments import parse_link
 from rota.cli.commands.autoplan import _confirmed, _machine_here, _wants_links_here, by_importance
+from rota.cli.values import parse_link
 from rota.errors import PipelineError
 from rota.planning import Machine, model_file
 from rota.planning.deadline import Deadline
@@ -165,7 +164,7 @@ def test_the_time_limit_counts_the_making_of_the_model(monkeypatch: pytest.Monke
     monkeypatch.setattr("rota.planning.deadline.time", SimpleNamespace(monotonic=lambda: now_s[0]))
     monkeypatch.setattr("rota.planning.confirmation.confirm", confirm)
     made = SimpleNamespace(make_batch=None, loss_fn=None, make_optimizer=None, make_model=make_model)
-    given: Any = None, made, argparse.Namespace(node=None), Deadline(60, None), lambda _: None
+    given: Any = None, made, SimpleNamespace(node=None), Deadline(60, None), lambda _: None
     assert _confirmed(*given) == 20
 
 
@@ -176,7 +175,7 @@ def test_the_time_limit_counts_the_making_of_the_model(monkeypatch: pytest.Monke
 def test_large_micro_batches_are_measured_first_if_ranks_get_two_of_them(
     ranks: int, pipeline: int | None, sizes: list[int]
 ) -> None:
-    given = argparse.Namespace(ranks=ranks, pipeline=pipeline, batch=32)
+    given = SimpleNamespace(ranks=ranks, pipeline=pipeline, batch=32)
     assert by_importance([1, 2, 4, 8], given) == sizes
 
 
@@ -210,7 +209,7 @@ def test_links_are_those_between_cpus_on_which_plans_are_tried(monkeypatch: pyte
         return MeasuredLinks(cluster, "a table", "others took 40%")
 
     monkeypatch.setattr("rota.profiling.machine_links.measured_on_this_machine", links)
-    given = argparse.Namespace(ranks=2, cache=None, refresh=False)
+    given = SimpleNamespace(ranks=2, cache=None, refresh=False)
     for time_limit_s in (600.0, 0.001):  # what is measured depends on nothing but what is kept
         remarks: list[str] = []
         machine, why_not = _machine_here(given, Machine(2), Deadline(time_limit_s, None), lambda _: None, remarks)
@@ -222,15 +221,15 @@ def test_links_are_those_between_cpus_on_which_plans_are_tried(monkeypatch: pyte
 
 def test_links_are_not_measured_where_ranks_share_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rota.runtime.environment.num_cores", lambda: 1)
-    given: Any = argparse.Namespace(ranks=2), Machine(2), Deadline(60, None), lambda _: None, []
+    given: Any = SimpleNamespace(ranks=2), Machine(2), Deadline(60, None), lambda _: None, []
     assert _machine_here(*given) == (Machine(2), "this takes a core per rank")
 
 
 def test_links_that_are_given_are_not_measured() -> None:
     nothing = {"ranks": 2, "link": None, "links": None, "node": None, "slowdowns": ()}
-    assert _wants_links_here(argparse.Namespace(**nothing))
-    assert not _wants_links_here(argparse.Namespace(**{**nothing, "link": (0, None)}))
-    assert not _wants_links_here(argparse.Namespace(**{**nothing, "links": "cluster.json"}))
+    assert _wants_links_here(SimpleNamespace(**nothing))
+    assert not _wants_links_here(SimpleNamespace(**{**nothing, "link": (0, None)}))
+    assert not _wants_links_here(SimpleNamespace(**{**nothing, "links": "cluster.json"}))
 
 
 BLOCKS = """
@@ -349,6 +348,14 @@ def test_cuts_are_never_ignored(
     assert told in capsys.readouterr().err
 
 
+def test_a_model_without_cuts_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = tmp_path / "model.py"
+    model.write_text(MODEL.replace("range(4)", "range(1)"))
+    machine = ["--ranks", "2", "--batch", "2", "--rows", "1", "--device", "h100", "--time-limit", "600"]
+    assert main(["autoplan", str(model), *machine]) == 0
+    assert "rota autoplan: warning: the model has no place where it can be cut" in capsys.readouterr().err
+
+
 def test_a_model_too_large_for_this_machine_is_estimated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = tmp_path / "model.py"
     model.write_text(MODEL.replace("32", "60_000"))  # 115 GB
@@ -412,10 +419,7 @@ def test_what_cannot_be_planned(
     arguments: list[str], told: str, profile: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     given = [profile if argument == "PROFILE" else argument for argument in arguments]
-    try:
-        code = main(["autoplan", "--ranks", "2", "--batch", "8", *given])
-    except SystemExit as stop:
-        code = int(str(stop.code))
+    code = main(["autoplan", "--ranks", "2", "--batch", "8", *given])
     assert code == (1 if told.startswith("found nothing that fits") else 2)
     assert told in capsys.readouterr().err
 

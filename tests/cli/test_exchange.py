@@ -277,8 +277,8 @@ EXPORT = "export torchtitan plan.json --model"
             "export deepspeed three.json --type a --layers B*x",
             "'B*x' is not a layer; write, for example, Block, or Block*8",
         ),
-        ("export nemo plan.json", "'nemo' is not one of torchtitan, megatron, deepspeed"),
-        ("import megatrom x", "did you mean megatron?"),
+        ("export nemo plan.json", "No such command 'nemo'; see rota export --help"),
+        ("import megatrom x", "Did you mean 'megatron'?"),
         ("import megatron none.txt --ranks 2 --microbatches 4", "cannot read none.txt: No such file or directory"),
         ("import megatron plan.json --ranks 2 --microbatches 4", "plan.json: layout, character 1: '{"),
         ("import megatron good.txt --ranks 3 --microbatches 4", "good.txt: the layout has 4 stages for 3 ranks"),
@@ -329,11 +329,3 @@ def test_what_exists_is_written_over_by_force_alone(here: Path, capsys: pytest.C
         assert kept.read_text() == "mine"
         assert run(capsys, *command.split(), "--force")[0] == 0
         assert kept.read_text() != "mine"
-
-
-@pytest.mark.parametrize("command", ["export", "import"])
-@pytest.mark.parametrize("form", ["torchtitan", "megatron", "deepspeed"])
-def test_help_teaches_by_example(command: str, form: str, capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, _ = run(capsys, command, form, "--help")
-    assert code == 0
-    assert f"example:\n  rota {command} {form} " in out

@@ -21,11 +21,7 @@ def in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 def rota(capsys: pytest.CaptureFixture[str], command: str) -> tuple[int, str]:
     """Exit code and standard error."""
-    try:
-        code = main(command.split())
-    except SystemExit as stop:
-        code = int(str(stop.code))
-    return code, capsys.readouterr().err
+    return main(command.split()), capsys.readouterr().err
 
 
 PLAN = "plan 1f1b --ranks 3 --microbatches 4 -o plan.json"
@@ -231,6 +227,7 @@ def test_two_things_do_not_go_into_one_file(capsys: pytest.CaptureFixture[str]) 
     assert not Path("a.json").exists()
 
 
+@pytest.mark.parametrize("nobody_reads", [True, False])
 @pytest.mark.parametrize(
     ("command", "code"),
     [
@@ -241,14 +238,18 @@ def test_two_things_do_not_go_into_one_file(capsys: pytest.CaptureFixture[str]) 
     ],
 )
 @pytest.mark.usefixtures("files")
-def test_a_command_does_its_work_when_nobody_reads_what_it_prints(command: str, code: int) -> None:
+def test_a_command_does_its_work_when_what_it_prints_is_lost(command: str, code: int, nobody_reads: bool) -> None:
+    """Because the reader has ended, or the device is full: then, the exit code is 1, and the last line says why."""
     Path("refused.csv").write_text("0B0,0F0\n")
-    reader, writer = os.pipe()
+    reader, writer = os.pipe() if nobody_reads else (os.open(os.devnull, 0), os.open("/dev/full", os.O_WRONLY))
     os.close(reader)
     environment = {**os.environ, "PYTHONUNBUFFERED": "1"}  # the first line finds that out
     ended = subprocess.run(
         [sys.executable, "-m", "rota", *command.split()], stdout=writer, stderr=subprocess.PIPE, env=environment
     )
     os.close(writer)
-    assert (ended.returncode, b"Broken" in ended.stderr) == (code, False), ended.stderr
+    lost = code == 0 and not nobody_reads
+    assert (ended.returncode, b"Broken" in ended.stderr) == (1 if lost else code, False), ended.stderr
+    assert b"Traceback" not in ended.stderr
+    assert (b"rota: error: cannot write standard output: No space left" in ended.stderr) is lost
     assert Path("written.json").exists() == (code == 0)

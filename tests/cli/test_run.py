@@ -16,10 +16,10 @@ import pytest
 
 from cli.test_cli import run as run_here
 from rota import Cluster, Costs, Plan, Timeline, place, simulate
-from rota.cli.main import make_parser
 from rota.schedules import NAMED
 from support import ROOT
 from support.commands import output_of
+from support.parsing import options_of
 from support.pool import Pool
 
 pytestmark = pytest.mark.dist
@@ -135,7 +135,7 @@ def test_every_option_after_the_script_is_reported(
 
     monkeypatch.setattr("rota.runtime.launching.launch.launch", started)
     write_plan(tmp_path)
-    options = [option for option in make_parser().sub_commands["run"].options if option != "--help"]
+    options = [option for option in options_of("run") if option != "--help"]
     assert {"--verify-microbatches", "--timeline"} < {*options}
     code, error = refused(tmp_path, monkeypatch, capfd, "plan.json", "train.py", *options)
     reported = [line.removeprefix("rota run: ").partition(" comes after the script")[0] for line in error.splitlines()]

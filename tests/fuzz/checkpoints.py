@@ -18,7 +18,6 @@ import shutil
 import struct
 import sys
 import zlib
-from argparse import Namespace
 from collections.abc import Callable
 from contextlib import ExitStack, redirect_stderr, redirect_stdout, suppress
 from dataclasses import dataclass
@@ -36,7 +35,8 @@ from torch import nn
 from fuzz import verdicts
 from fuzz.mutating import byte_mutants, json_mutants, text_mutants
 from rota import Checkpoints, Cluster, Costs, Pipeline, PipelineError, RotaError, Stages, place
-from rota.cli.commands.checkpoint import ACTIONS
+from rota.cli.command import Options
+from rota.cli.commands.checkpoint import checkpoint
 from rota.reading import Field
 from rota.runtime.checkpoints import rank_file
 from rota.runtime.checkpoints.contents import damages, find
@@ -456,7 +456,12 @@ def _act(action: str, folder: Path) -> int | None:
     output = str(folder / "model.safetensors") if action == "export" else None
     with redirect_stdout(io.StringIO()) as out, redirect_stderr(io.StringIO()) as err:
         ended = verdicts.tried(
-            lambda: ACTIONS[action](Namespace(folder=str(folder), output=output, config=None, json=False))
+            lambda: (
+                checkpoint.commands[action].callback(
+                    Options(folder=str(folder), output=output, config=None, json=False)
+                )
+                or 0
+            )
         )
     for line in (out.getvalue() + err.getvalue()).splitlines():
         assert line.isprintable(), f"not printable: {line!r}"

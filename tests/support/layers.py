@@ -116,7 +116,7 @@ TABLE = {
     "rota.demo": Row((*CORE, "rota", "rota.profiling", "rota.runtime", *TORCH)),
     "rota.demo.train": Row(("rota", "torch", "model")),  # a script beside the user's model.py
     "rota.cli": Row(
-        CORE,
+        (*CORE, "click"),
         lazy=(
             *(
                 "rota",

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from rota.cli.requirements import InputError
+from rota.cli.screen import note
 from rota.errors import SplitError
 from rota.layers import LayerCosts
 
@@ -43,8 +43,8 @@ def refuse_cuts_of_model(model_file: ModelFile, cuts: Sequence[str] | None) -> N
         return
     candidates = candidate_paths(model, cuts)
     for name in candidates:
-        if found := _INSIDE.match(name):
-            raise _inside(name, found[1])
+        if match := _INSIDE.match(name):
+            raise _inside(name, match[1])
     _warn_if_refused(lambda: require_cuts(model, candidates))
 
 
@@ -71,7 +71,7 @@ def _refuse(cuts: Sequence[str], contents: Sequence[str]) -> None:
 
 def _blocks(names: Sequence[str]) -> Iterator[str]:
     """The blocks of which a layer holds parts."""
-    yield from (found[1] for name in names if (found := _INSIDE.match(name)))
+    yield from (match[1] for name in names if (match := _INSIDE.match(name)))
 
 
 def _inside(cut: str, block: str) -> InputError:
@@ -94,8 +94,8 @@ def _warn_if_refused(by_torchtitan: Callable[[], object]) -> None:
 
 
 def _warn(why: str) -> None:
-    print(
-        f"rota autoplan: warning: the plan can be exported to Megatron and DeepSpeed only; torchtitan cannot run this "
-        f"model in stages: {why}",
-        file=sys.stderr,
+    note(
+        "autoplan",
+        "warning: the plan can be exported to Megatron and DeepSpeed only; torchtitan cannot run this model in "
+        f"stages: {why}",
     )

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import os
-import sys
-from argparse import Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Literal
+from types import SimpleNamespace
+from typing import Any, Literal
 
 from rota import reading, schedule_csv, writing
 from rota.cli.requirements import InputError
+from rota.cli.screen import note
 from rota.cluster import Cluster
 from rota.costs import Costs, assumed_costs
 from rota.errors import FormatError, NothingFitsError, PlanError, RotaError
@@ -24,13 +24,13 @@ from rota.tasks import Kind
 from rota.timeline import Timeline
 
 #: What a schedule CSV gets from `assumed_costs`.
-ASSUMED_TIMES = "Rota assumes 1 ms for F, 2 ms for B, and 1 ms each for I and W"
+_ASSUMED_TIMES = "Rota assumes 1 ms for F, 2 ms for B, and 1 ms each for I and W"
 _PICTURES = (".html", ".png", ".svg", ".pdf")
 
 #: The kind of an output decides which names are refused, and whether a folder is made.
 Written = Literal["file", "plan", "timeline", "folder", "files in a folder"]
-#: Or how it follows from the arguments.
-WrittenBy = Written | Callable[[Namespace], Written]
+#: Or how it follows from the options.
+WrittenBy = Written | Callable[[Any], Written]
 
 # --- reading: errors name the file ------------------------------------------------------------------------------------
 
@@ -88,23 +88,19 @@ def read_plan_or_timeline(path: str, costs: str | None = None) -> Plan | Timelin
 
 def note_one_step(command: str, path: str) -> None:
     """Say on standard error that a measured timeline has a single step, and of a run which one."""
-    print(
-        f"rota {command}: {path} has one step (the last one, if `rota run` wrote it); other steps may differ",
-        file=sys.stderr,
-    )
+    note(command, f"{path} has one step (the last one, if `rota run` wrote it); other steps may differ")
 
 
 def note_assumed_times(command: str, *paths: str) -> bool:
     """Say on standard error which files have no times, so that times are assumed. Returns whether there is one."""
     without = [path for path in paths if is_csv(path)]
     for path in without:
-        print(f"rota {command}: {path} has no times; {ASSUMED_TIMES}; {how_to_give_times(path)}", file=sys.stderr)
+        note(
+            command,
+            f"{path} has no times; {_ASSUMED_TIMES}; to use your own times, run `rota show {path} --costs costs.json "
+            f"--timeline timeline.json`",
+        )
     return bool(without)
-
-
-def how_to_give_times(path: str) -> str:
-    """The command that makes a timeline of a schedule CSV with the user's own times."""
-    return f"to use your own times, run `rota show {path} --costs costs.json --timeline timeline.json`"
 
 
 def is_csv(path: str) -> bool:
@@ -137,7 +133,7 @@ def named(path: str) -> Iterator[None]:
 
 
 def _placement_of_csv(text: str, costs: Costs | None) -> Placement:
-    """A chain of stages where the CSV puts them, without a memory limit, with these costs or `ASSUMED_TIMES`."""
+    """A chain of stages where the CSV puts them, without a memory limit, with these costs or `_ASSUMED_TIMES`."""
     orders = schedule_csv.read(text)
     if not orders:
         raise FormatError("the CSV is empty; it needs one line per rank, such as 0F0,0F1,0B0,0B1")
@@ -157,33 +153,38 @@ def _placement_of_csv(text: str, costs: Costs | None) -> Placement:
 # --- writing ----------------------------------------------------------------------------------------------------------
 
 
-def refuse_outputs(arguments: Namespace) -> None:
+def refuse_outputs(command: str, outputs: Mapping[str, WrittenBy], options: SimpleNamespace) -> None:
     """Raise InputError, before any work, if a command cannot write its outputs, or not in the format of their names.
 
-    A command must not overwrite a file that it reads, and may overwrite others only with --force. `arguments.written`
-    has the `WrittenBy` of each output argument.
+    A command must not overwrite a file that it reads, and may overwrite others only with --force.
+
+    Args:
+        command: The command's name.
+        outputs: What is written, by the option that names it.
+        options: The values of all options.
     """
-    given = dict(vars(arguments))
-    written = given.pop("written", {})
-    kinds = {name: what(arguments) if callable(what) else what for name, what in written.items()}
-    outputs = {path: what for name, what in kinds.items() if (path := given.pop(name))}
-    read = [path for value in given.values() for path in (value if isinstance(value, list) else [value])]
-    _refuse_twice([getattr(arguments, name) for name in written])
-    for output, what in outputs.items():
-        _refuse_suffix(arguments.command, output, what)
+    others = [value for name, value in vars(options).items() if name not in outputs]
+    read = [path for value in others for path in (value if isinstance(value, (tuple, list)) else [value])]
+    _refuse_twice([getattr(options, name) for name in outputs])
+    for name, writes in outputs.items():
+        output = getattr(options, name)
+        if output is None:
+            continue
+        what = writes(options) if callable(writes) else writes
+        _refuse_suffix(command, output, what)
         if any(isinstance(path, str) and _same_file(path, output) for path in read):
             raise InputError(f"{output} is read by the command, and would be overwritten; write to another file")
-        option = "--force (before the plan)" if arguments.command == "run" else "--force"
-        refuse_taken(Path(output), arguments.force, is_folder=what == "folder", option=option)
+        option = "--force (before the plan)" if command == "run" else "--force"
+        refuse_taken(Path(output), options.force, is_folder=what == "folder", option=option)
         (_refuse_file if what in ("file", "plan", "timeline") else _refuse_folder)(output)
 
 
-def _refuse_twice(outputs: list[str | None]) -> None:
+def _refuse_twice(outputs: Sequence[str | None]) -> None:
     """Raise InputError if two outputs are the same file."""
     places: set[str] = set()
     for output in filter(None, outputs):
         if (place := os.path.realpath(output)) in places:
-            raise InputError(f"{outputs[0]} is given for two outputs; the second would overwrite the first")
+            raise InputError(f"{output} is given for two outputs; the second would overwrite the first")
         places.add(place)
 
 
@@ -229,7 +230,7 @@ def _refuse_suffix(command: str, output: str, what: Written) -> None:
         picture = f"write the plan with -o plan.json, then draw it with `rota show plan.json -o {output}`"
         raise InputError(f"a plan is written as .json, or as .csv in PyTorch's format, not as {output}; {picture}")
     if what == "timeline" and suffix in (*_PICTURES, ".csv"):
-        option = "-o" if command == "import" else "--timeline"
+        option = "-o" if command == "trace" else "--timeline"
         draw = (
             f"then draw it with `rota show timeline.json -o {output}`"
             if suffix != ".csv"

@@ -46,29 +46,29 @@ def of_timeline(timeline: Timeline) -> dict[str, Any]:
     }
 
 
-def of_search(found: SearchResult) -> dict[str, Any]:
-    """What was minimized, the value and its lower bound, how the plan was found, and the named schedules."""
+def of_search(result: SearchResult) -> dict[str, Any]:
+    """What was minimized, the value and its lower bound, how the plan was result, and the named schedules."""
     return {
-        "objective": found.objective,
-        "value_us": float(found.value_us),
-        "bound_us": float(found.bound_us),
-        "gap": found.gap,
-        "why": found.why,
-        "how": found.how,
-        "period_us": None if found.period_us is None else float(found.period_us),
-        "named": [asdict(one) for one in found.named],
-        "elapsed_s": found.elapsed_s,
-        "stopped_by": found.stopped_by,
-        "among": found.among,
+        "objective": result.objective,
+        "value_us": float(result.value_us),
+        "bound_us": float(result.bound_us),
+        "gap": result.gap,
+        "why": result.why,
+        "how": result.how,
+        "period_us": None if result.period_us is None else float(result.period_us),
+        "named": [asdict(schedule) for schedule in result.named],
+        "elapsed_s": result.elapsed_s,
+        "stopped_by": result.stopped_by,
+        "among": result.among,
     }
 
 
-def of_batch(found: BatchPlan) -> dict[str, Any]:
+def of_batch(batch: BatchPlan) -> dict[str, Any]:
     """The micro-batches of a batch, its plan, and the bound among each set of plans."""
     return {
-        "groups": [list(group) for group in found.groups],
-        "bounds": [{"us": bound.us, "among": bound.among, "why": bound.why} for bound in found.bounds],
-        **of_timeline(found.timeline),
+        "groups": [list(group) for group in batch.groups],
+        "bounds": [{"us": bound.us, "among": bound.among, "why": bound.why} for bound in batch.bounds],
+        **of_timeline(batch.timeline),
     }
 
 
@@ -99,15 +99,15 @@ def of_sizes(model: SizeModel, cuts: Sequence[str]) -> dict[str, Any]:
     }
 
 
-def of_trace(found: ImportedTrace) -> dict[str, Any]:
+def of_trace(trace: ImportedTrace) -> dict[str, Any]:
     """Which step of the traces it is, and what is known about the run."""
     return {
-        "step": found.step,
-        "num_steps": found.num_steps,
-        "clock_shifts_us": list(found.clock_shifts_us),
-        "hosts": list(found.hosts),
-        "world_size": found.world_size,
-        "on_cpu": found.on_cpu,
+        "step": trace.step,
+        "num_steps": trace.num_steps,
+        "clock_shifts_us": list(trace.clock_shifts_us),
+        "hosts": list(trace.hosts),
+        "world_size": trace.world_size,
+        "on_cpu": trace.on_cpu,
     }
 
 
@@ -138,19 +138,19 @@ def of_comparison(compared: Comparison) -> dict[str, Any]:
     }
 
 
-def of_calibration(found: Calibration) -> dict[str, Any]:
+def of_calibration(calibration: Calibration) -> dict[str, Any]:
     """What was planned, measured and predicted, and the plans for the measured costs."""
     return {
-        "planned_us": found.planned_us,
-        "measured_us": list(found.measured_us),
-        "predicted_us": found.predicted_us,
-        "gain": found.gain,
-        "candidates": [{"name": one.name, "makespan_us": one.makespan_us} for one in found.candidates],
-        "keeps_plan": found.chosen is found.plan,
+        "planned_us": calibration.planned_us,
+        "measured_us": list(calibration.measured_us),
+        "predicted_us": calibration.predicted_us,
+        "gain": calibration.gain,
+        "candidates": [{"name": plan.name, "makespan_us": plan.makespan_us} for plan in calibration.candidates],
+        "keeps_plan": calibration.chosen is calibration.plan,
     }
 
 
-def of_frontier(found: Frontier) -> dict[str, Any]:
+def of_frontier(frontier: Frontier) -> dict[str, Any]:
     """The points of the curve and its lower bounds."""
     return {
         "points": [
@@ -160,11 +160,11 @@ def of_frontier(found: Frontier) -> dict[str, Any]:
                 "us_per_microbatch": float(point.us_per_microbatch),
                 "bound_us": float(point.bound_us),
             }
-            for point in found.points
+            for point in frontier.points
         ],
-        "bounds": [{"limit_bytes": limit, "us_per_microbatch": float(us)} for limit, us in found.bounds],
-        "untried_limit_bytes": [list(between) for between in found.untried],
-        "stopped_by": found.stopped_by,
+        "bounds": [{"limit_bytes": limit, "us_per_microbatch": float(us)} for limit, us in frontier.bounds],
+        "untried_limit_bytes": [list(between) for between in frontier.untried],
+        "stopped_by": frontier.stopped_by,
     }
 
 
@@ -172,8 +172,8 @@ def of_answer(answer: Answer) -> dict[str, Any]:
     """The recommended plan, the others, and what to know about the figures."""
     return {
         "rows_per_s": answer.rows_per_s,
-        "best": _found(answer.best),
-        "candidates": [_found(found) for found in answer.candidates],
+        "best": _candidate(answer.best),
+        "candidates": [_candidate(candidate) for candidate in answer.candidates],
         "one_process_us": None if answer.one_process is None else answer.one_process.step_us,
         "bound_us": answer.bound_us,
         "bound_holds": answer.bound_holds,
@@ -189,17 +189,17 @@ def of_answer(answer: Answer) -> dict[str, Any]:
     }
 
 
-def _found(found: Found) -> dict[str, Any]:
-    layout = found.candidate.layout
+def _candidate(candidate: Found) -> dict[str, Any]:
+    layout = candidate.candidate.layout
     return {
-        "schedule": found.schedule,
+        "schedule": candidate.schedule,
         "num_ranks": layout.num_ranks,
         "num_replicas": layout.num_replicas,
-        "step_us": found.step_us,
-        "is_measured": found.steps is not None,
-        "bound_us": found.bound_us,
+        "step_us": candidate.step_us,
+        "is_measured": candidate.steps is not None,
+        "bound_us": candidate.bound_us,
         "bound_holds": "for every order of the same ops, by their predicted times",
-        "predicted": of_timeline(found.timeline),
+        "predicted": of_timeline(candidate.timeline),
     }
 
 
@@ -209,7 +209,7 @@ def of_bounds(objectives: Sequence[tuple[str, int, Sequence[Any]]]) -> dict[str,
         objective: {
             "value_us": value_us,
             "bound_us": bounds[0].us,
-            "bounds": [{"us": one.us, "name": one.name, "why": one.why} for one in bounds],
+            "bounds": [{"us": bound.us, "name": bound.name, "why": bound.why} for bound in bounds],
         }
         for objective, value_us, bounds in objectives
     }

@@ -1,24 +1,26 @@
-"""`rota COMMAND …`: parses the arguments, runs the command and reports errors."""
+"""`rota COMMAND …`: runs the command and reports errors."""
 
 from __future__ import annotations
 
 import codecs
+import importlib
 import io
 import os
 import sys
 from collections.abc import Sequence
 
-from rota.cli import files
-from rota.cli.commands import COMMANDS
-from rota.cli.parser import Parser
+import click
+
+from rota.cli.command import CONTEXT, Command
 from rota.cli.requirements import exit_on_ctrl_c
-from rota.cli.screen import ascii_form, keep_working_unread
+from rota.cli.screen import ascii_form, keep_working_unread, lost_output, note
 from rota.errors import NothingFitsError, PipelineError, PlanError, RotaError, UsageError
 from rota.reading import printable
 
 _FIRST_COMMANDS = """Rota plans and runs pipeline-parallel training of PyTorch
 models. Begin with these commands:
 
+\b
 take a quick tour on this machine:
   rota demo
 make a plan for your model:
@@ -32,14 +34,47 @@ see why ranks were idle:
   rota explain measured.json
 """
 _MORE = "`rota --help` lists all commands.\n`rota COMMAND --help` explains one command."
+_COMPLETE = "_ROTA_COMPLETE"
+
+#: The commands in the order of `rota --help`, each in the module of its name, which is imported when it is needed.
+COMMANDS = (
+    *("demo", "doctor", "autoplan", "profile", "plan", "plan-batch"),
+    *("check", "show", "explain", "verify"),
+    *("run", "compare", "calibrate", "export", "import", "checkpoint"),
+)
 
 
-def make_parser() -> Parser:
-    """The parser of `rota` with all its commands."""
-    parser = Parser(prog="rota", description=_FIRST_COMMANDS)
-    parser.add_argument("--version", action="store_true", help="print the version")
-    parser.add_commands(COMMANDS, metavar="COMMAND", dest="command")
-    return parser
+class _Rota(click.Group):
+    """The group of all commands."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002
+        """Return the names."""
+        return [*COMMANDS]
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Return the command, whose module is imported now."""
+        if cmd_name in COMMANDS:
+            name = {"import": "import_plan"}.get(cmd_name, cmd_name.replace("-", "_"))
+            with exit_on_ctrl_c():
+                command: click.Command = getattr(importlib.import_module(f"rota.cli.commands.{name}"), name)
+            return command
+        if ctx.resilient_parsing or cmd_name.startswith("-"):
+            return None
+        raise click.exceptions.NoSuchCommand(cmd_name, possibilities=COMMANDS, ctx=ctx)
+
+
+@click.group(cls=_Rota, context_settings=CONTEXT, invoke_without_command=True, help=_FIRST_COMMANDS)
+@click.option("--version", is_flag=True, help="print the version")
+@click.pass_context
+def root(context: click.Context, version: bool) -> None:
+    """Print the version, or the first commands if there is none."""
+    if version:
+        import rota
+
+        print(f"rota {rota.__version__}")
+        context.exit()
+    if context.invoked_subcommand is None:
+        print(_FIRST_COMMANDS.replace("\b\n", ""), _MORE, sep="\n")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -49,40 +84,59 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: The words of the command line after `rota`; None: those of this process.
 
     Returns:
-        The exit code: 0, 1 for a refused plan, a plan that does not fit or a failed run, 2 for arguments, files or
-        devices that cannot be used, 130 for Ctrl-C; `rota run` also returns 128 + the number of the signal that ended
-        the run.
+        The exit code: 0, 1 for a refused plan, a plan that does not fit, a failed run or output that could not be
+        written, 2 for arguments, files or devices that cannot be used, 130 for Ctrl-C; `rota run` also returns 128 +
+        the number of the signal that ended the run.
     """
     if argv is None:  # the process is this command's own: what it measures lies in memory as in a run
         from rota.runtime.host_memory import HUGE_PAGES
 
         os.environ.update(HUGE_PAGES | os.environ)
+        if _COMPLETE in os.environ:
+            root.main(prog_name="rota", complete_var=_COMPLETE)
         keep_working_unread()
     codecs.register_error("ascii form", ascii_form)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="ascii form")
-    with exit_on_ctrl_c():
-        parser = make_parser()
-        given = parser.parse_args(argv)
-    if given.version:
-        import rota
+    code = _exit_code([*(sys.argv[1:] if argv is None else argv)])
+    if argv is None and (error := lost_output()) is not None:
+        note("", f"error: cannot write standard output: {error.strerror}; the command has done its other work")
+        return code or 1
+    return code
 
-        print(f"rota {rota.__version__}")
-        return 0
-    if given.command is None:
-        print(f"{_FIRST_COMMANDS}\n{_MORE}")
-        return 0
+
+def _exit_code(words: list[str]) -> int:
+    """Run one command, and report errors in a line."""
+    name: str | None = None
     try:
-        files.refuse_outputs(given)
-        return int(given.function(given))
+        with root.make_context("rota", words) as context:
+            try:
+                return int(root.invoke(context) or 0)
+            finally:
+                name = context.invoked_subcommand
+    except click.exceptions.Exit as end:
+        return end.exit_code
+    except click.UsageError as error:
+        path = error.ctx.command_path if error.ctx is not None else "rota"
+        note(path.removeprefix("rota").strip(), f"error: {_usage_text(error, path)}")
+        return 2
     except RotaError as error:
         what = "refused" if isinstance(error, PlanError) else "error"
-        print(f"rota {given.command}: {what}: {_shown(error)}", file=sys.stderr)
+        note(name, f"{what}: {_shown(error)}")
         return 1 if _is_failure(error) else 2
     except KeyboardInterrupt as error:
-        print(f"rota {given.command}: interrupted", *error.args, sep=": ", file=sys.stderr)
+        note(name, ": ".join(["interrupted", *map(str, error.args)]))
         return 130
+
+
+def _usage_text(error: click.UsageError, path: str) -> str:
+    """The error's message, with an example if something is missing, or else where to read more."""
+    message = error.format_message().rstrip(".")
+    command = error.ctx.command if error.ctx is not None else root
+    if isinstance(error, click.MissingParameter) and isinstance(command, Command):
+        return f"{message}; for example: {command.example.splitlines()[0]}"
+    return message if ";" in message else f"{message}; see {path} --help"
 
 
 def _is_failure(error: RotaError) -> bool:

@@ -30,10 +30,11 @@ os.register_at_fork(before=_PRINTING.acquire, after_in_parent=_PRINTING.release,
 
 @final
 class _UnreadOutput(io.RawIOBase):
-    """An output of this process that goes nowhere once its reader has ended, as `head` does."""
+    """An output of this process that goes nowhere once its reader has ended, as `head` does, or its device is full."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
+        self.failure: OSError | None = None  # other than that the reader has ended
 
     def fileno(self) -> int:
         return self._descriptor
@@ -47,7 +48,8 @@ class _UnreadOutput(io.RawIOBase):
     def write(self, data: Any, /) -> int:
         try:
             return os.write(self._descriptor, data)
-        except BrokenPipeError:
+        except OSError as error:
+            self.failure = None if isinstance(error, BrokenPipeError) else error
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, self._descriptor)
             os.close(nowhere)
@@ -72,6 +74,19 @@ def keep_working_unread() -> None:
                 write_through=stream.write_through,
             )
             setattr(sys, name, unread)
+
+
+def lost_output() -> OSError | None:
+    """Write what `print` has left to write. Returns why standard output could not be written, if so."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    raw = getattr(getattr(sys.stdout, "buffer", None), "raw", None)
+    return raw.failure if isinstance(raw, _UnreadOutput) else None
+
+
+def note(command: str | None, text: str) -> None:
+    """Print a line about a command on standard error: apart from its results, which programs may read."""
+    print(f"{f'rota {command or str()}'.rstrip()}: {text}", file=sys.stderr, flush=True)
 
 
 def print_timeline(timeline: Timeline, free: str = FREE) -> None:

@@ -32,13 +32,13 @@ def snapshots_text(timeline: Timeline) -> str:
     if not needed or all(limit is None for limit in limits):
         return ""
     most = size_text(max(needed))
-    told = f"Not included in the memory: snapshots for restarts, up to {most} per rank in the host's memory."
+    text = f"Not included in the memory: snapshots for restarts, up to {most} per rank in the host's memory."
     peaks = timeline.peak_memory_bytes
     left = {rank: limit - peaks[rank] for rank, limit in enumerate(limits) if limit is not None}
     rank = min(left, key=lambda rank: left[rank] - needed[rank])
     if left[rank] >= needed[rank]:
-        return f"{told} They fit within the limits as well."
+        return f"{text} They fit within the limits as well."
     return (
-        f"{told} On CPUs, the limit of rank {rank} leaves {size_text(left[rank])}, but the snapshots need "
+        f"{text} On CPUs, the limit of rank {rank} leaves {size_text(left[rank])}, but the snapshots need "
         f"{size_text(needed[rank])}: restarts go on from the last checkpoint, unless you plan with --snapshots."
     )

@@ -24,10 +24,10 @@ def wire_effects(placement: Placement, free: str = FREE) -> str:
     if not placement.routes:
         return ""
     counted, missing = [*_of_transfers(placement)], [*_not_counted(placement)]
-    told_free = [] if not free or counts_transfers(placement) else [free]
+    free_texts = [] if not free or counts_transfers(placement) else [free]
     counted_text = [f"Included in the times: {', '.join(counted)}."] if counted else []
     not_included = "Not included" if counted else "Not included in the times"
-    return " ".join([*told_free, *counted_text, *([f"{not_included}: {', '.join(missing)}."] if missing else [])])
+    return " ".join([*free_texts, *counted_text, *([f"{not_included}: {', '.join(missing)}."] if missing else [])])
 
 
 def counts_transfers(placement: Placement) -> bool:

@@ -161,7 +161,7 @@ _NOTES = {
 
 
 def to_text(rows: list[Row], limit_bytes: int | None = None, width: int | None = None) -> str:
-    """The table that `rota schedules` prints.
+    """The table that `rota plan all` prints.
 
     Args:
         rows: Of `compare_schedules`.

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rota import checking, simulation
-from rota.cli import files, json_reports
-from rota.cli.arguments import add_costs_of_csv, add_json
+from rota.cli import common, files, json_reports
+from rota.cli.command import Options, command
 from rota.cli.json_reports import print_json
-from rota.cli.parser import Command, Parser
 from rota.cli.requirements import require, require_search
 from rota.cli.screen import (
     print_replicas,
@@ -34,59 +32,51 @@ if TYPE_CHECKING:
 _PARAGRAPH_COLUMNS = 112  # where the output is no terminal
 
 
-def add_arguments(parser: Parser) -> None:
-    """Add the arguments of `rota check` to its parser."""
-    parser.add_argument("plan", help="plan.json, or a schedule CSV in PyTorch's format")
-    add_costs_of_csv(parser)
-    add_json(parser)
-    parser.add_argument(
-        "--device",
-        action="store_true",
-        help="also prove that the step cannot hang on GPUs: no cycle of waits among the kernels, events and messages "
-        "of all ranks",
-    )
-    parser.add_argument(
-        "--torch",
-        action="store_true",
-        help="also prove that PyTorch's own pipeline engine cannot hang on GPUs when it runs this plan, with the "
-        "communication that a schedule CSV lists or, if none is listed, the communication that PyTorch derives",
-    )
-    parser.add_argument(
-        "--bound", action="store_true", help="also prove how close the plan is to the optimum, by lower bounds"
-    )
-
-
-def run(arguments: Namespace) -> int:
-    """Check the plan, and print its size, makespan (µs) and bubble. Returns the exit code."""
-    planned = files.read_plan(arguments.plan, arguments.costs)
+@command("rota check plan.json --bound")
+@common.argument("plan", help="plan.json, or a schedule CSV in PyTorch's format")
+@common.costs_of_csv
+@common.json
+@common.flag(
+    "--device",
+    help="also prove that the step cannot hang on GPUs: no cycle of waits among the kernels, events and messages of "
+    "all ranks",
+)
+@common.flag(
+    "--torch",
+    help="also prove that PyTorch's own pipeline engine cannot hang on GPUs when it runs this plan, with the "
+    "communication that a schedule CSV lists or, if none is listed, the communication that PyTorch derives",
+)
+@common.flag("--bound", help="also prove how close the plan is to the optimum, by lower bounds")
+def check(options: Options) -> None:
+    """Prove that a plan is complete, cannot deadlock and fits in memory, and how close it is to the optimum."""
+    planned = files.read_plan(options.plan, options.costs)
     checking.check(planned)
     timeline = simulation.simulate(planned)
-    if arguments.json:
-        print_json(_fields(arguments, planned, timeline))
-        return 0
+    if options.json:
+        print_json(_fields(options, planned, timeline))
+        return
     limits = planned.placement.cluster.limit_bytes
     fits = "fits in memory" if any(limit is not None for limit in limits) else "no memory limit is set"
     print_text(
-        f"{arguments.plan}: complete, in order, cannot deadlock, {fits}\n"
+        f"{options.plan}: complete, in order, cannot deadlock, {fits}\n"
         f"  {count_text(planned.num_ops, 'op')} of {count_text(planned.num_stages, 'stage')} and "
         f"{count_text(planned.num_microbatches, 'micro-batch', 'es')} on {count_text(planned.num_ranks, 'rank')}\n"
-        f"  {_times(arguments, timeline)}"
+        f"  {_times(options, timeline)}"
     )
     print_wire_effects(planned, report_columns())
     print_snapshots(timeline)
     print_replicas(planned, "checked")
-    if arguments.device:
+    if options.device:
         _print_proof(*_device_text(_on_devices(planned)))
-    if arguments.torch:
-        _print_torch(_on_torch(arguments.plan, planned))
-    if arguments.bound:
+    if options.torch:
+        _print_torch(_on_torch(options.plan, planned))
+    if options.bound:
         _print_bounds(_bounded(timeline))
-    return 0
 
 
-def _times(arguments: Namespace, timeline: Timeline) -> str:
+def _times(options: Options, timeline: Timeline) -> str:
     """The makespan and bubble; of a schedule CSV, which has no times, the makespan in units of a forward."""
-    if not _assumes_times(arguments):
+    if not _assumes_times(options):
         return f"makespan {timeline.makespan_us:,} µs, bubble {timeline.bubble_fraction:.1%}"
     return (
         f"makespan {timeline.makespan_us / ASSUMED_COSTS['forward_us']:g} times a forward (F), if B takes twice as "
@@ -95,25 +85,25 @@ def _times(arguments: Namespace, timeline: Timeline) -> str:
     )
 
 
-def _assumes_times(arguments: Namespace) -> bool:
-    return files.is_csv(arguments.plan) and arguments.costs is None
+def _assumes_times(options: Options) -> bool:
+    return files.is_csv(options.plan) and options.costs is None
 
 
-def _fields(arguments: Namespace, planned: Plan, timeline: Timeline) -> dict[str, Any]:
+def _fields(options: Options, planned: Plan, timeline: Timeline) -> dict[str, Any]:
     """What `--json` prints of a plan that is accepted; one that is not ends with an error, as always."""
-    proved = _on_devices(planned) if arguments.device else None
-    assumed = _assumes_times(arguments) and files.note_assumed_times("check", arguments.plan)
+    proved = _on_devices(planned) if options.device else None
+    assumed = _assumes_times(options) and files.note_assumed_times("check", options.plan)
     fields: dict[str, Any] = {"accepted": True, "device_kernels": proved and proved.num_kernels}
     fields["times_assumed"] = assumed
-    if arguments.torch:
-        on_torch = _on_torch(arguments.plan, planned)
+    if options.torch:
+        on_torch = _on_torch(options.plan, planned)
         fields |= {
             "torch_kernels": on_torch.proved.num_kernels,
             "torch_derives_messages": on_torch.derives,
             "torch_differs_from_plan": on_torch.differences,
             "torch_defer_pp_recv": on_torch.deferred,
         }
-    if arguments.bound:
+    if options.bound:
         fields["bounds"] = json_reports.of_bounds(_bounded(timeline))
     return fields | json_reports.of_timeline(timeline)
 
@@ -123,24 +113,24 @@ def _bounded(timeline: Timeline) -> list[tuple[str, int, list[Bound]]]:
     require_search()
     from rota.search import bounds_of
 
-    plan, found = timeline.plan, []
+    plan, bounded = timeline.plan, []
     with progress_line() as show:
         for objective, value_us in (("makespan", timeline.makespan_us), ("span", timeline.span_us)):
             show(f"computing lower bounds on the {objective} …")
-            found.append((objective, value_us, bounds_of(plan.placement, plan.num_microbatches, objective)))
-    return found
+            bounded.append((objective, value_us, bounds_of(plan.placement, plan.num_microbatches, objective)))
+    return bounded
 
 
-def _print_bounds(found: list[tuple[str, int, list[Bound]]]) -> None:
+def _print_bounds(bounded: list[tuple[str, int, list[Bound]]]) -> None:
     from rota.search import gap
 
-    for objective, value_us, bounds in found:
+    for objective, value_us, bounds in bounded:
         best = bounds[0].us
         proof = "proven optimal" if value_us <= best else f"within {gap(value_us, best):.2%} of the optimum"
         print(fitted(f"{objective} {value_us:,} µs, lower bound {best:,} µs: {proof}", report_columns()))
-        highest = {one.name: one for one in reversed(bounds) if one.us}
-        for one in sorted(highest.values(), key=lambda one: -one.us):
-            print(fitted(f"  {one.us:>12,} µs  {one.name}: {one.why}", report_columns(), 19))
+        highest = {bound.name: bound for bound in reversed(bounds) if bound.us}
+        for bound in sorted(highest.values(), key=lambda bound: -bound.us):
+            print(fitted(f"  {bound.us:>12,} µs  {bound.name}: {bound.why}", report_columns(), 19))
 
 
 def _on_devices(planned: Plan) -> DeviceOrder:
@@ -183,16 +173,16 @@ def _on_torch(path: str, planned: Plan) -> _OnTorch:
         return _OnTorch(proved, True, differences, deferred)
 
 
-def _print_torch(found: _OnTorch) -> None:
-    messages = "the messages that it derives" if found.derives else "the CSV's messages"
-    _print_proof(*_torch_text(messages, found.proved))
-    if found.differences:
+def _print_torch(proof: _OnTorch) -> None:
+    messages = "the messages that it derives" if proof.derives else "the CSV's messages"
+    _print_proof(*_torch_text(messages, proof.proved))
+    if proof.differences:
         print_text(
             f"  PyTorch sends messages in a different order from the plan; makespan and --device refer to the plan's\n"
-            f"  ({found.differences}); rota.interop.keep_order runs the plan's order"
+            f"  ({proof.differences}); rota.interop.keep_order runs the plan's order"
         )
-    if found.deferred:
-        print_text(f"  defer_pp_recv=True could hang or swap messages; leave it off: {found.deferred}")
+    if proof.deferred:
+        print_text(f"  defer_pp_recv=True could hang or swap messages; leave it off: {proof.deferred}")
 
 
 def _print_proof(proved: str, why: str) -> None:
@@ -212,24 +202,15 @@ def _torch_text(messages: str, proved: DeviceOrder) -> tuple[str, str]:
 
 
 def _device_text(proved: DeviceOrder) -> tuple[str, str]:
-    met = f"{count_text(proved.num_channels, 'channel')} (one stream and communicator per directed pair of ranks)"
+    meetings = f"{count_text(proved.num_channels, 'channel')} (one stream and communicator per directed pair of ranks)"
     if proved.num_collectives:
-        met += f" and {count_text(proved.num_collectives, 'operation')} of several ranks"
+        meetings += f" and {count_text(proved.num_collectives, 'operation')} of several ranks"
     return (
-        f"on devices with streams: {proved.num_kernels:,} kernels on {count_text(proved.num_ranks, 'rank')} with {met} "
-        f"have no cycle of waits, and both sides of each communicator enqueue in the same order",
+        f"on devices with streams: {proved.num_kernels:,} kernels on {count_text(proved.num_ranks, 'rank')} with "
+        f"{meetings} have no cycle of waits, and both sides of each communicator enqueue in the same order",
         "This holds even if each send waits for its receive and each device runs kernels only in the order of their "
         "launch. It is enough, because a kernel waits only for its stream, for events, for the other side of its "
         "message, and for kernels launched before it. "
         "NCCL requires operations to be submitted in the same order across ranks: "
         "https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/usage/communicators.html",
     )
-
-
-COMMAND = Command(
-    "check",
-    "prove that a plan is complete, cannot deadlock and fits in memory, and how close it is to the optimum",
-    "rota check plan.json --bound",
-    add_arguments,
-    run,
-)

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import sys
-from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from rota.cli import files, json_reports
-from rota.cli.arguments import add_json, add_output
+import click
+
+from rota.cli import common, files, json_reports
+from rota.cli.command import Group, Options, command
 from rota.cli.json_reports import print_json
-from rota.cli.parser import Command, Parser, one_of, two_columns
-from rota.cli.requirements import InputError, require
-from rota.cli.screen import print_text, progress_line
+from rota.cli.requirements import require
+from rota.cli.screen import note, print_text, progress_line
 from rota.errors import PipelineError, RotaError
 from rota.reading import printable, read_text, short
 from rota.units import count_text, size_text
@@ -21,51 +20,30 @@ from rota.units import count_text, size_text
 if TYPE_CHECKING:
     from rota.runtime.checkpoints.files import Saved
 
-_DETAILS = " The command runs no code from a checkpoint, so it is safe to use on checkpoints that you do not trust."
-_ACTIONS = {
-    "ls": "list the checkpoints in FOLDER, oldest first",
-    "verify": "compare every file with its hash, and check that every tensor is complete",
-    "export": "write the model of a checkpoint, or of the newest one in FOLDER, as one safetensors file",
-}
+
+@click.group(cls=Group)
+def checkpoint() -> None:
+    """List, verify or export checkpoints.
+
+    The command runs no code from a checkpoint, so it is safe to use on checkpoints that you do not trust.
+    """
 
 
-def add_arguments(parser: Parser) -> None:
-    """Add the arguments of `rota checkpoint` to its parser."""
-    actions = parser.add_argument_group("actions", two_columns(_ACTIONS))
-    actions.add_argument("action", type=one_of(ACTIONS), choices=ACTIONS, metavar="ACTION", help="ls, verify or export")
-    help_text = "folder that rota.Checkpoints writes to, or one checkpoint in it: FOLDER/step-N"
-    actions.add_argument("folder", metavar="FOLDER", help=help_text)
-    add_output(
-        parser,
-        "FILE",
-        "for export: model.safetensors or, with --config, a folder for it and config.json",
-        writes=lambda arguments: "file" if arguments.config is None else "folder",
-    )
-    add_json(parser)
-    help_text = (
-        "for export: the model's config.json; it is copied next to model.safetensors, so that from_pretrained loads "
-        "both"
-    )
-    parser.add_argument("--config", metavar="CONFIG.json", help=help_text)
+_folder = common.argument(
+    "folder", metavar="FOLDER", help="folder that rota.Checkpoints writes to, or one checkpoint in it: FOLDER/step-N"
+)
 
 
-def run(arguments: Namespace) -> int:
-    """List, verify or export the checkpoints in the folder. Returns the exit code."""
-    if (arguments.output is None) is (arguments.action == "export"):
-        remedy = "needs -o FILE" if arguments.output is None else f"writes no file: leave out -o {arguments.output}"
-        raise InputError(f"{arguments.action} {remedy}")
-    if arguments.config is not None and arguments.action != "export":
-        raise InputError(f"{arguments.action} writes no model: leave out --config {arguments.config}")
-    require("torch", "torch")
-    return ACTIONS[arguments.action](arguments)
-
-
-def _ls(arguments: Namespace) -> int:
-    found = _found(arguments)
-    if arguments.json:
-        print_json(found.to_fields())
-        return 0
-    for saved in found.readable:
+@command("rota checkpoint ls run", group=checkpoint)
+@_folder
+@common.json
+def ls(options: Options) -> None:
+    """List the checkpoints in FOLDER, oldest first."""
+    checkpoints = _read(options)
+    if options.json:
+        print_json(checkpoints.to_fields())
+        return
+    for saved in checkpoints.readable:
         manifest = saved.manifest
         extra = ", ".join(f"{printable(name)}={short(value)}" for name, value in manifest.extra.items())
         line = (
@@ -74,30 +52,74 @@ def _ls(arguments: Namespace) -> int:
             f"{len(manifest.weights):,} weights and buffers  {saved.num_bytes:,} bytes  {extra}"
         )
         print_text(line.rstrip())
-    return 0
 
 
-def _verify(arguments: Namespace) -> int:
+@command("rota checkpoint verify run", group=checkpoint)
+@_folder
+@common.json
+def verify(options: Options) -> None:
+    """Compare every file with its hash, and check that every tensor is complete."""
+    checkpoints = _read(options)
     from rota.runtime.checkpoints.contents import damages
 
-    found = _found(arguments)
-    wrong: dict[str, list[str]] = {}
-    for saved in found.readable:
+    damages_of: dict[str, list[str]] = {}
+    for saved in checkpoints.readable:
         with progress_line() as show:
             show(f"reading {printable(saved.path.name)} ({size_text(saved.num_bytes)}) …")
-            wrong[saved.path.name] = damages(saved)
-        if not arguments.json:
+            damages_of[saved.path.name] = damages(saved)
+        if not options.json:
             files_text = count_text(len(saved.manifest.files), "file")
             whole_text = f"complete: {files_text}, {count_text(saved.num_bytes, 'byte')}"
-            print_text(f"{_name(saved.path)}  {printable('; '.join(wrong[saved.path.name]) or whole_text)}")
-    if arguments.json:
-        print_json(found.to_fields() | {"damages": wrong})
-    if damaged := [*(path.name for path, _ in found.unreadable), *(name for name, what in wrong.items() if what)]:
+            print_text(f"{_name(saved.path)}  {printable('; '.join(damages_of[saved.path.name]) or whole_text)}")
+    if options.json:
+        print_json(checkpoints.to_fields() | {"damages": damages_of})
+    damaged = [path.name for path, _ in checkpoints.unreadable] + [name for name, texts in damages_of.items() if texts]
+    if damaged:
         raise PipelineError(f"damaged: {', '.join(damaged)}; remove them to resume from earlier ones")
-    return 0
 
 
-class _Found(NamedTuple):
+@command("rota checkpoint export run/step-100 -o model.safetensors", group=checkpoint)
+@_folder
+@common.output(
+    "FILE",
+    "model.safetensors or, with --config, a folder for it and config.json",
+    writes=lambda options: "file" if options.config is None else "folder",
+    required=True,
+)
+@common.json
+@common.file(
+    "--config",
+    metavar="CONFIG.json",
+    help="the model's config.json; it is copied next to model.safetensors, so that from_pretrained loads both",
+)
+def export(options: Options) -> None:
+    """Write the model of a checkpoint, or of the newest one in FOLDER, as one safetensors file."""
+    require("torch", "torch")
+    require("safetensors", "checkpoint")
+    from rota.runtime.checkpoints import contents
+
+    readable, damaged = contents.find(Path(options.folder))
+    if not readable:
+        raise damaged[0][1]
+    for _, error in damaged:
+        note("checkpoint", f"left out: {printable(str(error))}")
+    newest, path = readable[-1], Path(options.output)
+    if options.config is not None:
+        config = read_text(options.config)
+        files.make_folder(options.output)
+        path /= "model.safetensors"
+    with progress_line() as show:
+        show(f"writing {printable(str(path))} ({size_text(newest.num_bytes)} to read) …")
+        num_tensors = contents.export(newest, path)
+    if options.config is not None:
+        files.write(str(path.with_name("config.json")), config, quietly=options.json)
+    if options.json:
+        print_json({"path": str(path), "num_tensors": num_tensors, **json_reports.of_checkpoint(newest)})
+    else:
+        print_text(printable(f"Wrote {num_tensors:,} weights and buffers from {newest.path} to {path}."))
+
+
+class _Checkpoints(NamedTuple):
     """The checkpoints in a folder; `unreadable` ones with the error."""
 
     readable: Sequence[Saved]
@@ -112,58 +134,21 @@ class _Found(NamedTuple):
         }
 
 
-def _found(arguments: Namespace) -> _Found:
+def _read(options: Options) -> _Checkpoints:
     """All checkpoints in the folder; prints a line for each that cannot be read, unless --json is given."""
+    require("torch", "torch")
     from rota.runtime.checkpoints.checkpoint_folder import unfinished_ones
     from rota.runtime.checkpoints.contents import find
 
-    folder = Path(arguments.folder)
-    found = _Found(*find(folder), [*unfinished_ones(folder)])
-    if not arguments.json:
-        for path in found.unfinished:
+    folder = Path(options.folder)
+    checkpoints = _Checkpoints(*find(folder), [*unfinished_ones(folder)])
+    if not options.json:
+        for path in checkpoints.unfinished:
             print_text(f"{_name(path)}  incomplete, ignored by load")
-        for path, error in found.unreadable:
+        for path, error in checkpoints.unreadable:
             print_text(f"{_name(path)}  unreadable: {printable(str(error))}")
-    return found
+    return checkpoints
 
 
 def _name(path: Path) -> str:
     return f"{printable(path.name):<12}"
-
-
-def _export(arguments: Namespace) -> int:
-    require("safetensors", "checkpoint")
-    from rota.runtime.checkpoints.contents import export, find
-
-    found, damaged = find(Path(arguments.folder))
-    if not found:
-        raise damaged[0][1]
-    for _, error in damaged:
-        print(f"rota checkpoint: left out: {printable(str(error))}", file=sys.stderr)
-    path = Path(arguments.output)
-    if arguments.config is not None:
-        config = read_text(arguments.config)
-        files.make_folder(arguments.output)
-        path /= "model.safetensors"
-    with progress_line() as show:
-        show(f"writing {printable(str(path))} ({size_text(found[-1].num_bytes)} to read) …")
-        num_tensors = export(found[-1], path)
-    if arguments.config is not None:
-        files.write(str(path.with_name("config.json")), config, quietly=arguments.json)
-    if arguments.json:
-        print_json({"path": str(path), "num_tensors": num_tensors, **json_reports.of_checkpoint(found[-1])})
-    else:
-        print_text(printable(f"Wrote {num_tensors:,} weights and buffers from {found[-1].path} to {path}."))
-    return 0
-
-
-ACTIONS = {"ls": _ls, "verify": _verify, "export": _export}
-
-COMMAND = Command(
-    "checkpoint",
-    "list, verify or export checkpoints",
-    "rota checkpoint export run/step-100 -o model.safetensors",
-    add_arguments,
-    run,
-    _DETAILS,
-)

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
 from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import click
+
 from rota import checking, cutting
-from rota.cli import files
-from rota.cli.arguments import add_json, add_output, argument_type, comma_separated
+from rota.cli import common, files
+from rota.cli.command import Decorator, Group, Options, Value, command
 from rota.cli.json_reports import print_json
-from rota.cli.parser import Command, Parser
 from rota.cli.requirements import InputError, require
 from rota.cli.screen import print_text, progress_line
 from rota.cli.titan_parts import LEAVES_NONE, checked_parts, titan_parts
+from rota.cli.values import WORDS, comma_separated, parse_words
 from rota.errors import SplitError
 from rota.plan import Plan
 from rota.tasks import Kind
@@ -32,91 +33,27 @@ _WHOLE = (
 )
 
 
-def add_arguments(parser: Parser) -> None:
-    """Add one subcommand per format to the parser of `rota export`."""
-    parser.add_commands(_FORMATS, metavar="FORMAT", dest="format", required=True)
+@click.group(cls=Group)
+def export() -> None:
+    """Write a plan for torchtitan, Megatron or DeepSpeed."""
 
 
-def _add_torchtitan(parser: Parser) -> None:
-    parser.add_argument("plan", help="plan.json, or a schedule CSV")
-    help_text = "function that returns the model"
-    parser.add_argument("--model", required=True, metavar="FILE.py:FUNCTION", help=help_text)
-    help_text = (
-        "CutPoints to cut at, by number or name; in models without any, the modules that start stages (default: the "
-        "plan's cuts; if it has none, evenly spaced CutPoints)"
-    )
-    parser.add_argument("--cuts", type=argument_type(_split), metavar="NAME,…", help=help_text)
-    help_text = (
-        "export even if stages of this model fail without the modules of other stages; useful, for example, if "
-        "torchtitan trains its own model with the same module names"
-    )
-    parser.add_argument("--unchecked", action="store_true", help=help_text)
-    add_json(parser)
-    add_output(parser, "FOLDER", "folder for the files; created if missing", required=True, writes="files in a folder")
+_plan = common.argument("plan", help="plan.json, or a schedule CSV")
 
 
-def _add_megatron(parser: Parser) -> None:
-    parser.add_argument("plan", help="plan.json, or a schedule CSV")
-    help_text = (
-        "boundaries of the stages: 0, the first layer of each later stage, and the number of layers; "
-        "a layer is one letter of Megatron's layout (E, t, m, L) or, with --layers, one class name "
-        "(default with --layers: those of a plan from `rota autoplan`)"
-    )
-    parser.add_argument("--boundaries", type=_integers, metavar="0,N,…", help=help_text)
-    help_text = (
-        "class names of the layers, in order; those before the transformer layers are the embedding (E), those after "
-        "them the loss (L)"
-    )
-    parser.add_argument("--layers", type=_layers, metavar="NAME*N,…", help=help_text)
-    help_text = "with --layers: regular expression that matches part of the class names of transformer layers"
-    parser.add_argument("--type", metavar="REGEX", help=help_text)
-    help_text = "number of multi-token-prediction layers (default: 0)"
-    parser.add_argument("--mtp", type=int, default=0, metavar="N", help=help_text)
-    add_json(parser)
-    add_output(parser, "FILE", "write the layout")
-
-
-def _add_deepspeed(parser: Parser) -> None:
-    parser.add_argument("plan", help="plan.json, or a schedule CSV")
-    help_text = (
-        "boundaries of the stages: 0, the first layer of each later stage, and the number of layers (default: those "
-        "of a plan from `rota autoplan`)"
-    )
-    parser.add_argument("--boundaries", type=_integers, metavar="0,N,…", help=help_text)
-    help_text = (
-        "instead of --boundaries: give each stage the same number of layers whose class name contains a "
-        "match for this regular expression"
-    )
-    parser.add_argument("--type", metavar="REGEX", help=help_text)
-    help_text = "with --type: class names of the layers, in order"
-    parser.add_argument("--layers", type=_layers, metavar="NAME*N,…", help=help_text)
-    add_json(parser)
-    add_output(parser, "FILE", "write the boundaries as JSON")
-
-
-def _split(text: str) -> list[str]:
-    """The words between commas."""
-    words = [word.strip() for word in text.split(",")]
-    if not all(words):
-        raise ValueError(f"{text!r} has an empty entry; write, for example, a,b")
-    return words
-
-
-@argument_type
 def _integers(text: str) -> list[int]:
     """Numbers of layers, such as 0,4,8."""
-    words = _split(text)
+    words = parse_words(text)
     for word in words:
         if not (word.isascii() and word.isdecimal() and len(word) < 10):
             raise ValueError(f"{word!r} in {text!r} is not a number of layers; write, for example, 0,4,8")
     return [*map(int, words)]
 
 
-@argument_type
 def _layers(text: str) -> list[str]:
     """Names of layers; Block*8 is eight of them."""
     layers: list[str] = []
-    for word in _split(text):
+    for word in parse_words(text):
         name, star, times = word.partition("*")
         if not name or (star and not (times.isascii() and times.isdecimal() and len(times) < 6)):
             raise ValueError(f"{word!r} is not a layer; write, for example, Block, or Block*8 for eight of them")
@@ -124,37 +61,73 @@ def _layers(text: str) -> list[str]:
     return layers
 
 
-def _checked_plan(arguments: Namespace) -> Plan:
+def _boundaries(default: str) -> Decorator[Any]:
+    """--boundaries; `default` says what holds without it."""
+    help_text = f"boundaries of the stages: 0, the first layer of each later stage, and the number of layers{default}"
+    return click.option("--boundaries", type=Value("boundaries", _integers), metavar="0,N,…", help=help_text)
+
+
+def _layer_names(help_text: str) -> Decorator[Any]:
+    """--layers."""
+    return click.option("--layers", type=Value("layers", _layers), metavar="NAME*N,…", help=help_text)
+
+
+def _checked_plan(options: Options) -> Plan:
     """The plan to export. Raises PlanError if it must not run, PlacementError if its micro-batches differ."""
-    planned = files.read_plan(arguments.plan)
+    planned = files.read_plan(options.plan)
     checking.check(planned)
     planned.placement.require_alike("rota export")
     return planned
 
 
-def _to_torchtitan(arguments: Namespace) -> int:
-    planned = _checked_plan(arguments)
+@command(
+    "rota export torchtitan plan.json --model model.py:make_model --cuts layers.2,layers.4,layers.6 -o titan",
+    group=export,
+)
+@_plan
+@click.option("--model", required=True, metavar="FILE.py:FUNCTION", help="function that returns the model")
+@click.option(
+    "--cuts",
+    type=WORDS,
+    metavar="NAME,…",
+    help="CutPoints to cut at, by number or name; in models without any, the modules that start stages (default: the "
+    "plan's cuts; if it has none, evenly spaced CutPoints)",
+)
+@common.flag(
+    "--unchecked",
+    help="export even if stages of this model fail without the modules of other stages; useful, for example, if "
+    "torchtitan trains its own model with the same module names",
+)
+@common.json
+@common.output("FOLDER", "folder for the files; created if missing", required=True, writes="files in a folder")
+def torchtitan(options: Options) -> None:
+    """Write schedule.csv and the modules of each stage, as torchtitan's config names them.
+
+    In each stage, torchtitan replaces the modules of other stages with None, so the model's forward must skip them, as
+    the forward of torchtitan's own models does.
+    """
+    planned = _checked_plan(options)
     from rota.interop import torchtitan
 
     for name in torchtitan.FILES:  # the folder itself may exist
-        files.refuse_taken(Path(arguments.output, name), arguments.force)
+        files.refuse_taken(Path(options.output, name), options.force)
     require("torch", "torch")
     from rota.planning.model_file import load_exported_model
 
-    exported = load_exported_model(arguments.model)
-    parts = titan_parts(exported, arguments.cuts or planned.cuts, planned.num_stages)
+    exported = load_exported_model(options.model)
+    parts = titan_parts(exported, options.cuts or planned.cuts, planned.num_stages)
     try:
         with progress_line() as show:
             show(f"running the {count_text(len(parts), 'stage')} of {exported.path}, each without the others …")
-            checked = LEAVES_NONE if arguments.unchecked else checked_parts(exported, parts)
+            checked = LEAVES_NONE if options.unchecked else checked_parts(exported, parts)
     except SplitError as error:
         raise InputError(f"--model {exported.path}: {error}") from None
-    texts = torchtitan.render(parts, planned, arguments.output)
-    files.make_folder(arguments.output)
+    texts = torchtitan.render(parts, planned, options.output)
+    files.make_folder(options.output)
     for path, text in texts.items():
-        files.write(str(path), text, quietly=arguments.json)
+        files.write(str(path), text, quietly=options.json)
     splits = any(task.kind is Kind.W for task in planned.placement.tasks)
-    if arguments.json:
+    if options.json:
         print_json(
             {
                 "files": [*map(str, texts)],
@@ -166,7 +139,7 @@ def _to_torchtitan(arguments: Namespace) -> int:
                 "checked": checked,
             }
         )
-        return 0
+        return
     for stage, names in enumerate(parts):
         print_text(f"stage {stage}: {' '.join(names)}")
     print_text(f"Give torchtitan {torchtitan.batch_text(planned)}.")
@@ -174,8 +147,7 @@ def _to_torchtitan(arguments: Namespace) -> int:
         print_text(f"{torchtitan.degrees_text(planned)}.")
     print_text(checked)
     print_text(_SPLIT if splits else _WHOLE)
-    _print_launch(planned, arguments.output)
-    return 0
+    _print_launch(planned, options.output)
 
 
 def _print_launch(planned: Plan, folder: str) -> None:
@@ -199,126 +171,127 @@ def _print_launch(planned: Plan, folder: str) -> None:
     print_text('The page "For GPUs: torchtitan end to end" of Rota\'s documentation has planned.py for both.')
 
 
-def _to_megatron(arguments: Namespace) -> int:
-    planned = _checked_plan(arguments)
+@command("rota export megatron plan.json --boundaries 0,4,6,8,10 -o layout.txt", group=export)
+@_plan
+@_boundaries(
+    "; a layer is one letter of Megatron's layout (E, t, m, L) or, with --layers, one class name (default with "
+    "--layers: those of a plan from `rota autoplan`)"
+)
+@_layer_names(
+    "class names of the layers, in order; those before the transformer layers are the embedding (E), those after them "
+    "the loss (L)"
+)
+@click.option(
+    "--type",
+    metavar="REGEX",
+    help="with --layers: regular expression that matches part of the class names of transformer layers",
+)
+@click.option(
+    "--mtp", type=common.NATURAL, default=0, metavar="N", help="number of multi-token-prediction layers (default: 0)"
+)
+@common.json
+@common.output("FILE", "write the layout")
+def megatron(options: Options) -> None:
+    """Write the --pipeline-model-parallel-layout option: the layers of each stage."""
+    planned = _checked_plan(options)
     from rota.interop import megatron
 
     remedy = "give --boundaries, in which E, each t, and L count as one layer each"
-    if (arguments.type is None) is not (arguments.layers is None):
+    if (options.type is None) is not (options.layers is None):
         raise InputError("--type and --layers go together; give both, or only --boundaries")
-    if arguments.layers is not None and arguments.mtp:
+    if options.layers is not None and options.mtp:
         raise InputError("--layers cannot mark layers of multi-token prediction; give --mtp with only --boundaries")
-    if arguments.layers is not None:
-        boundaries = arguments.boundaries or _planned_boundaries(arguments, planned, "give --boundaries too")
-        layout = megatron.layout_of_layers(planned, boundaries, arguments.layers, arguments.type)
-    elif arguments.boundaries is not None:
-        layout = megatron.layout_for(planned, arguments.boundaries, arguments.mtp)
+    if options.layers is not None:
+        boundaries = options.boundaries or _planned_boundaries(options, planned, "give --boundaries too")
+        layout = megatron.layout_of_layers(planned, boundaries, options.layers, options.type)
+    elif options.boundaries is not None:
+        layout = megatron.layout_for(planned, options.boundaries, options.mtp)
     else:
-        cut = comma_separated(_planned_boundaries(arguments, planned, remedy))
+        cut = comma_separated(_planned_boundaries(options, planned, remedy))
         raise InputError(
-            f"which of the layers that {arguments.plan} cuts at {cut} are transformer layers? Give --layers and --type"
+            f"which of the layers that {options.plan} cuts at {cut} are transformer layers? Give --layers and --type"
             f", such as --layers 'Embed,Block*8,Norm,Head' --type block, or {remedy}"
         )
     text = megatron.write_layout(layout)
-    mtp = f" --mtp-num-layers {arguments.mtp}" if arguments.mtp else ""
-    options = (
+    mtp = f" --mtp-num-layers {options.mtp}" if options.mtp else ""
+    flags = (
         f"--num-layers {layout.num_layers}{mtp} --pipeline-model-parallel-size {layout.num_ranks} "
         f'--pipeline-model-parallel-layout "{text}"'
     )
     own_order = not megatron.runs_in_this_order(planned)
-    if arguments.json:
-        fields = {"options": options, "layout": text, "num_ranks": layout.num_ranks, "runs_in_own_order": own_order}
-        return _report(arguments, fields, text + "\n")
-    print(options)
+    if options.json:
+        fields = {"options": flags, "layout": text, "num_ranks": layout.num_ranks, "runs_in_own_order": own_order}
+        _report(options, fields, text + "\n")
+        return
+    print(flags)
     if own_order:
         print_text("Megatron runs these stages in its own order, (interleaved) 1F1B, not in the plan's.")
-    return _write(arguments, text + "\n")
+    _write(options, text + "\n")
 
 
-def _to_deepspeed(arguments: Namespace) -> int:
-    planned = _checked_plan(arguments)
+@command("rota export deepspeed plan.json --layers 'Embed,Block*8,Norm,Head' --type block -o parts.json", group=export)
+@_plan
+@_boundaries(" (default: those of a plan from `rota autoplan`)")
+@click.option(
+    "--type",
+    metavar="REGEX",
+    help="instead of --boundaries: give each stage the same number of layers whose class name contains a match for "
+    "this regular expression",
+)
+@_layer_names("with --type: class names of the layers, in order")
+@common.json
+@common.output("FILE", "write the boundaries as JSON")
+def deepspeed(options: Options) -> None:
+    """Write where each stage begins in the PipelineModule's list of layers."""
+    planned = _checked_plan(options)
     from rota.interop import deepspeed
 
     remedy = "give --boundaries, or --type and --layers"
-    if (arguments.type is None) is not (arguments.layers is None):
+    if (options.type is None) is not (options.layers is None):
         raise InputError(f"--type and --layers go together; {remedy}")
-    if arguments.boundaries is not None:
-        boundaries = arguments.boundaries
-    elif arguments.type is not None:
-        boundaries = cutting.by_regex(arguments.layers, arguments.type, planned.num_stages)
+    if options.boundaries is not None:
+        boundaries = options.boundaries
+    elif options.type is not None:
+        boundaries = cutting.by_regex(options.layers, options.type, planned.num_stages)
     else:
-        boundaries = _planned_boundaries(arguments, planned, remedy)
-        told = (
+        boundaries = _planned_boundaries(options, planned, remedy)
+        note = (
             f"The model is cut as planned, at the boundaries {comma_separated(boundaries)}: each of autoplan's layers "
             f"counts as one layer of the PipelineModule; if that is wrong, give --boundaries."
         )
-        print_text(told, to_stderr=arguments.json)
+        print_text(note, to_stderr=options.json)
     text = deepspeed.write_boundaries(deepspeed.boundaries_for(planned, boundaries))
     is_uniform, own_order = deepspeed.is_uniform(boundaries), not deepspeed.runs_in_this_order(planned)
-    if arguments.json:
+    if options.json:
         fields = {"boundaries": list(boundaries), "is_uniform": is_uniform, "runs_in_own_order": own_order}
-        return _report(arguments, fields, text)
+        _report(options, fields, text)
+        return
     for stage, (before, after) in enumerate(pairwise(boundaries)):
         print(f"stage {stage}: layers {before} to {after - 1}" if before < after else f"stage {stage}: no layers")
     if is_uniform:
         print('PipelineModule(…, partition_method="uniform") makes this cut by itself.')
     if own_order:
         print_text("DeepSpeed runs these stages in its own order, 1F1B, not in the plan's.")
-    return _write(arguments, text)
+    _write(options, text)
 
 
-def _planned_boundaries(arguments: Namespace, planned: Plan, remedy: str) -> tuple[int, ...]:
+def _planned_boundaries(options: Options, planned: Plan, remedy: str) -> tuple[int, ...]:
     """The boundaries at which autoplan cut the model."""
     boundaries = None if planned.usage is None else planned.usage.boundaries
     if boundaries is None:
-        raise InputError(f"{arguments.plan} does not say where the model is cut; {remedy}")
+        raise InputError(f"{options.plan} does not say where the model is cut; {remedy}")
     return boundaries
 
 
-def _report(arguments: Namespace, fields: Mapping[str, Any], text: str) -> int:
+def _report(options: Options, fields: Mapping[str, Any], text: str) -> None:
     """Print what was exported as JSON, and write it to --output."""
     print_json(fields)
-    if arguments.output is not None:
-        files.write(arguments.output, text, quietly=True)
-    return 0
+    if options.output is not None:
+        files.write(options.output, text, quietly=True)
 
 
-def _write(arguments: Namespace, text: str) -> int:
-    if arguments.output is None:
+def _write(options: Options, text: str) -> None:
+    if options.output is None:
         print(f"The result was not saved; use -o FILE to save it: {text}", end="")
     else:
-        files.write(arguments.output, text)
-    return 0
-
-
-_FORMATS = (
-    Command(
-        "torchtitan",
-        "write schedule.csv and the modules of each stage, as torchtitan's config names them",
-        "rota export torchtitan plan.json --model model.py:make_model --cuts layers.2,layers.4,layers.6 -o titan",
-        _add_torchtitan,
-        _to_torchtitan,
-        details=f" {LEAVES_NONE}",
-    ),
-    Command(
-        "megatron",
-        "write the --pipeline-model-parallel-layout option: the layers of each stage",
-        "rota export megatron plan.json --boundaries 0,4,6,8,10 -o layout.txt",
-        _add_megatron,
-        _to_megatron,
-    ),
-    Command(
-        "deepspeed",
-        "write where each stage begins in the PipelineModule's list of layers",
-        "rota export deepspeed plan.json --layers 'Embed,Block*8,Norm,Head' --type block -o parts.json",
-        _add_deepspeed,
-        _to_deepspeed,
-    ),
-)
-
-COMMAND = Command(
-    "export",
-    "write a plan for torchtitan, Megatron or DeepSpeed",
-    "rota export torchtitan plan.json --model model.py:make_model -o titan",
-    add_arguments,
-)
+        files.write(options.output, text)

@@ -3,113 +3,148 @@
 from __future__ import annotations
 
 import importlib.util
-import sys
-from argparse import Namespace
 from functools import partial
 from typing import Any
 
+import click
+
 from rota import checking, simulation
-from rota.cli import files, json_reports
-from rota.cli.arguments import (
-    add_costs,
-    add_json,
-    add_limit,
-    add_output,
-    add_shape,
-    add_snapshots,
-    add_time_limit,
-    cluster_of,
-    costs_of,
-    number,
-    shaped,
-)
+from rota.cli import common, files, json_reports
+from rota.cli.command import Choice, Options, command
 from rota.cli.json_reports import print_json
-from rota.cli.parser import Command, Parser, one_of, two_columns
 from rota.cli.requirements import InputError, require
-from rota.cli.screen import print_snapshots, print_text, print_timeline, progress_line, report_columns
+from rota.cli.screen import (
+    note,
+    print_snapshots,
+    print_text,
+    print_timeline,
+    progress_line,
+    report_columns,
+    terminal_columns,
+)
 from rota.cli.searching import SEARCH, search_frontier, search_plan
+from rota.cli.stages import cluster_of, costs_of, measured, shaped, uniform
 from rota.cluster import Cluster
 from rota.costs import Costs
 from rota.errors import PipelineError
 from rota.plan import Plan
-from rota.schedules import NAMED
+from rota.schedules import NAMED, table
+from rota.tables import fitted
 from rota.tasks import Kind
 
+_ALL = "all"
 _MEASURED_ON_CPU = "measured on CPU"  # how the note of such costs begins
-_OBJECTIVES = ("makespan", "span", "period")
-_FOR_SEARCH = ("shape", "objective", "time_limit", "split_backward")
+_FOR_SEARCH = ("shape", "objective", "time_limit", "split_backward", "frontier")
 _OF_ONE_PLAN = ("microbatches", "limit", "snapshots", "chunks", "objective")
+_OF_ONE_SCHEDULE = ("stages", "snapshots", "chunks", "output")
+_SCHEDULES = {
+    SEARCH: "the fastest order found within the time limit, for any placement, with a proven bound",
+    _ALL: "no plan, but a table of the named schedules: time, bubble, memory, and whether they fit; the costs are "
+    "those of a rank, which schedules with several stages per rank divide among those stages",
+    **{name: family.summary for name, family in NAMED.items()},
+}
 
 
-def add_arguments(parser: Parser) -> None:
-    """Add the arguments of `rota plan` to its parser."""
-    parser.add_argument(
-        "schedule",
-        type=one_of((SEARCH, *NAMED), any_case=True),
-        choices=(SEARCH, *NAMED),
-        metavar="SCHEDULE",
-        help="one of the schedules listed below",
-    )
-    help_text = "micro-batches per step (no default: required, except with --frontier)"
-    parser.add_argument("--microbatches", type=number(1), metavar="M", help=help_text)
-    add_limit(parser)
-    add_snapshots(parser)
-    help_text = "cut each sample into N micro-batches along its length; --microbatches counts them all (default: 1)"
-    parser.add_argument("--chunks", type=number(1), metavar="N", help=help_text)
-    parser.add_argument(
-        "--stages", type=number(1), metavar="N", help="number of stages (default: the fewest that the schedule needs)"
-    )
-    default_links = (
-        "all links as set by --link or, if no option describes the links and --costs were measured on a CPU, as "
-        "measured between processes on this machine"
-    )
-    add_costs(parser, "stage", default_links)
-    add_shape(parser, "for search")
-    parser.add_argument(
-        "--objective",
-        type=one_of(_OBJECTIVES, "--objective"),
-        choices=_OBJECTIVES,
-        help="for search: minimize the makespan (the time of one step; default), the span (the longest busy "
-        "window of a rank), or the period (the time per micro-batch in steady state)",
-    )
-    help_text = "for search: instead of a plan, show the shortest time per micro-batch at each memory limit"
-    parser.add_argument("--frontier", action="store_true", help=help_text)
-    add_time_limit(parser, "for search: time limit in seconds (default: 10; with --frontier: 60)")
-    add_json(parser)
-    help_text = "write the plan as .json, or as .csv in PyTorch's format; with --frontier: draw the curve as .png, "
-    help_text += ".svg or .pdf"
-    add_output(parser, "FILE", help_text, writes=lambda arguments: "file" if arguments.frontier else "plan")
-    named = {SEARCH: "the fastest order found within the time limit, for any placement, with a proven bound"}
-    named |= {name: family.summary for name, family in NAMED.items()}
-    parser.add_argument_group("schedules", two_columns(named))
-
-
-def run(arguments: Namespace) -> int:
-    """Make a plan by the named schedule or by search, and write it as JSON or CSV. Returns the exit code."""
-    arguments.links_of = partial(_links, arguments)
-    if arguments.frontier:
-        return _frontier(arguments)
-    if arguments.microbatches is None:
+@command(
+    "rota plan 1f1b --ranks 4 --microbatches 8 --forward-us 100 --backward-us 200 -o plan.json\n"
+    "rota plan all --ranks 8 --microbatches 24 --activation 1GB --limit 8GB",
+    glossary=_SCHEDULES,
+)
+@click.argument("schedule", type=Choice(_SCHEDULES), metavar="SCHEDULE", help="one of the schedules listed below")
+@common.count(
+    "--microbatches", metavar="M", help="micro-batches per step (no default: required, except with --frontier)"
+)
+@common.limit
+@common.snapshots
+@common.count(
+    "--chunks",
+    help="cut each sample into N micro-batches along its length; --microbatches counts them all (default: 1)",
+)
+@common.count("--stages", help="number of stages (default: the fewest that the schedule needs)")
+@common.costs(
+    "all links as set by --link or, if no option describes the links and --costs were measured on a CPU, as measured "
+    "between processes on this machine"
+)
+@common.shape
+@click.option(
+    "--objective",
+    type=Choice(("makespan", "span", "period")),
+    metavar="NAME",
+    help="for search: minimize the makespan (the time of one step; default), the span (the longest busy window of a "
+    "rank), or the period (the time per micro-batch in steady state)",
+)
+@common.flag(
+    "--frontier", help="for search: instead of a plan, show the shortest time per micro-batch at each memory limit"
+)
+@common.time_limit("for search: time limit in seconds (default: 10; with --frontier: 60)")
+@common.json
+@common.output(
+    "FILE",
+    "write the plan as .json, or as .csv in PyTorch's format; with --frontier: draw the curve as .png, .svg or .pdf",
+    writes=lambda options: "file" if options.frontier else "plan",
+)
+def plan(options: Options) -> None:
+    """Make a plan from a named schedule or by search, check it and draw it, or compare all named schedules."""
+    if options.schedule != SEARCH:
+        _refuse(options, _FOR_SEARCH, f"is for `rota plan search`; leave it out for {options.schedule}")
+    elif options.frontier:
+        _frontier(options)
+        return
+    if options.microbatches is None:
         raise InputError("how many micro-batches per step? give --microbatches")
-    planned, fields = _searched(arguments) if arguments.schedule == SEARCH else _named(arguments)
-    if arguments.costs is not None:
-        spread = files.read_costs(arguments.costs).spread
-        fields |= {"spread": spread} if arguments.json else {}
-        _print_spread(0.0 if arguments.json else spread)
-    _warn_of_idle_ranks(planned)
-    is_csv = arguments.output is not None and arguments.output.endswith(".csv")
-    text = planned.to_csv() if is_csv else planned.to_json()
-    files.keep(arguments.output, text, "plan.json", quietly=arguments.json)
-    if arguments.json:
-        print_json({"schedule": arguments.schedule, **fields})
-    return 0
+    if options.schedule == _ALL:
+        _compare_all(options)
+        return
+    made, fields = _searched(options) if options.schedule == SEARCH else _named(options)
+    if options.costs is not None:
+        spread = files.read_costs(options.costs).spread
+        if options.json:
+            fields["spread"] = spread
+        elif spread:
+            print_text(f"The measured times of a stage vary by {spread:.0%} at most (interquartile range).")
+    _warn_of_idle_ranks(made)
+    is_csv = options.output is not None and options.output.endswith(".csv")
+    files.keep(options.output, made.to_csv() if is_csv else made.to_json(), "plan.json", quietly=options.json)
+    if options.json:
+        print_json({"schedule": options.schedule, **fields})
 
 
-def _links(arguments: Namespace, num_ranks: int) -> Cluster | None:
+def _refuse(options: Options, names: tuple[str, ...], why: str) -> None:
+    """Raise InputError if one of the options has a value."""
+    for name in names:
+        if getattr(options, name):
+            raise InputError(f"--{name.replace('_', '-')} {why}")
+
+
+def _compare_all(options: Options) -> None:
+    """Print the figures of all named schedules as a table or JSON."""
+    _refuse(options, _OF_ONE_SCHEDULE, "is for a plan; leave it out for all")
+    if options.costs is None and options.ranks is None:
+        raise InputError("how many ranks? give --ranks or --costs")
+    costs = measured(options) if options.costs else uniform(options, options.ranks)
+    if options.ranks not in (None, costs.num_stages):
+        raise InputError(
+            f"{options.costs} has {costs.num_stages} stages for --ranks {options.ranks}; give one stage per rank"
+        )
+    cluster = cluster_of(options, costs.num_stages, options.limit)
+    with progress_line() as show:
+        rows = table.compare_schedules(
+            costs, cluster, options.microbatches, progress=lambda name: show(f"planning {name} …")
+        )
+    if options.json:
+        print(table.to_json(rows), end="")
+        return
+    print(table.to_text(rows, options.limit, terminal_columns()))
+    if options.costs is options.forward_us is options.backward_us is None:
+        assumed = "Assumed: F takes 1 ms and B takes 2 ms per rank; give --forward-us and --backward-us, or --costs"
+        print(fitted(assumed, terminal_columns()))
+
+
+def _links_here(options: Options, num_ranks: int) -> Cluster | None:
     """The links between CPUs of this machine, if costs were measured on one like it; None: transfers cost nothing."""
-    if arguments.costs is None:
+    if options.costs is None:
         return None
-    costs = files.read_costs(arguments.costs)
+    costs = files.read_costs(options.costs)
     if costs.note.startswith(_MEASURED_ON_CPU) and importlib.util.find_spec("torch") is not None and num_ranks > 1:
         from rota.profiling.forked import why_not_here
         from rota.profiling.machine_links import measured_on_this_machine
@@ -118,30 +153,27 @@ def _links(arguments: Namespace, num_ranks: int) -> Cluster | None:
         if not why_not_here(num_ranks):
             try:
                 with progress_line() as show:
-                    found = measured_on_this_machine(num_ranks, device=CPU, report=show)
+                    links = measured_on_this_machine(num_ranks, device=CPU, report=show)
             except PipelineError as error:
-                print(f"rota plan: warning: links were not measured: {error}", file=sys.stderr)
+                note("plan", f"warning: links were not measured: {error}")
                 return None
-            if found.doubt:
-                print(f"rota plan: warning: links were measured on a busy machine: {found.doubt}", file=sys.stderr)
-            return found.cluster
+            if links.doubt:
+                note("plan", f"warning: links were measured on a busy machine: {links.doubt}")
+            return links.cluster
     return None
 
 
-def _named(arguments: Namespace) -> tuple[Plan, dict[str, Any]]:
+def _named(options: Options) -> tuple[Plan, dict[str, Any]]:
     """The plan by the named schedule, which is printed or, with --json, told in fields."""
-    for option in _FOR_SEARCH:
-        if getattr(arguments, option):
-            raise InputError(f"{_name(option)} is for `rota plan search`; leave it out for {arguments.schedule}")
-    family = NAMED[arguments.schedule]
-    given = costs_of(arguments, family.stages_per_rank)
-    costs = family.adapted(given)
-    cluster = cluster_of(arguments, costs.num_stages, arguments.limit)
-    placement = family.place(costs, cluster).in_chunks(arguments.chunks or 1, arguments.microbatches)
-    planned = family(placement, arguments.microbatches)
+    family = NAMED[options.schedule]
+    stage_costs = costs_of(options, family.stages_per_rank)
+    costs = family.adapted(stage_costs)
+    cluster = cluster_of(options, costs.num_stages, options.limit, partial(_links_here, options))
+    placement = family.place(costs, cluster).in_chunks(options.chunks or 1, options.microbatches)
+    planned = family(placement, options.microbatches)
     checking.check(planned)
-    timeline, assumed = simulation.simulate(planned), _assumed(given, costs)
-    if arguments.json:
+    timeline, assumed = simulation.simulate(planned), _assumed(stage_costs, costs)
+    if options.json:
         return planned, {"assumed": assumed, **json_reports.of_timeline(timeline)}
     print_timeline(timeline)
     print_snapshots(timeline)
@@ -150,12 +182,12 @@ def _named(arguments: Namespace) -> tuple[Plan, dict[str, Any]]:
     return planned, {}
 
 
-def _searched(arguments: Namespace) -> tuple[Plan, dict[str, Any]]:
+def _searched(options: Options) -> tuple[Plan, dict[str, Any]]:
     """The plan with the best order found, which is printed or, with --json, told in fields."""
-    arguments.shape = arguments.shape or "v"
-    placement = shaped(arguments, arguments.limit).in_chunks(arguments.chunks or 1, arguments.microbatches)
-    result = search_plan(placement, arguments.microbatches, arguments.time_limit, arguments.objective or "makespan")
-    if arguments.json:
+    placement = shaped(options, options.limit, partial(_links_here, options))
+    placement = placement.in_chunks(options.chunks or 1, options.microbatches)
+    result = search_plan(placement, options.microbatches, options.time_limit, options.objective or "makespan")
+    if options.json:
         return result.plan, {"search": json_reports.of_search(result), **json_reports.of_timeline(result.timeline)}
     print_timeline(result.timeline)
     print_snapshots(result.timeline)
@@ -165,67 +197,42 @@ def _searched(arguments: Namespace) -> tuple[Plan, dict[str, Any]]:
     return result.plan, {}
 
 
-def _frontier(arguments: Namespace) -> int:
-    """Print the curve of memory limit against time per micro-batch, and draw it to --output. Returns the exit code."""
-    if arguments.schedule != SEARCH:
-        raise InputError(f"--frontier is for `rota plan search`; leave it out for {arguments.schedule}")
-    for option in _OF_ONE_PLAN:
-        if getattr(arguments, option):
-            raise InputError(f"--frontier makes no plan, but tries every memory limit; leave {_name(option)} out")
-    if arguments.output is not None:
+def _frontier(options: Options) -> None:
+    """Print the curve of memory limit against time per micro-batch, and draw it to --output."""
+    _refuse(options, _OF_ONE_PLAN, "is of one plan, but --frontier tries every memory limit; leave it out")
+    if options.output is not None:
         require("matplotlib", "draw")
-    arguments.shape = arguments.shape or "v"
-    found = search_frontier(shaped(arguments, None), arguments.time_limit)
-    if arguments.json:
-        print_json(json_reports.of_frontier(found))
+    frontier = search_frontier(shaped(options, None, partial(_links_here, options)), options.time_limit)
+    if options.json:
+        print_json(json_reports.of_frontier(frontier))
     else:
-        print(found.to_text(report_columns()))
-    if arguments.output is not None:
+        print(frontier.to_text(report_columns()))
+    if options.output is not None:
         from rota.drawing import save_frontier
 
-        points = [(point.limit_bytes, float(point.us_per_microbatch)) for point in found.points]
-        save_frontier(points, [(limit, float(us)) for limit, us in found.bounds], arguments.output)
-        if not arguments.json:
-            print(f"Wrote {arguments.output}.")
-    return 0
+        points = [(point.limit_bytes, float(point.us_per_microbatch)) for point in frontier.points]
+        save_frontier(points, [(limit, float(us)) for limit, us in frontier.bounds], options.output)
+        if not options.json:
+            print(f"Wrote {options.output}.")
 
 
-def _name(option: str) -> str:
-    return "--" + option.replace("_", "-")
-
-
-def _assumed(given: Costs, adapted: Costs) -> list[str]:
+def _assumed(costs: Costs, adapted: Costs) -> list[str]:
     """The costs that the schedule needs and that had to be assumed."""
     assumed = []
-    if given.weight_us is None and adapted.weight_us is not None:
+    if costs.weight_us is None and adapted.weight_us is not None:
         assumed.append("I and W each take half of the backward, as the costs have no weight_us")
-    if given.weight_us is not None and adapted.weight_us is None:
+    if costs.weight_us is not None and adapted.weight_us is None:
         assumed.append("B takes as long as I and W together")
-    if given.recompute_us is None and adapted.recompute_us is not None:
+    if costs.recompute_us is None and adapted.recompute_us is not None:
         assumed.append("R takes as long as F, as the costs have no recompute_us")
     return assumed
-
-
-def _print_spread(spread: float) -> None:
-    """How far the repeated timings are apart that the costs are from, if they were measured."""
-    if spread:
-        print_text(f"The measured times of a stage vary by {spread:.0%} at most (interquartile range).")
 
 
 def _warn_of_idle_ranks(planned: Plan) -> None:
     busy = sum(map(bool, planned.orders))
     if busy < planned.num_ranks:
-        print(
-            f"rota plan: warning: {planned.num_ranks - busy} of {planned.num_ranks} ranks have nothing to do; give "
+        note(
+            "plan",
+            f"warning: {planned.num_ranks - busy} of {planned.num_ranks} ranks have nothing to do; give "
             f"more stages, or --ranks {busy}",
-            file=sys.stderr,
         )
-
-
-COMMAND = Command(
-    "plan",
-    "make a plan from a named schedule or by search, check it and draw it",
-    "rota plan 1f1b --ranks 4 --microbatches 8 --forward-us 100 --backward-us 200 -o plan.json",
-    add_arguments,
-    run,
-)

@@ -2,55 +2,45 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
-
-from rota.cli import files, json_reports
-from rota.cli.arguments import add_costs_of_csv, add_json, add_output
+from rota.cli import common, files, json_reports
+from rota.cli.command import Options, Output, command
 from rota.cli.json_reports import print_json
-from rota.cli.parser import Command, Parser
 from rota.cli.pictures import draw, is_measured
 from rota.cli.requirements import InputError, require
 from rota.cli.screen import print_timeline, progress_line
 from rota.timeline import Timeline
 
 
-def add_arguments(parser: Parser) -> None:
-    """Add the arguments of `rota show` to its parser."""
-    parser.add_argument(
-        "file", help="plan.json (which is simulated first), timeline.json, or a schedule CSV in PyTorch's format"
-    )
-    add_costs_of_csv(parser)
-    add_output(parser, "PICTURE", "write a .png, .svg, .pdf or .html instead, or a .json for Perfetto")
-    parser.add_argument("--timeline", metavar="FILE", help="also write the timeline that is shown as JSON")
-    parser.set_defaults(written={"output": "file", "timeline": "timeline"})
-    parser.add_argument(
-        "--above", metavar="FILE", help="with -o: draw a second plan or timeline above the first, on the same time axis"
-    )
-    parser.add_argument("--bound", action="store_true", help="with -o: show the gap to a proven lower bound")
-    add_json(parser)
-
-
-def run(arguments: Namespace) -> int:
-    """Print the timeline in the terminal, or draw it to --output. Returns the exit code."""
-    timeline = files.read_timeline(arguments.file, arguments.costs)
-    assumed = arguments.costs is None and files.note_assumed_times("show", arguments.file)
-    if arguments.above is not None:
-        files.note_assumed_times("show", arguments.above)
-    if arguments.json:
+@command("rota show plan.json -o plan.html")
+@common.argument(
+    "file", help="plan.json (which is simulated first), timeline.json, or a schedule CSV in PyTorch's format"
+)
+@common.costs_of_csv
+@common.output("PICTURE", "write a .png, .svg, .pdf or .html instead, or a .json for Perfetto")
+@common.file("--timeline", cls=Output, writes="timeline", help="also write the timeline that is shown as JSON")
+@common.file("--above", help="with -o: draw a second plan or timeline above the first, on the same time axis")
+@common.flag("--bound", help="with -o: show the gap to a proven lower bound")
+@common.json
+def show(options: Options) -> None:
+    """Draw a plan or timeline as a chart."""
+    timeline = files.read_timeline(options.file, options.costs)
+    assumed = options.costs is None and files.note_assumed_times("show", options.file)
+    if options.above is not None:
+        files.note_assumed_times("show", options.above)
+    if options.json:
         print_json({"times_assumed": assumed, **json_reports.of_timeline(timeline)})
-    if arguments.output is not None:
-        above = None if arguments.above is None else files.read_timeline(arguments.above)
-        bound_us = _bound_us(timeline, arguments.file) if arguments.bound else None
-        names = (str(arguments.above), arguments.file)
-        draw(timeline, arguments.output, above, names, bound_us, quietly=arguments.json)
-    elif arguments.above is not None or arguments.bound:
-        option = "--bound" if arguments.above is None else f"--above {arguments.above}"
+    if options.output is not None:
+        above = None if options.above is None else files.read_timeline(options.above)
+        bound_us = _bound_us(timeline, options.file) if options.bound else None
+        names = (str(options.above), options.file)
+        draw(timeline, options.output, above, names, bound_us, quietly=options.json)
+    elif options.above is not None or options.bound:
+        option = "--bound" if options.above is None else f"--above {options.above}"
         raise InputError(f"{option} is for pictures; name one with -o, such as -o plan.html")
-    elif not arguments.json:
+    elif not options.json:
         print_timeline(timeline)
-    if arguments.timeline is not None:
-        files.write(arguments.timeline, timeline.to_json(), quietly=arguments.json)
-    return 0
+    if options.timeline is not None:
+        files.write(options.timeline, timeline.to_json(), quietly=options.json)
 
 
 def _bound_us(timeline: Timeline, name: str) -> int:
@@ -65,6 +55,3 @@ def _bound_us(timeline: Timeline, name: str) -> int:
     with progress_line() as show:
         show("computing lower bounds on the makespan …")
         return bounds_of(timeline.plan.placement, timeline.plan.num_microbatches)[0].us
-
-
-COMMAND = Command("show", "draw a plan or timeline as a chart", "rota show plan.json -o plan.html", add_arguments, run)

@@ -1,7 +1,0 @@
-"""`python -m rota.cli` is `rota`."""
-
-import sys
-
-from rota.cli.main import main
-
-sys.exit(main())
