@@ -246,6 +246,7 @@ def _corrupt(folder: Path, name: str, text: str) -> Path:
         (["plann"], 2, ["No such command 'plann'", "Did you mean", "'plan'"]),
         (["plan", "1f2b", "--ranks", "2", "--microbatches", "2"], 2, ["'1f2b'", "did you mean 1f1b?"]),
         (["plan", "1f1b", "--ranks", "0", "--microbatches", "2"], 2, ["--ranks", "0 is not in the range x>=1"]),
+        (["plan", "1f1b", "--ranks", "x", "--microbatches", "2"], 2, ["--ranks", "'x' is not a valid whole number"]),
         (["plan", "1f1b", "--ranks", "2"], 2, ["--microbatches"]),
         (["plan", "1f1b", "--microbatches", "2"], 2, ["give --ranks"]),
         (["plan", "1f1b", "--ranks", "2", "--microbatches", "2", "--limit", "3 pounds"], 2, ["3 pounds", "40GB"]),

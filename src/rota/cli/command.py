@@ -84,6 +84,12 @@ class Value(click.ParamType[Any, Any]):
             self.fail(str(error), param, ctx)
 
 
+class WholeNumber(click.IntRange):
+    """A whole number in a range."""
+
+    name = "whole number"  # in errors
+
+
 class Choice(click.Choice[str]):
     """One of a few words, in any case; the error names the nearest."""
 

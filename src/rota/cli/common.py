@@ -7,13 +7,13 @@ from typing import Any
 
 import click
 
-from rota.cli.command import Choice, Decorator, Output, combined
+from rota.cli.command import Choice, Decorator, Output, WholeNumber, combined
 from rota.cli.files import WrittenBy
 from rota.cli.values import LIMIT, LINK, SECONDS, SIZE, WORDS
 from rota.costs import ASSUMED_COSTS
 from rota.shapes import SHAPES
 
-NATURAL = click.IntRange(min=0)
+NATURAL = WholeNumber(min=0)
 _LINKS = "all links as set by --link"
 
 
@@ -28,7 +28,7 @@ class _PathName(click.Path):
 #: An argument that is a path, and options that take a path, a number of 1 or more, or nothing.
 argument = partial(click.argument, type=_PathName())
 file = partial(click.option, type=_PathName(), metavar="FILE")
-count = partial(click.option, type=click.IntRange(min=1), metavar="N")
+count = partial(click.option, type=WholeNumber(min=1), metavar="N")
 flag = partial(click.option, is_flag=True)
 
 json = flag("--json", help="print the results as JSON instead of text")

@@ -7,7 +7,7 @@ import os
 import click
 
 from rota.cli import common, files, json_reports
-from rota.cli.command import Options, command
+from rota.cli.command import Options, WholeNumber, command
 from rota.cli.json_reports import print_json
 from rota.cli.requirements import InputError, require
 from rota.cli.screen import note, print_text, progress_line, report_columns
@@ -48,7 +48,7 @@ _TOO_FAR_APART = 1.0  # the interquartile range of the measurements, as a part o
 @common.count("--repeats", help=f"measurements, of which the median counts (default: {_REPEATS}; for links: 15)")
 @common.count(
     "--processes",
-    type=click.IntRange(min=2),
+    type=WholeNumber(min=2),
     help="for links: number of processes to start on this machine (default: 2)",
 )
 @common.cache
