@@ -164,7 +164,7 @@ def links(default: str = _LINKS) -> Decorator[Any]:
         file(
             "--links",
             help="use measured links from `rota profile links -o cluster.json`, or those of a plan or timeline: "
-            f"latency, rate, shared links, cost per message (default: {default})",
+            f"latency, rate, shared links, all-reduces (default: {default})",
         ),
     )
 
