@@ -18,6 +18,7 @@ from pathlib import Path
 
 import torch
 from trainings import (
+    NUM_MICROBATCHES,
     PATIENCE_S,
     Wrong,
     await_done,
@@ -30,7 +31,8 @@ from trainings import (
     rota_run,
 )
 
-from rota import replan
+from rota import Cluster, Costs, Plan, place
+from rota.schedules import gpipe
 from rota.units import count_text
 
 NUM_STAGES, SAVE_EVERY = 4, 20
@@ -38,6 +40,12 @@ OPTIONS = {"num_layers": 8, "width": 16, "rows": 16, "num_workers": 1, "save_eve
 OPTIONS |= {"asynchronous": True, "pause_s": 0.02}
 KILL_EVERY_S = 5.0  # on average
 _KILLED = "rota run killed"
+
+
+def plan_on(num_ranks: int) -> Plan:
+    """The same stages on at most as many ranks: dropout depends on the stage."""
+    ranks = [stage * num_ranks // NUM_STAGES for stage in range(NUM_STAGES)]
+    return gpipe(place(Costs.uniform(NUM_STAGES, 100, 200), Cluster.uniform(num_ranks), ranks), NUM_MICROBATCHES)
 
 
 @dataclass
@@ -52,7 +60,7 @@ class Soak:
     def train(self, until_s: float) -> None:
         """One command, some of whose processes are killed; then it is ended."""
         num_ranks = self.generator.choice([1, 2, 3, 4, 4])
-        prepare(self.folder, replan(plan_of(NUM_STAGES), num_ranks), **OPTIONS)
+        prepare(self.folder, plan_on(num_ranks), **OPTIONS)
         num_before = len(done_in(self.folder))
         command = rota_run(self.folder)
         try:

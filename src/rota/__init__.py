@@ -35,7 +35,6 @@ _HOMES = {
     "rota.accounting": ("Cause", "Explanation", "Idle", "explain", "idle"),
     "rota.comparison": ("Comparison", "compare"),
     "rota.calibration": ("Calibration", "calibrate", "calibrated", "fit_sizes"),
-    "rota.replanning": ("replan",),
     "rota.errors": (
         "FormatError",
         "LostRankError",
@@ -138,7 +137,6 @@ if TYPE_CHECKING:
     from rota.profiling import profile_sizes as profile_sizes
     from rota.programs.device_order import DeviceOrder as DeviceOrder
     from rota.programs.device_order import check_device_order as check_device_order
-    from rota.replanning import replan as replan
     from rota.runtime import Pipeline as Pipeline
     from rota.runtime import StepHandle as StepHandle
     from rota.runtime import given_plan as given_plan

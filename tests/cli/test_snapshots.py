@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from planning.test_autoplan import UNEVEN, layer_costs
-from rota import Cluster, Costs, PlacementError, Plan, calibration, place, replan
+from rota import Cluster, Costs, PlacementError, Plan, calibration, place
 from rota.cli import main
 from rota.cli.snapshots import snapshots_text
 from rota.layers import LayerCosts
@@ -108,6 +108,6 @@ def test_later_plans_of_the_same_stages_count_them_too() -> None:
     plan = one_f_one_b(place(COSTS.with_snapshots(), Cluster.uniform(2)), 4)
     assert plan.placement.snapshot_bytes == (4_000_000, 4_000_000)
     assert Plan.from_json(plan.to_json()) == plan
-    alone = replan(plan, 1).placement
+    alone = place(COSTS.with_snapshots(), Cluster.uniform(1), ranks=(0, 0))
     assert (alone.static_bytes, alone.state_bytes, alone.snapshot_bytes) == ((14_000_000,), (4_000_000,), (8_000_000,))
     assert calibration.costs_of(plan.placement).snapshot_bytes == (4_000_000,) * 2

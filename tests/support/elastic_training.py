@@ -1,5 +1,6 @@
-"""A training that is disturbed on purpose, by `rota run` or torchrun: elastic_training.py NUM_STEPS [epochs | second]
+"""A training that is disturbed on purpose, by `rota run` or torchrun: elastic_training.py NUM_STEPS [KIND]
 
+KIND is "epochs", "second" (training), or "any-number" (of ranks, each with its plan), or nothing.
 It writes each step's loss to `losses` in the working folder. `faults.json` there says what goes wrong: [step, who,
 what], each once; `who` is a rank, or what the environment's NODE says.
 """
@@ -136,4 +137,5 @@ if __name__ == "__main__":
         for folder in (Path("first"), Path("second")):
             train_epochs(rota.given_plan("plan.json"), 1, folder)
     else:
-        train(rota.given_plan("plan.json"), int(sys.argv[1]), Path.cwd())
+        of_number = f"-{os.environ['WORLD_SIZE']}" if "any-number" in sys.argv else ""
+        train(rota.given_plan(f"plan{of_number}.json"), int(sys.argv[1]), Path.cwd())

@@ -73,7 +73,6 @@ CORE = tuple(
             "accounting",
             "comparison",
             "cutting",
-            "replanning",
         ),
     )
 )

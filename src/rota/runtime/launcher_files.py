@@ -6,7 +6,6 @@ import hashlib
 import json
 import multiprocessing.util
 import os
-import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -15,10 +14,8 @@ from rota import reading
 from rota.errors import PipelineError
 from rota.plan import Plan
 from rota.reading import Field
-from rota.replanning import replan
 from rota.runtime.recorder import Record
-from rota.simulation import simulate
-from rota.units import count_text, time_text
+from rota.units import count_text
 
 # Environment variables, set by the launcher.
 _FOLDER, _RESTART, _LIMIT = "ROTA_FOLDER", "ROTA_RESTART", "ROTA_TIMEOUT_S"
@@ -36,20 +33,14 @@ def write_plan(plan: Plan, folder: str) -> dict[str, str]:
     return {_FOLDER: folder}
 
 
-def given_plan(path: str | Path | None = None, *, dp: int = 1, tp: int = 1) -> Plan:
+def given_plan(path: str | Path | None = None) -> Plan:
     """The plan that `rota run` was given; without `rota run`, such as under torchrun, the one in the file `path`.
-
-    If the plan is for another number of ranks than were started, it is planned again: the same stages on as many ranks
-    as there are. All processes make the same plan, and the first one reports it.
 
     Args:
         path: the file of a plan, for scripts that `rota run` did not start.
-        dp: replicas of the pipeline.
-        tp: TP shards of each replica.
 
     Raises:
-        PipelineError: no plan was given, or the processes are not a multiple of dp · tp.
-        PlacementError, PlanError: the plan cannot be made for that number of ranks.
+        PipelineError: no plan was given, or the processes are not a multiple of the plan's ranks.
     """
     folder = os.environ.get(_FOLDER)
     if folder is not None:
@@ -60,22 +51,13 @@ def given_plan(path: str | Path | None = None, *, dp: int = 1, tp: int = 1) -> P
             "torchrun: rota.given_plan('plan.json')"
         )
     plan = Plan.from_json(reading.read_text(str(path)))
-    size = int(os.environ.get("WORLD_SIZE", plan.num_ranks * dp * tp))
-    if size % (dp * tp):
+    num_processes = int(os.environ.get("WORLD_SIZE", plan.num_ranks))
+    if num_processes % plan.num_ranks:
         raise PipelineError(
-            f"{size} processes cannot be divided into dp={dp} replicas of tp={tp} TP shards each; start a multiple of "
-            f"{dp * tp}"
+            f"{path} is for {count_text(plan.num_ranks, 'rank')}, but {num_processes} processes were "
+            f"started; start {plan.num_ranks}, or a multiple for replicas, or plan again for {num_processes}"
         )
-    moved = replan(plan, size // (dp * tp))
-    if moved is not plan and os.environ.get("RANK") == "0":
-        before, after = (time_text(simulate(one).makespan_us) for one in (plan, moved))
-        print(
-            f"rota: {path} is for {count_text(plan.num_ranks, 'rank')}, and was planned again for {moved.num_ranks}: "
-            f"makespan {after}, was {before}",
-            file=sys.stderr,
-            flush=True,
-        )
-    return moved
+    return plan
 
 
 def keep_sockets_in_run_folder() -> None:

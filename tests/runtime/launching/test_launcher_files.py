@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rota import Cluster, Costs, FormatError, PipelineError, PlacementError, given_plan, place
-from rota.replanning import replan
+from rota import Cluster, Costs, FormatError, PipelineError, given_plan, place
 from rota.runtime.launcher_files import is_restart, write_plan
 from rota.runtime.launching.run_folder import snapshot_folders
 from rota.schedules import one_f_one_b
@@ -25,34 +24,17 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_what_the_launcher_left_goes_before_a_file(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    other = replan(PLAN, 2)
+    other = one_f_one_b(PLAN.placement, 4)
     for name, value in write_plan(other, str(file.parent)).items():
         monkeypatch.setenv(name, value)
     assert given_plan() == given_plan(file) == other
 
 
-@pytest.mark.parametrize(("size", "dp", "tp", "num_ranks"), [(4, 1, 1, 4), (2, 1, 1, 2), (4, 2, 1, 2), (12, 2, 2, 3)])
-def test_a_file_is_planned_anew_for_the_processes_there_are(
-    file: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    size: int,
-    dp: int,
-    tp: int,
-    num_ranks: int,
-) -> None:
-    monkeypatch.setenv("WORLD_SIZE", str(size))
-    for rank in range(size):
-        monkeypatch.setenv("RANK", str(rank))
-        assert given_plan(file, dp=dp, tp=tp) == replan(PLAN, num_ranks)
-    told = capsys.readouterr().err
-    assert told.count("\n") == (num_ranks != 4)
-    if num_ranks == 2:
-        assert told == f"rota: {file} is for 4 ranks, and was planned again for 2: makespan 5.4 ms, was 3.3 ms\n"
-
-
-def test_without_processes_a_file_is_as_it_is(file: Path) -> None:
-    assert given_plan(str(file), dp=2) == PLAN
+@pytest.mark.parametrize("size", [None, 4, 8])
+def test_without_the_launcher_it_is_the_files(file: Path, monkeypatch: pytest.MonkeyPatch, size: int | None) -> None:
+    if size is not None:
+        monkeypatch.setenv("WORLD_SIZE", str(size))
+    assert given_plan(str(file)) == PLAN
 
 
 def test_what_cannot_be_had_is_told(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -61,10 +43,8 @@ def test_what_cannot_be_had_is_told(file: Path, monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(FormatError, match=r"cannot read nowhere.json"):
         given_plan("nowhere.json")
     monkeypatch.setenv("WORLD_SIZE", "6")
-    with pytest.raises(PlacementError, match=r"4 stages cannot be placed on 6 ranks; start at most 4 ranks"):
+    with pytest.raises(PipelineError, match=r"given.json is for 4 ranks, but 6 processes were started; start 4, or a "):
         given_plan(file)
-    with pytest.raises(PipelineError, match=r"6 processes cannot be divided into dp=4 replicas of tp=1 TP shards"):
-        given_plan(file, dp=4)
 
 
 @pytest.mark.parametrize("name", ["ROTA_RESTART", "TORCHELASTIC_RESTART_COUNT"])
