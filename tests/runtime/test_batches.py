@@ -299,19 +299,6 @@ def test_batches_that_do_not_fit_together_are_told_on_all_ranks(tmp_path: Path, 
         assert "LostRankError" in ended[0].last_line
 
 
-def step_as_replica(rank: int) -> None:
-    with Pipeline(chain(2), plan_of(2), loss_fn, mesh=rota.mesh(pp=2, dp=2)) as pipeline:
-        x = X[:, :5] if pipeline.replica else X
-        pipeline.step(x, TARGETS)
-
-
-def test_a_replica_with_another_batch_is_told(tmp_path: Path) -> None:
-    ended = run_fresh(tmp_path, 4, step_as_replica)
-    assert all(each.exit_code == 1 for each in ended)
-    words = "as input 0 of micro-batch 0 rank 0 of replica 1 was given float64[4, 5], rank 0 of replica 0 float64[4, 6]"
-    assert all(words in each.stderr for each in ended)
-
-
 def replicas_of_other_lengths(rank: int) -> float:
     """Sequences padded to each replica's longest: right, and nothing is said."""
     with Pipeline(chain(2), plan_of(2), loss_fn, mesh=rota.mesh(pp=2, dp=2)) as pipeline:

@@ -1,9 +1,8 @@
-"""Ranks that were given other rows than they should: seen in the first step, with the likely reason and the remedy."""
+"""Ranks that were given other rows than they should: seen in the first step, with the remedy."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +15,6 @@ from rota import Cluster, Costs, Pipeline, PipelineError, Plan, place
 from rota.runtime import agreement
 from rota.runtime.fingerprints import fingerprints
 from rota.schedules import one_f_one_b
-from support.fresh import run_fresh
 from support.networks import WIDTH, chain, loss_fn
 from support.pool import Pool
 
@@ -89,12 +87,6 @@ def no_sampler(pipeline: Pipeline, rank: int) -> Any:
     return DataLoader(dataset(), batch_size=16)
 
 
-def by_accelerate(pipeline: Pipeline, rank: int) -> Any:
-    from accelerate import Accelerator
-
-    return Accelerator(cpu=True).prepare(DataLoader(dataset(), batch_size=16))
-
-
 def first_step(rank: int, loader: Loader, dp: int, whole: bool, **options: Any) -> str:
     """What is refused, or "". `whole`: all ranks give the whole batch, else only what they read."""
     state = torch.get_rng_state()
@@ -120,22 +112,16 @@ WRONG: dict[str, tuple[Loader, int, list[str]]] = {
         1,
         [
             "rank 0 and rank 1 are of one pipeline, but were given different inputs[0] (first in micro-batch 0)",
-            "most likely a DistributedSampler with its default numbers",
-            "num_replicas=pipeline.num_replicas",
             SAMPLER,
         ],
     ),
     "a DistributedSampler on replicas": (
         default_numbers,
         2,
-        ["rank 0 of replica 0 and rank 1 of replica 0 are of one pipeline", "DistributedSampler with its default"],
+        ["rank 0 of replica 0 and rank 1 of replica 0 are of one pipeline"],
     ),
-    "seeds": (
-        own_seeds,
-        1,
-        ["the ranks have different seeds, so most likely", SAMPLER, "torch.manual"],
-    ),
-    "generators": (own_generators, 1, ["both have the same rows in another order", "shuffle=True, seed=0", SAMPLER]),
+    "seeds": (own_seeds, 1, ["were given different inputs[0]", SAMPLER, "torch.manual_seed"]),
+    "generators": (own_generators, 1, ["shuffle=True, seed=0", "accelerator.prepare"]),
     "no sampler": (
         no_sampler,
         2,
@@ -168,27 +154,6 @@ def silent(rank: int, loader: Loader) -> str:
 @pytest.mark.dist
 def test_nothing_is_compared_if_told_so(pool: Pool) -> None:
     assert pool.run(2, silent, default_numbers) == [""] * 2
-
-
-def told_by_accelerate(rank: int) -> None:
-    told = first_step(rank, by_accelerate, 1, True)
-    assert "most likely accelerator.prepare(loader) has given each process its own part" in told
-    assert SAMPLER in told
-
-
-@pytest.mark.dist
-def test_accelerate_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It keeps its state for as long as the process lives."""
-    pytest.importorskip("accelerate")
-    ended = run_fresh(tmp_path, 2, as_launched, told_by_accelerate)
-    assert [each.exit_code for each in ended] == [0, 0], ended[0].stderr
-
-
-def as_launched(rank: int, function: Callable[[int], None]) -> None:
-    import os
-
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}
-    function(rank)
 
 
 def later(rank: int, check_data: Any) -> tuple[str, int]:

@@ -336,7 +336,6 @@ class Agreement:
         given_here = batch.given if inputs.reads_inputs else Microbatches([])
         wanted_here = batch.wanted if inputs.reads_targets else Microbatches([])
         mine = GivenBatch(
-            inputs.given(batch),
             [*batch.rows],
             [*batch.target_rows],
             [*given_here.sizes],
@@ -354,13 +353,12 @@ class Agreement:
                 processes.pipelines,
                 processes.num_tp_shards,
                 self._names,
-                batch.whole,
-                processes.everyone,
                 compare_replicas=call.is_step,
             )
         for pipeline in processes.pipelines:
             _refuse_uneven_rows([given[process] for process in pipeline], len(batch.shares))
-        self._differences = batch_differences(given, processes.pipelines, self._names)
+        differences = (_row_difference(given, pipeline, self._names) for pipeline in processes.pipelines)
+        self._differences = "; ".join(filter(None, differences))
         return _weights([given[process] for process in processes.pipeline_processes], inputs)
 
 
@@ -389,12 +387,11 @@ def listed(names: Sequence[str]) -> str:
 class GivenBatch(NamedTuple):
     """What a process was given.
 
-    `inputs` it reads (see `MicrobatchInputs.given`); the rows of inputs and targets that it reads; `sizes` of all
-    micro-batches of inputs and targets, where a list was given or they differ; the rows of whole batches that were
-    split, and which micro-batches are padding. All of it is empty for what the process does not read.
+    The rows of inputs and targets that it reads; `sizes` of all micro-batches of inputs and targets, where a list was
+    given or they differ; the rows of whole batches that were split, and which micro-batches are padding. All of it is
+    empty for what the process does not read.
     """
 
-    inputs: dict[str, list[str]]
     rows: list[int]
     target_rows: list[int]
     sizes: list[int] = []  # noqa: RUF012 - never mutated
@@ -431,32 +428,11 @@ def _refuse_uneven_rows(of_ranks: Sequence[GivenBatch], n: int) -> None:
         )
 
 
-def batch_differences(given: Sequence[GivenBatch], pipelines: list[list[int]], names: Sequence[str]) -> str:
-    """Differences between the batches of ranks and replicas, or "". They may be intended, but explain an op that fails.
-
-    `given` and `names` are by process, `pipelines` has the processes of each pipeline by rank.
-    """
-    alike = [*pipelines, *map(list, zip(*pipelines, strict=True))]  # the ranks of a pipeline, and a rank's replicas
-    found = [_input_difference(given, group, names) for group in alike]
-    found += [_row_difference(given, pipeline, names) for pipeline in pipelines]
-    return "; ".join(dict.fromkeys(filter(None, found)))
-
-
-def _input_difference(given: Sequence[GivenBatch], group: list[int], names: Sequence[str]) -> str:
-    """The first input that two processes of the group were given differently, or ""."""
-    first: dict[tuple[str, int], tuple[int, str]] = {}
-    for process in group:
-        for of_input, shapes in given[process].inputs.items():
-            for m, shape in enumerate(shapes):
-                other, known = first.setdefault((of_input, m), (process, shape)) if shape else (process, shape)
-                if shape != known:
-                    at = f"as input {of_input} of micro-batch {m}"
-                    return f"{at} {names[process]} was given {shape}, {names[other]} {known}"
-    return ""
-
-
 def _row_difference(given: Sequence[GivenBatch], pipeline: list[int], names: Sequence[str]) -> str:
-    """Inputs and targets with different numbers of rows, of which neither is a multiple of the other; or ""."""
+    """Inputs and targets with different numbers of rows, of which neither is a multiple of the other; or "".
+
+    `given` and `names` are by process. It may be intended, but explains an op that fails.
+    """
     reader = next((process for process in pipeline if given[process].rows), None)
     if reader is None:
         return ""

@@ -1,25 +1,21 @@
 """Whether the ranks were given the data that they should: those of a pipeline the same rows, replicas different ones.
 
 Each rank that reads inputs or targets hashes all that it was given, by name and micro-batch. One exchange compares the
-hashes; only if they do not fit, a second one looks for the reason.
+hashes.
 """
 
 from __future__ import annotations
 
 import hashlib
-import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 
 from rota.errors import PipelineError
-from rota.runtime.json_messages import all_gather_json
 from rota.runtime.messages import items
 
 _DIGEST_BYTES = 8
-_MOST_ROWS = 256
 _PLAIN = (type(None), bool, int, float, str)
 
 #: Hashes by name and micro-batch; "" if nothing is compared.
@@ -126,20 +122,16 @@ def refuse_other_data(
     pipelines: Sequence[Sequence[int]],
     num_shards: int,
     names: Sequence[str],
-    batch: tuple[Any, Any],
-    everyone: dist.ProcessGroup,
     *,
     compare_replicas: bool,
 ) -> None:
-    """Raise PipelineError, on all processes, unless the data fits. Collective only if it does not.
+    """Raise PipelineError, on all processes, unless the data fits.
 
     Args:
         given: by process.
         pipelines: the processes of each pipeline by rank, all shards of the first replica, then of the next.
         num_shards: pipelines per replica.
         names: the names of all processes, for messages.
-        batch: inputs and targets as this process was given them.
-        everyone: all processes.
         compare_replicas: whether replicas must differ.
     """
     replicas = [
@@ -149,7 +141,14 @@ def refuse_other_data(
     for processes in replicas:
         found = difference_in(given, processes)
         if found is not None:
-            _refuse_difference(found, names, batch, everyone)
+            raise PipelineError(
+                f"{names[found.one]} and {names[found.other]} are of one pipeline, but were given different "
+                f"{found.name} (first in micro-batch {found.microbatch}), so inputs and targets would belong to "
+                f"different rows. Give all ranks of a replica the same batch, None on those that read nothing of it: "
+                f"write DataLoader(dataset, batch_size=…, sampler=pipeline.sampler(dataset, shuffle=True, seed=0)), "
+                f"leave it out of accelerator.prepare, and give torch.manual_seed one number on all ranks. If this is "
+                f"intended, make Pipeline(…, check_data='never')"
+            )
     same = equal_replicas(given, replicas) if compare_replicas else None
     if same is not None:
         raise PipelineError(
@@ -158,72 +157,3 @@ def refuse_other_data(
             f"every process makes, give rows[pipeline.replica :: pipeline.num_replicas]. If equal data is intended, "
             f"make Pipeline(…, check_data='never')"
         )
-
-
-def _refuse_difference(
-    found: Difference, names: Sequence[str], batch: tuple[Any, Any], everyone: dist.ProcessGroup
-) -> None:
-    """Gather the likely reason from all ranks, and raise PipelineError. Collective."""
-    mine = {
-        "seed": torch.initial_seed(),
-        "accelerate": _uses_accelerate(),
-        "rows": _row_fingerprints(batch, found.name),
-    }
-    of_ranks = all_gather_json(mine, everyone)
-    one, other = of_ranks[found.one], of_ranks[found.other]
-    raise PipelineError(
-        f"{names[found.one]} and {names[found.other]} are of one pipeline, but were given different {found.name} "
-        f"(first in micro-batch {found.microbatch}), so inputs and targets would belong to different rows: "
-        f"{_cause(one, other)}. Give all ranks of a replica the same batch, None on those that read nothing of it, or "
-        f"make Pipeline(…, check_data='never')"
-    )
-
-
-def _cause(one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
-    rows = [{*each["rows"]} for each in (one, other)]
-    if one["accelerate"] or other["accelerate"]:
-        return (
-            "most likely accelerator.prepare(loader) has given each process its own part; leave the loader out of "
-            "prepare, and write DataLoader(dataset, batch_size=…, sampler=pipeline.sampler(dataset))"
-        )
-    if rows[0] and rows[0] == rows[1]:
-        return (
-            "both have the same rows in another order, so most likely each rank shuffles by its own seed; write "
-            "DataLoader(dataset, batch_size=…, sampler=pipeline.sampler(dataset, shuffle=True, seed=0))"
-        )
-    if one["seed"] != other["seed"]:
-        return (
-            "the ranks have different seeds, so most likely each one shuffles, or makes its data, by its own seed; "
-            "write DataLoader(dataset, batch_size=…, sampler=pipeline.sampler(dataset, shuffle=True, seed=0)), and "
-            "torch.manual_seed with one number on all ranks"
-        )
-    return (
-        "most likely a DistributedSampler with its default numbers, which gives every process its own part, or a "
-        "shuffling generator seeded per rank; write DataLoader(dataset, batch_size=…, "
-        "sampler=pipeline.sampler(dataset)), which is DistributedSampler(dataset, num_replicas=pipeline.num_replicas, "
-        "rank=pipeline.replica)"
-    )
-
-
-def _uses_accelerate() -> bool:
-    """Whether this process has made an `Accelerator`."""
-    state = sys.modules.get("accelerate.state")
-    return state is not None and bool(state.is_initialized())
-
-
-def _row_fingerprints(batch: tuple[Any, Any], name: str) -> list[str]:
-    """Fingerprints of the rows of the first tensor in the inputs or targets, a few hundred at most."""
-    given = batch[0] if name.startswith("inputs") else batch[1]
-    parts = given if isinstance(given, list) else [given]
-    first = [next(_tensors_with_rows(part), None) for part in parts]
-    rows = [row for tensor in first if tensor is not None for row in tensor[:_MOST_ROWS]]
-    return [*map(fingerprint, rows[:_MOST_ROWS])]
-
-
-def _tensors_with_rows(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        if value.dim() and len(value) > 1:
-            yield value
-        return
-    for item in value.values() if isinstance(value, Mapping) else value if isinstance(value, (tuple, list)) else ():
-        yield from _tensors_with_rows(item)

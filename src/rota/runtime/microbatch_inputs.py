@@ -17,7 +17,7 @@ from rota.runtime.chunked_batches import to_chunks
 from rota.runtime.compute import Batch
 from rota.runtime.device.protocol import Number
 from rota.runtime.fingerprints import Fingerprints, fingerprints
-from rota.runtime.messages import describe_value, over_tensors, tensors_in
+from rota.runtime.messages import over_tensors, tensors_in
 from rota.runtime.microbatches import (
     Microbatches,
     is_empty,
@@ -162,20 +162,6 @@ class MicrobatchInputs:
         """Raises PipelineError if a stage of this rank has written to what all micro-batches get."""
         refuse_writes_to_shared(batch.given)
         refuse_writes_to_shared(batch.wanted)
-
-    def given(self, batch: Batch) -> dict[str, list[str]]:
-        """What is read here, as text to show and compare: by input, for each micro-batch; "" if it is not read."""
-        found: dict[str, list[str]] = {}
-        for stage, microbatches in self._reading.items():
-            for m in microbatches[:1] if batch.alike else microbatches:
-                with suppress(PipelineError):  # the op itself says what the batch lacks
-                    values = self._stages.pick_inputs(stage, batch.inputs[m])
-                    for wanted, value in zip(self._stages.inputs[stage], values, strict=True):
-                        of_input = found.setdefault(str(wanted), [""] * self._num_microbatches)
-                        of_input[m] = describe_value(value)
-                        if batch.alike:
-                            of_input[:] = of_input[m : m + 1] * self._num_microbatches
-        return found
 
     def fingerprints(self, batch: Batch) -> Fingerprints:
         """Of all that this rank was given, {} if it reads nothing of it."""
