@@ -17,7 +17,8 @@ from torch import nn
 
 import rota
 from rota import Checkpoints, Cluster, Costs, Pipeline, PipelineError, Plan, Stages, interleaved, place, split, wave
-from rota.runtime.kept_memory import environment_of, states_in
+from rota.runtime.environment import KEPT_MEMORY
+from rota.runtime.kept_memory import states_in
 from rota.runtime.launching.run_folder import snapshot_folders
 from rota.schedules import interleaved_one_f_one_b, one_f_one_b, zb_h1, zb_v
 from support.networks import batch_of, loss_fn
@@ -188,6 +189,5 @@ def steps_in(folder: Path) -> list[int]:
 def memory() -> Iterator[Path]:
     """A folder as a supervisor would keep it for this rank, and no other rank's."""
     with snapshot_folders("/dev/shm", 1) as (folder,), pytest.MonkeyPatch.context() as patch:
-        for name, value in environment_of(folder).items():
-            patch.setenv(name, value)
+        patch.setenv(KEPT_MEMORY, str(folder))
         yield folder

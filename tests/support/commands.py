@@ -18,7 +18,7 @@ from unittest.mock import patch
 
 from rota import Plan
 from rota.cli import main
-from rota.runtime.environment import mesh_environment
+from rota.runtime.environment import MESH
 from rota.runtime.launcher_files import write_plan
 from support.pool import Pool
 
@@ -50,7 +50,8 @@ def _rota_run(pool: Pool, folder: Path, plan: str, script: list[str], sizes: dic
     num_processes = mesh["pp"] * mesh["dp"] * mesh["tp"]
     exchanged = folder / ".rota-run"
     exchanged.mkdir(exist_ok=True)
-    environment = {"WORLD_SIZE": str(num_processes), **write_plan(given, str(exchanged)), **mesh_environment(**mesh)}
+    environment = {"WORLD_SIZE": str(num_processes), MESH: f"{mesh['dp']} {mesh['pp']} {mesh['tp']}"}
+    environment |= write_plan(given, str(exchanged))
     return _on_pool(pool, num_processes, folder, script, environment)
 
 

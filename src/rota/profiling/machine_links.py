@@ -22,7 +22,7 @@ from rota.profiling.forked import run_forked
 from rota.profiling.links import REPEATS, MeasuredLinks, Report, find_links
 from rota.profiling.places import cpu_name
 from rota.runtime.device.local import AUTO, device_type, local_device
-from rota.runtime.environment import device_environment, num_cores
+from rota.runtime.environment import DEVICE, num_cores
 from rota.runtime.process_group import join
 from rota.units import count_text
 from rota.writing import write_text
@@ -132,7 +132,7 @@ def links_of_started(
     report(f"measuring the links between {num_processes} processes")
 
     def work(_: int) -> list[str]:
-        os.environ |= device_environment(kind)
+        os.environ[DEVICE] = kind
         found = links_of_launched(repeats)
         return [] if found is None else [found.cluster.to_json(), found.text, found.doubt]
 

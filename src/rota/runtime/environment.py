@@ -11,6 +11,10 @@ from rota.errors import PipelineError
 from rota.units import count_text
 
 STORE = "ROTA_STORE"  # the file in which the ranks meet
+FOLDER = "ROTA_FOLDER"  # the run's, with its plan, its script and the ranks' records
+RESTART = "ROTA_RESTART"  # how often the ranks were started again
+TIMEOUT_S = "ROTA_TIMEOUT_S"  # what `rota run --timeout` says
+KEPT_MEMORY = "ROTA_KEPT_MEMORY"  # the folder of the rank's snapshots
 MESH = "ROTA_MESH"  # dp, pp and tp
 DEVICE = "ROTA_DEVICE"  # what `rota run --device` says
 PROGRESS = "ROTA_PROGRESS"  # set where the first process is to say how the training goes
@@ -68,13 +72,3 @@ def loopback() -> str:
     if not names:
         raise PipelineError("this machine has no loopback interface, lo; bring it up with `ip link set lo up`")
     return names[0]
-
-
-def mesh_environment(pp: int, dp: int, tp: int) -> dict[str, str]:
-    """The environment that describes the mesh to the processes of a run."""
-    return {MESH: f"{dp} {pp} {tp}"}
-
-
-def device_environment(wish: str) -> dict[str, str]:
-    """The environment that tells the processes of a run which device they take."""
-    return {DEVICE: wish}

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-_KEPT = "ROTA_KEPT_MEMORY"  # an environment variable, set by the launcher: the rank's folder
+from rota.runtime.environment import KEPT_MEMORY
+
 _NAME = re.compile(r"([0-9a-f]{16})-([0-9]{1,18})\.safetensors")
 
 
@@ -24,19 +25,9 @@ class State(NamedTuple):
         return f"{self.training}-{self.step}.safetensors"
 
 
-def environment_of(folder: Path) -> dict[str, str]:
-    """The environment through which a rank finds its folder."""
-    return {_KEPT: str(folder)}
-
-
-def is_given() -> bool:
-    """Whether the launcher keeps a memory for this rank: then the rank may be started again."""
-    return _KEPT in os.environ
-
-
 def given() -> Path | None:
-    """This rank's folder; None if the launcher keeps none."""
-    return Path(os.environ[_KEPT]) if is_given() else None
+    """This rank's folder; None if the launcher keeps none, and would not start this rank again."""
+    return Path(os.environ[KEPT_MEMORY]) if KEPT_MEMORY in os.environ else None
 
 
 def states_in(folder: Path) -> set[State]:

@@ -14,11 +14,10 @@ from rota import reading
 from rota.errors import PipelineError
 from rota.plan import Plan
 from rota.reading import Field
+from rota.runtime.environment import FOLDER, RESTART, TIMEOUT_S
 from rota.runtime.recorder import Record
 from rota.units import count_text
 
-# Environment variables, set by the launcher.
-_FOLDER, _RESTART, _LIMIT = "ROTA_FOLDER", "ROTA_RESTART", "ROTA_TIMEOUT_S"
 _SCRIPT = "script.py"
 
 
@@ -30,7 +29,7 @@ def digest(plan: Plan) -> str:
 def write_plan(plan: Plan, folder: str) -> dict[str, str]:
     """Write the plan for the ranks; returns the environment through which they find it."""
     Path(folder, "plan.json").write_text(plan.to_json())
-    return {_FOLDER: folder}
+    return {FOLDER: folder}
 
 
 def given_plan(path: str | Path | None = None) -> Plan:
@@ -42,7 +41,7 @@ def given_plan(path: str | Path | None = None) -> Plan:
     Raises:
         PipelineError: no plan was given, or the processes are not a multiple of the plan's ranks.
     """
-    folder = os.environ.get(_FOLDER)
+    folder = os.environ.get(FOLDER)
     if folder is not None:
         return Plan.from_json(Path(folder, "plan.json").read_text())
     if path is None:
@@ -65,7 +64,7 @@ def keep_sockets_in_run_folder() -> None:
 
     It removes them when a process ends, but not of one that is killed; the run's folder is removed in any case.
     """
-    if (folder := os.environ.get(_FOLDER)) is not None:
+    if (folder := os.environ.get(FOLDER)) is not None:
         before, tempfile.tempdir = tempfile.tempdir, folder
         try:
             multiprocessing.util.get_temp_dir()  # which this process and its children use from now on
@@ -82,7 +81,7 @@ def keep_script(script: str, folder: str) -> bytes:
 
 def kept_script() -> bytes:
     """The script as it was when the run began."""
-    return Path(os.environ[_FOLDER], _SCRIPT).read_bytes()
+    return Path(os.environ[FOLDER], _SCRIPT).read_bytes()
 
 
 def report_changed_script(script: str, folder: str, report: Callable[[str], None]) -> None:
@@ -100,10 +99,10 @@ def report_changed_script(script: str, folder: str, report: Callable[[str], None
 
 def is_first_to_say(text: str) -> bool:
     """Whether no other rank of this start has asked this with the same text before."""
-    folder = os.environ.get(_FOLDER)
+    folder = os.environ.get(FOLDER)
     if folder is None:
         return True
-    name = f"said-{os.environ.get(_RESTART, '0')}-{hashlib.sha256(text.encode(errors='replace')).hexdigest()}"
+    name = f"said-{os.environ.get(RESTART, '0')}-{hashlib.sha256(text.encode(errors='replace')).hexdigest()}"
     try:
         Path(folder, name).touch(exist_ok=False)
     except FileExistsError:
@@ -116,24 +115,14 @@ def is_first_to_say(text: str) -> bool:
 # --- restarts and limits of time --------------------------------------------------------------------------------------
 
 
-def restart_environment(number: int) -> dict[str, str]:
-    """The environment that says how often the ranks were started again."""
-    return {_RESTART: str(number)}
-
-
 def is_restart() -> bool:
     """Whether `rota run` or torchrun started this process to replace one that failed."""
-    return any(os.environ.get(name, "0") != "0" for name in (_RESTART, "TORCHELASTIC_RESTART_COUNT"))
-
-
-def limit_environment(timeout_s: float | None) -> dict[str, str]:
-    """The environment that says after how many seconds without progress a rank is ended."""
-    return {} if timeout_s is None else {_LIMIT: repr(timeout_s)}
+    return any(os.environ.get(name, "0") != "0" for name in (RESTART, "TORCHELASTIC_RESTART_COUNT"))
 
 
 def given_limit_s() -> float | None:
     """The seconds of `rota run --timeout`, None without it."""
-    return float(os.environ[_LIMIT]) if _LIMIT in os.environ else None
+    return float(os.environ[TIMEOUT_S]) if TIMEOUT_S in os.environ else None
 
 
 # --- records ----------------------------------------------------------------------------------------------------------
@@ -141,8 +130,8 @@ def given_limit_s() -> float | None:
 
 def leave_record(plan: Plan, record: Record) -> None:
     """Write a rank's record for the launcher, if there is one."""
-    if _FOLDER in os.environ:
-        folder, restart = os.environ[_FOLDER], int(os.environ.get(_RESTART, "0"))
+    if FOLDER in os.environ:
+        folder, restart = os.environ[FOLDER], int(os.environ.get(RESTART, "0"))
         _path(folder, plan, record.rank, restart).write_text(json.dumps(record.to_fields()))
 
 

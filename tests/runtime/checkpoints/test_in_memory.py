@@ -16,7 +16,7 @@ import torch.distributed as dist
 from rota import PipelineError, split
 from rota.runtime import kept_memory
 from rota.runtime.checkpoints import snapshots
-from rota.runtime.environment import PROGRESS
+from rota.runtime.environment import KEPT_MEMORY, PROGRESS
 from rota.runtime.kept_memory import states_in
 from rota.simulation import simulate
 from support.checkpoint_runs import TWO, Training, memory, model, refusal, steps_in
@@ -352,5 +352,5 @@ def test_a_rank_without_memory_for_more_ends_no_run(pool: Pool, tmp_path: Path, 
 
 
 def test_without_a_supervisor_nothing_is_kept() -> None:
-    assert kept_memory._KEPT not in os.environ
+    assert KEPT_MEMORY not in os.environ
     assert kept_memory.given() is None

@@ -157,7 +157,7 @@ def _links(options: Options) -> None:
     from rota.profiling.links import REPEATS
     from rota.profiling.machine_links import links_of_launched, links_of_started, measured_on_this_machine
     from rota.runtime.device.local import AUTO
-    from rota.runtime.environment import device_environment
+    from rota.runtime.environment import DEVICE
 
     for option in ("rows", "cuts", "length", "lengths", "stages"):
         if getattr(options, option):
@@ -174,7 +174,7 @@ def _links(options: Options) -> None:
         for option in ("processes", "cache"):
             if getattr(options, option) is not None:
                 raise InputError(f"--{option}: the launcher has started the processes; leave it out")
-        os.environ |= device_environment(options.device) if options.device else {}
+        os.environ |= {DEVICE: options.device} if options.device else {}
         launched = links_of_launched(repeats, _report)
         if launched is None:  # the first process prints it
             return

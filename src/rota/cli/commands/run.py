@@ -71,7 +71,7 @@ def run(options: Options) -> int:
             raise InputError(f"{word} comes after the plan; put the options of `rota run` before the plan")
     planned = files.read_plan(options.plan)
     require_installed("torch", "torch")
-    from rota.runtime.environment import PROGRESS, device_environment
+    from rota.runtime.environment import DEVICE, PROGRESS
     from rota.runtime.launching.launch import EndedBySignal, launch
 
     reading.read_text(options.script)
@@ -101,9 +101,7 @@ def run(options: Options) -> int:
             options.script,
             [*options.arguments],
             worker="rota.runtime.launching.worker" if options.verify is None else "rota.verifying.run_worker",
-            environment=device_environment(options.device)
-            | {PROGRESS: "1"}
-            | ({} if options.verify is None else {"ROTA_VERIFY": options.verify}),
+            environment={DEVICE: options.device, PROGRESS: "1", "ROTA_VERIFY": options.verify or ""},
             dp=dp,
             tp=tp,
             max_restarts=options.max_restarts,

@@ -17,28 +17,26 @@ from typing import NamedTuple, final
 from rota.checking import check
 from rota.errors import PipelineError
 from rota.plan import Plan
-from rota.runtime.environment import meeting_environments, mesh_environment
+from rota.runtime.environment import KEPT_MEMORY, MESH, RESTART, TIMEOUT_S, meeting_environments
 from rota.runtime.host_memory import HUGE_PAGES
-from rota.runtime.kept_memory import State, common_states, environment_of
+from rota.runtime.kept_memory import State, common_states
 from rota.runtime.launcher_files import (
     collect,
     keep_script,
-    limit_environment,
     report_changed_script,
-    restart_environment,
     write_plan,
 )
 from rota.runtime.launching.forking import fork, import_for_ranks
 from rota.runtime.launching.rank_processes import RankFailed, Ranks, Starter, in_new_interpreter
 from rota.runtime.launching.requests import EndedBySignal, Requests
-from rota.runtime.launching.run_folder import Folder, run_folder, snapshot_folders
+from rota.runtime.launching.run_folder import run_folder, snapshot_folders
 from rota.runtime.recorder import merge
 from rota.timeline import Timeline
 from rota.units import count_text
 
 _IN_MEMORY = "/dev/shm"
 
-__all__ = ["EndedBySignal", "Run", "launch", "start"]
+__all__ = ["EndedBySignal", "Run", "launch"]
 
 
 class Run(NamedTuple):
@@ -55,7 +53,6 @@ def launch(
     plan: Plan,
     script: str,
     arguments: Sequence[str] = (),
-    threads_per_rank: int = 1,
     worker: str = "rota.runtime.launching.worker",
     dp: int = 1,
     tp: int = 1,
@@ -77,7 +74,6 @@ def launch(
         plan: what the ranks run.
         script: the path of a Python file.
         arguments: its `sys.argv[1:]`.
-        threads_per_rank: how many threads PyTorch may use for one op.
         worker: the module that each process runs; it runs the script.
         dp: replicas of the pipeline. There are dp · tp processes per rank, and `rota.mesh()` returns that mesh.
         tp: TP shards of each replica.
@@ -102,7 +98,9 @@ def launch(
     if not Path(script).is_file():
         raise PipelineError(f"no script {script!r}; give the path of a Python file")
     num_processes = plan.num_ranks * dp * tp
-    of_all = _inherited() | _environment_of_all(environment, timeout_s, threads_per_rank)
+    of_all = _inherited() | {**(environment or {}), MESH: f"{dp} {plan.num_ranks} {tp}"}
+    if timeout_s is not None:
+        of_all[TIMEOUT_S] = repr(timeout_s)
     if forks:
         import_for_ranks(of_all)
     with ExitStack() as stack:
@@ -115,17 +113,17 @@ def launch(
         starter: Starter = partial(in_new_interpreter, ("-P", "-m", worker, script, *arguments))
         if forks:
             starter = partial(fork, requests, worker, (script, *arguments))
-        of_all |= mesh_environment(plan.num_ranks, dp, tp) | write_plan(plan, folder.path)
+        of_all |= write_plan(plan, folder.path)
         while True:
             ranks = Ranks(folder, requests)
             try:
                 with ranks:
                     if restarts.num_all:
                         report_changed_script(script, folder.path, report)
-                    of_start = of_all | restart_environment(restarts.num_all)
+                    of_start = of_all | {RESTART: str(restarts.num_all)}
                     environments = [of_start | of_rank for of_rank in meeting_environments(folder.path, num_processes)]
                     for of_rank, kept in zip(environments, memories, strict=False):
-                        of_rank |= environment_of(kept)
+                        of_rank[KEPT_MEMORY] = str(kept)
                     ranks.start(starter, environments)
                     if pipeline_within_s is not None and not restarts.num_all:
                         ranks.wait(time.monotonic() + pipeline_within_s)
@@ -146,21 +144,6 @@ def launch(
     return Run(merge(plan, records) if records else None, requests.asked)
 
 
-def _environment_of_all(
-    given: Mapping[str, str] | None, timeout_s: float | None, threads_per_rank: int
-) -> dict[str, str]:
-    """The variables of every rank of every start, besides this process's own."""
-    return {
-        **(given or {}),
-        **limit_environment(timeout_s),
-        "OMP_NUM_THREADS": str(threads_per_rank),
-        # Otherwise OpenBLAS may start threads when the supervisor imports NumPy, and a fork loses them.
-        "OPENBLAS_NUM_THREADS": "1",
-        # Otherwise the order of a set of strings depends on the interpreter, where each rank has its own.
-        "PYTHONHASHSEED": os.environ.get("PYTHONHASHSEED", "0"),
-    }
-
-
 def _no_pipeline(script: str, num_processes: int, within_s: float) -> str:
     return (
         f"no rank has made a rota.Pipeline after {within_s:g} s: if {script} makes none, each of the {num_processes} "
@@ -169,19 +152,17 @@ def _no_pipeline(script: str, num_processes: int, within_s: float) -> str:
     )
 
 
-def start(
-    ranks: Ranks, num_processes: int, command: Sequence[str], folder: Folder, environment: dict[str, str]
-) -> None:
-    """Start `num_processes` processes that meet only in the folder; `environment` is added to this process's own."""
-    environments = meeting_environments(folder.path, num_processes)
-    ranks.start(
-        partial(in_new_interpreter, command), [_inherited() | environment | of_rank for of_rank in environments]
-    )
-
-
 def _inherited() -> dict[str, str]:
     """This process's variables. If it runs under torchrun, its ranks do not."""
-    return HUGE_PAGES | {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC_")}
+    return {
+        **HUGE_PAGES,
+        **{name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC_")},
+        "OMP_NUM_THREADS": "1",
+        # Otherwise OpenBLAS may start threads when the supervisor imports NumPy, and a fork loses them.
+        "OPENBLAS_NUM_THREADS": "1",
+        # Otherwise the order of a set of strings depends on the interpreter, where each rank has its own.
+        "PYTHONHASHSEED": os.environ.get("PYTHONHASHSEED", "0"),
+    }
 
 
 @final
