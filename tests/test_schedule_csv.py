@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -190,24 +189,6 @@ def test_blanks_and_what_pytorch_does_for_itself_say_nothing() -> None:
     placement = place(Costs.uniform(1), Cluster.uniform(1))
     told = Plan.from_csv("0UNSHARD, 0F0 ,,0B0,0REDUCE_GRAD,0RESHARD,0UNSHARD3", placement)
     assert told.to_csv() == "0F0,0B0\n"
-
-
-@pytest.mark.parametrize("options", FORMS[::2])
-def test_the_letters_of_pytorch_2_5_are_read_as_what_they_mean(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], options: dict[str, bool]
-) -> None:
-    text = SPLIT.to_csv(**options)
-    assert Plan.from_csv(text.replace("I", "B"), SPLIT.placement).orders == SPLIT.orders
-    (tmp_path / "old.csv").write_text(text.replace("I", "B"))
-    assert main(["check", str(tmp_path / "old.csv")]) == 0, capsys.readouterr().err
-    whole = PLAN.to_csv(**options)
-    old = "\n".join(
-        ",".join(re.sub("^([0-9]+)B", r"\1BW", cell) for cell in line.split(",")) for line in whole.split("\n")
-    )
-    assert old.count("BW") == whole.count("B") - whole.count("_B")
-    assert Plan.from_csv(old, PLAN.placement).orders == PLAN.orders
-    both = gpipe(place(Costs.uniform(1, weight_us=1), Cluster.uniform(1)), 2)
-    assert Plan.from_csv("0F0,0F1,0BW0,0B1,0W1\n", both.placement).orders == both.orders
 
 
 def test_b_is_i_and_w_where_the_placement_splits_it() -> None:

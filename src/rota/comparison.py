@@ -20,7 +20,6 @@ from rota.accounting.delays import Place, Readiness
 from rota.accounting.snippets import snippet
 from rota.contention import Contention
 from rota.errors import PlanError
-from rota.placement import StepEnd
 from rota.plan import Plan
 from rota.simulation import timeline_of
 from rota.tables import fitted, table_lines
@@ -284,7 +283,8 @@ class _Replay:
 
     def __init__(self, plan: Plan, timeline: Timeline, num_cores: int | None) -> None:
         self._timeline, self._num_cores = timeline, num_cores
-        self._plan = _with_step_ends(plan, timeline.plan)
+        ends = (end.stage for end in timeline.plan.placement.step_ends)
+        self._plan = replace(plan, placement=plan.placement.with_step_ends(ends))
         self._readiness = Readiness(timeline)
         self._first = [0]
         for order in plan.orders:
@@ -486,12 +486,3 @@ class _Replay:
     def _cores(self) -> Contention | None:
         times = ((span.start_us, span.end_us) for span in self._timeline.op_spans())
         return Contention(times, self._num_cores) if self._num_cores else None
-
-
-def _with_step_ends(plan: Plan, other: Plan) -> Plan:
-    """`plan` with the step ends that only `other` has, with a duration of 0."""
-    known = {end.stage for end in plan.placement.step_ends}
-    more = tuple(StepEnd(end.stage, 0, 0) for end in other.placement.step_ends if end.stage not in known)
-    if not more:
-        return plan
-    return replace(plan, placement=replace(plan.placement, step_ends=plan.placement.step_ends + more))

@@ -528,6 +528,11 @@ class Placement:
         tasks = tuple(replace(self.tasks[i], held_bytes=0) for i in kept)
         return replace(self, tasks=tasks, edges=edges, step_ends=())
 
+    def with_step_ends(self, stages: Iterable[int]) -> Placement:
+        """The same with a step end of length 0 for each of these stages that has none."""
+        more = sorted({*stages} - {end.stage for end in self.step_ends})
+        return replace(self, step_ends=(*self.step_ends, *(StepEnd(stage, 0, 0) for stage in more))) if more else self
+
     def to_fields(self) -> dict[str, Any]:
         """The fields of a placement in JSON."""
 

@@ -5,8 +5,7 @@
     (3F1;0B2)OVERLAP_F_B                 a forward and a backward that PyTorch may run as one
 
 It can express only chains of stages, each on one rank. When it is read, communication is verified and then dropped,
-because a plan derives its own. PyTorch's own UNSHARD, RESHARD, REDUCE_GRAD and waits are dropped too. The letters of
-PyTorch 2.5, in which B and W are what I and W are today, and BW is B, are read as what they mean.
+because a plan derives its own. PyTorch's own UNSHARD, RESHARD, REDUCE_GRAD and waits are dropped too.
 """
 
 from __future__ import annotations
@@ -24,10 +23,6 @@ from rota.tasks import Kind, Op
 _MESSAGE = re.compile(r"(\d{1,9})(SEND|RECV)_([FB])(\d{1,9})", re.ASCII)
 _PAIR = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
 _DROPPED = re.compile(r"\d{1,9}(UNSHARD|RESHARD|(?:WAIT_)?REDUCE_GRAD|WAIT_SEND_[FB])\d{0,9}", re.ASCII)
-
-_BACKWARD = re.compile(r"(?<!\w)(\d{1,9})B(\d{1,9})(?!\w)", re.ASCII)
-_WEIGHT = re.compile(r"(?<!\w)(\d{1,9})W(\d{1,9})(?!\w)", re.ASCII)
-_WHOLE_BACKWARD = re.compile(r"(?<!\w)(\d{1,9})BW(\d{1,9})(?!\w)", re.ASCII)
 
 Parsed = TypeVar("Parsed")
 Orders = Sequence[Sequence[Op]]
@@ -86,7 +81,7 @@ def read(text: str, placement: Placement | None = None) -> tuple[tuple[Op, ...],
 
 def read_actions(text: str, num_ranks: int = 0) -> tuple[tuple[Op | Message, ...], ...]:
     """Each rank's ops and messages, at least `num_ranks` ranks. Raises FormatError as `read` does."""
-    lines = [_read_line(line, number) for number, line in enumerate(_in_todays_letters(text).splitlines(), 1)]
+    lines = [_read_line(line, number) for number, line in enumerate(text.splitlines(), 1)]
     while len(lines) > num_ranks and not lines[-1]:
         lines.pop()
     if any(isinstance(action, Message) for line in lines for action, _ in line):
@@ -116,13 +111,6 @@ def _parse_at(where: str, parse: Callable[[str], Parsed], text: str) -> Parsed:
         return parse(text)
     except FormatError as error:
         raise FormatError(f"{where}: {error}") from None
-
-
-def _in_todays_letters(text: str) -> str:
-    """PyTorch 2.5 wrote BW for B, and B for I. A B that has a W of its own is an I: a whole one would do W twice."""
-    weights = set(_WEIGHT.findall(text))
-    text = _BACKWARD.sub(lambda b: f"{b[1]}I{b[2]}" if b.groups() in weights else b[0], text)
-    return _WHOLE_BACKWARD.sub(r"\1B\2", text)
 
 
 def _read_line(line: str, number: int) -> list[_Cell]:

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from rota.contention import service_starts_us
-from rota.placement import StepEnd
 from rota.plan import Plan
 from rota.tasks import Op
 from rota.timeline import Timeline
@@ -125,7 +124,8 @@ def merge(plan: Plan, records: list[Record]) -> Timeline:
     `service_starts_us` for how that is found.
     """
     records = sorted(records, key=lambda record: record.rank)
-    plan = _with_step_ends(plan, {stage for record in records for stage in record.reductions_ns})
+    reduced = {stage for record in records for stage in record.reductions_ns}
+    plan = replace(plan, placement=plan.placement.with_step_ends(reduced))
     rows = next((record.microbatch_rows for record in records if record.microbatch_rows is not None), None)
     if plan.microbatch_rows is not None and rows is not None:
         plan = replace(plan, placement=replace(plan.placement, microbatch_rows=rows))
@@ -172,11 +172,3 @@ def _in_turn(begun_and_done: dict[int, tuple[int, int]]) -> dict[int, tuple[int,
         found[stage] = max(begun, before), max(done, before)
         before = found[stage][1]
     return found
-
-
-def _with_step_ends(plan: Plan, stages: set[int]) -> Plan:
-    known = {end.stage for end in plan.placement.step_ends}
-    if stages <= known:
-        return plan
-    more = tuple(StepEnd(stage, 0, 0) for stage in sorted(stages - known))
-    return replace(plan, placement=replace(plan.placement, step_ends=plan.placement.step_ends + more))

@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+from rota import reading
 from rota.units import count_text
 
 
@@ -63,7 +64,7 @@ def reason_of(report: str) -> str:
 
 def printable(text: str) -> str:
     """The text with control characters escaped, except line breaks, so that it cannot control a terminal."""
-    return "".join(letter if letter.isprintable() or letter == "\n" else repr(letter)[1:-1] for letter in text)
+    return "\n".join(map(reading.printable, text.split("\n")))
 
 
 def compose_alone(name: str, status: Status, limit_s: float, why: str) -> str:
