@@ -25,6 +25,7 @@ from plans import MANY, Case, cases, one_at_a_time, plan_of
 from waiting import rehearse
 
 from rota import Cluster, Kind, Link, Op, Plan, compare, simulate
+from rota.comparison import Part
 from rota.cluster import SharedLink
 from rota.profiling.link_pipelines import SIZES
 from rota.profiling.links import line_through
@@ -96,7 +97,7 @@ def row_of(case: Case, results: Results) -> dict[str, Any]:
         "plan": name,
         "simulated_us": simulate(plan).makespan_us,
         "steps_us": [timeline.makespan_us for timeline in timelines],
-        "later_arrivals_us": compare(plan, timelines[NUM_STEPS // 2]).later_arrivals_us,
+        "later_arrivals_us": compare(plan, timelines[NUM_STEPS // 2]).parts_us[Part.ARRIVALS],
         "load": round(load, 1),
     }
 

@@ -112,21 +112,6 @@ class Comparison:
         """Measured minus planned makespan."""
         return self.measured.makespan_us - self.planned.makespan_us
 
-    @property
-    def slower_ops_us(self) -> int:
-        """Growth of the makespan because ops run longer or wait for a core."""
-        return self.parts_us[Part.SLOWER] + self.parts_us[Part.CORES]
-
-    @property
-    def later_arrivals_us(self) -> int:
-        """Further growth of the makespan with the measured durations of transfers."""
-        return self.parts_us[Part.ARRIVALS]
-
-    @property
-    def rest_us(self) -> int:
-        """The sum of the other parts."""
-        return self.difference_us - self.slower_ops_us - self.later_arrivals_us
-
     def to_text(self, width: int | None = None) -> str:
         """The report that `rota compare` prints, in lines of at most `width` characters; None: of any length."""
         planned, measured = self.planned, self.measured

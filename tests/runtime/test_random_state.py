@@ -11,7 +11,7 @@ from torch import nn
 
 import rota
 from rota import Cluster, Costs, Pipeline, Plan, Stages, place
-from rota.runtime.compute import op_seed
+from rota.runtime.compute import seed_of
 from rota.schedules import NAMED
 from support.networks import batch_of, loss_fn
 from support.pool import Pool
@@ -47,9 +47,9 @@ def test_dropout(pool: Pool) -> None:
 
 
 def test_what_an_op_draws_is_the_same_in_each_process_and_in_each_version_of_python() -> None:
-    assert op_seed(0, 0, 0) == 3882903725285577553
-    assert op_seed(2**62 - 1, 3, 17) == 4848491782564431751
-    seeds = {op_seed(seed, stage, m) for seed in range(8) for stage in range(8) for m in range(8)}
+    assert seed_of(0, 0, 0) == 3882903725285577553
+    assert seed_of(2**62 - 1, 3, 17) == 4848491782564431751
+    seeds = {seed_of(seed, stage, m) for seed in range(8) for stage in range(8) for m in range(8)}
     assert len(seeds) == 8**3
     assert all(0 <= seed < 2**63 for seed in seeds)
 

@@ -36,7 +36,7 @@ def supervisor(monkeypatch: pytest.MonkeyPatch) -> Iterator[socket.socket]:
     ours.close()
     theirs.detach()
     assert control._line is not None
-    control._line._socket.close()  # by the same number
+    control._line.connection.close()  # by the same number
 
 
 class Clock:

@@ -83,7 +83,6 @@ def test_timelines_of_random_plans_are_possible_and_equal_on_all_ranks(pool: Poo
         comparison = compare(simulate(plan), timeline)
         parts = sum(comparison.parts_us.values())
         assert parts == comparison.difference_us == timeline.makespan_us - simulate(plan).makespan_us
-        assert parts == comparison.slower_ops_us + comparison.later_arrivals_us + comparison.rest_us
 
 
 #: When this process's ops began and ended to sleep, by their kind and in their order, in ns of the clock of timelines.

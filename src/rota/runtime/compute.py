@@ -107,11 +107,6 @@ def step_seed(device: Device) -> Iterator[int]:
         device.set_random_state(random_state)
 
 
-def op_seed(seed: int, stage: int, microbatch: int) -> int:
-    """What an op draws depends on step, stage and micro-batch, not on the order or the rank: R draws what F drew."""
-    return seed_of(seed, stage, microbatch)
-
-
 def seed_of(*numbers: int) -> int:
     """A seed that depends on these numbers alone: in each process, by every Python, so that a restart draws it again.
 
@@ -236,7 +231,8 @@ class Compute:
 
     def _forward(self, op: Op, received: list[Any], buffers: dict[str, torch.Tensor] | None = None) -> list[Any]:
         stage, _, m = op
-        self._device.seed(op_seed(self._seed, stage % self._num_stages, m))
+        # By step, stage and micro-batch, not by the order or the rank: R draws what F drew.
+        self._device.seed(seed_of(self._seed, stage % self._num_stages, m))
         batch = self._batch
         versions = self._versions_of_shared(stage, m)
         chunk = self._open_chunk(stage, m, received) if m in self._chunks else None

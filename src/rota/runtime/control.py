@@ -17,7 +17,7 @@ import json
 import os
 import socket
 from contextlib import suppress
-from typing import NamedTuple, final
+from typing import NamedTuple
 
 _CONTROL = "ROTA_CONTROL"  # an environment variable: the socket's number and the supervisor's process id
 _MOST_BYTES, _MOST_CHARACTERS = 65536, 4000
@@ -85,31 +85,15 @@ def received(ours: socket.socket) -> tuple[list[Message], bool]:
 # --- the rank's side --------------------------------------------------------------------------------------------------
 
 
-@final
-class _Line:
-    """This process's connection to its supervisor."""
+class _Line(NamedTuple):
+    """The connection to the supervisor, and the process that has it: a forked one has the socket, too."""
 
-    def __init__(self, theirs: socket.socket) -> None:
-        self._socket, self._process = theirs, os.getpid()
-        self._stop = False
-
-    @property
-    def is_ours(self) -> bool:
-        """Whether this process is the rank: a forked process has the socket, too."""
-        return os.getpid() == self._process
-
-    def send(self, message: Message) -> None:
-        with suppress(OSError):  # if the supervisor is gone, this rank is ended; if it is stopped, this must not block
-            self._socket.send(message.to_bytes(), socket.MSG_DONTWAIT)
-
-    def stop_is_asked(self) -> bool:
-        if not self._stop:
-            with suppress(OSError):
-                self._stop = self._socket.recv(_MOST_BYTES, socket.MSG_DONTWAIT) == STOP
-        return self._stop
+    connection: socket.socket
+    process: int
 
 
 _line: _Line | None = None
+_is_asked = False
 
 
 def connect() -> int | None:
@@ -117,26 +101,31 @@ def connect() -> int | None:
 
     None if no supervisor started this process.
     """
-    global _line
+    global _line, _is_asked
     if (given := os.environ.pop(_CONTROL, None)) is None:
         return None
     number, supervisor = map(int, given.split())
     os.set_inheritable(number, False)
-    _line = _Line(socket.socket(fileno=number))
+    _line, _is_asked = _Line(socket.socket(fileno=number), os.getpid()), False
     return supervisor
 
 
 def is_connected() -> bool:
     """Whether a supervisor has started this process, and shows what all ranks of this machine write."""
-    return _line is not None and _line.is_ours
+    return _line is not None and _line.process == os.getpid()
 
 
 def report(event: str, words: str = "", step: int = 0, training: str = "") -> None:
     """Report to the supervisor, if there is one."""
-    if _line is not None and _line.is_ours:
-        _line.send(Message(event, words, step, training))
+    if _line is not None and is_connected():
+        with suppress(OSError):  # if the supervisor is gone, this rank is ended; if it is stopped, this must not block
+            _line.connection.send(Message(event, words, step, training).to_bytes(), socket.MSG_DONTWAIT)
 
 
 def stop_is_asked() -> bool:
     """Whether the supervisor has asked this rank to end after the step that is running."""
-    return _line is not None and _line.is_ours and _line.stop_is_asked()
+    global _is_asked
+    if _line is not None and is_connected() and not _is_asked:
+        with suppress(OSError):
+            _is_asked = _line.connection.recv(_MOST_BYTES, socket.MSG_DONTWAIT) == STOP
+    return _is_asked and is_connected()

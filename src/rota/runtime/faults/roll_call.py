@@ -15,7 +15,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeVar, final
+from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar, final
 
 import torch.distributed as dist
 
@@ -23,6 +23,7 @@ from rota.runtime.faults.hang_report import Status, compose
 from rota.torch_internals import own_connection_to_store
 
 Result = TypeVar("Result")
+Event: TypeAlias = Literal["failed", "lost", "leaves", "ended"]
 
 ANSWER_S = 5.0  # long enough for a live process on a busy machine
 _STORE_S = 5.0  # for one request to the store, which does not answer if the process that holds it is stopped
@@ -60,49 +61,34 @@ class RollCall:
         self._store = own_connection_to_store()
         # All make their pipelines in the same order, so each one's count is the number of the pipeline.
         number = self._store.add(f"rota/pipelines of {self.process}", 1)
-        self._failed, self._lost = f"rota/pipeline {number} failed", f"rota/pipeline {number} lost"
-        self._leaves = f"rota/pipeline {number} leaves"
-        self._ended = f"rota/pipeline {number} ended"
+        self._pipeline = f"rota/pipeline {number}"
         self._answers: dict[int, Status] = {}
         self._requests: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._serve, name="rota-roll-call", daemon=True)
         self._thread.start()
 
-    # --- a rank that fails ----------------------------------------------------------------------------------------
+    # --- a rank that ends ---------------------------------------------------------------------------------------------
 
-    def report_failure(self, words: str) -> None:
-        """Report what ended this rank; the first report of all ranks is kept."""
-        self._within(_STORE_S, lambda: self._store.compare_set(self._failed, "", words))
+    def publish(self, event: Event, words: str) -> None:
+        """Report what happened to this rank; of each event, the first report of all ranks is kept."""
+        self._within(_STORE_S, lambda: self._store.compare_set(f"{self._pipeline} {event}", "", words))
 
-    def failure(self) -> str | None:
-        """The first report of a failure, None if no rank failed."""
-        return self._within(_STORE_S, lambda: self._got(self._failed))
+    def published(self, *events: Event) -> str | None:
+        """The report of the first of these events that was published; None if none was."""
 
-    def report_loss(self, words: str) -> None:
-        """Report that this rank lost another one; the first report of all ranks is kept."""
-        self._within(_STORE_S, lambda: self._store.compare_set(self._lost, "", words))
+        def reported() -> str | None:
+            reports = (self._got(f"{self._pipeline} {event}") for event in events)
+            return next((report for report in reports if report is not None), None)
 
-    def failure_or_loss(self) -> str | None:
-        """The first report of a failure; if there is none, that of a loss; None if there is neither."""
-        return self._within(_STORE_S, lambda: self._got(self._failed) or self._got(self._lost))
+        return self._within(_STORE_S, reported)
 
-    def report_leaving(self) -> None:
-        """Report that this rank ends because another one failed. It must do so before it ends."""
-        self._within(_STORE_S, lambda: self._store.set(self._leaves, ""))
-
-    def is_leaving(self) -> bool:
-        """Whether a rank has ended because another one failed, so that its loss is no error of its own."""
-        return self._within(_STORE_S, lambda: bool(self._store.check([self._leaves])))
-
-    # --- a rank that ends normally --------------------------------------------------------------------------------
-
-    def report_end(self, end: End) -> None:
+    def publish_end(self, end: End) -> None:
         """Report that this rank closes its pipeline without an error; the first report of all ranks is kept."""
-        self._within(_STORE_S, lambda: self._store.compare_set(self._ended, "", json.dumps(end)))
+        self.publish("ended", json.dumps(end))
 
     def end(self) -> End | None:
         """The first report of a rank that closed its pipeline, None if there is none, or it is malformed."""
-        text = self._within(_STORE_S, lambda: self._got(self._ended))
+        text = self.published("ended")
         return None if text is None else End.from_text(text)
 
     # --- a hang ---------------------------------------------------------------------------------------------------

@@ -141,17 +141,17 @@ class Watchdog:
         if isinstance(error, LostRankError):
             control.report("lost")
             with suppress(RuntimeError):
-                self._roll_call.report_loss(f"{self.name}: {words}")
+                self._roll_call.publish("lost", f"{self.name}: {words}")
             return
         control.report("fails", words)
         with suppress(RuntimeError):
-            self._roll_call.report_failure(f"{self.name}: {words}")
+            self._roll_call.publish("failed", f"{self.name}: {words}")
 
     def report_end(self, num_steps: int) -> None:
         """Report to the others that this rank closes its pipeline without an error, after so many steps."""
         words = f"{self.name} closed its pipeline without an error after {count_text(num_steps, 'step')}"
         with suppress(RuntimeError):
-            self._roll_call.report_end(End(words, self.num_calls()))
+            self._roll_call.publish_end(End(words, self.num_calls()))
 
     def close(self) -> None:
         """End the thread, and report to the supervisor that the pipeline closes."""
@@ -173,12 +173,12 @@ class Watchdog:
 
     def _leave_if_others_do(self, error: LostRankError) -> None:
         with suppress(RuntimeError):
-            if self._roll_call.is_leaving():
+            if self._roll_call.published("leaves") is not None:  # then the loss is no error of that rank's own
                 self._end_after_failure(error.lost)
 
     def _explain(self, error: LostRankError) -> None:
         with suppress(RuntimeError):
-            error.first_error = self._roll_call.failure() or ""
+            error.first_error = self._roll_call.published("failed") or ""
             end = self._roll_call.end()
             if end is not None and end.num_calls < self.num_calls():  # else it did its part of this call
                 error.ended = end.words
@@ -203,7 +203,7 @@ class Watchdog:
                 if not self._silent and self._roll_call.is_called():
                     self._end_all()
                 if not self._silent and is_at_work and self._still_s and self._times == 1:
-                    failed_s += interval if self._roll_call.failure_or_loss() else 0.0
+                    failed_s += interval if self._roll_call.published("failed", "lost") else 0.0
                 if is_idle and self._still_s >= self._idle_limit_s and self._is_awaited():
                     self._end_all(self._idle_limit_s)
             except RuntimeError as error:
@@ -220,7 +220,7 @@ class Watchdog:
 
     def _is_awaited(self) -> bool:
         """Whether no rank has ended its pipeline; else those left may work by themselves for as long as they like."""
-        return not (self._silent or self._roll_call.end() or self._roll_call.failure_or_loss())
+        return not (self._silent or self._roll_call.end() or self._roll_call.published("failed", "lost"))
 
     def _status(self) -> Status:
         frames = frames_of(self._thread_id)
@@ -268,8 +268,8 @@ class Watchdog:
         try:
             failure = ""
             with suppress(RuntimeError):
-                failure = self._roll_call.failure_or_loss() or ""
-                self._roll_call.report_leaving()  # before it ends: those that lose it ask for that
+                failure = self._roll_call.published("failed", "lost") or ""
+                self._roll_call.publish("leaves", "")  # before it ends: those that lose it ask for that
             control.report("lost")
             _show(f"rota: {self.name} {words}, and was ended because another rank failed: {failure}")
         finally:
