@@ -35,20 +35,7 @@ _HOMES = {
     "with_plan": "rota.interop.planned_config",
 }
 
-__all__ = [
-    "ImportedTrace",
-    "check_parts",
-    "deepspeed",
-    "import_traces",
-    "in_planned_order",
-    "keep_order",
-    "megatron",
-    "module_parts",
-    "parts_beginning_with",
-    "schedule_from",
-    "torchtitan",
-    "with_plan",
-]
+__all__ = [*_HOMES, *_TRAINERS]
 
 
 def __getattr__(name: str) -> Any:
