@@ -435,7 +435,7 @@ class Pipeline:
         if wait:
             loss = self._run(Call.STEP if sync else Call.STEP_WITHOUT_SYNC, ready, batch, float(scale)).loss.mean
             if self._progress is not None:
-                self._progress.done(self._number, begun_s, loss, self._record.busy_ns / 1e9)
+                self._progress.done(self._number, begun_s, loss)
             return loss
         call = Call.STEP_WITHOUT_WAIT if sync else Call.STEP_WITHOUT_SYNC_AND_WAIT
         handle = self._run(call, ready, batch, float(scale)).handle

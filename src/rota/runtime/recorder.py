@@ -72,11 +72,6 @@ class Record:
         ended = _times({stage: end for stage, (_, end) in marks.reductions.items()}, device)
         self.reductions_ns = {stage: (begun[stage], ended[stage]) for stage in begun}
 
-    @property
-    def busy_ns(self) -> int:
-        """How long the ops took together."""
-        return sum(self.ends_ns) - sum(self.starts_ns)
-
     def to_fields(self) -> dict[str, Any]:
         """The record as JSON fields."""
         messages = [[*column, sent, self.through_ns[column]] for column, sent in self.sent_ns.items()]

@@ -18,9 +18,6 @@ from rota.units import size_text, time_text
 
 _EVERY_S = 10.0
 _FEW = 10  # steps, of which the median says little
-_LATE_TIMES, _LATE_S = 5.0, 1.0  # a step is late that takes so many times the median, and so much longer
-_LEAST_BEFORE = 3  # steps before it: the first ones warm up
-_LATE_EVERY_S = 60.0  # between lines about late steps
 
 
 def progress_of(plan: Plan, is_first: bool, on_cpu: bool) -> StepProgress | None:
@@ -35,14 +32,12 @@ def progress_of(plan: Plan, is_first: bool, on_cpu: bool) -> StepProgress | None
 
 @final
 class StepProgress:
-    """Prints a line every ten seconds, one about a step that took far too long, and the median of all at the end."""
+    """Prints a line every ten seconds, and the median of all steps at the end."""
 
     def __init__(self, plan: Plan, now_s: Callable[[], float] = time.monotonic) -> None:
         self._plan, self._now_s = plan, now_s
         self._told_s = now_s()
-        self._told_late_s = -math.inf
         self._durations_s: list[float] = []  # of all steps
-        self._ops_s: list[float] = []  # what ops of this rank took of them
         self._num_told = 0
         self._planned = ""
         self._commits_s: list[tuple[float, float]] = []  # begin and end of each
@@ -54,44 +49,20 @@ class StepProgress:
         if shared and usage is not None and not (usage.is_from_run or usage.is_estimate):
             self._tell(shared)
 
-    def done(self, number: int, begun_s: float, loss: float, ops_s: float) -> None:
+    def done(self, number: int, begun_s: float, loss: float) -> None:
         """Report a step that has ended, if it is time to.
 
         Args:
             number: Of the step.
             begun_s: When it began, by `time.monotonic`.
             loss: Of the step; nan is not told.
-            ops_s: What the ops of this rank, the first, took of it.
         """
         now_s = self._now_s()
-        late = self._late_text(number, now_s - begun_s, ops_s)
         self._durations_s.append(now_s - begun_s)
-        self._ops_s.append(ops_s)
         if now_s - self._told_s >= _EVERY_S:
             told_loss = "" if math.isnan(loss) else f"loss {loss:.4g}, "
             self._tell(f"step {number}: {told_loss}{self._median_text(self._num_told)} per step{self._planned_text()}")
             self._told_s, self._num_told = now_s, len(self._durations_s)
-        if late and now_s - self._told_late_s >= _LATE_EVERY_S:
-            self._tell(late)
-            self._told_late_s = now_s
-
-    def _late_text(self, number: int, step_s: float, ops_s: float) -> str:
-        """What is known about a step that took far longer than those before it, and than planned; "" of any other."""
-        if step_s < _LATE_S or len(self._durations_s) < _LEAST_BEFORE:
-            return ""
-        usual_s = median(self._durations_s)
-        if step_s < max(_LATE_TIMES * usual_s, usual_s + _LATE_S):
-            return ""
-        if step_s < _LATE_TIMES * self._planned_s():  # last, as it simulates the plan
-            return ""
-        usual_ops_s = median(self._ops_s)
-        is_own = self._plan.num_ranks == 1 or ops_s - usual_ops_s > (step_s - usual_s) / 2
-        return (
-            f"step {number} took {time_text(round(1e6 * step_s))}, {step_s / usual_s:.0f} times the median of the "
-            f"steps before it; of this, rank 0's own ops took {time_text(round(1e6 * ops_s))} (median "
-            f"{time_text(round(1e6 * usual_ops_s))}): unless its batch was larger, "
-            f"{'rank 0' if is_own else 'another rank'}, or the whole machine, was stopped or stalled"
-        )
 
     def committed(self, begun_s: float, snapshot_bytes: int) -> None:
         """A state has been kept in memory; `snapshot_bytes`: the most memory that the states of a rank take."""
@@ -124,7 +95,3 @@ class StepProgress:
             return " (the plan has no measured costs)"
         self._planned = self._planned or f" (planned: {time_text(simulate(self._plan).makespan_us)})"
         return self._planned
-
-    def _planned_s(self) -> float:
-        """The planned seconds of a step; 0.0 if the plan's costs are not of this model."""
-        return 0.0 if self._plan.usage is None else simulate(self._plan).makespan_us / 1e6
