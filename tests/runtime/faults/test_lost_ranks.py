@@ -22,7 +22,8 @@ from torch import Tensor, nn
 from rota import Cluster, Costs, Pipeline, PipelineError, Plan, Stages, place, spmd
 from rota.errors import error_text
 from rota.runtime import transport
-from rota.schedules import NAMED, gpipe
+from rota.schedules import gpipe
+from support.faulty_stages import NUM_RANKS, Fails, break_on_purpose, plan_for, stages_with
 from support.fresh import Ended, run_fresh
 from support.networks import Layer, batch_of, loss_fn
 from support.parallel_modules import GatheredLayer, ParallelLayer
@@ -30,40 +31,7 @@ from support.pool import Pool
 
 pytestmark = pytest.mark.dist
 
-NUM_RANKS = 3
 LOSSES = "waiting for the other ranks' losses"
-
-
-class Breaks(Layer):
-    """Raises in the forward or backward of one micro-batch (they come in order)."""
-
-    def __init__(self, where: str, microbatch: int) -> None:
-        super().__init__()
-        self.where, self.left = where, microbatch
-
-    def break_if_it_is_time(self) -> None:
-        self.left -= 1
-        if self.left < 0:
-            raise ValueError("broken on purpose")
-
-    def forward(self, *values: Tensor) -> Tensor:
-        if self.where == "forward":
-            self.break_if_it_is_time()
-        output = super().forward(*values)
-        if self.where == "backward":
-            output.register_hook(lambda _: self.break_if_it_is_time())
-        return output
-
-
-def plan_for(schedule: str = "1f1b", num_microbatches: int = 4) -> Plan:
-    placement = place(Costs.uniform(NUM_RANKS, 10, 20), Cluster.uniform(NUM_RANKS))
-    if schedule == "forward_only":
-        placement = placement.forward_only()
-    return NAMED[schedule](placement, num_microbatches)
-
-
-def stages_with(stage: Layer, at: int) -> Stages:
-    return Stages([(stage if number == at else Layer()).double() for number in range(NUM_RANKS)])
 
 
 def steps(rank: int, stages: Stages, plan: Plan, num_steps: int, loss: Any = loss_fn) -> None:
@@ -105,9 +73,11 @@ def assert_lost(ended: Ended, whom: str, *doings: str, first: str = "rank 1: Val
 )
 def test_stage_that_raises(tmp_path: Path, where: str, microbatch: int, first: list[str], last: list[str]) -> None:
     """`first`, `last`: what the first and the last rank may tell."""
-    ended = run_fresh(tmp_path, NUM_RANKS, steps, stages_with(Breaks(where, microbatch), 1), plan_for(), 2)
+    ended = run_fresh(
+        tmp_path, NUM_RANKS, steps, stages_with(Fails(break_on_purpose, where, microbatch), 1), plan_for(), 2
+    )
     assert_told(ended[1], "^ValueError: broken on purpose")
-    assert "break_if_it_is_time" in ended[1].stderr
+    assert "break_on_purpose" in ended[1].stderr
     assert_lost(ended[0], "rank 1", *first)
     assert_lost(ended[2], "a rank" if last == [LOSSES] else "rank 1", *last)
 
@@ -127,7 +97,7 @@ def test_a_loss_fn_that_returns_no_number_is_told_rank_after_rank(tmp_path: Path
 def test_rank_that_only_sends_is_told_too(tmp_path: Path) -> None:
     """Rank 1 has posted its receives as far as that of 1F3."""
     plan = plan_for("forward_only", 8)
-    ended = run_fresh(tmp_path, NUM_RANKS, steps, stages_with(Breaks("forward", 8 + 1), 1), plan, 2)
+    ended = run_fresh(tmp_path, NUM_RANKS, steps, stages_with(Fails(break_on_purpose, "forward", 8 + 1), 1), plan, 2)
     assert_told(ended[1], "ValueError: broken on purpose")
     assert_lost(ended[0], "rank 1", "sending 0F[2-7]→1F[2-7]")
     assert_lost(ended[2], "rank 1", "waiting for 1F[1-3]→2F[1-3]")

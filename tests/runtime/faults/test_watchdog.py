@@ -6,55 +6,23 @@ import math
 import re
 import time
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import pytest
-from torch import Tensor, nn
+from torch import Tensor
 
-from rota import Cluster, Costs, Pipeline, PipelineError, Plan, Stages, place
+from rota import Pipeline, PipelineError, Plan, Stages
 from rota.errors import LostRankError
 from rota.runtime.faults import watchdog
 from rota.runtime.faults.watchdog import EXIT_CODE
-from rota.schedules import NAMED
+from support.faulty_stages import NUM_RANKS, Fails, hang, plan_for, stages_with
 from support.fresh import Ended, run_fresh
 from support.networks import Layer, batch_of, loss_fn
 from support.watch_clock import WatchClock, once_all_are
 
 pytestmark = pytest.mark.dist
 
-NUM_RANKS, TIMEOUT_S = 3, 100.0  # which pass at once, see WatchClock
-
-
-class Stuck(Layer):
-    """Hangs in the forward or backward of one micro-batch (they come in order)."""
-
-    def __init__(self, where: str, microbatch: int) -> None:
-        super().__init__()
-        self.where, self.left = where, microbatch
-
-    def hang_if_it_is_time(self) -> None:
-        self.left -= 1
-        if self.left < 0:
-            time.sleep(1000)
-
-    def forward(self, *values: Tensor) -> Tensor:
-        if self.where == "forward":
-            self.hang_if_it_is_time()
-        output = super().forward(*values)
-        if self.where == "backward":
-            output.register_hook(lambda _: self.hang_if_it_is_time())
-        return output
-
-
-def plan_for(schedule: str = "1f1b", num_microbatches: int = 4) -> Plan:
-    placement = place(Costs.uniform(NUM_RANKS, 10, 20), Cluster.uniform(NUM_RANKS))
-    if schedule == "forward_only":
-        placement = placement.forward_only()
-    return NAMED[schedule](placement, num_microbatches)
-
-
-def stages_with(stuck: nn.Module, at: int) -> Stages:
-    return Stages([(stuck if stage == at else Layer()).double() for stage in range(NUM_RANKS)])
+TIMEOUT_S = 100.0  # which pass at once, see WatchClock
 
 
 def steps(
@@ -77,8 +45,8 @@ def assert_one_report(ended: list[Ended], *told: str) -> None:
         assert text in ended[0].stderr, ended[0]
 
 
-def hang(
-    folder: Path, stuck: Stuck, schedule: str, where: dict[int, str], num_steps: int = 1, patient_rank: int = -1
+def run_stuck(
+    folder: Path, stuck: Fails, schedule: str, where: dict[int, str], num_steps: int = 1, patient_rank: int = -1
 ) -> list[Ended]:
     """Rank 1 gets stuck; time passes once all are `where` they will be then."""
     plan = plan_for(schedule)
@@ -87,13 +55,13 @@ def hang(
 
 @pytest.mark.faults
 def test_stage_that_hangs_in_its_forward(tmp_path: Path) -> None:
-    where = {0: "waits for 1B1→0B1", 1: "is at 1F2 .*hang_if_it_is_time", 2: "waits for 1F2→2F2"}
+    where = {0: "waits for 1B1→0B1", 1: "is at 1F2 .*hang", 2: "waits for 1F2→2F2"}
     assert_one_report(
-        hang(tmp_path, Stuck("forward", 2), "1f1b", where),
+        run_stuck(tmp_path, Fails(hang, "forward", 2), "1f1b", where),
         "rota: no progress for 100 s, so all ranks end: rank 1 makes no progress",
         "rank 0 waits for 1B1→0B1 from rank 1 for ",
-        "rank 1 is at 1F2 (test_watchdog.py:",
-        "in hang_if_it_is_time) for ",
+        "rank 1 is at 1F2 (faulty_stages.py:",
+        "in hang) for ",
         "rank 2 waits for 1F2→2F2 from rank 1 for ",
         "s, after 0F3 in step 1",
         "s, after 1B0 in step 1",
@@ -103,21 +71,21 @@ def test_stage_that_hangs_in_its_forward(tmp_path: Path) -> None:
 
 def test_stage_that_hangs_in_its_backward_in_a_later_step_on_a_patient_rank(tmp_path: Path) -> None:
     """Its own limit is far away: it answers the others."""
-    where = {0: "waits for 1B1→0B1.*step 2", 1: "is at 1B1 .*hang_if_it_is_time", 2: "waits for 1F3→2F3.*step 2"}
+    where = {0: "waits for 1B1→0B1.*step 2", 1: "is at 1B1 .*hang", 2: "waits for 1F3→2F3.*step 2"}
     assert_one_report(
-        hang(tmp_path, Stuck("backward", 4 + 1), "1f1b", where, num_steps=2, patient_rank=1),
+        run_stuck(tmp_path, Fails(hang, "backward", 4 + 1), "1f1b", where, num_steps=2, patient_rank=1),
         "rota: no progress for 100 s, so all ranks end: rank 1 makes no progress",
         "rank 0 waits for 1B1→0B1 from rank 1 for ",
-        "rank 1 is at 1B1 (test_watchdog.py:",
+        "rank 1 is at 1B1 (faulty_stages.py:",
         "s, after 1F2 in step 2",
         "rank 2 waits for 1F3→2F3 from rank 1 for ",
     )
 
 
 def test_rank_whose_messages_nobody_takes_names_the_transfer_and_the_peer(tmp_path: Path) -> None:
-    where = {0: "waits for rank 1 to receive 0F2→1F2", 1: "hang_if_it_is_time", 2: "waits for 1F1→2F1"}
+    where = {0: "waits for rank 1 to receive 0F2→1F2", 1: "hang", 2: "waits for 1F1→2F1"}
     assert_one_report(
-        hang(tmp_path, Stuck("forward", 1), "forward_only", where),
+        run_stuck(tmp_path, Fails(hang, "forward", 1), "forward_only", where),
         "rank 0 waits for rank 1 to receive 0F2→1F2 for ",
         "rank 2 waits for 1F1→2F1 from rank 1 for ",
     )
@@ -139,7 +107,7 @@ class LosesARank(Layer):
 
 def lose_a_rank_that_only_rank_0_notices(rank: int, looks: bool) -> None:
     """`looks`: rank 2 looks for losses of others while it waits; else it notices when rank 1 has ended."""
-    stages = Stages([stage.double() for stage in (LosesARank(), Stuck("forward", 0), Layer())])
+    stages = Stages([stage.double() for stage in (LosesARank(), Fails(hang, "forward", 0), Layer())])
     with pytest.MonkeyPatch.context() as patch:
         if rank == 2 and not looks:
             patch.setattr(watchdog, "_AFTER_A_FAILURE_S", math.inf)
@@ -174,13 +142,13 @@ def test_rank_that_waits_for_a_lost_one_ends_once_another_rank_has_noticed(tmp_p
 )
 def test_rank_that_never_does_what_the_others_do(tmp_path: Path, never: str, waited: str) -> None:
     waits = f"waits for {waited}.* in step 2"
-    where = {0: waits, 1: "is outside .*sleep_long", 2: waits}
+    where = {0: waits, 1: "is outside .*hang", 2: waits}
     assert_one_report(
         hang_before(tmp_path, never, where),
         "rota: no progress for 100 s, so all ranks end: rank 1 never reached what the others wait for",
         f"rank 0 waits for {waited} for ",
-        "rank 1 is outside of the pipeline's calls (test_watchdog.py:",
-        " in sleep_long) for ",
+        "rank 1 is outside of the pipeline's calls (faulty_stages.py:",
+        " in hang) for ",
         f"rank 2 waits for {waited} for ",
     )
 
@@ -190,16 +158,12 @@ def test_rank_that_hangs_before_the_losses(tmp_path: Path) -> None:
     """It is still inside of the step, so it is the one that makes no progress."""
     losses = "waits for the other ranks' losses.* in step 2"
     assert_one_report(
-        hang_before(tmp_path, "_step_end.finish", {0: losses, 1: "sleep_long", 2: losses}),
+        hang_before(tmp_path, "_step_end.finish", {0: losses, 1: "hang", 2: losses}),
         "rota: no progress for 100 s, so all ranks end: rank 1 makes no progress",
         "rank 0 waits for the other ranks' losses for ",
         "rank 2 waits for the other ranks' losses for ",
-        "(test_watchdog.py:",
+        "(faulty_stages.py:",
     )
-
-
-def sleep_long(*_: Any, **__: Any) -> None:
-    time.sleep(1000)
 
 
 def hang_before(folder: Path, never: str, where: dict[int, str]) -> list[Ended]:
@@ -214,7 +178,7 @@ def do_all_unless_rank_1(
         pipeline.step(*batch_of(4))
         if rank == 1:
             owner, _, method = never.rpartition(".")
-            setattr(getattr(pipeline, owner) if owner else pipeline, method, sleep_long)
+            setattr(getattr(pipeline, owner) if owner else pipeline, method, hang)
         pipeline.step(*batch_of(4))
         pipeline.clip_grad_norm_(1.0)
         pipeline.timeline()
@@ -250,18 +214,18 @@ def test_all_ranks_that_are_stuck_outside_of_the_pipelines_calls(tmp_path: Path)
     assert_one_report(
         ended,
         "rota: no progress for 1800 s, so all ranks end: all ranks are outside of the pipeline's calls",
-        *(f"rank {rank} is outside of the pipeline's calls (test_watchdog.py:" for rank in range(NUM_RANKS)),
-        " in sleep_long) for ",
+        *(f"rank {rank} is outside of the pipeline's calls (faulty_stages.py:" for rank in range(NUM_RANKS)),
+        " in hang) for ",
         "in step 1\n",
         "if they only need more time, give Pipeline a larger timeout_s: ranks may be outside of its calls for ten ",
     )
 
 
 def wait_for_data(rank: int, folder: Path) -> None:
-    WatchClock(once_all_are(folder, rank, dict.fromkeys(range(NUM_RANKS), "is outside .*sleep_long")))
+    WatchClock(once_all_are(folder, rank, dict.fromkeys(range(NUM_RANKS), "is outside .*hang")))
     with Pipeline(stages_with(Layer(), 1), plan_for(), loss_fn, timeout_s=TIMEOUT_S) as pipeline:
         pipeline.step(*batch_of(4))
-        sleep_long()
+        hang()
 
 
 def work_alone_after_the_others(rank: int) -> None:
