@@ -458,7 +458,7 @@ def refuse_loss(
     name: str,
     mine: dict[int, dict[int, float]],
     empty: list[int],
-    group: dist.ProcessGroup,
+    group: dist.ProcessGroup | None,
 ) -> None:
     """Refuse a mean loss that is not finite. Collective.
 
@@ -468,15 +468,17 @@ def refuse_loss(
         name: this process's name, for messages.
         mine: the losses that this process counts: by last stage, then by micro-batch.
         empty: the micro-batches without rows, as this process was given them.
-        group: all processes.
+        group: all processes; None: refuse it on this rank alone, in a step with wait=False.
 
     Raises:
-        PipelineError: always and on all ranks, with all losses that are not finite.
+        PipelineError: always, and with a group on all ranks, with all losses that are not finite.
     """
-    with collective("gathering losses that are not finite"):
-        of_ranks = all_gather_json([name, [(stage, [*losses.items()]) for stage, losses in mine.items()], empty], group)
+    of_ranks = [[name, [(stage, [*losses.items()]) for stage, losses in mine.items()], empty]]
+    if group is not None:
+        with collective("gathering losses that are not finite"):
+            of_ranks = all_gather_json(of_ranks[0], group)
     places = [_nonfinite_text(on, stage, dict(losses)) for on, each, _ in of_ranks for stage, losses in each]
-    found = "; ".join(filter(None, places)) or "each micro-batch's is finite, but their sum is not"
+    found = "; ".join(filter(None, places))
     bad = [
         m
         for _, each, of_none in of_ranks
@@ -484,23 +486,17 @@ def refuse_loss(
         for m, loss in losses
         if m in of_none and math.isnan(loss)
     ]
-    cause = _without_rows(bad) or "reload the last checkpoint or lower the learning rate"
-    raise PipelineError(
-        f"step {step}: the mean loss is {mean} ({found}). Do not apply its gradients: {cause}; to go on without this "
-        f"batch, set the gradients to None; {_TO_GET_SUCH}"
-    )
-
-
-def refuse_loss_alone(mean: float, step: int, name: str, mine: dict[int, dict[int, float]], empty: list[int]) -> None:
-    """Refuse a mean loss of a step with wait=False that is not finite, on this rank only; as `refuse_loss`."""
-    places = [_nonfinite_text(name, stage, losses) for stage, losses in mine.items()]
-    elsewhere = "the ranks of the last stage say for which micro-batches"
-    if any(mine.values()):
-        elsewhere = "each micro-batch's is finite here, but the sum over all is not"
-    found = "; ".join(filter(None, places)) or elsewhere
-    bad = [m for losses in mine.values() for m, loss in losses.items() if m in empty and math.isnan(loss)]
-    cause = _without_rows(bad) or "lower the learning rate"
-    raise PipelineError(f"step {step}: the mean loss is {mean} ({found}). {LATER}; {cause}; {_TO_GET_SUCH}")
+    cause = _without_rows(bad)
+    if group is None:
+        elsewhere = "the ranks of the last stage say for which micro-batches"
+        if any(mine.values()):
+            elsewhere = "each micro-batch's is finite here, but the sum over all is not"
+        told, then = found or elsewhere, f"{LATER}; {cause or 'lower the learning rate'}"
+    else:
+        told = found or "each micro-batch's is finite, but their sum is not"
+        cause = cause or "reload the last checkpoint or lower the learning rate"
+        then = f"Do not apply its gradients: {cause}; to go on without this batch, set the gradients to None"
+    raise PipelineError(f"step {step}: the mean loss is {mean} ({told}). {then}; {_TO_GET_SUCH}")
 
 
 _TO_GET_SUCH = "to be given such losses, use Pipeline(…, allow_nonfinite_loss=True) or a GradScaler"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -76,30 +76,25 @@ def _bytes_of(tensor: torch.Tensor) -> Any:
 # --- comparing --------------------------------------------------------------------------------------------------------
 
 
-class Difference(NamedTuple):
-    """Two processes of one pipeline that were given different data under one name."""
-
-    name: str
-    microbatch: int
-    one: int
-    other: int
-
-
-def difference_in(given: Sequence[Fingerprints], pipeline: Sequence[int]) -> Difference | None:
-    """The first difference between a pipeline's processes."""
+def _refuse_difference(given: Sequence[Fingerprints], pipeline: Sequence[int], names: Sequence[str]) -> None:
+    """Raise PipelineError if two processes of a pipeline were given different data under one name."""
     first: dict[tuple[str, int], tuple[int, str]] = {}
     for process in pipeline:
         for name, of_name in given[process].items():
             for m, found in enumerate(of_name):
-                if not found:
-                    continue
-                other, known = first.setdefault((name, m), (process, found))
+                other, known = first.setdefault((name, m), (process, found)) if found else (process, found)
                 if found != known:
-                    return Difference(name, m, other, process)
-    return None
+                    raise PipelineError(
+                        f"{names[other]} and {names[process]} are of one pipeline, but were given different {name} "
+                        f"(first in micro-batch {m}), so inputs and targets would belong to different rows. Give all "
+                        f"ranks of a replica the same batch, None on those that read nothing of it: write "
+                        f"DataLoader(dataset, batch_size=…, sampler=pipeline.sampler(dataset, shuffle=True, seed=0)), "
+                        f"leave it out of accelerator.prepare, and give torch.manual_seed one number on all ranks. If "
+                        f"this is intended, make Pipeline(…, check_data='never')"
+                    )
 
 
-def equal_replicas(given: Sequence[Fingerprints], replicas: Sequence[Sequence[int]]) -> tuple[int, int] | None:
+def _equal_replicas(given: Sequence[Fingerprints], replicas: Sequence[Sequence[int]]) -> tuple[int, int] | None:
     """Two replicas that were given exactly the same data, or None. `replicas`: the processes of each."""
     seen: dict[tuple[tuple[str, int, str], ...], int] = {}
     for replica, processes in enumerate(replicas):
@@ -139,17 +134,8 @@ def refuse_other_data(
         for i in range(0, len(pipelines), num_shards)
     ]
     for processes in replicas:
-        found = difference_in(given, processes)
-        if found is not None:
-            raise PipelineError(
-                f"{names[found.one]} and {names[found.other]} are of one pipeline, but were given different "
-                f"{found.name} (first in micro-batch {found.microbatch}), so inputs and targets would belong to "
-                f"different rows. Give all ranks of a replica the same batch, None on those that read nothing of it: "
-                f"write DataLoader(dataset, batch_size=…, sampler=pipeline.sampler(dataset, shuffle=True, seed=0)), "
-                f"leave it out of accelerator.prepare, and give torch.manual_seed one number on all ranks. If this is "
-                f"intended, make Pipeline(…, check_data='never')"
-            )
-    same = equal_replicas(given, replicas) if compare_replicas else None
+        _refuse_difference(given, processes, names)
+    same = _equal_replicas(given, replicas) if compare_replicas else None
     if same is not None:
         raise PipelineError(
             f"replicas {same[0]} and {same[1]} were given the same data, so the second one adds nothing. With a "

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from rota.errors import LostRankError, PipelineError
 from rota.plan import Plan
 from rota.programs.device_steps import COMPUTE
-from rota.runtime.agreement import Call, refuse_loss, refuse_loss_alone
+from rota.runtime.agreement import Call, refuse_loss
 from rota.runtime.compute import Batch, Compute
 from rota.runtime.device.protocol import Device, Number, is_queued
 from rota.runtime.execution import Execution
@@ -109,7 +109,7 @@ class StepEnd:
             if execution.trains:
                 self._settle(call, execution, loss.count, LATER)(LATER)
             if not math.isfinite(mean) and self._must_be_finite(execution):
-                refuse_loss_alone(mean, number, self._name, *self._nonfinite(ready, batch))
+                refuse_loss(mean, number, self._name, *self._nonfinite(ready, batch), None)
         except LostRankError:
             raise
         except PipelineError as error:
@@ -149,7 +149,7 @@ class StepEnd:
                 self._take_metrics(loss, nth)
                 if not math.isfinite(loss.mean) and must_be_finite:
                     by_stage = inputs.losses_by_stage(means_of(losses, device))
-                    refuse_loss_alone(loss.mean, number, self._name, by_stage, empty)
+                    refuse_loss(loss.mean, number, self._name, by_stage, empty, None)
             return loss.mean, stops
 
         return self.begun.add(read, lambda: device.is_done(ended))
