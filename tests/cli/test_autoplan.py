@@ -22,7 +22,7 @@ from rota.profiles import Profile
 from rota.profiling.links import MeasuredLinks
 from rota.profiling.places import memory_bytes_per_rank
 from rota.runtime import host_memory
-from rota.runtime.launching.launch import Run
+from rota.runtime.launching.launch import Launch, Run
 from rota.usage import Usage
 from support.commands import output_of
 from support.pool import Pool
@@ -367,8 +367,8 @@ def test_a_model_too_large_for_this_machine_is_estimated(tmp_path: Path, capsys:
 def test_a_run_has_the_replicas_of_the_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[tuple[int, int]] = []
 
-    def launch(plan: rota.Plan, *others: object, dp: int, tp: int, **options: object) -> Run:
-        started.append((dp, tp))
+    def launch(_plan: rota.Plan, _script: str, _arguments: list[str], how: Launch, *_: object) -> Run:
+        started.append((how.dp, how.tp))
         return Run(None, None)
 
     monkeypatch.setattr("rota.runtime.launching.launch.launch", launch)

@@ -16,6 +16,7 @@ import pytest
 
 from cli.test_cli import run as run_here
 from rota import Cluster, Costs, Plan, Timeline, place, simulate
+from rota.runtime.launching.launch import Launch
 from rota.schedules import NAMED
 from support import ROOT
 from support.commands import output_of
@@ -129,7 +130,7 @@ def test_every_option_after_the_script_is_reported(
     """It is the script's: `rota run` does not take it."""
     given: list[list[str]] = []
 
-    def started(_: Plan, script: str, arguments: list[str], **__: object) -> None:
+    def started(_: Plan, script: str, arguments: list[str], *__: object) -> None:
         given.append(arguments)
         raise KeyboardInterrupt
 
@@ -148,8 +149,8 @@ def test_every_option_after_the_script_is_reported(
 def test_ctrl_c_before_there_is_a_pipeline_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    def interrupted(*_: object, **options: object) -> None:
-        assert options["pipeline_within_s"] == 60
+    def interrupted(_plan: Plan, _script: str, _arguments: list[str], how: Launch, *_: object) -> None:
+        assert how.pipeline_within_s == 60
         raise KeyboardInterrupt("no rank had made a rota.Pipeline")
 
     monkeypatch.setattr("rota.runtime.launching.launch.launch", interrupted)

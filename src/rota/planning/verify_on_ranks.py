@@ -21,7 +21,7 @@ from rota.models import Stages, split
 from rota.plan import Plan
 from rota.planning.model_file import ModelFile, load_model_file
 from rota.runtime import Pipeline, given_plan, local_device, local_stages, materialize, mesh
-from rota.runtime.launching.launch import launch
+from rota.runtime.launching.launch import Launch, launch
 from rota.runtime.launching.run_folder import run_folder
 from rota.verifying import Verification, verify
 
@@ -54,7 +54,7 @@ def verify_plan(plan: Plan, options: Options) -> Verification:
         path.write_text(json.dumps(asdict(options)))
         replicas = 1 if plan.usage is None else plan.usage.num_replicas
         try:
-            launch(plan, __file__, [str(path)], dp=replicas, timeout_s=options.timeout_s, report=_report)
+            launch(plan, __file__, [str(path)], Launch(dp=replicas, timeout_s=options.timeout_s), _report)
         except PipelineError:
             if _refusal_file(path).exists():
                 raise FormatError(_refusal_file(path).read_text()) from None

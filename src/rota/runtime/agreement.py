@@ -473,7 +473,7 @@ def refuse_loss(
     Raises:
         PipelineError: always, and with a group on all ranks, with all losses that are not finite.
     """
-    of_ranks = [[name, [(stage, [*losses.items()]) for stage, losses in mine.items()], empty]]
+    of_ranks: list[Any] = [[name, [(stage, [*losses.items()]) for stage, losses in mine.items()], empty]]
     if group is not None:
         with collective("gathering losses that are not finite"):
             of_ranks = all_gather_json(of_ranks[0], group)

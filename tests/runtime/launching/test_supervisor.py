@@ -159,13 +159,13 @@ LAUNCHER = """
 import json, sys
 from rota import Plan
 from rota.runtime.launching import forking
-from rota.runtime.launching.launch import launch
+from rota.runtime.launching.launch import Launch, launch
 forking.MODULES = tuple(sys.argv[2:])
 def report(line):
     print(line, flush=True)
     open("told", "w").close()
 plan, options = Plan.from_json(open("plan.json").read()), json.loads(sys.argv[1])
-launch(plan, "script.py", worker="support.bare_rank", forks=True, report=report, **options)
+launch(plan, "script.py", (), Launch(worker="support.bare_rank", forks=True, **options), report)
 """
 
 

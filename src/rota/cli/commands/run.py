@@ -72,7 +72,7 @@ def run(options: Options) -> int:
     planned = files.read_plan(options.plan)
     require_installed("torch", "torch")
     from rota.runtime.environment import DEVICE, PROGRESS
-    from rota.runtime.launching.launch import EndedBySignal, launch
+    from rota.runtime.launching.launch import EndedBySignal, Launch, launch
 
     reading.read_text(options.script)
     if options.snapshot_folder is not None and not options.max_restarts:
@@ -96,21 +96,18 @@ def run(options: Options) -> int:
             f"the plan",
         )
     try:
-        done = launch(
-            planned,
-            options.script,
-            [*options.arguments],
-            worker="rota.runtime.launching.worker" if options.verify is None else "rota.verifying.run_worker",
-            environment={DEVICE: options.device, PROGRESS: "1", "ROTA_VERIFY": options.verify or ""},
+        how = Launch(
             dp=dp,
             tp=tp,
             max_restarts=options.max_restarts,
+            snapshot_folder=options.snapshot_folder,
             timeout_s=options.timeout,
             pipeline_within_s=_PIPELINE_S,
-            report=partial(note, "run"),
+            environment={DEVICE: options.device, PROGRESS: "1", "ROTA_VERIFY": options.verify or ""},
+            worker="rota.runtime.launching.worker" if options.verify is None else "rota.verifying.run_worker",
             forks=True,
-            snapshot_folder=options.snapshot_folder,
         )
+        done = launch(planned, options.script, [*options.arguments], how, partial(note, "run"))
     except EndedBySignal as error:
         note("run", str(error))
         return 128 + error.number

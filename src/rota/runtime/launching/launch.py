@@ -10,6 +10,7 @@ import signal
 import time
 from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple, final
@@ -34,9 +35,7 @@ from rota.runtime.recorder import merge
 from rota.timeline import Timeline
 from rota.units import count_text
 
-_IN_MEMORY = "/dev/shm"
-
-__all__ = ["EndedBySignal", "Run", "launch"]
+__all__ = ["EndedBySignal", "Launch", "Run", "launch"]
 
 
 class Run(NamedTuple):
@@ -49,20 +48,40 @@ class Run(NamedTuple):
     ended_by: signal.Signals | None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launch:
+    """How `launch` runs a script.
+
+    Attributes:
+        dp: replicas of the pipeline. There are dp · tp processes per rank, and `rota.mesh()` returns that mesh.
+        tp: TP shards of each replica.
+        max_restarts: how often the ranks are started again without a newer checkpoint in between.
+        snapshot_folder: with `max_restarts`, where the ranks keep their last states, a file system in memory; None:
+            /dev/shm.
+        timeout_s: how long a rank may make no progress, in seconds, if the script gives no `timeout_s` of its own.
+        pipeline_within_s: report once that no rank has made a pipeline by then, in seconds; None: do not.
+        environment: variables of the ranks, besides this process's own and those that the launcher adds.
+        worker: the module that each process runs; it runs the script.
+        forks: import PyTorch here, once, and fork the ranks from this process, which must do nothing else.
+    """
+
+    dp: int = 1
+    tp: int = 1
+    max_restarts: int = 0
+    snapshot_folder: str | None = None
+    timeout_s: float | None = None
+    pipeline_within_s: float | None = None
+    environment: Mapping[str, str] = field(default_factory=dict)
+    worker: str = "rota.runtime.launching.worker"
+    forks: bool = False
+
+
 def launch(
     plan: Plan,
     script: str,
     arguments: Sequence[str] = (),
-    worker: str = "rota.runtime.launching.worker",
-    dp: int = 1,
-    tp: int = 1,
-    max_restarts: int = 0,
-    timeout_s: float | None = None,
-    environment: Mapping[str, str] | None = None,
-    pipeline_within_s: float | None = None,
+    options: Launch | None = None,
     report: Callable[[str], None] = print,
-    forks: bool = False,
-    snapshot_folder: str | None = None,
 ) -> Run:
     """Run `script` with `arguments` in one process per rank; `rota.given_plan()` returns the plan there.
 
@@ -74,17 +93,8 @@ def launch(
         plan: what the ranks run.
         script: the path of a Python file.
         arguments: its `sys.argv[1:]`.
-        worker: the module that each process runs; it runs the script.
-        dp: replicas of the pipeline. There are dp · tp processes per rank, and `rota.mesh()` returns that mesh.
-        tp: TP shards of each replica.
-        max_restarts: how often the ranks are started again without a newer checkpoint in between.
-        timeout_s: how long a rank may make no progress, in seconds, if the script gives no `timeout_s` of its own.
-        environment: variables of the ranks, besides this process's own and those that the launcher adds.
-        pipeline_within_s: report once that no rank has made a pipeline by then, in seconds; None: do not.
+        options: how; None: one process per rank, and no restarts.
         report: called with one line for each restart, and for a pipeline that is missing.
-        forks: import PyTorch here, once, and fork the ranks from this process, which must do nothing else.
-        snapshot_folder: with `max_restarts`, where the ranks keep their last states, a file system in memory; None:
-            /dev/shm.
 
     Returns:
         The last step's timeline, and the signal that asked the ranks to end.
@@ -94,25 +104,26 @@ def launch(
         PipelineError: a process failed, or the script ended without a Pipeline.
         EndedBySignal: a signal to this process has ended the ranks.
     """
+    how = options or Launch()
     check(plan)
     if not Path(script).is_file():
         raise PipelineError(f"no script {script!r}; give the path of a Python file")
-    num_processes = plan.num_ranks * dp * tp
-    of_all = _inherited() | {**(environment or {}), MESH: f"{dp} {plan.num_ranks} {tp}"}
-    if timeout_s is not None:
-        of_all[TIMEOUT_S] = repr(timeout_s)
-    if forks:
+    num_processes = plan.num_ranks * how.dp * how.tp
+    of_all = _inherited() | {**how.environment, MESH: f"{how.dp} {plan.num_ranks} {how.tp}"}
+    if how.timeout_s is not None:
+        of_all[TIMEOUT_S] = repr(how.timeout_s)
+    if how.forks:
         import_for_ranks(of_all)
     with ExitStack() as stack:
-        num_kept = num_processes if max_restarts else 0
-        memories = stack.enter_context(snapshot_folders(snapshot_folder or _IN_MEMORY, num_kept))
+        num_kept = num_processes if how.max_restarts else 0
+        memories = stack.enter_context(snapshot_folders(how.snapshot_folder or "/dev/shm", num_kept))
         folder = stack.enter_context(run_folder("rota-run-", [memories[0].parent] if memories else []))
         keep_script(script, folder.path)
-        restarts = _Restarts(max_restarts, report)
+        restarts = _Restarts(how.max_restarts, report)
         requests = stack.enter_context(Requests())
-        starter: Starter = partial(in_new_interpreter, ("-P", "-m", worker, script, *arguments))
-        if forks:
-            starter = partial(fork, requests, worker, (script, *arguments))
+        starter: Starter = partial(in_new_interpreter, ("-P", "-m", how.worker, script, *arguments))
+        if how.forks:
+            starter = partial(fork, requests, how.worker, (script, *arguments))
         of_all |= write_plan(plan, folder.path)
         while True:
             ranks = Ranks(folder, requests)
@@ -125,10 +136,10 @@ def launch(
                     for of_rank, kept in zip(environments, memories, strict=False):
                         of_rank[KEPT_MEMORY] = str(kept)
                     ranks.start(starter, environments)
-                    if pipeline_within_s is not None and not restarts.num_all:
-                        ranks.wait(time.monotonic() + pipeline_within_s)
+                    if how.pipeline_within_s is not None and not restarts.num_all:
+                        ranks.wait(time.monotonic() + how.pipeline_within_s)
                         if ranks.are_running and not ranks.has_pipeline:
-                            report(_no_pipeline(script, num_processes, pipeline_within_s))
+                            report(_no_pipeline(script, num_processes, how.pipeline_within_s))
                     ranks.wait()
             except RankFailed as error:
                 states = ranks.saved | common_states(memories)
