@@ -19,6 +19,7 @@ from rota import Cluster, Costs, Plan, Timeline, place, simulate
 from rota.schedules import NAMED
 from support import ROOT
 from support.commands import output_of
+from support.pages import blocks
 from support.parsing import options_of
 from support.pool import Pool
 
@@ -289,7 +290,7 @@ def test_a_training_goes_on_with_another_plan_as_the_docs_say(pool: Pool, tmp_pa
 
 
 def test_a_model_without_memory_trains_as_the_docs_say(pool: Pool, tmp_path: Path) -> None:
-    training, *_ = blocks_of(ROOT / "docs" / "large-models.md", "python")
+    training, *_ = blocks("memory.md", section="Models larger than a machine's memory")
     (tmp_path / "train.py").write_text(training)
     losses = []
     for num_ranks in (1, 2):
