@@ -103,7 +103,7 @@ docs: $(READY) ## make docs/schedules.md and the pictures of docs/
 	$(BIN)/python docs/make_device_order.py
 	$(BIN)/python docs/make_wires.py
 
-pictures: $(READY) ## make the pictures of the README and docs/seeing.md, in a browser
+pictures: $(READY) ## make the pictures of the README and docs/explain.md, in a browser
 	$(BIN)/python docs/make_pictures.py
 
 bench: $(READY) ## run the benchmarks and make docs/results.md (ONLY="import search": these alone)

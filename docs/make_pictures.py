@@ -1,4 +1,4 @@
-"""Writes the pictures of README.md and docs/seeing.md: `make pictures`. Needs Chromium.
+"""Writes the pictures of README.md and docs/explain.md: `make pictures`. Needs Chromium.
 
 The site shows NAME.dark.png instead of NAME.png in its dark theme.
 

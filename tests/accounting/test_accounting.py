@@ -1,4 +1,4 @@
-"""Idle time by cause: it adds up, each cause is what docs/idle.md says it is, and what would help was simulated."""
+"""Idle time by cause: it adds up, each cause is what docs/explain.md says it is, and what would help was simulated."""
 
 from __future__ import annotations
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import textwrap
 from typing import Any
 
@@ -12,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from rota.compat.torchdistpackage import DDP, flatten_model, partition_uniform, tpc
-from support import ROOT
+from support.pages import blocks
 from support.pool import Pool
 
 pytestmark = pytest.mark.dist
@@ -131,14 +130,13 @@ def run(text: str, names: dict[str, Any]) -> None:
 
 def run_example(rank: int, example: str) -> float:
     names: dict[str, Any] = {"__name__": "example"}
-    exec(compile(example, "docs/coming-from-torchdistpackage.md", "exec"), names)
+    exec(compile(example, "example", "exec"), names)
     tpc.close()
     return names["norm"].item()
 
 
 def test_the_example_of_the_docs(pool: Pool) -> None:
-    page = (ROOT / "docs" / "coming-from-torchdistpackage.md").read_text()
-    (example,) = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
+    (example,) = blocks("coming-from-earlier-systems.md", section="TorchDistPackage")
     one, other = pool.run(2, run_example, example)
     assert one == other > 0
 

@@ -20,14 +20,11 @@ from rota.programs.device_steps import device_programs
 from rota.schedules import one_f_one_b
 from support import ROOT
 from support.device_orders import with_early_receives
+from support.pages import blocks
 
 pytestmark = pytest.mark.usefixtures("time_is_work")
 
 DOCS = ROOT / "docs"
-
-
-def blocks(page: str) -> list[str]:
-    return re.findall(r"```python\n(.*?)```", (DOCS / page).read_text(), flags=re.DOTALL)
 
 
 def run(page: str, number: int, space: dict[str, object]) -> None:
@@ -94,33 +91,31 @@ def test_the_profiles_of_the_docs_are_made(capsys: pytest.CaptureFixture[str]) -
     assert kept == "0, 134217728, 134217728, 134217728)\n"  # the first layer's input is the batch
 
 
-@pytest.mark.parametrize(
-    ("page", "told"), [("coming-from-tessel.md", "4 36\n524\n"), ("coming-from-rene.md", "34.6\n")]
-)
-def test_the_code_of_a_door_s_page_runs(
-    page: str, told: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("system", "printed"), [("Tessel", "4 36\n524\n"), ("René", "34.6\n")])
+def test_the_code_for_an_earlier_system_runs(
+    system: str, printed: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    (example,) = blocks(page)
-    exec(compile(example, f"docs/{page}", "exec"), {"__name__": "example"})
-    assert capsys.readouterr().out.endswith(told)
+    (example,) = blocks("coming-from-earlier-systems.md", section=system)
+    exec(compile(example, system, "exec"), {"__name__": "example"})
+    assert capsys.readouterr().out.endswith(printed)
     pyplot.close("all")
 
 
 def test_the_explanation_of_the_docs_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    (example,) = blocks("idle.md")
-    exec(compile(example, "docs/idle.md", "exec"), {"__name__": "example"})
+    (example,) = blocks("explain.md", section="Why is a rank idle?")
+    exec(compile(example, "docs/explain.md", "exec"), {"__name__": "example"})
     lines = capsys.readouterr().out.splitlines()
     assert any("stage 3 takes 27% longer than the mean: move 60 µs" in line for line in lines)
     assert lines[-3].startswith("0 400 ")
 
 
 def test_the_truth_of_the_docs_is_predicted(capsys: pytest.CaptureFixture[str]) -> None:
-    (example,) = blocks("truth.md")
-    exec(compile(example, "docs/truth.md", "exec"), {"__name__": "example"})
+    (example,) = blocks("explain.md", section="Predicted vs. measured")
+    exec(compile(example, "docs/explain.md", "exec"), {"__name__": "example"})
     lines = capsys.readouterr().out.splitlines()
     parts = {line[2:18].strip(): line.split()[-1] for line in lines if " µs   (" in line}
-    page = (DOCS / "truth.md").read_text()
+    page = (DOCS / "explain.md").read_text()
     assert parts
     assert all(f"\n| {part} |" in page for part in parts)
     assert lines[-1] == "0"
@@ -131,8 +126,8 @@ def test_the_pictures_of_the_docs_are_made(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    (example,) = blocks("seeing.md")
-    exec(compile(example, "docs/seeing.md", "exec"), {"__name__": "example"})
+    (example,) = blocks("explain.md", section="Pictures and pages")
+    exec(compile(example, "docs/explain.md", "exec"), {"__name__": "example"})
     assert capsys.readouterr().out == "True\n"
     assert (tmp_path / "1f1b.svg").read_text().startswith("<?xml")
 
@@ -154,15 +149,15 @@ def test_stages_made_by_hand_have_the_names_of_the_docs(capsys: pytest.CaptureFi
 
 def test_a_pretrained_folder_loads_as_the_docs_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    made, *_ = blocks("large-models.md")
+    made, initialized, loaded, *_ = blocks("memory.md", section="Models larger than a machine's memory")
     space: dict[str, Any] = {}
     exec(made[: made.index("plan, mesh =")], space)
-    run("large-models.md", 1, space)  # with an init of one's own
+    exec(initialized, space)  # with an init of one's own
     assert not any(space["layers"][place].bias.any() for place in (2, 3))
     assert space["layers"][0].weight.is_meta
     model = space["LlamaForCausalLM"](space["CONFIG"])
     model.save_pretrained("pretrained")
-    run("large-models.md", 2, space)
+    exec(loaded, space)
     stages = space["stages"]
     assert all(torch.equal(parameter, model.get_parameter(name)) for name, parameter in stages[1].named_parameters())
     assert stages[0].get_parameter("model.embed_tokens.weight").is_meta

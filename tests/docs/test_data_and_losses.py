@@ -1,4 +1,4 @@
-"""The code of docs/data.md and docs/losses.md runs, and trains as the unsplit model does."""
+"""The code of docs/data.md runs, and trains as the unsplit model does."""
 
 from __future__ import annotations
 
@@ -14,26 +14,22 @@ import torch
 from cli.test_run import rota
 from support import ROOT
 from support.commands import output_of
+from support.pages import blocks
 from support.pool import Pool
 
 pytestmark = pytest.mark.dist
 
-DOCS = ROOT / "docs"
 
-
-def script_and_fragment(page: str) -> list[str]:
-    return re.findall(r"```python\n(.*?)```", (DOCS / page).read_text(), flags=re.DOTALL)
-
-
-def commands_of(page: str, folder: Path) -> list[str]:
-    """The page's commands, with its script in `folder`."""
-    (folder / "train.py").write_text(script_and_fragment(page)[0])
-    return re.findall(r"^    (rota .*)$", (DOCS / page).read_text(), flags=re.MULTILINE)
+def commands_of(section: str, folder: Path) -> list[str]:
+    """The section's commands, with its script in `folder`."""
+    (folder / "train.py").write_text(blocks("data.md", section=section)[0])
+    text = (ROOT / "docs" / "data.md").read_text().split(f"\n## {section}\n")[1].split("\n## ")[0]
+    return re.findall(r"^    (rota .*)$", text, flags=re.MULTILINE)
 
 
 def test_data(tmp_path: Path) -> None:
     """In processes of its own, since those of the pool may not start the loader's workers."""
-    *_, done = [rota(tmp_path, *command.split()[1:]) for command in commands_of("data.md", tmp_path)]
+    *_, done = [rota(tmp_path, *command.split()[1:]) for command in commands_of("Data", tmp_path)]
     assert done.returncode == 0, done.stderr
     (loss,) = re.findall(r"^loss (\S+)$", done.stdout, flags=re.MULTILINE)
     assert float(loss) < 0.35
@@ -43,16 +39,16 @@ def test_only_what_is_read_is_loaded() -> None:
     given: list[Any] = []
     pipeline = SimpleNamespace(reads_inputs=True, reads_targets=False, step=lambda *batch: given.append(batch))
     space = {"pipeline": pipeline, "load_inputs": lambda: 1, "load_targets": lambda: 1 / 0}
-    exec(script_and_fragment("data.md")[1], space)
+    exec(blocks("data.md", section="Data")[1], space)
     assert given == [(1, None)]
 
 
 def test_losses(pool: Pool, tmp_path: Path) -> None:
     """The page's script in two processes, and its fragment in a loop on the unsplit model."""
-    commands_of_page = commands_of("losses.md", tmp_path)
+    commands_of_page = commands_of("Losses and metrics", tmp_path)
     *_, told = [output_of(pool, tmp_path, command) for command in commands_of_page]
     loss, accuracy = re.findall(r"^loss (\S+), accuracy (\S+)%$", told, flags=re.MULTILINE)[0]
-    script, steps, fragment, _ = script_and_fragment("losses.md")
+    script, steps, fragment, _ = blocks("data.md", section="Losses and metrics")
     begin, loop = script.split("    for step in range(30):\n")
     end = loop[loop.index("    if pipeline.rank == 0:") :]
     batches = "    batches = [(tokens, labels)] * 30\n"

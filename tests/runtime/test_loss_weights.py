@@ -20,7 +20,7 @@ from support.pool import Pool
 
 pytestmark = pytest.mark.dist
 
-PAGE = ROOT / "docs" / "losses.md"
+PAGE = ROOT / "docs" / "data.md"
 
 
 class Projected(nn.Module):
@@ -159,7 +159,7 @@ def test_verify_refuses_it() -> None:
 
 
 def with_loss() -> nn.Module:
-    """By the module of docs/losses.md."""
+    """By the module of docs/data.md."""
     (module,) = re.findall(r"```python\n(class WithLoss.*?)\n\n\nstages = ", PAGE.read_text(), flags=re.DOTALL)
     space: dict[str, Any] = {"nn": nn}
     exec(module, space)

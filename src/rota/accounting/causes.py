@@ -1,10 +1,10 @@
-"""The causes of idle time. `docs/idle.md` defines each of them to the microsecond.
+"""The causes of idle time. `docs/explain.md` defines each of them to the microsecond.
 
 If several causes hold at the same time, `idle_time` decides by the order in which it lays intervals over each other: a
 later call of `_overlaid` hides what is there. `delays.Overruns` divides an overrun into CORES and SLOWER.
 
 To add one: add it to `Cause` and to `DESCRIPTIONS`; find it in `idle_time`, or in `delays` if ops upstream cause it;
-give it a phrase in `explanation._describe` and a color in `COLORS`; define it in `docs/idle.md` and in
+give it a phrase in `explanation._describe` and a color in `COLORS`; define it in `docs/explain.md` and in
 `cause_at` of `tests/accounting/test_accounting.py`. The columns of `explanation` have room for eight letters.
 """
 
@@ -18,7 +18,7 @@ from rota.timeline import StepEndWork
 
 
 class Cause(StrEnum):
-    """Why a rank is idle. `docs/idle.md` says which cause counts if several hold at the same time."""
+    """Why a rank is idle. `docs/explain.md` says which cause counts if several hold at the same time."""
 
     STEP_END = "step end"  #: gradients are reduced, or the optimizer steps
     SLOWER = "slower"  #: extra waiting, because ops upstream ran longer than planned
