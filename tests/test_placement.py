@@ -12,7 +12,7 @@ from rota import reading
 from rota.cluster import Cluster, Link, SharedLink
 from rota.costs import Costs
 from rota.errors import PlacementError
-from rota.placement import Edge, Placement, Route, StepEnd
+from rota.placement import Edge, Placement, PlacementFile, Route, StepEnd
 from rota.placing import bidirectional, interleaved, place, wave
 from rota.tasks import Kind, Task
 from support.core_strategies import costs, placements
@@ -184,8 +184,8 @@ def test_forward_only_keeps_forwards_that_hold_nothing() -> None:
 
 @given(placements)
 def test_text_round_trip(placement: Placement) -> None:
-    text = reading.dump("plan", placement.to_fields())
-    again = Placement.from_fields(reading.parse(text, "plan"))
+    text = reading.dump("plan", PlacementFile(**placement.to_file()))
+    again = Placement.from_file(reading.parse(text, "plan").read(PlacementFile), "plan")
     assert again == placement
     assert (again.routes, again.component_of, again.index) == (
         placement.routes,

@@ -104,7 +104,7 @@ def test_profiles_that_are_none_are_refused() -> None:
     for wrong, told in (
         (good.replace('"rows": 2', '"rows": 0'), r"profile\.layers\[0\]\.rows is 0; expected 1 or more"),
         (good.replace('{"device": "h100"}', "[]"), r"profile\.key is \[\]; expected an object"),
-        (good.replace('"h100"', "100"), r"profile\.key\.device is 100; expected a text"),
+        (good.replace('"h100"', "100"), r'profile\.key\[\.\.\.\] is {"device": 100}; expected a text'),
         (good.replace('"kept_bytes": [100, ', '"kept_bytes": [-1, '), r"kept_bytes\[0\] is -1; expected 0 or more"),
         (good.replace('"rota": "profile"', '"rota": "plan"'), "not a profile file"),
     ):

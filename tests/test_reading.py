@@ -20,6 +20,7 @@ from rota.profiles import Profile
 from rota.reading import Field
 from rota.reference import Reference
 from rota.usage import Usage
+from support import schemas
 
 DOCUMENT = Field("plan", {"a": 1, "b": [1, "x", None], "c": {"d": True}, "e": [0.5, [2]]})
 
@@ -100,7 +101,7 @@ TIMELINE = rota.simulate(PLAN)
     ("noun", "told"),
     [
         (rota.Costs.uniform(2, forward_us=10**15 + 1), r"costs\.forward_us\[0\] is 1000000000000001"),
-        (rota.Costs.uniform(2, note="\ud800"), "lone surrogates"),
+        (rota.Costs.uniform(2, note="\ud800"), "lone surrogate"),
         (replace(CLUSTER, shared=(rota.SharedLink("a\nb", 1, (0,), (1,)),)), "printable characters"),
         (replace(PLAN, num_microbatches=0), "plan.num_microbatches is 0"),
         (replace(PLAN, usage=Usage(("",), 1)), "plan.usage.cuts"),
@@ -115,3 +116,9 @@ TIMELINE = rota.simulate(PLAN)
 def test_nothing_is_written_that_could_not_be_read_again(noun: Any, told: str) -> None:
     with pytest.raises(FormatError, match=f"is not written, because it could not be read again.*{told}"):
         noun.to_json()
+
+
+@pytest.mark.parametrize("name", schemas.FILES)
+def test_published_schemas_are_those_of_the_nouns(name: str) -> None:
+    path = schemas.FOLDER / f"{name}.json"
+    assert path.read_text() == schemas.text(name), "run PYTHONPATH=tests python -m support.schemas"

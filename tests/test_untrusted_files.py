@@ -42,7 +42,7 @@ def flood() -> str:
 SMALL_FILES = {
     "microbatches.json": (changed(num_microbatches=10**9), "rank 0 never does 0F2 and"),
     "most microbatches.json": (changed(num_microbatches=10**15), "rank 0 never does 0F2 and"),
-    "flood.json": (flood(), "at most 10,000,000 transfers, not 12,000,000"),
+    "flood.json": (flood(), "plan.edges make 12,000,000 transfers; a file may have 10,000,000"),
     "ends.json": (changed(step_ends=[[0, 1, 1]] * 10**5), "step_ends names stage 0 twice"),
     "rank.json": (changed(tasks=[["0F", [10**15], 1, 0, 0]], edges=[]), "the cluster has 2 ranks"),
     "stage.json": (changed(orders=["999999999F0", ""]), "which the placement does not know"),
@@ -55,7 +55,7 @@ SMALL_FILES = {
     "infinite.json": ('{"rota": "plan", "num_microbatches": 1e400}', 'it holds the number "1e400"'),
     "nan.json": ('{"rota": "plan", "num_microbatches": NaN}', 'it holds the number "NaN"'),
     "twice.json": ('{"rota": "plan", "orders": [], "orders": 1}', 'an object with two fields "orders"'),
-    "half.json": (changed(orders=["\ud800"]), "a text without halves of characters"),
+    "half.json": (changed(orders=["\ud800"]), "it has half of a character"),
     "other.json": ('{"traceEvents": []}', 'it has no "rota": "plan"; give what `rota plan -o plan.json`'),
 }
 

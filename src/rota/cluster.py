@@ -10,12 +10,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import Any
+
+import msgspec
 
 from rota import reading
 from rota.errors import PlacementError
+from rota.reading import Name
 from rota.units import angle_repr, count_text, limit_text, size_text, time_text
-from rota.whole_numbers import whole
+from rota.whole_numbers import Positive, Whole, whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,17 +46,6 @@ class Link:
         """Duration of a transfer: latency plus size divided by rate, rounded up."""
         return self.latency_us + (-(-num_bytes // self.bytes_per_us) if self.bytes_per_us else 0)
 
-    def to_fields(self) -> list[int | None]:
-        """The link in JSON: [latency_us, bytes_per_us]."""
-        return [self.latency_us, self.bytes_per_us]
-
-    @classmethod
-    def from_fields(cls, entries: Sequence[reading.Field], where: reading.Field) -> Link:
-        """Read what `to_fields` wrote. Raises FormatError."""
-        if len(entries) != 2:
-            raise where.wrong("latency_us and bytes_per_us")
-        return cls(entries[0].integer(0), entries[1].integer_or_none(1))
-
 
 def _rate(name: str, rate: object) -> int:
     """A rate in bytes per µs. Raises PlacementError if nothing would ever arrive."""
@@ -79,10 +70,10 @@ class SharedLink:
         PlacementError: The rate is not a whole number of 1 or more, or ranks are missing, repeated or invalid.
     """
 
-    name: str
-    bytes_per_us: int
-    senders: tuple[int, ...]
-    receivers: tuple[int, ...]
+    name: Name
+    bytes_per_us: Positive
+    senders: tuple[Whole, ...]
+    receivers: tuple[Whole, ...]
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "bytes_per_us", _rate(f"bytes_per_us of {self.name}", self.bytes_per_us))
@@ -91,17 +82,6 @@ class SharedLink:
             if not ranks or len({*ranks}) != len(ranks):
                 raise PlacementError(f"{name} of the shared link {self.name} is {ranks}: give different ranks, from 0")
             object.__setattr__(self, name, ranks)
-
-    def to_fields(self) -> dict[str, Any]:
-        """The shared link in JSON."""
-        ends = {"senders": list(self.senders), "receivers": list(self.receivers)}
-        return {"name": self.name, "bytes_per_us": self.bytes_per_us, **ends}
-
-    @classmethod
-    def from_fields(cls, field: reading.Field) -> SharedLink:
-        """Read what `to_fields` wrote. Raises FormatError or PlacementError."""
-        rate, senders, receivers = field["bytes_per_us"].integer(1), field["senders"], field["receivers"]
-        return cls(field["name"].name(), rate, senders.integers(0), receivers.integers(0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,8 +96,8 @@ class AllReduceTimes:
         PlacementError: A number is not whole, or out of order.
     """
 
-    num_ranks: int
-    times_us: tuple[tuple[int, int], ...]
+    num_ranks: Whole
+    times_us: tuple[tuple[Whole, Whole], ...]
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "num_ranks", whole("num_ranks of all-reduces", self.num_ranks))
@@ -147,18 +127,6 @@ class AllReduceTimes:
             if small < num_bytes <= large:
                 return least_us + -(-(most_us - least_us) * (num_bytes - small) // (large - small))
         return points[0][1] if num_bytes <= points[0][0] else -(-points[-1][1] * num_bytes // points[-1][0])
-
-    def to_fields(self) -> dict[str, Any]:
-        """The times in JSON."""
-        return {"num_ranks": self.num_ranks, "times_us": [list(point) for point in self.times_us]}
-
-    @classmethod
-    def from_fields(cls, field: reading.Field) -> AllReduceTimes:
-        """Read what `to_fields` wrote. Raises FormatError or PlacementError."""
-        points = [point.integers(0) for point in field["times_us"]]
-        if any(len(point) != 2 for point in points):
-            raise field["times_us"].wrong("a list of [bytes, µs]")
-        return cls(field["num_ranks"].integer(2), tuple((point[0], point[1]) for point in points))
 
 
 def of_at_most(all_reduces: Sequence[AllReduceTimes], num_ranks: int) -> tuple[AllReduceTimes, ...]:
@@ -255,38 +223,33 @@ class Cluster:
 
     __repr__ = angle_repr
 
-    def to_fields(self) -> dict[str, Any]:
-        """The fields of a "cluster" in JSON."""
-        return {
-            "limit_bytes": list(self.limit_bytes),
-            "link": self.link.to_fields(),
-            "links": [[a, b, *link.to_fields()] for a, b, link in self.links],
-            **({"shared": [shared.to_fields() for shared in self.shared]} if self.shared else {}),
-            **({"all_reduces": [of.to_fields() for of in self.all_reduces]} if self.all_reduces else {}),
-        }
+    def to_file(self) -> ClusterFile:
+        """The cluster as it is in JSON."""
+        links = tuple((a, b, link.latency_us, link.bytes_per_us) for a, b, link in self.links)
+        link = self.link.latency_us, self.link.bytes_per_us
+        return ClusterFile(self.limit_bytes, link, links, self.shared, self.all_reduces)
 
     @classmethod
-    def from_fields(cls, field: reading.Field) -> Cluster:
-        """Read what `to_fields` wrote. Raises FormatError or PlacementError."""
-        links = []
-        for entry in field["links"]:
-            numbers = list(entry)
-            if len(numbers) < 2:
-                raise entry.wrong("[sender, receiver, latency_us, bytes_per_us]")
-            links.append((numbers[0].integer(0), numbers[1].integer(0), Link.from_fields(numbers[2:], entry)))
-        limits = tuple(limit.integer_or_none(0) for limit in field["limit_bytes"])
-        shared = tuple(SharedLink.from_fields(each) for each in field["shared"]) if "shared" in field else ()
-        link = Link.from_fields(list(field["link"]), field["link"])
-        all_reduces = (
-            tuple(AllReduceTimes.from_fields(each) for each in field["all_reduces"]) if "all_reduces" in field else ()
-        )
-        return cls(limits, link, tuple(links), shared, all_reduces)
+    def from_file(cls, file: ClusterFile) -> Cluster:
+        """What `to_file` wrote. Raises PlacementError."""
+        links = tuple((a, b, Link(latency, rate)) for a, b, latency, rate in file.links)
+        return cls(file.limit_bytes, Link(*file.link), links, file.shared, file.all_reduces)
 
     def to_json(self) -> str:
         """The text of a "cluster" file, which `from_json` reads."""
-        return reading.dump("cluster", self.to_fields(), Cluster.from_json)
+        return reading.dump("cluster", self.to_file(), Cluster.from_json)
 
     @classmethod
     def from_json(cls, text: str) -> Cluster:
         """Read what `to_json` wrote. Raises FormatError or PlacementError, which name the field."""
-        return cls.from_fields(reading.parse(text, "cluster"))
+        return cls.from_file(reading.parse(text, "cluster").read(ClusterFile))
+
+
+class ClusterFile(msgspec.Struct, omit_defaults=True):
+    """A cluster in JSON: links are rows of sender, receiver, latency_us and bytes_per_us."""
+
+    limit_bytes: tuple[Whole | None, ...]
+    link: tuple[Whole, Positive | None]
+    links: tuple[tuple[Whole, Whole, Whole, Positive | None], ...]
+    shared: tuple[SharedLink, ...] = ()
+    all_reduces: tuple[AllReduceTimes, ...] = ()

@@ -15,12 +15,13 @@ from typing import Any
 from rota import reading
 from rota.errors import PlacementError
 from rota.units import angle_repr, count_text, time_text
-from rota.whole_numbers import whole, whole_rows
+from rota.whole_numbers import Positive, Signed, Whole, whole, whole_rows
 
 #: States that `rota run --max-restarts` keeps of each rank: one stays whole while the other one is written.
 NUM_SNAPSHOTS = 2
 
 _SIGNED = ("input_frees_bytes",)
+_WHOLE_NUMBERS = ("boundary_bytes", "gradient_bytes", "microbatch_rows")  # also in a file
 _OPTIONAL = (  # None has a meaning of its own
     "weight_us",
     "input_frees_bytes",
@@ -68,27 +69,27 @@ class Costs:
             freed or kept than a stage has.
     """
 
-    forward_us: tuple[int, ...]
-    backward_us: tuple[int, ...]
-    weight_us: tuple[int, ...] | None = None
-    activation_bytes: tuple[int, ...] = 0  # type: ignore[assignment]  # a number is spread over the stages below
-    input_frees_bytes: tuple[int, ...] | None = None
-    boundary_bytes: tuple[int, ...] | int = 0
-    gradient_bytes: tuple[int, ...] | int | None = None
-    forward_peak_bytes: tuple[int, ...] = 0  # type: ignore[assignment]
-    backward_peak_bytes: tuple[int, ...] = 0  # type: ignore[assignment]
-    weight_peak_bytes: tuple[int, ...] = 0  # type: ignore[assignment]
-    static_bytes: tuple[int, ...] = 0  # type: ignore[assignment]
-    state_bytes: tuple[int, ...] = 0  # type: ignore[assignment]
-    snapshot_bytes: tuple[int, ...] = 0  # type: ignore[assignment]
-    reduce_us: tuple[int, ...] = 0  # type: ignore[assignment]
-    optimizer_us: tuple[int, ...] = 0  # type: ignore[assignment]
-    recompute_us: tuple[int | None, ...] | None = None
-    checkpoint_bytes: tuple[int, ...] = 0  # type: ignore[assignment]
-    edges: tuple[tuple[int, int], ...] | None = None
+    forward_us: tuple[Whole, ...]
+    backward_us: tuple[Whole, ...]
+    weight_us: tuple[Whole, ...] | None = None
+    activation_bytes: tuple[Whole, ...] = 0  # type: ignore[assignment]  # a number is spread over the stages below
+    input_frees_bytes: tuple[Signed, ...] | None = None
+    boundary_bytes: tuple[Whole, ...] | Whole = 0
+    gradient_bytes: tuple[Whole, ...] | Whole | None = None
+    forward_peak_bytes: tuple[Whole, ...] = 0  # type: ignore[assignment]
+    backward_peak_bytes: tuple[Whole, ...] = 0  # type: ignore[assignment]
+    weight_peak_bytes: tuple[Whole, ...] = 0  # type: ignore[assignment]
+    static_bytes: tuple[Whole, ...] = 0  # type: ignore[assignment]
+    state_bytes: tuple[Whole, ...] = 0  # type: ignore[assignment]
+    snapshot_bytes: tuple[Whole, ...] = 0  # type: ignore[assignment]
+    reduce_us: tuple[Whole, ...] = 0  # type: ignore[assignment]
+    optimizer_us: tuple[Whole, ...] = 0  # type: ignore[assignment]
+    recompute_us: tuple[Whole | None, ...] | None = None
+    checkpoint_bytes: tuple[Whole, ...] = 0  # type: ignore[assignment]
+    edges: tuple[tuple[Whole, Whole], ...] | None = None
     note: str = ""
-    microbatch_rows: int | None = None
-    spread_us: tuple[int, ...] | None = None
+    microbatch_rows: Positive | None = None
+    spread_us: tuple[Whole, ...] | None = None
 
     def __post_init__(self) -> None:
         forward: object = self.forward_us
@@ -239,26 +240,13 @@ class Costs:
     def from_json(cls, text: str) -> Costs:
         """Read what `to_json` wrote. Raises FormatError or PlacementError, which name the field."""
         document = reading.parse(text, "costs")
-        document.refuse_others(("rota", *(field.name for field in fields(cls))))
-        values: dict[str, Any] = {}
-        for field in fields(cls):
-            if field.name not in document and field.name not in ("forward_us", "backward_us"):
-                continue
-            entry = document[field.name]
-            if entry.value is None:
-                values[field.name] = None
-            elif field.name == "note":
-                values[field.name] = entry.text()
-            elif field.name == "microbatch_rows":
-                values[field.name] = entry.integer(1)
-            elif field.name == "edges":
-                values[field.name] = tuple(edge.integers(0) for edge in entry)
-            elif field.name == "recompute_us" and isinstance(entry.value, list):
-                values[field.name] = tuple(stage.integer_or_none(0) for stage in entry)
-            else:
-                least = None if field.name in _SIGNED else 0
-                values[field.name] = entry.integer(least) if isinstance(entry.value, int) else entry.integers(least)
-        return cls(**values)
+        forward = document["forward_us"].value
+        num_stages = len(forward) if isinstance(forward, list) else 1
+        values = {  # one number stands for all stages
+            name: [value] * num_stages if type(value) is int and name not in _WHOLE_NUMBERS else value
+            for name, value in document.value.items()
+        }
+        return reading.Field(document.path, values).read(cls)
 
 
 def _spread(name: str, value: object, count: int, gaps: bool = False, signed: bool = False) -> tuple[int | None, ...]:

@@ -72,6 +72,16 @@ def same_or_per_class(values: Iterable[int]) -> int:
     return given[0] if len({*given}) == 1 else PerClass(given)  # type: ignore[return-value]
 
 
+def as_figure(field: int | tuple[int, ...]) -> int:
+    """The figure in JSON that `values_or_number` wrote."""
+    return same_or_per_class(field) if isinstance(field, tuple) else field
+
+
+def values_or_number(figure: int) -> int | tuple[int, ...]:
+    """A figure in JSON: a number, or a list with one per class of micro-batches."""
+    return figure.values if isinstance(figure, PerClass) else figure
+
+
 def values_of(figure: int) -> tuple[int, ...]:
     """All numbers of a figure: one, or one per class."""
     given: object = figure

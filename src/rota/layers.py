@@ -10,16 +10,20 @@ from bisect import bisect_right
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import pairwise
-from typing import Any, TypeAlias
+from typing import Annotated, Any, TypeAlias
+
+from msgspec import Meta
 
 from rota import reading
 from rota.costs import NUM_SNAPSHOTS, Costs
 from rota.errors import PlacementError
+from rota.reading import Name
 from rota.units import angle_repr, count_text, time_text
-from rota.whole_numbers import whole
+from rota.whole_numbers import Positive, Whole, whole
 
 _Pair: TypeAlias = tuple[int, int]
-Shared: TypeAlias = tuple[int, int, int]
+Shared: TypeAlias = tuple[Whole, Whole, Whole]
+_Fraction: TypeAlias = Annotated[float, Meta(ge=0, lt=1e9)]
 
 _MOST_MISSING_CORES, _MOST_SPREAD = 0.1, 0.2  # above which a measurement is doubtful
 
@@ -76,38 +80,38 @@ class LayerCosts:
             pair does not go from a layer to a later one.
     """
 
-    rows: int
-    cuts: tuple[str, ...]
-    forward_us: tuple[int, ...]
-    backward_us: tuple[int, ...]
-    input_us: tuple[int, ...]
-    weight_us: tuple[int, ...]
-    recompute_us: tuple[int, ...]
-    optimizer_us: tuple[int, ...]
-    kept_bytes: tuple[int, ...]
-    waiting_bytes: tuple[int, ...]
-    forward_peak_bytes: tuple[int, ...]
-    backward_peak_bytes: tuple[int, ...]
-    input_peak_bytes: tuple[int, ...]
-    weight_peak_bytes: tuple[int, ...]
-    parameter_bytes: tuple[int, ...]
-    gradient_bytes: tuple[int, ...]
-    buffer_bytes: tuple[int, ...]
-    optimizer_bytes: tuple[int, ...]
-    edges: tuple[tuple[int, int], ...]
-    boundary_bytes: tuple[int, ...]
-    boundary_gradient_bytes: tuple[int, ...]
-    received_bytes: tuple[int, ...]
-    changed_bytes: tuple[int, ...] = ()
-    snapshot_bytes: tuple[int, ...] = ()
+    rows: Positive
+    cuts: tuple[Name, ...]
+    forward_us: tuple[Whole, ...]
+    backward_us: tuple[Whole, ...]
+    input_us: tuple[Whole, ...]
+    weight_us: tuple[Whole, ...]
+    recompute_us: tuple[Whole, ...]
+    optimizer_us: tuple[Whole, ...]
+    kept_bytes: tuple[Whole, ...]
+    waiting_bytes: tuple[Whole, ...]
+    forward_peak_bytes: tuple[Whole, ...]
+    backward_peak_bytes: tuple[Whole, ...]
+    input_peak_bytes: tuple[Whole, ...]
+    weight_peak_bytes: tuple[Whole, ...]
+    parameter_bytes: tuple[Whole, ...]
+    gradient_bytes: tuple[Whole, ...]
+    buffer_bytes: tuple[Whole, ...]
+    optimizer_bytes: tuple[Whole, ...]
+    edges: tuple[tuple[Whole, Whole], ...]
+    boundary_bytes: tuple[Whole, ...]
+    boundary_gradient_bytes: tuple[Whole, ...]
+    received_bytes: tuple[Whole, ...]
+    changed_bytes: tuple[Whole, ...] = ()
+    snapshot_bytes: tuple[Whole, ...] = ()
     shared: tuple[Shared, ...] = ()
     waiting_shared: tuple[Shared, ...] = ()
     tied: tuple[Shared, ...] = ()
-    spread: tuple[float, ...] = ()
+    spread: tuple[_Fraction, ...] = ()
     note: str = ""
-    missing_cores: float = 0.0
+    missing_cores: _Fraction = 0.0
     contents: tuple[str, ...] = ()
-    uncounted: tuple[tuple[int, str], ...] = ()
+    uncounted: tuple[tuple[Whole, str], ...] = ()
 
     def __post_init__(self) -> None:
         if not self.forward_us:
@@ -332,16 +336,8 @@ class LayerCosts:
 
     def to_fields(self) -> dict[str, Any]:
         """The fields in JSON."""
-        found = {field.name: getattr(self, field.name) for field in fields(self)}
-        if not self.missing_cores:
-            del found["missing_cores"]
-        if not any(self.snapshot_bytes):
-            del found["snapshot_bytes"]
-        if not self.contents:
-            del found["contents"]
-        if not self.uncounted:
-            del found["uncounted"]
-        return found
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: value for name, value in values.items() if name not in _OMITTED or value}
 
     def to_json(self) -> str:
         """The text of a "layers" file, one line per field, which `from_json` reads."""
@@ -355,27 +351,7 @@ class LayerCosts:
     @classmethod
     def from_fields(cls, document: reading.Field) -> LayerCosts:
         """Read what `to_fields` wrote. Raises FormatError or PlacementError."""
-        values: dict[str, Any] = {name: document[name].integers(0) for name in _BY_LAYER + _BY_EDGE}
-        values["edges"] = tuple(_tuple(entry, 2) for entry in document["edges"])
-        values |= {name: tuple(_tuple(entry, 3) for entry in document[name]) for name in _PAIRS}
-        values["cuts"] = tuple(entry.name() for entry in document["cuts"])
-        values["spread"] = tuple(_fraction(entry) for entry in document["spread"])
-        if "missing_cores" in document:
-            values["missing_cores"] = _fraction(document["missing_cores"])
-        if "snapshot_bytes" in document:
-            values["snapshot_bytes"] = document["snapshot_bytes"].integers(0)
-        if "contents" in document:
-            values["contents"] = tuple(entry.text() for entry in document["contents"])
-        if "uncounted" in document:
-            values["uncounted"] = tuple(_operator(entry) for entry in document["uncounted"])
-        return cls(rows=document["rows"].integer(1), note=document["note"].text(), **values)
-
-
-def _tuple(entry: reading.Field, count: int) -> tuple[int, ...]:
-    numbers = entry.integers(0)
-    if len(numbers) != count:
-        raise entry.wrong(f"{count} numbers")
-    return numbers
+        return document.read(cls)
 
 
 def _layers_text(layers: Sequence[str]) -> str:
@@ -383,20 +359,8 @@ def _layers_text(layers: Sequence[str]) -> str:
     return f"layer{'s' if len(layers) > 1 else ''} {', '.join(layers[:_MOST_NAMED])}{more}"
 
 
-def _operator(entry: reading.Field) -> tuple[int, str]:
-    pair = [*entry]
-    if len(pair) != 2:
-        raise entry.wrong("a layer and an operator")
-    return pair[0].integer(0), pair[1].text()
-
-
-def _fraction(entry: reading.Field) -> float:
-    if not isinstance(entry.value, (int, float)) or isinstance(entry.value, bool) or not 0 <= entry.value < 1e9:
-        raise entry.wrong("a number of 0 or more")
-    return float(entry.value)
-
-
 _PAIRS = ("shared", "waiting_shared", "tied")
+_OMITTED = ("missing_cores", "contents", "uncounted")  # in JSON, if they say nothing
 _BY_EDGE = ("boundary_bytes", "boundary_gradient_bytes", "received_bytes")
 _BY_LAYER = (
     *("forward_us", "backward_us", "input_us", "weight_us", "recompute_us", "optimizer_us"),

@@ -12,16 +12,19 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import chain
 from operator import mul
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, TypeAlias
+
+import msgspec
+from msgspec import Meta
 
 from rota import reading
-from rota.cluster import Cluster
-from rota.errors import PlacementError
-from rota.figures import PerClass, each, same_or_per_class, value_in, values_of
+from rota.cluster import Cluster, ClusterFile
+from rota.errors import FormatError, PlacementError
+from rota.figures import PerClass, as_figure, each, value_in, values_of, values_or_number
 from rota.taskgraph import CycleError, TaskGraph
 from rota.tasks import Kind, Op, Task, Transfer
 from rota.units import angle_repr, count_text
-from rota.whole_numbers import whole, whole_rows
+from rota.whole_numbers import Positive, Signed, Whole, whole, whole_rows
 
 _TASK_FIGURES = ("duration_us", "held_bytes", "peak_bytes")
 _SHAPE = ("tasks or ranks", "edges", "clusters", "static_bytes", "step_ends")
@@ -533,57 +536,62 @@ class Placement:
         more = sorted({*stages} - {end.stage for end in self.step_ends})
         return replace(self, step_ends=(*self.step_ends, *(StepEnd(stage, 0, 0) for stage in more))) if more else self
 
-    def to_fields(self) -> dict[str, Any]:
-        """The fields of a placement in JSON."""
-
-        def name(task: int) -> str:
-            return str(self.tasks[task])
-
+    def to_file(self) -> dict[str, Any]:
+        """The fields of a `PlacementFile`."""
+        names = [*map(str, self.tasks)]
         return {
-            "tasks": [
-                [str(task), list(task.ranks), *(_to_field(figure) for figure in _figures_of(task))]
-                for task in self.tasks
-            ],
-            "edges": [[name(edge.source), name(edge.target), _to_field(edge.num_bytes)] for edge in self.edges],
-            "cluster": self.cluster.to_fields(),
-            "static_bytes": list(self.static_bytes),
-            "step_ends": [[end.stage, end.reduce_us, end.optimizer_us] for end in self.step_ends],
-            **({} if self.microbatch_rows is None else {"microbatch_rows": self.microbatch_rows}),
-            **({"class_of": list(self.class_of)} if self.class_of else {}),
-            **({"sample_of": list(self.sample_of)} if self.sample_of else {}),
-            **({"state_bytes": list(self.state_bytes)} if self.state_bytes else {}),
-            **({"snapshot_bytes": list(self.snapshot_bytes)} if self.snapshot_bytes else {}),
+            "tasks": tuple(map(_row_of, self.tasks)),
+            "edges": tuple((names[a], names[b], values_or_number(size)) for a, b, size in self.edges),
+            "cluster": self.cluster.to_file(),
+            "step_ends": tuple((end.stage, end.reduce_us, end.optimizer_us) for end in self.step_ends),
+            **{name: getattr(self, name) for name in _SAME_IN_FILES},
         }
 
     @classmethod
-    def from_fields(cls, document: reading.Field) -> Placement:
-        """Read what `to_fields` wrote. Raises FormatError or PlacementError."""
-        tasks = []
-        for entry in document["tasks"]:
-            name, ranks, *numbers = _exactly(5, entry)
-            stage, kind = _task_name(name)
-            tasks.append(Task(stage, kind, ranks.integers(0), *(_figure(number) for number in numbers)))
-        index = {str(task): i for i, task in enumerate(tasks)}
-        edges = []
-        for entry in document["edges"]:
-            source, target, size = _exactly(3, entry)
-            for end in (source, target):
-                if end.text() not in index:
-                    raise end.wrong("the name of a task, such as " + next(iter(index), "0F"))
-            edges.append(Edge(index[source.text()], index[target.text()], _figure(size, 0)))
-        ends = (tuple(number.integer(0) for number in _exactly(3, entry)) for entry in document["step_ends"])
-        return cls(
-            tuple(tasks),
-            tuple(edges),
-            Cluster.from_fields(document["cluster"]),
-            document["static_bytes"].integers(0),
-            tuple(StepEnd(*end) for end in ends),
-            document["microbatch_rows"].integer(1) if "microbatch_rows" in document else None,
-            document["class_of"].integers(0) if "class_of" in document else (),
-            document["sample_of"].integers(0) if "sample_of" in document else (),
-            document["state_bytes"].integers(0) if "state_bytes" in document else (),
-            document["snapshot_bytes"].integers(0) if "snapshot_bytes" in document else (),
+    def from_file(cls, file: PlacementFile, path: str) -> Placement:
+        """What `to_file` wrote, at this path of a document. Raises FormatError or PlacementError."""
+        tasks = tuple(
+            Task(int(name[:-1]), Kind(name[-1:]), ranks, as_figure(duration), as_figure(held), as_figure(peak))
+            for name, ranks, duration, held, peak in file.tasks
         )
+        index = {str(task): i for i, task in enumerate(tasks)}
+        for i, (*ends, _) in enumerate(file.edges):
+            if unknown := [end for end in ends if end not in index]:
+                raise FormatError(
+                    f"{path}.edges[{i}] has {reading.short(unknown[0])}; expected the name of a task, such as "
+                    + next(iter(index), "0F")
+                )
+        edges = tuple(Edge(index[source], index[target], as_figure(size)) for source, target, size in file.edges)
+        step_ends = tuple(StepEnd(*end) for end in file.step_ends)
+        same = {name: getattr(file, name) for name in _SAME_IN_FILES}
+        return cls(tasks, edges, Cluster.from_file(file.cluster), step_ends=step_ends, **same)
+
+
+_Figure: TypeAlias = Signed | Annotated[tuple[Signed, ...], Meta(min_length=1)]  # one number, or one per class
+_TaskName: TypeAlias = Annotated[str, Meta(pattern=r"^[0-9]{1,9}[FBIWR]$")]  # a stage and a kind
+
+
+class PlacementFile(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """A placement in JSON: edges join tasks by their names."""
+
+    tasks: tuple[tuple[_TaskName, tuple[Whole, ...], _Figure, _Figure, _Figure], ...]
+    edges: tuple[tuple[str, str, _Figure], ...]
+    cluster: ClusterFile
+    static_bytes: tuple[Whole, ...]
+    step_ends: tuple[tuple[Whole, Whole, Whole], ...]
+    microbatch_rows: Positive | None = None
+    class_of: tuple[Whole, ...] = ()
+    sample_of: tuple[Whole, ...] = ()
+    state_bytes: tuple[Whole, ...] = ()
+    snapshot_bytes: tuple[Whole, ...] = ()
+
+
+_SAME_IN_FILES = ("static_bytes", "microbatch_rows", "class_of", "sample_of", "state_bytes", "snapshot_bytes")
+
+
+def _row_of(task: Task) -> tuple[str, tuple[int, ...], _Figure, _Figure, _Figure]:
+    duration, held, peak = map(values_or_number, _figures_of(task))
+    return str(task), task.ranks, duration, held, peak
 
 
 def _figures_of(task: Task) -> tuple[int, int, int]:
@@ -601,32 +609,3 @@ def _shape_of(placement: Placement) -> tuple[object, ...]:
     tasks = [(task.stage, task.kind, task.ranks) for task in placement.tasks]
     edges = [edge[:2] for edge in placement.edges]
     return tasks, edges, placement.cluster, placement.static_bytes, placement.step_ends
-
-
-def _to_field(figure: int) -> int | list[int]:
-    return list(figure.values) if isinstance(figure, PerClass) else figure
-
-
-def _figure(field: reading.Field, minimum: int | None = None) -> int:
-    """A figure in JSON: a number, or a list with one per class of micro-batches."""
-    if not isinstance(field.value, list):
-        return field.integer(minimum)
-    values = field.integers(minimum)
-    if not values:
-        raise field.wrong("a number, or one per class of micro-batches")
-    return same_or_per_class(values)
-
-
-def _task_name(field: reading.Field) -> tuple[int, Kind]:
-    name = field.text()
-    stage, kind = name[:-1], name[-1:]
-    if not (stage.isascii() and stage.isdecimal() and len(stage) < 10) or kind not in Kind.__members__:
-        raise field.wrong("a stage and one of F B I W R, such as 0F")
-    return int(stage), Kind(kind)
-
-
-def _exactly(count: int, entry: reading.Field) -> list[reading.Field]:
-    values = list(entry)
-    if len(values) != count:
-        raise entry.wrong(f"{count} values")
-    return values

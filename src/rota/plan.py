@@ -12,14 +12,15 @@ from operator import sub
 from typing import Any
 
 from rota import notebook, reading, schedule_csv, services
-from rota.errors import PlanError
+from rota.errors import FormatError, PlanError
 from rota.figures import each, value_in
-from rota.placement import Placement
+from rota.placement import Placement, PlacementFile
 from rota.services import Services
 from rota.taskgraph import CycleError, Earliest, Edges, TaskGraph
 from rota.tasks import Kind, Op, Transfer
 from rota.units import angle_repr, count_text
 from rota.usage import Usage
+from rota.whole_numbers import Positive
 
 _MAX_CYCLE_WAITS = 12  # waits of a cycle in an error message
 _MAX_TRANSFERS = 10_000_000  # in a plan from a file
@@ -389,13 +390,17 @@ class Plan:
 
     def to_fields(self) -> dict[str, Any]:
         """The fields of a plan in JSON."""
-        orders = [" ".join(map(str, order)) for order in self.orders]
-        usage = {} if self.usage is None else {"usage": self.usage.to_fields()}
-        serving = (
-            {"service_orders": services.to_texts(self.placement, self.service_orders)} if self.service_orders else {}
-        )
-        step = {"num_microbatches": self.num_microbatches, "orders": orders}
-        return {**step, **serving, **self.placement.to_fields(), **usage}
+        return reading.to_fields(PlanFile(**self.to_file()))
+
+    def to_file(self) -> dict[str, Any]:
+        """The fields of a `PlanFile`."""
+        return {
+            "num_microbatches": self.num_microbatches,
+            "orders": tuple(" ".join(map(str, order)) for order in self.orders),
+            "service_orders": tuple(services.to_texts(self.placement, self.service_orders)),
+            "usage": self.usage,
+            **self.placement.to_file(),
+        }
 
     def __str__(self) -> str:
         """One line."""
@@ -432,24 +437,39 @@ class Plan:
     @classmethod
     def from_fields(cls, document: reading.Field) -> Plan:
         """Read what `to_fields` wrote. Raises FormatError or PlacementError."""
-        orders = [schedule_csv.parse_ops(order.text().split(), f"{order.path}, op") for order in document["orders"]]
-        usage = Usage.from_fields(document["usage"]) if "usage" in document else None
-        plan = cls(Placement.from_fields(document), document["num_microbatches"].integer(1), tuple(orders), usage)
-        plan._limit_transfers(document)
-        if "service_orders" in document:
-            served = tuple(
-                services.read(plan.placement, plan.num_microbatches, order) for order in document["service_orders"]
-            )
-            plan = replace(plan, service_orders=served)
-        return plan
+        return cls.from_file(document.read(PlanFile), document.path)
 
-    def _limit_transfers(self, document: reading.Field) -> None:
+    @classmethod
+    def from_file(cls, file: PlanFile, path: str) -> Plan:
+        """What `to_file` wrote, at this path of a document. Raises FormatError or PlacementError."""
+        orders = tuple(
+            tuple(schedule_csv.parse_ops(order.split(), f"{path}.orders[{i}], op"))
+            for i, order in enumerate(file.orders)
+        )
+        plan = cls(Placement.from_file(file, path), file.num_microbatches, orders, file.usage)
+        plan._limit_transfers(path)
+        rows = [
+            services.read(plan.placement, plan.num_microbatches, row, f"{path}.service_orders[{i}]")
+            for i, row in enumerate(file.service_orders)
+        ]
+        return replace(plan, service_orders=tuple(rows)) if rows else plan
+
+    def _limit_transfers(self, path: str) -> None:
         """Raise FormatError if few bytes in a file make too many transfers: one per micro-batch and reader's rank."""
         rounds = min(self.num_microbatches, max(map(len, self.orders), default=0))  # further ones lack their ops
         tasks = self.placement.tasks
         num_transfers = sum(len(tasks[edge.target].ranks) for edge in self.placement.edges) * max(rounds, 1)
         if num_transfers > _MAX_TRANSFERS:
-            raise document["edges"].wrong(f"at most {_MAX_TRANSFERS:,} transfers, not {num_transfers:,}")
+            raise FormatError(f"{path}.edges make {num_transfers:,} transfers; a file may have {_MAX_TRANSFERS:,}")
+
+
+class PlanFile(PlacementFile, kw_only=True, omit_defaults=True):
+    """A plan in JSON: its placement, and the orders of ranks and of shared links, each as one text."""
+
+    num_microbatches: Positive
+    orders: tuple[str, ...]
+    service_orders: tuple[str, ...] = ()
+    usage: Usage | None = None
 
 
 # --- building the graph -----------------------------------------------------------------------------------------------

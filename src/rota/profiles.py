@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, final
+from typing import Annotated, Any, final
+
+import msgspec
 
 from rota import reading
-from rota.errors import FormatError, PlacementError
+from rota.errors import PlacementError
 from rota.layers import LayerCosts
 from rota.units import angle_repr, count_text
 
@@ -75,11 +77,12 @@ class Profile(Mapping[int, LayerCosts]):
     @classmethod
     def from_json(cls, text: str) -> Profile:
         """Read what `to_json` wrote. Raises FormatError or PlacementError, which name the field."""
-        document = reading.parse(text, "profile")
-        entries = [*document["layers"]]
-        if not entries:
-            raise FormatError("profile.layers is empty; profile the model again")
-        return cls(
-            tuple(LayerCosts.from_fields(entry) for entry in entries),
-            tuple((name.text(), value.text()) for name, value in document["key"].items()),
-        )
+        file = reading.parse(text, "profile").read(ProfileFile)
+        return cls(file.layers, tuple(file.key.items()))
+
+
+class ProfileFile(msgspec.Struct):
+    """A profile in JSON."""
+
+    key: dict[str, str]
+    layers: Annotated[tuple[LayerCosts, ...], msgspec.Meta(min_length=1)]

@@ -8,19 +8,22 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import stat
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from io import FileIO
-from typing import Any
+from typing import Annotated, Any, TypeAlias, TypeVar
+
+import msgspec
 
 from rota.errors import FormatError, RotaError
+from rota.whole_numbers import LARGEST as LARGEST
 
 LARGEST_BYTES = 256 * 1024**2  # per file
 LONGEST_NAME = 1000  # characters
 _PIECE_BYTES = 1024**2  # Python allocates the requested size in advance
-LARGEST = 10**15  # a petabyte, or 31 years in µs: sums of many still fit into 64 bits
 LATEST_US = 2**63 - 1  # for the times of a timeline, which are such sums
 
 #: Remedies and uses, by the type of file.
@@ -141,6 +144,18 @@ def _names(names: Iterable[str]) -> str:
     return text if len(text) <= 400 else text[:397] + "..."
 
 
+#: For one line: nothing that moves a terminal's cursor, or hides or reorders what is beside it.
+Name: TypeAlias = Annotated[
+    str,
+    msgspec.Meta(
+        min_length=1,
+        max_length=LONGEST_NAME,
+        pattern="^[^\\x00-\\x1f\\x7f-\\xa0\\xad\\u061c\\u200b-\\u200f\\u2028-\\u202f\\u205f-\\u206f\\ud800-\\uf8ff\\ufeff\\ufff0-\\ufffb]+$",
+    ),
+]
+_T = TypeVar("_T")
+
+
 @dataclass(frozen=True, slots=True)
 class Field:
     """A value in a JSON document, with its path.
@@ -174,11 +189,26 @@ class Field:
             raise self.wrong("a list")
         return (Field(f"{self.path}[{i}]", value) for i, value in enumerate(self.value))
 
-    def boolean(self) -> bool:
-        """This value, true or false."""
-        if not isinstance(self.value, bool):
-            raise self.wrong("true or false")
-        return self.value
+    def read(self, into: type[_T]) -> _T:
+        """This value as a noun or a struct, whose annotations say what it must be.
+
+        Raises:
+            FormatError: It is something else; the message names the field, its value and what is expected. Also if a
+                noun has no such field.
+        """
+        if is_dataclass(into):
+            self.refuse_others(("rota", *(field.name for field in fields(into))))
+        try:
+            return msgspec.convert(self.value, into)
+        except msgspec.ValidationError as error:
+            message, _, path = str(error).rstrip("`").partition(" - at `$")
+            field = Field(self.path + path, _inside(self.value, path))
+            if missing := re.fullmatch(r"Object missing required field `(\w+)`?", message):
+                field[missing[1]]
+            expected = message.removeprefix("Expected ").split(", got ")[0]
+            for pattern, words in _WORDS:
+                expected = re.sub(pattern, words, expected)
+            raise field.wrong(expected) from None
 
     def integer(self, minimum: int | None = None, maximum: int = LARGEST) -> int:
         """The value as a whole number from `minimum` (default: -LARGEST) to `maximum`."""
@@ -234,6 +264,39 @@ class Field:
         return tuple(item.integer(minimum, maximum) for item in self)
 
 
+#: What msgspec expects, in our words.
+_WORDS = (
+    (r"`\w+` >= (\S+)", r"\1 or more"),
+    (r"`\w+` <= (\S+)", r"\1 or less"),
+    (r"`array` of length (\S+)", r"a list of length \1"),
+    (r"`str` matching regex '\^\[0-9\].*", "a stage and one of F B I W R, such as 0F"),
+    (r"`str` matching regex .*", f"a name of 1 to {LONGEST_NAME:,} printable characters"),
+    (r"`str` of length .*", f"a name of 1 to {LONGEST_NAME:,} printable characters"),
+    (r"\bint\b", "a whole number"),
+    (r"\bfloat\b", "a number"),
+    (r"\bstr\b", "a text"),
+    (r"\bbool\b", "true or false"),
+    (r"\barray\b", "a list"),
+    (r"\bobject\b", "an object"),
+    (r" \| ", " or "),
+    ("`", ""),
+)
+
+
+def _inside(value: Any, path: str) -> Any:
+    """What is at a path such as `.orders[2]`."""
+    for name, index in re.findall(r"\.(\w+)|\[(\d+)\]", path):
+        value = value[name] if name else value[int(index)]
+    return value
+
+
+def to_fields(file: msgspec.Struct) -> dict[str, Any]:
+    """The fields of a struct in JSON, without those that say nothing; those that it inherits come last."""
+    names = (name for base in type(file).__mro__ for name in vars(base).get("__annotations__", ()))
+    values: dict[str, Any] = msgspec.to_builtins(file)
+    return {name: values[name] for name in names if name in values}
+
+
 def parse(text: str, *types: str) -> Field:
     """The document in a JSON text whose type is one of `types` ("plan", "timeline", …). Raises FormatError if not."""
     value = load(text)
@@ -248,7 +311,14 @@ def parse(text: str, *types: str) -> Field:
 def load(text: str) -> Any:
     """The value of a JSON text. Raises FormatError, also for NaN, infinite numbers and duplicate fields."""
     try:
-        return json.loads(text, object_pairs_hook=_object, parse_constant=_number, parse_float=_number)
+        value = json.loads(text, object_pairs_hook=_object, parse_constant=_number, parse_float=_number)
+        if "\\ud" in text.lower():  # half of a character
+            json.dumps(value, ensure_ascii=False).encode()
+        return value
+    except UnicodeEncodeError as error:
+        raise FormatError(
+            f"it has half of a character (a lone surrogate), \\u{ord(error.object[error.start]):x}"
+        ) from None
     except json.JSONDecodeError as error:
         raise FormatError(f"not JSON: {error.msg} at line {error.lineno}, column {error.colno}") from None
     except RecursionError:
@@ -272,14 +342,14 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def dump(what: str, fields: dict[str, Any], read: Callable[[str], object] | None = None) -> str:
+def dump(what: str, content: dict[str, Any] | msgspec.Struct, read: Callable[[str], object] | None = None) -> str:
     """JSON text of type `what`: one line per field, and one per entry of a list unless it is a list of numbers.
 
     `read` reads such a text. Raises FormatError if it refuses this one: a file that is written can be read again.
     """
     lines = [f'  "rota": "{what}"']
-    for name, value in fields.items():
-        if isinstance(value, list) and value and isinstance(value[0], (list, dict, str)):
+    for name, value in (to_fields(content) if isinstance(content, msgspec.Struct) else content).items():
+        if isinstance(value, list | tuple) and value and isinstance(value[0], (list, tuple, dict, str)):
             body = ",\n".join("    " + json.dumps(entry) for entry in value)
             lines.append(f'  "{name}": [\n{body}\n  ]')
         else:

@@ -128,16 +128,16 @@ def to_texts(placement: Placement, orders: Orders) -> list[str]:
     return [" ".join(map(text_of, order)) for order in orders]
 
 
-def read(placement: Placement, num_microbatches: int, field: reading.Field) -> tuple[Transfer, ...]:
+def read(placement: Placement, num_microbatches: int, row: str, path: str) -> tuple[Transfer, ...]:
     """A row of what `to_texts` writes. Raises FormatError."""
     tasks, found = placement.tasks, []
     routes = {
         (str(tasks[route.source]), str(tasks[route.target]), text): r
         for r, (route, text) in enumerate(zip(placement.routes, _route_texts(placement), strict=True))
     }
-    for text in field.text().split():
+    for text in row.split():
         ops, at, receiver = text.partition("@")
-        pair = schedule_csv.parse_ops(ops.split(">"), field.path)
+        pair = schedule_csv.parse_ops(ops.split(">"), path)
         names = [f"{op.stage}{op.kind}" for op in pair]
         route = routes.get((names[0], names[1], at + receiver)) if len(pair) == 2 else None
         batches = range(0) if route is None else microbatches_on(placement, num_microbatches, route)
@@ -147,7 +147,7 @@ def read(placement: Placement, num_microbatches: int, field: reading.Field) -> t
                 (a, b, to), first = next(iter(routes.items()))
                 m = next(iter(microbatches_on(placement, num_microbatches, first)), 0)
                 expected = f"expected one such as {a}{m}>{b}{m}{to}"
-            raise FormatError(f"{field.path}: {reading.short(text)} is not a transfer; {expected}")
+            raise FormatError(f"{path}: {reading.short(text)} is not a transfer; {expected}")
         found.append(placement.transfer(route, pair[0].microbatch))
     return tuple(found)
 

@@ -5,12 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, TypeAlias
+
+from msgspec import Meta
 
 from rota import reading
 from rota.costs import Costs
 from rota.errors import PlacementError
 from rota.units import angle_repr, count_text
+from rota.whole_numbers import Whole
+
+_Number: TypeAlias = Annotated[float, Meta(ge=-1e15, le=1e15)]
 
 
 class Size(NamedTuple):
@@ -45,9 +50,9 @@ class Curve(NamedTuple):
         per_square: What each unit of `Size.squares` adds.
     """
 
-    constant: float = 0.0
-    per_token: float = 0.0
-    per_square: float = 0.0
+    constant: _Number = 0.0
+    per_token: _Number = 0.0
+    per_square: _Number = 0.0
 
     def at(self, size: Size) -> float:
         """The figure of a micro-batch of this size, not rounded."""
@@ -90,11 +95,11 @@ class SizeModel:
     forward_peak_bytes: tuple[Curve, ...] = ()
     backward_peak_bytes: tuple[Curve, ...] = ()
     weight_peak_bytes: tuple[Curve, ...] = ()
-    static_bytes: tuple[int, ...] = ()
-    reduce_us: tuple[int, ...] = ()
-    optimizer_us: tuple[int, ...] = ()
-    edges: tuple[tuple[int, int], ...] | None = None
-    error: float = 0.0
+    static_bytes: tuple[Whole, ...] = ()
+    reduce_us: tuple[Whole, ...] = ()
+    optimizer_us: tuple[Whole, ...] = ()
+    edges: tuple[tuple[Whole, Whole], ...] | None = None
+    error: _Number = 0.0
     note: str = ""
 
     def __str__(self) -> str:
@@ -148,38 +153,9 @@ class SizeModel:
     @classmethod
     def from_json(cls, text: str) -> SizeModel:
         """Read what `to_json` wrote. Raises FormatError or PlacementError, which name the field."""
-        document = reading.parse(text, "sizes")
-        document.refuse_others(("rota", *(field.name for field in fields(cls))))
-        values: dict[str, Any] = {}
-        for name in (field.name for field in fields(cls) if field.name in document):
-            entry = document[name]
-            if name in CURVES:
-                values[name] = None if entry.value is None else tuple(map(_read_curve, entry))
-            elif name in _WHOLE:
-                values[name] = entry.integers(0)
-            elif name == "edges":
-                values[name] = None if entry.value is None else tuple(edge.integers(0) for edge in entry)
-            else:
-                values[name] = entry.text() if name == "note" else _read_number(entry)
-        for name in ("forward_us", "backward_us"):
-            _ = document[name]
-        return cls(**values)
+        return reading.parse(text, "sizes").read(cls)
 
 
-def _read_curve(field: reading.Field) -> Curve:
-    numbers = [*map(_read_number, field)]
-    if len(numbers) != len(Curve._fields):
-        raise field.wrong(f"{len(Curve._fields)} numbers: {', '.join(Curve._fields)}")
-    return Curve(*numbers)
-
-
-def _read_number(field: reading.Field) -> float:
-    if not isinstance(field.value, (int, float)) or isinstance(field.value, bool) or not abs(field.value) <= _LARGEST:
-        raise field.wrong(f"a number of {_LARGEST:g} or less")
-    return float(field.value)
-
-
-_LARGEST = 1e15
 _WHOLE = ("static_bytes", "reduce_us", "optimizer_us")
 #: The fields of `SizeModel` that hold curves.
 CURVES = tuple(field.name for field in fields(SizeModel) if field.name not in (*_WHOLE, "edges", "error", "note"))

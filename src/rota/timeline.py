@@ -7,14 +7,17 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 from operator import itemgetter, sub
-from typing import Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple, TypeAlias
+
+import msgspec
 
 from rota import memory, notebook, reading
 from rota.errors import FormatError
 from rota.figures import each
-from rota.plan import Plan
+from rota.plan import Plan, PlanFile
 from rota.tasks import Op, Transfer
 from rota.units import angle_repr, count_text, size_text, time_text
+from rota.whole_numbers import Positive
 
 
 class StepEndWork(NamedTuple):
@@ -236,14 +239,8 @@ class Timeline:
 
     def to_json(self) -> str:
         """The text of a "timeline" file, with the plan, which `from_json` reads."""
-        columns = ("starts_us", "ends_us", "sent_us", "arrived_us", "step_ends_us")
-        fields: dict[str, object] = {name: [list(c) for c in getattr(self, name)] for name in columns}
-        cores = {} if self.num_cores is None else {"num_cores": self.num_cores}
-        return reading.dump(
-            "timeline",
-            {"makespan_us": self.makespan_us, **cores, **fields, **self.plan.to_fields()},
-            Timeline.from_json,
-        )
+        file = TimelineFile(**{name: getattr(self, name) for name in _SAME_IN_FILES}, **self.plan.to_file())
+        return reading.dump("timeline", file, Timeline.from_json)
 
     def to_snippet(
         self, name: str = "Timeline", until_us: int | None = None, gaps: Sequence[Sequence[notebook.Gap]] = ()
@@ -280,25 +277,16 @@ class Timeline:
     @classmethod
     def from_fields(cls, document: reading.Field) -> Timeline:
         """Read the fields of a "timeline" file. Raises FormatError, PlacementError or PlanError."""
-        plan = Plan.from_fields(document)
+        file = document.read(TimelineFile)
+        plan = Plan.from_file(file, document.path)
         per_rank = [len(order) for order in plan.nodes]
         per_route = [plan.first_node[r.source + 1] - plan.first_node[r.source] for r in plan.placement.routes]
-
-        def columns(name: str, lengths: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-            rows = tuple(row.integers(0, reading.LATEST_US) for row in document[name])
-            if [len(row) for row in rows] != list(lengths):
-                raise FormatError(f"timeline.{name} does not fit the plan: expected rows of {lengths[:8]} entries")
-            return rows
-
-        ends = columns("step_ends_us", [4] * len(plan.step_end_ranks))
+        lengths = {"starts_us": per_rank, "ends_us": per_rank, "sent_us": per_route, "arrived_us": per_route}
+        for name, expected in {**lengths, "step_ends_us": [4] * len(plan.step_end_ranks)}.items():
+            if [*map(len, getattr(file, name))] != expected:
+                raise FormatError(f"timeline.{name} does not fit the plan: expected rows of {expected[:8]} entries")
         timeline = cls(
-            plan,
-            columns("starts_us", per_rank),
-            columns("ends_us", per_rank),
-            columns("sent_us", per_route),
-            columns("arrived_us", per_route),
-            tuple((a, b, c, d) for a, b, c, d in ends),
-            document["num_cores"].integer(1) if "num_cores" in document else None,
+            plan, file.starts_us, file.ends_us, file.sent_us, file.arrived_us, file.step_ends_us, file.num_cores
         )
         timeline.refuse_disorder()
         return timeline
@@ -322,3 +310,21 @@ class Timeline:
                 raise FormatError(f"timeline: {span.work} ends at {span.end_us} µs, before it starts")
             if span.start_us < 0:
                 raise FormatError(f"timeline: {span.work} starts at {span.start_us} µs, before the step")
+
+
+_Times: TypeAlias = tuple[Annotated[int, msgspec.Meta(ge=0, le=reading.LATEST_US)], ...]
+
+
+class TimelineFile(PlanFile, kw_only=True, omit_defaults=True):
+    """A timeline in JSON: its plan, and the times of ops, transfers and step ends."""
+
+    makespan_us: int
+    starts_us: tuple[_Times, ...]
+    ends_us: tuple[_Times, ...]
+    sent_us: tuple[_Times, ...]
+    arrived_us: tuple[_Times, ...]
+    step_ends_us: tuple[tuple[int, int, int, int], ...]
+    num_cores: Positive | None = None
+
+
+_SAME_IN_FILES = ("makespan_us", "starts_us", "ends_us", "sent_us", "arrived_us", "step_ends_us", "num_cores")

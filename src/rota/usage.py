@@ -5,11 +5,12 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Any
 
-from rota import reading
+from rota.errors import PlacementError
 from rota.layers import ESTIMATED
+from rota.reading import Name
 from rota.units import count_text
+from rota.whole_numbers import Positive
 
 _FROM_RUN = "measured in a run"
 
@@ -31,15 +32,22 @@ class Usage:
         places: Names of all places where the model could be cut, in the model's order. Empty: unknown.
     """
 
-    cuts: tuple[str, ...]
-    microbatch_rows: int
-    num_replicas: int = 1
-    num_layers: tuple[int, ...] = ()
+    cuts: tuple[Name, ...]
+    microbatch_rows: Positive
+    num_replicas: Positive = 1
+    num_layers: tuple[Positive, ...] = ()
     note: str = ""
-    pipeline_ranks: int | None = None
+    pipeline_ranks: Positive | None = None
     exportable: bool = False
     whole_backward: bool = False
-    places: tuple[str, ...] = ()
+    places: tuple[Name, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.num_layers and len(self.num_layers) != len(self.cuts) + 1:
+            raise PlacementError(
+                f"num_layers is {self.num_layers}; give one number for each of the {len(self.cuts) + 1} stages that "
+                f"the cuts make"
+            )
 
     @property
     def is_estimate(self) -> bool:
@@ -71,33 +79,3 @@ class Usage:
         begin = f"from {self.cuts[stage - 1]}" if stage else ""
         end = f"before {self.cuts[stage]}" if stage < len(self.cuts) else "on" if begin else ""
         return " ".join(filter(None, ("all", begin, "to" if begin and end != "on" else "", end)))
-
-    def to_fields(self) -> dict[str, Any]:
-        """The fields in JSON."""
-        return {
-            "cuts": list(self.cuts),
-            "microbatch_rows": self.microbatch_rows,
-            "num_replicas": self.num_replicas,
-            "num_layers": list(self.num_layers),
-            **({"note": self.note} if self.note else {}),
-            **({"pipeline_ranks": self.pipeline_ranks} if self.pipeline_ranks is not None else {}),
-            **({"exportable": True} if self.exportable else {}),
-            **({"whole_backward": True} if self.whole_backward else {}),
-            **({"places": list(self.places)} if self.places else {}),
-        }
-
-    @classmethod
-    def from_fields(cls, field: reading.Field) -> Usage:
-        """Read what `to_fields` wrote. Raises FormatError."""
-        cuts = tuple(cut.name() for cut in field["cuts"])
-        num_layers = field["num_layers"].integers(1)
-        if num_layers and len(num_layers) != len(cuts) + 1:
-            raise field["num_layers"].wrong(f"a number for each of the {len(cuts) + 1} stages that the cuts make")
-        rows, num_replicas = field["microbatch_rows"].integer(1), field["num_replicas"].integer(1)
-        note = field["note"].text() if "note" in field else ""
-        pipeline_ranks = field["pipeline_ranks"].integer(1) if "pipeline_ranks" in field else None
-        exportable, whole_backward = (
-            field[name].boolean() if name in field else False for name in ("exportable", "whole_backward")
-        )
-        places = tuple(place.name() for place in field["places"]) if "places" in field else ()
-        return cls(cuts, rows, num_replicas, num_layers, note, pipeline_ranks, exportable, whole_backward, places)

@@ -8,7 +8,8 @@ import sys
 from types import ModuleType
 from typing import Any
 
-from rota.placement import Placement
+from rota import reading
+from rota.placement import Placement, PlacementFile
 from support import ROOT
 
 FOLDER = ROOT / "problems"
@@ -34,6 +35,8 @@ check = script("check")
 
 def proven_us(placement: Placement, num_microbatches: int, certificate: dict[str, Any]) -> int | None:
     """The bound that the checker recomputes."""
-    fields = json.loads(json.dumps({"num_microbatches": num_microbatches, **placement.to_fields()}))
+    fields = json.loads(
+        json.dumps({"num_microbatches": num_microbatches, **reading.to_fields(PlacementFile(**placement.to_file()))})
+    )
     found: int | None = certificates.proven_us(check.Problem(fields), json.loads(json.dumps(certificate)))
     return found

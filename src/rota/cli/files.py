@@ -12,7 +12,7 @@ from typing import Any, Literal
 from rota import reading, schedule_csv, writing
 from rota.cli.requirements import InputError
 from rota.cli.screen import note
-from rota.cluster import Cluster
+from rota.cluster import Cluster, ClusterFile
 from rota.costs import Costs, assumed_costs
 from rota.errors import FormatError, NothingFitsError, PlanError, RotaError
 from rota.placement import Placement
@@ -55,7 +55,7 @@ def read_cluster(path: str) -> Cluster:
     with named(path):
         document = reading.parse(text, "cluster", "plan", "timeline")
         if document.path == "cluster":
-            return Cluster.from_fields(document)
+            return Cluster.from_file(document.read(ClusterFile))
         plan = Plan.from_fields(document) if document.path == "plan" else Timeline.from_fields(document).plan
     return plan.placement.cluster
 

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from rota import reading
-from rota.cluster import Cluster
+from rota.cluster import Cluster, ClusterFile
 from rota.errors import PipelineError, RotaError, UsageError
 from rota.profiling.forked import run_forked
 from rota.profiling.links import REPEATS, MeasuredLinks, Report, find_links
@@ -211,7 +211,7 @@ def _parsed(text: str) -> tuple[MeasuredLinks, dict[str, str], int]:
     """A file's links, their key, and when they were measured. Raises FormatError."""
     fields = reading.parse(text, _TYPE)
     then = {name: fields["key"][name].text() for name in fields["key"].value}
-    cluster = Cluster.from_fields(fields["cluster"])
+    cluster = Cluster.from_file(fields["cluster"].read(ClusterFile))
     text = "\n".join(reading.printable(line.text()) for line in fields["text"])
     return MeasuredLinks(cluster, text), then, fields["measured_s"].integer(0)
 
@@ -219,7 +219,7 @@ def _parsed(text: str) -> tuple[MeasuredLinks, dict[str, str], int]:
 def _keep(found: MeasuredLinks, path: Path, key: dict[str, str], *, must: bool) -> None:
     """Write the file. Raises UsageError if that fails and `must` be."""
     fields: dict[str, Any] = {"key": key, "measured_s": int(time.time()), "text": found.text.split("\n")}
-    fields["cluster"] = found.cluster.to_fields()
+    fields["cluster"] = reading.to_fields(found.cluster.to_file())
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_text(path, reading.dump(_TYPE, fields))

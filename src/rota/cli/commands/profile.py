@@ -6,6 +6,7 @@ import os
 
 import click
 
+from rota import reading
 from rota.cli import common, files, json_reports
 from rota.cli.command import Options, WholeNumber, command
 from rota.cli.json_reports import print_json
@@ -180,7 +181,7 @@ def _links(options: Options) -> None:
             return
         links = launched
     if options.json:
-        print_json(links.cluster.to_fields())
+        print_json(reading.to_fields(links.cluster.to_file()))
     else:
         print_text(links.text)
     then = ", a rota.Cluster for `rota autoplan --links`"

@@ -1,0 +1,36 @@
+"""The JSON schemas of the files that others may write: PYTHONPATH=tests python -m support.schemas writes them."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import msgspec
+
+from rota.cluster import ClusterFile
+from rota.costs import Costs
+from rota.plan import PlanFile
+from rota.timeline import TimelineFile
+from support import ROOT
+
+FOLDER = ROOT / "docs" / "schemas"
+FILES = {"plan": PlanFile, "costs": Costs, "cluster": ClusterFile, "timeline": TimelineFile}
+
+
+def schema(name: str) -> dict[str, Any]:
+    """The schema of a kind of file, which is told by its field "rota"."""
+    top, parts = msgspec.json.schema_components([FILES[name]], ref_template="#/$defs/{name}")
+    own = parts.pop(top[0]["$ref"].removeprefix("#/$defs/"))
+    own["properties"] = {"rota": {"const": name}, **own["properties"]}
+    own["required"] = ["rota", *own["required"]]
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **own, "$defs": parts}
+
+
+def text(name: str) -> str:
+    return json.dumps(schema(name), indent=1) + "\n"
+
+
+if __name__ == "__main__":
+    FOLDER.mkdir(exist_ok=True)
+    for name in FILES:
+        (FOLDER / f"{name}.json").write_text(text(name))
