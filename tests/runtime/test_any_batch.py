@@ -10,10 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from rota import Cluster, Costs, Pipeline, PipelineError, Plan, Stages, place
-from rota.schedules import NAMED
+from rota import Pipeline, Plan, Stages
 from support.fresh import run_fresh
-from support.networks import StepResult, assert_equal_steps, gradients_of, loss_fn
+from support.networks import StepResult, assert_equal_steps, cleared_step, gradients_of, loss_fn, plan_for, refusal
 from support.pool import Pool
 
 pytestmark = pytest.mark.dist
@@ -71,26 +70,19 @@ def encoding(rows: int) -> tuple[Encoding, Encoding]:
     return inputs, Encoding(labels=torch.randn(rows, LENGTH, WIDTH, generator=generator).double())
 
 
-def plan_for(num_ranks: int, schedule: str = "1f1b", **costs: Any) -> Plan:
-    return NAMED[schedule](place(Costs.uniform(num_ranks, **costs), Cluster.uniform(num_ranks)), N)
-
-
 def steps(rank: int, plan: Plan, all_rows: list[int], whole: bool) -> list[Any]:
     results = []
-    stages = reading_stages()
-    with Pipeline(stages, plan, encoded_loss, keep_outputs=True) as pipeline:
+    with Pipeline(reading_stages(), plan, encoded_loss, keep_outputs=True) as pipeline:
         for rows in all_rows:
             inputs, targets = encoding(rows)
             if not whole:  # each rank what it reads alone
                 for name in ("attention_mask",) if rank == 0 else ("input_ids", "factor"):
                     del inputs[name]
-            for parameter in pipeline.parameters():
-                parameter.grad = None
-            loss = pipeline.step(inputs, targets if pipeline.reads_targets else None)
-            assert loss == pytest.approx(pipeline.evaluate(inputs, targets), rel=1e-10)
+            result = cleared_step(pipeline, inputs, targets if pipeline.reads_targets else None)
+            assert result.loss == pytest.approx(pipeline.evaluate(inputs, targets), rel=1e-10)
             outputs = pipeline.forward(inputs)
             assert outputs is not None
-            results.append((StepResult(loss, gradients_of(stages, pipeline.local_stages)), torch.cat(outputs)))
+            results.append((result, torch.cat(outputs)))
     return results
 
 
@@ -125,9 +117,7 @@ def refusals(rank: int) -> list[str]:
     with Pipeline(reading_stages(), plan_for(2), encoded_loss) as pipeline:
         for rows, target_rows in ((7, 14), (8, 1), (1, 8)):
             inputs, targets = encoding(rows)[0], encoding(target_rows)[1]
-            with pytest.raises(PipelineError) as error:
-                pipeline.step(inputs, targets if pipeline.reads_targets else None)
-            told.append(str(error.value))
+            told.append(refusal(pipeline.step, inputs, targets if pipeline.reads_targets else None))
         pipeline.step(*encoding(8))  # it goes on
     return told
 

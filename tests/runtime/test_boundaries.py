@@ -15,13 +15,13 @@ from rota import Cluster, Costs, Pipeline, PipelineError, Plan, Stages, place
 from rota.schedules import NAMED
 from support.fresh import run_fresh
 from support.networks import (
-    ROWS,
     StepResult,
     assert_equal_steps,
     batch_of,
-    gradients_of,
     loss_fn,
     pipeline_steps,
+    plan_for,
+    serial_microbatches,
     serial_step,
 )
 from support.odd_stages import IN_PLACE
@@ -268,14 +268,7 @@ def stages_that_write(how: str) -> Stages:
 
 
 def steps_that_write(rank: int, cases: list[tuple[str, Plan]]) -> list[StepResult]:
-    del rank
-    found = []
-    for how, plan in cases:
-        stages = stages_that_write(how)
-        with Pipeline(stages, plan, loss_fn) as pipeline:
-            loss = pipeline.step(*batch_of(4))
-            found.append(StepResult(loss, gradients_of(stages, pipeline.local_stages)))
-    return found
+    return [pipeline_steps(rank, stages_that_write(how), plan, [batch_of(4)])[0] for how, plan in cases]
 
 
 def test_writing_by_functions_into_what_is_received(pool: Pool) -> None:
@@ -285,18 +278,8 @@ def test_writing_by_functions_into_what_is_received(pool: Pool) -> None:
     cases = [(how, plan) for how in IN_PLACE for plan in plans]
     by_rank = pool.run(2, steps_that_write, cases)
     for case, (how, _) in enumerate(cases):
-        serial = serial_step_by_microbatches(stages_that_write(how), *batch_of(4))
+        serial = serial_microbatches(stages_that_write(how), batch_of(4), 4)
         assert_equal_steps([results[case] for results in by_rank], serial)
-
-
-def serial_step_by_microbatches(stages: Stages, inputs: Tensor, targets: Tensor) -> StepResult:
-    """For stages that mix the rows of a micro-batch."""
-    total = 0.0
-    for x, y in zip(inputs.split(ROWS), targets.split(ROWS), strict=True):
-        loss = loss_fn(stages.run(x), y) * len(x) / len(inputs)
-        loss.backward()
-        total += loss.item()
-    return StepResult(total, gradients_of(stages, range(len(stages))))
 
 
 # --- what is read of the batch ----------------------------------------------------------------------------------------
@@ -326,7 +309,7 @@ def told_of_written_inputs(rank: int, plan: Plan, inputs: Any) -> str | list[Ste
 
 
 def test_writing_into_an_input(pool: Pool) -> None:
-    plan = NAMED["gpipe"](place(Costs.uniform(2), Cluster.uniform(2)), 4)
+    plan = plan_for(2, "gpipe")
     torch.manual_seed(0)
     stages = Stages([WritesInput(), WritesInput()], inputs=[["x"], ["y"]], input_names=["x", "y"])
     serial = serial_step(stages, (batch_of(4)[0], batch_of(4, seed=2)[0]), batch_of(4)[1])
@@ -374,8 +357,7 @@ class First(nn.Module):
 
 
 def two_steps(rank: int, first: nn.Module) -> None:
-    plan = NAMED["gpipe"](place(Costs.uniform(2), Cluster.uniform(2)), 4)
-    with Pipeline(Stages([first, First()]), plan, loss_fn) as pipeline:
+    with Pipeline(Stages([first, First()]), plan_for(2, "gpipe"), loss_fn) as pipeline:
         for _ in range(2):
             pipeline.step(*batch_of(4))
 

@@ -7,27 +7,22 @@ from typing import Any
 import pytest
 import torch
 
-from rota import Cluster, Costs, Pipeline, Plan, Stages, place, schedules
-from support.networks import Layer, StepResult, batch_of, chain, gradients_of, loss_fn, pipeline_steps
+from rota import Pipeline, Plan, Stages
+from support.networks import (
+    Layer,
+    batch_of,
+    chain,
+    gradients_of,
+    loss_fn,
+    pipeline_steps,
+    plan_for,
+    serial_microbatches,
+)
 from support.pool import Pool
 
 pytestmark = pytest.mark.dist
 
 NUM_MICROBATCHES = 4
-
-
-def plan_for(num_stages: int) -> Plan:
-    return schedules.one_f_one_b(place(Costs.uniform(num_stages), Cluster.uniform(num_stages)), NUM_MICROBATCHES)
-
-
-def serial_microbatches(stages: Stages, inputs: torch.Tensor, targets: torch.Tensor) -> StepResult:
-    """The unsplit model, micro-batch by micro-batch in the plan's order: every bit must be the same."""
-    total = 0.0
-    for x, target in zip(inputs.chunk(NUM_MICROBATCHES), targets.chunk(NUM_MICROBATCHES), strict=True):
-        loss = loss_fn(stages.run(x), target)
-        (loss / NUM_MICROBATCHES).backward()
-        total += loss.item() / NUM_MICROBATCHES
-    return StepResult(total, gradients_of(stages, range(len(stages))))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
@@ -37,7 +32,7 @@ def test_dtype(pool: Pool, dtype: torch.dtype) -> None:
         module.to(dtype)
     inputs, targets = (tensor.to(dtype) for tensor in batch_of(NUM_MICROBATCHES))
     by_rank = pool.run(3, pipeline_steps, stages, plan_for(3), [(inputs, targets)] * 2)
-    serial = serial_microbatches(stages, inputs, targets)
+    serial = serial_microbatches(stages, (inputs, targets), NUM_MICROBATCHES)
     for step in (0, 1):
         found = {key: value for results in by_rank for key, value in results[step].gradients.items()}
         assert found.keys() == serial.gradients.keys()

@@ -13,7 +13,16 @@ from torch.distributed.fsdp import fully_shard
 import rota
 from rota import Cluster, Costs, Pipeline, PipelineError, Plan, Stages, place
 from rota.schedules import NAMED
-from support.networks import ROWS, WIDTH, StepResult, assert_equal_steps, batch_of, gradients_of, loss_fn
+from support.networks import (
+    ROWS,
+    WIDTH,
+    StepResult,
+    assert_equal_steps,
+    batch_of,
+    loss_fn,
+    pipeline_steps,
+    serial_microbatches,
+)
 from support.pool import Pool
 from support.random_plans import random_plan
 from support.sampling import some
@@ -77,38 +86,15 @@ def numbered(num_microbatches: int, seed: int, used: list[bool]) -> tuple[Tensor
     return x, target
 
 
-def by_microbatches(stages: Stages, batch: tuple[Tensor, Tensor], num_microbatches: int) -> StepResult:
-    """The unsplit model."""
-    for module in stages.modules:
-        module.zero_grad(set_to_none=True)
-    total = 0.0
-    for x, target in zip(*(each.chunk(num_microbatches) for each in batch), strict=True):
-        loss = loss_fn(stages.run(x), target) / num_microbatches
-        loss.backward()
-        total += loss.item()
-    return StepResult(total, gradients_of(stages, range(len(stages))))
-
-
 def steps_of(rank: int, cases: list[tuple[Stages, Plan, list[Any], dict[str, Any]]]) -> list[list[StepResult]]:
-    del rank
-    found = []
-    for stages, plan, batches, options in cases:
-        found.append([])
-        with Pipeline(stages, plan, loss_fn, **options) as pipeline:
-            for batch in batches:
-                for parameter in pipeline.parameters():
-                    parameter.grad = None
-                loss = pipeline.step(*batch)
-                of_copies = gradients_of(pipeline.stages, pipeline.local_stages)
-                found[-1].append(StepResult(loss, {(s % len(stages), name): g for (s, name), g in of_copies.items()}))
-    return found
+    return [pipeline_steps(rank, stages, plan, batches, **options) for stages, plan, batches, options in cases]
 
 
 def run_and_compare(pool: Any, num_ranks: int, cases: list[tuple[Stages, Plan, list[Any], dict[str, Any]]]) -> None:
     by_rank = pool.run(num_ranks, steps_of, cases)
     for case, (stages, plan, batches, _) in enumerate(cases):
         for step, batch in enumerate(batches):
-            serial = by_microbatches(stages, batch, plan.num_microbatches)
+            serial = serial_microbatches(stages, batch, plan.num_microbatches)
             if not any(task.kind.makes_weight_gradients for task in plan.placement.tasks):
                 serial.gradients.clear()
             assert_equal_steps([results[case][step] for results in by_rank], serial)
@@ -246,7 +232,7 @@ def test_training_with_weight_decay(pool: Pool, num_ranks: int, dp: int, shards:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5)
     norms = []
     for step in range(3):
-        by_microbatches(stages, mesh_batch(step, dp, shards), 2 * dp)
+        serial_microbatches(stages, mesh_batch(step, dp, shards), 2 * dp)
         norms.append(nn.utils.clip_grad_norm_(model.parameters(), 0.1).item())
         optimizer.step()
     expected = stages[0].state_dict() | stages[1].state_dict()

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
-from rota import Pipeline, Plan, Stages
+from rota import Cluster, Costs, Pipeline, PipelineError, Plan, Stages, place
+from rota.schedules import NAMED
 
 ROWS, WIDTH = 5, 6
 
@@ -32,6 +35,11 @@ def graph_of_layers(num_stages: int, edges: list[tuple[int, int]], seed: int = 0
 
 def chain(num_stages: int) -> Stages:
     return graph_of_layers(num_stages, [(i, i + 1) for i in range(num_stages - 1)])
+
+
+def plan_for(num_ranks: int, schedule: str = "1f1b", num_microbatches: int = 4, **costs: Any) -> Plan:
+    """For a chain of one stage per rank."""
+    return NAMED[schedule](place(Costs.uniform(num_ranks, **costs), Cluster.uniform(num_ranks)), num_microbatches)
 
 
 def loss_fn(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -71,17 +79,31 @@ def serial_step(stages: Stages, inputs: Any, targets: Any) -> StepResult:
     return StepResult(loss.item(), gradients_of(stages, range(len(stages))))
 
 
+def serial_microbatches(stages: Stages, batch: Any, num_microbatches: int) -> StepResult:
+    """The unsplit model on one micro-batch after another, as a plan has them: where rows mix, or each bit counts."""
+    for module in stages.modules:
+        module.zero_grad(set_to_none=True)
+    total = 0.0
+    for x, target in zip(*(part.chunk(num_microbatches) for part in batch), strict=True):
+        loss = loss_fn(stages.run(x), target) / num_microbatches
+        loss.backward()
+        total += loss.item()
+    return StepResult(total, gradients_of(stages, range(len(stages))))
+
+
+def cleared_step(pipeline: Pipeline, *batch: Any, **options: Any) -> StepResult:
+    """A step of a pipeline on this rank, whose gradients are that step's alone."""
+    for parameter in pipeline.parameters():
+        parameter.grad = None
+    loss = pipeline.step(*batch, **options)
+    return StepResult(loss, gradients_of(pipeline.stages, pipeline.local_stages))
+
+
 def pipeline_steps(rank: int, stages: Stages, plan: Plan, batches: list[Any], **options: Any) -> list[StepResult]:
     """On each rank: the steps of a pipeline, gradients cleared between them."""
     del rank
-    results = []
     with Pipeline(stages, plan, loss_fn, **options) as pipeline:
-        for inputs, targets in batches:
-            for parameter in pipeline.parameters():
-                parameter.grad = None
-            loss = pipeline.step(inputs, targets)
-            results.append(StepResult(loss, gradients_of(pipeline.stages, pipeline.local_stages)))
-    return results
+        return [cleared_step(pipeline, *batch) for batch in batches]
 
 
 def assert_equal_steps(by_rank: list[StepResult], serial: StepResult, tolerance: float = 1e-10) -> None:
@@ -93,3 +115,10 @@ def assert_equal_steps(by_rank: list[StepResult], serial: StepResult, tolerance:
         for key, gradient in result.gradients.items():
             torch.testing.assert_close(gradient, serial.gradients[key], rtol=tolerance, atol=tolerance)
     assert found == serial.gradients.keys()
+
+
+def refusal(act: Callable[..., Any], *arguments: Any, **options: Any) -> str:
+    """What a call is told that must be refused."""
+    with pytest.raises(PipelineError) as error:
+        act(*arguments, **options)
+    return str(error.value)
