@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +16,14 @@ from rota.schedules import NAMED
 from support.fresh import run_fresh
 from support.networks import (
     StepResult,
+    assert_as_unsplit,
     assert_equal_steps,
     batch_of,
     loss_fn,
     pipeline_steps,
     plan_for,
-    serial_microbatches,
     serial_step,
+    stages_of,
 )
 from support.odd_stages import IN_PLACE
 from support.pool import Pool
@@ -31,23 +32,6 @@ from support.sampling import IS_WHOLE
 pytestmark = pytest.mark.dist
 
 WIDTH = 6
-
-
-class Stage(nn.Module):
-    """A layer and what a function makes of it and the received values."""
-
-    def __init__(self, function: Callable[..., Any], seed: int) -> None:
-        super().__init__()
-        torch.manual_seed(seed)
-        self.linear = nn.Linear(WIDTH, WIDTH).double()
-        self.function = function
-
-    def forward(self, *values: Any) -> Any:
-        return self.function(self.linear, *values)
-
-
-def stages_of(*functions: Callable[..., Any], **wiring: Any) -> Stages:
-    return Stages([Stage(function, seed) for seed, function in enumerate(functions)], **wiring)
 
 
 # --- what crosses -----------------------------------------------------------------------------------------------------
@@ -185,51 +169,28 @@ def plans_for(stages: Stages, num_microbatches: int = 4) -> list[Plan]:
     ]
 
 
-def run_each(rank: int, stages: Stages, plans: list[Plan], batches: list[Any]) -> list[list[StepResult]]:
-    return [pipeline_steps(rank, stages, plan, batches) for plan in plans]
-
-
-def serial_gradients(stages: Stages, *batch: Any) -> StepResult:
-    result = serial_step(stages, *batch)
-    for module in stages.modules:
-        module.zero_grad(set_to_none=True)
-    return result
-
-
 @pytest.mark.parametrize("case", CASES)
 def test_boundary(pool: Pool, case: str) -> None:
     stages, batches = CASES[case], [batch_of(4, seed) for seed in (1, 2)]
-    plans = plans_for(stages)
-    by_rank = pool.run(3, run_each, stages, plans, batches)
-    for step, batch in enumerate(batches):
-        serial = serial_gradients(stages, *batch)
-        for plan in range(len(plans)):
-            assert_equal_steps([results[plan][step] for results in by_rank], serial)
+    assert_as_unsplit(pool, 3, [(stages, plan, batches) for plan in plans_for(stages)])
 
 
 def plain(linear: nn.Linear, x: Tensor) -> Tensor:
     return linear(x)
 
 
-class InPlaceFirst(nn.Module):
+def writes(how: str, linear: nn.Linear, x: Tensor) -> Tensor:
     """Writes into what it receives."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.act, self.linear = nn.ReLU(inplace=True), nn.Linear(WIDTH, WIDTH).double()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.linear(self.act(x))
+    return linear(IN_PLACE[how](x))
 
 
 def in_place_stages(edges: list[tuple[int, int]]) -> Stages:
-    torch.manual_seed(0)
-    return Stages([Stage(plain, 0), InPlaceFirst(), Stage(layer, 2)], edges)
+    return stages_of(plain, partial(writes, "relu"), layer, edges=edges)
 
 
-def run_told(rank: int, plan: Plan, edges: list[tuple[int, int]]) -> str | StepResult:
+def steps_or_error(rank: int, stages: Stages, plan: Plan, batch: Any) -> str | StepResult:
     try:
-        return pipeline_steps(rank, in_place_stages(edges), plan, [batch_of(4)])[0]
+        return pipeline_steps(rank, stages, plan, [batch])[0]
     except PipelineError as error:
         return str(error)
 
@@ -241,89 +202,62 @@ def test_writing_into_what_is_received(pool: Pool, ranks: list[int], others_read
     edges = [(0, 1), (1, 2), (0, 2)] if others_read else [(0, 1), (1, 2)]
     costs = Costs.uniform(3, weight_us=1 if split else None)
     plan = NAMED["gpipe"](place(costs, Cluster.uniform(max(ranks) + 1), ranks, edges), 4)
-    results = pool.run(plan.num_ranks, run_told, plan, edges)
+    results = pool.run(plan.num_ranks, steps_or_error, in_place_stages(edges), plan, batch_of(4))
     if others_read and ranks[1] == 0:
         assert "stage 1 writes into what it receives, which other stages read too" in results[0]
     else:
         stages = in_place_stages(edges)
         if others_read:  # on one rank they would disturb each other
-            stages[1].act.inplace = False
+            stages[1].function = relu_first
         assert_equal_steps(results, serial_step(stages, *batch_of(4)))
 
 
-class WritesFirst(nn.Module):
-    """Writes into what it receives by a function, which no module tells of."""
-
-    def __init__(self, how: str) -> None:
-        super().__init__()
-        self.how, self.linear = how, nn.Linear(WIDTH, WIDTH).double()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.linear(IN_PLACE[self.how](x))
-
-
-def stages_that_write(how: str) -> Stages:
-    torch.manual_seed(0)
-    return Stages([Stage(plain, 0), WritesFirst(how), WritesFirst(how)])
-
-
-def steps_that_write(rank: int, cases: list[tuple[str, Plan]]) -> list[StepResult]:
-    return [pipeline_steps(rank, stages_that_write(how), plan, [batch_of(4)])[0] for how, plan in cases]
+def relu_first(linear: nn.Linear, x: Tensor) -> Tensor:
+    return linear(torch.relu(x))
 
 
 def test_writing_by_functions_into_what_is_received(pool: Pool) -> None:
     """Over a message and on the same rank, in plans with B and with I and W."""
     costs = [Costs.uniform(3), Costs.uniform(3, weight_us=1)]
     plans = [NAMED["gpipe"](place(of, Cluster.uniform(2), [0, 1, 1]), 4) for of in costs]
-    cases = [(how, plan) for how in IN_PLACE for plan in plans]
-    by_rank = pool.run(2, steps_that_write, cases)
-    for case, (how, _) in enumerate(cases):
-        serial = serial_microbatches(stages_that_write(how), batch_of(4), 4)
-        assert_equal_steps([results[case] for results in by_rank], serial)
+    stages = [stages_of(plain, partial(writes, how), partial(writes, how)) for how in IN_PLACE]
+    cases = [(each, plan, [batch_of(4)]) for each in stages for plan in plans]
+    assert_as_unsplit(pool, 2, cases, by_microbatches=True)
 
 
 # --- what is read of the batch ----------------------------------------------------------------------------------------
 
 
-class WritesInput(nn.Module):
+def writes_input(linear: nn.Linear, *values: Tensor) -> Tensor:
     """Writes into what it reads of the batch, behind what it receives."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH).double()
-
-    def forward(self, *values: Tensor) -> Tensor:
-        x = values[-1]
-        x *= 2
-        return self.linear(x) + sum(values[:-1])
+    x = values[-1]
+    x *= 2
+    return linear(x) + sum(values[:-1])
 
 
-def told_of_written_inputs(rank: int, plan: Plan, inputs: Any) -> str | list[StepResult]:
-    torch.manual_seed(0)
-    stages = Stages([WritesInput(), WritesInput()], inputs=inputs, input_names=["x", "y"])
-    first, second = batch_of(4)[0], batch_of(4, seed=2)[0]
-    try:
-        return pipeline_steps(rank, stages, plan, [((first, second), batch_of(4)[1])])
-    except PipelineError as error:
-        return str(error)
+def reading(*inputs: list[Any]) -> Stages:
+    return stages_of(writes_input, writes_input, inputs=inputs, input_names=["x", "y"])
+
+
+def two_inputs() -> tuple[tuple[Tensor, Tensor], Tensor]:
+    x, target = batch_of(4)
+    return (x, batch_of(4, seed=2)[0]), target
 
 
 def test_writing_into_an_input(pool: Pool) -> None:
-    plan = plan_for(2, "gpipe")
-    torch.manual_seed(0)
-    stages = Stages([WritesInput(), WritesInput()], inputs=[["x"], ["y"]], input_names=["x", "y"])
-    serial = serial_step(stages, (batch_of(4)[0], batch_of(4, seed=2)[0]), batch_of(4)[1])
-    by_rank = pool.run(2, told_of_written_inputs, plan, [["x"], ["y"]])
-    assert_equal_steps([results[0] for results in by_rank], serial)
+    results = pool.run(2, steps_or_error, reading(["x"], ["y"]), plan_for(2, "gpipe"), two_inputs())
+    assert_equal_steps(results, serial_step(reading(["x"], ["y"]), *two_inputs()))
 
 
-def test_writing_into_an_input_that_is_read_again_is_refused(pool: Pool) -> None:
+def test_writing_into_what_is_read_again_is_refused(pool: Pool) -> None:
     plan = NAMED["gpipe"](place(Costs.uniform(2), Cluster.uniform(1), [0, 0]), 4)
-    told = pool.run(1, told_of_written_inputs, plan, [["x"], ["y", 0]])[0]
+    told = pool.run(1, steps_or_error, reading(["x"], ["y", 0]), plan, two_inputs())[0]
     assert "stage 0 writes into an input that other stages read too" in told
     plan = NAMED["gpipe"](place(Costs.uniform(2, recompute_us=1), Cluster.uniform(1), [0, 0]), 4)
-    told = pool.run(1, told_of_written_inputs, plan, [["x"], ["y"]])[0]
+    told = pool.run(1, steps_or_error, reading(["x"], ["y"]), plan, two_inputs())[0]
     assert "stage 0 writes into what it receives, which its recomputation needs unchanged" in told
+    told = pool.run(1, steps_or_error, stages_of(plain, partial(writes, "relu")), plan, batch_of(4))[0]
+    assert "stage 1 writes into what it receives, which its recomputation needs unchanged" in told
 
 
 # --- what does not cross ----------------------------------------------------------------------------------------------

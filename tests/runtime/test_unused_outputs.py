@@ -13,16 +13,7 @@ from torch.distributed.fsdp import fully_shard
 import rota
 from rota import Cluster, Costs, Pipeline, PipelineError, Plan, Stages, place
 from rota.schedules import NAMED
-from support.networks import (
-    ROWS,
-    WIDTH,
-    StepResult,
-    assert_equal_steps,
-    batch_of,
-    loss_fn,
-    pipeline_steps,
-    serial_microbatches,
-)
+from support.networks import ROWS, WIDTH, assert_as_unsplit, batch_of, loss_fn, serial_microbatches
 from support.pool import Pool
 from support.random_plans import random_plan
 from support.sampling import some
@@ -86,18 +77,11 @@ def numbered(num_microbatches: int, seed: int, used: list[bool]) -> tuple[Tensor
     return x, target
 
 
-def steps_of(rank: int, cases: list[tuple[Stages, Plan, list[Any], dict[str, Any]]]) -> list[list[StepResult]]:
-    return [pipeline_steps(rank, stages, plan, batches, **options) for stages, plan, batches, options in cases]
-
-
-def run_and_compare(pool: Any, num_ranks: int, cases: list[tuple[Stages, Plan, list[Any], dict[str, Any]]]) -> None:
-    by_rank = pool.run(num_ranks, steps_of, cases)
-    for case, (stages, plan, batches, _) in enumerate(cases):
-        for step, batch in enumerate(batches):
-            serial = serial_microbatches(stages, batch, plan.num_microbatches)
-            if not any(task.kind.makes_weight_gradients for task in plan.placement.tasks):
-                serial.gradients.clear()
-            assert_equal_steps([results[case][step] for results in by_rank], serial)
+def run_and_compare(pool: Any, num_ranks: int, seeds: range) -> None:
+    """In every other case, each step uses other values; else all steps use the same."""
+    for changes in (False, True):
+        cases = [graph_case(seed, num_ranks) for seed in seeds if seed % 2 == changes]
+        assert_as_unsplit(pool, num_ranks, cases, by_microbatches=True, dynamic_shapes=changes)
 
 
 def drawn_uses(rng: random.Random, num_microbatches: int) -> list[bool]:
@@ -105,18 +89,17 @@ def drawn_uses(rng: random.Random, num_microbatches: int) -> list[bool]:
     return [rng.random() < chance for _ in range(num_microbatches)]
 
 
-def graph_case(seed: int, num_ranks: int) -> tuple[Stages, Plan, list[Any], dict[str, Any]]:
-    """In every other case, each step uses other values; else all steps use the same."""
+def graph_case(seed: int, num_ranks: int) -> tuple[Stages, Plan, list[Any]]:
     rng = random.Random(f"steps {seed}")
     edges, plan = random_plan(seed, num_ranks)
     n = plan.num_microbatches
     uses, changes = drawn_uses(rng, n), seed % 2 == 1
     batches = [numbered(n, step, drawn_uses(rng, n) if changes else uses) for step in range(3)]
-    return random_branches(plan.num_stages, edges, seed), plan, batches, {"dynamic_shapes": changes}
+    return random_branches(plan.num_stages, edges, seed), plan, batches
 
 
 def test_random_graphs(pool: Pool) -> None:
-    run_and_compare(pool, 3, [graph_case(seed, 3) for seed in range(some(80))])
+    run_and_compare(pool, 3, range(some(80)))
 
 
 # --- transitions ------------------------------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-from rota import Cluster, Costs, Pipeline, PipelineError, Plan, Stages, place
+from rota import Cluster, Costs, Kind, Pipeline, PipelineError, Plan, Stages, place
 from rota.schedules import NAMED
+from support.pool import LIMIT_S
 
 ROWS, WIDTH = 5, 6
 
@@ -35,6 +36,23 @@ def graph_of_layers(num_stages: int, edges: list[tuple[int, int]], seed: int = 0
 
 def chain(num_stages: int) -> Stages:
     return graph_of_layers(num_stages, [(i, i + 1) for i in range(num_stages - 1)])
+
+
+class Stage(nn.Module):
+    """A layer and what a function makes of it and the received values."""
+
+    def __init__(self, function: Callable[..., Any], seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.linear = nn.Linear(WIDTH, WIDTH).double()
+        self.function = function
+
+    def forward(self, *values: Any) -> Any:
+        return self.function(self.linear, *values)
+
+
+def stages_of(*functions: Callable[..., Any], **wiring: Any) -> Stages:
+    return Stages([Stage(function, seed) for seed, function in enumerate(functions)], **wiring)
 
 
 def plan_for(num_ranks: int, schedule: str = "1f1b", num_microbatches: int = 4, **costs: Any) -> Plan:
@@ -86,7 +104,8 @@ def serial_microbatches(stages: Stages, batch: Any, num_microbatches: int) -> St
     total = 0.0
     for x, target in zip(*(part.chunk(num_microbatches) for part in batch), strict=True):
         loss = loss_fn(stages.run(x), target) / num_microbatches
-        loss.backward()
+        if loss.requires_grad:
+            loss.backward()
         total += loss.item()
     return StepResult(total, gradients_of(stages, range(len(stages))))
 
@@ -104,6 +123,30 @@ def pipeline_steps(rank: int, stages: Stages, plan: Plan, batches: list[Any], **
     del rank
     with Pipeline(stages, plan, loss_fn, **options) as pipeline:
         return [cleared_step(pipeline, *batch) for batch in batches]
+
+
+Cases = Sequence[tuple[Stages, Plan, Sequence[Any]]]  # with the batches of a case's steps
+
+
+def steps_of_each(rank: int, cases: Cases, options: dict[str, Any]) -> list[list[StepResult]]:
+    return [pipeline_steps(rank, *case, **options) for case in cases]
+
+
+def trains(plan: Plan) -> bool:
+    return any(task.kind is not Kind.F for task in plan.placement.tasks)
+
+
+def assert_as_unsplit(
+    pool: Any, num_ranks: int, cases: Cases, *, by_microbatches: bool = False, **options: Any
+) -> None:
+    """Each step of each case has the unsplit model's loss and gradients; `options`: of the pipelines."""
+    by_rank = pool.run(num_ranks, steps_of_each, cases, options, timeout_s=LIMIT_S + 3 * len(cases))
+    for case, (stages, plan, batches) in enumerate(cases):
+        for step, batch in enumerate(batches):
+            serial = serial_microbatches(stages, batch, plan.num_microbatches if by_microbatches else 1)
+            if not trains(plan):
+                serial.gradients.clear()
+            assert_equal_steps([results[case][step] for results in by_rank], serial)
 
 
 def assert_equal_steps(by_rank: list[StepResult], serial: StepResult, tolerance: float = 1e-10) -> None:
