@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import copy
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -11,9 +10,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import rota
-from rota import Cluster, Costs, Pipeline, PipelineError, Plan, Stages, bidirectional, place
+from rota import Cluster, Costs, Pipeline, Stages, bidirectional, place
 from rota.schedules import NAMED, chimera
-from support.networks import WIDTH, loss_fn
+from support.loss_cases import Batch, Case, assert_exact
+from support.networks import WIDTH, loss_fn, plan_for, refusal
 from support.pool import Pool
 
 pytestmark = pytest.mark.dist
@@ -50,67 +50,11 @@ def summed_loss(output: Tensor, target: Tensor) -> tuple[Tensor, int]:
     return ((output - target) ** 2).mean(1).sum(), len(output)
 
 
-class Case(NamedTuple):
-    stages: Stages
-    plan: Plan
-    loss: Any = loss_fn
-    rows: int = 16
-    dp: int = 1
-    recompute: str = "none"
-
-
-def batch_of(rows: int) -> tuple[Tensor, Tensor]:
+def twice(rows: int) -> list[list[Batch]]:
+    """A round of two steps with the same batch."""
     generator = torch.Generator().manual_seed(1)
     x, target = torch.randn(2, rows, WIDTH, generator=generator, dtype=torch.float64)
-    return x, target
-
-
-def on_each(rank: int, cases: list[Case]) -> list[Any]:
-    results = []
-    for case in cases:
-        stages = copy.deepcopy(case.stages)
-        mesh = rota.mesh(pp=case.plan.num_ranks, dp=case.dp)
-        with Pipeline(stages, case.plan, case.loss, mesh=mesh, recompute=case.recompute) as pipeline:
-            x, target = (tensor[pipeline.replica :: pipeline.num_replicas] for tensor in batch_of(case.rows))
-            evaluated = pipeline.evaluate(x, target)
-            losses = [pipeline.step(x, target, scale=0.5, sync=False), pipeline.step(x, target, scale=0.5), evaluated]
-            results.append((losses, [(s, n, p.grad) for s, m in pipeline.local_stages.items() for n, p in named(m)]))
-    return results
-
-
-def named(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    return [*module.named_parameters()]
-
-
-def serial(case: Case) -> tuple[float, dict[tuple[int, str], Tensor]]:
-    """`loss + aux`, of the whole batch."""
-    stages = copy.deepcopy(case.stages)
-    x, target = batch_of(case.rows)
-    with rota.collect_losses() as added:
-        loss = case.loss(stages.run(x), target)
-        loss = loss + added.total if isinstance(loss, Tensor) else (loss[0] + added.weighted_total) / loss[1]
-        loss.backward()
-    gradients = {(s, n): p.grad for s, module in enumerate(stages.modules) for n, p in named(module)}
-    return loss.item(), {key: gradient for key, gradient in gradients.items() if gradient is not None}
-
-
-def assert_exact(pool: Pool, num_ranks: int, cases: dict[str, Case]) -> None:
-    by_rank = pool.run(num_ranks, on_each, [*cases.values()])
-    for i, (name, case) in enumerate(cases.items()):
-        loss, gradients = serial(case)
-        found = set()
-        for results in by_rank:
-            losses, of_rank = results[i]
-            assert losses == pytest.approx([loss] * 3, rel=1e-10), name
-            for stage, parameter, gradient in of_rank:
-                key = stage % len(case.stages), parameter
-                found.add(key)
-                torch.testing.assert_close(gradient, gradients[key], rtol=1e-10, atol=1e-10)
-        assert found == gradients.keys()
-
-
-def plan_for(num_ranks: int, schedule: str = "1f1b", **costs: Any) -> Plan:
-    return NAMED[schedule](place(Costs.uniform(num_ranks, **costs), Cluster.uniform(num_ranks)), N)
+    return [[(x, target)] * 2]
 
 
 CHAINS = chimera(bidirectional(Costs.uniform(2), Cluster.uniform(2)), N)
@@ -121,22 +65,21 @@ def test_two_ranks(pool: Pool) -> None:
     several_ranks = NAMED["gpipe"](place(Costs.uniform(2), Cluster.uniform(2), [(0, 1), 1]), N)
     assert_exact(
         pool,
-        2,
         {
-            "1f1b": Case(stages, plan_for(2)),
-            "uneven rows": Case(stages, plan_for(2), rows=14),
-            "fewer rows than micro-batches": Case(stages, plan_for(2), rows=3),
-            "I and W": Case(stages, plan_for(2, "zb_h1", weight_us=1), rows=14),
-            "bidirectional": Case(stages, CHAINS, rows=14),
-            "a stage on two ranks": Case(stages, several_ranks),
-            "recomputed": Case(stages, plan_for(2), recompute="full"),
-            "recomputed by R": Case(stages, plan_for(2, recompute_us=1)),
-            "checkpointed": Case(expert_stages(2, checkpointed=True), plan_for(2, "zb_h1", weight_us=1)),
-            "counted": Case(counted, plan_for(2), summed_loss, rows=14),
-            "counted, fewer rows": Case(counted, plan_for(2), summed_loss, rows=3),
-            "counted, I and W": Case(counted, plan_for(2, "zb_h1", weight_us=1), summed_loss, rows=14),
-            "counted, bidirectional": Case(counted, CHAINS, summed_loss, rows=14),
-            "counted, recomputed": Case(counted, plan_for(2), summed_loss, rows=14, recompute="full"),
+            "1f1b": Case(stages, plan_for(2), twice(16)),
+            "uneven rows": Case(stages, plan_for(2), twice(14)),
+            "fewer rows than micro-batches": Case(stages, plan_for(2), twice(3)),
+            "I and W": Case(stages, plan_for(2, "zb_h1", weight_us=1), twice(14)),
+            "bidirectional": Case(stages, CHAINS, twice(14)),
+            "a stage on two ranks": Case(stages, several_ranks, twice(16)),
+            "recomputed": Case(stages, plan_for(2), twice(16), recompute="full"),
+            "recomputed by R": Case(stages, plan_for(2, recompute_us=1), twice(16)),
+            "checkpointed": Case(expert_stages(2, checkpointed=True), plan_for(2, "zb_h1", weight_us=1), twice(16)),
+            "counted": Case(counted, plan_for(2), twice(14), summed_loss),
+            "counted, fewer rows": Case(counted, plan_for(2), twice(3), summed_loss),
+            "counted, I and W": Case(counted, plan_for(2, "zb_h1", weight_us=1), twice(14), summed_loss),
+            "counted, bidirectional": Case(counted, CHAINS, twice(14), summed_loss),
+            "counted, recomputed": Case(counted, plan_for(2), twice(14), summed_loss, recompute="full"),
         },
     )
 
@@ -144,10 +87,9 @@ def test_two_ranks(pool: Pool) -> None:
 def test_replicas(pool: Pool) -> None:
     assert_exact(
         pool,
-        4,
         {
-            "means": Case(expert_stages(2), plan_for(2), dp=2, rows=28),
-            "counted": Case(expert_stages(2, weighed=True), plan_for(2), summed_loss, dp=2, rows=29),
+            "means": Case(expert_stages(2), plan_for(2), twice(28), dp=2),
+            "counted": Case(expert_stages(2, weighed=True), plan_for(2), twice(29), summed_loss, dp=2),
         },
     )
 
@@ -167,16 +109,14 @@ class AuxOnly(nn.Module):
 def test_a_stage_may_be_trained_by_its_added_loss_alone(pool: Pool) -> None:
     stages = expert_stages(3)
     stages = Stages([stages[0], AuxOnly(), stages[2]])
-    assert_exact(pool, 3, {"detached": Case(stages, plan_for(3))})
+    assert_exact(pool, {"detached": Case(stages, plan_for(3), twice(16))})
 
 
 def mixed(rank: int) -> list[str]:
     told = []
     for weighed, loss in ((True, loss_fn), (False, summed_loss)):
         with Pipeline(expert_stages(2, weighed=weighed), plan_for(2), loss) as pipeline:
-            with pytest.raises(PipelineError) as error:
-                pipeline.step(*batch_of(8))
-            told.append(str(error.value))
+            told.append(refusal(pipeline.step, *twice(8)[0][0]))
     return told
 
 
