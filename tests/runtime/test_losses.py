@@ -9,18 +9,14 @@ import torch
 from torch import Tensor, nn
 
 import rota
-from rota import Cluster, Costs, Pipeline, PipelineError, Plan, bidirectional, place
+from rota import Cluster, Costs, Pipeline, PipelineError, Plan, bidirectional
 from rota.runtime.device.host import HostDevice
 from rota.runtime.losses import loss_of, needs_target
-from rota.schedules import chimera, one_f_one_b
-from support.networks import WIDTH, chain, loss_fn
+from rota.schedules import chimera
+from support.networks import WIDTH, chain, loss_fn, plan_for, refusal
 from support.pool import Pool
 
 N = 4
-
-
-def plan_for(num_ranks: int, num_microbatches: int = N) -> Plan:
-    return one_f_one_b(place(Costs.uniform(num_ranks), Cluster.uniform(num_ranks)), num_microbatches)
 
 
 def batch_of(rows: int, seed: int = 1) -> tuple[Tensor, Tensor]:
@@ -134,7 +130,9 @@ def metrics_of(rank: int, plan: Plan, dp: int) -> list[Any]:
 @pytest.mark.parametrize(("kind", "dp"), [("chain", 1), ("chain", 2), ("bidirectional", 1), ("bidirectional", 2)])
 def test_metrics_are_the_whole_batch_s_on_every_rank(pool: Pool, kind: str, dp: int) -> None:
     chains = chimera(bidirectional(Costs.uniform(2), Cluster.uniform(2)), N)
-    plan = plan_for(2, 3) if kind == "chain" and dp == 1 else plan_for(2) if kind == "chain" else chains
+    plan = (
+        plan_for(2, num_microbatches=3) if kind == "chain" and dp == 1 else plan_for(2) if kind == "chain" else chains
+    )
     by_rank = pool.run(2 * dp, metrics_of, plan, dp)
     rows = 20 / dp / plan.num_microbatches
     for found in by_rank:
@@ -172,12 +170,6 @@ def test_metrics_may_come_later(pool: Pool) -> None:
 # --- refused on all ranks ---------------------------------------------------------------------------------------------
 
 
-def refusal(act: Any) -> str:
-    with pytest.raises(PipelineError) as error:
-        act()
-    return str(error.value)
-
-
 def refusals(rank: int) -> list[Any]:
     found: list[Any] = []
     how = {"form": "zero"}
@@ -191,7 +183,7 @@ def refusals(rank: int) -> list[Any]:
 
     def steps(form: str, **options: Any) -> str:
         how["form"] = form
-        return refusal(lambda: pipeline.step(*batch_of(8), **options))
+        return refusal(pipeline.step, *batch_of(8), **options)
 
     def gradients() -> list[Any]:
         return [None if p.grad is None else p.grad.clone() for p in pipeline.parameters()]
@@ -203,7 +195,7 @@ def refusals(rank: int) -> list[Any]:
         assert all(torch.equal(grad, torch.ones_like(grad)) for grad in gradients())  # as before these steps
         how["form"] = "counted"
         pipeline.step(*batch_of(8), sync=False)
-        found.append(refusal(lambda: pipeline.clip_grad_norm_(1.0)))
+        found.append(refusal(pipeline.clip_grad_norm_, 1.0))
         if rank:
             with torch.no_grad():
                 next(pipeline.parameters()).add_(1)  # as an optimizer does

@@ -11,12 +11,7 @@ import torch
 
 from rota.errors import PipelineError
 from rota.runtime.messages import describe_value
-from rota.runtime.microbatches import (
-    refuse_writes_to_shared,
-    shares_of,
-    structure,
-    to_microbatches,
-)
+from rota.runtime.microbatches import refuse_writes_to_shared, shares_of, to_microbatches
 
 
 def rows(n: int, *shape: int) -> torch.Tensor:
@@ -109,7 +104,6 @@ def test_what_is_the_same_for_all_rows_goes_to_all() -> None:
     [
         (rows(0), 2, "inputs has 0 rows"),
         (torch.tensor(1.0), 2, r"inputs has shape \[\], so there are no rows to split"),
-        ((rows(4), rows(5)), 2, r"inputs\[1\] has 5 rows"),
         ({"x": rows(4), "y": (rows(4), rows(7))}, 2, r"inputs\['y'\]\[1\] has 7 rows"),
         ([rows(1)] * 3, 4, "inputs is a list of 3 micro-batches, but the plan has 4; give 4, or plan for 3"),
         ((rows(8), rows(4)), 4, r"inputs\[1\] has 4 rows .*but inputs\[0\] has 8.*a list of 4 micro-batches"),
@@ -151,9 +145,3 @@ def test_describe() -> None:
     assert describe_value({"x": rows(2, 3), "pair": (rows(1), None), 1: [2.0]}) == (
         "{x: float32[2, 3], pair: (float32[1], None), 1: (float)}"
     )
-
-
-def of(**changes: Any) -> object:
-    value = {"x": rows(2, 3), "pair": (rows(1), None), "scale": 2, "rate": 0.5}
-    plain: list[Any] = []
-    return structure(value | changes, plain), plain

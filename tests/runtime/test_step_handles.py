@@ -12,28 +12,13 @@ import torch
 from torch import Tensor, nn
 
 import rota
-from rota import Cluster, Costs, Pipeline, PipelineError, Plan, StepHandle, place
+from rota import Pipeline, StepHandle
 from rota.runtime.execution import forwards_of
-from rota.schedules import one_f_one_b
-from support.networks import ROWS, Layer, batch_of, chain
+from support.networks import ROWS, Layer, batch_of, chain, plan_for, refusal
 from support.pool import Pool
 
 N = 4
 APPLIED = "With wait=False the gradients of this step may have been applied already"
-
-
-def plan_for(num_ranks: int) -> Plan:
-    return one_f_one_b(place(Costs.uniform(num_ranks), Cluster.uniform(num_ranks)), N)
-
-
-# --- one rank's steps -------------------------------------------------------------------------------------------------
-
-
-def refused() -> tuple[float, bool]:
-    raise PipelineError("refused")
-
-
-# --- pipelines --------------------------------------------------------------------------------------------------------
 
 
 class Weighed(nn.Module):
@@ -160,12 +145,6 @@ def losses_by_name() -> tuple[dict[str, str], Callable[..., Any]]:
     return how, loss
 
 
-def told(act: Callable[[], Any]) -> str:
-    with pytest.raises(PipelineError) as error:
-        act()
-    return str(error.value)
-
-
 def waited_for(rank: int, names: list[str]) -> list[str]:
     """What handles tell, each twice; and a step that goes on."""
     how, loss = losses_by_name()
@@ -175,8 +154,8 @@ def waited_for(rank: int, names: list[str]) -> list[str]:
         for name in names:
             how["form"] = name if name != "nan" else "counted"
             handle = pipeline.step(*(bad_batch() if name == "nan" else batch_of(N)), wait=False)
-            found.append(told(handle.wait))
-            assert told(handle.wait) == found[-1]
+            found.append(refusal(handle.wait))
+            assert refusal(handle.wait) == found[-1]
             assert handle.is_done
             for parameter in pipeline.parameters():
                 parameter.grad = None
@@ -210,7 +189,7 @@ def nobody_waits(rank: int, then: str) -> str:
                 options = {"wait": False} if then == "step" else {}
                 (pipeline.evaluate if then == "evaluate" else pipeline.step)(*batch_of(N), **options)
 
-    return told(run)
+    return refusal(run)
 
 
 @pytest.mark.dist
@@ -223,7 +202,7 @@ def test_what_nobody_waits_for_is_raised_all_the_same(pool: Pool, then: str) -> 
 
 def only_one_waits(rank: int) -> str:
     with Pipeline(chain(2), plan_for(2), mean_loss) as pipeline:
-        return told(lambda: pipeline.step(*batch_of(N), wait=rank == 0))
+        return refusal(pipeline.step, *batch_of(N), wait=rank == 0)
 
 
 @pytest.mark.dist

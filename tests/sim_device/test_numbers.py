@@ -16,8 +16,8 @@ from rota import Pipeline, PipelineError
 from rota.runtime.precision import ambient_autocast, without_autocast
 from runtime import test_added_losses, test_losses, test_nonfinite_loss, test_step_handles
 from runtime.reducing import test_loss_counts, test_norms
-from runtime.test_step_handles import APPLIED, FORMS, N, bad_batch, losses_by_name, plan_for, stages_of, told
-from support.networks import batch_of, chain, loss_fn
+from runtime.test_step_handles import APPLIED, FORMS, N, bad_batch, losses_by_name, stages_of
+from support.networks import batch_of, chain, loss_fn, plan_for, refusal
 from support.pool import Pool
 from support.sim_device.pool import SimPool
 
@@ -139,9 +139,9 @@ def scales_differ(rank: int, waits: bool) -> list[str]:
         pipeline.step(*batch)
         scaler = torch.amp.GradScaler("sim", init_scale=4.0 * (1 + rank))
         step = pipeline.step(*batch, scaler=scaler, wait=False) if not waits else None
-        found.append(told(step.wait if step is not None else lambda: pipeline.step(*batch, scaler=scaler)))
+        found.append(refusal(step.wait if step is not None else lambda: pipeline.step(*batch, scaler=scaler)))
         scaler.update()
-        found.append(told(lambda: pipeline.step(*batch, scaler=scaler if rank else None)))
+        found.append(refusal(pipeline.step, *batch, scaler=scaler if rank else None))
     return found
 
 

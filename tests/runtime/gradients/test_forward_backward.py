@@ -8,16 +8,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from rota.models import Stages
 from rota.runtime.gradients.forward_backward import backward, forward, keep_loss
-from rota.runtime.messages import hand_over
-
-
-def two_stages() -> Stages:
-    torch.manual_seed(0)
-    return Stages([nn.Linear(3, 4).double(), nn.Linear(4, 2).double()])
 
 
 def test_outputs_are_held_by_their_gradient_edges_alone() -> None:
-    stages = two_stages()
+    stages = Stages([nn.Linear(3, 4).double(), nn.Linear(4, 2).double()])
     output, values, kept = forward(stages, 0, [], torch.randn(5, 3).double())
     storage = StorageWeakRef(output.untyped_storage())
     assert len(kept.outputs[0]) == 1
@@ -47,16 +41,3 @@ def test_a_sparse_value_between_stages_of_one_rank() -> None:
     there = dense != 0
     torch.testing.assert_close(gradient.to_dense()[there], expected.grad[there], rtol=1e-12, atol=1e-12)
     assert leaf._version == 0
-
-
-def test_hand_over_shares_memory_and_cuts_the_graph() -> None:
-    x = torch.randn(3, requires_grad=True)
-    value = {"a": [x * 2, None, torch.Size([1])], 3: (x.detach(), torch.tensor([1, 2]), "text")}
-    copy = hand_over(value)
-    made, size = copy["a"][0], copy["a"][2]
-    assert made.is_leaf
-    assert made.requires_grad
-    assert made.data_ptr() == value["a"][0].data_ptr()
-    assert type(size) is torch.Size
-    assert [t.requires_grad for t in copy[3][:2]] == [False, False]
-    assert copy[3][2] == "text"

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from rota import Cluster, Costs, Stages, bidirectional, interleaved
 from rota.schedules import NAMED, chimera
-from runtime.reducing.test_wrapped_stages import in_ddp, sharded
 from support.loss_cases import Batch, assert_exact
 from support.loss_cases import Case as AnyCase
+from support.meshed import in_ddp, sharded
 from support.networks import WIDTH, chain, plan_for
 from support.pool import Pool
 
