@@ -164,32 +164,3 @@ def test_what_all_microbatches_get_must_not_be_written_to(tmp_path: Path) -> Non
     assert all(each.exit_code == 1 for each in ended)
     told = "PipelineError: a stage writes into inputs[1] (shape [1, 6]), which is the same for all micro-batches"
     assert told in ended[0].last_line
-
-
-# --- lists ------------------------------------------------------------------------------------------------------------
-
-
-def sum_or_mean(output: Tensor, target: Tensor) -> Tensor:
-    return ((output - target) ** 2).mean() if len(output) else output.sum() * 0
-
-
-def ragged(rank: int, sizes: list[int]) -> StepResult:
-    stages, x, target = linear_stages(), torch.linspace(0, 1, 10 * WIDTH).view(10, WIDTH), torch.ones(10, WIDTH)
-    with Pipeline(stages, plan_for(2), sum_or_mean) as pipeline:
-        loss = pipeline.step([*x.double().split(sizes)], [*target.double().split(sizes)])
-        return StepResult(loss, gradients_of(stages, pipeline.local_stages))
-
-
-def linear_stages() -> Stages:
-    torch.manual_seed(0)
-    return Stages([nn.Linear(WIDTH, WIDTH).double(), nn.Linear(WIDTH, WIDTH).double()])
-
-
-@pytest.mark.parametrize("sizes", [[4, 0, 5, 1]])
-def test_ragged_lists_also_with_empty_microbatches(pool: Pool, sizes: list[int]) -> None:
-    stages = linear_stages()
-    x, target = torch.linspace(0, 1, 10 * WIDTH).view(10, WIDTH).double(), torch.ones(10, WIDTH).double()
-    loss = sum_or_mean(stages.run(x), target)
-    loss.backward()
-    by_rank = pool.run(2, ragged, sizes)
-    assert_equal_steps(by_rank, StepResult(loss.item(), gradients_of(stages, range(2))))

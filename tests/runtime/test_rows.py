@@ -44,11 +44,7 @@ MOSTLY_LARGER = [*batch(22)[0].split([6, 6, 4, 6])], [*batch(22)[1].split([6, 6,
 LARGER = [*batch(22)[0].split([6, 6, 5, 5])], [*batch(22)[1].split([6, 6, 5, 5])]
 CASES: dict[str, tuple[Plan, list[Any], str]] = {
     "as planned": (plan_for(5), [batch(20), batch(40)], ""),
-    "others": (
-        plan_for(5),
-        [batch(40), batch(40)],
-        "for micro-batches of 5 rows, but this step's have 10, so the plan's",
-    ),
+    "others": (plan_for(5), [batch(40)] * 2, "for micro-batches of 5 rows, but this step's have 10, so the plan's"),
     "one row": (plan_for(1), [batch(8)], "for micro-batches of 1 row, but this step's have 2, so"),
     "unknown": (plan_for(None), [batch(40)], ""),
     "by autoplan": (

@@ -28,11 +28,10 @@ from rota import (
 from rota.planning.verify_on_ranks import Unsplit
 from rota.runtime.chunk_check import refuse_other_than_whole
 from rota.runtime.gradients.chunks import length_of
-from support.chunked_gpt import WIDTH, Attention, Words, gpt_stages, tokens
 from support.core_strategies import Chooser, deal, linear_extension
-from support.networks import StepResult, assert_equal_steps, gradients_of
+from support.networks import StepResult, assert_equal_steps, cleared_step, gradients_of
 from support.pool import Pool
-from support.text_models import WORDS, summed_loss
+from support.text_models import WIDTH, WORDS, Attention, Words, gpt_stages, summed_loss, tokens
 
 pytestmark = pytest.mark.dist
 
@@ -61,26 +60,23 @@ def steps(rank: int, given: list[Plan], lists: dict[int, Any]) -> list[Any]:
     del rank
     results = []
     for i, plan in enumerate(given):
-        inputs, targets = tokens(ROWS, LENGTH)
-        stages = gpt_stages(plan.num_ranks)
-        inputs, targets = lists.get(i, (inputs, targets))
-        with Pipeline(stages, plan, summed_loss) as pipeline:
+        inputs, targets = lists.get(i, tokens(ROWS, LENGTH))
+        with Pipeline(gpt_stages(plan.num_ranks), plan, summed_loss) as pipeline:
             evaluated = pipeline.evaluate(inputs, targets)
             pipeline.step(inputs, targets)
-            for parameter in pipeline.parameters():
-                parameter.grad = None
-            loss = pipeline.step(inputs, targets)
+            results.append((cleared_step(pipeline, inputs, targets), evaluated))
             assert not pipeline._compute._chunks._leaves  # nothing is held after the step
-            results.append((StepResult(loss, gradients_of(stages, pipeline.local_stages)), evaluated))
     return results
 
 
-def unsplit(num_stages: int) -> StepResult:
-    stages = gpt_stages(num_stages)
-    inputs, targets = tokens(ROWS, LENGTH)
-    loss, count = summed_loss(stages.run(inputs), targets)
-    (loss / count).backward()
-    return StepResult(float(loss.detach() / count), gradients_of(stages, range(num_stages)))
+def unsplit(num_stages: int, num_replicas: int = 1) -> StepResult:
+    stages, total, count = gpt_stages(num_stages), torch.zeros((), dtype=torch.float64), 0
+    for replica in range(num_replicas):
+        inputs, targets = tokens(ROWS, LENGTH, seed=replica)
+        loss, num_tokens = summed_loss(stages.run(inputs), targets)
+        total, count = total + loss, count + int(num_tokens)
+    (total / count).backward()
+    return StepResult(float(total.detach()) / count, gradients_of(stages, range(num_stages)))
 
 
 def uneven(values: torch.Tensor) -> list[torch.Tensor]:
@@ -109,11 +105,8 @@ def plan_steps(rank: int, base: Plan, given: list[list[Plan]], recompute: Any, d
         for of_replicas in given:
             plan = of_replicas[pipeline.replica]
             inputs, targets = tokens(ROWS, LENGTH, seed=pipeline.replica)
-            for parameter in pipeline.parameters():
-                parameter.grad = None
             evaluated = pipeline.evaluate(inputs, targets, plan=plan)
-            loss = pipeline.step(inputs, targets, plan=plan)
-            results.append((StepResult(loss, gradients_of(pipeline.stages, pipeline.local_stages)), evaluated))
+            results.append((cleared_step(pipeline, inputs, targets, plan=plan), evaluated))
     return results
 
 
@@ -126,14 +119,7 @@ def test_plans_per_step_of_replicas_that_have_other_chunks(pool: Pool, dp: int, 
     base = schedules.one_f_one_b(place(Costs.uniform(2, 10, 20), Cluster.uniform(2)), 3)
     given = [[seq[0], seq[1]], [base, base], [seq[1], schedules.gpipe(placement(2, whole_ones), 3)]]
     by_process = pool.run(2 * dp, plan_steps, base, given, recompute, dp)
-    stages = gpt_stages(2)
-    total, count = torch.zeros((), dtype=torch.float64), 0
-    for replica in range(dp):
-        inputs, targets = tokens(ROWS, LENGTH, seed=replica)
-        loss, tokens_there = summed_loss(stages.run(inputs), targets)
-        total, count = total + loss, count + int(tokens_there)
-    (total / count).backward()
-    whole = StepResult(float(total.detach()) / count, gradients_of(stages, range(2)))
+    whole = unsplit(2, dp)
     for i in range(len(given)):
         assert_equal_steps([of_process[i][0] for of_process in by_process], whole)
         assert all(abs(of_process[i][1] - whole.loss) < 1e-10 for of_process in by_process)

@@ -1,11 +1,15 @@
-"""Modules for a stage on several ranks; without a group each is the whole, with the same weights."""
+"""Modules for a stage on several ranks, without a group the whole ones; and steps, compared by parts."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from rota import spmd
+from rota import Pipeline, Stages, spmd
+from support.networks import StepResult, gradients_of, serial_step
 
 WIDTH, HIDDEN = 6, 12
 
@@ -56,3 +60,29 @@ def own_part(whole: Tensor, part: Tensor, position: int) -> Tensor:
         if whole.shape[dim] != part.shape[dim]:
             return whole.narrow(dim, position * part.shape[dim], part.shape[dim])
     return whole
+
+
+Normed = tuple[StepResult, float]  # with the norm of all gradients
+
+
+def normed_step(pipeline: Pipeline, *batch: Any) -> Normed:
+    loss = pipeline.step(*batch)
+    return StepResult(loss, gradients_of(pipeline.stages, pipeline.local_stages)), pipeline.clip_grad_norm_(1e9).item()
+
+
+def assert_equal_normed(
+    by_rank: list[Normed], stages: Stages, batch: Any, position: Callable[[int, int], int] = lambda rank, stage: 0
+) -> None:
+    """Loss, norm and gradients are the unsplit model's; of a stage in parts a rank has the one at its `position`."""
+    serial = serial_step(stages, *batch)
+    norm = nn.utils.get_total_norm([p.grad for _, p in stages.named_parameters() if p.grad is not None])
+    found = set()
+    for rank, (result, of_rank) in enumerate(by_rank):
+        assert abs(result.loss - serial.loss) < 1e-10
+        assert abs(of_rank - norm) < 1e-10
+        for (stage, name), gradient in result.gradients.items():
+            key = stage % len(stages), name
+            found.add(key)
+            own = own_part(serial.gradients[key], gradient, position(rank, stage))
+            torch.testing.assert_close(gradient, own, rtol=1e-10, atol=1e-10)
+    assert found == serial.gradients.keys()

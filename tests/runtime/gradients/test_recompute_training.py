@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from rota import Cluster, Costs, Kind, Pipeline, Plan, Stages, bidirectional, place
 from rota.schedules import NAMED, chimera, forward_only, gpipe
-from support.networks import WIDTH, batch_of, gradients_of, loss_fn, refusal
+from support.networks import WIDTH, batch_of, gradients_of, loss_fn, plan_for, refusal
 from support.pool import Pool
 
 pytestmark = pytest.mark.dist
@@ -25,7 +25,10 @@ class Layers(nn.Module):
     def __init__(self, with_statistics: bool = True) -> None:
         super().__init__()
         norm = nn.BatchNorm1d(40 * WIDTH) if with_statistics else nn.LayerNorm(40 * WIDTH)
-        self.layers = nn.Sequential(nn.Linear(WIDTH, 40 * WIDTH), norm, nn.Dropout(0.3), nn.Linear(40 * WIDTH, WIDTH))
+        last = nn.Linear(40 * WIDTH, WIDTH)
+        if with_statistics:  # and a weight whose norm is estimated step by step in the forward
+            last = nn.utils.parametrizations.spectral_norm(last)
+        self.layers = nn.Sequential(nn.Linear(WIDTH, 40 * WIDTH), norm, nn.Dropout(0.3), last)
         self.calls = 0
 
     def forward(self, x: Tensor) -> Tensor:
@@ -70,6 +73,16 @@ def compare(pool: Pool, num_ranks: int, plan: Plan, recompute: str | list[int], 
         assert found[3] == {s: n * 2 if s in recomputed else n for s, n in expected[3].items()}
         if all(s in recomputed and plan.placement.task(s, Kind.B) for s in found[3]):
             assert least < 0.6 * most
+
+
+def test_recomputation_by_the_plan(pool: Pool) -> None:
+    """The plans differ in R and in I and W alone, so all that they compute is the same to the bit."""
+    options = ({}, {"recompute_us": 1}, {"recompute_us": (1, None, None)}, {"weight_us": 1, "recompute_us": 1})
+    kept, *others = (pool.run(3, seen_by, plan_for(3, "gpipe", **costs), "none") for costs in options)
+    for again in others:
+        for (found, _), (expected, _) in zip(again, kept, strict=True):
+            assert found[0] == expected[0]
+            torch.testing.assert_close(found[1:3], expected[1:3], rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved_1f1b"])

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from rota import Cluster, Costs, Pipeline, Plan, Stages, place
-from rota.schedules import NAMED, gpipe
+from rota import Cluster, Costs, Plan, Stages, place
+from rota.schedules import NAMED
 from support.core_strategies import deal, linear_extension
-from support.networks import WIDTH, Layer, assert_as_unsplit, batch_of, chain, gradients_of, loss_fn
+from support.networks import WIDTH, Layer, assert_as_unsplit, batch_of, chain
 from support.pool import Pool
 from support.sampling import IS_WHOLE
 
@@ -21,13 +21,8 @@ pytestmark = pytest.mark.dist
 
 SPLIT = ("zb_h1", "zb_h2", "interleaved_zb", "zb_v", "v_half", "v_min", "dualpipe_v")
 WHOLE = ("gpipe", "1f1b", "eager_1f1b", "interleaved_1f1b", "looped_bfs", "hanayo")
-OTHERS = (
-    "varuna",
-    "chimera",
-    "dualpipe",
-    "seq1f1b",
-    "forward_only",
-)  # R below; two streams in test_shared_weights; test_sequence_chunks; test_inference
+#: R is below, two streams are in test_shared_weights, others in test_sequence_chunks and test_inference.
+OTHERS = ("varuna", "chimera", "dualpipe", "seq1f1b", "forward_only")
 
 
 def plan_for(schedule: str, num_ranks: int, num_microbatches: int) -> Plan:
@@ -131,47 +126,3 @@ def odd_plans() -> list[Plan]:
 def test_odd_stages(pool: Pool, frozen: tuple[int, ...]) -> None:
     cases = [(odd_stages(frozen), plan, [batch_of(plan.num_microbatches)] * 2) for plan in odd_plans()]
     assert_as_unsplit(pool, 3, cases)
-
-
-# --- recomputation ----------------------------------------------------------------------------------------------------
-
-
-def normed_stages() -> Stages:
-    """Dropout, statistics of the micro-batch, and a weight whose norm is estimated step by step in the forward."""
-    torch.manual_seed(2)
-    modules = [
-        nn.Sequential(
-            torch.nn.utils.parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH)),
-            nn.BatchNorm1d(WIDTH),
-            nn.Dropout(0.3),
-            nn.Linear(WIDTH, WIDTH),
-        ).double()
-        for _ in range(3)
-    ]
-    return Stages(modules)
-
-
-Seen = tuple[list[float], dict[Any, Tensor], dict[Any, Tensor]]
-
-
-def losses_gradients_and_buffers(rank: int, plan: Plan) -> Seen:
-    torch.manual_seed(5)
-    stages = normed_stages()
-    with Pipeline(stages, plan, loss_fn) as pipeline:
-        losses = [pipeline.step(*batch_of(4, seed)) for seed in (1, 2)]
-    buffers = {(stage, n): b for stage in pipeline.local_stages for n, b in stages[stage].named_buffers()}
-    return losses, gradients_of(stages, pipeline.local_stages), buffers
-
-
-def test_recomputation_repeats_dropout_and_leaves_buffers(pool: Pool) -> None:
-    """The plans differ in R and in I and W alone, so all that they compute is the same to the bit."""
-    results = []
-    for more in ({}, {"recompute_us": 1}, {"recompute_us": (1, None, None)}, {"weight_us": 1, "recompute_us": 1}):
-        placement = place(Costs.uniform(3, **more), Cluster.uniform(3))  # type: ignore[arg-type]
-        results.append(pool.run(3, losses_gradients_and_buffers, gpipe(placement, 4)))
-    for by_rank in results[1:]:
-        for found, expected in zip(by_rank, results[0], strict=True):
-            assert found[0] == expected[0]
-            torch.testing.assert_close(found[1:], expected[1:], rtol=1e-12, atol=1e-12)
-    batches_seen = [buffers[rank, "1.num_batches_tracked"] for rank, (_, _, buffers) in enumerate(results[1])]
-    assert batches_seen == [8, 8, 8]

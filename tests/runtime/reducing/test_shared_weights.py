@@ -11,7 +11,8 @@ from torch import nn
 
 from rota import Cluster, Costs, Pipeline, Plan, Stages, Timeline, bidirectional, place
 from rota.schedules import NAMED, chimera, dualpipe, gpipe
-from support.networks import StepResult, batch_of, chain, gradients_of, loss_fn, refusal, serial_step
+from support.networks import batch_of, chain, loss_fn, refusal, serial_step
+from support.parallel_modules import Normed, assert_equal_normed, normed_step
 from support.pool import Pool
 
 pytestmark = pytest.mark.dist
@@ -27,23 +28,19 @@ def tied(num_stages: int, *ties: tuple[int, ...]) -> Stages:
     return stages
 
 
-def steps_on(
-    rank: int, stages: Stages, plan: Plan, batches: Batches, clear: bool = True
-) -> tuple[list[StepResult], list[float]]:
+def steps_on(rank: int, stages: Stages, plan: Plan, batches: Batches, clear: bool = True) -> list[Normed]:
     """Steps and their gradients' norm; the ranks begin with other weights than rank 0, where they hold the same."""
     with torch.no_grad():
         for tie in stages.ties:
             stages[tie[0][0]].get_parameter(tie[0][1]).add_(rank if rank != first_rank(plan, tie) else 0)
-    results, norms = [], []
+    results = []
     with Pipeline(stages, plan, loss_fn) as pipeline:
         for batch in batches:
             for parameter in pipeline.parameters():
                 parameter.grad = None if clear else parameter.grad
-            loss = pipeline.step(*batch)
-            results.append(StepResult(loss, gradients_of(pipeline.stages, pipeline.local_stages)))
-            norms.append(pipeline.clip_grad_norm_(1e9).item())
+            results.append(normed_step(pipeline, *batch))
         assert len({*pipeline.parameters()}) == len([*pipeline.parameters()])
-    return results, norms
+    return results
 
 
 def first_rank(plan: Plan, tie: Any) -> int:
@@ -56,17 +53,7 @@ def assert_right(by_rank: list[Any], stages: Stages, batches: Batches, clear: bo
         if clear:
             for _, parameter in stages.named_parameters():
                 parameter.grad = None
-        serial = serial_step(stages, *batch)
-        norm = nn.utils.get_total_norm([p.grad for _, p in stages.named_parameters() if p.grad is not None])
-        found = set()
-        for results, norms in by_rank:
-            assert abs(results[step].loss - serial.loss) < 1e-10
-            assert abs(norms[step] - norm) < 1e-10
-            for (stage, name), gradient in results[step].gradients.items():
-                key = (stage % len(stages), name)
-                found.add(key)
-                torch.testing.assert_close(gradient, serial.gradients[key], rtol=1e-10, atol=1e-10)
-        assert found == serial.gradients.keys()
+        assert_equal_normed([results[step] for results in by_rank], stages, batch)
 
 
 def plan_for(ranks: list[int], schedule: str = "gpipe", **costs: Any) -> Plan:
