@@ -25,11 +25,12 @@ from support.networks import (
     batch_of,
     chain,
     cleared_step,
-    gradients_of,
     loss_fn,
     plan_for,
     refusal,
+    serial_microbatches,
     serial_step,
+    stages_of,
 )
 from support.pool import Pool
 
@@ -95,21 +96,14 @@ def test_shapes_may_change_from_step_to_step_and_back(pool: Pool) -> None:
     check_steps(pool, plan_for(3), batches, batches, fresh)
 
 
-class PairInTraining(nn.Module):
+def pair_in_training(linear: nn.Linear, x: Any) -> Any:
     """In training its boundary carries a pair, otherwise one tensor."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH).double()
-
-    def forward(self, x: Any) -> Any:
-        x = x[0] + x[1] if isinstance(x, tuple) else x
-        return (self.linear(x), x) if self.training else self.linear(x)
+    x = x[0] + x[1] if isinstance(x, tuple) else x
+    return (linear(x), x) if linear.training else linear(x)
 
 
-class Sum(nn.Module):
-    def forward(self, x: Any) -> Tensor:
-        return x[0] + x[1] if isinstance(x, tuple) else x
+def summed(_: nn.Linear, x: Any) -> Tensor:
+    return x[0] + x[1] if isinstance(x, tuple) else x
 
 
 def steps_in_modes(rank: int, stages: Stages, plan: Plan, batch: Any, modes: list[bool]) -> list[StepResult]:
@@ -122,7 +116,7 @@ def steps_in_modes(rank: int, stages: Stages, plan: Plan, batch: Any, modes: lis
 
 
 def test_train_and_eval_between_steps(pool: Pool) -> None:
-    stages = Stages([PairInTraining(), PairInTraining(), Sum()])
+    stages = stages_of(pair_in_training, pair_in_training, summed)
     batch, modes = tensors(8), [True, True, False, False, True]
     by_rank = pool.run(3, steps_in_modes, stages, plan_for(3), batch, modes)
     for step, training in enumerate(modes):
@@ -132,25 +126,14 @@ def test_train_and_eval_between_steps(pool: Pool) -> None:
         assert_equal_steps([results[step] for results in by_rank], serial_step(stages, *batch))
 
 
-class Keep(nn.Module):
+def keep(linear: nn.Linear, x: Tensor) -> tuple[Tensor, int]:
     """Keeps the rows whose sum is positive: how many is known only when they are there."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH).double()
-
-    def forward(self, x: Tensor) -> tuple[Tensor, int]:
-        kept = x[x.sum(1) > 0]
-        return self.linear(kept), len(kept)
+    kept = x[x.sum(1) > 0]
+    return linear(kept), len(kept)
 
 
-class Use(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH).double()
-
-    def forward(self, kept: tuple[Tensor, int]) -> tuple[Tensor, int]:
-        return torch.tanh(self.linear(kept[0])), kept[1]
+def use(linear: nn.Linear, kept: tuple[Tensor, int]) -> tuple[Tensor, int]:
+    return torch.tanh(linear(kept[0])), kept[1]
 
 
 def kept_loss(output: tuple[Tensor, int], target: Tensor) -> Tensor:
@@ -158,17 +141,11 @@ def kept_loss(output: tuple[Tensor, int], target: Tensor) -> Tensor:
 
 
 def test_shapes_may_depend_on_the_data(pool: Pool) -> None:
-    torch.manual_seed(1)
-    stages, batches = Stages([Keep(), Use(), Use()]), [tensors(12, seed=seed) for seed in range(4)]
+    stages, batches = stages_of(keep, use, use), [tensors(12, seed=seed) for seed in range(4)]
     batches[1][0][:3].abs_().neg_()  # a micro-batch of which nothing is kept
     by_rank = pool.run(3, dynamic_steps, stages, plan_for(3), batches)
     for step, (x, target) in enumerate(batches):
-        for module in stages.modules:
-            module.zero_grad(set_to_none=True)
-        parts = zip(x.chunk(4), target.chunk(4), strict=True)
-        loss = sum((kept_loss(stages.run(x), target) for x, target in parts), torch.tensor(0.0)) / 4
-        loss.backward()
-        serial = StepResult(loss.item(), gradients_of(stages, range(3)))
+        serial = serial_microbatches(stages, (x, target), 4, kept_loss)
         assert_equal_steps([results[step] for results, _ in by_rank], serial)
 
 
@@ -176,21 +153,18 @@ def dynamic_steps(rank: int, stages: Stages, plan: Plan, batches: list[Any]) -> 
     return steps_told(rank, stages, plan, batches, loss=kept_loss, dynamic_shapes=True)
 
 
-class Scaled(nn.Module):
+def scaled(linear: nn.Linear, x: Tensor, number: Any) -> Tensor:
     """Reads a number beside the rows."""
+    return linear(x) * (number if isinstance(number, float) else 1.0)
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH).double()
 
-    def forward(self, x: Tensor, number: Any) -> Tensor:
-        return self.linear(x) * (number if isinstance(number, float) else 1.0)
+def layer(linear: nn.Linear, x: Tensor) -> Tensor:
+    return linear(x)
 
 
 def steps_with_numbers(rank: int, numbers: list[Any]) -> tuple[list[bool], list[str], str]:
     """Whether layouts were sent ahead in each step, what was refused, and what rank 0 wrote."""
-    layers = chain(3)
-    stages = Stages([Scaled(), layers[1], layers[2]], inputs={0: [0, 1]})
+    stages = stages_of(scaled, layer, layer, inputs={0: [0, 1]})
     x, targets = tensors(8)
     batches = [((x, number), targets) for number in numbers]
     told, refused = io.StringIO(), []

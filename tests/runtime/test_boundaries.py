@@ -133,13 +133,11 @@ def read_large(linear: nn.Linear, x: Tensor) -> Tensor:
     return linear(x.unflatten(1, (-1, WIDTH)).mean(1))
 
 
-ONE_TO_TWO = {"edges": [(0, 1), (0, 2), (1, 2)]}
 CASES: dict[str, Stages] = {
     "nested": stages_of(make_nested, read_nested, end_nested),
     "keys of a dict": stages_of(make_two, layer, layer, edges=[(0, 1, "a"), (0, 2, "b"), (1, 2)]),
     "keys of a tuple": stages_of(make_pair, layer, layer, edges=[(0, 2, 1), (0, 1, 0), (1, 2)]),
     "one key twice": stages_of(make_two, layer, layer, edges=[(0, 1, "a"), (0, 2, "a"), (1, 2)]),
-    "one output, two readers": stages_of(layer, layer, layer, **ONE_TO_TWO),
     "one tensor twice": stages_of(make_twice, read_pair, layer),
     "passed on": stages_of(layer, pass_on, layer),
     "input passed on": stages_of(pass_on, layer, layer),

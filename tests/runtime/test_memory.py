@@ -12,12 +12,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from rota import Cluster, Costs, Kind, Pipeline, Plan, Stages, place
 from rota.schedules import NAMED
-from support.networks import batch_of, loss_fn
+from support.networks import batch_of, loss_fn, stages_of
 from support.pool import Pool
 
 pytestmark = pytest.mark.dist
 
-NUM_RANKS, WIDTH = 3, 6
+NUM_RANKS = 3
 
 #: Storages that crossed a boundary, of each kind, in this process.
 crossed: defaultdict[str, list[StorageWeakRef]] = defaultdict(list)
@@ -31,27 +31,20 @@ def alive(kind: str) -> int:
     return sum(not storage.expired() for storage in crossed[kind])
 
 
-class Noting(nn.Module):
-    """A linear layer, which saves its input for the backward but not its output."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH).double()
-
-    def forward(self, x: Tensor) -> Tensor:
-        note("received", x)
-        y: Tensor = self.linear(x)
-        note("sent", y)
-        if x.requires_grad:
-            x.register_hook(lambda gradient: note("gradients sent", gradient))
-        y.register_hook(lambda gradient: note("gradients received", gradient))
-        return y
+def noting(linear: nn.Linear, x: Tensor) -> Tensor:
+    """Saves its input for the backward but not its output."""
+    note("received", x)
+    y: Tensor = linear(x)
+    note("sent", y)
+    if x.requires_grad:
+        x.register_hook(lambda gradient: note("gradients sent", gradient))
+    y.register_hook(lambda gradient: note("gradients received", gradient))
+    return y
 
 
-def plan_for(schedule: str, num_microbatches: int, num_ranks: int = NUM_RANKS) -> Plan:
-    costs = NAMED[schedule].adapted(Costs.uniform(num_ranks, 10, 20))
-    placement = place(costs, Cluster.uniform(num_ranks))
-    return NAMED[schedule](placement, num_microbatches)
+def plan_for(schedule: str, num_microbatches: int) -> Plan:
+    costs = NAMED[schedule].adapted(Costs.uniform(NUM_RANKS, 10, 20))
+    return NAMED[schedule](place(costs, Cluster.uniform(NUM_RANKS)), num_microbatches)
 
 
 def alive_after_a_step(rank: int, stages: Stages, plan: Plan, batch: Any) -> dict[str, int]:
@@ -67,7 +60,7 @@ def alive_after_a_step(rank: int, stages: Stages, plan: Plan, batch: Any) -> dic
 
 
 def noting_stages() -> Stages:
-    return Stages([Noting() for _ in range(NUM_RANKS)])
+    return stages_of(*[noting] * NUM_RANKS)
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb_h1", "varuna"])

@@ -97,7 +97,9 @@ def serial_step(stages: Stages, inputs: Any, targets: Any) -> StepResult:
     return StepResult(loss.item(), gradients_of(stages, range(len(stages))))
 
 
-def serial_microbatches(stages: Stages, batch: Any, num_microbatches: int) -> StepResult:
+def serial_microbatches(
+    stages: Stages, batch: Any, num_microbatches: int, loss_fn: Callable[..., torch.Tensor] = loss_fn
+) -> StepResult:
     """The unsplit model on one micro-batch after another, as a plan has them: where rows mix, or each bit counts."""
     for module in stages.modules:
         module.zero_grad(set_to_none=True)

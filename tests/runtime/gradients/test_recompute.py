@@ -1,61 +1,18 @@
-"""A forward that will be recomputed keeps no activations, and its repetition is the same forward."""
+"""The repetition of a forward draws the same numbers; a stage that differentiates inside is not repeated."""
 
 from __future__ import annotations
 
 import random
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from rota.errors import PipelineError
 from rota.models import Stages
 from rota.runtime.gradients.forward_backward import forward
 from rota.runtime.gradients.recompute import drawing_again, without_activations
-
-
-class Statistics(nn.Module):
-    """Two buffers that change and one that does not; the output depends on one that changes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("steps", torch.zeros(1, dtype=torch.float64))
-        self.register_buffer("last", torch.zeros(3, dtype=torch.float64))
-        self.register_buffer("mask", torch.ones(3, dtype=torch.float64))
-        self.layer = nn.Linear(3, 3).double()
-        self.hidden: list[StorageWeakRef] = []
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.steps += 1
-        self.last = x.detach().mean(0)
-        hidden = torch.tanh(self.layer(x))
-        self.hidden.append(StorageWeakRef(hidden.untyped_storage()))
-        return torch.sigmoid(hidden * self.mask * self.steps)
-
-
-def test_nothing_but_inputs_is_kept_and_buffers_are_updated_once() -> None:
-    torch.manual_seed(0)
-    stages, x = Stages([Statistics()], inputs=[()]), torch.randn(4, 3, dtype=torch.float64).requires_grad_()
-    module: Any = stages[0]
-    for step in range(3):
-        module.zero_grad()
-        with without_activations(module, [x], (), "stage 0") as again:
-            first, _, kept = forward(stages, 0, [x], ())
-        assert module.hidden[-1].expired()
-        assert first.requires_grad
-        assert {*again.buffers} == ({"steps", "last"} if step == 0 else {"steps"})
-        del kept
-        module.steps += 10  # as other micro-batches do meanwhile
-        second = forward(stages, 0, again.received, (), buffers=again.buffers)[0]
-        assert torch.equal(first, second)
-        assert not module.hidden[-1].expired()
-        assert module.steps == (step + 1) * 11
-        assert torch.equal(module.last, x.detach().mean(0))
-        torch.autograd.backward(second.sum())
-        assert module.layer.weight.grad is not None
 
 
 def test_differentiating_inside_is_refused() -> None:

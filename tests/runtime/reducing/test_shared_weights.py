@@ -28,7 +28,7 @@ def tied(num_stages: int, *ties: tuple[int, ...]) -> Stages:
     return stages
 
 
-def steps_on(rank: int, stages: Stages, plan: Plan, batches: Batches, clear: bool = True) -> list[Normed]:
+def steps_on(rank: int, stages: Stages, plan: Plan, batches: Batches) -> list[Normed]:
     """Steps and their gradients' norm; the ranks begin with other weights than rank 0, where they hold the same."""
     with torch.no_grad():
         for tie in stages.ties:
@@ -37,7 +37,7 @@ def steps_on(rank: int, stages: Stages, plan: Plan, batches: Batches, clear: boo
     with Pipeline(stages, plan, loss_fn) as pipeline:
         for batch in batches:
             for parameter in pipeline.parameters():
-                parameter.grad = None if clear else parameter.grad
+                parameter.grad = None
             results.append(normed_step(pipeline, *batch))
         assert len({*pipeline.parameters()}) == len([*pipeline.parameters()])
     return results
@@ -47,12 +47,11 @@ def first_rank(plan: Plan, tie: Any) -> int:
     return plan.placement.ranks_of(tie[0][0])[0]
 
 
-def assert_right(by_rank: list[Any], stages: Stages, batches: Batches, clear: bool = True) -> None:
+def assert_right(by_rank: list[Any], stages: Stages, batches: Batches) -> None:
     """Loss, norm and gradients of every rank are the unsplit model's, whose stages are all somewhere."""
     for step, batch in enumerate(batches):
-        if clear:
-            for _, parameter in stages.named_parameters():
-                parameter.grad = None
+        for _, parameter in stages.named_parameters():
+            parameter.grad = None
         assert_equal_normed([results[step] for results in by_rank], stages, batch)
 
 
@@ -78,15 +77,6 @@ def test_tied(pool: Pool, case: str) -> None:
     batches = [batch_of(4, seed) for seed in (1, 2)]
     by_rank = pool.run(plan.num_ranks, steps_on, stages, plan, batches)
     assert_right(by_rank, stages, batches)
-
-
-def test_gradients_of_earlier_steps_are_summed_once(pool: Pool) -> None:
-    stages, plan = TIED["ends"]
-    batches = [batch_of(4, seed) for seed in (1, 2, 3)]
-    by_rank = pool.run(4, steps_on, stages, plan, batches, False)
-    for _, parameter in stages.named_parameters():
-        parameter.grad = None
-    assert_right(by_rank, stages, batches, clear=False)
 
 
 def test_frozen_ties_stay_without_gradients(pool: Pool) -> None:
