@@ -13,7 +13,7 @@ import rota
 from rota import Cluster, Costs, Pipeline, Stages, bidirectional, place
 from rota.schedules import NAMED, chimera
 from support.loss_cases import Batch, Case, assert_exact
-from support.networks import WIDTH, loss_fn, plan_for, refusal
+from support.networks import WIDTH, Stage, loss_fn, plan_for, refusal
 from support.pool import Pool
 
 pytestmark = pytest.mark.dist
@@ -94,21 +94,15 @@ def test_replicas(pool: Pool) -> None:
     )
 
 
-class AuxOnly(nn.Module):
+def added_alone(linear: nn.Linear, x: Tensor) -> Tensor:
     """Nothing but the added loss reaches its weights, and what it returns has no gradient."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH).double()
-
-    def forward(self, x: Tensor) -> Tensor:
-        rota.add_loss(self.linear(x).square().mean())
-        return x.detach()
+    rota.add_loss(linear(x).square().mean())
+    return x.detach()
 
 
 def test_a_stage_may_be_trained_by_its_added_loss_alone(pool: Pool) -> None:
     stages = expert_stages(3)
-    stages = Stages([stages[0], AuxOnly(), stages[2]])
+    stages = Stages([stages[0], Stage(added_alone, 1), stages[2]])
     assert_exact(pool, {"detached": Case(stages, plan_for(3), twice(16))})
 
 

@@ -12,7 +12,17 @@ from torch import Tensor, nn
 
 from rota import Pipeline, Plan, Stages
 from support.fresh import run_fresh
-from support.networks import StepResult, assert_equal_steps, cleared_step, gradients_of, loss_fn, plan_for, refusal
+from support.networks import (
+    StepResult,
+    assert_equal_steps,
+    chain,
+    cleared_step,
+    gradients_of,
+    loss_fn,
+    plan_for,
+    refusal,
+)
+from support.odd_stages import Calls
 from support.pool import Pool
 
 pytestmark = pytest.mark.dist
@@ -24,34 +34,21 @@ class Encoding(UserDict[str, Any]):
     """As a tokenizer's BatchEncoding."""
 
 
-class First(nn.Module):
+def first(stage: Any, ids: Tensor, positions: Tensor, factor: Tensor) -> Tensor:
     """Reads tokens, positions that are the same for all rows, and a factor."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tokens, self.positions = nn.Embedding(9, WIDTH).double(), nn.Embedding(LENGTH, WIDTH).double()
-
-    def forward(self, ids: Tensor, positions: Tensor, factor: Tensor) -> Tensor:
-        return (self.tokens(ids) + self.positions(positions)) * factor
+    return (stage.tokens(ids) + stage.positions(positions)) * factor
 
 
-class Last(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH).double()
-
-    def forward(self, x: Tensor, mask: Tensor, positions: Tensor) -> Tensor:
-        return torch.tanh(self.linear(x)) * mask[..., None] + positions[..., None]
+def last(stage: Any, x: Tensor, mask: Tensor, positions: Tensor) -> Tensor:
+    return torch.tanh(stage.linear(x)) * mask[..., None] + positions[..., None]
 
 
 def reading_stages() -> Stages:
     torch.manual_seed(0)
     names = ["input_ids", "position_ids", "factor", "attention_mask"]
-    return Stages(
-        [First(), Last()],
-        inputs={0: names[:3], 1: ["attention_mask", "position_ids"]},
-        input_names=names,
-    )
+    embeddings = {"tokens": nn.Embedding(9, WIDTH), "positions": nn.Embedding(LENGTH, WIDTH)}
+    modules = [Calls(first, **embeddings).double(), Calls(last, linear=nn.Linear(WIDTH, WIDTH)).double()]
+    return Stages(modules, inputs={0: names[:3], 1: ["attention_mask", "position_ids"]}, input_names=names)
 
 
 def encoded_loss(output: Tensor, target: dict[str, Tensor]) -> Tensor:
@@ -132,13 +129,9 @@ def test_rows_that_do_not_belong_together_are_refused(pool: Pool) -> None:
 
 def beside_junk(rank: int) -> float:
     """Rank 1 reads nothing, and is given what fits nothing."""
-    stages = Stages([nn.Linear(WIDTH, WIDTH).double() for _ in range(3)])
-    torch.manual_seed(0)
-    for parameter in nn.ModuleList(stages.modules).parameters():
-        nn.init.normal_(parameter)
     rows = 5 if rank == 1 else 7
     x = torch.full((rows, WIDTH), 1.0 + (rank == 1), dtype=torch.float64)
-    with Pipeline(stages, plan_for(3), loss_fn) as pipeline:
+    with Pipeline(chain(3), plan_for(3), loss_fn) as pipeline:
         assert (pipeline.reads_inputs, pipeline.reads_targets) == (rank == 0, rank == 2)
         return pipeline.step(x, [x] * N if rank == 1 else x)
 
@@ -147,14 +140,13 @@ def test_what_a_rank_does_not_read_does_not_count(pool: Pool) -> None:
     assert len({*pool.run(3, beside_junk)}) == 1
 
 
-class Writes(nn.Module):
-    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
-        positions += 1
-        return x + positions
+def writes(_: Any, x: Tensor, positions: Tensor) -> Tensor:
+    positions += 1
+    return x + positions
 
 
 def writing_step(rank: int) -> None:
-    stages = Stages([Writes(), nn.Linear(WIDTH, WIDTH)], inputs={0: [0, 1]})
+    stages = Stages([Calls(writes), nn.Linear(WIDTH, WIDTH)], inputs={0: [0, 1]})
     with Pipeline(stages, plan_for(2), loss_fn) as pipeline:
         pipeline.step((torch.ones(8, WIDTH), torch.ones(1, WIDTH)), torch.ones(8, WIDTH))
 

@@ -25,7 +25,7 @@ from support.networks import (
     serial_step,
     stages_of,
 )
-from support.odd_stages import IN_PLACE
+from support.odd_stages import IN_PLACE, Calls
 from support.pool import Pool
 from support.sampling import IS_WHOLE
 
@@ -283,13 +283,12 @@ class Changing(nn.Module):
         return self.linear(x), next(self.numbers)
 
 
-class First(nn.Module):
-    def forward(self, pair: tuple[Tensor, Any]) -> Tensor:
-        return pair[0]
+def first_of(_: Any, pair: tuple[Tensor, Any]) -> Tensor:
+    return pair[0]
 
 
 def two_steps(rank: int, first: nn.Module) -> None:
-    with Pipeline(Stages([first, First()]), plan_for(2, "gpipe"), loss_fn) as pipeline:
+    with Pipeline(Stages([first, Calls(first_of)]), plan_for(2, "gpipe"), loss_fn) as pipeline:
         for _ in range(2):
             pipeline.step(*batch_of(4))
 

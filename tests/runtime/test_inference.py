@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -40,10 +41,10 @@ class Stage(nn.Module):
         return self.dropout(self.inner(*values))
 
 
-def stages_for(plan: Plan, edges: Any, parallel: bool) -> Stages:
+def stages_for(plan: Plan, edges: Any, parallel: bool, kind: Callable[..., nn.Module] = Stage) -> Stages:
     on = [plan.placement.ranks_of(stage) for stage in range(4)]
     groups = {ranks: spmd.group(ranks) if parallel else None for ranks in dict.fromkeys(on)}
-    return Stages([Stage(stage, groups[ranks]) for stage, ranks in enumerate(on)], edges)
+    return Stages([kind(stage, groups[ranks]) for stage, ranks in enumerate(on)], edges)
 
 
 def infer(rank: int, plan: Plan, edges: Any, batches: list[tuple[Tensor, Tensor]], asking: set[int]) -> Any:
@@ -116,10 +117,7 @@ class Normed(nn.Module):
 
 
 def statistics(rank: int, plan: Plan, edges: Any) -> dict[tuple[int, str], Tensor]:
-    on = [plan.placement.ranks_of(stage) for stage in range(4)]
-    groups = {ranks: spmd.group(ranks) for ranks in dict.fromkeys(on)}
-    stages = Stages([Normed(stage, groups[ranks]) for stage, ranks in enumerate(on)], edges)
-    with Pipeline(stages, plan, loss_fn) as pipeline:
+    with Pipeline(stages_for(plan, edges, True, Normed), plan, loss_fn) as pipeline:
         for seed in (1, 2):
             pipeline.step(*batch_of(4, seed))
             pipeline.evaluate(*batch_of(4, seed + 10))
@@ -134,7 +132,7 @@ def test_batch_norm(pool: Pool, name: str, recomputed: bool) -> None:
     if recomputed:
         ranks = [plan.placement.ranks_of(stage) for stage in range(4)]
         plan = gpipe(place(Costs.uniform(4, recompute_us=1), CLUSTER, ranks, edges), 4)
-    serial = Stages([Normed(stage, None) for stage in range(4)], edges)
+    serial = stages_for(plan, edges, False, Normed)
     for seed in (1, 2):
         for inputs in batch_of(4, seed)[0].chunk(4):
             serial.run(inputs)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from rota import Cluster, Costs, Pipeline, Plan, Stages, place
 from rota.schedules import NAMED
 from support.networks import StepResult, cleared_step, gradients_of, loss_fn, refusal
+from support.odd_stages import Calls
 from support.pool import Pool
 
 pytestmark = pytest.mark.dist
@@ -20,17 +21,10 @@ NUM_MICROBATCHES, ROWS, WIDTH = 6, 4, 8
 Dtype = torch.dtype | None  # of autocast; None: off
 
 
-class Precise(nn.Module):
+def precise(stage: Any, x: Tensor) -> Tensor:
     """A layer that autocast must leave alone: its backward would be rounded if that ran under autocast."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.autocast("cpu", enabled=False):
-            y: Tensor = self.linear(x.float())
-        return y
+    with torch.autocast("cpu", enabled=False):
+        return stage.linear(x.float())
 
 
 def make_stages(num_stages: int) -> Stages:
@@ -40,10 +34,13 @@ def make_stages(num_stages: int) -> Stages:
     def linear() -> nn.Linear:
         return nn.Linear(WIDTH, WIDTH)
 
+    def precise_linear() -> nn.Module:
+        return Calls(precise, linear=linear())
+
     kinds = (
-        lambda: nn.Sequential(linear(), nn.GELU(), Precise(), linear()),
+        lambda: nn.Sequential(linear(), nn.GELU(), precise_linear(), linear()),
         lambda: nn.Sequential(linear(), nn.Tanh(), nn.LayerNorm(WIDTH)),
-        lambda: nn.Sequential(nn.Dropout(0.0), Precise(), nn.Tanh(), linear()),
+        lambda: nn.Sequential(nn.Dropout(0.0), precise_linear(), nn.Tanh(), linear()),
     )
     return Stages([kinds[i % 3]() for i in range(num_stages)])
 

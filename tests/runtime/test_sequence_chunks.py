@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -30,6 +31,7 @@ from rota.runtime.chunk_check import refuse_other_than_whole
 from rota.runtime.gradients.chunks import length_of
 from support.core_strategies import Chooser, deal, linear_extension
 from support.networks import StepResult, assert_equal_steps, cleared_step, gradients_of
+from support.odd_stages import Calls
 from support.pool import Pool
 from support.text_models import WIDTH, WORDS, Attention, Words, gpt_stages, summed_loss, tokens
 
@@ -148,26 +150,19 @@ def test_verify_compares_whole_samples(pool: Pool, dp: int) -> None:
         assert bad[1][0] > 1e-4
 
 
-class InPlace(torch.nn.Module):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        k = 1 * x
-        (joined,) = with_earlier_chunks(k)
-        k.add_(1)
-        return x + joined[:, -x.shape[1] :]
+def in_place(_: Any, x: torch.Tensor) -> torch.Tensor:
+    k = 1 * x
+    (joined,) = with_earlier_chunks(k)
+    k.add_(1)
+    return x + joined[:, -x.shape[1] :]
 
 
-class OnlyFirst(torch.nn.Module):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x if chunk_start() else x + 0 * with_earlier_chunks(x)[0]
+def only_first(_: Any, x: torch.Tensor) -> torch.Tensor:
+    return x if chunk_start() else x + 0 * with_earlier_chunks(x)[0]
 
 
-class Checkpointed(torch.nn.Module):
-    def __init__(self, use_reentrant: bool) -> None:
-        super().__init__()
-        self.block, self.use_reentrant = Attention(), use_reentrant
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return checkpoint(self.block, x, use_reentrant=self.use_reentrant)
+def checkpointed(*, use_reentrant: bool) -> torch.nn.Module:
+    return Calls(lambda s, x: checkpoint(s.block, x, use_reentrant=use_reentrant), block=Attention())
 
 
 def mean_loss(output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -188,10 +183,10 @@ def refused(rank: int) -> list[str]:
         (stage(Attention(joins=False)), summed_loss, inputs, targets),
         (stage(Attention(is_causal=False)), summed_loss, inputs, targets),
         (stage(torch.nn.Conv1d(9, 9, 1)), summed_loss, inputs, targets),
-        (stage(InPlace()), summed_loss, inputs, targets),
-        (stage(OnlyFirst()), summed_loss, inputs, targets),
-        (stage(Checkpointed(use_reentrant=False)), summed_loss, inputs, targets),
-        (stage(Checkpointed(use_reentrant=True)), summed_loss, inputs, targets),
+        (stage(Calls(in_place)), summed_loss, inputs, targets),
+        (stage(Calls(only_first)), summed_loss, inputs, targets),
+        (stage(checkpointed(use_reentrant=False)), summed_loss, inputs, targets),
+        (stage(checkpointed(use_reentrant=True)), summed_loss, inputs, targets),
         (good, mean_loss, inputs, targets),
         (good, summed_loss, inputs[:1], targets[:1]),
         (good, summed_loss, inputs[:, :2], targets[:, :2]),
@@ -208,24 +203,18 @@ def refused(rank: int) -> list[str]:
     return told
 
 
-class Masked(torch.nn.Module):
+def masked(by_length: bool, _: Any, x: torch.Tensor) -> torch.Tensor:
     """Excludes words by an infinite logit; by another one in the second chunk if `by_length`."""
-
-    def __init__(self, by_length: bool) -> None:
-        super().__init__()
-        self.by_length = by_length
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        masked = x.clone()
-        masked[..., x.shape[1] % 2 if self.by_length else 0] = -torch.inf
-        return masked
+    result = x.clone()
+    result[..., x.shape[1] % 2 if by_length else 0] = -torch.inf
+    return result
 
 
 def test_infinite_outputs_of_chunks_are_compared() -> None:
     chunks = (torch.ones(1, 3, 2),), (torch.ones(1, 3, 2),)
-    refuse_other_than_whole(Masked(by_length=False), "stage 0", *chunks)
+    refuse_other_than_whole(Calls(partial(masked, False)), "stage 0", *chunks)
     with pytest.raises(PipelineError, match="computes something else for two chunks"):
-        refuse_other_than_whole(Masked(by_length=True), "stage 0", *chunks)
+        refuse_other_than_whole(Calls(partial(masked, True)), "stage 0", *chunks)
 
 
 def test_what_would_not_be_exact_is_refused(pool: Pool) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import signal
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,24 +15,17 @@ from torch import Tensor, nn
 import rota
 from rota import Pipeline, StepHandle
 from rota.runtime.execution import forwards_of
-from support.networks import ROWS, Layer, batch_of, chain, plan_for, refusal
+from support.networks import ROWS, batch_of, chain, plan_for, refusal, stages_of
 from support.pool import Pool
 
 N = 4
 APPLIED = "With wait=False the gradients of this step may have been applied already"
 
 
-class Weighed(nn.Module):
-    """A layer that adds a loss, with a count that is a tensor where `counted`."""
-
-    def __init__(self, counted: bool) -> None:
-        super().__init__()
-        self.layer, self.counted = Layer().double(), counted
-
-    def forward(self, x: Tensor) -> Tensor:
-        rota.add_loss(0.1 * x.square().mean(), (x[:, 0] > -9).sum() if self.counted else None)
-        y: Tensor = self.layer(x)
-        return y
+def adds_loss(counted: bool, linear: nn.Linear, x: Tensor) -> Tensor:
+    """With a count that is a tensor where `counted`."""
+    rota.add_loss(0.1 * x.square().mean(), (x[:, 0] > -9).sum() if counted else None)
+    return torch.tanh(linear(x)) + x
 
 
 def mean_loss(output: Tensor, target: Tensor) -> Tensor:
@@ -59,16 +53,13 @@ FORMS: dict[str, Callable[..., Any]] = {
 }
 
 
-def stages_of(form: str) -> rota.Stages:
-    torch.manual_seed(0)
-    if "added" not in form:
-        return chain(2)
-    return rota.Stages([Weighed("count" in form) for _ in range(2)])
+def stages_for(form: str) -> rota.Stages:
+    return stages_of(*[partial(adds_loss, "count" in form)] * 2) if "added" in form else chain(2)
 
 
 def trained(rank: int, form: str, waits: bool) -> tuple[list[float], dict[str, float], list[Tensor]]:
     """Six steps, of which two accumulate; a handle is waited for once the next step was begun."""
-    with Pipeline(stages_of(form), plan_for(2), FORMS[form]) as pipeline:
+    with Pipeline(stages_for(form), plan_for(2), FORMS[form]) as pipeline:
         optimizer = torch.optim.SGD([*pipeline.parameters()], lr=0.1)
         losses: list[float] = []
         handles: list[StepHandle] = []

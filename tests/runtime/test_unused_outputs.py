@@ -14,6 +14,7 @@ import rota
 from rota import Cluster, Costs, Pipeline, PipelineError, Plan, Stages, place
 from rota.schedules import NAMED
 from support.networks import ROWS, WIDTH, assert_as_unsplit, batch_of, loss_fn, serial_microbatches
+from support.odd_stages import Calls
 from support.pool import Pool
 from support.random_plans import random_plan
 from support.sampling import some
@@ -105,29 +106,15 @@ def test_random_graphs(pool: Pool) -> None:
 # --- transitions ------------------------------------------------------------------------------------------------------
 
 
-class Two(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        return self.a(x), self.b(x)
-
-
-class One(nn.Module):
+def use_some(stage: Any, pair: tuple[Tensor, Tensor], x: Tensor) -> Tensor:
     """Uses the second value if the first element of its first micro-batch says so."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.c = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, pair: tuple[Tensor, Tensor], x: Tensor) -> Tensor:
-        return self.c(pair[0] + pair[1] if x[0, 0] > 0 else pair[0])
+    return stage.c(pair[0] + pair[1] if x[0, 0] > 0 else pair[0])
 
 
 def two_stages() -> Stages:
     torch.manual_seed(0)
-    return Stages([Two().double(), One().double()], inputs=[(0,), (0,)])
+    two = Calls(lambda s, x: (s.a(x), s.b(x)), a=nn.Linear(WIDTH, WIDTH), b=nn.Linear(WIDTH, WIDTH))
+    return Stages([two.double(), Calls(use_some, c=nn.Linear(WIDTH, WIDTH)).double()], inputs=[(0,), (0,)])
 
 
 def plan_on(num_ranks: int, num_microbatches: int = 2) -> Plan:
@@ -228,26 +215,11 @@ def test_training_with_weight_decay(pool: Pool, num_ranks: int, dp: int, shards:
 
 def test_verify_compares_none_with_none() -> None:
     """A stage made by hand that gives zeros where the unsplit model has no gradient."""
-
-    class Zeros(One):
-        def forward(self, pair: tuple[Tensor, Tensor], x: Tensor) -> Tensor:
-            return self.c(pair[0] + 0 * pair[1])
-
     stages = two_stages()
-    model = Unsplit(*stages.modules)
+    model = Calls(lambda s, x: s.second(s.first(x), x), first=stages[0], second=stages[1])
     batch = numbered(4, 0, [False] * 4)
     assert rota.verify(stages, model, *batch, loss_fn=loss_fn, num_microbatches=2).exact
-    zeros = Zeros().double()
-    zeros.load_state_dict(stages[1].state_dict())
+    zeros = Calls(lambda s, pair, _: s.c(pair[0] + 0 * pair[1]), c=stages[1].c)
     found = rota.verify(stages.with_modules([stages[0], zeros]), model, *batch, loss_fn=loss_fn, num_microbatches=2)
     assert not found.exact
     assert "a gradient in stage 0, but none in the unsplit model" in found.to_text()
-
-
-class Unsplit(nn.Module):
-    def __init__(self, first: nn.Module, second: nn.Module) -> None:
-        super().__init__()
-        self.first, self.second = first, second
-
-    def forward(self, x: Tensor) -> Any:
-        return self.second(self.first(x), x)

@@ -16,7 +16,7 @@ from rota import Pipeline, PipelineError
 from rota.runtime.precision import ambient_autocast, without_autocast
 from runtime import test_added_losses, test_losses, test_nonfinite_loss, test_step_handles
 from runtime.reducing import test_loss_counts, test_norms
-from runtime.test_step_handles import APPLIED, FORMS, N, bad_batch, losses_by_name, stages_of
+from runtime.test_step_handles import APPLIED, FORMS, N, bad_batch, losses_by_name, stages_for
 from support.networks import batch_of, chain, loss_fn, plan_for, refusal
 from support.pool import Pool
 from support.sim_device.pool import SimPool
@@ -88,7 +88,7 @@ def no_syncs(reads: int = 0) -> Iterator[None]:
 
 def trained(rank: int, form: str, waits: bool, scaled: bool) -> tuple[list[float], dict[str, float], list[list[float]]]:
     """Five steps of Adam with clipping, under autocast and with a scaler where `scaled`, whose third step overflows."""
-    with simulated(f"rank {rank}"), Pipeline(stages_of(form).to("sim"), plan_for(2), FORMS[form]) as pipeline:
+    with simulated(f"rank {rank}"), Pipeline(stages_for(form).to("sim"), plan_for(2), FORMS[form]) as pipeline:
         batches = [tuple(tensor.to("sim") for tensor in batch_of(N, seed)) for seed in range(5)]
         optimizer = torch.optim.Adam([*pipeline.parameters()], lr=0.1)
         scaler = torch.amp.GradScaler("sim", init_scale=4.0, growth_interval=1) if scaled else None
