@@ -52,7 +52,6 @@ def base_plan(num_ranks: int) -> rota.Plan:
 
 
 def train(rank: int, num_batches: int, dp: int) -> list[tuple[StepResult, Any]]:
-    del rank
     results = []
     mesh = rota.mesh(pp=2, dp=dp)
     with Pipeline(gpt_stages(2), base_plan(2), summed_loss, mesh=mesh, check_data="never") as pipeline:
@@ -101,7 +100,6 @@ MODEL = rota.SizeModel((Curve(60, 2, 0.1),) * 2, (Curve(120, 4, 0.2),) * 2, acti
 
 def train_by_model(rank: int, given: list[list[Tensor]]) -> tuple[list[Any], str, int]:
     """Steps of all batches but the last, which has a sample that fits nowhere; each is evaluated before."""
-    del rank
     results: list[Any] = []
     with Pipeline(gpt_stages(2), base_plan(2), summed_loss, mesh=rota.mesh(pp=2, dp=2), check_data="never") as pipeline:
         planner = rota.Planner(
@@ -152,7 +150,6 @@ def test_replicas_get_batches_balanced_by_the_model(pool: Pool) -> None:
 
 def run_page(rank: int, code: str) -> list[float]:
     """The page's code, with a model of costs that is measured here and plans by `rota.plan_batch`."""
-    del rank
     losses: list[float] = []
     stages = gpt_stages(2)
 

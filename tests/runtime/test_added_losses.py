@@ -13,7 +13,7 @@ import rota
 from rota import Cluster, Costs, Pipeline, Stages, bidirectional, place
 from rota.schedules import NAMED, chimera
 from support.loss_cases import Batch, Case, assert_exact
-from support.networks import WIDTH, Stage, loss_fn, plan_for, refusal
+from support.networks import WIDTH, Stage, loss_fn, plan_for, refusal, rows_of
 from support.pool import Pool
 
 pytestmark = pytest.mark.dist
@@ -52,9 +52,7 @@ def summed_loss(output: Tensor, target: Tensor) -> tuple[Tensor, int]:
 
 def twice(rows: int) -> list[list[Batch]]:
     """A round of two steps with the same batch."""
-    generator = torch.Generator().manual_seed(1)
-    x, target = torch.randn(2, rows, WIDTH, generator=generator, dtype=torch.float64)
-    return [[(x, target)] * 2]
+    return [[rows_of(rows)] * 2]
 
 
 CHAINS = chimera(bidirectional(Costs.uniform(2), Cluster.uniform(2)), N)

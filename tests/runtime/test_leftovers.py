@@ -50,24 +50,6 @@ def rotas_threads() -> set[threading.Thread]:
     return {thread for thread in threading.enumerate() if thread.name.startswith("rota")}
 
 
-def threads_in_and_after(rank: int, stages: Stages, plan: Plan, batch: Any) -> tuple[set[str], set[str]]:
-    """Names of the threads that a pipeline starts, and of those that are left when it is closed.
-
-    An earlier test may have left a pipeline to the garbage collector: its threads are not counted.
-    """
-    before = rotas_threads()
-    with Pipeline(stages, plan, loss_fn) as pipeline:
-        pipeline.step(*batch)
-        started = rotas_threads() - before
-    pipeline.close()  # once more does nothing
-    return {thread.name for thread in started}, {thread.name for thread in rotas_threads() & started}
-
-
-def test_close_ends_the_threads(pool: Pool) -> None:
-    seen = pool.run(NUM_RANKS, threads_in_and_after, chain(NUM_RANKS), PLAN, batch_of(4))
-    assert seen == [({"rota-sends", "rota-watchdog", "rota-roll-call"}, set())] * NUM_RANKS
-
-
 def grown(early: dict[str, int], late: dict[str, int], rounds: int) -> dict[str, int]:
     """What there is more of, if it is more than a library may have started meanwhile."""
     assert rounds > _OTHERS

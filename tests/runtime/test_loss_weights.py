@@ -128,7 +128,6 @@ def test_refused_at_the_latest_in_the_first_step(pool: Pool, case: str, weight_u
 
 
 def loss_and_gradients(rank: int, case: str) -> tuple[float, list[Tensor]]:
-    del rank
     stages = chain(2)
     with Pipeline(stages, plan_on(1), ACCEPTED[case](stages)) as pipeline:
         return pipeline.step(*batch_of(2)), [parameter.grad for parameter in pipeline.parameters()]
@@ -167,7 +166,6 @@ def with_loss() -> nn.Module:
 
 
 def trained(rank: int) -> tuple[dict[str, Tensor], list[float]]:
-    del rank
     mesh = rota.mesh(pp=2, dp=2)
     with Pipeline(
         rota.split(with_loss(), 2, example=batch_of(1)), plan_on(2), lambda loss: loss, mesh=mesh

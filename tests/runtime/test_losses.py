@@ -13,16 +13,10 @@ from rota import Cluster, Costs, Pipeline, PipelineError, Plan, bidirectional
 from rota.runtime.device.host import HostDevice
 from rota.runtime.losses import loss_of, needs_target
 from rota.schedules import chimera
-from support.networks import WIDTH, chain, loss_fn, plan_for, refusal
+from support.networks import WIDTH, chain, loss_fn, plan_for, refusal, rows_of
 from support.pool import Pool
 
 N = 4
-
-
-def batch_of(rows: int, seed: int = 1) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    x, target = torch.randn(2, rows, WIDTH, generator=generator, dtype=torch.float64)
-    return x, target
 
 
 def part_of(batch: tuple[Tensor, Tensor], pipeline: Pipeline) -> tuple[Tensor, Tensor]:
@@ -76,7 +70,7 @@ def test_a_loss_of_the_output_alone_needs_no_target(loss_fn: Any, expected: bool
 def _loss_of_the_output_alone(rank: int) -> float:
     torch.manual_seed(0)
     stages = chain(2)
-    x, target = batch_of(2 * N)
+    x, target = rows_of(2 * N)
     with Pipeline(stages, plan_for(2), lambda output: output.square().mean()) as pipeline:
         loss = pipeline.step(x)
         assert not pipeline.reads_targets
@@ -119,10 +113,10 @@ def metrics_of(rank: int, plan: Plan, dp: int) -> list[Any]:
     with Pipeline(chain(2), plan, with_metrics, mesh=rota.mesh(pp=2, dp=dp)) as pipeline:
         assert pipeline.metrics == {}
         for seed in (1, 2):
-            found.append((pipeline.step(*part_of(batch_of(20, seed), pipeline)), pipeline.metrics))
-        pipeline.forward(part_of(batch_of(20), pipeline)[0])
+            found.append((pipeline.step(*part_of(rows_of(20, seed), pipeline)), pipeline.metrics))
+        pipeline.forward(part_of(rows_of(20), pipeline)[0])
         assert pipeline.metrics == found[-1][1]  # as of the last step
-        found.append((pipeline.evaluate(*part_of(batch_of(20, 1), pipeline)), pipeline.metrics))
+        found.append((pipeline.evaluate(*part_of(rows_of(20, 1), pipeline)), pipeline.metrics))
     return found
 
 
@@ -137,7 +131,7 @@ def test_metrics_are_the_whole_batch_s_on_every_rank(pool: Pool, kind: str, dp: 
     rows = 20 / dp / plan.num_microbatches
     for found in by_rank:
         for (loss, metrics), seed in zip(found, (1, 2, 1), strict=True):
-            x, target = batch_of(20, seed)
+            x, target = rows_of(20, seed)
             serial = with_metrics(chain(2).run(x), target)
             assert loss == pytest.approx(serial["loss"].item(), rel=1e-10)
             total, count = serial["error of seen"]
@@ -156,7 +150,7 @@ def changing_metrics(rank: int) -> list[Any]:
     with Pipeline(chain(2), plan_for(2), loss) as pipeline:
         found = []
         for _ in range(3):
-            pipeline.step(*batch_of(8))
+            pipeline.step(*rows_of(8))
             found.append(pipeline.metrics)
     return found
 
@@ -183,7 +177,7 @@ def refusals(rank: int) -> list[Any]:
 
     def steps(form: str, **options: Any) -> str:
         how["form"] = form
-        return refusal(pipeline.step, *batch_of(8), **options)
+        return refusal(pipeline.step, *rows_of(8), **options)
 
     def gradients() -> list[Any]:
         return [None if p.grad is None else p.grad.clone() for p in pipeline.parameters()]
@@ -194,7 +188,7 @@ def refusals(rank: int) -> list[Any]:
         found += [steps("zero"), steps("mixed")]
         assert all(torch.equal(grad, torch.ones_like(grad)) for grad in gradients())  # as before these steps
         how["form"] = "counted"
-        pipeline.step(*batch_of(8), sync=False)
+        pipeline.step(*rows_of(8), sync=False)
         found.append(refusal(pipeline.clip_grad_norm_, 1.0))
         if rank:
             with torch.no_grad():
@@ -203,7 +197,7 @@ def refusals(rank: int) -> list[Any]:
         for parameter in pipeline.parameters():
             parameter.grad = None
         how["form"] = "counted"
-        pipeline.step(*batch_of(8), sync=False)
+        pipeline.step(*rows_of(8), sync=False)
         if rank:
             for parameter in pipeline.parameters():
                 parameter.grad = None
@@ -233,10 +227,10 @@ def clears_between(rank: int, set_to_none: bool) -> list[Tensor]:
 
     with Pipeline(chain(2), plan_for(2), loss) as pipeline:
         optimizer = torch.optim.SGD([*pipeline.parameters()])
-        pipeline.step(*batch_of(8, 2))
-        pipeline.step(*batch_of(24, 3), sync=False)
+        pipeline.step(*rows_of(8, 2))
+        pipeline.step(*rows_of(24, 3), sync=False)
         optimizer.zero_grad(set_to_none=set_to_none)
-        pipeline.step(*batch_of(8))
+        pipeline.step(*rows_of(8))
         return [p.grad for p in pipeline.parameters() if p.grad is not None]
 
 
@@ -244,7 +238,7 @@ def clears_between(rank: int, set_to_none: bool) -> list[Tensor]:
 @pytest.mark.parametrize("set_to_none", [True, False])
 def test_clearing_gradients_ends_a_round(pool: Pool, set_to_none: bool) -> None:
     stages = chain(2)
-    x, target = batch_of(8)
+    x, target = rows_of(8)
     ((stages.run(x) - target) ** 2).mean().backward()
     by_rank = pool.run(2, clears_between, set_to_none)
     for rank, gradients in enumerate(by_rank):
@@ -265,7 +259,7 @@ def scaled_steps(rank: int) -> list[float]:
 
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12)
     with Pipeline(stages, plan_for(2), loss) as pipeline:
-        x, target = (tensor.half() for tensor in batch_of(1024))
+        x, target = (tensor.half() for tensor in rows_of(1024))
         optimizer = torch.optim.SGD([*pipeline.parameters()], lr=0.05)
         losses = []
         for _ in range(4):

@@ -64,7 +64,6 @@ def unsplit(stages: Stages, lengths: Lengths, seed: int) -> StepResult:
 
 def steps(rank: int, base: Plan, batches: list[tuple[Lengths, Plan | None]]) -> list[Any]:
     """For each batch the step's result, the loss in evaluation, and how many layouts this rank received for both."""
-    del rank
     results = []
     with Pipeline(gpt_stages(base.num_ranks), base, summed_loss, check_data="never") as pipeline:
         received: list[Any] = []

@@ -81,7 +81,6 @@ def plan_for(schedule: str, num_ranks: int, **more: Any) -> Plan:
 
 
 def steps_of(rank: int, cases: list[tuple[Plan, str]]) -> list[list[StepResult]]:
-    del rank
     results: list[list[StepResult]] = []
     for plan, recompute in cases:
         results.append([])
@@ -109,7 +108,6 @@ def test_autocast(pool: Pool, num_ranks: int) -> None:
 
 
 def a_loop_inside_of_autocast(rank: int, plan: Plan) -> tuple[list[float], list[float]]:
-    del rank
     stages = make_stages(plan.num_stages)
     with Pipeline(stages, plan, loss_fn) as pipeline, autocast(torch.bfloat16):
         optimizer = torch.optim.SGD(pipeline.parameters(), lr=0.5)

@@ -59,7 +59,6 @@ def plans(num_ranks: int) -> list[Plan]:
 
 def steps(rank: int, given: list[Plan], lists: dict[int, Any]) -> list[Any]:
     """For each plan two steps and an evaluation; `lists`: micro-batches for some plans, others cut the batch."""
-    del rank
     results = []
     for i, plan in enumerate(given):
         inputs, targets = lists.get(i, tokens(ROWS, LENGTH))
@@ -100,7 +99,6 @@ def test_gradients_are_those_of_the_whole_samples(pool: Pool, num_ranks: int) ->
 
 def plan_steps(rank: int, base: Plan, given: list[list[Plan]], recompute: Any, dp: int) -> list[Any]:
     """A step and an evaluation with each plan, by replica, on rows of the replica's own."""
-    del rank
     results = []
     mesh = rota.mesh(pp=2, dp=dp)
     with Pipeline(gpt_stages(2), base, summed_loss, mesh=mesh, check_data="never", recompute=recompute) as pipeline:
@@ -129,7 +127,6 @@ def test_plans_per_step_of_replicas_that_have_other_chunks(pool: Pool, dp: int, 
 
 def verified(rank: int, plan: Plan, dp: int) -> list[Any]:
     """Whether verify finds the pipeline equal to the same model and to another one, and how outputs differ."""
-    del rank
     found = []
     with Pipeline(gpt_stages(2), plan, summed_loss, mesh=rota.mesh(pp=2, dp=dp)) as pipeline:
         for stages in (gpt_stages(2), gpt_stages(2, is_causal=False)):
@@ -171,7 +168,6 @@ def mean_loss(output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 def refused(rank: int) -> list[str]:
     """What each wrong model, loss and batch is told, on a rank alone."""
-    del rank
     plan, told = schedules.seq1f1b(placement(1, (0, 0, 0, 1, 1, 1)), 6), []
     inputs, targets = tokens(2, 9)
 

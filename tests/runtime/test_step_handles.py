@@ -15,7 +15,8 @@ from torch import Tensor, nn
 import rota
 from rota import Pipeline, StepHandle
 from rota.runtime.execution import forwards_of
-from support.networks import ROWS, batch_of, chain, plan_for, refusal, stages_of
+from runtime.test_nonfinite_loss import batch_with
+from support.networks import batch_of, chain, plan_for, refusal, stages_of
 from support.pool import Pool
 
 N = 4
@@ -111,13 +112,6 @@ def test_forwards_alone(pool: Pool) -> None:
 # --- what is refused --------------------------------------------------------------------------------------------------
 
 
-def bad_batch() -> tuple[Tensor, Tensor]:
-    """Micro-batch 1 has a loss of nan."""
-    inputs, targets = batch_of(N)
-    targets.view(N, ROWS, -1)[1] = math.nan
-    return inputs, targets
-
-
 def losses_by_name() -> tuple[dict[str, str], Callable[..., Any]]:
     """A loss function that does what the dict says under "form"."""
     how = {"form": "counted"}
@@ -144,7 +138,7 @@ def waited_for(rank: int, names: list[str]) -> list[str]:
         pipeline.step(*batch_of(N))
         for name in names:
             how["form"] = name if name != "nan" else "counted"
-            handle = pipeline.step(*(bad_batch() if name == "nan" else batch_of(N)), wait=False)
+            handle = pipeline.step(*(batch_with(m1=math.nan) if name == "nan" else batch_of(N)), wait=False)
             found.append(refusal(handle.wait))
             assert refusal(handle.wait) == found[-1]
             assert handle.is_done
@@ -175,7 +169,7 @@ def nobody_waits(rank: int, then: str) -> str:
     def run() -> None:
         with Pipeline(chain(2), plan_for(2), mean_loss) as pipeline:
             pipeline.step(*batch_of(N))
-            pipeline.step(*bad_batch(), wait=False)
+            pipeline.step(*batch_with(m1=math.nan), wait=False)
             if then != "close":
                 options = {"wait": False} if then == "step" else {}
                 (pipeline.evaluate if then == "evaluate" else pipeline.step)(*batch_of(N), **options)

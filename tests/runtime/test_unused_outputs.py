@@ -123,7 +123,6 @@ def plan_on(num_ranks: int, num_microbatches: int = 2) -> Plan:
 
 def some_steps(rank: int, used: list[list[bool]], dynamic_shapes: bool) -> list[Any]:
     """By step the names of the weights of this rank without a gradient, or the error."""
-    del rank
     stages, found = two_stages(), []
     with Pipeline(stages, plan_on(2), loss_fn, dynamic_shapes=dynamic_shapes) as pipeline:
         for step, uses in enumerate(used):
@@ -162,7 +161,6 @@ def test_a_value_that_is_not_used_any_more(pool: Pool) -> None:
 
 def trained(rank: int, num_ranks: int, dp: int, shards: bool) -> tuple[dict[str, Tensor], list[float]]:
     """Weights and norms after steps of AdamW, whose decay changes what has gradients of zeros."""
-    del rank
     mesh, stages = rota.mesh(pp=num_ranks, dp=dp), two_stages()
     if shards:
         # Not the second, as FSDP itself gives zeros for what a module does not use of its inputs.

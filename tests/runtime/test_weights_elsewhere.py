@@ -159,7 +159,6 @@ def tied() -> Stages:
 
 
 def names_here(rank: int, cases: list[tuple[Any, Plan, Any]]) -> list[list[str]]:
-    del rank
     found = []
     for make, plan in cases:
         stages = make()

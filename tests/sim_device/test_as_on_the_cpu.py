@@ -10,7 +10,6 @@ import pytest
 from runtime import (
     test_added_losses,
     test_boundaries,
-    test_dtypes_and_frozen,
     test_losses,
     test_plans_per_step,
     test_timeline,
@@ -23,7 +22,6 @@ pytestmark = [pytest.mark.dist, pytest.mark.sweep]  # test_numbers and test_pipe
 MODULES = (
     test_added_losses,
     test_boundaries,
-    test_dtypes_and_frozen,
     test_losses,
     test_plans_per_step,
     test_timeline,

@@ -16,7 +16,8 @@ from rota import Pipeline, PipelineError
 from rota.runtime.precision import ambient_autocast, without_autocast
 from runtime import test_added_losses, test_losses, test_nonfinite_loss, test_step_handles
 from runtime.reducing import test_loss_counts, test_norms
-from runtime.test_step_handles import APPLIED, FORMS, N, bad_batch, losses_by_name, stages_for
+from runtime.test_nonfinite_loss import batch_with
+from runtime.test_step_handles import APPLIED, FORMS, N, losses_by_name, stages_for
 from support.networks import batch_of, chain, loss_fn, plan_for, refusal
 from support.pool import Pool
 from support.sim_device.pool import SimPool
@@ -164,7 +165,7 @@ def refused(rank: int, name: str, is_fast: bool) -> tuple[str, int]:
     num_steps = 0
     with simulated(f"rank {rank}", is_fast=is_fast):
         pipeline = Pipeline(chain(2).to("sim"), plan_for(2), loss)
-        batch, bad = ([tensor.to("sim") for tensor in of] for of in (batch_of(N), bad_batch()))
+        batch, bad = ([tensor.to("sim") for tensor in of] for of in (batch_of(N), batch_with(m1=math.nan)))
         pipeline.step(*batch)
         how["form"] = "counted" if name == "nan" else name
         pipeline.step(*(bad if name == "nan" else batch), wait=False)

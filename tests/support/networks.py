@@ -72,13 +72,14 @@ class StepResult:
     gradients: dict[tuple[int, str], torch.Tensor]
 
 
-def batch_of(num_microbatches: int, seed: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
+def rows_of(num_rows: int, seed: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    shape = (num_microbatches * ROWS, WIDTH)
-    return (
-        torch.randn(shape, generator=generator, dtype=torch.float64),
-        torch.randn(shape, generator=generator, dtype=torch.float64),
-    )
+    inputs, targets = (torch.randn(num_rows, WIDTH, generator=generator, dtype=torch.float64) for _ in range(2))
+    return inputs, targets
+
+
+def batch_of(num_microbatches: int, seed: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
+    return rows_of(num_microbatches * ROWS, seed)
 
 
 def gradients_of(stages: Stages, which: Any) -> dict[tuple[int, str], torch.Tensor]:
@@ -122,7 +123,6 @@ def cleared_step(pipeline: Pipeline, *batch: Any, **options: Any) -> StepResult:
 
 def pipeline_steps(rank: int, stages: Stages, plan: Plan, batches: list[Any], **options: Any) -> list[StepResult]:
     """On each rank: the steps of a pipeline, gradients cleared between them."""
-    del rank
     with Pipeline(stages, plan, loss_fn, **options) as pipeline:
         return [cleared_step(pipeline, *batch) for batch in batches]
 
@@ -157,8 +157,8 @@ def assert_equal_steps(by_rank: list[StepResult], serial: StepResult, tolerance:
     for result in by_rank:
         assert abs(result.loss - serial.loss) <= tolerance
         found |= result.gradients.keys()
-        for key, gradient in result.gradients.items():
-            torch.testing.assert_close(gradient, serial.gradients[key], rtol=tolerance, atol=tolerance)
+        expected = {key: serial.gradients[key] for key in result.gradients}
+        torch.testing.assert_close(result.gradients, expected, rtol=tolerance, atol=tolerance)
     assert found == serial.gradients.keys()
 
 

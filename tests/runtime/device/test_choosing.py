@@ -66,7 +66,6 @@ def test_the_device_of_stages() -> None:
 
 
 def step_under_another_default(rank: int) -> tuple[float, float]:
-    del rank
     batch = batch_of(4)
     stages = chain(2)
     with torch.device("meta"), Pipeline(stages, plan_for(2), loss_fn) as pipeline:

@@ -59,7 +59,6 @@ Case = tuple[Plan, Callable[..., Tensor], int | None, Any]
 
 def steps_told(rank: int, cases: list[Case]) -> list[str]:
     """What the step of each case raises."""
-    del rank
     told = []
     for plan, loss_of, stops_at in cases:
         stages = stages_that_stop(stops_at)
@@ -89,7 +88,6 @@ MODES = {"inference_mode": torch.inference_mode, "no_grad": torch.no_grad}
 
 
 def step_within(rank: int, plan: Plan, mode: str) -> str:
-    del rank
     stages = chain(3)
     with Pipeline(stages, plan, loss_fn) as pipeline, MODES[mode]():
         told = refusal(pipeline.step, *batch_of(2))
@@ -105,7 +103,6 @@ def test_a_step_where_no_gradients_are_made(pool: Pool, mode: str) -> None:
 
 def evaluate_within(rank: int, plan: Plan) -> list[float]:
     """Losses that a step would refuse, as they have no gradient."""
-    del rank
     contexts: list[AbstractContextManager[Any]] = [nullcontext(), torch.no_grad(), torch.inference_mode()]
     found = []
     with Pipeline(chain(3), plan, detached) as pipeline:

@@ -47,7 +47,6 @@ Seen = tuple[list[float], dict[Any, Tensor], dict[Any, Tensor], dict[int, int]]
 
 def seen_by(rank: int, plan: Plan, recompute: str | list[int], with_statistics: bool = True) -> tuple[Seen, int]:
     """Losses, gradients, buffers and calls of two steps and an evaluation; the most bytes kept in another step."""
-    del rank
     num_stages = plan.num_stages
     stages = make_stages(num_stages, with_statistics)
     torch.manual_seed(5)

@@ -13,7 +13,7 @@ from rota.schedules import NAMED, chimera
 from support.loss_cases import Batch, assert_exact
 from support.loss_cases import Case as AnyCase
 from support.meshed import in_ddp, sharded
-from support.networks import WIDTH, chain, plan_for
+from support.networks import chain, plan_for, rows_of
 from support.pool import Pool
 
 pytestmark = pytest.mark.dist
@@ -29,9 +29,8 @@ def token_loss(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
 
 def batch_of(rows: int, seed: int) -> Batch:
     """Very different numbers of rows count in each micro-batch, none in the first if there is a row for each."""
-    generator = torch.Generator().manual_seed(seed)
-    x, target = torch.randn(2, rows, WIDTH, generator=generator, dtype=torch.float64)
-    mask = torch.rand(rows, generator=generator, dtype=torch.float64) < torch.linspace(0, 1, rows) ** 2
+    x, target = rows_of(rows, seed)
+    mask = torch.rand(rows, generator=torch.Generator().manual_seed(seed)) < torch.linspace(0, 1, rows) ** 2
     mask[: max(rows // N, 1)], mask[-1] = rows < N, True  # padding must not count, so let its row count
     return x, torch.cat([target, mask.double()[:, None]], 1)
 
