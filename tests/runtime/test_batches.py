@@ -25,6 +25,7 @@ from support.networks import (
     assert_equal_steps,
     batch_of,
     chain,
+    clear,
     cleared_step,
     gradients_of,
     loss_fn,
@@ -36,8 +37,6 @@ from support.networks import (
 )
 from support.odd_stages import Calls
 from support.pool import Pool
-
-pytestmark = pytest.mark.dist
 
 WIDTH = 6
 
@@ -124,8 +123,7 @@ def test_train_and_eval_between_steps(pool: Pool) -> None:
     by_rank = pool.run(3, steps_in_modes, stages, plan_for(3), batch, modes)
     for step, training in enumerate(modes):
         stages[1].train(training)
-        for module in stages.modules:
-            module.zero_grad(set_to_none=True)
+        clear(stages)
         assert_equal_steps([results[step] for results in by_rank], serial_step(stages, *batch))
 
 
@@ -261,6 +259,7 @@ UNFIT: dict[str, tuple[Stages, dict[int, tuple[Any, Any]], str]] = {
 }
 
 
+@pytest.mark.dist
 @pytest.mark.parametrize("case", UNFIT)
 def test_batches_that_do_not_fit_together_are_told_on_all_ranks(tmp_path: Path, case: str) -> None:
     stages, given, message = UNFIT[case]
@@ -283,6 +282,7 @@ def step_as_replica(rank: int) -> None:
         pipeline.step(x, TARGETS)
 
 
+@pytest.mark.dist
 def test_a_replica_with_another_batch_is_told(tmp_path: Path) -> None:
     ended = run_fresh(tmp_path, 4, step_as_replica)
     assert all(each.exit_code == 1 for each in ended)
@@ -440,6 +440,7 @@ def writing_step(rank: int) -> None:
         pipeline.step((torch.ones(8, WIDTH), torch.ones(1, WIDTH)), torch.ones(8, WIDTH))
 
 
+@pytest.mark.dist
 def test_what_all_microbatches_get_must_not_be_written_to(tmp_path: Path) -> None:
     ended = run_fresh(tmp_path, 2, writing_step)
     assert all(each.exit_code == 1 for each in ended)

@@ -33,8 +33,6 @@ from support.odd_stages import IN_PLACE, Calls
 from support.pool import Pool
 from support.sampling import IS_WHOLE
 
-pytestmark = pytest.mark.dist
-
 WIDTH = 6
 
 
@@ -312,6 +310,7 @@ NUMBERS: dict[str, tuple[nn.Module, str]] = {
 }
 
 
+@pytest.mark.dist
 @pytest.mark.parametrize("case", NUMBERS)
 def test_what_does_not_cross_is_told_on_both_ranks(tmp_path: Path, case: str) -> None:
     _, message = NUMBERS[case]

@@ -119,7 +119,6 @@ WRONG: dict[str, tuple[Loader, int, list[str]]] = {
 }
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize("case", WRONG)
 def test_wrong_loaders_are_told_on_all_ranks(pool: Pool, case: str) -> None:
     loader, dp, messages = WRONG[case]
@@ -128,7 +127,6 @@ def test_wrong_loaders_are_told_on_all_ranks(pool: Pool, case: str) -> None:
     assert [message for message in messages if message not in by_rank[0]] == [], by_rank[0]
 
 
-@pytest.mark.dist
 def test_right_loaders_are_not_refused(pool: Pool) -> None:
     assert pool.run(4, first_step, right, 2, True) == [""] * 4
     assert pool.run(4, first_step, right, 2, False) == [""] * 4
@@ -140,7 +138,6 @@ def silent(rank: int, loader: Loader) -> str:
     return first_step(rank, loader, 1, True, check_data="never")
 
 
-@pytest.mark.dist
 def test_nothing_is_compared_if_told_so(pool: Pool) -> None:
     assert pool.run(2, silent, default_numbers) == [""] * 2
 
@@ -189,7 +186,6 @@ def later(rank: int, check_data: Any) -> tuple[str, int]:
         agreement.all_gather_json = gather
 
 
-@pytest.mark.dist
 def test_always_looks_at_every_batch_and_first_at_one(pool: Pool) -> None:
     assert pool.run(2, later, "first") == [("", 1)] * 2
     for told, rounds in pool.run(2, later, "always"):
@@ -215,7 +211,6 @@ def numbers(rank: int) -> list[list[int]]:
         ]
 
 
-@pytest.mark.dist
 def test_a_sampler_deals_rows_over_replicas(pool: Pool) -> None:
     by_rank = pool.run(4, numbers)
     assert by_rank[0] == by_rank[1]

@@ -16,8 +16,6 @@ from support.networks import batch_of, chain, loss_fn, refusal
 from support.parallel_modules import ParallelLayer
 from support.pool import Pool
 
-pytestmark = pytest.mark.dist
-
 COSTS, CLUSTER = Costs.uniform(4), Cluster.uniform(2)
 PLANS: dict[str, tuple[Plan, Any]] = {
     "chain": (NAMED["1f1b"](place(COSTS, Cluster.uniform(4)), 4), None),

@@ -24,8 +24,6 @@ from support.fresh import run_fresh
 from support.networks import Layer, batch_of, chain, loss_fn, plan_for, refusal
 from support.pool import Pool
 
-pytestmark = pytest.mark.dist
-
 NUM_RANKS = 3
 NUM_STEPS = int(os.environ.get("ROTA_SOAK_STEPS", "100"))
 PLAN = plan_for(NUM_RANKS)
@@ -169,6 +167,7 @@ def make_without_processes(rank: int, stages: Stages, plan: Plan) -> None:
     assert not torch.distributed.is_initialized()
 
 
+@pytest.mark.dist
 def test_a_pipeline_that_cannot_be_made_leaves_its_processes(tmp_path: Path) -> None:
     ended = run_fresh(tmp_path, 2, make_without_processes, chain(2), plan_for(2))
     assert [each.exit_code for each in ended] == [0, 0], ended

@@ -18,8 +18,6 @@ from support import ROOT
 from support.networks import WIDTH, Layer, batch_of, chain, loss_fn, refusal
 from support.pool import Pool
 
-pytestmark = pytest.mark.dist
-
 PAGE = ROOT / "docs" / "losses.md"
 
 

@@ -16,15 +16,13 @@ from support.networks import batch_of, chain, loss_fn, refusal
 from support.parallel_modules import Normed, ParallelLayer, assert_equal_normed, normed_step
 from support.pool import Pool
 
-pytestmark = pytest.mark.dist
 
-
-def step_with_replicas(rank: int, streams: bool) -> Normed:
+def step_with_replicas(rank: int, streams: bool) -> list[Normed]:
     """Of two streams that share weights, or of a stage on both ranks of the plan."""
     mesh = rota.mesh(pp=2, dp=2)
     stages = chain(2) if streams else on_both_ranks(spmd.group([0, 1], mesh))
     with Pipeline(stages, placed(streams), loss_fn, mesh=mesh) as pipeline:
-        return normed_step(pipeline, *part_of(batch_of(8), pipeline))
+        return [normed_step(pipeline, *part_of(batch_of(8), pipeline))]
 
 
 def on_both_ranks(group: spmd.Group) -> Stages:
@@ -40,7 +38,7 @@ def placed(streams: bool) -> Plan:
 def test_shared_weights_of_replicas(pool: Pool, streams: bool) -> None:
     by_process = pool.run(4, step_with_replicas, streams)
     serial = chain(2) if streams else on_both_ranks(None)
-    assert_equal_normed(by_process, serial, batch_of(8), lambda process, _: process % 2)
+    assert_equal_normed(by_process, serial, [batch_of(8)], lambda process, _: process % 2)
 
 
 # --- meshes -----------------------------------------------------------------------------------------------------------

@@ -18,13 +18,6 @@ def rows(n: int, *shape: int) -> torch.Tensor:
     return torch.arange(n, dtype=torch.float32).reshape(-1, *[1] * len(shape)).expand(n, *shape).clone()
 
 
-def test_tensor_is_split_along_rows_in_order() -> None:
-    batch = rows(12, 3)
-    parts = to_microbatches("inputs", batch, 4).values
-    assert [part.shape[0] for part in parts] == [3] * 4
-    assert torch.equal(torch.cat(parts), batch)
-
-
 def test_tuples_and_dicts_are_split_leaf_by_leaf_and_the_rest_is_handed_to_all() -> None:
     x, mask = rows(6, 2), rows(6) > 2
     batch = ({"x": x, "scale": 2.0, "none": None}, (mask, "text"))

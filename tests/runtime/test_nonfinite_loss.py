@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 
@@ -25,8 +24,6 @@ from support.networks import (
     serial_step,
 )
 from support.pool import Pool
-
-pytestmark = pytest.mark.dist
 
 N = 4
 

@@ -17,8 +17,6 @@ from support.networks import StepResult, assert_equal_steps, cleared_step, gradi
 from support.pool import Pool
 from support.text_models import IGNORED, LONGEST, gpt_stages, samples, summed_loss
 
-pytestmark = pytest.mark.dist
-
 Lengths = list[list[int]]  # of the samples in each micro-batch
 
 

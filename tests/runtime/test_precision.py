@@ -9,13 +9,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from rota import Cluster, Costs, Pipeline, Plan, Stages, place
+from rota import Cluster, Costs, Pipeline, Plan, Stages, place, spmd
 from rota.schedules import NAMED
-from support.networks import StepResult, cleared_step, gradients_of, loss_fn, refusal
+from support.meshed import Case, assert_trains_as_unsplit, in_ddp, plan_of, sharded
+from support.networks import StepResult, chain, clear, cleared_step, gradients_of, loss_fn, refusal
 from support.odd_stages import Calls
+from support.parallel_modules import GatheredLayer, ParallelLayer
 from support.pool import Pool
-
-pytestmark = pytest.mark.dist
+from support.sampling import IS_WHOLE
 
 NUM_MICROBATCHES, ROWS, WIDTH = 6, 4, 8
 Dtype = torch.dtype | None  # of autocast; None: off
@@ -57,8 +58,7 @@ def autocast(dtype: Dtype) -> AbstractContextManager[Any]:
 def serial_step(stages: Stages, batch: tuple[Tensor, Tensor], dtype: Dtype) -> StepResult:
     """The unsplit model, micro-batch by micro-batch; backwards are outside of autocast, as torch advises."""
     total = 0.0
-    for module in stages.modules:
-        module.zero_grad(set_to_none=True)
+    clear(stages)
     for x, y in zip(*(part.chunk(NUM_MICROBATCHES) for part in batch), strict=True):
         with autocast(dtype):
             loss = loss_fn(stages.run(x), y)
@@ -185,3 +185,70 @@ def test_scalers_that_differ_or_are_not_updated_are_refused(pool: Pool) -> None:
     assert all("scalers differ (scales 4 and 8)" in told for told in pool.run(3, what_is_told, plan, "scale"))
     assert all("scale 8, and none on some rank" in told for told in pool.run(3, what_is_told, plan, "none"))
     assert all("call scaler.update() after it" in told for told in pool.run(3, what_is_told, plan, "update"))
+
+
+# --- trainings on any mesh, with recomputation and compiled stages too ------------------------------------------------
+
+
+def cases_on(pp: int, dp: int) -> list[Case]:
+    return [
+        Case("1f1b", pp, dp, dtype=torch.float16),
+        Case("zb_h1", pp, dp, dtype=torch.float16, recompute="full"),
+        Case("zb_h1", pp, dp, dtype=torch.bfloat16),
+        Case("zb_h1", pp, dp, dtype=torch.bfloat16, compiled=True),
+        Case("1f1b", pp, dp, recompute="full"),
+        Case("zb_h1", pp, dp),
+        Case("zb_h1", pp, dp, recompute="full", compiled=True),
+        Case("interleaved_1f1b", pp, dp),
+    ]
+
+
+def stages_on_mesh(case: Case, group: spmd.Group) -> Stages:
+    """A chain, whose last stage has no weights where there are three; or stages in parts."""
+    num_stages = plan_of(case).num_stages
+    if case.tp > 1:
+        first, last = ParallelLayer(0, group), ParallelLayer(2, group)
+        last.down = first.down if case.tied else last.down
+        stages = Stages([first, nn.Sequential(GatheredLayer(1, group), last)])
+    else:
+        layers = [*chain(num_stages).modules]
+        stages = Stages([*layers[:2], nn.Tanh()] if num_stages == 3 else layers)
+    for module in stages.modules:
+        module.to(case.stored_dtype)
+        if case.compiled:
+            module.compile(backend="aot_eager")
+    return stages
+
+
+@pytest.mark.parametrize(
+    ("pp", "dp"),
+    [(2, 2), (3, 1), *(pytest.param(*sizes, marks=pytest.mark.sweep) for sizes in [(1, 1), (1, 2), (2, 1), (3, 2)])],
+)
+def test_pipelines_and_replicas(pool: Pool, pp: int, dp: int) -> None:
+    assert_trains_as_unsplit(pool, stages_on_mesh, cases_on(pp, dp))
+
+
+IN_PARTS = [case._replace(tp=2) for case in cases_on(2, 2) if case.schedule != "interleaved_1f1b"]
+TIED_OR_SHARDED = [Case("zb_h1", 2, 2, tp=2, tied=True), Case("zb_h1", 2, 2, sharded, tp=2)]
+
+
+@pytest.mark.parametrize(
+    "cases",
+    [
+        IN_PARTS[1:3] + TIED_OR_SHARDED,
+        pytest.param([case for case in IN_PARTS if not case.compiled], marks=pytest.mark.sweep),
+    ],
+    ids=["core", "all"],
+)
+def test_pipeline_and_tensor_and_replicas(pool: Pool, cases: list[Case]) -> None:
+    pool.renew()
+    assert_trains_as_unsplit(pool, stages_on_mesh, cases)
+
+
+@pytest.mark.parametrize("wrap", [in_ddp, sharded])
+def test_wrapped_stages(pool: Pool, wrap: Any) -> None:
+    cases = [Case("1f1b", 2, 2, wrap, dtype=torch.float16), Case("zb_h1", 2, 2, wrap, recompute="full")]
+    if IS_WHOLE:
+        cases += [Case("zb_h1", 2, 2, wrap, dtype=torch.bfloat16), Case("1f1b", 2, 2, wrap, recompute="full")]
+    pool.renew()
+    assert_trains_as_unsplit(pool, stages_on_mesh, cases)

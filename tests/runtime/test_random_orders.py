@@ -15,8 +15,6 @@ from support.pool import Pool
 from support.random_plans import random_plan, with_random_wires
 from support.sampling import some
 
-pytestmark = pytest.mark.dist
-
 NUM_PLANS = int(os.environ.get("ROTA_RANDOM_PLANS", some(40)))  # for each number of ranks; `make fuzz` runs more
 AT_ONCE = 100  # in one job of the pool
 

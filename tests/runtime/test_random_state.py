@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 from pathlib import Path
 
-import pytest
 import torch
 from torch import nn
 
@@ -15,8 +14,6 @@ from rota.runtime.compute import op_seed
 from rota.schedules import NAMED
 from support.networks import batch_of, loss_fn
 from support.pool import Pool
-
-pytestmark = pytest.mark.dist
 
 
 def losses_and_next_numbers(rank: int, plan: Plan) -> tuple[list[float], list[float]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from itertools import pairwise
 
@@ -62,11 +61,6 @@ def test_clocks_that_disagree_never_make_a_transfer_end_before_it_starts() -> No
     timeline = merge(plan_of_two(), skewed)
     assert timeline.sent_us == ((10_250,), (25_000,))
     assert timeline.arrived_us == ((10_250,), (27_000,))
-
-
-def test_records_travel_as_json() -> None:
-    for record in records(5):
-        assert Record.from_fields(json.loads(json.dumps(record.to_fields()))) == record
 
 
 def test_reductions_are_told_by_stage_also_where_the_plan_has_none() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ from support.networks import (
     assert_equal_steps,
     batch_of,
     chain,
+    clear,
     cleared_step,
     graph_of_layers,
     loss_fn,
@@ -43,8 +45,6 @@ from support.networks import (
     serial_step,
 )
 from support.pool import Pool
-
-pytestmark = pytest.mark.dist
 
 NUM_RANKS = 3
 PLAN = plan_for(NUM_RANKS)
@@ -173,6 +173,7 @@ def test_stages_of_both_streams() -> None:
         Pipeline(chain(4), plan, loss_fn)
 
 
+@pytest.mark.dist
 def test_refused_on_one_rank_alone_ends_the_others(tmp_path: Path) -> None:
     """A script ends there, and the others are not left waiting."""
     ended = run_fresh(tmp_path, NUM_RANKS, make, PLAN, REFUSED["cycle"])
@@ -204,8 +205,7 @@ def differing_calls(rank: int) -> tuple[list[str], bool, StepResult]:
     told = []
     with Pipeline(chain(3), plan_for(3), loss_fn) as pipeline:
         pipeline.step(*BATCH)  # there is a timeline
-        for parameter in pipeline.parameters():
-            parameter.grad = None
+        clear(pipeline)
         for name, call in CALLS.items():
             for other in CALLS:
                 if other != name:
@@ -284,13 +284,9 @@ def _refused(_: int, make: Callable[[], nn.Module], has_graph: bool, schedule: C
         return refusal(pipeline.step, inputs, torch.randn(4, 4))
 
 
-def _linear() -> nn.Module:
-    return nn.Linear(4, 4)
-
-
 @pytest.mark.parametrize("schedule", [gpipe, zb_h1])
 def test_graphs_that_micro_batches_share(pool: Pool, schedule: Callable[..., rota.Plan]) -> None:
-    of_input = pool.run(1, _refused, _linear, True, schedule)[0]
+    of_input = pool.run(1, _refused, partial(nn.Linear, 4, 4), True, schedule)[0]
     assert "input 0, which stage 0 reads, carries the graph" in of_input
     assert "give step the detached tensor" in of_input
     of_state = pool.run(1, _refused, Recurrent, False, schedule)[0]

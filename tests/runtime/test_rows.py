@@ -19,8 +19,6 @@ from rota.usage import Usage
 from support.networks import WIDTH, chain, loss_fn
 from support.pool import Pool
 
-pytestmark = pytest.mark.dist
-
 
 def plan_for(rows: int | None, usage: Usage | None = None) -> Plan:
     plan = one_f_one_b(place(Costs.uniform(3, microbatch_rows=rows), Cluster.uniform(3)), 4)
@@ -96,6 +94,7 @@ def test_only_a_plan_of_forwards_is_for_evaluation(pool: Pool) -> None:
     assert pool.run(3, inference, plan_for(5)) == [""] * 3
 
 
+@pytest.mark.dist
 def test_costs_and_plans_keep_them() -> None:
     costs = profile(chain(2), *batch(6), loss_fn, repeats=1)
     assert costs.microbatch_rows == 6

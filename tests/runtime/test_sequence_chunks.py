@@ -30,12 +30,10 @@ from rota.planning.verify_on_ranks import Unsplit
 from rota.runtime.chunk_check import refuse_other_than_whole
 from rota.runtime.gradients.chunks import length_of
 from support.core_strategies import Chooser, deal, linear_extension
-from support.networks import StepResult, assert_equal_steps, cleared_step, gradients_of
+from support.networks import StepResult, assert_equal_steps, clear, cleared_step, gradients_of
 from support.odd_stages import Calls
 from support.pool import Pool
 from support.text_models import WIDTH, WORDS, Attention, Words, gpt_stages, summed_loss, tokens
-
-pytestmark = pytest.mark.dist
 
 ROWS, LENGTH = 3, 13
 
@@ -231,8 +229,7 @@ def watched(rank: int, plan: Plan, length: int) -> int:
     batch = tokens(2, length)
     with Pipeline(gpt_stages(plan.num_ranks), plan, summed_loss) as pipeline:
         pipeline.step(*batch)
-        for parameter in pipeline.parameters():
-            parameter.grad = None
+        clear(pipeline)
         with pipeline.watch_memory() as watch:
             pipeline.step(*batch)
         return watch.peak_bytes + plan.placement.static_bytes[rank]

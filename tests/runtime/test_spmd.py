@@ -14,8 +14,6 @@ from support.networks import Layer, batch_of, loss_fn
 from support.parallel_modules import GatheredLayer, Normed, ParallelLayer, assert_equal_normed, normed_step
 from support.pool import Pool
 
-pytestmark = pytest.mark.dist
-
 Ranks = list[tuple[int, ...]]
 Edges = list[tuple[int, int]]
 CHAIN: Edges = [(0, 1), (1, 2), (2, 3), (3, 4)]
@@ -38,8 +36,6 @@ def steps_on(rank: int, ranks: Ranks, edges: Edges, plan: Plan, batches: list[An
     found = []
     with Pipeline(stages, plan, loss_fn) as pipeline:
         for batch in batches:
-            for parameter in pipeline.parameters():
-                parameter.grad = None
             found.append(normed_step(pipeline, *batch))
         pipeline.timeline()
     return found
@@ -71,11 +67,7 @@ def test_stages_on_several_ranks(pool: Pool, case: str, split: bool) -> None:
 
 def assert_right(by_rank: list[list[Normed]], serial: Stages, ranks: Ranks, batches: list[Any]) -> None:
     """Losses, norms and each rank's part of the gradients are the unsplit model's."""
-    for step, batch in enumerate(batches):
-        for _, parameter in serial.named_parameters():
-            parameter.grad = None
-        of_ranks = [results[step] for results in by_rank]
-        assert_equal_normed(of_ranks, serial, batch, lambda rank, stage: sorted(ranks[stage]).index(rank))
+    assert_equal_normed(by_rank, serial, batches, lambda rank, stage: sorted(ranks[stage]).index(rank))
 
 
 def test_one_dropout_on_all_ranks_of_a_stage(pool: Pool) -> None:

@@ -16,7 +16,7 @@ import rota
 from rota import Pipeline, StepHandle
 from rota.runtime.execution import forwards_of
 from runtime.test_nonfinite_loss import batch_with
-from support.networks import batch_of, chain, plan_for, refusal, stages_of
+from support.networks import batch_of, chain, clear, plan_for, refusal, stages_of
 from support.pool import Pool
 
 N = 4
@@ -82,7 +82,6 @@ def trained(rank: int, form: str, waits: bool) -> tuple[list[float], dict[str, f
         return losses, pipeline.metrics, [parameter.detach().clone() for parameter in pipeline.parameters()]
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize("form", FORMS)
 def test_values_are_those_of_steps_that_wait(pool: Pool, form: str) -> None:
     for waiting, other in zip(pool.run(2, trained, form, True), pool.run(2, trained, form, False), strict=True):
@@ -100,7 +99,6 @@ def forwards(rank: int, has_loss: bool) -> tuple[list[float], list[float]]:
         return [handle.wait() for handle in handles], [pipeline.step(*batch) for batch in batches]
 
 
-@pytest.mark.dist
 def test_forwards_alone(pool: Pool) -> None:
     for found, expected in pool.run(2, forwards, True):
         assert found == expected
@@ -142,15 +140,13 @@ def waited_for(rank: int, names: list[str]) -> list[str]:
             found.append(refusal(handle.wait))
             assert refusal(handle.wait) == found[-1]
             assert handle.is_done
-            for parameter in pipeline.parameters():
-                parameter.grad = None
+            clear(pipeline)
         how["form"] = "counted"
         assert math.isfinite(pipeline.step(*batch_of(N), wait=False).wait())
         assert all(bool(p.grad.isfinite().all()) for p in pipeline.parameters() if p.grad is not None)
     return found
 
 
-@pytest.mark.dist
 def test_handles_tell_what_steps_would_have_raised(pool: Pool) -> None:
     by_rank = pool.run(2, waited_for, ["nan", "zero", "mean"])
     for found in by_rank:
@@ -177,7 +173,6 @@ def nobody_waits(rank: int, then: str) -> str:
     return refusal(run)
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize("then", ["close", "step", "waiting step", "evaluate"])
 def test_what_nobody_waits_for_is_raised_all_the_same(pool: Pool, then: str) -> None:
     for found in pool.run(2, nobody_waits, then):
@@ -190,7 +185,6 @@ def only_one_waits(rank: int) -> str:
         return refusal(pipeline.step, *batch_of(N), wait=rank == 0)
 
 
-@pytest.mark.dist
 def test_all_ranks_wait_or_none(pool: Pool) -> None:
     for found in pool.run(2, only_one_waits):
         assert "rank 0 calls step(); rank 1 calls step(wait=False)" in found
@@ -213,7 +207,6 @@ def asked_to_stop(rank: int) -> list[bool]:
     return found
 
 
-@pytest.mark.dist
 def test_all_ranks_stop_alike(pool: Pool) -> None:
     first, second = pool.run(2, asked_to_stop)
     assert first == second

@@ -22,8 +22,6 @@ from support.pool import Pool
 from support.random_plans import random_plan
 from support.sampling import some
 
-pytestmark = pytest.mark.dist
-
 NUM_RANKS = 3
 FORWARD_S, BACKWARD_S = 0.02, 0.04
 
@@ -163,6 +161,7 @@ def step_and_compare_modules(rank: int, plan: Plan) -> None:
         assert not {*sys.modules} - before
 
 
+@pytest.mark.dist
 def test_first_step_loads_nothing(tmp_path: Path) -> None:
     """Torch loads hundreds of modules at the first backward, which would make its time."""
     for ended in run_fresh(tmp_path, 2, step_and_compare_modules, plan_for(2)):

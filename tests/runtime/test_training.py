@@ -13,8 +13,6 @@ from rota.schedules import forward_only, one_f_one_b
 from support.networks import batch_of, chain, loss_fn, plan_for, refusal, serial_step
 from support.pool import Pool
 
-pytestmark = pytest.mark.dist
-
 
 def outputs(rank: int, stages: Stages, plan: Plan, batches: list[Any], loss: Any, **options: Any) -> list[Any]:
     results = []

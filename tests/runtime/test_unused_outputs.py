@@ -13,13 +13,11 @@ from torch.distributed.fsdp import fully_shard
 import rota
 from rota import Cluster, Costs, Pipeline, PipelineError, Plan, Stages, place
 from rota.schedules import NAMED
-from support.networks import ROWS, WIDTH, assert_as_unsplit, batch_of, loss_fn, serial_microbatches
+from support.networks import ROWS, WIDTH, assert_as_unsplit, batch_of, clear, loss_fn, serial_microbatches
 from support.odd_stages import Calls
 from support.pool import Pool
 from support.random_plans import random_plan
 from support.sampling import some
-
-pytestmark = pytest.mark.dist
 
 NEVER, SOMETIMES, ALWAYS = "never", "sometimes", "always"
 
@@ -126,8 +124,7 @@ def some_steps(rank: int, used: list[list[bool]], dynamic_shapes: bool) -> list[
     stages, found = two_stages(), []
     with Pipeline(stages, plan_on(2), loss_fn, dynamic_shapes=dynamic_shapes) as pipeline:
         for step, uses in enumerate(used):
-            for parameter in pipeline.parameters():
-                parameter.grad = None
+            clear(pipeline)
             try:
                 pipeline.step(*numbered(2, step, uses))
             except PipelineError as error:

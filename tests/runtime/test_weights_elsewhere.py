@@ -21,8 +21,6 @@ from support.networks import WIDTH, loss_fn
 from support.odd_stages import Calls
 from support.pool import Pool
 
-pytestmark = pytest.mark.dist
-
 IDS = torch.arange(8).reshape(4, 2)
 GONE = r"was freed when the Pipeline was made.* rota.gather_weights\(pipeline\), or make another model"
 

@@ -8,7 +8,6 @@ from types import ModuleType
 import pytest
 
 from runtime import (
-    test_added_losses,
     test_boundaries,
     test_losses,
     test_plans_per_step,
@@ -20,7 +19,6 @@ from support.sim_device.pool import SimPool
 pytestmark = [pytest.mark.dist, pytest.mark.sweep]  # test_numbers and test_pipeline have a core of them
 
 MODULES = (
-    test_added_losses,
     test_boundaries,
     test_losses,
     test_plans_per_step,

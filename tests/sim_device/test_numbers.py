@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import rota
 from rota import Pipeline, PipelineError
 from rota.runtime.precision import ambient_autocast, without_autocast
-from runtime import test_added_losses, test_losses, test_nonfinite_loss, test_step_handles
+from runtime import test_losses, test_nonfinite_loss, test_step_handles
 from runtime.reducing import test_loss_counts, test_norms
 from runtime.test_nonfinite_loss import batch_with
 from runtime.test_step_handles import APPLIED, FORMS, N, losses_by_name, stages_for
@@ -40,10 +40,10 @@ def sim_pool(pool: Pool) -> SimPool:
         test_losses.test_low_precision_does_not_overflow,
         test_loss_counts.test_two_ranks,
         pytest.param(test_loss_counts.test_unequal_counts_on_replicas, marks=pytest.mark.sweep),
-        pytest.param(test_added_losses.test_two_ranks, marks=pytest.mark.sweep),
-        test_added_losses.test_replicas,
-        test_added_losses.test_a_stage_may_be_trained_by_its_added_loss_alone,
-        test_added_losses.test_counts_must_fit_the_loss,
+        pytest.param(test_losses.test_added_losses, marks=pytest.mark.sweep),
+        test_losses.test_added_losses_of_replicas,
+        test_losses.test_a_stage_may_be_trained_by_its_added_loss_alone,
+        test_losses.test_counts_must_fit_the_loss,
         test_nonfinite_loss.test_replicas_and_streams_name_the_rank,
         test_step_handles.test_all_ranks_wait_or_none,
         test_step_handles.test_forwards_alone,

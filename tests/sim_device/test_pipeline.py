@@ -16,7 +16,7 @@ from runtime import (
     test_spmd,
     test_unused_outputs,
 )
-from runtime.gradients import test_recompute_training
+from runtime.gradients import test_recompute
 from runtime.reducing import test_replicas, test_shared_weights
 from support.device_orders import OF_ANY_MODEL, family_plans
 from support.networks import assert_equal_steps, batch_of, chain, pipeline_steps, serial_step, trains
@@ -94,9 +94,9 @@ def test_both_directions(sim_pool: SimPool, case: str) -> None:
     "test",
     [
         test_shared_weights.test_frozen_ties_stay_without_gradients,
-        test_recompute_training.test_split_backwards_and_some_stages,
-        test_recompute_training.test_beside_stages_that_the_plan_recomputes,
-        test_recompute_training.test_recomputation_by_the_plan,
+        test_recompute.test_split_backwards_and_some_stages,
+        test_recompute.test_beside_stages_that_the_plan_recomputes,
+        test_recompute.test_recomputation_by_the_plan,
         test_replicas.test_odd_parameters,
         test_replicas.test_evaluation_of_replicas,
         test_replicas.test_dropout_differs_between_replicas_and_is_one_on_all_parts,

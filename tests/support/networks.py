@@ -91,6 +91,12 @@ def gradients_of(stages: Stages, which: Any) -> dict[tuple[int, str], torch.Tens
     }
 
 
+def clear(trained: Stages | Pipeline) -> None:
+    """As `zero_grad` does: no gradients are left."""
+    for _, parameter in trained.named_parameters():
+        parameter.grad = None
+
+
 def serial_step(stages: Stages, inputs: Any, targets: Any) -> StepResult:
     """The unsplit model on the whole batch."""
     loss = loss_fn(stages.run(inputs), targets)
@@ -102,8 +108,7 @@ def serial_microbatches(
     stages: Stages, batch: Any, num_microbatches: int, loss_fn: Callable[..., torch.Tensor] = loss_fn
 ) -> StepResult:
     """The unsplit model on one micro-batch after another, as a plan has them: where rows mix, or each bit counts."""
-    for module in stages.modules:
-        module.zero_grad(set_to_none=True)
+    clear(stages)
     total = 0.0
     for x, target in zip(*(part.chunk(num_microbatches) for part in batch), strict=True):
         loss = loss_fn(stages.run(x), target) / num_microbatches
@@ -115,8 +120,7 @@ def serial_microbatches(
 
 def cleared_step(pipeline: Pipeline, *batch: Any, **options: Any) -> StepResult:
     """A step of a pipeline on this rank, whose gradients are that step's alone."""
-    for parameter in pipeline.parameters():
-        parameter.grad = None
+    clear(pipeline)
     loss = pipeline.step(*batch, **options)
     return StepResult(loss, gradients_of(pipeline.stages, pipeline.local_stages))
 

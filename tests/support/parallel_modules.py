@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from rota import Pipeline, Stages, spmd
-from support.networks import StepResult, gradients_of, serial_step
+from support.networks import StepResult, clear, gradients_of, serial_step
 
 WIDTH, HIDDEN = 6, 12
 
@@ -62,27 +62,36 @@ def own_part(whole: Tensor, part: Tensor, position: int) -> Tensor:
     return whole
 
 
-Normed = tuple[StepResult, float]  # with the norm of all gradients
+MAX_NORM = 0.1
+Normed = tuple[StepResult, float]  # with the norm of all gradients before they are clipped
 
 
 def normed_step(pipeline: Pipeline, *batch: Any) -> Normed:
+    clear(pipeline)
     loss = pipeline.step(*batch)
-    return StepResult(loss, gradients_of(pipeline.stages, pipeline.local_stages)), pipeline.clip_grad_norm_(1e9).item()
+    norm = pipeline.clip_grad_norm_(MAX_NORM).item()
+    return StepResult(loss, gradients_of(pipeline.stages, pipeline.local_stages)), norm
 
 
 def assert_equal_normed(
-    by_rank: list[Normed], stages: Stages, batch: Any, position: Callable[[int, int], int] = lambda rank, stage: 0
+    by_rank: list[list[Normed]],
+    stages: Stages,
+    batches: list[Any],
+    position: Callable[[int, int], int] = lambda rank, stage: 0,
 ) -> None:
-    """Loss, norm and gradients are the unsplit model's; of a stage in parts a rank has the one at its `position`."""
-    serial = serial_step(stages, *batch)
-    norm = nn.utils.get_total_norm([p.grad for _, p in stages.named_parameters() if p.grad is not None])
-    found = set()
-    for rank, (result, of_rank) in enumerate(by_rank):
-        assert abs(result.loss - serial.loss) < 1e-10
-        assert abs(of_rank - norm) < 1e-10
-        for (stage, name), gradient in result.gradients.items():
-            key = stage % len(stages), name
-            found.add(key)
-            own = own_part(serial.gradients[key], gradient, position(rank, stage))
-            torch.testing.assert_close(gradient, own, rtol=1e-10, atol=1e-10)
-    assert found == serial.gradients.keys()
+    """Loss, norm and clipped gradients of steps are the unsplit model's; a part of a stage is that at the `position`."""
+    for step, batch in enumerate(batches):
+        clear(stages)
+        loss = serial_step(stages, *batch).loss
+        norm = nn.utils.clip_grad_norm_([p for _, p in stages.named_parameters()], MAX_NORM).item()
+        assert norm > MAX_NORM
+        gradients, found = gradients_of(stages, range(len(stages))), set()
+        for rank, (result, of_rank) in enumerate(results[step] for results in by_rank):
+            assert abs(result.loss - loss) < 1e-10
+            assert abs(of_rank - norm) < 1e-10
+            for (stage, name), gradient in result.gradients.items():
+                key = stage % len(stages), name
+                found.add(key)
+                own = own_part(gradients[key], gradient, position(rank, stage))
+                torch.testing.assert_close(gradient, own, rtol=1e-10, atol=1e-10)
+        assert found == gradients.keys()

@@ -77,7 +77,6 @@ def step_under_another_default(rank: int) -> tuple[float, float]:
     return losses[0], serial_step(chain(2), *batch).loss
 
 
-@pytest.mark.dist
 def test_a_default_device_of_another_type(pool: Pool) -> None:
     for loss, serial in pool.run(2, step_under_another_default):
         assert abs(loss - serial) < 1e-10

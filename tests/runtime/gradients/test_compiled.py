@@ -13,8 +13,6 @@ from rota import Pipeline, Plan, Stages
 from support.networks import WIDTH, batch_of, cleared_step, loss_fn, plan_for, serial_microbatches
 from support.pool import Pool
 
-pytestmark = pytest.mark.dist
-
 NUM_MICROBATCHES, NUM_STEPS = 4, 3
 PATIENT_S = 600.0  # a busy machine takes minutes to compile a stage, and its neighbours wait for the first micro-batch
 Step = tuple[float, dict[tuple[int, str], Tensor]]

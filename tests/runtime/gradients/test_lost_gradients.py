@@ -15,8 +15,6 @@ from rota.schedules import NAMED
 from support.networks import assert_as_unsplit, batch_of, chain, gradients_of, loss_fn, refusal, stages_of
 from support.pool import Pool
 
-pytestmark = pytest.mark.dist
-
 B, IW, R = Costs.uniform(3), Costs.uniform(3, weight_us=1), Costs.uniform(3, recompute_us=1)
 
 

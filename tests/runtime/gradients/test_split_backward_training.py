@@ -17,8 +17,6 @@ from support.networks import WIDTH, Layer, assert_as_unsplit, batch_of, chain
 from support.pool import Pool
 from support.sampling import IS_WHOLE
 
-pytestmark = pytest.mark.dist
-
 SPLIT = ("zb_h1", "zb_h2", "interleaved_zb", "zb_v", "v_half", "v_min", "dualpipe_v")
 WHOLE = ("gpipe", "1f1b", "eager_1f1b", "interleaved_1f1b", "looped_bfs", "hanayo")
 #: R is below, two streams are in test_shared_weights, others in test_sequence_chunks and test_inference.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from functools import partial
 
-import pytest
 import torch
 from torch import Tensor
 
@@ -15,8 +14,6 @@ from support.loss_cases import Case as AnyCase
 from support.meshed import in_ddp, sharded
 from support.networks import chain, plan_for, rows_of
 from support.pool import Pool
-
-pytestmark = pytest.mark.dist
 
 N = 4
 

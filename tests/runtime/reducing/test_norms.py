@@ -17,8 +17,6 @@ from support.networks import WIDTH, Layer, batch_of, loss_fn, refusal
 from support.odd_stages import Calls
 from support.pool import Pool
 
-pytestmark = pytest.mark.dist
-
 NORM_TYPES = (0.5, 1, 2, 3, 7.5, math.inf)
 
 

@@ -18,8 +18,6 @@ from support.meshed import NUM_MICROBATCHES, Case, part_of, plan_of
 from support.networks import batch_of, chain, gradients_of, loss_fn, plan_for, refusal
 from support.pool import Pool
 
-pytestmark = pytest.mark.dist
-
 SCHEDULES = ("1f1b", "zb_h1", "interleaved_1f1b")
 
 
@@ -266,6 +264,7 @@ def go_in_the_middle(rank: int) -> None:
         pipeline.step(*part_of(batch_of(8), pipeline))
 
 
+@pytest.mark.dist
 def test_a_replica_that_is_gone_is_told(tmp_path: Path) -> None:
     ended = run_fresh(tmp_path, 4, go_in_the_middle)
     assert [process.exit_code for process in ended] == [1, 1, 1, 9]

@@ -17,8 +17,6 @@ from support.meshed import LATE_W, Case, assert_trains_as_unsplit, in_ddp, on_ea
 from support.networks import Layer, batch_of, loss_fn, refusal
 from support.pool import Pool
 
-pytestmark = pytest.mark.dist
-
 
 def sharded_by_layer(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
     """Whole weights are let go after each forward."""
