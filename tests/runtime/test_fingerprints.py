@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -171,19 +172,18 @@ def later(rank: int, check_data: Any) -> tuple[str, int]:
         rounds.append(1)
         return gather(*args)
 
-    agreement.all_gather_json = counting
-    try:
-        with Pipeline(chain(2), plan_for(2), loss_fn, check_data=check_data) as pipeline:
-            rounds.clear()
-            batches: list[Tensor] = [torch.ones(8, WIDTH).double(), torch.ones(8, WIDTH).double() + rank]
-            try:
-                for batch in batches:
-                    pipeline.step(batch, batch)
-            except PipelineError as error:
-                return str(error), len(rounds)
-        return "", len(rounds)
-    finally:
-        agreement.all_gather_json = gather
+    with (
+        patch.object(agreement, "all_gather_json", counting),
+        Pipeline(chain(2), plan_for(2), loss_fn, check_data=check_data) as pipeline,
+    ):
+        rounds.clear()
+        batches: list[Tensor] = [torch.ones(8, WIDTH).double(), torch.ones(8, WIDTH).double() + rank]
+        try:
+            for batch in batches:
+                pipeline.step(batch, batch)
+        except PipelineError as error:
+            return str(error), len(rounds)
+    return "", len(rounds)
 
 
 def test_always_looks_at_every_batch_and_first_at_one(pool: Pool) -> None:

@@ -117,8 +117,6 @@ class Scores(NamedTuple):
 
 
 NESTED = {
-    "a tensor": torch.ones(1),
-    "a plain value": 3,
     "containers": {"a": [torch.ones(1), 2], 5: (torch.ones(2), None, "text")},
     "a named tuple": (Scores(torch.ones(2), {"deep": torch.ones(3)}),),
     "a size": (torch.Size([2, 3]), torch.ones(1)),

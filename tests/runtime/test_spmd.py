@@ -33,10 +33,8 @@ def stages_on(ranks: Ranks, edges: Edges, groups: dict[tuple[int, ...], spmd.Gro
 def steps_on(rank: int, ranks: Ranks, edges: Edges, plan: Plan, batches: list[Any], tie: bool = False) -> list[Normed]:
     groups = {on: spmd.group(on) for on in dict.fromkeys(ranks)}
     stages = (tied_on if tie else stages_on)(ranks, edges, groups)
-    found = []
     with Pipeline(stages, plan, loss_fn) as pipeline:
-        for batch in batches:
-            found.append(normed_step(pipeline, *batch))
+        found = [normed_step(pipeline, *batch) for batch in batches]
         pipeline.timeline()
     return found
 
@@ -62,11 +60,6 @@ def test_stages_on_several_ranks(pool: Pool, case: str, split: bool) -> None:
     batches = [batch_of(4, seed) for seed in (1, 2)]
     by_rank = pool.run(4, steps_on, ranks, edges, plan, batches)
     serial = stages_on(ranks, edges, {})
-    assert_right(by_rank, serial, ranks, batches)
-
-
-def assert_right(by_rank: list[list[Normed]], serial: Stages, ranks: Ranks, batches: list[Any]) -> None:
-    """Losses, norms and each rank's part of the gradients are the unsplit model's."""
     assert_equal_normed(by_rank, serial, batches, lambda rank, stage: sorted(ranks[stage]).index(rank))
 
 
@@ -95,7 +88,8 @@ def test_tied_parts(pool: Pool, case: str) -> None:
         return
     batch = batch_of(4)
     by_rank = pool.run(4, steps_on, ranks, edges, plan, [batch], True)
-    assert_right(by_rank, tied_on(ranks, edges, {}), ranks, [batch])
+    serial = tied_on(ranks, edges, {})
+    assert_equal_normed(by_rank, serial, [batch], lambda rank, stage: sorted(ranks[stage]).index(rank))
 
 
 def tied_on(ranks: Ranks, edges: Edges, groups: dict[tuple[int, ...], spmd.Group]) -> Stages:

@@ -7,6 +7,7 @@ import sys
 import time
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -208,15 +209,10 @@ def offset_with_other_clock(rank: int) -> tuple[int, float]:
     """Rank 2 is on a machine of its own."""
     group = dist.group.WORLD
     assert group is not None
-    before = clocks.time, clocks._machine
-    clocks._machine = lambda: f"machine {rank // 2}"
-    if rank == 2:
-        clocks.time = OtherClock  # type: ignore[assignment]
-    began_ns = time.monotonic_ns()
-    try:
+    clock = OtherClock if rank == 2 else time
+    with patch.multiple(clocks, time=clock, _machine=lambda: f"machine {rank // 2}"):
+        began_ns = time.monotonic_ns()
         return clocks.clock_offset_ns(group, ROUNDS), most_off_ns(began_ns)
-    finally:
-        clocks.time, clocks._machine = before
 
 
 def test_clock_offset_of_another_machine(pool: Pool) -> None:

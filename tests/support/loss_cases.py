@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import rota
 from rota import Pipeline, Plan, Stages
+from support.meshed import on_each
 from support.networks import loss_fn
 from support.pool import Pool
 
@@ -89,14 +90,10 @@ def serial(case: Case) -> list[tuple[list[float], Gradients]]:
     return results
 
 
-def steps_of_each(rank: int, cases: list[Case]) -> list[Any]:
-    return [steps_on(rank, case) for case in cases]
-
-
 def assert_exact(pool: Pool, cases: dict[str, Case]) -> None:
     """All cases are for the same number of processes."""
     first = next(iter(cases.values()))
-    by_rank = pool.run(first.plan.num_ranks * first.dp, steps_of_each, [*cases.values()])
+    by_rank = pool.run(first.plan.num_ranks * first.dp, on_each, steps_on, [(case,) for case in cases.values()])
     for i, (name, case) in enumerate(cases.items()):
         for step, (losses, gradients) in enumerate(serial(case)):
             found = set()

@@ -79,7 +79,7 @@ def assert_equal_normed(
     batches: list[Any],
     position: Callable[[int, int], int] = lambda rank, stage: 0,
 ) -> None:
-    """Loss, norm and clipped gradients of steps are the unsplit model's; a part of a stage is that at the `position`."""
+    """Losses, norms and clipped gradients are the unsplit model's; a rank has a stage's part at its `position`."""
     for step, batch in enumerate(batches):
         clear(stages)
         loss = serial_step(stages, *batch).loss

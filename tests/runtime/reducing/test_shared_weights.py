@@ -30,17 +30,11 @@ def steps_on(rank: int, stages: Stages, plan: Plan, batches: Batches) -> list[No
     """Steps and their gradients' norm; the ranks begin with other weights than rank 0, where they hold the same."""
     with torch.no_grad():
         for tie in stages.ties:
-            stages[tie[0][0]].get_parameter(tie[0][1]).add_(rank if rank != first_rank(plan, tie) else 0)
-    results = []
+            stage, name = tie[0]
+            stages[stage].get_parameter(name).add_(rank if rank != plan.placement.ranks_of(stage)[0] else 0)
     with Pipeline(stages, plan, loss_fn) as pipeline:
-        for batch in batches:
-            results.append(normed_step(pipeline, *batch))
         assert len({*pipeline.parameters()}) == len([*pipeline.parameters()])
-    return results
-
-
-def first_rank(plan: Plan, tie: Any) -> int:
-    return plan.placement.ranks_of(tie[0][0])[0]
+        return [normed_step(pipeline, *batch) for batch in batches]
 
 
 def plan_for(ranks: list[int], schedule: str = "gpipe", **costs: Any) -> Plan:
