@@ -249,13 +249,17 @@ def test_writing_into_an_input(pool: Pool) -> None:
     assert_equal_steps(results, serial_step(reading(["x"], ["y"]), *two_inputs()))
 
 
-def test_writing_into_what_is_read_again_is_refused(pool: Pool) -> None:
+def test_writing_into_an_input_that_is_read_again_is_refused(pool: Pool) -> None:
     plan = NAMED["gpipe"](place(Costs.uniform(2), Cluster.uniform(1), [0, 0]), 4)
     told = pool.run(1, steps_or_error, reading(["x"], ["y", 0]), plan, two_inputs())[0]
     assert "stage 0 writes into an input that other stages read too" in told
     plan = NAMED["gpipe"](place(Costs.uniform(2, recompute_us=1), Cluster.uniform(1), [0, 0]), 4)
     told = pool.run(1, steps_or_error, reading(["x"], ["y"]), plan, two_inputs())[0]
     assert "stage 0 writes into what it receives, which its recomputation needs unchanged" in told
+
+
+def test_writing_into_what_is_received_and_recomputed_from_is_refused(pool: Pool) -> None:
+    plan = NAMED["gpipe"](place(Costs.uniform(2, recompute_us=1), Cluster.uniform(1), [0, 0]), 4)
     told = pool.run(1, steps_or_error, stages_of(plain, partial(writes, "relu")), plan, batch_of(4))[0]
     assert "stage 1 writes into what it receives, which its recomputation needs unchanged" in told
 
