@@ -319,10 +319,6 @@ def test_a_microbatch_without_rows_is_told_as_such(pool: Pool) -> None:
 N, LENGTH = 4, 5
 
 
-class Encoding(UserDict[str, Any]):
-    """As a tokenizer's BatchEncoding."""
-
-
 def first(stage: Any, ids: Tensor, positions: Tensor, factor: Tensor) -> Tensor:
     """Reads tokens, positions that are the same for all rows, and a factor."""
     return (stage.tokens(ids) + stage.positions(positions)) * factor
@@ -344,16 +340,17 @@ def encoded_loss(output: Tensor, target: dict[str, Tensor]) -> Tensor:
     return loss_fn(output, target["labels"])
 
 
-def encoding(rows: int) -> tuple[Encoding, Encoding]:
+def encoding(rows: int) -> tuple[UserDict[str, Any], UserDict[str, Any]]:
+    """As a tokenizer's BatchEncoding."""
     generator = torch.Generator().manual_seed(rows)
-    inputs = Encoding(
+    inputs = UserDict(
         position_ids=torch.arange(LENGTH)[None],
         input_ids=torch.randint(9, (rows, LENGTH), generator=generator),
         attention_mask=torch.rand(rows, LENGTH, generator=generator).double(),
         factor=torch.tensor(2.0).double(),
         text="the same for all",
     )
-    return inputs, Encoding(labels=torch.randn(rows, LENGTH, WIDTH, generator=generator).double())
+    return inputs, UserDict(labels=torch.randn(rows, LENGTH, WIDTH, generator=generator).double())
 
 
 def steps(rank: int, plan: Plan, all_rows: list[int], whole: bool) -> list[Any]:

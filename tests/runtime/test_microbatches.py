@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import UserDict
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -58,12 +58,8 @@ def test_fewer_rows_than_microbatches_leave_padding() -> None:
     assert shares_of(made.sizes, 5) == [1 / 3, 1 / 3, 1 / 3, 0, 0]
 
 
-class Encoding(UserDict[str, Any]):
-    """As a tokenizer's BatchEncoding."""
-
-
 def test_any_mapping_becomes_dicts_also_in_lists_and_inside() -> None:
-    batch = Encoding(ids=rows(4), more=Encoding(mask=rows(4)))
+    batch = UserDict(ids=rows(4), more=UserDict(mask=rows(4)))  # as a tokenizer's BatchEncoding
     for parts in (to_microbatches("inputs", batch, 2).values, to_microbatches("inputs", [batch, batch], 2).values):
         assert all(type(part) is dict and type(part["more"]) is dict for part in parts)
     assert torch.equal(to_microbatches("inputs", batch, 2).values[1]["more"]["mask"], rows(4)[2:])
