@@ -317,14 +317,10 @@ NUMBERS: dict[str, tuple[nn.Module, str]] = {
 @pytest.mark.dist
 @pytest.mark.parametrize("case", NUMBERS)
 def test_what_does_not_cross_is_told_on_both_ranks(tmp_path: Path, case: str) -> None:
-    _, message = NUMBERS[case]
-    ended = run_fresh(tmp_path, 2, two_steps_of, case)
+    first, message = NUMBERS[case]
+    ended = run_fresh(tmp_path, 2, two_steps, first)
     assert [each.exit_code for each in ended] == [1, 1]
     assert all(message in each.stderr for each in ended)
-
-
-def two_steps_of(rank: int, case: str) -> None:
-    two_steps(rank, NUMBERS[case][0])
 
 
 def steps_with_nan(rank: int) -> str:

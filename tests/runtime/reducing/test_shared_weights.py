@@ -15,8 +15,6 @@ from support.networks import batch_of, chain, loss_fn, refusal
 from support.parallel_modules import Normed, assert_equal_normed, normed_step
 from support.pool import Pool
 
-Batches = list[tuple[torch.Tensor, torch.Tensor]]
-
 
 def tied(num_stages: int, *ties: tuple[int, ...]) -> Stages:
     stages = chain(num_stages)
@@ -26,7 +24,7 @@ def tied(num_stages: int, *ties: tuple[int, ...]) -> Stages:
     return stages
 
 
-def steps_on(rank: int, stages: Stages, plan: Plan, batches: Batches) -> list[Normed]:
+def steps_on(rank: int, stages: Stages, plan: Plan, batches: list[Any]) -> list[Normed]:
     """Steps and their gradients' norm; the ranks begin with other weights than rank 0, where they hold the same."""
     with torch.no_grad():
         for tie in stages.ties:
