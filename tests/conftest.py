@@ -34,6 +34,9 @@ importlib.import_module("rota")  # before any test imports numba, which reads a 
 @pytest.hookimpl(tryfirst=True)  # before `-m` chooses by marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """The longest tests come first, so that no worker is left with one when the others have ended."""
+    for item in items:
+        if "pool" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.dist)
     mark_sweeps(items, are_whole_files=not any("::" in argument for argument in config.args))
     items.sort(key=lambda item: "test_sim_device.py" not in item.nodeid)
 

@@ -330,7 +330,6 @@ def test_refusals_names_profile_and_choice(pool: Pool, tmp_path: Path) -> None:
 
 def evaluate_many_sizes(rank: int) -> tuple[list[tuple[int, int]], list[float], float]:
     """Threads and process groups after each of some evaluations, their losses, and a step's after them."""
-    del rank
     varuna = wrap(GPT(), "0;1;", shared_weights=SHARED).eval()
     left, losses = [], []
     for size in (2, 4, 6, 10, 14, 2, BATCH_SIZE):

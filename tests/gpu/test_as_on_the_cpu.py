@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from runtime import test_inference, test_random_orders, test_random_state, test_spmd, test_step_handles
-from runtime.gradients import test_recompute_training
+from runtime.gradients import test_recompute
 from runtime.reducing import test_replicas, test_shared_weights
 from support.gpu.ranks import RankPool
 
@@ -41,7 +41,7 @@ def test_stages_on_several_ranks(rank_pool: RankPool, case: str) -> None:
 @pytest.mark.parametrize(
     "test",
     [
-        test_recompute_training.test_beside_stages_that_the_plan_recomputes,
+        test_recompute.test_beside_stages_that_the_plan_recomputes,
         test_random_state.test_dropout,
         test_replicas.test_odd_parameters,
         test_replicas.test_evaluation_of_replicas,

@@ -20,7 +20,7 @@ def test_the_peak_of_memory_is_the_plans(
     ranks: Ranks, record_property: Record, num_ranks: int, schedule: str, device_type: str
 ) -> None:
     if device_type == "cpu":
-        pytest.skip("the CPU has no allocator that counts; tests/runtime/test_memory_as_planned.py measures there")
+        pytest.skip("the CPU has no allocator that counts; tests/runtime/test_memory.py measures there")
     for rank, found in enumerate(ranks(num_ranks, measuring.peak_memory, num_ranks, schedule, 2**14)):
         record_property(f"rank {rank}", found)
         assert abs(found["measured_bytes"] - found["planned_bytes"]) <= found["slack_bytes"], found

@@ -18,7 +18,7 @@ from rota.schedules import one_f_one_b
 from support import ROOT
 from support.networks import StepResult, assert_equal_steps, gradients_of
 from support.pool import Pool
-from support.text_models import IGNORED, LONGEST, samples, summed_loss, text_stages
+from support.text_models import IGNORED, LONGEST, gpt_stages, samples, summed_loss
 
 pytestmark = pytest.mark.dist
 
@@ -52,10 +52,9 @@ def base_plan(num_ranks: int) -> rota.Plan:
 
 
 def train(rank: int, num_batches: int, dp: int) -> list[tuple[StepResult, Any]]:
-    del rank
     results = []
     mesh = rota.mesh(pp=2, dp=dp)
-    with Pipeline(text_stages(2), base_plan(2), summed_loss, mesh=mesh, check_data="never") as pipeline:
+    with Pipeline(gpt_stages(2), base_plan(2), summed_loss, mesh=mesh, check_data="never") as pipeline:
         given = batches(num_batches) if pipeline.reads_inputs or pipeline.reads_targets else None
         for batch in planner_of(pipeline, given):
             assert (batch.inputs is not None) == (pipeline.rank == 0)
@@ -70,7 +69,7 @@ def train(rank: int, num_batches: int, dp: int) -> list[tuple[StepResult, Any]]:
 
 def unsplit(batch: list[Tensor]) -> StepResult:
     """The whole batch, sample by sample, without any padding."""
-    stages = text_stages(2)
+    stages = gpt_stages(2)
     total, count = torch.zeros((), dtype=torch.float64), 0
     for sample in batch:
         loss, _ = summed_loss(stages.run(sample[None, :-1]), sample[None, 1:])
@@ -101,11 +100,8 @@ MODEL = rota.SizeModel((Curve(60, 2, 0.1),) * 2, (Curve(120, 4, 0.2),) * 2, acti
 
 def train_by_model(rank: int, given: list[list[Tensor]]) -> tuple[list[Any], str, int]:
     """Steps of all batches but the last, which has a sample that fits nowhere; each is evaluated before."""
-    del rank
     results: list[Any] = []
-    with Pipeline(
-        text_stages(2), base_plan(2), summed_loss, mesh=rota.mesh(pp=2, dp=2), check_data="never"
-    ) as pipeline:
+    with Pipeline(gpt_stages(2), base_plan(2), summed_loss, mesh=rota.mesh(pp=2, dp=2), check_data="never") as pipeline:
         planner = rota.Planner(
             pipeline,
             given,
@@ -154,9 +150,8 @@ def test_replicas_get_batches_balanced_by_the_model(pool: Pool) -> None:
 
 def run_page(rank: int, code: str) -> list[float]:
     """The page's code, with a model of costs that is measured here and plans by `rota.plan_batch`."""
-    del rank
     losses: list[float] = []
-    stages = text_stages(2)
+    stages = gpt_stages(2)
 
     def make_batch(rows: int, length: int) -> tuple[Tensor, Tensor]:
         return collate(samples([length] * rows, 0), length)
@@ -197,7 +192,7 @@ def test_the_code_of_the_page_runs(pool: Pool) -> None:
 
 
 def too_long(rank: int) -> str:
-    with Pipeline(text_stages(2), base_plan(2), summed_loss) as pipeline:
+    with Pipeline(gpt_stages(2), base_plan(2), summed_loss) as pipeline:
         planner = planner_of(pipeline, batches(3), tokens=8)
         told = error_of(pipeline, planner)
         assert [*planner] == []
@@ -227,7 +222,7 @@ def differing(rank: int, how: str) -> str:
             elif i < 2 or rank == (how == "more"):
                 yield batch
 
-    with Pipeline(text_stages(2), base_plan(2), summed_loss, check_data="never") as pipeline:
+    with Pipeline(gpt_stages(2), base_plan(2), summed_loss, check_data="never") as pipeline:
         return error_of(pipeline, planner_of(pipeline, others()))
 
 

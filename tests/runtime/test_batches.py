@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+from collections import UserDict
 from contextlib import redirect_stderr
 from pathlib import Path
 from typing import Any
@@ -15,25 +16,29 @@ import torch
 from torch import Tensor, nn
 
 import rota
-from rota import Cluster, Costs, Pipeline, PipelineError, Plan, Stages, place
+from rota import Pipeline, Plan, Stages
 from rota.programs.actions import Message
 from rota.runtime.transport import Transport
-from rota.schedules import NAMED
 from support.fresh import run_fresh
-from support.networks import StepResult, assert_equal_steps, batch_of, chain, gradients_of, loss_fn, serial_step
+from support.networks import (
+    StepResult,
+    assert_equal_steps,
+    batch_of,
+    chain,
+    clear,
+    cleared_step,
+    gradients_of,
+    loss_fn,
+    plan_for,
+    refusal,
+    serial_microbatches,
+    serial_step,
+    stages_of,
+)
+from support.odd_stages import Calls
 from support.pool import Pool
 
-pytestmark = pytest.mark.dist
-
 WIDTH = 6
-
-
-def plan_for(num_microbatches: int, schedule: str = "1f1b") -> Plan:
-    return NAMED[schedule](place(Costs.uniform(3), Cluster.uniform(3)), num_microbatches)
-
-
-def plan_of(num_ranks: int) -> Plan:
-    return NAMED["1f1b"](place(Costs.uniform(num_ranks), Cluster.uniform(num_ranks)), 4)
 
 
 def tensors(*shape: int, seed: int = 0) -> tuple[Tensor, Tensor]:
@@ -53,17 +58,24 @@ def steps_told(rank: int, stages: Stages, plan: Plan, batches: list[Any], **opti
     loss = options.pop("loss", loss_fn)
     with patch.object(Transport, "post", noted_post), Pipeline(stages, plan, loss, **options) as pipeline:
         for inputs, targets in batches:
-            for parameter in pipeline.parameters():
-                parameter.grad = None
-            mean = pipeline.step(inputs if rank == 0 else None, targets if rank == 2 else None)
-            results.append(StepResult(mean, gradients_of(stages, pipeline.local_stages)))
+            given = inputs if rank == 0 else None, targets if rank == 2 else None
+            results.append(cleared_step(pipeline, *given))
     fresh = [{flag for step, flag in told if step == number} for number in range(len(results))]
     assert all(len(flags) == 1 for flags in fresh)  # never told for some messages alone
     return results, [True in flags for flags in fresh]
 
 
+def mean_or_zero(output: Tensor, target: Tensor) -> Tensor:
+    """Also of no rows."""
+    return loss_fn(output, target) if len(output) else output.sum() * 0
+
+
+def steps_also_without_rows(rank: int, stages: Stages, plan: Plan, batches: list[Any]) -> Any:
+    return steps_told(rank, stages, plan, batches, loss=mean_or_zero)
+
+
 def check_steps(pool: Pool, plan: Plan, batches: list[Any], serial: list[Any], fresh: list[bool]) -> None:
-    by_rank = pool.run(3, steps_told, chain(3), plan, batches)
+    by_rank = pool.run(3, steps_also_without_rows, chain(3), plan, batches)
     for step, batch in enumerate(serial):
         assert_equal_steps([results[step] for results, _ in by_rank], serial_step(chain(3), *batch))
     assert all(told == fresh for _, told in by_rank)
@@ -72,35 +84,28 @@ def check_steps(pool: Pool, plan: Plan, batches: list[Any], serial: list[Any], f
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 def test_ragged_microbatches_are_weighted_by_examples(pool: Pool, schedule: str) -> None:
     batches, whole = [], []
-    for step, sizes in enumerate([[3, 1, 5, 2], [3, 1, 5, 2], [1, 5, 2, 3], [4, 4, 4, 4]]):
+    for step, sizes in enumerate([[3, 1, 5, 2], [3, 1, 5, 2], [1, 5, 2, 3], [4, 4, 4, 4], [4, 0, 5, 1]]):
         x, target = tensors(sum(sizes), seed=step)
         batches.append(([*x.split(sizes)], [*target.split(sizes)]))
         whole.append((x, target))
-    check_steps(pool, plan_for(4, schedule), batches, whole, fresh=[True, False, True, True])
+    check_steps(pool, plan_for(3, schedule), batches, whole, fresh=[True, False, True, True, True])
 
 
 def test_shapes_may_change_from_step_to_step_and_back(pool: Pool) -> None:
     shapes = [(8,), (8,), (8, 3), (8, 5), (16, 5), (16, 5), (8,), (8,)]
     batches = [tensors(*shape, seed=seed) for seed, shape in enumerate(shapes)]
     fresh = [True, False, True, True, True, False, True, False]
-    check_steps(pool, plan_for(4), batches, batches, fresh)
+    check_steps(pool, plan_for(3), batches, batches, fresh)
 
 
-class PairInTraining(nn.Module):
+def pair_in_training(linear: nn.Linear, x: Any) -> Any:
     """In training its boundary carries a pair, otherwise one tensor."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH).double()
-
-    def forward(self, x: Any) -> Any:
-        x = x[0] + x[1] if isinstance(x, tuple) else x
-        return (self.linear(x), x) if self.training else self.linear(x)
+    x = x[0] + x[1] if isinstance(x, tuple) else x
+    return (linear(x), x) if linear.training else linear(x)
 
 
-class Sum(nn.Module):
-    def forward(self, x: Any) -> Tensor:
-        return x[0] + x[1] if isinstance(x, tuple) else x
+def summed(_: nn.Linear, x: Any) -> Tensor:
+    return x[0] + x[1] if isinstance(x, tuple) else x
 
 
 def steps_in_modes(rank: int, stages: Stages, plan: Plan, batch: Any, modes: list[bool]) -> list[StepResult]:
@@ -108,42 +113,28 @@ def steps_in_modes(rank: int, stages: Stages, plan: Plan, batch: Any, modes: lis
     with Pipeline(stages, plan, loss_fn) as pipeline:
         for training in modes:
             stages[1].train(training)  # what the other ranks do not know
-            for parameter in pipeline.parameters():
-                parameter.grad = None
-            results.append(StepResult(pipeline.step(*batch), gradients_of(stages, pipeline.local_stages)))
+            results.append(cleared_step(pipeline, *batch))
     return results
 
 
 def test_train_and_eval_between_steps(pool: Pool) -> None:
-    stages = Stages([PairInTraining(), PairInTraining(), Sum()])
+    stages = stages_of(pair_in_training, pair_in_training, summed)
     batch, modes = tensors(8), [True, True, False, False, True]
-    by_rank = pool.run(3, steps_in_modes, stages, plan_for(4), batch, modes)
+    by_rank = pool.run(3, steps_in_modes, stages, plan_for(3), batch, modes)
     for step, training in enumerate(modes):
         stages[1].train(training)
-        for module in stages.modules:
-            module.zero_grad(set_to_none=True)
+        clear(stages)
         assert_equal_steps([results[step] for results in by_rank], serial_step(stages, *batch))
 
 
-class Keep(nn.Module):
+def keep(linear: nn.Linear, x: Tensor) -> tuple[Tensor, int]:
     """Keeps the rows whose sum is positive: how many is known only when they are there."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH).double()
-
-    def forward(self, x: Tensor) -> tuple[Tensor, int]:
-        kept = x[x.sum(1) > 0]
-        return self.linear(kept), len(kept)
+    kept = x[x.sum(1) > 0]
+    return linear(kept), len(kept)
 
 
-class Use(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH).double()
-
-    def forward(self, kept: tuple[Tensor, int]) -> tuple[Tensor, int]:
-        return torch.tanh(self.linear(kept[0])), kept[1]
+def use(linear: nn.Linear, kept: tuple[Tensor, int]) -> tuple[Tensor, int]:
+    return torch.tanh(linear(kept[0])), kept[1]
 
 
 def kept_loss(output: tuple[Tensor, int], target: Tensor) -> Tensor:
@@ -151,17 +142,11 @@ def kept_loss(output: tuple[Tensor, int], target: Tensor) -> Tensor:
 
 
 def test_shapes_may_depend_on_the_data(pool: Pool) -> None:
-    torch.manual_seed(1)
-    stages, batches = Stages([Keep(), Use(), Use()]), [tensors(12, seed=seed) for seed in range(4)]
+    stages, batches = stages_of(keep, use, use), [tensors(12, seed=seed) for seed in range(4)]
     batches[1][0][:3].abs_().neg_()  # a micro-batch of which nothing is kept
-    by_rank = pool.run(3, dynamic_steps, stages, plan_for(4), batches)
+    by_rank = pool.run(3, dynamic_steps, stages, plan_for(3), batches)
     for step, (x, target) in enumerate(batches):
-        for module in stages.modules:
-            module.zero_grad(set_to_none=True)
-        parts = zip(x.chunk(4), target.chunk(4), strict=True)
-        loss = sum((kept_loss(stages.run(x), target) for x, target in parts), torch.tensor(0.0)) / 4
-        loss.backward()
-        serial = StepResult(loss.item(), gradients_of(stages, range(3)))
+        serial = serial_microbatches(stages, (x, target), 4, kept_loss)
         assert_equal_steps([results[step] for results, _ in by_rank], serial)
 
 
@@ -169,31 +154,26 @@ def dynamic_steps(rank: int, stages: Stages, plan: Plan, batches: list[Any]) -> 
     return steps_told(rank, stages, plan, batches, loss=kept_loss, dynamic_shapes=True)
 
 
-class Scaled(nn.Module):
+def scaled(linear: nn.Linear, x: Tensor, number: Any) -> Tensor:
     """Reads a number beside the rows."""
+    return linear(x) * (number if isinstance(number, float) else 1.0)
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH).double()
 
-    def forward(self, x: Tensor, number: Any) -> Tensor:
-        return self.linear(x) * (number if isinstance(number, float) else 1.0)
+def layer(linear: nn.Linear, x: Tensor) -> Tensor:
+    return linear(x)
 
 
 def steps_with_numbers(rank: int, numbers: list[Any]) -> tuple[list[bool], list[str], str]:
     """Whether layouts were sent ahead in each step, what was refused, and what rank 0 wrote."""
-    layers = chain(3)
-    stages = Stages([Scaled(), layers[1], layers[2]], inputs={0: [0, 1]})
+    stages = stages_of(scaled, layer, layer, inputs={0: [0, 1]})
     x, targets = tensors(8)
     batches = [((x, number), targets) for number in numbers]
     told, refused = io.StringIO(), []
     with redirect_stderr(told):
-        _, fresh = steps_told(rank, stages, plan_for(4), batches, allow_nonfinite_loss=True)
-        with Pipeline(stages, plan_for(4), loss_fn) as pipeline:
+        _, fresh = steps_told(rank, stages, plan_for(3), batches, allow_nonfinite_loss=True)
+        with Pipeline(stages, plan_for(3), loss_fn) as pipeline:
             for inputs in ((x, np.arange(4.0)), (x, {"rate": np.float64(1)})) if rank == 0 else ():
-                with pytest.raises(PipelineError) as error:
-                    pipeline.step(inputs)
-                refused.append(str(error.value))
+                refused.append(refusal(pipeline.step, inputs))
             pipeline.step((x, 1.0), targets)
     return fresh, refused, told.getvalue()
 
@@ -226,17 +206,13 @@ def mend_the_batch(rank: int, stages: Stages, plan: Plan, batch: Any) -> Any:
     with Pipeline(stages, plan, loss_fn) as pipeline:
         wrong = {0: [((x, x[:-1]), None), ([x], None), (None, None)], 2: [(None, targets[:0]), (None, None)]}
         for inputs, target in wrong.get(rank, []):
-            with pytest.raises(PipelineError) as error:
-                pipeline.step(inputs, target)
-            heard.append(str(error.value))
-        result = StepResult(pipeline.step(*batch), {})
-        result.gradients = gradients_of(stages, pipeline.local_stages)
-    return result, heard
+            heard.append(refusal(pipeline.step, inputs, target))
+        return cleared_step(pipeline, *batch), heard
 
 
 def test_batch_that_does_not_fit_is_refused_before_anything_is_sent(pool: Pool) -> None:
     batch = batch_of(4)
-    by_rank = pool.run(3, mend_the_batch, chain(3), plan_for(4), batch)
+    by_rank = pool.run(3, mend_the_batch, chain(3), plan_for(3), batch)
     assert_equal_steps([result for result, _ in by_rank], serial_step(chain(3), *batch))
     uneven, few, none = by_rank[0][1]
     assert "inputs[1] has 19 rows (shape [19, 6]), but inputs[0] has 20; give the same number" in uneven
@@ -256,7 +232,7 @@ def both_read() -> Stages:
 
 
 def step_with(rank: int, stages: Stages, given: dict[int, tuple[Any, Any]]) -> None:
-    with Pipeline(stages, plan_for(4), loss_fn) as pipeline:
+    with Pipeline(stages, plan_for(3), loss_fn) as pipeline:
         pipeline.step(*given.get(rank, (None, None)))
 
 
@@ -283,6 +259,7 @@ UNFIT: dict[str, tuple[Stages, dict[int, tuple[Any, Any]], str]] = {
 }
 
 
+@pytest.mark.dist
 @pytest.mark.parametrize("case", UNFIT)
 def test_batches_that_do_not_fit_together_are_told_on_all_ranks(tmp_path: Path, case: str) -> None:
     stages, given, message = UNFIT[case]
@@ -301,7 +278,7 @@ def test_batches_that_do_not_fit_together_are_told_on_all_ranks(tmp_path: Path, 
 
 def replicas_of_other_lengths(rank: int) -> float:
     """Sequences padded to each replica's longest: right, and nothing is said."""
-    with Pipeline(chain(2), plan_of(2), loss_fn, mesh=rota.mesh(pp=2, dp=2)) as pipeline:
+    with Pipeline(chain(2), plan_for(2), loss_fn, mesh=rota.mesh(pp=2, dp=2)) as pipeline:
         return pipeline.step(*tensors(8, 3 + pipeline.replica))
 
 
@@ -312,9 +289,8 @@ def test_replicas_may_have_other_shapes(pool: Pool) -> None:
 def empty_microbatch(rank: int) -> str:
     x, targets = tensors(9)
     sizes = [3, 0, 4, 2]
-    with Pipeline(chain(3), plan_for(4), loss_fn) as pipeline, pytest.raises(PipelineError) as error:
-        pipeline.step([*x.split(sizes)], [*targets.split(sizes)])
-    return str(error.value)
+    with Pipeline(chain(3), plan_for(3), loss_fn) as pipeline:
+        return refusal(pipeline.step, [*x.split(sizes)], [*targets.split(sizes)])
 
 
 def test_a_microbatch_without_rows_is_told_as_such(pool: Pool) -> None:
@@ -322,3 +298,134 @@ def test_a_microbatch_without_rows_is_told_as_such(pool: Pool) -> None:
         assert "step 1: the mean loss is nan (nan for micro-batch 1 at stage 2 on rank 2)" in told
         assert "micro-batch 1 had no rows, so their mean is nan: give each micro-batch a row or more" in told
         assert "learning rate" not in told
+
+
+# --- batches as users have them: encodings, inputs that are the same for all rows, rows that do not divide ------------
+
+N, LENGTH = 4, 5
+
+
+def first(stage: Any, ids: Tensor, positions: Tensor, factor: Tensor) -> Tensor:
+    """Reads tokens, positions that are the same for all rows, and a factor."""
+    return (stage.tokens(ids) + stage.positions(positions)) * factor
+
+
+def last(stage: Any, x: Tensor, mask: Tensor, positions: Tensor) -> Tensor:
+    return torch.tanh(stage.linear(x)) * mask[..., None] + positions[..., None]
+
+
+def reading_stages() -> Stages:
+    torch.manual_seed(0)
+    names = ["input_ids", "position_ids", "factor", "attention_mask"]
+    embeddings = {"tokens": nn.Embedding(9, WIDTH), "positions": nn.Embedding(LENGTH, WIDTH)}
+    modules = [Calls(first, **embeddings).double(), Calls(last, linear=nn.Linear(WIDTH, WIDTH)).double()]
+    return Stages(modules, inputs={0: names[:3], 1: ["attention_mask", "position_ids"]}, input_names=names)
+
+
+def encoded_loss(output: Tensor, target: dict[str, Tensor]) -> Tensor:
+    return loss_fn(output, target["labels"])
+
+
+def encoding(rows: int) -> tuple[UserDict[str, Any], UserDict[str, Any]]:
+    """As a tokenizer's BatchEncoding."""
+    generator = torch.Generator().manual_seed(rows)
+    inputs = UserDict(
+        position_ids=torch.arange(LENGTH)[None],
+        input_ids=torch.randint(9, (rows, LENGTH), generator=generator),
+        attention_mask=torch.rand(rows, LENGTH, generator=generator).double(),
+        factor=torch.tensor(2.0).double(),
+        text="the same for all",
+    )
+    return inputs, UserDict(labels=torch.randn(rows, LENGTH, WIDTH, generator=generator).double())
+
+
+def steps(rank: int, plan: Plan, all_rows: list[int], whole: bool) -> list[Any]:
+    results = []
+    with Pipeline(reading_stages(), plan, encoded_loss, keep_outputs=True) as pipeline:
+        for rows in all_rows:
+            inputs, targets = encoding(rows)
+            if not whole:  # each rank what it reads alone
+                for name in ("attention_mask",) if rank == 0 else ("input_ids", "factor"):
+                    del inputs[name]
+            result = cleared_step(pipeline, inputs, targets if pipeline.reads_targets else None)
+            assert result.loss == pytest.approx(pipeline.evaluate(inputs, targets), rel=1e-10)
+            outputs = pipeline.forward(inputs)
+            assert outputs is not None
+            results.append((result, torch.cat(outputs)))
+    return results
+
+
+@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize("kind", ["1f1b", "I and W", "R"])
+def test_encodings_of_any_number_of_rows(pool: Pool, kind: str, whole: bool) -> None:
+    plans = {
+        "1f1b": plan_for(2),
+        "I and W": plan_for(2, "zb_h1", weight_us=1),
+        "R": plan_for(2, recompute_us=1),
+    }
+    all_rows = [8, 7, 8, 3, 1, 2, 13]
+    by_rank = pool.run(2, steps, plans[kind], all_rows, whole)
+    for step, rows in enumerate(all_rows):
+        stages = reading_stages()
+        inputs, targets = encoding(rows)
+        output = stages.run(inputs)
+        loss = encoded_loss(output, dict(targets))
+        loss.backward()
+        assert_equal_steps(
+            [results[step][0] for results in by_rank], StepResult(loss.item(), gradients_of(stages, range(2)))
+        )
+        for results in by_rank:
+            torch.testing.assert_close(results[step][1], output, rtol=1e-10, atol=1e-10)
+
+
+# --- refused ----------------------------------------------------------------------------------------------------------
+
+
+def refusals(rank: int) -> list[str]:
+    told = []
+    with Pipeline(reading_stages(), plan_for(2), encoded_loss) as pipeline:
+        for rows, target_rows in ((7, 14), (8, 1), (1, 8)):
+            inputs, targets = encoding(rows)[0], encoding(target_rows)[1]
+            told.append(refusal(pipeline.step, inputs, targets if pipeline.reads_targets else None))
+        pipeline.step(*encoding(8))  # it goes on
+    return told
+
+
+def test_rows_that_do_not_belong_together_are_refused(pool: Pool) -> None:
+    by_rank = pool.run(2, refusals)
+    assert by_rank[0] == by_rank[1]
+    for told, (rows, target_rows) in zip(by_rank[0], ((7, 14), (8, 1), (1, 8)), strict=True):
+        assert f"inputs have {rows} rows and targets {target_rows}, which do not both divide into 4" in told
+        assert "give the same number of rows" in told
+
+
+def beside_junk(rank: int) -> float:
+    """Rank 1 reads nothing, and is given what fits nothing."""
+    rows = 5 if rank == 1 else 7
+    x = torch.full((rows, WIDTH), 1.0 + (rank == 1), dtype=torch.float64)
+    with Pipeline(chain(3), plan_for(3), loss_fn) as pipeline:
+        assert (pipeline.reads_inputs, pipeline.reads_targets) == (rank == 0, rank == 2)
+        return pipeline.step(x, [x] * N if rank == 1 else x)
+
+
+def test_what_a_rank_does_not_read_does_not_count(pool: Pool) -> None:
+    assert len({*pool.run(3, beside_junk)}) == 1
+
+
+def writes(_: Any, x: Tensor, positions: Tensor) -> Tensor:
+    positions += 1
+    return x + positions
+
+
+def writing_step(rank: int) -> None:
+    stages = Stages([Calls(writes), nn.Linear(WIDTH, WIDTH)], inputs={0: [0, 1]})
+    with Pipeline(stages, plan_for(2), loss_fn) as pipeline:
+        pipeline.step((torch.ones(8, WIDTH), torch.ones(1, WIDTH)), torch.ones(8, WIDTH))
+
+
+@pytest.mark.dist
+def test_what_all_microbatches_get_must_not_be_written_to(tmp_path: Path) -> None:
+    ended = run_fresh(tmp_path, 2, writing_step)
+    assert all(each.exit_code == 1 for each in ended)
+    told = "PipelineError: a stage writes into inputs[1] (shape [1, 6]), which is the same for all micro-batches"
+    assert told in ended[0].last_line

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,39 +15,25 @@ from rota import Cluster, Costs, Pipeline, PipelineError, Plan, Stages, place
 from rota.schedules import NAMED
 from support.fresh import run_fresh
 from support.networks import (
-    ROWS,
+    Layer,
     StepResult,
+    assert_as_unsplit,
     assert_equal_steps,
     batch_of,
+    chain,
     gradients_of,
     loss_fn,
     pipeline_steps,
+    plan_for,
+    serial_microbatches,
     serial_step,
+    stages_of,
 )
-from support.odd_stages import IN_PLACE
+from support.odd_stages import IN_PLACE, Calls
 from support.pool import Pool
 from support.sampling import IS_WHOLE
 
-pytestmark = pytest.mark.dist
-
 WIDTH = 6
-
-
-class Stage(nn.Module):
-    """A layer and what a function makes of it and the received values."""
-
-    def __init__(self, function: Callable[..., Any], seed: int) -> None:
-        super().__init__()
-        torch.manual_seed(seed)
-        self.linear = nn.Linear(WIDTH, WIDTH).double()
-        self.function = function
-
-    def forward(self, *values: Any) -> Any:
-        return self.function(self.linear, *values)
-
-
-def stages_of(*functions: Callable[..., Any], **wiring: Any) -> Stages:
-    return Stages([Stage(function, seed) for seed, function in enumerate(functions)], **wiring)
 
 
 # --- what crosses -----------------------------------------------------------------------------------------------------
@@ -149,13 +135,11 @@ def read_large(linear: nn.Linear, x: Tensor) -> Tensor:
     return linear(x.unflatten(1, (-1, WIDTH)).mean(1))
 
 
-ONE_TO_TWO = {"edges": [(0, 1), (0, 2), (1, 2)]}
 CASES: dict[str, Stages] = {
     "nested": stages_of(make_nested, read_nested, end_nested),
     "keys of a dict": stages_of(make_two, layer, layer, edges=[(0, 1, "a"), (0, 2, "b"), (1, 2)]),
     "keys of a tuple": stages_of(make_pair, layer, layer, edges=[(0, 2, 1), (0, 1, 0), (1, 2)]),
     "one key twice": stages_of(make_two, layer, layer, edges=[(0, 1, "a"), (0, 2, "a"), (1, 2)]),
-    "one output, two readers": stages_of(layer, layer, layer, **ONE_TO_TWO),
     "one tensor twice": stages_of(make_twice, read_pair, layer),
     "passed on": stages_of(layer, pass_on, layer),
     "input passed on": stages_of(pass_on, layer, layer),
@@ -185,51 +169,28 @@ def plans_for(stages: Stages, num_microbatches: int = 4) -> list[Plan]:
     ]
 
 
-def run_each(rank: int, stages: Stages, plans: list[Plan], batches: list[Any]) -> list[list[StepResult]]:
-    return [pipeline_steps(rank, stages, plan, batches) for plan in plans]
-
-
-def serial_gradients(stages: Stages, *batch: Any) -> StepResult:
-    result = serial_step(stages, *batch)
-    for module in stages.modules:
-        module.zero_grad(set_to_none=True)
-    return result
-
-
 @pytest.mark.parametrize("case", CASES)
 def test_boundary(pool: Pool, case: str) -> None:
     stages, batches = CASES[case], [batch_of(4, seed) for seed in (1, 2)]
-    plans = plans_for(stages)
-    by_rank = pool.run(3, run_each, stages, plans, batches)
-    for step, batch in enumerate(batches):
-        serial = serial_gradients(stages, *batch)
-        for plan in range(len(plans)):
-            assert_equal_steps([results[plan][step] for results in by_rank], serial)
+    assert_as_unsplit(pool, 3, [(stages, plan, batches) for plan in plans_for(stages)])
 
 
 def plain(linear: nn.Linear, x: Tensor) -> Tensor:
     return linear(x)
 
 
-class InPlaceFirst(nn.Module):
+def writes(how: str, linear: nn.Linear, x: Tensor) -> Tensor:
     """Writes into what it receives."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.act, self.linear = nn.ReLU(inplace=True), nn.Linear(WIDTH, WIDTH).double()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.linear(self.act(x))
+    return linear(IN_PLACE[how](x))
 
 
 def in_place_stages(edges: list[tuple[int, int]]) -> Stages:
-    torch.manual_seed(0)
-    return Stages([Stage(plain, 0), InPlaceFirst(), Stage(layer, 2)], edges)
+    return stages_of(plain, partial(writes, "relu"), layer, edges=edges)
 
 
-def run_told(rank: int, plan: Plan, edges: list[tuple[int, int]]) -> str | StepResult:
+def steps_or_error(rank: int, stages: Stages, plan: Plan, batch: Any) -> str | StepResult:
     try:
-        return pipeline_steps(rank, in_place_stages(edges), plan, [batch_of(4)])[0]
+        return pipeline_steps(rank, stages, plan, [batch])[0]
     except PipelineError as error:
         return str(error)
 
@@ -241,106 +202,66 @@ def test_writing_into_what_is_received(pool: Pool, ranks: list[int], others_read
     edges = [(0, 1), (1, 2), (0, 2)] if others_read else [(0, 1), (1, 2)]
     costs = Costs.uniform(3, weight_us=1 if split else None)
     plan = NAMED["gpipe"](place(costs, Cluster.uniform(max(ranks) + 1), ranks, edges), 4)
-    results = pool.run(plan.num_ranks, run_told, plan, edges)
+    results = pool.run(plan.num_ranks, steps_or_error, in_place_stages(edges), plan, batch_of(4))
     if others_read and ranks[1] == 0:
         assert "stage 1 writes into what it receives, which other stages read too" in results[0]
     else:
         stages = in_place_stages(edges)
         if others_read:  # on one rank they would disturb each other
-            stages[1].act.inplace = False
+            stages[1].function = relu_first
         assert_equal_steps(results, serial_step(stages, *batch_of(4)))
 
 
-class WritesFirst(nn.Module):
-    """Writes into what it receives by a function, which no module tells of."""
-
-    def __init__(self, how: str) -> None:
-        super().__init__()
-        self.how, self.linear = how, nn.Linear(WIDTH, WIDTH).double()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.linear(IN_PLACE[self.how](x))
-
-
-def stages_that_write(how: str) -> Stages:
-    torch.manual_seed(0)
-    return Stages([Stage(plain, 0), WritesFirst(how), WritesFirst(how)])
-
-
-def steps_that_write(rank: int, cases: list[tuple[str, Plan]]) -> list[StepResult]:
-    del rank
-    found = []
-    for how, plan in cases:
-        stages = stages_that_write(how)
-        with Pipeline(stages, plan, loss_fn) as pipeline:
-            loss = pipeline.step(*batch_of(4))
-            found.append(StepResult(loss, gradients_of(stages, pipeline.local_stages)))
-    return found
+def relu_first(linear: nn.Linear, x: Tensor) -> Tensor:
+    return linear(torch.relu(x))
 
 
 def test_writing_by_functions_into_what_is_received(pool: Pool) -> None:
     """Over a message and on the same rank, in plans with B and with I and W."""
     costs = [Costs.uniform(3), Costs.uniform(3, weight_us=1)]
     plans = [NAMED["gpipe"](place(of, Cluster.uniform(2), [0, 1, 1]), 4) for of in costs]
-    cases = [(how, plan) for how in IN_PLACE for plan in plans]
-    by_rank = pool.run(2, steps_that_write, cases)
-    for case, (how, _) in enumerate(cases):
-        serial = serial_step_by_microbatches(stages_that_write(how), *batch_of(4))
-        assert_equal_steps([results[case] for results in by_rank], serial)
-
-
-def serial_step_by_microbatches(stages: Stages, inputs: Tensor, targets: Tensor) -> StepResult:
-    """For stages that mix the rows of a micro-batch."""
-    total = 0.0
-    for x, y in zip(inputs.split(ROWS), targets.split(ROWS), strict=True):
-        loss = loss_fn(stages.run(x), y) * len(x) / len(inputs)
-        loss.backward()
-        total += loss.item()
-    return StepResult(total, gradients_of(stages, range(len(stages))))
+    stages = [stages_of(plain, partial(writes, how), partial(writes, how)) for how in IN_PLACE]
+    cases = [(each, plan, [batch_of(4)]) for each in stages for plan in plans]
+    assert_as_unsplit(pool, 2, cases, by_microbatches=True)
 
 
 # --- what is read of the batch ----------------------------------------------------------------------------------------
 
 
-class WritesInput(nn.Module):
+def writes_input(linear: nn.Linear, *values: Tensor) -> Tensor:
     """Writes into what it reads of the batch, behind what it receives."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH).double()
-
-    def forward(self, *values: Tensor) -> Tensor:
-        x = values[-1]
-        x *= 2
-        return self.linear(x) + sum(values[:-1])
+    x = values[-1]
+    x *= 2
+    return linear(x) + sum(values[:-1])
 
 
-def told_of_written_inputs(rank: int, plan: Plan, inputs: Any) -> str | list[StepResult]:
-    torch.manual_seed(0)
-    stages = Stages([WritesInput(), WritesInput()], inputs=inputs, input_names=["x", "y"])
-    first, second = batch_of(4)[0], batch_of(4, seed=2)[0]
-    try:
-        return pipeline_steps(rank, stages, plan, [((first, second), batch_of(4)[1])])
-    except PipelineError as error:
-        return str(error)
+def reading(*inputs: list[Any]) -> Stages:
+    return stages_of(writes_input, writes_input, inputs=inputs, input_names=["x", "y"])
+
+
+def two_inputs() -> tuple[tuple[Tensor, Tensor], Tensor]:
+    x, target = batch_of(4)
+    return (x, batch_of(4, seed=2)[0]), target
 
 
 def test_writing_into_an_input(pool: Pool) -> None:
-    plan = NAMED["gpipe"](place(Costs.uniform(2), Cluster.uniform(2)), 4)
-    torch.manual_seed(0)
-    stages = Stages([WritesInput(), WritesInput()], inputs=[["x"], ["y"]], input_names=["x", "y"])
-    serial = serial_step(stages, (batch_of(4)[0], batch_of(4, seed=2)[0]), batch_of(4)[1])
-    by_rank = pool.run(2, told_of_written_inputs, plan, [["x"], ["y"]])
-    assert_equal_steps([results[0] for results in by_rank], serial)
+    results = pool.run(2, steps_or_error, reading(["x"], ["y"]), plan_for(2, "gpipe"), two_inputs())
+    assert_equal_steps(results, serial_step(reading(["x"], ["y"]), *two_inputs()))
 
 
 def test_writing_into_an_input_that_is_read_again_is_refused(pool: Pool) -> None:
     plan = NAMED["gpipe"](place(Costs.uniform(2), Cluster.uniform(1), [0, 0]), 4)
-    told = pool.run(1, told_of_written_inputs, plan, [["x"], ["y", 0]])[0]
+    told = pool.run(1, steps_or_error, reading(["x"], ["y", 0]), plan, two_inputs())[0]
     assert "stage 0 writes into an input that other stages read too" in told
     plan = NAMED["gpipe"](place(Costs.uniform(2, recompute_us=1), Cluster.uniform(1), [0, 0]), 4)
-    told = pool.run(1, told_of_written_inputs, plan, [["x"], ["y"]])[0]
+    told = pool.run(1, steps_or_error, reading(["x"], ["y"]), plan, two_inputs())[0]
     assert "stage 0 writes into what it receives, which its recomputation needs unchanged" in told
+
+
+def test_writing_into_what_is_received_and_recomputed_from_is_refused(pool: Pool) -> None:
+    plan = NAMED["gpipe"](place(Costs.uniform(2, recompute_us=1), Cluster.uniform(1), [0, 0]), 4)
+    told = pool.run(1, steps_or_error, stages_of(plain, partial(writes, "relu")), plan, batch_of(4))[0]
+    assert "stage 1 writes into what it receives, which its recomputation needs unchanged" in told
 
 
 # --- what does not cross ----------------------------------------------------------------------------------------------
@@ -368,14 +289,12 @@ class Changing(nn.Module):
         return self.linear(x), next(self.numbers)
 
 
-class First(nn.Module):
-    def forward(self, pair: tuple[Tensor, Any]) -> Tensor:
-        return pair[0]
+def first_of(_: Any, pair: tuple[Tensor, Any]) -> Tensor:
+    return pair[0]
 
 
 def two_steps(rank: int, first: nn.Module) -> None:
-    plan = NAMED["gpipe"](place(Costs.uniform(2), Cluster.uniform(2)), 4)
-    with Pipeline(Stages([first, First()]), plan, loss_fn) as pipeline:
+    with Pipeline(Stages([first, Calls(first_of)]), plan_for(2, "gpipe"), loss_fn) as pipeline:
         for _ in range(2):
             pipeline.step(*batch_of(4))
 
@@ -395,16 +314,13 @@ NUMBERS: dict[str, tuple[nn.Module, str]] = {
 }
 
 
+@pytest.mark.dist
 @pytest.mark.parametrize("case", NUMBERS)
 def test_what_does_not_cross_is_told_on_both_ranks(tmp_path: Path, case: str) -> None:
-    _, message = NUMBERS[case]
-    ended = run_fresh(tmp_path, 2, two_steps_of, case)
+    first, message = NUMBERS[case]
+    ended = run_fresh(tmp_path, 2, two_steps, first)
     assert [each.exit_code for each in ended] == [1, 1]
     assert all(message in each.stderr for each in ended)
-
-
-def two_steps_of(rank: int, case: str) -> None:
-    two_steps(rank, NUMBERS[case][0])
 
 
 def steps_with_nan(rank: int) -> str:
@@ -414,3 +330,67 @@ def steps_with_nan(rank: int) -> str:
 
 def test_nan_crosses_as_the_same_number_in_every_step(pool: Pool) -> None:
     assert pool.run(2, steps_with_nan) == ["done"] * 2
+
+
+# --- every dtype crosses as it is, and gradients flow only as far back as somebody wants them -------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_dtype(pool: Pool, dtype: torch.dtype) -> None:
+    stages = chain(3)
+    for module in stages.modules:
+        module.to(dtype)
+    inputs, targets = (tensor.to(dtype) for tensor in batch_of(4))
+    by_rank = pool.run(3, pipeline_steps, stages, plan_for(3), [(inputs, targets)] * 2)
+    serial = serial_microbatches(stages, (inputs, targets), 4)
+    for step in (0, 1):
+        found = {key: value for results in by_rank for key, value in results[step].gradients.items()}
+        assert {gradient.dtype for gradient in found.values()} == {dtype}
+        torch.testing.assert_close(found, serial.gradients, rtol=0, atol=0)
+        assert all(results[step].loss == serial.loss for results in by_rank)
+
+
+class Watched(Layer):
+    """Notes whether a gradient is wanted for what it receives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wanted: list[bool] = []
+
+    def forward(self, *values: torch.Tensor) -> torch.Tensor:
+        self.wanted += [value.requires_grad for value in values]
+        return super().forward(*values)
+
+
+def freeze(stages: Stages, frozen: tuple[int, ...]) -> None:
+    for stage, module in enumerate(stages.modules):
+        module.requires_grad_(stage not in frozen)
+        module.zero_grad(set_to_none=True)
+
+
+def steps_with_frozen(rank: int, stages: Stages, plan: Plan, batch: Any, froze: list[tuple[int, ...]]) -> list[Any]:
+    results = []
+    with Pipeline(stages, plan, loss_fn) as pipeline:
+        for frozen in froze:
+            freeze(stages, frozen)
+            stages[rank].wanted.clear()
+            loss = pipeline.step(*batch)
+            results.append((loss, gradients_of(stages, [rank]), {*stages[rank].wanted}))
+    return results
+
+
+def test_frozen_stages_get_no_gradients_and_those_before_them_do(pool: Pool) -> None:
+    torch.manual_seed(0)
+    stages, batch = Stages([Watched().double() for _ in range(3)]), batch_of(4)
+    froze: list[tuple[int, ...]] = [(0,), (0,), (), (0, 1), (1,), (1, 2), (0, 1, 2), ()]
+    by_rank = pool.run(3, steps_with_frozen, stages, plan_for(3), batch, froze)
+    for step, frozen in enumerate(froze):
+        freeze(stages, frozen)
+        loss = loss_fn(stages.run(batch[0]), batch[1])
+        if loss.requires_grad:
+            loss.backward()
+        for rank in range(3):
+            of_rank, gradients, wanted = by_rank[rank][step]
+            assert abs(of_rank - loss.item()) < 1e-10
+            torch.testing.assert_close(gradients, gradients_of(stages, [rank]), rtol=1e-10, atol=1e-10)
+            assert wanted == {any(before not in frozen for before in range(rank))}

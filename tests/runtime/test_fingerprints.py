@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -11,14 +12,12 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset
 
 import rota
-from rota import Cluster, Costs, Pipeline, PipelineError, Plan, place
+from rota import Pipeline, PipelineError
 from rota.runtime import agreement
 from rota.runtime.fingerprints import fingerprints
-from rota.schedules import one_f_one_b
-from support.networks import WIDTH, chain, loss_fn
+from support.networks import WIDTH, chain, loss_fn, plan_for
 from support.pool import Pool
 
-N = 4
 SIZE = 64
 
 # --- hashes -----------------------------------------------------------------------------------------------------------
@@ -33,29 +32,14 @@ def test_equal_bytes_have_equal_fingerprints() -> None:
     x = torch.randn(6, 4)
     assert only(x) == only(x.clone()) == only(x.t().contiguous().t())
     assert only(torch.arange(3)[2::2]) == only(torch.tensor([2]))  # one row, as a replica may get: its stride is 2
-    different = [
-        x,
-        x + 1,
-        x.double(),
-        x.view(4, 6),
-        x[:5],
-        x.bfloat16(),
-        torch.tensor(1.0),
-        torch.zeros(0),
-        "a",
-        1,
-        None,
-    ]
-    assert len({only(value) for value in different[:-1]}) == len(different) - 1
+    scalar, empty = torch.tensor(1.0), torch.zeros(0)
+    different = [x, x + 1, x.double(), x.view(4, 6), x[:5], x.bfloat16(), scalar, empty, "a", 1]
+    assert len({only(value) for value in different}) == len(different)
     assert only(({"a": x, "b": [1, x]},)) not in (only(({"a": x, "b": [2, x]},)), only(({"a": x, "c": [1, x]},)))
     assert only(x.to_sparse()) == only(object()) == ""  # not compared
 
 
 # --- loaders ----------------------------------------------------------------------------------------------------------
-
-
-def plan_for(num_ranks: int) -> Plan:
-    return one_f_one_b(place(Costs.uniform(num_ranks), Cluster.uniform(num_ranks)), N)
 
 
 def dataset() -> Dataset[Any]:
@@ -130,7 +114,6 @@ WRONG: dict[str, tuple[Loader, int, list[str]]] = {
 }
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize("case", WRONG)
 def test_wrong_loaders_are_told_on_all_ranks(pool: Pool, case: str) -> None:
     loader, dp, messages = WRONG[case]
@@ -139,7 +122,6 @@ def test_wrong_loaders_are_told_on_all_ranks(pool: Pool, case: str) -> None:
     assert [message for message in messages if message not in by_rank[0]] == [], by_rank[0]
 
 
-@pytest.mark.dist
 def test_right_loaders_are_not_refused(pool: Pool) -> None:
     assert pool.run(4, first_step, right, 2, True) == [""] * 4
     assert pool.run(4, first_step, right, 2, False) == [""] * 4
@@ -151,7 +133,6 @@ def silent(rank: int, loader: Loader) -> str:
     return first_step(rank, loader, 1, True, check_data="never")
 
 
-@pytest.mark.dist
 def test_nothing_is_compared_if_told_so(pool: Pool) -> None:
     assert pool.run(2, silent, default_numbers) == [""] * 2
 
@@ -164,22 +145,20 @@ def later(rank: int, check_data: Any) -> tuple[str, int]:
         rounds.append(1)
         return gather(*args)
 
-    agreement.all_gather_json = counting
-    try:
-        with Pipeline(chain(2), plan_for(2), loss_fn, check_data=check_data) as pipeline:
-            rounds.clear()
-            batches: list[Tensor] = [torch.ones(8, WIDTH).double(), torch.ones(8, WIDTH).double() + rank]
-            try:
-                for batch in batches:
-                    pipeline.step(batch, batch)
-            except PipelineError as error:
-                return str(error), len(rounds)
-        return "", len(rounds)
-    finally:
-        agreement.all_gather_json = gather
+    with (
+        patch.object(agreement, "all_gather_json", counting),
+        Pipeline(chain(2), plan_for(2), loss_fn, check_data=check_data) as pipeline,
+    ):
+        rounds.clear()
+        batches: list[Tensor] = [torch.ones(8, WIDTH).double(), torch.ones(8, WIDTH).double() + rank]
+        try:
+            for batch in batches:
+                pipeline.step(batch, batch)
+        except PipelineError as error:
+            return str(error), len(rounds)
+    return "", len(rounds)
 
 
-@pytest.mark.dist
 def test_always_looks_at_every_batch_and_first_at_one(pool: Pool) -> None:
     assert pool.run(2, later, "first") == [("", 1)] * 2
     for told, rounds in pool.run(2, later, "always"):
@@ -205,7 +184,6 @@ def numbers(rank: int) -> list[list[int]]:
         ]
 
 
-@pytest.mark.dist
 def test_a_sampler_deals_rows_over_replicas(pool: Pool) -> None:
     by_rank = pool.run(4, numbers)
     assert by_rank[0] == by_rank[1]

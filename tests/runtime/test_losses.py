@@ -7,26 +7,18 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import rota
-from rota import Cluster, Costs, Pipeline, PipelineError, Plan, bidirectional, place
+from rota import Cluster, Costs, Pipeline, PipelineError, Plan, Stages, bidirectional, place
 from rota.runtime.device.host import HostDevice
 from rota.runtime.losses import loss_of, needs_target
-from rota.schedules import chimera, one_f_one_b
-from support.networks import WIDTH, chain, loss_fn
+from rota.schedules import NAMED, chimera
+from support.loss_cases import Batch, Case, assert_exact
+from support.networks import WIDTH, Stage, chain, clear, loss_fn, plan_for, refusal, rows_of
 from support.pool import Pool
 
 N = 4
-
-
-def plan_for(num_ranks: int, num_microbatches: int = N) -> Plan:
-    return one_f_one_b(place(Costs.uniform(num_ranks), Cluster.uniform(num_ranks)), num_microbatches)
-
-
-def batch_of(rows: int, seed: int = 1) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    x, target = torch.randn(2, rows, WIDTH, generator=generator, dtype=torch.float64)
-    return x, target
 
 
 def part_of(batch: tuple[Tensor, Tensor], pipeline: Pipeline) -> tuple[Tensor, Tensor]:
@@ -80,7 +72,7 @@ def test_a_loss_of_the_output_alone_needs_no_target(loss_fn: Any, expected: bool
 def _loss_of_the_output_alone(rank: int) -> float:
     torch.manual_seed(0)
     stages = chain(2)
-    x, target = batch_of(2 * N)
+    x, target = rows_of(2 * N)
     with Pipeline(stages, plan_for(2), lambda output: output.square().mean()) as pipeline:
         loss = pipeline.step(x)
         assert not pipeline.reads_targets
@@ -90,15 +82,13 @@ def _loss_of_the_output_alone(rank: int) -> float:
         whole = stages.run(x).square().mean()
         assert loss == pytest.approx(whole.item(), rel=1e-12)
         ours = {name: parameter.grad.clone() for name, parameter in pipeline.named_parameters()}
-        for parameter in pipeline.parameters():
-            parameter.grad = None
+        clear(pipeline)
         whole.backward()
         for name, parameter in pipeline.named_parameters():
             assert torch.allclose(ours[name], parameter.grad, rtol=1e-10, atol=1e-12)
     return loss
 
 
-@pytest.mark.dist
 def test_a_loss_of_the_output_alone(pool: Pool) -> None:
     first, second = pool.run(2, _loss_of_the_output_alone)
     assert first == second
@@ -123,23 +113,24 @@ def metrics_of(rank: int, plan: Plan, dp: int) -> list[Any]:
     with Pipeline(chain(2), plan, with_metrics, mesh=rota.mesh(pp=2, dp=dp)) as pipeline:
         assert pipeline.metrics == {}
         for seed in (1, 2):
-            found.append((pipeline.step(*part_of(batch_of(20, seed), pipeline)), pipeline.metrics))
-        pipeline.forward(part_of(batch_of(20), pipeline)[0])
+            found.append((pipeline.step(*part_of(rows_of(20, seed), pipeline)), pipeline.metrics))
+        pipeline.forward(part_of(rows_of(20), pipeline)[0])
         assert pipeline.metrics == found[-1][1]  # as of the last step
-        found.append((pipeline.evaluate(*part_of(batch_of(20, 1), pipeline)), pipeline.metrics))
+        found.append((pipeline.evaluate(*part_of(rows_of(20, 1), pipeline)), pipeline.metrics))
     return found
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize(("kind", "dp"), [("chain", 1), ("chain", 2), ("bidirectional", 1), ("bidirectional", 2)])
 def test_metrics_are_the_whole_batch_s_on_every_rank(pool: Pool, kind: str, dp: int) -> None:
     chains = chimera(bidirectional(Costs.uniform(2), Cluster.uniform(2)), N)
-    plan = plan_for(2, 3) if kind == "chain" and dp == 1 else plan_for(2) if kind == "chain" else chains
+    plan = (
+        plan_for(2, num_microbatches=3) if kind == "chain" and dp == 1 else plan_for(2) if kind == "chain" else chains
+    )
     by_rank = pool.run(2 * dp, metrics_of, plan, dp)
     rows = 20 / dp / plan.num_microbatches
     for found in by_rank:
         for (loss, metrics), seed in zip(found, (1, 2, 1), strict=True):
-            x, target = batch_of(20, seed)
+            x, target = rows_of(20, seed)
             serial = with_metrics(chain(2).run(x), target)
             assert loss == pytest.approx(serial["loss"].item(), rel=1e-10)
             total, count = serial["error of seen"]
@@ -158,24 +149,17 @@ def changing_metrics(rank: int) -> list[Any]:
     with Pipeline(chain(2), plan_for(2), loss) as pipeline:
         found = []
         for _ in range(3):
-            pipeline.step(*batch_of(8))
+            pipeline.step(*rows_of(8))
             found.append(pipeline.metrics)
     return found
 
 
-@pytest.mark.dist
 def test_metrics_may_come_later(pool: Pool) -> None:
     for found in pool.run(2, changing_metrics):
         assert found == [{"first": 1.0}, {"first": 1.0, "late": 2.0}, {"first": 1.0, "late": 2.0}]
 
 
 # --- refused on all ranks ---------------------------------------------------------------------------------------------
-
-
-def refusal(act: Any) -> str:
-    with pytest.raises(PipelineError) as error:
-        act()
-    return str(error.value)
 
 
 def refusals(rank: int) -> list[Any]:
@@ -191,36 +175,30 @@ def refusals(rank: int) -> list[Any]:
 
     def steps(form: str, **options: Any) -> str:
         how["form"] = form
-        return refusal(lambda: pipeline.step(*batch_of(8), **options))
-
-    def gradients() -> list[Any]:
-        return [None if p.grad is None else p.grad.clone() for p in pipeline.parameters()]
+        return refusal(pipeline.step, *rows_of(8), **options)
 
     with Pipeline(chain(2), plan_for(2), loss) as pipeline:
         for parameter in pipeline.parameters():
             parameter.grad = torch.ones_like(parameter)
         found += [steps("zero"), steps("mixed")]
-        assert all(torch.equal(grad, torch.ones_like(grad)) for grad in gradients())  # as before these steps
+        assert all(torch.equal(p.grad, torch.ones_like(p)) for p in pipeline.parameters())  # as before these steps
         how["form"] = "counted"
-        pipeline.step(*batch_of(8), sync=False)
-        found.append(refusal(lambda: pipeline.clip_grad_norm_(1.0)))
+        pipeline.step(*rows_of(8), sync=False)
+        found.append(refusal(pipeline.clip_grad_norm_, 1.0))
         if rank:
             with torch.no_grad():
                 next(pipeline.parameters()).add_(1)  # as an optimizer does
         found.append(steps("counted"))
-        for parameter in pipeline.parameters():
-            parameter.grad = None
+        clear(pipeline)
         how["form"] = "counted"
-        pipeline.step(*batch_of(8), sync=False)
+        pipeline.step(*rows_of(8), sync=False)
         if rank:
-            for parameter in pipeline.parameters():
-                parameter.grad = None
+            clear(pipeline)
         found.append(steps("counted"))
         found.append(steps("mean"))
     return found
 
 
-@pytest.mark.dist
 def test_refused_on_all_ranks(pool: Pool) -> None:
     by_rank = pool.run(2, refusals)
     assert by_rank[0] == by_rank[1]
@@ -233,26 +211,25 @@ def test_refused_on_all_ranks(pool: Pool) -> None:
     assert "loss_fn returns a mean, after (sum, count) in earlier steps" in other
 
 
+def counted_loss(output: Tensor, target: Tensor) -> tuple[Tensor, int]:
+    return (output - target).square().sum(), target.numel()
+
+
 def clears_between(rank: int, set_to_none: bool) -> list[Tensor]:
     """A round that is given up, as at the end of an epoch."""
-
-    def loss(output: Tensor, target: Tensor) -> Any:
-        return ((output - target) ** 2).sum(), target.numel()
-
-    with Pipeline(chain(2), plan_for(2), loss) as pipeline:
+    with Pipeline(chain(2), plan_for(2), counted_loss) as pipeline:
         optimizer = torch.optim.SGD([*pipeline.parameters()])
-        pipeline.step(*batch_of(8, 2))
-        pipeline.step(*batch_of(24, 3), sync=False)
+        pipeline.step(*rows_of(8, 2))
+        pipeline.step(*rows_of(24, 3), sync=False)
         optimizer.zero_grad(set_to_none=set_to_none)
-        pipeline.step(*batch_of(8))
+        pipeline.step(*rows_of(8))
         return [p.grad for p in pipeline.parameters() if p.grad is not None]
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize("set_to_none", [True, False])
 def test_clearing_gradients_ends_a_round(pool: Pool, set_to_none: bool) -> None:
     stages = chain(2)
-    x, target = batch_of(8)
+    x, target = rows_of(8)
     ((stages.run(x) - target) ** 2).mean().backward()
     by_rank = pool.run(2, clears_between, set_to_none)
     for rank, gradients in enumerate(by_rank):
@@ -269,11 +246,11 @@ def scaled_steps(rank: int) -> list[float]:
     stages = rota.Stages([nn.Linear(WIDTH, WIDTH).half() for _ in range(2)])
 
     def loss(output: Tensor, target: Tensor) -> Any:
-        return (output.float() - target).pow(2).sum(), target.numel()
+        return counted_loss(output.float(), target)
 
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12)
     with Pipeline(stages, plan_for(2), loss) as pipeline:
-        x, target = (tensor.half() for tensor in batch_of(1024))
+        x, target = (tensor.half() for tensor in rows_of(1024))
         optimizer = torch.optim.SGD([*pipeline.parameters()], lr=0.05)
         losses = []
         for _ in range(4):
@@ -289,8 +266,107 @@ def scaled_steps(rank: int) -> list[float]:
     return losses
 
 
-@pytest.mark.dist
 def test_low_precision_does_not_overflow(pool: Pool) -> None:
     first, second = pool.run(2, scaled_steps)
     assert first == second
     assert sorted(first, reverse=True) == first
+
+
+# --- `rota.add_loss` in stages: counted once per micro-batch, weighed as the main loss is, on any plan ----------------
+
+
+class Expert(nn.Module):
+    """Adds two losses. `weighed`: with the number of rows as their count."""
+
+    def __init__(self, weighed: bool = False, checkpointed: bool = False) -> None:
+        super().__init__()
+        self.linear, self.gate = nn.Linear(WIDTH, WIDTH).double(), nn.Linear(WIDTH, 1).double()
+        self.weighed, self.checkpointed = weighed, checkpointed
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.inner, x, use_reentrant=False) if self.checkpointed else self.inner(x)
+
+    def inner(self, x: Tensor) -> Tensor:
+        gates = torch.sigmoid(self.gate(x))
+        count = len(x) if self.weighed else None
+        rota.add_loss(0.1 * gates.square().mean(), count)
+        x = torch.tanh(self.linear(x)) * gates
+        rota.add_loss(0.2 * x.abs().mean().reshape(1), count)
+        return x
+
+
+def expert_stages(num_stages: int, **options: Any) -> Stages:
+    torch.manual_seed(0)
+    return Stages([Expert(**options) for _ in range(num_stages)])
+
+
+def summed_loss(output: Tensor, target: Tensor) -> tuple[Tensor, int]:
+    return ((output - target) ** 2).mean(1).sum(), len(output)
+
+
+def twice(rows: int) -> list[list[Batch]]:
+    """A round of two steps with the same batch."""
+    return [[rows_of(rows)] * 2]
+
+
+CHAINS = chimera(bidirectional(Costs.uniform(2), Cluster.uniform(2)), N)
+
+
+def test_added_losses(pool: Pool) -> None:
+    stages, counted = expert_stages(2), expert_stages(2, weighed=True)
+    several_ranks = NAMED["gpipe"](place(Costs.uniform(2), Cluster.uniform(2), [(0, 1), 1]), N)
+    assert_exact(
+        pool,
+        {
+            "1f1b": Case(stages, plan_for(2), twice(16)),
+            "uneven rows": Case(stages, plan_for(2), twice(14)),
+            "fewer rows than micro-batches": Case(stages, plan_for(2), twice(3)),
+            "I and W": Case(stages, plan_for(2, "zb_h1", weight_us=1), twice(14)),
+            "bidirectional": Case(stages, CHAINS, twice(14)),
+            "a stage on two ranks": Case(stages, several_ranks, twice(16)),
+            "recomputed": Case(stages, plan_for(2), twice(16), recompute="full"),
+            "recomputed by R": Case(stages, plan_for(2, recompute_us=1), twice(16)),
+            "checkpointed": Case(expert_stages(2, checkpointed=True), plan_for(2, "zb_h1", weight_us=1), twice(16)),
+            "counted": Case(counted, plan_for(2), twice(14), summed_loss),
+            "counted, fewer rows": Case(counted, plan_for(2), twice(3), summed_loss),
+            "counted, I and W": Case(counted, plan_for(2, "zb_h1", weight_us=1), twice(14), summed_loss),
+            "counted, bidirectional": Case(counted, CHAINS, twice(14), summed_loss),
+            "counted, recomputed": Case(counted, plan_for(2), twice(14), summed_loss, recompute="full"),
+        },
+    )
+
+
+def test_added_losses_of_replicas(pool: Pool) -> None:
+    assert_exact(
+        pool,
+        {
+            "means": Case(expert_stages(2), plan_for(2), twice(28), dp=2),
+            "counted": Case(expert_stages(2, weighed=True), plan_for(2), twice(29), summed_loss, dp=2),
+        },
+    )
+
+
+def added_alone(linear: nn.Linear, x: Tensor) -> Tensor:
+    """Nothing but the added loss reaches its weights, and what it returns has no gradient."""
+    rota.add_loss(linear(x).square().mean())
+    return x.detach()
+
+
+def test_a_stage_may_be_trained_by_its_added_loss_alone(pool: Pool) -> None:
+    stages = expert_stages(3)
+    stages = Stages([stages[0], Stage(added_alone, 1), stages[2]])
+    assert_exact(pool, {"detached": Case(stages, plan_for(3), twice(16))})
+
+
+def mixed(rank: int) -> list[str]:
+    told = []
+    for weighed, loss in ((True, loss_fn), (False, summed_loss)):
+        with Pipeline(expert_stages(2, weighed=weighed), plan_for(2), loss) as pipeline:
+            told.append(refusal(pipeline.step, *twice(8)[0][0]))
+    return told
+
+
+def test_counts_must_fit_the_loss(pool: Pool) -> None:
+    for with_count, without in pool.run(2, mixed):
+        assert "rota.add_loss was given a count, but loss_fn returns a mean; leave the count out" in with_count
+        assert "rota.add_loss was given no count, but loss_fn returns (sum, count)" in without

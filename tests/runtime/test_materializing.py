@@ -17,9 +17,6 @@ from rota import PipelineError, Stages
 from support import ROOT
 from support.hf_models import CASES
 
-#: Their experts are chosen by numbers, which a forward on the meta device does not have.
-CHOOSE_BY_NUMBERS = ("mixtral", "qwen3_moe")
-
 
 def state_of(module: nn.Module) -> dict[str, torch.Tensor]:
     return {**dict(module.named_parameters()), **dict(module.named_buffers())}

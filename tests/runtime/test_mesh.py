@@ -6,27 +6,23 @@ import copy
 
 import pytest
 import torch
-from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import rota
 from rota import Cluster, Costs, Pipeline, PipelineError, Plan, Stages, bidirectional, place, spmd
 from rota.schedules import chimera, gpipe
 from support.meshed import on_each, part_of
-from support.networks import batch_of, chain, gradients_of, loss_fn, serial_step
-from support.parallel_modules import ParallelLayer, own_part
+from support.networks import batch_of, chain, loss_fn, refusal
+from support.parallel_modules import Normed, ParallelLayer, assert_equal_normed, normed_step
 from support.pool import Pool
 
-pytestmark = pytest.mark.dist
 
-
-def gradients_with_replicas(rank: int, streams: bool) -> tuple[float, float, dict[tuple[int, str], Tensor]]:
+def step_with_replicas(rank: int, streams: bool) -> list[Normed]:
     """Of two streams that share weights, or of a stage on both ranks of the plan."""
     mesh = rota.mesh(pp=2, dp=2)
     stages = chain(2) if streams else on_both_ranks(spmd.group([0, 1], mesh))
     with Pipeline(stages, placed(streams), loss_fn, mesh=mesh) as pipeline:
-        loss = pipeline.step(*part_of(batch_of(8), pipeline))
-        return loss, pipeline.clip_grad_norm_(1e9).item(), gradients_of(pipeline.stages, pipeline.local_stages)
+        return [normed_step(pipeline, *part_of(batch_of(8), pipeline))]
 
 
 def on_both_ranks(group: spmd.Group) -> Stages:
@@ -40,17 +36,9 @@ def placed(streams: bool) -> Plan:
 
 @pytest.mark.parametrize("streams", [False, True], ids=["a stage on two ranks", "two streams"])
 def test_shared_weights_of_replicas(pool: Pool, streams: bool) -> None:
+    by_process = pool.run(4, step_with_replicas, streams)
     serial = chain(2) if streams else on_both_ranks(None)
-    expected = serial_step(serial, *batch_of(8))
-    norm = float(nn.utils.get_total_norm(list(expected.gradients.values())))
-    for process, (loss, found_norm, gradients) in enumerate(pool.run(4, gradients_with_replicas, streams)):
-        assert loss == pytest.approx(expected.loss, rel=1e-10)
-        assert found_norm == pytest.approx(norm, rel=1e-10)
-        assert gradients
-        for (stage, name), gradient in gradients.items():
-            whole = expected.gradients[stage % 2, name]
-            own = own_part(whole, gradient, process % 2)
-            torch.testing.assert_close(gradient, own, rtol=1e-10, atol=1e-10)
+    assert_equal_normed(by_process, serial, [batch_of(8)], lambda process, _: process % 2)
 
 
 # --- meshes -----------------------------------------------------------------------------------------------------------
@@ -90,13 +78,9 @@ def refusals(rank: int) -> list[str]:
         lambda: init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "cp")),
         lambda: init_device_mesh("cpu", (2, 2)),
     ):
-        with pytest.raises(PipelineError) as error:
-            Pipeline(chain(2), plan, loss_fn, mesh=make())
-        told.append(str(error.value))
+        told.append(refusal(lambda make=make: Pipeline(chain(2), plan, loss_fn, mesh=make())))
     with Pipeline(chain(2), plan, loss_fn, mesh=rota.mesh(pp=2, dp=2), check_data="never") as pipeline:
-        with pytest.raises(PipelineError) as error:
-            pipeline.step(*batch_of(4), sync=rank != 2)
-        told.append(str(error.value))
+        told.append(refusal(pipeline.step, *batch_of(4), sync=rank != 2))
         with pytest.raises(PipelineError, match="scale is nan; give a number above 0"):
             pipeline.step(*batch_of(4), scale=float("nan"))
         # Layouts were not exchanged by the step that was refused, and are by this one.

@@ -15,31 +15,20 @@ from rota.placement import Placement
 from rota.placing import bidirectional, place
 from rota.plan import Plan
 from rota.runtime.plan_fit import refuse_other_cuts, refuse_unsupported
-from rota.schedules import forward_only, gpipe, one_f_one_b
+from rota.schedules import forward_only, gpipe
 from rota.tasks import Kind, Op
 from rota.usage import Usage
+from support.networks import plan_for
 from support.random_plans import random_plan
 
 CHAIN = [(0, 1), (1, 2)]
 
 
-def chain_plan(schedule: object = one_f_one_b) -> Plan:
-    return schedule(place(Costs.uniform(3), Cluster.uniform(3)), 4)  # type: ignore[operator]
-
-
 def with_task(changed: str, kind: Kind) -> Plan:
-    """The chain, with one more task of stage 0."""
-    placement = chain_plan().placement
+    """The chain, with one more task beside one of its own."""
+    placement = plan_for(3).placement
     task = next(task for task in placement.tasks if str(task) == changed)
     return Plan(replace(placement, tasks=(*placement.tasks, replace(task, kind=kind))), 1, ((), (), ()))
-
-
-def weights_alone() -> Plan:
-    return with_task("0B", Kind.W)
-
-
-def backward_and_inputs() -> Plan:
-    return with_task("1B", Kind.I)
 
 
 def forward_alone() -> Plan:
@@ -57,28 +46,12 @@ def recomputed_late() -> Plan:
     return Plan(replace(placement, edges=edges), 1, ((), (), ()))
 
 
-def two_streams() -> Plan:
-    return gpipe(place(Costs.uniform(3), Cluster.uniform(3), edges=[(0, 1)]), 2)
-
-
-def two_stages() -> Plan:
-    return gpipe(place(Costs.uniform(2), Cluster.uniform(3), [0, 1]), 2)
-
-
-def without_edge() -> Plan:
-    return gpipe(place(Costs.uniform(3), Cluster.uniform(3), edges=[(0, 1), (0, 2)]), 2)
-
-
-def with_edge() -> Plan:
-    return gpipe(place(Costs.uniform(3), Cluster.uniform(3), edges=[*CHAIN, (0, 2)]), 2)
-
-
-def edge_twice() -> Plan:
-    return gpipe(place(Costs.uniform(3), Cluster.uniform(3), edges=[*CHAIN, (1, 2)]), 2)
+def joined_by(*edges: tuple[int, int]) -> Plan:
+    return gpipe(place(Costs.uniform(3), Cluster.uniform(3), edges=[*edges]), 2)
 
 
 def backward_elsewhere() -> Plan:
-    placement = chain_plan().placement
+    placement = plan_for(3).placement
     tasks = tuple(replace(t, ranks=(0,)) if str(t) == "2B" else t for t in placement.tasks)
     orders = [["0F0", "2B0", "0B0"], ["1F0", "1B0"], ["2F0"]]
     return Plan(Placement(tasks, placement.edges, placement.cluster), 1, tuple(tuple(map(Op.parse, o)) for o in orders))
@@ -91,31 +64,31 @@ def backward_on_fewer() -> Plan:
 
 
 @pytest.mark.parametrize(
-    ("make", "message"),
+    ("plan", "message"),
     [
         (
-            weights_alone,
+            with_task("0B", Kind.W),
             "stage 0 has F B W tasks; a stage that trains has F, R if it recomputes, and B or both",
         ),
-        (backward_and_inputs, "stage 1 has F B I tasks"),
-        (forward_alone, "stage 0 has F tasks; .* in one plan either all stages train or none"),
-        (recomputed_late, "lacks the edge 1R → 1B"),
-        (two_streams, "lacks the edge 1F → 2F; measure the stages"),
-        (two_stages, r"the plan has 2 stages, the model was split into 3; split\(model, 2\), or plan for 3 stages"),
-        (without_edge, "lacks the edge 1F → 2F; measure the stages"),
-        (with_edge, "has, unlike the model, the edge 0F → 2F; measure the stages"),
-        (edge_twice, "has an edge twice"),
-        (backward_elsewhere, "task 2B is on rank 0, but stage 2's other task on rank 2; place a stage's forward"),
-        (backward_on_fewer, "task 0B is on rank 0, but stage 0's other task on rank 0, 1; place a stage's forward"),
+        (with_task("1B", Kind.I), "stage 1 has F B I tasks"),
+        (forward_alone(), "stage 0 has F tasks; .* in one plan either all stages train or none"),
+        (recomputed_late(), "lacks the edge 1R → 1B"),
+        (joined_by((0, 1)), "lacks the edge 1F → 2F; measure the stages"),
+        (plan_for(2), r"the plan has 2 stages, the model was split into 3; split\(model, 2\), or plan for 3 stages"),
+        (joined_by((0, 1), (0, 2)), "lacks the edge 1F → 2F; measure the stages"),
+        (joined_by(*CHAIN, (0, 2)), "has, unlike the model, the edge 0F → 2F; measure the stages"),
+        (joined_by(*CHAIN, (1, 2)), "has an edge twice"),
+        (backward_elsewhere(), "task 2B is on rank 0, but stage 2's other task on rank 2; place a stage's forward"),
+        (backward_on_fewer(), "task 0B is on rank 0, but stage 0's other task on rank 0, 1; place a stage's forward"),
     ],
 )
-def test_refused(make: object, message: str) -> None:
+def test_refused(plan: Plan, message: str) -> None:
     with pytest.raises(PipelineError, match=message):
-        refuse_unsupported(make(), CHAIN, 3)  # type: ignore[operator]
+        refuse_unsupported(plan, CHAIN, 3)
 
 
 def test_what_is_supported_is_not_refused() -> None:
-    for plan in (chain_plan(), chain_plan(gpipe), forward_only(chain_plan().placement.forward_only(), 3)):
+    for plan in (plan_for(3), plan_for(3, "gpipe"), forward_only(plan_for(3).placement.forward_only(), 3)):
         refuse_unsupported(plan, CHAIN, 3)
     for more in ({"weight_us": 1}, {"recompute_us": (1, None, 2)}, {"weight_us": 1, "recompute_us": 1}):
         refuse_unsupported(gpipe(place(Costs.uniform(3, **more), Cluster.uniform(3)), 2), CHAIN, 3)
@@ -130,7 +103,7 @@ def test_what_is_supported_is_not_refused() -> None:
 
 def test_a_plan_for_other_cuts_is_refused() -> None:
     model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(4)))
-    plan = one_f_one_b(place(Costs.uniform(2), Cluster.uniform(2)), 2)
+    plan = plan_for(2)
     planned = replace(plan, usage=Usage(("3",), 1))
     refuse_other_cuts(split(model, 2, planned.cuts), planned)
     refuse_other_cuts(Stages([model[:2], model[2:]]), planned)  # by hand: nobody knows

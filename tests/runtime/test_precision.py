@@ -3,36 +3,29 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from rota import Cluster, Costs, Pipeline, PipelineError, Plan, Stages, place
-from rota.schedules import NAMED, one_f_one_b
-from support.networks import loss_fn
+from rota import Cluster, Costs, Pipeline, Plan, Stages, place, spmd
+from rota.schedules import NAMED
+from support.meshed import Case, assert_trains_as_unsplit, in_ddp, plan_of, sharded
+from support.networks import StepResult, chain, clear, cleared_step, gradients_of, loss_fn, refusal
+from support.odd_stages import Calls
+from support.parallel_modules import GatheredLayer, ParallelLayer
 from support.pool import Pool
-
-pytestmark = pytest.mark.dist
+from support.sampling import IS_WHOLE
 
 NUM_MICROBATCHES, ROWS, WIDTH = 6, 4, 8
 Dtype = torch.dtype | None  # of autocast; None: off
-Gradients = dict[tuple[int, str], Tensor]
 
 
-class Precise(nn.Module):
+def precise(stage: Any, x: Tensor) -> Tensor:
     """A layer that autocast must leave alone: its backward would be rounded if that ran under autocast."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.autocast("cpu", enabled=False):
-            y: Tensor = self.linear(x.float())
-        return y
+    with torch.autocast("cpu", enabled=False):
+        return stage.linear(x.float())
 
 
 def make_stages(num_stages: int) -> Stages:
@@ -42,10 +35,13 @@ def make_stages(num_stages: int) -> Stages:
     def linear() -> nn.Linear:
         return nn.Linear(WIDTH, WIDTH)
 
+    def precise_linear() -> nn.Module:
+        return Calls(precise, linear=linear())
+
     kinds = (
-        lambda: nn.Sequential(linear(), nn.GELU(), Precise(), linear()),
+        lambda: nn.Sequential(linear(), nn.GELU(), precise_linear(), linear()),
         lambda: nn.Sequential(linear(), nn.Tanh(), nn.LayerNorm(WIDTH)),
-        lambda: nn.Sequential(nn.Dropout(0.0), Precise(), nn.Tanh(), linear()),
+        lambda: nn.Sequential(nn.Dropout(0.0), precise_linear(), nn.Tanh(), linear()),
     )
     return Stages([kinds[i % 3]() for i in range(num_stages)])
 
@@ -59,20 +55,16 @@ def autocast(dtype: Dtype) -> AbstractContextManager[Any]:
     return nullcontext() if dtype is None else torch.autocast("cpu", dtype)
 
 
-def serial_step(stages: Stages, batch: tuple[Tensor, Tensor], dtype: Dtype, factor: float = 1.0) -> float:
+def serial_step(stages: Stages, batch: tuple[Tensor, Tensor], dtype: Dtype) -> StepResult:
     """The unsplit model, micro-batch by micro-batch; backwards are outside of autocast, as torch advises."""
     total = 0.0
+    clear(stages)
     for x, y in zip(*(part.chunk(NUM_MICROBATCHES) for part in batch), strict=True):
         with autocast(dtype):
             loss = loss_fn(stages.run(x), y)
-        (loss * (factor / NUM_MICROBATCHES)).backward()
+        (loss * (1 / NUM_MICROBATCHES)).backward()
         total += loss.item() / NUM_MICROBATCHES
-    return total
-
-
-def gradients(stages: Stages, which: Any) -> Gradients:
-    named = {(stage, name): p for stage in which for name, p in stages[stage].named_parameters()}
-    return {key: p.grad.clone() for key, p in named.items() if p.grad is not None}
+    return StepResult(total, gradients_of(stages, range(len(stages))))
 
 
 # --- autocast ---------------------------------------------------------------------------------------------------------
@@ -88,19 +80,14 @@ def plan_for(schedule: str, num_ranks: int, **more: Any) -> Plan:
     return family(family.place(costs, Cluster.uniform(num_ranks)), NUM_MICROBATCHES)
 
 
-def steps_of(rank: int, cases: list[tuple[Plan, str]]) -> list[list[tuple[float, Gradients]]]:
-    del rank
-    results = []
+def steps_of(rank: int, cases: list[tuple[Plan, str]]) -> list[list[StepResult]]:
+    results: list[list[StepResult]] = []
     for plan, recompute in cases:
-        stages, of_case = make_stages(plan.num_stages), []
-        with Pipeline(stages, plan, loss_fn, recompute=recompute) as pipeline:
+        results.append([])
+        with Pipeline(make_stages(plan.num_stages), plan, loss_fn, recompute=recompute) as pipeline:
             for seed, dtype in enumerate(MODES):
-                for parameter in pipeline.parameters():
-                    parameter.grad = None
                 with autocast(dtype):
-                    loss = pipeline.step(*batch_of(seed))
-                of_case.append((loss, gradients(stages, pipeline.local_stages)))
-        results.append(of_case)
+                    results[-1].append(cleared_step(pipeline, *batch_of(seed)))
     return results
 
 
@@ -113,20 +100,14 @@ def test_autocast(pool: Pool, num_ranks: int) -> None:
     for case, (plan, _) in enumerate(cases):
         stages = make_stages(plan.num_stages)
         for step, dtype in enumerate(MODES):
-            for module in stages.modules:
-                module.zero_grad(set_to_none=True)
-            loss = serial_step(stages, batch_of(step), dtype)
-            expected, found = gradients(stages, range(len(stages))), {}
-            for results in by_rank:
-                assert results[case][step][0] == pytest.approx(loss, rel=1e-15)
-                found |= results[case][step][1]
-            assert found.keys() == expected.keys()
-            for key, gradient in expected.items():
-                assert torch.equal(found[key], gradient), (case, step, key)
+            serial = serial_step(stages, batch_of(step), dtype)
+            of_ranks = [results[case][step] for results in by_rank]
+            assert [result.loss for result in of_ranks] == pytest.approx([serial.loss] * num_ranks, rel=1e-15)
+            found = {key: gradient for result in of_ranks for key, gradient in result.gradients.items()}
+            torch.testing.assert_close(found, serial.gradients, rtol=0, atol=0)
 
 
 def a_loop_inside_of_autocast(rank: int, plan: Plan) -> tuple[list[float], list[float]]:
-    del rank
     stages = make_stages(plan.num_stages)
     with Pipeline(stages, plan, loss_fn) as pipeline, autocast(torch.bfloat16):
         optimizer = torch.optim.SGD(pipeline.parameters(), lr=0.5)
@@ -144,16 +125,15 @@ def test_weights_that_autocast_has_cached_do_not_outlive_a_step(pool: Pool) -> N
     stages, expected = make_stages(2), []
     optimizer = torch.optim.SGD([p for _, p in stages.named_parameters()], lr=0.5)
     for seed in range(3):
-        expected.append(serial_step(stages, batch_of(seed), torch.bfloat16))
+        expected.append(serial_step(stages, batch_of(seed), torch.bfloat16).loss)
         optimizer.step()
-        optimizer.zero_grad()
     for losses, evaluated in by_rank:
         assert losses == evaluated == pytest.approx(expected, rel=1e-15)
 
 
 # --- one decision of all scalers --------------------------------------------------------------------------------------
 
-NUM_STEPS, BROKEN = 14, 6  # in step BROKEN one weight's gradient is made infinite
+BROKEN = 6  # the step in which one weight's gradient is made infinite
 
 
 def stages_to_scale() -> Stages:
@@ -184,7 +164,7 @@ def accumulate_scaled(rank: int, plan: Plan) -> list[Any]:
 
 
 def test_the_last_step_of_a_round_decides_for_all_of_it(pool: Pool) -> None:
-    plan = one_f_one_b(place(Costs.uniform(3), Cluster.uniform(3)), NUM_MICROBATCHES)
+    plan = plan_for("1f1b", 3)
     first, second, third = pool.run(3, accumulate_scaled, plan)
     assert first == [(8.0, True), (8.0, False), 4.0]
     assert second == [(8.0, False), (8.0, False), 4.0]
@@ -197,9 +177,7 @@ def what_is_told(rank: int, plan: Plan, case: str) -> str:
     with Pipeline(stages, plan, loss_fn) as pipeline:
         if case == "update":
             pipeline.step(*batch_of(0), scaler=scaler)
-        with pytest.raises(PipelineError) as error:
-            pipeline.step(*batch_of(0), scaler=None if case == "none" and rank == 1 else scaler)
-    return str(error.value)
+        return refusal(pipeline.step, *batch_of(0), scaler=None if case == "none" and rank == 1 else scaler)
 
 
 def test_scalers_that_differ_or_are_not_updated_are_refused(pool: Pool) -> None:
@@ -209,22 +187,68 @@ def test_scalers_that_differ_or_are_not_updated_are_refused(pool: Pool) -> None:
     assert all("call scaler.update() after it" in told for told in pool.run(3, what_is_told, plan, "update"))
 
 
-def scaled_sum(rank: int, plan: Plan, **options: Any) -> float:
-    """Of all gradients, after two steps."""
-    stages = stages_to_scale()
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0, **options)
-    with Pipeline(stages, plan, loss_fn) as pipeline:
-        for seed in (0, 1):
-            pipeline.step(*batch_of(seed), scale=0.5, sync=seed == 1, scaler=scaler)
-        scaler.update()
-        return sum(float(p.grad.abs().sum()) for p in pipeline.parameters() if p.grad is not None)
+# --- trainings on any mesh, with recomputation and compiled stages too ------------------------------------------------
 
 
-def test_the_factor_is_in_the_gradients_unless_the_scaler_is_off(pool: Pool) -> None:
-    stages, plan = stages_to_scale(), plan_for("1f1b", 3)
-    for seed in (0, 1):
-        serial_step(stages, batch_of(seed), None, 0.5)
-    expected = sum(float(gradient.abs().sum()) for gradient in gradients(stages, range(3)).values())
-    assert sum(pool.run(3, scaled_sum, plan)) == pytest.approx(2 * expected, rel=1e-6)
-    off = pool.run(3, partial(scaled_sum, enabled=False), plan)
-    assert sum(off) == pytest.approx(expected, rel=1e-6)
+def cases_on(pp: int, dp: int) -> list[Case]:
+    return [
+        Case("1f1b", pp, dp, dtype=torch.float16),
+        Case("zb_h1", pp, dp, dtype=torch.float16, recompute="full"),
+        Case("zb_h1", pp, dp, dtype=torch.bfloat16),
+        Case("zb_h1", pp, dp, dtype=torch.bfloat16, compiled=True),
+        Case("1f1b", pp, dp, recompute="full"),
+        Case("zb_h1", pp, dp),
+        Case("zb_h1", pp, dp, recompute="full", compiled=True),
+        Case("interleaved_1f1b", pp, dp),
+    ]
+
+
+def stages_on_mesh(case: Case, group: spmd.Group) -> Stages:
+    """A chain, whose last stage has no weights where there are three; or stages in parts."""
+    num_stages = plan_of(case).num_stages
+    if case.tp > 1:
+        first, last = ParallelLayer(0, group), ParallelLayer(2, group)
+        last.down = first.down if case.tied else last.down
+        stages = Stages([first, nn.Sequential(GatheredLayer(1, group), last)])
+    else:
+        layers = [*chain(num_stages).modules]
+        stages = Stages([*layers[:2], nn.Tanh()] if num_stages == 3 else layers)
+    for module in stages.modules:
+        module.to(case.stored_dtype)
+        if case.compiled:
+            module.compile(backend="aot_eager")
+    return stages
+
+
+@pytest.mark.parametrize(
+    ("pp", "dp"),
+    [(2, 2), (3, 1), *(pytest.param(*sizes, marks=pytest.mark.sweep) for sizes in [(1, 1), (1, 2), (2, 1), (3, 2)])],
+)
+def test_pipelines_and_replicas(pool: Pool, pp: int, dp: int) -> None:
+    assert_trains_as_unsplit(pool, stages_on_mesh, cases_on(pp, dp))
+
+
+IN_PARTS = [case._replace(tp=2) for case in cases_on(2, 2) if case.schedule != "interleaved_1f1b"]
+TIED_OR_SHARDED = [Case("zb_h1", 2, 2, tp=2, tied=True), Case("zb_h1", 2, 2, sharded, tp=2)]
+
+
+@pytest.mark.parametrize(
+    "cases",
+    [
+        IN_PARTS[1:3] + TIED_OR_SHARDED,
+        pytest.param([case for case in IN_PARTS if not case.compiled], marks=pytest.mark.sweep),
+    ],
+    ids=["core", "all"],
+)
+def test_pipeline_and_tensor_and_replicas(pool: Pool, cases: list[Case]) -> None:
+    pool.renew()
+    assert_trains_as_unsplit(pool, stages_on_mesh, cases)
+
+
+@pytest.mark.parametrize("wrap", [in_ddp, sharded])
+def test_wrapped_stages(pool: Pool, wrap: Any) -> None:
+    cases = [Case("1f1b", 2, 2, wrap, dtype=torch.float16), Case("zb_h1", 2, 2, wrap, recompute="full")]
+    if IS_WHOLE:
+        cases += [Case("zb_h1", 2, 2, wrap, dtype=torch.bfloat16), Case("1f1b", 2, 2, wrap, recompute="full")]
+    pool.renew()
+    assert_trains_as_unsplit(pool, stages_on_mesh, cases)

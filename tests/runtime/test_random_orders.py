@@ -10,28 +10,21 @@ from typing import Any
 import pytest
 
 from rota import Kind, Plan, Stages
-from support.networks import StepResult, assert_equal_steps, batch_of, graph_of_layers, pipeline_steps, serial_step
+from support.networks import assert_as_unsplit, batch_of, graph_of_layers, trains
 from support.pool import Pool
 from support.random_plans import random_plan, with_random_wires
 from support.sampling import some
-
-pytestmark = pytest.mark.dist
 
 NUM_PLANS = int(os.environ.get("ROTA_RANDOM_PLANS", some(40)))  # for each number of ranks; `make fuzz` runs more
 AT_ONCE = 100  # in one job of the pool
 
 
-def run_each(rank: int, cases: list[tuple[Stages, Plan, list[Any]]]) -> list[list[StepResult]]:
+CHANCE = random.Random(os.getpid())  # of its own on each rank
+
+
+def take_its_time(*_: Any) -> None:
     """Every stage takes as long as it likes, not what the plan says."""
-    chance = random.Random(rank)
-    for stages, _, _ in cases:
-        for module in stages.modules:
-            module.register_forward_pre_hook(lambda *_: time.sleep(0.002 * chance.random() ** 4))
-    return [pipeline_steps(rank, stages, plan, batches) for stages, plan, batches in cases]
-
-
-def trains(plan: Plan) -> bool:
-    return any(task.kind is not Kind.F for task in plan.placement.tasks)
+    time.sleep(0.002 * CHANCE.random() ** 4)
 
 
 def random_case(seed: int, num_ranks: int) -> tuple[Stages, Plan, list[Any]]:
@@ -40,6 +33,8 @@ def random_case(seed: int, num_ranks: int) -> tuple[Stages, Plan, list[Any]]:
     if seed % 3 == 1:
         plan = with_random_wires(plan, seed)
     stages = graph_of_layers(plan.num_stages, edges, seed)
+    for module in stages.modules:
+        module.register_forward_pre_hook(take_its_time)
     alone = [stage for stage in plan.placement.stages if len(plan.placement.ranks_of(stage)) == 1]
     for stage in alone[::2] if seed % 4 == 0 else ():
         stages[stage].linear.weight = stages[alone[0]].linear.weight
@@ -55,16 +50,7 @@ def test_random_orders(pool: Pool, num_ranks: int) -> None:
 
 
 def run_and_compare(pool: Pool, num_ranks: int, seeds: range) -> None:
-    cases = [random_case(seed, num_ranks) for seed in seeds]
-    by_rank = pool.run(num_ranks, run_each, cases, timeout_s=150 + 3 * len(cases))
-    for case, (stages, plan, batches) in enumerate(cases):
-        for step, batch in enumerate(batches):
-            for parameter in (p for module in stages.modules for p in module.parameters()):
-                parameter.grad = None
-            serial = serial_step(stages, *batch)
-            if not trains(plan):
-                serial.gradients.clear()
-            assert_equal_steps([results[case][step] for results in by_rank], serial)
+    assert_as_unsplit(pool, num_ranks, [random_case(seed, num_ranks) for seed in seeds])
 
 
 def test_the_random_plans_are_odd_enough() -> None:

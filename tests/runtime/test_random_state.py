@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 from pathlib import Path
 
-import pytest
 import torch
 from torch import nn
 
@@ -16,12 +15,9 @@ from rota.schedules import NAMED
 from support.networks import batch_of, loss_fn
 from support.pool import Pool
 
-pytestmark = pytest.mark.dist
-
 
 def losses_and_next_numbers(rank: int, plan: Plan) -> tuple[list[float], list[float]]:
     """Two steps with dropout on the first stage only, and what each rank draws after each."""
-    del rank
     torch.manual_seed(5)
     stages = Stages([nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5)).double(), nn.Linear(6, 6).double()])
     losses, numbers = [], []

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
+from torch import nn
 
+import rota
 from rota import (
     Cluster,
     Costs,
@@ -23,34 +28,32 @@ from rota import (
     place,
 )
 from rota.plan import Plan
-from rota.schedules import gpipe, one_f_one_b
+from rota.schedules import gpipe, one_f_one_b, zb_h1
 from support.fresh import run_fresh
 from support.networks import (
     StepResult,
     assert_equal_steps,
     batch_of,
     chain,
+    clear,
+    cleared_step,
     graph_of_layers,
     loss_fn,
     pipeline_steps,
+    plan_for,
+    refusal,
     serial_step,
 )
 from support.pool import Pool
 
-pytestmark = pytest.mark.dist
-
 NUM_RANKS = 3
-
-
-def plan_for(num_ranks: int = NUM_RANKS, num_microbatches: int = 4, limit_bytes: int | None = None) -> Plan:
-    return one_f_one_b(place(Costs.uniform(num_ranks), Cluster.uniform(num_ranks, limit_bytes)), num_microbatches)
+PLAN = plan_for(NUM_RANKS)
 
 
 def with_orders(change: Callable[[list[list[Op]]], Any]) -> Plan:
-    plan = plan_for()
-    orders = [list(order) for order in plan.orders]
+    orders = [list(order) for order in PLAN.orders]
     change(orders)
-    return Plan(plan.placement, plan.num_microbatches, tuple(map(tuple, orders)))
+    return replace(PLAN, orders=tuple(map(tuple, orders)))
 
 
 def swap_first_and_last(orders: list[list[Op]]) -> None:
@@ -63,7 +66,7 @@ REFUSED: dict[str, Plan] = {
     "wrong rank": with_orders(lambda orders: orders[0].append(orders[1].pop())),
     "unknown": with_orders(lambda orders: orders[0].append(Op.parse("7F0"))),
     "cycle": with_orders(swap_first_and_last),
-    "memory": plan_for(limit_bytes=2),
+    "memory": one_f_one_b(place(Costs.uniform(NUM_RANKS), Cluster.uniform(NUM_RANKS, 2)), 4),
 }
 
 
@@ -94,9 +97,9 @@ def refuse_then_run(rank: int, cases: list[tuple[Stages, Plan]], stages: Stages,
 
 
 def test_every_rank_refuses_and_can_go_on(pool: Pool) -> None:
-    cases = [(chain(3), plan) for plan in REFUSED.values()] + [(chain(3), plan_for(4)), (chain(4), plan_for())]
+    cases = [(chain(3), plan) for plan in REFUSED.values()] + [(chain(3), plan_for(4)), (chain(4), PLAN)]
     batch = batch_of(4)
-    results = pool.run(NUM_RANKS, refuse_then_run, cases, chain(3), plan_for(), batch)
+    results = pool.run(NUM_RANKS, refuse_then_run, cases, chain(3), PLAN, batch)
     for told, _ in results:
         assert all(text.startswith("PlanError: ") for text in told[: len(REFUSED)])
         assert "the plan has 4 stages, the model was split into 3" in told[-2]
@@ -112,8 +115,8 @@ def other_plan_on(rank: int, odd_rank: int, plan: Plan, odd_plan: Plan) -> str:
 
 
 OTHER_PLANS = {
-    "order": gpipe(plan_for().placement, 4),
-    "number of micro-batches": plan_for(num_microbatches=5),
+    "order": gpipe(PLAN.placement, 4),
+    "number of micro-batches": plan_for(NUM_RANKS, num_microbatches=5),
     "times alone": one_f_one_b(place(Costs.uniform(NUM_RANKS, 7), Cluster.uniform(NUM_RANKS)), 4),
     "number of ranks": one_f_one_b(place(Costs.uniform(NUM_RANKS), Cluster.uniform(4), [0, 1, 3]), 4),
 }
@@ -121,7 +124,7 @@ OTHER_PLANS = {
 
 @pytest.mark.parametrize(("other", "odd_rank"), [*zip(OTHER_PLANS, (0, 1, 2, 1), strict=True)])
 def test_another_plan_on_one_rank_is_told_on_all(pool: Pool, other: str, odd_rank: int) -> None:
-    for told in pool.run(NUM_RANKS, other_plan_on, odd_rank, plan_for(), OTHER_PLANS[other]):
+    for told in pool.run(NUM_RANKS, other_plan_on, odd_rank, PLAN, OTHER_PLANS[other]):
         assert told.startswith("PipelineError: rank "), told
         assert "has a different plan from rank 0; give all ranks the same plan" in told
 
@@ -135,13 +138,13 @@ def other_stages_on(rank: int, odd_rank: int, plan: Plan) -> str:
 
 
 def test_stages_joined_otherwise_on_one_rank_are_told_on_all(pool: Pool) -> None:
-    for told in pool.run(NUM_RANKS, other_stages_on, 1, plan_for()):
+    for told in pool.run(NUM_RANKS, other_stages_on, 1, PLAN):
         assert "PipelineError: rank 1 has a different graph of stages from rank 0; give all ranks the same" in told
 
 
 def test_other_number_of_processes(pool: Pool) -> None:
     for num_ranks in (2, 4):
-        for told in pool.run(num_ranks, try_each, [(chain(3), plan_for())]):
+        for told in pool.run(num_ranks, try_each, [(chain(3), PLAN)]):
             assert f"PipelineError: the plan is for 3 ranks, but {num_ranks} processes were started" in told[0]
             assert f"start 3, or plan for {num_ranks}" in told[0]
 
@@ -149,12 +152,12 @@ def test_other_number_of_processes(pool: Pool) -> None:
 def test_without_processes_it_is_told_how_to_start_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RANK", raising=False)
     with pytest.raises(PipelineError, match=r"no process group: start the script with `rota run .* or torchrun"):
-        Pipeline(chain(3), plan_for(), loss_fn)
+        Pipeline(chain(3), PLAN, loss_fn)
 
 
 def test_loss_fn_is_needed_where_there_are_backwards() -> None:
     with pytest.raises(PipelineError, match="the plan has backwards, so a loss_fn"):
-        Pipeline(chain(3), plan_for(), None)
+        Pipeline(chain(3), PLAN, None)
 
 
 def test_two_final_stages() -> None:
@@ -170,9 +173,10 @@ def test_stages_of_both_streams() -> None:
         Pipeline(chain(4), plan, loss_fn)
 
 
+@pytest.mark.dist
 def test_refused_on_one_rank_alone_ends_the_others(tmp_path: Path) -> None:
     """A script ends there, and the others are not left waiting."""
-    ended = run_fresh(tmp_path, NUM_RANKS, make, plan_for(), REFUSED["cycle"])
+    ended = run_fresh(tmp_path, NUM_RANKS, make, PLAN, REFUSED["cycle"])
     assert "PlanError: the orders wait in a cycle" in ended[1].last_line
     for rank in (0, 2):
         assert ended[rank].exit_code == 1, ended
@@ -181,3 +185,136 @@ def test_refused_on_one_rank_alone_ends_the_others(tmp_path: Path) -> None:
 
 def make(rank: int, plan: Plan, odd_plan: Plan) -> None:
     Pipeline(chain(3), odd_plan if rank == 1 else plan, loss_fn).close()
+
+
+# --- all ranks make the same call: where they do not, all hear which, before anything has run -------------------------
+
+BATCH = batch_of(4)
+CALLS: dict[str, Callable[[Pipeline], Any]] = {
+    "step()": lambda pipeline: pipeline.step(*BATCH),
+    "step(sync=False)": lambda pipeline: pipeline.step(*BATCH, sync=False),
+    "evaluate()": lambda pipeline: pipeline.evaluate(*BATCH),
+    "forward()": lambda pipeline: pipeline.forward(BATCH[0]),
+    "clip_grad_norm_()": lambda pipeline: pipeline.clip_grad_norm_(1.0),
+    "timeline()": lambda pipeline: pipeline.timeline(),
+}
+
+
+def differing_calls(rank: int) -> tuple[list[str], bool, StepResult]:
+    """Rank 1 makes another call than the others, in all combinations; then a step, as if nothing had happened."""
+    told = []
+    with Pipeline(chain(3), plan_for(3), loss_fn) as pipeline:
+        pipeline.step(*BATCH)  # there is a timeline
+        clear(pipeline)
+        for name, call in CALLS.items():
+            for other in CALLS:
+                if other != name:
+                    told.append(refusal(CALLS[other] if rank == 1 else call, pipeline))
+        untouched = all(parameter.grad is None for parameter in pipeline.parameters())
+        return told, untouched, cleared_step(pipeline, *BATCH)
+
+
+def test_all_ranks_hear_of_different_calls_and_can_go_on(pool: Pool) -> None:
+    results = pool.run(3, differing_calls)
+    pairs = [(name, other) for name in CALLS for other in CALLS if other != name]
+    for told, untouched, _ in results:
+        for (name, other), words in zip(pairs, told, strict=True):
+            assert words == (
+                f"the ranks make different calls at once: rank 0, rank 2 call {name}; rank 1 calls {other}; make the "
+                f"same calls in the same order on all ranks"
+            )
+        assert untouched
+    assert_equal_steps([result for *_, result in results], serial_step(chain(3), *BATCH))
+
+
+def other_scale(rank: int) -> list[str]:
+    told = []
+    with Pipeline(chain(2), plan_for(2), loss_fn, mesh=rota.mesh(pp=2, dp=2), check_data="never") as pipeline:
+        for scale in (0.5 if dist.get_rank() == 3 else 1.0, 1.0 if pipeline.replica else 0.5):
+            try:
+                pipeline.step(*BATCH, scale=scale)
+                told.append("")
+            except PipelineError as error:
+                told.append(str(error))
+    return told
+
+
+def test_ranks_of_a_pipeline_have_one_scale(pool: Pool) -> None:
+    """Replicas may differ: it is how their batches are weighted."""
+    for told in pool.run(4, other_scale):
+        assert told == ["rank 0 of replica 1 gave step scale=1, rank 1 of replica 1 0.5; give all ranks the same", ""]
+
+
+# --- values that a stage does not take, graphs that several micro-batches share ---------------------------------------
+
+
+class Pair(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.linear(x), x
+
+
+class Unpacked(nn.Module):
+    """As `torch.distributed.pipelining` calls it."""
+
+    def forward(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return a + b
+
+
+class Recurrent(nn.Module):
+    """Keeps its state with the graph that made it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell, self.states = nn.GRUCell(4, 4), [torch.zeros(2, 4)]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.states = [self.cell(x, self.states[0])]
+        return self.states[0]
+
+
+def _refused(_: int, make: Callable[[], nn.Module], has_graph: bool, schedule: Callable[..., rota.Plan]) -> str:
+    plan = schedule(rota.place(Costs.uniform(1, weight_us=1), Cluster.uniform(1)), 2)
+    inputs = torch.randn(4, 4)
+    inputs = nn.Linear(4, 4)(inputs).tanh() if has_graph else inputs
+    with rota.Pipeline(Stages([make()]), plan, nn.functional.mse_loss) as pipeline:
+        return refusal(pipeline.step, inputs, torch.randn(4, 4))
+
+
+@pytest.mark.parametrize("schedule", [gpipe, zb_h1])
+def test_graphs_that_micro_batches_share(pool: Pool, schedule: Callable[..., rota.Plan]) -> None:
+    of_input = pool.run(1, _refused, partial(nn.Linear, 4, 4), True, schedule)[0]
+    assert "input 0, which stage 0 reads, carries the graph" in of_input
+    assert "give step the detached tensor" in of_input
+    of_state = pool.run(1, _refused, Recurrent, False, schedule)[0]
+    assert "states of stage 0 keeps a tensor with its graph" in of_state
+    assert "keep tensor.detach()" in of_state
+
+
+def _tuple(_: int) -> str:
+    plan = gpipe(rota.place(Costs.uniform(2), Cluster.uniform(1), [0, 0]), 2)
+    stages = Stages([Pair(), Unpacked()])
+    with pytest.raises(PipelineError, match="a tuple that a stage returns is one argument"):
+        stages.run(torch.randn(4, 4))
+    with rota.Pipeline(stages, plan, nn.functional.mse_loss) as pipeline:
+        return refusal(pipeline.step, torch.randn(4, 4), torch.randn(4, 4))
+
+
+def test_a_tuple_is_one_argument(pool: Pool) -> None:
+    message = pool.run(1, _tuple)[0]
+    assert "stage 1 (Unpacked) is called with what stage 0 returns, which its forward does not take" in message
+    assert "missing a required argument: 'b'" in message
+    assert "unpack it in the forward: a, b = values" in message
+
+
+class Wrong(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return len(x, x)  # type: ignore[call-arg, no-any-return]
+
+
+def test_other_errors_of_a_forward_stay_as_they_are() -> None:
+    with pytest.raises(TypeError, match="takes exactly one argument"):
+        Stages([Wrong()]).run(torch.ones(1))

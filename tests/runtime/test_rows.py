@@ -19,8 +19,6 @@ from rota.usage import Usage
 from support.networks import WIDTH, chain, loss_fn
 from support.pool import Pool
 
-pytestmark = pytest.mark.dist
-
 
 def plan_for(rows: int | None, usage: Usage | None = None) -> Plan:
     plan = one_f_one_b(place(Costs.uniform(3, microbatch_rows=rows), Cluster.uniform(3)), 4)
@@ -44,11 +42,7 @@ MOSTLY_LARGER = [*batch(22)[0].split([6, 6, 4, 6])], [*batch(22)[1].split([6, 6,
 LARGER = [*batch(22)[0].split([6, 6, 5, 5])], [*batch(22)[1].split([6, 6, 5, 5])]
 CASES: dict[str, tuple[Plan, list[Any], str]] = {
     "as planned": (plan_for(5), [batch(20), batch(40)], ""),
-    "others": (
-        plan_for(5),
-        [batch(40), batch(40)],
-        "for micro-batches of 5 rows, but this step's have 10, so the plan's",
-    ),
+    "others": (plan_for(5), [batch(40)] * 2, "for micro-batches of 5 rows, but this step's have 10, so the plan's"),
     "one row": (plan_for(1), [batch(8)], "for micro-batches of 1 row, but this step's have 2, so"),
     "unknown": (plan_for(None), [batch(40)], ""),
     "by autoplan": (
@@ -100,6 +94,7 @@ def test_only_a_plan_of_forwards_is_for_evaluation(pool: Pool) -> None:
     assert pool.run(3, inference, plan_for(5)) == [""] * 3
 
 
+@pytest.mark.dist
 def test_costs_and_plans_keep_them() -> None:
     costs = profile(chain(2), *batch(6), loss_fn, repeats=1)
     assert costs.microbatch_rows == 6

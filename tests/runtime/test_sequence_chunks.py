@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -28,13 +29,11 @@ from rota import (
 from rota.planning.verify_on_ranks import Unsplit
 from rota.runtime.chunk_check import refuse_other_than_whole
 from rota.runtime.gradients.chunks import length_of
-from support.chunked_gpt import WIDTH, Attention, Words, gpt_stages, tokens
 from support.core_strategies import Chooser, deal, linear_extension
-from support.networks import StepResult, assert_equal_steps, gradients_of
+from support.networks import StepResult, assert_equal_steps, clear, cleared_step, gradients_of
+from support.odd_stages import Calls
 from support.pool import Pool
-from support.text_models import WORDS, summed_loss
-
-pytestmark = pytest.mark.dist
+from support.text_models import WIDTH, WORDS, Attention, Words, gpt_stages, summed_loss, tokens
 
 ROWS, LENGTH = 3, 13
 
@@ -58,29 +57,25 @@ def plans(num_ranks: int) -> list[Plan]:
 
 def steps(rank: int, given: list[Plan], lists: dict[int, Any]) -> list[Any]:
     """For each plan two steps and an evaluation; `lists`: micro-batches for some plans, others cut the batch."""
-    del rank
     results = []
     for i, plan in enumerate(given):
-        inputs, targets = tokens(ROWS, LENGTH)
-        stages = gpt_stages(plan.num_ranks)
-        inputs, targets = lists.get(i, (inputs, targets))
-        with Pipeline(stages, plan, summed_loss) as pipeline:
+        inputs, targets = lists.get(i, tokens(ROWS, LENGTH))
+        with Pipeline(gpt_stages(plan.num_ranks), plan, summed_loss) as pipeline:
             evaluated = pipeline.evaluate(inputs, targets)
             pipeline.step(inputs, targets)
-            for parameter in pipeline.parameters():
-                parameter.grad = None
-            loss = pipeline.step(inputs, targets)
+            results.append((cleared_step(pipeline, inputs, targets), evaluated))
             assert not pipeline._compute._chunks._leaves  # nothing is held after the step
-            results.append((StepResult(loss, gradients_of(stages, pipeline.local_stages)), evaluated))
     return results
 
 
-def unsplit(num_stages: int) -> StepResult:
-    stages = gpt_stages(num_stages)
-    inputs, targets = tokens(ROWS, LENGTH)
-    loss, count = summed_loss(stages.run(inputs), targets)
-    (loss / count).backward()
-    return StepResult(float(loss.detach() / count), gradients_of(stages, range(num_stages)))
+def unsplit(num_stages: int, num_replicas: int = 1) -> StepResult:
+    stages, total, count = gpt_stages(num_stages), torch.zeros((), dtype=torch.float64), 0
+    for replica in range(num_replicas):
+        inputs, targets = tokens(ROWS, LENGTH, seed=replica)
+        loss, num_tokens = summed_loss(stages.run(inputs), targets)
+        total, count = total + loss, count + int(num_tokens)
+    (total / count).backward()
+    return StepResult(float(total.detach()) / count, gradients_of(stages, range(num_stages)))
 
 
 def uneven(values: torch.Tensor) -> list[torch.Tensor]:
@@ -102,18 +97,14 @@ def test_gradients_are_those_of_the_whole_samples(pool: Pool, num_ranks: int) ->
 
 def plan_steps(rank: int, base: Plan, given: list[list[Plan]], recompute: Any, dp: int) -> list[Any]:
     """A step and an evaluation with each plan, by replica, on rows of the replica's own."""
-    del rank
     results = []
     mesh = rota.mesh(pp=2, dp=dp)
     with Pipeline(gpt_stages(2), base, summed_loss, mesh=mesh, check_data="never", recompute=recompute) as pipeline:
         for of_replicas in given:
             plan = of_replicas[pipeline.replica]
             inputs, targets = tokens(ROWS, LENGTH, seed=pipeline.replica)
-            for parameter in pipeline.parameters():
-                parameter.grad = None
             evaluated = pipeline.evaluate(inputs, targets, plan=plan)
-            loss = pipeline.step(inputs, targets, plan=plan)
-            results.append((StepResult(loss, gradients_of(pipeline.stages, pipeline.local_stages)), evaluated))
+            results.append((cleared_step(pipeline, inputs, targets, plan=plan), evaluated))
     return results
 
 
@@ -126,14 +117,7 @@ def test_plans_per_step_of_replicas_that_have_other_chunks(pool: Pool, dp: int, 
     base = schedules.one_f_one_b(place(Costs.uniform(2, 10, 20), Cluster.uniform(2)), 3)
     given = [[seq[0], seq[1]], [base, base], [seq[1], schedules.gpipe(placement(2, whole_ones), 3)]]
     by_process = pool.run(2 * dp, plan_steps, base, given, recompute, dp)
-    stages = gpt_stages(2)
-    total, count = torch.zeros((), dtype=torch.float64), 0
-    for replica in range(dp):
-        inputs, targets = tokens(ROWS, LENGTH, seed=replica)
-        loss, tokens_there = summed_loss(stages.run(inputs), targets)
-        total, count = total + loss, count + int(tokens_there)
-    (total / count).backward()
-    whole = StepResult(float(total.detach()) / count, gradients_of(stages, range(2)))
+    whole = unsplit(2, dp)
     for i in range(len(given)):
         assert_equal_steps([of_process[i][0] for of_process in by_process], whole)
         assert all(abs(of_process[i][1] - whole.loss) < 1e-10 for of_process in by_process)
@@ -141,7 +125,6 @@ def test_plans_per_step_of_replicas_that_have_other_chunks(pool: Pool, dp: int, 
 
 def verified(rank: int, plan: Plan, dp: int) -> list[Any]:
     """Whether verify finds the pipeline equal to the same model and to another one, and how outputs differ."""
-    del rank
     found = []
     with Pipeline(gpt_stages(2), plan, summed_loss, mesh=rota.mesh(pp=2, dp=dp)) as pipeline:
         for stages in (gpt_stages(2), gpt_stages(2, is_causal=False)):
@@ -162,26 +145,19 @@ def test_verify_compares_whole_samples(pool: Pool, dp: int) -> None:
         assert bad[1][0] > 1e-4
 
 
-class InPlace(torch.nn.Module):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        k = 1 * x
-        (joined,) = with_earlier_chunks(k)
-        k.add_(1)
-        return x + joined[:, -x.shape[1] :]
+def in_place(_: Any, x: torch.Tensor) -> torch.Tensor:
+    k = 1 * x
+    (joined,) = with_earlier_chunks(k)
+    k.add_(1)
+    return x + joined[:, -x.shape[1] :]
 
 
-class OnlyFirst(torch.nn.Module):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x if chunk_start() else x + 0 * with_earlier_chunks(x)[0]
+def only_first(_: Any, x: torch.Tensor) -> torch.Tensor:
+    return x if chunk_start() else x + 0 * with_earlier_chunks(x)[0]
 
 
-class Checkpointed(torch.nn.Module):
-    def __init__(self, use_reentrant: bool) -> None:
-        super().__init__()
-        self.block, self.use_reentrant = Attention(), use_reentrant
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return checkpoint(self.block, x, use_reentrant=self.use_reentrant)
+def checkpointed(*, use_reentrant: bool) -> torch.nn.Module:
+    return Calls(lambda s, x: checkpoint(s.block, x, use_reentrant=use_reentrant), block=Attention())
 
 
 def mean_loss(output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -190,7 +166,6 @@ def mean_loss(output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 def refused(rank: int) -> list[str]:
     """What each wrong model, loss and batch is told, on a rank alone."""
-    del rank
     plan, told = schedules.seq1f1b(placement(1, (0, 0, 0, 1, 1, 1)), 6), []
     inputs, targets = tokens(2, 9)
 
@@ -202,10 +177,10 @@ def refused(rank: int) -> list[str]:
         (stage(Attention(joins=False)), summed_loss, inputs, targets),
         (stage(Attention(is_causal=False)), summed_loss, inputs, targets),
         (stage(torch.nn.Conv1d(9, 9, 1)), summed_loss, inputs, targets),
-        (stage(InPlace()), summed_loss, inputs, targets),
-        (stage(OnlyFirst()), summed_loss, inputs, targets),
-        (stage(Checkpointed(use_reentrant=False)), summed_loss, inputs, targets),
-        (stage(Checkpointed(use_reentrant=True)), summed_loss, inputs, targets),
+        (stage(Calls(in_place)), summed_loss, inputs, targets),
+        (stage(Calls(only_first)), summed_loss, inputs, targets),
+        (stage(checkpointed(use_reentrant=False)), summed_loss, inputs, targets),
+        (stage(checkpointed(use_reentrant=True)), summed_loss, inputs, targets),
         (good, mean_loss, inputs, targets),
         (good, summed_loss, inputs[:1], targets[:1]),
         (good, summed_loss, inputs[:, :2], targets[:, :2]),
@@ -222,24 +197,18 @@ def refused(rank: int) -> list[str]:
     return told
 
 
-class Masked(torch.nn.Module):
+def masked(by_length: bool, _: Any, x: torch.Tensor) -> torch.Tensor:
     """Excludes words by an infinite logit; by another one in the second chunk if `by_length`."""
-
-    def __init__(self, by_length: bool) -> None:
-        super().__init__()
-        self.by_length = by_length
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        masked = x.clone()
-        masked[..., x.shape[1] % 2 if self.by_length else 0] = -torch.inf
-        return masked
+    result = x.clone()
+    result[..., x.shape[1] % 2 if by_length else 0] = -torch.inf
+    return result
 
 
 def test_infinite_outputs_of_chunks_are_compared() -> None:
     chunks = (torch.ones(1, 3, 2),), (torch.ones(1, 3, 2),)
-    refuse_other_than_whole(Masked(by_length=False), "stage 0", *chunks)
+    refuse_other_than_whole(Calls(partial(masked, False)), "stage 0", *chunks)
     with pytest.raises(PipelineError, match="computes something else for two chunks"):
-        refuse_other_than_whole(Masked(by_length=True), "stage 0", *chunks)
+        refuse_other_than_whole(Calls(partial(masked, True)), "stage 0", *chunks)
 
 
 def test_what_would_not_be_exact_is_refused(pool: Pool) -> None:
@@ -260,8 +229,7 @@ def watched(rank: int, plan: Plan, length: int) -> int:
     batch = tokens(2, length)
     with Pipeline(gpt_stages(plan.num_ranks), plan, summed_loss) as pipeline:
         pipeline.step(*batch)
-        for parameter in pipeline.parameters():
-            parameter.grad = None
+        clear(pipeline)
         with pipeline.watch_memory() as watch:
             pipeline.step(*batch)
         return watch.peak_bytes + plan.placement.static_bytes[rank]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,10 +11,8 @@ from torch import Tensor, nn
 from rota import Cluster, Costs, Pipeline, PipelineError, Plan, Stages, place, spmd
 from rota.schedules import gpipe, one_f_one_b
 from support.networks import Layer, batch_of, loss_fn
-from support.parallel_modules import GatheredLayer, ParallelLayer, own_part
+from support.parallel_modules import GatheredLayer, Normed, ParallelLayer, assert_equal_normed, normed_step
 from support.pool import Pool
-
-pytestmark = pytest.mark.dist
 
 Ranks = list[tuple[int, ...]]
 Edges = list[tuple[int, int]]
@@ -33,28 +30,13 @@ def stages_on(ranks: Ranks, edges: Edges, groups: dict[tuple[int, ...], spmd.Gro
     return Stages(modules, edges)
 
 
-Steps = list[tuple[float, float, dict[tuple[int, str], Tensor]]]
-
-
-def steps_on(rank: int, ranks: Ranks, edges: Edges, plan: Plan, batches: list[Any], tie: bool = False) -> Steps:
+def steps_on(rank: int, ranks: Ranks, edges: Edges, plan: Plan, batches: list[Any], tie: bool = False) -> list[Normed]:
     groups = {on: spmd.group(on) for on in dict.fromkeys(ranks)}
     stages = (tied_on if tie else stages_on)(ranks, edges, groups)
-    found = []
     with Pipeline(stages, plan, loss_fn) as pipeline:
-        for batch in batches:
-            for parameter in pipeline.parameters():
-                parameter.grad = None
-            loss = pipeline.step(*batch)
-            norm = pipeline.clip_grad_norm_(1e9).item()
-            found.append((loss, norm, {key: p.grad for key, p in parameters_of(stages, pipeline.local_stages)}))
+        found = [normed_step(pipeline, *batch) for batch in batches]
         pipeline.timeline()
     return found
-
-
-def parameters_of(stages: Stages, which: Any) -> Iterator[tuple[tuple[int, str], nn.Parameter]]:
-    for stage in which:
-        for name, parameter in stages[stage].named_parameters():
-            yield (stage, name), parameter
 
 
 CASES: dict[str, tuple[Ranks, Edges]] = {
@@ -78,24 +60,7 @@ def test_stages_on_several_ranks(pool: Pool, case: str, split: bool) -> None:
     batches = [batch_of(4, seed) for seed in (1, 2)]
     by_rank = pool.run(4, steps_on, ranks, edges, plan, batches)
     serial = stages_on(ranks, edges, {})
-    assert_right(by_rank, serial, ranks, batches)
-
-
-def assert_right(by_rank: list[Steps], serial: Stages, ranks: Ranks, batches: list[Any]) -> None:
-    """Losses, norms and each rank's part of the gradients are the unsplit model's."""
-    for step, batch in enumerate(batches):
-        for _, parameter in serial.named_parameters():
-            parameter.grad = None
-        loss = loss_fn(serial.run(batch[0]), batch[1])
-        loss.backward()
-        norm = nn.utils.get_total_norm([p.grad for _, p in serial.named_parameters() if p.grad is not None])
-        for rank, steps in enumerate(by_rank):
-            assert abs(steps[step][0] - loss.item()) < 1e-10
-            assert abs(steps[step][1] - norm) < 1e-10
-            for (stage, name), gradient in steps[step][2].items():
-                whole = serial[stage].get_parameter(name).grad
-                own = own_part(whole, gradient, sorted(ranks[stage]).index(rank))
-                torch.testing.assert_close(gradient, own, rtol=1e-10, atol=1e-10)
+    assert_equal_normed(by_rank, serial, batches, lambda rank, stage: sorted(ranks[stage]).index(rank))
 
 
 def test_one_dropout_on_all_ranks_of_a_stage(pool: Pool) -> None:
@@ -123,7 +88,8 @@ def test_tied_parts(pool: Pool, case: str) -> None:
         return
     batch = batch_of(4)
     by_rank = pool.run(4, steps_on, ranks, edges, plan, [batch], True)
-    assert_right(by_rank, tied_on(ranks, edges, {}), ranks, [batch])
+    serial = tied_on(ranks, edges, {})
+    assert_equal_normed(by_rank, serial, [batch], lambda rank, stage: sorted(ranks[stage]).index(rank))
 
 
 def tied_on(ranks: Ranks, edges: Edges, groups: dict[tuple[int, ...], spmd.Group]) -> Stages:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import signal
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,41 +13,20 @@ import torch
 from torch import Tensor, nn
 
 import rota
-from rota import Cluster, Costs, Pipeline, PipelineError, Plan, StepHandle, place
+from rota import Pipeline, StepHandle
 from rota.runtime.execution import forwards_of
-from rota.schedules import one_f_one_b
-from support.networks import ROWS, Layer, batch_of, chain
+from runtime.test_nonfinite_loss import batch_with
+from support.networks import batch_of, chain, clear, plan_for, refusal, stages_of
 from support.pool import Pool
 
 N = 4
 APPLIED = "With wait=False the gradients of this step may have been applied already"
 
 
-def plan_for(num_ranks: int) -> Plan:
-    return one_f_one_b(place(Costs.uniform(num_ranks), Cluster.uniform(num_ranks)), N)
-
-
-# --- one rank's steps -------------------------------------------------------------------------------------------------
-
-
-def refused() -> tuple[float, bool]:
-    raise PipelineError("refused")
-
-
-# --- pipelines --------------------------------------------------------------------------------------------------------
-
-
-class Weighed(nn.Module):
-    """A layer that adds a loss, with a count that is a tensor where `counted`."""
-
-    def __init__(self, counted: bool) -> None:
-        super().__init__()
-        self.layer, self.counted = Layer().double(), counted
-
-    def forward(self, x: Tensor) -> Tensor:
-        rota.add_loss(0.1 * x.square().mean(), (x[:, 0] > -9).sum() if self.counted else None)
-        y: Tensor = self.layer(x)
-        return y
+def adds_loss(counted: bool, linear: nn.Linear, x: Tensor) -> Tensor:
+    """With a count that is a tensor where `counted`."""
+    rota.add_loss(0.1 * x.square().mean(), (x[:, 0] > -9).sum() if counted else None)
+    return torch.tanh(linear(x)) + x
 
 
 def mean_loss(output: Tensor, target: Tensor) -> Tensor:
@@ -74,16 +54,13 @@ FORMS: dict[str, Callable[..., Any]] = {
 }
 
 
-def stages_of(form: str) -> rota.Stages:
-    torch.manual_seed(0)
-    if "added" not in form:
-        return chain(2)
-    return rota.Stages([Weighed("count" in form) for _ in range(2)])
+def stages_for(form: str) -> rota.Stages:
+    return stages_of(*[partial(adds_loss, "count" in form)] * 2) if "added" in form else chain(2)
 
 
 def trained(rank: int, form: str, waits: bool) -> tuple[list[float], dict[str, float], list[Tensor]]:
     """Six steps, of which two accumulate; a handle is waited for once the next step was begun."""
-    with Pipeline(stages_of(form), plan_for(2), FORMS[form]) as pipeline:
+    with Pipeline(stages_for(form), plan_for(2), FORMS[form]) as pipeline:
         optimizer = torch.optim.SGD([*pipeline.parameters()], lr=0.1)
         losses: list[float] = []
         handles: list[StepHandle] = []
@@ -105,7 +82,6 @@ def trained(rank: int, form: str, waits: bool) -> tuple[list[float], dict[str, f
         return losses, pipeline.metrics, [parameter.detach().clone() for parameter in pipeline.parameters()]
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize("form", FORMS)
 def test_values_are_those_of_steps_that_wait(pool: Pool, form: str) -> None:
     for waiting, other in zip(pool.run(2, trained, form, True), pool.run(2, trained, form, False), strict=True):
@@ -123,7 +99,6 @@ def forwards(rank: int, has_loss: bool) -> tuple[list[float], list[float]]:
         return [handle.wait() for handle in handles], [pipeline.step(*batch) for batch in batches]
 
 
-@pytest.mark.dist
 def test_forwards_alone(pool: Pool) -> None:
     for found, expected in pool.run(2, forwards, True):
         assert found == expected
@@ -133,13 +108,6 @@ def test_forwards_alone(pool: Pool) -> None:
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------
-
-
-def bad_batch() -> tuple[Tensor, Tensor]:
-    """Micro-batch 1 has a loss of nan."""
-    inputs, targets = batch_of(N)
-    targets.view(N, ROWS, -1)[1] = math.nan
-    return inputs, targets
 
 
 def losses_by_name() -> tuple[dict[str, str], Callable[..., Any]]:
@@ -160,12 +128,6 @@ def losses_by_name() -> tuple[dict[str, str], Callable[..., Any]]:
     return how, loss
 
 
-def told(act: Callable[[], Any]) -> str:
-    with pytest.raises(PipelineError) as error:
-        act()
-    return str(error.value)
-
-
 def waited_for(rank: int, names: list[str]) -> list[str]:
     """What handles tell, each twice; and a step that goes on."""
     how, loss = losses_by_name()
@@ -174,19 +136,17 @@ def waited_for(rank: int, names: list[str]) -> list[str]:
         pipeline.step(*batch_of(N))
         for name in names:
             how["form"] = name if name != "nan" else "counted"
-            handle = pipeline.step(*(bad_batch() if name == "nan" else batch_of(N)), wait=False)
-            found.append(told(handle.wait))
-            assert told(handle.wait) == found[-1]
+            handle = pipeline.step(*(batch_with(m1=math.nan) if name == "nan" else batch_of(N)), wait=False)
+            found.append(refusal(handle.wait))
+            assert refusal(handle.wait) == found[-1]
             assert handle.is_done
-            for parameter in pipeline.parameters():
-                parameter.grad = None
+            clear(pipeline)
         how["form"] = "counted"
         assert math.isfinite(pipeline.step(*batch_of(N), wait=False).wait())
         assert all(bool(p.grad.isfinite().all()) for p in pipeline.parameters() if p.grad is not None)
     return found
 
 
-@pytest.mark.dist
 def test_handles_tell_what_steps_would_have_raised(pool: Pool) -> None:
     by_rank = pool.run(2, waited_for, ["nan", "zero", "mean"])
     for found in by_rank:
@@ -205,15 +165,14 @@ def nobody_waits(rank: int, then: str) -> str:
     def run() -> None:
         with Pipeline(chain(2), plan_for(2), mean_loss) as pipeline:
             pipeline.step(*batch_of(N))
-            pipeline.step(*bad_batch(), wait=False)
+            pipeline.step(*batch_with(m1=math.nan), wait=False)
             if then != "close":
                 options = {"wait": False} if then == "step" else {}
                 (pipeline.evaluate if then == "evaluate" else pipeline.step)(*batch_of(N), **options)
 
-    return told(run)
+    return refusal(run)
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize("then", ["close", "step", "waiting step", "evaluate"])
 def test_what_nobody_waits_for_is_raised_all_the_same(pool: Pool, then: str) -> None:
     for found in pool.run(2, nobody_waits, then):
@@ -223,10 +182,9 @@ def test_what_nobody_waits_for_is_raised_all_the_same(pool: Pool, then: str) -> 
 
 def only_one_waits(rank: int) -> str:
     with Pipeline(chain(2), plan_for(2), mean_loss) as pipeline:
-        return told(lambda: pipeline.step(*batch_of(N), wait=rank == 0))
+        return refusal(pipeline.step, *batch_of(N), wait=rank == 0)
 
 
-@pytest.mark.dist
 def test_all_ranks_wait_or_none(pool: Pool) -> None:
     for found in pool.run(2, only_one_waits):
         assert "rank 0 calls step(); rank 1 calls step(wait=False)" in found
@@ -249,7 +207,6 @@ def asked_to_stop(rank: int) -> list[bool]:
     return found
 
 
-@pytest.mark.dist
 def test_all_ranks_stop_alike(pool: Pool) -> None:
     first, second = pool.run(2, asked_to_stop)
     assert first == second

@@ -39,14 +39,6 @@ def supervisor(monkeypatch: pytest.MonkeyPatch) -> Iterator[socket.socket]:
     control._line.connection.close()  # by the same number
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.s = 0.0
-
-    def __call__(self) -> float:
-        return self.s
-
-
 def send(number: int) -> None:
     os.kill(os.getpid(), number)
 
@@ -68,14 +60,14 @@ def test_a_signal_is_noted_and_passed_on(heard: list[int], number: signal.Signal
 
 
 def test_signals_soon_after_the_first_are_the_same_request(heard: list[int]) -> None:
-    clock = Clock()
-    stops = StopRequests(is_first=False, now=clock)
+    clock_s = [0.0]
+    stops = StopRequests(is_first=False, now=lambda: clock_s[0])
     stops.listen()
     send(signal.SIGTERM)
-    clock.s = SAME_REQUEST_S
+    clock_s[0] = SAME_REQUEST_S
     send(signal.SIGTERM)
     handler = signal.getsignal(signal.SIGTERM)
-    clock.s = SAME_REQUEST_S + 0.1
+    clock_s[0] = SAME_REQUEST_S + 0.1
     send(signal.SIGTERM)  # what was there before is there again, and gets it
     assert signal.getsignal(signal.SIGTERM) != handler
     assert heard == [signal.SIGTERM] * 3

@@ -13,12 +13,11 @@ from torch.distributed.fsdp import fully_shard
 import rota
 from rota import Cluster, Costs, Pipeline, PipelineError, Plan, Stages, place
 from rota.schedules import NAMED
-from support.networks import ROWS, WIDTH, StepResult, assert_equal_steps, batch_of, gradients_of, loss_fn
+from support.networks import ROWS, WIDTH, assert_as_unsplit, batch_of, clear, loss_fn, serial_microbatches
+from support.odd_stages import Calls
 from support.pool import Pool
 from support.random_plans import random_plan
 from support.sampling import some
-
-pytestmark = pytest.mark.dist
 
 NEVER, SOMETIMES, ALWAYS = "never", "sometimes", "always"
 
@@ -77,41 +76,11 @@ def numbered(num_microbatches: int, seed: int, used: list[bool]) -> tuple[Tensor
     return x, target
 
 
-def by_microbatches(stages: Stages, batch: tuple[Tensor, Tensor], num_microbatches: int) -> StepResult:
-    """The unsplit model."""
-    for module in stages.modules:
-        module.zero_grad(set_to_none=True)
-    total = 0.0
-    for x, target in zip(*(each.chunk(num_microbatches) for each in batch), strict=True):
-        loss = loss_fn(stages.run(x), target) / num_microbatches
-        loss.backward()
-        total += loss.item()
-    return StepResult(total, gradients_of(stages, range(len(stages))))
-
-
-def steps_of(rank: int, cases: list[tuple[Stages, Plan, list[Any], dict[str, Any]]]) -> list[list[StepResult]]:
-    del rank
-    found = []
-    for stages, plan, batches, options in cases:
-        found.append([])
-        with Pipeline(stages, plan, loss_fn, **options) as pipeline:
-            for batch in batches:
-                for parameter in pipeline.parameters():
-                    parameter.grad = None
-                loss = pipeline.step(*batch)
-                of_copies = gradients_of(pipeline.stages, pipeline.local_stages)
-                found[-1].append(StepResult(loss, {(s % len(stages), name): g for (s, name), g in of_copies.items()}))
-    return found
-
-
-def run_and_compare(pool: Any, num_ranks: int, cases: list[tuple[Stages, Plan, list[Any], dict[str, Any]]]) -> None:
-    by_rank = pool.run(num_ranks, steps_of, cases)
-    for case, (stages, plan, batches, _) in enumerate(cases):
-        for step, batch in enumerate(batches):
-            serial = by_microbatches(stages, batch, plan.num_microbatches)
-            if not any(task.kind.makes_weight_gradients for task in plan.placement.tasks):
-                serial.gradients.clear()
-            assert_equal_steps([results[case][step] for results in by_rank], serial)
+def run_and_compare(pool: Any, num_ranks: int, seeds: range) -> None:
+    """In every other case, each step uses other values; else all steps use the same."""
+    for changes in (False, True):
+        cases = [graph_case(seed, num_ranks) for seed in seeds if seed % 2 == changes]
+        assert_as_unsplit(pool, num_ranks, cases, by_microbatches=True, dynamic_shapes=changes)
 
 
 def drawn_uses(rng: random.Random, num_microbatches: int) -> list[bool]:
@@ -119,46 +88,31 @@ def drawn_uses(rng: random.Random, num_microbatches: int) -> list[bool]:
     return [rng.random() < chance for _ in range(num_microbatches)]
 
 
-def graph_case(seed: int, num_ranks: int) -> tuple[Stages, Plan, list[Any], dict[str, Any]]:
-    """In every other case, each step uses other values; else all steps use the same."""
+def graph_case(seed: int, num_ranks: int) -> tuple[Stages, Plan, list[Any]]:
     rng = random.Random(f"steps {seed}")
     edges, plan = random_plan(seed, num_ranks)
     n = plan.num_microbatches
     uses, changes = drawn_uses(rng, n), seed % 2 == 1
     batches = [numbered(n, step, drawn_uses(rng, n) if changes else uses) for step in range(3)]
-    return random_branches(plan.num_stages, edges, seed), plan, batches, {"dynamic_shapes": changes}
+    return random_branches(plan.num_stages, edges, seed), plan, batches
 
 
 def test_random_graphs(pool: Pool) -> None:
-    run_and_compare(pool, 3, [graph_case(seed, 3) for seed in range(some(80))])
+    run_and_compare(pool, 3, range(some(80)))
 
 
 # --- transitions ------------------------------------------------------------------------------------------------------
 
 
-class Two(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        return self.a(x), self.b(x)
-
-
-class One(nn.Module):
+def use_some(stage: Any, pair: tuple[Tensor, Tensor], x: Tensor) -> Tensor:
     """Uses the second value if the first element of its first micro-batch says so."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.c = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, pair: tuple[Tensor, Tensor], x: Tensor) -> Tensor:
-        return self.c(pair[0] + pair[1] if x[0, 0] > 0 else pair[0])
+    return stage.c(pair[0] + pair[1] if x[0, 0] > 0 else pair[0])
 
 
 def two_stages() -> Stages:
     torch.manual_seed(0)
-    return Stages([Two().double(), One().double()], inputs=[(0,), (0,)])
+    two = Calls(lambda s, x: (s.a(x), s.b(x)), a=nn.Linear(WIDTH, WIDTH), b=nn.Linear(WIDTH, WIDTH))
+    return Stages([two.double(), Calls(use_some, c=nn.Linear(WIDTH, WIDTH)).double()], inputs=[(0,), (0,)])
 
 
 def plan_on(num_ranks: int, num_microbatches: int = 2) -> Plan:
@@ -167,12 +121,10 @@ def plan_on(num_ranks: int, num_microbatches: int = 2) -> Plan:
 
 def some_steps(rank: int, used: list[list[bool]], dynamic_shapes: bool) -> list[Any]:
     """By step the names of the weights of this rank without a gradient, or the error."""
-    del rank
     stages, found = two_stages(), []
     with Pipeline(stages, plan_on(2), loss_fn, dynamic_shapes=dynamic_shapes) as pipeline:
         for step, uses in enumerate(used):
-            for parameter in pipeline.parameters():
-                parameter.grad = None
+            clear(pipeline)
             try:
                 pipeline.step(*numbered(2, step, uses))
             except PipelineError as error:
@@ -206,7 +158,6 @@ def test_a_value_that_is_not_used_any_more(pool: Pool) -> None:
 
 def trained(rank: int, num_ranks: int, dp: int, shards: bool) -> tuple[dict[str, Tensor], list[float]]:
     """Weights and norms after steps of AdamW, whose decay changes what has gradients of zeros."""
-    del rank
     mesh, stages = rota.mesh(pp=num_ranks, dp=dp), two_stages()
     if shards:
         # Not the second, as FSDP itself gives zeros for what a module does not use of its inputs.
@@ -246,7 +197,7 @@ def test_training_with_weight_decay(pool: Pool, num_ranks: int, dp: int, shards:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5)
     norms = []
     for step in range(3):
-        by_microbatches(stages, mesh_batch(step, dp, shards), 2 * dp)
+        serial_microbatches(stages, mesh_batch(step, dp, shards), 2 * dp)
         norms.append(nn.utils.clip_grad_norm_(model.parameters(), 0.1).item())
         optimizer.step()
     expected = stages[0].state_dict() | stages[1].state_dict()
@@ -259,26 +210,11 @@ def test_training_with_weight_decay(pool: Pool, num_ranks: int, dp: int, shards:
 
 def test_verify_compares_none_with_none() -> None:
     """A stage made by hand that gives zeros where the unsplit model has no gradient."""
-
-    class Zeros(One):
-        def forward(self, pair: tuple[Tensor, Tensor], x: Tensor) -> Tensor:
-            return self.c(pair[0] + 0 * pair[1])
-
     stages = two_stages()
-    model = Unsplit(*stages.modules)
+    model = Calls(lambda s, x: s.second(s.first(x), x), first=stages[0], second=stages[1])
     batch = numbered(4, 0, [False] * 4)
     assert rota.verify(stages, model, *batch, loss_fn=loss_fn, num_microbatches=2).exact
-    zeros = Zeros().double()
-    zeros.load_state_dict(stages[1].state_dict())
+    zeros = Calls(lambda s, pair, _: s.c(pair[0] + 0 * pair[1]), c=stages[1].c)
     found = rota.verify(stages.with_modules([stages[0], zeros]), model, *batch, loss_fn=loss_fn, num_microbatches=2)
     assert not found.exact
     assert "a gradient in stage 0, but none in the unsplit model" in found.to_text()
-
-
-class Unsplit(nn.Module):
-    def __init__(self, first: nn.Module, second: nn.Module) -> None:
-        super().__init__()
-        self.first, self.second = first, second
-
-    def forward(self, x: Tensor) -> Any:
-        return self.second(self.first(x), x)

@@ -306,7 +306,6 @@ def train_wrongly(rank: int) -> list[tuple[int, str]]:
     ]
 
 
-@pytest.mark.dist
 def test_mistakes_of_a_loop_are_refused_on_all_ranks(pool: Pool) -> None:
     by_rank = pool.run(2, train_wrongly)
     assert by_rank[0] == by_rank[1]
@@ -321,7 +320,6 @@ def test_mistakes_of_a_loop_are_refused_on_all_ranks(pool: Pool) -> None:
     assert right == [(4, "")] * 3
 
 
-@pytest.mark.dist
 def test_an_update_on_some_ranks_only_is_refused_on_all(pool: Pool) -> None:
     by_rank = pool.run(2, update_on_some_ranks)
     assert by_rank[0] == by_rank[1]
@@ -335,7 +333,6 @@ def test_an_update_on_some_ranks_only_is_refused_on_all(pool: Pool) -> None:
         assert alike == (4, "")
 
 
-@pytest.mark.dist
 def test_rounds_frozen_ranks_and_evaluations_are_right(pool: Pool) -> None:
     losses = pool.run(2, accumulate)
     assert losses[0] == losses[1]

@@ -8,9 +8,7 @@ from types import ModuleType
 import pytest
 
 from runtime import (
-    test_added_losses,
     test_boundaries,
-    test_dtypes_and_frozen,
     test_losses,
     test_plans_per_step,
     test_timeline,
@@ -21,9 +19,7 @@ from support.sim_device.pool import SimPool
 pytestmark = [pytest.mark.dist, pytest.mark.sweep]  # test_numbers and test_pipeline have a core of them
 
 MODULES = (
-    test_added_losses,
     test_boundaries,
-    test_dtypes_and_frozen,
     test_losses,
     test_plans_per_step,
     test_timeline,
@@ -34,6 +30,7 @@ LEFT_OUT = {
     "test_each_span_holds_what_its_op_did_and_takes_no_less_than_that": "operations take many times longer here",
     "test_writing_into_what_is_received": "autograd lets only plain tensors be written to there",
     "test_writing_by_functions_into_what_is_received": "the same",
+    "test_writing_into_what_is_received_and_recomputed_from_is_refused": "the same",
 }
 #: A gradient that was changed between two steps of a round may have been zeroed: the host looks.
 ZEROED = ("loss_counts.py", "shared_weights.py")

@@ -48,7 +48,6 @@ def test_a_wrong_gradient_is_noticed(pool: Pool) -> None:
 
 
 def with_a_wrong_weight(rank: int, device: torch.device) -> float:
-    del rank
     plan = exactness.named("1f1b", 1)
 
     def change(stages: Any) -> None:

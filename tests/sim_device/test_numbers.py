@@ -14,10 +14,11 @@ from torch import Tensor, nn
 import rota
 from rota import Pipeline, PipelineError
 from rota.runtime.precision import ambient_autocast, without_autocast
-from runtime import test_added_losses, test_losses, test_nonfinite_loss, test_step_handles
+from runtime import test_losses, test_nonfinite_loss, test_step_handles
 from runtime.reducing import test_loss_counts, test_norms
-from runtime.test_step_handles import APPLIED, FORMS, N, bad_batch, losses_by_name, plan_for, stages_of, told
-from support.networks import batch_of, chain, loss_fn
+from runtime.test_nonfinite_loss import batch_with
+from runtime.test_step_handles import APPLIED, FORMS, N, losses_by_name, stages_for
+from support.networks import batch_of, chain, loss_fn, plan_for, refusal
 from support.pool import Pool
 from support.sim_device.pool import SimPool
 
@@ -39,10 +40,10 @@ def sim_pool(pool: Pool) -> SimPool:
         test_losses.test_low_precision_does_not_overflow,
         test_loss_counts.test_two_ranks,
         pytest.param(test_loss_counts.test_unequal_counts_on_replicas, marks=pytest.mark.sweep),
-        pytest.param(test_added_losses.test_two_ranks, marks=pytest.mark.sweep),
-        test_added_losses.test_replicas,
-        test_added_losses.test_a_stage_may_be_trained_by_its_added_loss_alone,
-        test_added_losses.test_counts_must_fit_the_loss,
+        pytest.param(test_losses.test_added_losses, marks=pytest.mark.sweep),
+        test_losses.test_added_losses_of_replicas,
+        test_losses.test_a_stage_may_be_trained_by_its_added_loss_alone,
+        test_losses.test_counts_must_fit_the_loss,
         test_nonfinite_loss.test_replicas_and_streams_name_the_rank,
         test_step_handles.test_all_ranks_wait_or_none,
         test_step_handles.test_forwards_alone,
@@ -88,7 +89,7 @@ def no_syncs(reads: int = 0) -> Iterator[None]:
 
 def trained(rank: int, form: str, waits: bool, scaled: bool) -> tuple[list[float], dict[str, float], list[list[float]]]:
     """Five steps of Adam with clipping, under autocast and with a scaler where `scaled`, whose third step overflows."""
-    with simulated(f"rank {rank}"), Pipeline(stages_of(form).to("sim"), plan_for(2), FORMS[form]) as pipeline:
+    with simulated(f"rank {rank}"), Pipeline(stages_for(form).to("sim"), plan_for(2), FORMS[form]) as pipeline:
         batches = [tuple(tensor.to("sim") for tensor in batch_of(N, seed)) for seed in range(5)]
         optimizer = torch.optim.Adam([*pipeline.parameters()], lr=0.1)
         scaler = torch.amp.GradScaler("sim", init_scale=4.0, growth_interval=1) if scaled else None
@@ -139,9 +140,9 @@ def scales_differ(rank: int, waits: bool) -> list[str]:
         pipeline.step(*batch)
         scaler = torch.amp.GradScaler("sim", init_scale=4.0 * (1 + rank))
         step = pipeline.step(*batch, scaler=scaler, wait=False) if not waits else None
-        found.append(told(step.wait if step is not None else lambda: pipeline.step(*batch, scaler=scaler)))
+        found.append(refusal(step.wait if step is not None else lambda: pipeline.step(*batch, scaler=scaler)))
         scaler.update()
-        found.append(told(lambda: pipeline.step(*batch, scaler=scaler if rank else None)))
+        found.append(refusal(pipeline.step, *batch, scaler=scaler if rank else None))
     return found
 
 
@@ -164,7 +165,7 @@ def refused(rank: int, name: str, is_fast: bool) -> tuple[str, int]:
     num_steps = 0
     with simulated(f"rank {rank}", is_fast=is_fast):
         pipeline = Pipeline(chain(2).to("sim"), plan_for(2), loss)
-        batch, bad = ([tensor.to("sim") for tensor in of] for of in (batch_of(N), bad_batch()))
+        batch, bad = ([tensor.to("sim") for tensor in of] for of in (batch_of(N), batch_with(m1=math.nan)))
         pipeline.step(*batch)
         how["form"] = "counted" if name == "nan" else name
         pipeline.step(*(bad if name == "nan" else batch), wait=False)

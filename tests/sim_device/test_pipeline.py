@@ -16,10 +16,10 @@ from runtime import (
     test_spmd,
     test_unused_outputs,
 )
-from runtime.gradients import test_recompute_training, test_split_backward_training
+from runtime.gradients import test_recompute
 from runtime.reducing import test_replicas, test_shared_weights
 from support.device_orders import OF_ANY_MODEL, family_plans
-from support.networks import assert_equal_steps, batch_of, chain, pipeline_steps, serial_step
+from support.networks import assert_equal_steps, batch_of, chain, pipeline_steps, serial_step, trains
 from support.pool import Pool
 from support.sampling import some
 from support.sim_device.pool import SimPool
@@ -52,7 +52,7 @@ def test_every_family(sim_pool: SimPool, family: Family, num_ranks: int) -> None
             for result in results:
                 result.gradients = {(stage % num_stages, name): g for (stage, name), g in result.gradients.items()}
             serial = serial_step(chain(num_stages), *batch)
-            if not test_random_orders.trains(plan):
+            if not trains(plan):
                 serial.gradients.clear()
             assert_equal_steps(results, serial)
 
@@ -77,8 +77,7 @@ def test_values_between_stages(sim_pool: SimPool, case: str) -> None:
 def test_values_that_nobody_uses(pool: Pool) -> None:
     """The stages ask which micro-batch they have, and wait for that."""
     sim_pool = SimPool(pool, (*ZEROED, "test_unused_outputs.py"))
-    cases = [test_unused_outputs.graph_case(seed, 2) for seed in range(some(16))]
-    test_unused_outputs.run_and_compare(sim_pool, 2, cases)
+    test_unused_outputs.run_and_compare(sim_pool, 2, range(some(16)))
 
 
 @pytest.mark.parametrize("case", test_shared_weights.TIED)
@@ -94,11 +93,10 @@ def test_both_directions(sim_pool: SimPool, case: str) -> None:
 @pytest.mark.parametrize(
     "test",
     [
-        test_shared_weights.test_gradients_of_earlier_steps_are_summed_once,
         test_shared_weights.test_frozen_ties_stay_without_gradients,
-        test_recompute_training.test_split_backwards_and_some_stages,
-        test_recompute_training.test_beside_stages_that_the_plan_recomputes,
-        test_split_backward_training.test_recomputation_repeats_dropout_and_leaves_buffers,
+        test_recompute.test_split_backwards_and_some_stages,
+        test_recompute.test_beside_stages_that_the_plan_recomputes,
+        test_recompute.test_recomputation_by_the_plan,
         test_replicas.test_odd_parameters,
         test_replicas.test_evaluation_of_replicas,
         test_replicas.test_dropout_differs_between_replicas_and_is_one_on_all_parts,
@@ -109,7 +107,7 @@ def test_as_on_the_cpu(sim_pool: SimPool, test: Callable[[SimPool], None]) -> No
     test(sim_pool)
 
 
-@pytest.mark.parametrize(("pp", "dp"), [(1, 2), (2, 2)])
+@pytest.mark.parametrize(("pp", "dp"), [(1, 2), (2, 2), (3, 1)])
 def test_replicas_that_accumulate(sim_pool: SimPool, pp: int, dp: int) -> None:
     test_replicas.test_gradients_add_up_over_steps_with_and_without_sync(sim_pool, pp, dp)  # type: ignore[arg-type]
 

@@ -7,7 +7,6 @@ import re
 import signal
 import socket
 import stat
-import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -126,16 +125,11 @@ def prepare(fault: Fault, pipeline: Pipeline, stages: Stages) -> None:
     hooks[op] = act
 
 
-def _break(*_: Any, **__: Any) -> Any:
-    raise ValueError("broken on purpose")
+def _raises(error: BaseException) -> Callable[..., Any]:
+    def act(*_: Any, **__: Any) -> Any:
+        raise error
 
-
-def _interrupt(*_: Any, **__: Any) -> Any:
-    raise KeyboardInterrupt
-
-
-def _fill_the_disk(*_: Any, **__: Any) -> Any:
-    raise OSError(28, "No space left on device")
+    return act
 
 
 def _kill_process(process: int) -> None:
@@ -158,10 +152,10 @@ def _shut_sockets(*_: Any, **__: Any) -> None:
 _ACTS: dict[str, Callable[..., Any]] = {
     "kill": lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL),
     "stop": lambda *_, **__: os.kill(os.getpid(), signal.SIGSTOP),
-    "raise": _break,
-    "interrupt": _interrupt,
-    "exit": lambda *_, **__: sys.exit(3),
-    "fill": _fill_the_disk,
+    "raise": _raises(ValueError("broken on purpose")),
+    "interrupt": _raises(KeyboardInterrupt()),
+    "exit": _raises(SystemExit(3)),
+    "fill": _raises(OSError(28, "No space left on device")),
     "shut": _shut_sockets,
 }
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
-from rota import Pipeline, Plan, Stages
+from rota import Cluster, Costs, Kind, Pipeline, PipelineError, Plan, Stages, place
+from rota.schedules import NAMED
+from support.pool import LIMIT_S
 
 ROWS, WIDTH = 5, 6
 
@@ -34,6 +38,28 @@ def chain(num_stages: int) -> Stages:
     return graph_of_layers(num_stages, [(i, i + 1) for i in range(num_stages - 1)])
 
 
+class Stage(nn.Module):
+    """A layer and what a function makes of it and the received values."""
+
+    def __init__(self, function: Callable[..., Any], seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.linear = nn.Linear(WIDTH, WIDTH).double()
+        self.function = function
+
+    def forward(self, *values: Any) -> Any:
+        return self.function(self.linear, *values)
+
+
+def stages_of(*functions: Callable[..., Any], **wiring: Any) -> Stages:
+    return Stages([Stage(function, seed) for seed, function in enumerate(functions)], **wiring)
+
+
+def plan_for(num_ranks: int, schedule: str = "1f1b", num_microbatches: int = 4, **costs: Any) -> Plan:
+    """For a chain of one stage per rank."""
+    return NAMED[schedule](place(Costs.uniform(num_ranks, **costs), Cluster.uniform(num_ranks)), num_microbatches)
+
+
 def loss_fn(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return ((output - target) ** 2).mean()
 
@@ -46,13 +72,14 @@ class StepResult:
     gradients: dict[tuple[int, str], torch.Tensor]
 
 
-def batch_of(num_microbatches: int, seed: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
+def rows_of(num_rows: int, seed: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    shape = (num_microbatches * ROWS, WIDTH)
-    return (
-        torch.randn(shape, generator=generator, dtype=torch.float64),
-        torch.randn(shape, generator=generator, dtype=torch.float64),
-    )
+    inputs, targets = (torch.randn(num_rows, WIDTH, generator=generator, dtype=torch.float64) for _ in range(2))
+    return inputs, targets
+
+
+def batch_of(num_microbatches: int, seed: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
+    return rows_of(num_microbatches * ROWS, seed)
 
 
 def gradients_of(stages: Stages, which: Any) -> dict[tuple[int, str], torch.Tensor]:
@@ -64,6 +91,12 @@ def gradients_of(stages: Stages, which: Any) -> dict[tuple[int, str], torch.Tens
     }
 
 
+def clear(trained: Stages | Pipeline) -> None:
+    """As `zero_grad` does: no gradients are left."""
+    for _, parameter in trained.named_parameters():
+        parameter.grad = None
+
+
 def serial_step(stages: Stages, inputs: Any, targets: Any) -> StepResult:
     """The unsplit model on the whole batch."""
     loss = loss_fn(stages.run(inputs), targets)
@@ -71,17 +104,55 @@ def serial_step(stages: Stages, inputs: Any, targets: Any) -> StepResult:
     return StepResult(loss.item(), gradients_of(stages, range(len(stages))))
 
 
+def serial_microbatches(
+    stages: Stages, batch: Any, num_microbatches: int, loss_fn: Callable[..., torch.Tensor] = loss_fn
+) -> StepResult:
+    """The unsplit model on one micro-batch after another, as a plan has them: where rows mix, or each bit counts."""
+    clear(stages)
+    total = 0.0
+    for x, target in zip(*(part.chunk(num_microbatches) for part in batch), strict=True):
+        loss = loss_fn(stages.run(x), target) / num_microbatches
+        if loss.requires_grad:
+            loss.backward()
+        total += loss.item()
+    return StepResult(total, gradients_of(stages, range(len(stages))))
+
+
+def cleared_step(pipeline: Pipeline, *batch: Any, **options: Any) -> StepResult:
+    """A step of a pipeline on this rank, whose gradients are that step's alone."""
+    clear(pipeline)
+    loss = pipeline.step(*batch, **options)
+    return StepResult(loss, gradients_of(pipeline.stages, pipeline.local_stages))
+
+
 def pipeline_steps(rank: int, stages: Stages, plan: Plan, batches: list[Any], **options: Any) -> list[StepResult]:
     """On each rank: the steps of a pipeline, gradients cleared between them."""
-    del rank
-    results = []
     with Pipeline(stages, plan, loss_fn, **options) as pipeline:
-        for inputs, targets in batches:
-            for parameter in pipeline.parameters():
-                parameter.grad = None
-            loss = pipeline.step(inputs, targets)
-            results.append(StepResult(loss, gradients_of(pipeline.stages, pipeline.local_stages)))
-    return results
+        return [cleared_step(pipeline, *batch) for batch in batches]
+
+
+Cases = Sequence[tuple[Stages, Plan, Sequence[Any]]]  # with the batches of a case's steps
+
+
+def steps_of_each(rank: int, cases: Cases, options: dict[str, Any]) -> list[list[StepResult]]:
+    return [pipeline_steps(rank, *case, **options) for case in cases]
+
+
+def trains(plan: Plan) -> bool:
+    return any(task.kind is not Kind.F for task in plan.placement.tasks)
+
+
+def assert_as_unsplit(
+    pool: Any, num_ranks: int, cases: Cases, *, by_microbatches: bool = False, **options: Any
+) -> None:
+    """Each step of each case has the unsplit model's loss and gradients; `options`: of the pipelines."""
+    by_rank = pool.run(num_ranks, steps_of_each, cases, options, timeout_s=LIMIT_S + 3 * len(cases))
+    for case, (stages, plan, batches) in enumerate(cases):
+        for step, batch in enumerate(batches):
+            serial = serial_microbatches(stages, batch, plan.num_microbatches if by_microbatches else 1)
+            if not trains(plan):
+                serial.gradients.clear()
+            assert_equal_steps([results[case][step] for results in by_rank], serial)
 
 
 def assert_equal_steps(by_rank: list[StepResult], serial: StepResult, tolerance: float = 1e-10) -> None:
@@ -90,6 +161,13 @@ def assert_equal_steps(by_rank: list[StepResult], serial: StepResult, tolerance:
     for result in by_rank:
         assert abs(result.loss - serial.loss) <= tolerance
         found |= result.gradients.keys()
-        for key, gradient in result.gradients.items():
-            torch.testing.assert_close(gradient, serial.gradients[key], rtol=tolerance, atol=tolerance)
+        expected = {key: serial.gradients[key] for key in result.gradients}
+        torch.testing.assert_close(result.gradients, expected, rtol=tolerance, atol=tolerance)
     assert found == serial.gradients.keys()
+
+
+def refusal(act: Callable[..., Any], *arguments: Any, **options: Any) -> str:
+    """What a call is told that must be refused."""
+    with pytest.raises(PipelineError) as error:
+        act(*arguments, **options)
+    return str(error.value)

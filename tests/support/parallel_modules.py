@@ -1,11 +1,15 @@
-"""Modules for a stage on several ranks; without a group each is the whole, with the same weights."""
+"""Modules for a stage on several ranks, without a group the whole ones; and steps, compared by parts."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from rota import spmd
+from rota import Pipeline, Stages, spmd
+from support.networks import StepResult, clear, gradients_of, serial_step
 
 WIDTH, HIDDEN = 6, 12
 
@@ -56,3 +60,38 @@ def own_part(whole: Tensor, part: Tensor, position: int) -> Tensor:
         if whole.shape[dim] != part.shape[dim]:
             return whole.narrow(dim, position * part.shape[dim], part.shape[dim])
     return whole
+
+
+MAX_NORM = 0.1
+Normed = tuple[StepResult, float]  # with the norm of all gradients before they are clipped
+
+
+def normed_step(pipeline: Pipeline, *batch: Any) -> Normed:
+    clear(pipeline)
+    loss = pipeline.step(*batch)
+    norm = pipeline.clip_grad_norm_(MAX_NORM).item()
+    return StepResult(loss, gradients_of(pipeline.stages, pipeline.local_stages)), norm
+
+
+def assert_equal_normed(
+    by_rank: list[list[Normed]],
+    stages: Stages,
+    batches: list[Any],
+    position: Callable[[int, int], int] = lambda rank, stage: 0,
+) -> None:
+    """Losses, norms and clipped gradients are the unsplit model's; a rank has a stage's part at its `position`."""
+    for step, batch in enumerate(batches):
+        clear(stages)
+        loss = serial_step(stages, *batch).loss
+        norm = nn.utils.clip_grad_norm_([p for _, p in stages.named_parameters()], MAX_NORM).item()
+        assert norm > MAX_NORM
+        gradients, found = gradients_of(stages, range(len(stages))), set()
+        for rank, (result, of_rank) in enumerate(results[step] for results in by_rank):
+            assert abs(result.loss - loss) < 1e-10
+            assert abs(of_rank - norm) < 1e-10
+            for (stage, name), gradient in result.gradients.items():
+                key = stage % len(stages), name
+                found.add(key)
+                own = own_part(gradients[key], gradient, position(rank, stage))
+                torch.testing.assert_close(gradient, own, rtol=1e-10, atol=1e-10)
+        assert found == gradients.keys()

@@ -1,4 +1,4 @@
-"""Whether all ranks' devices go together."""
+"""Whether all ranks' devices go together; what hosts send each other stays on the CPU, whatever the default device."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ import pytest
 import torch
 from torch import nn
 
-from rota import PipelineError, Stages
+from rota import Pipeline, PipelineError, Stages
 from rota.runtime.device.choosing import Placed, describe_placed, device_of, placed_on, refuse_mixed
 from rota.runtime.device.host import HostDevice
+from support.networks import batch_of, chain, loss_fn, plan_for, serial_step
+from support.pool import Pool
 
 
 def on_cuda(number: int, host: str = "a", unit: str = "") -> Placed:
@@ -58,3 +60,23 @@ def test_the_device_of_stages() -> None:
     assert describe_placed(stages, lambda: [1]) == Placed()
     for stage in (2, 3):
         assert "has no memory (it is on meta)" in describe_placed(stages, lambda stage=stage: [stage]).error  # type: ignore[misc]
+
+
+# --- `torch.set_default_device` is the user's -------------------------------------------------------------------------
+
+
+def step_under_another_default(rank: int) -> tuple[float, float]:
+    batch = batch_of(4)
+    stages = chain(2)
+    with torch.device("meta"), Pipeline(stages, plan_for(2), loss_fn) as pipeline:
+        losses = [pipeline.step(*batch) for _ in range(2)]
+        pipeline.clip_grad_norm_(1.0)
+        pipeline.evaluate(*batch)
+        pipeline.timeline()
+    assert losses[0] == losses[1]
+    return losses[0], serial_step(chain(2), *batch).loss
+
+
+def test_a_default_device_of_another_type(pool: Pool) -> None:
+    for loss, serial in pool.run(2, step_under_another_default):
+        assert abs(loss - serial) < 1e-10

@@ -9,17 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from rota import Cluster, Costs, Pipeline, Plan, Stages, place
-from rota.schedules import NAMED
-from support.networks import (
-    ROWS,
-    WIDTH,
-    batch_of,
-    loss_fn,
-)
+from rota import Pipeline, Plan, Stages
+from support.networks import WIDTH, batch_of, cleared_step, loss_fn, plan_for, serial_microbatches
 from support.pool import Pool
-
-pytestmark = pytest.mark.dist
 
 NUM_MICROBATCHES, NUM_STEPS = 4, 3
 PATIENT_S = 600.0  # a busy machine takes minutes to compile a stage, and its neighbours wait for the first micro-batch
@@ -57,7 +49,6 @@ def state_of(stages: Stages, which: Any) -> dict[tuple[int, str], Tensor]:
 
 
 def steps_of(rank: int, cases: list[tuple[Plan, str]], backend: str, autocast: bool, wrapped: bool) -> list[list[Step]]:
-    del rank
     torch._dynamo.reset()
     torch._inductor.config.compile_threads = 1  # in this process, not in a pool of its own
     dtype, results = torch.float32 if autocast else torch.float64, []
@@ -68,16 +59,13 @@ def steps_of(rank: int, cases: list[tuple[Plan, str]], backend: str, autocast: b
         else:
             for module in stages.modules:
                 module.compile(backend=backend)
-        of_case = []
+        results.append([])
         with Pipeline(stages, plan, loss_fn, recompute=recompute, timeout_s=PATIENT_S) as pipeline:
             for seed in range(NUM_STEPS):
-                for parameter in pipeline.parameters():
-                    parameter.grad = None
-                x, y = (t.to(dtype) for t in batch_of(NUM_MICROBATCHES, seed))
+                batch = [t.to(dtype) for t in batch_of(NUM_MICROBATCHES, seed)]
                 with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-                    loss = pipeline.step(x, y)
-                of_case.append((loss, state_of(stages, pipeline.local_stages)))
-        results.append(of_case)
+                    loss = cleared_step(pipeline, *batch).loss
+                results[-1].append((loss, state_of(stages, pipeline.local_stages)))
     return results
 
 
@@ -86,41 +74,29 @@ def serial_steps(num_stages: int, autocast: bool) -> list[Step]:
     dtype = torch.float32 if autocast else torch.float64
     stages, results = make_stages(num_stages, dtype), []
     for seed in range(NUM_STEPS):
-        for module in stages.modules:
-            module.zero_grad(set_to_none=True)
-        total = 0.0
-        for x, y in zip(*(t.to(dtype).split(ROWS) for t in batch_of(NUM_MICROBATCHES, seed)), strict=True):
-            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-                loss = loss_fn(stages.run(x), y) / NUM_MICROBATCHES
-            loss.backward()
-            total += loss.item()
-        results.append((total, state_of(stages, range(num_stages))))
+        batch = [t.to(dtype) for t in batch_of(NUM_MICROBATCHES, seed)]
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            loss = serial_microbatches(stages, batch, NUM_MICROBATCHES).loss
+        results.append((loss, state_of(stages, range(num_stages))))
     return results
-
-
-def plan_for(schedule: str, num_stages: int, **more: Any) -> Plan:
-    costs = Costs.uniform(num_stages, 10, 10 if schedule == "zb_h1" else 20, **more)
-    return NAMED[schedule](place(costs, Cluster.uniform(num_stages)), NUM_MICROBATCHES)
 
 
 def assert_equal(by_rank: list[list[list[Step]]], serial: list[Step], **tolerance: float) -> None:
     for case in range(len(by_rank[0])):
         for step, (loss, expected) in enumerate(serial):
             found = {key: value for results in by_rank for key, value in results[case][step][1].items()}
-            assert found.keys() == expected.keys()
+            torch.testing.assert_close(found, expected, **tolerance)
             for results in by_rank:
                 torch.testing.assert_close(results[case][step][0], loss, **tolerance)
-            for key, value in expected.items():
-                torch.testing.assert_close(found[key], value, **tolerance)
 
 
 @pytest.mark.parametrize("wrapped", [True, False], ids=["torch.compile(stage)", "stage.compile()"])
 def test_compiled_stages(pool: Pool, wrapped: bool) -> None:
     cases = [
-        (plan_for("1f1b", 2), "none"),
-        (plan_for("zb_h1", 2, weight_us=10), "none"),
-        (plan_for("zb_h1", 2, weight_us=10, recompute_us=10), "none"),
-        (plan_for("zb_h1", 2, weight_us=10), "full"),
+        (plan_for(2), "none"),
+        (plan_for(2, "zb_h1", weight_us=10), "none"),
+        (plan_for(2, "zb_h1", weight_us=10, recompute_us=10), "none"),
+        (plan_for(2, "zb_h1", weight_us=10), "full"),
     ]
     found = pool.run(2, steps_of, cases, "aot_eager", False, wrapped)
     assert_equal(found, serial_steps(2, autocast=False), rtol=1e-10, atol=1e-10)
@@ -131,6 +107,6 @@ def test_compiled_stages(pool: Pool, wrapped: bool) -> None:
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler, and finds no g++")
 @pytest.mark.sweep
 def test_inductor(pool: Pool) -> None:
-    cases = [(plan_for("zb_h1", 2, weight_us=10), "none")]
+    cases = [(plan_for(2, "zb_h1", weight_us=10), "none")]
     found = pool.run(2, steps_of, cases, "inductor", False, True, timeout_s=PATIENT_S)
     assert_equal(found, serial_steps(2, autocast=False), rtol=1e-10, atol=1e-10)

@@ -12,7 +12,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from rota.models import Stages
-from rota.runtime.gradients.forward_backward import Kept, backward, backward_inputs, forward
+from rota.runtime.gradients.forward_backward import Kept, backward, backward_inputs, forward, keep_loss
 from rota.runtime.gradients.split_backward import WeightWork
 from rota.runtime.messages import flatten, over_tensors
 from support.odd_stages import IN_PLACE, ROWS, STAGES, WIDTH, Calls, Counted, linear, weight
@@ -119,32 +119,19 @@ def test_writing_into_what_is_received_copies_nothing_and_is_counted(name: str, 
     assert received._version == version
 
 
-def test_values_of_any_structure() -> None:
-    """Tuples and dicts with integers, None, an input that is not used and one that wants no gradient."""
-
-    def call(stage: Any, pair: Any, extra: Any) -> Any:
-        x, (y, _), tokens = pair
-        return {"sum": stage.a(x) + y * stage.w + stage.table(tokens), "n": 3, "extra": (extra["z"] + 1, None)}
-
-    torch.manual_seed(3)
-    module = Calls(call, a=linear(), w=weight(WIDTH), table=nn.Embedding(4, WIDTH)).double()
-
-    def received() -> tuple[Any, Any]:
-        pair = (received_tensor(), [received_tensor(), received_tensor()], torch.arange(ROWS) % 4)
-        return pair, {"z": received_tensor(wants_gradient=False), "no": None}
-
-    first, second = received()
-    output = module(first, second)
-    torch.autograd.backward([output["sum"]], random_like(output))
-    expected = [tensor.grad for tensor in (first[0], *first[1])]
-    expected_of_weights = gradients_of(module)
-    stages = Stages([nn.Identity(), nn.Identity(), module, nn.Identity()], edges=[(0, 2), (1, 2), (2, 3)])
-    _, (value,), kept = forward(stages, 2, [*received()], None, split=True)
-    of_inputs, work = backward_inputs(kept, [random_like(value)])
-    work.run()
-    assert [len(gradients) for gradients in of_inputs] == [3, 0]
-    assert_same(of_inputs[0], expected)
-    assert_same(gradients_of(module), expected_of_weights)
+def test_a_sparse_value_between_stages_of_one_rank() -> None:
+    product = Calls(lambda s, x: torch.sparse.mm(x, s.w), w=weight(4, 2)).double()
+    stages = Stages([nn.Identity(), product])
+    dense = torch.tensor([[0, 1.5, 0, 2], [3, 0, 0, 0]], dtype=torch.float64)
+    leaf = dense.to_sparse().requires_grad_()
+    output, _, kept = forward(stages, 1, [leaf], None)
+    keep_loss(kept, output.square().sum(), 1.0)
+    ((gradient,),) = backward(kept, [])
+    expected = dense.clone().requires_grad_()
+    torch.autograd.backward((expected @ product.w.detach()).square().sum())
+    there = dense != 0
+    torch.testing.assert_close(gradient.to_dense()[there], expected.grad[there], rtol=1e-12, atol=1e-12)
+    assert leaf._version == 0
 
 
 @pytest.mark.parametrize(("wants_gradient", "done_by_inputs"), [(True, 1), (False, 0)])

@@ -10,35 +10,17 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from rota import Cluster, Costs, Pipeline, PipelineError, Plan, Stages, place
-from rota.schedules import NAMED, gpipe
+from rota import Cluster, Costs, Plan, Stages, place
+from rota.schedules import NAMED
 from support.core_strategies import deal, linear_extension
-from support.networks import (
-    WIDTH,
-    Layer,
-    StepResult,
-    assert_equal_steps,
-    batch_of,
-    chain,
-    gradients_of,
-    loss_fn,
-    pipeline_steps,
-    serial_step,
-)
+from support.networks import WIDTH, Layer, assert_as_unsplit, batch_of, chain
 from support.pool import Pool
 from support.sampling import IS_WHOLE
 
-pytestmark = pytest.mark.dist
-
 SPLIT = ("zb_h1", "zb_h2", "interleaved_zb", "zb_v", "v_half", "v_min", "dualpipe_v")
 WHOLE = ("gpipe", "1f1b", "eager_1f1b", "interleaved_1f1b", "looped_bfs", "hanayo")
-OTHERS = (
-    "varuna",
-    "chimera",
-    "dualpipe",
-    "seq1f1b",
-    "forward_only",
-)  # R below; two streams in test_shared_weights; test_sequence_chunks; test_inference
+#: R is below, two streams are in test_shared_weights, others in test_sequence_chunks and test_inference.
+OTHERS = ("varuna", "chimera", "dualpipe", "seq1f1b", "forward_only")
 
 
 def plan_for(schedule: str, num_ranks: int, num_microbatches: int) -> Plan:
@@ -46,10 +28,6 @@ def plan_for(schedule: str, num_ranks: int, num_microbatches: int) -> Plan:
     family = NAMED[schedule]
     costs = family.costs_from(Costs.uniform(num_ranks, 10, 10, weight_us=8, activation_bytes=8))
     return family(family.place(costs, Cluster.uniform(num_ranks)), num_microbatches)
-
-
-def run_each(rank: int, cases: list[tuple[Stages, Plan, list[Any]]]) -> list[list[StepResult]]:
-    return [pipeline_steps(rank, stages, plan, batches) for stages, plan, batches in cases]
 
 
 def has(plan: Plan, kinds: str) -> bool:
@@ -69,47 +47,11 @@ def test_families(pool: Pool, num_ranks: int) -> None:
     assert all(has(plan, "FIW") for plan in plans)
     plans += [plan_for("varuna", num_ranks, m) for m in (1, 2, 5)]
     assert has(plans[-1], "FBR")
+    plans += [plan_for(name, num_ranks, m) for name in ("gpipe", "1f1b") for m in (1, 2)]
     plans += [plan_for(name, num_ranks, m) for name in WHOLE for m in sizes]
     assert has(plans[-1], "FB")
     cases = [(chain(plan.num_stages), plan, [batch_of(plan.num_microbatches, s) for s in (1, 2)]) for plan in plans]
-    by_rank = pool.run(num_ranks, run_each, cases)
-    for case, (stages, _, batches) in enumerate(cases):
-        for step, batch in enumerate(batches):
-            for module in stages.modules:
-                module.zero_grad(set_to_none=True)
-            assert_equal_steps([results[case][step] for results in by_rank], serial_step(stages, *batch))
-
-
-def train(rank: int, stages: Stages, plan: Plan, batches: list[Any]) -> tuple[list[float], dict[Any, Tensor]]:
-    del rank
-    losses = []
-    with Pipeline(stages, plan, loss_fn) as pipeline:
-        optimizer = torch.optim.Adam(pipeline.parameters(), lr=0.05)
-        for batch in batches:
-            optimizer.zero_grad()
-            losses.append(pipeline.step(*batch))
-            optimizer.step()
-        local = pipeline.local_stages
-    return losses, {(stage, name): p.detach() for stage in local for name, p in stages[stage].named_parameters()}
-
-
-@pytest.mark.parametrize("schedule", ["zb_h2", "zb_v", "varuna"])
-def test_ten_adam_steps(pool: Pool, schedule: str) -> None:
-    plan = plan_for(schedule, 3, 6)
-    batches = [batch_of(6, seed) for seed in range(10)]
-    by_rank = pool.run(3, train, chain(plan.num_stages), plan, batches)
-    stages = chain(plan.num_stages)  # of its own: processes share the memory of what they are given
-    optimizer = torch.optim.Adam([p for _, p in stages.named_parameters()], lr=0.05)
-    serial_losses = []
-    for inputs, targets in batches:
-        optimizer.zero_grad()
-        serial_losses.append(serial_step(stages, inputs, targets).loss)
-        optimizer.step()
-    for losses, parameters in by_rank:
-        torch.testing.assert_close(losses, serial_losses, rtol=1e-10, atol=1e-10)
-        for (stage, name), found in parameters.items():
-            expected = stages[stage].get_parameter(name).detach()
-            torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-8)
+    assert_as_unsplit(pool, num_ranks, cases)
 
 
 # --- stages of all sorts ----------------------------------------------------------------------------------------------
@@ -181,71 +123,4 @@ def odd_plans() -> list[Plan]:
 @pytest.mark.parametrize("frozen", [(), (0,), (0, 1), (0, 1, 2), (1, 3), (0, 1, 2, 3)])
 def test_odd_stages(pool: Pool, frozen: tuple[int, ...]) -> None:
     cases = [(odd_stages(frozen), plan, [batch_of(plan.num_microbatches)] * 2) for plan in odd_plans()]
-    by_rank = pool.run(3, run_each, cases)
-    for case, (_, _, batches) in enumerate(cases):
-        stages = odd_stages(frozen)
-        loss = loss_fn(stages.run(batches[0][0]), batches[0][1])
-        if loss.requires_grad:
-            loss.backward()
-        serial = StepResult(loss.item(), gradients_of(stages, range(4)))
-        for step in range(2):
-            assert_equal_steps([results[case][step] for results in by_rank], serial)
-
-
-# --- recomputation ----------------------------------------------------------------------------------------------------
-
-
-def normed_stages() -> Stages:
-    """Dropout, statistics of the micro-batch, and a weight whose norm is estimated step by step in the forward."""
-    torch.manual_seed(2)
-    modules = [
-        nn.Sequential(
-            torch.nn.utils.parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH)),
-            nn.BatchNorm1d(WIDTH),
-            nn.Dropout(0.3),
-            nn.Linear(WIDTH, WIDTH),
-        ).double()
-        for _ in range(3)
-    ]
-    return Stages(modules)
-
-
-Seen = tuple[list[float], dict[Any, Tensor], dict[Any, Tensor]]
-
-
-def losses_gradients_and_buffers(rank: int, plan: Plan) -> Seen:
-    torch.manual_seed(5)
-    stages = normed_stages()
-    with Pipeline(stages, plan, loss_fn) as pipeline:
-        losses = [pipeline.step(*batch_of(4, seed)) for seed in (1, 2)]
-    buffers = {(stage, n): b for stage in pipeline.local_stages for n, b in stages[stage].named_buffers()}
-    return losses, gradients_of(stages, pipeline.local_stages), buffers
-
-
-def test_recomputation_repeats_dropout_and_leaves_buffers(pool: Pool) -> None:
-    """The plans differ in R and in I and W alone, so all that they compute is the same to the bit."""
-    results = []
-    for more in ({}, {"recompute_us": 1}, {"recompute_us": (1, None, None)}, {"weight_us": 1, "recompute_us": 1}):
-        placement = place(Costs.uniform(3, **more), Cluster.uniform(3))  # type: ignore[arg-type]
-        results.append(pool.run(3, losses_gradients_and_buffers, gpipe(placement, 4)))
-    for by_rank in results[1:]:
-        for found, expected in zip(by_rank, results[0], strict=True):
-            assert found[0] == expected[0]
-            torch.testing.assert_close(found[1:], expected[1:], rtol=1e-12, atol=1e-12)
-    batches_seen = [buffers[rank, "1.num_batches_tracked"] for rank, (_, _, buffers) in enumerate(results[1])]
-    assert batches_seen == [8, 8, 8]
-
-
-def what_is_told(rank: int, stages: Stages, plan: Plan) -> str:
-    del rank
-    with Pipeline(stages, plan, loss_fn) as pipeline, pytest.raises(PipelineError) as error:
-        pipeline.step(*batch_of(plan.num_microbatches))
-    return str(error.value)
-
-
-def test_a_recomputed_stage_must_not_write_into_what_it_receives(pool: Pool) -> None:
-    stages = Stages([nn.Linear(WIDTH, WIDTH), nn.Sequential(nn.ReLU(inplace=True), nn.Linear(WIDTH, WIDTH))])
-    for module in stages.modules:
-        module.double()
-    plan = gpipe(place(Costs.uniform(2, weight_us=1, recompute_us=1), Cluster.uniform(1), [0, 0]), 1)
-    assert "stage 1 writes into what it receives" in pool.run(1, what_is_told, stages, plan)[0]
+    assert_as_unsplit(pool, 3, cases)

@@ -94,7 +94,6 @@ def families(
     rank: int, device: torch.device, num_ranks: int, dtype: str, only: list[str] | None = None
 ) -> dict[str, float]:
     """For each family, or those in `only`, the largest relative difference."""
-    del rank
     kind = DTYPES[dtype]
     wanted = OF_ANY_MODEL if only is None else [NAMED[name] for name in only]
     return {
@@ -120,7 +119,6 @@ def tied(num_stages: int) -> Stages:
 
 def autocast(rank: int, device: torch.device, num_ranks: int, dtype: str) -> float:
     """Under autocast on both sides, of the same type."""
-    del rank
     plan, kind = named("zb_h1", num_ranks), getattr(torch, dtype)
     context = lambda: torch.autocast(device.type, kind)  # noqa: E731
     return compared(device, plan, lambda: blocks(plan.num_stages), torch.float32, context=context)
@@ -131,7 +129,6 @@ def scaler(rank: int, device: torch.device, num_ranks: int) -> tuple[float, list
 
     In the second step a gradient of the last stage overflows, and no other: every rank must skip it.
     """
-    del rank
     plan, overflows = named("1f1b", num_ranks), 1
     whole = blocks(plan.num_stages).to(device)
     scalers = [torch.amp.GradScaler(device.type, init_scale=2.0**8, growth_interval=2) for _ in range(2)]
@@ -164,7 +161,6 @@ def scaler(rank: int, device: torch.device, num_ranks: int) -> tuple[float, list
 
 def compiled(rank: int, device: torch.device, num_ranks: int, backend: str) -> float:
     """Stages of `torch.compile`, whole backwards and split ones."""
-    del rank
     torch._dynamo.reset()
 
     def change(stages: Stages) -> None:
@@ -265,7 +261,6 @@ def wrapped(rank: int, device: torch.device, pp: int, dp: int, how: str, schedul
                 for s, m in pipeline.local_stages.items()
                 for name, p in m.named_parameters()
             }
-        del rank
         expected = {(s, name): p.detach() for s, m in enumerate(whole.modules) for name, p in m.named_parameters()}
         return worst(weights, expected)
 
@@ -310,5 +305,4 @@ def messages(rank: int, device: torch.device, sizes: list[int]) -> dict[str, tup
                 for start, end in zip(begun, arrived, strict=True)
             ]
         found[str(num_bytes)] = difference, sorted(took)[len(took) // 2]
-    del rank
     return found

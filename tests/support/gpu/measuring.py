@@ -24,7 +24,6 @@ from support.gpu.models import batch_of, blocks, on_one_rank, pipeline_on
 
 def machine(rank: int, device: torch.device) -> dict[str, Any]:
     """What a result is read with: hardware, driver and versions."""
-    del rank
     found: dict[str, Any] = {
         "device_type": device.type,
         "devices": [],
@@ -76,7 +75,6 @@ def waits_are_errors(device: torch.device) -> Iterator[None]:
 
 def a_wait_is_an_error(rank: int, device: torch.device) -> bool:
     """Whether `waits_are_errors` sees a wait at all."""
-    del rank
     number = torch.ones((), device=device)
     try:
         with waits_are_errors(device):
@@ -88,7 +86,6 @@ def a_wait_is_an_error(rank: int, device: torch.device) -> bool:
 
 def steps_without_waits(rank: int, device: torch.device, num_ranks: int, kind: str) -> list[float]:
     """Losses of steps in which the host may not wait: all but the first, in which shapes are learned."""
-    del rank
     options: dict[str, Any] = {}
     plan = named("zb_h1" if kind == "split" else "1f1b", num_ranks)
     if kind == "replicas":
@@ -120,7 +117,6 @@ def steps_without_waits(rank: int, device: torch.device, num_ranks: int, kind: s
 
 def enqueue_time(rank: int, device: torch.device, num_ranks: int, width: int, rows: int) -> dict[str, float]:
     """Of big stages: how long the host takes to enqueue a step, and the device to run it, in µs; medians of five."""
-    del rank
     plan = named("1f1b", num_ranks)
     with pipeline_on(device, blocks(plan.num_stages, width=width), plan) as pipeline:
         batch = batch_of(plan.num_microbatches, device, rows=rows, width=width)
@@ -164,7 +160,6 @@ def peak_memory(rank: int, device: torch.device, num_ranks: int, schedule: str, 
     `slack_bytes`: what the two may differ by. Ops need some large tensors at a time that the plan does not count, and a
     few boundary tensors come or go a little earlier or later.
     """
-    del rank
     width, hidden, num_microbatches = 16, 256, 12
     boundary_bytes, hidden_bytes = 4 * rows * width, 4 * rows * hidden
     num_stages = max(num_ranks, 2)
@@ -197,7 +192,6 @@ def peak_memory(rank: int, device: torch.device, num_ranks: int, schedule: str, 
 
 def event_clock(rank: int, device: torch.device, width: int, rows: int) -> dict[str, float]:
     """Of big stages on one device: times of the timeline, and those of the profiler for the same step, in µs."""
-    del rank
     plan = named("1f1b", 1)
     with pipeline_on(device, blocks(plan.num_stages, width=width), plan) as pipeline:
         batch = batch_of(plan.num_microbatches, device, rows=rows, width=width)
