@@ -19,6 +19,7 @@ from rota.runtime.reducing import replicas
 from rota.schedules import one_f_one_b
 from support.networks import batch_of, chain, loss_fn
 from support.pool import Pool
+from support.sim_device import SimDevice, current_device
 from support.sim_device.pool import pipelines_on_sim
 
 pytestmark = pytest.mark.dist
@@ -51,8 +52,6 @@ def tied_stages() -> Stages:
 
 def errors_with(rank: int, mutations: list[tuple[int, Callable[[], Any]]]) -> list[str]:
     """On 2 ranks of 2 replicas, for each mutation (of one rank) the error that this rank's device has found, or ""."""
-    from support.sim_device import SimDevice
-
     mesh, found = rota.mesh(pp=2, dp=2), []
     for on, mutated in mutations:
         device = SimDevice(f"rank {rank}", goes_on=True)
@@ -137,12 +136,9 @@ def reductions_are_packed_on_the_compute_stream() -> Any:
     original = replicas.GradientAllReduce._packed
 
     def packed(self: Any) -> Any:
-        from support.sim_device import current_device
-
         device = current_device()
         with device.use(device.default):
-            made = [*original(self)]
-        return iter(made)
+            return iter([*original(self)])
 
     return patch.object(replicas.GradientAllReduce, "_packed", packed)
 
