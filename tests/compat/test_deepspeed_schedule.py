@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from itertools import chain
 from typing import Any
@@ -16,8 +15,8 @@ from rota.compat.deepspeed import to_plan
 from rota.compat.deepspeed.utils import call_to_str
 from rota.drawing import to_text
 from rota.schedules import forward_only, one_f_one_b
-from support import ROOT
 from support.instruction_schedules import AllForwardsFirst
+from support.pages import run
 
 SIZES = [(m, s) for m in (1, 3, 8, 10) for s in (1, 2, 3, 4)]
 
@@ -287,7 +286,5 @@ def test_the_document_runs_and_says_what_the_door_does() -> None:
 
 
 def test_ones_own_schedule_of_the_docs_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    page = (ROOT / "docs" / "coming-from-deepspeed.md").read_text()
-    _, example = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
-    exec(compile(example, "docs/coming-from-deepspeed.md", "exec"), {"__name__": "example"})
+    run("coming-from-deepspeed.md", 1)
     assert capsys.readouterr().out == "360\n"

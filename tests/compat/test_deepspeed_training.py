@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import pytest
@@ -19,8 +18,8 @@ from rota.compat.deepspeed.topology import (
     PipeModelDataParallelTopology,
     ProcessTopology,
 )
-from support import ROOT
 from support.instruction_schedules import AllForwardsFirst
+from support.pages import run
 from support.pool import Pool
 
 pytestmark = pytest.mark.dist
@@ -290,16 +289,14 @@ def test_measured_cuts_and_refusals(pool: Pool) -> None:
     assert (parts[0], parts[-1]) == (0, 9)
 
 
-def run_example(rank: int, example: str) -> tuple[float, float]:
+def run_example(rank: int) -> tuple[float, float]:
     data_iter = iter([(torch.ones(2, 8), torch.ones(2, 1))] * 8)
-    names: dict[str, Any] = {"__name__": "example", "data_iter": data_iter}
-    exec(compile(example, "docs/coming-from-deepspeed.md", "exec"), names)
+    names: dict[str, Any] = {"data_iter": data_iter}
+    run("coming-from-deepspeed.md", 0, names)
     with names["engine"].pipeline:
         return names["loss"].item(), names["engine"].train_batch(data_iter).item()
 
 
 def test_training_of_the_docs_runs(pool: Pool) -> None:
-    page = (ROOT / "docs" / "coming-from-deepspeed.md").read_text()
-    example, _ = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
-    ((first, second),) = pool.run(1, run_example, example)
+    ((first, second),) = pool.run(1, run_example)
     assert second < first

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import textwrap
 from typing import Any
 
@@ -12,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from rota.compat.torchdistpackage import DDP, flatten_model, partition_uniform, tpc
-from support import ROOT
+from support import pages
 from support.pool import Pool
 
 pytestmark = pytest.mark.dist
@@ -129,17 +128,15 @@ def run(text: str, names: dict[str, Any]) -> None:
     exec(compile("\n".join([*imports, body]), "document", "exec"), names)
 
 
-def run_example(rank: int, example: str) -> float:
-    names: dict[str, Any] = {"__name__": "example"}
-    exec(compile(example, "docs/coming-from-torchdistpackage.md", "exec"), names)
+def run_example(rank: int) -> float:
+    names: dict[str, Any] = {}
+    pages.run("coming-from-torchdistpackage.md", 0, names)
     tpc.close()
     return names["norm"].item()
 
 
 def test_the_example_of_the_docs(pool: Pool) -> None:
-    page = (ROOT / "docs" / "coming-from-torchdistpackage.md").read_text()
-    (example,) = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
-    one, other = pool.run(2, run_example, example)
+    one, other = pool.run(2, run_example)
     assert one == other > 0
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
@@ -11,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from support import ROOT
 from support.cut_point_models import GPT, batch, tied
+from support.pages import python_blocks
 from support.pool import Pool
 
 pytestmark = pytest.mark.dist
@@ -107,8 +106,7 @@ def documents(rank: int, folder: Path, example: str) -> Any:
 
 
 def test_the_code_of_the_document_and_of_our_page(pool: Pool, tmp_path: Path) -> None:
-    page = (ROOT / "docs" / "coming-from-varuna.md").read_text()
-    (example,) = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
+    (example,) = python_blocks("coming-from-varuna.md")
     one, other = pool.run(2, documents, tmp_path, example)
     assert one == other
     first, second, (loss, norm) = one
