@@ -82,12 +82,6 @@ def test_an_input_that_the_example_lacks_is_refused() -> None:
     stages.run({"x": rows(), "scale": None})
 
 
-def test_without_example_the_error_says_how_to_give_one() -> None:
-    how = r"example=make_batch\(1\)\[0\] if your file has a make_batch, or .* example=\{'x': …\}"
-    with pytest.raises(SplitError, match=rf"what crosses the cuts of Blocks: give one small batch, {how}"):
-        split(Blocks(), 2)
-
-
 def test_cuts_are_paths_or_patterns() -> None:
     model, example = Blocks(), {"x": rows()}
     assert split(model, 3, ["layers.1", "layers.3"], example=example).cuts == ("layers.1", "layers.3")
