@@ -9,9 +9,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from rota import Stages, chunk_start, with_earlier_chunks
-from support.text_models import IGNORED, WORDS
 
-WIDTH, HEADS, LONGEST = 12, 2, 24
+WORDS, WIDTH, HEADS, LONGEST, IGNORED = 11, 12, 2, 24, -100
 
 
 class Words(nn.Module):

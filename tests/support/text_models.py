@@ -7,29 +7,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from rota import Stages
+from support.chunked_gpt import IGNORED, WIDTH, WORDS, Attention, Words
 
-WORDS, WIDTH, LONGEST, IGNORED = 11, 6, 12, -100
-
-
-class Words(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.words, self.places = nn.Embedding(WORDS, WIDTH), nn.Embedding(LONGEST, WIDTH)
-
-    def forward(self, words: Tensor) -> Tensor:
-        return self.words(words) + self.places.weight[: words.shape[1]]
-
-
-class Attention(nn.Module):
-    """Causal, so that padding at the end of a sample changes nothing before it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.qkv, self.out = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.qkv(self.norm(x)).chunk(3, dim=-1)
-        return x + torch.tanh(self.out(functional.scaled_dot_product_attention(q, k, v, is_causal=True)))
+LONGEST = 12
 
 
 def text_stages(num_stages: int) -> Stages:
