@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -55,9 +56,5 @@ def pipelines_on_sim(waits: list[str]) -> Iterator[None]:
         waits.extend([] if is_first else found)
         return result
 
-    Pipeline.step = watched_step  # type: ignore[method-assign]
-    try:
-        with pipelines_on(torch.device("sim")):
-            yield
-    finally:
-        Pipeline.step = step  # type: ignore[method-assign]
+    with patch.object(Pipeline, "step", watched_step), pipelines_on(torch.device("sim")):
+        yield
