@@ -20,7 +20,7 @@ from rota.runtime.launching.launch import Launch
 from rota.schedules import NAMED
 from support import ROOT
 from support.commands import output_of
-from support.pages import blocks
+from support.pages import python_blocks
 from support.parsing import options_of
 from support.pool import Pool
 
@@ -291,7 +291,7 @@ def test_a_training_goes_on_with_another_plan_as_the_docs_say(pool: Pool, tmp_pa
 
 
 def test_a_model_without_memory_trains_as_the_docs_say(pool: Pool, tmp_path: Path) -> None:
-    training, *_ = blocks("memory.md", section="Models larger than a machine's memory")
+    training, *_ = python_blocks("memory.md#Models larger than a machine's memory")
     (tmp_path / "train.py").write_text(training)
     losses = []
     for num_ranks in (1, 2):

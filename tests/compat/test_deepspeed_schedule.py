@@ -16,7 +16,7 @@ from rota.compat.deepspeed.utils import call_to_str
 from rota.drawing import to_text
 from rota.schedules import forward_only, one_f_one_b
 from support.instruction_schedules import AllForwardsFirst
-from support.pages import blocks
+from support.pages import run
 
 SIZES = [(m, s) for m in (1, 3, 8, 10) for s in (1, 2, 3, 4)]
 
@@ -286,6 +286,5 @@ def test_the_document_runs_and_says_what_the_door_does() -> None:
 
 
 def test_ones_own_schedule_of_the_docs_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    _, example = blocks("coming-from-earlier-systems.md", section="DeepSpeed")
-    exec(compile(example, "example", "exec"), {"__name__": "example"})
+    run("coming-from-earlier-systems.md#DeepSpeed", 1)
     assert capsys.readouterr().out == "360\n"

@@ -19,7 +19,7 @@ from rota.compat.deepspeed.topology import (
     ProcessTopology,
 )
 from support.instruction_schedules import AllForwardsFirst
-from support.pages import blocks
+from support.pages import run
 from support.pool import Pool
 
 pytestmark = pytest.mark.dist
@@ -289,15 +289,14 @@ def test_measured_cuts_and_refusals(pool: Pool) -> None:
     assert (parts[0], parts[-1]) == (0, 9)
 
 
-def run_example(rank: int, example: str) -> tuple[float, float]:
+def run_example(rank: int) -> tuple[float, float]:
     data_iter = iter([(torch.ones(2, 8), torch.ones(2, 1))] * 8)
-    names: dict[str, Any] = {"__name__": "example", "data_iter": data_iter}
-    exec(compile(example, "example", "exec"), names)
+    names: dict[str, Any] = {"data_iter": data_iter}
+    run("coming-from-earlier-systems.md#DeepSpeed", 0, names)
     with names["engine"].pipeline:
         return names["loss"].item(), names["engine"].train_batch(data_iter).item()
 
 
 def test_training_of_the_docs_runs(pool: Pool) -> None:
-    example, _ = blocks("coming-from-earlier-systems.md", section="DeepSpeed")
-    ((first, second),) = pool.run(1, run_example, example)
+    ((first, second),) = pool.run(1, run_example)
     assert second < first

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from rota.compat.torchdistpackage import DDP, flatten_model, partition_uniform, tpc
-from support.pages import blocks
+from support import pages
 from support.pool import Pool
 
 pytestmark = pytest.mark.dist
@@ -128,16 +128,15 @@ def run(text: str, names: dict[str, Any]) -> None:
     exec(compile("\n".join([*imports, body]), "document", "exec"), names)
 
 
-def run_example(rank: int, example: str) -> float:
-    names: dict[str, Any] = {"__name__": "example"}
-    exec(compile(example, "example", "exec"), names)
+def run_example(rank: int) -> float:
+    names: dict[str, Any] = {}
+    pages.run("coming-from-earlier-systems.md#TorchDistPackage", 0, names)
     tpc.close()
     return names["norm"].item()
 
 
 def test_the_example_of_the_docs(pool: Pool) -> None:
-    (example,) = blocks("coming-from-earlier-systems.md", section="TorchDistPackage")
-    one, other = pool.run(2, run_example, example)
+    one, other = pool.run(2, run_example)
     assert one == other > 0
 
 

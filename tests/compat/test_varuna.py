@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from itertools import combinations, pairwise
 from pathlib import Path
 from typing import Any
@@ -33,27 +34,17 @@ NUM_CUTS, WIDTH = 4, 6
 
 
 class Net(nn.Module):
-    """CutPoints as a list, in a ModuleList, or as attributes."""
-
-    def __init__(self, kind: str = "list") -> None:
+    def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.kind = kind
         self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(NUM_CUTS + 1))
         self.norm = nn.BatchNorm1d(WIDTH)
-        points = [CutPoint() for _ in range(NUM_CUTS)]
-        if kind == "attributes":
-            self.cut0, self.cut1, self.cut2, self.cut3 = points
-        else:
-            self.cutpoints = nn.ModuleList(points) if kind == "modules" else points
-
-    def cut_point(self, i: int) -> Any:
-        return getattr(self, f"cut{i}") if self.kind == "attributes" else self.cutpoints[i]
+        self.cutpoints = [CutPoint() for _ in range(NUM_CUTS)]
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         x = self.norm(x)
-        for i in range(NUM_CUTS):
-            x = self.cut_point(i)(torch.tanh(self.layers[i](x)))
+        for layer, cut_point in zip(self.layers, self.cutpoints, strict=False):
+            x = cut_point(torch.tanh(layer(x)))
         return ((self.layers[NUM_CUTS](x) - y) ** 2).mean()
 
 
@@ -65,16 +56,15 @@ def batch(rows: int = 4) -> dict[str, Tensor]:
 # --- cutting ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["list", "modules", "attributes"])
 @pytest.mark.parametrize("num_stages", range(1, NUM_CUTS + 2))
-def test_any_number_of_stages_out_of_any_holder_of_cut_points(kind: str, num_stages: int) -> None:
-    model = Net(kind).eval()
+def test_any_number_of_stages(num_stages: int) -> None:
+    model = Net().eval()
     assert dry_run(model, batch(), 4) == NUM_CUTS
     loss = model(**batch())
     stages = cut(model, num_stages, (), None, batch())
     assert len(stages) == num_stages
     assert torch.equal(stages.run(batch()), loss)
-    assert {name for name, _ in stages.named_parameters()} == {name for name, _ in Net(kind).named_parameters()}
+    assert {name for name, _ in stages.named_parameters()} == {name for name, _ in model.named_parameters()}
 
 
 def test_costs_say_where_to_cut() -> None:
@@ -114,69 +104,45 @@ def test_the_costs_of_stages_are_those_of_their_pieces() -> None:
     assert stage_costs(Costs.uniform(4, boundary_bytes=3, activation_bytes=2), 2).checkpoint_bytes == (0, 3)
 
 
-class Skips(nn.Module):
-    def __init__(self) -> None:
+class Model(nn.Module):
+    """One layer, some CutPoints, and any forward over them."""
+
+    def __init__(self, run: Callable[[Any, Tensor], Tensor]) -> None:
         super().__init__()
-        self.layer, self.points = nn.Linear(WIDTH, WIDTH), [CutPoint(), CutPoint()]
-
-    def forward(self, x: Tensor) -> Tensor:
-        first = self.layer(x)
-        second = self.points[0](first) * 2
-        return (self.points[1](second) + first).sum()
-
-
-class CallsTwice(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.point = CutPoint()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.point(self.point(x) * 2).sum()
-
-
-class Transposed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.here = {"after": CutPoint()}
+        self.layer, self.points, self.run = nn.Linear(WIDTH, WIDTH), [CutPoint(), CutPoint()], run
         self.register_buffer("seen", torch.zeros(()))
 
     def forward(self, x: Tensor) -> Tensor:
         self.seen += 1
-        return self.here["after"](x.T).sum() * torch.rand(())
+        return self.run(self, x).sum()
 
 
-class UsesTwice(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer, self.point = nn.Linear(WIDTH, WIDTH), CutPoint()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(self.point(self.layer(x))).sum()
+def skips(model: Any, x: Tensor) -> Tensor:
+    first = model.layer(x)
+    return model.points[1](model.points[0](first) * 2) + first
 
 
 def test_what_goes_through_a_cut_point() -> None:
     x = {"x": torch.ones(4, WIDTH)}
-    with pytest.raises(SplitError, match="CutPoint point is called twice"):
-        dry_run(CallsTwice(), x, 4)
-    model, state = Transposed(), torch.get_rng_state()
-    with pytest.raises(
-        SplitError, match=r"CutPoint here\['after'\] is given a tensor of shape \[6, 4\] for 4 examples"
-    ):
+    with pytest.raises(SplitError, match=r"CutPoint points\[0\] is called twice"):
+        dry_run(Model(lambda model, x: model.points[0](model.points[0](x) * 2)), x, 4)
+    model, state = Model(lambda model, x: model.points[1](x.T) * torch.rand(())), torch.get_rng_state()
+    with pytest.raises(SplitError, match=r"CutPoint points\[1\] is given a tensor of shape \[6, 4\] for 4 examples"):
         dry_run(model, x, 4)
     assert model.seen == 0
     assert torch.equal(state, torch.get_rng_state())
     model(**x)  # nothing is left behind
     with pytest.raises(SplitError, match="stage 2 uses what stage 0 makes, past the stages between"):
-        cut(Skips(), 3, (), None, x)
-    assert len(cut(Skips(), 2, (), None, x)) == 2  # two values over one boundary are no trouble
+        cut(Model(skips), 3, (), None, x)
+    assert len(cut(Model(skips), 2, (), None, x)) == 2  # two values over one boundary are no trouble
 
 
 def test_a_weight_on_two_sides_of_a_cut_is_named() -> None:
-    with pytest.raises(
-        SplitError, match=r"stage 0 has the weight 'layer.weight', which is also 'layer.weight' in stage 1"
-    ):
-        cut(UsesTwice(), 2, (), None, {"x": torch.ones(4, WIDTH)})
-    assert len(cut(UsesTwice(), 1, (), None, {"x": torch.ones(4, WIDTH)})) == 1
+    model, x = Model(lambda model, x: model.layer(model.points[0](model.layer(x)))), {"x": torch.ones(4, WIDTH)}
+    told = "stage 0 has the weight 'layer.weight', which is also 'layer.weight' in stage 1"
+    with pytest.raises(SplitError, match=told):
+        cut(model, 2, (), None, x)
+    assert len(cut(model, 1, (), None, x)) == 1
 
 
 def test_sharing_any_number_of_weights() -> None:
@@ -362,7 +328,7 @@ def test_a_process_alone_profiles(tmp_path: Path) -> None:
     assert all(p.grad is None for p in model.parameters())
     two = {"x": torch.ones(2, WIDTH)}
     with pytest.raises(PipelineError, match=r"profiling failed on the first process .*this needs a chain"):
-        Profiler(Skips(), lambda size: two, out_folder=folder).profile_all([2])
+        Profiler(Model(skips), lambda size: two, out_folder=folder).profile_all([2])
     whole = nn.Sequential(nn.Flatten(0), nn.Linear(2 * WIDTH, 1))
     Profiler(whole, lambda size: {"input": two["x"]}, out_folder=folder).profile_all([2])
     assert [(size, costs.num_stages) for size, costs in Profile.load(folder).costs.items()] == [(2, 1)]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from support.cut_point_models import GPT, batch, tied
-from support.pages import blocks
+from support.pages import python_blocks
 from support.pool import Pool
 
 pytestmark = pytest.mark.dist
@@ -106,7 +106,7 @@ def documents(rank: int, folder: Path, example: str) -> Any:
 
 
 def test_the_code_of_the_document_and_of_our_page(pool: Pool, tmp_path: Path) -> None:
-    (example,) = blocks("coming-from-earlier-systems.md", section="Varuna")
+    (example,) = python_blocks("coming-from-earlier-systems.md#Varuna")
     one, other = pool.run(2, documents, tmp_path, example)
     assert one == other
     first, second, (loss, norm) = one

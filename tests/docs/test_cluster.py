@@ -11,25 +11,22 @@ from pathlib import Path
 
 import pytest
 
-from support import ROOT
+from support.pages import commands, python_blocks
 
 pytestmark = pytest.mark.dist
-
-PAGE = ROOT / "docs" / "cluster.md"
 
 
 @pytest.mark.sweep
 def test_two_nodes(tmp_path: Path) -> None:
-    page = PAGE.read_text()
-    (script,) = re.findall(r"```python\n# train.py\n(.*?)```", page, flags=re.DOTALL)
+    (script,) = (block for block in python_blocks("cluster.md") if block.startswith("# train.py"))
     (tmp_path / "train.py").write_text(script)
-    (planning,) = re.findall(r"^    rota (plan .*)$", page, flags=re.MULTILINE)
-    subprocess.run([sys.executable, "-m", "rota", *planning.split()], cwd=tmp_path, check=True, capture_output=True)
+    (planning,) = commands("cluster.md", "rota plan")
+    subprocess.run([sys.executable, "-m", *planning.split()], cwd=tmp_path, check=True, capture_output=True)
     with socket.socket() as found:
         found.bind(("localhost", 0))
         port = found.getsockname()[1]
-    running = next(line for line in re.findall(r"^    torchrun (.*)$", page, flags=re.MULTILINE) if "train.py" in line)
-    words = running.replace("node0:29500", f"localhost:{port}").split()
+    running = next(line for line in commands("cluster.md", "torchrun") if "train.py" in line)
+    words = running.replace("node0:29500", f"localhost:{port}").split()[1:]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     nodes = [
         subprocess.Popen(

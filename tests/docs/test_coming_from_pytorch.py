@@ -13,12 +13,12 @@ import torch
 
 from rota.errors import FormatError, PipelineError
 from rota.planning.model_file import load_exported_model, load_model_file
-from support import ROOT
 from support.commands import output_of
+from support.pages import commands, python_blocks, text_of
 from support.pool import Pool, WorkerFailed
 
-PAGE = (ROOT / "docs" / "coming-from-pytorch.md").read_text()
-BEFORE, AFTER, STARTING, LOADING = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)
+PAGE = "coming-from-pytorch.md"
+BEFORE, AFTER, STARTING, LOADING = python_blocks(PAGE)
 GUARD = 'if __name__ == "__main__":'
 PLANNING = "rota plan 1f1b --ranks 2 --microbatches 4 -o plan.json"  # autoplan's takes a minute
 
@@ -51,7 +51,7 @@ def test_training_and_weights_are_those_of_the_plain_loop(
     expected = losses_in(output_of(pool, tmp_path, "python before.py"))
     assert len(expected) == 8  # of four evaluations
     assert expected[-1] < 0.5 * expected[1]
-    *_, running, exporting = re.findall(r"^    (rota .*)$", PAGE, flags=re.MULTILINE)
+    *_, running, exporting = commands(PAGE)
     assert losses_in(output_of(pool, tmp_path, running)) == pytest.approx(expected, abs=1e-10)
 
     monkeypatch.chdir(tmp_path)
@@ -79,7 +79,7 @@ def test_model_and_loop_in_one_file(tmp_path: Path) -> None:
     assert load_model_file(str(script)).make_optimizer is not None
     with pytest.raises(PipelineError) as caught:
         runpy.run_path(str(script), run_name="__main__")
-    assert f"rota.errors.PipelineError: {caught.value}" in " ".join(PAGE.split())
+    assert f"rota.errors.PipelineError: {caught.value}" in " ".join(text_of(PAGE).split())
     script.write_text(AFTER.replace(GUARD, "if True:"))
     told = r"train\.py cannot be run: it begins to train \(line \d+\), but .* under `if __name__ == \"__main__\":`"
     for load in (load_model_file, lambda path: load_exported_model(f"{path}:make_model")):
@@ -96,5 +96,5 @@ def test_the_file_is_verified(pool: Pool, tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text(AFTER)
     output_of(pool, tmp_path, PLANNING)
-    _, verifying, *_ = re.findall(r"^    (rota .*)$", PAGE, flags=re.MULTILINE)
+    _, verifying, *_ = commands(PAGE)
     assert "exact" in output_of(pool, tmp_path, verifying)

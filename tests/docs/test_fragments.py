@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import re
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +17,10 @@ import rota
 from rota import Cluster, Costs, place
 from rota.runtime.launcher_files import write_plan
 from rota.schedules import one_f_one_b
-from support import ROOT
+from support.pages import python_blocks
 from support.pool import Pool
 
 pytestmark = pytest.mark.dist
-
-DOCS = ROOT / "docs"
-
-
-def blocks(page: str) -> list[str]:
-    return re.findall(r"```python\n(.*?)```", (DOCS / page).read_text(), flags=re.DOTALL)
 
 
 class Head(nn.Linear):
@@ -98,7 +91,7 @@ def run_running(rank: int, code: list[str], folder: str, monkeypatched: dict[str
 def test_running(pool: Pool, tmp_path: Path) -> None:
     plan = one_f_one_b(place(Costs.uniform(2), Cluster.uniform(2)), 2)
     environment = write_plan(plan, str(tmp_path))
-    first, second = pool.run(2, run_running, blocks("running.md"), str(tmp_path), environment)
+    first, second = pool.run(2, run_running, python_blocks("running.md"), str(tmp_path), environment)
     for found in first, second:
         assert abs(found["loss"]) < 1e-10
         assert (found["cuts"], found["towers"]) == (("cut",), [5, 1])
@@ -135,7 +128,7 @@ def test_wrapped_stages(pool: Pool, number: int, modules: dict[str, Any]) -> Non
     x, y = torch.randn(2, 4, 3, dtype=torch.float64)
     nn.functional.mse_loss(model(x), y).backward()
     pool.renew()
-    for found in pool.run(4, gradients_when_wrapped, blocks("mesh.md")[number], modules):
+    for found in pool.run(4, gradients_when_wrapped, python_blocks("mesh.md")[number], modules):
         for name, gradient in found.items():
             stage, kind = name.split(".")
             torch.testing.assert_close(gradient, getattr(model[int(stage)][0], kind).grad, rtol=1e-10, atol=1e-10)

@@ -15,10 +15,10 @@ import pytest
 
 from rota.cli import main
 from rota.errors import PipelineError
-from support import ROOT
+from support.pages import commands, python_blocks
 
-PAGE = (ROOT / "docs" / "other-trainers.md").read_text()
-MODEL, CONFIG, TITAN, MEGATRON, DEEPSPEED = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)
+PAGE = "other-trainers.md"
+MODEL, CONFIG, TITAN, MEGATRON, DEEPSPEED = python_blocks(PAGE)
 
 
 @dataclass
@@ -39,12 +39,11 @@ def test_the_page(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatc
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "model.py").write_text(MODEL)
     told = []
-    commands = re.findall(r"^    (rota .*)$", PAGE, flags=re.MULTILINE)
-    for command in commands:
+    for command in commands(PAGE):
         assert main(shlex.split(command)[1:]) == 0, command
         told.append(capsys.readouterr().out)
-    assert len(commands) == 10
-    (arguments,) = re.findall(r"^    (--num-layers .*)$", PAGE, flags=re.MULTILINE)
+    assert len(told) == 10
+    (arguments,) = commands(PAGE, "--num-layers")
     assert arguments in told[5]
     assert (tmp_path / "again.json").read_text() == (tmp_path / "plan.json").read_text()
 

@@ -7,26 +7,17 @@ import importlib.util
 import re
 import shlex
 from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
 
 import pytest
 
 from support import ROOT
+from support.pages import python_blocks, text_of
 from support.parsing import options_of, parse
 
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("benchmarks/*/README.md")])
 IDS = [str(page.relative_to(ROOT)) for page in PAGES]
 TESTS = "\n".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
-
-
-@cache
-def text_of(page: Path) -> str:
-    return page.read_text()
-
-
-def python_blocks(page: Path) -> list[str]:
-    return re.findall(r"```python\n(.*?)```", text_of(page), flags=re.DOTALL)
 
 
 def anchors(page: Path) -> set[str]:
@@ -86,7 +77,7 @@ def test_code_names_what_there_is(page: Path) -> None:
 
 @pytest.mark.parametrize("page", [page for page in PAGES if python_blocks(page)], ids=lambda page: page.name)
 def test_code_is_run_by_a_test(page: Path) -> None:
-    assert f'"{page.name}"' in TESTS, "no test reads this page, so nobody runs its code"
+    assert f'"{page.name}' in TESTS, "no test reads this page, so nobody runs its code"
 
 
 def commands(page: Path) -> Iterator[str]:
@@ -141,7 +132,7 @@ def test_results_are_those_of_the_benchmarks() -> None:
     assert spec.loader is not None
     results = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(results)
-    page = text_of(ROOT / "docs" / "results.md")
+    page = text_of("results.md")
     assert results.page_of(results.outputs_on_page()) == page
     for name in results.NAMES:
         (section,) = re.findall(rf"^## {name}\n(.*?)(?=^## |\Z)", page, flags=re.DOTALL | re.MULTILINE)

@@ -20,11 +20,17 @@ from rota.cli import main
 from rota.errors import SplitError
 from rota.interop import torchtitan
 from rota.schedules import NAMED
-from support import ROOT
+from support.pages import python_blocks
 
-PAGE = (ROOT / "docs" / "torchtitan.md").read_text()
-MODEL, CONFIG, OWN_CONFIG, SPEC, OWN_SPEC = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)
+MODEL, CONFIG, OWN_CONFIG, SPEC, OWN_SPEC = python_blocks("torchtitan.md")
 SMALL = {"DIM": 64, "NUM_LAYERS": 8, "NUM_HEADS": 4, "NUM_KV_HEADS": 2, "HIDDEN": 96, "VOCABULARY": 4096, "LENGTH": 16}
+
+
+def small_model() -> str:
+    names, sizes = ", ".join(SMALL), ", ".join(map(str, SMALL.values()))
+    small, replaced = re.subn(rf"^{names} = .*$", f"{names} = {sizes}", MODEL, flags=re.MULTILINE)
+    assert replaced == 1
+    return small
 
 
 @pytest.mark.sweep  # of smaller models in interop/test_torchtitan.py
@@ -32,10 +38,7 @@ def test_llama_is_planned_and_exported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    names, sizes = ", ".join(SMALL), ", ".join(map(str, SMALL.values()))
-    small, replaced = re.subn(rf"^{names} = .*$", f"{names} = {sizes}", MODEL, flags=re.MULTILINE)
-    assert replaced == 1
-    Path("llama.py").write_text(small)
+    Path("llama.py").write_text(small_model())
     profile = ["llama.py", "--cuts", "layers.*", "--rows", "1", "--device", "h100", "-o", "profile.json"]
     assert main(["profile", *profile]) == 0
     machine = ["--ranks", "4", "--pipeline", "4", "--batch", "8", "--memory", "70GB", "--link", "5us,300GB/s"]
@@ -55,11 +58,8 @@ def test_llama_is_planned_and_exported(
 
 
 def test_the_model_keeps_complex_buffers() -> None:
-    names, sizes = ", ".join(SMALL), ", ".join(map(str, SMALL.values()))
     space: dict[str, Any] = {}
-    exec(
-        compile(re.sub(rf"^{names} = .*$", f"{names} = {sizes}", MODEL, flags=re.MULTILINE), "llama.py", "exec"), space
-    )
+    exec(small_model(), space)
     without_rope = space["Llama"]
 
     def with_rope() -> nn.Module:

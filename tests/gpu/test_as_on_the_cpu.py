@@ -6,12 +6,11 @@ from collections.abc import Callable
 
 import pytest
 
+from gpu.parameters import UP_TO_FOUR
 from runtime import test_inference, test_random_orders, test_random_state, test_spmd, test_step_handles
 from runtime.gradients import test_recompute
 from runtime.reducing import test_replicas, test_shared_weights
 from support.gpu.ranks import RankPool
-
-UP_TO_FOUR = [pytest.param(number, marks=pytest.mark.gpu(number)) for number in (1, 2, 4)]
 
 
 @pytest.mark.parametrize("num_ranks", UP_TO_FOUR)

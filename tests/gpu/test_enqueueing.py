@@ -2,17 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 
+from gpu.parameters import ONE_OR_TWO, UP_TO_FOUR, Ranks, Record
 from support.gpu import exactness, measuring
-
-Ranks = Callable[..., Any]
-Record = Callable[[str, object], None]
-ONE_OR_TWO = [pytest.param(1, marks=pytest.mark.gpu(1)), pytest.param(2, marks=pytest.mark.gpu(2))]
-UP_TO_FOUR = [*ONE_OR_TWO, pytest.param(4, marks=pytest.mark.gpu(4))]
 
 
 @pytest.mark.gpu(1)

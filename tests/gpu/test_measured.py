@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 
+from gpu.parameters import UP_TO_FOUR, Ranks, Record
 from support.gpu import measuring
-
-Ranks = Callable[..., Any]
-Record = Callable[[str, object], None]
-UP_TO_FOUR = [pytest.param(number, marks=pytest.mark.gpu(number)) for number in (1, 2, 4)]
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])

@@ -11,7 +11,9 @@ and BatchNorm (ResNet) takes its statistics from one micro-batch, which is what 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,7 +25,6 @@ pytestmark = pytest.mark.dist
 
 TOLERANCE = 1e-10
 BLOCKS_FOR = {2: None, 4: 8}  # eight stages need eight blocks
-HOWS = ("recomputed", "compiled")
 
 
 def plans_of(name: str) -> list[str]:
@@ -57,7 +58,9 @@ def turn(number: int, name: str) -> str:
     return plans[number % len(plans)]
 
 
-# --- the core ---------------------------------------------------------------------------------------------------------
+def swept_but(*core: tuple[str, str], hows: Iterable[str]) -> list[Any]:
+    """Every model in each of these ways; `make test` runs the core alone."""
+    return [pytest.param(*case, marks=() if case in core else pytest.mark.sweep) for case in product(CASES, hows)]
 
 
 @pytest.mark.parametrize(("number", "name"), [*enumerate(CASES)])
@@ -70,37 +73,6 @@ def test_a_plan_on_four_processes(pool: Pool, name: str, plan: str) -> None:
     is_as_whole(pool, name, planned([plan], 4), 4)
 
 
-@pytest.mark.parametrize(
-    ("name", "how"), [("resnet", "recomputed"), pytest.param("nanogpt", "compiled", marks=pytest.mark.sweep)]
-)
-def test_recomputed_and_compiled(pool: Pool, name: str, how: str) -> None:
-    is_as_whole(pool, name, {how: Run(make_plan("searched", 2), how)}, 2)
-
-
-@pytest.mark.parametrize(
-    ("name", "how"), [("gpt2", "plain"), ("mixtral", "ddp"), pytest.param("t5", "fsdp", marks=pytest.mark.sweep)]
-)
-def test_two_replicas(pool: Pool, name: str, how: str) -> None:
-    if how == "fsdp":
-        pool.renew()
-    is_as_whole(pool, name, {how: Run(make_plan("1f1b", 2), how)}, 2, num_processes=4)
-
-
-@pytest.mark.parametrize("name", ["resnet", "t5"])
-def test_resumed_on_another_plan(pool: Pool, name: str, tmp_path: Path) -> None:
-    as_if_never_stopped(pool, name, tmp_path)
-
-
-def as_if_never_stopped(pool: Pool, name: str, folder: Path) -> None:
-    plans = make_plan("1f1b", 2), make_plan("zb_v", 2)
-    for found in pool.run(2, resumed, name, *plans, folder, timeout_s=120):
-        assert {"loss", "gradients", "parameters"} <= found.keys()
-        assert all(value < TOLERANCE for value in found.values()), found
-
-
-# --- everything -------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.sweep
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("num_ranks", [2, 4])
@@ -108,23 +80,25 @@ def test_every_plan(pool: Pool, num_ranks: int, name: str) -> None:
     is_as_whole(pool, name, planned(plans_of(name), num_ranks, seed=1), num_ranks)
 
 
-@pytest.mark.sweep
-@pytest.mark.parametrize("name", CASES)
-def test_every_model_recomputed_and_compiled(pool: Pool, name: str) -> None:
-    runs = {f"{how} {plan}": Run(make_plan(plan, 2), how) for how in HOWS for plan in ("1f1b", "searched")}
-    is_as_whole(pool, name, runs, 2)
+@pytest.mark.parametrize(("name", "how"), swept_but(("resnet", "recomputed"), hows=("recomputed", "compiled")))
+def test_recomputed_and_compiled(pool: Pool, name: str, how: str) -> None:
+    is_as_whole(pool, name, {plan: Run(make_plan(plan, 2), how) for plan in ("1f1b", "searched")}, 2)
 
 
-@pytest.mark.sweep
-@pytest.mark.parametrize("how", ["plain", "ddp", "fsdp"])
-@pytest.mark.parametrize("name", CASES)
-def test_every_model_on_two_replicas(pool: Pool, name: str, how: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "how"), swept_but(("gpt2", "plain"), ("mixtral", "ddp"), hows=("plain", "ddp", "fsdp"))
+)
+def test_two_replicas(pool: Pool, name: str, how: str) -> None:
     if how == "fsdp":
         pool.renew()
     is_as_whole(pool, name, {how: Run(make_plan("1f1b", 2), how)}, 2, num_processes=4)
 
 
-@pytest.mark.sweep
-@pytest.mark.parametrize("name", CASES)
-def test_every_model_resumed(pool: Pool, name: str, tmp_path: Path) -> None:
-    as_if_never_stopped(pool, name, tmp_path)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in ("resnet", "t5") else pytest.mark.sweep) for name in CASES]
+)
+def test_resumed_on_another_plan(pool: Pool, name: str, tmp_path: Path) -> None:
+    plans = make_plan("1f1b", 2), make_plan("zb_v", 2)
+    for found in pool.run(2, resumed, name, *plans, tmp_path, timeout_s=120):
+        assert {"loss", "gradients", "parameters"} <= found.keys()
+        assert all(value < TOLERANCE for value in found.values()), found

@@ -149,26 +149,6 @@ def test_default_cuts_are_even(num_blocks: int, num_stages: int) -> None:
     assert max(sizes) - min(sizes) <= 1
 
 
-def test_the_layers_of_a_dict_are_blocks_if_they_are_alike() -> None:
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.ends = nn.ModuleDict({"first": nn.Linear(WIDTH, WIDTH), "last": nn.LayerNorm(WIDTH)})
-            self.layers = nn.ModuleDict({str(i): Block() for i in range(3)})
-
-        def forward(self, x: Tensor) -> Tensor:
-            x = self.ends["first"](x)
-            for layer in self.layers.values():
-                x = layer(x)
-            return self.ends["last"](x)
-
-    model = Model().double()
-    stages = split(model, 3, example=values())
-    held = [{name.split(".norm")[0] for name, _ in stage.named_parameters() if ".norm." in name} for stage in stages]
-    assert held == [{"layers.0"}, {"layers.1"}, {"layers.2"}]
-    assert_same(model, stages, values())
-
-
 class Expert(Block):
     """A block of which one part is a list."""
 
@@ -189,21 +169,25 @@ class Expert(Block):
     ],
     ids=["dict", "sequential", "list"],
 )
-def test_lists_inside_of_blocks_are_no_blocks(layers: Callable[[], nn.Module]) -> None:
+def test_alike_layers_are_blocks_and_lists_inside_of_them_are_not(layers: Callable[[], nn.Module]) -> None:
     class Model(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.first, self.layers = nn.Linear(WIDTH, WIDTH), layers()
+            self.ends = nn.ModuleDict({"first": nn.Linear(WIDTH, WIDTH), "last": nn.LayerNorm(WIDTH)})
+            self.layers = layers()
 
         def forward(self, x: Tensor) -> Tensor:
-            x = self.first(x)
+            x = self.ends["first"](x)
             for layer in self.layers.children():
                 x = layer(x)
-            return x
+            return self.ends["last"](x)
 
     model = Model().double()
     assert find_blocks(model) == ["layers.0", "layers.1", "layers.2"]
-    assert_same(model, split(model, 3, example=values()), values())
+    stages = split(model, 3, example=values())
+    held = [{name.split(".norm")[0] for name, _ in stage.named_parameters() if ".norm." in name} for stage in stages]
+    assert held == [{"layers.0"}, {"layers.1"}, {"layers.2"}]
+    assert_same(model, stages, values())
 
 
 def test_cut_points_in_a_list_of_a_submodule() -> None:
@@ -325,31 +309,6 @@ def test_parameters_and_buffers_read_by_the_forward_move_to_their_stage() -> Non
     assert_same(model, stages, values())
 
 
-def test_batch_norm_keeps_its_statistics() -> None:
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.ModuleList(nn.BatchNorm1d(5) for _ in range(3))
-            self.cuts = [CutPoint() for _ in range(2)]
-
-        def forward(self, x: Tensor) -> Tensor:
-            for layer, cut in zip(self.layers, self.cuts, strict=False):
-                x = cut(layer(x))
-            return self.layers[2](x)
-
-    model = Model().double()
-    whole = copy.deepcopy(model)
-    stages = split(model, 3, example=values())
-    whole(values())
-    stages.run(values())
-    state = {name: value for stage in stages for name, value in stage.state_dict().items()}
-    assert state.keys() == whole.state_dict().keys()
-    assert all(torch.equal(value, state[name]) for name, value in whole.state_dict().items())
-    for stage in stages:
-        stage.eval()
-    assert torch.equal(stages.run(values()), whole.eval()(values()))
-
-
 def test_cut_point_around_a_tuple_and_nested_output() -> None:
     class Model(Plain):
         def forward(self, x: Tensor) -> dict[str, Any]:
@@ -459,5 +418,6 @@ def test_sequential_cuts_that_cannot_be() -> None:
 
 @pytest.mark.parametrize("model", [Block(), GPT()], ids=["unmodified", "with CutPoints"])
 def test_without_an_example(model: nn.Module) -> None:
-    with pytest.raises(SplitError, match=r"without an example nobody knows .*Stages\(modules, edges"):
+    how = r"give one small batch, example=make_batch\(1\)\[0\] if .* example=\{'\w+': …\}; or .*Stages\(modules, edges"
+    with pytest.raises(SplitError, match=rf"what crosses the cuts of {type(model).__name__}: {how}"):
         split(model, 2)

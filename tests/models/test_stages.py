@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -202,13 +199,6 @@ def test_parameter_names_are_the_stages_own_where_they_differ() -> None:
     assert [name for name, _ in stages.named_parameters()] == ["0.weight", "0.bias", "1.weight", "1.bias"]
     assert [name for name, _ in stages.named_parameters([1])] == ["1.weight", "1.bias"]
     assert stages.num_parameters(0) == 6
-
-
-def test_stages_survive_pickling_and_copying() -> None:
-    stages, batch = diamond(), (torch.randn(5, 4), torch.ones(5, 3))
-    for again in (pickle.loads(pickle.dumps(stages)), copy.deepcopy(stages)):
-        assert again.edges == stages.edges
-        assert torch.equal(again.run(batch), stages.run(batch))
 
 
 def test_table() -> None:

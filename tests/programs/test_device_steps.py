@@ -39,6 +39,21 @@ def test_actions_are_enqueued_in_the_strict_order() -> None:
             assert enqueued == [(a.what, a.message.transfer if a.message else a.op) for a in program.actions]
 
 
+def test_each_step_waits_for_what_it_needs_and_for_nothing_else() -> None:
+    """Without one of these waits, tests/sim_device/test_mutations.py finds a race."""
+    waits = {
+        (step.what, device.steps[before].what)
+        for _, devices in many()
+        for device in devices
+        for step in device.steps
+        for before in step.waits
+    }
+    assert waits == {
+        *(("receive", "allocate"), ("run", "receive"), ("send", "run"), ("release", "send")),
+        *(("reduce", "run"), ("join", "reduce"), ("sum", "join"), ("join", "sum")),
+    }
+
+
 def test_buffers_are_allocated_as_early_as_receives_are_posted_on_a_host() -> None:
     for plan, devices in many():
         for program, device in zip(compile_programs(plan, index_of(plan), range(plan.num_ranks)), devices, strict=True):

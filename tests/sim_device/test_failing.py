@@ -1,4 +1,4 @@
-"""After a step that failed on a queued device: no other step, and errors of the device by their own names."""
+"""What is said of a step that fails or hangs on a queued device: where the device is, and not where the host is."""
 
 from __future__ import annotations
 
@@ -7,27 +7,27 @@ import torch
 
 from rota import Cluster, Costs, Pipeline, PipelineError, place
 from rota.runtime.transport import collective
-from rota.schedules import gpipe
+from rota.schedules import gpipe, one_f_one_b
 from support.networks import batch_of, chain, loss_fn
 from support.pool import Pool
+from support.sim_device import SimDevice
+from support.sim_device.pool import pipelines_on_sim
 
-pytestmark = pytest.mark.dist
+PLAN = one_f_one_b(place(Costs.uniform(2, 10, 20, boundary_bytes=8), Cluster.uniform(2)), 4)
 
 
-def step_after_a_failure(rank: int) -> list[str]:
-    from support.sim_device import SimDevice
-    from support.sim_device.pool import pipelines_on_sim
-
+@pytest.mark.usefixtures("alone", "device")
+def test_no_step_follows_one_that_failed() -> None:
     plan = gpipe(place(Costs.uniform(2), Cluster.uniform(1), [0, 0]), 4)
-    said, fails = [], False
+    fails = False
 
     def may_fail(*_: object) -> None:
         if fails:
             raise ValueError("the second step")
 
-    stages = chain(2)
+    stages = chain(2).to("sim")
     stages[1].register_forward_pre_hook(may_fail)
-    with SimDevice(f"rank {rank}").active(), pipelines_on_sim([]), Pipeline(stages, plan, loss_fn) as pipeline:
+    with Pipeline(stages, plan, loss_fn) as pipeline:
         with pytest.raises(PipelineError, match="inputs=None"):
             pipeline.step()  # refused before anything was enqueued
         pipeline.step(*batch_of(4))
@@ -36,20 +36,42 @@ def step_after_a_failure(rank: int) -> list[str]:
         with pytest.raises(ValueError, match="the second step"):
             pipeline.step(*batch_of(4))
         fails = False
+        told = r"^an earlier call failed on this rank \(ValueError: the second step\).*start all ranks again from a ch"
         for call in (pipeline.step, pipeline.evaluate):
-            with pytest.raises(PipelineError) as error:
+            with pytest.raises(PipelineError, match=told):
                 call(*batch_of(4))
-            said.append(str(error.value))
-    return said
-
-
-def test_no_step_follows_one_that_failed(pool: Pool) -> None:
-    (said,) = pool.run(1, step_after_a_failure)
-    assert all(text.startswith("an earlier call failed on this rank (ValueError: the second step)") for text in said)
-    assert all("start all ranks again from a checkpoint" in text for text in said)
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("by 2 GiB"), torch.AcceleratorError("an assert", 1)])
 def test_an_error_of_the_device_is_not_a_lost_rank(error: RuntimeError) -> None:
     with pytest.raises(type(error)), collective("waiting for others"):
         raise error
+
+
+def reports(rank: int) -> tuple[list[str], list[int]]:
+    """The reports, and the kernels reached, where the device has ended less and less of a step."""
+    said, reached = [], []
+    with SimDevice(f"rank {rank}").active(), pipelines_on_sim([]), Pipeline(chain(2), PLAN, loss_fn) as pipeline:
+        pipeline.step(*batch_of(4))
+        execution, device = pipeline._plans.base.execution, pipeline._device
+        handle = pipeline.step(*batch_of(4), wait=False)
+        behind = [mark for mark in execution._behind if mark is not None]
+        for num_done in (len(behind), 9, 4, 1):
+            done = {id(mark) for mark in behind[:num_done]}
+            device.is_done = lambda mark, done=done: id(mark) in done  # type: ignore[attr-defined, misc]
+            doing = execution.doing([])
+            said.append(f"{'waits' if doing.waits else 'busy'}: {doing.words}")
+            reached.append(execution.num_reached())
+        del device.is_done  # type: ignore[attr-defined]
+        handle.wait()
+    return said, reached
+
+
+@pytest.mark.dist
+def test_the_first_kernel_of_each_stream_that_has_not_ended(pool: Pool) -> None:
+    (first, reached), (second, _) = pool.run(2, reports)
+    assert reached[1:] == [9, 4, 1]
+    assert first[3].startswith("busy: has not ended on its device: run 0F0 on compute, send 0F0→1F0 on channel 0→1")
+    assert first[2].startswith("waits: waits on its device for other ranks: send 0F1→1F1 on channel 0→1, receive 1B0")
+    assert second[3].startswith("waits: waits on its device for other ranks: receive 0F0→1F0 on channel 0→1")
+    assert second[2].startswith("busy: has not ended on its device: receive 0F1→1F1 on channel 0→1, run 1B0 on compute")

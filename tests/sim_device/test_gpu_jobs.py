@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ import torch
 
 from support.gpu import exactness, measuring
 from support.pool import Pool
+from support.sim_device import SimDevice
+from support.sim_device.runtime_device import SIM, syncs_inside_steps
 
 pytestmark = [pytest.mark.dist, pytest.mark.sweep]
 
@@ -19,15 +22,8 @@ FEW = ["1f1b", "zb_v", "chimera"]
 
 def on_sim(rank: int, job: Callable[..., Any], *args: Any) -> tuple[Any, list[str]]:
     """What the job returns, and where the host has waited for the device, in the whole job."""
-    from support.sim_device import SimDevice
-    from support.sim_device.runtime_device import syncs_inside_steps
-
-    device = SimDevice(f"rank {rank}")
-    with device.active():
-        result = job(rank, torch.device("sim", 0), *args)
-        waits = syncs_inside_steps()
-    device.check()
-    return result, waits
+    with SimDevice(f"rank {rank}").checked():
+        return job(rank, SIM, *args), syncs_inside_steps()
 
 
 def run(pool: Pool, num_ranks: int, job: Callable[..., Any], *args: Any) -> list[Any]:
@@ -86,9 +82,6 @@ def test_no_waits(pool: Pool, monkeypatch: pytest.MonkeyPatch, kind: str) -> Non
 
 def watched(rank: int, device: torch.device, kind: str) -> list[float]:
     """Between the job's steps the host may wait, inside of them not."""
-    from contextlib import contextmanager
-
-    from support.sim_device.runtime_device import syncs_inside_steps
 
     @contextmanager
     def waits_are_errors(_: torch.device) -> Any:

@@ -10,6 +10,8 @@ import pytest
 
 from rota import Cluster, PipelineError
 from support.pool import Pool
+from support.sim_device import SimDevice
+from support.sim_device.runtime_device import SIM
 
 pytestmark = pytest.mark.dist
 
@@ -25,14 +27,10 @@ def measured(rank: int) -> Cluster:
     """The links of simulated devices."""
     from rota.profiling import link_pipelines
     from rota.profiling.links import measure_links
-    from support.sim_device import SimDevice
-    from support.sim_device.runtime_device import SIM
 
     device = SimDevice(f"rank {rank}", cost_ns=cost_ns, host_ns=20_000)
-    with device.active(), mock.patch.object(link_pipelines, "_PACE_NS", 1):
-        cluster = measure_links(1, device=SIM)
-        device.check()
-    return cluster
+    with device.checked(), mock.patch.object(link_pipelines, "_PACE_NS", 1):
+        return measure_links(1, device=SIM)
 
 
 def test_links_between_devices_are_those_of_their_kernels(pool: Pool) -> None:
@@ -47,8 +45,6 @@ def test_links_between_devices_are_those_of_their_kernels(pool: Pool) -> None:
 
 def on_cpu_and_sim(rank: int) -> Any:
     from rota.profiling.links import measure_links
-    from support.sim_device import SimDevice
-    from support.sim_device.runtime_device import SIM
 
     with SimDevice().active():
         try:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -19,6 +20,7 @@ from rota.runtime.reducing import replicas
 from rota.schedules import one_f_one_b
 from support.networks import batch_of, chain, loss_fn
 from support.pool import Pool
+from support.sim_device import SimDevice, current_device
 from support.sim_device.pool import pipelines_on_sim
 
 pytestmark = pytest.mark.dist
@@ -51,15 +53,13 @@ def tied_stages() -> Stages:
 
 def errors_with(rank: int, mutations: list[tuple[int, Callable[[], Any]]]) -> list[str]:
     """On 2 ranks of 2 replicas, for each mutation (of one rank) the error that this rank's device has found, or ""."""
-    from support.sim_device import SimDevice
-
     mesh, found = rota.mesh(pp=2, dp=2), []
     for on, mutated in mutations:
         device = SimDevice(f"rank {rank}", goes_on=True)
         with device.active(), pipelines_on_sim([]), Pipeline(tied_stages(), plan_of(), loss_fn, mesh=mesh) as pipeline:
             mine = pipeline.rank == on
             pipeline.step(*batch_of(NUM_MICROBATCHES, pipeline.replica))
-            with mutated() if mine else unchanged():
+            with mutated() if mine else nullcontext():
                 pipeline._plans.base = pipeline._made_ready(pipeline.plan, 0, ())
                 pipeline.step(*batch_of(NUM_MICROBATCHES, pipeline.replica))
                 pipeline.step(*batch_of(NUM_MICROBATCHES, pipeline.replica))
@@ -78,38 +78,23 @@ def error_of(device: Any) -> str:
     return ""
 
 
-@contextmanager
-def unchanged() -> Iterator[None]:
-    yield
-
-
-class WithoutWait:
+def without_wait(what: str, before: str) -> Any:
     """The device program without the waits of one kind of step for another."""
+    original = execution.device_program
 
-    def __init__(self, what: str, before: str) -> None:
-        self.what, self.before = what, before
+    def without(*args: Any, **options: Any) -> DeviceProgram:
+        program = original(*args, **options)
 
-    @contextmanager
-    def __call__(self) -> Iterator[None]:
-        original = execution.device_program
+        def changed(step: Step) -> Step:
+            if step.what != what:
+                return step
+            return replace(step, waits=tuple(w for w in step.waits if program.steps[w].what != before))
 
-        def without(*args: Any, **options: Any) -> DeviceProgram:
-            program = original(*args, **options)
+        steps = tuple(map(changed, program.steps))
+        assert steps != program.steps, "nothing was left out"
+        return replace(program, steps=steps)
 
-            def changed(step: Step) -> Step:
-                if step.what != self.what:
-                    return step
-                return replace(step, waits=tuple(w for w in step.waits if program.steps[w].what != self.before))
-
-            steps = tuple(map(changed, program.steps))
-            assert steps != program.steps, "nothing was left out"
-            return replace(program, steps=steps)
-
-        execution.device_program = without
-        try:
-            yield
-        finally:
-            execution.device_program = original
+    return patch.object(execution, "device_program", without)
 
 
 def sent_values_are_not_held() -> Any:
@@ -137,22 +122,19 @@ def reductions_are_packed_on_the_compute_stream() -> Any:
     original = replicas.GradientAllReduce._packed
 
     def packed(self: Any) -> Any:
-        from support.sim_device import current_device
-
         device = current_device()
         with device.use(device.default):
-            made = [*original(self)]
-        return iter(made)
+            return iter([*original(self)])
 
     return patch.object(replicas.GradientAllReduce, "_packed", packed)
 
 
 def test_nothing_is_found_where_nothing_is_left_out(pool: Pool) -> None:
-    assert pool.run(4, errors_with, [(0, unchanged)]) == [[""]] * 4
+    assert pool.run(4, errors_with, [(0, nullcontext)]) == [[""]] * 4
 
 
 def test_each_wait_is_needed(pool: Pool) -> None:
-    mutations = [(rank, WithoutWait(what, before)) for what, before, rank in WAITS]
+    mutations = [(rank, partial(without_wait, what, before)) for what, before, rank in WAITS]
     by_process = pool.run(4, errors_with, mutations)
     for i, (what, before, rank) in enumerate(WAITS):
         for process, errors in enumerate(by_process):

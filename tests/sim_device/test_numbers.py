@@ -20,6 +20,7 @@ from runtime.test_nonfinite_loss import batch_with
 from runtime.test_step_handles import APPLIED, FORMS, N, losses_by_name, stages_for
 from support.networks import batch_of, chain, loss_fn, plan_for, refusal
 from support.pool import Pool
+from support.sim_device import SimDevice, current_device
 from support.sim_device.pool import SimPool
 
 
@@ -56,29 +57,12 @@ def test_as_on_the_cpu(sim_pool: SimPool, test: Callable[[SimPool], None]) -> No
     test(sim_pool)
 
 
-# --- numbers ----------------------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def simulated(name: str = "sim", *, is_fast: bool = False) -> Iterator[Any]:
-    """A device of one's own, as the runtime has it."""
-    from support.sim_device import SimDevice
-    from support.sim_device.runtime_device import SimRuntimeDevice
-
-    with SimDevice(name, is_fast=is_fast).active():
-        device = SimRuntimeDevice(torch.device("sim"))
-        yield device
-        device.hardware.check()
-
-
 # --- steps that do not wait -------------------------------------------------------------------------------------------
 
 
 @contextmanager
 def no_syncs(reads: int = 0) -> Iterator[None]:
     """Inside, the host must not wait for the device, not even at a step's end; `reads`: of earlier steps, at most."""
-    from support.sim_device import current_device
-
     device = current_device()
     device.syncs.clear()
     yield
@@ -89,7 +73,10 @@ def no_syncs(reads: int = 0) -> Iterator[None]:
 
 def trained(rank: int, form: str, waits: bool, scaled: bool) -> tuple[list[float], dict[str, float], list[list[float]]]:
     """Five steps of Adam with clipping, under autocast and with a scaler where `scaled`, whose third step overflows."""
-    with simulated(f"rank {rank}"), Pipeline(stages_for(form).to("sim"), plan_for(2), FORMS[form]) as pipeline:
+    with (
+        SimDevice(f"rank {rank}").checked(),
+        Pipeline(stages_for(form).to("sim"), plan_for(2), FORMS[form]) as pipeline,
+    ):
         batches = [tuple(tensor.to("sim") for tensor in batch_of(N, seed)) for seed in range(5)]
         optimizer = torch.optim.Adam([*pipeline.parameters()], lr=0.1)
         scaler = torch.amp.GradScaler("sim", init_scale=4.0, growth_interval=1) if scaled else None
@@ -135,7 +122,7 @@ def test_nothing_waits_for_the_device(pool: Pool, form: str, scaled: bool) -> No
 
 def scales_differ(rank: int, waits: bool) -> list[str]:
     found = []
-    with simulated(f"rank {rank}"), Pipeline(chain(2).to("sim"), plan_for(2), loss_fn) as pipeline:
+    with SimDevice(f"rank {rank}").checked(), Pipeline(chain(2).to("sim"), plan_for(2), loss_fn) as pipeline:
         batch = [tensor.to("sim") for tensor in batch_of(N)]
         pipeline.step(*batch)
         scaler = torch.amp.GradScaler("sim", init_scale=4.0 * (1 + rank))
@@ -163,7 +150,7 @@ def refused(rank: int, name: str, is_fast: bool) -> tuple[str, int]:
     """Nobody asks a handle; after which of the next steps its refusal comes, 9: when the pipeline is closed."""
     how, loss = losses_by_name()
     num_steps = 0
-    with simulated(f"rank {rank}", is_fast=is_fast):
+    with SimDevice(f"rank {rank}", is_fast=is_fast).checked():
         pipeline = Pipeline(chain(2).to("sim"), plan_for(2), loss)
         batch, bad = ([tensor.to("sim") for tensor in of] for of in (batch_of(N), batch_with(m1=math.nan)))
         pipeline.step(*batch)
@@ -204,16 +191,13 @@ class NoCount(nn.Module):
         return x
 
 
-def test_counts_of_added_losses_stay_on_the_device() -> None:
-    from support.sim_device import current_device
-
-    with simulated():
-        x = torch.ones(2, device="sim")
-        with no_syncs(), rota.collect_losses() as added:
-            NoCount()(x)
-            total = added.weighted_total
-        assert total.item() == -1
-        assert current_device().syncs
+def test_counts_of_added_losses_stay_on_the_device(device: SimDevice) -> None:
+    x = torch.ones(2, device="sim")
+    with no_syncs(), rota.collect_losses() as added:
+        NoCount()(x)
+        total = added.weighted_total
+    assert total.item() == -1
+    assert device.syncs
     with pytest.raises(PipelineError, match=r"got as count torch.float32 of shape \[2\]"):
         rota.add_loss(torch.ones(()), torch.ones(2))
 
@@ -224,7 +208,7 @@ def test_counts_of_added_losses_stay_on_the_device() -> None:
 def norms_of(rank: int, is_complex: bool) -> list[tuple[float, dict[str, Tensor], dict[str, Tensor]]]:
     """For each norm type the norm, and the gradients by name before and after."""
     found = []
-    with simulated(f"rank {rank}"):
+    with SimDevice(f"rank {rank}").checked():
         stages = (test_norms.complex_stages() if is_complex else test_norms.stages_of()).to("sim")
         loss = test_norms.absolute_loss if is_complex else loss_fn
         plan = test_norms.gpipe(rota.place(rota.Costs.uniform(3), rota.Cluster.uniform(3)), N)
@@ -268,8 +252,6 @@ def test_norms_of_any_type(pool: Pool, is_complex: bool) -> None:
 
 
 def test_the_accelerators_autocast_is_seen() -> None:
-    import support.sim_device.runtime_device  # noqa: F401 - from here on "sim" is the accelerator
-
     assert ambient_autocast() == ()
     with torch.autocast("sim", torch.bfloat16):
         found = ambient_autocast()

@@ -24,12 +24,13 @@ from support.networks import (
     assert_equal_steps,
     batch_of,
     chain,
-    gradients_of,
     loss_fn,
+    pipeline_steps,
     serial_step,
 )
 from support.pool import Pool
-from support.sim_device import RaceError, SimDevice, current_device
+from support.sim_device import RaceError, SimDevice
+from support.sim_device.pool import SimPool
 from support.sim_device.runtime_device import syncs_inside_steps
 
 pytestmark = pytest.mark.dist
@@ -37,11 +38,8 @@ pytestmark = pytest.mark.dist
 
 def simulated(rank: int, function: Callable[..., Any], *args: Any) -> Any:
     """What the function returns on a simulated device, on which it made no race."""
-    device = SimDevice(f"rank {rank}")
-    with device.active():
-        result = function(rank, *args)
-    device.check()
-    return result
+    with SimDevice(f"rank {rank}").checked():
+        return function(rank, *args)
 
 
 def waits_of(act: Callable[[], Any]) -> list[str]:
@@ -53,10 +51,6 @@ def waits_of(act: Callable[[], Any]) -> list[str]:
 
 def plan_of(schedule: str, num_ranks: int, num_microbatches: int = 4) -> Plan:
     return NAMED[schedule](place(Costs.uniform(num_ranks), Cluster.uniform(num_ranks)), num_microbatches)
-
-
-def moved(stages: Stages) -> Stages:
-    return stages.to("sim")
 
 
 # --- stages -----------------------------------------------------------------------------------------------------------
@@ -72,7 +66,7 @@ class Buffered(nn.Module):
         return self.linear(x) * self.scale
 
 
-def shares_stay(rank: int) -> None:
+def test_stages_that_move_stay_tied(device: SimDevice) -> None:
     one, other = Buffered(), Buffered()
     other.linear.weight, other.scale = one.linear.weight, one.scale
     stages, weight, scale = Stages([one, other]), one.linear.weight, one.scale
@@ -89,11 +83,7 @@ def shares_stay(rank: int) -> None:
         stages.to("sim", [2])
 
 
-def test_stages_that_move_stay_tied(pool: Pool) -> None:
-    pool.run(1, simulated, shares_stay)
-
-
-def made_on_the_device(rank: int, folder: Path) -> None:
+def test_weights_are_made_or_loaded_on_the_device(device: SimDevice, tmp_path: Path) -> None:
     from safetensors.torch import save_file
 
     def made() -> nn.Sequential:
@@ -104,18 +94,14 @@ def made_on_the_device(rank: int, folder: Path) -> None:
         whole, on_device, loaded = made(), rota.split(made(), 3), rota.split(made(), 3)
     rota.materialize(rota.split(whole, 1), [0])
     rota.materialize(on_device, [0, 1], "sim:0")
-    save_file(dict(whole.state_dict()), folder / "model.safetensors")
-    rota.load_pretrained(loaded, [0, 1], folder, device="sim")
+    save_file(dict(whole.state_dict()), tmp_path / "model.safetensors")
+    rota.load_pretrained(loaded, [0, 1], tmp_path, device="sim")
     for stages in (on_device, loaded):
         for stage in (0, 1):
             for name, tensor in stages[stage].state_dict().items():
                 assert tensor.device.type == "sim"
                 assert torch.equal(tensor.cpu(), whole.state_dict()[name])
         assert stages[2].get_parameter("2.weight").is_meta
-
-
-def test_weights_are_made_or_loaded_on_the_device(pool: Pool, tmp_path: Path) -> None:
-    pool.run(1, simulated, made_on_the_device, tmp_path)
 
 
 # --- agreement --------------------------------------------------------------------------------------------------------
@@ -138,68 +124,26 @@ def test_ranks_on_different_types_of_devices_are_refused(pool: Pool) -> None:
     )
 
 
-def test_a_rank_without_memory_is_refused_on_all(pool: Pool) -> None:
-    modules = [nn.Linear(6, 6), nn.Linear(6, 6, device="meta"), nn.Linear(6, 6)]
-    told = pool.run(3, without_memory, modules)
-    assert all(each.startswith("rank 1: weight of stage 1 has no memory (it is on meta)") for each in told)
-
-
-def without_memory(rank: int, modules: list[nn.Module]) -> str:
-    with pytest.raises(PipelineError) as error:
-        Pipeline(Stages(modules), plan_of("1f1b", 3), loss_fn)
-    return str(error.value)
-
-
-def with_a_stage_of_activations(rank: int, plan: Plan, batch: Any) -> tuple[str, StepResult]:
-    stages = Stages([nn.Linear(6, 6).double(), nn.Tanh(), nn.Linear(6, 6).double()])
-    torch.manual_seed(0)
-    for stage in (0, 2):
-        nn.init.normal_(stages[stage].weight)
-        nn.init.zeros_(stages[stage].bias)
-    moved(stages)
-    with Pipeline(stages, plan, loss_fn) as pipeline:
-        loss = pipeline.step(*batch)
-        gradients = gradients_of(stages, pipeline.local_stages)
-        return str(pipeline.device), StepResult(loss, {key: value.cpu() for key, value in gradients.items()})
-
-
 def test_a_rank_without_tensors_has_a_device_like_the_others(pool: Pool) -> None:
     plan, batch = plan_of("1f1b", 3), batch_of(4)
-    found = pool.run(3, simulated, with_a_stage_of_activations, plan, batch)
-    assert [device for device, _ in found] == ["sim:0"] * 3
-    torch.manual_seed(0)
-    serial = Stages([nn.Linear(6, 6).double(), nn.Tanh(), nn.Linear(6, 6).double()])
-    torch.manual_seed(0)
-    for stage in (0, 2):
-        nn.init.normal_(serial[stage].weight)
-        nn.init.zeros_(serial[stage].bias)
-    assert_equal_steps([result for _, result in found], serial_step(serial, *batch))
+    stages = Stages([nn.Linear(6, 6).double(), nn.Tanh(), nn.Linear(6, 6).double()])
+    by_rank = SimPool(pool).run(3, pipeline_steps, stages, plan, [batch])
+    assert_equal_steps([result for (result,) in by_rank], serial_step(stages, *batch))
 
 
 # --- data -------------------------------------------------------------------------------------------------------------
 
 
-def steps_with(rank: int, plan: Plan, where: list[str], num_steps: int) -> list[StepResult]:
-    stages = moved(chain(plan.num_ranks))
-    results = []
-    with Pipeline(stages, plan, loss_fn, check_data="first") as pipeline:
-        for step in range(num_steps):
-            for parameter in pipeline.parameters():
-                parameter.grad = None
-            batch = [tensor.to(device) for tensor, device in zip(batch_of(4, step), where, strict=True)]
-            losses = list[float]()
-            act = lambda batch=batch, losses=losses: losses.append(pipeline.step(*batch))  # noqa: E731
-            waits = waits_of(act)
-            assert not step or [wait for wait in waits if "losses.py" not in wait] == []
-            assert [tensor.device.type for tensor in batch] == where
-            gradients = gradients_of(stages, pipeline.local_stages)
-            results.append(StepResult(losses[0], {key: value.cpu() for key, value in gradients.items()}))
+def steps_with(rank: int, where: list[str]) -> list[StepResult]:
+    batches = [[x.to(device) for x, device in zip(batch_of(4, step), where, strict=True)] for step in range(2)]
+    results = pipeline_steps(rank, chain(2), plan_of("1f1b", 2), batches, check_data="first")
+    assert all([tensor.device.type for tensor in batch] == where for batch in batches)
     return results
 
 
 @pytest.mark.parametrize("where", [["cpu", "cpu"], ["sim", "sim"], ["sim", "cpu"]])
 def test_the_batch_may_be_on_the_host_or_the_device(pool: Pool, where: list[str]) -> None:
-    by_rank = pool.run(2, simulated, steps_with, plan_of("1f1b", 2), where, 2)
+    by_rank = SimPool(pool, ("losses.py",)).run(2, steps_with, where)
     for step in range(2):
         assert_equal_steps([of_rank[step] for of_rank in by_rank], serial_step(chain(2), *batch_of(4, step)))
 
@@ -218,26 +162,24 @@ class Reads(nn.Module):
         return self.linear(values[0]) * values[-1].sum()
 
 
-def each_tensor_is_copied_once(rank: int) -> None:
+@pytest.mark.usefixtures("alone")
+def test_each_tensor_is_copied_once_and_what_is_not_read_stays(device: SimDevice) -> None:
     stages = Stages([Reads(2), Reads(2)], inputs={0: ["x", "mask"], 1: ["mask"]})
-    moved(stages)
+    stages.to("sim")
     plan = gpipe(place(Costs.uniform(2), Cluster.uniform(1), [0, 0]), 4)
     batch = {"x": torch.ones(8, 6), "mask": torch.ones(1, 6), "unread": torch.ones(8, 1000)}
     with Pipeline(stages, plan, lambda output, target: (output - target).square().mean(), recompute="full") as pipeline:
-        before = current_device().allocated_bytes
+        before = device.allocated_bytes
         for _ in range(2):
             pipeline.step(batch, torch.zeros(8, 6))
-        assert current_device().allocated_bytes - before < batch["unread"].nbytes
+        assert device.allocated_bytes - before < batch["unread"].nbytes
     seen = [each for stage in stages.modules for each in stage.seen]
     assert {kind for kind, _ in seen} == {"sim"}
     assert len({which for _, which in seen[-8:]}) == 1  # one copy of the mask for all
 
 
-def test_each_tensor_is_copied_once_and_what_is_not_read_stays(pool: Pool) -> None:
-    pool.run(1, simulated, each_tensor_is_copied_once)
-
-
-def a_write_into_what_all_get_is_refused(rank: int) -> None:
+@pytest.mark.usefixtures("alone")
+def test_a_write_into_what_all_microbatches_get_is_refused(device: SimDevice) -> None:
     class Writes(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -246,7 +188,7 @@ def a_write_into_what_all_get_is_refused(rank: int) -> None:
         def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
             return self.linear(x) * mask.mul_(2)
 
-    stages = moved(Stages([Writes()], inputs={0: ["x", "mask"]}))
+    stages = Stages([Writes()], inputs={0: ["x", "mask"]}).to("sim")
     plan = one_f_one_b(place(Costs.uniform(1), Cluster.uniform(1)), 2)
     with (
         Pipeline(stages, plan, loss_fn) as pipeline,
@@ -255,12 +197,8 @@ def a_write_into_what_all_get_is_refused(rank: int) -> None:
         pipeline.step({"x": torch.ones(4, 6), "mask": torch.ones(1, 6)}, torch.ones(4, 6))
 
 
-def test_a_write_into_what_all_microbatches_get_is_refused(pool: Pool) -> None:
-    pool.run(1, simulated, a_write_into_what_all_get_is_refused)
-
-
 def outputs_on(rank: int) -> list[tuple[str, torch.Tensor]]:
-    stages = moved(chain(2))
+    stages = chain(2).to("sim")
     with Pipeline(stages, plan_of("1f1b", 2), loss_fn) as pipeline:
         outputs = pipeline.forward(batch_of(4)[0] if rank == 0 else None)
     assert outputs is not None
@@ -290,41 +228,30 @@ class Noisy(nn.Module):
         return self.layers(x) * (1 + self.calls / 8)
 
 
-def noisy_steps(rank: int, plan: Plan, where: str, recompute: str) -> tuple[list[StepResult], dict[str, torch.Tensor]]:
+def noisy_steps(rank: int, plan: Plan, recompute: str) -> tuple[list[StepResult], dict[str, torch.Tensor]]:
     torch.manual_seed(0)
-    stages = Stages([Noisy() for _ in range(2)]).to(where)
+    stages = Stages([Noisy() for _ in range(2)])
     torch.manual_seed(7)
-    results, waits = [], []
-    with Pipeline(stages, plan, loss_fn, recompute=recompute) as pipeline:
-        for step in range(2):
-            batch, losses = batch_of(4, step), list[float]()
-            act = lambda batch=batch, losses=losses: losses.append(pipeline.step(*batch))  # noqa: E731
-            waits = waits_of(act) if where == "sim" else act() or []
-            gradients = gradients_of(stages, pipeline.local_stages)
-            results.append(StepResult(losses[0], {key: value.cpu() for key, value in gradients.items()}))
-        assert [wait for wait in waits if "losses.py" not in wait] == []
-        state = {name: tensor.cpu() for name, tensor in stages[rank].state_dict().items()}
-    return results, state | {"next": torch.rand(3)}
+    results = pipeline_steps(rank, stages, plan, [batch_of(4, step) for step in range(2)], recompute=recompute)
+    return results, stages[rank].state_dict() | {"next": torch.rand(3)}
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
 def test_dropout_and_buffers_are_those_of_the_cpu_and_of_a_recomputation(pool: Pool, schedule: str) -> None:
     costs = Costs.uniform(2, weight_us=1) if schedule == "zb_h1" else Costs.uniform(2)
     plan = NAMED[schedule](place(costs, Cluster.uniform(2)), 4)
-    reference = pool.run(2, noisy_steps, plan, "cpu", "none")
+    reference = pool.run(2, noisy_steps, plan, "none")
     for recompute in ("none", "full"):
-        for (results, state), (others, expected) in zip(
-            pool.run(2, simulated, noisy_steps, plan, "sim", recompute), reference, strict=True
-        ):
+        by_rank = SimPool(pool, ("losses.py",)).run(2, noisy_steps, plan, recompute)
+        for (results, state), (others, expected) in zip(by_rank, reference, strict=True):
             for one, other in zip(results, others, strict=True):
                 assert abs(one.loss - other.loss) < 1e-12
-                for key, gradient in other.gradients.items():
-                    torch.testing.assert_close(one.gradients[key], gradient, rtol=1e-12, atol=1e-12)
-            for name, tensor in expected.items():
-                torch.testing.assert_close(state[name], tensor, rtol=1e-12, atol=1e-12)
+                torch.testing.assert_close(one.gradients, other.gradients, rtol=1e-12, atol=1e-12)
+            torch.testing.assert_close(state, expected, rtol=1e-12, atol=1e-12)
 
 
-def states_are_restored(rank: int) -> None:
+@pytest.mark.usefixtures("alone")
+def test_random_states_are_restored_also_where_an_evaluation_fails(device: SimDevice) -> None:
     class Fails(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -335,23 +262,19 @@ def states_are_restored(rank: int) -> None:
                 raise ValueError("this row is not wanted")
             return self.linear(x)
 
-    stages = moved(Stages([Fails()]))
+    stages = Stages([Fails()]).to("sim")
     plan = one_f_one_b(place(Costs.uniform(1), Cluster.uniform(1)), 2)
     with Pipeline(stages, plan, loss_fn) as pipeline:
-        host, device = torch.get_rng_state(), current_device().rng_state.clone()
+        host, on_device = torch.get_rng_state(), device.rng_state.clone()
         with pytest.raises(ValueError, match="this row is not wanted"):
             pipeline.evaluate(torch.zeros(4, 6, dtype=torch.float64), torch.zeros(4, 6, dtype=torch.float64))
         assert torch.equal(torch.get_rng_state(), host)
-        assert torch.equal(current_device().rng_state, device)
+        assert torch.equal(device.rng_state, on_device)
         pipeline.step(torch.ones(4, 6, dtype=torch.float64), torch.zeros(4, 6, dtype=torch.float64))
-        assert torch.equal(current_device().rng_state, device)
+        assert torch.equal(device.rng_state, on_device)
 
 
-def test_random_states_are_restored_also_where_an_evaluation_fails(pool: Pool) -> None:
-    pool.run(1, simulated, states_are_restored)
-
-
-def states_see_the_device(rank: int) -> None:
+def test_a_draw_from_the_device_is_seen_and_undone(device: SimDevice) -> None:
     states = RandomStates(nn.Identity())
     first = torch.rand(3, device="sim").cpu()
     assert states.changed()
@@ -360,17 +283,13 @@ def states_see_the_device(rank: int) -> None:
     assert torch.equal(torch.rand(3, device="sim").cpu(), first)
 
 
-def test_a_draw_from_the_device_is_seen_and_undone(pool: Pool) -> None:
-    pool.run(1, simulated, states_see_the_device)
-
-
 # --- checkpoints ------------------------------------------------------------------------------------------------------
 
 
 def trained(
     rank: int, run: Run, folder: Path, where: str, begin: int, end: int, asynchronous: bool = False
-) -> tuple[list[float], torch.Tensor]:
-    """Go on from what is there, save after each step; returns the losses, and what is drawn next."""
+) -> list[float]:
+    """Go on from what is there, and save after each step; the losses."""
     stages = rota.split(model(), run.plan().num_stages).to(where)
     training = Training(run, stages)
     losses: list[float] = []
@@ -383,7 +302,7 @@ def trained(
             waits = waits_of(save) if where == "sim" else save() or []
             assert not asynchronous or waits == []
         checkpoints.wait()
-        return losses, torch.cat([torch.rand(3), torch.rand(3, device=where).cpu()])
+    return losses
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
@@ -394,7 +313,7 @@ def test_a_training_goes_on_with_another_plan_on_devices_and_on_cpus(
     one, other, last = Run("1f1b", 2), Run("v", 2), Run("zb", 1)
     for run, where, begin in ((one, "sim", 0), (other, "cpu", 2), (last, "sim", 4)):
         of_ranks = pool.run(run.num_processes, simulated, trained, run, tmp_path, where, begin, begin + 2, asynchronous)
-        for found, _ in of_ranks:
+        for found in of_ranks:
             assert found == pytest.approx(losses[begin : begin + 2], abs=1e-10)
         tensors, _ = stored(tmp_path / f"step-{begin + 2}")
         assert {tensor.dtype for tensor in tensors.values()} == {torch.float64, torch.float32}  # the steps' counts
@@ -446,7 +365,8 @@ class Scaled(nn.Module):
         return torch.tanh(self.linear(x)) * self.weight + x
 
 
-def go_on_with_a_weight_without_dims(rank: int, folder: Path) -> None:
+@pytest.mark.usefixtures("alone")
+def test_step_counts_stay_on_the_host_beside_a_weight_without_dims(device: SimDevice, tmp_path: Path) -> None:
     def made() -> Training:
         torch.manual_seed(0)
         return Training(Run("1f1b", 1), Stages([Scaled().double()]).to("sim"))
@@ -454,7 +374,7 @@ def go_on_with_a_weight_without_dims(rank: int, folder: Path) -> None:
     with memory():
         first = made()
         with first.pipeline:
-            kept = first.checkpoints(folder)
+            kept = first.checkpoints(tmp_path)
             first.steps(range(2))
             kept.commit(2)
             kept.save(2)
@@ -462,66 +382,54 @@ def go_on_with_a_weight_without_dims(rank: int, folder: Path) -> None:
         for step in (None, 2):
             again = made()
             with again.pipeline:
-                assert again.checkpoints(folder).load(step) is not None
+                assert again.checkpoints(tmp_path).load(step) is not None
                 counts = [state["step"] for state in again.optimizer.state.values()]
                 assert [count.device.type for count in counts] == ["cpu"] * 3
                 assert again.steps(range(2, 4)) == expected
                 assert waits_of(again.optimizer.step) == []
 
 
-def test_step_counts_stay_on_the_host_beside_a_weight_without_dims(pool: Pool, tmp_path: Path) -> None:
-    pool.run(1, simulated, go_on_with_a_weight_without_dims, tmp_path)
-
-
-def weights_on_another_stream(rank: int) -> None:
-    device = current_device()
+def test_a_copy_on_a_stream_that_does_not_wait_is_a_race(device: SimDevice) -> None:
     weight = torch.ones(4, device="sim")
     layout = Layout({"model/weight": weight})
     with device.use(device.stream("checkpoint")), pytest.raises(RaceError, match="no event orders it after"):
         layout.copy(device)
 
 
-def test_a_copy_on_a_stream_that_does_not_wait_is_a_race(pool: Pool) -> None:
-    pool.run(1, simulated, weights_on_another_stream)
+def pipeline_of(where: str) -> Pipeline:
+    plan = one_f_one_b(place(Costs.uniform(1), Cluster.uniform(1)), 2)
+    return Pipeline(Stages([nn.Linear(6, 6).double()]).to(where), plan, loss_fn)
 
 
 def saved_states(rank: int, folder: Path, where: str) -> torch.Tensor:
-    stages = Stages([nn.Linear(6, 6).double()]).to(where)
-    plan = one_f_one_b(place(Costs.uniform(1), Cluster.uniform(1)), 2)
-    torch.manual_seed(5)
-    torch.rand(2, device=where)
-    with Pipeline(stages, plan, loss_fn) as pipeline:
+    with pipeline_of(where) as pipeline:
+        torch.manual_seed(5)
+        torch.rand(2, device=where)
         rota.Checkpoints(folder, pipeline, None).save(1)
     return torch.cat([torch.rand(3), torch.rand(3, device=where).cpu()])
 
 
 def loaded_states(rank: int, folder: Path, where: str) -> torch.Tensor:
-    stages = Stages([nn.Linear(6, 6).double()]).to(where)
-    plan = one_f_one_b(place(Costs.uniform(1), Cluster.uniform(1)), 2)
-    torch.manual_seed(50 + rank)
-    with Pipeline(stages, plan, loss_fn) as pipeline:
+    with pipeline_of(where) as pipeline:
+        torch.manual_seed(50 + rank)
         assert rota.Checkpoints(folder, pipeline, None).load() is not None
     return torch.cat([torch.rand(3), torch.rand(3, device=where).cpu()])
 
 
 def test_the_devices_random_state_goes_on_or_is_seeded(pool: Pool, tmp_path: Path) -> None:
-    for where in ("cpu", "sim"):
+    """A checkpoint names a device only where there was one."""
+    for where, named in (("cpu", None), ("sim", "sim")):
         (drawn,) = pool.run(1, simulated, saved_states, tmp_path / where, where)
         (same,) = pool.run(1, simulated, loaded_states, tmp_path / where, where)
         assert torch.equal(same, drawn)
+        of_device = json.loads((tmp_path / where / "step-1" / "rota.json").read_text())["training"]["random"]["device"]
+        assert (of_device and of_device[0]) == named
     onto = [pool.run(1, simulated, loaded_states, tmp_path / "cpu", "sim")[0] for _ in range(2)]
     assert torch.equal(onto[0], onto[1])  # by the checkpoint alone
     pool.run(1, simulated, loaded_states, tmp_path / "sim", "cpu")
 
 
-def test_the_format_names_a_device_only_where_there_was_one(pool: Pool, tmp_path: Path) -> None:
-    for where, expected in (("cpu", None), ("sim", "sim")):
-        pool.run(1, simulated, saved_states, tmp_path / where, where)
-        of_device = json.loads((tmp_path / where / "step-1" / "rota.json").read_text())["training"]["random"]["device"]
-        assert (of_device and of_device[0]) == expected
-
-
-# --- verification and groups ------------------------------------------------------------------------------------------
+# --- verification -----------------------------------------------------------------------------------------------------
 
 
 def verified(rank: int, plan: Plan) -> rota.Verification:
@@ -529,7 +437,7 @@ def verified(rank: int, plan: Plan) -> rota.Verification:
         torch.manual_seed(0)
         return nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5), nn.Tanh(), nn.Linear(6, 6))
 
-    stages = moved(rota.split(made(), plan.num_stages))
+    stages = rota.split(made(), plan.num_stages).to("sim")
     with Pipeline(stages, plan, loss_fn) as pipeline:
         inputs, targets = (tensor.float() for tensor in batch_of(4))
         return rota.verify(pipeline, made, inputs, targets)
@@ -541,24 +449,9 @@ def test_verify_compares_on_the_device(pool: Pool) -> None:
         assert len(found.comparisons) == 2
 
 
-def verified_in_one_process(rank: int) -> None:
+def test_verify_compares_stages_of_one_process_on_the_device(device: SimDevice) -> None:
     torch.manual_seed(0)
     whole = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6))
     inputs, targets = (tensor.float() for tensor in batch_of(4))
     found = rota.verify(rota.split(whole, 2).to("sim"), whole, inputs, targets, loss_fn)
     assert found.exact, found.to_text()
-
-
-def test_verify_compares_stages_of_one_process_on_the_device(pool: Pool) -> None:
-    pool.run(1, simulated, verified_in_one_process)
-
-
-def summed_in_a_group(rank: int) -> float:
-    group = rota.spmd.group([0, 1])
-    assert group is not None
-    total = rota.spmd.sum_over_ranks(torch.full((2,), float(rank + 1), device="sim"), group)
-    return float(total.cpu().sum())
-
-
-def test_a_group_of_a_stage_takes_tensors_of_the_device(pool: Pool) -> None:
-    assert pool.run(2, simulated, summed_in_a_group) == [6.0, 6.0]

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import re
-from collections.abc import Iterator
 
 import pytest
 import torch
+from torch import nn
 
 from support.sim_device import (
     FreedTooEarlyError,
@@ -14,16 +15,9 @@ from support.sim_device import (
     RaceError,
     SimDevice,
     SimTensor,
+    receive_into,
     sent_from,
 )
-
-
-@pytest.fixture
-def device() -> Iterator[SimDevice]:
-    device = SimDevice()
-    with device.active():
-        yield device
-    device.check()
 
 
 def ones(*shape: int) -> torch.Tensor:
@@ -155,3 +149,75 @@ def test_what_needs_no_wait_counts_none(device: SimDevice) -> None:
         torch.zeros(3, device="sim").masked_fill_(torch.zeros(3, device="sim").bool(), 1)
 
     assert syncs_of(device, work) == []
+
+
+# --- autograd and streams ---------------------------------------------------------------------------------------------
+
+
+def test_a_backward_runs_on_the_streams_of_its_forward(device: SimDevice) -> None:
+    side = device.stream("side")
+    x = torch.ones(4, device="sim", requires_grad=True)
+    y = x * 2
+    side.wait_stream(device.default)
+    with device.use(side):
+        z = y.exp()
+    device.default.wait_stream(side)
+    loss = z.sum()
+    kernels: list[tuple[str, str]] = []
+    launch = device.launch
+
+    def noted(name: str, *args: object) -> None:
+        launch(name, *args)  # type: ignore[arg-type]
+        kernels.append((name, device.stream_of_kernel().name))
+
+    device.launch = noted  # type: ignore[method-assign, assignment]
+    loss.backward()
+    del device.launch
+    assert ("aten::mul", "side") in kernels  # of exp
+    assert kernels[-1] == ("aten::mul", "compute")  # of x * 2
+    assert x.grad is not None
+    assert (x.grad - 1).shape == (4,)  # the caller's stream has waited for the gradients
+
+
+def test_a_backward_from_another_stream_needs_an_event_before_and_none_after(device: SimDevice) -> None:
+    x = torch.ones(4, device="sim", requires_grad=True)
+    loss = (x * 2).sum()
+    other = device.stream("other")
+    with (
+        device.use(other),
+        pytest.raises(RaceError, match="aten::ones_like on other reads"),
+    ):
+        torch.ones_like(loss) * loss
+    other.wait_stream(device.default)
+    with device.use(other):
+        loss.backward()
+        assert x.grad is not None
+        assert (x.grad * 1).sum().item() == 8
+
+
+def test_an_unordered_read_in_a_backward_is_found(device: SimDevice) -> None:
+    """What the forward kept is written to by another stream, of which the backward knows nothing."""
+    x = torch.ones(4, device="sim", requires_grad=True)
+    weight = torch.ones(4, device="sim")
+    loss = (x * weight).sum()
+    side = device.stream("side")
+    side.wait_stream(device.default)
+    receive_into(weight, torch.zeros(4), "receive", side)  # type: ignore[arg-type]
+    loss.backward()
+    with pytest.raises(RaceError, match=r"aten::mul on compute reads .* after receive on side"):
+        device.check()
+    device.default.wait_stream(side)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast(dtype: torch.dtype, device: SimDevice) -> None:
+    plain = nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.Linear(16, 11))
+    model, x, target = copy.deepcopy(plain).to("sim"), torch.rand(3, 8), torch.arange(3)
+    with torch.autocast("sim", dtype=dtype):
+        hidden = model[0](x.to("sim"))
+        normal = model[1](hidden)
+        loss = nn.functional.cross_entropy(model[2](normal), target.to("sim"))
+    assert (hidden.dtype, normal.dtype, loss.dtype) == (dtype, torch.float32, torch.float32)
+    loss.backward()
+    assert all(p.grad.dtype == torch.float32 for p in model.parameters())
+    assert abs(loss.item() - nn.functional.cross_entropy(plain(x), target).item()) < 0.02

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import is_dataclass
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -22,11 +23,8 @@ def pipelines_on(device: torch.device) -> Iterator[None]:
         stages.to(device)  # which keeps ties
         init(pipeline, stages, *args, **options)
 
-    Pipeline.__init__ = init_there  # type: ignore[method-assign, assignment]
-    try:
+    with patch.object(Pipeline, "__init__", init_there):
         yield
-    finally:
-        Pipeline.__init__ = init  # type: ignore[method-assign]
 
 
 def on_cpu(value: Any) -> Any:

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from rota import PipelineError, SplitError, Stages, split
 from rota.models import finest
 from rota.models.carving.on_meta import OnMeta
+from rota.profiling import profile_here, profile_layers
 from rota.runtime import materialize
 from support.hf_models import CASES, gpt2
 from support.hf_models import decoder as decoder_only
@@ -79,12 +80,6 @@ def test_an_input_that_the_example_lacks_is_refused() -> None:
     with pytest.raises(PipelineError, match=r"the batch has 'scale', which the example .* add it to the example"):
         stages.run({"x": rows(), "scale": torch.ones(1)})
     stages.run({"x": rows(), "scale": None})
-
-
-def test_without_example_the_error_says_how_to_give_one() -> None:
-    how = r"example=make_batch\(1\)\[0\] if your file has a make_batch, or .* example=\{'x': …\}"
-    with pytest.raises(SplitError, match=rf"what crosses the cuts of Blocks: give one small batch, {how}"):
-        split(Blocks(), 2)
 
 
 def test_cuts_are_paths_or_patterns() -> None:
@@ -168,6 +163,22 @@ def test_parameters_are_the_models_own_under_its_names() -> None:
     assert model.transformer.wte.weight.dtype is torch.float32
 
 
+def test_what_an_earlier_forward_has_kept_does_not_matter_to_a_profile() -> None:
+    class Keeping(nn.Linear):
+        """Keeps what it has computed, and with it the graph."""
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.last = super().forward(x)
+            return self.last.tanh()
+
+    model, x = nn.Sequential(Keeping(4, 4), Keeping(4, 4)), torch.ones(2, 4)
+    model(x)
+    kept, stages, loss_fn = model[0].last, split(model, 2), nn.functional.mse_loss
+    assert profile_here(stages, x, x, loss_fn, repeats=1).num_stages == 2
+    assert len(profile_layers(model, x, x, loss_fn, repeats=1).forward_us) == 2
+    assert model[0].last is kept
+
+
 def test_only_local_stages_keep_memory() -> None:
     model, batch = Blocks(), {"x": rows()}
     stages = split(model, 2, example=batch)
@@ -244,10 +255,21 @@ def test_all_hidden_states() -> None:
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # Dynamo of PyTorch 2.15 looks at it
 def test_compiled_blocks() -> None:
-    model = Blocks()
+    class Block(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x).relu()
+
+    model, compiled = Blocks(layer=Block), []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
+        compiled.append(inputs)
+        return graph.forward
+
     for layer in model.layers:
-        layer.compile(backend="eager")
+        layer.compile(backend=backend)
     stages = split(model, 2, example={"x": rows()})
+    stages.run({"x": rows()})
+    assert compiled
     same(model, stages, {"x": rows()})
     assert [layer._compiled_call_impl is not None for layer in stages[1].layers] == [False, False, True, True]
 

@@ -138,6 +138,18 @@ def test_an_input_whose_values_python_reads_reaches_the_stage(how: str, is_insid
     same(model, stages, {"x": rows(), "sizes": torch.tensor([1, 3, 2])})
 
 
+@pytest.mark.parametrize(
+    "between",
+    [lambda _, x: x * torch.ones_like(x).sum().item(), lambda _, x: x[torch.arange(len(x))]],
+    ids=["made like it", "taken by whole numbers"],
+)
+def test_what_needs_only_the_shape_of_a_tensor_of_another_stage(between: Callable[[Any, Tensor], Tensor]) -> None:
+    model = Blocks(between)
+    stages = split(model, 2, ["layers.3"], example={"x": rows()})
+    same(model, stages, {"x": rows(5)})
+    assert [value.name for value in stages.carried] == ["layers.2"]
+
+
 def test_values_that_the_example_did_not_read_are_told() -> None:
     model = Blocks(lambda _, x: x * len(x.tolist()) if len(x) > 4 else x)
     stages = split(model, 2, ["layers.3"], example={"x": rows()})

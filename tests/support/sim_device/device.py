@@ -210,6 +210,13 @@ class SimDevice:
         finally:
             _thread.device = before
 
+    @contextmanager
+    def checked(self) -> Iterator[SimDevice]:
+        """As `active`; raises at the end what `check` raises."""
+        with self.active():
+            yield self
+        self.check()
+
     # --- kernels ------------------------------------------------------------------------------------------------------
 
     def launch(

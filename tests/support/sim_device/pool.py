@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
 from rota import Pipeline
 from support.moved import on_cpu, pipelines_on
 from support.pool import LIMIT_S, Pool
+from support.sim_device import SimDevice
+from support.sim_device.runtime_device import syncs_inside_steps
 
 
 class SimPool:
@@ -35,21 +38,14 @@ class SimPool:
 
 def on_sim(rank: int, function: Callable[..., Any], *args: Any) -> tuple[Any, list[str]]:
     """What the function returns, on the CPU, and where the host has waited for its device inside steps."""
-    from support.sim_device import SimDevice
-
-    device = SimDevice(f"rank {rank}")
     waits: list[str] = []
-    with device.active(), pipelines_on_sim(waits):
-        result = on_cpu(function(rank, *args))
-    device.check()
-    return result, waits
+    with SimDevice(f"rank {rank}").checked(), pipelines_on_sim(waits):
+        return on_cpu(function(rank, *args)), waits
 
 
 @contextmanager
 def pipelines_on_sim(waits: list[str]) -> Iterator[None]:
     """Inside, pipelines move their stages and batches to the current simulated device; `waits` gets those in steps."""
-    from support.sim_device.runtime_device import syncs_inside_steps
-
     step = Pipeline.step
 
     def watched_step(pipeline: Pipeline, *args: Any, **options: Any) -> Any:
@@ -60,9 +56,5 @@ def pipelines_on_sim(waits: list[str]) -> Iterator[None]:
         waits.extend([] if is_first else found)
         return result
 
-    Pipeline.step = watched_step  # type: ignore[method-assign]
-    try:
-        with pipelines_on(torch.device("sim")):
-            yield
-    finally:
-        Pipeline.step = step  # type: ignore[method-assign]
+    with patch.object(Pipeline, "step", watched_step), pipelines_on(torch.device("sim")):
+        yield
