@@ -5,7 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import traceback
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
@@ -35,7 +35,6 @@ from rota.sizes import Size, SizeModel
 from rota.units import count_text
 
 _RUN_NS = 60_000_000  # several of the scheduler's time slices: a single op may meet none, or a whole one
-_OTHER_PASSES = 12  # forwards and backwards of a stage besides those that are timed, with bytes and peaks
 
 
 class _Job(NamedTuple):
@@ -146,19 +145,6 @@ def profile_here(
     _require(stages, None, recompute)
     given = Given(stages, batch, target, loss_fn)
     return _measured_here(_Job(given, range(len(stages)), split_backward, recompute, optimizer, repeats))
-
-
-def expected_s(passes_us: Iterable[float], repeats: int, has_optimizer: bool) -> float:
-    """About how long it takes to measure stages on CPUs, one after another.
-
-    Args:
-        passes_us: How long a forward and a backward of each stage take together.
-        repeats: As for `profile`.
-        has_optimizer: Whether steps of an optimizer are measured too.
-    """
-    timed = 1 + has_optimizer
-    passes_s = [us / 1e6 for us in passes_us]
-    return sum(repeats * (timed * _RUN_NS / 1e9 + pass_s) + _OTHER_PASSES * pass_s for pass_s in passes_s)
 
 
 def profile_chunks(
@@ -286,13 +272,9 @@ def _costs_of(job: _Job, rows: list[StageCosts], note: str, report: Callable[[st
         for edge, *sizes in zip(stages.outgoing(stage), row.boundary_bytes, row.gradient_bytes, strict=True):
             per_edge[edge.source, edge.target] = sizes[0], sizes[1]
     edges = [(edge.source, edge.target) for edge in stages.edges]
-    report(
-        f"F and B of a stage vary by {max(row.spread for row in rows):.0%} at most (interquartile range of "
-        f"{job.repeats} repeats)"
-    )
     forward, again, backward, weight = zip(*(row.times_us for row in rows), strict=True)
     peaks = [*zip(*(row.peaks for row in rows), strict=True)]
-    return Costs(
+    costs = Costs(
         forward_us=forward,
         backward_us=backward,
         weight_us=weight if split else None,
@@ -313,6 +295,8 @@ def _costs_of(job: _Job, rows: list[StageCosts], note: str, report: Callable[[st
         microbatch_rows=num_examples(job.given.batch) or None,
         spread_us=tuple(round(row.spread * sum(row.times_us)) for row in rows),
     )
+    report(f"F and B of a stage vary by {costs.spread:.0%} at most (interquartile range of {job.repeats} repeats)")
+    return costs
 
 
 def _measure_at_once(held: list[list[int]], job: _Job) -> dict[int, StageCosts]:
