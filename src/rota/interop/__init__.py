@@ -33,19 +33,7 @@ _HOMES = {
     "with_plan": "rota.interop.planned_config",
 }
 
-__all__ = [
-    "ImportedTrace",
-    "check_parts",
-    "deepspeed",
-    "import_traces",
-    "keep_order",
-    "megatron",
-    "module_parts",
-    "parts_beginning_with",
-    "schedule_from",
-    "torchtitan",
-    "with_plan",
-]
+__all__ = [*_TRAINERS, *_HOMES]
 
 
 def __getattr__(name: str) -> Any:
