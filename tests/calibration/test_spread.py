@@ -78,7 +78,7 @@ def test_equal_stages_with_differing_ops_are_never_cut_again() -> None:
     for seed in range(12):
         timeline = noisy(chain(), 3.0, seed)
         assert cuts(timeline) == []
-        assert "cut again" not in calibrate([timeline], "1f1b").verdict()
+        assert "how to cut" not in calibrate([timeline], "1f1b").verdict()
 
 
 def test_a_slow_stage_is_told_if_its_ops_do_not_differ_much() -> None:
@@ -87,7 +87,7 @@ def test_a_slow_stage_is_told_if_its_ops_do_not_differ_much() -> None:
         assert all(words.startswith("stage 2 (all from b to before c) takes ") for words in cuts(timeline))
         assert cuts(timeline)
         assert explain(timeline).doubts == ()
-        assert "which no order can fix: cut again:" in calibrate([timeline], "1f1b").verdict()
+        assert "which no order can fix: `rota explain` says how to cut" in calibrate([timeline], "1f1b").verdict()
 
 
 def test_it_is_said_that_the_ops_differ_too_much() -> None:
@@ -101,10 +101,7 @@ def test_it_is_said_that_the_ops_differ_too_much() -> None:
         "cut helps: 2F took 100 µs to 600 µs",
     )
     assert f"Too uncertain to advise: {explanation.doubts[0]}." in explanation.to_text()
-    assert calibrate([timeline], "1f1b").verdict().split("\n")[-1] == (
-        "Rank 2 has 115% more work than the mean with the median times, but its ops differ too much to tell: "
-        "2F took 100 µs to 600 µs."
-    )
+    assert "more work" not in calibrate([timeline], "1f1b").verdict()
 
 
 def test_the_table_and_the_sentences_give_a_rank_one_figure() -> None:
@@ -139,7 +136,7 @@ def test_several_runs_tell_more_than_one() -> None:
         pairs = zip(spread.shortest.tasks, spread.longest.tasks, strict=True)
         widths.append(sum(b.duration_us - a.duration_us for a, b in pairs))
     assert widths[1] < widths[0] / 2
-    assert "cut again" in calibrate(timelines, "1f1b").verdict()
+    assert "how to cut" in calibrate(timelines, "1f1b").verdict()
 
 
 @pytest.mark.parametrize("differ", [0, 2])
@@ -182,7 +179,7 @@ def test_ranks_with_the_same_layers_are_never_told_to_cut_again() -> None:
     assert explain(measured).doubts == ()
     found = calibrate([measured])
     assert found.unevenness[1] == 1.0
-    assert "cut again" not in found.verdict()
+    assert "how to cut" not in found.verdict()
 
 
 def test_work_is_moved_in_all_copies_of_a_stage() -> None:

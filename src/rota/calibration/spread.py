@@ -36,13 +36,11 @@ class Spread:
     """The range in which the true median duration of each task is, by the order statistics of its measured ops.
 
     Attributes:
-        planned: The placement with the planned times.
         shortest: The placement with each task at the lower end of its range.
         longest: The placement with each task at the upper end.
         ranges: (stage, kind) -> all measured ops.
     """
 
-    planned: Placement
     shortest: Placement
     longest: Placement
     ranges: dict[tuple[int, Kind], Range]
@@ -69,7 +67,6 @@ class Spread:
             ranges[key] = Range(len(times), min(times), max(times))
         shortest, longest = (with_durations(placement.tasks, bound) for bound in (low, high))
         return cls(
-            timelines[0].plan.placement,
             replace(placement, tasks=shortest),
             replace(placement, tasks=longest),
             ranges,
@@ -113,14 +110,6 @@ class Spread:
         """
         others = [us for part, us in enumerate(loads(self.longest)) if part != most]
         return bool(others) and loads(self.shortest)[most] * len(others) > sum(others)
-
-    def allows(self, rank: int) -> bool:
-        """Whether the planned work of a rank is between the shortest and the longest that was measured."""
-        least, planned, most = (
-            sum(task.duration_us for task in one.average.tasks if rank in task.ranks)
-            for one in (self.shortest, self.planned, self.longest)
-        )
-        return least <= planned <= most
 
     def text(self, stages: Sequence[int]) -> str:
         """The task of these stages whose ops differ most, such as "2F took 47.1 ms to 137 ms"."""

@@ -26,7 +26,7 @@ from rota.planning.evaluation import Found
 from rota.planning.layout_bounds import placement_bound_us
 from rota.planning.step_times import StepTimes, difference
 from rota.planning.trials import Trial, is_far, least_s, run_trials
-from rota.profiling import profile, profile_here
+from rota.profiling import profile
 from rota.profiling.forked import why_not_here
 from rota.profiling.other_programs import OtherPrograms
 from rota.profiling.places import accelerators_of
@@ -466,10 +466,8 @@ def _measured(
         "repeats": repeats,
     }
     batch = inputs, target, loss_fn
-    if _is_at_once(found):
-        costs = profile(stages, *batch, ranks=layout.ranks, **how)
-    else:
-        costs = profile_here(stages, *batch, **how)
+    how |= {"ranks": layout.ranks} if _is_at_once(found) else {"here": True}
+    costs = profile(stages, *batch, **how)
     candidate = replace(candidate, measured=costs)
     plan = replace(found.plan, placement=candidate.placement)
     return Found(candidate, found.schedule, plan, placement_bound_us(candidate.placement, layout.num_microbatches))

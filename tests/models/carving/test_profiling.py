@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from rota.models import split
-from rota.profiling import profile_here, profile_layers
+from rota.profiling import profile, profile_layers
 from support.hf_models import CASES
 
 
@@ -42,6 +42,6 @@ def test_what_an_earlier_forward_has_kept_does_not_matter() -> None:
     model, x = nn.Sequential(Keeping(), Keeping()), torch.ones(2, 4)
     model(x)
     kept, stages, loss_fn = model[0].last, split(model, 2), nn.functional.mse_loss
-    assert profile_here(stages, x, x, loss_fn, repeats=1).num_stages == 2
+    assert profile(stages, x, x, loss_fn, repeats=1, here=True).num_stages == 2
     assert len(profile_layers(model, x, x, loss_fn, repeats=1).forward_us) == 2
     assert model[0].last is kept
