@@ -140,7 +140,7 @@ COMMANDS = [
     "import trace {}.json.gz",
     "import megatron {} --ranks 2 --microbatches 2",
     "import deepspeed {} --microbatches 2",
-    "import torchtitan {}.toml",
+    "import torchtitan {}.json",
     "run {}.json train.py",
     "run plan.json {}.py",
 ]

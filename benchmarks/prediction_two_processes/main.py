@@ -4,7 +4,6 @@ python benchmarks/prediction_two_processes/main.py [MODEL …] [--repeat 5] [--s
 
 Before the run, steps of each plan are tried as autoplan tries them, and the plan is simulated with its ops as they ran
 there. Then each plan is trained by `rota run`'s machinery, in new processes, twice: all plans in turn, then all again.
-A training waits until the cores are as fast as they were in the trial, and is repeated if they do not stay so fast.
 The plans are made once and kept in plans.json, the results in result.json, both beside this file. A call that --seconds
 ends is continued by the next one; --report prints the results that there are.
 """
@@ -19,15 +18,13 @@ import time
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
-from statistics import median
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
 
 import rota
 from rota.calibration import calibrated
-from rota.planning.core_speed import computation_us, is_alike, slowdown
 from rota.planning.step_times import StepTimes
 from rota.planning.trials import Trial, run_trials
 from rota.profiling import links_of_this_machine
@@ -38,7 +35,6 @@ from rota.schedules import NAMED
 RESULT, PLANS = Path(__file__).with_name("result.json"), Path(__file__).with_name("plans.json")
 NUM_MICROBATCHES, WARM_UP, NUM_STARTS = 8, 3, 2
 TRIALS_S, STEPS_S, LEAST_STEPS = 30.0, 2.0, 8
-MOST_TRAININGS, WAIT_S = 4, 30.0  # of a start; for the cores to be as fast as in the trial
 SCHEDULES = ("gpipe", "1f1b", "zb_h1", "interleaved_1f1b", "zb_v")
 
 
@@ -118,39 +114,18 @@ def work(name: str, folder: str) -> None:
         warm = ends_s(WARM_UP)
         count = torch.tensor(max(LEAST_STEPS, int(STEPS_S / (warm[-1] - warm[-2]))))
         torch.distributed.broadcast(count, 0)
-        core_us = [computation_us() for _ in range(3)]
         ends = ends_s(1 + int(count))  # the first of them may have waited for the other process
-        core_us += [computation_us() for _ in range(3)]
         if pipeline.rank == 0:
             took_us = [round(1e6 * (end - begin)) for begin, end in pairwise(ends)]
-            Path(folder, "steps.json").write_text(json.dumps({"us": took_us, "core_us": core_us}))
+            Path(folder, "steps.json").write_text(json.dumps(took_us))
 
 
-class Training(NamedTuple):
-    """Steps of one run in µs, what the fixed computation took before and after them, and how often it was tried."""
-
-    us: tuple[int, ...]
-    core_us: tuple[float, ...]
-    tries: int
-
-    def is_at(self, core_us: float) -> bool:
-        """Whether the cores were at this speed before and after the steps."""
-        return is_alike(median(self.core_us[:3]), core_us) and is_alike(median(self.core_us[3:]), core_us)
-
-
-def trained(plan: rota.Plan, name: str, core_us: float) -> Training:
-    """One run while the cores are at the speed of the trial; the last one if they never are."""
-    for tries in range(1, MOST_TRAININGS + 1):
-        wait_until_s = time.monotonic() + WAIT_S
-        while not is_alike(median(computation_us() for _ in range(9)), core_us) and time.monotonic() < wait_until_s:
-            time.sleep(0.2)
-        with tempfile.TemporaryDirectory() as folder:
-            launch(plan, __file__, [name, "--folder", folder])
-            found = json.loads(Path(folder, "steps.json").read_text())
-        training = Training(tuple(found["us"]), tuple(found["core_us"]), tries)
-        if training.is_at(core_us):
-            break
-    return training
+def trained(plan: rota.Plan, name: str) -> list[int]:
+    """The steps of one run in µs."""
+    with tempfile.TemporaryDirectory() as folder:
+        launch(plan, __file__, [name, "--folder", folder])
+        steps_us: list[int] = json.loads(Path(folder, "steps.json").read_text())
+    return steps_us
 
 
 def compared(name: str) -> list[dict[str, Any]]:
@@ -158,21 +133,21 @@ def compared(name: str) -> list[dict[str, Any]]:
     trials = [
         Trial(plan, rota.split(chain(MODELS[name][0]), plan.num_stages), *batch_of(name, 1)) for plan in plans.values()
     ]
-    runs: dict[str, list[Training]] = {schedule: [] for schedule in plans}
+    runs: dict[str, list[list[int]]] = {schedule: [] for schedule in plans}
     disturbed = dict.fromkeys(plans, 0.0)
     print(f"{name}: trying {len(trials)} plans", file=sys.stderr, flush=True)
     shown = run_trials(trials, loss_fn, make_optimizer, TRIALS_S)
     print(f"{name}: training", file=sys.stderr, flush=True)
     for _ in range(NUM_STARTS):
-        for (schedule, plan), steps in zip(plans.items(), shown, strict=True):
+        for schedule, plan in plans.items():
             others = OtherPrograms()
-            runs[schedule].append(trained(plan, name, steps.core_us))
+            runs[schedule].append(trained(plan, name))
             disturbed[schedule] = max(disturbed[schedule], others.num_cores())
     rows = []
     for (schedule, plan), steps in zip(plans.items(), shown, strict=True):
         as_run = calibrated(*steps.timelines)
         placement = replace(plan.placement, tasks=as_run.tasks, step_ends=as_run.step_ends)
-        measured = StepTimes(tuple(us for training in runs[schedule] for us in training.us))
+        measured = StepTimes(tuple(us for training in runs[schedule] for us in training))
         rows.append(
             {
                 "plan": schedule,
@@ -182,12 +157,8 @@ def compared(name: str) -> list[dict[str, Any]]:
                 "num_steps_tried": len(steps.steps_us),
                 "measured_us": measured.median_us,
                 "measured_spread": round(measured.spread, 4),
-                "machine": round(slowdown([steps.core_us, *sum((of.core_us for of in runs[schedule]), ())]), 2),
-                "same_speed": all(of.is_at(steps.core_us) for of in runs[schedule]),
-                "starts_left_out": [steps.num_at_other_speeds, steps.num_starts],
-                "trainings": sum(of.tries for of in runs[schedule]),
                 "others_cores": [round(steps.missing_cores, 3), round(disturbed[schedule], 3)],
-                "starts_us": [StepTimes(training.us).median_us for training in runs[schedule]],
+                "starts_us": [StepTimes(tuple(training)).median_us for training in runs[schedule]],
             }
         )
     return rows
@@ -212,22 +183,19 @@ def report(name: str, all_rows: list[list[dict[str, Any]]]) -> str:
             f"{'right or within the spread' if is_right else 'WRONG'}"
         )
     every = [row for rows in all_rows for row in rows]
-    steady = [row for row in every if row["same_speed"]]
     lines.append(
         f"{name}: {sum(abs(off(row)) <= 0.07 for row in every)} of {len(every)} steps within 7%, "
         f"{sum(map(is_met, every))} within the limit that applies to them; "
-        f"with cores as fast in the training as in the trial, {sum(map(is_met, steady))} of {len(steady)}; "
         f"picked right or within the spread: {num_right} of {len(all_rows)}"
     )
     return "\n".join(lines) + "\n"
 
 
 def cell(row: dict[str, Any]) -> str:
-    """Predicted and measured step in ms, their difference, in bold if beyond the limit, spread, and other speeds."""
+    """Predicted and measured step in ms, their difference, in bold if beyond the limit, and spread."""
     difference = f"{off(row):+.1%}" if is_met(row) else f"**{off(row):+.1%}**"
     times = f"{row['shown_us'] / 1000:.1f} / {row['measured_us'] / 1000:.1f}"
-    other = "" if row["same_speed"] else f", cores {row['machine']:.1f} × apart"
-    return f"{times}, {difference}, {row['measured_spread']:.0%}{other}"
+    return f"{times}, {difference}, {row['measured_spread']:.0%}"
 
 
 def off(row: dict[str, Any]) -> float:

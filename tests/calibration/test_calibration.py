@@ -15,6 +15,7 @@ from cli.test_cli import run
 from rota import schedules
 from rota.calibration import Calibration, calibrate, calibrated, costs_of, median_us
 from rota.calibration.measured_times import fit_link
+from rota.calibration.planning_again import commands
 from rota.cluster import Cluster, Link, SharedLink
 from rota.contention import service_starts_us
 from rota.costs import Costs
@@ -245,41 +246,25 @@ def test_one_schedule_may_be_asked_for_and_the_search_may_join() -> None:
 def test_a_rank_with_too_much_to_do_is_told() -> None:
     timeline = measured_by(schedules.gpipe(OLD, 8), (100, 100, 240, 100))
     assert "Rank 2 has 26% more work than the mean" in calibrate([timeline]).verdict()
-    command = (
-        "cut again, if it has more than one layer:\n"
-        "  rota profile MODEL.py --rows 1,2,4,8 -o profile.json\n"
-        "  rota profile links --processes 4 -o cluster.json\n"
-        "  rota autoplan --profile profile.json --links cluster.json --ranks 4 --pipeline 4 --batch ROWS -o better.json"
+    assert commands(timeline.plan) == (
+        "rota profile MODEL.py --rows 1,2,4,8 -o profile.json",
+        "rota profile links --processes 4 -o cluster.json",
+        "rota autoplan --profile profile.json --links cluster.json --ranks 4 --pipeline 4 --batch ROWS -o better.json",
     )
-    assert command in calibrate([timeline]).verdict()
     even = calibrate([measured_by(schedules.gpipe(OLD, 8), (100, 100, 110, 100))])
     assert "more work" not in even.to_text()
-
-
-@pytest.mark.parametrize(
-    ("num_layers", "told"),
-    [
-        ((), "cut again, if it has more than one layer:\n"),
-        (
-            (1, 1, 2, 1),
-            "autoplan --profile profile.json --links cluster.json --ranks 8 --memory 9kB --batch 64 -o better.json",
-        ),
-        ((2, 2, 1, 2), "no order can fix, nor another cut: it has a single layer. Put a CutPoint"),
-    ],
-)
-def test_the_command_that_cuts_anew_is_whole(num_layers: tuple[int, ...], told: str) -> None:
-    limited = replace(OLD, cluster=replace(OLD.cluster, limit_bytes=(9000,) * 4))
-    plan = replace(schedules.gpipe(limited, 8), usage=Usage(("a", "b", "c"), 4, 2, num_layers))
-    assert told in calibrate([measured_by(plan, (100, 100, 240, 100))]).verdict()
 
 
 def test_the_command_that_cuts_again_keeps_the_trainer_and_the_ranks_per_pipeline() -> None:
     usage = Usage(("b.1", "b.2", "b.4"), 4, 2, (1, 1, 2, 1), "", 4, True, True, ("b.1", "b.2", "b.3", "b.4", "head"))
     plan = Plan.from_json(replace(schedules.gpipe(OLD, 8), usage=usage).to_json())
     assert plan.usage == usage
-    told = calibrate([measured_by(plan, (100, 100, 240, 100))]).verdict()
-    assert "rota profile MODEL.py --cuts 'b.*,head' --rows 2,4,8 -o profile.json" in told
-    assert "--links cluster.json --ranks 8 --pipeline 4 --batch 64 --exportable --whole-backward -o better.json" in told
+    profile, _, again = commands(plan)
+    assert profile == "rota profile MODEL.py --cuts 'b.*,head' --rows 2,4,8 -o profile.json"
+    assert "--ranks 8 --pipeline 4 --batch 64 --exportable --whole-backward -o better.json" in again
+    limited = replace(OLD, cluster=replace(OLD.cluster, limit_bytes=(9000,) * 4))
+    plan = replace(schedules.gpipe(limited, 8), usage=Usage(("a", "b", "c"), 4, 2, (1, 1, 2, 1)))
+    assert commands(plan)[-1].endswith(" --ranks 8 --memory 9kB --batch 64 -o better.json")
 
 
 def test_schedules_that_do_not_fit_in_memory_are_left_out() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Sequence
 from dataclasses import replace
@@ -79,7 +78,7 @@ def test_equal_stages_with_differing_ops_are_never_cut_again() -> None:
     for seed in range(12):
         timeline = noisy(chain(), 3.0, seed)
         assert cuts(timeline) == []
-        assert "cut again" not in calibrate([timeline], "1f1b").verdict()
+        assert "how to cut" not in calibrate([timeline], "1f1b").verdict()
 
 
 def test_a_slow_stage_is_told_if_its_ops_do_not_differ_much() -> None:
@@ -88,7 +87,7 @@ def test_a_slow_stage_is_told_if_its_ops_do_not_differ_much() -> None:
         assert all(words.startswith("stage 2 (all from b to before c) takes ") for words in cuts(timeline))
         assert cuts(timeline)
         assert explain(timeline).doubts == ()
-        assert "which no order can fix: cut again:" in calibrate([timeline], "1f1b").verdict()
+        assert "which no order can fix: `rota explain` says how to cut" in calibrate([timeline], "1f1b").verdict()
 
 
 def test_it_is_said_that_the_ops_differ_too_much() -> None:
@@ -102,10 +101,7 @@ def test_it_is_said_that_the_ops_differ_too_much() -> None:
         "cut helps: 2F took 100 µs to 600 µs",
     )
     assert f"Too uncertain to advise: {explanation.doubts[0]}." in explanation.to_text()
-    assert calibrate([timeline], "1f1b").verdict().split("\n")[-1] == (
-        "Rank 2 has 115% more work than the mean with the median times, but its ops differ too much to tell: "
-        "2F took 100 µs to 600 µs."
-    )
+    assert "more work" not in calibrate([timeline], "1f1b").verdict()
 
 
 def test_the_table_and_the_sentences_give_a_rank_one_figure() -> None:
@@ -126,53 +122,10 @@ def test_where_ranks_share_cores_ops_do_not_tell_which_rank_has_more_work() -> N
     assert cuts(replace(timeline, num_cores=4))
     found = explain(timeline)
     assert cuts(timeline) == []
-    assert (found.doubts, found.imbalance, found.within_spread) == ((), None, None)
+    assert (found.doubts, found.imbalance) == ((), None)
     text = found.to_text()
     assert "4 ranks shared 2 cores" in text
     assert "Use no more ranks than cores before you judge the ranks' work and idle times below." in text
-
-
-def parted(*forwards_us: tuple[int, ...]) -> Timeline:
-    """A run of stages of one layer, one per rank, with these times of their forwards, one per micro-batch."""
-    plan = schedules.gpipe(place(Costs((100,) * 2, (200,) * 2), Cluster.uniform(2)), len(forwards_us[0]))
-    plan = replace(plan, usage=Usage(("a",), 1, 1, (1, 1)))
-    return timed(plan, lambda op: forwards_us[op.stage][op.microbatch] if op.kind is Kind.F else 200)
-
-
-def test_work_that_differs_within_the_spread_counts_as_even() -> None:
-    """Rank 1 has 310 µs per micro-batch by the medians, and rank 0 300; the ranges are 290 to 330, and 290 to 310."""
-    found = explain(parted((90, 100, 100, 110), (90, 110, 110, 130)))
-    assert found.imbalance is None
-    text = found.to_text()
-    assert (
-        "\nRank 1 has 1.6% more work than the mean, within the spread of the measured ops (-3.3% to +6.5%): the ranks "
-        "count as even.\n" in text
-    )
-    fields = json.loads(found.to_json())["within_spread"]
-    assert (fields["busiest"], round(fields["most_times_mean"], 4)) == (1, round(330 / 310, 4))
-
-
-def test_work_that_may_be_uneven_is_not_called_even() -> None:
-    text = explain(parted((50, 100, 100, 150), (90, 160, 160, 260))).to_text()
-    assert (
-        "Rank 1 has 9.1% more work than the mean, within the spread of the measured ops (-9.4% to +29.6%): too "
-        "uncertain to tell whether the ranks are even." in text
-    )
-    few = explain(parted((100, 110, 120), (130, 140, 150))).to_text()
-    assert (
-        "Rank 1 has 4.6% more work than the mean. This may be chance: of some task, fewer than 4 ops were measured."
-        in few
-    )
-
-
-def test_work_that_is_certain_or_was_simulated_is_not_called_even() -> None:
-    certain = explain(parted((100, 101, 102, 103), (150, 151, 152, 153)))
-    simulated = explain(chain())
-    doubted = explain(timed(chain(), lambda op: 600 if op.stage == 2 and op.microbatch % 2 else 100))
-    assert doubted.doubts  # they say as much of the stage
-    for found in (certain, simulated, doubted):
-        assert found.within_spread is None
-        assert "more work than the mean" not in found.to_text()
 
 
 def test_several_runs_tell_more_than_one() -> None:
@@ -183,7 +136,7 @@ def test_several_runs_tell_more_than_one() -> None:
         pairs = zip(spread.shortest.tasks, spread.longest.tasks, strict=True)
         widths.append(sum(b.duration_us - a.duration_us for a, b in pairs))
     assert widths[1] < widths[0] / 2
-    assert "cut again" in calibrate(timelines, "1f1b").verdict()
+    assert "how to cut" in calibrate(timelines, "1f1b").verdict()
 
 
 @pytest.mark.parametrize("differ", [0, 2])
@@ -226,7 +179,7 @@ def test_ranks_with_the_same_layers_are_never_told_to_cut_again() -> None:
     assert explain(measured).doubts == ()
     found = calibrate([measured])
     assert found.unevenness[1] == 1.0
-    assert "cut again" not in found.verdict()
+    assert "how to cut" not in found.verdict()
 
 
 def test_work_is_moved_in_all_copies_of_a_stage() -> None:

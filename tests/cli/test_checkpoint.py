@@ -38,7 +38,7 @@ def save_twice(rank: int, folder: Path) -> dict[str, torch.Tensor]:
         checkpoints = training.checkpoints(folder)
         for step in range(2):
             training.steps(range(step, step + 1))
-            checkpoints.save(step + 1, epoch=step)
+            checkpoints.save(step + 1, epoch=step, seen=[*range(99)])
     return {name: p.detach() for name, p in training.pipeline.named_parameters()}
 
 
@@ -49,14 +49,13 @@ def test_ls_verify_and_export(pool: Pool, tmp_path: Path, capsys: pytest.Capture
     assert code == 0
     assert [line.split()[0] for line in out.splitlines()] == ["step-3.partial", "step-1", "step-2"]
     assert "2 ranks × 1 replica  23 weights and buffers" in out
-    assert "epoch=1" in out.splitlines()[-1]
+    assert out.splitlines()[-1].endswith(f"epoch=1, seen={json.dumps([*range(99)])}")
     assert cli(capsys, "verify", tmp_path)[0] == 0
     assert cli(capsys, "verify", tmp_path / "step-1")[0] == 0
 
     listed = json.loads(cli(capsys, "ls", tmp_path, "--json")[1])
     assert [(one["name"], one["extra"]) for one in listed["checkpoints"]] == [
-        ("step-1", {"epoch": 0}),
-        ("step-2", {"epoch": 1}),
+        (f"step-{step + 1}", {"epoch": step, "seen": [*range(99)]}) for step in range(2)
     ]
     assert listed["unfinished"] == ["step-3.partial"]
     assert json.loads(cli(capsys, "verify", tmp_path, "--json")[1])["damages"] == {"step-1": [], "step-2": []}

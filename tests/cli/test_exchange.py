@@ -94,7 +94,7 @@ def test_torchtitan(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert "Give torchtitan 4 micro-batches of any size: set training.local_batch_size = 4 * " in out
         assert "  torchrun --nproc_per_node 2 -m torchtitan.train --module planned --config" in out
         assert "The plan's backwards are whole, so torch.compile may be on." in out
-        code, out, _ = run(capsys, "import", "torchtitan", f"{model}/parallelism.toml", "-o", f"{model}.json")
+        code, out, _ = run(capsys, "import", "torchtitan", f"{model}/parallelism.json", "-o", f"{model}.json")
         assert code == 0
         assert stages_of(out) == names
         assert "Cut at the boundaries 0,2,3,5,6." in out
@@ -286,7 +286,7 @@ EXPORT = "export torchtitan plan.json --model"
             "import deepspeed falling.json --microbatches 4",
             "falling.json: boundaries 0,3,2 fall from 3 to 2 at entry 2",
         ),
-        ("import torchtitan empty.toml", "empty.toml has no section [parallelism]"),
+        ("import torchtitan empty.json", "empty.json: parallelism has neither of pipeline_parallel_module_fqns_per"),
     ],
 )
 def test_what_cannot_be_is_told_in_a_line(
@@ -294,7 +294,7 @@ def test_what_cannot_be_is_told_in_a_line(
 ) -> None:
     (here / "good.txt").write_text("Et|tt|tt|tL")
     (here / "falling.json").write_text("[0, 3, 2]")
-    (here / "empty.toml").write_text("[training]\n")
+    (here / "empty.json").write_text("{}")
     before = sorted(here.rglob("*.*"))
     code, _, error = run(capsys, *command.split())
     assert code == 2

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rota import Plan, RotaError, Timeline, drawing, simulate
+from rota import Timeline
 from rota.cli import main
 from rota.writing import whole_file, write_text
 
@@ -195,26 +195,6 @@ def test_a_pipe_is_written_into(capsys: pytest.CaptureFixture[str]) -> None:
     os.close(writer)
     with os.fdopen(reader) as pipe:
         assert pipe.read() == "E|t|L\n"
-
-
-@pytest.mark.parametrize(
-    ("change", "told"),
-    [
-        ({"path": 3}, "path is of type int; give the name of a file that ends in .png, .svg, .pdf, .html, .json"),
-        ({"timeline": "plan.json"}, 'timeline is "plan.json"; give a Plan or a Timeline'),
-        ({"above": 5}, "above is 5; give a Plan or a Timeline"),
-        ({"names": ("one",)}, "names is ('one',); give two strings"),
-        ({"names": ("a", 3)}, "give two strings, for the upper and the lower timeline"),
-    ],
-)
-@pytest.mark.usefixtures("files")
-def test_arguments_of_another_type_are_told(change: dict[str, object], told: str) -> None:
-    timeline = simulate(Plan.from_json(Path("plan.json").read_text()))
-    given = {"timeline": timeline, "path": "x.html", "above": timeline, "names": None, **change}
-    with pytest.raises(RotaError) as error:
-        drawing.save(given.pop("timeline"), given.pop("path"), **given)
-    assert told in str(error.value)
-    assert not Path("x.html").exists()
 
 
 @pytest.mark.usefixtures("files")

@@ -22,7 +22,7 @@ from rota.interop import torchtitan
 from rota.schedules import NAMED
 from support.pages import python_blocks
 
-MODEL, CONFIG, OWN_CONFIG, SPEC, OWN_SPEC = python_blocks("torchtitan.md")
+MODEL, CONFIG, OWN_CONFIG = python_blocks("torchtitan.md")
 SMALL = {"DIM": 64, "NUM_LAYERS": 8, "NUM_HEADS": 4, "NUM_KV_HEADS": 2, "HIDDEN": 96, "VOCABULARY": 4096, "LENGTH": 16}
 
 
@@ -76,14 +76,14 @@ def test_the_model_keeps_complex_buffers() -> None:
 
 @dataclass
 class Spec:
-    """The part of torchtitan's `ModelSpec` and `TrainSpec` that counts here."""
+    """The part of torchtitan's `ModelSpec` that counts here."""
 
     pipelining_fn: Callable[..., Any]
     model_args: Mapping[str, Any] | None = None
 
 
 def test_what_is_launched_has_the_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`planned.py` for both versions, with stand-ins for the modules of torchtitan that it imports."""
+    """`planned.py` of the page, with stand-ins for the modules of torchtitan that it imports."""
     monkeypatch.chdir(tmp_path)
     family = NAMED["zb_v"]
     plan = family(family.place(family.adapted(Costs.uniform(4)), Cluster.uniform(2)), 6)
@@ -94,22 +94,15 @@ def test_what_is_launched_has_the_plan(tmp_path: Path, monkeypatch: pytest.Monke
     )
     training = SimpleNamespace(local_batch_size=1, disable_cuda_graphs=False)
     config = SimpleNamespace(parallelism=parallelism, training=training, model_spec=Spec(lambda model: (None, model)))
-    registered: dict[str, Spec] = {}
     of_llama3 = {
         "llama3_configs": {},
         "model_registry": lambda name: Spec(lambda model: (None, model), {name: llama3.llama3_configs[name]}),
-        "TransformerModelArgs": SimpleNamespace,
     }
     stand_ins = {
         "torchtitan": {},
         "torchtitan.models": {"llama3": (llama3 := SimpleNamespace(**of_llama3))},
         "torchtitan.models.llama3": vars(llama3),
         "torchtitan.models.llama3.config_registry": {"llama3_8b": lambda: config},
-        "torchtitan.protocols": {},
-        "torchtitan.protocols.train_spec": {
-            "get_train_spec": lambda name: Spec(lambda model, *rest: (None, model)),
-            "register_train_spec": registered.__setitem__,
-        },
     }
     stand_ins["my_variant"] = {"wide": "a wide Llama"}
     for name, content in stand_ins.items():
@@ -120,10 +113,8 @@ def test_what_is_launched_has_the_plan(tmp_path: Path, monkeypatch: pytest.Monke
     assert config.training == SimpleNamespace(local_batch_size=6, disable_cuda_graphs=True)
     assert config.parallelism.pipeline_parallel_schedule_csv == "titan/schedule.csv"
     planned = config.model_spec
-    for code in (OWN_CONFIG, SPEC, OWN_SPEC):
-        exec(compile(code, "docs/torchtitan.md", "exec"), space)
+    exec(compile(OWN_CONFIG, "docs/torchtitan.md", "exec"), space)
     assert space["wide_planned"]().model_spec.model_args == {"wide": "a wide Llama"}
-    assert registered["wide"].model_args["wide"].n_layers == 30
-    for spec in (planned, config.model_spec, registered["llama3"], registered["wide"]):
+    for spec in (planned, config.model_spec):
         with pytest.raises(SplitError, match=r"the plan's parts have 'layers\.0', but ModuleDict has a:"):
             spec.pipelining_fn(nn.ModuleDict({"a": nn.Linear(2, 2)}))

@@ -59,7 +59,7 @@ def _read_export(path: Path, chooser: Random) -> torchtitan.Imported:
     for name, text in chooser.choice(seeds.exports()).items():
         if name != path.name:
             path.with_name(name).write_text(text)
-    return torchtitan.load(path if path.suffix != ".csv" else path.with_name("parallelism.toml"))
+    return torchtitan.load(path if path.suffix != ".csv" else path.with_name("parallelism.json"))
 
 
 def _export(name: str, num_cases: int) -> Target:
@@ -92,7 +92,6 @@ TARGETS = {
     "profiles": Target(seeds.profile_texts, "profile.json", _text_of(Profile.from_json), verdicts.of_profile, 2_500),
     "layers": Target(seeds.layers_texts, "layers.json", _text_of(LayerCosts.from_json), verdicts.of_layers, 1_500),
     "clusters": Target(seeds.cluster_texts, "cluster.json", _text_of(Cluster.from_json), verdicts.of_cluster, 1_500),
-    "torchtitan-toml": _export("parallelism.toml", 1_000),
     "torchtitan-json": _export("parallelism.json", 1_000),
     "torchtitan-csv": _export("schedule.csv", 1_000),
     "layouts": Target(
@@ -132,7 +131,7 @@ def mutant(target: str, seed: int, number: int) -> bytes:
         (mutated,) = text_mutants(text, 1, chooser, others)
     elif TARGETS[target].name.endswith(".txt"):
         (mutated,) = piece_mutants(text, 1, chooser)
-    elif TARGETS[target].name.endswith((".csv", ".toml")):
+    elif TARGETS[target].name.endswith(".csv"):
         (mutated,) = csv_mutants(text, 1, chooser, others)
     else:
         (mutated,) = json_mutants(text, 1, chooser, [other for other in others if other.startswith("{")])

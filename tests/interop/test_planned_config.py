@@ -12,7 +12,7 @@ from torch import nn
 
 from rota import Cluster, Plan, RotaError
 from rota.costs import Costs
-from rota.interop import in_planned_order, torchtitan, with_plan
+from rota.interop import torchtitan, with_plan
 from rota.schedules import NAMED
 from rota.usage import Usage
 from support.plain_gpt import GPT
@@ -144,7 +144,7 @@ def test_what_a_config_lacks_is_named(tmp_path: Path) -> None:
 
 def test_a_model_with_other_modules_is_refused_before_it_trains_without_them(tmp_path: Path) -> None:
     exported(tmp_path)
-    pipeline = in_planned_order(pipelined, tmp_path)
+    pipeline = with_plan(Config(), tmp_path).model_spec.pipelining_fn
     model = GPT()
     model.lm_head, model.output = model.output, None
     with pytest.raises(RotaError, match=r"the plan's parts have 'output', but GPT has tok_embeddings, layers\.0"):

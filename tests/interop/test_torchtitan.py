@@ -6,7 +6,6 @@ import json
 import os
 import random
 import re
-import tomllib
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -172,15 +171,14 @@ def a_plan(name: str = "interleaved_1f1b", num_ranks: int = 2, costs: Costs | No
     return family(family.place(costs or family.adapted(Costs.uniform(4)), Cluster.uniform(num_ranks)), 4)
 
 
-@pytest.mark.parametrize("config", ["parallelism.toml", "parallelism.json"])
 @pytest.mark.parametrize(
     ("name", "num_ranks"), [("1f1b", 4), ("interleaved_1f1b", 2), ("interleaved_zb", 2), ("zb_v", 2), ("dualpipe_v", 2)]
 )
-def test_what_is_exported_is_loaded_again(tmp_path: Path, name: str, num_ranks: int, config: str) -> None:
+def test_what_is_exported_is_loaded_again(tmp_path: Path, name: str, num_ranks: int) -> None:
     plan = a_plan(name, num_ranks)
     written = torchtitan.export(FOUR, plan, tmp_path / "new" / "titan é")
     assert [path.name for path in written] == [*torchtitan.FILES]
-    loaded = torchtitan.load(tmp_path / "new" / "titan é" / config)
+    loaded = torchtitan.load(tmp_path / "new" / "titan é" / "parallelism.json")
     assert loaded.parts == FOUR
     assert loaded.plan.orders == plan.orders
     assert loaded.boundaries == (0, 2, 4, 6, 9)
@@ -188,13 +186,12 @@ def test_what_is_exported_is_loaded_again(tmp_path: Path, name: str, num_ranks: 
     for path in written:
         path.rename(tmp_path / "moved" / path.name)
     layers = Costs(forward_us=tuple(range(1, 10)), backward_us=tuple(range(2, 20, 2)))
-    loaded = torchtitan.load(tmp_path / "moved" / config, layers)
+    loaded = torchtitan.load(tmp_path / "moved" / "parallelism.json", layers)
     assert [task.duration_us for task in loaded.plan.placement.tasks[:4]] == [3, 7, 11, 24]
 
 
 def test_the_files_say_what_torchtitan_reads(tmp_path: Path) -> None:
     torchtitan.export(FOUR, a_plan("zb_v"), tmp_path)
-    toml = tomllib.loads((tmp_path / "parallelism.toml").read_text())
     fields = json.loads((tmp_path / "parallelism.json").read_text())
     parts = [[*names] for names in FOUR]
     common = {
@@ -203,7 +200,6 @@ def test_the_files_say_what_torchtitan_reads(tmp_path: Path) -> None:
         "pipeline_parallel_schedule_csv": (tmp_path / "schedule.csv").as_posix(),
         "pipeline_parallel_microbatch_size": 1,
     }
-    assert toml == {"parallelism": {**common, "module_fqns_per_model_part": parts}}
     named = {"pipeline_parallel_module_fqns_per_model_part": parts}
     assert fields == {**common, "num_pp_microbatches": 4, **named}
     assert (tmp_path / "schedule.csv").read_text() == a_plan("zb_v").to_csv()
@@ -211,24 +207,25 @@ def test_the_files_say_what_torchtitan_reads(tmp_path: Path) -> None:
 
 def test_the_rows_of_a_micro_batch_are_written_and_read(tmp_path: Path) -> None:
     planned = replace(a_plan(), usage=Usage(("a", "b", "c"), microbatch_rows=8))
-    _, _, toml, config = torchtitan.export(FOUR, planned, tmp_path)
-    assert tomllib.loads(toml.read_text())["parallelism"]["pipeline_parallel_microbatch_size"] == 8
-    assert toml.read_text().startswith("# 4 micro-batches of 8 rows each: set training.local_batch_size = 32\n")
-    assert torchtitan.load(toml).microbatch_rows == torchtitan.load(config).microbatch_rows == 8
+    *_, config = torchtitan.export(FOUR, planned, tmp_path)
+    assert json.loads(config.read_text())["pipeline_parallel_microbatch_size"] == 8
+    assert torchtitan.batch_text(planned) == "4 micro-batches of 8 rows each: set training.local_batch_size = 32"
+    assert torchtitan.load(config).microbatch_rows == 8
 
 
 def test_replicas_are_written_as_degrees_of_data_parallelism(tmp_path: Path) -> None:
     planned = replace(a_plan(), usage=Usage(("a", "b", "c"), microbatch_rows=8, num_replicas=2))
-    _, _, toml, config = torchtitan.export(FOUR, planned, tmp_path)
-    for fields in (tomllib.loads(toml.read_text())["parallelism"], json.loads(config.read_text())):
-        assert (fields["data_parallel_replicate_degree"], fields["data_parallel_shard_degree"]) == (1, 2)
-    batch, degrees, *_ = toml.read_text().split("\n")
-    assert batch == (
-        "# 4 micro-batches of 8 rows each in each of 2 pipelines: set training.local_batch_size = 32 "
+    *_, config = torchtitan.export(FOUR, planned, tmp_path)
+    fields = json.loads(config.read_text())
+    assert (fields["data_parallel_replicate_degree"], fields["data_parallel_shard_degree"]) == (1, 2)
+    assert torchtitan.batch_text(planned) == (
+        "4 micro-batches of 8 rows each in each of 2 pipelines: set training.local_batch_size = 32 "
         "(global batch: 2 * 32 = 64 rows)"
     )
-    assert degrees.startswith("# 2 pipelines: data_parallel_replicate_degree * data_parallel_shard_degree must be 2;")
-    assert torchtitan.load(toml).num_replicas == torchtitan.load(config).num_replicas == 2
+    assert torchtitan.degrees_text(planned).startswith(
+        "2 pipelines: data_parallel_replicate_degree * data_parallel_shard_degree must be 2;"
+    )
+    assert torchtitan.load(config).num_replicas == 2
     config.write_text(change(config.read_text(), data_parallel_replicate_degree=2))
     assert torchtitan.load(config).num_replicas == 4
     for left_open in (-1, None):
@@ -318,7 +315,7 @@ def test_a_schedule_is_read_from_beside_its_config_alone(tmp_path: Path) -> None
 
 
 def test_files_that_are_too_large_or_no_text(tmp_path: Path) -> None:
-    *_, toml, config = torchtitan.export(FOUR, a_plan(), tmp_path)
+    *_, config = torchtitan.export(FOUR, a_plan(), tmp_path)
     os.truncate(config, 5 * 2**20)
     with pytest.raises(RotaError, match="has more than 4,194,304 bytes"):
         torchtitan.load(config)
@@ -328,28 +325,19 @@ def test_files_that_are_too_large_or_no_text(tmp_path: Path) -> None:
     config.write_text("[" * 200_000)
     with pytest.raises(RotaError, match="nested too deep"):
         torchtitan.load(config)
-    toml.write_text(f"[parallelism]\nmodule_fqns_per_model_part = {'[' * 50_000}")
-    with pytest.raises(RotaError, match="nested too deep"):
-        torchtitan.load(toml)
-    toml.write_text("parallelism = 3")
-    with pytest.raises(RotaError, match="neither"):
-        torchtitan.load(toml)
-    toml.write_text(f"[parallelism]\npipeline_parallel_degree = {'9' * 5000}")
-    with pytest.raises(RotaError, match="is not TOML"):
-        torchtitan.load(toml)
 
 
 def test_damaged_files_are_loaded_or_refused(tmp_path: Path) -> None:
-    csv, _, toml, config = torchtitan.export(FOUR, a_plan(), tmp_path)
+    csv, _, config = torchtitan.export(FOUR, a_plan(), tmp_path)
     chooser = random.Random(0)
-    texts = {path: path.read_text() for path in (csv, toml, config)}
+    texts = {path: path.read_text() for path in (csv, config)}
     mutants = [(config, text) for text in json_mutants(texts[config], 200, chooser)]
-    mutants += [(path, text) for path in (csv, toml, config) for text in text_mutants(texts[path], 100, chooser)]
+    mutants += [(path, text) for path in (csv, config) for text in text_mutants(texts[path], 100, chooser)]
     loaded = 0
     for path, text in mutants:
         path.write_text(text)
         try:
-            parts = torchtitan.load(toml if path is toml else config).parts
+            parts = torchtitan.load(config).parts
         except RotaError:
             continue
         finally:
@@ -360,24 +348,18 @@ def test_damaged_files_are_loaded_or_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("config", "told"),
+    ("fields", "told"),
     [
-        ("[parallelism" + ".a" * 100_000 + "]\n" + "x = 1\n" * 1000, "it has a key of more than 32 names"),
-        ("x = {p = '''\"''', " + '"a\\"".' * 1000 + "a = 1}\n", "it has a key of more than 32 names"),
-        ("x = " + '"\x00"' * 1000, "not TOML"),
-        ('"' + "k" * 10_000 + '" = 1\n' + '"' + "k" * 10_000 + '" = 1\n', "not TOML"),
-        (
-            '[parallelism]\npipeline_parallel_schedule_csv = "a\\u001b[2J"\nmodule_fqns_per_model_part = [["a"]]',
-            "printa",
-        ),
-        ("[parallelism]\nmodule_fqns_per_model_part = [[" + '"a", ' * 10_000 + "]]", "part 0 has a twice"),
+        ({"pipeline_parallel_schedule_csv": "a\x1b[2J"}, "printa"),
+        ({"pipeline_parallel_module_fqns_per_model_part": [["a"] * 10_000]}, "part 0 has a twice"),
+        ({"pipeline_parallel_degree": "\x00" * 1000}, "expected a whole number"),
     ],
 )
-def test_configs_that_a_stranger_may_have_written(tmp_path: Path, config: str, told: str) -> None:
-    path = tmp_path / "parallelism.toml"
-    path.write_text(config)
+def test_configs_that_a_stranger_may_have_written(tmp_path: Path, fields: dict[str, object], told: str) -> None:
+    *_, config = torchtitan.export(FOUR, a_plan(), tmp_path)
+    config.write_text(change(config.read_text(), **fields))
     with pytest.raises(RotaError, match=told) as error:
-        torchtitan.load(path)
+        torchtitan.load(config)
     assert len(str(error.value)) < 1000
     assert str(error.value).isprintable()
 

@@ -34,7 +34,7 @@ Starts = list[tuple[int, ...]]
 
 
 def steps_of(starts: Starts) -> StepTimes:
-    return of_starts([StepTimes(steps_us) for steps_us in starts], 1.0)
+    return of_starts([StepTimes(steps_us) for steps_us in starts])
 
 
 def rounds_of(*ms: float) -> StepTimes:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +14,7 @@ from rota.layers import LayerCosts
 from rota.models import Stages
 from rota.planning import Machine, autoplan
 from rota.profiles import Profile
-from rota.profiling import layer_profile, other_programs
+from rota.profiling import other_programs
 from rota.profiling.layer_profile import profile_model
 from rota.profiling.other_programs import OtherPrograms
 
@@ -26,47 +25,22 @@ def batch_of(rows: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.ones(rows, 2), torch.ones(rows, 2)
 
 
-class Reports(list[str]):
-    def about(self, what: str) -> list[str]:
-        return [line for line in self if what in line]
-
-
-def profiled(
-    monkeypatch: pytest.MonkeyPatch, missing: list[float], within_s: float = 60.0, cache: Path | None = None
-) -> tuple[Profile, Reports]:
-    """A profile of one size, while other programs take so many cores, measurement by measurement."""
-    given: Iterator[float] = iter(missing)
-    monkeypatch.setattr(OtherPrograms, "missing_cores", lambda *_: next(given))
+def profiled(monkeypatch: pytest.MonkeyPatch, missing: float, cache: Path | None = None) -> Profile:
+    """A profile of one size, while other programs take so many cores."""
+    monkeypatch.setattr(OtherPrograms, "missing_cores", lambda *_: missing)
     monkeypatch.setattr(LayerCosts, "mean_spread", 0.01)  # of tiny layers it may be anything
-    reports = Reports()
-    how = {"report": reports.append, "within_s": within_s, "cache": cache, "repeats": 1}
-    profile = profile_model(STAGES, batch_of, [4], nn.functional.mse_loss, **how)  # type: ignore[arg-type]
-    assert not [*given]
-    return profile, reports
+    return profile_model(STAGES, batch_of, [4], nn.functional.mse_loss, cache=cache, repeats=1)
 
 
-def test_a_disturbed_measurement_is_repeated_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    profile, reports = profiled(monkeypatch, [0.8, 0.02])
-    assert profile[4].missing_cores == 0.02
-    assert not profile[4].why_doubtful
-    assert reports.about("once more") == ["4 rows: other programs took 0.8 of the cores; measuring once more"]
-    profile, _ = profiled(monkeypatch, [0.5, 0.9])
-    assert profile[4].missing_cores == 0.5  # the better one counts, and says so
-    assert profile[4].why_doubtful == "other programs took 0.5 of the cores"
-    profile, reports = profiled(monkeypatch, [0.05])
-    assert not reports.about("once more")
-
-
-def test_no_time_no_repetition(monkeypatch: pytest.MonkeyPatch) -> None:
-    profile, reports = profiled(monkeypatch, [0.8], within_s=1e-6)
-    assert profile[4].why_doubtful
-    assert not reports.about("once more")
+def test_a_disturbed_measurement_is_doubtful(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert profiled(monkeypatch, 0.5)[4].why_doubtful == "other programs took 0.5 of the cores"
+    assert not profiled(monkeypatch, 0.05)[4].why_doubtful
 
 
 def test_the_doubt_is_kept_in_files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    profile, _ = profiled(monkeypatch, [0.8, 0.7], cache=tmp_path / "profile.json")
+    profile = profiled(monkeypatch, 0.7, tmp_path / "profile.json")
     assert Profile.from_json(profile.to_json()) == profile
-    again, _ = profiled(monkeypatch, [], cache=tmp_path / "profile.json")
+    again = profiled(monkeypatch, 0.9, tmp_path / "profile.json")
     assert again[4].missing_cores == profile[4].missing_cores == 0.7
     quiet = layer_costs(1)
     assert "missing_cores" not in quiet.to_json()
@@ -104,6 +78,5 @@ def test_missing_cores(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_estimates_are_never_disturbed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(OtherPrograms, "missing_cores", lambda *_: 1.0)
-    monkeypatch.setattr(layer_profile, "_doubt", None)
     profile = profile_model(STAGES, batch_of, [4], nn.functional.mse_loss, device="h100")
     assert not profile[4].why_doubtful

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from rota import Cluster, Kind, Op, Stages, place, split
 from rota.costs import Costs
 from rota.layers import LayerCosts
-from rota.profiling import profile_here, profile_layers
+from rota.profiling import profile, profile_layers
 from rota.runtime.compute import Batch, Compute
 from rota.runtime.messages import over_tensors
 from rota.runtime.microbatches import Microbatches
@@ -126,7 +126,7 @@ def test_what_is_predicted_is_held(name: str) -> None:
             for recompute in ((), every):
                 how = {"split_backward": split_backward, "recompute": recompute}
                 check(name, of, layers.stages(boundaries, **how), stages)
-                check(name, of, profile_here(stages, of.batch, of.target, of.loss_fn, repeats=1, **how), stages)
+                check(name, of, profile(stages, of.batch, of.target, of.loss_fn, repeats=1, here=True, **how), stages)
 
 
 BYTES = (
@@ -179,7 +179,7 @@ def test_the_most_that_a_stage_needs_is_not_underestimated_by_much(name: str) ->
         stages = split(of.model, len(boundaries) - 1, layers.cuts_at(boundaries), example=of.batch)
         for split_backward in (False, True):
             added = layers.stages(boundaries, split_backward=split_backward)
-            real = profile_here(stages, of.batch, of.target, of.loss_fn, repeats=1, split_backward=split_backward)
+            real = profile(stages, of.batch, of.target, of.loss_fn, repeats=1, split_backward=split_backward, here=True)
             for column in ("forward_peak_bytes", "backward_peak_bytes", "weight_peak_bytes"):
                 for a, b, held in zip(
                     getattr(added, column), getattr(real, column), real.activation_bytes, strict=True

@@ -19,7 +19,7 @@ from torch.nn import functional
 from rota import CutPoint, FormatError, PipelineError, Stages, split
 from rota.layers import LayerCosts
 from rota.models import finest
-from rota.profiling import DEVICES, clocks, profile_here, profile_layers, profile_model
+from rota.profiling import DEVICES, clocks, profile, profile_layers, profile_model
 from rota.profiling.clocks import WallClock
 from rota.profiling.roofline import Kernels, Roofline
 from support.layered_models import MAKE, case
@@ -57,7 +57,7 @@ class Draws(nn.Module):
 
 
 def profile_stages(model: nn.Module, *batch: Any, **how: Any) -> Any:
-    return profile_here(split(model, 2), *batch, **how)
+    return profile(split(model, 2), *batch, here=True, **how)
 
 
 @pytest.mark.parametrize("profile", [profile_layers, profile_stages])

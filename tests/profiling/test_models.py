@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from rota import Stages
-from rota.profiling import profile_here, profile_layers
+from rota.profiling import profile, profile_layers
 from rota.profiling.peak_memory import StorageWatch
 from rota.runtime.gradients.forward_backward import backward_inputs, forward
 from support.odd_stages import ROWS, STAGES, WIDTH, Calls
@@ -43,7 +43,7 @@ def test_stages_of_all_sorts(name: str) -> None:
     in_place = name.startswith("in place at once")  # a recomputed stage must not write into what it receives
     differentiates = name == "gradient of its own"
     for recompute in ((),) if in_place or differentiates else ((), (1,)):
-        costs = profile_here(stages, batch, None, sum_of, split_backward=True, recompute=recompute, repeats=1)
+        costs = profile(stages, batch, None, sum_of, split_backward=True, recompute=recompute, repeats=1, here=True)
         assert costs.num_stages == 2
     assert profile_layers(stages, batch, None, sum_of, repeats=1).num_layers == 2
 
@@ -76,7 +76,7 @@ def test_transformers(make: Callable[[Any], tuple[list[nn.Module], Tensor]]) -> 
     torch.manual_seed(3)
     modules, batch = make(pytest.importorskip("transformers"))
     stages = Stages([module.double() for module in modules])
-    costs = profile_here(stages, batch, None, sum_of, split_backward=True, repeats=1)
+    costs = profile(stages, batch, None, sum_of, split_backward=True, repeats=1, here=True)
     assert costs.weight_us is not None
     assert profile_layers(stages, batch, None, sum_of, repeats=1).num_layers == len(stages)
 

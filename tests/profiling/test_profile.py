@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from rota import Cluster, Costs, PipelineError, Stages, profile
-from rota.profiling import clocks, profile_here
+from rota.profiling import clocks
 from rota.units import count_text
 
 pytestmark = pytest.mark.dist
@@ -125,7 +125,7 @@ def test_times_are_those_of_each_stages_forward_and_backward(monkeypatch: pytest
 
     monkeypatch.setattr("rota.profiling.stage_profile._RUN_NS", 0)
     monkeypatch.setattr(clocks.time, "perf_counter_ns", lambda: now_ns)
-    costs = profile_here(Stages([Lasting(2), Lasting(40)]), torch.zeros(3, 4), repeats=3)
+    costs = profile(Stages([Lasting(2), Lasting(40)]), torch.zeros(3, 4), repeats=3, here=True)
     assert (costs.forward_us, costs.backward_us) == ((2, 40), (5, 81))
 
 
@@ -175,7 +175,7 @@ def test_in_this_process_the_bytes_are_the_same(split: bool) -> None:
     stages = Stages([TwoLayers(), TwoLayers()])
     x, state, num_threads = torch.zeros(5, 8), torch.get_rng_state(), torch.get_num_threads()
     apart = profile(stages, x, repeats=1, split_backward=split)
-    here = profile_here(stages, x, repeats=1, split_backward=split)
+    here = profile(stages, x, repeats=1, split_backward=split, here=True)
     for name in ("activation_bytes", "input_frees_bytes", "boundary_bytes", "gradient_bytes", "static_bytes", "edges"):
         assert getattr(here, name) == getattr(apart, name)
     assert all(us > 0 for us in here.backward_us[1:])
@@ -183,7 +183,7 @@ def test_in_this_process_the_bytes_are_the_same(split: bool) -> None:
     assert torch.equal(torch.get_rng_state(), state)
     assert torch.get_num_threads() == num_threads
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
-        profile_here(stages, torch.zeros(5, 9))
+        profile(stages, torch.zeros(5, 9), here=True)
     assert torch.get_num_threads() == num_threads
 
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from rota import PipelineError, Stages, profile
-from rota.profiling import clocks, profile_here, profile_layers
+from rota import PipelineError, Stages
+from rota.profiling import clocks, profile, profile_layers
 from rota.profiling.clocks import DeviceClock, Spinner, launch_text
 from support.sim_device import Block, SimDevice
 from support.sim_device.runtime_device import SIM, SimRuntimeDevice
@@ -152,7 +152,7 @@ def test_stages(split: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     x, adam = torch.zeros(5, 8), torch.optim.Adam
     hardware = timed(costing(100_000))
     with hardware.active():
-        on_cpu = profile_here(stages, x, x, mean, split_backward=split, optimizer=adam, recompute=[1], repeats=1)
+        on_cpu = profile(stages, x, x, mean, split_backward=split, optimizer=adam, recompute=[1], repeats=1, here=True)
         for module in stages.modules:
             module.to("sim")
         syncs = inside_timed_parts(hardware, monkeypatch)

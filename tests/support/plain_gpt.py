@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import tomllib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -87,9 +86,8 @@ def pruned(whole: nn.Module, names: list[str]) -> nn.Module:
 
 def step_by_files(rank: int, config_file: str, num_microbatches: int) -> tuple[list[float], dict[str, Tensor]]:
     """The micro-batches' losses, where they are made, and this rank's gradients by name."""
-    text = Path(config_file).read_text()
-    config: dict[str, Any] = json.loads(text) if config_file.endswith(".json") else tomllib.loads(text)["parallelism"]
-    parts = config.get("pipeline_parallel_module_fqns_per_model_part") or config["module_fqns_per_model_part"]
+    config: dict[str, Any] = json.loads(Path(config_file).read_text())
+    parts = config["pipeline_parallel_module_fqns_per_model_part"]
     num_ranks, num_parts = config["pipeline_parallel_degree"], len(parts)
     local = [*range(rank, num_parts, num_ranks)]
     if config["pipeline_parallel_schedule"] == "ZBVZeroBubble":

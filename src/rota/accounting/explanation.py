@@ -12,7 +12,7 @@ from typing import Any
 from rota import notebook
 from rota.accounting.causes import DESCRIPTIONS, Cause, Idle
 from rota.accounting.idle_time import idle
-from rota.accounting.imbalance import Imbalance, WithinSpread, imbalance, rank_work_us, within_spread
+from rota.accounting.imbalance import Imbalance, imbalance, rank_work_us
 from rota.accounting.snippets import snippet_of
 from rota.accounting.suggestions import Suggestion, advice, with_measured_times
 from rota.calibration.spread import Spread
@@ -67,8 +67,6 @@ class Explanation:
         num_cores: CPU cores that all ranks shared; None if they shared none, or it is not known.
         doubts: What the measured ops are too far apart to tell, in words.
         imbalance: How uneven the ranks' work is, where no other cut is suggested; None if it is not.
-        within_spread: The rank with the most work, if the measured ops are too far apart to tell that it has more than
-            the others; None where `suggestions` or `doubts` are about the cut that would balance them.
     """
 
     timeline: Timeline
@@ -79,7 +77,6 @@ class Explanation:
     num_cores: int | None = None
     doubts: tuple[str, ...] = ()
     imbalance: Imbalance | None = None
-    within_spread: WithinSpread | None = None
 
     def __str__(self) -> str:
         """One line."""
@@ -238,8 +235,6 @@ class Explanation:
             )
         if self.imbalance is not None:
             lines.append(self.imbalance.to_text())
-        if self.within_spread is not None:
-            lines.append(self.within_spread.to_text())
         doubts = [f"Too uncertain to advise: {doubt}." for doubt in self.doubts]
         if not self.suggestions:
             helps = "is certain to help" if doubts else "would help"
@@ -280,7 +275,6 @@ class Explanation:
             "suggestions": [one._asdict() for one in self.suggestions],
             "doubts": list(self.doubts),
             "imbalance": None if self.imbalance is None else self.imbalance._asdict(),
-            "within_spread": None if self.within_spread is None else self.within_spread._asdict(),
         }
         return json.dumps(fields, indent=2, ensure_ascii=False) + "\n"
 
@@ -307,14 +301,12 @@ def explain(
     model = with_measured_times(timeline)
     spread = Spread.of([timeline], model.placement)
     found, doubts, doubts_cut = advice(model, spread)
-    uneven = maybe_even = None
+    uneven = None
     if num_cores is not None and timeline.num_ranks > num_cores:
         # Ops' times contain waiting for a core, so they do not tell which rank or stage has more work.
         found, doubts = tuple(one for one in found if one.what != "cut"), doubts[doubts_cut:]
     elif not any(one.what == "cut" for one in found):
-        uneven, maybe_even = imbalance(model, spread), within_spread(model, spread)
-    if maybe_even is not None and doubts_cut and not maybe_even.is_even:  # one of the doubts says as much
-        maybe_even = None
+        uneven = imbalance(model, spread)
     return Explanation(
         timeline,
         idles,
@@ -324,7 +316,6 @@ def explain(
         num_cores,
         doubts,
         uneven,
-        maybe_even,
     )
 
 

@@ -6,7 +6,7 @@ from statistics import mean
 from typing import NamedTuple
 
 from rota.calibration.best_plan import OVERLOADED
-from rota.calibration.spread import FEWEST, Spread, copies, have_same_layers
+from rota.calibration.spread import Spread, copies, have_same_layers
 from rota.placement import Placement
 from rota.plan import Plan
 from rota.units import count_text, time_text
@@ -40,53 +40,6 @@ class Imbalance(NamedTuple):
             f"{time_text(self.work_us)}; with as much work in all, but the same on every rank, it could take "
             f"{time_text(self.even_us)} at best. {self.why}"
         )
-
-
-class WithinSpread(NamedTuple):
-    """A rank that has more work than the mean with the median times of its ops, but not for certain.
-
-    Attributes:
-        busiest: The rank with the most work.
-        times_mean: Its work as a multiple of the mean rank's.
-        least_times_mean: The least multiple that the spread of the measured ops leaves possible, at most 1.
-        most_times_mean: The greatest.
-        has_too_few: Whether so few ops of a task were measured that their spread says nothing.
-    """
-
-    busiest: int
-    times_mean: float
-    least_times_mean: float
-    most_times_mean: float
-    has_too_few: bool
-
-    @property
-    def is_even(self) -> bool:
-        """Whether the rank has too little more than the mean to count as uneven, whatever times are possible."""
-        return not self.has_too_few and self.most_times_mean <= OVERLOADED
-
-    def to_text(self) -> str:
-        """The line of a report."""
-        more = f"Rank {self.busiest} has {self.times_mean - 1:.1%} more work than the mean"
-        if self.has_too_few:
-            return f"{more}. This may be chance: of some task, fewer than {FEWEST} ops were measured."
-        possible = f"{self.least_times_mean - 1:+.1%} to {self.most_times_mean - 1:+.1%}"
-        verdict = "the ranks count as even" if self.is_even else "too uncertain to tell whether the ranks are even"
-        return f"{more}, within the spread of the measured ops ({possible}): {verdict}."
-
-
-def within_spread(plan: Plan, spread: Spread) -> WithinSpread | None:
-    """The busiest rank, if `spread` leaves possible that it has no more work than the mean of the others.
-
-    None if the times are exact, there is one rank, or all ranks hold the same layers.
-    """
-    if spread.is_exact or plan.placement.num_ranks == 1 or have_same_layers(plan.placement):
-        return None
-    work_us = rank_work_us(plan)
-    busiest = work_us.index(max(work_us))
-    if spread.longest_part(_loads, busiest):
-        return None
-    times_mean = work_us[busiest] / (mean(work_us) or 1)
-    return WithinSpread(busiest, times_mean, *spread.shares(_loads, busiest), spread.has_too_few)
 
 
 def imbalance(plan: Plan, spread: Spread) -> Imbalance | None:

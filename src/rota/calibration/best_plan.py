@@ -9,7 +9,6 @@ from statistics import mean, median
 from typing import NamedTuple
 
 from rota.calibration.measured_times import calibrated
-from rota.calibration.planning_again import commands
 from rota.calibration.spread import Spread, with_equal_copies
 from rota.checking import check
 from rota.errors import PlanError
@@ -105,7 +104,7 @@ class Calibration:
         return replace(self, candidates=tuple(sorted(candidates, key=lambda candidate: candidate.makespan_us)))
 
     def to_text(self, width: int | None = None) -> str:
-        """The report that `rota calibrate` prints, in lines of at most `width` where no command is longer."""
+        """The report that `rota calibrate` prints, in lines of at most `width` characters; None: of any length."""
         measured = round(median(self.measured_us))
         rows = [
             ("planned, with the old costs", self.planned_us),
@@ -115,8 +114,7 @@ class Calibration:
         rows += [(f"  {one.name}", one.makespan_us) for one in self.candidates[:_MAX_ROWS]]
         cells = [(what, f"{us:,}", f"{us / measured - 1:+.1%}" if measured else "") for what, us in rows]
         lines = table_lines(("makespan", "µs", "of measured"), cells, left={"makespan"}, width=width)
-        verdict = [line if line.startswith("  ") else fitted(line, width) for line in self.verdict().split("\n")]
-        return "\n".join([*lines, "", *verdict])
+        return "\n".join([*lines, "", *(fitted(line, width) for line in self.verdict().split("\n"))])
 
     def verdict(self) -> str:
         """Whether to keep the plan, and whether to cut the model again."""
@@ -134,22 +132,13 @@ class Calibration:
         else:
             text = "Keep the plan's orders: no other schedule fits this placement."
         rank, share = self.unevenness
-        if share <= OVERLOADED:
+        is_certain = self.spread is None or self.spread.is_exact or self.spread.longest_part(_loads, rank)
+        if share <= OVERLOADED or not is_certain:
             return text
-        text += f"\nRank {rank} has {share - 1:.0%} more work than the mean"
-        if self.spread is not None and not self.spread.is_exact and not self.spread.longest_part(_loads, rank):
-            differing = self.spread.text(self.plan.placement.stages_on(rank))
-            return f"{text} with the median times, but its ops differ too much to tell: {differing}."
-        return f"{text}, which no order can fix{self._how_to_cut(rank)}"
-
-    def _how_to_cut(self, rank: int) -> str:
-        """How to cut the model again, if the rank has more than one layer."""
-        stages, usage = self.plan.placement.stages_on(rank), self.plan.usage
-        num_layers = () if usage is None else usage.num_layers
-        if num_layers and sum(num_layers[stage % len(num_layers)] for stage in stages) == 1:
-            return ", nor another cut: it has a single layer. Put a CutPoint inside that layer."
-        several = "" if num_layers or len(stages) > 1 else ", if it has more than one layer"
-        return "\n  ".join([f": cut again{several}:", *commands(self.plan)])
+        return (
+            f"{text}\nRank {rank} has {share - 1:.0%} more work than the mean, which no order can fix: "
+            f"`rota explain` says how to cut the model again."
+        )
 
 
 def _loads(placement: Placement) -> list[int]:

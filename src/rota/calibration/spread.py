@@ -19,7 +19,7 @@ from rota.timeline import Timeline
 from rota.units import time_text
 
 _DOUBT = 0.1  # probability that a median lies outside of what is said of it, where there are values enough
-FEWEST = 4  # ops; how far fewer are apart says little
+_FEWEST = 4  # ops; how far fewer are apart says little
 _NUM_DRAWS = 10
 
 
@@ -36,18 +36,14 @@ class Spread:
     """The range in which the true median duration of each task is, by the order statistics of its measured ops.
 
     Attributes:
-        planned: The placement with the planned times.
         shortest: The placement with each task at the lower end of its range.
         longest: The placement with each task at the upper end.
         ranges: (stage, kind) -> all measured ops.
-        has_too_few: Whether there is a task of which so few ops were measured that nothing is known of its range.
     """
 
-    planned: Placement
     shortest: Placement
     longest: Placement
     ranges: dict[tuple[int, Kind], Range]
-    has_too_few: bool = False
 
     @classmethod
     def of(cls, timelines: Sequence[Timeline], placement: Placement) -> Spread:
@@ -59,26 +55,21 @@ class Spread:
         low: dict[tuple[int, Kind], int] = {}
         high: dict[tuple[int, Kind], int] = {}
         ranges = {}
-        has_too_few = False
         planned = {(task.stage, task.kind): task for task in timelines[0].plan.placement.tasks}
         for key, of_class in op_times_us(timelines).items():
             ends = []
             for c in range(placement.num_classes):
                 us = value_in(planned[key].duration_us, c)
-                of_task = of_class.get(c, [us])
-                ends.append(_median_range(of_task, us))
-                has_too_few |= len(of_task) < FEWEST and not _is_simulated(of_task, us)
+                ends.append(_median_range(of_class.get(c, [us]), us))
             low[key] = same_or_per_class(a for a, _ in ends)
             high[key] = same_or_per_class(b for _, b in ends)
             times = [us for of in of_class.values() for us in of]
             ranges[key] = Range(len(times), min(times), max(times))
         shortest, longest = (with_durations(placement.tasks, bound) for bound in (low, high))
         return cls(
-            timelines[0].plan.placement,
             replace(placement, tasks=shortest),
             replace(placement, tasks=longest),
             ranges,
-            has_too_few,
         )
 
     @property
@@ -120,28 +111,6 @@ class Spread:
         others = [us for part, us in enumerate(loads(self.longest)) if part != most]
         return bool(others) and loads(self.shortest)[most] * len(others) > sum(others)
 
-    def shares(self, loads: Callable[[Placement], Sequence[float]], part: int) -> tuple[float, float]:
-        """The least and the most work that a part may have, as multiples of the mean part's.
-
-        Args:
-            loads: The work of each part, such as a stage or a rank, of a placement.
-            part: The part. It is shortest while the others are longest, and the other way round.
-        """
-        shortest, longest = loads(self.shortest), loads(self.longest)
-
-        def share(mine: float, all_parts: Sequence[float]) -> float:
-            return mine * len(all_parts) / ((sum(all_parts) - all_parts[part] + mine) or 1)
-
-        return share(shortest[part], longest), share(longest[part], shortest)
-
-    def allows(self, rank: int) -> bool:
-        """Whether the planned work of a rank is between the shortest and the longest that was measured."""
-        least, planned, most = (
-            sum(task.duration_us for task in one.average.tasks if rank in task.ranks)
-            for one in (self.shortest, self.planned, self.longest)
-        )
-        return least <= planned <= most
-
     def text(self, stages: Sequence[int]) -> str:
         """The task of these stages whose ops differ most, such as "2F took 47.1 ms to 137 ms"."""
         found = {key: one for key, one in self.ranges.items() if key[0] in stages}
@@ -152,16 +121,12 @@ class Spread:
 def _median_range(times_us: Sequence[int], planned_us: int) -> tuple[int, int]:
     """The order statistics between which the true median is."""
     times, count = sorted(times_us), len(times_us)
-    if _is_simulated(times, planned_us):
+    if {*times} == {planned_us}:
         return planned_us, planned_us
-    if count < FEWEST:
+    if count < _FEWEST:
         return 0, 2 * times[-1]
     cut = num_left_out(count)
     return times[cut], times[count - 1 - cut]
-
-
-def _is_simulated(times_us: Sequence[int], planned_us: int) -> bool:
-    return {*times_us} == {planned_us}
 
 
 def num_left_out(count: int) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
 from rota.cli.wire_effects import wire_effects
@@ -28,38 +29,29 @@ def print_json(fields: Mapping[str, Any]) -> None:
     print(json.dumps(fields, indent=2, ensure_ascii=False))
 
 
+def _figures(source: object, *names: str) -> dict[str, Any]:
+    """Attributes by name, as JSON has them: fractions as numbers."""
+    values = ((name, getattr(source, name)) for name in names)
+    return {name: float(value) if isinstance(value, Fraction) else value for name, value in values}
+
+
 def of_timeline(timeline: Timeline) -> dict[str, Any]:
     """Size, time, idle time and memory of a plan or run, and which effects of wires the plan counts."""
-    plan = timeline.plan
+    placement = timeline.plan.placement
     return {
-        "num_ranks": plan.num_ranks,
-        "num_stages": plan.num_stages,
-        "num_microbatches": plan.num_microbatches,
-        "num_ops": plan.num_ops,
-        "makespan_us": timeline.makespan_us,
-        "span_us": timeline.span_us,
-        "bubble_fraction": timeline.bubble_fraction,
-        "idle_us": list(timeline.idle_us),
-        "peak_memory_bytes": list(timeline.peak_memory_bytes),
-        "limit_bytes": list(plan.placement.cluster.limit_bytes),
-        "wire_effects": wire_effects(plan.placement),
+        **_figures(timeline.plan, "num_ranks", "num_stages", "num_microbatches", "num_ops"),
+        **_figures(timeline, "makespan_us", "span_us", "bubble_fraction", "idle_us", "peak_memory_bytes"),
+        "limit_bytes": placement.cluster.limit_bytes,
+        "wire_effects": wire_effects(placement),
     }
 
 
 def of_search(result: SearchResult) -> dict[str, Any]:
-    """What was minimized, the value and its lower bound, how the plan was result, and the named schedules."""
+    """What was minimized, the value and its lower bound, how the plan was found, and the named schedules."""
     return {
-        "objective": result.objective,
-        "value_us": float(result.value_us),
-        "bound_us": float(result.bound_us),
-        "gap": result.gap,
-        "why": result.why,
-        "how": result.how,
-        "period_us": None if result.period_us is None else float(result.period_us),
+        **_figures(result, "objective", "value_us", "bound_us", "gap", "why", "how", "period_us", "among"),
+        **_figures(result, "elapsed_s", "stopped_by"),
         "named": [asdict(schedule) for schedule in result.named],
-        "elapsed_s": result.elapsed_s,
-        "stopped_by": result.stopped_by,
-        "among": result.among,
     }
 
 
@@ -74,17 +66,9 @@ def of_batch(batch: BatchPlan) -> dict[str, Any]:
 
 def of_layers(layers: LayerCosts) -> dict[str, Any]:
     """What each layer costs at one number of rows, and why the figures may be wrong."""
+    costs = ("forward_us", "backward_us", "kept_bytes", "static_bytes", "spread")
     return {
-        "rows": layers.rows,
-        "note": layers.note,
-        "cuts": list(layers.cuts),
-        "contents": list(layers.contents),
-        "forward_us": list(layers.forward_us),
-        "backward_us": list(layers.backward_us),
-        "kept_bytes": list(layers.kept_bytes),
-        "static_bytes": list(layers.static_bytes),
-        "spread": list(layers.spread),
-        "why_doubtful": layers.why_doubtful,
+        **_figures(layers, "rows", "note", "cuts", "contents", *costs, "why_doubtful"),
         "why_incomplete": layers.why_incomplete if layers.uncounted else "",
     }
 
@@ -92,23 +76,13 @@ def of_layers(layers: LayerCosts) -> dict[str, Any]:
 def of_sizes(model: SizeModel, cuts: Sequence[str]) -> dict[str, Any]:
     """The fitted terms (constant, per token, per square) of each stage."""
     names = ("forward_us", "backward_us", "activation_bytes")
-    return {
-        "cuts": list(cuts),
-        "error": model.error,
-        **{name: [curve._asdict() for curve in getattr(model, name)] for name in names},
-    }
+    terms = {name: [curve._asdict() for curve in getattr(model, name)] for name in names}
+    return {"cuts": cuts, "error": model.error, **terms}
 
 
 def of_trace(trace: ImportedTrace) -> dict[str, Any]:
     """Which step of the traces it is, and what is known about the run."""
-    return {
-        "step": trace.step,
-        "num_steps": trace.num_steps,
-        "clock_shifts_us": list(trace.clock_shifts_us),
-        "hosts": list(trace.hosts),
-        "world_size": trace.world_size,
-        "on_cpu": trace.on_cpu,
-    }
+    return _figures(trace, "step", "num_steps", "clock_shifts_us", "hosts", "world_size", "on_cpu")
 
 
 def of_checkpoint(saved: Saved) -> dict[str, Any]:
@@ -116,9 +90,7 @@ def of_checkpoint(saved: Saved) -> dict[str, Any]:
     manifest = saved.manifest
     return {
         "name": saved.path.name,
-        "step": manifest.step,
-        "num_ranks": manifest.num_ranks,
-        "num_replicas": manifest.num_replicas,
+        **_figures(manifest, "step", "num_ranks", "num_replicas"),
         "num_weights": len(manifest.weights),
         "num_files": len(manifest.files),
         "num_bytes": saved.num_bytes,
@@ -141,10 +113,7 @@ def of_comparison(compared: Comparison) -> dict[str, Any]:
 def of_calibration(calibration: Calibration) -> dict[str, Any]:
     """What was planned, measured and predicted, and the plans for the measured costs."""
     return {
-        "planned_us": calibration.planned_us,
-        "measured_us": list(calibration.measured_us),
-        "predicted_us": calibration.predicted_us,
-        "gain": calibration.gain,
+        **_figures(calibration, "planned_us", "measured_us", "predicted_us", "gain"),
         "candidates": [{"name": plan.name, "makespan_us": plan.makespan_us} for plan in calibration.candidates],
         "keeps_plan": calibration.chosen is calibration.plan,
     }
@@ -154,16 +123,10 @@ def of_frontier(frontier: Frontier) -> dict[str, Any]:
     """The points of the curve and its lower bounds."""
     return {
         "points": [
-            {
-                "limit_bytes": point.limit_bytes,
-                "peak_bytes": point.peak_bytes,
-                "us_per_microbatch": float(point.us_per_microbatch),
-                "bound_us": float(point.bound_us),
-            }
-            for point in frontier.points
+            _figures(point, "limit_bytes", "peak_bytes", "us_per_microbatch", "bound_us") for point in frontier.points
         ],
         "bounds": [{"limit_bytes": limit, "us_per_microbatch": float(us)} for limit, us in frontier.bounds],
-        "untried_limit_bytes": [list(between) for between in frontier.untried],
+        "untried_limit_bytes": frontier.untried,
         "stopped_by": frontier.stopped_by,
     }
 
@@ -171,33 +134,21 @@ def of_frontier(frontier: Frontier) -> dict[str, Any]:
 def of_answer(answer: Answer) -> dict[str, Any]:
     """The recommended plan, the others, and what to know about the figures."""
     return {
-        "rows_per_s": answer.rows_per_s,
         "best": _candidate(answer.best),
         "candidates": [_candidate(candidate) for candidate in answer.candidates],
         "one_process_us": None if answer.one_process is None else answer.one_process.step_us,
-        "bound_us": answer.bound_us,
-        "bound_holds": answer.bound_holds,
-        "assumptions": answer.assumptions,
-        "predicted_because": answer.predicted_because,
         "on_shared_cores": None if answer.on_shared_cores is None else answer.on_shared_cores._asdict(),
-        "tolerance": answer.tolerance,
-        "num_rounds": answer.num_rounds,
-        "elapsed_s": answer.elapsed_s,
-        "stopped_by": answer.stopped_by,
-        "ran_out": answer.ran_out,
-        "remarks": list(answer.remarks),
+        **_figures(answer, "rows_per_s", "bound_us", "bound_holds", "assumptions", "predicted_because"),
+        **_figures(answer, "tolerance", "num_rounds", "elapsed_s", "stopped_by", "ran_out", "remarks"),
     }
 
 
 def _candidate(candidate: Found) -> dict[str, Any]:
     layout = candidate.candidate.layout
     return {
-        "schedule": candidate.schedule,
-        "num_ranks": layout.num_ranks,
-        "num_replicas": layout.num_replicas,
-        "step_us": candidate.step_us,
+        **_figures(layout, "num_ranks", "num_replicas"),
+        **_figures(candidate, "schedule", "step_us", "bound_us"),
         "is_measured": candidate.steps is not None,
-        "bound_us": candidate.bound_us,
         "bound_holds": "for every order of the same ops, by their predicted times",
         "predicted": of_timeline(candidate.timeline),
     }

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, final
 
 import numpy as np
 import numpy.typing as npt
-from matplotlib.artist import Artist, allow_rasterization
+from matplotlib.artist import Artist
 from matplotlib.backend_bases import RendererBase
 from matplotlib.collections import LineCollection, PolyCollection
 from matplotlib.colors import to_rgb
@@ -44,12 +44,11 @@ _MARK_DARKNESS = 0.38
 _LIGHTEST = 0.5  # share of white in the colours of a rank's last stage
 _DARK = 0.55  # luminance below which white text is easier to read than black
 
-_MAX_BOXES = 5_000  # with more ops, or with more on one rank, bars are pixels, also in SVG and PDF
-_MAX_BOXES_PER_RANK = 200
+_MAX_SEAMS = 5_000  # with more ops, or with more on one rank, white seams would hide the bars between them
+_MAX_SEAMS_PER_RANK = 200
 _MAX_TRANSFERS = 1000  # more lines than that hide the bars they join
 _MAX_MEMORY_COLUMNS = 2000  # of a memory curve
 _MAX_NUMBERS = 4096  # nobody reads more
-_MAX_CHANNEL = 255  # of a colour or of opacity
 _FONT_POINTS = (5.0, 6.0, 7.0, 8.0, 9.0)
 _MARGIN = 1.3  # of a number's width: the number and the space beside it
 
@@ -104,17 +103,18 @@ def _op_colors(timeline: Timeline) -> Array:
     return np.array(colors, float).reshape(-1, 3)
 
 
-def op_artist(ops: Ops, rows: Rows) -> PolyCollection | Lanes:
-    """Return the bars of all ops: boxes, or pixels if there are too many."""
-    if _has_many(ops):
-        return Lanes(ops.left, ops.right, ops.ranks, ops.colors, rows)
-    return _bars(ops.left, ops.right, ops.ranks + rows.bar_top, ops.ranks + rows.bar_bottom, ops.colors, seams=True)
+def op_artist(ops: Ops, rows: Rows) -> PolyCollection:
+    """Return the bars of all ops; if they are many, without seams, and in SVG and PDF as pixels."""
+    top, bottom, many = ops.ranks + rows.bar_top, ops.ranks + rows.bar_bottom, _has_many(ops)
+    bars = _bars(ops.left, ops.right, top, bottom, ops.colors, seams=not many)
+    bars.set_rasterized(many)
+    return bars
 
 
 def _has_many(ops: Ops) -> bool:
-    """Whether the ops are too many for boxes."""
+    """Whether the ops are too many for seams and marks."""
     most_on_a_rank = np.bincount(ops.ranks.astype(int), minlength=1).max(initial=0)
-    return len(ops.left) > _MAX_BOXES or bool(most_on_a_rank > _MAX_BOXES_PER_RANK)
+    return len(ops.left) > _MAX_SEAMS or bool(most_on_a_rank > _MAX_SEAMS_PER_RANK)
 
 
 def number_artist(timeline: Timeline, ops: Ops, rows: Rows) -> OpNumbers:
@@ -125,7 +125,7 @@ def number_artist(timeline: Timeline, ops: Ops, rows: Rows) -> OpNumbers:
 
 
 def mark_artist(timeline: Timeline, ops: Ops, rows: Rows) -> PolyCollection | None:
-    """Return dark lines along bars, by kind: a second cue beside the colour. None if bars are pixels."""
+    """Return dark lines along bars, by kind: a second cue beside the colour. None if ops are many."""
     if _has_many(ops):
         return None
     marks = [LOOKS[op.kind].marks for order in timeline.plan.orders for op in order]
@@ -173,90 +173,6 @@ def _bars(left: Array, right: Array, top: Array, bottom: Array, colors: Any, sea
 def _boxes(left: Array, right: Array, top: Array, bottom: Array) -> Any:
     """Return the corners of n boxes: (n, 4, 2)."""
     return np.stack([np.stack([left, right, right, left], 1), np.stack([top, top, bottom, bottom], 1)], 2)
-
-
-# --- many ops as pixels -----------------------------------------------------------------------------------------------
-
-
-@final
-class Lanes(Artist):
-    """Draws each rank's row as an image, computed for exactly the pixels that are drawn.
-
-    At every size and zoom, a pixel's opacity is exactly the share of its time in which the rank is busy. Ops that
-    share a pixel divide its column among their colours in proportion to their time.
-    """
-
-    zorder = 1
-
-    def __init__(self, left: Array, right: Array, ranks: Array, colors: Array, rows: Rows) -> None:
-        super().__init__()
-        self._rows = rows
-        self._lanes = {
-            int(rank): _Lane(left[on_rank], right[on_rank], colors[on_rank])
-            for rank in np.unique(ranks)
-            for on_rank in [ranks == rank]
-        }
-        self.set_rasterized(True)
-        self.set_in_layout(False)
-
-    def busy(self, rank: int, times_us: Array) -> Array:
-        """Return the share of each interval between `times_us` in which the rank runs ops: (len(times_us) - 1,)."""
-        busy_us: Array = self._lanes[rank].color_times_us(times_us).sum(1)
-        return busy_us / np.diff(times_us)
-
-    @allow_rasterization  # type: ignore[untyped-decorator]
-    def draw(self, renderer: RendererBase) -> None:
-        """Draw one image per visible rank."""
-        if not self.get_visible():
-            return
-        assert self.axes is not None
-        to_pixels = self.axes.transData
-        low, high = np.round(self.axes.bbox.get_points()).astype(int)
-        edges = np.arange(low[0], high[0] + 1, dtype=float)
-        times_us = to_pixels.inverted().transform(np.stack([edges, np.zeros_like(edges)], 1))[:, 0]
-        context = renderer.new_gc()
-        context.set_clip_rectangle(self.axes.bbox)
-        for rank, lane in self._lanes.items():
-            heights = to_pixels.transform([(0, rank + self._rows.bar_top), (0, rank + self._rows.bar_bottom)])[:, 1]
-            bottom, top = np.round(np.sort(heights)).astype(int)
-            if top <= low[1] or bottom >= high[1] or top == bottom:
-                continue
-            image = lane.image(times_us, top - bottom)
-            image = image if heights[0] < heights[1] else image[::-1]  # a renderer's first row is the lowest
-            renderer.draw_image(context, low[0], bottom, np.ascontiguousarray(image))
-        context.restore()
-
-
-@final
-class _Lane:
-    """One rank's n ops, as the accumulated time of each colour at each start and end."""
-
-    def __init__(self, left: Array, right: Array, colors: Array) -> None:
-        self.colors, styles = np.unique(colors, axis=0, return_inverse=True)
-        self._times_us = np.stack([left, right], 1).ravel()  # (2n,)
-        durations = np.zeros((len(left), len(self.colors)))
-        durations[np.arange(len(left)), styles.ravel()] = right - left
-        after = durations.cumsum(0)
-        self._accumulated_us = np.stack([after - durations, after], 1).reshape(len(self._times_us), -1)  # (2n, colours)
-
-    def color_times_us(self, times_us: Array) -> Array:
-        """Return the time of each colour between consecutive `times_us`: (len(times_us) - 1, colours)."""
-        columns = [np.interp(times_us, self._times_us, column) for column in self._accumulated_us.T]
-        return np.diff(np.stack(columns, 1), axis=0)
-
-    def image(self, times_us: Array, height: int) -> npt.NDArray[np.uint8]:
-        """Return RGBA with its first row on top: (height, len(times_us) - 1, 4)."""
-        color_times_us = self.color_times_us(times_us)
-        busy_us = color_times_us.sum(1)
-        edges = color_times_us.cumsum(1) / np.where(busy_us > 0, busy_us, 1)[:, None]
-        middles = (np.arange(height) + 0.5) / height
-        style: Any = (edges[None, :, :-1] <= middles[:, None, None]).sum(2)
-        image = np.empty((height, len(busy_us), 4), np.uint8)
-        image[..., :3] = np.round(_MAX_CHANNEL * self.colors)[style]
-        shares = np.clip(busy_us / np.abs(np.diff(times_us)), 0, 1)
-        # The rounding error of one pixel is carried over to the next: errors do not add up over any stretch.
-        image[..., 3] = np.diff(np.floor(_MAX_CHANNEL * shares.cumsum() + 0.5), prepend=0).clip(0, _MAX_CHANNEL)
-        return image
 
 
 # --- micro-batch numbers ----------------------------------------------------------------------------------------------

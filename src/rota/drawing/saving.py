@@ -12,7 +12,6 @@ from rota.drawing.figure import draw, figure_inches, require_matplotlib
 from rota.drawing.html import Names, default_names, to_html
 from rota.errors import RotaError
 from rota.plan import Plan
-from rota.reading import short
 from rota.simulation import timeline_of
 from rota.timeline import Timeline
 from rota.writing import whole_file, write_text
@@ -43,10 +42,9 @@ def save(
         bound_us: A proven lower bound of the makespan of `timeline`, to show the gap.
 
     Raises:
-        RotaError: If the suffix is another one, an argument has a wrong type, or Matplotlib is missing.
+        RotaError: If the suffix is another one, or Matplotlib is missing.
     """
     suffix = _suffix(path, (*_FIGURES, ".html", ".json"))
-    _refuse_types(timeline, above, names)
     timeline = timeline_of(timeline)
     above = None if above is None else timeline_of(above)
     if suffix == ".json":
@@ -76,25 +74,10 @@ def save_figure(draw_on: Callable[[Figure], object], inches: tuple[float, float]
 
 def _suffix(path: str | PathLike[str], known: tuple[str, ...]) -> str:
     """Return the suffix of a path, or raise RotaError if it is not one of `known`."""
-    if not isinstance(path, (str, PathLike)):
-        raise RotaError(
-            f"path is of type {type(path).__name__}; give the name of a file that ends in {', '.join(known)}"
-        )
     suffix = Path(path).suffix.lower()
     if suffix not in known:
         raise RotaError(f"the name {str(path)!r} names no known format; use one that ends in {', '.join(known)}")
     return suffix
-
-
-def _refuse_types(timeline: object, above: object, names: object) -> None:
-    """Raise RotaError if an argument of `save` has a wrong type."""
-    for name, value in (("timeline", timeline), *([("above", above)] if above is not None else [])):
-        if not isinstance(value, (Plan, Timeline)):
-            raise RotaError(f"{name} is {short(value)}; give a Plan or a Timeline, such as Timeline.from_json(…)")
-    if names is not None and not (
-        isinstance(names, (tuple, list)) and len(names) == 2 and all(isinstance(name, str) for name in names)
-    ):
-        raise RotaError(f"names is {short(names)}; give two strings, for the upper and the lower timeline")
 
 
 def _save_both(

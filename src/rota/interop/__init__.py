@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from rota.interop import torchtitan as torchtitan
     from rota.interop.modules import module_parts as module_parts
     from rota.interop.modules import parts_beginning_with as parts_beginning_with
-    from rota.interop.planned_config import in_planned_order as in_planned_order
     from rota.interop.planned_config import with_plan as with_plan
     from rota.interop.running_parts import check_parts as check_parts
     from rota.interop.torch_order import keep_order as keep_order
@@ -27,7 +26,6 @@ _HOMES = {
     "ImportedTrace": "rota.interop.traces",
     "check_parts": "rota.interop.running_parts",
     "import_traces": "rota.interop.traces",
-    "in_planned_order": "rota.interop.planned_config",
     "keep_order": "rota.interop.torch_order",
     "module_parts": "rota.interop.modules",
     "parts_beginning_with": "rota.interop.modules",
@@ -35,7 +33,7 @@ _HOMES = {
     "with_plan": "rota.interop.planned_config",
 }
 
-__all__ = [*_HOMES, *_TRAINERS]
+__all__ = [*_TRAINERS, *_HOMES]
 
 
 def __getattr__(name: str) -> Any:

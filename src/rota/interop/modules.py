@@ -76,17 +76,6 @@ def parts_beginning_with(model: nn.Module, first_modules: Iterable[str]) -> Part
     return _without_ties(named, [names[begin:end] for begin, end in zip(begins, ends, strict=True)])
 
 
-def require_cuts(model: nn.Module, cuts: Sequence[str]) -> None:
-    """Raise SplitError unless torchtitan can begin a stage at each of these modules, in a model without CutPoints."""
-    names = [*_named(model)]
-    for cut in cuts:
-        if cut not in names:
-            holder = next((name for name in names if cut.startswith(f"{name}.")), "")
-            inside = f"inside {holder!r}, which torchtitan keeps or removes as a whole" if holder else "no module of it"
-            raise SplitError(f"{cut!r} is {inside}; cut between two of {', '.join(names)}")
-    parts_beginning_with(model, sorted({*cuts} - {names[0]}, key=names.index))
-
-
 def require_parts(model: nn.Module, parts: Sequence[Sequence[str]]) -> None:
     """Raise SplitError unless the parts name modules of the model, and each with parameters is in one.
 

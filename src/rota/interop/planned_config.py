@@ -15,15 +15,16 @@ from rota.interop import torchtitan
 from rota.interop.modules import require_parts
 from rota.interop.torch_order import keep_order
 
-_SCHEDULE, _MESSAGES, _, _FIELDS = torchtitan.FILES
+_SCHEDULE, _MESSAGES, _FIELDS = torchtitan.FILES
 
 
 def with_plan(config: Any, folder: str | Path) -> Any:
     """Change a Python config of torchtitan so that it trains as planned.
 
     It sets the fields of `config.parallelism`, the batch size, and turns CUDA graphs off, which torchtitan refuses with
-    pipelines. The `pipelining_fn` of `config.model_spec` becomes that of `in_planned_order`. If the plan has several
-    replicas of its pipeline and `data_parallel_shard_degree` is -1, torchtitan's default, FSDP shards over them.
+    pipelines. The `pipelining_fn` of `config.model_spec` is wrapped: messages keep the plan's order, and a model with
+    other modules is refused. If the plan has several replicas of its pipeline and `data_parallel_shard_degree` is -1,
+    torchtitan's default, FSDP shards over them.
 
     Args:
         config: What a function of a `config_registry` of torchtitan returns, from version 0.3.0 on.
@@ -35,7 +36,8 @@ def with_plan(config: Any, folder: str | Path) -> Any:
     Raises:
         FormatError, SplitError, PlanError: As `rota.interop.torchtitan.load`.
         PipelineError: The config lacks what the plan must set, as in other versions of torchtitan, or its degrees of
-            data parallelism are for another number of replicas than the plan has.
+            data parallelism are for another number of replicas than the plan has; or torchtitan does not pipeline
+            the model.
     """
     fields = torchtitan.load(Path(folder, _FIELDS))
     num_microbatches, rows = fields.plan.num_microbatches, fields.microbatch_rows
@@ -56,29 +58,20 @@ def with_plan(config: Any, folder: str | Path) -> Any:
     if hasattr(training, "disable_cuda_graphs"):
         training.disable_cuda_graphs = True
     spec = _get(config, "model_spec")
-    planned = in_planned_order(_get(spec, "pipelining_fn"), folder)
+    planned = _in_planned_order(_get(spec, "pipelining_fn"), folder, fields.parts)
     config.model_spec = dataclasses.replace(spec, pipelining_fn=planned)
     return config
 
 
-def in_planned_order(pipelining_fn: Callable[..., Any], folder: str | Path) -> Callable[..., Any]:
+def _in_planned_order(
+    pipelining_fn: Callable[..., Any], folder: str | Path, parts: torchtitan.Parts
+) -> Callable[..., Any]:
     """The `pipelining_fn` of a torchtitan model, whose schedule then runs the plan's messages in the plan's order.
 
-    Args:
-        pipelining_fn: Of torchtitan's `TrainSpec` (0.2) or `ModelSpec` (0.3).
-        folder: The folder that `rota export torchtitan` wrote.
-
-    Returns:
-        A function that takes and returns the same. It raises SplitError if the model's modules are not those of the
-        plan, and what `keep_order` raises.
-
-    Raises:
-        FormatError, SplitError, PlanError: As `rota.interop.torchtitan.load`.
-        PipelineError: There is no `pipelining_fn`.
+    It raises SplitError if the model's modules are not those of the plan, and what `keep_order` raises.
     """
     if pipelining_fn is None:
         raise PipelineError("torchtitan does not pipeline this model: its pipelining_fn is None; use another model")
-    parts = torchtitan.load(Path(folder, _FIELDS)).parts
 
     @functools.wraps(pipelining_fn)
     def pipeline(model: nn.Module, *args: Any, **kwargs: Any) -> Any:

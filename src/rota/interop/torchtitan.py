@@ -2,19 +2,17 @@
 
     schedule.csv        what `parallelism.pipeline_parallel_schedule_csv` names
     schedule_comms.csv  the same with the plan's order of messages, for `rota.interop.keep_order`
-    parallelism.toml    [parallelism] of a job config: torchtitan 0.2
     parallelism.json    what `rota.interop.with_plan` sets in a config of torchtitan 0.3 or later, which is Python
 
-Names are those of torchtitan 0.2.2 in the TOML, and in the JSON those of its main branch after 0.3.0, which renamed
-`module_fqns_per_model_part` to `pipeline_parallel_module_fqns_per_model_part`. Both are read. torchtitan puts stage i
-on rank i mod p, or for "V" schedules two stages per rank, down the ranks and back up.
+Names are those of torchtitan's main branch after 0.3.0, which renamed `module_fqns_per_model_part` to
+`pipeline_parallel_module_fqns_per_model_part`. Both are read. torchtitan puts stage i on rank i mod p, or for "V"
+schedules two stages per rank, down the ranks and back up.
 """
 
 from __future__ import annotations
 
 import json
 import re
-import tomllib
 from collections import Counter
 from collections.abc import Sequence
 from itertools import accumulate
@@ -36,8 +34,11 @@ from rota.units import count_text
 
 Parts: TypeAlias = tuple[tuple[str, ...], ...]
 
-FILES = ("schedule.csv", "schedule_comms.csv", "parallelism.toml", "parallelism.json")
-_PARTS, _PARTS_IN_0_2 = NAMES_OF_PARTS = ("pipeline_parallel_module_fqns_per_model_part", "module_fqns_per_model_part")
+FILES = ("schedule.csv", "schedule_comms.csv", "parallelism.json")
+_PARTS, _PARTS_IN_0_3_0 = NAMES_OF_PARTS = (
+    "pipeline_parallel_module_fqns_per_model_part",
+    "module_fqns_per_model_part",
+)
 _ROWS = "pipeline_parallel_microbatch_size"
 _REPLICATE, _SHARD = DEGREES = ("data_parallel_replicate_degree", "data_parallel_shard_degree")
 _LOOP, _V = (
@@ -47,8 +48,6 @@ _LOOP, _V = (
 _V_SCHEDULES = (_V.lower(), "dualpipev")
 _NAME = re.compile(r"[\w-]{1,200}(\.[\w-]{1,200})*", re.ASCII)
 _MOST_CONFIG_BYTES, _MOST_CSV_BYTES = 4 * 2**20, 256 * 2**20
-_DEEPEST = 32  # names in one TOML key, or a few more: Python's reader takes time that grows with their square
-_DEEP_KEY = re.compile(rf"""(?<![\w-])(?:(?:[\w-]++|"[^"\n]*+"|'[^'\n]*+')[ \t]*+\.[ \t]*+){{{_DEEPEST}}}""")
 
 
 class Imported(NamedTuple):
@@ -102,20 +101,16 @@ def render(parts: Sequence[Sequence[str]], plan: Plan, folder: str | Path) -> di
     csv = (Path(folder) / FILES[0]).as_posix()
     if not csv.isprintable():
         raise FormatError(f"folder {str(folder)!r} has characters that a config cannot contain; use another")
-    common: dict[str, str | int] = {
+    fields: dict[str, str | int] = {
         "pipeline_parallel_degree": plan.num_ranks,
         "pipeline_parallel_schedule": schedule,
         "pipeline_parallel_schedule_csv": csv,
         _ROWS: plan.microbatch_rows or 1,
+        "num_pp_microbatches": plan.num_microbatches,
     }
     if (num_replicas := replicas_of(plan)) > 1:
-        common |= {_REPLICATE: 1, _SHARD: num_replicas}  # torchtitan 0.2 refuses replicas of pipelines without shards
-    texts = (
-        plan.to_csv(),
-        plan.to_csv(communication=True),
-        _toml(common, parts, plan),
-        _json(common, parts, plan.num_microbatches),
-    )
+        fields |= {_REPLICATE: 1, _SHARD: num_replicas}
+    texts = plan.to_csv(), plan.to_csv(communication=True), _json(fields, parts)
     return {Path(folder) / name: text for name, text in zip(FILES, texts, strict=True)}
 
 
@@ -180,22 +175,8 @@ def _require_parts(parts: Sequence[Sequence[str]], num_stages: int) -> Parts:
     return tuple(map(tuple, parts))
 
 
-def _toml(common: dict[str, str | int], parts: Parts, plan: Plan) -> str:
-    """The section in TOML, which has the same numbers and strings of printable characters as JSON."""
-    lines = [
-        f"# {batch_text(plan)}",
-        *([f"# {degrees_text(plan)}"] if replicas_of(plan) > 1 else []),
-        "[parallelism]",
-        *(f"{name} = {json.dumps(value, ensure_ascii=False)}" for name, value in common.items()),
-        f"{_PARTS_IN_0_2} = [",
-        *(f"    {json.dumps(part)}," for part in parts),
-        "]",
-    ]
-    return "\n".join(lines) + "\n"
-
-
-def _json(common: dict[str, str | int], parts: Parts, num_microbatches: int) -> str:
-    fields = {**common, "num_pp_microbatches": num_microbatches}
+def _json(fields: dict[str, str | int], parts: Parts) -> str:
+    """The fields, with a line per stage."""
     lines = [f"  {json.dumps(name)}: {json.dumps(value)}" for name, value in fields.items()]
     listed = ",\n".join(f"    {json.dumps(part)}" for part in parts)
     return "{\n" + ",\n".join([*lines, f'  "{_PARTS}": [\n{listed}\n  ]']) + "\n}\n"
@@ -205,14 +186,15 @@ def _json(common: dict[str, str | int], parts: Parts, num_microbatches: int) -> 
 
 
 def load(path: str | Path, costs: Costs | None = None, cluster: Cluster | None = None) -> Imported:
-    """The plan and parts of a job config (.toml) or of fields (.json), and of the CSV that it names, beside it.
+    """The plan and parts of a config's fields, as JSON, and of the CSV that they name, beside it.
 
     `costs` are those of the stages, or of the modules in the parts' order; by default F lasts 1 ms and the backward
     2 ms. The plan is checked. Raises FormatError or SplitError for what torchtitan would refuse, PlacementError,
     PlanError.
     """
-    config = _config(path)
+    text = read_limited(path, _MOST_CONFIG_BYTES)
     try:
+        config = Field("parallelism", reading.load(text))
         parts = _parts(config)
         name = Path(_text(config, "pipeline_parallel_schedule_csv", "")).name
         if not (name.isprintable() and len(name) <= reading.LONGEST_NAME):
@@ -239,37 +221,12 @@ def _num_replicas(config: Field) -> int | None:
     return config[_REPLICATE].integer(1) * config[_SHARD].integer(1)
 
 
-def _config(path: str | Path) -> Field:
-    """The fields of `parallelism`."""
-    text = read_limited(path, _MOST_CONFIG_BYTES)
-    try:
-        if str(path).endswith(".json"):
-            return Field("parallelism", reading.load(text))
-        if _DEEP_KEY.search(text.replace("\\\\", "").replace('\\"', "")):  # without escapes a quote ends its string
-            raise FormatError(f"it has a key of more than {_DEEPEST} names; write it shorter")
-        document = tomllib.loads(text)
-    except FormatError as error:
-        raise FormatError(f"{path}: {error}") from None
-    except RecursionError:
-        raise FormatError(f"{path}: nested too deep") from None
-    except ValueError as error:
-        raise FormatError(f"{path} is not TOML: {_in_line(str(error))}") from None
-    if "parallelism" not in document:
-        raise FormatError(f"{path} has no section [parallelism]; give a job config of torchtitan's")
-    return Field("parallelism", document["parallelism"])
-
-
-def _in_line(text: str) -> str:
-    """Python's error message in one line; it may quote much of the text."""
-    return text if text.isprintable() and len(text) <= 200 else short(text)
-
-
 def _parts(config: Field) -> Parts:
-    given = [name for name in (_PARTS, _PARTS_IN_0_2) if name in config and config[name].value is not None]
+    given = [name for name in NAMES_OF_PARTS if name in config and config[name].value is not None]
     if len(given) != 1:
         found = "both" if given else "neither"
         raise FormatError(
-            f"{config.path} has {found} of {_PARTS} and {_PARTS_IN_0_2}; give one, a list of names per stage"
+            f"{config.path} has {found} of {_PARTS} and {_PARTS_IN_0_3_0}; give one, a list of names per stage"
         )
     parts = [[name.text() for name in part] for part in config[given[0]]]
     if not 0 < len(parts) <= MOST_LAYERS:

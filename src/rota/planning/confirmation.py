@@ -21,17 +21,15 @@ from rota.errors import NothingFitsError, PipelineError, PlanError
 from rota.models import Stages, split
 from rota.planning.answer import Answer, Confirmed, OnSharedCores, layout_text
 from rota.planning.choosing import LEAST_TOLERANCE, NOISY, chosen, spread_between
-from rota.planning.core_speed import ALIKE, slowdown
 from rota.planning.deadline import Deadline
 from rota.planning.evaluation import Found
 from rota.planning.layout_bounds import placement_bound_us
 from rota.planning.step_times import StepTimes, difference
 from rota.planning.trials import Trial, is_far, least_s, run_trials
-from rota.profiling import profile, profile_here
+from rota.profiling import profile
 from rota.profiling.forked import why_not_here
 from rota.profiling.other_programs import OtherPrograms
 from rota.profiling.places import accelerators_of
-from rota.profiling.stage_profile import expected_s
 from rota.runtime.environment import num_cores, shared_cores
 from rota.runtime.host_memory import total_bytes
 from rota.runtime.losses import LossFn
@@ -42,7 +40,6 @@ _MATTER = 3  # plans that are run before there are second starts: the best, the 
 _ROUNDS = 3  # of steps: candidates that divide the processes as others do are measured if time is left for so many
 _KEPT_FOR_STEPS = 0.5  # of the time, where steps follow
 _REPEATS, _REPEATS_BEFORE_STEPS = 7, 3  # of a stage's measurement: where steps follow, those have its times
-_COMPARED = 2  # plans whose stages are measured, with fewer repeats if need be: one alone is compared with nothing
 _DISAGREE = 1.5  # times that one prediction of a step is another, from which on the answer says so
 _MOST_PER_CORE = 8  # processes with which a step is run where there are fewer cores than ranks
 _LOADED = 0.10  # spread of steps, or missing cores, above which the machine is busy with something else
@@ -141,20 +138,19 @@ class _Confirming:
         self._left_out: dict[str, list[str]] = {}  # what was not done for lack of time, of which plans
         self.predicted_because = ""
         self.on_shared_cores: OnSharedCores | None = None
-        self._times_expected = 1.0  # how long measuring stages took, at most
+        self._longest_s = 0.0  # of measuring the stages of one plan
 
     def measure_stages(self) -> None:
         """Measure the stages of the best candidates, and leave out those that do not fit."""
         several, others = _divided_differently(self._answer.candidates)
-        repeats = self._repeats((*several, *others)[:_COMPARED])
         for found in (*several, *others):
             if len(self.confirmed) >= _MOST:
                 break
-            if self.confirmed and not self._has_time_for(found, repeats, is_alike=found in others):
+            if self.confirmed and not self._has_time_for(found, is_alike=found in others):
                 self._leave_out("measuring the stages of", found)
                 continue
             self._report(f"measuring the stages of {layout_text(found)}")
-            again = self._stages_of(found, repeats)
+            again = self._stages_of(found)
             try:
                 check(again.plan)
             except PlanError as error:
@@ -168,73 +164,37 @@ class _Confirming:
             )
         if not isinstance(self.usual, Found) or any(self.usual.is_as(one.found) for one in self.confirmed):
             return
-        if self._has_time_for(self.usual, repeats, is_alike=True):
-            self.usual = _measured(self.usual, *self._how, repeats)
+        if self._has_time_for(self.usual, is_alike=True):
+            self.usual = self._stages_of(self.usual)
 
-    def _repeats(self, compared: Sequence[Found]) -> int:
-        """How often to measure stages: as often as usual, or as lets these plans be measured in the time that is left.
-
-        Once, if even that takes longer: a single measurement cannot be cut short.
-        """
-        if not self.predicted_because:
-            return _REPEATS_BEFORE_STEPS
-        for repeats in (_REPEATS, _REPEATS_BEFORE_STEPS):
-            if sum(self._expected_s(found, repeats) for found in compared) <= self._deadline.left_s:
-                return repeats
-        self.remarks.append(
-            "for lack of time, each stage was timed only once, and single timings vary: give a longer --time-limit"
-        )
-        self._deadline.ran_out = True
-        return 1
-
-    def _expected_s(self, found: Found, repeats: int) -> float:
-        """About how long it takes to measure a plan's stages."""
-        passes_us = dict.fromkeys(found.plan.placement.stages, 0.0)
-        for task in found.plan.placement.average.tasks:
-            passes_us[task.stage] += task.duration_us
-        by_rank = [found.plan.placement.stages_on(rank) for rank in range(found.plan.num_ranks)]
-        together = by_rank if _is_at_once(found) else [found.plan.placement.stages]
-        *_, make_optimizer = self._how
-        return self._times_expected * max(
-            expected_s([passes_us[stage] for stage in stages], repeats, make_optimizer is not None)
-            for stages in together
-        )
-
-    def _stages_of(self, found: Found, repeats: int) -> Found:
-        """The plan with its stages' measured costs; measured once more if other programs disturbed them.
+    def _stages_of(self, found: Found) -> Found:
+        """The plan with its stages' measured costs.
 
         Where steps follow, these have the stages' times, and notice other programs as well.
         """
-        began_s, planned_s = time.monotonic(), self._expected_s(found, repeats)
-        again, missing_cores = _measured_beside_others(found, *self._how, repeats)
-        took_s = time.monotonic() - began_s
-        self._times_expected *= max(took_s / planned_s, 1.0)
-        if not self.predicted_because or missing_cores <= _LOADED:
-            return again
-        second, missing_then = again, missing_cores
-        if self._deadline.has(took_s):
-            self._report(f"other programs took {missing_cores:.1f} of the cores; measuring once more")
-            second, missing_then = _measured_beside_others(found, *self._how, repeats)
-        if (least := min(missing_cores, missing_then)) > _LOADED:
+        others, began_s = OtherPrograms(), time.monotonic()
+        again = _measured(found, *self._how, _REPEATS if self.predicted_because else _REPEATS_BEFORE_STEPS)
+        self._longest_s = max(self._longest_s, time.monotonic() - began_s)
+        missing_cores = others.missing_cores(found.candidate.layout.num_ranks if _is_at_once(found) else 1)
+        if self.predicted_because and missing_cores > _LOADED:
             self.remarks.append(
-                f"the machine is busy: other programs took {least:.1f} of the cores while the stages of "
+                f"the machine is busy: other programs took {missing_cores:.1f} of the cores while the stages of "
                 f"{layout_text(found)} were measured; stop them, and plan again"
             )
-        return second if missing_then < missing_cores else again
+        return again
 
-    def _has_time_for(self, found: Found, repeats: int, *, is_alike: bool) -> bool:
+    def _has_time_for(self, found: Found, *, is_alike: bool) -> bool:
         """Whether one more plan may be measured; `is_alike`: one that divides the processes as another one does.
 
         Such a plan must leave time for several rounds of steps: more rounds of fewer plans tell more.
         """
-        measuring_s = self._expected_s(found, repeats)
         if self.predicted_because:
-            return self._deadline.left_s > measuring_s
+            return self._deadline.left_s > self._longest_s
         plans = [one.found.plan for one in self.confirmed] + [found.plan]
         if self.alone is not None:
             plans.append(self.alone.plan)
         rounds_s = least_s(plans, _ROUNDS) if is_alike else 0.0
-        return self._deadline.left_s > measuring_s + max(rounds_s, _KEPT_FOR_STEPS * self._deadline.seconds)
+        return self._deadline.left_s > self._longest_s + max(rounds_s, _KEPT_FOR_STEPS * self._deadline.seconds)
 
     def run_steps(self) -> None:
         """Run steps of the plans that matter most, and of the other candidates if there is time for all of them."""
@@ -260,9 +220,9 @@ class _Confirming:
                 f"for lack of time, {count_text(once, 'plan')} started only once, and steps differ from start to "
                 f"start: give a longer --time-limit"
             )
-        for remark in filter(None, (_why_busy(steps), _why_not_steady(steps))):
-            self.remarks.append(remark)
-            self._report(remark)
+        if why := _why_busy(steps):
+            self.remarks.append(why)
+            self._report(why)
 
     def run_on_shared_cores(self) -> None:
         """Run steps of the recommended plan, with more ranks than cores, and of one process: is that faster here?"""
@@ -473,23 +433,6 @@ def _why_busy(steps: Sequence[StepTimes]) -> str:
     return ""
 
 
-def _why_not_steady(steps: Sequence[StepTimes]) -> str:
-    """What it means that cores became faster or slower while these steps ran; "" if they did not."""
-    num_starts, left_out = (sum(one.num_starts for one in steps), sum(one.num_at_other_speeds for one in steps))
-    times = slowdown(one.core_us for one in steps)
-    if times > ALIKE:
-        return (
-            f"the speed of the cores changes: a fixed computation took {times:.1f} times as long during the steps of "
-            f"one plan as during another's, so these cannot be compared; give a longer --time-limit"
-        )
-    if left_out:
-        return (
-            f"the speed of the cores changes: {left_out} of {count_text(num_starts, 'start')} ran while it was "
-            f"different, and are left out; a run will be slower or faster than predicted whenever the cores are"
-        )
-    return ""
-
-
 def _fits(alone: Found, answer: Answer) -> bool:
     limit = answer.request.machine.limits[0]
     return limit is None or alone.peak_bytes <= limit
@@ -523,20 +466,11 @@ def _measured(
         "repeats": repeats,
     }
     batch = inputs, target, loss_fn
-    if _is_at_once(found):
-        costs = profile(stages, *batch, ranks=layout.ranks, **how)
-    else:
-        costs = profile_here(stages, *batch, **how)
+    how |= {"ranks": layout.ranks} if _is_at_once(found) else {"here": True}
+    costs = profile(stages, *batch, **how)
     candidate = replace(candidate, measured=costs)
     plan = replace(found.plan, placement=candidate.placement)
     return Found(candidate, found.schedule, plan, placement_bound_us(candidate.placement, layout.num_microbatches))
-
-
-def _measured_beside_others(found: Found, *how: Any) -> tuple[Found, float]:
-    """What `_measured` returns, and how many cores other programs took away meanwhile."""
-    others = OtherPrograms()
-    again = _measured(found, *how)
-    return again, others.missing_cores(found.candidate.layout.num_ranks if _is_at_once(found) else 1)
 
 
 def _is_at_once(found: Found) -> bool:

@@ -9,7 +9,6 @@ from statistics import mean, median, quantiles, stdev
 from typing import NamedTuple
 
 from rota.calibration.spread import num_left_out
-from rota.planning.core_speed import is_alike
 from rota.timeline import Timeline
 
 _DISTURBED = (
@@ -25,19 +24,15 @@ _STUDENT_T = {2: 6.314, 3: 2.920, 4: 2.353}
 class StepTimes:
     """Steps of one plan that were run on this machine: each one's time in µs, and the ops of some of them.
 
-    `missing_cores` is how many cores other programs took away from them, on average; `core_us` is what
-    `core_speed.computation_us` took between them. `num_starts` is how often the processes were started for them.
-    `rounds_us` has the median step of each start, and None instead of those that other programs disturbed or that ran
-    at another speed of the cores, of which there are `num_at_other_speeds`: two plans are compared by the rounds that
-    both have.
+    `missing_cores` is how many cores other programs took away from them, on average. `num_starts` is how often the
+    processes were started for them. `rounds_us` has the median step of each start, and None instead of those that other
+    programs disturbed: two plans are compared by the rounds that both have.
     """
 
     steps_us: tuple[int, ...]
     timelines: tuple[Timeline, ...] = ()
     missing_cores: float = 0.0
-    core_us: float = 1.0
     num_starts: int = 1
-    num_at_other_speeds: int = 0
     rounds_us: tuple[int | None, ...] = ()
 
     @property
@@ -54,27 +49,15 @@ class StepTimes:
         return (third - first) / middle if middle else 0.0
 
 
-def of_starts(starts: Sequence[StepTimes], core_us: float) -> StepTimes:
-    """The steps of several starts of one plan that can be compared with other plans'.
-
-    Args:
-        starts: At least one.
-        core_us: The speed of the cores that counts: see `core_speed.common_us`. If no start ran at it, all count.
-
-    Returns:
-        The steps without those of starts that ran at another speed, or that other programs disturbed more than the
-        quietest.
-    """
-    at_speed = [start for start in starts if is_alike(start.core_us, core_us)] or starts
-    most = min(start.missing_cores for start in at_speed) + _DISTURBED
-    counted = [start for start in at_speed if start.missing_cores < most]
+def of_starts(starts: Sequence[StepTimes]) -> StepTimes:
+    """The steps of one plan's starts, without starts that other programs disturbed more than the quietest."""
+    most = min(start.missing_cores for start in starts) + _DISTURBED
+    counted = [start for start in starts if start.missing_cores < most]
     return StepTimes(
         tuple(us for start in counted for us in start.steps_us),
         tuple(timeline for start in counted for timeline in start.timelines),
         mean(start.missing_cores for start in counted),
-        median(start.core_us for start in counted),
         len(starts),
-        len(starts) - len(at_speed),
         tuple(start.median_us if start in counted else None for start in starts),
     )
 

@@ -7,15 +7,13 @@ round 2   plan B: start, warm up, steps   plan A: start, warm up, steps      bar
 Each start has new processes, as a run has: where memory lies differs by the start, and steps with it. All plans take
 turns, every second round backwards, and rounds go on until steps settle or time is up: plans are compared round by
 round, so that a machine that is slow for some seconds, or becomes slower, does not hit one plan alone. Plans that are
-clearly slower than the best are left out of further rounds, which the others then get. Starts count only if the cores
-were about as fast as in those of the other plans.
+clearly slower than the best are left out of further rounds, which the others then get.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from statistics import median
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +22,6 @@ import torch.distributed as dist
 from rota.models import Stages
 from rota.plan import Plan
 from rota.planning.choosing import NOISY
-from rota.planning.core_speed import common_us, computation_us, is_alike
 from rota.planning.step_times import FAR, StepTimes, difference, of_starts
 from rota.profiling.forked import run_forked
 from rota.profiling.optimizers import MakeOptimizer
@@ -112,29 +109,17 @@ def run_trials(
             try:
                 starts[i].append(_started(trials[i], loss_fn, make_optimizer, within_s, tick))
             except TimeoutError:
-                return _comparable(starts, _core_us(starts))
+                return [of_starts(made) for made in starts if made]
             longest_s[i] = max(longest_s[i], time.monotonic() - start_began_s)
-        core_us = _core_us(starts)
-        found = _comparable(starts, core_us)
-        best_us = min(steps.median_us for steps in found if is_alike(steps.core_us, core_us))
-        running = [
-            i for i, steps in enumerate(found) if not is_far(steps, best_us) or not is_alike(steps.core_us, core_us)
-        ]
+        found = [of_starts(made) for made in starts if made]
+        best_us = min(steps.median_us for steps in found)
+        running = [i for i, steps in enumerate(found) if not is_far(steps, best_us)]
         near = [found[i] for i in running]
         is_settled = num_rounds >= _SETTLED_ROUNDS and _are_told_apart(near, _SETTLED)
         is_settled |= num_rounds >= _MOST_ROUNDS and _are_told_apart(near, NOISY)
         if is_settled or time.monotonic() + sum(longest_s[i] for i in running) > began_s + seconds:
             break
     return found
-
-
-def _core_us(starts: Sequence[Sequence[StepTimes]]) -> float:
-    """The speed of the cores at which most plans have a start."""
-    return common_us([[start.core_us for start in made] for made in starts])
-
-
-def _comparable(starts: Sequence[Sequence[StepTimes]], core_us: float) -> list[StepTimes]:
-    return [of_starts(made, core_us) for made in starts if made]
 
 
 def is_far(steps: StepTimes, best_us: int) -> bool:
@@ -171,16 +156,15 @@ def _started(
     )
     missing_cores = others.missing_cores(trial.num_processes)
     timelines = tuple(map(Timeline.from_json, first["timelines"]))
-    return StepTimes(tuple(first["us"]), timelines, missing_cores, median(first["core_us"]))
+    return StepTimes(tuple(first["us"]), timelines, missing_cores)
 
 
 def _run(trial: Trial, loss_fn: LossFn, make_optimizer: MakeOptimizer | None, is_first: bool) -> dict[str, Any]:
-    """On each process: steps' times, the same on all, and its core's speed; on the first one also the timelines."""
+    """On each process: steps' times, the same on all; on the first one also the timelines."""
     processes = mesh(pp=trial.plan.num_ranks, dp=trial.num_replicas)
     # All micro-batches and replicas have the same rows here.
     how: dict[str, Any] = {"mesh": processes, "check_data": "never", "allow_nonfinite_loss": True}
     all_us: list[int] = []
-    core_us: list[float] = []
     timelines = []
     with Pipeline(trial.stages, trial.plan, loss_fn, **how) as pipeline:
         parameters = [parameter for parameter in pipeline.parameters() if parameter.requires_grad]
@@ -196,13 +180,8 @@ def _run(trial: Trial, loss_fn: LossFn, make_optimizer: MakeOptimizer | None, is
                 warm_up_us += _step(pipeline, optimizer, batch)
         while len(all_us) < _LEAST or (len(all_us) < _MOST and sum(all_us) < 1e6 * _ENOUGH_S):
             all_us.append(_step(pipeline, optimizer, batch))
-            core_us.append(computation_us())
             timelines.append(pipeline.timeline())
-    return {
-        "us": all_us,
-        "core_us": core_us,
-        "timelines": [timeline.to_json() for timeline in timelines] if is_first else [],
-    }
+    return {"us": all_us, "timelines": [timeline.to_json() for timeline in timelines] if is_first else []}
 
 
 def _step(pipeline: Pipeline, optimizer: torch.optim.Optimizer | None, batch: tuple[Any, Any]) -> int:

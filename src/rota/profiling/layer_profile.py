@@ -124,8 +124,7 @@ def profile_model(
         cuts: Where the model may be cut: its CutPoints, children or stages, by name or pattern, or modules of a model
             that is unmodified, as `rota.split` takes them; None: at any of them, before any block.
         within_s: About how many seconds to measure for. The smallest size is measured first, and the others as long as
-            they fit, by the time that it took for each row; the first one that does not ends them. Sizes that were
-            measured while the machine was busy are measured once more if time is left.
+            they fit, by the time that it took for each row; the first one that does not ends them.
 
     Returns:
         The layers' costs, by number of rows.
@@ -159,15 +158,6 @@ def profile_model(
         size_began_s = time.monotonic()
         cached.add(_measured(Given(stages, batch, target, loss_fn), how, names, count, where, report), inputs)
         took_s[count] = time.monotonic() - size_began_s
-    for count, size_s in took_s.items():
-        before = cached.profile[count]
-        if not before.why_doubtful or time.monotonic() - began_s + size_s > within_s:
-            continue
-        report(f"{count_text(count, 'row')}: {before.why_doubtful}; measuring once more")
-        batch, target = _batch_of(count, make_batch)
-        again = _measured(Given(stages, batch, target, loss_fn), how, names, count, where, report)
-        if _doubt(again) < _doubt(before):
-            cached.add(again, _named_inputs(count, batch, target))
     return cached.profile
 
 
@@ -198,11 +188,6 @@ def _measured(given: Given, how: HowTo, names: tuple[str, ...], count: int, wher
     missing_cores = 0.0 if accelerators_of(stages) else round(others.missing_cores(1), 3)
     costs = costs_of(stages, layers, names, count, f"measured on {where}, one layer after another")
     return replace(costs, missing_cores=missing_cores)
-
-
-def _doubt(layers: LayerCosts) -> tuple[float, float]:
-    """The smaller, the better measured."""
-    return round(layers.missing_cores, 1), layers.mean_spread
 
 
 def _layers(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import traceback
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
@@ -35,7 +35,6 @@ from rota.sizes import Size, SizeModel
 from rota.units import count_text
 
 _RUN_NS = 60_000_000  # several of the scheduler's time slices: a single op may meet none, or a whole one
-_OTHER_PASSES = 12  # forwards and backwards of a stage besides those that are timed, with bytes and peaks
 
 
 class _Job(NamedTuple):
@@ -81,14 +80,15 @@ def profile(
     recompute: Collection[int] = (),
     optimizer: MakeOptimizer | None = None,
     repeats: int = 7,
+    here: bool = False,
     report: Callable[[str], None] = lambda _: None,
 ) -> Costs:
     """Measure the costs of each stage for one micro-batch.
 
     Every rank is a process of its own with one thread, and all compute at once, as in a run: ranks that share cores
     are slower. After a warm-up, the median run counts; each is long enough for ranks that share a core to take turns.
-    Stages on accelerators are measured in this process, as by `profile_here`: by events on the device, while the host
-    is ahead of it. The caller's modules, gradients and random state are not touched.
+    Stages on accelerators are measured in this process, one after another: by events on the device, while the host is
+    ahead of it. The caller's modules, gradients and random state are not touched.
 
     Args:
         stages: The stages, on the CPU or on accelerators.
@@ -101,6 +101,8 @@ def profile(
         recompute: The stages to measure with R.
         optimizer: Makes an optimizer of a list of parameters; its state and step time are included in the costs.
         repeats: Number of runs; their median counts.
+        here: Measure in this process, one stage after another, so that no rank shares a core with another: for a
+            process that must not be forked, such as one in a process group. Errors of a stage are raised as they are.
         report: Called with a line of text.
 
     Returns:
@@ -114,7 +116,7 @@ def profile(
     _require(stages, ranks, recompute)
     on = list(range(len(stages)) if ranks is None else ranks)
     job = _Job(Given(stages, batch, target, loss_fn), on, split_backward, recompute, optimizer, repeats)
-    if accelerators_of(stages):
+    if here or accelerators_of(stages):
         report(f"measuring {count_text(len(stages), 'stage')} on {place_name(stages)}, one after another")
         return _measured_here(job, report)
     held = {rank: [s for s in range(len(stages)) if on[s] == rank] for rank in sorted(set(on))}
@@ -125,40 +127,6 @@ def profile(
     measured = _measure_at_once(list(held.values()), job)
     rows = [measured[stage] for stage in range(len(stages))]
     return _costs_of(job, rows, f"measured on CPU, 1 thread per rank; {sharing}", report)
-
-
-def profile_here(
-    stages: Stages,
-    batch: Any,
-    target: Any = None,
-    loss_fn: LossFn | None = None,
-    *,
-    split_backward: bool = False,
-    recompute: Collection[int] = (),
-    optimizer: MakeOptimizer | None = None,
-    repeats: int = 7,
-) -> Costs:
-    """Measure the costs of each stage as `profile` does, but in this process, one stage after another.
-
-    So no rank shares a core with another. It is for a process that must not be forked, such as one in a process group.
-    Errors of a stage are raised as they are.
-    """
-    _require(stages, None, recompute)
-    given = Given(stages, batch, target, loss_fn)
-    return _measured_here(_Job(given, range(len(stages)), split_backward, recompute, optimizer, repeats))
-
-
-def expected_s(passes_us: Iterable[float], repeats: int, has_optimizer: bool) -> float:
-    """About how long it takes to measure stages on CPUs, one after another.
-
-    Args:
-        passes_us: How long a forward and a backward of each stage take together.
-        repeats: As for `profile`.
-        has_optimizer: Whether steps of an optimizer are measured too.
-    """
-    timed = 1 + has_optimizer
-    passes_s = [us / 1e6 for us in passes_us]
-    return sum(repeats * (timed * _RUN_NS / 1e9 + pass_s) + _OTHER_PASSES * pass_s for pass_s in passes_s)
 
 
 def profile_chunks(
@@ -197,7 +165,7 @@ def profile_chunks(
     costs = []
     for c in range(num_chunks):
         given = Given(stages, batches[c], targets[c], loss_fn, tuple(batches[:c]), c + 1 < num_chunks)
-        costs.append(_measured_here(_Job(given, range(len(stages)), split_backward, (), None, repeats)))
+        costs.append(_measured_here(_Job(given, range(len(stages)), split_backward, (), None, repeats), lambda _: None))
     return tuple(costs)
 
 
@@ -208,7 +176,6 @@ def profile_sizes(
     *,
     lengths: Sequence[int],
     rows: Sequence[int] = (1, 4),
-    here: bool = False,
     report: Callable[[str], None] = lambda _: None,
     **others: Any,
 ) -> SizeModel:
@@ -220,7 +187,6 @@ def profile_sizes(
         loss_fn: Computes the loss of the last stage's output and the target; None: the backward begins at the output.
         lengths: The lengths to measure; three or more, up to the longest that is trained.
         rows: The numbers of rows to measure each length with.
-        here: Measure in this process, as `rota.profiling.profile_here` does: for a process of a running group.
         report: Called with a line of text.
         **others: Further arguments of `rota.profile`.
 
@@ -237,12 +203,12 @@ def profile_sizes(
         for number in rows:
             report(f"{number} x {length}")
             inputs, targets = make_batch(number, length)
-            costs = (profile_here if here else profile)(stages, inputs, targets, loss_fn, **others)
+            costs = profile(stages, inputs, targets, loss_fn, **others)
             measured.append((Size.padded([length] * number), costs))
     return fit_sizes(measured)
 
 
-def _measured_here(job: _Job, report: Callable[[str], None] = lambda _: None) -> Costs:
+def _measured_here(job: _Job, report: Callable[[str], None]) -> Costs:
     stages = job.given.stages
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -286,13 +252,9 @@ def _costs_of(job: _Job, rows: list[StageCosts], note: str, report: Callable[[st
         for edge, *sizes in zip(stages.outgoing(stage), row.boundary_bytes, row.gradient_bytes, strict=True):
             per_edge[edge.source, edge.target] = sizes[0], sizes[1]
     edges = [(edge.source, edge.target) for edge in stages.edges]
-    report(
-        f"F and B of a stage vary by {max(row.spread for row in rows):.0%} at most (interquartile range of "
-        f"{job.repeats} repeats)"
-    )
     forward, again, backward, weight = zip(*(row.times_us for row in rows), strict=True)
     peaks = [*zip(*(row.peaks for row in rows), strict=True)]
-    return Costs(
+    costs = Costs(
         forward_us=forward,
         backward_us=backward,
         weight_us=weight if split else None,
@@ -313,6 +275,8 @@ def _costs_of(job: _Job, rows: list[StageCosts], note: str, report: Callable[[st
         microbatch_rows=num_examples(job.given.batch) or None,
         spread_us=tuple(round(row.spread * sum(row.times_us)) for row in rows),
     )
+    report(f"F and B of a stage vary by {costs.spread:.0%} at most (interquartile range of {job.repeats} repeats)")
+    return costs
 
 
 def _measure_at_once(held: list[list[int]], job: _Job) -> dict[int, StageCosts]:

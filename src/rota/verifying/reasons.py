@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from rota.runtime.messages import items
-from rota.verifying.comparing import compare_outputs, relative
-from rota.verifying.matching import Matching
+from rota.verifying.comparing import compare_gradients, compare_outputs, relative
+from rota.verifying.matching import Matched, Matching
 from rota.verifying.probes import Probes, differ, mean, rows_differ
-from rota.verifying.report import EXACT, ParameterDifference
+from rota.verifying.report import EXACT, ParameterDifference, largest_of
 from rota.verifying.unsplit import Outcome, Part, Unsplit
 
 _EQUAL = 100 * EXACT  # for sums of many numbers
@@ -26,26 +26,44 @@ _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm
 # --- the batch: the unsplit model itself differs when it is run by micro-batches --------------------------------------
 
 
-def mixing(unsplit: Unsplit, whole: list[Part], by_microbatches: list[Part], tolerance: float) -> list[str]:
-    """Why the unsplit model computes different results on the whole batch and on its micro-batches."""
-    one, other = Probes(by_rows=True), Probes(by_rows=True)
-    modules = [(name, module) for name, module in unsplit.module.named_modules() if name]
-    with one.on(modules):
-        on_whole = unsplit.run(whole)
-    with other.on(modules):
-        on_parts = unsplit.run(by_microbatches)
+class Watched(NamedTuple):
+    """A run of the unsplit model by parts: what came out, what its modules got and returned, and its gradients."""
+
+    parts: list[Part]
+    outcome: Outcome
+    probes: Probes
+    gradients: dict[str, torch.Tensor | None]
+
+    @classmethod
+    def run(cls, unsplit: Unsplit, parts: list[Part]) -> Watched:
+        """Run the model."""
+        probes = Probes(by_rows=True)
+        with probes.on([(name, module) for name, module in unsplit.module.named_modules() if name]):
+            outcome = unsplit.run(parts)
+        names = [name for name, _ in unsplit.module.named_parameters()]
+        return cls(parts, outcome, probes, {name: unsplit.gradient(name) for name in names})
+
+
+def mixing(unsplit: Unsplit, whole: Watched, by_microbatches: Watched, tolerance: float) -> list[str]:
+    """Why the unsplit model computes different results on the whole batch and on its micro-batches, the last run."""
+    on_whole, on_parts = whole.outcome, by_microbatches.outcome
+    as_split = Matching([Matched(name, ((0, name),), False) for name in whole.gradients], [], [], [])
+    differences = compare_gradients(as_split, unsplit, whole.gradients.values())
+    if largest_of([*(each.relative for each in differences), relative(on_whole.loss, on_parts.loss)]) <= tolerance:
+        return []
     of_outputs = compare_outputs(on_whole.outputs, on_parts.outputs)
     equal = max(tolerance, _EQUAL)
     if of_outputs is not None and of_outputs <= equal:
-        return _of_loss(on_whole, on_parts, by_microbatches, equal)
-    names = _mixing_modules(one, other, len(whole), len(by_microbatches))
+        return _of_loss(on_whole, on_parts, by_microbatches.parts, equal)
+    one, modules = whole.probes, dict(unsplit.module.named_modules())
+    names = _mixing_modules(one, by_microbatches.probes, len(whole.parts), len(by_microbatches.parts))
     if names:
-        others = [name for name, module in modules if name in one.rows and name not in names and _uses_batch(module)]
-        found = [_of_module(name, unsplit.module.get_submodule(name), others) for name in names[:_MOST]]
+        others = [name for name in one.rows if name not in names and _uses_batch(modules[name])]
+        found = [_of_module(name, modules[name], others) for name in names[:_MOST]]
         more = [f"{len(names) - _MOST} more modules mix rows"] if len(names) > _MOST else []
         return found + more
     if of_outputs is None:
-        return _of_loss(on_whole, on_parts, by_microbatches, equal)
+        return _of_loss(on_whole, on_parts, by_microbatches.parts, equal)
     return ["the model's own forward, outside of its modules, mixes the rows of a batch"]
 
 

@@ -21,11 +21,12 @@ from rota.runtime.reducing.wrapped_stages import unwrapped
 from rota.verifying import reasons
 from rota.verifying.apart import ForComparison
 from rota.verifying.comparing import compare_gradients, compare_outputs, places, relative
-from rota.verifying.matching import Matched, Matching, equal_elements, match
+from rota.verifying.matching import Matching, equal_elements, match
 from rota.verifying.probes import Probes
-from rota.verifying.report import EXACT, Comparison, Verification, largest_of
+from rota.verifying.reasons import Watched
+from rota.verifying.report import EXACT, Comparison, Verification
 from rota.verifying.sides import ManyProcesses, OneProcess, Side, agreed
-from rota.verifying.unsplit import GivenBatch, Outcome, Part, Unsplit, by_microbatches, plain, whole
+from rota.verifying.unsplit import GivenBatch, Outcome, Unsplit, by_microbatches, plain, whole
 
 Against: TypeAlias = Literal["batch", "microbatches"]
 _CANNOT_DRAW = (
@@ -276,21 +277,14 @@ class _Verifier:
     ) -> tuple[list[str], bool]:
         """The reasons, and whether the split model equals the unsplit one by micro-batches."""
         side, probes = self.side, Probes()
-        of_unsplit = Probes()
-        done: list[Outcome] = []
+        done: list[Watched] = []
 
         def run_by_microbatches() -> list[str]:
             assert unsplit is not None
             self.report("not equal: the unsplit model on one micro-batch after the other, to see why")
-            parts = by_microbatches(batches, side.num_microbatches)
-            mixed = (
-                reasons.mixing(unsplit, whole(batches), parts, comparison.tolerance)
-                if self.against == "batch" and self._is_mixed(unsplit, batches, parts, comparison.tolerance)
-                else []
-            )
-            with of_unsplit.on([(n, module) for n, module in unsplit.module.named_modules() if n]):
-                done.append(unsplit.run(parts))
-            return mixed
+            on_whole = Watched.run(unsplit, whole(batches)) if self.against == "batch" else None
+            done.append(Watched.run(unsplit, by_microbatches(batches, side.num_microbatches)))
+            return [] if on_whole is None else reasons.mixing(unsplit, on_whole, done[0], comparison.tolerance)
 
         mixed = side.first("the unsplit model's micro-batches", run_by_microbatches)
         of_process = {stage: matching.modules[stage] for stage in side.local_modules()}
@@ -301,7 +295,7 @@ class _Verifier:
         ]
         with probes.on(watched):
             loss, outputs = side.step(dtype)
-        by_parts = self._comparison(dtype, matching, unsplit, done[0] if done else None, loss, outputs)
+        by_parts = self._comparison(dtype, matching, unsplit, done[0].outcome if done else None, loss, outputs)
         is_equal = agreed(side, by_parts.is_equal)
         if is_equal:
             return mixed, True
@@ -311,20 +305,9 @@ class _Verifier:
         split = [
             *reasons.untied(matching, side.is_sharded),
             *reasons.missing(matching, by_parts.parameters, unsplit),
-            *reasons.other_values(matching, of_unsplit, of_stages),
+            *reasons.other_values(matching, done[0].probes, of_stages),
         ]
         return (mixed + split or [_unknown(comparison)]), False
-
-    def _is_mixed(self, unsplit: Unsplit, batches: list[GivenBatch], parts: list[Part], tolerance: float) -> bool:
-        """Whether the unsplit model's loss or gradients change with the micro-batches."""
-        one = unsplit.run(whole(batches))
-        names = [name for name, _ in unsplit.module.named_parameters()]
-        gradients = [unsplit.gradient(name) for name in names]
-        other = unsplit.run(parts)
-        as_split = Matching([Matched(name, ((0, name),), False) for name in names], [], [], [])
-        differences = compare_gradients(as_split, unsplit, iter(gradients))
-        largest = largest_of([*(each.relative for each in differences), relative(one.loss, other.loss)])
-        return not largest <= tolerance  # true for nan
 
 
 class _CannotRun(NamedTuple):

@@ -13,7 +13,7 @@ import click
 from rota.calibration.planning_again import free_name
 from rota.cli import common, files, json_reports
 from rota.cli.command import Options, Value, command
-from rota.cli.exportable import refuse_cuts_of_model, refuse_cuts_of_profile
+from rota.cli.exportable import refuse_cuts
 from rota.cli.json_reports import print_json
 from rota.cli.requirements import InputError, require
 from rota.cli.screen import note, print_snapshots, print_timeline, progress_line, terminal_columns
@@ -133,9 +133,6 @@ def autoplan(options: Options) -> None:
     machine = _machine(options)
     model_file = None if options.model is None else _model_file(options)
     confirms = model_file is not None and options.device in (None, "cpu") and not options.inference
-    if options.exportable and options.profile is None:
-        assert model_file is not None
-        refuse_cuts_of_model(model_file, options.cuts)
     with progress_line() as show:
         remarks: list[str] = []
         if options.profile is None:
@@ -145,8 +142,8 @@ def autoplan(options: Options) -> None:
             profiles = _read(options)
             if options.snapshots and (origin := next(iter(profiles.values())).note).startswith(ESTIMATED):
                 raise InputError(f"--snapshots: {in_host_memory(origin.removeprefix(ESTIMATED + ' for '))}")
-            if options.exportable:
-                refuse_cuts_of_profile(profiles)
+        if options.exportable:
+            refuse_cuts(profiles)
         links_because = ""
         if confirms and _wants_links_here(options):
             machine, links_because = _machine_here(options, machine, deadline, show, remarks)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -14,7 +15,7 @@ from rota.cli.json_reports import print_json
 from rota.cli.requirements import require
 from rota.cli.screen import note, print_text, progress_line
 from rota.errors import PipelineError, RotaError
-from rota.reading import printable, read_text, short
+from rota.reading import printable, read_text
 from rota.units import count_text, size_text
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ def ls(options: Options) -> None:
         return
     for saved in checkpoints.readable:
         manifest = saved.manifest
-        extra = ", ".join(f"{printable(name)}={short(value)}" for name, value in manifest.extra.items())
+        extra = ", ".join(printable(f"{name}={json.dumps(value)}") for name, value in manifest.extra.items())
         line = (
             f"{_name(saved.path)}  {count_text(manifest.num_ranks, 'rank')} × "
             f"{count_text(manifest.num_replicas, 'replica')}  "

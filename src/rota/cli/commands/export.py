@@ -151,24 +151,16 @@ def torchtitan(options: Options) -> None:
 
 
 def _print_launch(planned: Plan, folder: str) -> None:
-    """Print the launch command for each version of torchtitan."""
+    """Print the launch command for torchtitan."""
     from rota.interop import torchtitan
 
     launch = f"torchrun --nproc_per_node {planned.num_ranks * torchtitan.replicas_of(planned)} -m torchtitan.train"
-    rows = planned.microbatch_rows
-    size = f"--training.local_batch_size {rows * planned.num_microbatches} " if rows else ""
     print_text(
-        f"To launch it with torchtitan 0.3, write a planned.py with a function that returns "
+        f"To launch it with torchtitan 0.3 or later, write a planned.py with a function that returns "
         f'rota.interop.with_plan(config, "{folder}") for a config of torchtitan\'s registry:'
     )
     print(f"  {launch} --module planned --config FUNCTION activation-checkpoint:none")
-    print_text(
-        f"With torchtitan 0.2, planned.py registers the model's spec with rota.interop.in_planned_order, and JOB.toml "
-        f"has the section [parallelism] of {Path(folder, 'parallelism.toml')}:"
-    )
-    print(f"  {launch} --job.config_file JOB.toml --experimental.custom_import planned \\")
-    print(f"      {size}--activation_checkpoint.mode none")
-    print_text('The page "For GPUs: torchtitan end to end" of Rota\'s documentation has planned.py for both.')
+    print_text('The page "For GPUs: torchtitan end to end" of Rota\'s documentation has the whole planned.py.')
 
 
 @command("rota export megatron plan.json --boundaries 0,4,6,8,10 -o layout.txt", group=export)

@@ -34,11 +34,11 @@ _costs_and_output = combined(
 )
 
 
-@command("rota import torchtitan titan/parallelism.toml --costs costs.json -o plan.json", group=import_plan)
-@common.argument("file", help="the job config (.toml), or its parallelism section as .json")
+@command("rota import torchtitan titan/parallelism.json --costs costs.json -o plan.json", group=import_plan)
+@common.argument("file", help="parallelism.json, or another config's section parallelism as JSON")
 @_costs_and_output
 def torchtitan(options: Options) -> None:
-    """Read the modules of each stage from a job config, and the schedule CSV next to it."""
+    """Read the modules of each stage from a config's fields, and the schedule CSV next to it."""
     from rota.interop import torchtitan
 
     imported = torchtitan.load(options.file, _costs(options))

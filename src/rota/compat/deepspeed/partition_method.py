@@ -12,7 +12,7 @@ from rota.compat.deepspeed.specs import Layer, LayerSpec, build, on_meta
 from rota.cutting import balanced, by_parameters, by_regex, uniform
 from rota.errors import SplitError
 from rota.models import Stages
-from rota.profiling import profile_here
+from rota.profiling import profile
 from rota.runtime.process_group import on_first
 
 _REPEATS = 5
@@ -73,7 +73,7 @@ def _measured_here_us(layers: Sequence[Layer], profile_input: Any) -> list[int]:
     with torch.random.fork_rng(devices=[]):
         tied: dict[str, nn.Module] = {}
         stages = Stages([_Called(*build(layer, tied)) for layer in layers])
-    costs = profile_here(stages, (profile_input,), repeats=_REPEATS)
+    costs = profile(stages, (profile_input,), repeats=_REPEATS, here=True)
     return [forward + backward for forward, backward in zip(costs.forward_us, costs.backward_us, strict=True)]
 
 

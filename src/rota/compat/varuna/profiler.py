@@ -21,7 +21,7 @@ from rota.compat.varuna.mixed_precision import MixedPrecision
 from rota.costs import Costs
 from rota.errors import FormatError, PipelineError, PlacementError
 from rota.models import split
-from rota.profiling import measure_links, profile_here
+from rota.profiling import measure_links, profile
 from rota.runtime.process_group import on_first
 from rota.writing import write_text
 
@@ -155,7 +155,7 @@ class Profiler:
         with self._precision.forwards():
             num_pieces = dry_run(self._model, inputs, rows) + 1
             stages = split(self._model, num_pieces, example=inputs, direct_skips=True)
-            costs = profile_here(stages, inputs, repeats=_REPEATS).as_chain()
+            costs = profile(stages, inputs, repeats=_REPEATS, here=True).as_chain()
         reduced = tuple(_num_bytes([p for p in piece.parameters() if p.requires_grad]) for piece in stages.modules)
         static = zip(costs.static_bytes, reduced, strict=True)
         costs = replace(costs, static_bytes=tuple(there + round(self._state_share * part) for there, part in static))
