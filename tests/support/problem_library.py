@@ -30,6 +30,7 @@ def script(name: str) -> ModuleType:
 
 certificates = script("certificates")
 check = script("check")
+Reference: Any = script("reference").Reference
 
 
 def proven_us(placement: Placement, num_microbatches: int, certificate: dict[str, Any]) -> int | None:
