@@ -413,7 +413,7 @@ class Portfolio:
     def _fit_exactly(self, part: float, turn: int) -> None:
         """Searches the whole step at once with all that transfers hold, if it is small."""
         self.turn_to("exact search")
-        found = self._solve_with_transfers(part, turn, may_wait=False)
+        found = self._solve_with_transfers(part, turn, "as in a plan")
         is_kept = self.incumbent.offer(found.orders, "exact search")
         self.has_tried_all |= found.is_complete and (is_kept or found.orders is None)
 
@@ -421,21 +421,21 @@ class Portfolio:
         """Raises the bound by a search in which ops may also wait; this can prove that no plan fits."""
         self.turn_to("exact search")
         had_none = self.incumbent.orders is None
-        found = self._solve_with_transfers(part, turn, may_wait=True)
+        found = self._solve_with_transfers(part, turn, "with waits")
         self.incumbent.offer(found.orders, "exact search")
         self.none_fits |= had_none and found.bound_us > longest_us(self.problem)
         self.has_tried_waits |= found.is_complete
         if found.bound_us > self.bound_us and not self.none_fits:
             self.bound_us, self.why = found.bound_us, "CP-SAT has tried all orders, and all waits"
 
-    def _solve_with_transfers(self, part: float, turn: int, *, may_wait: bool) -> exact.Exact:
+    def _solve_with_transfers(
+        self, part: float, turn: int, transfers: Literal["as in a plan", "with waits"]
+    ) -> exact.Exact:
         best, seed = self.incumbent.orders, self.seed + turn
         # Where nothing is known that fits, finding anything comes first.
-        is_urgent = best is None and not may_wait
+        is_urgent = best is None and transfers == "as in a plan"
         share = self.budget.share(self.budget.left_s) if is_urgent else self.share(_EXACT_TIMES_OF_FITTING * part)
-        return exact.solve_with_transfers(
-            self.problem, self.measure, best, self.bound_us, share, seed, may_wait=may_wait
-        )
+        return exact.solve(self.problem, self.measure, best, self.bound_us, share, seed, transfers=transfers)
 
     def _prove(self, part: float, turn: int) -> None:
         """Searches the whole step at once, if it is small."""
