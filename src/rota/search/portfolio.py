@@ -33,11 +33,10 @@ from rota.search.exact.states import States
 from rota.search.incumbent import Incumbent
 from rota.search.local import fitting, improving, neighbourhood
 from rota.search.local.policies import Climb
-from rota.search.periodic.from_plan import steady_within
 from rota.search.periodic.steady import SteadyResult, find_steady
 from rota.search.problem import NO_LIMIT, Orders, Problem, reserving
 from rota.search.result import NamedPlan, Objective, Progress, SearchResult
-from rota.search.timing import Tables, fits, peaks, score, start_times
+from rota.search.timing import fits, peaks, score, start_times
 from rota.search.transfer_levels import counting_transfers
 from rota.simulation import simulate
 from rota.stopping import Stopped, look, watched
@@ -61,8 +60,6 @@ _STEADY_S_PER_PAIR = 3e-4  # nominal seconds per two tasks of a rank to make the
 #: Named schedules that are searches themselves: nominal seconds per op.
 _SEARCHING = {"v_half": 0.0002, "v_min": 0.0002}
 _SEARCHING_PART, _LONG_SEARCHING_PART = 0.5, 0.1  # of what is left, for one of them; in long steps policies find more
-_MOST_STEADY_TASKS = 200  # up to here the middle of a plan is tried as a steady state
-_WITHIN_SHARE = 0.1  # of the whole budget at least, for that
 _MAKE_S_PER_OP, _CHECK_S_PER_OP = 4e-7, 3e-6  # real seconds to make the plan in the end, and to check it
 _MOST_CHECKED_OPS = 50_000  # up to here the final plan is also checked as `rota.check` does
 _HALVINGS = 5
@@ -334,44 +331,21 @@ class Portfolio:
         if self.steady is not None and self.steady.is_optimal:
             return
         self.turn_to("steady state")
-        found = self._find_steady(self.share(part), turn)
-        within = self._steady_within(part)
-        if within is not None and (found is None or within.steady.us_per_microbatch < found.steady.us_per_microbatch):
-            found = within
-            self._offer_unrolled(found)
-        if found is None:
-            return
-        if self.steady is None or found.steady.us_per_microbatch < self.steady.steady.us_per_microbatch:
-            self.steady = found
-        flat = found.steady.flat_starts(self.problem.num_microbatches)
-        self._dispatch([np.concatenate(flat).astype(np.float64)], "list scheduling by the steady state")
-
-    def _find_steady(self, share: Budget, turn: int) -> SteadyResult | None:
-        """Looks for a steady state, and offers its unrolled plan."""
         found = find_steady(
             self.problem.given,
-            share,
+            self.share(part),
             microbatches_per_period=None if turn == 0 else 2 + (turn - 1) % 3,
             seed=self.seed + turn,
             num_microbatches=self.problem.num_microbatches,
         )
         self.budget.spend(_STEADY_S_PER_PAIR * sum(len(tasks) ** 2 for tasks in self.problem.tasks_on))
-        if found is not None:
-            self._offer_unrolled(found)
-        return found
-
-    def _offer_unrolled(self, found: SteadyResult) -> None:
+        if found is None:
+            return
         self.incumbent.offer(found.steady.orders(self.problem.num_microbatches), "steady state")
-
-    def _steady_within(self, part: float) -> SteadyResult | None:
-        """The steady state in the middle of the best plan so far."""
-        orders = self.incumbent.orders
-        is_long = self.num_ops > _LONG_OPS and self.objective != "period"  # then policies find more in that time
-        if orders is None or is_long or len(self.problem.placement.tasks) > _MOST_STEADY_TASKS:
-            return None
-        starts = start_times(Tables.of(self.problem), orders)
-        assert starts is not None
-        return steady_within(self.problem, starts, self.share(max(part, _WITHIN_SHARE)))
+        if self.steady is None or found.steady.us_per_microbatch < self.steady.steady.us_per_microbatch:
+            self.steady = found
+        flat = found.steady.flat_starts(self.problem.num_microbatches)
+        self._dispatch([np.concatenate(flat).astype(np.float64)], "list scheduling by the steady state")
 
     def _improve(self, part: float, turn: int) -> None:
         orders = self.incumbent.orders
