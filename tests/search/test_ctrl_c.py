@@ -29,7 +29,7 @@ def step(boundary_bytes: int) -> Placement:
 
 ANY = ["named_plans", "bounds.best", "refuse_too_little_memory", "compiling.wait_for", "Dispatcher.__call__"]
 LONG = ["find_steady", "improving.improve", "neighbourhood.improve", "exact.solve"]
-FITTING = ["fitting.find_fitting", "exact.solve", "exact.cpsat.solve", "exact._count_transfers"]
+FITTING = ["exact.solve", "exact.cpsat.solve", "exact._count_transfers"]
 
 
 @pytest.mark.parametrize("objective", ["makespan", "span"])

@@ -31,7 +31,7 @@ from rota.search.exact import longest_us
 from rota.search.exact.rounds import Rounds
 from rota.search.exact.states import States
 from rota.search.incumbent import Incumbent
-from rota.search.local import fitting, improving, neighbourhood
+from rota.search.local import improving, neighbourhood
 from rota.search.local.policies import Climb
 from rota.search.periodic.steady import SteadyResult, find_steady
 from rota.search.problem import NO_LIMIT, Orders, Problem, reserving
@@ -47,8 +47,8 @@ _PATIENCES = (0.0, 1.0)  # of list scheduling: never wait for a better op, or do
 _CAPS = (1.0, 0.75, 0.5)  # parts of the memory limit: fewer micro-batches in flight are sometimes faster
 _DISPATCH_SHARE = 0.1  # of the whole budget
 _FIRST_SHARE, _GROWTH = 0.03, 1.5  # of the whole budget for a method's first turn, and its growth from turn to turn
-_FIRST_SHARE_OF_FITTING = 0.15  # the same for small steps whose transfers hold memory
-_EXACT_TIMES_OF_FITTING = 5  # times that share for CP-SAT, which gains nothing from being asked twice
+_FIRST_SHARE_OF_SMALL = 0.15  # the same for small steps, of micro-batches that differ or whose transfers hold memory
+_EXACT_TIMES_WITH_TRANSFERS = 5  # times that share for CP-SAT, which gains nothing from being asked twice
 _EXACT_TIMES = 3  # times that share for a proof
 _ROUNDS_TIMES = 6  # times that share for long steps with few micro-batches in flight, which this solves exactly
 _LONG_OPS = 20_000  # in longer steps a policy takes long to try, and nothing else finds more: local search goes first
@@ -370,20 +370,6 @@ class Portfolio:
         share, seed = self.share(part), self.seed + turn
         self.incumbent.offer(improve(problem, orders, self.measure, self.bound_us, share, seed), doing)
 
-    def _fit(self, part: float, turn: int) -> None:
-        """Local search through orders that do not fit."""
-        self.turn_to("local search with transfers")
-        best, starts = self.incumbent.orders, [serial(self.counted)]
-        best_us = NO_LIMIT if best is None else self.incumbent.value_us
-        if best is not None:
-            starts.insert(0, best)
-        share, seed, is_span = self.share(part), self.seed + turn, self.incumbent.of_span
-
-        def offer(orders: Orders) -> bool:
-            return self.incumbent.offer(orders, self.doing)
-
-        fitting.find_fitting(self.problem, starts, is_span, best_us, self.bound_us, share, seed, offer)
-
     def _fit_exactly(self, part: float, turn: int) -> None:
         """Searches the whole step at once with all that transfers hold, if it is small."""
         self.turn_to("exact search")
@@ -408,7 +394,7 @@ class Portfolio:
         best, seed = self.incumbent.orders, self.seed + turn
         # Where nothing is known that fits, finding anything comes first.
         is_urgent = best is None and transfers == "as in a plan"
-        share = self.budget.share(self.budget.left_s) if is_urgent else self.share(_EXACT_TIMES_OF_FITTING * part)
+        share = self.budget.share(self.budget.left_s) if is_urgent else self.share(_EXACT_TIMES_WITH_TRANSFERS * part)
         return exact.solve(self.problem, self.measure, best, self.bound_us, share, seed, transfers=transfers)
 
     def _prove(self, part: float, turn: int) -> None:
@@ -469,12 +455,12 @@ class Portfolio:
 
     def _turns(self) -> tuple[list[_Turn], float]:
         """The methods for such a problem, in order, and their share of the budget in the first turn."""
-        fit, improve = _Turn(self._fit, Part.FITTING), _Turn(self._improve, Part.MOVES)
         prove, windows = _Turn(self._prove, Part.WINDOWS), _Turn(self._windows, Part.WINDOWS)
         unroll, states = _Turn(self._unroll, Part.OFFSETS), _Turn(self._try_all_states, Part.STATES)
+        improve = _Turn(self._improve, Part.MOVES)
         if self.incumbent.transfers_hold and self.num_ops <= exact.MOST_TIMED_OPS:
             by_time = [_Turn(method, Part.WINDOWS) for method in (self._fit_exactly, self._bound_with_waits)]
-            return [fit, *by_time], _FIRST_SHARE_OF_FITTING
+            return by_time, _FIRST_SHARE_OF_SMALL
         part = _FIRST_SHARE
         if self.given is None:
             turns = [unroll, improve, states, prove, windows]
@@ -485,10 +471,10 @@ class Portfolio:
                 if not self.rounds.is_over:
                     turns.insert(0, _Turn(self._try_all_rounds, Part.ROUNDS))
         elif self.num_ops <= _EXACT_OPS:  # trying a policy lasts longer than its nominal time where ops are few
-            turns, part = [prove, improve, windows], _FIRST_SHARE_OF_FITTING
+            turns, part = [prove, improve, windows], _FIRST_SHARE_OF_SMALL
         else:
             turns = [improve, prove, windows]
-        return ([fit, *turns] if self.incumbent.transfers_hold else turns), part
+        return turns, part
 
     def _is_compiled(self, loops: Part) -> bool:
         """Whether these loops are compiled. A search with counted work waits: it does the same on every run."""
