@@ -18,9 +18,9 @@ from rota import reading
 from rota.errors import FormatError
 from rota.profiles import Profile
 from rota.reading import Field
-from rota.reference import Reference
 from rota.usage import Usage
 from support import schemas
+from support.problem_library import Reference
 
 DOCUMENT = Field("plan", {"a": 1, "b": [1, "x", None], "c": {"d": True}, "e": [0.5, [2]]})
 

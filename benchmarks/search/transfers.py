@@ -20,7 +20,7 @@ from rota import Cluster, Costs, bidirectional, find_plan, interleaved, place, s
 from rota.errors import SearchError
 from rota.placement import Placement
 from rota.search.budget import Budget
-from rota.search.exact import solve_with_transfers
+from rota.search.exact import solve
 from rota.search.problem import Orders, Problem
 
 _REFERENCE_S = 60.0  # nominal, for the proof
@@ -104,8 +104,8 @@ def main() -> None:
         if result.is_optimal:
             counts["optimal"] += 1
             continue
-        reference = solve_with_transfers(
-            problem, "makespan", None, 0, Budget(_REFERENCE_S, deterministic=True), may_wait=False
+        reference = solve(
+            problem, "makespan", None, 0, Budget(_REFERENCE_S, deterministic=True), transfers="as in a plan"
         )
         if not reference.is_complete:
             counts["without a reference"] += 1

@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 import rota
-from rota.reference import Reference
-from support.problem_library import FOLDER, PATHS, check, script
+from support.problem_library import FOLDER, PATHS, Reference, check, script
 
 MOST_BYTES = 15_000_000
 LARGE_BYTES = 6_000  # larger problems take half a second or more each; `make test-sweep` reads them

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from rota import Cluster, Costs, place, schedules, simulate
-from rota.reference import Reference
-from support.problem_library import FOLDER, check, script
+from support.problem_library import FOLDER, Reference, check, script
 
 RUN = script("run")
 Capsys = pytest.CaptureFixture[str]

@@ -119,7 +119,7 @@ def test_the_best_of_all_orders_is_found_and_no_bound_is_above_it(seed: int) -> 
                 assert result.is_optimal or objective == "span"
             elif objective == "makespan":
                 problem, budget = Problem(placement, num_microbatches), Budget(20.0, deterministic=True)
-                found = exact.solve_with_transfers(problem, "makespan", None, 0, budget, may_wait=False)
+                found = exact.solve(problem, "makespan", None, 0, budget, transfers="as in a plan")
                 assert found.is_complete
                 assert found.orders is not None
                 (least,) = _that_fit([problem.to_plan(found.orders)])

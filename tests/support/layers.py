@@ -68,7 +68,6 @@ CORE = tuple(
             "checking",
             "programs",
             "schedules",
-            "reference",
             "calibration",
             "accounting",
             "comparison",

@@ -31,12 +31,12 @@ def script(name: str) -> ModuleType:
 
 certificates = script("certificates")
 check = script("check")
+Reference: Any = script("reference").Reference
 
 
 def proven_us(placement: Placement, num_microbatches: int, certificate: dict[str, Any]) -> int | None:
     """The bound that the checker recomputes."""
-    fields = json.loads(
-        json.dumps({"num_microbatches": num_microbatches, **reading.to_fields(PlacementFile(**placement.to_file()))})
-    )
+    file = reading.to_fields(PlacementFile(**placement.to_file()))
+    fields = json.loads(json.dumps({"num_microbatches": num_microbatches, **file}))
     found: int | None = certificates.proven_us(check.Problem(fields), json.loads(json.dumps(certificate)))
     return found

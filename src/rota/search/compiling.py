@@ -27,7 +27,6 @@ from rota.search.dispatching import Dispatcher, Memory, guesses, serial
 from rota.search.exact.rounds import Rounds
 from rota.search.exact.state_space import rehash
 from rota.search.exact.states import States
-from rota.search.local.fitting import find_fitting
 from rota.search.local.moves import State, anneal
 from rota.search.periodic.loop import Loop
 from rota.search.periodic.modulo import Interval
@@ -56,7 +55,6 @@ class Part(Enum):
     WINDOWS = "heads and tails of orders"
     STATES = "all states of a step"
     ROUNDS = "all states, round by round"
-    FITTING = "local search with transfers"
 
 
 class _Compiler:
@@ -212,11 +210,6 @@ def _try_rounds() -> None:
     rehash(np.zeros((1, 1), np.uint8), np.full(2, -1, np.int32), 0)
 
 
-def _fit() -> None:
-    problem, orders = _small_step()
-    find_fitting(problem, [orders], False, NO_LIMIT, 0, Budget(0.001, deterministic=True), 0, lambda _: True)
-
-
 _EXERCISES: dict[Part, Callable[[], None]] = {
     Part.TIMING: _time,
     Part.DISPATCHING: _dispatch,
@@ -227,5 +220,4 @@ _EXERCISES: dict[Part, Callable[[], None]] = {
     Part.WINDOWS: _find_paths,
     Part.STATES: _try_states,
     Part.ROUNDS: _try_rounds,
-    Part.FITTING: _fit,
 }

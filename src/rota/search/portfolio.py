@@ -31,13 +31,12 @@ from rota.search.exact import longest_us
 from rota.search.exact.rounds import Rounds
 from rota.search.exact.states import States
 from rota.search.incumbent import Incumbent
-from rota.search.local import fitting, improving, neighbourhood
+from rota.search.local import improving, neighbourhood
 from rota.search.local.policies import Climb
-from rota.search.periodic.from_plan import steady_within
 from rota.search.periodic.steady import SteadyResult, find_steady
 from rota.search.problem import NO_LIMIT, Orders, Problem, reserving
 from rota.search.result import NamedPlan, Objective, Progress, SearchResult
-from rota.search.timing import Tables, fits, peaks, score, start_times
+from rota.search.timing import fits, peaks, score, start_times
 from rota.search.transfer_levels import counting_transfers
 from rota.simulation import simulate
 from rota.stopping import Stopped, look, watched
@@ -48,8 +47,8 @@ _PATIENCES = (0.0, 1.0)  # of list scheduling: never wait for a better op, or do
 _CAPS = (1.0, 0.75, 0.5)  # parts of the memory limit: fewer micro-batches in flight are sometimes faster
 _DISPATCH_SHARE = 0.1  # of the whole budget
 _FIRST_SHARE, _GROWTH = 0.03, 1.5  # of the whole budget for a method's first turn, and its growth from turn to turn
-_FIRST_SHARE_OF_FITTING = 0.15  # the same for small steps whose transfers hold memory
-_EXACT_TIMES_OF_FITTING = 5  # times that share for CP-SAT, which gains nothing from being asked twice
+_FIRST_SHARE_OF_SMALL = 0.15  # the same for small steps, of micro-batches that differ or whose transfers hold memory
+_EXACT_TIMES_WITH_TRANSFERS = 5  # times that share for CP-SAT, which gains nothing from being asked twice
 _EXACT_TIMES = 3  # times that share for a proof
 _ROUNDS_TIMES = 6  # times that share for long steps with few micro-batches in flight, which this solves exactly
 _LONG_OPS = 20_000  # in longer steps a policy takes long to try, and nothing else finds more: local search goes first
@@ -61,8 +60,6 @@ _STEADY_S_PER_PAIR = 3e-4  # nominal seconds per two tasks of a rank to make the
 #: Named schedules that are searches themselves: nominal seconds per op.
 _SEARCHING = {"v_half": 0.0002, "v_min": 0.0002}
 _SEARCHING_PART, _LONG_SEARCHING_PART = 0.5, 0.1  # of what is left, for one of them; in long steps policies find more
-_MOST_STEADY_TASKS = 200  # up to here the middle of a plan is tried as a steady state
-_WITHIN_SHARE = 0.1  # of the whole budget at least, for that
 _MAKE_S_PER_OP, _CHECK_S_PER_OP = 4e-7, 3e-6  # real seconds to make the plan in the end, and to check it
 _MOST_CHECKED_OPS = 50_000  # up to here the final plan is also checked as `rota.check` does
 _HALVINGS = 5
@@ -334,44 +331,21 @@ class Portfolio:
         if self.steady is not None and self.steady.is_optimal:
             return
         self.turn_to("steady state")
-        found = self._find_steady(self.share(part), turn)
-        within = self._steady_within(part)
-        if within is not None and (found is None or within.steady.us_per_microbatch < found.steady.us_per_microbatch):
-            found = within
-            self._offer_unrolled(found)
-        if found is None:
-            return
-        if self.steady is None or found.steady.us_per_microbatch < self.steady.steady.us_per_microbatch:
-            self.steady = found
-        flat = found.steady.flat_starts(self.problem.num_microbatches)
-        self._dispatch([np.concatenate(flat).astype(np.float64)], "list scheduling by the steady state")
-
-    def _find_steady(self, share: Budget, turn: int) -> SteadyResult | None:
-        """Looks for a steady state, and offers its unrolled plan."""
         found = find_steady(
             self.problem.given,
-            share,
+            self.share(part),
             microbatches_per_period=None if turn == 0 else 2 + (turn - 1) % 3,
             seed=self.seed + turn,
             num_microbatches=self.problem.num_microbatches,
         )
         self.budget.spend(_STEADY_S_PER_PAIR * sum(len(tasks) ** 2 for tasks in self.problem.tasks_on))
-        if found is not None:
-            self._offer_unrolled(found)
-        return found
-
-    def _offer_unrolled(self, found: SteadyResult) -> None:
+        if found is None:
+            return
         self.incumbent.offer(found.steady.orders(self.problem.num_microbatches), "steady state")
-
-    def _steady_within(self, part: float) -> SteadyResult | None:
-        """The steady state in the middle of the best plan so far."""
-        orders = self.incumbent.orders
-        is_long = self.num_ops > _LONG_OPS and self.objective != "period"  # then policies find more in that time
-        if orders is None or is_long or len(self.problem.placement.tasks) > _MOST_STEADY_TASKS:
-            return None
-        starts = start_times(Tables.of(self.problem), orders)
-        assert starts is not None
-        return steady_within(self.problem, starts, self.share(max(part, _WITHIN_SHARE)))
+        if self.steady is None or found.steady.us_per_microbatch < self.steady.steady.us_per_microbatch:
+            self.steady = found
+        flat = found.steady.flat_starts(self.problem.num_microbatches)
+        self._dispatch([np.concatenate(flat).astype(np.float64)], "list scheduling by the steady state")
 
     def _improve(self, part: float, turn: int) -> None:
         orders = self.incumbent.orders
@@ -396,24 +370,10 @@ class Portfolio:
         share, seed = self.share(part), self.seed + turn
         self.incumbent.offer(improve(problem, orders, self.measure, self.bound_us, share, seed), doing)
 
-    def _fit(self, part: float, turn: int) -> None:
-        """Local search through orders that do not fit."""
-        self.turn_to("local search with transfers")
-        best, starts = self.incumbent.orders, [serial(self.counted)]
-        best_us = NO_LIMIT if best is None else self.incumbent.value_us
-        if best is not None:
-            starts.insert(0, best)
-        share, seed, is_span = self.share(part), self.seed + turn, self.incumbent.of_span
-
-        def offer(orders: Orders) -> bool:
-            return self.incumbent.offer(orders, self.doing)
-
-        fitting.find_fitting(self.problem, starts, is_span, best_us, self.bound_us, share, seed, offer)
-
     def _fit_exactly(self, part: float, turn: int) -> None:
         """Searches the whole step at once with all that transfers hold, if it is small."""
         self.turn_to("exact search")
-        found = self._solve_with_transfers(part, turn, may_wait=False)
+        found = self._solve_with_transfers(part, turn, "as in a plan")
         is_kept = self.incumbent.offer(found.orders, "exact search")
         self.has_tried_all |= found.is_complete and (is_kept or found.orders is None)
 
@@ -421,21 +381,21 @@ class Portfolio:
         """Raises the bound by a search in which ops may also wait; this can prove that no plan fits."""
         self.turn_to("exact search")
         had_none = self.incumbent.orders is None
-        found = self._solve_with_transfers(part, turn, may_wait=True)
+        found = self._solve_with_transfers(part, turn, "with waits")
         self.incumbent.offer(found.orders, "exact search")
         self.none_fits |= had_none and found.bound_us > longest_us(self.problem)
         self.has_tried_waits |= found.is_complete
         if found.bound_us > self.bound_us and not self.none_fits:
             self.bound_us, self.why = found.bound_us, "CP-SAT has tried all orders, and all waits"
 
-    def _solve_with_transfers(self, part: float, turn: int, *, may_wait: bool) -> exact.Exact:
+    def _solve_with_transfers(
+        self, part: float, turn: int, transfers: Literal["as in a plan", "with waits"]
+    ) -> exact.Exact:
         best, seed = self.incumbent.orders, self.seed + turn
         # Where nothing is known that fits, finding anything comes first.
-        is_urgent = best is None and not may_wait
-        share = self.budget.share(self.budget.left_s) if is_urgent else self.share(_EXACT_TIMES_OF_FITTING * part)
-        return exact.solve_with_transfers(
-            self.problem, self.measure, best, self.bound_us, share, seed, may_wait=may_wait
-        )
+        is_urgent = best is None and transfers == "as in a plan"
+        share = self.budget.share(self.budget.left_s) if is_urgent else self.share(_EXACT_TIMES_WITH_TRANSFERS * part)
+        return exact.solve(self.problem, self.measure, best, self.bound_us, share, seed, transfers=transfers)
 
     def _prove(self, part: float, turn: int) -> None:
         """Searches the whole step at once, if it is small."""
@@ -495,12 +455,12 @@ class Portfolio:
 
     def _turns(self) -> tuple[list[_Turn], float]:
         """The methods for such a problem, in order, and their share of the budget in the first turn."""
-        fit, improve = _Turn(self._fit, Part.FITTING), _Turn(self._improve, Part.MOVES)
         prove, windows = _Turn(self._prove, Part.WINDOWS), _Turn(self._windows, Part.WINDOWS)
         unroll, states = _Turn(self._unroll, Part.OFFSETS), _Turn(self._try_all_states, Part.STATES)
+        improve = _Turn(self._improve, Part.MOVES)
         if self.incumbent.transfers_hold and self.num_ops <= exact.MOST_TIMED_OPS:
             by_time = [_Turn(method, Part.WINDOWS) for method in (self._fit_exactly, self._bound_with_waits)]
-            return [fit, *by_time], _FIRST_SHARE_OF_FITTING
+            return by_time, _FIRST_SHARE_OF_SMALL
         part = _FIRST_SHARE
         if self.given is None:
             turns = [unroll, improve, states, prove, windows]
@@ -511,10 +471,10 @@ class Portfolio:
                 if not self.rounds.is_over:
                     turns.insert(0, _Turn(self._try_all_rounds, Part.ROUNDS))
         elif self.num_ops <= _EXACT_OPS:  # trying a policy lasts longer than its nominal time where ops are few
-            turns, part = [prove, improve, windows], _FIRST_SHARE_OF_FITTING
+            turns, part = [prove, improve, windows], _FIRST_SHARE_OF_SMALL
         else:
             turns = [improve, prove, windows]
-        return ([fit, *turns] if self.incumbent.transfers_hold else turns), part
+        return turns, part
 
     def _is_compiled(self, loops: Part) -> bool:
         """Whether these loops are compiled. A search with counted work waits: it does the same on every run."""

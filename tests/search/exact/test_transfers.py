@@ -10,7 +10,7 @@ from rota.checking import check
 from rota.errors import SearchError
 from rota.search import bounds, find_plan
 from rota.search.budget import Budget
-from rota.search.exact import longest_us, solve_with_transfers
+from rota.search.exact import longest_us, solve
 from rota.search.problem import Problem
 from rota.simulation import simulate
 from support.sampling import IS_WHOLE, some
@@ -35,7 +35,7 @@ def test_equals_brute_force(cases: list[Case], objective: str) -> None:
     for case in cases:
         problem = Problem(case.placement, case.num_microbatches)
         budget = Budget(10, deterministic=True)
-        found = solve_with_transfers(problem, objective, None, 0, budget, may_wait=False)  # type: ignore[arg-type]
+        found = solve(problem, objective, None, 0, budget, transfers="as in a plan")  # type: ignore[arg-type]
         least = in_turn(case, objective)
         assert found.is_complete
         if least is None:
@@ -55,7 +55,7 @@ def test_with_waits_it_is_a_bound_for_every_plan(cases: list[Case], objective: s
     for case in cases:
         problem = Problem(case.placement, case.num_microbatches)
         budget = Budget(10, deterministic=True)
-        found = solve_with_transfers(problem, objective, None, 0, budget, may_wait=True)  # type: ignore[arg-type]
+        found = solve(problem, objective, None, 0, budget, transfers="with waits")  # type: ignore[arg-type]
         if case.best is None:
             none_fits += found.bound_us > longest_us(problem)
             continue

@@ -39,6 +39,8 @@ def solve(
     bound_us: int,
     budget: Budget,
     seed: int = 0,
+    *,
+    transfers: Literal["not counted", "as in a plan", "with waits"] = "not counted",
 ) -> Exact:
     """Looks for orders better than `best`, and for a proof that there are none.
 
@@ -49,32 +51,47 @@ def solve(
         bound_us: A lower bound for all orders.
         budget: What CP-SAT may spend.
         seed: Of CP-SAT.
+        transfers: Whether what transfers hold is counted, by time, which small steps allow. "as in a plan": ops start
+            as soon as they can, and the bound holds for all plans in which each task does its micro-batches in turn;
+            where transfers hold bytes, out of turn may be faster. "with waits": ops may start later than they can,
+            which is easier to solve: the bound holds for every plan, but the orders may not fit when ops start as
+            soon as they can.
 
     Returns:
         The orders and a lower bound. When no orders fit at all, the bound is longer than any step.
     """
-    critical_path = CriticalPath(problem, objective == "span")
+    is_counted = transfers != "not counted"
+    critical_path = CriticalPath(counting_transfers(problem) if is_counted else problem, objective == "span")
     window, value_us = whole_step(critical_path, best)
     horizon_us = longest_us(problem)
     most_us = horizon_us if value_us is None else value_us - 1
-    ordering = Ordering(window, bound_us, most_us, horizon_us if critical_path.of_span else None)
+    # Waits never make a makespan longer than all work in a row, but a span that ends late may be short.
+    ordering = Ordering(window, bound_us, most_us, horizon_us if is_counted or critical_path.of_span else None)
     budget.spend(ordering.nominal_s)
     if ordering.is_impossible:
-        return Exact(None, max(bound_us, most_us + 1))
+        return Exact(None, max(bound_us, most_us + 1), True)
     if critical_path.of_span:
         _measure_span(ordering)
-        if len(window.sequence) <= MOST_TIMED_OPS:
-            _start_as_soon_as_possible(ordering, Gaps(ordering))
     else:
         ordering.minimize()
-    ordering.hint()
-    status, solver = cpsat.solve(ordering.model, budget, seed)
+    is_small_span = critical_path.of_span and len(window.sequence) <= MOST_TIMED_OPS
+    if is_counted or is_small_span:
+        gaps = Gaps(ordering)
+        if transfers == "as in a plan" or not is_counted:
+            _start_as_soon_as_possible(ordering, gaps)
+        if is_counted:
+            _count_transfers(ordering, gaps, problem)
+            budget.spend(_S_PER_CONSTRAINT * len(ordering.model.proto.constraints))
+    if best is not None:
+        ordering.hint()
+    # That everything starts as soon as it can is a choice among many reasons, of which a relaxation knows nothing.
+    status, solver = cpsat.solve(ordering.model, budget, seed, relaxes=transfers != "as in a plan")
     if status == cp_model.INFEASIBLE:
-        return Exact(None, most_us + 1)
+        return Exact(None, most_us + 1, True)
     bound_us = cpsat.raised(bound_us, solver)
     if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
         return Exact(None, bound_us)
-    return Exact(critical_path.orders(ordering.rows(solver.value)), bound_us)
+    return Exact(critical_path.orders(ordering.rows(solver.value)), bound_us, status == cp_model.OPTIMAL)
 
 
 def whole_step(critical_path: CriticalPath, best: Orders | None) -> tuple[Window, int | None]:
@@ -116,64 +133,6 @@ def longest_us(problem: Problem) -> int:
     ends_us = int(problem.step_ends.reduce_us.sum() + problem.step_ends.optimizer_us.sum())
     lags_us = sum(lag * int(problem.counts[source]) for (source, _), lag in problem.lags_us.items())
     return int((problem.durations_us * problem.counts).sum()) + ends_us + lags_us
-
-
-def solve_with_transfers(
-    problem: Problem,
-    objective: Literal["makespan", "span"],
-    best: Orders | None,
-    bound_us: int,
-    budget: Budget,
-    seed: int = 0,
-    *,
-    may_wait: bool,
-) -> Exact:
-    """As `solve`, for small steps whose transfers hold memory: the levels of all ranks are counted by time.
-
-    Args:
-        problem: The step.
-        objective: What is minimized.
-        best: The best orders known, which fit; None: none are known.
-        bound_us: A lower bound for all orders.
-        budget: What CP-SAT may spend.
-        seed: Of CP-SAT.
-        may_wait: Ops may start later than they can, which is easier to solve: the bound holds for every plan, but the
-            orders may not fit when ops start as soon as they can. Otherwise ops start as in a plan, and the bound holds
-            for all plans in which each task does its micro-batches in turn; where transfers hold bytes, out of turn
-            may be faster.
-
-    Returns:
-        The orders and a lower bound. When no orders fit at all, the bound is longer than any step.
-    """
-    counted = counting_transfers(problem)
-    critical_path = CriticalPath(counted, objective == "span")
-    window, value_us = whole_step(critical_path, best)
-    horizon_us = longest_us(problem)
-    most_us = horizon_us if value_us is None else value_us - 1
-    # Waits never make a makespan longer than all work in a row, but a span that ends late may be short.
-    ordering = Ordering(window, bound_us, most_us, horizon_us)
-    budget.spend(ordering.nominal_s)
-    if ordering.is_impossible:
-        return Exact(None, max(bound_us, most_us + 1), True)
-    gaps = Gaps(ordering)
-    if critical_path.of_span:
-        _measure_span(ordering)
-    else:
-        ordering.minimize()
-    if not may_wait:
-        _start_as_soon_as_possible(ordering, gaps)
-    _count_transfers(ordering, gaps, problem)
-    budget.spend(_S_PER_CONSTRAINT * len(ordering.model.proto.constraints))
-    if best is not None:
-        ordering.hint()
-    # That everything starts as soon as it can is a choice among many reasons, of which a relaxation knows nothing.
-    status, solver = cpsat.solve(ordering.model, budget, seed, relaxes=may_wait)
-    if status == cp_model.INFEASIBLE:
-        return Exact(None, most_us + 1, True)
-    bound_us = cpsat.raised(bound_us, solver)
-    if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
-        return Exact(None, bound_us)
-    return Exact(critical_path.orders(ordering.rows(solver.value)), bound_us, status == cp_model.OPTIMAL)
 
 
 def _count_transfers(ordering: Ordering, gaps: Gaps, problem: Problem) -> None:

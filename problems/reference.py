@@ -1,10 +1,11 @@
 """A reference problem: a placement and its micro-batches, with the best plan known and the best bound known.
 
-`problems/README.md` describes the files; `problems/check.py` verifies them without Rota.
+README.md describes the files; check.py verifies them without Rota.
 """
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,9 +13,15 @@ from functools import cached_property
 from typing import Any, Literal
 
 from rota import reading, writing
+from rota.errors import FormatError
 from rota.placement import Placement
-from rota.plan import Plan
+from rota.plan import Plan, PlanFile
+from rota.search import SearchResult, bounds
+from rota.search.bounds import Proof
+from rota.search.problem import Problem
+from rota.search.transfer_levels import counting_transfers
 from rota.simulation import simulate
+from rota.whole_numbers import Whole
 
 NEAR = 0.01  #: a gap up to which a problem counts as nearly closed
 
@@ -31,7 +38,7 @@ class Reference:
         plan: The best plan known; its placement and number of micro-batches are the problem.
         found_by: The method that found the plan.
         bound_us: No plan within the limits has a shorter makespan.
-        certificate: How the bound is known, in the form that `problems/README.md` describes.
+        certificate: How the bound is known, in the form that README.md describes.
     """
 
     name: str
@@ -92,19 +99,13 @@ class Reference:
     def from_json(cls, text: str) -> Reference:
         """Read what `to_json` wrote. Raises FormatError or PlacementError, which name the field.
 
-        It trusts the bound and does not compare the plan with the makespan in the file: `problems/check.py` does both.
+        It trusts the bound and does not compare the plan with the makespan in the file: check.py does both.
         """
-        document = reading.parse(text, "problem")
-        certificate = document["certificate"]
-        certificate["argument"].name()
-        return cls(
-            document["name"].name(),
-            document["family"].name(),
-            Plan.from_fields(document),
-            document["found_by"].name(),
-            document["bound_us"].integer(0),
-            {name.text(): value.value for name, value in certificate.items()},
-        )
+        file = reading.parse(text, "problem").read(ProblemFile)
+        if not isinstance(file.certificate.get("argument"), str):
+            raise FormatError("problem.certificate has no text argument; give what problems/README.md describes")
+        plan = Plan.from_file(file, "problem")
+        return cls(file.name, file.family, plan, file.found_by, file.bound_us, file.certificate)
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> Reference:
@@ -114,3 +115,37 @@ class Reference:
     def write(self, path: str | os.PathLike[str]) -> None:
         """Write a file. Raises OSError."""
         writing.write_text(path, self.to_json())
+
+
+def bound_of(result: SearchResult) -> tuple[int, Mapping[str, Any]]:
+    """The bound of a search, and its certificate: an argument where there is one, else words or what CP-SAT took."""
+    problem = Problem(result.plan.placement, result.plan.num_microbatches)
+    bound = bounds.best(problem)
+    bound_us = int(result.bound_us)
+    if bound.us >= bound_us:
+        if bound.proof is not None and not _counts_transfers(problem, bound.proof):
+            certificate = bounds.certificate_of(problem, bound.proof)
+            if certificate is not None:
+                return bound.us, certificate
+        return bound.us, {"argument": "words", "why": bound.why}
+    if "CP-SAT" not in result.why:
+        return bound_us, {"argument": "words", "why": result.why}
+    version = importlib.metadata.version("ortools")
+    return bound_us, {"argument": "CP-SAT", "seconds": round(result.elapsed_s, 1), "ortools": version}
+
+
+def _counts_transfers(problem: Problem, proof: Proof) -> bool:
+    """Whether the bound may be one that counts what ops hold of transfers, of which certificates know nothing."""
+    if proof.argument == "area" or not proof.with_limits:
+        return False
+    return bool((counting_transfers(problem).peak_bytes != problem.peak_bytes).any())
+
+
+class ProblemFile(PlanFile, kw_only=True):
+    """A problem in JSON, with its best plan."""
+
+    name: reading.Name
+    family: reading.Name
+    found_by: reading.Name
+    bound_us: Whole
+    certificate: dict[str, Any]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from rota import Cluster, Costs, FormatError, place, schedules
-from rota.reference import Reference
+from support.problem_library import Reference
 
 REFERENCE = Reference(
     "chain-2x3",
