@@ -119,10 +119,10 @@ def test_verify_finds_what_does_not_belong_together(
     path = tmp_path / "step-2" / "rota.json"
     text = path.read_text()
     for was, becomes, told in (
-        ('["0.linear.weight", 1]', '["0.linear.weight", 2]', "0.linear.weight#0 has no tensor"),
-        ('["1.scale", 1]', '["1.scale", 1], ["ghost", 1]', "ghost has no tensor"),
-        ('["1.scale", 1]', '["1.scale", 1], ["ghost", 1000000000000]', "ghost#0 has no tensor"),
-        ('["1.scale", 1],', "", '"model/1.scale" is a tensor that nothing uses'),
+        ('"0.linear.weight": 1', '"0.linear.weight": 2', "0.linear.weight#0 has no tensor"),
+        ('"1.scale": 1', '"1.scale": 1, "ghost": 1', "ghost has no tensor"),
+        ('"1.scale": 1', '"1.scale": 1, "ghost": 1000000000000', "ghost#0 has no tensor"),
+        ('"1.scale": 1,', "", '"model/1.scale" is a tensor that nothing uses'),
     ):
         assert was in text
         write_signed(path, text.replace(was, becomes))
@@ -185,7 +185,7 @@ def saved_model(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_one_that_cannot_be_read_is_told_beside_the_others(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for step in (5, 10, 15):
         partial = checkpoint_folder.begin(tmp_path, step)
-        saved = Manifest(step, step, {"note": "\x1b[2J"}, 2, 1, {"a": 1}, {}, (), None, None)
+        saved = Manifest(step, step, {"note\x1b[2J": "\x1b[2J"}, 2, 1, {"a": 1}, {}, (), None, None)
         checkpoint_folder.publish(partial, saved, None)
     (tmp_path / "step-10" / "rota.json").write_text("{")
     (tmp_path / "step-15" / "rota.json").write_bytes(b"\xff")
@@ -193,7 +193,7 @@ def test_one_that_cannot_be_read_is_told_beside_the_others(tmp_path: Path, capsy
     assert (code, err) == (0, "")
     lines = dict(line.split(maxsplit=1) for line in out.splitlines())
     assert lines.keys() == {"step-5", "step-10", "step-15"}
-    assert lines["step-5"].endswith(r'note="\u001b[2J"')
+    assert lines["step-5"].endswith(r'note\x1b[2J="\u001b[2J"')
     assert lines["step-10"].startswith("unreadable: ")
     assert "not JSON" in lines["step-10"]
     assert "text file in UTF-8" in lines["step-15"]

@@ -265,10 +265,10 @@ def _change_random_state(files: Files, chooser: Random) -> None:
     """Of PyTorch, which is bytes in base64."""
     document = json.loads(whole()["rota.json"])
     drawn = document["training"]["random"]
-    data = bytearray(base64.b64decode(drawn["torch"]))
+    data = bytearray(base64.b64decode(drawn["torch"]["$tensor"][2]))
     for _ in range(chooser.choice((1, 1, 2, 8))):
         data[chooser.choice((chooser.randrange(len(data)), chooser.randrange(28)))] = chooser.randrange(256)
-    drawn["torch"] = base64.b64encode(data).decode()
+    drawn["torch"]["$tensor"][2] = base64.b64encode(data).decode()
     files["rota.json"] = json.dumps(document).encode()
 
 
@@ -479,23 +479,26 @@ def _compare(found: Stranger) -> None:
     model, optimizer, scheduler = training().model, training().optimizer, training().scheduler
     for name, tensor in model.state_dict().items():
         assert _same(tensor, found.tensors[f"model/{name}"]), f"{name} was not loaded right"
-    records = {key: {**of_group, **own} for of_group, each in found.training["records"] for key, own in each.items()}
+    records = {
+        key: (shared, *own) for shared, of_weights in found.training["records"] for key, own in of_weights.items()
+    }
     for name, parameter in model.named_parameters():
-        state, record = optimizer.state[parameter], records[name]
-        assert set(state) == {*record["tensors"], *(key for key, _ in record["values"])}
-        for key in record["tensors"]:
+        state, (shared, tensors, values) = optimizer.state[parameter], records[name]
+        assert set(state) == {*tensors, *values}
+        for key in tensors:
             assert _same(state[key], found.tensors[f"optimizer/{name}/{key}"]), f"{key} of {name} was not loaded right"
         group = next(group for group in optimizer.param_groups if any(p is parameter for p in group["params"]))
-        for key, value in record["options"]:
+        for key, value in shared["options"].items():
             if isinstance(value, (int, float, str)):
                 assert repr(group[key]) == repr(value), f"{key} of {name} is {group[key]}, saved as {value}"
-    for key, value in found.training["scheduler"]["state"]["dict"]:
+    for key, value in found.training["scheduler"]["state"].items():
         if isinstance(value, (int, float, str)):
             assert repr(scheduler.state_dict()[key]) == repr(value)
-    assert base64.b64decode(found.training["random"]["torch"]) == torch.get_rng_state().numpy().tobytes()
-    version, (*words, position), _ = random.getstate()
-    encoded = base64.b64encode(struct.pack("<624I", *words)).decode()
-    assert found.training["random"]["python"][:3] == [version, encoded, position]
+    drawn = found.training["random"]
+    assert base64.b64decode(drawn["torch"]["$tensor"][2]) == torch.get_rng_state().numpy().tobytes()
+    version, words, _ = random.getstate()
+    encoded = base64.b64encode(struct.pack("<625I", *words)).decode()
+    assert drawn["python"]["$tuple"][:2] == [version, {"$tensor": ["uint32", [625], encoded]}]
 
 
 def _same(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -16,9 +16,9 @@ from rota import PipelineError
 from rota.errors import FormatError
 from rota.reading import Field
 from rota.runtime.checkpoints.optimizer_state import same
-from rota.runtime.checkpoints.random_states import random_from_json, random_state, random_to_json, set_random_state
+from rota.runtime.checkpoints.random_states import random_state, read_random_state, set_random_state
 from rota.runtime.checkpoints.rank_file import LENGTH, chunks_of, head_bytes, head_of, read_head, starts_of, write_file
-from rota.runtime.checkpoints.values import DTYPES, bytes_of
+from rota.runtime.checkpoints.values import DTYPES, bytes_of, to_json
 from rota.runtime.kept_memory import states_in
 from support.checkpoint_runs import TWO, Training, memory
 from support.pool import Pool
@@ -36,7 +36,7 @@ def test_random_states_come_back_to_the_bit() -> None:
     for _ in range(3):  # each time with another half of a pair of normal numbers
         state = {**random_state(CPU), "device": ("cuda", torch.arange(16, dtype=torch.uint8))}
         drawn = draw()
-        found = random_from_json(Field("random", json.loads(json.dumps(random_to_json(state)))))
+        found = read_random_state(Field("random", json.loads(json.dumps(to_json(state, "random")))))
         assert same(found, state)
         set_random_state(found, CPU)
         assert draw() == drawn

@@ -41,7 +41,6 @@ from rota.runtime.checkpoints.rank_file import Tensors, write_file
 from rota.runtime.checkpoints.snapshots import Snapshots, count_room
 from rota.runtime.checkpoints.state import Merged, Restoring, Trained, merge
 from rota.runtime.checkpoints.tensors import Layout, Reader
-from rota.runtime.checkpoints.training_json import training_to_json
 from rota.runtime.faults.watchdog import PATIENT
 from rota.runtime.json_messages import all_gather_json
 from rota.runtime.launcher_files import is_restart
@@ -262,10 +261,7 @@ class Checkpoints:
             self.wait()
             tensors, small = self._ranks.agreed("collecting the state", lambda: self._collect(step, extra))
             gathered = self._ranks.gather(small)
-            merged: list[Merged] = []  # on the first rank
-            self._ranks.first(
-                "comparing the ranks' states", lambda: merged.append(merge(gathered, self._trained.device))
-            )
+            merged = self._ranks.agreed("comparing the ranks' states", lambda: merge(gathered))
             layout = self._ranks.agreed("listing the tensors", lambda: Layout(tensors))
             if self._thread is None:
                 self._write(step, layout, merged, _nothing)
@@ -304,15 +300,12 @@ class Checkpoints:
 
     def _collect(self, step: int, extra: dict[str, Any]) -> tuple[Tensors, dict[str, Any]]:
         _require_step(step)
-        try:
-            require_json(extra)
-            self._trained.weights.require_all()
-            tensors, small = self._trained.collect(with_buffers=self._pipeline.replica == 0)
-        except FormatError as error:
-            raise PipelineError(str(error)) from None
+        require_json(extra)
+        self._trained.weights.require_all()
+        tensors, small = self._trained.collect(with_buffers=self._pipeline.replica == 0)
         return tensors, {**small, "given": {"step": step, "extra": extra}}
 
-    def _write(self, step: int, layout: Layout, merged: list[Merged], copied: Callable[[], object]) -> None:
+    def _write(self, step: int, layout: Layout, merged: Merged, copied: Callable[[], object]) -> None:
         """Write and publish, after `copied`; on the thread if asynchronous, so it has a process group of its own."""
         ranks = self._ranks
         partial = self._folder / ranks.first(
@@ -322,7 +315,7 @@ class Checkpoints:
         share = layout.share(ranks.gather(layout.to_json()), ranks.mine)
         path = partial / file_of(ranks.mine)
         written = ranks.gather(ranks.agreed(f"writing {partial}", lambda: write_file(path, share)))
-        ranks.first("finishing", lambda: self._publish(partial, merged[0], written))
+        ranks.first("finishing", lambda: self._publish(partial, merged, written))
 
     def _publish(self, partial: Path, merged: Merged, written: list[Any]) -> None:
         found = tuple(File.from_json(Field(f"process {rank}", file)) for rank, file in enumerate(written))
@@ -343,7 +336,7 @@ class Checkpoints:
             aliases={alias: weight.names[0] for weight in weights for alias in weight.names[1:]},
             files=found,
             plan=self._pipeline.plan.to_fields(),
-            training=training_to_json(merged.training),
+            training=merged.training,
         )
         try:
             read_contents(Saved(partial, Manifest.from_json(manifest.to_json())))
@@ -394,11 +387,9 @@ class Checkpoints:
         self._num_steps_committed, self._step_committed = self._pipeline.num_steps, step
         if not self._has_room_here:
             return
+        require_json(extra)
         try:
-            require_json(extra)
             self._snapshots.keep(step, extra, self._newest_at_load, [*gradients])
-        except FormatError as error:
-            raise PipelineError(str(error)) from None
         except OSError as error:
             self._has_room_here = False
             self._snapshots.give_up()
@@ -555,7 +546,7 @@ class Checkpoints:
     def _prepare(self, path: Path) -> tuple[Saved, Plan, Restoring, Reader]:
         saved = files.read_saved(path)
         contents = read_contents(saved)
-        restoring = self._trained.prepare(saved.manifest, contents.training, contents.index)
+        restoring = self._trained.prepare(saved.manifest.weights, contents.training, contents.index)
         reader = Reader(saved, contents.index, restoring.tensors)
         reader.check()
         return saved, contents.plan, restoring, reader

@@ -16,8 +16,8 @@ from rota.runtime.checkpoints.files import MANIFEST, Saved, naming, read_saved
 from rota.runtime.checkpoints.manifest import Manifest
 from rota.runtime.checkpoints.names import model_key
 from rota.runtime.checkpoints.optimizer_state import tensor_key
+from rota.runtime.checkpoints.state import TrainingState
 from rota.runtime.checkpoints.tensors import Index, Reader, check_all, read_index
-from rota.runtime.checkpoints.training_json import TrainingState, training_from_json
 from rota.writing import whole_file
 
 
@@ -38,7 +38,7 @@ def read_contents(saved: Saved) -> Contents:
     for wrong in saved.wrong_files():
         raise FormatError(f"{saved.path}: {wrong}")
     with naming(saved.path / MANIFEST):
-        training = training_from_json(Field("training", saved.manifest.training))
+        training = TrainingState.from_json(Field("training", saved.manifest.training))
         try:
             plan = Plan.from_fields(Field("plan", saved.manifest.plan))
         except RotaError as error:
@@ -56,7 +56,7 @@ def _wrong_keys(manifest: Manifest, training: TrainingState, index: Index) -> It
         yield f"{next(key for key in _keys_of(manifest) if model_key(key) not in found)} has no tensor"
         return
     expected = {model_key(key) for key in _keys_of(manifest)}
-    expected |= {tensor_key(key, name) for key, record in training.records.items() for name in record["tensors"]}
+    expected |= {tensor_key(key, name) for key, record in training.records.items() for name in record.tensors}
     for key in sorted(expected - index.keys()):
         yield f"{printable(key.removeprefix(model_key('')))} has no tensor"
     for key in sorted(index.keys() - expected):

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from rota import reading
-from rota.errors import FormatError
+from rota.errors import FormatError, PipelineError
 
 FORMAT = 4
-LONGEST_BITS = 4096  # of an integer; Python parses about 14,000
 
 
 class File(NamedTuple):
@@ -62,7 +59,7 @@ class Manifest:
     def to_json(self) -> str:
         """The text of `rota.json`, with its own SHA-256."""
         fields = {name: getattr(self, name) for name in self.__slots__}
-        written = {"format": FORMAT, **fields, "weights": [[*pair] for pair in self.weights.items()]}
+        written = {"format": FORMAT, **fields}
         checked = {**written, "sha256": digest({"rota": "checkpoint", **written})}
         return reading.dump("checkpoint", checked, Manifest.from_json)
 
@@ -77,10 +74,10 @@ class Manifest:
         manifest = cls(
             number=document["number"].integer(1),
             step=document["step"].integer(0),
-            extra={name.name(): value.value for name, value in document["extra"].items()},
+            extra={name.value: value.value for name, value in document["extra"].items()},
             num_ranks=document["num_ranks"].integer(1),
             num_replicas=document["num_replicas"].integer(1),
-            weights={name: num_tp_shards.integer(1) for name, num_tp_shards in _pairs(document["weights"])},
+            weights={name.name(): num_tp_shards.integer(1) for name, num_tp_shards in document["weights"].items()},
             aliases={alias.name(): name.name() for alias, name in document["aliases"].items()},
             files=tuple(map(File.from_json, document["files"])),
             plan=document["plan"].value,
@@ -102,53 +99,18 @@ def digest(document: dict[str, Any]) -> str:
         raise FormatError("it is nested too deep") from None
 
 
-def pair(field: reading.Field) -> list[reading.Field]:
-    """The two items of a list. Raises FormatError if it has more or fewer."""
-    if len(found := [*field]) != 2:
-        raise field.wrong("a pair")
-    return found
-
-
-def _pairs(field: reading.Field) -> Iterator[tuple[str, reading.Field]]:
-    """Pairs of a name and its value. Raises FormatError if a name occurs twice."""
-    seen: set[str] = set()
-    for entry in field:
-        name, value = pair(entry)
-        if name.name() in seen:
-            raise name.wrong("a name that occurs only once")
-        seen.add(name.name())
-        yield name.name(), value
-
-
 # --- the user's own values --------------------------------------------------------------------------------------------
 
 
-def require_json(extra: dict[str, Any], path: str = "extra") -> None:
-    """Raises FormatError if JSON cannot preserve a value exactly (a tuple, a tensor, an int as key)."""
-    for key, value in extra.items():
-        if type(key) is not str:
-            raise FormatError(f"{path} has the key {key!r}, but JSON keys are strings: use {str(key)!r}")
-        # Most are identifiers, and are seen so at once.
-        if not (key.isascii() and key.isidentifier()) or len(key) > reading.LONGEST_NAME:
-            reading.Field(f"{path}, a name", key).name()
-        _require_json_value(value, f"{path}[{key!r}]")
-
-
-def _require_json_value(value: Any, path: str) -> None:
-    if type(value) is dict:
-        require_json(value, path)
-    elif type(value) is list:
-        for item in value:
-            _require_json_value(item, path)
-    elif type(value) is str:
-        if not value.isascii():
-            reading.Field(path, value).text()
-    elif type(value) is float and not math.isfinite(value):
-        raise FormatError(f"{path} is {value}, which JSON cannot represent; give a finite number or a string")
-    elif type(value) is int and value.bit_length() > LONGEST_BITS:
-        raise FormatError(f"{path} is a number of {value.bit_length():,} bits, too many to read again; give a string")
-    elif value is not None and type(value) not in (int, float, bool):
-        raise FormatError(
-            f"{path} holds {json.dumps(str(value))[:60]}, a {type(value).__name__}, which JSON cannot represent; "
-            f"give numbers, strings, bools, None, lists and dicts of them"
-        )
+def require_json(extra: dict[str, Any]) -> None:
+    """Raises PipelineError if JSON cannot preserve a value exactly (a tuple, a tensor, an int as key)."""
+    for name, value in extra.items():
+        try:
+            is_same = json.loads(json.dumps(value, allow_nan=False)) == value
+        except (TypeError, ValueError, RecursionError):  # ValueError: also of a huge integer
+            is_same = False
+        if not is_same:
+            raise PipelineError(
+                f"extra[{name!r}], a {type(value).__name__}, would not come back from JSON as it is; give finite "
+                f"numbers, strings, bools, None, and lists and dicts of them whose keys are strings"
+            )

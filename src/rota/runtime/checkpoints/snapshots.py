@@ -20,8 +20,6 @@ import torch
 from rota.costs import NUM_SNAPSHOTS
 from rota.errors import FormatError, PipelineError
 from rota.reading import Field
-from rota.runtime.checkpoints.manifest import Manifest
-from rota.runtime.checkpoints.random_states import random_state, random_to_json
 from rota.runtime.checkpoints.rank_file import (
     ALIGNED,
     Chunk,
@@ -32,9 +30,8 @@ from rota.runtime.checkpoints.rank_file import (
     read_head,
     starts_of,
 )
-from rota.runtime.checkpoints.state import Restoring, Trained
+from rota.runtime.checkpoints.state import Restoring, Trained, TrainingState
 from rota.runtime.checkpoints.tensors import Stored
-from rota.runtime.checkpoints.training_json import training_from_json
 from rota.runtime.environment import processes_here
 from rota.runtime.host_memory import available_bytes
 from rota.runtime.kept_memory import State, states_in
@@ -163,11 +160,7 @@ class Snapshots:
             "newest_at_load": newest_at_load,
             "extra": extra,
             "with_zeros": with_zeros,
-            "training": {
-                "records": small["records"],
-                "scheduler": small["scheduler"],
-                "random": random_to_json(random_state(self._trained.device)),
-            },
+            "training": small["training"],
         }
         self._take_memory()
         self._write(State(self._training, step), data, beside)
@@ -275,9 +268,8 @@ class Snapshots:
         trained = self._trained
         stored = {chunk.key: Stored(chunk.dtype, chunk.size, ()) for chunk in file.chunks}
         shards = {weight.names[0]: weight.num_tp_shards for weight in trained.weights.all}
-        manifest = Manifest(0, step, {}, 0, 0, shards, {}, (), None, None)
         try:
-            restoring = trained.prepare(manifest, training_from_json(beside["training"]), stored)
+            restoring = trained.prepare(shards, TrainingState.from_json(beside["training"]), stored)
         except KeyError as error:
             raise PipelineError(f"the state in memory has no {error.args[0]}; make the same model") from None
         here, there = chunks_of(restoring.tensors), dict(zip(file.chunks, file.values, strict=True))
