@@ -34,7 +34,7 @@ from rota.runtime.checkpoints.batches import Batches
 from rota.runtime.checkpoints.contents import read_contents
 from rota.runtime.checkpoints.files import Saved
 from rota.runtime.checkpoints.lock import locked
-from rota.runtime.checkpoints.manifest import File, Manifest, file_of, require_json
+from rota.runtime.checkpoints.manifest import MANIFEST, File, Manifest, file_of, require_json
 from rota.runtime.checkpoints.names import Weights
 from rota.runtime.checkpoints.optimizer_state import refuse_inner_optimizers
 from rota.runtime.checkpoints.rank_file import Tensors, write_file
@@ -338,13 +338,14 @@ class Checkpoints:
             plan=self._pipeline.plan.to_fields(),
             training=merged.training,
         )
+        checkpoint_folder.write_synced(partial / MANIFEST, manifest.to_json().encode())
         try:
-            read_contents(Saved(partial, Manifest.from_json(manifest.to_json())))
+            read_contents(files.read_saved(partial))
         except FormatError as error:
             raise PipelineError(
                 f"step {merged.step} is not saved, because it could not be read again: {error}"
             ) from None
-        checkpoint_folder.publish(partial, manifest, self._keep)
+        checkpoint_folder.publish(partial, self._keep)
         control.report("saves", step=merged.step, training=self._training)
 
     # --- in memory ------------------------------------------------------------------------------------------------

@@ -9,17 +9,15 @@ from __future__ import annotations
 import os
 import stat
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
 
 from rota import reading
 from rota.errors import FormatError
-from rota.runtime.checkpoints.manifest import Manifest, file_of
+from rota.runtime.checkpoints.manifest import MANIFEST, Manifest, file_of
 
-MANIFEST = "rota.json"
-MARKER = ".rota"  # an empty file in every folder that Rota made, and so may remove
 _PIECE_BYTES = 2**22
 
 
@@ -73,21 +71,18 @@ class Saved:
         except OSError as error:
             raise FormatError(f"cannot read {self.path}: {error.strerror}") from None
         for name in found_names:
-            if name not in files and name not in (MANIFEST, MARKER):
+            if name not in files and name != MANIFEST:
                 yield f"{reading.printable(name)} is not listed in {MANIFEST}"
 
 
 def read_saved(path: Path) -> Saved:
     """The checkpoint in `path`, from its manifest alone. Raises FormatError."""
-    with opened(path / MANIFEST) as file:
-        data = b"".join(map(bytes, pieces(file, reading.LARGEST_BYTES + 1)))
-    if len(data) > reading.LARGEST_BYTES:
-        raise FormatError(f"{path / MANIFEST} has more than {reading.LARGEST_BYTES:,} bytes")
-    with naming(path / MANIFEST):
-        try:
-            return Saved(path, Manifest.from_json(data.decode()))
-        except UnicodeDecodeError as error:
-            raise FormatError(f"not a text file in UTF-8 (byte {error.start})") from None
+    manifest = path / MANIFEST
+    with suppress(OSError):  # `read_text` says what is wrong
+        reading.require_regular(manifest, follow=False)
+    text = reading.read_text(manifest)
+    with naming(manifest):
+        return Saved(path, Manifest.from_json(text))
 
 
 @contextmanager

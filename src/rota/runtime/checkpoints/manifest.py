@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from rota import reading
 from rota.errors import FormatError, PipelineError
 
+MANIFEST = "rota.json"
 FORMAT = 4
 
 
@@ -61,7 +62,7 @@ class Manifest:
         fields = {name: getattr(self, name) for name in self.__slots__}
         written = {"format": FORMAT, **fields}
         checked = {**written, "sha256": digest({"rota": "checkpoint", **written})}
-        return reading.dump("checkpoint", checked, Manifest.from_json)
+        return reading.dump("checkpoint", checked)
 
     @classmethod
     def from_json(cls, text: str) -> Manifest:

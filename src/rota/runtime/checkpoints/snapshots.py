@@ -171,22 +171,22 @@ class Snapshots:
         if len(held) >= NUM_SNAPSHOTS:
             os.rename(self._folder / held[0].file, path)
         head = head_of(chunks, beside)
-        file = self._mapped(path, chunks, len(head))
+        file = self._mapped(path, chunks, head)
         head = padded(head, file.begin)
         file.memory[: len(head)].copy_(torch.frombuffer(bytearray(head), dtype=torch.uint8))
         for place, tensor in zip(file.values, data.values(), strict=True):
             place.copy_(_plain(tensor))
         os.rename(path, self._folder / state.file)
 
-    def _mapped(self, path: Path, chunks: tuple[Chunk, ...], least: int) -> _File:
-        """The file for these chunks and a head of so many bytes: the one that is there, if it fits."""
+    def _mapped(self, path: Path, chunks: tuple[Chunk, ...], head: bytes) -> _File:
+        """The file for these chunks and this head: the one that is there, if it fits."""
         end = starts_of(chunks, 0)[-1]
         found = os.stat(path) if path.exists() else None
         begin = 0 if found is None else found.st_size - end
-        if found is not None and least <= begin <= least + 2 * _HEAD_BYTES and begin % ALIGNED == 0:
+        if found is not None and len(head) <= begin <= len(head) + 2 * _HEAD_BYTES and begin % ALIGNED == 0:
             number, num_bytes = found.st_ino, found.st_size
         else:
-            num_bytes = len(head_of(chunks, {}, max(least, _HEAD_BYTES) + _HEAD_BYTES)) + end
+            num_bytes = len(padded(head, max(len(head), _HEAD_BYTES) + _HEAD_BYTES)) + end
             self._find_room(num_bytes)
             number = self._allocate(path, num_bytes)
         file = self._files.pop(number, None)
