@@ -205,15 +205,15 @@ def restore_optimizer(
 ) -> None:
     """Set options and state. Does not use `load_state_dict`, which converts state to the dtype of the weights."""
     optimizer.state.clear()
-    for group, record in zip(optimizer.param_groups, require_records(optimizer, keys, records), strict=True):
-        if record is not None:
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            record = records[keys[parameter]]
+            state = {name: tensors[tensor_key(keys[parameter], name)] for name in record.tensors}
+            if state or record.values:
+                optimizer.state[parameter] = {**_beside_all(parameter, record.values), **state}
+        if group["params"]:  # which all have the same options
             before = {name: group.pop(name) for name in [*group] if name not in _OF_THE_RANK}
             group.update({name: _beside(before.get(name), value) for name, value in record.options.items()})
-        for parameter in group["params"]:
-            mine = records[keys[parameter]]
-            state = {name: tensors[tensor_key(keys[parameter], name)] for name in mine.tensors}
-            if state or mine.values:
-                optimizer.state[parameter] = {**_beside_all(parameter, mine.values), **state}
 
 
 def _beside(before: Any, value: Any) -> Any:
@@ -232,34 +232,35 @@ def _beside_all(parameter: torch.Tensor, value: Any) -> Any:
     return _beside(parameter, value)
 
 
-_KINDS: tuple[tuple[type, ...], ...] = (
-    (bool,),
-    (int, float, torch.Tensor),
-    (str,),
-    (list, tuple),
-    (dict,),
-)
+_KINDS: tuple[tuple[type, ...], ...] = ((bool,), (int, float, torch.Tensor), (str,), (list, tuple), (dict,))
 
 
-def _require_like(own: Any, saved: Any, path: str) -> None:
-    """Raises PipelineError if a saved value's kind differs from that of the one in use, at any depth; None fits all."""
-    if own is None or saved is None:
-        return
-    kind: tuple[type, ...] = next((kind for kind in _KINDS if isinstance(own, kind)), (type(own),))
-    is_alike = isinstance(saved, kind) and (bool in kind or not isinstance(saved, bool))
-    if not is_alike:
-        raise PipelineError(
-            f"{path} was saved as a {type(saved).__name__}, {short(str(saved))}, but is a {type(own).__name__} here; "
-            f"make it a {type(saved).__name__}"
-        )
-    if isinstance(own, dict):
-        for name, value in saved.items():
-            _require_like(own.get(name), value, f"{path}, {short(name)}")
-    elif isinstance(own, (list, tuple)) and any(isinstance(item, dict) for item in own):
-        if len(saved) != len(own):
+def _require_like(own: Any, saved: Any, path: str, owner: type = object) -> None:
+    """Raises PipelineError if a saved value's kind differs from that of the one in use, at any depth; None fits all.
+
+    Entries that are not in use must not hide what all instances of `owner` have.
+    """
+    if own is not None and saved is not None:
+        kind: tuple[type, ...] = next((kind for kind in _KINDS if isinstance(own, kind)), (type(own),))
+        if not isinstance(saved, kind) or (isinstance(saved, bool) and bool not in kind):
+            raise PipelineError(
+                f"{path} was saved as a {type(saved).__name__}, {short(str(saved))}, but is a {type(own).__name__} "
+                f"here; make it a {type(saved).__name__}"
+            )
+        if isinstance(own, (list, tuple)) and any(isinstance(item, dict) for item in own) and len(saved) != len(own):
             raise PipelineError(f"{path} was saved with {len(saved)} entries, but has {len(own)} here; make it as many")
-        for at, (mine, value) in enumerate(zip(own, saved, strict=True)):
-            _require_like(mine, value, f"{path}, {at}")
+    in_use, entries = _entries(own), _entries(saved)
+    for name, value in entries.items():
+        if isinstance(name, str) and name not in in_use and (name.startswith("__") or hasattr(owner, name)):
+            raise PipelineError(f"the checkpoint would replace {owner.__name__}'s {short(name)}; do not use it")
+        _require_like(in_use.get(name), value, f"{path}, {short(name)}", owner)
+
+
+def _entries(value: Any) -> Mapping[Any, Any]:
+    """The values inside of a value by their names, or by their positions."""
+    if isinstance(value, (list, tuple)):
+        return dict(enumerate(value))
+    return value if isinstance(value, dict) else {}
 
 
 # --- schedulers -------------------------------------------------------------------------------------------------------
@@ -282,23 +283,8 @@ def split_scheduler(scheduler: Any, num_groups: int) -> tuple[Any, dict[Place, l
     return {"scheduler": type(scheduler).__name__, "state": common(scheduler.state_dict(), ())}, by_group
 
 
-def restore_scheduler(scheduler: Any, saved: dict[str, Any], of_groups: list[Record | None]) -> None:
-    """Set a scheduler's state; a group without weights keeps its values."""
-    state = copy.deepcopy(saved["state"])
-    _, mine = split_scheduler(scheduler, len(of_groups))
-    for place in {*mine, *(place for record in of_groups if record for place in record.scheduled)}:
-        own = mine.get(place, [None] * len(of_groups))
-        values = [own[i] if record is None else record.scheduled[place] for i, record in enumerate(of_groups)]
-        *path, last = place
-        inner = state
-        for step in path:
-            inner = inner[step]
-        inner[last] = [_beside(mine, value) for mine, value in zip(own, values, strict=True)]
-    scheduler.load_state_dict(state)
-
-
-def require_scheduler(scheduler: Any, saved: dict[str, Any] | None, of_groups: list[Record | None]) -> None:
-    """Raises PipelineError unless the same kind of scheduler was saved, or no scheduler if none is in use.
+def scheduler_state(scheduler: Any, saved: dict[str, Any] | None, of_groups: list[Record | None]) -> Any:
+    """The state to load into a scheduler; a group without weights keeps its values. Raises PipelineError.
 
     PyTorch's schedulers turn every entry of their state into an attribute. So an entry that would hide a method is
     refused, and a value whose kind differs from that of the one in use.
@@ -308,49 +294,29 @@ def require_scheduler(scheduler: Any, saved: dict[str, Any] | None, of_groups: l
     if was != now:
         raise PipelineError(f"saved with {was}, but this rank's optimizer has {now}; give Checkpoints the same kind")
     if saved is None:
-        return
-    own, mine = split_scheduler(scheduler, len(of_groups))
-    _refuse_hidden(scheduler, own["state"], saved["state"])
-    _require_like(own["state"], saved["state"], f"{was}'s state")
-    for place in {*mine, *(place for record in of_groups if record for place in record.scheduled)}:
+        return None
+    state = copy.deepcopy(saved["state"])
+    _, in_use = split_scheduler(scheduler, len(of_groups))
+    for place in {*in_use, *(place for record in of_groups if record for place in record.scheduled)}:
         name = f"{was}'s {_shown('.'.join(map(str, place)))}"
-        if not _is_there(saved["state"], place):
-            raise PipelineError(f"{name} is not in the checkpoint; load it with the version of PyTorch that saved it")
+        values = [*in_use.get(place, [None] * len(of_groups))]
         for index, record in enumerate(of_groups):
-            if record is not None and place in mine:
+            if record is not None:
                 if place not in record.scheduled:
                     raise PipelineError(f"{name} was saved for no group; make as many groups as when it was saved")
-                value, current = record.scheduled[place], mine[place][index]
+                value, current = record.scheduled[place], values[index]
                 if place[-1] == "lr_lambdas" and (value is None) is not (current is None):
                     raise PipelineError(f"{name} was saved {'without' if value is None else 'with'} a state of its own")
-                _refuse_hidden(scheduler, current, value)
-                _require_like(current, value, name)
-
-
-def _refuse_hidden(scheduler: Any, own: Any, saved: Any) -> None:
-    """Raises PipelineError if an entry would hide a method, at any depth: schedulers may contain schedulers."""
-    if isinstance(saved, dict):
-        mine = own if isinstance(own, dict) else {}
-        for name, value in saved.items():
-            if name not in mine and isinstance(name, str) and (name.startswith("__") or hasattr(type(scheduler), name)):
-                raise PipelineError(
-                    f"the checkpoint would replace {type(scheduler).__name__}'s {short(name)}; do not use it"
-                )
-            _refuse_hidden(scheduler, mine.get(name), value)
-    elif isinstance(saved, (list, tuple)):
-        mine_at = dict(enumerate(own)) if isinstance(own, (list, tuple)) else {}
-        for at, value in enumerate(saved):
-            _refuse_hidden(scheduler, mine_at.get(at), value)
-
-
-def _is_there(state: Any, place: Place) -> bool:
-    """Whether the state that is equal on all ranks has an entry at `place`, and None in it."""
-    for step in place:
-        inner: Any = dict(enumerate(state)) if isinstance(state, list) else state
-        if not isinstance(inner, dict) or step not in inner:
-            return False
-        state = inner[step]
-    return state is None
+                values[index] = _beside(current, value)
+        *path, last = place
+        inner = state
+        for step in path:
+            inner = _entries(inner).get(step)
+        if not isinstance(inner, dict) or inner.get(last, "") is not None:
+            raise PipelineError(f"{name} is not in the checkpoint; load it with the version of PyTorch that saved it")
+        inner[last] = values
+    _require_like(scheduler.state_dict(), state, f"{was}'s state", type(scheduler))
+    return state
 
 
 def different(a: Mapping[Any, Any], b: Mapping[Any, Any]) -> Any:

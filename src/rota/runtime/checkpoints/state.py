@@ -21,10 +21,9 @@ from rota.runtime.checkpoints.optimizer_state import (
     read_records,
     records_of,
     require_records,
-    require_scheduler,
     restore_optimizer,
-    restore_scheduler,
     same,
+    scheduler_state,
     split_scheduler,
     tensor_key,
 )
@@ -112,14 +111,15 @@ class Trained:
             keys[weight.tensor] = key = weight.key(names[weight.names[0]], tp_shard)
             tensors[model_key(key)] = weight.tensor.detach()
             _require_alike(key, weight.tensor, index[model_key(key)])
+        state = None
         if self.optimizer is not None:
             of_groups = require_records(self.optimizer, keys, training.records)
-            require_scheduler(self.scheduler, training.scheduler, of_groups)
+            state = scheduler_state(self.scheduler, training.scheduler, of_groups)
             for parameter, key in keys.items():
                 if key in training.records:
                     tensors |= _state_tensors(parameter, key, training.records[key], index)
         require_random_state(training.random, self.device)
-        return Restoring(self, tensors, keys, training)
+        return Restoring(self, tensors, keys, training, state)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,16 +130,15 @@ class Restoring:
     tensors: Tensors
     keys: dict[torch.Tensor, str]
     training: TrainingState
+    scheduler_state: Any
 
     def finish(self) -> None:
         """Set the states of the optimizer, the scheduler and the random generators from the checkpoint."""
         optimizer, scheduler = self.trained.optimizer, self.trained.scheduler
         if optimizer is not None:
-            records = self.training.records
-            restore_optimizer(optimizer, self.keys, records, self.tensors)
-            if scheduler is not None:
-                assert self.training.scheduler is not None
-                restore_scheduler(scheduler, self.training.scheduler, require_records(optimizer, self.keys, records))
+            restore_optimizer(optimizer, self.keys, self.training.records, self.tensors)
+        if scheduler is not None:
+            scheduler.load_state_dict(self.scheduler_state)
         set_random_state(self.training.random, self.trained.device)
 
 
