@@ -269,6 +269,8 @@ def _change_random_state(files: Files, chooser: Random) -> None:
 
 
 def _swap(files: Files, chooser: Random) -> None:
+    if len(files) < 2:  # one has been removed
+        return
     one, other = chooser.sample(sorted(files), 2)
     files[one], files[other] = files[other], files[one]
     if chooser.random() < 0.3:

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch.optim import Optimizer
@@ -33,10 +33,13 @@ from rota.runtime.checkpoints.random_states import (
     require_random_state,
     set_random_state,
 )
-from rota.runtime.checkpoints.rank_file import Tensors
-from rota.runtime.checkpoints.tensors import Index, Stored
+from rota.runtime.checkpoints.rank_file import Chunk, Tensors
+from rota.runtime.checkpoints.tensors import Stored
 from rota.runtime.checkpoints.values import from_json, require_readable, to_json
 from rota.runtime.reducing.norms import local
+
+#: The dtypes and sizes of what is saved, by key.
+Index: TypeAlias = Mapping[str, Stored] | Mapping[str, Chunk]
 
 
 def part_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -244,7 +247,7 @@ def _require_tp_shards(weight: Weight, num_tp_shards: int) -> None:
         )
 
 
-def _require_alike(key: str, tensor: torch.Tensor, stored: Stored) -> None:
+def _require_alike(key: str, tensor: torch.Tensor, stored: Stored | Chunk) -> None:
     was, now = (list(stored.size), stored.dtype), (list(tensor.shape), tensor.dtype)
     if was != now:
         raise PipelineError(f"{key} was saved as {was[0]} of {was[1]}, but is {now[0]} of {now[1]}; make both equal")
@@ -264,7 +267,7 @@ def _state_tensors(parameter: torch.Tensor, key: str, record: Record, index: Ind
     return found
 
 
-def _is_on_host(name: str, stored: Stored, options: dict[str, Any]) -> bool:
+def _is_on_host(name: str, stored: Stored | Chunk, options: dict[str, Any]) -> bool:
     """Whether it is a count of steps on the host, where PyTorch's optimizers have it unless their kernels read it."""
     is_count = name == "step" and prod(stored.size) == 1
     return is_count and not options.get("capturable") and not options.get("fused")
