@@ -16,7 +16,8 @@ from torch import nn
 import rota
 from rota import Cluster, Costs, Pipeline, PipelineError, Plan, Stages, place
 from rota.models.randomness import RandomStates
-from rota.runtime.checkpoints.tensors import Layout
+from rota.runtime.checkpoints.rank_file import chunks_of
+from rota.runtime.checkpoints.tensors import copied
 from rota.schedules import NAMED, gpipe, one_f_one_b
 from support.checkpoint_runs import Run, Training, memory, model, serial_losses, stored
 from support.networks import (
@@ -476,9 +477,9 @@ def test_step_counts_stay_on_the_host_beside_a_weight_without_dims(pool: Pool, t
 def weights_on_another_stream(rank: int) -> None:
     device = current_device()
     weight = torch.ones(4, device="sim")
-    layout = Layout({"model/weight": weight})
+    data = chunks_of({"model/weight": weight})
     with device.use(device.stream("checkpoint")), pytest.raises(RaceError, match="no event orders it after"):
-        layout.copy(device)
+        copied(data, device)
 
 
 def test_a_copy_on_a_stream_that_does_not_wait_is_a_race(pool: Pool) -> None:
@@ -518,7 +519,7 @@ def test_the_format_names_a_device_only_where_there_was_one(pool: Pool, tmp_path
     for where, expected in (("cpu", None), ("sim", "sim")):
         pool.run(1, simulated, saved_states, tmp_path / where, where)
         of_device = json.loads((tmp_path / where / "step-1" / "rota.json").read_text())["training"]["random"]["device"]
-        assert (of_device and of_device[0]) == expected
+        assert (of_device and of_device["$tuple"][0]) == expected
 
 
 # --- verification and groups ------------------------------------------------------------------------------------------

@@ -370,6 +370,7 @@ def change_at(document: Any, place: tuple[Any, ...], value: Any) -> None:
         (("random", "python", "$tuple", 2), "x", "expected a random state"),
         (("random", "numpy", "$tuple", 1), 625, "expected a random state"),  # NumPy would read beyond its words
         (("random", "numpy", "$tuple", 0), {"$tensor": ["uint32", [1], "AAAAAA=="]}, "expected a random state"),
+        (("random", "numpy", "$tuple", 2), 10**15, "expected a random state"),
         (("random", "numpy", "$tuple", 3), None, "expected a random state"),
         (("random", "cuda"), 3, "which is not one of torch, python, numpy, device"),
         (("random", "device"), 3, "expected a random state"),

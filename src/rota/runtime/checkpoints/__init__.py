@@ -37,10 +37,10 @@ from rota.runtime.checkpoints.lock import locked
 from rota.runtime.checkpoints.manifest import MANIFEST, File, Manifest, file_of, require_json
 from rota.runtime.checkpoints.names import Weights
 from rota.runtime.checkpoints.optimizer_state import refuse_inner_optimizers
-from rota.runtime.checkpoints.rank_file import Tensors, write_file
+from rota.runtime.checkpoints.rank_file import Chunk, Tensors, chunks_of, write_file
 from rota.runtime.checkpoints.snapshots import Snapshots, count_room
 from rota.runtime.checkpoints.state import Merged, Restoring, Trained, merge
-from rota.runtime.checkpoints.tensors import Layout, Reader
+from rota.runtime.checkpoints.tensors import Reader, copied, share_out
 from rota.runtime.faults.watchdog import PATIENT
 from rota.runtime.json_messages import all_gather_json
 from rota.runtime.launcher_files import is_restart
@@ -262,12 +262,12 @@ class Checkpoints:
             tensors, small = self._ranks.agreed("collecting the state", lambda: self._collect(step, extra))
             gathered = self._ranks.gather(small)
             merged = self._ranks.agreed("comparing the ranks' states", lambda: merge(gathered))
-            layout = self._ranks.agreed("listing the tensors", lambda: Layout(tensors))
+            data = self._ranks.agreed("listing the tensors", lambda: chunks_of(tensors))
             if self._thread is None:
-                self._write(step, layout, merged, _nothing)
+                self._write(data, merged, lambda: None)
             else:
-                copied = self._ranks.agreed("copying the state", lambda: layout.copy(self._pipeline._device))
-                self._writing = self._thread.submit(self._write, step, layout, merged, copied)
+                data, wait = self._ranks.agreed("copying the state", lambda: copied(data, self._pipeline._device))
+                self._writing = self._thread.submit(self._write, data, merged, wait)
 
     def wait(self) -> None:
         """Wait until the last `save` is complete on disk. Raises its error if it failed."""
@@ -305,14 +305,13 @@ class Checkpoints:
         tensors, small = self._trained.collect(with_buffers=self._pipeline.replica == 0)
         return tensors, {**small, "given": {"step": step, "extra": extra}}
 
-    def _write(self, step: int, layout: Layout, merged: Merged, copied: Callable[[], object]) -> None:
-        """Write and publish, after `copied`; on the thread if asynchronous, so it has a process group of its own."""
-        ranks = self._ranks
-        partial = self._folder / ranks.first(
-            "making the folder", lambda: checkpoint_folder.begin(self._folder, step).name
-        )
-        ranks.agreed("copying the state", copied)
-        share = layout.share(ranks.gather(layout.to_json()), ranks.mine)
+    def _write(self, data: dict[Chunk, torch.Tensor], merged: Merged, wait: Callable[[], Any]) -> None:
+        """Write and publish, after `wait`; on the thread if asynchronous, so it has a process group of its own."""
+        ranks, begin = self._ranks, checkpoint_folder.begin
+        partial = self._folder / ranks.first("making the folder", lambda: begin(self._folder, merged.step).name)
+        ranks.agreed("copying the state", wait)
+        shares = share_out(ranks.gather([chunk.to_json() for chunk in data]))
+        share = [(chunk, data[chunk]) for chunk in shares[ranks.mine]]
         path = partial / file_of(ranks.mine)
         written = ranks.gather(ranks.agreed(f"writing {partial}", lambda: write_file(path, share)))
         ranks.first("finishing", lambda: self._publish(partial, merged, written))
@@ -547,8 +546,9 @@ class Checkpoints:
     def _prepare(self, path: Path) -> tuple[Saved, Plan, Restoring, Reader]:
         saved = files.read_saved(path)
         contents = read_contents(saved)
-        restoring = self._trained.prepare(saved.manifest.weights, contents.training, contents.index)
-        reader = Reader(saved, contents.index, restoring.tensors)
+        chunks = {key: parts[0].chunk for key, parts in contents.index.items()}
+        restoring = self._trained.prepare(saved.manifest.weights, contents.training, chunks)
+        reader = Reader(contents.index, restoring.tensors)
         reader.check()
         return saved, contents.plan, restoring, reader
 
@@ -563,10 +563,6 @@ def _require_step(step: object) -> None:
 
 def _print(text: str) -> None:
     print(f"rota: {text}", file=sys.stderr, flush=True)
-
-
-def _nothing() -> None:
-    pass
 
 
 # --- at the end of a process ------------------------------------------------------------------------------------------

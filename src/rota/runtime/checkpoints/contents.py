@@ -17,7 +17,7 @@ from rota.runtime.checkpoints.manifest import MANIFEST, Manifest
 from rota.runtime.checkpoints.names import model_key
 from rota.runtime.checkpoints.optimizer_state import tensor_key
 from rota.runtime.checkpoints.state import TrainingState
-from rota.runtime.checkpoints.tensors import Index, Reader, check_all, read_index
+from rota.runtime.checkpoints.tensors import Index, Reader, check, read_index
 from rota.writing import whole_file
 
 
@@ -93,7 +93,7 @@ def damages(saved: Saved) -> list[str]:
     if found := [*saved.wrong_files()]:
         return found
     try:
-        check_all(saved, read_contents(saved).index)
+        check(part for parts in read_contents(saved).index.values() for part in parts)
     except FormatError as error:
         return [str(error)]
     return []
@@ -118,9 +118,9 @@ def export(saved: Saved, path: Path) -> int:
             f"to join them; load it on as many tensor-parallel ranks, and join them there"
         )
     index = read_contents(saved).index
-    stored = {name: index[model_key(name)] for name in saved.manifest.weights}
-    wanted = {name: torch.empty(of.size, dtype=of.dtype) for name, of in stored.items()}
-    Reader(saved, index, {model_key(name): tensor for name, tensor in wanted.items()}).fill()
+    chunks = {name: index[model_key(name)][0].chunk for name in saved.manifest.weights}
+    wanted = {name: torch.empty(chunk.size, dtype=chunk.dtype) for name, chunk in chunks.items()}
+    Reader(index, {model_key(name): tensor for name, tensor in wanted.items()}).fill()
     try:
         with whole_file(path) as partial:
             save_file(wanted, partial, metadata={**saved.manifest.aliases, "format": "pt"})

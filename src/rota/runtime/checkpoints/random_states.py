@@ -122,7 +122,8 @@ def _is_of_numpy(state: Any) -> bool:
         return True
     words, position, has_gauss, gauss = state
     is_twister = (words.dtype, words.shape, type(position)) == (torch.uint32, (_NUM_WORDS,), int)
-    return is_twister and 0 <= position <= _NUM_WORDS and (type(has_gauss), type(gauss)) == (int, float)
+    is_normal = (type(has_gauss), type(gauss)) == (int, float) and has_gauss in (0, 1)
+    return is_twister and is_normal and 0 <= position <= _NUM_WORDS
 
 
 def _is_of_device(state: Any) -> bool:

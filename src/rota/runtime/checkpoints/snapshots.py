@@ -260,10 +260,10 @@ class Snapshots:
         """Check that the state after `step` fits, before anything changes. Raises PipelineError, FormatError."""
         file, beside = self._read(step)
         trained = self._trained
-        stored = {chunk.key: chunk for chunk in file.chunks}
         shards = {weight.names[0]: weight.num_tp_shards for weight in trained.weights.all}
+        training = TrainingState.from_json(beside["training"])
         try:
-            restoring = trained.prepare(shards, TrainingState.from_json(beside["training"]), stored)
+            restoring = trained.prepare(shards, training, {chunk.key: chunk for chunk in file.chunks})
         except KeyError as error:
             raise PipelineError(f"the state in memory has no {error.args[0]}; make the same model") from None
         here, there = chunks_of(restoring.tensors), dict(zip(file.chunks, file.values, strict=True))

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
 from torch.optim import Optimizer
@@ -34,12 +34,8 @@ from rota.runtime.checkpoints.random_states import (
     set_random_state,
 )
 from rota.runtime.checkpoints.rank_file import Chunk, Tensors
-from rota.runtime.checkpoints.tensors import Stored
 from rota.runtime.checkpoints.values import from_json, require_readable, to_json
 from rota.runtime.reducing.norms import local
-
-#: The dtypes and sizes of what is saved, by key.
-Index: TypeAlias = Mapping[str, Stored] | Mapping[str, Chunk]
 
 
 def part_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -101,10 +97,12 @@ class Trained:
                 _require_writable(key, part)
         return tensors, {"training": training, "num_tp_shards": num_tp_shards}
 
-    def prepare(self, num_tp_shards: Mapping[str, int], training: TrainingState, index: Index) -> Restoring:
+    def prepare(
+        self, num_tp_shards: Mapping[str, int], training: TrainingState, chunks: Mapping[str, Chunk]
+    ) -> Restoring:
         """Check that a checkpoint fits, before anything changes. Raises PipelineError.
 
-        `num_tp_shards`: of each weight and buffer of the whole model.
+        `num_tp_shards`: of each weight and buffer of the whole model. `chunks`: one of each tensor that was saved.
         """
         names = _stored_names(self.weights.all, num_tp_shards)
         tensors: Tensors = {}
@@ -113,14 +111,14 @@ class Trained:
             _require_tp_shards(weight, num_tp_shards[names[weight.names[0]]])
             keys[weight.tensor] = key = weight.key(names[weight.names[0]], tp_shard)
             tensors[model_key(key)] = weight.tensor.detach()
-            _require_alike(key, weight.tensor, index[model_key(key)])
+            _require_alike(key, weight.tensor, chunks[model_key(key)])
         state = None
         if self.optimizer is not None:
             of_groups = require_records(self.optimizer, keys, training.records)
             state = scheduler_state(self.scheduler, training.scheduler, of_groups)
             for parameter, key in keys.items():
                 if key in training.records:
-                    tensors |= _state_tensors(parameter, key, training.records[key], index)
+                    tensors |= _state_tensors(parameter, key, training.records[key], chunks)
         require_random_state(training.random, self.device)
         return Restoring(self, tensors, keys, training, state)
 
@@ -247,17 +245,17 @@ def _require_tp_shards(weight: Weight, num_tp_shards: int) -> None:
         )
 
 
-def _require_alike(key: str, tensor: torch.Tensor, stored: Stored | Chunk) -> None:
+def _require_alike(key: str, tensor: torch.Tensor, stored: Chunk) -> None:
     was, now = (list(stored.size), stored.dtype), (list(tensor.shape), tensor.dtype)
     if was != now:
         raise PipelineError(f"{key} was saved as {was[0]} of {was[1]}, but is {now[0]} of {now[1]}; make both equal")
 
 
-def _state_tensors(parameter: torch.Tensor, key: str, record: Record, index: Index) -> Tensors:
+def _state_tensors(parameter: torch.Tensor, key: str, record: Record, chunks: Mapping[str, Chunk]) -> Tensors:
     """Tensors to read an optimizer's state of one weight into."""
     found: Tensors = {}
     for name in record.tensors:
-        stored = index[full := tensor_key(key, name)]
+        stored = chunks[full := tensor_key(key, name)]
         if _is_on_host(name, stored, record.options):
             found[full] = torch.empty(stored.size, dtype=stored.dtype, device="cpu")
         elif stored.size == tuple(parameter.shape):
@@ -267,7 +265,7 @@ def _state_tensors(parameter: torch.Tensor, key: str, record: Record, index: Ind
     return found
 
 
-def _is_on_host(name: str, stored: Stored | Chunk, options: dict[str, Any]) -> bool:
+def _is_on_host(name: str, stored: Chunk, options: dict[str, Any]) -> bool:
     """Whether it is a count of steps on the host, where PyTorch's optimizers have it unless their kernels read it."""
     is_count = name == "step" and prod(stored.size) == 1
     return is_count and not options.get("capturable") and not options.get("fused")
