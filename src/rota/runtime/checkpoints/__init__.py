@@ -61,8 +61,6 @@ class Checkpoint(NamedTuple):
     path: Path | None
 
 
-_NO_OTHER = "no other checkpoint is whole"
-_OTHER_STEP = "give another step, or None for the newest"
 _LEFT_LOCK_S = 100.0  # NFS frees the locks of a machine that is gone after 90 s
 _WITHOUT = "a restart goes on from the last checkpoint"
 
@@ -317,13 +315,6 @@ class Checkpoints:
         ranks.first("finishing", lambda: self._publish(partial, merged, written))
 
     def _publish(self, partial: Path, merged: Merged, written: list[Any]) -> None:
-        found = tuple(File.from_json(Field(f"process {rank}", file)) for rank, file in enumerate(written))
-        for rank, file in enumerate(found):
-            name = file_of(rank)
-            if not (partial / name).exists() or (partial / name).stat().st_size != file.num_bytes:
-                raise PipelineError(
-                    f"{partial} lacks {name}, which another rank wrote; use a folder that all ranks share"
-                )
         weights = self._trained.weights.all
         manifest = Manifest(
             number=checkpoint_folder.next_number(self._folder),
@@ -333,7 +324,7 @@ class Checkpoints:
             num_replicas=self._pipeline.num_replicas,
             weights={weight.names[0]: merged.num_tp_shards[weight.names[0]] for weight in weights},
             aliases={alias: weight.names[0] for weight in weights for alias in weight.names[1:]},
-            files=found,
+            files=tuple(File(*file) for file in written),
             plan=self._pipeline.plan.to_fields(),
             training=merged.training,
         )
@@ -342,7 +333,8 @@ class Checkpoints:
             read_contents(files.read_saved(partial))
         except FormatError as error:
             raise PipelineError(
-                f"step {merged.step} is not saved, because it could not be read again: {error}"
+                f"step {merged.step} is not saved, because it could not be read again, from a folder that all ranks "
+                f"must share: {error}"
             ) from None
         checkpoint_folder.publish(partial, self._keep)
         control.report("saves", step=merged.step, training=self._training)
@@ -489,8 +481,7 @@ class Checkpoints:
                 found = self._load(self._folder / name)
             except DamagedError as error:
                 if before is None:
-                    remedy = _NO_OTHER if step is None else _OTHER_STEP
-                    raise PipelineError(f"{error}; {remedy}") from None
+                    raise PipelineError(f"{error}; {_remedy(step)}") from None
                 self._report(f"{error}; going back to {self._folder / before}")
             else:
                 if is_restart():
@@ -516,25 +507,18 @@ class Checkpoints:
         """The names of the checkpoints to try, in order; and the number of the newest one, 0 if there is none."""
         if os.access(self._folder, os.W_OK):
             checkpoint_folder.recover_folder(self._folder)
-        found, damaged = checkpoint_folder.readable_ones(self._folder)
-        newest = max((saved.manifest.number for saved in found), default=0)
-        if step is not None:
-            return [self._of_step(step, found, damaged)], newest
-        for _, error in damaged:
-            if not found:
-                raise FormatError(f"{error}; {_NO_OTHER}")
-            self._report(f"{error}; left out")
-        return [saved.path.name for saved in reversed(found)], newest
-
-    def _of_step(self, step: int, found: list[Saved], damaged: list[tuple[Path, FormatError]]) -> str:
-        for path, error in damaged:
-            if path.name == f"step-{step}":
-                raise FormatError(f"{error}; {_OTHER_STEP}")
-        steps = [saved.manifest.step for saved in found]
-        if step not in steps:
-            there = f"steps {', '.join(map(str, sorted(steps)))}" if steps else "no checkpoints"
+        whole, damaged = checkpoint_folder.readable_ones(self._folder)
+        names = [saved.path.name for saved in reversed(whole) if step in (None, saved.manifest.step)]
+        errors = [error for path, error in damaged if step is None or path.name == f"step-{step}"]
+        if errors and not names:
+            raise FormatError(f"{errors[0]}; {_remedy(step)}")
+        if step is not None and not names:
+            steps = ", ".join(str(step) for step in sorted(saved.manifest.step for saved in whole))
+            there = f"steps {steps}" if steps else "no checkpoints"
             raise PipelineError(f"no whole checkpoint of step {step} in {self._folder}; it has {there}")
-        return found[steps.index(step)].path.name
+        for error in errors:
+            self._report(f"{error}; left out")
+        return names, max((saved.manifest.number for saved in whole), default=0)
 
     def _load(self, path: Path) -> Checkpoint:
         """Load the checkpoint in `path`. Raises DamagedError, on all ranks, if one of them finds damage."""
@@ -559,6 +543,10 @@ def _require_step(step: object) -> None:
         raise PipelineError(f"step={step!r}; give a whole number of 0 or more")
     if step > LARGEST:
         raise PipelineError(f"step={step}; give a number of at most {LARGEST:,}")
+
+
+def _remedy(step: int | None) -> str:
+    return "no other checkpoint is whole" if step is None else "give another step, or None for the newest"
 
 
 def _print(text: str) -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -21,8 +22,7 @@ from rota.runtime.checkpoints.tensors import Index, Reader, check, read_index
 from rota.writing import whole_file
 
 
-@dataclass(frozen=True, slots=True)
-class Contents:
+class Contents(NamedTuple):
     """All that a checkpoint has besides the bytes of tensors."""
 
     plan: Plan
@@ -43,19 +43,16 @@ def read_contents(saved: Saved) -> Contents:
             plan = Plan.from_fields(Field("plan", saved.manifest.plan))
         except RotaError as error:
             raise FormatError(str(error)) from None
-    contents = Contents(plan, training, read_index(saved))
-    for wrong in _wrong_keys(saved.manifest, contents.training, contents.index):
+    index = read_index(saved)
+    for wrong in _wrong_keys(saved.manifest, training, index):
         raise FormatError(f"{saved.path}: {wrong}")
-    return contents
+    return Contents(plan, training, index)
 
 
 def _wrong_keys(manifest: Manifest, training: TrainingState, index: Index) -> Iterator[str]:
     """Which tensors are missing, and which are not used."""
-    found = {key for key in index if key.startswith(model_key(""))}
-    if sum(manifest.weights.values()) > len(found):  # there may be a billion shards
-        yield f"{next(key for key in _keys_of(manifest) if model_key(key) not in found)} has no tensor"
-        return
-    expected = {model_key(key) for key in _keys_of(manifest)}
+    names = islice(_keys_of(manifest), len(index) + 1)  # there may be a billion shards
+    expected = {model_key(name) for name in names}
     expected |= {tensor_key(key, name) for key, record in training.records.items() for name in record.tensors}
     for key in sorted(expected - index.keys()):
         yield f"{printable(key.removeprefix(model_key('')))} has no tensor"
@@ -79,7 +76,7 @@ def find(path: Path) -> tuple[list[Saved], list[tuple[Path, FormatError]]]:
     """
     if not is_checkpoint(path):
         found, damaged = readable_ones(path)
-        if not found and not damaged:
+        if not (found or damaged):
             raise FormatError(f"no whole checkpoint in {path}; give a folder that has a step-N, or a step-N itself")
         return found, damaged
     try:

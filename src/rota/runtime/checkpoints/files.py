@@ -55,24 +55,21 @@ class Saved:
 
     def wrong_files(self) -> Iterator[str]:
         """What is wrong with the files, one by one, without reading them: missing, of a wrong size, or not listed."""
-        files = {file_of(rank): file for rank, file in enumerate(self.manifest.files)}
-        for name, file in files.items():
-            try:
-                found = (self.path / name).lstat()
-            except OSError:
-                yield f"{name} is missing"
-                continue
-            if not stat.S_ISREG(found.st_mode):
-                yield f"{name} is not a regular file"
-            elif found.st_size != file.num_bytes:
-                yield f"{name} has {found.st_size:,} bytes instead of {file.num_bytes:,}"
         try:
-            found_names = sorted(os.listdir(self.path))
+            found = {entry.name: entry.stat(follow_symlinks=False) for entry in os.scandir(self.path)}
         except OSError as error:
             raise FormatError(f"cannot read {self.path}: {error.strerror}") from None
-        for name in found_names:
-            if name not in files and name != MANIFEST:
-                yield f"{reading.printable(name)} is not listed in {MANIFEST}"
+        found.pop(MANIFEST, None)
+        for rank, file in enumerate(self.manifest.files):
+            name = file_of(rank)
+            if (entry := found.pop(name, None)) is None:
+                yield f"{name} is missing"
+            elif not stat.S_ISREG(entry.st_mode):
+                yield f"{name} is not a regular file"
+            elif entry.st_size != file.num_bytes:
+                yield f"{name} has {entry.st_size:,} bytes instead of {file.num_bytes:,}"
+        for name in sorted(found):
+            yield f"{reading.printable(name)} is not listed in {MANIFEST}"
 
 
 def read_saved(path: Path) -> Saved:

@@ -240,6 +240,7 @@ def _require_like(own: Any, saved: Any, path: str, owner: type = object) -> None
 
     Entries that are not in use must not hide what all instances of `owner` have.
     """
+    in_use, entries = _entries(own), _entries(saved)
     if own is not None and saved is not None:
         kind: tuple[type, ...] = next((kind for kind in _KINDS if isinstance(own, kind)), (type(own),))
         if not isinstance(saved, kind) or (isinstance(saved, bool) and bool not in kind):
@@ -247,9 +248,11 @@ def _require_like(own: Any, saved: Any, path: str, owner: type = object) -> None
                 f"{path} was saved as a {type(saved).__name__}, {short(str(saved))}, but is a {type(own).__name__} "
                 f"here; make it a {type(saved).__name__}"
             )
-        if isinstance(own, (list, tuple)) and any(isinstance(item, dict) for item in own) and len(saved) != len(own):
-            raise PipelineError(f"{path} was saved with {len(saved)} entries, but has {len(own)} here; make it as many")
-    in_use, entries = _entries(own), _entries(saved)
+        holds_dicts = not isinstance(own, dict) and any(isinstance(item, dict) for item in in_use.values())
+        if holds_dicts and len(entries) != len(in_use):
+            raise PipelineError(
+                f"{path} was saved with {len(entries)} entries, but has {len(in_use)} here; make it as many"
+            )
     for name, value in entries.items():
         if isinstance(name, str) and name not in in_use and (name.startswith("__") or hasattr(owner, name)):
             raise PipelineError(f"the checkpoint would replace {owner.__name__}'s {short(name)}; do not use it")
