@@ -257,10 +257,9 @@ class Checkpoints:
         with self._pipeline.watching(awaited, PATIENT):
             self._pipeline._agreement.share(Call.SAVE, f"waiting for {awaited}")
             self.wait()
-            tensors, small = self._ranks.agreed("collecting the state", lambda: self._collect(step, extra))
+            data, small = self._ranks.agreed("collecting the state", lambda: self._collect(step, extra))
             gathered = self._ranks.gather(small)
             merged = self._ranks.agreed("comparing the ranks' states", lambda: merge(gathered))
-            data = self._ranks.agreed("listing the tensors", lambda: chunks_of(tensors))
             if self._thread is None:
                 self._write(data, merged, lambda: None)
             else:
@@ -296,12 +295,12 @@ class Checkpoints:
             print(f"rota: the last checkpoint was not saved: {error}", file=sys.stderr, flush=True)
             self._pipeline.close()
 
-    def _collect(self, step: int, extra: dict[str, Any]) -> tuple[Tensors, dict[str, Any]]:
+    def _collect(self, step: int, extra: dict[str, Any]) -> tuple[dict[Chunk, torch.Tensor], dict[str, Any]]:
         _require_step(step)
         require_json(extra)
         self._trained.weights.require_all()
         tensors, small = self._trained.collect(with_buffers=self._pipeline.replica == 0)
-        return tensors, {**small, "given": {"step": step, "extra": extra}}
+        return chunks_of(tensors), {**small, "given": {"step": step, "extra": extra}}
 
     def _write(self, data: dict[Chunk, torch.Tensor], merged: Merged, wait: Callable[[], Any]) -> None:
         """Write and publish, after `wait`; on the thread if asynchronous, so it has a process group of its own."""
