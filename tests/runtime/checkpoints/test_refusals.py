@@ -62,7 +62,7 @@ def test_what_cannot_be_saved_is_refused_on_all_ranks(pool: Pool, tmp_path: Path
     for told, words in zip(
         zero,
         [
-            "step=-1; give a whole number of 0 or more",
+            "step=-1; give a whole number from 0 to",
             "extra['position'], a tuple, would not come back from JSON as it is; give finite numbers",
             "extra['seen'], a dict, would not come back from JSON as it is",
             "extra['loss'], a list, would not come back from JSON as it is",

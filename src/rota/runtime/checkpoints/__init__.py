@@ -37,7 +37,7 @@ from rota.runtime.checkpoints.lock import locked
 from rota.runtime.checkpoints.manifest import MANIFEST, File, Manifest, file_of, require_json
 from rota.runtime.checkpoints.names import Weights
 from rota.runtime.checkpoints.optimizer_state import refuse_inner_optimizers
-from rota.runtime.checkpoints.rank_file import Chunk, Tensors, chunks_of, write_file
+from rota.runtime.checkpoints.rank_file import Chunk, chunks_of, write_file
 from rota.runtime.checkpoints.snapshots import Snapshots, count_room
 from rota.runtime.checkpoints.state import Merged, Restoring, Trained, merge
 from rota.runtime.checkpoints.tensors import Reader, copied, share_out
@@ -292,7 +292,7 @@ class Checkpoints:
             self.close()
         except Exception as error:
             _failed_at_exit.append(error)
-            print(f"rota: the last checkpoint was not saved: {error}", file=sys.stderr, flush=True)
+            _print(f"the last checkpoint was not saved: {error}")
             self._pipeline.close()
 
     def _collect(self, step: int, extra: dict[str, Any]) -> tuple[dict[Chunk, torch.Tensor], dict[str, Any]]:
@@ -485,17 +485,13 @@ class Checkpoints:
             else:
                 if is_restart():
                     self._report(f"training resumes from {found.path}")
-                self._forget_steps_in_memory()
+                self._step_committed = -1
+                if self._snapshots is not None:  # no restart may lead back to later steps of before
+                    self._snapshots.forget_all_but(None)
                 return found
         if is_restart():
             self._report(f"training starts from the beginning: no whole checkpoint in {self._folder}")
         return None
-
-    def _forget_steps_in_memory(self) -> None:
-        """Training goes on from a checkpoint: no restart may lead back to later steps of before."""
-        self._step_committed = -1
-        if self._snapshots is not None:
-            self._snapshots.forget_all_but(None)
 
     def _report(self, text: str) -> None:
         """Print one line on the first process."""
@@ -538,10 +534,8 @@ class Checkpoints:
 
 def _require_step(step: object) -> None:
     """Raises PipelineError if it is not the number of a step, or too large to be read again."""
-    if type(step) is not int or step < 0:
-        raise PipelineError(f"step={step!r}; give a whole number of 0 or more")
-    if step > LARGEST:
-        raise PipelineError(f"step={step}; give a number of at most {LARGEST:,}")
+    if type(step) is not int or not 0 <= step <= LARGEST:
+        raise PipelineError(f"step={step!r}; give a whole number from 0 to {LARGEST:,}")
 
 
 def _remedy(step: int | None) -> str:

@@ -34,19 +34,21 @@ Box: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]  # offsets and sizes
 
 LENGTH = struct.Struct("<Q")  # of the header, before it
 ALIGNED = 64  # bytes at which the tensors begin; large elements come first, so each is aligned
-_NAMES = {  # of dtypes in safetensors
-    **{f"{kind}{bits}": f"{kind[0].upper()}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)},
-    "float64": "F64",
-    "float32": "F32",
-    "float16": "F16",
-    "bfloat16": "BF16",
-    "complex64": "C64",
-    "bool": "BOOL",
-    "float8_e4m3fn": "F8_E4M3",
-    "float8_e5m2": "F8_E5M2",
+#: Dtypes by their names in safetensors.
+SAFETENSORS = {
+    **{f"{kind[0].upper()}{n}": getattr(torch, f"{kind}{n}") for kind in ("int", "uint") for n in (8, 16, 32, 64)},
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "C64": torch.complex64,
+    "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
 }
+_NAMES = {dtype: name for name, dtype in SAFETENSORS.items()}
 #: The format has no such dtypes: these are pairs of others, and the rest is bytes, in one more dimension.
-_PAIRS = {"complex128": "F64", "complex32": "F16"}
+_PAIRS = {torch.complex128: "F64", torch.complex32: "F16"}
 
 
 class Chunk(NamedTuple):
@@ -144,10 +146,9 @@ def _texts(chunks: tuple[Chunk, ...]) -> tuple[str, str]:
 
 def _stored_as(dtype: torch.dtype) -> tuple[str, tuple[int, ...]]:
     """The dtype's name in safetensors, and the dimensions that are added there."""
-    name = dtype_name(dtype)
-    if name in _PAIRS:
-        return _PAIRS[name], (2,)
-    return (_NAMES[name], ()) if name in _NAMES else ("U8", (dtype.itemsize,))
+    if dtype in _PAIRS:
+        return _PAIRS[dtype], (2,)
+    return (_NAMES[dtype], ()) if dtype in _NAMES else ("U8", (dtype.itemsize,))
 
 
 def read_head(head: bytes) -> tuple[tuple[Chunk, ...], Field]:

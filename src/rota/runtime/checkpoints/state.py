@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from rota.errors import PipelineError
 from rota.reading import Field
-from rota.runtime.checkpoints.names import Weight, Weights, model_key
+from rota.runtime.checkpoints.names import Weight, Weights, few, model_key
 from rota.runtime.checkpoints.optimizer_state import (
     Record,
     different,
@@ -214,17 +214,12 @@ def _stored_names(weights: list[Weight], saved: Mapping[str, int]) -> dict[str, 
     known = {*found.values()}
     extra = [name for name in saved if name not in known]
     if missing or extra:
-        what = [f"{kind} {_few(names)}" for kind, names in (("lacks", missing), ("also has", extra)) if names]
+        what = [f"{kind} {few(names)}" for kind, names in (("lacks", missing), ("also has", extra)) if names]
         raise PipelineError(
             f"this is another model: the checkpoint {' and '.join(what)}; build the one that was saved. If it is the "
             "same model, cut elsewhere by hand, name its weights as when it was saved: Stages(…, names=[…])"
         )
     return found
-
-
-def _few(names: list[str]) -> str:
-    first = [name if len(name) <= 100 else f"{name[:97]}..." for name in names[:3]]
-    return ", ".join(first) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def _require_writable(key: str, tensor: torch.Tensor) -> None:
