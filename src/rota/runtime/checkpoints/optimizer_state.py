@@ -162,39 +162,36 @@ def require_records(
     found: list[Record | None] = []
     wanted = set()
     for index, group in enumerate(optimizer.param_groups):
-        first, first_key = None, ""
-        for parameter in group["params"]:
-            key = _key_of(parameter, index, keys)
-            wanted.add(key)
+        of_group = [_key_of(parameter, index, keys) for parameter in group["params"]]
+        for key in of_group:
             if key not in records:
                 raise PipelineError(f"{key} had no optimizer when it was saved; leave it out of this one, too")
-            record = records[key]
-            if record.optimizer != type(optimizer).__name__:
-                raise PipelineError(f"saved with {record.optimizer}, but this is {type(optimizer).__name__}")
-            if first is not None:
-                _require_one_group(index, (first_key, first), (key, record))
-            else:
-                for name, value in record.options.items():
-                    _require_like(group.get(name), value, f"{key}'s {_shown(name)}")
-            first, first_key = first or record, first_key or key
+            if records[key].optimizer != type(optimizer).__name__:
+                raise PipelineError(f"saved with {records[key].optimizer}, but this is {type(optimizer).__name__}")
+            _require_one_group(index, of_group[0], key, records)
+        first = records[of_group[0]] if of_group else None
+        for name, value in first.options.items() if first is not None else ():
+            _require_like(group.get(name), value, f"{of_group[0]}'s {_shown(name)}")
         found.append(first)
+        wanted |= {*of_group}
     if left := [key for key in keys.values() if key in records and key not in wanted]:
         raise PipelineError(f"{left[0]} was in the optimizer when it was saved, but is not in this one; add it")
     return found
 
 
-def _require_one_group(index: int, one: tuple[str, Record], other: tuple[str, Record]) -> None:
-    for was, now in ((one[1].options, other[1].options), (one[1].scheduled, other[1].scheduled)):
-        if (name := different(was, now)) is not None:
+def _require_one_group(index: int, one: str, other: str, records: Mapping[str, Record]) -> None:
+    a, b = records[one], records[other]
+    for was, now in ((a.options, b.options), (a.scheduled, b.scheduled)):
+        if was is not now and (name := different(was, now)) is not None:
             raise PipelineError(
-                f"{one[0]} and {other[0]} are in one group, {index}, but were saved with different {_shown(name)} "
+                f"{one} and {other} are in one group, {index}, but were saved with different {_shown(name)} "
                 f"({_shown(was.get(name))} and {_shown(now.get(name))}); group the weights as when they were saved"
             )
 
 
 def _shown(value: Any) -> str:
     """A value from a file that is not trusted, for an error message."""
-    return printable(short(value)) if not isinstance(value, str) else short(value).strip('"')
+    return printable(short(str(value)).strip('"'))
 
 
 def restore_optimizer(
