@@ -17,8 +17,7 @@ from torch.distributed.checkpoint import HuggingFaceStorageReader
 from rota.cli import main
 from rota.runtime.checkpoints import checkpoint_folder
 from rota.runtime.checkpoints.contents import damages
-from rota.runtime.checkpoints.files import read_saved
-from rota.runtime.checkpoints.manifest import Manifest, digest
+from rota.runtime.checkpoints.manifest import Manifest, digest, read_saved
 from support.checkpoint_runs import TWO, Training, model, save_model, stored
 from support.pool import Pool
 

@@ -28,13 +28,12 @@ from rota.plan import Plan
 from rota.reading import LARGEST, Field
 from rota.runtime import control, kept_memory
 from rota.runtime.agreement import Call
-from rota.runtime.checkpoints import checkpoint_folder, files
+from rota.runtime.checkpoints import checkpoint_folder
 from rota.runtime.checkpoints.all_ranks import DamagedError, Ranks
 from rota.runtime.checkpoints.batches import Batches
 from rota.runtime.checkpoints.contents import read_contents
-from rota.runtime.checkpoints.files import Saved
 from rota.runtime.checkpoints.lock import locked
-from rota.runtime.checkpoints.manifest import MANIFEST, File, Manifest, file_of, require_json
+from rota.runtime.checkpoints.manifest import MANIFEST, File, Manifest, Saved, file_of, read_saved, require_json
 from rota.runtime.checkpoints.names import Weights
 from rota.runtime.checkpoints.optimizer_state import refuse_inner_optimizers
 from rota.runtime.checkpoints.rank_file import Chunk, chunks_of, write_file
@@ -329,7 +328,7 @@ class Checkpoints:
         )
         checkpoint_folder.write_synced(partial / MANIFEST, manifest.to_json().encode())
         try:
-            read_contents(files.read_saved(partial))
+            read_contents(read_saved(partial))
         except FormatError as error:
             raise PipelineError(
                 f"step {merged.step} is not saved, because it could not be read again, from a folder that all ranks "
@@ -523,7 +522,7 @@ class Checkpoints:
         return Checkpoint(saved.manifest.step, saved.manifest.extra, plan, path)
 
     def _prepare(self, path: Path) -> tuple[Saved, Plan, Restoring, Reader]:
-        saved = files.read_saved(path)
+        saved = read_saved(path)
         contents = read_contents(saved)
         chunks = {key: parts[0].chunk for key, parts in contents.index.items()}
         restoring = self._trained.prepare(saved.manifest.weights, contents.training, chunks)

@@ -13,8 +13,7 @@ import stat
 from pathlib import Path
 
 from rota.errors import FormatError, PipelineError
-from rota.runtime.checkpoints.files import Saved, read_saved
-from rota.runtime.checkpoints.manifest import MANIFEST, file_of
+from rota.runtime.checkpoints.manifest import MANIFEST, Saved, file_of, read_saved
 
 _WHOLE = re.compile("step-([0-9]{1,18})")
 _TEMPORARY = re.compile(r"step-[0-9]{1,18}\.(partial|replaced)")

@@ -13,8 +13,7 @@ from rota.errors import FormatError, RotaError
 from rota.plan import Plan
 from rota.reading import Field, printable, short
 from rota.runtime.checkpoints.checkpoint_folder import is_checkpoint, readable_ones
-from rota.runtime.checkpoints.files import Saved, naming, read_saved
-from rota.runtime.checkpoints.manifest import MANIFEST, Manifest
+from rota.runtime.checkpoints.manifest import MANIFEST, Manifest, Saved, naming, read_saved
 from rota.runtime.checkpoints.names import model_key
 from rota.runtime.checkpoints.optimizer_state import tensor_key
 from rota.runtime.checkpoints.state import TrainingState

@@ -1,11 +1,20 @@
-"""`rota.json`, the index of a checkpoint: its files, and all of the training besides tensors. Written last."""
+"""`rota.json`, the index of a checkpoint, and the files that it lists. None of them is trusted.
+
+rota.json           the files, and all of the training besides tensors; it is written last
+rank-N.safetensors  tensors, as rank N wrote them
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
-import re
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from io import FileIO
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from rota import reading
@@ -13,6 +22,7 @@ from rota.errors import FormatError, PipelineError
 
 MANIFEST = "rota.json"
 FORMAT = 4
+_PIECE_BYTES = 2**22
 
 
 class File(NamedTuple):
@@ -27,8 +37,6 @@ class File(NamedTuple):
         """The file with this JSON. Raises FormatError that names the field."""
         if len(parts := [*field]) != 3:
             raise field.wrong("a size, a SHA-256 and checksums")
-        if not re.fullmatch("[0-9a-f]{64}", parts[1].text()):
-            raise parts[1].wrong("a SHA-256 in 64 hexadecimal digits")
         return cls(parts[0].integer(0), parts[1].text(), parts[2].integers(0, 2**32 - 1))
 
 
@@ -98,6 +106,79 @@ def digest(document: dict[str, Any]) -> str:
         return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()
     except RecursionError:
         raise FormatError("it is nested too deep") from None
+
+
+# --- on disk ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """A checkpoint on disk whose manifest has been read."""
+
+    path: Path
+    manifest: Manifest
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all files of tensors."""
+        return sum(file.num_bytes for file in self.manifest.files)
+
+    def wrong_files(self) -> Iterator[str]:
+        """What is wrong with the files, one by one, without reading them: missing, of a wrong size, or not listed."""
+        try:
+            found = {entry.name: entry.stat(follow_symlinks=False) for entry in os.scandir(self.path)}
+        except OSError as error:
+            raise FormatError(f"cannot read {self.path}: {error.strerror}") from None
+        found.pop(MANIFEST, None)
+        for rank, file in enumerate(self.manifest.files):
+            name = file_of(rank)
+            if (entry := found.pop(name, None)) is None:
+                yield f"{name} is missing"
+            elif not stat.S_ISREG(entry.st_mode):
+                yield f"{name} is not a regular file"
+            elif entry.st_size != file.num_bytes:
+                yield f"{name} has {entry.st_size:,} bytes instead of {file.num_bytes:,}"
+        for name in sorted(found):
+            yield f"{reading.printable(name)} is not listed in {MANIFEST}"
+
+
+def read_saved(path: Path) -> Saved:
+    """The checkpoint in `path`, from its manifest alone. Raises FormatError."""
+    manifest = path / MANIFEST
+    with suppress(OSError):  # `read_text` says what is wrong
+        reading.require_regular(manifest, follow=False)
+    text = reading.read_text(manifest)
+    with naming(manifest):
+        return Saved(path, Manifest.from_json(text))
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Puts the file's path in front of FormatErrors that are raised inside."""
+    try:
+        yield
+    except FormatError as error:
+        raise FormatError(f"{path}: {error}") from None
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[FileIO]:
+    """Open a regular file to read it. Raises FormatError for anything else, also for a link to one."""
+    try:
+        with reading.open_file(path, follow=False) as file:
+            yield file
+    except FileNotFoundError:
+        raise FormatError(f"{path} is missing") from None
+    except OSError as error:
+        raise FormatError(f"cannot read {path}: {error.strerror}") from None
+
+
+def pieces(file: FileIO, num_bytes: int) -> Iterator[memoryview]:
+    """The next `num_bytes` of a file, or fewer at its end, in pieces; each piece overwrites the one before."""
+    buffer = memoryview(bytearray(min(num_bytes, _PIECE_BYTES)))
+    while num_bytes and (count := file.readinto(buffer[: min(num_bytes, _PIECE_BYTES)])):
+        yield buffer[:count]
+        num_bytes -= count
 
 
 # --- the user's own values --------------------------------------------------------------------------------------------

@@ -38,11 +38,6 @@ from rota.runtime.checkpoints.values import from_json, require_readable, to_json
 from rota.runtime.reducing.norms import local
 
 
-def part_of(tensor: torch.Tensor) -> torch.Tensor:
-    """What this process has of a tensor of `collect`: a shard of a DTensor, else all of it."""
-    return tensor if type(tensor) is torch.Tensor else local(tensor)
-
-
 class TrainingState(NamedTuple):
     """`records` by weight; `scheduler`: {"scheduler": its class, "state": its state without values per group}."""
 
@@ -91,7 +86,7 @@ class Trained:
             training["records"], states = records_of(self.optimizer, by_group, keys)
             tensors |= states
         for key, tensor in tensors.items():
-            part = part_of(tensor)
+            part = tensor if type(tensor) is torch.Tensor else local(tensor)  # a shard of a DTensor
             require_readable(key, part)
             if not part.is_contiguous() and not is_tensor_key(key):  # the optimizer gets new tensors
                 _require_writable(key, part)
