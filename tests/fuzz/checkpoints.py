@@ -10,6 +10,7 @@ import base64
 import hashlib
 import io
 import json
+import math
 import os
 import pathlib
 import pickle
@@ -19,9 +20,10 @@ import struct
 import sys
 import zlib
 from collections.abc import Callable
-from contextlib import ExitStack, redirect_stderr, redirect_stdout, suppress
+from contextlib import ExitStack, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from functools import cache
+from itertools import accumulate, pairwise
 from pathlib import Path
 from random import Random
 from tempfile import mkdtemp
@@ -37,11 +39,9 @@ from fuzz.mutating import byte_mutants, json_mutants, text_mutants
 from rota import Checkpoints, Cluster, Costs, Pipeline, PipelineError, RotaError, Stages, place
 from rota.cli.command import Options
 from rota.cli.commands.checkpoint import checkpoint
-from rota.reading import Field
-from rota.runtime.checkpoints import rank_file
 from rota.runtime.checkpoints.contents import damages, find
 from rota.runtime.checkpoints.manifest import digest
-from rota.runtime.checkpoints.rank_file import Chunk, head_bytes
+from rota.runtime.checkpoints.rank_file import head_bytes
 from rota.schedules import gpipe
 
 Files = dict[str, bytes | Callable[[Path], object]]  # by name: contents, or what makes something else of the name
@@ -230,7 +230,7 @@ def _change_part(name: str) -> Callable[[Files, Random], None]:
 
 
 def _change_head(files: Files, chooser: Random) -> None:
-    """All of the header, or what only Rota reads in it; then the rest may be as that says."""
+    """All of the header, or what Rota reads in it."""
     data = whole()[_RANK]
     end = head_bytes(data, len(data))
     text = data[8:end].decode()
@@ -238,12 +238,8 @@ def _change_head(files: Files, chooser: Random) -> None:
         text = _changed(text, chooser)
     else:
         header = json.loads(text)
-        header["__metadata__"]["rota"] = own = _changed(header["__metadata__"]["rota"], chooser)
+        header["__metadata__"]["tensors"] = _changed(header["__metadata__"]["tensors"], chooser)
         text = json.dumps(header)
-        with suppress(RotaError, ValueError, TypeError, KeyError, RecursionError):
-            chunks = tuple(map(Chunk.from_json, Field("chunks", json.loads(own)["tensors"])))
-            files[_RANK] = rank_file._head(chunks, own, end) + data[end:]
-            return
     head = text.encode(errors="surrogatepass")
     files[_RANK] = struct.pack("<Q", len(head)) + head + data[end:]
 
@@ -265,14 +261,16 @@ def _change_random_state(files: Files, chooser: Random) -> None:
     """Of PyTorch, which is bytes in base64."""
     document = json.loads(whole()["rota.json"])
     drawn = document["training"]["random"]
-    data = bytearray(base64.b64decode(drawn["torch"]))
+    data = bytearray(base64.b64decode(drawn["torch"]["$tensor"][2]))
     for _ in range(chooser.choice((1, 1, 2, 8))):
         data[chooser.choice((chooser.randrange(len(data)), chooser.randrange(28)))] = chooser.randrange(256)
-    drawn["torch"] = base64.b64encode(data).decode()
+    drawn["torch"]["$tensor"][2] = base64.b64encode(data).decode()
     files["rota.json"] = json.dumps(document).encode()
 
 
 def _swap(files: Files, chooser: Random) -> None:
+    if len(files) < 2:  # one has been removed
+        return
     one, other = chooser.sample(sorted(files), 2)
     files[one], files[other] = files[other], files[one]
     if chooser.random() < 0.3:
@@ -332,9 +330,10 @@ def _fit_checksums(files: Files) -> None:
     document, data = _parsed(files, "rota.json"), files.get(_RANK)
     try:
         (length,) = struct.unpack_from("<Q", data)
-        header = json.loads(data[8 : 8 + length])
-        places = [entry["data_offsets"] for name, entry in header.items() if name != "__metadata__"]
-        document["files"][0][2] = [zlib.crc32(data[8 + length + a : 8 + length + b]) for a, b in places]
+        chunks = json.loads(json.loads(data[8 : 8 + length])["__metadata__"]["tensors"])
+        counts = [math.prod(sizes) * getattr(torch, dtype).itemsize for _, dtype, _, _, sizes in chunks]
+        ends = [*accumulate(counts, initial=8 + length)]
+        document["files"][0][2] = [zlib.crc32(data[begin:end]) for begin, end in pairwise(ends)]
     except (AttributeError, IndexError, KeyError, TypeError, ValueError, RecursionError, struct.error):
         return
     files["rota.json"] = json.dumps(document).encode()
@@ -396,8 +395,7 @@ class Stranger:
         for file in path.glob("rank-*.safetensors"):
             data = file.read_bytes()
             end = 8 + int.from_bytes(data[:8], "little")
-            own = json.loads(json.loads(data[8:end])["__metadata__"]["rota"])
-            for key, dtype, size, offsets, sizes in own["tensors"]:
+            for key, dtype, size, offsets, sizes in json.loads(json.loads(data[8:end])["__metadata__"]["tensors"]):
                 part = tensors.setdefault(key, torch.empty(size, dtype=getattr(torch, dtype)))
                 for dimension, (offset, length) in enumerate(zip(offsets, sizes, strict=True)):
                     part = part.narrow(dimension, offset, length)
@@ -479,23 +477,26 @@ def _compare(found: Stranger) -> None:
     model, optimizer, scheduler = training().model, training().optimizer, training().scheduler
     for name, tensor in model.state_dict().items():
         assert _same(tensor, found.tensors[f"model/{name}"]), f"{name} was not loaded right"
-    records = {key: {**of_group, **own} for of_group, each in found.training["records"] for key, own in each.items()}
+    records = {
+        key: (shared, *own) for shared, of_weights in found.training["records"] for key, own in of_weights.items()
+    }
     for name, parameter in model.named_parameters():
-        state, record = optimizer.state[parameter], records[name]
-        assert set(state) == {*record["tensors"], *(key for key, _ in record["values"])}
-        for key in record["tensors"]:
+        state, (shared, tensors, values) = optimizer.state[parameter], records[name]
+        assert set(state) == {*tensors, *values}
+        for key in tensors:
             assert _same(state[key], found.tensors[f"optimizer/{name}/{key}"]), f"{key} of {name} was not loaded right"
         group = next(group for group in optimizer.param_groups if any(p is parameter for p in group["params"]))
-        for key, value in record["options"]:
+        for key, value in shared["options"].items():
             if isinstance(value, (int, float, str)):
                 assert repr(group[key]) == repr(value), f"{key} of {name} is {group[key]}, saved as {value}"
-    for key, value in found.training["scheduler"]["state"]["dict"]:
+    for key, value in found.training["scheduler"]["state"].items():
         if isinstance(value, (int, float, str)):
             assert repr(scheduler.state_dict()[key]) == repr(value)
-    assert base64.b64decode(found.training["random"]["torch"]) == torch.get_rng_state().numpy().tobytes()
-    version, (*words, position), _ = random.getstate()
-    encoded = base64.b64encode(struct.pack("<624I", *words)).decode()
-    assert found.training["random"]["python"][:3] == [version, encoded, position]
+    drawn = found.training["random"]
+    assert base64.b64decode(drawn["torch"]["$tensor"][2]) == torch.get_rng_state().numpy().tobytes()
+    version, words, _ = random.getstate()
+    encoded = base64.b64encode(struct.pack("<625I", *words)).decode()
+    assert drawn["python"]["$tuple"][:2] == [version, {"$tensor": ["uint32", [625], encoded]}]
 
 
 def _same(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -16,7 +16,8 @@ from torch import nn
 import rota
 from rota import Cluster, Costs, Pipeline, PipelineError, Plan, Stages, place
 from rota.models.randomness import RandomStates
-from rota.runtime.checkpoints.tensors import Layout
+from rota.runtime.checkpoints.rank_file import chunks_of
+from rota.runtime.checkpoints.tensors import copied
 from rota.schedules import NAMED, gpipe, one_f_one_b
 from support.checkpoint_runs import Run, Training, memory, model, serial_losses, stored
 from support.networks import (
@@ -391,9 +392,9 @@ def test_step_counts_stay_on_the_host_beside_a_weight_without_dims(device: SimDe
 
 def test_a_copy_on_a_stream_that_does_not_wait_is_a_race(device: SimDevice) -> None:
     weight = torch.ones(4, device="sim")
-    layout = Layout({"model/weight": weight})
+    data = chunks_of({"model/weight": weight})
     with device.use(device.stream("checkpoint")), pytest.raises(RaceError, match="no event orders it after"):
-        layout.copy(device)
+        copied(data, device)
 
 
 def pipeline_of(where: str) -> Pipeline:

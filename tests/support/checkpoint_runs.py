@@ -153,7 +153,7 @@ def stored(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         data = file.read_bytes()
         (length,) = struct.unpack_from("<Q", data)
         header, begin = json.loads(data[8 : 8 + length]), 8 + length
-        sizes = {key: size for key, _, size, *_ in json.loads(header["__metadata__"]["rota"])["tensors"]}
+        sizes = {key: size for key, _, size, *_ in json.loads(header["__metadata__"]["tensors"])}
         offsets = json.loads(header["__metadata__"]["DCP_SHARDING_INFO"])
         for key, value in safetensors.torch.load(data).items():
             assert header[key]["data_offsets"][1] <= len(data) - begin

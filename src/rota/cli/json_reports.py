@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from rota.layers import LayerCosts
     from rota.planning import Answer
     from rota.planning.evaluation import Found
-    from rota.runtime.checkpoints.files import Saved
+    from rota.runtime.checkpoints.manifest import Saved
     from rota.search import Frontier, SearchResult
     from rota.sizes import SizeModel
 

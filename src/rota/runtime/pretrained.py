@@ -23,26 +23,12 @@ from torch import nn
 from rota import reading
 from rota.errors import FormatError
 from rota.models import Stages
-from rota.runtime.checkpoints.names import names_of
+from rota.runtime.checkpoints.names import few, names_of
+from rota.runtime.checkpoints.rank_file import SAFETENSORS
 from rota.runtime.conversions import Source, converted
 from rota.runtime.materializing import Init, give_memory
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
-_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "C64": torch.complex64,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +118,7 @@ def _stored(folder: Path) -> dict[str, _Stored]:
     for file, names in wanted.items():
         of_file = {stored.name: stored for stored in _header(folder / file)}
         if names is not None and (lacking := sorted(names - of_file.keys())):
-            raise FormatError(f"{folder / file} lacks {_few(lacking)}, which {_INDEX} says is there; get it again")
+            raise FormatError(f"{folder / file} lacks {few(lacking)}, which {_INDEX} says is there; get it again")
         found |= of_file if names is None else {name: of_file[name] for name in names}
     return found
 
@@ -155,7 +141,7 @@ def _header(path: Path) -> Iterator[_Stored]:
     with _opened(path) as file:
         for name in file.keys():  # noqa: SIM118
             part = file.get_slice(name)
-            yield _Stored(path, name, tuple(part.get_shape()), _DTYPES.get(part.get_dtype(), part.get_dtype()))
+            yield _Stored(path, name, tuple(part.get_shape()), SAFETENSORS.get(part.get_dtype(), part.get_dtype()))
 
 
 @contextmanager
@@ -187,7 +173,7 @@ def _matched(
     lacking = _without((named[tensor][0] for tensor, sources in found.items() if not sources), may_lack)
     more = _without((name for name in by_name if name not in known), may_have)
     if lacking or more:
-        told = [f"{words} {_few(names)}" for words, names in (("lacks", lacking), ("has also", more)) if names]
+        told = [f"{words} {few(names)}" for words, names in (("lacks", lacking), ("has also", more)) if names]
         raise FormatError(
             f"{folder} is not this model: it {' and '.join(told)}; make the model that it is of. If the model shall "
             "differ, missing=[…] initializes weights that the folder lacks, and unexpected=[…] leaves out those of "
@@ -226,10 +212,10 @@ def _refuse_other_kinds(found: Mapping[torch.Tensor, Sequence[Source]], cast: bo
             if stored.dtype != tensor.dtype and not converts:
                 dtypes.append(f"{stored.name} is {stored.dtype}, in the model {tensor.dtype}")
     if shapes:
-        raise FormatError(f"{folder} has other shapes than the model: {_few(shapes)}; make the model that it is of")
+        raise FormatError(f"{folder} has other shapes than the model: {few(shapes)}; make the model that it is of")
     if dtypes:
         raise FormatError(
-            f"{folder} has other dtypes than the model: {_few(dtypes)}; make the model with these, or convert them by "
+            f"{folder} has other dtypes than the model: {few(dtypes)}; make the model with these, or convert them by "
             "load_pretrained(…, cast=True)"
         )
 
@@ -250,9 +236,3 @@ def _read(tensor: torch.Tensor, sources: Sequence[Source]) -> None:
                 f"{source.path}: {source.name} has other values than {sources[0].name}, but the model has them as "
                 "one tied weight; make the model without the tie"
             )
-
-
-def _few(names: Iterable[str]) -> str:
-    """Up to eight of them."""
-    told = [reading.printable(name if len(name) <= 200 else f"{name[:197]}...") for name in names]
-    return ", ".join(told[:8]) + (f" and {len(told) - 8} more" if len(told) > 8 else "")

@@ -86,7 +86,7 @@ class DiskFull:
 def fail_to_save(rank: int, folder: Path) -> list[tuple[str, list[str], int]]:
     places = [
         (0, checkpoint_folder, "begin", 0),
-        (1, checkpoints, "Layout", 0),
+        (1, checkpoints, "chunks_of", 0),
         (1, checkpoints, "write_file", 0),
         (0, checkpoint_folder, "write_synced", 0),
         (0, checkpoint_folder, "publish", 0),

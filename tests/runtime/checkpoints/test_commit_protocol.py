@@ -87,7 +87,7 @@ def in_folder(memory: Memory) -> Iterator[Path]:
 def writer(folder: Path) -> Snapshots:
     """What a rank writes with."""
     made = Snapshots.__new__(Snapshots)
-    made._folder, made._training, made._files = folder, TRAINING, {}
+    made.folder, made._training, made._files = folder, TRAINING, {}
     made._counted_bytes = 10**9
     return made
 

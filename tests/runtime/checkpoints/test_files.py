@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections import Counter, OrderedDict
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,19 +18,18 @@ from torch.optim import lr_scheduler
 from rota import FormatError, PipelineError
 from rota.reading import Field
 from rota.runtime.checkpoints import checkpoint_folder
-from rota.runtime.checkpoints.files import MARKER, read_saved
 from rota.runtime.checkpoints.manifest import File, Manifest
 from rota.runtime.checkpoints.optimizer_state import (
+    read_records,
     records_of,
     require_records,
-    require_scheduler,
     restore_optimizer,
-    restore_scheduler,
     same,
+    scheduler_state,
     split_scheduler,
 )
 from rota.runtime.checkpoints.random_states import random_state
-from rota.runtime.checkpoints.training_json import TrainingState, training_from_json, training_to_json
+from rota.runtime.checkpoints.state import TrainingState
 from rota.runtime.checkpoints.values import from_json, to_json
 
 
@@ -51,7 +50,9 @@ def manifest(number: int, step: int, **changes: Any) -> Manifest:
 def save(folder: Path, step: int, keep: int | None = None) -> None:
     partial = checkpoint_folder.begin(folder, step)
     (partial / "rank-0.safetensors").write_bytes(b"abc")
-    checkpoint_folder.publish(partial, manifest(checkpoint_folder.next_number(folder), step), keep)
+    written = manifest(checkpoint_folder.next_number(folder), step).to_json()
+    checkpoint_folder.write_synced(partial / "rota.json", written.encode())
+    checkpoint_folder.publish(partial, keep)
 
 
 def steps_in(folder: Path) -> list[int]:
@@ -71,21 +72,15 @@ def test_a_manifest_comes_back_as_it_was() -> None:
         ('"position": [3', '"position": [2', "it has changed since it was saved"),
         ('"step": 20', '"step": 20, "steps": 2', 'checkpoint has the field "steps" = 2, which is not one of'),
         ('"step": 20', '"step": -1', "checkpoint.step is -1; expected 0 or more"),
-        ('["b", 4]', '["b", 0]', "checkpoint.weights[1][1] is 0; expected 1 or more"),
-        ('["b", 4]', '["b"]', 'checkpoint.weights[1] is ["b"]; expected a pair'),
+        ('"b": 4', '"b": 0', "checkpoint.weights.b is 0; expected 1 or more"),
         ('{"c": "b"}', '{"c": "d"}', 'checkpoint.aliases is {"c": "d"}; expected other names of the weights'),
         ('{"c": "b"}', '{"b": "b"}', 'checkpoint.aliases is {"b": "b"}; expected other names of the weights'),
         ('"aliases": {"c": "b"}', '"aliases": []', "checkpoint.aliases is []; expected an object"),
         ('"number": 1,', "", "checkpoint has no field 'number'"),
         ('"number"', '"numbers"', 'checkpoint has the field "numbers" = 1, which is not one of'),
         ('"rota": "checkpoint"', '"rota": "plan"', 'it says "rota": "plan"'),
-        (
-            '["b", 4]',
-            '["a.weight", 4]',
-            'checkpoint.weights[1][0] is "a.weight"; expected a name that occurs only once',
-        ),
+        ('"b": 4', '"a.weight": 4', 'it has an object with two fields "a.weight"'),
         ('{"c": "b"}', '{"c": 3}', "checkpoint.aliases.c is 3; expected a text"),
-        ('"abab', '"ABab', "expected a SHA-256 in 64 hexadecimal digits"),
         ("[7]", "[-7]", "checkpoint.files[0][2][0] is -7; expected 0 or more"),
         ("[7]", "[4294967296]", "expected 4294967295 or less"),
         ('[3, "abab', '[true, "abab', "checkpoint.files[0][0] is true; expected a whole number"),
@@ -104,33 +99,6 @@ def test_a_wrong_manifest_is_told_by_file_and_field(tmp_path: Path, was: str, be
     assert told in str(error)
 
 
-def test_a_number_that_no_later_save_can_exceed_is_refused_when_one_is_saved(tmp_path: Path) -> None:
-    last = tmp_path / "step-7"
-    checkpoint_folder.publish(checkpoint_folder.begin(tmp_path, 7), manifest(10**15, 7), None)
-    assert read_saved(last).manifest.number == 10**15
-    with pytest.raises(PipelineError, match=f"{last} says that it is save number 10{'0' * 14}.*move it out of"):
-        save(tmp_path, 8)
-    assert [path.name for path in checkpoint_folder.whole_paths(tmp_path)] == ["step-7"]
-
-
-@pytest.mark.parametrize(
-    ("changed", "told"),
-    [
-        ({"step": 10**15 + 1}, "checkpoint.step is 1000000000000001"),
-        ({"weights": {"a": 0}}, "expected 1 or more"),
-        ({"aliases": {"a": "a"}}, "other names of the weights"),
-        ({"extra": {"\n": 1}}, "printable"),
-    ],
-)
-def test_a_manifest_that_could_not_be_read_again_is_not_written(
-    tmp_path: Path, changed: dict[str, Any], told: str
-) -> None:
-    partial = checkpoint_folder.begin(tmp_path, 1)
-    with pytest.raises(FormatError, match=told):
-        checkpoint_folder.publish(partial, replace(manifest(1, 1), **changed), None)
-    assert not checkpoint_folder.whole_paths(tmp_path)
-
-
 def test_the_newest_is_the_one_saved_last(tmp_path: Path) -> None:
     for step in (10, 9, 100, 10):
         save(tmp_path, step)
@@ -144,36 +112,35 @@ class PowerCut(Exception):
     pass
 
 
-@pytest.mark.parametrize("num_done", range(11))
+@pytest.mark.parametrize("num_done", range(9))
 def test_a_cut_at_any_point_leaves_a_whole_one_of_each_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_done: int
 ) -> None:
-    """`num_done` of the renames and removals of the second save are done; then the power is cut."""
+    """`num_done` of the writes, renames and removals of the second save are done; then the power is cut."""
     save(tmp_path, 1)
     save(tmp_path, 2)
     left = num_done
 
     def counted(function: Any) -> Any:
-        def act(*args: Any) -> Any:
+        def act(*args: Any, **options: Any) -> Any:
             nonlocal left
             if left == 0:
                 raise PowerCut
             left -= 1
-            return function(*args)
+            return function(*args, **options)
 
         return act
 
     with monkeypatch.context() as patch:
         patch.setattr(Path, "rename", counted(Path.rename))
-        patch.setattr(Path, "unlink", counted(Path.unlink))
-        patch.setattr(checkpoint_folder.shutil, "rmtree", counted(checkpoint_folder.shutil.rmtree))
+        patch.setattr(os, "unlink", counted(os.unlink))
         patch.setattr(checkpoint_folder, "write_synced", counted(checkpoint_folder.write_synced))
         try:
             save(tmp_path, 2, keep=1)
             finished = True
         except PowerCut:
             finished = False
-    assert finished is (num_done >= 10)
+    assert finished is (num_done == 8)
     checkpoint_folder.recover_folder(tmp_path)
     assert steps_in(tmp_path)[-1] == 2
     assert {path.name for path in tmp_path.iterdir()} == {f"step-{step}" for step in steps_in(tmp_path)}
@@ -199,29 +166,27 @@ def test_what_is_no_checkpoint_is_not_whole_and_stays(tmp_path: Path, name: str)
     assert steps_in(tmp_path / "run") == [1, 2]
 
 
-NOT_OURS = (  # names that are much like those of Rota
-    "step-notes.partial",
-    "step-x",
-    "step-7.partial",
-    "step-7.replaced",
-    "step-7.old.partial",
-    "step-\u0663.partial",
-)
+NOT_OURS = ("step-notes.partial", "step-x", "step-7.partial", "step-7.replaced", "step-\u0663.partial")  # but like them
 
 
 def test_what_rota_did_not_make_stays(tmp_path: Path) -> None:
+    for step in (1, 2):
+        save(tmp_path, step)
     for name in NOT_OURS:
         (tmp_path / name).mkdir()
         (tmp_path / name / "notes").write_text("of a user")
-    (tmp_path / "step-8.partial").write_text("a file")
+    (tmp_path / "step-1.partial").write_text("a file")
     (tmp_path / "step-9.partial").symlink_to(tmp_path / "step-x")
-    save(tmp_path, 1)
-    for step in (7, 8, 9, 7):
-        save(tmp_path, step, keep=2)
-    assert steps_in(tmp_path) == [9, 7]
+    for step in (1, 7, 9):
+        with pytest.raises(
+            PipelineError, match=rf"step-{step}\.partial exists and is not a checkpoint of Rota's; move "
+        ):
+            save(tmp_path, step)
+    save(tmp_path, 3, keep=1)
+    assert steps_in(tmp_path) == [1, 3]  # to remove step 1 would need the name of the user's file
     for name in NOT_OURS:
         assert (tmp_path / name / "notes").read_text() == "of a user"
-    assert (tmp_path / "step-8.partial").read_text() == "a file"
+    assert (tmp_path / "step-1.partial").read_text() == "a file"
     assert (tmp_path / "step-9.partial").is_symlink()
     assert len([*tmp_path.iterdir()]) == len(NOT_OURS) + 2 + 2
 
@@ -229,9 +194,8 @@ def test_what_rota_did_not_make_stays(tmp_path: Path) -> None:
 def test_what_was_cut_off_is_removed(tmp_path: Path) -> None:
     save(tmp_path, 1)
     (tmp_path / "step-3.partial").mkdir()
-    for name in ("step-4.partial", "step-5.2.partial", "step-1.replaced"):
+    for name in ("step-4.partial", "step-1.replaced"):
         (tmp_path / name).mkdir()
-        (tmp_path / name / MARKER).touch()
         (tmp_path / name / "rank-0.safetensors").write_bytes(b"abc")
     checkpoint_folder.recover_folder(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["step-1"]
@@ -300,19 +264,16 @@ class Setup:
         return [{**group, "params": [p.tolist() for p in group["params"]]} for group in self.optimizer.param_groups]
 
 
-def through_a_file(scheduler: Any, records: Any) -> tuple[Any, Any]:
-    """As `save` writes and `load` reads them."""
-    training = TrainingState(records, scheduler, random_state(torch.device("cpu")))
-    read = training_from_json(Field("training", json.loads(json.dumps(training_to_json(training)))))
-    assert same(read.random, training.random)
-    assert {key: same(record, records[key]) for key, record in read.records.items()} == dict.fromkeys(records, True)
-    return read.scheduler, read.records
+def through_a_file(value: Any) -> Any:
+    """JSON as `save` writes and `load` reads it."""
+    return Field("value", json.loads(json.dumps(value)))
 
 
 VALUES = [
     *(None, True, 0, -(2**4000), 0.1, -0.0, 1e-320, math.nan, math.inf, -math.inf, "", "é\u2028"),
-    *(1 + 2j, complex(math.nan, -0.0), [], [1, [2.0]], (), (1, (2, [3])), {1, 2}, torch.Size([2, 3]), torch.bfloat16),
-    *({}, {"a": {1: None, (1, "b"): []}, None: 0, 2.5: 1}, Counter({3: 2}), OrderedDict([("b", 1), ("a", 2)])),
+    *([], [1, [2.0]], (), (1, (2, [3])), torch.Size([2, 3]), torch.bfloat16, "\ud800"),
+    *({}, {"a": {1: None, "b": []}, None: 0, 2.5: 1}, Counter({3: 2}), OrderedDict([("b", 1), ("a", 2)])),
+    *({"$tuple": [1]}, {"a": {"$": (1,)}}),
     *(torch.tensor(0.1), torch.empty(0, 3), torch.tensor([[True, False]]), torch.arange(4.0)[::2]),
     *(torch.ones(3).to(torch.float8_e4m3fn), torch.ones(2, 3, dtype=torch.complex64).mul(1j).mT.conj()),
 ]
@@ -320,7 +281,7 @@ VALUES = [
 
 @pytest.mark.parametrize("value", VALUES, ids=lambda value: repr(value)[:30])
 def test_values_come_back_as_they_were(value: Any) -> None:
-    read = from_json(Field("value", json.loads(json.dumps(to_json(value, "value")))))
+    read = from_json(through_a_file(to_json(value, "value")))
     assert type(read) is type(value)
     if isinstance(value, torch.Tensor):
         assert (read.dtype, read.tolist()) == (value.dtype, value.tolist())
@@ -338,42 +299,37 @@ def nested(depth: int) -> Any:
 
 @pytest.mark.parametrize(
     "value",
-    [Named(), len, numpy.float64(1), 2**5000, "\ud800", {"a": [Named()]}, nested(70), nn.Parameter(torch.ones(1))],
+    [
+        *(Named(), len, numpy.float64(1), 2**50_000, 1 + 2j, {1, 2}, {(1, 2): 3}, {"a": [Named()]}, nested(70)),
+        *(nn.Parameter(torch.ones(1)), dict.fromkeys(range(10001), 0)),
+    ],
+    ids=lambda value: type(value).__name__,
 )
 def test_what_would_not_come_back_is_not_saved(value: Any) -> None:
-    with pytest.raises((PipelineError, FormatError), match=r"the state.*(take it out of|lone surrogates)"):
+    with pytest.raises(PipelineError, match=r"the state.*leave it out of"):
         to_json(value, "the state")
-
-
-#: Python gives all of them one hash, so that a dictionary of many takes time that grows with their square.
-ALIKE = [number * (2**61 - 1) for number in range(1001)]
 
 
 @pytest.mark.parametrize(
     ("value", "told"),
     [
-        ({}, "expected an object with one field, one of float, complex"),
-        ({"tuple": [], "dict": []}, "expected an object with one field"),
-        ({"__reduce__": []}, "expected an object with one field"),
-        ({"float": "1"}, "expected one of nan, inf, -inf"),
-        ({"complex": [1, 2.0]}, "expected a pair of floats"),
-        ({"tuple": 3}, "expected a list"),
-        ({"dict": [[1, 2], [1, 3]]}, "expected a key that occurs only once"),
-        ({"dict": [[[], 2]]}, "expected a number, a string or a tuple of them"),
-        ({"set": [{"tensor": ["uint8", [0], ""]}]}, "expected a number, a string or a tuple of them"),
-        ({"dtype": "Tensor"}, "expected a dtype that PyTorch has"),
-        ({"size": [-1]}, "expected 0 or more"),
-        ({"tensor": ["uint8", [2], "AA=="]}, "expected the elements of a uint8 tensor of size [2]"),
-        ({"tensor": ["bool", [1], "Ag=="]}, "expected the elements of a bool tensor of size [1]"),
-        ({"tensor": ["uint8", [1], "!"]}, "expected bytes in base64"),
-        ({"tensor": ["uint8", [10**15] * 5 + [0], ""]}, "expected fewer elements"),
-        ({"tensor": ["uint8", [1] * 40, "AA=="]}, "expected at most 32 dimensions"),
-        ({"dict": [[key, 0] for key in ALIKE]}, "1,001 keys with one hash, made to be slow"),
-        ({"counter": [[{"tuple": [key, "a"]}, 0] for key in ALIKE]}, "1,001 keys with one hash, made to be slow"),
-        ({"set": ALIKE}, "1,001 keys with one hash, made to be slow"),
-        (2**5000, "expected a number of at most 4096 bits"),
+        ({"$__reduce__": []}, "expected an object whose one field is one of $float, $tuple"),
+        ({"$float": "1"}, "expected one of nan, inf, -inf"),
+        ({"$tuple": 3}, "expected a list"),
+        ({"$dict": [[1, 2], [1, 3]]}, "expected a number or a string that occurs only once"),
+        ({"$dict": [[[], 2]]}, "expected a number or a string"),
+        ({"$dict": [[1]]}, "expected at most 10,000 pairs"),
+        ({"$dict": [[{"$tensor": ["uint8", [0], ""]}, 1]]}, "expected a number or a string"),
+        ({"$dtype": "Tensor"}, "expected a dtype that PyTorch has"),
+        ({"$size": [-1]}, "expected 0 or more"),
+        ({"$tensor": ["uint8", [2], "AA=="]}, "expected the elements of a uint8 tensor of size [2]"),
+        ({"$tensor": ["bool", [1], "Ag=="]}, "expected the elements of a bool tensor of size [1]"),
+        ({"$tensor": ["uint8", [1], "!"]}, "expected bytes in base64"),
+        ({"$tensor": ["uint8", [10**15] * 5 + [0], ""]}, "expected fewer elements"),
+        ({"$tensor": ["uint8", [1] * 40, "AA=="]}, "expected at most 32 dimensions"),
+        # Python gives all of these keys one hash, so that a dictionary of many takes time that grows with their square.
+        ({"$counter": [[number * (2**61 - 1), 0] for number in range(10_001)]}, "expected at most 10,000 pairs"),
         (nested(70), "nested more than 64 levels deep"),
-        (["\ud800"], "lone surrogates"),
     ],
 )
 def test_values_that_are_wrong_are_refused(value: Any, told: str) -> None:
@@ -386,11 +342,12 @@ def test_values_that_are_wrong_are_refused(value: Any, told: str) -> None:
 def written_training() -> dict[str, Any]:
     made = Setup("steps")
     made.train(range(2))
-    records, _ = records_of(made.optimizer, split_scheduler(made.scheduler, 2)[1], made.keys)
-    scheduler, _ = split_scheduler(made.scheduler, 2)
-    return json.loads(
-        json.dumps(training_to_json(TrainingState(records, scheduler, random_state(torch.device("cpu")))))
-    )
+    scheduler, by_group = split_scheduler(made.scheduler, 2)
+    records, _ = records_of(made.optimizer, by_group, made.keys)
+    random = to_json(random_state(torch.device("cpu")), "random")
+    written = {"records": records, "scheduler": to_json(scheduler, "scheduler"), "random": random}
+    TrainingState.from_json(through_a_file(written))
+    return json.loads(json.dumps(written))
 
 
 def change_at(document: Any, place: tuple[Any, ...], value: Any) -> None:
@@ -404,33 +361,35 @@ def change_at(document: Any, place: tuple[Any, ...], value: Any) -> None:
 @pytest.mark.parametrize(
     ("place", "value", "told"),
     [
-        (("random", "torch"), "AA==", "is not a random state"),
-        (("random", "torch"), 3, "expected a text"),
-        (("random", "python", 0), 9, "is not a random state"),
-        (("random", "python", 0), 2, "is not a random state of this version of Python"),
-        (("random", "python", 2), 700, "expected 624 or less"),
-        (("random", "python", 3), "x", "expected a float"),
-        (("random", "numpy", 2), 625, "expected 624 or less"),  # NumPy would read beyond its words
-        (("random", "numpy", 1), "AAAA", "expected 624 words of 4 bytes"),
-        (("random", "numpy", 4), None, "expected a float"),
-        (("random", "numpy", 0), "PCG64", "expected a state of MT19937"),
+        (("random", "torch"), {"$tensor": ["uint8", [1], "AA=="]}, "expected a random state"),
+        (("random", "torch"), 3, "expected a random state"),
+        (("random", "python", "$tuple", 0), 9, "expected a random state"),
+        (("random", "python", "$tuple", 0), 2, "expected a random state, as this version of Rota, PyTorch and Python"),
+        (("random", "python", "$tuple", 1), {"$tensor": ["uint32", [1], "AAAAAA=="]}, "expected a random state"),
+        (("random", "python", "$tuple", 2), "x", "expected a random state"),
+        (("random", "numpy", "$tuple", 1), 625, "expected a random state"),  # NumPy would read beyond its words
+        (("random", "numpy", "$tuple", 0), {"$tensor": ["uint32", [1], "AAAAAA=="]}, "expected a random state"),
+        (("random", "numpy", "$tuple", 2), 10**15, "expected a random state"),
+        (("random", "numpy", "$tuple", 3), None, "expected a random state"),
         (("random", "cuda"), 3, "which is not one of torch, python, numpy, device"),
-        (("random", "device"), 3, "expected a list"),
-        (("random", "device"), ["cuda"], "expected a pair"),
-        (("random", "device"), ["cuda", "!"], "expected bytes in base64"),
-        (("random", "device"), ["cuda", ""], "expected 1 to 65536 bytes"),
-        (("scheduler", "state"), 3, "expected a dict"),
+        (("random", "device"), 3, "expected a random state"),
+        (("random", "device"), ["cuda"], "expected a random state"),
+        (("random", "device"), ["cuda", "!"], "expected a random state"),
+        (("random", "device"), ["cuda", {"$tensor": ["bool", [1], "AA=="]}], "expected a random state"),
+        (("scheduler", "state"), 3, "expected a state that is a dict"),
         (("scheduler", "class"), "x", "which is not one of scheduler, state"),
+        (("scheduler",), [], "expected an object"),
         (("records",), 3, "expected a list"),
-        (("records", 0), [{}], "expected a pair"),
+        (("records", 0), [{}], "pairs"),
         (("records", 0, 0), 3, "expected an object"),
         (("records", 0, 1), 3, "expected an object"),
-        (("records", 0, 1, "x"), 3, "expected an object"),
-        (("records", 0, 1, "b"), {"tensors": [], "values": []}, "expected a weight that occurs only once"),
-        (("records", 0, 0, "options", 0, 0), "params", "expected options without 'params'"),
-        (("records", 0, 1, "a", "tensors", 0), 3, "expected a text"),
-        (("records", 0, 1, "a", "values"), [["momentum_buffer", 3]], "expected names that occur once"),
-        (("records", 0, 1, "a", "more"), 1, "which is not one of tensors, values"),
+        (("records", 0, 1, "x"), 3, "expected a list"),
+        (("records", 0, 1, "b"), [[], {}], "expected a weight that occurs only once"),
+        (("records", 0, 0, "options", "params"), 3, "expected options without params"),
+        (("records", 0, 0, "options"), [], "expected a dict"),
+        (("records", 0, 1, "a", 0, 0), 3, "expected a text"),
+        (("records", 0, 1, "a", 1), {"momentum_buffer": 3}, "expected names that occur once"),
+        (("records", 0, 1, "a"), [[], {}, 1], "expected names of tensors, and other values"),
         (("records", 0, 0, "scheduled", 0, 0), [], "expected names and numbers"),
         (("records", 0, 0, "scheduled", 0, 0), [-1], "expected 0 or more"),
         (("records", 0, 0, "optimizer"), "\x1b", "expected a name"),
@@ -440,7 +399,7 @@ def change_at(document: Any, place: tuple[Any, ...], value: Any) -> None:
 def test_a_wrong_training_state_is_told_by_field(place: tuple[Any, ...], value: Any, told: str) -> None:
     change_at(document := written_training(), place, value)
     with pytest.raises(FormatError) as error:
-        training_from_json(Field("training", document))
+        TrainingState.from_json(Field("training", document))
     assert told in str(error.value)
     assert "training" in str(error.value)
 
@@ -451,9 +410,9 @@ def test_a_random_state_that_reads_beyond_its_words_is_refused() -> None:
     state[8:12] = torch.tensor([624], dtype=torch.int32).view(torch.uint8)  # left
     state[16:24] = torch.tensor([600]).view(torch.uint8)  # the next of 624
     torch.Generator().set_state(state)  # PyTorch itself lets it pass
-    document["random"]["torch"] = to_json(state, "")["tensor"][2]
-    with pytest.raises(FormatError, match="expected a valid random state of PyTorch"):
-        training_from_json(Field("training", document))
+    document["random"]["torch"] = to_json(state, "")
+    with pytest.raises(FormatError, match="expected a random state"):
+        TrainingState.from_json(Field("training", document))
 
 
 @pytest.mark.parametrize(
@@ -463,7 +422,7 @@ def test_a_random_state_that_reads_beyond_its_words_is_refused() -> None:
         ("steps", ("__class__",), 1, 'would replace MultiStepLR\'s "__class__"'),
         ("steps", ("gamma",), "x", 'gamma" was saved as a str, "x", but is a float here'),
         ("steps", ("last_epoch",), True, 'was saved as a bool, "True", but is a int here'),
-        ("sequential", ("_schedulers",), [], "was saved with 0 entries, but has 2 here"),
+        ("sequential", ("_schedulers",), [], "is not in the checkpoint"),
         ("sequential", ("_schedulers", 0, "get_lr"), 1, 'would replace SequentialLR\'s "get_lr"'),
         ("sequential", ("_schedulers", 0, "base_lrs"), [1], "is not in the checkpoint"),
         ("lambda", ("lr_lambdas",), [], "LambdaLR's lr_lambdas is not in the checkpoint"),
@@ -473,20 +432,22 @@ def test_a_schedulers_state_sets_nothing_but_data(kind: str, place: tuple[Any, .
     made = Setup(kind)
     records, _ = records_of(made.optimizer, split_scheduler(made.scheduler, 2)[1], made.keys)
     saved, _ = split_scheduler(made.scheduler, 2)
-    of_groups = require_records(made.optimizer, made.keys, records)
-    require_scheduler(made.scheduler, saved, of_groups)
+    of_groups = require_records(made.optimizer, made.keys, read_records(through_a_file(records)))
+    before = repr(made.scheduler.state_dict())
+    scheduler_state(made.scheduler, saved, of_groups)
     change_at({**saved, "state": saved["state"]}, ("state", *place), value) if place else None
     with pytest.raises(PipelineError) as error:
-        require_scheduler(made.scheduler, saved, of_groups)
+        scheduler_state(made.scheduler, saved, of_groups)
     assert told in str(error.value)
+    assert repr(made.scheduler.state_dict()) == before
 
 
 def test_options_keep_their_kinds() -> None:
     made = Setup("steps")
-    records, _ = records_of(made.optimizer, {}, made.keys)
-    records["a"] = {**records["a"], "options": {**records["a"]["options"], "lr": torch.tensor(0.1)}}
+    records = read_records(through_a_file(records_of(made.optimizer, {}, made.keys)[0]))
+    records["a"].options["lr"] = torch.tensor(0.1)
     require_records(made.optimizer, made.keys, records)
-    records["a"]["options"]["lr"] = "fast"
+    records["a"].options["lr"] = "fast"
     with pytest.raises(PipelineError, match=r"a's lr was saved as a str, \"fast\", but is a float here"):
         require_records(made.optimizer, made.keys, records)
 
@@ -496,13 +457,14 @@ def test_schedulers_of_every_kind_go_on(scheduler: str) -> None:
     before, after = Setup(scheduler), Setup(scheduler)
     before.train(range(3))
     saved, by_group = split_scheduler(before.scheduler, 2)
-    records, tensors = records_of(before.optimizer, by_group, before.keys)
+    written, tensors = records_of(before.optimizer, by_group, before.keys)
     assert by_group
-    saved, records = through_a_file(saved, records)
+    saved, records = from_json(through_a_file(to_json(saved, "scheduler"))), read_records(through_a_file(written))
     for name, weight in before.weights.items():
         after.weights[name].data.copy_(weight)
     restore_optimizer(after.optimizer, after.keys, records, {key: value.clone() for key, value in tensors.items()})
-    restore_scheduler(after.scheduler, saved, require_records(after.optimizer, after.keys, records))
+    of_groups = require_records(after.optimizer, after.keys, records)
+    after.scheduler.load_state_dict(scheduler_state(after.scheduler, saved, of_groups))
     assert same(after.scheduler.state_dict(), before.scheduler.state_dict())
     assert same(after.train(range(3, 8)), before.train(range(3, 8)))
 
@@ -513,8 +475,8 @@ def test_state_keeps_its_dtype_and_groups_their_names() -> None:
     state = before.optimizer.state[before.weights["a"]]
     state["master"] = torch.randn(3)  # a float32 copy, as mixed-precision optimizers keep it
     state["count"] = 7
-    records, tensors = records_of(before.optimizer, {}, before.keys)
-    restore_optimizer(after.optimizer, after.keys, records, tensors)
+    written, tensors = records_of(before.optimizer, {}, before.keys)
+    restore_optimizer(after.optimizer, after.keys, read_records(through_a_file(written)), tensors)
     assert same(dict(after.optimizer.state[after.weights["a"]]), dict(state))
     assert [group["param_names"] for group in after.optimizer.param_groups] == [["a"], ["b"]]
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from rota.runtime.checkpoints.optimizer_state import tensor_key
+from rota.runtime.checkpoints.optimizer_state import Record, tensor_key
+from rota.runtime.checkpoints.rank_file import Chunk
 from rota.runtime.checkpoints.state import _state_tensors
-from rota.runtime.checkpoints.tensors import Stored
 
 
 @pytest.mark.parametrize("size", [(), (3,)])
@@ -23,6 +23,6 @@ def test_a_count_of_steps_stays_on_the_cpu_unless_the_device_counts(
 ) -> None:
     weight = nn.Parameter(torch.empty(size, device="meta"))
     sizes = {"step": (), "exp_avg": size, "exp_avg_sq": size}
-    index = {tensor_key("w", name): Stored(torch.float32, of, ()) for name, of in sizes.items()}
-    found = _state_tensors(weight, "w", {"tensors": [*sizes], "options": options}, index)
+    chunks = {tensor_key("w", name): Chunk(name, torch.float32, of, ((), ())) for name, of in sizes.items()}
+    found = _state_tensors(weight, "w", Record("Adam", options, {}, [*sizes], {}), chunks)
     assert [found[tensor_key("w", name)].device.type for name in sizes] == [of_count, "meta", "meta"]

@@ -252,7 +252,7 @@ def test_state_that_could_not_be_read_again_is_refused(pool: Pool, tmp_path: Pat
     for told in pool.run(2, refuse_state, tmp_path):
         expected = (
             'the key "num_steps", which is not a weight',
-            "has the key 0, a int; use a string",
+            "has the key 0; use a string",
             '"a\\nb"',
             "step=",
         )

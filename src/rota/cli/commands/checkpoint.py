@@ -19,7 +19,7 @@ from rota.reading import printable, read_text
 from rota.units import count_text, size_text
 
 if TYPE_CHECKING:
-    from rota.runtime.checkpoints.files import Saved
+    from rota.runtime.checkpoints.manifest import Saved
 
 
 @click.group(cls=Group)

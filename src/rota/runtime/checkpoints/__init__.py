@@ -28,20 +28,18 @@ from rota.plan import Plan
 from rota.reading import LARGEST, Field
 from rota.runtime import control, kept_memory
 from rota.runtime.agreement import Call
-from rota.runtime.checkpoints import checkpoint_folder, files
+from rota.runtime.checkpoints import checkpoint_folder
 from rota.runtime.checkpoints.all_ranks import DamagedError, Ranks
 from rota.runtime.checkpoints.batches import Batches
 from rota.runtime.checkpoints.contents import read_contents
-from rota.runtime.checkpoints.files import Saved
 from rota.runtime.checkpoints.lock import locked
-from rota.runtime.checkpoints.manifest import File, Manifest, file_of, require_json
+from rota.runtime.checkpoints.manifest import MANIFEST, File, Manifest, Saved, file_of, read_saved, require_json
 from rota.runtime.checkpoints.names import Weights
 from rota.runtime.checkpoints.optimizer_state import refuse_inner_optimizers
-from rota.runtime.checkpoints.rank_file import Tensors, write_file
+from rota.runtime.checkpoints.rank_file import Chunk, chunks_of, write_file
 from rota.runtime.checkpoints.snapshots import Snapshots, count_room
 from rota.runtime.checkpoints.state import Merged, Restoring, Trained, merge
-from rota.runtime.checkpoints.tensors import Layout, Reader
-from rota.runtime.checkpoints.training_json import training_to_json
+from rota.runtime.checkpoints.tensors import Reader, copied, share_out
 from rota.runtime.faults.watchdog import PATIENT
 from rota.runtime.json_messages import all_gather_json
 from rota.runtime.launcher_files import is_restart
@@ -62,8 +60,6 @@ class Checkpoint(NamedTuple):
     path: Path | None
 
 
-_NO_OTHER = "no other checkpoint is whole"
-_OTHER_STEP = "give another step, or None for the newest"
 _LEFT_LOCK_S = 100.0  # NFS frees the locks of a machine that is gone after 90 s
 _WITHOUT = "a restart goes on from the last checkpoint"
 
@@ -260,18 +256,14 @@ class Checkpoints:
         with self._pipeline.watching(awaited, PATIENT):
             self._pipeline._agreement.share(Call.SAVE, f"waiting for {awaited}")
             self.wait()
-            tensors, small = self._ranks.agreed("collecting the state", lambda: self._collect(step, extra))
+            data, small = self._ranks.agreed("collecting the state", lambda: self._collect(step, extra))
             gathered = self._ranks.gather(small)
-            merged: list[Merged] = []  # on the first rank
-            self._ranks.first(
-                "comparing the ranks' states", lambda: merged.append(merge(gathered, self._trained.device))
-            )
-            layout = self._ranks.agreed("listing the tensors", lambda: Layout(tensors))
+            merged = self._ranks.agreed("comparing the ranks' states", lambda: merge(gathered))
             if self._thread is None:
-                self._write(step, layout, merged, _nothing)
+                self._write(data, merged, lambda: None)
             else:
-                copied = self._ranks.agreed("copying the state", lambda: layout.copy(self._pipeline._device))
-                self._writing = self._thread.submit(self._write, step, layout, merged, copied)
+                data, wait = self._ranks.agreed("copying the state", lambda: copied(data, self._pipeline._device))
+                self._writing = self._thread.submit(self._write, data, merged, wait)
 
     def wait(self) -> None:
         """Wait until the last `save` is complete on disk. Raises its error if it failed."""
@@ -299,39 +291,28 @@ class Checkpoints:
             self.close()
         except Exception as error:
             _failed_at_exit.append(error)
-            print(f"rota: the last checkpoint was not saved: {error}", file=sys.stderr, flush=True)
+            _print(f"the last checkpoint was not saved: {error}")
             self._pipeline.close()
 
-    def _collect(self, step: int, extra: dict[str, Any]) -> tuple[Tensors, dict[str, Any]]:
+    def _collect(self, step: int, extra: dict[str, Any]) -> tuple[dict[Chunk, torch.Tensor], dict[str, Any]]:
         _require_step(step)
-        try:
-            require_json(extra)
-            self._trained.weights.require_all()
-            tensors, small = self._trained.collect(with_buffers=self._pipeline.replica == 0)
-        except FormatError as error:
-            raise PipelineError(str(error)) from None
-        return tensors, {**small, "given": {"step": step, "extra": extra}}
+        require_json(extra)
+        self._trained.weights.require_all()
+        tensors, small = self._trained.collect(with_buffers=self._pipeline.replica == 0)
+        return chunks_of(tensors), {**small, "given": {"step": step, "extra": extra}}
 
-    def _write(self, step: int, layout: Layout, merged: list[Merged], copied: Callable[[], object]) -> None:
-        """Write and publish, after `copied`; on the thread if asynchronous, so it has a process group of its own."""
-        ranks = self._ranks
-        partial = self._folder / ranks.first(
-            "making the folder", lambda: checkpoint_folder.begin(self._folder, step).name
-        )
-        ranks.agreed("copying the state", copied)
-        share = layout.share(ranks.gather(layout.to_json()), ranks.mine)
+    def _write(self, data: dict[Chunk, torch.Tensor], merged: Merged, wait: Callable[[], Any]) -> None:
+        """Write and publish, after `wait`; on the thread if asynchronous, so it has a process group of its own."""
+        ranks, begin = self._ranks, checkpoint_folder.begin
+        partial = self._folder / ranks.first("making the folder", lambda: begin(self._folder, merged.step).name)
+        ranks.agreed("copying the state", wait)
+        shares = share_out(ranks.gather([chunk.to_json() for chunk in data]))
+        share = [(chunk, data[chunk]) for chunk in shares[ranks.mine]]
         path = partial / file_of(ranks.mine)
         written = ranks.gather(ranks.agreed(f"writing {partial}", lambda: write_file(path, share)))
-        ranks.first("finishing", lambda: self._publish(partial, merged[0], written))
+        ranks.first("finishing", lambda: self._publish(partial, merged, written))
 
     def _publish(self, partial: Path, merged: Merged, written: list[Any]) -> None:
-        found = tuple(File.from_json(Field(f"process {rank}", file)) for rank, file in enumerate(written))
-        for rank, file in enumerate(found):
-            name = file_of(rank)
-            if not (partial / name).exists() or (partial / name).stat().st_size != file.num_bytes:
-                raise PipelineError(
-                    f"{partial} lacks {name}, which another rank wrote; use a folder that all ranks share"
-                )
         weights = self._trained.weights.all
         manifest = Manifest(
             number=checkpoint_folder.next_number(self._folder),
@@ -341,17 +322,19 @@ class Checkpoints:
             num_replicas=self._pipeline.num_replicas,
             weights={weight.names[0]: merged.num_tp_shards[weight.names[0]] for weight in weights},
             aliases={alias: weight.names[0] for weight in weights for alias in weight.names[1:]},
-            files=found,
+            files=tuple(File(*file) for file in written),
             plan=self._pipeline.plan.to_fields(),
-            training=training_to_json(merged.training),
+            training=merged.training,
         )
+        checkpoint_folder.write_synced(partial / MANIFEST, manifest.to_json().encode())
         try:
-            read_contents(Saved(partial, Manifest.from_json(manifest.to_json())))
+            read_contents(read_saved(partial))
         except FormatError as error:
             raise PipelineError(
-                f"step {merged.step} is not saved, because it could not be read again: {error}"
+                f"step {merged.step} is not saved, because it could not be read again, from a folder that all ranks "
+                f"must share: {error}"
             ) from None
-        checkpoint_folder.publish(partial, manifest, self._keep)
+        checkpoint_folder.publish(partial, self._keep)
         control.report("saves", step=merged.step, training=self._training)
 
     # --- in memory ------------------------------------------------------------------------------------------------
@@ -394,11 +377,9 @@ class Checkpoints:
         self._num_steps_committed, self._step_committed = self._pipeline.num_steps, step
         if not self._has_room_here:
             return
+        require_json(extra)
         try:
-            require_json(extra)
             self._snapshots.keep(step, extra, self._newest_at_load, [*gradients])
-        except FormatError as error:
-            raise PipelineError(str(error)) from None
         except OSError as error:
             self._has_room_here = False
             self._snapshots.give_up()
@@ -498,23 +479,18 @@ class Checkpoints:
                 found = self._load(self._folder / name)
             except DamagedError as error:
                 if before is None:
-                    remedy = _NO_OTHER if step is None else _OTHER_STEP
-                    raise PipelineError(f"{error}; {remedy}") from None
+                    raise PipelineError(f"{error}; {_remedy(step)}") from None
                 self._report(f"{error}; going back to {self._folder / before}")
             else:
                 if is_restart():
                     self._report(f"training resumes from {found.path}")
-                self._forget_steps_in_memory()
+                self._step_committed = -1
+                if self._snapshots is not None:  # no restart may lead back to later steps of before
+                    self._snapshots.forget_all_but(None)
                 return found
         if is_restart():
             self._report(f"training starts from the beginning: no whole checkpoint in {self._folder}")
         return None
-
-    def _forget_steps_in_memory(self) -> None:
-        """Training goes on from a checkpoint: no restart may lead back to later steps of before."""
-        self._step_committed = -1
-        if self._snapshots is not None:
-            self._snapshots.forget_all_but(None)
 
     def _report(self, text: str) -> None:
         """Print one line on the first process."""
@@ -525,25 +501,18 @@ class Checkpoints:
         """The names of the checkpoints to try, in order; and the number of the newest one, 0 if there is none."""
         if os.access(self._folder, os.W_OK):
             checkpoint_folder.recover_folder(self._folder)
-        found, damaged = checkpoint_folder.readable_ones(self._folder)
-        newest = max((saved.manifest.number for saved in found), default=0)
-        if step is not None:
-            return [self._of_step(step, found, damaged)], newest
-        for _, error in damaged:
-            if not found:
-                raise FormatError(f"{error}; {_NO_OTHER}")
-            self._report(f"{error}; left out")
-        return [saved.path.name for saved in reversed(found)], newest
-
-    def _of_step(self, step: int, found: list[Saved], damaged: list[tuple[Path, FormatError]]) -> str:
-        for path, error in damaged:
-            if path.name == f"step-{step}":
-                raise FormatError(f"{error}; {_OTHER_STEP}")
-        steps = [saved.manifest.step for saved in found]
-        if step not in steps:
-            there = f"steps {', '.join(map(str, sorted(steps)))}" if steps else "no checkpoints"
+        whole, damaged = checkpoint_folder.readable_ones(self._folder)
+        names = [saved.path.name for saved in reversed(whole) if step in (None, saved.manifest.step)]
+        errors = [error for path, error in damaged if step is None or path.name == f"step-{step}"]
+        if errors and not names:
+            raise FormatError(f"{errors[0]}; {_remedy(step)}")
+        if step is not None and not names:
+            steps = ", ".join(str(step) for step in sorted(saved.manifest.step for saved in whole))
+            there = f"steps {steps}" if steps else "no checkpoints"
             raise PipelineError(f"no whole checkpoint of step {step} in {self._folder}; it has {there}")
-        return found[steps.index(step)].path.name
+        for error in errors:
+            self._report(f"{error}; left out")
+        return names, max((saved.manifest.number for saved in whole), default=0)
 
     def _load(self, path: Path) -> Checkpoint:
         """Load the checkpoint in `path`. Raises DamagedError, on all ranks, if one of them finds damage."""
@@ -553,28 +522,27 @@ class Checkpoints:
         return Checkpoint(saved.manifest.step, saved.manifest.extra, plan, path)
 
     def _prepare(self, path: Path) -> tuple[Saved, Plan, Restoring, Reader]:
-        saved = files.read_saved(path)
+        saved = read_saved(path)
         contents = read_contents(saved)
-        restoring = self._trained.prepare(saved.manifest, contents.training, contents.index)
-        reader = Reader(saved, contents.index, restoring.tensors)
+        chunks = {key: parts[0].chunk for key, parts in contents.index.items()}
+        restoring = self._trained.prepare(saved.manifest.weights, contents.training, chunks)
+        reader = Reader(contents.index, restoring.tensors)
         reader.check()
         return saved, contents.plan, restoring, reader
 
 
 def _require_step(step: object) -> None:
     """Raises PipelineError if it is not the number of a step, or too large to be read again."""
-    if type(step) is not int or step < 0:
-        raise PipelineError(f"step={step!r}; give a whole number of 0 or more")
-    if step > LARGEST:
-        raise PipelineError(f"step={step}; give a number of at most {LARGEST:,}")
+    if type(step) is not int or not 0 <= step <= LARGEST:
+        raise PipelineError(f"step={step!r}; give a whole number from 0 to {LARGEST:,}")
+
+
+def _remedy(step: int | None) -> str:
+    return "no other checkpoint is whole" if step is None else "give another step, or None for the newest"
 
 
 def _print(text: str) -> None:
     print(f"rota: {text}", file=sys.stderr, flush=True)
-
-
-def _nothing() -> None:
-    pass
 
 
 # --- at the end of a process ------------------------------------------------------------------------------------------

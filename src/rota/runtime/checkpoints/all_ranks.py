@@ -49,24 +49,16 @@ class Ranks:
         failed = {rank: found for rank, found in enumerate(failures) if found is not None}
         if failed:
             other = {rank: found for rank, found in failed.items() if not found["damage"]}
-            raise _error(doing, *next(iter((other or failed).items()))) from failure
+            rank, first = next(iter((other or failed).items()))
+            kind = PipelineError if other else DamagedError
+            raise kind(f"checkpoint: {doing}, process {rank}: {first['text']}") from failure
         return result
 
     def first(self, doing: str, act: Callable[[], Result]) -> Result:
         """The JSON value that `act` returns on the first rank, on all ranks; PipelineError on all if it fails."""
-        failure: Exception | None = None
-        value: dict[str, Any] = {}
-        if self.mine == 0:
-            try:
-                value = {"result": act()}
-            except Exception as error:
-                failure = error
-                value = {"failure": _failure_to_json(error)}
+        result = self.agreed(doing, act if self.mine == 0 else lambda: None)
         with collective(f"{doing} for a checkpoint"):
-            value = broadcast_json(value, group=self.group)
-        if "failure" in value:
-            raise _error(doing, 0, value["failure"]) from failure
-        return value["result"]  # type: ignore[no-any-return]
+            return broadcast_json(result, group=self.group)  # type: ignore[no-any-return]
 
     def gather(self, value: Any) -> list[Any]:
         """The JSON values of all ranks, by rank, on all ranks."""
@@ -86,8 +78,3 @@ def _failure_to_json(error: Exception | None) -> dict[str, Any] | None:
         return None
     text = str(error) if isinstance(error, RotaError) else f"{type(error).__name__}: {error}"
     return {"text": text, "damage": isinstance(error, FormatError)}
-
-
-def _error(doing: str, rank: int, failure: dict[str, Any]) -> PipelineError:
-    kind = DamagedError if failure["damage"] else PipelineError
-    return kind(f"checkpoint: {doing}, process {rank}: {failure['text']}")

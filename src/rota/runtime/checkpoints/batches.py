@@ -13,7 +13,7 @@ import random
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple, final
+from typing import Any, final
 
 import torch
 
@@ -25,22 +25,6 @@ from rota.runtime.fingerprints import fingerprint
 
 _CPU = torch.device("cpu")
 _FIELDS = ("seed", "epoch", "num_batches", "num_replicas", "length", "first")
-
-
-class Begun(NamedTuple):
-    """What an epoch is recognized by; "" is a fingerprint of what cannot be compared.
-
-    `length`: the number of its batches, None if the loader does not say. `first`: the fingerprint of each replica's
-    first batch.
-    """
-
-    length: int | None
-    first: tuple[str, ...]
-
-    def other_replicas(self, other: Begun) -> list[int]:
-        """The replicas whose first batches differ."""
-        each = enumerate(zip(self.first, other.first, strict=True))
-        return [replica for replica, (one, two) in each if one and two and one != two]
 
 
 @final
@@ -71,13 +55,13 @@ class Batches:
         self._loader, self._num_epochs, self._seed = loader, num_epochs, seed
         self._num_replicas, self._share = num_replicas, share
         self._epoch, self._num_batches = 0, 0
-        self._begun: Begun | None = None  # the epoch, before this process goes on with it, and once it has
+        self._length: int | None = None  # of the epoch, in batches; None if it has not begun, or does not say
+        self._first: list[str] = []  # fingerprints of each replica's first batch; "" is of what cannot be compared
 
     @property
     def position(self) -> dict[str, Any]:
         """Where the next batch is, as JSON: for `go_on` in another process."""
-        length, first = self._begun or Begun(None, ())
-        values = (self._seed, self._epoch, self._num_batches, self._num_replicas, length, [*first])
+        values = (self._seed, self._epoch, self._num_batches, self._num_replicas, self._length, self._first)
         return dict(zip(_FIELDS, values, strict=True))
 
     def go_on(self, position: Field) -> None:
@@ -96,26 +80,24 @@ class Batches:
             )
         self._epoch, self._num_batches = epoch, num_batches
         if num_batches:
-            self._begun = Begun(
-                length,
-                tuple(value.text() for value in position["first"]),
-            )
-            if len(self._begun.first) != num_replicas:
+            self._length, self._first = length, [value.text() for value in position["first"]]
+            if len(self._first) != num_replicas:
                 raise position["first"].wrong(f"one text for each of the {num_replicas} replicas")
 
     def __iter__(self) -> Iterator[Any]:
         while self._epoch < self._num_epochs:
             yield from self._rest_of_epoch()
-            self._epoch, self._num_batches, self._begun = self._epoch + 1, 0, None
+            self._epoch, self._num_batches, self._length, self._first = self._epoch + 1, 0, None, []
 
     def _rest_of_epoch(self) -> Iterator[Any]:
-        own = _OwnRandom(seed_of(self._seed, self._epoch))
-        with own.drawn_from():
-            _begin_epoch(self._loader, self._epoch, own.seed)
+        seed, own = seed_of(self._seed, self._epoch), dict[str, Any]()
+        with _drawing(own):
+            _set_seed(seed)
+            _begin_epoch(self._loader, self._epoch, seed)
             batches = iter(self._loader)
         number, none = 0, object()
         while True:
-            with own.drawn_from():
+            with _drawing(own):
                 batch = next(batches, none)
             if batch is none:
                 break
@@ -134,16 +116,17 @@ class Batches:
     def _compare(self, batch: Any) -> None:
         """Refuse data in another order than before the restart. Collective."""
         told = self._share([_length_of(self._loader), fingerprint(batch)])
-        now = Begun(told[0][0], tuple(first for _, first in told))
-        before = self._begun or now
-        if others := before.other_replicas(now):
-            where = f" on replica {others[0]}" if self._num_replicas > 1 else ""
-            raise PipelineError(
-                f"the first batch of epoch {self._epoch}{where} differs from the one before: samples would be lost or "
-                f"seen twice; go on with the same data and batch size, and make sure that whatever shuffles uses "
-                f"the random numbers of torch, random or numpy.random, or has a set_epoch"
-            )
-        self._begun = self._begun or now
+        first = [first for _, first in told]
+        for replica, (before, now) in enumerate(zip(self._first or first, first, strict=True)):
+            if before and now and before != now:
+                where = f" on replica {replica}" if self._num_replicas > 1 else ""
+                raise PipelineError(
+                    f"the first batch of epoch {self._epoch}{where} differs from the one before: samples would be lost "
+                    f"or seen twice; go on with the same data and batch size, and make sure that whatever shuffles "
+                    f"uses the random numbers of torch, random or numpy.random, or has a set_epoch"
+                )
+        if not self._first:
+            self._length, self._first = told[0][0], first
 
 
 def _length_of(loader: Any) -> int | None:
@@ -177,30 +160,21 @@ def _begin_epoch(loader: Any, epoch: int, seed: int) -> None:
             generator.manual_seed(seed)
 
 
-@final
-class _OwnRandom:
-    """Random states of torch, Python and NumPy beside those of the training."""
+@contextmanager
+def _drawing(own: dict[str, Any]) -> Iterator[None]:
+    """Inside, all that draws random numbers draws those of `own` state, which is empty before it is first used."""
+    of_training = random_state(_CPU)
+    if own:
+        set_random_state(own, _CPU)
+    try:
+        yield
+    finally:
+        own.update(random_state(_CPU))
+        set_random_state(of_training, _CPU)
 
-    def __init__(self, seed: int) -> None:
-        self.seed = seed
-        self._state: dict[str, Any] | None = None  # None: seeded when it is first used
 
-    @contextmanager
-    def drawn_from(self) -> Iterator[None]:
-        """Inside, all that draws random numbers draws these."""
-        of_training = random_state(_CPU)
-        if self._state is None:
-            self._set_seed()
-        else:
-            set_random_state(self._state, _CPU)
-        try:
-            yield
-        finally:
-            self._state = random_state(_CPU)
-            set_random_state(of_training, _CPU)
-
-    def _set_seed(self) -> None:
-        torch.default_generator.manual_seed(self.seed)  # torch.manual_seed would also set accelerators' generators
-        random.seed(self.seed)
-        if (numpy := sys.modules.get("numpy.random")) is not None:
-            numpy.seed(self.seed % 2**32)
+def _set_seed(seed: int) -> None:
+    torch.default_generator.manual_seed(seed)  # torch.manual_seed would also set accelerators' generators
+    random.seed(seed)
+    if (numpy := sys.modules.get("numpy.random")) is not None:
+        numpy.seed(seed % 2**32)

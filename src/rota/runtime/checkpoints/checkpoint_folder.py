@@ -1,9 +1,7 @@
 """A folder of checkpoints: only whole checkpoints are named `step-N`.
 
-    step-20.partial/  being written, by all ranks ──one rename──▶  step-20/  whole
-    step-20.replaced/ the old step-20, while it is saved again   ──▶  removed, or put back after a crash
-
-If something that Rota did not make has such a name, the next is used: step-20.1.partial, step-20.2.partial …
+step-20.partial/  being written, by all ranks ──one rename──▶  step-20/  whole
+step-20.replaced/ the old step-20, while it is saved again   ──▶  removed, or put back after a crash
 """
 
 from __future__ import annotations
@@ -15,12 +13,11 @@ import stat
 from pathlib import Path
 
 from rota.errors import FormatError, PipelineError
-from rota.reading import LARGEST
-from rota.runtime.checkpoints.files import MANIFEST, MARKER, Saved, read_saved
-from rota.runtime.checkpoints.manifest import Manifest
+from rota.runtime.checkpoints.manifest import MANIFEST, Saved, file_of, read_saved
 
 _WHOLE = re.compile("step-([0-9]{1,18})")
-_TEMPORARY = re.compile(r"(step-[0-9]{1,18})(?:\.[0-9]+)?\.(partial|replaced)")
+_TEMPORARY = re.compile(r"step-[0-9]{1,18}\.(partial|replaced)")
+_INSIDE = re.compile(r"rota\.json|rank-[0-9]+\.safetensors|\..+")  # file systems make hidden files
 
 
 def readable_ones(folder: Path) -> tuple[list[Saved], list[tuple[Path, FormatError]]]:
@@ -44,7 +41,7 @@ def whole_paths(folder: Path) -> list[Path]:
 
 
 def _was_whole(path: Path) -> bool:
-    return is_checkpoint(path) or os.path.lexists(path / MARKER)
+    return is_checkpoint(path) or os.path.lexists(path / file_of(0))
 
 
 def is_checkpoint(path: Path) -> bool:
@@ -72,69 +69,50 @@ def _names_in(folder: Path) -> list[str]:
 def recover_folder(folder: Path) -> None:
     """Make the folder, and put back or remove what interrupted saves left in it. Touches nothing else."""
     folder.mkdir(parents=True, exist_ok=True)
-    for name in sorted(_names_in(folder)):
-        path, match = folder / name, _TEMPORARY.fullmatch(name)
-        if match is None or not _is_ours(path):
-            continue
-        whole = folder / match[1]
-        if match[2] == "replaced" and is_checkpoint(path) and not os.path.lexists(whole):
-            path.rename(whole)  # interrupted between the two renames of `publish`
-        else:
-            _remove(path)
+    for path in sorted(folder / name for name in _names_in(folder) if _TEMPORARY.fullmatch(name)):
+        if _is_ours(path):
+            whole = path.with_suffix("")
+            if path.suffix == ".replaced" and is_checkpoint(path) and not os.path.lexists(whole):
+                path.rename(whole)  # interrupted between the two renames of `publish`
+            else:
+                shutil.rmtree(path)
 
 
 def _is_ours(path: Path) -> bool:
-    """Whether Rota made it: a folder that has the marker or is still empty."""
-    if not stat.S_ISDIR(path.lstat().st_mode):
-        return False
-    return (path / MARKER).is_file() or not any(path.iterdir())
+    """Whether Rota made it: a folder that has nothing but what Rota writes, or is still empty."""
+    return stat.S_ISDIR(path.lstat().st_mode) and all(map(_INSIDE.fullmatch, os.listdir(path)))
 
 
 def begin(folder: Path, step: int) -> Path:
-    """An empty folder to write the checkpoint of `step` into. Raises PipelineError if its final name is taken."""
+    """An empty folder to write the checkpoint of `step` into. Raises PipelineError if one of its names is taken."""
     recover_folder(folder)
     path = folder / f"step-{step}"
-    if os.path.lexists(path) and (path.is_symlink() or not (path / MANIFEST).is_file()):
-        raise PipelineError(f"{path} exists and is not a checkpoint of Rota's; move it out of {folder}")
-    (partial := _free(path, "partial")).mkdir()
-    (partial / MARKER).touch()
+    partial, replaced = path.with_suffix(".partial"), path.with_suffix(".replaced")
+    is_replaced = not path.is_symlink() and (path / MANIFEST).is_file()
+    for other in (partial, replaced) if is_replaced else (path, partial, replaced):
+        if os.path.lexists(other):
+            raise PipelineError(f"{other} exists and is not a checkpoint of Rota's; move it out of {folder}")
+    partial.mkdir()
     return partial
 
 
-def _free(path: Path, suffix: str) -> Path:
-    """An unused path beside `path`, with this suffix."""
-    numbers = ("", *(f".{number}" for number in range(1, 1000)))
-    names = (path.with_name(f"{path.name}{number}.{suffix}") for number in numbers)
-    return next(name for name in names if not os.path.lexists(name))
-
-
-def publish(partial: Path, manifest: Manifest, keep: int | None) -> None:
+def publish(partial: Path, keep: int | None) -> None:
     """Make a fully written folder the newest whole checkpoint, then keep only the `keep` newest."""
-    write_synced(partial / MANIFEST, manifest.to_json().encode())
+    path, replaced = partial.with_suffix(""), partial.with_suffix(".replaced")
     _sync(partial)
-    path = partial.with_name(f"step-{manifest.step}")
-    replaced = _free(path, "replaced") if path.exists() else None
-    if replaced is not None:
-        (path / MARKER).touch()  # a copy without hidden files has lost it
+    if path.exists():
         path.rename(replaced)
     partial.rename(path)
     _sync(path.parent)
-    if replaced is not None:
-        _remove(replaced)
-    if keep is not None:
-        for saved in readable_ones(path.parent)[0][:-keep]:
-            _retire(saved.path)
+    if replaced.exists():
+        shutil.rmtree(replaced)
+    for saved in readable_ones(path.parent)[0][: -keep if keep is not None else 0]:
+        _retire(saved.path)
 
 
 def next_number(folder: Path) -> int:
-    """The number of the next save. Raises PipelineError if there is no higher one that can be read again."""
-    newest = max(readable_ones(folder)[0], key=lambda saved: saved.manifest.number, default=None)
-    if newest is not None and newest.manifest.number >= LARGEST:
-        raise PipelineError(
-            f"{newest.path} says that it is save number {newest.manifest.number}, the last that there can be; move it "
-            f"out of {folder}"
-        )
-    return 1 if newest is None else newest.manifest.number + 1
+    """The number of the next save."""
+    return 1 + max((saved.manifest.number for saved in readable_ones(folder)[0]), default=0)
 
 
 def write_synced(path: Path, data: bytes) -> None:
@@ -147,17 +125,9 @@ def write_synced(path: Path, data: bytes) -> None:
 
 def _retire(path: Path) -> None:
     """Rename a whole checkpoint, then remove it: half of one must not be named `step-N`. A link is left alone."""
-    if not path.is_symlink():
-        (path / MARKER).touch()
-        _remove(path.rename(_free(path, "partial")))
-
-
-def _remove(path: Path) -> None:
-    """Remove a folder, its marker last, so that the rest of an interrupted removal is still known as Rota's."""
-    for inner in path.iterdir():
-        if inner.name != MARKER:
-            shutil.rmtree(inner) if inner.is_dir() and not inner.is_symlink() else inner.unlink()
-    shutil.rmtree(path)
+    partial = path.with_suffix(".partial")
+    if not path.is_symlink() and not os.path.lexists(partial):
+        shutil.rmtree(path.rename(partial))
 
 
 def _sync(folder: Path) -> None:

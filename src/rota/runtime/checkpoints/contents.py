@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -12,17 +13,15 @@ from rota.errors import FormatError, RotaError
 from rota.plan import Plan
 from rota.reading import Field, printable, short
 from rota.runtime.checkpoints.checkpoint_folder import is_checkpoint, readable_ones
-from rota.runtime.checkpoints.files import MANIFEST, Saved, naming, read_saved
-from rota.runtime.checkpoints.manifest import Manifest
+from rota.runtime.checkpoints.manifest import MANIFEST, Manifest, Saved, naming, read_saved
 from rota.runtime.checkpoints.names import model_key
 from rota.runtime.checkpoints.optimizer_state import tensor_key
-from rota.runtime.checkpoints.tensors import Index, Reader, check_all, read_index
-from rota.runtime.checkpoints.training_json import TrainingState, training_from_json
+from rota.runtime.checkpoints.state import TrainingState
+from rota.runtime.checkpoints.tensors import Index, Reader, check, read_index
 from rota.writing import whole_file
 
 
-@dataclass(frozen=True, slots=True)
-class Contents:
+class Contents(NamedTuple):
     """All that a checkpoint has besides the bytes of tensors."""
 
     plan: Plan
@@ -38,25 +37,22 @@ def read_contents(saved: Saved) -> Contents:
     for wrong in saved.wrong_files():
         raise FormatError(f"{saved.path}: {wrong}")
     with naming(saved.path / MANIFEST):
-        training = training_from_json(Field("training", saved.manifest.training))
+        training = TrainingState.from_json(Field("training", saved.manifest.training))
         try:
             plan = Plan.from_fields(Field("plan", saved.manifest.plan))
         except RotaError as error:
             raise FormatError(str(error)) from None
-    contents = Contents(plan, training, read_index(saved))
-    for wrong in _wrong_keys(saved.manifest, contents.training, contents.index):
+    index = read_index(saved)
+    for wrong in _wrong_keys(saved.manifest, training, index):
         raise FormatError(f"{saved.path}: {wrong}")
-    return contents
+    return Contents(plan, training, index)
 
 
 def _wrong_keys(manifest: Manifest, training: TrainingState, index: Index) -> Iterator[str]:
     """Which tensors are missing, and which are not used."""
-    found = {key for key in index if key.startswith(model_key(""))}
-    if sum(manifest.weights.values()) > len(found):  # there may be a billion shards
-        yield f"{next(key for key in _keys_of(manifest) if model_key(key) not in found)} has no tensor"
-        return
-    expected = {model_key(key) for key in _keys_of(manifest)}
-    expected |= {tensor_key(key, name) for key, record in training.records.items() for name in record["tensors"]}
+    names = islice(_keys_of(manifest), len(index) + 1)  # there may be a billion shards
+    expected = {model_key(name) for name in names}
+    expected |= {tensor_key(key, name) for key, record in training.records.items() for name in record.tensors}
     for key in sorted(expected - index.keys()):
         yield f"{printable(key.removeprefix(model_key('')))} has no tensor"
     for key in sorted(index.keys() - expected):
@@ -79,7 +75,7 @@ def find(path: Path) -> tuple[list[Saved], list[tuple[Path, FormatError]]]:
     """
     if not is_checkpoint(path):
         found, damaged = readable_ones(path)
-        if not found and not damaged:
+        if not (found or damaged):
             raise FormatError(f"no whole checkpoint in {path}; give a folder that has a step-N, or a step-N itself")
         return found, damaged
     try:
@@ -93,7 +89,7 @@ def damages(saved: Saved) -> list[str]:
     if found := [*saved.wrong_files()]:
         return found
     try:
-        check_all(saved, read_contents(saved).index)
+        check(part for parts in read_contents(saved).index.values() for part in parts)
     except FormatError as error:
         return [str(error)]
     return []
@@ -118,9 +114,9 @@ def export(saved: Saved, path: Path) -> int:
             f"to join them; load it on as many tensor-parallel ranks, and join them there"
         )
     index = read_contents(saved).index
-    stored = {name: index[model_key(name)] for name in saved.manifest.weights}
-    wanted = {name: torch.empty(of.size, dtype=of.dtype) for name, of in stored.items()}
-    Reader(saved, index, {model_key(name): tensor for name, tensor in wanted.items()}).fill()
+    chunks = {name: index[model_key(name)][0].chunk for name in saved.manifest.weights}
+    wanted = {name: torch.empty(chunk.size, dtype=chunk.dtype) for name, chunk in chunks.items()}
+    Reader(index, {model_key(name): tensor for name, tensor in wanted.items()}).fill()
     try:
         with whole_file(path) as partial:
             save_file(wanted, partial, metadata={**saved.manifest.aliases, "format": "pt"})

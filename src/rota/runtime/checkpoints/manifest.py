@@ -1,20 +1,28 @@
-"""`rota.json`, the index of a checkpoint: its files, and all of the training besides tensors. Written last."""
+"""`rota.json`, the index of a checkpoint, and the files that it lists. None of them is trusted.
+
+rota.json           the files, and all of the training besides tensors; it is written last
+rank-N.safetensors  tensors, as rank N wrote them
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
-import math
-import re
+import os
+import stat
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from io import FileIO
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from rota import reading
-from rota.errors import FormatError
+from rota.errors import FormatError, PipelineError
 
+MANIFEST = "rota.json"
 FORMAT = 4
-LONGEST_BITS = 4096  # of an integer; Python parses about 14,000
+_PIECE_BYTES = 2**22
 
 
 class File(NamedTuple):
@@ -29,8 +37,6 @@ class File(NamedTuple):
         """The file with this JSON. Raises FormatError that names the field."""
         if len(parts := [*field]) != 3:
             raise field.wrong("a size, a SHA-256 and checksums")
-        if not re.fullmatch("[0-9a-f]{64}", parts[1].text()):
-            raise parts[1].wrong("a SHA-256 in 64 hexadecimal digits")
         return cls(parts[0].integer(0), parts[1].text(), parts[2].integers(0, 2**32 - 1))
 
 
@@ -62,9 +68,9 @@ class Manifest:
     def to_json(self) -> str:
         """The text of `rota.json`, with its own SHA-256."""
         fields = {name: getattr(self, name) for name in self.__slots__}
-        written = {"format": FORMAT, **fields, "weights": [[*pair] for pair in self.weights.items()]}
+        written = {"format": FORMAT, **fields}
         checked = {**written, "sha256": digest({"rota": "checkpoint", **written})}
-        return reading.dump("checkpoint", checked, Manifest.from_json)
+        return reading.dump("checkpoint", checked)
 
     @classmethod
     def from_json(cls, text: str) -> Manifest:
@@ -77,10 +83,10 @@ class Manifest:
         manifest = cls(
             number=document["number"].integer(1),
             step=document["step"].integer(0),
-            extra={name.name(): value.value for name, value in document["extra"].items()},
+            extra={name.value: value.value for name, value in document["extra"].items()},
             num_ranks=document["num_ranks"].integer(1),
             num_replicas=document["num_replicas"].integer(1),
-            weights={name: num_tp_shards.integer(1) for name, num_tp_shards in _pairs(document["weights"])},
+            weights={name.name(): num_tp_shards.integer(1) for name, num_tp_shards in document["weights"].items()},
             aliases={alias.name(): name.name() for alias, name in document["aliases"].items()},
             files=tuple(map(File.from_json, document["files"])),
             plan=document["plan"].value,
@@ -102,53 +108,91 @@ def digest(document: dict[str, Any]) -> str:
         raise FormatError("it is nested too deep") from None
 
 
-def pair(field: reading.Field) -> list[reading.Field]:
-    """The two items of a list. Raises FormatError if it has more or fewer."""
-    if len(found := [*field]) != 2:
-        raise field.wrong("a pair")
-    return found
+# --- on disk ----------------------------------------------------------------------------------------------------------
 
 
-def _pairs(field: reading.Field) -> Iterator[tuple[str, reading.Field]]:
-    """Pairs of a name and its value. Raises FormatError if a name occurs twice."""
-    seen: set[str] = set()
-    for entry in field:
-        name, value = pair(entry)
-        if name.name() in seen:
-            raise name.wrong("a name that occurs only once")
-        seen.add(name.name())
-        yield name.name(), value
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """A checkpoint on disk whose manifest has been read."""
+
+    path: Path
+    manifest: Manifest
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all files of tensors."""
+        return sum(file.num_bytes for file in self.manifest.files)
+
+    def wrong_files(self) -> Iterator[str]:
+        """What is wrong with the files, one by one, without reading them: missing, of a wrong size, or not listed."""
+        try:
+            found = {entry.name: entry.stat(follow_symlinks=False) for entry in os.scandir(self.path)}
+        except OSError as error:
+            raise FormatError(f"cannot read {self.path}: {error.strerror}") from None
+        found.pop(MANIFEST, None)
+        for rank, file in enumerate(self.manifest.files):
+            name = file_of(rank)
+            if (entry := found.pop(name, None)) is None:
+                yield f"{name} is missing"
+            elif not stat.S_ISREG(entry.st_mode):
+                yield f"{name} is not a regular file"
+            elif entry.st_size != file.num_bytes:
+                yield f"{name} has {entry.st_size:,} bytes instead of {file.num_bytes:,}"
+        for name in sorted(found):
+            yield f"{reading.printable(name)} is not listed in {MANIFEST}"
+
+
+def read_saved(path: Path) -> Saved:
+    """The checkpoint in `path`, from its manifest alone. Raises FormatError."""
+    manifest = path / MANIFEST
+    with suppress(OSError):  # `read_text` says what is wrong
+        reading.require_regular(manifest, follow=False)
+    text = reading.read_text(manifest)
+    with naming(manifest):
+        return Saved(path, Manifest.from_json(text))
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Puts the file's path in front of FormatErrors that are raised inside."""
+    try:
+        yield
+    except FormatError as error:
+        raise FormatError(f"{path}: {error}") from None
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[FileIO]:
+    """Open a regular file to read it. Raises FormatError for anything else, also for a link to one."""
+    try:
+        with reading.open_file(path, follow=False) as file:
+            yield file
+    except FileNotFoundError:
+        raise FormatError(f"{path} is missing") from None
+    except OSError as error:
+        raise FormatError(f"cannot read {path}: {error.strerror}") from None
+
+
+def pieces(file: FileIO, num_bytes: int) -> Iterator[memoryview]:
+    """The next `num_bytes` of a file, or fewer at its end, in pieces; each piece overwrites the one before."""
+    buffer = memoryview(bytearray(min(num_bytes, _PIECE_BYTES)))
+    while num_bytes and (count := file.readinto(buffer[: min(num_bytes, _PIECE_BYTES)])):
+        yield buffer[:count]
+        num_bytes -= count
 
 
 # --- the user's own values --------------------------------------------------------------------------------------------
 
 
-def require_json(extra: dict[str, Any], path: str = "extra") -> None:
-    """Raises FormatError if JSON cannot preserve a value exactly (a tuple, a tensor, an int as key)."""
-    for key, value in extra.items():
-        if type(key) is not str:
-            raise FormatError(f"{path} has the key {key!r}, but JSON keys are strings: use {str(key)!r}")
-        # Most are identifiers, and are seen so at once.
-        if not (key.isascii() and key.isidentifier()) or len(key) > reading.LONGEST_NAME:
-            reading.Field(f"{path}, a name", key).name()
-        _require_json_value(value, f"{path}[{key!r}]")
-
-
-def _require_json_value(value: Any, path: str) -> None:
-    if type(value) is dict:
-        require_json(value, path)
-    elif type(value) is list:
-        for item in value:
-            _require_json_value(item, path)
-    elif type(value) is str:
-        if not value.isascii():
-            reading.Field(path, value).text()
-    elif type(value) is float and not math.isfinite(value):
-        raise FormatError(f"{path} is {value}, which JSON cannot represent; give a finite number or a string")
-    elif type(value) is int and value.bit_length() > LONGEST_BITS:
-        raise FormatError(f"{path} is a number of {value.bit_length():,} bits, too many to read again; give a string")
-    elif value is not None and type(value) not in (int, float, bool):
-        raise FormatError(
-            f"{path} holds {json.dumps(str(value))[:60]}, a {type(value).__name__}, which JSON cannot represent; "
-            f"give numbers, strings, bools, None, lists and dicts of them"
-        )
+def require_json(extra: dict[str, Any]) -> None:
+    """Raises PipelineError if JSON cannot preserve a value exactly (a tuple, a tensor, an int as key)."""
+    for name, value in extra.items():
+        try:
+            is_same = json.loads(json.dumps(value, allow_nan=False)) == value
+        except (TypeError, ValueError, RecursionError):  # ValueError: also of a huge integer
+            is_same = False
+        if not is_same:
+            raise PipelineError(
+                f"extra[{name!r}], a {type(value).__name__}, would not come back from JSON as it is; give finite "
+                f"numbers, strings, bools, None, and lists and dicts of them whose keys are strings"
+            )

@@ -7,7 +7,7 @@ a stage on 4 ranks, or tp=4: w ──▶ "w#0" … "w#3", one TP shard per rank
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from rota.errors import PipelineError
 from rota.models import Stages
+from rota.reading import printable
 from rota.runtime.spmd import replicated_names
 from rota.torch_internals import own_state
 
@@ -48,6 +49,12 @@ def model_key(key: str) -> str:
     return f"model/{key}"
 
 
+def few(names: Iterable[str]) -> str:
+    """Up to eight names, which may be those of a file that is not trusted, for an error message."""
+    texts = [printable(name if len(name) <= 200 else f"{name[:197]}...") for name in names]
+    return ", ".join(texts[:8]) + (f" and {len(texts) - 8} more" if len(texts) > 8 else "")
+
+
 class Weights:
     """The whole model's weights and buffers, in its order. Raises PipelineError if a module's state cannot be saved."""
 
@@ -74,10 +81,11 @@ class Weights:
         return ((self._as_it_is(weight), shard) for weight, shard in self._local)
 
     def _with_shards(self) -> Iterator[tuple[Weight, int]]:
-        here = set(self._pipeline.local_stages)
+        pipeline, processes = self._pipeline, self._pipeline._processes
         for weight in self.all:
-            if stages := [stage for stage in weight.stages if stage in here]:
-                yield weight, self._tp_shard(stages[0])
+            if here := [stage for stage in weight.stages if stage in pipeline.local_stages]:
+                position = sorted(pipeline.plan.placement.ranks_of(here[0])).index(pipeline.rank)
+                yield weight, position * processes.num_tp_shards + processes.tp_shard
 
     def _as_it_is(self, weight: Weight) -> Weight:
         """A forward may give a buffer another tensor: `self.mean = 0.9 * self.mean + 0.1 * x.mean()`."""
@@ -99,11 +107,6 @@ class Weights:
                     f"{_join(path, name)} of a {type(module).__name__} is newer than the Checkpoints, so that it would "
                     f"be lost; make it in the module's __init__"
                 )
-
-    def _tp_shard(self, stage: int) -> int:
-        pipeline, processes = self._pipeline, self._pipeline._processes
-        position = sorted(pipeline.plan.placement.ranks_of(stage)).index(pipeline.rank)
-        return position * processes.num_tp_shards + processes.tp_shard
 
 
 def _weights(pipeline: Pipeline) -> Iterator[Weight]:

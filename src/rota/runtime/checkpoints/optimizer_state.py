@@ -9,61 +9,113 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Iterable, Mapping
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch.optim import Optimizer
 
 from rota.errors import PipelineError
-from rota.reading import printable, short
+from rota.reading import LARGEST, LONGEST_NAME, Field, printable, short
+from rota.runtime.checkpoints.values import from_json, pairs, to_json
 
-#: Of one weight: "optimizer", "options", "tensors" (names of state tensors), "values" (other state), "scheduled".
-Record: TypeAlias = dict[str, Any]
 #: Where a value per group is in a scheduler's state: ("base_lrs",), or ("_schedulers", 0, …) in a nested scheduler.
 Place: TypeAlias = tuple[str | int, ...]
 
+
+class Record(NamedTuple):
+    """What is saved of a weight besides its tensors; all but `tensors` and `values` is that of its group.
+
+    `optimizer`: its class. `scheduled`: the scheduler's values. `tensors`: names of state tensors; `values`: all other
+    state.
+    """
+
+    optimizer: str
+    options: dict[str, Any]
+    scheduled: dict[Place, Any]
+    tensors: list[str]
+    values: dict[str, Any]
+
+
 _OPTIMIZER = "optimizer/"
-OF_THE_RANK = ("params", "param_names")  # of a group; all other entries are options
+_OF_THE_RANK = ("params", "param_names")  # of a group; all other entries are options
 _BY_GROUP = ("base_lrs", "_last_lr", "lr_lambdas", "min_lrs", "max_lrs", "base_momentums", "max_momentums")
 
 
 def records_of(
     optimizer: Optimizer, by_group: Mapping[Place, list[Any]], keys: Mapping[torch.Tensor, str]
-) -> tuple[dict[str, Record], dict[str, torch.Tensor]]:
-    """What to save of this rank's optimizer and scheduler: records by weight key, and state tensors by tensor key.
+) -> tuple[list[Any], dict[str, torch.Tensor]]:
+    """What to save of this rank's optimizer and scheduler: records as JSON, and state tensors by tensor key.
 
-    `by_group`: the scheduler's values per group, see `split_scheduler`.
+    The JSON has, for each group, what its weights share, and what each has of its own, by its key. `by_group`: the
+    scheduler's values per group, see `split_scheduler`.
 
-    Raises PipelineError if the optimizer has state that is not of a weight.
+    Raises PipelineError if the optimizer has state that is not of a weight, or that could not be restored.
     """
     if beside := [key for key in optimizer.state if not isinstance(key, torch.Tensor)]:
         raise PipelineError(
             f"{type(optimizer).__name__}'s state has the key {short(beside[0])}, which is not a weight, so it would be "
             f"lost; keep it in the options of a group, or in the state of a weight"
         )
-    records: dict[str, Record] = {}
+    kind = type(optimizer).__name__
+    groups: list[Any] = []
     tensors: dict[str, torch.Tensor] = {}
     for index, group in enumerate(optimizer.param_groups):
-        options = {name: value for name, value in group.items() if name not in OF_THE_RANK}
-        scheduled = {place: values[index] for place, values in by_group.items()}
+        of_weights: dict[str, Any] = {}
         for parameter in group["params"]:
             key = _key_of(parameter, index, keys)
-            state = optimizer.state.get(parameter, {})
-            names, values = [], {}
-            for name, value in state.items():
-                if isinstance(value, torch.Tensor):
-                    names.append(name)
-                    tensors[tensor_key(key, name)] = value
-                else:
-                    values[name] = value
-            records[key] = {
-                "optimizer": type(optimizer).__name__,
-                "options": options,
-                "tensors": names,
-                "values": values,
+            state, path = optimizer.state.get(parameter, {}), f"{kind}'s state of {key}"
+            names = [name for name, value in state.items() if isinstance(value, torch.Tensor)]
+            for name in names:
+                if type(name) is not str or not (name.isprintable() and 1 <= len(name) <= LONGEST_NAME):
+                    raise PipelineError(f"{path} has the key {short(name)}; use a string of printable characters")
+                tensors[tensor_key(key, name)] = state[name]
+            of_weights[key] = [names, to_json({k: value for k, value in state.items() if k not in names}, path)]
+        if of_weights:
+            options = {name: value for name, value in group.items() if name not in _OF_THE_RANK}
+            scheduled = [
+                [[*place], to_json(values[index], f"the scheduler's {place[-1]}")] for place, values in by_group.items()
+            ]
+            shared = {
+                "optimizer": kind,
+                "options": to_json(options, f"the options of {kind}'s group {index}"),
                 "scheduled": scheduled,
             }
-    return records, tensors
+            groups.append([shared, of_weights])
+    return groups, tensors
+
+
+def read_records(field: Field) -> dict[str, Record]:
+    """The records that `records_of` wrote, by weight. Raises FormatError that names the field."""
+    found: dict[str, Record] = {}
+    for shared, of_weights in pairs(field, LARGEST):
+        shared.refuse_others(("optimizer", "options", "scheduled"))
+        options = _dict(shared["options"])
+        if not options.keys().isdisjoint(_OF_THE_RANK):
+            raise shared["options"].wrong(f"options without {' and '.join(_OF_THE_RANK)}, which differ between ranks")
+        scheduled = {_place(place): from_json(value) for place, value in pairs(shared["scheduled"])}
+        for key, own in of_weights.items():
+            if key.value in found:
+                raise key.wrong("a weight that occurs only once")
+            if len(parts := [*own]) != 2:
+                raise own.wrong("names of tensors, and other values")
+            tensors, values = [name.name() for name in parts[0]], _dict(parts[1])
+            if len({*tensors, *values}) < len(tensors) + len(values):
+                raise own.wrong("names that occur once")
+            found[key.value] = Record(shared["optimizer"].name(), options, scheduled, tensors, values)
+    return found
+
+
+def _dict(field: Field) -> dict[str, Any]:
+    if type(value := from_json(field)) is not dict:
+        raise field.wrong("a dict")
+    return value
+
+
+def _place(field: Field) -> Place:
+    place = tuple(part.integer(0) if isinstance(part.value, int) else part.name() for part in field)
+    if not place:
+        raise field.wrong("names and numbers")
+    return place
 
 
 def refuse_inner_optimizers(optimizer: Optimizer) -> None:
@@ -110,40 +162,36 @@ def require_records(
     found: list[Record | None] = []
     wanted = set()
     for index, group in enumerate(optimizer.param_groups):
-        first, first_key = None, ""
-        for parameter in group["params"]:
-            key = _key_of(parameter, index, keys)
-            wanted.add(key)
+        of_group = [_key_of(parameter, index, keys) for parameter in group["params"]]
+        for key in of_group:
             if key not in records:
                 raise PipelineError(f"{key} had no optimizer when it was saved; leave it out of this one, too")
-            record = records[key]
-            if record["optimizer"] != type(optimizer).__name__:
-                raise PipelineError(f"saved with {record['optimizer']}, but this is {type(optimizer).__name__}")
-            if first is not None:
-                _require_one_group(index, (first_key, first), (key, record))
-            else:
-                for name, value in record["options"].items():
-                    _require_like(group.get(name), value, f"{key}'s {name}")
-            first, first_key = first or record, first_key or key
+            if records[key].optimizer != type(optimizer).__name__:
+                raise PipelineError(f"saved with {records[key].optimizer}, but this is {type(optimizer).__name__}")
+            _require_one_group(index, of_group[0], key, records)
+        first = records[of_group[0]] if of_group else None
+        for name, value in first.options.items() if first is not None else ():
+            _require_like(group.get(name), value, f"{of_group[0]}'s {_shown(name)}")
         found.append(first)
+        wanted |= {*of_group}
     if left := [key for key in keys.values() if key in records and key not in wanted]:
         raise PipelineError(f"{left[0]} was in the optimizer when it was saved, but is not in this one; add it")
     return found
 
 
-def _require_one_group(index: int, one: tuple[str, Record], other: tuple[str, Record]) -> None:
-    for of in ("options", "scheduled"):
-        was, now = one[1][of], other[1][of]
-        if name := different(was, now):
+def _require_one_group(index: int, one: str, other: str, records: Mapping[str, Record]) -> None:
+    a, b = records[one], records[other]
+    for was, now in ((a.options, b.options), (a.scheduled, b.scheduled)):
+        if was is not now and (name := different(was, now)) is not None:
             raise PipelineError(
-                f"{one[0]} and {other[0]} are in one group, {index}, but were saved with different {_shown(name)} "
+                f"{one} and {other} are in one group, {index}, but were saved with different {_shown(name)} "
                 f"({_shown(was.get(name))} and {_shown(now.get(name))}); group the weights as when they were saved"
             )
 
 
 def _shown(value: Any) -> str:
     """A value from a file that is not trusted, for an error message."""
-    return printable(short(value)) if not isinstance(value, str) else short(value).strip('"')
+    return printable(short(str(value)).strip('"'))
 
 
 def restore_optimizer(
@@ -154,15 +202,15 @@ def restore_optimizer(
 ) -> None:
     """Set options and state. Does not use `load_state_dict`, which converts state to the dtype of the weights."""
     optimizer.state.clear()
-    for group, record in zip(optimizer.param_groups, require_records(optimizer, keys, records), strict=True):
-        if record is not None:
-            before = {name: group.pop(name) for name in [*group] if name not in OF_THE_RANK}
-            group.update({name: _beside(before.get(name), value) for name, value in record["options"].items()})
+    for group in optimizer.param_groups:
         for parameter in group["params"]:
-            mine = records[keys[parameter]]
-            state = {name: tensors[tensor_key(keys[parameter], name)] for name in mine["tensors"]}
-            if state or mine["values"]:
-                optimizer.state[parameter] = {**_beside_all(parameter, mine["values"]), **state}
+            record = records[keys[parameter]]
+            state = {name: tensors[tensor_key(keys[parameter], name)] for name in record.tensors}
+            if state or record.values:
+                optimizer.state[parameter] = {**_beside_all(parameter, record.values), **state}
+        if group["params"]:  # which all have the same options
+            before = {name: group.pop(name) for name in [*group] if name not in _OF_THE_RANK}
+            group.update({name: _beside(before.get(name), value) for name, value in record.options.items()})
 
 
 def _beside(before: Any, value: Any) -> Any:
@@ -181,34 +229,38 @@ def _beside_all(parameter: torch.Tensor, value: Any) -> Any:
     return _beside(parameter, value)
 
 
-_KINDS: tuple[tuple[type, ...], ...] = (
-    (bool,),
-    (int, float, complex, torch.Tensor),
-    (str,),
-    (list, tuple),
-    (dict,),
-)
+_KINDS: tuple[tuple[type, ...], ...] = ((bool,), (int, float, torch.Tensor), (str,), (list, tuple), (dict,))
 
 
-def _require_like(own: Any, saved: Any, path: str) -> None:
-    """Raises PipelineError if a saved value's kind differs from that of the one in use, at any depth; None fits all."""
-    if own is None or saved is None:
-        return
-    kind: tuple[type, ...] = next((kind for kind in _KINDS if isinstance(own, kind)), (type(own),))
-    is_alike = isinstance(saved, kind) and (bool in kind or not isinstance(saved, bool))
-    if not is_alike:
-        raise PipelineError(
-            f"{path} was saved as a {type(saved).__name__}, {short(str(saved))}, but is a {type(own).__name__} here; "
-            f"make it a {type(saved).__name__}"
-        )
-    if isinstance(own, dict):
-        for name, value in saved.items():
-            _require_like(own.get(name), value, f"{path}, {short(name)}")
-    elif isinstance(own, (list, tuple)) and any(isinstance(item, dict) for item in own):
-        if len(saved) != len(own):
-            raise PipelineError(f"{path} was saved with {len(saved)} entries, but has {len(own)} here; make it as many")
-        for at, (mine, value) in enumerate(zip(own, saved, strict=True)):
-            _require_like(mine, value, f"{path}, {at}")
+def _require_like(own: Any, saved: Any, path: str, owner: type = object) -> None:
+    """Raises PipelineError if a saved value's kind differs from that of the one in use, at any depth; None fits all.
+
+    Entries that are not in use must not hide what all instances of `owner` have.
+    """
+    in_use, entries = _entries(own), _entries(saved)
+    if own is not None and saved is not None:
+        kind: tuple[type, ...] = next((kind for kind in _KINDS if isinstance(own, kind)), (type(own),))
+        if not isinstance(saved, kind) or (isinstance(saved, bool) and bool not in kind):
+            raise PipelineError(
+                f"{path} was saved as a {type(saved).__name__}, {short(str(saved))}, but is a {type(own).__name__} "
+                f"here; make it a {type(saved).__name__}"
+            )
+        holds_dicts = not isinstance(own, dict) and any(isinstance(item, dict) for item in in_use.values())
+        if holds_dicts and len(entries) != len(in_use):
+            raise PipelineError(
+                f"{path} was saved with {len(entries)} entries, but has {len(in_use)} here; make it as many"
+            )
+    for name, value in entries.items():
+        if isinstance(name, str) and name not in in_use and (name.startswith("__") or hasattr(owner, name)):
+            raise PipelineError(f"the checkpoint would replace {owner.__name__}'s {short(name)}; do not use it")
+        _require_like(in_use.get(name), value, f"{path}, {short(name)}", owner)
+
+
+def _entries(value: Any) -> Mapping[Any, Any]:
+    """The values inside of a value by their names, or by their positions."""
+    if isinstance(value, (list, tuple)):
+        return dict(enumerate(value))
+    return value if isinstance(value, dict) else {}
 
 
 # --- schedulers -------------------------------------------------------------------------------------------------------
@@ -231,23 +283,8 @@ def split_scheduler(scheduler: Any, num_groups: int) -> tuple[Any, dict[Place, l
     return {"scheduler": type(scheduler).__name__, "state": common(scheduler.state_dict(), ())}, by_group
 
 
-def restore_scheduler(scheduler: Any, saved: dict[str, Any], of_groups: list[Record | None]) -> None:
-    """Set a scheduler's state; a group without weights keeps its values."""
-    state = copy.deepcopy(saved["state"])
-    _, mine = split_scheduler(scheduler, len(of_groups))
-    for place in {*mine, *(place for record in of_groups if record for place in record["scheduled"])}:
-        own = mine.get(place, [None] * len(of_groups))
-        values = [own[i] if record is None else record["scheduled"][place] for i, record in enumerate(of_groups)]
-        *path, last = place
-        inner = state
-        for step in path:
-            inner = inner[step]
-        inner[last] = [_beside(mine, value) for mine, value in zip(own, values, strict=True)]
-    scheduler.load_state_dict(state)
-
-
-def require_scheduler(scheduler: Any, saved: dict[str, Any] | None, of_groups: list[Record | None]) -> None:
-    """Raises PipelineError unless the same kind of scheduler was saved, or no scheduler if none is in use.
+def scheduler_state(scheduler: Any, saved: dict[str, Any] | None, of_groups: list[Record | None]) -> Any:
+    """The state to load into a scheduler; a group without weights keeps its values. Raises PipelineError.
 
     PyTorch's schedulers turn every entry of their state into an attribute. So an entry that would hide a method is
     refused, and a value whose kind differs from that of the one in use.
@@ -257,49 +294,29 @@ def require_scheduler(scheduler: Any, saved: dict[str, Any] | None, of_groups: l
     if was != now:
         raise PipelineError(f"saved with {was}, but this rank's optimizer has {now}; give Checkpoints the same kind")
     if saved is None:
-        return
-    own, mine = split_scheduler(scheduler, len(of_groups))
-    _refuse_hidden(scheduler, own["state"], saved["state"])
-    _require_like(own["state"], saved["state"], f"{was}'s state")
-    for place in {*mine, *(place for record in of_groups if record for place in record["scheduled"])}:
+        return None
+    state = copy.deepcopy(saved["state"])
+    _, in_use = split_scheduler(scheduler, len(of_groups))
+    for place in {*in_use, *(place for record in of_groups if record for place in record.scheduled)}:
         name = f"{was}'s {_shown('.'.join(map(str, place)))}"
-        if not _is_there(saved["state"], place):
-            raise PipelineError(f"{name} is not in the checkpoint; load it with the version of PyTorch that saved it")
+        values = [*in_use.get(place, [None] * len(of_groups))]
         for index, record in enumerate(of_groups):
-            if record is not None and place in mine:
-                if place not in record["scheduled"]:
+            if record is not None:
+                if place not in record.scheduled:
                     raise PipelineError(f"{name} was saved for no group; make as many groups as when it was saved")
-                value, current = record["scheduled"][place], mine[place][index]
+                value, current = record.scheduled[place], values[index]
                 if place[-1] == "lr_lambdas" and (value is None) is not (current is None):
                     raise PipelineError(f"{name} was saved {'without' if value is None else 'with'} a state of its own")
-                _refuse_hidden(scheduler, current, value)
-                _require_like(current, value, name)
-
-
-def _refuse_hidden(scheduler: Any, own: Any, saved: Any) -> None:
-    """Raises PipelineError if an entry would hide a method, at any depth: schedulers may contain schedulers."""
-    if isinstance(saved, dict):
-        mine = own if isinstance(own, dict) else {}
-        for name, value in saved.items():
-            if name not in mine and isinstance(name, str) and (name.startswith("__") or hasattr(type(scheduler), name)):
-                raise PipelineError(
-                    f"the checkpoint would replace {type(scheduler).__name__}'s {short(name)}; do not use it"
-                )
-            _refuse_hidden(scheduler, mine.get(name), value)
-    elif isinstance(saved, (list, tuple)):
-        mine_at = dict(enumerate(own)) if isinstance(own, (list, tuple)) else {}
-        for at, value in enumerate(saved):
-            _refuse_hidden(scheduler, mine_at.get(at), value)
-
-
-def _is_there(state: Any, place: Place) -> bool:
-    """Whether the state that is equal on all ranks has an entry at `place`, and None in it."""
-    for step in place:
-        inner: Any = dict(enumerate(state)) if isinstance(state, list) else state
-        if not isinstance(inner, dict) or step not in inner:
-            return False
-        state = inner[step]
-    return state is None
+                values[index] = _beside(current, value)
+        *path, last = place
+        inner = state
+        for step in path:
+            inner = _entries(inner).get(step)
+        if not isinstance(inner, dict) or inner.get(last, "") is not None:
+            raise PipelineError(f"{name} is not in the checkpoint; load it with the version of PyTorch that saved it")
+        inner[last] = values
+    _require_like(scheduler.state_dict(), state, f"{was}'s state", type(scheduler))
+    return state
 
 
 def different(a: Mapping[Any, Any], b: Mapping[Any, Any]) -> Any:

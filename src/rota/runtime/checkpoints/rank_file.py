@@ -14,7 +14,7 @@ import struct
 import zlib
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
@@ -34,19 +34,21 @@ Box: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]  # offsets and sizes
 
 LENGTH = struct.Struct("<Q")  # of the header, before it
 ALIGNED = 64  # bytes at which the tensors begin; large elements come first, so each is aligned
-_NAMES = {  # of dtypes in safetensors
-    **{f"{kind}{bits}": f"{kind[0].upper()}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)},
-    "float64": "F64",
-    "float32": "F32",
-    "float16": "F16",
-    "bfloat16": "BF16",
-    "complex64": "C64",
-    "bool": "BOOL",
-    "float8_e4m3fn": "F8_E4M3",
-    "float8_e5m2": "F8_E5M2",
+#: Dtypes by their names in safetensors.
+SAFETENSORS = {
+    **{f"{kind[0].upper()}{n}": getattr(torch, f"{kind}{n}") for kind in ("int", "uint") for n in (8, 16, 32, 64)},
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "C64": torch.complex64,
+    "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
 }
+_NAMES = {dtype: name for name, dtype in SAFETENSORS.items()}
 #: The format has no such dtypes: these are pairs of others, and the rest is bytes, in one more dimension.
-_PAIRS = {"complex128": "F64", "complex32": "F16"}
+_PAIRS = {torch.complex128: "F64", torch.complex32: "F16"}
 
 
 class Chunk(NamedTuple):
@@ -113,31 +115,23 @@ def starts_of(chunks: Iterable[Chunk], first: int) -> list[int]:
 # --- the header -------------------------------------------------------------------------------------------------------
 
 
-def head_of(chunks: tuple[Chunk, ...], beside: dict[str, Any], num_bytes: int = 0) -> bytes:
-    """All that is in a file before its tensors, in at least `num_bytes`; `beside` are JSON values to write with it."""
-    text = json.dumps({"tensors": [], **beside}, check_circular=False)
-    return _head(chunks, _texts(chunks)[0] + text[len('{"tensors": []') :], num_bytes)
-
-
-def _head(chunks: tuple[Chunk, ...], own: str, num_bytes: int) -> bytes:
-    _, offsets, entries = _texts(chunks)
-    metadata = f'{{"format": "pt", "DCP_SHARDING_INFO": {offsets}, "rota": {json.dumps(own)}}}'
-    text = f'{{"__metadata__": {metadata}{entries}}}'.encode()
-    length = max(len(text), num_bytes - LENGTH.size)
-    length += -(LENGTH.size + length) % ALIGNED
-    return LENGTH.pack(length) + text.ljust(length)
+def head_of(chunks: tuple[Chunk, ...], beside: dict[str, Any]) -> bytes:
+    """All that is in a file before its tensors; `beside` are JSON values to write with it."""
+    metadata, entries = _texts(chunks)
+    own = json.dumps(json.dumps(beside, check_circular=False))
+    text = f'{{"__metadata__": {{{metadata}, "beside": {own}}}{entries}}}'.encode()
+    return padded(LENGTH.pack(0) + text, LENGTH.size + len(text))
 
 
 def padded(head: bytes, num_bytes: int) -> bytes:
-    """A head in `num_bytes`, a multiple of `ALIGNED` that is no less than what it has."""
-    length = num_bytes - LENGTH.size
+    """A head in at least `num_bytes`, which are no fewer than what it has."""
+    length = num_bytes + -num_bytes % ALIGNED - LENGTH.size
     return LENGTH.pack(length) + head[LENGTH.size :].ljust(length)
 
 
 @lru_cache(maxsize=8)
-def _texts(chunks: tuple[Chunk, ...]) -> tuple[str, str, str]:
-    """Of a header: how Rota's own part begins, PyTorch's part, and the entries of safetensors."""
-    own = json.dumps({"tensors": [chunk.to_json() for chunk in chunks]})[:-1]
+def _texts(chunks: tuple[Chunk, ...]) -> tuple[str, str]:
+    """Of a header: the metadata for Rota and for PyTorch, and the entries of safetensors."""
     offsets, entries, begin = {}, [], 0
     for chunk in chunks:
         dtype, more = _stored_as(chunk.dtype)
@@ -146,30 +140,28 @@ def _texts(chunks: tuple[Chunk, ...]) -> tuple[str, str, str]:
         entry = {"dtype": dtype, "shape": [*chunk.box[1], *more], "data_offsets": [begin, end]}
         entries.append(f", {json.dumps(chunk.key)}: {json.dumps(entry)}")
         begin = end
-    return own, json.dumps(json.dumps(offsets)), "".join(entries)
+    texts = {"DCP_SHARDING_INFO": json.dumps(offsets), "tensors": json.dumps([chunk.to_json() for chunk in chunks])}
+    return json.dumps({"format": "pt", **texts})[1:-1], "".join(entries)
 
 
 def _stored_as(dtype: torch.dtype) -> tuple[str, tuple[int, ...]]:
     """The dtype's name in safetensors, and the dimensions that are added there."""
-    name = dtype_name(dtype)
-    if name in _PAIRS:
-        return _PAIRS[name], (2,)
-    return (_NAMES[name], ()) if name in _NAMES else ("U8", (dtype.itemsize,))
+    if dtype in _PAIRS:
+        return _PAIRS[dtype], (2,)
+    return (_NAMES[dtype], ()) if dtype in _NAMES else ("U8", (dtype.itemsize,))
 
 
 def read_head(head: bytes) -> tuple[tuple[Chunk, ...], Field]:
-    """The chunks of a file, and what was written beside them. Raises FormatError unless `head_of` writes this head."""
-    document = Field("header", reading.load(_decoded(head[LENGTH.size :])))
-    text = document["__metadata__"]["rota"].text()
-    own = Field("header", reading.load(text))
-    chunks = tuple(map(Chunk.from_json, own["tensors"]))
+    """The chunks of a file, by what is written for Rota, and what was written beside them. Raises FormatError."""
+    try:
+        metadata = Field("header", reading.load(head[LENGTH.size :].decode()))["__metadata__"]
+    except UnicodeDecodeError as error:
+        raise FormatError(f"the header is not a text in UTF-8 (byte {error.start})") from None
+    field, beside = (Field(f"header.{name}", reading.load(metadata[name].text())) for name in ("tensors", "beside"))
+    chunks = tuple(map(Chunk.from_json, field))
     if len({chunk.key for chunk in chunks}) < len(chunks):
-        raise own["tensors"].wrong("tensors that occur only once")
-    if any(one.dtype.itemsize < other.dtype.itemsize for one, other in pairwise(chunks)):
-        raise own["tensors"].wrong("tensors of large elements first")
-    if _head(chunks, text, len(head)) != head:
-        raise FormatError("the header is not what Rota writes for its tensors")
-    return chunks, own
+        raise field.wrong("tensors that occur only once")
+    return chunks, beside
 
 
 def head_bytes(begin: bytes | memoryview, most: int) -> int:
@@ -180,13 +172,6 @@ def head_bytes(begin: bytes | memoryview, most: int) -> int:
     if num_bytes > min(most, reading.LARGEST_BYTES):
         raise FormatError(f"the header would have {num_bytes:,} bytes")
     return num_bytes
-
-
-def _decoded(data: bytes) -> str:
-    try:
-        return data.decode()
-    except UnicodeDecodeError as error:
-        raise FormatError(f"the header is not a text in UTF-8 (byte {error.start})") from None
 
 
 # --- on disk ----------------------------------------------------------------------------------------------------------

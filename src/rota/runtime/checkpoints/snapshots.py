@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, final
 
@@ -20,8 +20,6 @@ import torch
 from rota.costs import NUM_SNAPSHOTS
 from rota.errors import FormatError, PipelineError
 from rota.reading import Field
-from rota.runtime.checkpoints.manifest import Manifest
-from rota.runtime.checkpoints.random_states import random_state, random_to_json
 from rota.runtime.checkpoints.rank_file import (
     ALIGNED,
     Chunk,
@@ -32,9 +30,7 @@ from rota.runtime.checkpoints.rank_file import (
     read_head,
     starts_of,
 )
-from rota.runtime.checkpoints.state import Restoring, Trained
-from rota.runtime.checkpoints.tensors import Stored
-from rota.runtime.checkpoints.training_json import training_from_json
+from rota.runtime.checkpoints.state import Restoring, Trained, TrainingState
 from rota.runtime.environment import processes_here
 from rota.runtime.host_memory import available_bytes
 from rota.runtime.kept_memory import State, states_in
@@ -102,7 +98,7 @@ class Snapshots:
     _writer: ClassVar[tuple[object, str] | None] = None
 
     def __init__(self, folder: Path, trained: Trained, checkpoints: str, training: str) -> None:
-        self._folder, self._trained = folder, trained
+        self.folder, self._trained = folder, trained
         self._checkpoints, self._training = checkpoints, training
         self._me = object(), checkpoints
         self._has_kept = False
@@ -113,12 +109,12 @@ class Snapshots:
     @property
     def steps(self) -> list[int]:
         """The steps of this training whose states are whole."""
-        return sorted(step for training, step in states_in(self._folder) if training == self._training)
+        return sorted(step for training, step in states_in(self.folder) if training == self._training)
 
     @property
     def allocated_bytes(self) -> int:
         """Bytes of the host's memory that the files take already."""
-        return sum(512 * entry.stat().st_blocks for entry in os.scandir(self._folder))
+        return sum(512 * entry.stat().st_blocks for entry in os.scandir(self.folder))
 
     def newest_at_load(self, step: int) -> int:
         """The number of the newest checkpoint when the training of a state last loaded one.
@@ -130,13 +126,8 @@ class Snapshots:
     @property
     def disk_bytes(self) -> int:
         """Bytes that the file system of the folder has for more states."""
-        found = os.statvfs(self._folder)
+        found = os.statvfs(self.folder)
         return found.f_bavail * found.f_frsize
-
-    @property
-    def where(self) -> str:
-        """Which folder to look at if that is too little."""
-        return str(self._folder.parent.parent)
 
     def count(self) -> tuple[int, int]:
         """Bytes of the host's memory for two states as they are now, and of two copies of their tensors.
@@ -163,37 +154,33 @@ class Snapshots:
             "newest_at_load": newest_at_load,
             "extra": extra,
             "with_zeros": with_zeros,
-            "training": {
-                "records": small["records"],
-                "scheduler": small["scheduler"],
-                "random": random_to_json(random_state(self._trained.device)),
-            },
+            "training": small["training"],
         }
         self._take_memory()
         self._write(State(self._training, step), data, beside)
 
     def _write(self, state: State, data: dict[Chunk, torch.Tensor], beside: dict[str, Any]) -> None:
-        chunks, path = tuple(data), self._folder / PARTIAL
-        held = sorted(states_in(self._folder), key=lambda held: held.step)
+        chunks, path = tuple(data), self.folder / PARTIAL
+        held = sorted(states_in(self.folder), key=lambda held: held.step)
         if len(held) >= NUM_SNAPSHOTS:
-            os.rename(self._folder / held[0].file, path)
+            os.rename(self.folder / held[0].file, path)
         head = head_of(chunks, beside)
-        file = self._mapped(path, chunks, len(head))
+        file = self._mapped(path, chunks, head)
         head = padded(head, file.begin)
         file.memory[: len(head)].copy_(torch.frombuffer(bytearray(head), dtype=torch.uint8))
         for place, tensor in zip(file.values, data.values(), strict=True):
             place.copy_(_plain(tensor))
-        os.rename(path, self._folder / state.file)
+        os.rename(path, self.folder / state.file)
 
-    def _mapped(self, path: Path, chunks: tuple[Chunk, ...], least: int) -> _File:
-        """The file for these chunks and a head of so many bytes: the one that is there, if it fits."""
+    def _mapped(self, path: Path, chunks: tuple[Chunk, ...], head: bytes) -> _File:
+        """The file for these chunks and this head: the one that is there, if it fits."""
         end = starts_of(chunks, 0)[-1]
         found = os.stat(path) if path.exists() else None
         begin = 0 if found is None else found.st_size - end
-        if found is not None and least <= begin <= least + 2 * _HEAD_BYTES and begin % ALIGNED == 0:
+        if found is not None and len(head) <= begin <= len(head) + 2 * _HEAD_BYTES and begin % ALIGNED == 0:
             number, num_bytes = found.st_ino, found.st_size
         else:
-            num_bytes = len(head_of(chunks, {}, max(least, _HEAD_BYTES) + _HEAD_BYTES)) + end
+            num_bytes = len(padded(head, max(len(head), _HEAD_BYTES) + _HEAD_BYTES)) + end
             self._find_room(num_bytes)
             number = self._allocate(path, num_bytes)
         file = self._files.pop(number, None)
@@ -208,7 +195,7 @@ class Snapshots:
     def _allocate(self, path: Path, num_bytes: int) -> int:
         """Make the file with all of its memory; its number. A page that is missing later would end the process."""
         path.unlink(missing_ok=True)
-        there = {entry.inode() for entry in os.scandir(self._folder)}
+        there = {entry.inode() for entry in os.scandir(self.folder)}
         self._files = {number: file for number, file in self._files.items() if number in there}
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
@@ -246,21 +233,21 @@ class Snapshots:
         self._drop_all_but(State(self._training, -1 if self._common is None else self._common))
 
     def _drop_all_but(self, state: State) -> None:
-        for other in states_in(self._folder) - {state}:
-            os.rename(self._folder / other.file, self._folder / PARTIAL)
+        for other in states_in(self.folder) - {state}:
+            os.rename(self.folder / other.file, self.folder / PARTIAL)
 
     def give_up(self) -> None:
         """Forget the states that this object has kept, and give their memory back."""
         if self._writer is self._me:
             self._files.clear()
-            for entry in os.scandir(self._folder):
+            for entry in os.scandir(self.folder):
                 os.unlink(entry)
 
     # --- reading ------------------------------------------------------------------------------------------------------
 
     def _read(self, step: int) -> tuple[_File, Field]:
         """The state after a step, and what is beside its tensors. Raises FormatError."""
-        path = self._folder / State(self._training, step).file
+        path = self.folder / State(self._training, step).file
         memory = torch.from_file(str(path), shared=True, size=path.stat().st_size, dtype=torch.uint8)
         data = memory.numpy().data
         head = bytes(data[: head_bytes(data, len(data))])
@@ -273,11 +260,10 @@ class Snapshots:
         """Check that the state after `step` fits, before anything changes. Raises PipelineError, FormatError."""
         file, beside = self._read(step)
         trained = self._trained
-        stored = {chunk.key: Stored(chunk.dtype, chunk.size, ()) for chunk in file.chunks}
         shards = {weight.names[0]: weight.num_tp_shards for weight in trained.weights.all}
-        manifest = Manifest(0, step, {}, 0, 0, shards, {}, (), None, None)
+        training = TrainingState.from_json(beside["training"])
         try:
-            restoring = trained.prepare(manifest, training_from_json(beside["training"]), stored)
+            restoring = trained.prepare(shards, training, {chunk.key: chunk for chunk in file.chunks})
         except KeyError as error:
             raise PipelineError(f"the state in memory has no {error.args[0]}; make the same model") from None
         here, there = chunks_of(restoring.tensors), dict(zip(file.chunks, file.values, strict=True))
@@ -296,7 +282,7 @@ class Snapshots:
         self._common = step
         for other in self.steps:
             if other != step:
-                os.rename(self._folder / State(self._training, other).file, self._folder / PARTIAL)
+                os.rename(self.folder / State(self._training, other).file, self.folder / PARTIAL)
 
 
 # --- room for them ----------------------------------------------------------------------------------------------------
@@ -310,17 +296,6 @@ class Room(NamedTuple):
     most_bytes: int
 
 
-class _ProcessRoom(NamedTuple):
-    """What a process needs and has, as it tells the others."""
-
-    needed_bytes: int
-    allocated_bytes: int
-    available_bytes: int
-    disk_bytes: int
-    is_over: bool
-    is_full: bool
-
-
 def count_room(pipeline: Pipeline, snapshots: Snapshots, is_full: bool, share: Callable[[Any], list[Any]]) -> Room:
     """Whether the states of all ranks fit, as they are now. Collective.
 
@@ -331,36 +306,34 @@ def count_room(pipeline: Pipeline, snapshots: Snapshots, is_full: bool, share: C
         share: returns all processes' JSON values.
     """
     needed_bytes, tensor_bytes = snapshots.count()
-    limit_bytes = pipeline.plan.placement.cluster.limit_bytes[pipeline.rank]
-    is_over = False
-    if limit_bytes is not None and pipeline.device.type == "cpu":  # of a CPU alone, it counts the host's memory
-        counted_bytes = pipeline.plan.placement.snapshot_bytes
-        planned_bytes = simulate(pipeline.plan).peak_memory_bytes[pipeline.rank]
-        planned_bytes -= counted_bytes[pipeline.rank] if counted_bytes else 0
-        is_over = planned_bytes + tensor_bytes > limit_bytes
     disk_bytes, host_bytes = snapshots.disk_bytes, available_bytes()
-    host_bytes = disk_bytes if host_bytes is None else host_bytes
-    mine = _ProcessRoom(needed_bytes, snapshots.allocated_bytes, host_bytes, disk_bytes, is_over, is_full)
-    return _room([_ProcessRoom(*row) for row in share(mine)], snapshots.where)
-
-
-def _room(processes: Sequence[_ProcessRoom], where: str) -> Room:
-    all_bytes = sum(process.needed_bytes for process in processes)
-    taken_bytes = sum(min(process.needed_bytes, process.allocated_bytes) for process in processes)
-    host_bytes = taken_bytes + min(process.available_bytes for process in processes)
-    disk_bytes = taken_bytes + min(process.disk_bytes for process in processes)
-    over = [number for number, process in enumerate(processes) if process.is_over]
-    full = [number for number, process in enumerate(processes) if process.is_full]
-    if over:
-        why = f"the plan's limit for process {over[0]} has no room for {size_text(processes[over[0]].needed_bytes)}"
-    elif full:
-        why = f"process {full[0]} ran out of memory for its state"
-    elif disk_bytes < min(host_bytes, all_bytes):
-        why = f"{where} has {size_text(disk_bytes)}: enlarge it, or name another tmpfs by `rota run --snapshot-folder`"
+    why = None
+    if _is_over_limit(pipeline, tensor_bytes):
+        why = f"has no room for {size_text(needed_bytes)} in the plan's limit"
+    elif is_full:
+        why = "ran out of memory for its state"
+    taken_bytes = min(needed_bytes, snapshots.allocated_bytes)
+    free_bytes = disk_bytes if host_bytes is None else min(disk_bytes, host_bytes)
+    of_processes = share([why, needed_bytes, taken_bytes, disk_bytes, free_bytes])
+    whys, needed, taken, on_disk, free = zip(*of_processes, strict=True)
+    room_bytes = sum(taken) + min(free)
+    has_room = sum(needed) <= room_bytes
+    process, why = next(((process, why) for process, why in enumerate(whys) if why), (None, None))
+    if why is not None:
+        why = f"process {process} {why}"
+    elif not has_room and min(on_disk) == min(free):
+        where = snapshots.folder.parent.parent
+        why = f"{where} has {size_text(room_bytes)}: enlarge it, or name another tmpfs by `rota run --snapshot-folder`"
     else:
-        why = f"this machine has {size_text(min(host_bytes, disk_bytes))} for them"
-    return Room(
-        fits=not over and not full and all_bytes <= min(host_bytes, disk_bytes),
-        text=f"they need {size_text(all_bytes)}, and {why}",
-        most_bytes=max(process.needed_bytes for process in processes),
-    )
+        why = f"this machine has {size_text(room_bytes)} for them"
+    return Room(has_room and process is None, f"they need {size_text(sum(needed))}, and {why}", max(needed))
+
+
+def _is_over_limit(pipeline: Pipeline, tensor_bytes: int) -> bool:
+    """Whether this process would need more than its memory limit, which counts the host's memory on a CPU alone."""
+    placement, rank = pipeline.plan.placement, pipeline.rank
+    limit_bytes = placement.cluster.limit_bytes[rank]
+    if limit_bytes is None or pipeline.device.type != "cpu":
+        return False
+    counted_bytes = placement.snapshot_bytes[rank] if placement.snapshot_bytes else 0
+    return simulate(pipeline.plan).peak_memory_bytes[rank] - counted_bytes + tensor_bytes > limit_bytes

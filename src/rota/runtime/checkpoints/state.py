@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any, NamedTuple
@@ -10,40 +11,50 @@ from typing import Any, NamedTuple
 import torch
 from torch.optim import Optimizer
 
-from rota.errors import FormatError, PipelineError
+from rota.errors import PipelineError
 from rota.reading import Field
-from rota.runtime.checkpoints.manifest import Manifest
-from rota.runtime.checkpoints.names import Weight, Weights, model_key
+from rota.runtime.checkpoints.names import Weight, Weights, few, model_key
 from rota.runtime.checkpoints.optimizer_state import (
     Record,
     different,
     is_tensor_key,
+    read_records,
     records_of,
     require_records,
-    require_scheduler,
     restore_optimizer,
-    restore_scheduler,
     same,
+    scheduler_state,
     split_scheduler,
     tensor_key,
 )
-from rota.runtime.checkpoints.random_states import random_state, require_random_state, set_random_state
-from rota.runtime.checkpoints.rank_file import Tensors
-from rota.runtime.checkpoints.tensors import Index, Stored
-from rota.runtime.checkpoints.training_json import (
-    TrainingState,
-    records_from_json,
-    records_to_json,
-    scheduler_from_json,
-    scheduler_to_json,
+from rota.runtime.checkpoints.random_states import (
+    random_state,
+    read_random_state,
+    require_random_state,
+    set_random_state,
 )
-from rota.runtime.checkpoints.values import require_readable
+from rota.runtime.checkpoints.rank_file import Chunk, Tensors
+from rota.runtime.checkpoints.values import from_json, require_readable, to_json
 from rota.runtime.reducing.norms import local
 
 
-def part_of(tensor: torch.Tensor) -> torch.Tensor:
-    """What this process has of a tensor of `collect`: a shard of a DTensor, else all of it."""
-    return tensor if type(tensor) is torch.Tensor else local(tensor)
+class TrainingState(NamedTuple):
+    """`records` by weight; `scheduler`: {"scheduler": its class, "state": its state without values per group}."""
+
+    records: dict[str, Record]
+    scheduler: dict[str, Any] | None
+    random: dict[str, Any]
+
+    @classmethod
+    def from_json(cls, field: Field) -> TrainingState:
+        """The state with this JSON, in which every field is checked. Raises FormatError that names the field."""
+        field.refuse_others(cls._fields)
+        if (scheduler := from_json(field["scheduler"])) is not None:
+            field["scheduler"].refuse_others(("scheduler", "state"))
+            field["scheduler"]["scheduler"].name()
+            if type(scheduler.get("state")) is not dict:
+                raise field["scheduler"].wrong("a state that is a dict")
+        return cls(read_records(field["records"]), scheduler, read_random_state(field["random"]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,40 +79,43 @@ class Trained:
             num_tp_shards[weight.names[0]] = weight.num_tp_shards
             if with_buffers or not weight.is_buffer:
                 tensors[model_key(key)] = weight.tensor.detach()
-        small: dict[str, Any] = {"records": [], "scheduler": None, "num_tp_shards": num_tp_shards}
+        training = {"records": [], "scheduler": None, "random": to_json(random_state(self.device), "the random state")}
         if self.optimizer is not None:
             scheduler, by_group = split_scheduler(self.scheduler, len(self.optimizer.param_groups))
-            records, states = records_of(self.optimizer, by_group, keys)
-            try:
-                small["records"], small["scheduler"] = records_to_json(records), scheduler_to_json(scheduler)
-            except FormatError as error:
-                raise PipelineError(str(error)) from None
+            training["scheduler"] = to_json(scheduler, "the scheduler's state")
+            training["records"], states = records_of(self.optimizer, by_group, keys)
             tensors |= states
         for key, tensor in tensors.items():
-            part = part_of(tensor)
+            part = tensor if type(tensor) is torch.Tensor else local(tensor)  # a shard of a DTensor
             require_readable(key, part)
             if not part.is_contiguous() and not is_tensor_key(key):  # the optimizer gets new tensors
                 _require_writable(key, part)
-        return tensors, small
+        return tensors, {"training": training, "num_tp_shards": num_tp_shards}
 
-    def prepare(self, manifest: Manifest, training: TrainingState, index: Index) -> Restoring:
-        """Check that a checkpoint fits, before anything changes. Raises PipelineError."""
-        names = _stored_names(self.weights.all, manifest)
+    def prepare(
+        self, num_tp_shards: Mapping[str, int], training: TrainingState, chunks: Mapping[str, Chunk]
+    ) -> Restoring:
+        """Check that a checkpoint fits, before anything changes. Raises PipelineError.
+
+        `num_tp_shards`: of each weight and buffer of the whole model. `chunks`: one of each tensor that was saved.
+        """
+        names = _stored_names(self.weights.all, num_tp_shards)
         tensors: Tensors = {}
         keys: dict[torch.Tensor, str] = {}
         for weight, tp_shard in self.weights.local():
-            _require_tp_shards(weight, manifest.weights[names[weight.names[0]]])
+            _require_tp_shards(weight, num_tp_shards[names[weight.names[0]]])
             keys[weight.tensor] = key = weight.key(names[weight.names[0]], tp_shard)
             tensors[model_key(key)] = weight.tensor.detach()
-            _require_alike(key, weight.tensor, index[model_key(key)])
+            _require_alike(key, weight.tensor, chunks[model_key(key)])
+        state = None
         if self.optimizer is not None:
             of_groups = require_records(self.optimizer, keys, training.records)
-            require_scheduler(self.scheduler, training.scheduler, of_groups)
+            state = scheduler_state(self.scheduler, training.scheduler, of_groups)
             for parameter, key in keys.items():
                 if key in training.records:
-                    tensors |= _state_tensors(parameter, key, training.records[key], index)
+                    tensors |= _state_tensors(parameter, key, training.records[key], chunks)
         require_random_state(training.random, self.device)
-        return Restoring(self, tensors, keys, training)
+        return Restoring(self, tensors, keys, training, state)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,85 +126,95 @@ class Restoring:
     tensors: Tensors
     keys: dict[torch.Tensor, str]
     training: TrainingState
+    scheduler_state: Any
 
     def finish(self) -> None:
         """Set the states of the optimizer, the scheduler and the random generators from the checkpoint."""
         optimizer, scheduler = self.trained.optimizer, self.trained.scheduler
         if optimizer is not None:
-            records = self.training.records
-            restore_optimizer(optimizer, self.keys, records, self.tensors)
-            if scheduler is not None:
-                assert self.training.scheduler is not None
-                restore_scheduler(scheduler, self.training.scheduler, require_records(optimizer, self.keys, records))
+            restore_optimizer(optimizer, self.keys, self.training.records, self.tensors)
+        if scheduler is not None:
+            scheduler.load_state_dict(self.scheduler_state)
         set_random_state(self.training.random, self.trained.device)
 
 
 class Merged(NamedTuple):
-    """The state of all ranks besides tensors, the arguments of `save`, and each weight's number of TP shards."""
+    """The state of all ranks besides tensors, as JSON; the arguments of `save`, and weights' numbers of TP shards."""
 
-    training: TrainingState
+    training: dict[str, Any]
     step: int
     extra: dict[str, Any]
     num_tp_shards: dict[str, int]
 
 
-def merge(of_ranks: Iterable[dict[str, Any]], device: torch.device) -> Merged:
-    """Merge what all ranks have collected, and this process's random state, also of its device.
+def merge(of_ranks: Sequence[dict[str, Any]]) -> Merged:
+    """Merge what all ranks have collected; the random state is the first one's.
 
     Raises:
         PipelineError: the ranks differ where they must be equal.
     """
-    records: dict[str, Record] = {}
-    scheduler: Any = None
-    given: dict[str, Any] = {}
+    groups: dict[str, tuple[Any, dict[str, Any]]] = {}
+    known: dict[str, tuple[Any, Any]] = {}
     num_tp_shards: dict[str, int] = {}
+    given = of_ranks[0]["given"]
+    scheduler = next(filter(None, (small["training"]["scheduler"] for small in of_ranks)), None)
     for rank, small in enumerate(of_ranks):
-        given = given or small["given"]
         if not same(small["given"], given):
             raise PipelineError(f"process {rank} saves {small['given']}, but process 0 {given}; save the same on all")
         num_tp_shards |= small["num_tp_shards"]
-        for key, record in records_from_json(Field(f"process {rank}", small["records"])).items():
-            mine = records.setdefault(key, record)
-            for of in ("options", "scheduled", "values"):
-                if name := different(mine[of], record[of]):
-                    raise PipelineError(
-                        f"process {rank} has {name} = {record[of].get(name)} for {key}, and another has "
-                        f"{mine[of].get(name)}; train it the same way on all ranks that hold it"
-                    )
-        of_rank = scheduler_from_json(Field(f"process {rank}", small["scheduler"]))
-        scheduler = of_rank if scheduler is None else scheduler
+        for shared, of_weights in small["training"]["records"]:
+            _, merged = groups.setdefault(json.dumps(shared), (shared, {}))
+            for key, own in of_weights.items():
+                if key in known:
+                    _require_equal(rank, key, known[key], (shared, own))
+                else:
+                    known[key] = shared, own
+                    merged[key] = own
+        of_rank = small["training"]["scheduler"]
         if of_rank is not None and not same(of_rank, scheduler):
             raise PipelineError(
                 f"process {rank}'s scheduler is in another state ({of_rank}) than those of earlier "
                 f"processes ({scheduler}); step it equally often on all"
             )
-    return Merged(TrainingState(records, scheduler, random_state(device)), given["step"], given["extra"], num_tp_shards)
+    records = sorted((group for group in groups.values() if group[1]), key=lambda group: min(group[1]))
+    training = {**of_ranks[0]["training"], "records": records, "scheduler": scheduler}
+    return Merged(training, given["step"], given["extra"], num_tp_shards)
 
 
-def _stored_names(weights: list[Weight], manifest: Manifest) -> dict[str, str]:
+def _require_equal(rank: int, key: str, known: tuple[Any, Any], other: tuple[Any, Any]) -> None:
+    """Raises PipelineError if a rank has another record of a weight, in JSON, than a rank before."""
+    for mine, of_rank in zip(_parts(*known), _parts(*other), strict=True):
+        if (name := different(mine, of_rank)) is not None:
+            raise PipelineError(
+                f"process {rank} has {name} = {of_rank.get(name)} for {key}, and another has {mine.get(name)}; train "
+                f"it the same way on all ranks that hold it"
+            )
+
+
+def _parts(shared: dict[str, Any], own: list[Any]) -> tuple[dict[str, Any], ...]:
+    """What must be equal on all ranks that hold a weight."""
+    return shared["options"], {str(place): value for place, value in shared["scheduled"]}, own[1]
+
+
+def _stored_names(weights: list[Weight], saved: Mapping[str, int]) -> dict[str, str]:
     """The saved name of each weight, by its first name. Raises PipelineError if the checkpoint is of another model."""
     found: dict[str, str] = {}
     missing = []
     for weight in weights:
-        name = next((name for name in weight.names if name in manifest.weights), None)
+        name = next((name for name in weight.names if name in saved), None)
         if name is None:
             missing.append(weight.names[0])
         else:
             found[weight.names[0]] = name
     known = {*found.values()}
-    extra = [name for name in manifest.weights if name not in known]
+    extra = [name for name in saved if name not in known]
     if missing or extra:
-        what = [f"{kind} {_few(names)}" for kind, names in (("lacks", missing), ("also has", extra)) if names]
+        what = [f"{kind} {few(names)}" for kind, names in (("lacks", missing), ("also has", extra)) if names]
         raise PipelineError(
             f"this is another model: the checkpoint {' and '.join(what)}; build the one that was saved. If it is the "
             "same model, cut elsewhere by hand, name its weights as when it was saved: Stages(…, names=[…])"
         )
     return found
-
-
-def _few(names: list[str]) -> str:
-    first = [name if len(name) <= 100 else f"{name[:97]}..." for name in names[:3]]
-    return ", ".join(first) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def _require_writable(key: str, tensor: torch.Tensor) -> None:
@@ -211,18 +235,18 @@ def _require_tp_shards(weight: Weight, num_tp_shards: int) -> None:
         )
 
 
-def _require_alike(key: str, tensor: torch.Tensor, stored: Stored) -> None:
+def _require_alike(key: str, tensor: torch.Tensor, stored: Chunk) -> None:
     was, now = (list(stored.size), stored.dtype), (list(tensor.shape), tensor.dtype)
     if was != now:
         raise PipelineError(f"{key} was saved as {was[0]} of {was[1]}, but is {now[0]} of {now[1]}; make both equal")
 
 
-def _state_tensors(parameter: torch.Tensor, key: str, record: Record, index: Index) -> Tensors:
+def _state_tensors(parameter: torch.Tensor, key: str, record: Record, chunks: Mapping[str, Chunk]) -> Tensors:
     """Tensors to read an optimizer's state of one weight into."""
     found: Tensors = {}
-    for name in record["tensors"]:
-        stored = index[full := tensor_key(key, name)]
-        if _is_on_host(name, stored, record["options"]):
+    for name in record.tensors:
+        stored = chunks[full := tensor_key(key, name)]
+        if _is_on_host(name, stored, record.options):
             found[full] = torch.empty(stored.size, dtype=stored.dtype, device="cpu")
         elif stored.size == tuple(parameter.shape):
             found[full] = torch.empty_like(parameter, dtype=stored.dtype, requires_grad=False)
@@ -231,7 +255,7 @@ def _state_tensors(parameter: torch.Tensor, key: str, record: Record, index: Ind
     return found
 
 
-def _is_on_host(name: str, stored: Stored, options: dict[str, Any]) -> bool:
+def _is_on_host(name: str, stored: Chunk, options: dict[str, Any]) -> bool:
     """Whether it is a count of steps on the host, where PyTorch's optimizers have it unless their kernels read it."""
     is_count = name == "step" and prod(stored.size) == 1
     return is_count and not options.get("capturable") and not options.get("fused")

@@ -1,8 +1,9 @@
-"""Options and states of optimizers and schedulers as JSON, from which they are restored exactly.
+"""Options and states of optimizers, schedulers and generators as JSON, from which they are restored exactly.
 
-None, bools, numbers, strings and lists are written as they are. Any other value is an object with one field, its kind:
+None, bools, numbers, strings, lists, and dicts with strings as keys are written as they are. Any other value is an
+object with one field, its kind:
 
-    (0.9, nan)  ──▶  {"tuple": [0.9, {"float": "nan"}]}        Counter({3: 1})  ──▶  {"counter": [[3, 1]]}
+    (0.9, nan)  ──▶  {"$tuple": [0.9, {"$float": "nan"}]}        Counter({3: 1})  ──▶  {"$counter": [[3, 1]]}
 """
 
 from __future__ import annotations
@@ -11,22 +12,23 @@ import base64
 import binascii
 import math
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Hashable
-from typing import Any, TypeAlias, TypeVar
+from collections.abc import Callable
+from typing import Any, TypeAlias
 
 import torch
 
 from rota.errors import FormatError, PipelineError
 from rota.reading import Field, short
-from rota.runtime.checkpoints.manifest import LONGEST_BITS, pair
 
-_MOST_ALIKE = 1000  # keys with one hash; honest ones have hashes of their own
+_LONGEST_BITS = 4096  # of an integer; Python parses about 14,000
+_MOST_PAIRS = 10_000  # of keys and values; those of a file may be made to have one hash, which makes a dict slow
 _DEEPEST = 64  # levels of lists and dicts
 _MOST_DIMENSIONS = 32
 _MOST_ELEMENTS = 2**58  # of a tensor, dimensions of length 0 left out: strides in bytes then fit into 64 bits
 _FLOATS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
-_MAPPINGS: dict[type, str] = {dict: "dict", OrderedDict: "ordered", Counter: "counter"}
-_SEQUENCES: dict[type, str] = {tuple: "tuple", set: "set", torch.Size: "size"}
+_MAPPINGS: dict[type, str] = {dict: "$dict", OrderedDict: "$ordered", Counter: "$counter"}
+_SEQUENCES: dict[type, str] = {tuple: "$tuple", torch.Size: "$size"}
+_KEYS = (type(None), bool, int, float, str)
 
 #: What names a value in errors: a text, or what names the value that it is in, and its place there.
 Path: TypeAlias = "str | tuple[Path, object]"
@@ -71,41 +73,37 @@ def require_readable(key: str, tensor: torch.Tensor) -> None:
 def to_json(value: Any, path: Path, depth: int = 0) -> Any:
     """The value as `json` can write it. Raises PipelineError that names the `path` if it could not be restored."""
     if depth > _DEEPEST:
-        raise PipelineError(f"{_text_of(path)} is nested more than {_DEEPEST} levels deep; take it out of state_dict()")
-    kind = type(value)
-    if value is None or kind is bool or (kind is int and value.bit_length() <= LONGEST_BITS):
+        raise PipelineError(f"{_text_of(path)} is nested more than {_DEEPEST} levels deep; leave it out of the state")
+    kind, inner = type(value), depth + 1
+    if value is None or kind in (bool, str) or (kind is int and value.bit_length() <= _LONGEST_BITS):
         return value
     if kind is float:
-        return value if math.isfinite(value) else {"float": str(value)}
-    if kind is str:
-        return value if value.isascii() else Field(_text_of(path), value).text()
-    inner = depth + 1
-    if kind is complex:
-        return {"complex": [to_json(part, path, inner) for part in (value.real, value.imag)]}
+        return value if math.isfinite(value) else {"$float": str(value)}
     if kind is list:
         return [to_json(item, (path, at), inner) for at, item in enumerate(value)]
     if kind in _SEQUENCES:
         return {_SEQUENCES[kind]: [to_json(item, (path, at), inner) for at, item in enumerate(value)]}
-    if kind in _MAPPINGS:
-        items = [[to_json(key, (path, key), inner), to_json(item, (path, key), inner)] for key, item in value.items()]
-        return {_MAPPINGS[kind]: items}
+    if kind is dict and all(type(key) is str and not key.startswith("$") for key in value):
+        return {key: to_json(item, (path, key), inner) for key, item in value.items()}
+    if kind in _MAPPINGS and len(value) <= _MOST_PAIRS and all(type(key) in _KEYS for key in value):
+        items = value.items()
+        return {
+            _MAPPINGS[kind]: [[to_json(key, path, inner), to_json(item, (path, key), inner)] for key, item in items]
+        }
     if kind is torch.dtype and value in _NAMES:
-        return {"dtype": dtype_name(value)}
+        return {"$dtype": dtype_name(value)}
     if kind is torch.Tensor and value.dtype in _NAMES and value.layout is torch.strided:
-        return {"tensor": [dtype_name(value.dtype), list(value.shape), to_base64(bytes_of(value))]}
+        elements = base64.b64encode(bytes_of(value)).decode()
+        return {"$tensor": [dtype_name(value.dtype), list(value.shape), elements]}
+    text = f"{kind.__name__} of {value.bit_length():,} bits" if kind is int else f"{kind.__name__}, {short(str(value))}"
     raise PipelineError(
-        f"{_text_of(path)} is {short(str(value))}, a {kind.__name__}, and checkpoints hold only numbers, strings and "
-        f"tensors, in lists, tuples and dicts; take it out of state_dict()"
+        f"{_text_of(path)} is a {text}, but checkpoints hold only numbers, strings and tensors, in lists, tuples and "
+        f"dicts with numbers or strings as keys; leave it out of the state"
     )
 
 
 def _text_of(path: Path) -> str:
     return path if isinstance(path, str) else f"{_text_of(path[0])}[{repr(path[1])[:60]}]"
-
-
-def to_base64(data: bytes | memoryview) -> str:
-    """Bytes as text."""
-    return base64.b64encode(data).decode()
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
@@ -122,25 +120,23 @@ def from_json(field: Field, depth: int = 0) -> Any:
     if depth > _DEEPEST:
         raise FormatError(f"{field.path} is nested more than {_DEEPEST} levels deep")
     value = field.value
-    if isinstance(value, str):
-        return field.text()
-    if isinstance(value, int) and not isinstance(value, bool) and value.bit_length() > LONGEST_BITS:
-        raise field.wrong(f"a number of at most {LONGEST_BITS} bits")
     if isinstance(value, list):
         return [from_json(item, depth + 1) for item in field]
     if not isinstance(value, dict):
         return value
-    if len(value) != 1 or (kind := next(iter(value))) not in _KINDS:
-        raise field.wrong(f"an object with one field, one of {', '.join(_KINDS)}")
+    if len(value) != 1 or not (kind := next(iter(value))).startswith("$"):
+        return {name.value: from_json(item, depth + 1) for name, item in field.items()}
+    if kind not in _KINDS:
+        raise field.wrong(f"an object whose one field is one of {', '.join(_KINDS)}")
     return _KINDS[kind](field[kind], depth + 1)
 
 
-def from_base64(field: Field) -> bytearray:
-    """The bytes that `to_base64` wrote. Raises FormatError."""
-    try:
-        return bytearray(base64.b64decode(field.text(), validate=True))
-    except (binascii.Error, ValueError):
-        raise field.wrong("bytes in base64") from None
+def pairs(field: Field, most: int = _MOST_PAIRS) -> list[tuple[Field, Field]]:
+    """The pairs in a list of them; without `most`, few enough to be keys and values of a dict. Raises FormatError."""
+    found = [(*entry,) for entry in field]
+    if len(found) > most or any(len(entry) != 2 for entry in found):
+        raise field.wrong(f"at most {most:,} pairs")
+    return [(first, second) for first, second in found]
 
 
 def _float(field: Field, _depth: int) -> float:
@@ -149,56 +145,17 @@ def _float(field: Field, _depth: int) -> float:
     return _FLOATS[field.text()]
 
 
-def _complex(field: Field, depth: int) -> complex:
-    real, imag = (from_json(part, depth) for part in pair(field))
-    if type(real) is not float or type(imag) is not float:
-        raise field.wrong("a pair of floats")
-    return complex(real, imag)
-
-
 def _mapping(made: Callable[[dict[Any, Any]], Any]) -> Callable[[Field, int], Any]:
     def read(field: Field, depth: int) -> Any:
-        pairs = [pair(entry) for entry in field]
-        keys = unlike(field, [_hashable(key, depth) for key, _ in pairs])
         found: dict[Any, Any] = {}
-        for key, (at, value) in zip(keys, pairs, strict=True):
-            if key in found:
-                raise at.wrong("a key that occurs only once")
-            found[key] = from_json(value, depth)
+        for key, value in pairs(field):
+            name = from_json(key, depth)
+            if type(name) not in _KEYS or name in found:
+                raise key.wrong("a number or a string that occurs only once")
+            found[name] = from_json(value, depth)
         return made(found)
 
     return read
-
-
-def _set(field: Field, depth: int) -> set[Any]:
-    return {*unlike(field, [_hashable(item, depth) for item in field])}
-
-
-def _hashable(field: Field, depth: int) -> Hashable:
-    value = from_json(field, depth)
-    try:
-        hash(value)
-    except TypeError:
-        raise field.wrong("a number, a string or a tuple of them") from None
-    if isinstance(value, torch.Tensor):
-        raise field.wrong("a number, a string or a tuple of them")
-    return value  # type: ignore[no-any-return]
-
-
-Key = TypeVar("Key", bound=Hashable)
-
-
-def unlike(field: Field, keys: list[Key]) -> list[Key]:
-    """The keys of a dict or set. Raises FormatError if many have one hash, as the multiples of 2^61 - 1 have.
-
-    Python would compare each of them with all others.
-    """
-    hashes = Counter(map(hash, keys))
-    if hashes and (count := max(hashes.values())) > _MOST_ALIKE:
-        raise FormatError(
-            f"{field.path} has {count:,} keys with one hash, made to be slow; {_MOST_ALIKE} at most are read"
-        )
-    return keys
 
 
 def read_dtype(field: Field) -> torch.dtype:
@@ -233,21 +190,22 @@ def _tensor(field: Field, _depth: int) -> torch.Tensor:
     if len(parts := [*field]) != 3:
         raise field.wrong("a dtype, a size and the elements")
     dtype, size = read_dtype(parts[0]), read_size(parts[1])
-    data = from_base64(parts[2])
+    try:
+        data = bytearray(base64.b64decode(parts[2].text(), validate=True))
+    except (binascii.Error, ValueError):
+        raise parts[2].wrong("bytes in base64") from None
     if len(data) != math.prod(size) * dtype.itemsize or not are_of(data, dtype):
         raise parts[2].wrong(f"the elements of a {dtype_name(dtype)} tensor of size {list(size)}")
     return tensor_of(data, dtype, size)
 
 
 _KINDS: dict[str, Callable[[Field, int], Any]] = {
-    "float": _float,
-    "complex": _complex,
-    "tuple": lambda field, depth: tuple(from_json(item, depth) for item in field),
-    "set": _set,
-    "size": lambda field, _depth: torch.Size(field.integers(0)),
-    "dict": _mapping(dict),
-    "ordered": _mapping(OrderedDict),
-    "counter": _mapping(Counter),
-    "dtype": lambda field, _depth: read_dtype(field),
-    "tensor": _tensor,
+    "$float": _float,
+    "$tuple": lambda field, depth: tuple(from_json(item, depth) for item in field),
+    "$size": lambda field, _depth: torch.Size(field.integers(0)),
+    "$dict": _mapping(dict),
+    "$ordered": _mapping(OrderedDict),
+    "$counter": _mapping(Counter),
+    "$dtype": lambda field, _depth: read_dtype(field),
+    "$tensor": _tensor,
 }
