@@ -17,7 +17,7 @@ from random import Random
 from reference import Reference, bound_of
 
 from rota import Cluster, Costs, Placement, bidirectional, interleaved, place, wave
-from rota.cluster import Link
+from rota.core.cluster import Link
 from rota.search import find_plan
 from rota.search.bounds import least_memory
 from rota.search.problem import Problem

@@ -12,16 +12,16 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
 
-from rota import reading, writing
-from rota.errors import FormatError
-from rota.placement import Placement
-from rota.plan import Plan, PlanFile
+from rota.core import reading, writing
+from rota.core.errors import FormatError
+from rota.core.placement import Placement
+from rota.core.plan import Plan, PlanFile
+from rota.core.simulation import simulate
+from rota.core.whole_numbers import Whole
 from rota.search import SearchResult, bounds
 from rota.search.bounds import Proof
 from rota.search.problem import Problem
 from rota.search.transfer_levels import counting_transfers
-from rota.simulation import simulate
-from rota.whole_numbers import Whole
 
 NEAR = 0.01  #: a gap up to which a problem counts as nearly closed
 

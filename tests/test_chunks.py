@@ -11,16 +11,16 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from rota import schedules
-from rota.checking import check
-from rota.cluster import Cluster
-from rota.costs import Costs
-from rota.errors import PlacementError, PlanError, RotaError, ScheduleError
-from rota.placement import Placement
-from rota.placing import bidirectional, interleaved, place
-from rota.plan import Plan
+from rota.core.checking import check
+from rota.core.cluster import Cluster
+from rota.core.costs import Costs
+from rota.core.errors import PlacementError, PlanError, RotaError, ScheduleError
+from rota.core.placement import Placement
+from rota.core.placing import bidirectional, interleaved, place
+from rota.core.plan import Plan
+from rota.core.simulation import simulate
+from rota.core.tasks import Kind, Op
 from rota.search import find_plan
-from rota.simulation import simulate
-from rota.tasks import Kind, Op
 from support.core_strategies import deal, differing_plans
 from support.sampling import some
 

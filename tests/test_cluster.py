@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rota.cluster import AllReduceTimes, Cluster, Link, SharedLink
-from rota.errors import PlacementError, RotaError
+from rota.core.cluster import AllReduceTimes, Cluster, Link, SharedLink
+from rota.core.errors import PlacementError, RotaError
 from support.core_strategies import clusters
 
 

@@ -7,10 +7,10 @@ import json
 import pytest
 from hypothesis import given
 
-from rota.cluster import Cluster
-from rota.costs import Costs
-from rota.errors import FormatError, PlacementError, RotaError
-from rota.placing import place
+from rota.core.cluster import Cluster
+from rota.core.costs import Costs
+from rota.core.errors import FormatError, PlacementError, RotaError
+from rota.core.placing import place
 from support.core_strategies import costs
 
 GIVEN = Costs((1, 2, 3), (4, 5, 6), activation_bytes=7, boundary_bytes=(8, 9), edges=((0, 1), (0, 2)))

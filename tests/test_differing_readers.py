@@ -12,19 +12,19 @@ from hypothesis import given, settings
 import rota
 from rota import drawing, schedules
 from rota.accounting import explain
+from rota.accounting.comparison import compare
 from rota.calibration import calibrate, calibrated, costs_of
 from rota.cli import main
-from rota.cluster import Cluster, Link
-from rota.comparison import compare
-from rota.costs import Costs
-from rota.errors import PlacementError
-from rota.figures import values_of
-from rota.placement import Placement
-from rota.placing import place
-from rota.plan import Plan
-from rota.simulation import simulate
-from rota.tasks import Task
-from rota.timeline import Timeline
+from rota.core.cluster import Cluster, Link
+from rota.core.costs import Costs
+from rota.core.errors import PlacementError
+from rota.core.figures import values_of
+from rota.core.placement import Placement
+from rota.core.placing import place
+from rota.core.plan import Plan
+from rota.core.simulation import simulate
+from rota.core.tasks import Task
+from rota.core.timeline import Timeline
 from support.core_strategies import differing_plans
 from support.sampling import some
 

@@ -13,17 +13,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rota import schedules
-from rota.checking import check
-from rota.cluster import Cluster, Link, SharedLink
-from rota.costs import Costs
-from rota.errors import FormatError, PlacementError, PlanError
-from rota.figures import PerClass, each, value_in
-from rota.placement import Edge, Placement
-from rota.placing import place
-from rota.plan import Plan
-from rota.simulation import simulate
-from rota.tasks import Kind, Task
-from rota.timeline import Timeline
+from rota.core.checking import check
+from rota.core.cluster import Cluster, Link, SharedLink
+from rota.core.costs import Costs
+from rota.core.errors import FormatError, PlacementError, PlanError
+from rota.core.figures import PerClass, each, value_in
+from rota.core.placement import Edge, Placement
+from rota.core.placing import place
+from rota.core.plan import Plan
+from rota.core.simulation import simulate
+from rota.core.tasks import Kind, Task
+from rota.core.timeline import Timeline
 from support.core_strategies import differing, differing_plans, plans
 from support.sampling import some
 

@@ -9,16 +9,17 @@ from xml.etree import ElementTree
 import pytest
 from hypothesis import given, settings
 
-from rota import notebook, schedules
+from rota import schedules
 from rota.accounting import explain
-from rota.cluster import Cluster
-from rota.comparison import compare
-from rota.costs import Costs
-from rota.placing import interleaved, place
-from rota.plan import Plan
+from rota.accounting.comparison import compare
+from rota.core import notebook
+from rota.core.cluster import Cluster
+from rota.core.costs import Costs
+from rota.core.placing import interleaved, place
+from rota.core.plan import Plan
+from rota.core.simulation import simulate
+from rota.core.timeline import Timeline
 from rota.search.result import SearchResult
-from rota.simulation import simulate
-from rota.timeline import Timeline
 from support.core_strategies import plans
 from support.sampling import some
 

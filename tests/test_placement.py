@@ -8,13 +8,13 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 
-from rota import reading
-from rota.cluster import Cluster, Link, SharedLink
-from rota.costs import Costs
-from rota.errors import PlacementError
-from rota.placement import Edge, Placement, PlacementFile, Route, StepEnd
-from rota.placing import bidirectional, interleaved, place, wave
-from rota.tasks import Kind, Task
+from rota.core import reading
+from rota.core.cluster import Cluster, Link, SharedLink
+from rota.core.costs import Costs
+from rota.core.errors import PlacementError
+from rota.core.placement import Edge, Placement, PlacementFile, Route, StepEnd
+from rota.core.placing import bidirectional, interleaved, place, wave
+from rota.core.tasks import Kind, Task
 from support.core_strategies import costs, placements
 
 F, B, I, W = Kind.F, Kind.B, Kind.I, Kind.W  # noqa: E741

@@ -12,13 +12,13 @@ import pytest
 from hypothesis import given, settings
 
 from rota import schedules
-from rota.checking import check
-from rota.cluster import Cluster, Link, SharedLink
-from rota.costs import Costs
-from rota.errors import FormatError, PlanError, RotaError
-from rota.placing import place
-from rota.plan import Plan
-from rota.tasks import Op, Transfer
+from rota.core.checking import check
+from rota.core.cluster import Cluster, Link, SharedLink
+from rota.core.costs import Costs
+from rota.core.errors import FormatError, PlanError, RotaError
+from rota.core.placing import place
+from rota.core.plan import Plan
+from rota.core.tasks import Op, Transfer
 from support.core_strategies import every_op, plans, read_by, wired_plans
 from support.sampling import some
 

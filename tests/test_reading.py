@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 
 import rota
 from planning.test_autoplan import layer_costs
-from rota import reading
-from rota.errors import FormatError
-from rota.profiles import Profile
-from rota.reading import Field
-from rota.usage import Usage
+from rota.core import reading
+from rota.core.errors import FormatError
+from rota.core.profiles import Profile
+from rota.core.reading import Field
+from rota.core.usage import Usage
 from support import schemas
 from support.problem_library import Reference
 

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from rota import AllReduceTimes, Cluster, Costs, Link, Placement, Plan, SharedLink, place, schedules
+from rota.core.tasks import Kind
+from rota.core.usage import Usage
 from rota.planning.machine import Machine
 from rota.runtime.execution import forwards_of
 from rota.schedules import NAMED
 from rota.search.unfolding import Unfolding
-from rota.tasks import Kind
-from rota.usage import Usage
 
 ALL_REDUCES = (AllReduceTimes(2, ((1, 2), (100, 30))), AllReduceTimes(4, ((1, 3), (100, 40))))
 CLUSTER = Cluster(

@@ -10,19 +10,19 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from rota.checking import check
 from rota.cli import main
-from rota.cluster import Cluster
-from rota.costs import Costs
-from rota.errors import FormatError, PlanError, ScheduleError
-from rota.placement import Edge, Placement
-from rota.placing import bidirectional, place, wave
-from rota.plan import Plan
+from rota.core.checking import check
+from rota.core.cluster import Cluster
+from rota.core.costs import Costs
+from rota.core.errors import FormatError, PlanError, ScheduleError
+from rota.core.placement import Edge, Placement
+from rota.core.placing import bidirectional, place, wave
+from rota.core.plan import Plan
+from rota.core.tasks import Kind, Op, Task
 from rota.schedules.forward_only import forward_only
 from rota.schedules.gpipe import gpipe
 from rota.schedules.one_f_one_b import one_f_one_b
 from rota.schedules.zero_bubble import zb_h1
-from rota.tasks import Kind, Op, Task
 from support.core_strategies import clusters, plans
 from support.sampling import some
 from support.torch_orders import simulates, theirs

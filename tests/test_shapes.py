@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from rota.cluster import Cluster
-from rota.costs import Costs
-from rota.errors import PlacementError
+from rota.core.cluster import Cluster
+from rota.core.costs import Costs
+from rota.core.errors import PlacementError
+from rota.core.tasks import Kind
 from rota.shapes import k_shape, m_shape
-from rota.tasks import Kind
 from support.tessel_shapes import tessel
 
 

@@ -7,14 +7,14 @@ from dataclasses import replace
 from hypothesis import given, settings
 
 from rota import schedules
-from rota.cluster import Cluster, Link, SharedLink
-from rota.costs import Costs
-from rota.placement import Edge, Placement, StepEnd
-from rota.placing import place
-from rota.plan import Plan
-from rota.simulation import simulate
-from rota.tasks import Kind, Op, Task
-from rota.timeline import Timeline
+from rota.core.cluster import Cluster, Link, SharedLink
+from rota.core.costs import Costs
+from rota.core.placement import Edge, Placement, StepEnd
+from rota.core.placing import place
+from rota.core.plan import Plan
+from rota.core.simulation import simulate
+from rota.core.tasks import Kind, Op, Task
+from rota.core.timeline import Timeline
 from support import recount as counting
 from support.core_strategies import differing_plans, plans, wired_plans
 from support.sampling import some

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 from rota import Cluster, Costs, Placement, check, find_plan, place
-from rota.placing import wave
+from rota.core.placing import wave
+from rota.core.stopping import Stopped, look, watched
 from rota.schedules import NAMED
 from rota.schedules.families import named_plans
 from rota.search import find_frontier, find_repeating
 from rota.search.budget import Budget
-from rota.stopping import Stopped, look, watched
 
 MOST_CALLS = 60_000  # of Python functions between two looks: some hundredths of a second
 

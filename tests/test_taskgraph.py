@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rota.taskgraph import CycleError, Earliest, TaskGraph
+from rota.core.taskgraph import CycleError, Earliest, TaskGraph
 from support.sampling import some
 
 Inputs = list[list[tuple[int, int]]]

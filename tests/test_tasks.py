@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rota.errors import FormatError, PlacementError
-from rota.tasks import Kind, Op, Task
+from rota.core.errors import FormatError, PlacementError
+from rota.core.tasks import Kind, Op, Task
 from support.core_strategies import ops
 
 

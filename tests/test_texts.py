@@ -11,10 +11,10 @@ import pytest
 
 import rota
 from planning.test_autoplan import UNEVEN, layer_costs
+from rota.core.profiles import Profile
+from rota.core.programs.device_order import check_device_order
 from rota.diagnosis.report import Finding, Report
 from rota.planning.planner import PlannedBatch
-from rota.profiles import Profile
-from rota.programs.device_order import check_device_order
 from rota.search.result import NamedPlan
 from rota.verifying.report import Verification
 

@@ -10,14 +10,14 @@ import pytest
 from hypothesis import given, settings
 
 from rota import schedules
-from rota.cluster import Cluster
-from rota.costs import Costs
-from rota.errors import PlanError, RotaError
-from rota.placing import place
-from rota.plan import Plan
-from rota.simulation import simulate
-from rota.tasks import Kind, Op, Transfer
-from rota.timeline import Span, StepEndWork, Timeline
+from rota.core.cluster import Cluster
+from rota.core.costs import Costs
+from rota.core.errors import PlanError, RotaError
+from rota.core.placing import place
+from rota.core.plan import Plan
+from rota.core.simulation import simulate
+from rota.core.tasks import Kind, Op, Transfer
+from rota.core.timeline import Span, StepEndWork, Timeline
 from support.core_strategies import plans, wired_plans
 from support.sampling import some
 

@@ -13,9 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from rota import Cluster, Costs, FormatError, Plan, reading
+from rota import Cluster, Costs, FormatError, Plan
 from rota.cli import main
-from rota.placing import place
+from rota.core import reading
+from rota.core.placing import place
 from rota.schedules import gpipe
 
 PLAN = gpipe(place(Costs.uniform(2), Cluster.uniform(2)), 2)

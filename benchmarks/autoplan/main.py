@@ -22,11 +22,11 @@ import torch
 from torch import nn
 
 import rota
+from rota.core.units import count_text
 from rota.demo.model import GPT, NUM_BYTES, loss_fn
 from rota.planning.step_times import StepTimes, difference
 from rota.planning.trials import Trial, run_trials
 from rota.profiling import links_of_this_machine
-from rota.units import count_text
 
 BATCH_ROWS, LENGTH = 32, 64
 RESULT = Path(__file__).with_name("result.json")

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from rota import Link, Machine, RotaError, autoplan, check, simulate
+from rota.core.layers import LayerCosts
 from rota.cutting import uniform
-from rota.layers import LayerCosts
 from rota.planning import Answer
 from rota.planning.candidate import Candidate, Request
 from rota.planning.layouts import is_chain, layouts

@@ -25,8 +25,8 @@ from plans import MANY, Case, cases, one_at_a_time, plan_of
 from waiting import rehearse
 
 from rota import Cluster, Kind, Link, Op, Plan, compare, simulate
-from rota.cluster import SharedLink
-from rota.comparison import Part
+from rota.accounting.comparison import Part
+from rota.core.cluster import SharedLink
 from rota.profiling.link_pipelines import SIZES
 from rota.profiling.links import line_through
 from rota.profiling.machine_links import links_of_started

@@ -32,8 +32,8 @@ from trainings import (
 )
 
 from rota import Cluster, Costs, Plan, place
+from rota.core.units import count_text
 from rota.schedules import gpipe
-from rota.units import count_text
 
 NUM_STAGES, SAVE_EVERY = 4, 20
 OPTIONS = {"num_layers": 8, "width": 16, "rows": 16, "num_workers": 1, "save_every": SAVE_EVERY}

@@ -19,7 +19,7 @@ from random import Random
 from rows import Row, rows
 
 from rota import Cluster, Costs, find_plan, wave
-from rota.errors import SearchError
+from rota.core.errors import SearchError
 from rota.search import Progress
 
 LIMITS_S = (0.1, 1.0, 5.0)

@@ -17,8 +17,8 @@ from random import Random
 import numpy as np
 
 from rota import Cluster, Costs, bidirectional, find_plan, interleaved, place, simulate, wave
-from rota.errors import SearchError
-from rota.placement import Placement
+from rota.core.errors import SearchError
+from rota.core.placement import Placement
 from rota.search.budget import Budget
 from rota.search.exact import solve
 from rota.search.problem import Orders, Problem

@@ -7,7 +7,7 @@ from dataclasses import replace
 from random import Random
 
 from rota import Cluster, Costs, Link, Placement, find_plan, place, simulate
-from rota.cluster import SharedLink
+from rota.core.cluster import SharedLink
 from rota.search import Progress
 
 NUM_RANKS, NUM_MICROBATCHES, TIME_LIMIT_S = 8, 32, 10.0

@@ -8,9 +8,9 @@ from dataclasses import replace
 from statistics import median
 
 from rota import Cluster, Costs, Link, Plan, place, simulate
-from rota.cluster import SharedLink
+from rota.core.cluster import SharedLink
+from rota.core.tasks import Transfer
 from rota.schedules import one_f_one_b
-from rota.tasks import Transfer
 
 NUM_RANKS, NUM_MICROBATCHES, REPEATS = 64, 512, 7
 

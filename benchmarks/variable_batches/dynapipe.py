@@ -18,7 +18,7 @@ from numba import njit
 
 from rota.batching.figures import Layout
 from rota.batching.problem import BatchProblem
-from rota.sizes import Size
+from rota.core.sizes import Size
 
 _NUM_TIMES = 20
 _NUM_CLUSTERS = 3

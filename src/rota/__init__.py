@@ -19,23 +19,23 @@ from typing import TYPE_CHECKING, Any
 os.environ.setdefault("NUMBA_DISABLE_ERROR_MESSAGE_HIGHLIGHTING", "1")
 
 _HOMES = {
-    "rota.tasks": ("Kind", "Op", "Task", "Transfer"),
-    "rota.cluster": ("AllReduceTimes", "Cluster", "Link", "SharedLink"),
-    "rota.costs": ("Costs",),
-    "rota.layers": ("LayerCosts",),
-    "rota.sizes": ("Curve", "Size", "SizeModel"),
-    "rota.profiles": ("Profile",),
-    "rota.placement": ("Edge", "Placement", "StepEnd"),
-    "rota.placing": ("bidirectional", "interleaved", "place", "wave"),
-    "rota.plan": ("Plan",),
-    "rota.timeline": ("Span", "Timeline"),
-    "rota.checking": ("check",),
-    "rota.simulation": ("simulate",),
-    "rota.programs.device_order": ("DeviceOrder", "check_device_order"),
+    "rota.core.tasks": ("Kind", "Op", "Task", "Transfer"),
+    "rota.core.cluster": ("AllReduceTimes", "Cluster", "Link", "SharedLink"),
+    "rota.core.costs": ("Costs",),
+    "rota.core.layers": ("LayerCosts",),
+    "rota.core.sizes": ("Curve", "Size", "SizeModel"),
+    "rota.core.profiles": ("Profile",),
+    "rota.core.placement": ("Edge", "Placement", "StepEnd"),
+    "rota.core.placing": ("bidirectional", "interleaved", "place", "wave"),
+    "rota.core.plan": ("Plan",),
+    "rota.core.timeline": ("Span", "Timeline"),
+    "rota.core.checking": ("check",),
+    "rota.core.simulation": ("simulate",),
+    "rota.core.programs.device_order": ("DeviceOrder", "check_device_order"),
     "rota.accounting": ("Cause", "Explanation", "Idle", "explain", "idle"),
-    "rota.comparison": ("Comparison", "compare"),
+    "rota.accounting.comparison": ("Comparison", "compare"),
     "rota.calibration": ("Calibration", "calibrate", "calibrated", "fit_sizes"),
-    "rota.errors": (
+    "rota.core.errors": (
         "FormatError",
         "LostRankError",
         "PipelineError",
@@ -81,6 +81,8 @@ if TYPE_CHECKING:
     from rota.accounting import Idle as Idle
     from rota.accounting import explain as explain
     from rota.accounting import idle as idle
+    from rota.accounting.comparison import Comparison as Comparison
+    from rota.accounting.comparison import compare as compare
     from rota.batching import BatchBound as BatchBound
     from rota.batching import BatchPlan as BatchPlan
     from rota.batching import plan_batch as plan_batch
@@ -89,25 +91,44 @@ if TYPE_CHECKING:
     from rota.calibration import calibrate as calibrate
     from rota.calibration import calibrated as calibrated
     from rota.calibration import fit_sizes as fit_sizes
-    from rota.checking import check as check
-    from rota.cluster import AllReduceTimes as AllReduceTimes
-    from rota.cluster import Cluster as Cluster
-    from rota.cluster import Link as Link
-    from rota.cluster import SharedLink as SharedLink
-    from rota.comparison import Comparison as Comparison
-    from rota.comparison import compare as compare
-    from rota.costs import Costs as Costs
+    from rota.core.checking import check as check
+    from rota.core.cluster import AllReduceTimes as AllReduceTimes
+    from rota.core.cluster import Cluster as Cluster
+    from rota.core.cluster import Link as Link
+    from rota.core.cluster import SharedLink as SharedLink
+    from rota.core.costs import Costs as Costs
+    from rota.core.errors import FormatError as FormatError
+    from rota.core.errors import LostRankError as LostRankError
+    from rota.core.errors import PipelineError as PipelineError
+    from rota.core.errors import PlacementError as PlacementError
+    from rota.core.errors import PlanError as PlanError
+    from rota.core.errors import RotaError as RotaError
+    from rota.core.errors import ScheduleError as ScheduleError
+    from rota.core.errors import SearchError as SearchError
+    from rota.core.errors import SplitError as SplitError
+    from rota.core.layers import LayerCosts as LayerCosts
+    from rota.core.placement import Edge as Edge
+    from rota.core.placement import Placement as Placement
+    from rota.core.placement import StepEnd as StepEnd
+    from rota.core.placing import bidirectional as bidirectional
+    from rota.core.placing import interleaved as interleaved
+    from rota.core.placing import place as place
+    from rota.core.placing import wave as wave
+    from rota.core.plan import Plan as Plan
+    from rota.core.profiles import Profile as Profile
+    from rota.core.programs.device_order import DeviceOrder as DeviceOrder
+    from rota.core.programs.device_order import check_device_order as check_device_order
+    from rota.core.simulation import simulate as simulate
+    from rota.core.sizes import Curve as Curve
+    from rota.core.sizes import Size as Size
+    from rota.core.sizes import SizeModel as SizeModel
+    from rota.core.tasks import Kind as Kind
+    from rota.core.tasks import Op as Op
+    from rota.core.tasks import Task as Task
+    from rota.core.tasks import Transfer as Transfer
+    from rota.core.timeline import Span as Span
+    from rota.core.timeline import Timeline as Timeline
     from rota.drawing import draw as draw
-    from rota.errors import FormatError as FormatError
-    from rota.errors import LostRankError as LostRankError
-    from rota.errors import PipelineError as PipelineError
-    from rota.errors import PlacementError as PlacementError
-    from rota.errors import PlanError as PlanError
-    from rota.errors import RotaError as RotaError
-    from rota.errors import ScheduleError as ScheduleError
-    from rota.errors import SearchError as SearchError
-    from rota.errors import SplitError as SplitError
-    from rota.layers import LayerCosts as LayerCosts
     from rota.models import CutPoint as CutPoint
     from rota.models import Stages as Stages
     from rota.models import add_loss as add_loss
@@ -118,25 +139,14 @@ if TYPE_CHECKING:
     from rota.models import split as split
     from rota.models import use_packed_attention as use_packed_attention
     from rota.models import with_earlier_chunks as with_earlier_chunks
-    from rota.placement import Edge as Edge
-    from rota.placement import Placement as Placement
-    from rota.placement import StepEnd as StepEnd
-    from rota.placing import bidirectional as bidirectional
-    from rota.placing import interleaved as interleaved
-    from rota.placing import place as place
-    from rota.placing import wave as wave
-    from rota.plan import Plan as Plan
     from rota.planning import Machine as Machine
     from rota.planning import autoplan as autoplan
     from rota.planning.planner import PlannedBatch as PlannedBatch
     from rota.planning.planner import Planner as Planner
-    from rota.profiles import Profile as Profile
     from rota.profiling import profile as profile
     from rota.profiling import profile_chunks as profile_chunks
     from rota.profiling import profile_layers as profile_layers
     from rota.profiling import profile_sizes as profile_sizes
-    from rota.programs.device_order import DeviceOrder as DeviceOrder
-    from rota.programs.device_order import check_device_order as check_device_order
     from rota.runtime import Pipeline as Pipeline
     from rota.runtime import StepHandle as StepHandle
     from rota.runtime import given_plan as given_plan
@@ -152,16 +162,6 @@ if TYPE_CHECKING:
     from rota.search import SearchResult as SearchResult
     from rota.search import find_frontier as find_frontier
     from rota.search import find_plan as find_plan
-    from rota.simulation import simulate as simulate
-    from rota.sizes import Curve as Curve
-    from rota.sizes import Size as Size
-    from rota.sizes import SizeModel as SizeModel
-    from rota.tasks import Kind as Kind
-    from rota.tasks import Op as Op
-    from rota.tasks import Task as Task
-    from rota.tasks import Transfer as Transfer
-    from rota.timeline import Span as Span
-    from rota.timeline import Timeline as Timeline
     from rota.verifying import Verification as Verification
     from rota.verifying import verify as verify
 

@@ -21,11 +21,11 @@ import traceback
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, Protocol
 
-from rota.cluster import Cluster
-from rota.errors import RotaError
-from rota.placing import interleaved, place, wave
-from rota.plan import Plan
-from rota.sizes import SizeModel
+from rota.core.cluster import Cluster
+from rota.core.errors import RotaError
+from rota.core.placing import interleaved, place, wave
+from rota.core.plan import Plan
+from rota.core.sizes import SizeModel
 
 
 class Grouped(Protocol):

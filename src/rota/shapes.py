@@ -14,11 +14,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-from rota.cluster import Cluster
-from rota.costs import Costs
-from rota.errors import PlacementError
-from rota.placement import Placement
-from rota.placing import bidirectional, interleaved, place, wave
+from rota.core.cluster import Cluster
+from rota.core.costs import Costs
+from rota.core.errors import PlacementError
+from rota.core.placement import Placement
+from rota.core.placing import bidirectional, interleaved, place, wave
 
 
 def v_shape(costs: Costs, cluster: Cluster) -> Placement:

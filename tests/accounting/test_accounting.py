@@ -14,17 +14,17 @@ from hypothesis import strategies as st
 
 from rota import schedules
 from rota.accounting import Cause, Idle, explain, idle
-from rota.cluster import Cluster, Link, SharedLink
-from rota.costs import Costs
-from rota.errors import PlanError
-from rota.placement import Edge, Placement
-from rota.placing import place
-from rota.plan import Plan
-from rota.simulation import simulate
-from rota.tasks import Kind, Op, Task, Transfer
-from rota.timeline import StepEndWork, Timeline
-from rota.units import time_text
-from rota.usage import Usage
+from rota.core.cluster import Cluster, Link, SharedLink
+from rota.core.costs import Costs
+from rota.core.errors import PlanError
+from rota.core.placement import Edge, Placement
+from rota.core.placing import place
+from rota.core.plan import Plan
+from rota.core.simulation import simulate
+from rota.core.tasks import Kind, Op, Task, Transfer
+from rota.core.timeline import StepEndWork, Timeline
+from rota.core.units import time_text
+from rota.core.usage import Usage
 from support.core_strategies import plans, wired_plans, with_limits
 from support.measured import measured_like
 from support.sampling import some

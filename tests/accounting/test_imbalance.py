@@ -7,12 +7,12 @@ from dataclasses import replace
 
 from rota import schedules
 from rota.accounting import explain
-from rota.cluster import Cluster
-from rota.costs import Costs
-from rota.placing import place, wave
-from rota.plan import Plan
-from rota.timeline import Timeline
-from rota.usage import Usage
+from rota.core.cluster import Cluster
+from rota.core.costs import Costs
+from rota.core.placing import place, wave
+from rota.core.plan import Plan
+from rota.core.timeline import Timeline
+from rota.core.usage import Usage
 
 _CUTS = ("a", "b", "c", "d", "e", "f", "g")
 

@@ -16,17 +16,17 @@ from rota import schedules
 from rota.calibration import Calibration, calibrate, calibrated, costs_of, median_us
 from rota.calibration.measured_times import fit_link
 from rota.calibration.planning_again import commands
-from rota.cluster import Cluster, Link, SharedLink
-from rota.contention import service_starts_us
-from rota.costs import Costs
-from rota.errors import PlacementError, PlanError, RotaError
-from rota.placement import Edge, Placement, StepEnd
-from rota.placing import place
-from rota.plan import Plan
-from rota.simulation import simulate
-from rota.tasks import Kind, Op, Task
-from rota.timeline import Timeline
-from rota.usage import Usage
+from rota.core.cluster import Cluster, Link, SharedLink
+from rota.core.contention import service_starts_us
+from rota.core.costs import Costs
+from rota.core.errors import PlacementError, PlanError, RotaError
+from rota.core.placement import Edge, Placement, StepEnd
+from rota.core.placing import place
+from rota.core.plan import Plan
+from rota.core.simulation import simulate
+from rota.core.tasks import Kind, Op, Task
+from rota.core.timeline import Timeline
+from rota.core.usage import Usage
 from support.core_strategies import Chooser, placed, plans, wired_plans
 from support.measured import measured_like
 from support.sampling import some

@@ -14,13 +14,13 @@ from rota.accounting import explain
 from rota.calibration import calibrate
 from rota.calibration.planning_again import commands, free_name
 from rota.calibration.spread import Spread, copies, have_same_layers, num_left_out
-from rota.cluster import Cluster, Link
-from rota.costs import Costs
-from rota.placing import bidirectional, place
-from rota.plan import Plan
-from rota.tasks import Kind, Op
-from rota.timeline import Timeline
-from rota.usage import Usage
+from rota.core.cluster import Cluster, Link
+from rota.core.costs import Costs
+from rota.core.placing import bidirectional, place
+from rota.core.plan import Plan
+from rota.core.tasks import Kind, Op
+from rota.core.timeline import Timeline
+from rota.core.usage import Usage
 from support.measured import timed
 from support.parsing import parse
 

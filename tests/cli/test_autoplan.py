@@ -15,15 +15,15 @@ from planning.test_autoplan import UNEVEN, layer_costs
 from rota.cli import main
 from rota.cli.commands.autoplan import _confirmed, _machine_here, _wants_links_here, by_importance
 from rota.cli.values import parse_link
-from rota.errors import PipelineError
+from rota.core.errors import PipelineError
+from rota.core.profiles import Profile
+from rota.core.usage import Usage
 from rota.planning import Machine
 from rota.planning.deadline import Deadline
-from rota.profiles import Profile
 from rota.profiling.links import MeasuredLinks
 from rota.profiling.places import memory_bytes_per_rank
 from rota.runtime import host_memory
 from rota.runtime.launching.launch import Launch, Run
-from rota.usage import Usage
 from support.commands import output_of
 from support.pool import Pool
 

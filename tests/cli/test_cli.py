@@ -18,9 +18,9 @@ from rota import Cluster, Costs, Plan, Timeline, place, simulate
 from rota.cli import main
 from rota.cli.main import COMMANDS
 from rota.cli.values import parse_bytes
+from rota.core.usage import Usage
 from rota.interop.torch_order import derived
 from rota.schedules import FAMILIES, NAMED
-from rota.usage import Usage
 from support import ROOT
 from support.model_file import MODEL
 from support.parsing import ALL

@@ -12,9 +12,9 @@ import pytest
 
 from cli.test_cli import run
 from rota import Cluster, Costs, Plan, interleaved, place
-from rota.costs import assumed_costs
+from rota.core.costs import assumed_costs
+from rota.core.usage import Usage
 from rota.schedules import NAMED
-from rota.usage import Usage
 
 MODEL = """
 import torch

@@ -14,13 +14,13 @@ from cli.test_cli import run
 from rota import schedules
 from rota.accounting import explain
 from rota.cli.wire_effects import wire_effects
-from rota.cluster import Cluster
-from rota.costs import Costs
+from rota.core.cluster import Cluster
+from rota.core.costs import Costs
+from rota.core.placing import place
+from rota.core.plan import Plan
+from rota.core.simulation import simulate
+from rota.core.timeline import Timeline
 from rota.drawing import to_chrome_trace
-from rota.placing import place
-from rota.plan import Plan
-from rota.simulation import simulate
-from rota.timeline import Timeline
 from support.measured import measured_like
 
 PLAN = schedules.one_f_one_b(place(Costs((100, 140), (200, 280)), Cluster.uniform(2, latency_us=9)), 4)

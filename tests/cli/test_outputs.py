@@ -11,7 +11,7 @@ import pytest
 
 from rota import Timeline
 from rota.cli import main
-from rota.writing import whole_file, write_text
+from rota.core.writing import whole_file, write_text
 
 
 @pytest.fixture(autouse=True)

@@ -10,8 +10,8 @@ import torch
 
 from rota import FormatError, Size, SizeModel, split
 from rota.cli import main
+from rota.core.profiles import Profile
 from rota.planning.model_file import load_model_file, profile_file
-from rota.profiles import Profile
 from rota.profiling.clocks import Laps, Run, WallClock
 
 MODEL = """

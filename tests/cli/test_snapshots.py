@@ -11,12 +11,12 @@ from planning.test_autoplan import UNEVEN, layer_costs
 from rota import Cluster, Costs, PlacementError, Plan, calibration, place
 from rota.cli import main
 from rota.cli.snapshots import snapshots_text
-from rota.layers import LayerCosts
+from rota.core.layers import LayerCosts
+from rota.core.profiles import Profile
+from rota.core.simulation import simulate
+from rota.core.usage import Usage
 from rota.planning import Machine, autoplan
-from rota.profiles import Profile
 from rota.schedules import one_f_one_b
-from rota.simulation import simulate
-from rota.usage import Usage
 
 #: Parameters, gradients and an optimizer's state of 1 MB each; with activations, ranks hold 5 MB and 4 MB.
 COSTS = Costs.uniform(2, 100, 200, activation_bytes=1_000_000, static_bytes=3_000_000, state_bytes=2_000_000)

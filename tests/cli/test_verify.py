@@ -12,7 +12,7 @@ import pytest
 
 import rota
 from rota.cli import main
-from rota.usage import Usage
+from rota.core.usage import Usage
 from support.commands import output_of
 from support.hf_models import gpt2
 from support.pool import Pool

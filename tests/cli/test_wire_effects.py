@@ -10,14 +10,14 @@ import pytest
 
 from cli.test_cli import run
 from rota.cli.wire_effects import wire_effects
-from rota.cluster import Cluster, Link, SharedLink
-from rota.costs import Costs
-from rota.errors import PipelineError
-from rota.placing import place
-from rota.plan import Plan
+from rota.core.cluster import Cluster, Link, SharedLink
+from rota.core.costs import Costs
+from rota.core.errors import PipelineError
+from rota.core.placing import place
+from rota.core.plan import Plan
+from rota.core.simulation import simulate
 from rota.profiling.links import MeasuredLinks
 from rota.schedules import one_f_one_b
-from rota.simulation import simulate
 
 HOST = SharedLink("host a", 40, (0, 1), (0, 1))
 FREE = "Transfers are counted as free; give --link or --links when planning."

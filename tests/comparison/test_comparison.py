@@ -9,16 +9,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rota import schedules
-from rota.cluster import Cluster, Link, SharedLink
-from rota.comparison import Comparison, KindRow, Part, _parts_us, compare
-from rota.costs import Costs
-from rota.errors import PlanError
-from rota.placement import Edge, Placement
-from rota.placing import place
-from rota.plan import Plan
-from rota.simulation import simulate
-from rota.tasks import Kind, Op, Task
-from rota.timeline import Timeline
+from rota.accounting.comparison import Comparison, KindRow, Part, _parts_us, compare
+from rota.core.cluster import Cluster, Link, SharedLink
+from rota.core.costs import Costs
+from rota.core.errors import PlanError
+from rota.core.placement import Edge, Placement
+from rota.core.placing import place
+from rota.core.plan import Plan
+from rota.core.simulation import simulate
+from rota.core.tasks import Kind, Op, Task
+from rota.core.timeline import Timeline
 from support.core_strategies import Chooser, plans, wired_plans
 from support.measured import measured_like
 from support.sampling import some

@@ -24,7 +24,7 @@ from rota.compat.deepspeed.topology import (
     _prime_factors,
 )
 from rota.compat.deepspeed.utils import partition_balanced, partition_uniform, prefix_sum_inc
-from rota.errors import FormatError, SplitError
+from rota.core.errors import FormatError, SplitError
 
 
 def test_importing_the_door_loads_no_torch() -> None:

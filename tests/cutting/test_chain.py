@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rota.costs import Costs
+from rota.core.costs import Costs
+from rota.core.errors import PlacementError, SplitError
 from rota.cutting import balanced, by_parameters, by_regex, merge, uniform
-from rota.errors import PlacementError, SplitError
 
 WHOLE = st.lists(st.integers(0, 9), max_size=8)
 FLOATS = st.lists(st.floats(0, 1e12, allow_subnormal=False), max_size=7)

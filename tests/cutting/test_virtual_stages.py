@@ -10,14 +10,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rota.cluster import Cluster
-from rota.costs import Costs
+from rota.core.cluster import Cluster
+from rota.core.costs import Costs
+from rota.core.errors import SplitError
+from rota.core.layers import LayerCosts
+from rota.core.placing import interleaved, place, wave
+from rota.core.tasks import Kind
 from rota.cutting import Cut, cut
 from rota.cutting.cut_problem import StageMemory
-from rota.errors import SplitError
-from rota.layers import LayerCosts
-from rota.placing import interleaved, place, wave
-from rota.tasks import Kind
 from support.sampling import some
 
 

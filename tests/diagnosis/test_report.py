@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from rota.core.errors import PipelineError
 from rota.diagnosis import Finding, Report, examination, examine, software
-from rota.errors import PipelineError
 from rota.runtime.launching import launch as launching
 from support import ROOT
 from support.json_schema import violations

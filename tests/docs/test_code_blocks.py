@@ -15,9 +15,9 @@ import torch
 from matplotlib import pyplot
 
 from rota import Cluster, Costs, PlanError, place
+from rota.core.programs.device_order import prove
+from rota.core.programs.device_steps import device_programs
 from rota.models.sequence_chunks import Chunk
-from rota.programs.device_order import prove
-from rota.programs.device_steps import device_programs
 from rota.schedules import one_f_one_b
 from support import ROOT
 from support.device_orders import with_early_receives

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from rota.errors import FormatError, PipelineError
+from rota.core.errors import FormatError, PipelineError
 from rota.planning.model_file import load_exported_model, load_model_file
 from support.commands import output_of
 from support.pages import commands, python_blocks, text_of
@@ -79,7 +79,7 @@ def test_model_and_loop_in_one_file(tmp_path: Path) -> None:
     assert load_model_file(str(script)).make_optimizer is not None
     with pytest.raises(PipelineError) as caught:
         runpy.run_path(str(script), run_name="__main__")
-    assert f"rota.errors.PipelineError: {caught.value}" in " ".join(text_of(PAGE).split())
+    assert f"rota.core.errors.PipelineError: {caught.value}" in " ".join(text_of(PAGE).split())
     script.write_text(AFTER.replace(GUARD, "if True:"))
     told = r"train\.py cannot be run: it begins to train \(line \d+\), but .* under `if __name__ == \"__main__\":`"
     for load in (load_model_file, lambda path: load_exported_model(f"{path}:make_model")):

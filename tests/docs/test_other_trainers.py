@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from rota.cli import main
-from rota.errors import PipelineError
+from rota.core.errors import PipelineError
 from support.pages import commands, python_blocks
 
 PAGE = "other-trainers.md"

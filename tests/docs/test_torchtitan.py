@@ -17,7 +17,7 @@ from torch import nn
 
 from rota import Cluster, Costs
 from rota.cli import main
-from rota.errors import SplitError
+from rota.core.errors import SplitError
 from rota.interop import torchtitan
 from rota.schedules import NAMED
 from support.pages import python_blocks

@@ -15,14 +15,14 @@ from hypothesis import given, settings
 from drawing.browser.timelines import wired
 from rota import schedules
 from rota.accounting import idle
-from rota.cluster import Cluster
-from rota.costs import Costs
+from rota.core.cluster import Cluster
+from rota.core.costs import Costs
+from rota.core.errors import RotaError
+from rota.core.placing import place
+from rota.core.plan import Plan
+from rota.core.simulation import simulate
+from rota.core.timeline import Timeline
 from rota.drawing import save, to_chrome_trace
-from rota.errors import RotaError
-from rota.placing import place
-from rota.plan import Plan
-from rota.simulation import simulate
-from rota.timeline import Timeline
 from support.core_strategies import plans, wired_plans
 from support.measured import measured_like
 from support.sampling import some

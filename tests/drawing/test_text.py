@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import rota
+from rota.core.units import size_text, time_text
 from rota.drawing import to_text
-from rota.units import size_text, time_text
 from support.sampling import some
 
 GB = 10**9

@@ -19,12 +19,13 @@ from typing import Any
 
 from fuzz import checkpoints, seeds, verdicts
 from fuzz.mutating import byte_mutants, csv_mutants, json_mutants, piece_mutants, text_mutants
-from rota import Cluster, Plan, RotaError, Timeline, reading
+from rota import Cluster, Plan, RotaError, Timeline
 from rota.cli import files
 from rota.compat.tessel.schedule.schedplan import SchedPlan
+from rota.core import reading
+from rota.core.layers import LayerCosts
+from rota.core.profiles import Profile
 from rota.interop import ImportedTrace, deepspeed, import_traces, layer_boundaries, megatron, torchtitan
-from rota.layers import LayerCosts
-from rota.profiles import Profile
 
 _HANG_S = 20.0  # of a processor's time; the slowest good case takes well below a second
 _MOST_LAYOUT_BYTES = 2**20  # as `rota import` has it

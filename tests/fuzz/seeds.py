@@ -10,17 +10,17 @@ from random import Random
 from tempfile import TemporaryDirectory
 
 from rota import schedules
-from rota.cluster import AllReduceTimes, Cluster, Link, SharedLink
-from rota.costs import Costs
+from rota.core.cluster import AllReduceTimes, Cluster, Link, SharedLink
+from rota.core.costs import Costs
+from rota.core.layers import LayerCosts
+from rota.core.placement import StepEnd
+from rota.core.placing import bidirectional, interleaved, place
+from rota.core.plan import Plan
+from rota.core.profiles import Profile
+from rota.core.simulation import simulate
+from rota.core.timeline import Timeline
+from rota.core.usage import Usage
 from rota.interop import torchtitan
-from rota.layers import LayerCosts
-from rota.placement import StepEnd
-from rota.placing import bidirectional, interleaved, place
-from rota.plan import Plan
-from rota.profiles import Profile
-from rota.simulation import simulate
-from rota.timeline import Timeline
-from rota.usage import Usage
 from support.measured import measured_like
 from support.trace_files import written
 

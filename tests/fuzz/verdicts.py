@@ -14,15 +14,15 @@ from typing import TypeVar
 
 from rota import Plan, RotaError, Timeline, check, compare, cutting, simulate
 from rota.accounting import explain
-from rota.cluster import Cluster
 from rota.compat.tessel.schedule.schedplan import SchedPlan
-from rota.costs import Costs
+from rota.core.cluster import Cluster
+from rota.core.costs import Costs
+from rota.core.layers import LayerCosts
+from rota.core.placing import place
+from rota.core.profiles import Profile
+from rota.core.tasks import Op
 from rota.drawing import to_chrome_trace, to_html, to_text
 from rota.interop import ImportedTrace, deepspeed, megatron, torchtitan
-from rota.layers import LayerCosts
-from rota.placing import place
-from rota.profiles import Profile
-from rota.tasks import Op
 
 Made = TypeVar("Made")
 _SLOW = 0.25  # share of the files on which what takes long is tried

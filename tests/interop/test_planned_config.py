@@ -11,10 +11,10 @@ import pytest
 from torch import nn
 
 from rota import Cluster, Plan, RotaError
-from rota.costs import Costs
+from rota.core.costs import Costs
+from rota.core.usage import Usage
 from rota.interop import torchtitan, with_plan
 from rota.schedules import NAMED
-from rota.usage import Usage
 from support.plain_gpt import GPT
 
 PARTS = (

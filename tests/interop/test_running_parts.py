@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from rota.errors import PipelineError, SplitError
+from rota.core.errors import PipelineError, SplitError
 from rota.interop import check_parts, module_parts, parts_beginning_with
 from rota.models import CutPoint, split
 from support.plain_gpt import GPT, batch_of

@@ -12,15 +12,15 @@ import pytest
 
 from fuzz.mutating import json_mutants, text_mutants
 from rota import schedules
-from rota.cluster import Cluster
-from rota.costs import Costs
-from rota.errors import FormatError, RotaError
+from rota.core.cluster import Cluster
+from rota.core.costs import Costs
+from rota.core.errors import FormatError, RotaError
+from rota.core.placing import place
+from rota.core.plan import Plan
+from rota.core.tasks import Kind, Transfer
+from rota.core.timeline import Timeline
 from rota.interop import import_traces
 from rota.interop.traces import trace_files
-from rota.placing import place
-from rota.plan import Plan
-from rota.tasks import Kind, Transfer
-from rota.timeline import Timeline
 from support.measured import measured_like
 from support.trace_files import event, written
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.utils import spectral_norm
 
 from rota import meta_init
-from rota.errors import SplitError
+from rota.core.errors import SplitError
 from rota.models import CutPoint, Stages, split
 
 WIDTH = 4

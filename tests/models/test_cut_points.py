@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from rota.errors import SplitError
+from rota.core.errors import SplitError
 from rota.models import CutPoint, split
 
 

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from rota.errors import SplitError
+from rota.core.errors import SplitError
 from rota.models import CutPoint, Stages, finest, split
 from rota.models.unmodified import find_blocks
 from support.sampling import some

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from rota.errors import PipelineError, SplitError
+from rota.core.errors import PipelineError, SplitError
 from rota.models import CutPoint, StageEdge, Stages
 from rota.models.cut_table import condense
 

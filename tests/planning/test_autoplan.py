@@ -16,11 +16,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import rota
-from rota.checking import check
-from rota.cluster import AllReduceTimes, Cluster, Link, SharedLink
+from rota.core.checking import check
+from rota.core.cluster import AllReduceTimes, Cluster, Link, SharedLink
+from rota.core.errors import PlacementError, RotaError, SearchError
+from rota.core.layers import LayerCosts
+from rota.core.simulation import simulate
+from rota.core.stopping import Stopped
+from rota.core.tasks import Kind
 from rota.cutting import uniform
-from rota.errors import PlacementError, RotaError, SearchError
-from rota.layers import LayerCosts
 from rota.planning import Machine, Progress, autoplan, finalists
 from rota.planning.candidate import Candidate, Request
 from rota.planning.choosing import chosen, simplicity
@@ -29,9 +32,6 @@ from rota.planning.layout_bounds import layout_bound_us, least_bytes, placement_
 from rota.planning.layouts import Layout, layouts
 from rota.planning.reasons import parts_of, why_slower
 from rota.schedules import FAMILIES, NAMED
-from rota.simulation import simulate
-from rota.stopping import Stopped
-from rota.tasks import Kind
 from support.sampling import some
 
 LONG_S = 10_000  # no test waits for the clock

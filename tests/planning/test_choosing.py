@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planning.test_autoplan import layer_costs
-from rota.cluster import Link
+from rota.core.cluster import Link
 from rota.planning.candidate import Candidate, Request
 from rota.planning.choosing import (
     Contender,

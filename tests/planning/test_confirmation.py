@@ -14,9 +14,11 @@ import torch
 from torch import nn
 
 from planning.test_autoplan import LONG_S, UNEVEN, layer_costs
-from rota.checking import check
-from rota.cluster import Link
-from rota.errors import PipelineError
+from rota.core.checking import check
+from rota.core.cluster import Link
+from rota.core.errors import PipelineError
+from rota.core.simulation import simulate
+from rota.core.units import time_text
 from rota.planning import Answer, Machine, autoplan, confirmation, finalists, trials
 from rota.planning.answer import Confirmed, layout_text, ranks_text
 from rota.planning.evaluation import Found
@@ -25,8 +27,6 @@ from rota.planning.step_times import StepTimes, of_starts
 from rota.planning.trials import Trial, run_trials
 from rota.profiling import forked
 from rota.runtime import environment
-from rota.simulation import simulate
-from rota.units import time_text
 
 MODEL = nn.Linear(1, 1)
 Confirm = Callable[..., Answer]

@@ -8,8 +8,8 @@ from random import Random
 import pytest
 
 from rota import Cluster, Costs, bidirectional
+from rota.core.simulation import simulate
 from rota.planning.layout_bounds import placement_bound_us
-from rota.simulation import simulate
 from search.bounds.test_bounds import every_plan, tiny_placement
 
 

@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from planning.test_autoplan import LONG_S, UNEVEN, layer_costs
-from rota.layers import LayerCosts
+from rota.core.layers import LayerCosts
+from rota.core.profiles import Profile
 from rota.models import Stages
 from rota.planning import Machine, autoplan
-from rota.profiles import Profile
 from rota.profiling import other_programs
 from rota.profiling.layer_profile import profile_model
 from rota.profiling.other_programs import OtherPrograms

@@ -13,8 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from rota import Cluster, Kind, Op, Stages, place, split
-from rota.costs import Costs
-from rota.layers import LayerCosts
+from rota.core.costs import Costs
+from rota.core.layers import LayerCosts
 from rota.profiling import profile, profile_layers
 from rota.runtime.compute import Batch, Compute
 from rota.runtime.messages import over_tensors

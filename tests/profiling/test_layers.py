@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn import functional
 
 from rota import CutPoint, FormatError, PipelineError, Stages, split
-from rota.layers import LayerCosts
+from rota.core.layers import LayerCosts
 from rota.models import finest
 from rota.profiling import DEVICES, clocks, profile, profile_layers, profile_model
 from rota.profiling.clocks import WallClock

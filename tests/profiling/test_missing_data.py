@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from rota.errors import EstimateError, PipelineError
+from rota.core.errors import EstimateError, PipelineError
 from rota.profiling import profile_layers
 
 Tensor = torch.Tensor

@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 from rota import Cluster, Costs, PipelineError, Stages, profile
+from rota.core.units import count_text
 from rota.profiling import clocks
-from rota.units import count_text
 
 pytestmark = pytest.mark.dist
 

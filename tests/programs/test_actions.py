@@ -11,16 +11,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rota.cluster import Cluster
-from rota.costs import Costs
-from rota.placement import Edge
-from rota.placing import place
-from rota.plan import Plan
-from rota.programs.actions import Action, compile_program
-from rota.programs.prefetch_receives import NUM_OPS_AHEAD, prefetch_receives
+from rota.core.cluster import Cluster
+from rota.core.costs import Costs
+from rota.core.placement import Edge
+from rota.core.placing import place
+from rota.core.plan import Plan
+from rota.core.programs.actions import Action, compile_program
+from rota.core.programs.prefetch_receives import NUM_OPS_AHEAD, prefetch_receives
+from rota.core.simulation import simulate
+from rota.core.tasks import Kind, Op
 from rota.schedules import gpipe, one_f_one_b
-from rota.simulation import simulate
-from rota.tasks import Kind, Op
 from support.random_plans import random_plan, with_random_wires
 
 Programs = list[tuple[list[Action], list[Action]]]  # for each rank: strict, early

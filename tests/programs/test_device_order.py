@@ -9,13 +9,13 @@ from itertools import pairwise
 
 import pytest
 
-from rota.cluster import Cluster
-from rota.costs import Costs
-from rota.errors import PlanError
-from rota.placing import bidirectional, place
-from rota.plan import Plan
-from rota.programs.device_order import check_device_order, prove
-from rota.programs.device_steps import device_programs
+from rota.core.cluster import Cluster
+from rota.core.costs import Costs
+from rota.core.errors import PlanError
+from rota.core.placing import bidirectional, place
+from rota.core.plan import Plan
+from rota.core.programs.device_order import check_device_order, prove
+from rota.core.programs.device_steps import device_programs
 from rota.schedules import FAMILIES, Family, gpipe, one_f_one_b
 from support.device_orders import (
     NUMBERS_OF_RANKS,

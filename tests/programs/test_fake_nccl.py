@@ -8,10 +8,10 @@ from collections.abc import Callable
 
 import pytest
 
-from rota.cluster import Cluster
-from rota.costs import Costs
-from rota.placing import place
-from rota.programs.device_steps import DeviceProgram, device_programs
+from rota.core.cluster import Cluster
+from rota.core.costs import Costs
+from rota.core.placing import place
+from rota.core.programs.device_steps import DeviceProgram, device_programs
 from rota.schedules import FAMILIES, Family, one_f_one_b
 from support import fake_nccl
 from support.device_orders import (

@@ -9,10 +9,10 @@ from collections import Counter
 import pytest
 
 from rota import Cluster, Costs, Plan, interleaved
-from rota.errors import FormatError, PlanError, ScheduleError
+from rota.core.errors import FormatError, PlanError, ScheduleError
+from rota.core.programs.device_order import prove
+from rota.core.programs.torch_order import check_torch_order, first_differences, has_communication, torch_programs
 from rota.interop.torch_order import derived
-from rota.programs.device_order import prove
-from rota.programs.torch_order import check_torch_order, first_differences, has_communication, torch_programs
 from rota.schedules import FAMILIES, NAMED, Family
 from support import fake_nccl
 from support.core_strategies import deal, linear_extension

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import rota
 from rota import Pipeline, Plan, Stages
-from rota.programs.actions import Message
+from rota.core.programs.actions import Message
 from rota.runtime.transport import Transport
 from support.fresh import run_fresh
 from support.networks import (

@@ -15,7 +15,7 @@ import torch
 
 import rota
 from rota import Pipeline, PipelineError, Plan, Stages
-from rota.errors import LostRankError
+from rota.core.errors import LostRankError
 from rota.runtime import pipeline as pipeline_module
 from rota.runtime.meshes import Processes
 from rota.runtime.reducing.gradient_sync import GradientSync

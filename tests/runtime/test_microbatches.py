@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from rota.errors import PipelineError
+from rota.core.errors import PipelineError
 from rota.runtime.messages import describe_value
 from rota.runtime.microbatches import refuse_writes_to_shared, shares_of, to_microbatches
 

@@ -7,17 +7,17 @@ from dataclasses import replace
 import pytest
 from torch import nn
 
-from rota.cluster import Cluster
-from rota.costs import Costs
-from rota.errors import PipelineError
+from rota.core.cluster import Cluster
+from rota.core.costs import Costs
+from rota.core.errors import PipelineError
+from rota.core.placement import Placement
+from rota.core.placing import bidirectional, place
+from rota.core.plan import Plan
+from rota.core.tasks import Kind, Op
+from rota.core.usage import Usage
 from rota.models import Stages, split
-from rota.placement import Placement
-from rota.placing import bidirectional, place
-from rota.plan import Plan
 from rota.runtime.plan_fit import refuse_other_cuts, refuse_unsupported
 from rota.schedules import forward_only, gpipe
-from rota.tasks import Kind, Op
-from rota.usage import Usage
 from support.networks import plan_for
 from support.random_plans import random_plan
 

@@ -9,18 +9,18 @@ import pytest
 from hypothesis import given, settings
 
 from rota.accounting import Cause, idle
+from rota.accounting.comparison import Part, compare
 from rota.calibration import calibrated
-from rota.cluster import Cluster, Link, SharedLink
-from rota.comparison import Part, compare
-from rota.costs import Costs
-from rota.placement import Edge, Placement
-from rota.placing import place
-from rota.plan import Plan
+from rota.core.cluster import Cluster, Link, SharedLink
+from rota.core.costs import Costs
+from rota.core.placement import Edge, Placement
+from rota.core.placing import place
+from rota.core.plan import Plan
+from rota.core.simulation import simulate
+from rota.core.tasks import Kind, Op, Task
+from rota.core.timeline import Timeline
 from rota.runtime.recorder import Record, merge
 from rota.schedules import forward_only, gpipe
-from rota.simulation import simulate
-from rota.tasks import Kind, Op, Task
-from rota.timeline import Timeline
 from support.core_strategies import wired_plans
 from support.sampling import some
 

@@ -27,7 +27,7 @@ from rota import (
     bidirectional,
     place,
 )
-from rota.plan import Plan
+from rota.core.plan import Plan
 from rota.schedules import gpipe, one_f_one_b, zb_h1
 from support.fresh import run_fresh
 from support.networks import (

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from rota import Cluster, Costs, FormatError, Pipeline, PlacementError, Plan, Timeline, compare, place, profile
 from rota.calibration.placement_costs import costs_of
+from rota.core.usage import Usage
 from rota.schedules import forward_only, one_f_one_b
-from rota.usage import Usage
 from support.networks import WIDTH, chain, loss_fn
 from support.pool import Pool
 

@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 
 import rota
+from rota.core.usage import Usage
 from rota.runtime.environment import PROGRESS
 from rota.runtime.step_progress import StepProgress, progress_of
-from rota.usage import Usage
 
 PLAN = rota.schedules.gpipe(rota.place(rota.Costs.uniform(2, 1000, 2000), rota.Cluster.uniform(2)), 3)
 

@@ -9,18 +9,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rota.checking import check
-from rota.cluster import Cluster
-from rota.costs import Costs
-from rota.errors import ScheduleError
-from rota.placement import Placement
-from rota.placing import bidirectional, place, wave
-from rota.plan import Plan
+from rota.core.checking import check
+from rota.core.cluster import Cluster
+from rota.core.costs import Costs
+from rota.core.errors import ScheduleError
+from rota.core.placement import Placement
+from rota.core.placing import bidirectional, place, wave
+from rota.core.plan import Plan
+from rota.core.simulation import simulate
+from rota.core.tasks import Op
+from rota.core.timeline import Timeline
 from rota.schedules.chimera import chimera
 from rota.schedules.dualpipe import dualpipe
-from rota.simulation import simulate
-from rota.tasks import Op
-from rota.timeline import Timeline
 from support.sampling import some
 
 Schedule = Callable[[Placement, int], Plan]

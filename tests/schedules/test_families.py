@@ -7,16 +7,16 @@ from collections.abc import Iterator
 
 import pytest
 
-from rota.checking import check
-from rota.cluster import Cluster
-from rota.costs import Costs
-from rota.errors import ScheduleError
-from rota.placing import bidirectional, wave
-from rota.plan import Plan
+from rota.core.checking import check
+from rota.core.cluster import Cluster
+from rota.core.costs import Costs
+from rota.core.errors import ScheduleError
+from rota.core.placing import bidirectional, wave
+from rota.core.plan import Plan
+from rota.core.simulation import simulate
+from rota.core.tasks import Kind, Op
 from rota.schedules import FAMILIES, NAMED, Family, PipeSchedule, zb_h1, zb_h2
 from rota.schedules.table import best, compare_schedules, to_json, to_text
-from rota.simulation import simulate
-from rota.tasks import Kind, Op
 from support.sizes import MOST_RANKS, microbatches
 
 pytestmark = pytest.mark.sampled

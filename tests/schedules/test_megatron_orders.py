@@ -15,11 +15,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from rota.cluster import Cluster
-from rota.costs import Costs
-from rota.errors import ScheduleError
-from rota.placement import Placement
-from rota.placing import interleaved
+from rota.core.cluster import Cluster
+from rota.core.costs import Costs
+from rota.core.errors import ScheduleError
+from rota.core.placement import Placement
+from rota.core.placing import interleaved
 from rota.schedules.interleaved import interleaved_one_f_one_b
 
 

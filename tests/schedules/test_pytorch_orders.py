@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from rota.checking import check
 from rota.cli import main
-from rota.cluster import Cluster
-from rota.costs import Costs
-from rota.placement import Placement
-from rota.placing import interleaved, wave
-from rota.plan import Plan
+from rota.core.checking import check
+from rota.core.cluster import Cluster
+from rota.core.costs import Costs
+from rota.core.placement import Placement
+from rota.core.placing import interleaved, wave
+from rota.core.plan import Plan
 from rota.schedules import FAMILIES, NAMED, Family
 from rota.schedules.interleaved import interleaved_one_f_one_b, interleaved_zero_bubble, looped_bfs
 from rota.schedules.one_f_one_b import eager_one_f_one_b

@@ -10,16 +10,16 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from rota.checking import check
-from rota.cluster import Cluster
-from rota.costs import Costs
-from rota.errors import ScheduleError
-from rota.placement import Placement
-from rota.placing import place
-from rota.plan import Plan
+from rota.core.checking import check
+from rota.core.cluster import Cluster
+from rota.core.costs import Costs
+from rota.core.errors import ScheduleError
+from rota.core.placement import Placement
+from rota.core.placing import place
+from rota.core.plan import Plan
+from rota.core.simulation import simulate
+from rota.core.tasks import Kind
 from rota.schedules import forward_only, gpipe, one_f_one_b
-from rota.simulation import simulate
-from rota.tasks import Kind
 from support.core_strategies import costs, placed, raw
 from support.sampling import some
 

@@ -10,20 +10,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rota.checking import check
-from rota.cluster import Cluster
-from rota.costs import Costs
-from rota.errors import ScheduleError
-from rota.placement import Placement
-from rota.placing import interleaved, place, wave
-from rota.plan import Plan
+from rota.core.checking import check
+from rota.core.cluster import Cluster
+from rota.core.costs import Costs
+from rota.core.errors import ScheduleError
+from rota.core.placement import Placement
+from rota.core.placing import interleaved, place, wave
+from rota.core.plan import Plan
+from rota.core.simulation import simulate
+from rota.core.tasks import Kind
 from rota.schedules.controllable_memory import v_half, v_min
 from rota.schedules.dualpipe import dualpipe_v
 from rota.schedules.hanayo import hanayo
 from rota.schedules.interleaved import interleaved_one_f_one_b
 from rota.schedules.zb_v import zb_v
-from rota.simulation import simulate
-from rota.tasks import Kind
 from support.sampling import some
 from support.sizes import MOST_RANKS, microbatches
 

@@ -8,15 +8,15 @@ import pytest
 from numba.core import errors
 from numba.core.registry import CPUDispatcher
 
-from rota.checking import check
-from rota.cluster import Cluster
-from rota.costs import Costs
-from rota.placement import Placement
-from rota.placing import place, wave
+from rota.core.checking import check
+from rota.core.cluster import Cluster
+from rota.core.costs import Costs
+from rota.core.placement import Placement
+from rota.core.placing import place, wave
+from rota.core.simulation import simulate
+from rota.core.stopping import Stopped
 from rota.schedules.families import named_plans
 from rota.search import SearchResult, compiling, find_plan
-from rota.simulation import simulate
-from rota.stopping import Stopped
 
 
 def tight(boundary_bytes: int = 0) -> Placement:

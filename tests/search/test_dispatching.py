@@ -9,7 +9,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rota.plan import Plan
+from rota.core.plan import Plan
 from rota.search.dispatching import Dispatcher, backwards, serial
 from rota.search.problem import NO_LIMIT, Problem
 from rota.search.timing import fits, peaks, score

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 
 from rota import Cluster, Costs, place
-from rota.plan import Plan
+from rota.core.plan import Plan
 from rota.search.problem import Problem, reserving
 from support import core_strategies as strategies
 

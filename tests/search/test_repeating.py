@@ -10,7 +10,7 @@ import pytest
 from hypothesis import assume, given, settings
 
 from rota import Cluster, Costs, SearchError, check, find_plan, place, simulate
-from rota.placing import bidirectional
+from rota.core.placing import bidirectional
 from rota.search import Repeating, bounds_of, find_repeating, find_steady
 from rota.search.budget import Budget
 from rota.search.problem import Problem

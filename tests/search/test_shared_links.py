@@ -14,7 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rota import Cluster, Costs, Placement, Plan, PlanError, check, find_plan, place, simulate
-from rota.cluster import Link, SharedLink
+from rota.core.cluster import Link, SharedLink
+from rota.core.timeline import Timeline
 from rota.planning.layout_bounds import placement_bound_us
 from rota.schedules import one_f_one_b, zb_h1, zb_h2
 from rota.search import bounds_of, exact, find_repeating
@@ -23,7 +24,6 @@ from rota.search.periodic.steady import find_steady
 from rota.search.problem import Problem
 from rota.search.result import Objective
 from rota.search.timing import score
-from rota.timeline import Timeline
 from support import core_strategies as strategies
 from support.sampling import some
 from support.search_brute_force import every_plan, tiny_placement

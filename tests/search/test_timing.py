@@ -8,11 +8,11 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 
-from rota.errors import PlanError
-from rota.plan import Plan
+from rota.core.errors import PlanError
+from rota.core.plan import Plan
+from rota.core.simulation import simulate
 from rota.search.problem import Problem
 from rota.search.timing import Score, fits, peaks, score
-from rota.simulation import simulate
 from support import core_strategies as strategies
 from support.core_strategies import with_limits
 

@@ -7,11 +7,11 @@ from dataclasses import replace
 import numpy as np
 from hypothesis import given, settings
 
-from rota.plan import Plan
+from rota.core.plan import Plan
+from rota.core.simulation import simulate
 from rota.search.problem import Problem
 from rota.search.timing import Tables, peaks, start_times
 from rota.search.transfer_levels import Transfers, counting_transfers, peaks_with_transfers
-from rota.simulation import simulate
 from support import core_strategies as strategies
 from support.sampling import some
 

@@ -11,20 +11,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rota.checking import check
-from rota.cluster import Cluster
-from rota.costs import Costs
-from rota.errors import RotaError, SearchError
-from rota.figures import values_of
-from rota.placement import Placement
-from rota.placing import interleaved, place
-from rota.plan import Plan
+from rota.core.checking import check
+from rota.core.cluster import Cluster
+from rota.core.costs import Costs
+from rota.core.errors import RotaError, SearchError
+from rota.core.figures import values_of
+from rota.core.placement import Placement
+from rota.core.placing import interleaved, place
+from rota.core.plan import Plan
+from rota.core.simulation import simulate
+from rota.core.tasks import Kind, Task
 from rota.schedules import FAMILIES, one_f_one_b
 from rota.search import bounds_of, find_frontier, find_plan, find_repeating
 from rota.search.bounds import every
 from rota.search.unfolding import Unfolding
-from rota.simulation import simulate
-from rota.tasks import Kind, Task
 from support.core_strategies import differing_plans, with_limits
 from support.sampling import IS_WHOLE, some
 from support.search_brute_force import best_of, every_plan, tiny_placement

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from rota import Cluster, Costs, Op, Placement, Plan, Task, check, place, simulate
-from rota.errors import SearchError
+from rota.core.errors import SearchError
+from rota.core.tasks import Kind
 from rota.schedules import one_f_one_b
 from rota.search import bounds_of, find_plan, validation
 from rota.search.bounds.memory_bounds import period_bound
-from rota.tasks import Kind
 
 CHAIN = place(Costs.uniform(2), Cluster.uniform(2))
 PLAN = one_f_one_b(CHAIN, 2)

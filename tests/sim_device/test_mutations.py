@@ -14,7 +14,7 @@ import torch
 
 import rota
 from rota import Cluster, Costs, Pipeline, Plan, Stages, place
-from rota.programs.device_steps import DeviceProgram, Step
+from rota.core.programs.device_steps import DeviceProgram, Step
 from rota.runtime import channels, execution
 from rota.runtime.reducing import replicas
 from rota.schedules import one_f_one_b

@@ -13,12 +13,12 @@ from typing import TypeVar
 
 from hypothesis import strategies as st
 
-from rota.cluster import AllReduceTimes, Cluster, Link, SharedLink
-from rota.costs import Costs
-from rota.placement import Edge, Placement, StepEnd
-from rota.placing import place
-from rota.plan import Plan
-from rota.tasks import Kind, Op, Task, Transfer
+from rota.core.cluster import AllReduceTimes, Cluster, Link, SharedLink
+from rota.core.costs import Costs
+from rota.core.placement import Edge, Placement, StepEnd
+from rota.core.placing import place
+from rota.core.plan import Plan
+from rota.core.tasks import Kind, Op, Task, Transfer
 
 Chooser = random.Random
 Drawn = TypeVar("Drawn")

@@ -7,13 +7,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise, product
 
-from rota.cluster import Cluster
-from rota.costs import Costs
-from rota.errors import PlanError, ScheduleError
-from rota.placing import bidirectional
-from rota.plan import Plan
-from rota.programs.device_order import prove
-from rota.programs.device_steps import Communicator, DeviceProgram, Step
+from rota.core.cluster import Cluster
+from rota.core.costs import Costs
+from rota.core.errors import PlanError, ScheduleError
+from rota.core.placing import bidirectional
+from rota.core.plan import Plan
+from rota.core.programs.device_order import prove
+from rota.core.programs.device_steps import Communicator, DeviceProgram, Step
 from rota.schedules import FAMILIES, Family
 from support.sampling import IS_WHOLE
 

@@ -15,8 +15,8 @@ from __future__ import annotations
 from collections import Counter, defaultdict, deque
 from collections.abc import Hashable, Sequence
 
-from rota.programs.device_steps import DeviceProgram
-from rota.tasks import Transfer
+from rota.core.programs.device_steps import DeviceProgram
+from rota.core.tasks import Transfer
 
 
 class HangError(Exception):

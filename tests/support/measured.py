@@ -6,11 +6,11 @@ import random
 from collections.abc import Callable
 from dataclasses import replace
 
-from rota.figures import same_or_per_class
-from rota.plan import Plan
-from rota.simulation import simulate
-from rota.tasks import Op
-from rota.timeline import Timeline
+from rota.core.figures import same_or_per_class
+from rota.core.plan import Plan
+from rota.core.simulation import simulate
+from rota.core.tasks import Op
+from rota.core.timeline import Timeline
 
 
 def measured_like(plan: Plan, chooser: random.Random, longest_us: int = 30) -> Timeline:

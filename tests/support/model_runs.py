@@ -20,8 +20,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import rota
 from rota import Checkpoints, Cluster, Costs, Kind, Pipeline, Plan, Stages, find_plan, place, split, wave
+from rota.core.placing import bidirectional
 from rota.models.unmodified import matching
-from rota.placing import bidirectional
 from rota.schedules import chimera, one_f_one_b, zb_v
 from support.hf_models import CASES, ModelCase
 from support.random_plans import random_chain_plan

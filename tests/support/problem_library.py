@@ -8,8 +8,8 @@ import sys
 from types import ModuleType
 from typing import Any
 
-from rota import reading
-from rota.placement import Placement, PlacementFile
+from rota.core import reading
+from rota.core.placement import Placement, PlacementFile
 from support import ROOT
 
 FOLDER = ROOT / "problems"

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from rota.cluster import Cluster, Link
-from rota.figures import PerClass
-from rota.placement import Placement
-from rota.plan import Plan
-from rota.tasks import Kind, Op, Transfer
+from rota.core.cluster import Cluster, Link
+from rota.core.figures import PerClass
+from rota.core.placement import Placement
+from rota.core.plan import Plan
+from rota.core.tasks import Kind, Op, Transfer
 
 _NEVER_US = 10**6
 

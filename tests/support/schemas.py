@@ -7,10 +7,10 @@ from typing import Any
 
 import msgspec
 
-from rota.cluster import ClusterFile
-from rota.costs import Costs
-from rota.plan import PlanFile
-from rota.timeline import TimelineFile
+from rota.core.cluster import ClusterFile
+from rota.core.costs import Costs
+from rota.core.plan import PlanFile
+from rota.core.timeline import TimelineFile
 from support import ROOT
 
 FOLDER = ROOT / "docs" / "schemas"

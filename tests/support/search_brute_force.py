@@ -6,11 +6,11 @@ import random
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from rota.cluster import Cluster, Link
-from rota.placement import Edge, Placement, StepEnd
-from rota.plan import Plan
-from rota.simulation import simulate
-from rota.tasks import Kind, Op, Task
+from rota.core.cluster import Cluster, Link
+from rota.core.placement import Edge, Placement, StepEnd
+from rota.core.plan import Plan
+from rota.core.simulation import simulate
+from rota.core.tasks import Kind, Op, Task
 from support.core_strategies import chunks_before
 
 _MOST_PLANS = 400

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from rota.cluster import Cluster
-from rota.costs import Costs
-from rota.placement import Placement
+from rota.core.cluster import Cluster
+from rota.core.costs import Costs
+from rota.core.placement import Placement
 from rota.shapes import SHAPES
 
 

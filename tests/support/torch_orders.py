@@ -11,7 +11,7 @@ from unittest.mock import patch
 
 import pytest
 
-from rota.plan import Plan
+from rota.core.plan import Plan
 
 theirs = pytest.importorskip("torch.distributed.pipelining.schedules")
 

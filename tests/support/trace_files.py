@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from rota.tasks import Kind
-from rota.timeline import Timeline
+from rota.core.tasks import Kind
+from rota.core.timeline import Timeline
 
 BASE_NS = 1_790_857_026_000_000_000
 

@@ -13,8 +13,8 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import NamedTuple
 
-from rota.tasks import Op, Transfer
-from rota.timeline import StepEndWork
+from rota.core.tasks import Op, Transfer
+from rota.core.timeline import StepEndWork
 
 
 class Cause(StrEnum):

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from rota.accounting.causes import Cause
-from rota.contention import Contention
-from rota.errors import PlanError
-from rota.tasks import Op, Transfer
-from rota.timeline import Timeline
+from rota.core.contention import Contention
+from rota.core.errors import PlanError
+from rota.core.tasks import Op, Transfer
+from rota.core.timeline import Timeline
 
 _LOCAL = -1  # instead of a route: the input stayed on the rank
 

@@ -9,20 +9,20 @@ from functools import cached_property
 from statistics import mean
 from typing import Any
 
-from rota import notebook
 from rota.accounting.causes import DESCRIPTIONS, Cause, Idle
 from rota.accounting.idle_time import idle
 from rota.accounting.imbalance import Imbalance, imbalance, rank_work_us
 from rota.accounting.snippets import snippet_of
 from rota.accounting.suggestions import Suggestion, advice, with_measured_times
 from rota.calibration.spread import Spread
-from rota.contention import Contention
-from rota.plan import Plan
-from rota.simulation import simulate, timeline_of
-from rota.tables import fitted
-from rota.tasks import Kind, Op, Transfer
-from rota.timeline import StepEndWork, Timeline
-from rota.units import angle_repr, count_text, time_text
+from rota.core import notebook
+from rota.core.contention import Contention
+from rota.core.plan import Plan
+from rota.core.simulation import simulate, timeline_of
+from rota.core.tables import fitted
+from rota.core.tasks import Kind, Op, Transfer
+from rota.core.timeline import StepEndWork, Timeline
+from rota.core.units import angle_repr, count_text, time_text
 
 _NUM_WAITS = 8  # longest waits in a report
 _MAX_ROWS = 16  # ranks in the table; if there are more, the idlest

@@ -15,11 +15,11 @@ from typing import NamedTuple
 
 from rota.accounting.causes import Cause, Idle
 from rota.accounting.delays import Arrival, Overruns, Place, Readiness
-from rota.contention import Contention
-from rota.plan import Plan
-from rota.simulation import timeline_of
-from rota.tasks import Kind, Op, Transfer
-from rota.timeline import Span, StepEndWork, Timeline
+from rota.core.contention import Contention
+from rota.core.plan import Plan
+from rota.core.simulation import timeline_of
+from rota.core.tasks import Kind, Op, Transfer
+from rota.core.timeline import Span, StepEndWork, Timeline
 
 
 def idle(

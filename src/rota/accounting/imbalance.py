@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 from rota.calibration.best_plan import OVERLOADED
 from rota.calibration.spread import Spread, copies, have_same_layers
-from rota.placement import Placement
-from rota.plan import Plan
-from rota.units import count_text, time_text
+from rota.core.placement import Placement
+from rota.core.plan import Plan
+from rota.core.units import count_text, time_text
 
 
 class Imbalance(NamedTuple):

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from rota import notebook
 from rota.accounting.causes import COLORS, Idle
 from rota.accounting.idle_time import idle
-from rota.timeline import Timeline
+from rota.core import notebook
+from rota.core.timeline import Timeline
 
 
 def snippet(

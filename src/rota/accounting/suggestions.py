@@ -12,17 +12,17 @@ from typing import NamedTuple
 from rota.calibration.measured_times import median_us, step_ends_us, with_durations
 from rota.calibration.planning_again import commands
 from rota.calibration.spread import Spread, copies, have_same_layers, with_equal_copies
-from rota.cluster import Link
-from rota.errors import RotaError
-from rota.figures import each
-from rota.placement import Placement, StepEnd
-from rota.plan import Plan
+from rota.core.cluster import Link
+from rota.core.errors import RotaError
+from rota.core.figures import each
+from rota.core.placement import Placement, StepEnd
+from rota.core.plan import Plan
+from rota.core.simulation import simulate
+from rota.core.tasks import Kind
+from rota.core.timeline import Timeline
+from rota.core.units import size_text, time_text
+from rota.core.usage import Usage
 from rota.schedules import NAMED
-from rota.simulation import simulate
-from rota.tasks import Kind
-from rota.timeline import Timeline
-from rota.units import size_text, time_text
-from rota.usage import Usage
 
 _SLOW_STAGE = 1.02  # a stage is slow if it takes more than this times the mean
 

@@ -14,12 +14,12 @@ from rota.batching.grouping import Grouper
 from rota.batching.policies import valley
 from rota.batching.replicas import of_share, shares_of
 from rota.batching.result import BatchPlan
-from rota.checking import check
-from rota.cluster import Cluster
-from rota.errors import RotaError
+from rota.core.checking import check
+from rota.core.cluster import Cluster
+from rota.core.errors import RotaError
+from rota.core.simulation import simulate
+from rota.core.sizes import SizeModel
 from rota.schedules import NAMED
-from rota.simulation import simulate
-from rota.sizes import SizeModel
 
 _MICROBATCHES_PER_RANK = (8, 16, 32, inf)  # the first that fits in memory is taken; in the end, a sample each
 #: The first that is defined for the placement and fits in memory is taken.

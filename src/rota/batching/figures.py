@@ -10,13 +10,13 @@ from heapq import heappop, heappush
 import numpy as np
 
 from rota.batching.problem import NO_LIMIT, BatchProblem, Floats, Integers
-from rota.cluster import Cluster
-from rota.costs import Costs
-from rota.errors import SearchError
-from rota.figures import PerClass
-from rota.placement import Placement, StepEnd, with_figures
-from rota.sizes import CURVES, Curve, Size, SizeModel
-from rota.tasks import Kind, Task
+from rota.core.cluster import Cluster
+from rota.core.costs import Costs
+from rota.core.errors import SearchError
+from rota.core.figures import PerClass
+from rota.core.placement import Placement, StepEnd, with_figures
+from rota.core.sizes import CURVES, Curve, Size, SizeModel
+from rota.core.tasks import Kind, Task
 
 Place = Callable[[Costs, Cluster], Placement]
 

@@ -17,9 +17,9 @@ from numba import njit
 
 from rota.batching.figures import Layout
 from rota.batching.problem import Floats, Integers
-from rota.errors import NothingFitsError, SearchError
-from rota.sizes import Size
-from rota.units import size_text
+from rota.core.errors import NothingFitsError, SearchError
+from rota.core.sizes import Size
+from rota.core.units import size_text
 
 _NUM_LIMITS = 8  # largest times that are tried
 _IN_FLIGHT = (

@@ -1,4 +1,4 @@
-"""What the ops of a step really hold, transfers included: `rota.memory`'s account, on arrays."""
+"""What the ops of a step really hold, transfers included: `rota.core.memory`'s account, on arrays."""
 
 from __future__ import annotations
 

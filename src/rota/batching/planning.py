@@ -21,13 +21,13 @@ from rota.batching.problem import NO_LIMIT, BatchProblem, Integers
 from rota.batching.result import BatchPlan
 from rota.batching.rules import by_few_rules, by_rule
 from rota.batching.windows import sequence_bound_us
-from rota.cluster import Cluster
-from rota.errors import NothingFitsError, SearchError
-from rota.placing import place as place_chain
-from rota.plan import Plan
-from rota.simulation import simulate
-from rota.sizes import Size, SizeModel
-from rota.tasks import Op
+from rota.core.cluster import Cluster
+from rota.core.errors import NothingFitsError, SearchError
+from rota.core.placing import place as place_chain
+from rota.core.plan import Plan
+from rota.core.simulation import simulate
+from rota.core.sizes import Size, SizeModel
+from rota.core.tasks import Op
 
 _ROUNDS_FOR_TRANSFERS = 8  # of lower limits, until what transfers hold fits too
 _PARTS = (0.0, 0.5, 0.8, 1.0)  # of a local search; what transfers hold is counted after each

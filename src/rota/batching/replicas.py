@@ -12,10 +12,10 @@ from rota.batching.figures import Layout, Place
 from rota.batching.grouping import Grouper
 from rota.batching.planning import plan_batch
 from rota.batching.result import BatchPlan
-from rota.cluster import Cluster
-from rota.errors import SearchError
-from rota.placing import place as place_chain
-from rota.sizes import SizeModel
+from rota.core.cluster import Cluster
+from rota.core.errors import SearchError
+from rota.core.placing import place as place_chain
+from rota.core.sizes import SizeModel
 
 
 def plan_replicas(

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from rota.batching.bounds import ALL_ORDERS, BatchBound
-from rota.plan import Plan
-from rota.simulation import simulate
-from rota.sizes import Size
-from rota.tables import fitted
-from rota.timeline import Timeline
-from rota.units import angle_repr, count_text, time_text
+from rota.core.plan import Plan
+from rota.core.simulation import simulate
+from rota.core.sizes import Size
+from rota.core.tables import fitted
+from rota.core.timeline import Timeline
+from rota.core.units import angle_repr, count_text, time_text
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,8 @@ from rota.batching.policies import valley
 from rota.batching.replicas import plan_replicas
 from rota.batching.result import BatchPlan
 from rota.batching.windows import sequence_bound_us
-from rota.cluster import Cluster
-from rota.sizes import Size, SizeModel
+from rota.core.cluster import Cluster
+from rota.core.sizes import Size, SizeModel
 
 _LOADING_S = 2.0  # more than loops need that an earlier process has compiled
 

@@ -10,16 +10,16 @@ from typing import NamedTuple
 
 from rota.calibration.measured_times import calibrated
 from rota.calibration.spread import Spread, with_equal_copies
-from rota.checking import check
-from rota.errors import PlanError
-from rota.placement import Placement
-from rota.plan import Plan
+from rota.core.checking import check
+from rota.core.errors import PlanError
+from rota.core.placement import Placement
+from rota.core.plan import Plan
+from rota.core.simulation import simulate
+from rota.core.tables import fitted, table_lines
+from rota.core.timeline import Timeline
+from rota.core.units import angle_repr, count_text, time_text
 from rota.schedules import NAMED
 from rota.schedules.families import named_plans
-from rota.simulation import simulate
-from rota.tables import fitted, table_lines
-from rota.timeline import Timeline
-from rota.units import angle_repr, count_text, time_text
 
 MIN_GAIN = 0.01  # a smaller gain, relative to the makespan, does not justify another plan
 OVERLOADED = 1.10  # a rank has too much work above this multiple of the mean

@@ -7,12 +7,12 @@ from dataclasses import replace
 from operator import itemgetter
 from statistics import median, median_low
 
-from rota.cluster import Cluster, Link
-from rota.errors import PlanError
-from rota.figures import same_or_per_class, value_in
-from rota.placement import Placement, StepEnd
-from rota.tasks import Kind, Op, Task
-from rota.timeline import Timeline
+from rota.core.cluster import Cluster, Link
+from rota.core.errors import PlanError
+from rota.core.figures import same_or_per_class, value_in
+from rota.core.placement import Placement, StepEnd
+from rota.core.tasks import Kind, Op, Task
+from rota.core.timeline import Timeline
 
 
 def calibrated(*timelines: Timeline) -> Placement:
@@ -42,7 +42,8 @@ def calibrated(*timelines: Timeline) -> Placement:
 def median_us(timelines: Iterable[Timeline]) -> dict[tuple[int, Kind], int]:
     """(stage, kind) -> the median of its ops' durations in µs; of several ranks the slowest counts.
 
-    Where micro-batches differ, it is one per class, a `rota.figures.PerClass`; a class that none had is as planned.
+    Where micro-batches differ, it is one per class, a `rota.core.figures.PerClass`; a class that none had is as
+    planned.
     """
     timelines = [*timelines]
     planned = {(task.stage, task.kind): task.duration_us for one in timelines for task in one.plan.placement.tasks}

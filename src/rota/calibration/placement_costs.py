@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from rota.costs import Costs
-from rota.errors import PlacementError
-from rota.placement import Placement
-from rota.placing import place
-from rota.tasks import Kind, Task
+from rota.core.costs import Costs
+from rota.core.errors import PlacementError
+from rota.core.placement import Placement
+from rota.core.placing import place
+from rota.core.tasks import Kind, Task
 
 _REMEDY = "only placements that rota.place made for training can be turned back into costs"
 

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from itertools import count, groupby
 
 from rota.calibration.spread import copies
-from rota.cluster import Cluster, Link
-from rota.plan import Plan
-from rota.units import exact_size_text
+from rota.core.cluster import Cluster, Link
+from rota.core.plan import Plan
+from rota.core.units import exact_size_text
 
 _MEASURED, _ON_CPU = "measured on ", ("measured on CPU", ", 1 thread")  # in notes of measured costs
 

@@ -14,9 +14,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import chain, combinations
 
-from rota.costs import Costs
-from rota.errors import PlacementError
-from rota.sizes import CURVES, Curve, Size, SizeModel
+from rota.core.costs import Costs
+from rota.core.errors import PlacementError
+from rota.core.sizes import CURVES, Curve, Size, SizeModel
 
 _PIVOT = 1e-9  # relative; below it the sizes cannot tell two coefficients apart
 

@@ -10,13 +10,13 @@ from math import comb
 from typing import NamedTuple
 
 from rota.calibration.measured_times import op_times_us, with_durations
-from rota.figures import each, same_or_per_class, value_in
-from rota.placement import Placement
-from rota.plan import Plan
-from rota.simulation import simulate
-from rota.tasks import Kind, Task
-from rota.timeline import Timeline
-from rota.units import time_text
+from rota.core.figures import each, same_or_per_class, value_in
+from rota.core.placement import Placement
+from rota.core.plan import Plan
+from rota.core.simulation import simulate
+from rota.core.tasks import Kind, Task
+from rota.core.timeline import Timeline
+from rota.core.units import time_text
 
 _DOUBT = 0.1  # probability that a median lies outside of what is said of it, where there are values enough
 _FEWEST = 4  # ops; how far fewer are apart says little

@@ -10,7 +10,7 @@ import click
 from rota.cli.command import Choice, Decorator, Output, WholeNumber, combined
 from rota.cli.files import WrittenBy
 from rota.cli.values import LIMIT, LINK, SECONDS, SIZE, WORDS
-from rota.costs import ASSUMED_COSTS
+from rota.core.costs import ASSUMED_COSTS
 from rota.shapes import SHAPES
 
 NATURAL = WholeNumber(min=0)

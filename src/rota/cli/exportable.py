@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 
 from rota.cli.requirements import InputError
-from rota.layers import LayerCosts
+from rota.core.layers import LayerCosts
 
 _INSIDE = re.compile(r"(.*?\.\d+)\.")  # of a block, which is an entry of a list of modules: layers.0.mlp
 _NUMBER = re.compile(r"\.\d+$")

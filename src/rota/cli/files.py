@@ -9,19 +9,19 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
 
-from rota import reading, schedule_csv, writing
 from rota.cli.requirements import InputError
 from rota.cli.screen import note
-from rota.cluster import Cluster, ClusterFile
-from rota.costs import Costs, assumed_costs
-from rota.errors import FormatError, NothingFitsError, PlanError, RotaError
-from rota.placement import Placement
-from rota.placing import place
-from rota.plan import Plan
-from rota.profiles import Profile
-from rota.simulation import timeline_of
-from rota.tasks import Kind
-from rota.timeline import Timeline
+from rota.core import reading, schedule_csv, writing
+from rota.core.cluster import Cluster, ClusterFile
+from rota.core.costs import Costs, assumed_costs
+from rota.core.errors import FormatError, NothingFitsError, PlanError, RotaError
+from rota.core.placement import Placement
+from rota.core.placing import place
+from rota.core.plan import Plan
+from rota.core.profiles import Profile
+from rota.core.simulation import timeline_of
+from rota.core.tasks import Kind
+from rota.core.timeline import Timeline
 
 #: What a schedule CSV gets from `assumed_costs`.
 _ASSUMED_TIMES = "Rota assumes 1 ms for F, 2 ms for B, and 1 ms each for I and W"

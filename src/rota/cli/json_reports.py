@@ -8,20 +8,20 @@ from dataclasses import asdict
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
+from rota.accounting.comparison import Comparison
 from rota.cli.wire_effects import wire_effects
-from rota.comparison import Comparison
-from rota.timeline import Timeline
+from rota.core.timeline import Timeline
 
 if TYPE_CHECKING:
     from rota import BatchPlan
     from rota.calibration import Calibration
+    from rota.core.layers import LayerCosts
+    from rota.core.sizes import SizeModel
     from rota.interop.traces import ImportedTrace
-    from rota.layers import LayerCosts
     from rota.planning import Answer
     from rota.planning.evaluation import Found
     from rota.runtime.checkpoints.manifest import Saved
     from rota.search import Frontier, SearchResult
-    from rota.sizes import SizeModel
 
 
 def print_json(fields: Mapping[str, Any]) -> None:

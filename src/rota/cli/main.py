@@ -14,8 +14,8 @@ import click
 from rota.cli.command import CONTEXT, Command
 from rota.cli.requirements import exit_on_ctrl_c
 from rota.cli.screen import ascii_form, keep_working_unread, lost_output, note
-from rota.errors import NothingFitsError, PipelineError, PlanError, RotaError, UsageError
-from rota.reading import printable
+from rota.core.errors import NothingFitsError, PipelineError, PlanError, RotaError, UsageError
+from rota.core.reading import printable
 
 _FIRST_COMMANDS = """Rota plans and runs pipeline-parallel training of PyTorch
 models. Begin with these commands:

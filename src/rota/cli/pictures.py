@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from rota.cli.requirements import require
-from rota.simulation import simulate
-from rota.timeline import Timeline
+from rota.core.simulation import simulate
+from rota.core.timeline import Timeline
 
 
 def draw(

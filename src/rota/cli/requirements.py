@@ -11,7 +11,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from rota.errors import RotaError
+from rota.core.errors import RotaError
 
 
 class InputError(RotaError):

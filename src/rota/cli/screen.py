@@ -14,9 +14,9 @@ from typing import Any, final
 
 from rota.cli.snapshots import snapshots_text
 from rota.cli.wire_effects import FREE, counts_transfers, wire_effects
-from rota.plan import Plan
-from rota.tables import fitted
-from rota.timeline import Timeline
+from rota.core.plan import Plan
+from rota.core.tables import fitted
+from rota.core.timeline import Timeline
 
 #: What the characters of charts and units become where the output's encoding has none of them.
 _ASCII = str.maketrans(

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 from rota.cli.requirements import require_search
 from rota.cli.screen import progress_line
-from rota.placement import Placement
-from rota.units import size_text
+from rota.core.placement import Placement
+from rota.core.units import size_text
 
 if TYPE_CHECKING:
     from rota.search import Frontier, Point, SearchResult

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from rota.costs import NUM_SNAPSHOTS
-from rota.timeline import Timeline
-from rota.units import size_text
+from rota.core.costs import NUM_SNAPSHOTS
+from rota.core.timeline import Timeline
+from rota.core.units import size_text
 
 
 def in_host_memory(device: str) -> str:

@@ -8,12 +8,12 @@ from dataclasses import replace
 from rota.cli import files
 from rota.cli.command import Options
 from rota.cli.requirements import InputError
-from rota.cluster import Cluster
-from rota.costs import Costs, assumed_costs
-from rota.errors import PlacementError
-from rota.placement import Placement
+from rota.core.cluster import Cluster
+from rota.core.costs import Costs, assumed_costs
+from rota.core.errors import PlacementError
+from rota.core.placement import Placement
+from rota.core.units import count_text
 from rota.shapes import SHAPES
-from rota.units import count_text
 
 #: The links of this machine between so many ranks, if they are known.
 LinksHere = Callable[[int], "Cluster | None"]

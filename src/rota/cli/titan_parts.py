@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from rota.cli.requirements import InputError
-from rota.errors import FormatError, PipelineError, SplitError
+from rota.core.errors import FormatError, PipelineError, SplitError
 
 if TYPE_CHECKING:
     from rota.interop.modules import Parts

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from rota.cluster import Link
-from rota.placement import Placement
-from rota.units import count_text, size_text, time_text
+from rota.core.cluster import Link
+from rota.core.placement import Placement
+from rota.core.units import count_text, size_text, time_text
 
 _FREE = "Transfers are counted as free{}; give --link or --links when planning."
 FREE = _FREE.format("")

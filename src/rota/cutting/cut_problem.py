@@ -8,7 +8,7 @@ from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import NamedTuple, final
 
-from rota.layers import LayerCosts
+from rota.core.layers import LayerCosts
 
 _NUM_CACHED_TABLES = 16  # of the latest models: comparing cuts needs the tables of the same model many times
 

@@ -10,12 +10,12 @@ from fractions import Fraction
 from itertools import accumulate
 from typing import Literal, final, get_args, overload
 
+from rota.core.errors import SplitError
+from rota.core.layers import LayerCosts
+from rota.core.units import count_text
 from rota.cutting.chain import cut_chain
 from rota.cutting.cut_problem import CutProblem, StageMemory
 from rota.cutting.virtual_stages import cut_virtual_stages
-from rota.errors import SplitError
-from rota.layers import LayerCosts
-from rota.units import count_text
 
 CutPlacement = Literal["chain", "interleaved", "wave"]
 

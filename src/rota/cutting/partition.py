@@ -11,8 +11,8 @@ from fractions import Fraction
 from itertools import accumulate, pairwise
 from typing import Any
 
-from rota.costs import Costs
-from rota.errors import SplitError
+from rota.core.costs import Costs
+from rota.core.errors import SplitError
 
 
 def uniform(num_layers: int, num_parts: int) -> list[int]:

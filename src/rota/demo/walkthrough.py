@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from rota.errors import PipelineError
+from rota.core.errors import PipelineError
 from rota.runtime.environment import num_cores
 
 _HERE = Path(__file__).parent

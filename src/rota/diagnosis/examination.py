@@ -8,10 +8,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from rota.core.errors import PipelineError
+from rota.core.units import count_text, size_text, time_text
 from rota.diagnosis import software
 from rota.diagnosis.report import Finding, Report, say
-from rota.errors import PipelineError
-from rota.units import count_text, size_text, time_text
 
 #: In float64, relative to the largest element of each weight.
 TOLERANCE = 1e-10

@@ -21,12 +21,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
 
-from rota.cluster import Cluster
-from rota.costs import Costs
+from rota.core.cluster import Cluster
+from rota.core.costs import Costs
+from rota.core.placing import place
+from rota.core.plan import Plan
 from rota.diagnosis.report import say
 from rota.models import Stages
-from rota.placing import place
-from rota.plan import Plan
 from rota.runtime import Pipeline, local_device
 from rota.runtime.faults.watchdog import PATIENT, Watchdog, limit_s
 from rota.runtime.json_messages import all_gather_json

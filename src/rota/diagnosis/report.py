@@ -6,10 +6,10 @@ import sys
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, TypeAlias, final
 
-from rota import reading
-from rota.reading import printable
-from rota.tables import fitted
-from rota.units import count_text
+from rota.core import reading
+from rota.core.reading import printable
+from rota.core.tables import fitted
+from rota.core.units import count_text
 
 Level: TypeAlias = Literal["ok", "skipped", "problem"]
 

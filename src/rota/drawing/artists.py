@@ -17,6 +17,8 @@ from matplotlib.colors import to_rgb
 from matplotlib.font_manager import FontProperties
 from matplotlib.text import Text
 
+from rota.core.tasks import Transfer
+from rota.core.timeline import Timeline
 from rota.drawing.looks import (
     LIMIT_COLOR,
     LOOKS,
@@ -27,8 +29,6 @@ from rota.drawing.looks import (
     WAITING_COLOR,
     look_key,
 )
-from rota.tasks import Transfer
-from rota.timeline import Timeline
 
 Array = npt.NDArray[np.float64]
 Mask = npt.NDArray[np.bool_]

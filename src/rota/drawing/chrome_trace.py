@@ -16,10 +16,10 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from rota.accounting import idle
-from rota.plan import Plan
-from rota.simulation import timeline_of
-from rota.tasks import Op, Transfer
-from rota.timeline import Span, Timeline
+from rota.core.plan import Plan
+from rota.core.simulation import timeline_of
+from rota.core.tasks import Op, Transfer
+from rota.core.timeline import Span, Timeline
 
 Event = dict[str, Any]
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
+from rota.core.errors import RotaError
+from rota.core.plan import Plan
+from rota.core.simulation import timeline_of
+from rota.core.timeline import Timeline
+from rota.core.units import size_text, time_unit
 from rota.drawing.looks import LOOKS, MEMORY_COLOR, PATH_COLOR, SERVICE_COLOR, WAITING_COLOR, look_keys, utilisation
 from rota.drawing.text import summary
-from rota.errors import RotaError
-from rota.plan import Plan
-from rota.simulation import timeline_of
-from rota.timeline import Timeline
-from rota.units import size_text, time_unit
 
 if TYPE_CHECKING:
     from matplotlib.artist import Artist

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from rota.core.units import SIZE_UNITS, time_unit
 from rota.drawing.saving import save_figure
-from rota.units import SIZE_UNITS, time_unit
 
 if TYPE_CHECKING:
     import os

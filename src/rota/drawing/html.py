@@ -16,13 +16,13 @@ from typing import Any
 
 from rota.accounting import idle
 from rota.accounting.causes import COLORS, DESCRIPTIONS
+from rota.core.plan import Plan
+from rota.core.simulation import timeline_of
+from rota.core.timeline import Timeline
+from rota.core.units import size_text
 from rota.drawing.looks import LOOKS, utilisation
 from rota.drawing.packing import CAUSES, Columns, pack_timeline
 from rota.drawing.text import summary
-from rota.plan import Plan
-from rota.simulation import timeline_of
-from rota.timeline import Timeline
-from rota.units import size_text
 
 # In reading order; functions may call those of later files.
 _SCRIPTS = (

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
-from rota.notebook import COLORS
-from rota.tasks import Kind, Op, Transfer
-from rota.timeline import StepEndWork, Timeline
+from rota.core.notebook import COLORS
+from rota.core.tasks import Kind, Op, Transfer
+from rota.core.timeline import StepEndWork, Timeline
 
 Work = Op | Transfer | StepEndWork
 

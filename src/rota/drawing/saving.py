@@ -7,14 +7,14 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rota.core.errors import RotaError
+from rota.core.plan import Plan
+from rota.core.simulation import timeline_of
+from rota.core.timeline import Timeline
+from rota.core.writing import whole_file, write_text
 from rota.drawing.chrome_trace import to_chrome_trace
 from rota.drawing.figure import draw, figure_inches, require_matplotlib
 from rota.drawing.html import Names, default_names, to_html
-from rota.errors import RotaError
-from rota.plan import Plan
-from rota.simulation import timeline_of
-from rota.timeline import Timeline
-from rota.writing import whole_file, write_text
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -13,13 +13,13 @@ from operator import attrgetter, itemgetter
 from statistics import median
 from typing import TypeAlias
 
+from rota.core.errors import RotaError
+from rota.core.plan import Plan
+from rota.core.simulation import timeline_of
+from rota.core.tasks import Op
+from rota.core.timeline import Span, Timeline
+from rota.core.units import count_text, size_text, time_text, time_unit
 from rota.drawing.looks import LOOKS, Work, look_key, look_keys, utilisation
-from rota.errors import RotaError
-from rota.plan import Plan
-from rota.simulation import timeline_of
-from rota.tasks import Op
-from rota.timeline import Span, Timeline
-from rota.units import count_text, size_text, time_text, time_unit
 
 _MIN_WIDTH = 20
 _MIN_CHART = 32  # columns; a narrower chart has the table below it instead of beside it

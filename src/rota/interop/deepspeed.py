@@ -9,13 +9,13 @@ import json
 from collections.abc import Sequence
 
 from rota import cutting
-from rota.cluster import Cluster
-from rota.costs import Costs
-from rota.errors import FormatError
+from rota.core.cluster import Cluster
+from rota.core.costs import Costs
+from rota.core.errors import FormatError
+from rota.core.placing import place
+from rota.core.plan import Plan
+from rota.core.reading import Field
 from rota.interop.layer_boundaries import has_order_of, require_boundaries, stage_costs
-from rota.placing import place
-from rota.plan import Plan
-from rota.reading import Field
 from rota.schedules import NAMED
 from rota.schedules.common import require_chain_on
 

@@ -7,10 +7,10 @@ from itertools import pairwise
 from pathlib import Path
 
 from rota import cutting
-from rota.costs import Costs
-from rota.errors import FormatError, PlacementError, ScheduleError, SplitError
-from rota.plan import Plan
-from rota.reading import open_file, read_bytes
+from rota.core.costs import Costs
+from rota.core.errors import FormatError, PlacementError, ScheduleError, SplitError
+from rota.core.plan import Plan
+from rota.core.reading import open_file, read_bytes
 from rota.schedules import NAMED
 
 MOST_LAYERS = 10_000  # limit for a layout's layers, and for its stages

@@ -15,14 +15,14 @@ from dataclasses import dataclass
 from itertools import accumulate, groupby, pairwise
 from typing import final
 
-from rota.cluster import Cluster
-from rota.costs import Costs
+from rota.core.cluster import Cluster
+from rota.core.costs import Costs
+from rota.core.errors import FormatError, SplitError
+from rota.core.placing import interleaved
+from rota.core.plan import Plan
+from rota.core.reading import short
 from rota.cutting.partition import matching
-from rota.errors import FormatError, SplitError
 from rota.interop.layer_boundaries import MOST_LAYERS, has_order_of, require_boundaries, stage_costs
-from rota.placing import interleaved
-from rota.plan import Plan
-from rota.reading import short
 from rota.schedules import NAMED
 from rota.schedules.common import require_chain_on
 

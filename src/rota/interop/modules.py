@@ -16,7 +16,7 @@ from typing import TypeAlias
 
 from torch import nn
 
-from rota.errors import SplitError
+from rota.core.errors import SplitError
 from rota.models import Stages
 from rota.models.carving.stage import CarvedStage
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from rota.errors import PipelineError
+from rota.core.errors import PipelineError
 from rota.interop import torchtitan
 from rota.interop.modules import require_parts
 from rota.interop.torch_order import keep_order

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from rota.errors import PipelineError, SplitError
+from rota.core.errors import PipelineError, SplitError
 from rota.interop.modules import CONTAINERS, require_parts
 from rota.runtime.messages import tensors_in
 

@@ -15,10 +15,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from rota import reading, schedule_csv, torch_internals
-from rota.errors import FormatError, PipelineError, PlanError
-from rota.programs.torch_order import check_torch_order
-from rota.tasks import Kind, Op
+from rota import torch_internals
+from rota.core import reading, schedule_csv
+from rota.core.errors import FormatError, PipelineError, PlanError
+from rota.core.programs.torch_order import check_torch_order
+from rota.core.tasks import Kind, Op
 
 _OLDEST = (2, 13)  # in earlier versions every received tensor requires a gradient, and every gradient is sent
 
@@ -64,7 +65,7 @@ def schedule_from(
 
     Raises:
         FormatError: The CSV is malformed or has no communication.
-        PlanError: The CSV's order could hang, see `rota.programs.torch_order.check_torch_order`.
+        PlanError: The CSV's order could hang, see `rota.core.programs.torch_order.check_torch_order`.
         PipelineError: The CSV does not fit the stages, the ranks or the micro-batches, or differs between ranks; it
             splits backwards (I and W), and a stage is compiled; or PyTorch is older than 2.13.
     """

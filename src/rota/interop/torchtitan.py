@@ -19,18 +19,18 @@ from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
-from rota import reading, schedule_csv
-from rota.checking import check
-from rota.cluster import Cluster
-from rota.costs import Costs, assumed_costs
-from rota.errors import FormatError, ScheduleError, SplitError
+from rota.core import reading, schedule_csv
+from rota.core.checking import check
+from rota.core.cluster import Cluster
+from rota.core.costs import Costs, assumed_costs
+from rota.core.errors import FormatError, ScheduleError, SplitError
+from rota.core.placement import Placement
+from rota.core.placing import place
+from rota.core.plan import Plan
+from rota.core.reading import Field, short
+from rota.core.tasks import Kind
+from rota.core.units import count_text
 from rota.interop.layer_boundaries import MOST_LAYERS, read_limited, stage_costs
-from rota.placement import Placement
-from rota.placing import place
-from rota.plan import Plan
-from rota.reading import Field, short
-from rota.tasks import Kind
-from rota.units import count_text
 
 Parts: TypeAlias = tuple[tuple[str, ...], ...]
 

@@ -14,7 +14,7 @@ from typing import Any, final
 
 import torch
 
-from rota.errors import PipelineError
+from rota.core.errors import PipelineError
 from rota.torch_internals import is_in_backward
 
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from rota.errors import SplitError
+from rota.core.errors import SplitError
 from rota.torch_internals import address_of
 
 _NO_TENSORS = frozenset((type(None), bool, int, float, str, dict, OrderedDict, set))

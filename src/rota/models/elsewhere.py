@@ -9,7 +9,7 @@ from typing import Any, final
 import torch
 from torch import nn
 
-from rota.errors import PipelineError
+from rota.core.errors import PipelineError
 from rota.models.replacing import replace
 from rota.models.stages import Stages
 

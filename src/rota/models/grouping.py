@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, TypeAlias, final
 
 from torch import nn
 
-from rota.errors import SplitError
+from rota.core.errors import SplitError
 from rota.models.stage_edges import StageEdge
 from rota.models.stages import Input, Stages
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from rota.errors import PipelineError
+from rota.core.errors import PipelineError
 
 _IGNORED = -100  # as the losses of PyTorch and transformers ignore it
 _NAME = "rota_packed"

@@ -9,7 +9,7 @@ from contextlib import suppress
 import torch
 from torch import nn
 
-from rota.errors import PipelineError
+from rota.core.errors import PipelineError
 
 
 def replace(tensor: torch.Tensor, other: torch.Tensor, holders: Iterable[nn.Module] = ()) -> None:

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-import rota.errors
+import rota.core.errors
 
-NOT_THE_USERS = ("<", *(f"{Path(module.__file__ or '').parent}{os.sep}" for module in (torch, rota.errors)))
+NOT_THE_USERS = ("<", *(f"{Path(module.__file__ or '').parent}{os.sep}" for module in (torch, rota.core.errors)))
 
 
 def user_place(frames: Iterable[tuple[FrameType, int]]) -> str:

@@ -13,8 +13,8 @@ from typing import Any, TypeAlias
 
 from torch import nn
 
+from rota.core.errors import SplitError
 from rota.cutting import balanced
-from rota.errors import SplitError
 from rota.models.cutpoint import find_cut_points
 from rota.models.elsewhere import refuse_incomplete
 from rota.models.grouping import grouped

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from graphlib import CycleError, TopologicalSorter
 from typing import Any, NamedTuple
 
-from rota.errors import PipelineError, SplitError
+from rota.core.errors import PipelineError, SplitError
 
 
 class StageEdge(NamedTuple):

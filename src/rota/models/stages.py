@@ -11,7 +11,7 @@ from typing import Any, Final, NamedTuple, TypeAlias, final
 import torch
 from torch import nn
 
-from rota.errors import PipelineError, SplitError
+from rota.core.errors import PipelineError, SplitError
 from rota.models.aliases import refuse_aliases
 from rota.models.cut_table import cut_table
 from rota.models.replacing import move

@@ -14,7 +14,7 @@ from typing import Any, final
 
 from torch import Tensor, nn
 
-from rota.errors import SplitError
+from rota.core.errors import SplitError
 from rota.models.carving.module_units import units_at
 from rota.models.carving.recording import Recording, record
 from rota.models.carving.stage import CarvedStage, LeftOut, StageInputs

@@ -9,18 +9,18 @@ from itertools import pairwise
 from statistics import median
 from typing import NamedTuple
 
-from rota import notebook
 from rota.accounting.snippets import snippet
-from rota.cluster import Cluster
-from rota.plan import Plan
+from rota.core import notebook
+from rota.core.cluster import Cluster
+from rota.core.plan import Plan
+from rota.core.tables import fitted, table_lines
+from rota.core.timeline import Timeline
+from rota.core.units import angle_repr, count_text, size_text, time_text
 from rota.planning.candidate import Request
 from rota.planning.choosing import LEAST_TOLERANCE, why_preferred
 from rota.planning.evaluation import SEARCHED, Found, Misfit
 from rota.planning.layouts import Layout
 from rota.planning.reasons import NEGLIGIBLE, why_slower
-from rota.tables import fitted, table_lines
-from rota.timeline import Timeline
-from rota.units import angle_repr, count_text, size_text, time_text
 
 _HEADER = (
     "",

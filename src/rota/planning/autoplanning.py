@@ -7,9 +7,11 @@ from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import replace
 
-from rota.checking import check
-from rota.errors import NothingFitsError, PlacementError, SearchError
-from rota.layers import LayerCosts
+from rota.core.checking import check
+from rota.core.errors import NothingFitsError, PlacementError, SearchError
+from rota.core.layers import LayerCosts
+from rota.core.stopping import Stopped, ended_by_ctrl_c, watched
+from rota.core.units import count_text, size_text
 from rota.planning.answer import Answer, Counts
 from rota.planning.candidate import Candidate, Request
 from rota.planning.choosing import chosen
@@ -20,8 +22,6 @@ from rota.planning.layouts import Layout, cuts
 from rota.planning.machine import Machine
 from rota.planning.sweep import Sweep, kind_of
 from rota.schedules import FAMILIES
-from rota.stopping import Stopped, ended_by_ctrl_c, watched
-from rota.units import count_text, size_text
 
 
 def autoplan(
@@ -52,7 +52,7 @@ def autoplan(
     every time.
 
     Args:
-        profiles: The model's layers by rows per micro-batch, such as a `rota.profiles.Profile`.
+        profiles: The model's layers by rows per micro-batch, such as a `rota.core.profiles.Profile`.
         machine: The processes, their memory, speed and links.
         batch_rows: Rows of a step, over all replicas.
         inference: Whether to plan forward passes only.

@@ -9,16 +9,16 @@ from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
-from rota.costs import Costs
-from rota.errors import PlacementError
-from rota.layers import ESTIMATED, LayerCosts
-from rota.placement import Placement
-from rota.placing import bidirectional, place
+from rota.core.costs import Costs
+from rota.core.errors import PlacementError
+from rota.core.layers import ESTIMATED, LayerCosts
+from rota.core.placement import Placement
+from rota.core.placing import bidirectional, place
+from rota.core.units import count_text
+from rota.core.usage import Usage
+from rota.core.whole_numbers import whole
 from rota.planning.layouts import Layout
 from rota.planning.machine import Machine
-from rota.units import count_text
-from rota.usage import Usage
-from rota.whole_numbers import whole
 
 _MOST_ROWS = 10_000_000  # of a step
 _MOST_TOLERANCE = 0.05  # a profile whose figures are further apart is no reason to recommend much slower plans

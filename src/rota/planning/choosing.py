@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+from rota.core.units import count_text
 from rota.planning.evaluation import SEARCHED, Found
 from rota.planning.step_times import FAR, StepTimes, difference, ratios_of_rounds
-from rota.units import count_text
 
 #: Of a step: a spread above which rounds of steps do not tell which plan is faster.
 NOISY = 0.10

@@ -16,8 +16,9 @@ import torch
 from torch import nn
 
 from rota.calibration import calibrated
-from rota.checking import check
-from rota.errors import NothingFitsError, PipelineError, PlanError
+from rota.core.checking import check
+from rota.core.errors import NothingFitsError, PipelineError, PlanError
+from rota.core.units import count_text, time_text
 from rota.models import Stages, split
 from rota.planning.answer import Answer, Confirmed, OnSharedCores, layout_text
 from rota.planning.choosing import LEAST_TOLERANCE, NOISY, chosen, spread_between
@@ -33,7 +34,6 @@ from rota.profiling.places import accelerators_of
 from rota.runtime.environment import num_cores, shared_cores
 from rota.runtime.host_memory import total_bytes
 from rota.runtime.losses import LossFn
-from rota.units import count_text, time_text
 
 _MOST = 3  # candidates
 _MATTER = 3  # plans that are run before there are second starts: the best, the best divided differently, one process

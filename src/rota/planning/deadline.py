@@ -6,8 +6,8 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple, final
 
-from rota.stopping import guarded
-from rota.units import count_text, time_text
+from rota.core.stopping import guarded
+from rota.core.units import count_text, time_text
 
 _EVERY_S = 0.2  # between reports where nothing better was found
 

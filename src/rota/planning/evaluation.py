@@ -6,16 +6,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from rota.errors import RotaError
-from rota.placing import bidirectional, interleaved, wave
-from rota.plan import Plan
+from rota.core.errors import RotaError
+from rota.core.placing import bidirectional, interleaved, wave
+from rota.core.plan import Plan
+from rota.core.simulation import simulate
+from rota.core.timeline import Timeline
 from rota.planning.candidate import Candidate
 from rota.planning.layout_bounds import least_bytes, placement_bound_us
 from rota.planning.layouts import Layout, Shape
 from rota.planning.step_times import StepTimes
 from rota.schedules import FAMILIES, Family
-from rota.simulation import simulate
-from rota.timeline import Timeline
 
 SEARCHED = "searched"  # instead of a schedule's name
 ANY_ORDER = "any order"  # of the ops: what least_bytes rules out, no schedule can fit

@@ -6,13 +6,13 @@ import importlib.util
 from collections.abc import Iterator
 from dataclasses import replace
 
-from rota.errors import SearchError
+from rota.core.errors import SearchError
+from rota.core.stopping import ended_by_ctrl_c
+from rota.core.units import count_text
 from rota.planning.candidate import Candidate
 from rota.planning.evaluation import SEARCHED, Found
 from rota.planning.layout_bounds import placement_bound_us
 from rota.planning.sweep import Sweep, best_of_kinds
-from rota.stopping import ended_by_ctrl_c
-from rota.units import count_text
 
 _MOST = 3  # finalists
 _SHARE, _MOST_S = 0.05, 3.0  # for each: a share of the time limit, in nominal seconds of the search

@@ -10,8 +10,8 @@ from typing import Any, final
 import torch
 from torch import nn
 
-from rota import reading
-from rota.errors import FormatError
+from rota.core import reading
+from rota.core.errors import FormatError
 
 PREFIX = "hf:"
 _LENGTH = 1024  # of a row in tokens, if nothing else is asked for; fewer where the model takes fewer

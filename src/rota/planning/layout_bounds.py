@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from rota.layers import LayerCosts
-from rota.placement import Placement
+from rota.core.layers import LayerCosts
+from rota.core.placement import Placement
+from rota.core.taskgraph import TaskGraph
+from rota.core.tasks import Kind
 from rota.planning.candidate import Request
 from rota.planning.layouts import Layout
-from rota.taskgraph import TaskGraph
-from rota.tasks import Kind
 
 _ROUNDING = 1 - 1e-9  # sums of floats may be off by so much
 

@@ -8,8 +8,8 @@ from functools import lru_cache
 from typing import Literal
 
 from rota import cutting
-from rota.errors import SplitError
-from rota.layers import LayerCosts
+from rota.core.errors import SplitError
+from rota.core.layers import LayerCosts
 from rota.planning.machine import Machine
 
 Shape = Literal["chain", "interleaved", "wave", "bidirectional"]

@@ -20,11 +20,11 @@ from typing import Any, TypeVar, final
 import torch
 from torch import nn
 
-from rota import reading
-from rota.errors import FormatError
+from rota.core import reading
+from rota.core.errors import FormatError
+from rota.core.profiles import Profile
 from rota.models import Stages
 from rota.planning import hf_models
-from rota.profiles import Profile
 from rota.profiling import profile_model
 from rota.profiling.optimizers import MakeOptimizer
 from rota.profiling.places import is_here

@@ -21,15 +21,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, final
 
-from rota.cluster import Cluster
-from rota.errors import PipelineError, RotaError
-from rota.plan import Plan
+from rota.core.cluster import Cluster
+from rota.core.errors import PipelineError, RotaError
+from rota.core.plan import Plan
+from rota.core.sizes import SizeModel
+from rota.core.units import angle_repr, count_text, time_text
 from rota.runtime import Pipeline
 from rota.runtime.faults.watchdog import PATIENT
 from rota.runtime.json_messages import all_gather_json, broadcast_json
 from rota.runtime.transport import collective
-from rota.sizes import SizeModel
-from rota.units import angle_repr, count_text, time_text
 
 #: Makes a micro-batch of samples, padded to the given lengths or packed into one row of them: (inputs, targets).
 Collate = Callable[..., tuple[Any, Any]]

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from rota.core.tasks import Kind
+from rota.core.units import count_text, time_text
 from rota.planning.choosing import SLOWER_BY_ROUNDS, advantage
 from rota.planning.evaluation import Found
-from rota.tasks import Kind
-from rota.units import count_text, time_text
 
 NEGLIGIBLE = 0.001  # of a step: a smaller difference needs no reason
 _ALSO = 0.3  # of the difference: a part as large as this is a reason too

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from rota.calibration.size_fit import fit_sizes
+from rota.core.sizes import Size, SizeModel
 from rota.cutting import cut
 from rota.planning.model_file import load_model_file, profile_file
-from rota.sizes import Size, SizeModel
 
 
 class SizeProfile(NamedTuple):

@@ -9,7 +9,7 @@ from statistics import mean, median, quantiles, stdev
 from typing import NamedTuple
 
 from rota.calibration.spread import num_left_out
-from rota.timeline import Timeline
+from rota.core.timeline import Timeline
 
 _DISTURBED = (
     0.1  # cores that other programs take away more than in the quietest start, from which on a start is left out

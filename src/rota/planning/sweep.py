@@ -13,7 +13,9 @@ from heapq import heapify, heappop, heappush
 from itertools import count
 from typing import final
 
-from rota.errors import PlacementError
+from rota.core.errors import PlacementError
+from rota.core.stopping import Stopped, look
+from rota.core.units import count_text
 from rota.planning.candidate import Candidate, Request
 from rota.planning.deadline import Deadline
 from rota.planning.evaluation import (
@@ -30,8 +32,6 @@ from rota.planning.evaluation import (
 from rota.planning.layout_bounds import layout_bound_us, placement_bound_us
 from rota.planning.layouts import Layout, cuts, is_chain, layouts
 from rota.schedules import Family
-from rota.stopping import Stopped, look
-from rota.units import count_text
 
 _KEPT = 96  # variants, those with the best plans
 _ALIKE = 16  # plans of a variant

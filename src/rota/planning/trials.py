@@ -19,8 +19,11 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from rota.core.plan import Plan
+from rota.core.simulation import simulate
+from rota.core.timeline import Timeline
+from rota.core.units import count_text
 from rota.models import Stages
-from rota.plan import Plan
 from rota.planning.choosing import NOISY
 from rota.planning.step_times import FAR, StepTimes, difference, of_starts
 from rota.profiling.forked import run_forked
@@ -29,9 +32,6 @@ from rota.profiling.other_programs import OtherPrograms
 from rota.runtime import Pipeline, mesh
 from rota.runtime.losses import LossFn, needs_target
 from rota.runtime.messages import over_tensors
-from rota.simulation import simulate
-from rota.timeline import Timeline
-from rota.units import count_text
 
 _WARM_UP, _WARM_UP_S = 2, 0.2  # steps of a start that are not measured: so many, or as many as begin in this time
 _LEAST, _MOST = 2, 8  # steps of a start that are

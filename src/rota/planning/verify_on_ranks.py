@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from rota import reading
-from rota.errors import FormatError, PipelineError, RotaError
+from rota.core import reading
+from rota.core.errors import FormatError, PipelineError, RotaError
+from rota.core.plan import Plan
 from rota.models import Stages, split
-from rota.plan import Plan
 from rota.planning.model_file import ModelFile, load_model_file
 from rota.runtime import Pipeline, given_plan, local_device, local_stages, materialize, mesh
 from rota.runtime.launching.launch import Launch, launch

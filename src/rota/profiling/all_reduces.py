@@ -9,7 +9,7 @@ from statistics import median
 import torch
 import torch.distributed as dist
 
-from rota.cluster import AllReduceTimes
+from rota.core.cluster import AllReduceTimes
 from rota.runtime.json_messages import all_gather_json
 
 SIZES = (1 << 10, 1 << 16, 1 << 20, 1 << 24)  # of gradients, up to 16 MiB

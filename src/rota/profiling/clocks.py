@@ -18,10 +18,10 @@ from typing import Any, NamedTuple, Protocol, TypeAlias, final
 
 import torch
 
-from rota.errors import PipelineError
+from rota.core.errors import PipelineError
+from rota.core.units import time_text
 from rota.runtime.device.protocol import Device, QueuedDevice, is_queued
 from rota.torch_internals import sleep_kernel
-from rota.units import time_text
 
 _MOST_ENQUEUED_NS = 3_000_000  # host time of runs enqueued at once: a launch queue of 1024 kernels, a few µs each
 _LEAST_NS = 5_000_000  # of a measurement: no process interrupts a device

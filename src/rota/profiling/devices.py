@@ -17,7 +17,7 @@ from typing import final
 
 import torch
 
-from rota.errors import EstimateError
+from rota.core.errors import EstimateError
 
 
 @final

@@ -13,7 +13,7 @@ from typing import Any, TypeAlias, final
 
 import torch
 
-from rota.layers import Shared
+from rota.core.layers import Shared
 from rota.models import StageEdge
 from rota.profiling.peak_memory import StorageWatch, copier
 from rota.profiling.stage_run import StageRun, tensors_of

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from torch import nn
 
-from rota.layers import LayerCosts, Shared
+from rota.core.layers import LayerCosts, Shared
 from rota.models import StageEdge, Stages
 from rota.models.cut_table import holds
 from rota.profiling.kept_storages import Name, gradient_of, one_name, sharing

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import nn
 
-from rota.errors import EstimateError, PipelineError
+from rota.core.errors import EstimateError, PipelineError
 from rota.models import Stages
 from rota.models.carving.copies import deep_copy
 from rota.models.cut_table import holds

@@ -12,10 +12,11 @@ from typing import Any
 
 from torch import nn
 
-from rota.errors import EstimateError, PipelineError
-from rota.layers import ESTIMATED, LayerCosts
+from rota.core.errors import EstimateError, PipelineError
+from rota.core.layers import ESTIMATED, LayerCosts
+from rota.core.profiles import Profile
+from rota.core.units import count_text, time_text
 from rota.models import Stages, finest, is_sequential
-from rota.profiles import Profile
 from rota.profiling.devices import device_named
 from rota.profiling.known_numbers import KnownNumbers, module_that_raised, why_not_estimated
 from rota.profiling.layer_costs import costs_of
@@ -26,7 +27,6 @@ from rota.profiling.places import accelerators_of, place_name
 from rota.profiling.profile_cache import ProfileCache, identity_of, inputs_of
 from rota.profiling.stage_run import Given, tensors_of
 from rota.runtime.losses import LossFn
-from rota.units import count_text, time_text
 
 Report = Callable[[str], None]
 _ESTIMATES = "2, with all products of matrices"  # changes where the same model would get other estimates

@@ -22,15 +22,15 @@ from typing import Any, NamedTuple, final
 import torch
 from torch import nn
 
-from rota.cluster import Cluster
-from rota.costs import Costs
+from rota.core.cluster import Cluster
+from rota.core.costs import Costs
+from rota.core.placing import place
+from rota.core.plan import Plan
+from rota.core.tasks import Kind, Op
+from rota.core.timeline import Timeline
 from rota.models import Stages
-from rota.placing import place
-from rota.plan import Plan
 from rota.runtime.device.protocol import Device, is_queued
 from rota.runtime.pipeline import Pipeline
-from rota.tasks import Kind, Op
-from rota.timeline import Timeline
 
 Pair = tuple[int, int]  # two ranks, the lower one first
 

@@ -12,15 +12,15 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from rota.cluster import AllReduceTimes, Cluster, Link, SharedLink
-from rota.errors import PipelineError
+from rota.core.cluster import AllReduceTimes, Cluster, Link, SharedLink
+from rota.core.errors import PipelineError
+from rota.core.units import size_text, time_text
 from rota.profiling.all_reduces import measure_all_reduces
 from rota.profiling.link_pipelines import LEVEL_SIZES, SIZES, Pair, messages_alone, messages_at_once
 from rota.runtime.device.choosing import device_at
 from rota.runtime.device.local import current_device
 from rota.runtime.device.protocol import Device, is_queued
 from rota.runtime.json_messages import all_gather_json
-from rota.units import size_text, time_text
 
 REPEATS = 15
 _MOST_PAIRS = 6  # of two hosts: those between neighbours first

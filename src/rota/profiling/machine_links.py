@@ -15,17 +15,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from rota import reading
-from rota.cluster import Cluster, ClusterFile
-from rota.errors import PipelineError, RotaError, UsageError
+from rota.core import reading
+from rota.core.cluster import Cluster, ClusterFile
+from rota.core.errors import PipelineError, RotaError, UsageError
+from rota.core.units import count_text
+from rota.core.writing import write_text
 from rota.profiling.forked import run_forked
 from rota.profiling.links import REPEATS, MeasuredLinks, Report, find_links
 from rota.profiling.places import cpu_name
 from rota.runtime.device.local import AUTO, device_type, local_device
 from rota.runtime.environment import DEVICE, num_cores
 from rota.runtime.process_group import join
-from rota.units import count_text
-from rota.writing import write_text
 
 _KEPT_S = 7 * 24 * 3600.0  # a machine's kernel, drivers and load change
 _METHOD = "4"  # how links are measured; figures of another method are measured again

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from rota.errors import UsageError
+from rota.core.errors import UsageError
 from rota.models import Stages
 from rota.profiling.devices import device_named
 from rota.runtime.host_memory import total_bytes

@@ -13,11 +13,11 @@ from typing import Any, final
 
 import torch
 
-from rota import reading, writing
-from rota.errors import FormatError, RotaError, UsageError
-from rota.layers import LayerCosts
+from rota.core import reading, writing
+from rota.core.errors import FormatError, RotaError, UsageError
+from rota.core.layers import LayerCosts
+from rota.core.profiles import Profile
 from rota.models import Stages
-from rota.profiles import Profile
 from rota.runtime.messages import describe, flatten
 from rota.runtime.precision import ambient_autocast
 

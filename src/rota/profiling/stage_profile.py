@@ -13,8 +13,10 @@ import torch
 from torch import nn
 
 from rota.calibration.size_fit import fit_sizes
-from rota.costs import Costs
-from rota.errors import PipelineError, error_text
+from rota.core.costs import Costs
+from rota.core.errors import PipelineError, error_text
+from rota.core.sizes import Size, SizeModel
+from rota.core.units import count_text
 from rota.models import Stages
 from rota.models.carving.copies import deep_copy
 from rota.models.randomness import random_state_kept
@@ -31,8 +33,6 @@ from rota.runtime.gradients.forward_backward import forward
 from rota.runtime.losses import LossFn
 from rota.runtime.messages import hand_over
 from rota.runtime.microbatches import num_examples
-from rota.sizes import Size, SizeModel
-from rota.units import count_text
 
 _RUN_NS = 60_000_000  # several of the scheduler's time slices: a single op may meet none, or a whole one
 

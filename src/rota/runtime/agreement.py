@@ -24,9 +24,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from rota.errors import PipelineError
+from rota.core.errors import PipelineError
+from rota.core.plan import Plan
+from rota.core.units import count_text
 from rota.models import Stages
-from rota.plan import Plan
 from rota.runtime.compute import Batch
 from rota.runtime.device.choosing import Placed, describe_placed, refuse_mixed
 from rota.runtime.device.local import current_device
@@ -48,7 +49,6 @@ from rota.runtime.transport import Transport, collective
 from rota.runtime.updates import NUM_FLAGS as NUM_UPDATE_FLAGS
 from rota.runtime.updates import Report
 from rota.runtime.updates import refuse_differences as refuse_differing_updates
-from rota.units import count_text
 
 # --- the plan ---------------------------------------------------------------------------------------------------------
 

@@ -5,8 +5,8 @@
     rank 1   0→1                  event ┐  ▶ receive ─event─┐
              compute  allocate ─────────┘                   └▶ run 1F1
 
-`Execution` lets streams wait as the steps of `rota.programs.device_steps` say. Layouts travel between the hosts, by
-`Transport`, as do the flags of gradients; only tensors go by a channel. One big group would do for neither: its
+`Execution` lets streams wait as the steps of `rota.core.programs.device_steps` say. Layouts travel between the hosts,
+by `Transport`, as do the flags of gradients; only tensors go by a channel. One big group would do for neither: its
 messages all share one stream per pair, and both directions would wait for each other.
 """
 
@@ -19,8 +19,8 @@ from typing import Any, final
 import torch
 import torch.distributed as dist
 
-from rota.plan import Plan
-from rota.programs.actions import Message, ValueKey
+from rota.core.plan import Plan
+from rota.core.programs.actions import Message, ValueKey
 from rota.runtime.device.protocol import Mark, QueuedDevice
 from rota.runtime.gradients.split_backward import Gradients
 from rota.runtime.meshes import Processes

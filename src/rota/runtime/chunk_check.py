@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from rota.errors import PipelineError
+from rota.core.errors import PipelineError
 from rota.models import collect_losses
 from rota.models.sequence_chunks import Chunk
 from rota.runtime.gradients.chunks import length_of

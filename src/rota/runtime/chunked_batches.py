@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from rota.errors import PipelineError
+from rota.core.errors import PipelineError
 from rota.runtime.messages import tensors_in, with_tensors
 from rota.runtime.microbatches import Microbatches, num_examples, to_microbatches
 

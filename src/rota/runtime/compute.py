@@ -14,10 +14,11 @@ from typing import Any, Protocol, final
 
 import torch
 
-from rota.errors import PipelineError
+from rota.core.errors import PipelineError
+from rota.core.placement import Placement
+from rota.core.tasks import Kind, Op
 from rota.models import AddedLoss, Stages, collect_losses
 from rota.models.sequence_chunks import Chunk
-from rota.placement import Placement
 from rota.runtime.chunk_check import copied, refuse_other_than_whole
 from rota.runtime.device.host import HostDevice
 from rota.runtime.device.numbers import number_in
@@ -40,7 +41,6 @@ from rota.runtime.losses import LossFn, MicrobatchLoss, Weighed, loss_of, needs_
 from rota.runtime.messages import hand_over
 from rota.runtime.microbatches import Microbatches
 from rota.runtime.precision import Autocast, ambient_autocast, without_autocast
-from rota.tasks import Kind, Op
 
 _F, _B, _R, _W = Kind.F, Kind.B, Kind.R, Kind.W  # Python 3.11 takes 0.25 µs to look up a member of an enum
 

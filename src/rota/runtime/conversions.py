@@ -16,8 +16,8 @@ from typing import Any, Protocol, TypeVar, final
 import torch
 from torch import nn
 
-from rota import reading
-from rota.errors import FormatError
+from rota.core import reading
+from rota.core.errors import FormatError
 
 
 class Source(Protocol):

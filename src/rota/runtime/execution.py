@@ -2,8 +2,8 @@
 
 receive ──▶ run op: take what it reads, compute, keep what it makes ──▶ send ──▶ receive ──▶ …
 
-On the CPU the loop goes over the actions of `rota.programs.actions`. On a queued device it goes over the steps of
-`rota.programs.device_steps`, the same actions with streams and events, of which it is proven that they cannot hang.
+On the CPU the loop goes over the actions of `rota.core.programs.actions`. On a queued device it goes over the steps of
+`rota.core.programs.device_steps`, the same actions with streams and events, which are proven not to hang.
 """
 
 from __future__ import annotations
@@ -20,12 +20,14 @@ from typing import Any, Generic, Literal, NamedTuple, TypeAlias, TypeVar, final
 import torch
 from torch import nn
 
-from rota.errors import PipelineError
+from rota.core.errors import PipelineError
+from rota.core.plan import Plan
+from rota.core.programs.actions import Action, Message, ValueKey, compile_program
+from rota.core.programs.device_steps import COMPUTE, Step, device_program
+from rota.core.programs.prefetch_receives import prefetch_receives
+from rota.core.simulation import simulate
+from rota.core.tasks import Kind, Op
 from rota.models import Stages
-from rota.plan import Plan
-from rota.programs.actions import Action, Message, ValueKey, compile_program
-from rota.programs.device_steps import COMPUTE, Step, device_program
-from rota.programs.prefetch_receives import prefetch_receives
 from rota.runtime.channels import Channels, Passage
 from rota.runtime.compute import Batch, RunsOps
 from rota.runtime.device.protocol import Device, Mark, QueuedDevice
@@ -37,8 +39,6 @@ from rota.runtime.microbatches import structure
 from rota.runtime.precision import ambient_autocast
 from rota.runtime.recorder import Marks, Record
 from rota.runtime.transport import Transport
-from rota.simulation import simulate
-from rota.tasks import Kind, Op
 from rota.torch_internals import version_of
 
 Read: TypeAlias = tuple[ValueKey, bool]  # (value, arrives by message)

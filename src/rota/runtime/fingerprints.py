@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from rota.errors import PipelineError
+from rota.core.errors import PipelineError
 from rota.runtime.messages import items
 
 _DIGEST_BYTES = 8

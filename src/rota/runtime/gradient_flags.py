@@ -15,7 +15,7 @@ from typing import final
 
 import torch
 
-from rota.errors import PipelineError
+from rota.core.errors import PipelineError
 from rota.runtime.gradients.split_backward import Gradients
 from rota.runtime.messages import Format
 

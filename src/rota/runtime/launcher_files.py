@@ -10,13 +10,13 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from rota import reading
-from rota.errors import PipelineError
-from rota.plan import Plan
-from rota.reading import Field
+from rota.core import reading
+from rota.core.errors import PipelineError
+from rota.core.plan import Plan
+from rota.core.reading import Field
+from rota.core.units import count_text
 from rota.runtime.environment import FOLDER, RESTART, TIMEOUT_S
 from rota.runtime.recorder import Record
-from rota.units import count_text
 
 _SCRIPT = "script.py"
 

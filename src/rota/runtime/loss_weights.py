@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import Node, get_gradient_edge
 
-from rota.errors import PipelineError
+from rota.core.errors import PipelineError
 from rota.models import Stages
 from rota.runtime.losses import LossFn
 from rota.runtime.messages import tensors_in

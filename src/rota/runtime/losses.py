@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from rota.errors import PipelineError
+from rota.core.errors import PipelineError
 from rota.runtime.device.numbers import number_in, read_numbers
 from rota.runtime.device.protocol import Device, Number
 from rota.runtime.messages import tensors_in

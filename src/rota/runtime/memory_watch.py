@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, final
 import torch
 from torch import nn
 
-from rota.tasks import Op
+from rota.core.tasks import Op
 from rota.torch_internals import StorageReference, TorchDispatchMode, address_of, tensors_anywhere
 
 

@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from rota.errors import PipelineError
-from rota.plan import Plan
+from rota.core.errors import PipelineError
+from rota.core.plan import Plan
 from rota.runtime.device.local import local_device_type
 from rota.runtime.environment import MESH
 from rota.runtime.process_group import group_timeout, join, leave

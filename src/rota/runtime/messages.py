@@ -23,7 +23,7 @@ from typing import Any, TypeAlias, final
 
 import torch
 
-from rota.errors import PipelineError
+from rota.core.errors import PipelineError
 
 # ("tensor", dtype, shape, wants_gradient) | ("value", v, type) | ("size", shape) | ("tuple" | "list", (layout, …))
 # | ("dict", ((key, layout), …)): nested tuples, so that layouts compare and travel as JSON. Every nan is `math.nan`:

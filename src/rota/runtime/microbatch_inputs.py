@@ -10,9 +10,10 @@ from typing import Any, final
 
 import torch
 
-from rota.errors import PipelineError
+from rota.core.errors import PipelineError
+from rota.core.plan import Plan
+from rota.core.units import count_text
 from rota.models import Stages
-from rota.plan import Plan
 from rota.runtime.chunked_batches import to_chunks
 from rota.runtime.compute import Batch
 from rota.runtime.device.protocol import Number
@@ -28,7 +29,6 @@ from rota.runtime.microbatches import (
     with_dicts,
 )
 from rota.torch_internals import version_of
-from rota.units import count_text
 
 
 @final

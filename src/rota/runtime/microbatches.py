@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from rota.errors import PipelineError
+from rota.core.errors import PipelineError
 from rota.runtime.messages import items, tensors_in
 from rota.torch_internals import version_of
 

@@ -21,12 +21,13 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import Dataset, DistributedSampler
 
-from rota.checking import check
-from rota.errors import LostRankError, PipelineError, error_text, failed_before, is_on_all_ranks
+from rota.core.checking import check
+from rota.core.errors import LostRankError, PipelineError, error_text, failed_before, is_on_all_ranks
+from rota.core.plan import Plan
+from rota.core.timeline import Timeline
 from rota.models import Stages
 from rota.models.elsewhere import free_elsewhere
 from rota.models.modes import warn_of_eval_mode
-from rota.plan import Plan
 from rota.runtime.agreement import Agreement, Call, refuse_differences
 from rota.runtime.channels import Channels
 from rota.runtime.clocks import clock_offset_ns
@@ -60,7 +61,6 @@ from rota.runtime.step_progress import progress_of
 from rota.runtime.stop_requests import StopRequests
 from rota.runtime.transport import Transport, bring_outputs, collective
 from rota.runtime.updates import Report, Updates
-from rota.timeline import Timeline
 
 
 @final

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from itertools import pairwise
 
-from rota.errors import PipelineError
+from rota.core.errors import PipelineError
+from rota.core.placement import Placement
+from rota.core.plan import Plan
+from rota.core.tasks import Kind
 from rota.models import Stages
-from rota.placement import Placement
-from rota.plan import Plan
-from rota.tasks import Kind
 
 
 def for_all_streams(stages: Stages, plan: Plan) -> Stages:

@@ -16,7 +16,7 @@ from weakref import WeakSet
 import torch
 from torch import nn
 
-from rota.errors import PipelineError
+from rota.core.errors import PipelineError
 from rota.runtime.device.protocol import Device, Number
 from rota.runtime.number_bits import bits_of, number_of
 from rota.torch_internals import norms_of_each, sparse_values

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from rota import reading
-from rota.errors import FormatError
+from rota.core import reading
+from rota.core.errors import FormatError
 from rota.models import Stages
 from rota.runtime.checkpoints.names import few, names_of
 from rota.runtime.checkpoints.rank_file import SAFETENSORS

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed import FileStore, PrefixStore, Store  # type: ignore[attr-defined]
 from torch.distributed.constants import default_pg_timeout
 
-from rota.errors import PipelineError
+from rota.core.errors import PipelineError
 from rota.runtime import control
 from rota.runtime.device.local import group_backend
 from rota.runtime.environment import STORE

@@ -14,10 +14,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import final
 
-from rota.checking import check
-from rota.errors import PipelineError
-from rota.placement import Placement
-from rota.plan import Plan
+from rota.core.checking import check
+from rota.core.errors import PipelineError
+from rota.core.placement import Placement
+from rota.core.plan import Plan
 from rota.runtime.compute import Compute
 from rota.runtime.execution import Execution
 from rota.runtime.known_layouts import Size

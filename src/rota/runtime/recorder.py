@@ -6,15 +6,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from rota.contention import service_starts_us
-from rota.plan import Plan
-from rota.tasks import Op
-from rota.timeline import Timeline
+from rota.core.contention import service_starts_us
+from rota.core.plan import Plan
+from rota.core.tasks import Op
+from rota.core.timeline import Timeline
 
 if TYPE_CHECKING:  # the launcher reads records without torch
     from rota.runtime.device.protocol import Device, Mark
 
-Column: TypeAlias = tuple[int, int]  # (route, position), see `rota.programs.actions.Message`
+Column: TypeAlias = tuple[int, int]  # (route, position), see `rota.core.programs.actions.Message`
 Pair: TypeAlias = tuple[int, int]  # the ranks of a channel, the sender first
 
 

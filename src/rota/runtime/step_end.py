@@ -17,9 +17,9 @@ from typing import Any, Final, final
 import torch
 import torch.distributed as dist
 
-from rota.errors import LostRankError, PipelineError
-from rota.plan import Plan
-from rota.programs.device_steps import COMPUTE
+from rota.core.errors import LostRankError, PipelineError
+from rota.core.plan import Plan
+from rota.core.programs.device_steps import COMPUTE
 from rota.runtime.agreement import Call, refuse_loss
 from rota.runtime.compute import Batch, Compute
 from rota.runtime.device.protocol import Device, Number, is_queued

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import TypeAlias, final
 
-from rota.errors import PipelineError
+from rota.core.errors import PipelineError
 
 Read: TypeAlias = Callable[[], tuple[float, bool]]
 

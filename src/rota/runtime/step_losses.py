@@ -19,8 +19,8 @@ from typing import NamedTuple, TypeAlias, final
 import torch
 import torch.distributed as dist
 
-from rota.errors import PipelineError
-from rota.plan import Plan
+from rota.core.errors import PipelineError
+from rota.core.plan import Plan
 from rota.runtime.device.host import HostDevice
 from rota.runtime.device.numbers import Sums, read_numbers
 from rota.runtime.device.protocol import Device, Number

@@ -11,10 +11,10 @@ from itertools import pairwise
 from statistics import median
 from typing import final
 
-from rota.plan import Plan
+from rota.core.plan import Plan
+from rota.core.simulation import simulate
+from rota.core.units import size_text, time_text
 from rota.runtime.environment import PROGRESS, processes_here, shared_cores
-from rota.simulation import simulate
-from rota.units import size_text, time_text
 
 _EVERY_S = 10.0
 _FEW = 10  # steps, of which the median says little

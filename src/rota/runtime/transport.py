@@ -25,8 +25,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from rota.errors import LostRankError, PipelineError
-from rota.programs.actions import Message, ValueKey
+from rota.core.errors import LostRankError, PipelineError
+from rota.core.programs.actions import Message, ValueKey
+from rota.core.tasks import Transfer
 from rota.runtime.gradient_flags import GradientFlags, with_zeros
 from rota.runtime.gradients.split_backward import Gradients
 from rota.runtime.messages import (
@@ -41,7 +42,6 @@ from rota.runtime.messages import (
     to_bytes,
     unflatten,
 )
-from rota.tasks import Transfer
 from rota.torch_internals import cpu_backend
 
 

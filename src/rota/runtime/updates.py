@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from rota.errors import PipelineError
+from rota.core.errors import PipelineError
 from rota.runtime.device.protocol import Device, is_queued
 from rota.runtime.json_messages import all_gather_json
 from rota.runtime.number_bits import MOST_BITS, bits_of, number_of

@@ -17,11 +17,11 @@ next unit 2p slots later. On even ranks even slots are for F down, then B up, an
 
 from __future__ import annotations
 
-from rota.placement import Placement
-from rota.plan import Plan
+from rota.core.placement import Placement
+from rota.core.plan import Plan
+from rota.core.tasks import Kind, Op
 from rota.schedules.common import backward_ops
 from rota.schedules.dualpipe import require_bidirectional
-from rota.tasks import Kind, Op
 
 
 def chimera(placement: Placement, num_microbatches: int) -> Plan:

@@ -6,10 +6,10 @@ from collections import deque
 from collections.abc import Sequence
 from graphlib import TopologicalSorter
 
-from rota.errors import ScheduleError
-from rota.placement import Placement
-from rota.stopping import look
-from rota.tasks import Kind, Op
+from rota.core.errors import ScheduleError
+from rota.core.placement import Placement
+from rota.core.stopping import look
+from rota.core.tasks import Kind, Op
 
 BACKWARD_KINDS = (Kind.R, Kind.B, Kind.I, Kind.W)
 

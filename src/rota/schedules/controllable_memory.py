@@ -23,11 +23,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import accumulate, product
 
-from rota.placement import Placement
-from rota.plan import Plan
+from rota.core.placement import Placement
+from rota.core.plan import Plan
+from rota.core.stopping import look
 from rota.schedules.greedy import ListScheduler, fastest, path_through
 from rota.schedules.zb_v import require_v
-from rota.stopping import look
 
 _INTERVAL = 6
 _LONGEST_WAITS = 6  # slots that a block waits at its three turns together; more is hardly ever faster

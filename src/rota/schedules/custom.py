@@ -5,11 +5,11 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 
-from rota.errors import ScheduleError
-from rota.placement import Placement
-from rota.plan import Plan
+from rota.core.errors import ScheduleError
+from rota.core.placement import Placement
+from rota.core.plan import Plan
+from rota.core.tasks import Op
 from rota.schedules.common import depth, require_microbatches
-from rota.tasks import Op
 
 
 class PipeSchedule(ABC):

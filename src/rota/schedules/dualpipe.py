@@ -13,9 +13,9 @@ the drain.
 
 from __future__ import annotations
 
-from rota.errors import ScheduleError
-from rota.placement import Placement
-from rota.plan import Plan
+from rota.core.errors import ScheduleError
+from rota.core.placement import Placement
+from rota.core.plan import Plan
 from rota.schedules.common import require_microbatches, require_split
 from rota.schedules.zb_v import count_off, require_v
 

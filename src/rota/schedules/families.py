@@ -6,12 +6,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
-from rota.cluster import Cluster
-from rota.costs import Costs
-from rota.errors import PlacementError, RotaError
-from rota.placement import Placement
-from rota.placing import bidirectional, interleaved, place, wave
-from rota.plan import Plan
+from rota.core.cluster import Cluster
+from rota.core.costs import Costs
+from rota.core.errors import PlacementError, RotaError
+from rota.core.placement import Placement
+from rota.core.placing import bidirectional, interleaved, place, wave
+from rota.core.plan import Plan
+from rota.core.stopping import look
 from rota.schedules.chimera import chimera
 from rota.schedules.controllable_memory import v_half, v_min
 from rota.schedules.dualpipe import dualpipe, dualpipe_v
@@ -24,7 +25,6 @@ from rota.schedules.seq1f1b import seq1f1b
 from rota.schedules.varuna import varuna
 from rota.schedules.zb_v import zb_v
 from rota.schedules.zero_bubble import zb_h1, zb_h2
-from rota.stopping import look
 
 
 class Sizes(NamedTuple):

@@ -8,11 +8,11 @@ GPipe without its backwards.
 
 from __future__ import annotations
 
-from rota.errors import ScheduleError
-from rota.placement import Placement
-from rota.plan import Plan
+from rota.core.errors import ScheduleError
+from rota.core.placement import Placement
+from rota.core.plan import Plan
+from rota.core.tasks import Kind, Op
 from rota.schedules.common import depth, require_microbatches
-from rota.tasks import Kind, Op
 
 
 def forward_only(placement: Placement, num_microbatches: int) -> Plan:

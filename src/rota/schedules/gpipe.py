@@ -8,11 +8,11 @@ Huang et al., "GPipe: Efficient Training of Giant Neural Networks using Pipeline
 
 from __future__ import annotations
 
-from rota.placement import Placement
-from rota.plan import Plan
+from rota.core.placement import Placement
+from rota.core.plan import Plan
+from rota.core.stopping import look
+from rota.core.tasks import Kind, Op
 from rota.schedules.common import backward_ops, depth, require_microbatches
-from rota.stopping import look
-from rota.tasks import Kind, Op
 
 
 def gpipe(placement: Placement, num_microbatches: int) -> Plan:

@@ -15,11 +15,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
-from rota.placement import Placement
-from rota.plan import Plan
+from rota.core.placement import Placement
+from rota.core.plan import Plan
+from rota.core.stopping import Stopped, look
+from rota.core.tasks import Kind, Op
 from rota.schedules.common import BACKWARD_KINDS
-from rota.stopping import Stopped, look
-from rota.tasks import Kind, Op
 
 _WEIGHT = -1  # instead of a leg: the oldest W that was postponed
 _LOOK_EVERY = 100  # times that a rank is looked at

@@ -16,9 +16,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from rota.errors import ScheduleError
-from rota.placement import Placement
-from rota.plan import Plan
+from rota.core.errors import ScheduleError
+from rota.core.placement import Placement
+from rota.core.plan import Plan
 from rota.schedules.common import backward_ops, num_rounds, require_chain_on, require_microbatches
 from rota.schedules.greedy import ListScheduler, fastest, path_through
 

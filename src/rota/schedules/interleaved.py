@@ -13,11 +13,11 @@ from __future__ import annotations
 
 from itertools import accumulate
 
-from rota.errors import ScheduleError
-from rota.placement import Placement
-from rota.plan import Plan
+from rota.core.errors import ScheduleError
+from rota.core.placement import Placement
+from rota.core.plan import Plan
+from rota.core.stopping import look
 from rota.schedules.common import alternate, num_rounds, require_chain_on, require_microbatches, require_split
-from rota.stopping import look
 
 _SHAPE = "rota.interleaved(costs, cluster)"
 

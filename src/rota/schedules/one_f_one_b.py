@@ -11,11 +11,11 @@ Optimizing the Communication of Model Parallelism", 2022, section 4.
 
 from __future__ import annotations
 
-from rota.errors import ScheduleError
-from rota.placement import Placement
-from rota.plan import Plan
+from rota.core.errors import ScheduleError
+from rota.core.placement import Placement
+from rota.core.plan import Plan
+from rota.core.tasks import Op
 from rota.schedules.common import alternate, depth, require_microbatches
-from rota.tasks import Op
 
 
 def one_f_one_b(placement: Placement, num_microbatches: int) -> Plan:

@@ -9,9 +9,9 @@ Sun et al., "Seq1F1B: Efficient Sequence-Level Pipeline Parallelism for Large La
 
 from __future__ import annotations
 
-from rota.errors import ScheduleError
-from rota.placement import Placement
-from rota.plan import Plan
+from rota.core.errors import ScheduleError
+from rota.core.placement import Placement
+from rota.core.plan import Plan
 from rota.schedules.common import alternate, depth, require_microbatches
 
 

@@ -9,15 +9,15 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from statistics import mean
 
-from rota.checking import check
-from rota.cluster import Cluster
-from rota.costs import Costs
-from rota.errors import PlanError, RotaError
+from rota.core.checking import check
+from rota.core.cluster import Cluster
+from rota.core.costs import Costs
+from rota.core.errors import PlanError, RotaError
+from rota.core.simulation import simulate
+from rota.core.tables import fitted, table_lines
+from rota.core.timeline import Timeline
+from rota.core.units import size_text, time_text
 from rota.schedules.families import FAMILIES, Family, Sizes
-from rota.simulation import simulate
-from rota.tables import fitted, table_lines
-from rota.timeline import Timeline
-from rota.units import size_text, time_text
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,11 +14,11 @@ from __future__ import annotations
 
 from collections import deque
 
-from rota.errors import ScheduleError
-from rota.placement import Placement
-from rota.plan import Plan
+from rota.core.errors import ScheduleError
+from rota.core.placement import Placement
+from rota.core.plan import Plan
+from rota.core.tasks import Kind, Op
 from rota.schedules.common import require_chain_on, require_microbatches
-from rota.tasks import Kind, Op
 
 _FIRST_TO_LAST = (Kind.B, Kind.R, Kind.F)
 

@@ -14,10 +14,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from rota.placement import Placement
-from rota.plan import Plan
+from rota.core.placement import Placement
+from rota.core.plan import Plan
+from rota.core.tasks import Kind, Op
 from rota.schedules.common import backward_ops, require_chain_on, require_microbatches, require_split
-from rota.tasks import Kind, Op
 
 _SHAPE = "rota.wave(costs, cluster), with two stages per rank"
 

@@ -9,8 +9,8 @@ twice as much and has no bubble at all when F = I = W.
 
 from __future__ import annotations
 
-from rota.placement import Placement
-from rota.plan import Plan
+from rota.core.placement import Placement
+from rota.core.plan import Plan
 from rota.schedules.common import alternate, require_chain_on, require_microbatches, require_split
 
 _SHAPE = "rota.place(costs, cluster)"

@@ -17,9 +17,10 @@ import numpy as np
 from numba import njit
 from numba.core import event
 
-from rota.cluster import Cluster
-from rota.costs import Costs
-from rota.placing import place, wave
+from rota.core.cluster import Cluster
+from rota.core.costs import Costs
+from rota.core.placing import place, wave
+from rota.core.stopping import look
 from rota.search import bounds
 from rota.search.budget import Budget
 from rota.search.critical_path import CriticalPath
@@ -35,7 +36,6 @@ from rota.search.periodic.retiming import Wait, retime
 from rota.search.problem import NO_LIMIT, Orders, Problem
 from rota.search.timing import Tables, peaks, replay, score, start_times
 from rota.search.transfer_levels import Transfers, peaks_with_transfers
-from rota.stopping import look
 
 _LOOK_EVERY_S = 0.02
 

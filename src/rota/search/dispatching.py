@@ -22,11 +22,11 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from rota.core.stopping import look
+from rota.core.tasks import Kind
 from rota.search.compiled import inner, loop
 from rota.search.problem import NO_LIMIT, Integers, Orders, Problem, Rows
 from rota.search.timing import Tables
-from rota.stopping import look
-from rota.tasks import Kind
 
 Priorities = NDArray[np.float64]  #: float64[num_ops]: per node, the lowest goes first
 

@@ -12,10 +12,12 @@ from dataclasses import replace
 from fractions import Fraction
 from typing import get_args
 
-from rota.checking import check
-from rota.errors import SearchError
-from rota.placement import Placement
-from rota.plan import Plan
+from rota.core.checking import check
+from rota.core.errors import SearchError
+from rota.core.placement import Placement
+from rota.core.plan import Plan
+from rota.core.simulation import simulate
+from rota.core.stopping import ended_by_ctrl_c, guarded
 from rota.schedules.families import named_plans
 from rota.search.budget import Budget
 from rota.search.portfolio import Portfolio
@@ -23,8 +25,6 @@ from rota.search.problem import Problem
 from rota.search.result import ANY_SEQUENCE, KEPT_SEQUENCE, Objective, Progress, SearchResult
 from rota.search.unfolding import Unfolding
 from rota.search.validation import refuse_wrong, refuse_wrong_options, seconds_of
-from rota.simulation import simulate
-from rota.stopping import ended_by_ctrl_c, guarded
 
 _KEPT_SHARE = 0.4  # of the budget, for orders that keep the sequence
 

@@ -7,11 +7,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rota.placement import Placement
+from rota.core.placement import Placement
+from rota.core.timeline import Timeline
 from rota.search.problem import NO_LIMIT, Integers, Orders, Problem
 from rota.search.timing import Score, Tables, peaks, score, start_times
 from rota.search.transfer_levels import Transfers, peaks_with_transfers
-from rota.timeline import Timeline
 
 
 class Key(NamedTuple):

@@ -14,9 +14,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from rota.cluster import Cluster
-from rota.placement import Edge, Placement, Route
-from rota.tasks import Kind, Task
+from rota.core.cluster import Cluster
+from rota.core.placement import Edge, Placement, Route
+from rota.core.tasks import Kind, Task
 
 
 class Instant(NamedTuple):

@@ -18,9 +18,13 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from rota.checking import check
-from rota.errors import NothingFitsError, PlanError
-from rota.plan import Plan
+from rota.core.checking import check
+from rota.core.errors import NothingFitsError, PlanError
+from rota.core.plan import Plan
+from rota.core.simulation import simulate
+from rota.core.stopping import Stopped, look, watched
+from rota.core.timeline import Timeline
+from rota.core.units import size_text
 from rota.schedules.families import named_plans
 from rota.search import bounds, compiling, exact
 from rota.search.bounds.memory_bounds import period_reason, refuse_too_little_memory
@@ -38,10 +42,6 @@ from rota.search.problem import NO_LIMIT, Orders, Problem, reserving
 from rota.search.result import NamedPlan, Objective, Progress, SearchResult
 from rota.search.timing import fits, peaks, score, start_times
 from rota.search.transfer_levels import counting_transfers
-from rota.simulation import simulate
-from rota.stopping import Stopped, look, watched
-from rota.timeline import Timeline
-from rota.units import size_text
 
 _PATIENCES = (0.0, 1.0)  # of list scheduling: never wait for a better op, or do
 _CAPS = (1.0, 0.75, 0.5)  # parts of the memory limit: fewer micro-batches in flight are sometimes faster

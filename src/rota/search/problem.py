@@ -24,11 +24,11 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from rota.cluster import Cluster
-from rota.placement import Placement
-from rota.plan import Plan
+from rota.core.cluster import Cluster
+from rota.core.placement import Placement
+from rota.core.plan import Plan
+from rota.core.tasks import Op, Transfer
 from rota.search.lowering import Lowered, lower
-from rota.tasks import Op, Transfer
 
 Integers = NDArray[np.int64]
 Flags = NDArray[np.bool_]

@@ -23,9 +23,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from ortools.sat.python import cp_model
 
-from rota.errors import SearchError
-from rota.placement import Placement
-from rota.plan import Plan
+from rota.core.errors import SearchError
+from rota.core.placement import Placement
+from rota.core.plan import Plan
+from rota.core.simulation import simulate
+from rota.core.stopping import Stopped, ended_by_ctrl_c, look, watched
 from rota.search.budget import Budget
 from rota.search.critical_path import CriticalPath
 from rota.search.exact import cpsat, whole_step
@@ -34,8 +36,6 @@ from rota.search.periodic.retiming import Wait, retime
 from rota.search.periodic.steady import Steady, SteadyResult, find_steady
 from rota.search.problem import Problem
 from rota.search.validation import refuse_wrong, seconds_of
-from rota.simulation import simulate
-from rota.stopping import Stopped, ended_by_ctrl_c, look, watched
 
 _CUT_S = 1.0  # nominal, for CP-SAT to cut a rhythm whose period is known
 _MOST_OPS = 512  # of one model; for a longer step, a shorter one is searched and its middle repeated

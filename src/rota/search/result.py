@@ -7,13 +7,13 @@ from fractions import Fraction
 from functools import cached_property
 from typing import Literal, NamedTuple
 
-from rota import notebook
 from rota.accounting.snippets import snippet
-from rota.plan import Plan
-from rota.simulation import simulate
-from rota.tables import fitted, table_lines
-from rota.timeline import Timeline
-from rota.units import angle_repr, size_text, time_text
+from rota.core import notebook
+from rota.core.plan import Plan
+from rota.core.simulation import simulate
+from rota.core.tables import fitted, table_lines
+from rota.core.timeline import Timeline
+from rota.core.units import angle_repr, size_text, time_text
 
 Objective = Literal["makespan", "span", "period"]
 KEPT_SEQUENCE = "these micro-batches in this sequence"  #: every task takes them in turn

@@ -1,4 +1,4 @@
-"""What each rank holds at its peak, transfers included, for given start times: `rota.memory`'s answer, compiled.
+"""What each rank holds at its peak, transfers included, for given start times: `rota.core.memory`'s answer, compiled.
 
 A rank holds what it sends from the op's end until the transfer ends, and what it receives from the transfer's start to
 the end of the op that reads it. So these levels depend on times, not on orders alone.
@@ -15,7 +15,9 @@ import numpy as np
 from rota.search.compiled import inner, loop
 from rota.search.problem import NO_LIMIT, Integers, Problem
 
-_TRANSFER_ENDS, _OP_ENDS, _TRANSFER_STARTS, _OP = range(4)  # the order of events at one instant, as in `rota.memory`
+_TRANSFER_ENDS, _OP_ENDS, _TRANSFER_STARTS, _OP = range(
+    4
+)  # the order of events at one instant, as in `rota.core.memory`
 
 
 class Transfers(NamedTuple):

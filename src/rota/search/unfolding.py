@@ -21,10 +21,10 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 
-from rota.placement import Edge, Placement
-from rota.plan import Plan
+from rota.core.placement import Edge, Placement
+from rota.core.plan import Plan
+from rota.core.tasks import Kind, Op, Transfer
 from rota.search.problem import Problem
-from rota.tasks import Kind, Op, Transfer
 
 
 @dataclass(frozen=True)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rota.costs import Costs
-from rota.errors import SearchError
-from rota.placement import Placement
-from rota.plan import Plan
-from rota.timeline import Timeline
+from rota.core.costs import Costs
+from rota.core.errors import SearchError
+from rota.core.placement import Placement
+from rota.core.plan import Plan
+from rota.core.timeline import Timeline
 
 _TOO_LARGE = 1 << 53  # of µs and bytes: numbers up to here are exact in floats, and their sums fit into 64 bits
 _MOST_OPS = 10_000_000  # these need a few GB of memory

@@ -9,7 +9,7 @@ import os
 import sys
 from typing import Any, Literal
 
-from rota.errors import PipelineError
+from rota.core.errors import PipelineError
 from rota.runtime import Pipeline
 from rota.runtime.launching import worker
 from rota.verifying.verification import verify

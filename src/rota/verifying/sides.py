@@ -11,13 +11,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from rota.cluster import Cluster
-from rota.costs import Costs
-from rota.errors import PipelineError
+from rota.core.cluster import Cluster
+from rota.core.costs import Costs
+from rota.core.errors import PipelineError
+from rota.core.placing import place
+from rota.core.plan import Plan
+from rota.core.programs.actions import ValueKey
 from rota.models import Stages
-from rota.placing import place
-from rota.plan import Plan
-from rota.programs.actions import ValueKey
 from rota.runtime import Pipeline
 from rota.runtime.compute import Compute
 from rota.runtime.device.choosing import placed_on

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, final
 import torch
 from torch import nn
 
-from rota.errors import PipelineError
+from rota.core.errors import PipelineError
 from rota.models import collect_losses
 from rota.models.carving.copies import deep_copy
 from rota.models.randomness import RandomStates, random_state_kept

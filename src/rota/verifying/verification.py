@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias, final
 import torch
 from torch import nn
 
-from rota.errors import PipelineError
+from rota.core.errors import PipelineError
 from rota.models import Stages
 from rota.runtime import Pipeline
 from rota.runtime.faults.watchdog import PATIENT

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
 from rota import PipelineError
-from rota.reading import Field
+from rota.core.reading import Field
 from rota.runtime.checkpoints.batches import Batches
 from rota.runtime.fingerprints import fingerprint
 

@@ -16,7 +16,7 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 from rota import FormatError, PipelineError
-from rota.reading import Field
+from rota.core.reading import Field
 from rota.runtime.checkpoints import checkpoint_folder
 from rota.runtime.checkpoints.manifest import File, Manifest
 from rota.runtime.checkpoints.optimizer_state import (

@@ -13,8 +13,8 @@ import safetensors.torch
 import torch
 
 from rota import PipelineError
-from rota.errors import FormatError
-from rota.reading import Field
+from rota.core.errors import FormatError
+from rota.core.reading import Field
 from rota.runtime.checkpoints.optimizer_state import same
 from rota.runtime.checkpoints.random_states import random_state, read_random_state, set_random_state
 from rota.runtime.checkpoints.rank_file import (

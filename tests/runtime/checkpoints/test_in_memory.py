@@ -14,11 +14,11 @@ import torch
 import torch.distributed as dist
 
 from rota import PipelineError, split
+from rota.core.simulation import simulate
 from rota.runtime import kept_memory
 from rota.runtime.checkpoints import snapshots
 from rota.runtime.environment import KEPT_MEMORY, PROGRESS
 from rota.runtime.kept_memory import states_in
-from rota.simulation import simulate
 from support.checkpoint_runs import TWO, Training, memory, model, refusal, steps_in
 from support.pool import Pool
 

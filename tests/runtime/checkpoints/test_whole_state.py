@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from rota import Checkpoints, Stages, split
-from rota.reading import LARGEST
+from rota.core.reading import LARGEST
 from rota.runtime.checkpoints.values import DTYPES
 from support.checkpoint_runs import TWO, Run, Training, batch, memory, model, refusal, steps_in
 from support.pool import Pool

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from rota import Cluster, Costs, Pipeline, PipelineError, Plan, Stages, place, spmd
-from rota.errors import error_text
+from rota.core.errors import error_text
 from rota.runtime import transport
 from rota.schedules import gpipe
 from support.faulty_stages import NUM_RANKS, Fails, break_on_purpose, plan_for, stages_with

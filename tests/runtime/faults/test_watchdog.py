@@ -12,7 +12,7 @@ import pytest
 from torch import Tensor
 
 from rota import Pipeline, PipelineError, Plan, Stages
-from rota.errors import LostRankError
+from rota.core.errors import LostRankError
 from rota.runtime.faults import watchdog
 from rota.runtime.faults.watchdog import EXIT_CODE
 from support.faulty_stages import NUM_RANKS, Fails, hang, plan_for, stages_with

@@ -10,15 +10,15 @@ from random import Random
 import pytest
 
 from rota import schedules
-from rota.cluster import Cluster, Link
-from rota.costs import Costs
-from rota.placement import Edge, Placement, StepEnd
-from rota.placing import bidirectional, place, wave
-from rota.plan import Plan
+from rota.core.cluster import Cluster, Link
+from rota.core.costs import Costs
+from rota.core.placement import Edge, Placement, StepEnd
+from rota.core.placing import bidirectional, place, wave
+from rota.core.plan import Plan
+from rota.core.simulation import simulate
+from rota.core.tasks import Kind, Op, Task
 from rota.search import bounds
 from rota.search.problem import Problem
-from rota.simulation import simulate
-from rota.tasks import Kind, Op, Task
 from support.sampling import IS_WHOLE, some
 from support.tessel_shapes import tessel
 

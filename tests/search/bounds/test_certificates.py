@@ -8,9 +8,9 @@ from random import Random
 import pytest
 
 from rota import simulate
-from rota.cluster import Cluster
-from rota.costs import Costs
-from rota.placing import place, wave
+from rota.core.cluster import Cluster
+from rota.core.costs import Costs
+from rota.core.placing import place, wave
 from rota.search import bounds
 from rota.search.problem import Problem
 from search.bounds.test_bounds import every_plan, tiny_placement

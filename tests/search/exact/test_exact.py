@@ -8,17 +8,17 @@ from itertools import product
 
 import pytest
 
-from rota.checking import check
-from rota.cluster import Cluster
-from rota.costs import Costs
-from rota.placement import Placement
-from rota.placing import place
+from rota.core.checking import check
+from rota.core.cluster import Cluster
+from rota.core.costs import Costs
+from rota.core.placement import Placement
+from rota.core.placing import place
+from rota.core.simulation import simulate
 from rota.search.budget import Budget
 from rota.search.exact import Exact, cpsat, solve
 from rota.search.problem import Problem
 from rota.search.timing import score
 from rota.shapes import k_shape, m_shape, nn_shape, v_shape, x_shape
-from rota.simulation import simulate
 from support.sampling import some
 from support.search_brute_force import Case, best_of, every_plan, tiny_cases
 

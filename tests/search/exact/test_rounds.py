@@ -7,15 +7,15 @@ from itertools import pairwise
 
 import pytest
 
-from rota.checking import check
-from rota.cluster import Cluster
-from rota.costs import Costs
-from rota.placing import place
+from rota.core.checking import check
+from rota.core.cluster import Cluster
+from rota.core.costs import Costs
+from rota.core.placing import place
+from rota.core.simulation import simulate
 from rota.search import bounds
 from rota.search.budget import Budget
 from rota.search.exact.rounds import Rounds
 from rota.search.problem import Problem
-from rota.simulation import simulate
 from search.exact.test_states import searched
 from support.tessel_shapes import tessel
 

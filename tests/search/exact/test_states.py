@@ -8,15 +8,15 @@ from random import Random
 import pytest
 
 from rota import shapes
-from rota.cluster import Cluster
-from rota.costs import Costs
+from rota.core.cluster import Cluster
+from rota.core.costs import Costs
+from rota.core.simulation import simulate
 from rota.search import bounds
 from rota.search.budget import Budget
 from rota.search.exact.rounds import Rounds
 from rota.search.exact.states import States
 from rota.search.problem import Problem
 from rota.search.timing import fits, score
-from rota.simulation import simulate
 from search.bounds.test_bounds import every_plan, tiny_placement
 from support.tessel_shapes import tessel
 

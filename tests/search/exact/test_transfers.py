@@ -6,13 +6,13 @@ from functools import partial
 
 import pytest
 
-from rota.checking import check
-from rota.errors import SearchError
+from rota.core.checking import check
+from rota.core.errors import SearchError
+from rota.core.simulation import simulate
 from rota.search import bounds, find_plan
 from rota.search.budget import Budget
 from rota.search.exact import longest_us, solve
 from rota.search.problem import Problem
-from rota.simulation import simulate
 from support.sampling import IS_WHOLE, some
 from support.search_brute_force import Case, tiny_cases
 

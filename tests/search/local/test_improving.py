@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from rota.cluster import Cluster
-from rota.costs import Costs
-from rota.placing import place
-from rota.plan import Plan
+from rota.core.cluster import Cluster
+from rota.core.costs import Costs
+from rota.core.placing import place
+from rota.core.plan import Plan
 from rota.schedules import one_f_one_b, zb_h1, zb_h2
 from rota.search.budget import Budget
 from rota.search.dispatching import Memory, serial

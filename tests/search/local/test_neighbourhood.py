@@ -10,16 +10,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rota.checking import check
-from rota.cluster import Cluster
-from rota.costs import Costs
+from rota.core.checking import check
+from rota.core.cluster import Cluster
+from rota.core.costs import Costs
+from rota.core.simulation import simulate
 from rota.search.budget import Budget
 from rota.search.critical_path import CriticalPath
 from rota.search.local.neighbourhood import improve
 from rota.search.problem import Orders, Problem
 from rota.search.timing import score
 from rota.shapes import v_shape
-from rota.simulation import simulate
 from support.core_strategies import plans
 from support.sampling import some
 from support.search_brute_force import tiny_cases

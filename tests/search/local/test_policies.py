@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from rota.cluster import Cluster
-from rota.costs import Costs
-from rota.placing import wave
+from rota.core.cluster import Cluster
+from rota.core.costs import Costs
+from rota.core.placing import wave
 from rota.search.local.policies import Climb
 from rota.search.problem import Problem
 from rota.search.timing import fits, score

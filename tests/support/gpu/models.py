@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import rota
 from rota import Cluster, Op, Pipeline, Plan, Stages, simulate
-from rota.errors import ScheduleError
+from rota.core.errors import ScheduleError
 from rota.schedules import Family
 from support.device_orders import OF_ANY_MODEL, family_plans
 

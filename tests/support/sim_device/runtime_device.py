@@ -14,7 +14,7 @@ from typing import Any, final
 import torch
 import torch.distributed as dist
 
-from rota.programs.device_steps import COMPUTE
+from rota.core.programs.device_steps import COMPUTE
 from rota.runtime.device import choosing
 from support.sim_device.device import Event, Stream, current_device
 from support.sim_device.tensors import SimTensor

@@ -19,10 +19,10 @@ from rota.cli.requirements import InputError, require
 from rota.cli.screen import note, print_snapshots, print_timeline, progress_line, terminal_columns
 from rota.cli.snapshots import in_host_memory
 from rota.cli.values import COUNTS, LINK, MEMORY
-from rota.cluster import Cluster, Link
-from rota.errors import PipelineError, PlacementError
-from rota.layers import ESTIMATED, LayerCosts
-from rota.units import size_text
+from rota.core.cluster import Cluster, Link
+from rota.core.errors import PipelineError, PlacementError
+from rota.core.layers import ESTIMATED, LayerCosts
+from rota.core.units import size_text
 
 if TYPE_CHECKING:
     from rota.planning import Answer, Machine

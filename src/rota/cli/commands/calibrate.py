@@ -12,8 +12,8 @@ from rota.cli.requirements import InputError
 from rota.cli.screen import progress_line, report_columns
 from rota.cli.searching import SEARCH, search_plan
 from rota.cli.wire_effects import counts_transfers
+from rota.core.timeline import Timeline
 from rota.schedules import NAMED
-from rota.timeline import Timeline
 
 
 @command("rota calibrate measured.json -o better.json")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from rota import checking, simulation
 from rota.cli import common, files, json_reports
 from rota.cli.command import Options, command
 from rota.cli.json_reports import print_json
@@ -17,14 +16,15 @@ from rota.cli.screen import (
     progress_line,
     report_columns,
 )
-from rota.costs import ASSUMED_COSTS
-from rota.errors import PlanError
-from rota.plan import Plan
-from rota.programs import device_order, torch_order
-from rota.programs.device_order import DeviceOrder
-from rota.tables import fitted
-from rota.timeline import Timeline
-from rota.units import count_text
+from rota.core import checking, simulation
+from rota.core.costs import ASSUMED_COSTS
+from rota.core.errors import PlanError
+from rota.core.plan import Plan
+from rota.core.programs import device_order, torch_order
+from rota.core.programs.device_order import DeviceOrder
+from rota.core.tables import fitted
+from rota.core.timeline import Timeline
+from rota.core.units import count_text
 
 if TYPE_CHECKING:
     from rota.search import Bound

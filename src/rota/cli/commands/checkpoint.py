@@ -14,9 +14,9 @@ from rota.cli.command import Group, Options, command
 from rota.cli.json_reports import print_json
 from rota.cli.requirements import require
 from rota.cli.screen import note, print_text, progress_line
-from rota.errors import PipelineError, RotaError
-from rota.reading import printable, read_text
-from rota.units import count_text, size_text
+from rota.core.errors import PipelineError, RotaError
+from rota.core.reading import printable, read_text
+from rota.core.units import count_text, size_text
 
 if TYPE_CHECKING:
     from rota.runtime.checkpoints.manifest import Saved

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from rota import comparison
+from rota.accounting import comparison
 from rota.cli import common, files, json_reports
 from rota.cli.command import Options, command
 from rota.cli.json_reports import print_json

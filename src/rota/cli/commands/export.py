@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from rota import checking, cutting
+from rota import cutting
 from rota.cli import common, files
 from rota.cli.command import Decorator, Group, Options, Value, command
 from rota.cli.json_reports import print_json
@@ -17,10 +17,11 @@ from rota.cli.requirements import InputError, require
 from rota.cli.screen import print_text, progress_line
 from rota.cli.titan_parts import LEAVES_NONE, checked_parts, titan_parts
 from rota.cli.values import WORDS, comma_separated, parse_words
-from rota.errors import SplitError
-from rota.plan import Plan
-from rota.tasks import Kind
-from rota.units import count_text
+from rota.core import checking
+from rota.core.errors import SplitError
+from rota.core.plan import Plan
+from rota.core.tasks import Kind
+from rota.core.units import count_text
 
 _SPLIT = (
     "The plan splits each backward into I and W, which PyTorch cannot do under torch.compile or with activation "

@@ -7,16 +7,17 @@ from collections.abc import Sequence
 
 import click
 
-from rota import accounting, checking
+from rota import accounting
 from rota.cli import common, files, json_reports
 from rota.cli.command import Group, Options, combined, command
 from rota.cli.json_reports import print_json
 from rota.cli.screen import print_text, print_timeline, progress_line, report_columns
 from rota.cli.values import comma_separated
-from rota.costs import Costs, assumed_costs
-from rota.plan import Plan
-from rota.simulation import simulate
-from rota.units import count_text
+from rota.core import checking
+from rota.core.costs import Costs, assumed_costs
+from rota.core.plan import Plan
+from rota.core.simulation import simulate
+from rota.core.units import count_text
 
 _MOST_LAYOUT_BYTES = 2**20
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import click
 
-from rota import checking, simulation
 from rota.cli import common, files, json_reports
 from rota.cli.command import Choice, Options, command
 from rota.cli.json_reports import print_json
@@ -24,13 +23,14 @@ from rota.cli.screen import (
 )
 from rota.cli.searching import SEARCH, search_frontier, search_plan
 from rota.cli.stages import cluster_of, costs_of, measured, shaped, uniform
-from rota.cluster import Cluster
-from rota.costs import Costs
-from rota.errors import PipelineError
-from rota.plan import Plan
+from rota.core import checking, simulation
+from rota.core.cluster import Cluster
+from rota.core.costs import Costs
+from rota.core.errors import PipelineError
+from rota.core.plan import Plan
+from rota.core.tables import fitted
+from rota.core.tasks import Kind
 from rota.schedules import NAMED, table
-from rota.tables import fitted
-from rota.tasks import Kind
 
 _ALL = "all"
 _MEASURED_ON_CPU = "measured on CPU"  # how the note of such costs begins

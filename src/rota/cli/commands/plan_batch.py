@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rota import reading
 from rota.cli import common, files, json_reports
 from rota.cli.command import Options, command
 from rota.cli.json_reports import print_json
@@ -12,7 +11,8 @@ from rota.cli.requirements import InputError, require
 from rota.cli.screen import print_text, progress_line
 from rota.cli.searching import STARTING
 from rota.cli.stages import cluster_of
-from rota.sizes import SizeModel
+from rota.core import reading
+from rota.core.sizes import SizeModel
 
 
 @command("rota plan-batch sizes.json lengths.json --limit 40GB -o plans", name="plan-batch")

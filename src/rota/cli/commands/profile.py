@@ -6,18 +6,18 @@ import os
 
 import click
 
-from rota import reading
 from rota.cli import common, files, json_reports
 from rota.cli.command import Options, WholeNumber, command
 from rota.cli.json_reports import print_json
 from rota.cli.requirements import InputError, require
 from rota.cli.screen import note, print_text, progress_line, report_columns
 from rota.cli.values import COUNTS
-from rota.layers import LayerCosts
-from rota.profiles import Profile
-from rota.sizes import SizeModel
-from rota.tables import fitted, table_lines
-from rota.units import count_text, size_text, time_text
+from rota.core import reading
+from rota.core.layers import LayerCosts
+from rota.core.profiles import Profile
+from rota.core.sizes import SizeModel
+from rota.core.tables import fitted, table_lines
+from rota.core.units import count_text, size_text, time_text
 
 LINKS = "links"
 _REPEATS = 7

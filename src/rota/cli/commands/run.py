@@ -7,13 +7,13 @@ from functools import partial
 
 import click
 
-from rota import reading
 from rota.cli import common, files
 from rota.cli.command import Options, Output, command
 from rota.cli.requirements import InputError, require_installed
 from rota.cli.screen import note
 from rota.cli.values import MESH
-from rota.errors import PipelineError
+from rota.core import reading
+from rota.core.errors import PipelineError
 
 _MOST_PROCESSES = 1024  # that `rota run` starts
 _PIPELINE_S = 60.0  # after which a script that has made no pipeline is likely to make none

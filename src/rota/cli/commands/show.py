@@ -8,7 +8,7 @@ from rota.cli.json_reports import print_json
 from rota.cli.pictures import draw, is_measured
 from rota.cli.requirements import InputError, require
 from rota.cli.screen import print_timeline, progress_line
-from rota.timeline import Timeline
+from rota.core.timeline import Timeline
 
 
 @command("rota show plan.json -o plan.html")

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from rota import reading
 from rota.compat.deepspeed.module import PipelineModule
-from rota.errors import FormatError
+from rota.core import reading
+from rota.core.errors import FormatError
 
 _MICROBATCH_SIZE = "train_micro_batch_size_per_gpu"
 _SIZES = ("train_batch_size", _MICROBATCH_SIZE, "gradient_accumulation_steps")

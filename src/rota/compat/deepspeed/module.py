@@ -16,7 +16,7 @@ from rota.compat.deepspeed.plans import MakeSchedule, to_plan
 from rota.compat.deepspeed.schedule import TrainSchedule
 from rota.compat.deepspeed.specs import Layer, LayerSpec, TiedLayerSpec, build, on_meta, refuse_unfit
 from rota.compat.deepspeed.topology import PipeDataParallelTopology, PipelineParallelGrid, ProcessTopology
-from rota.errors import PipelineError
+from rota.core.errors import PipelineError
 from rota.models import Stages
 from rota.runtime import Pipeline
 from rota.runtime.process_group import join

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from rota.compat.deepspeed.specs import Layer, LayerSpec, build, on_meta
+from rota.core.errors import SplitError
 from rota.cutting import balanced, by_parameters, by_regex, uniform
-from rota.errors import SplitError
 from rota.models import Stages
 from rota.profiling import profile
 from rota.runtime.process_group import on_first

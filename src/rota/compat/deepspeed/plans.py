@@ -15,15 +15,15 @@ from collections.abc import Callable
 from itertools import pairwise
 from typing import TypeAlias, final
 
-from rota.checking import check
-from rota.cluster import Cluster
 from rota.compat.deepspeed import schedule as ds
-from rota.costs import Costs
-from rota.errors import ScheduleError
-from rota.placement import Placement
-from rota.placing import place
-from rota.plan import Plan
-from rota.tasks import Kind, Op
+from rota.core.checking import check
+from rota.core.cluster import Cluster
+from rota.core.costs import Costs
+from rota.core.errors import ScheduleError
+from rota.core.placement import Placement
+from rota.core.placing import place
+from rota.core.plan import Plan
+from rota.core.tasks import Kind, Op
 
 #: Returns the schedule of one stage: a `PipeSchedule` subclass, or anything that is called like one.
 MakeSchedule: TypeAlias = Callable[[int, int, int], ds.PipeSchedule]

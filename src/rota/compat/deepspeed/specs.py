@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from rota.compat.deepspeed.utils import call_to_str
-from rota.errors import SplitError
+from rota.core.errors import SplitError
 
 
 class LayerSpec:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from rota.errors import PipelineError
+from rota.core.errors import PipelineError
 from rota.runtime.process_group import join
 
 _MESH_NAMES = {"pipe": "pp", "data": "dp", "model": "tp"}

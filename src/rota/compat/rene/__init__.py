@@ -1,4 +1,4 @@
-"""René on Rota: a schedule's instructions as a graph, when each one may run, and pictures. Uses `rota.taskgraph`."""
+"""René on Rota: a schedule's instructions as a graph, when each one may run, and pictures."""
 
 from rota.compat.rene.dag import ReneDAG, backward_dep, forward_dep
 from rota.compat.rene.instruction import Backward, Forward, ForwardBackward, Instruction, Recomputation, ReneError

@@ -9,7 +9,7 @@ from typing import Any, Literal, final, get_type_hints
 
 from rota.compat.rene import energy
 from rota.compat.rene.instruction import Backward, Forward, Instruction, ReneError, exact_duration, in_whole_units
-from rota.taskgraph import CycleError, Earliest, TaskGraph
+from rota.core.taskgraph import CycleError, Earliest, TaskGraph
 
 Rule = Callable[..., bool]
 Schedule = Callable[[int, int, int], Iterable[Instruction]]

@@ -15,8 +15,8 @@ from math import ceil
 from typing import Any, NamedTuple
 
 from rota.compat.rene.instruction import Instruction, ReneError, exact_duration, in_whole_units
-from rota.errors import RotaError
-from rota.taskgraph import TaskGraph
+from rota.core.errors import RotaError
+from rota.core.taskgraph import TaskGraph
 
 Inputs = Sequence[Sequence[tuple[int, int]]]
 

@@ -8,7 +8,7 @@ from fractions import Fraction
 from math import lcm
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from rota.errors import RotaError
+from rota.core.errors import RotaError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -5,12 +5,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 
-from rota.cluster import Cluster
 from rota.compat.rene.instruction import Backward, Forward, ForwardBackward, Instruction, Recomputation
-from rota.costs import Costs
-from rota.placing import place
+from rota.core.cluster import Cluster
+from rota.core.costs import Costs
+from rota.core.placing import place
+from rota.core.tasks import Kind
 from rota.schedules import one_f_one_b
-from rota.tasks import Kind
 
 
 class PipelineSchedule(ABC):

@@ -16,9 +16,9 @@ from rota.compat.rene.instruction import (
     ReneError,
     value_of_type,
 )
+from rota.core.tasks import Kind
 from rota.drawing.figure import require_matplotlib
 from rota.drawing.looks import LOOKS
-from rota.tasks import Kind
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

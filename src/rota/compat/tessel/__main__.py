@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from rota.compat.tessel.cases import PLACEMENTS
 from rota.compat.tessel.schedule.composer import Composer
 from rota.compat.tessel.schedule.schedplan import SchedPlan
-from rota.errors import RotaError
+from rota.core.errors import RotaError
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

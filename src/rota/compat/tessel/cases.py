@@ -7,7 +7,7 @@ from typing import NamedTuple, final
 
 from rota.compat.tessel.schedule.block import Block
 from rota.compat.tessel.schedule.schedplan import SchedPlan
-from rota.errors import ScheduleError
+from rota.core.errors import ScheduleError
 
 
 class _Stage(NamedTuple):

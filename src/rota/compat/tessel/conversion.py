@@ -12,12 +12,12 @@ from dataclasses import dataclass, replace
 from graphlib import TopologicalSorter
 from typing import Protocol
 
-from rota.cluster import Cluster
 from rota.compat.tessel.schedule.block import Block, by_subgraph
-from rota.errors import ScheduleError
-from rota.placement import Edge, Placement
-from rota.plan import Plan
-from rota.tasks import Kind, Op, Task
+from rota.core.cluster import Cluster
+from rota.core.errors import ScheduleError
+from rota.core.placement import Edge, Placement
+from rota.core.plan import Plan
+from rota.core.tasks import Kind, Op, Task
 
 
 class _Schedule(Protocol):

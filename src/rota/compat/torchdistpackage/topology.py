@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from rota.errors import PipelineError
+from rota.core.errors import PipelineError
 from rota.runtime.process_group import join
 
 _DIMS = {"data": "dp", "pipe": "pp", "tensor": "tp"}

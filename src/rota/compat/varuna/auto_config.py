@@ -7,13 +7,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple, final
 
-from rota.checking import check
-from rota.cluster import Cluster
 from rota.compat.varuna.cutting import plan_of, stage_costs
 from rota.compat.varuna.profiler import Profile
-from rota.costs import Costs
-from rota.errors import NothingFitsError, PlanError, SearchError
-from rota.simulation import simulate
+from rota.core.checking import check
+from rota.core.cluster import Cluster
+from rota.core.costs import Costs
+from rota.core.errors import NothingFitsError, PlanError, SearchError
+from rota.core.simulation import simulate
 
 
 class _Choice(NamedTuple):

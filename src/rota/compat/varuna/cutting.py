@@ -10,15 +10,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from rota.cluster import Cluster
-from rota.costs import Costs
+from rota.core.cluster import Cluster
+from rota.core.costs import Costs
+from rota.core.errors import SplitError
+from rota.core.placing import place
+from rota.core.plan import Plan
 from rota.cutting import balanced, merge
-from rota.errors import SplitError
 from rota.models import CutPoint, Stages, split
 from rota.models.cutpoint import find_cut_points
 from rota.models.randomness import random_state_kept
-from rota.placing import place
-from rota.plan import Plan
 from rota.schedules import varuna
 
 _SHARE = "register a Parameter of its own for each side and give shared_weights=[(one name, the other)]"

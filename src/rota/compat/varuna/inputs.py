@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from rota.errors import PipelineError
+from rota.core.errors import PipelineError
 
 GetBatch = Callable[[int], Mapping[str, Any]]
 

@@ -10,7 +10,7 @@ from typing import Final, Literal, final
 import torch
 from torch import nn
 
-from rota.errors import PipelineError
+from rota.core.errors import PipelineError
 
 
 @final

@@ -13,17 +13,17 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from rota import reading
-from rota.cluster import Link
 from rota.compat.varuna.cutting import dry_run
 from rota.compat.varuna.inputs import GetBatch, num_rows, sample_of
 from rota.compat.varuna.mixed_precision import MixedPrecision
-from rota.costs import Costs
-from rota.errors import FormatError, PipelineError, PlacementError
+from rota.core import reading
+from rota.core.cluster import Link
+from rota.core.costs import Costs
+from rota.core.errors import FormatError, PipelineError, PlacementError
+from rota.core.writing import write_text
 from rota.models import split
 from rota.profiling import measure_links, profile
 from rota.runtime.process_group import on_first
-from rota.writing import write_text
 
 _REPEATS = 5
 

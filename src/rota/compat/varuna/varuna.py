@@ -27,8 +27,8 @@ from rota.compat.varuna.inputs import (
     to_micro_batches,
 )
 from rota.compat.varuna.mixed_precision import MixedPrecision
-from rota.costs import Costs
-from rota.errors import PipelineError
+from rota.core.costs import Costs
+from rota.core.errors import PipelineError
 from rota.runtime import Pipeline, materialize
 from rota.runtime.checkpoints import Checkpoints
 from rota.runtime.process_group import join

@@ -18,10 +18,10 @@ from dataclasses import dataclass, field
 from operator import attrgetter, itemgetter
 from typing import NamedTuple
 
-from rota.errors import FormatError
+from rota.core.errors import FormatError
+from rota.core.reading import short
+from rota.core.tasks import Kind, Op
 from rota.interop.traces.trace_files import Event, RankTrace
-from rota.reading import short
-from rota.tasks import Kind, Op
 
 _NAME = re.compile(r"PP:(\d{1,6})([A-Z_]+)(\d{0,6})", re.ASCII)
 _PAIR = re.compile(r"PP:\(([^()]*)\)OVERLAP_F_B")

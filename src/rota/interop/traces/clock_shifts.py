@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from rota.errors import FormatError
-from rota.tasks import Op
+from rota.core.errors import FormatError
+from rota.core.tasks import Op
 
 
 class Early(NamedTuple):

@@ -9,19 +9,19 @@ from operator import attrgetter
 from statistics import median, median_low
 from typing import NamedTuple
 
-from rota.cluster import Cluster, Link
-from rota.costs import Costs
-from rota.errors import FormatError
+from rota.core.cluster import Cluster, Link
+from rota.core.costs import Costs
+from rota.core.errors import FormatError
+from rota.core.placement import StepEnd
+from rota.core.placing import place
+from rota.core.plan import Plan
+from rota.core.reading import LARGEST
+from rota.core.tasks import Kind, Op
+from rota.core.timeline import Timeline
+from rota.core.units import count_text
 from rota.interop.traces.actions import Ran, Step, steps_of
 from rota.interop.traces.clock_shifts import Early, shifts_ns
 from rota.interop.traces.trace_files import RankTrace, read_trace
-from rota.placement import StepEnd
-from rota.placing import place
-from rota.plan import Plan
-from rota.reading import LARGEST
-from rota.tasks import Kind, Op
-from rota.timeline import Timeline
-from rota.units import count_text
 
 _ONE_CLOCK_NS = 10**9  # processes of one machine do not differ by this much
 

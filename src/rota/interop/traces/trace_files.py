@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeGuard
 
-from rota.errors import FormatError
-from rota.reading import LONGEST_NAME, open_file, read_bytes, short
+from rota.core.errors import FormatError
+from rota.core.reading import LONGEST_NAME, open_file, read_bytes, short
 
 LARGEST_BYTES = 1024**3  # of a trace, unpacked
 _ALWAYS_BYTES, _LARGEST_RATIO = 64 * 1024**2, 100  # traces pack to about 1/20; no trace packs far better

@@ -10,7 +10,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from rota.errors import PipelineError
+from rota.core.errors import PipelineError
 from rota.models.carving.operations import is_shape_only, leaves_of, mapped, run_on_meta
 from rota.models.source_places import user_place
 from rota.torch_internals import WITHOUT_TORCH_FUNCTION, name_of, written_arguments

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from rota.errors import PipelineError
+from rota.core.errors import PipelineError
 from rota.models.carving.absent import absent, absent_like, thread_state
 from rota.models.carving.recording import Output
 from rota.models.carving.structure import PLAIN, flatten

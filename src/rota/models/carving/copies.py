@@ -9,7 +9,7 @@ from typing import Any, NoReturn, TypeVar, final
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from rota.errors import SplitError
+from rota.core.errors import SplitError
 from rota.models.source_places import describe_function
 
 _SIMPLE = (type(None), bool, int, float, str, Tensor, nn.Parameter)

@@ -14,7 +14,7 @@ from typing import Any, NoReturn, final
 
 from torch import Tensor, nn
 
-from rota.errors import SplitError
+from rota.core.errors import SplitError
 from rota.models.randomness import RandomStates
 from rota.models.source_places import is_users, user_place
 from rota.torch_internals import name_of

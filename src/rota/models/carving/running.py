@@ -9,7 +9,7 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from rota.errors import PipelineError, SplitError
+from rota.core.errors import PipelineError, SplitError
 from rota.models.carving.absent import Absent, place_now, thread_state
 from rota.models.carving.absent_shapes import OutputShapes, kind_of
 from rota.models.carving.module_units import intercept, units_at

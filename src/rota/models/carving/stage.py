@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, final
 import torch
 from torch import Tensor, nn
 
-from rota.errors import PipelineError
+from rota.core.errors import PipelineError
 from rota.models.carving.absent import Absent, absent, absent_like
 from rota.models.carving.copies import copy_sharing
 from rota.models.carving.module_units import note_names, show_whole

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from rota.errors import SplitError
+from rota.core.errors import SplitError
 from rota.models.carving.draws import IN_A_MODULE, remedy
 from rota.models.carving.recording import Drawn, FromInput, FromModel, Output, Recording, Returned, Within
 

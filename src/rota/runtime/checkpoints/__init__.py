@@ -23,9 +23,9 @@ from typing import Any, NamedTuple, final
 import torch
 from torch.optim import Optimizer
 
-from rota.errors import FormatError, LostRankError, PipelineError
-from rota.plan import Plan
-from rota.reading import LARGEST, Field
+from rota.core.errors import FormatError, LostRankError, PipelineError
+from rota.core.plan import Plan
+from rota.core.reading import LARGEST, Field
 from rota.runtime import control, kept_memory
 from rota.runtime.agreement import Call
 from rota.runtime.checkpoints import checkpoint_folder

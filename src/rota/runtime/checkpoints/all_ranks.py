@@ -8,7 +8,7 @@ from typing import Any, TypeVar, final
 
 import torch.distributed as dist
 
-from rota.errors import FormatError, PipelineError, RotaError
+from rota.core.errors import FormatError, PipelineError, RotaError
 from rota.runtime.json_messages import all_gather_json, broadcast_json
 from rota.runtime.transport import collective
 

@@ -17,8 +17,8 @@ from typing import Any, final
 
 import torch
 
-from rota.errors import PipelineError
-from rota.reading import LARGEST, Field
+from rota.core.errors import PipelineError
+from rota.core.reading import LARGEST, Field
 from rota.runtime.checkpoints.random_states import random_state, set_random_state
 from rota.runtime.compute import seed_of
 from rota.runtime.fingerprints import fingerprint

@@ -12,7 +12,7 @@ import shutil
 import stat
 from pathlib import Path
 
-from rota.errors import FormatError, PipelineError
+from rota.core.errors import FormatError, PipelineError
 from rota.runtime.checkpoints.manifest import MANIFEST, Saved, file_of, read_saved
 
 _WHOLE = re.compile("step-([0-9]{1,18})")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from rota.errors import PipelineError
+from rota.core.errors import PipelineError
 from rota.runtime.checkpoints.names import Weights
 from rota.runtime.faults.watchdog import PATIENT
 from rota.runtime.pipeline import Pipeline

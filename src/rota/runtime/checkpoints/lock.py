@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
-from rota.errors import PipelineError
-from rota.reading import printable
+from rota.core.errors import PipelineError
+from rota.core.reading import printable
 
 LOCK = ".rota.lock"
 _NOT_SUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)

@@ -17,8 +17,8 @@ from io import FileIO
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rota import reading
-from rota.errors import FormatError, PipelineError
+from rota.core import reading
+from rota.core.errors import FormatError, PipelineError
 
 MANIFEST = "rota.json"
 FORMAT = 4

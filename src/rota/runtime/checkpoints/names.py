@@ -14,9 +14,9 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from rota.errors import PipelineError
+from rota.core.errors import PipelineError
+from rota.core.reading import printable
 from rota.models import Stages
-from rota.reading import printable
 from rota.runtime.spmd import replicated_names
 from rota.torch_internals import own_state
 

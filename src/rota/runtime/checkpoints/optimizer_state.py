@@ -14,8 +14,8 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch.optim import Optimizer
 
-from rota.errors import PipelineError
-from rota.reading import LARGEST, LONGEST_NAME, Field, printable, short
+from rota.core.errors import PipelineError
+from rota.core.reading import LARGEST, LONGEST_NAME, Field, printable, short
 from rota.runtime.checkpoints.values import from_json, pairs, to_json
 
 #: Where a value per group is in a scheduler's state: ("base_lrs",), or ("_schedulers", 0, …) in a nested scheduler.

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from rota.errors import FormatError, PipelineError
-from rota.reading import Field
+from rota.core.errors import FormatError, PipelineError
+from rota.core.reading import Field
 from rota.runtime.checkpoints.values import from_json
 
 _NUM_WORDS = 624  # of a Mersenne Twister, which all libraries use

@@ -23,9 +23,9 @@ import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.tensor import DTensor
 
-from rota import reading
-from rota.errors import FormatError
-from rota.reading import Field
+from rota.core import reading
+from rota.core.errors import FormatError
+from rota.core.reading import Field
 from rota.runtime.checkpoints.manifest import File
 from rota.runtime.checkpoints.values import bytes_of, dtype_name, read_dtype, read_size
 

@@ -17,9 +17,11 @@ from typing import Any, ClassVar, NamedTuple, final
 
 import torch
 
-from rota.costs import NUM_SNAPSHOTS
-from rota.errors import FormatError, PipelineError
-from rota.reading import Field
+from rota.core.costs import NUM_SNAPSHOTS
+from rota.core.errors import FormatError, PipelineError
+from rota.core.reading import Field
+from rota.core.simulation import simulate
+from rota.core.units import size_text
 from rota.runtime.checkpoints.rank_file import (
     ALIGNED,
     Chunk,
@@ -35,8 +37,6 @@ from rota.runtime.environment import processes_here
 from rota.runtime.host_memory import available_bytes
 from rota.runtime.kept_memory import State, states_in
 from rota.runtime.pipeline import Pipeline
-from rota.simulation import simulate
-from rota.units import size_text
 
 PARTIAL = "partial"  # what a state is named while it is written
 _HEAD_BYTES = 1 << 16  # room for a header that grows, in which numbers become longer

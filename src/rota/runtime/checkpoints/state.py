@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.optim import Optimizer
 
-from rota.errors import PipelineError
-from rota.reading import Field
+from rota.core.errors import PipelineError
+from rota.core.reading import Field
 from rota.runtime.checkpoints.names import Weight, Weights, few, model_key
 from rota.runtime.checkpoints.optimizer_state import (
     Record,

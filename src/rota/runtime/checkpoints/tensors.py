@@ -27,8 +27,8 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import ReadItem
 
-from rota import reading
-from rota.errors import FormatError, PipelineError
+from rota.core import reading
+from rota.core.errors import FormatError, PipelineError
 from rota.runtime.checkpoints.manifest import File, Saved, file_of, naming, opened, pieces
 from rota.runtime.checkpoints.rank_file import LENGTH, Box, Chunk, Tensors, head_bytes, read_head, starts_of
 from rota.runtime.checkpoints.values import are_of, dtype_name, tensor_of

@@ -17,8 +17,8 @@ from typing import Any, TypeAlias
 
 import torch
 
-from rota.errors import FormatError, PipelineError
-from rota.reading import Field, short
+from rota.core.errors import FormatError, PipelineError
+from rota.core.reading import Field, short
 
 _LONGEST_BITS = 4096  # of an integer; Python parses about 14,000
 _MOST_PAIRS = 10_000  # of keys and values; those of a file may be made to have one hash, which makes a dict slow

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from rota.errors import PipelineError
+from rota.core.errors import PipelineError
 from rota.models import Stages
 from rota.runtime.device.host import HostDevice
 from rota.runtime.device.protocol import Device

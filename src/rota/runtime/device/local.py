@@ -8,9 +8,9 @@ import sys
 import torch
 import torch.distributed as dist
 
-from rota.errors import PipelineError, UsageError
+from rota.core.errors import PipelineError, UsageError
+from rota.core.units import count_text
 from rota.runtime.environment import DEVICE
-from rota.units import count_text
 
 AUTO, CPU = "auto", "cpu"
 _warned = False

@@ -6,7 +6,7 @@
         StreamDevice   CUDA, ROCm and XPU, by torch.accelerator
 
 Nothing else in the runtime knows which of them it has, except that stages on a `QueuedDevice` run the steps of
-`rota.programs.device_steps`.
+`rota.core.programs.device_steps`.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class QueuedDevice(Device, Protocol):
     """A device whose kernels run in streams, after the host has enqueued them. Streams and events are its own."""
 
     def stream(self, name: str) -> Any:
-        """The stream of this name; `rota.programs.device_steps.COMPUTE` is the one that was current at `begin`."""
+        """The stream of this name; `rota.core.programs.device_steps.COMPUTE` is the one that was current at `begin`."""
 
     def current(self) -> Any:
         """The stream that kernels go to now."""

@@ -17,7 +17,7 @@ from typing import Any, final
 import torch
 import torch.distributed as dist
 
-from rota.programs.device_steps import COMPUTE
+from rota.core.programs.device_steps import COMPUTE
 from rota.runtime.device.protocol import Number
 
 

@@ -6,8 +6,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from rota import reading
-from rota.units import count_text
+from rota.core import reading
+from rota.core.units import count_text
 
 
 class Status(NamedTuple):

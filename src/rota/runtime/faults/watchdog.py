@@ -19,15 +19,15 @@ from typing import final
 
 import torch.distributed as dist
 
-from rota.errors import LostRankError, PipelineError, error_text
-from rota.plan import Plan
+from rota.core.errors import LostRankError, PipelineError, error_text
+from rota.core.plan import Plan
+from rota.core.simulation import simulate
+from rota.core.units import count_text
 from rota.runtime import control
 from rota.runtime.faults.hang_report import Status, compose_alone, printable, reason_of
 from rota.runtime.faults.roll_call import End, RollCall
 from rota.runtime.faults.stack_location import Doing, frames_of, is_in_a_collective, place
 from rota.runtime.launcher_files import given_limit_s
-from rota.simulation import simulate
-from rota.units import count_text
 
 EXIT_CODE = 70  # as sysexits.h: internal failure; `rota run` shows the message above it
 _AFTER_A_FAILURE_S = 2.0  # by then, ranks that can notice by themselves that another one is gone have done so

@@ -13,7 +13,7 @@ from typing import Any, final
 
 import torch
 
-from rota.errors import PipelineError
+from rota.core.errors import PipelineError
 from rota.models.sequence_chunks import Chunk
 from rota.runtime.messages import tensors_in
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from rota.errors import PipelineError
+from rota.core.errors import PipelineError
 from rota.models import Stages
 from rota.models.sequence_chunks import Chunk
 from rota.runtime.device.protocol import Number

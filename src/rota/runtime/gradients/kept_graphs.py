@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from rota.errors import PipelineError
+from rota.core.errors import PipelineError
 from rota.models import Stages
 from rota.runtime.messages import tensors_in
 

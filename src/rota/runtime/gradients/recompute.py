@@ -15,11 +15,11 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from rota.errors import PipelineError
+from rota.core.errors import PipelineError
+from rota.core.placement import Placement
+from rota.core.tasks import Kind
 from rota.models.randomness import RandomStates
-from rota.placement import Placement
 from rota.runtime.messages import tensors_in
-from rota.tasks import Kind
 from rota.torch_internals import version_of
 
 _WITHOUT = "plan without recomputation, and leave the stage out of Pipeline(recompute=…)"

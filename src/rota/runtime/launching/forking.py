@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import NoReturn
 
-from rota.errors import PipelineError
+from rota.core.errors import PipelineError
 from rota.runtime.launching.requests import Requests
 from rota.runtime.orphans import end_with_parent
 

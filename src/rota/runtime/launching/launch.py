@@ -15,9 +15,11 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple, final
 
-from rota.checking import check
-from rota.errors import PipelineError
-from rota.plan import Plan
+from rota.core.checking import check
+from rota.core.errors import PipelineError
+from rota.core.plan import Plan
+from rota.core.timeline import Timeline
+from rota.core.units import count_text
 from rota.runtime.environment import KEPT_MEMORY, MESH, RESTART, TIMEOUT_S, meeting_environments
 from rota.runtime.host_memory import HUGE_PAGES
 from rota.runtime.kept_memory import State, common_states
@@ -32,8 +34,6 @@ from rota.runtime.launching.rank_processes import RankFailed, Ranks, Starter, in
 from rota.runtime.launching.requests import EndedBySignal, Requests
 from rota.runtime.launching.run_folder import run_folder, snapshot_folders
 from rota.runtime.recorder import merge
-from rota.timeline import Timeline
-from rota.units import count_text
 
 __all__ = ["EndedBySignal", "Launch", "Run", "launch"]
 

@@ -21,7 +21,7 @@ from contextlib import ExitStack, suppress
 from types import TracebackType
 from typing import TypeAlias, final
 
-from rota.errors import PipelineError
+from rota.core.errors import PipelineError
 from rota.runtime import control
 from rota.runtime.control import Message
 from rota.runtime.kept_memory import State

@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import final
 
-from rota.errors import PipelineError
+from rota.core.errors import PipelineError
 
 # Waits until the launcher is gone; then ends the process groups that the last line names, and removes the folders.
 _JANITOR = 'while read -r line; do groups=$line; done; [ -z "$groups" ] || kill -s KILL -- $groups; rm -rf -- "$@"'

@@ -15,7 +15,7 @@ import traceback
 from types import ModuleType, TracebackType
 from typing import NoReturn
 
-from rota.errors import LostRankError, RotaError
+from rota.core.errors import LostRankError, RotaError
 from rota.runtime import control
 from rota.runtime.host_memory import keep_freed_memory
 from rota.runtime.launcher_files import is_first_to_say, keep_sockets_in_run_folder, kept_script

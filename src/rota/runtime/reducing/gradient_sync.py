@@ -11,10 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from rota.errors import PipelineError
+from rota.core.errors import PipelineError
+from rota.core.plan import Plan
+from rota.core.programs.actions import last_gradients
+from rota.core.tasks import Kind, Op
 from rota.models import Stages
-from rota.plan import Plan
-from rota.programs.actions import last_gradients
 from rota.runtime.compute import Compute
 from rota.runtime.device.protocol import Device, Mark, Number, QueuedDevice, is_queued
 from rota.runtime.execution import Execution
@@ -31,7 +32,6 @@ from rota.runtime.reducing.replicas import (
 from rota.runtime.reducing.shared_weights import SharedWeight, SharedWeights
 from rota.runtime.reducing.wrapped_stages import Sharded, is_sharded
 from rota.runtime.transport import collective
-from rota.tasks import Kind, Op
 
 
 class Reductions(NamedTuple):

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, final
 import torch
 from torch import nn
 
-from rota.errors import PipelineError
+from rota.core.errors import PipelineError
 from rota.runtime.device.protocol import Number
 from rota.runtime.microbatches import num_elements
 from rota.runtime.reducing.norms import local

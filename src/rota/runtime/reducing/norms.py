@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from rota.errors import PipelineError
+from rota.core.errors import PipelineError
 from rota.runtime.device.protocol import Number
 from rota.runtime.reducing.wrapped_stages import is_sharded
 from rota.runtime.transport import collective

@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from rota.errors import PipelineError
+from rota.core.errors import PipelineError
+from rota.core.programs.device_steps import COMPUTE
 from rota.models import Stages
-from rota.programs.device_steps import COMPUTE
 from rota.runtime.device.protocol import Mark, QueuedDevice
 from rota.runtime.json_messages import all_gather_json
 from rota.runtime.reducing.wrapped_stages import is_sharded

@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from rota.errors import PipelineError
+from rota.core.errors import PipelineError
+from rota.core.placement import Placement
 from rota.models import Stages
 from rota.models.aliases import refuse_aliases
-from rota.placement import Placement
 from rota.runtime.device.protocol import Device, Mark, QueuedDevice
 from rota.runtime.meshes import Processes
 from rota.runtime.reducing.replicas import AbsentGradients, by_dtype, packed, unpack

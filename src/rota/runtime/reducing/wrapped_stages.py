@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from rota.errors import PipelineError
+from rota.core.errors import PipelineError
+from rota.core.placement import Placement
 from rota.models import Stages
-from rota.placement import Placement
 from rota.runtime.device.protocol import Device, Mark
 from rota.runtime.transport import collective
 from rota.torch_internals import communication_hook_of, reduce_sharded_gradients, unreduced_parameters

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from rota.placement import Placement
+from rota.core.placement import Placement
 from rota.search.bounds.certificates import Proof, certificate_of
 from rota.search.bounds.heads_tails import Heads, MemoryHeadroom, Side, both_sides, find_heads, ranks_after
 from rota.search.bounds.memory_bounds import Need, RankLoad, least_memory, period_bound, rank_loads

@@ -20,9 +20,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from rota.core.stopping import look
 from rota.search.compiled import loop
 from rota.search.problem import NO_LIMIT, Flags, Integers, Problem, Rows
-from rota.stopping import look
 
 NEVER = -(1 << 60)  #: the head of an op that does not come after the origin
 PLACE, TASK, SOURCE_PLACE, SOURCE_TASK, A, B, C = range(7)  #: the columns of `MemoryHeadroom.arcs`

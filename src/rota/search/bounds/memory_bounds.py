@@ -14,10 +14,10 @@ from fractions import Fraction
 
 import numpy as np
 
-from rota.errors import NothingFitsError
-from rota.placement import Placement
+from rota.core.errors import NothingFitsError
+from rota.core.placement import Placement
+from rota.core.units import size_text
 from rota.search.problem import NO_LIMIT, Integers, Problem, without_common_tasks
-from rota.units import size_text
 
 _MOST_SETS = 20_000  # closed sets of a rank's tasks that are looked at for its least memory
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from rota.core.stopping import look
 from rota.search.bounds.heads_tails import (
     PLACE,
     SOURCE_PLACE,
@@ -24,7 +25,6 @@ from rota.search.bounds.heads_tails import (
 )
 from rota.search.compiled import inner, loop
 from rota.search.problem import NO_LIMIT
-from rota.stopping import look
 
 _MOST_PRICES = 16
 _TO_COME, _NEXT, _DONE = np.int64(0), np.int64(1), np.int64(2)  # states of a place in a layer

@@ -9,6 +9,7 @@ from typing import Literal
 import numpy as np
 from ortools.sat.python import cp_model
 
+from rota.core.stopping import look
 from rota.search.budget import Budget
 from rota.search.critical_path import CriticalPath, last_gradients
 from rota.search.exact import cpsat
@@ -17,7 +18,6 @@ from rota.search.exact.step_points import Gaps, StepPoints
 from rota.search.exact.transfer_memory import After, Carry, Level, Times
 from rota.search.problem import NO_LIMIT, Orders, Problem
 from rota.search.transfer_levels import counting_transfers
-from rota.stopping import look
 
 MOST_TIMED_OPS = 100  # up to here all ops of a span's model start as soon as possible; larger ones are relaxations
 _S_PER_CONSTRAINT = 2e-5  # nominal seconds, of a model that counts transfers

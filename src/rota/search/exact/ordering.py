@@ -19,9 +19,9 @@ from itertools import pairwise
 
 from ortools.sat.python import cp_model
 
+from rota.core.stopping import look
 from rota.search.critical_path import CriticalPath
 from rota.search.problem import NO_LIMIT
-from rota.stopping import look
 
 _S_PER_NODE, _S_PER_LITERAL = 1e-5, 2e-5  # nominal seconds, of deduction and of building the model
 _MOST_ROUNDS = 8  # of deduction; what was found by then holds

@@ -18,12 +18,12 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from rota.core.stopping import look
 from rota.search.budget import Budget
 from rota.search.compiled import inner, loop
 from rota.search.exact.state_space import SPARE, STATES, Step, Words, find, rehash, room_for, step_of, successors
 from rota.search.problem import NO_LIMIT, Integers, Orders, Problem, without_common_tasks
 from rota.search.transfer_levels import counting_transfers
-from rota.stopping import look
 
 _MOST_BYTES = 220_000_000  # of all arrays that are then doubled
 _MOST_PLACES = 400_000  # about, of the micro-batches in flight

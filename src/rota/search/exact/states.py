@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from rota.core.stopping import look
 from rota.search.bounds.heads_tails import both_sides, find_heads
 from rota.search.bounds.memory_headroom import find_headroom
 from rota.search.budget import Budget
@@ -24,7 +25,6 @@ from rota.search.compiled import loop
 from rota.search.exact.state_space import AT_END, SPARE, TOO_MANY, Words, find, rehash, room_for, step_of, successors
 from rota.search.problem import Integers, Orders, Problem, without_common_tasks
 from rota.search.transfer_levels import counting_transfers
-from rota.stopping import look
 
 _MOST_BYTES = 400_000_000  # of all arrays
 _FIRST_STATES = 1 << 14

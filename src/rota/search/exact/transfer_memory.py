@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from ortools.sat.python import cp_model
 
-from rota.stopping import look
+from rota.core.stopping import look
 
 _S_PER_LITERAL = 1e-4  # nominal seconds per literal
 

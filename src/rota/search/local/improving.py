@@ -10,12 +10,12 @@ from typing import Literal
 
 import numpy as np
 
+from rota.core.stopping import Stopped
 from rota.search.budget import NOMINAL_OPS_PER_S, Budget
 from rota.search.local.moves import State, anneal
 from rota.search.local.policies import Climb, Objectives
 from rota.search.problem import Orders, Problem
 from rota.search.timing import score
-from rota.stopping import Stopped
 
 _CHUNK = NOMINAL_OPS_PER_S // 20  # ops timed between two looks at the budget
 _FIRST_ROUND = 600  # times the ops of the problem: ops timed in the first round's annealing

@@ -14,12 +14,12 @@ from typing import Literal
 import numpy as np
 from ortools.sat.python import cp_model
 
+from rota.core.stopping import Stopped
 from rota.search.budget import Budget
 from rota.search.critical_path import CriticalPath, Paths, last_gradients
 from rota.search.exact import cpsat
 from rota.search.exact.ordering import Ordering, StepEndTimes, Window
 from rota.search.problem import Orders, Problem
-from rota.stopping import Stopped
 
 _FIRST_SIZE, _LEAST_SIZE, _MOST_SIZE = 60, 20, 400  # ops of a window that are re-ordered
 _OPS_PER_RANK = 12  # of a window on average; with fewer there is little to exchange, so only some ranks are free

@@ -17,10 +17,10 @@ from itertools import product
 import numpy as np
 from numpy.typing import NDArray
 
+from rota.core.tasks import Kind
 from rota.search.dispatching import NO_CAP, Dispatcher, busiest_us, from_starts
 from rota.search.problem import NO_LIMIT, Integers, Orders, Problem
 from rota.search.timing import measure, start_times
-from rota.tasks import Kind
 
 _SPREADS = (1.6, 1.3, 2.0, 1.0, 3.0, 0.7)  # how much longer a micro-batch may last than it has to
 _PATIENCES = (0.25, 0.0, 0.5, 1.0, 2.0)  # what is good most often comes first: long steps have time for few

@@ -7,7 +7,7 @@ from functools import cached_property
 
 import numpy as np
 
-from rota.placement import Placement
+from rota.core.placement import Placement
 from rota.search.lowering import Carried
 from rota.search.problem import NO_LIMIT, Integers, Problem
 

@@ -7,16 +7,16 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from math import gcd
 
-from rota.errors import NothingFitsError
-from rota.placement import Placement
+from rota.core.errors import NothingFitsError
+from rota.core.placement import Placement
+from rota.core.stopping import ended_by_ctrl_c, guarded, watched
+from rota.core.tables import fitted, table_lines
+from rota.core.units import angle_repr, count_text, exact_size_text, size_text
 from rota.search.bounds.memory_bounds import least_memory, period_bound
 from rota.search.budget import Budget
 from rota.search.periodic.steady import SteadyResult, find_steady
 from rota.search.problem import Problem
 from rota.search.validation import refuse_wrong_curve, refuse_wrong_options, seconds_of
-from rota.stopping import ended_by_ctrl_c, guarded, watched
-from rota.tables import fitted, table_lines
-from rota.units import angle_repr, count_text, exact_size_text, size_text
 
 _MOST_POINTS = 64
 _HOPE = 0.1  # weight of the chance that a range whose ends are equally fast has something better in between

@@ -16,12 +16,12 @@ from typing import Any, Literal, NamedTuple
 
 from ortools.sat.python import cp_model
 
+from rota.core.stopping import look
 from rota.search.budget import Budget
 from rota.search.exact import cpsat
 from rota.search.exact.transfer_memory import After, Carry, Level, PointOrder, TimePoint, Times
 from rota.search.periodic.loop import Loop
 from rota.search.periodic.retiming import Rhythm, Wait, retime
-from rota.stopping import look
 
 _TOO_LARGE = 1 << 60  # CP-SAT refuses sums that might exceed 64 bits
 

@@ -14,9 +14,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from rota.core.stopping import look
 from rota.search.compiled import loop
 from rota.search.problem import Integers
-from rota.stopping import look
 
 _DONE, _RISING = -1, -2  #: what `_raise_starts` answers, besides a node
 _ARCS_AT_ONCE = 5_000_000  # of the compiled loop, which cannot be interrupted

@@ -18,9 +18,12 @@ from typing import Literal
 
 import numpy as np
 
-from rota.errors import PlanError
-from rota.placement import Placement
-from rota.plan import Plan
+from rota.core.errors import PlanError
+from rota.core.placement import Placement
+from rota.core.plan import Plan
+from rota.core.simulation import simulate
+from rota.core.stopping import Stopped
+from rota.core.timeline import Timeline
 from rota.search.bounds.memory_bounds import period_bound
 from rota.search.budget import Budget
 from rota.search.dispatching import serial
@@ -30,9 +33,6 @@ from rota.search.periodic.offsets import anneal_offsets
 from rota.search.periodic.retiming import Rhythm
 from rota.search.problem import Integers, Orders, Problem
 from rota.search.timing import Tables, fits, start_times
-from rota.simulation import simulate
-from rota.stopping import Stopped
-from rota.timeline import Timeline
 
 _MOST_COPIES = 6
 _SOLVE_S, _PROVE_S, _POLISH_S = 0.8, 2.0, 0.1  # nominal, for CP-SAT at a time

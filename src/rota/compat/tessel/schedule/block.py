@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import final
 
-from rota.errors import ScheduleError
-from rota.reading import short
+from rota.core.errors import ScheduleError
+from rota.core.reading import short
 
 BTYPES = ("forward", "backward")
 

@@ -9,13 +9,13 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any, final
 
-from rota import reading
 from rota.compat.tessel.conversion import to_plan
 from rota.compat.tessel.schedule.block import Block, Blocks, by_subgraph, gid_of
-from rota.errors import FormatError, ScheduleError
-from rota.plan import Plan
-from rota.reading import Field
-from rota.writing import write_text
+from rota.core import reading
+from rota.core.errors import FormatError, ScheduleError
+from rota.core.plan import Plan
+from rota.core.reading import Field
+from rota.core.writing import write_text
 
 __all__ = ["Block", "SchedPlan"]
 

@@ -10,8 +10,8 @@ from typing import Any, TypeVar, final
 from torch import nn
 
 from rota.compat.torchdistpackage.topology import tpc
+from rota.core.errors import SplitError
 from rota.cutting import balanced
-from rota.errors import SplitError
 
 Layers = TypeVar("Layers", bound=Sequence[Any])
 

@@ -11,13 +11,13 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from rota.cluster import Cluster
 from rota.compat.torchdistpackage.stage import Backward, Forward, FunctionStage
 from rota.compat.torchdistpackage.topology import tpc
-from rota.costs import Costs
-from rota.errors import PipelineError
+from rota.core.cluster import Cluster
+from rota.core.costs import Costs
+from rota.core.errors import PipelineError
+from rota.core.placing import place
 from rota.models import Stages
-from rota.placing import place
 from rota.runtime import Pipeline
 from rota.runtime.reducing.replicas import GradientAllReduce
 from rota.schedules import forward_only as forwards_alone

@@ -6,12 +6,12 @@ from typing import Annotated, TypeAlias
 
 from msgspec import Meta
 
-from rota.errors import PlacementError
+from rota.core.errors import PlacementError
 
 #: What a file may hold: a petabyte, or 31 years in µs; sums of many still fit into 64 bits.
 LARGEST = 10**15
 
-#: Numbers in files, see `rota.reading.Field.read`.
+#: Numbers in files, see `rota.core.reading.Field.read`.
 Whole: TypeAlias = Annotated[int, Meta(ge=0, le=LARGEST)]
 Positive: TypeAlias = Annotated[int, Meta(ge=1, le=LARGEST)]
 Signed: TypeAlias = Annotated[int, Meta(ge=-LARGEST, le=LARGEST)]

@@ -11,16 +11,16 @@ from itertools import chain, pairwise, repeat, zip_longest
 from operator import sub
 from typing import Any
 
-from rota import notebook, reading, schedule_csv, services
-from rota.errors import FormatError, PlanError
-from rota.figures import each, value_in
-from rota.placement import Placement, PlacementFile
-from rota.services import Services
-from rota.taskgraph import CycleError, Earliest, Edges, TaskGraph
-from rota.tasks import Kind, Op, Transfer
-from rota.units import angle_repr, count_text
-from rota.usage import Usage
-from rota.whole_numbers import Positive
+from rota.core import notebook, reading, schedule_csv, services
+from rota.core.errors import FormatError, PlanError
+from rota.core.figures import each, value_in
+from rota.core.placement import Placement, PlacementFile
+from rota.core.services import Services
+from rota.core.taskgraph import CycleError, Earliest, Edges, TaskGraph
+from rota.core.tasks import Kind, Op, Transfer
+from rota.core.units import angle_repr, count_text
+from rota.core.usage import Usage
+from rota.core.whole_numbers import Positive
 
 _MAX_CYCLE_WAITS = 12  # waits of a cycle in an error message
 _MAX_TRANSFERS = 10_000_000  # in a plan from a file
@@ -365,7 +365,7 @@ class Plan:
     # --- text and notebooks -------------------------------------------------------------------------------------------
 
     def to_csv(self, *, communication: bool = False, overlap: bool = False) -> str:
-        """The plan as PyTorch's schedule CSV, such as "0F0,0B0"; see `rota.schedule_csv`.
+        """The plan as PyTorch's schedule CSV, such as "0F0,0B0"; see `rota.core.schedule_csv`.
 
         Args:
             communication: Include sends, receives and reductions.

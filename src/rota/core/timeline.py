@@ -11,13 +11,13 @@ from typing import Annotated, Literal, NamedTuple, TypeAlias
 
 import msgspec
 
-from rota import memory, notebook, reading
-from rota.errors import FormatError
-from rota.figures import each
-from rota.plan import Plan, PlanFile
-from rota.tasks import Op, Transfer
-from rota.units import angle_repr, count_text, size_text, time_text
-from rota.whole_numbers import Positive
+from rota.core import memory, notebook, reading
+from rota.core.errors import FormatError
+from rota.core.figures import each
+from rota.core.plan import Plan, PlanFile
+from rota.core.tasks import Op, Transfer
+from rota.core.units import angle_repr, count_text, size_text, time_text
+from rota.core.whole_numbers import Positive
 
 
 class StepEndWork(NamedTuple):
@@ -103,11 +103,11 @@ class Timeline:
     # --- memory ---------------------------------------------------------------------------------------------------
 
     def memory_events(self, rank: int) -> list[tuple[int, int]]:
-        """Changes of a rank's memory as (key, bytes); see `rota.memory.events`."""
+        """Changes of a rank's memory as (key, bytes); see `rota.core.memory.events`."""
         return memory.events(*self._of_rank(rank))
 
     def _of_rank(self, rank: int) -> tuple[Plan, int, Sequence[int], Sequence[int], memory.Columns, memory.Columns]:
-        """The arguments of functions of `rota.memory`."""
+        """The arguments of functions of `rota.core.memory`."""
         return self.plan, rank, self.starts_us[rank], self.ends_us[rank], self.sent_us, self.arrived_us
 
     def memory(self, rank: int) -> list[tuple[int, int]]:

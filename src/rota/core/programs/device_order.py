@@ -19,11 +19,11 @@ from dataclasses import dataclass
 from graphlib import CycleError, TopologicalSorter
 from typing import NamedTuple
 
-from rota.errors import PlanError
-from rota.plan import Plan
-from rota.programs.device_steps import Communicator, DeviceProgram, Step, device_programs
-from rota.tasks import Transfer
-from rota.units import count_text
+from rota.core.errors import PlanError
+from rota.core.plan import Plan
+from rota.core.programs.device_steps import Communicator, DeviceProgram, Step, device_programs
+from rota.core.tasks import Transfer
+from rota.core.units import count_text
 
 _MAX_WAITS = 12  # of a cycle in an error message
 _MAX_BETWEEN = 3  # kernels of a wait

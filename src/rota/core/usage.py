@@ -6,11 +6,11 @@ import re
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
-from rota.errors import PlacementError
-from rota.layers import ESTIMATED
-from rota.reading import Name
-from rota.units import count_text
-from rota.whole_numbers import Positive
+from rota.core.errors import PlacementError
+from rota.core.layers import ESTIMATED
+from rota.core.reading import Name
+from rota.core.units import count_text
+from rota.core.whole_numbers import Positive
 
 _FROM_RUN = "measured in a run"
 

@@ -9,11 +9,11 @@ from typing import Annotated, Any, NamedTuple, TypeAlias
 
 from msgspec import Meta
 
-from rota import reading
-from rota.costs import Costs
-from rota.errors import PlacementError
-from rota.units import angle_repr, count_text
-from rota.whole_numbers import Whole
+from rota.core import reading
+from rota.core.costs import Costs
+from rota.core.errors import PlacementError
+from rota.core.units import angle_repr, count_text
+from rota.core.whole_numbers import Whole
 
 _Number: TypeAlias = Annotated[float, Meta(ge=-1e15, le=1e15)]
 

@@ -7,8 +7,8 @@
     1→2                       └───────────────────────▶ ▣ waits ─── event ───────┘
 
 The steps keep the strict order of `Plan.wire_order`. Each pair of neighbours has a stream and a communicator for each
-direction. A receive's buffer may be allocated early, but its kernel is enqueued at its strict place. `rota.programs.
-device_order` proves that these lists cannot hang; the runtime executes the same lists.
+direction. A receive's buffer may be allocated early, but its kernel is enqueued at its strict place. `device_order`
+proves that these lists cannot hang; the runtime executes the same lists.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Literal, NamedTuple, TypeAlias
 
-from rota.plan import Plan
-from rota.programs.actions import Action, Message, Program, compile_programs, last_gradients
-from rota.programs.prefetch_receives import NUM_OPS_AHEAD, prefetch_receives
-from rota.simulation import simulate
-from rota.tasks import Op, Transfer
-from rota.timeline import Timeline
+from rota.core.plan import Plan
+from rota.core.programs.actions import Action, Message, Program, compile_programs, last_gradients
+from rota.core.programs.prefetch_receives import NUM_OPS_AHEAD, prefetch_receives
+from rota.core.simulation import simulate
+from rota.core.tasks import Op, Transfer
+from rota.core.timeline import Timeline
 
 COMPUTE = "compute"  # the caller's current stream
 REPLICAS = "replicas"

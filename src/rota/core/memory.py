@@ -12,10 +12,10 @@ from collections.abc import Iterable, Sequence
 from itertools import chain
 from operator import add, itemgetter, lt, neg
 
-from rota.figures import each, value_in
-from rota.placement import Placement
-from rota.plan import Plan
-from rota.tasks import Kind
+from rota.core.figures import each, value_in
+from rota.core.placement import Placement
+from rota.core.plan import Plan
+from rota.core.tasks import Kind
 
 # Events at one instant come in this order.
 _TRANSFER_ENDS, _OP_ENDS, _TRANSFER_STARTS, _OP = range(4)

@@ -15,18 +15,18 @@ from itertools import pairwise
 from statistics import median
 from typing import final
 
-from rota import notebook
 from rota.accounting.delays import Place, Readiness
 from rota.accounting.snippets import snippet
-from rota.contention import Contention
-from rota.errors import PlanError
-from rota.plan import Plan
-from rota.simulation import timeline_of
-from rota.tables import fitted, table_lines
-from rota.taskgraph import TaskGraph
-from rota.tasks import Kind, Op
-from rota.timeline import Timeline
-from rota.units import angle_repr, count_text, time_text
+from rota.core import notebook
+from rota.core.contention import Contention
+from rota.core.errors import PlanError
+from rota.core.plan import Plan
+from rota.core.simulation import timeline_of
+from rota.core.tables import fitted, table_lines
+from rota.core.taskgraph import TaskGraph
+from rota.core.tasks import Kind, Op
+from rota.core.timeline import Timeline
+from rota.core.units import angle_repr, count_text, time_text
 
 
 class Part(StrEnum):

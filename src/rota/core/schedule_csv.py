@@ -16,9 +16,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import pairwise
 from typing import NamedTuple, TypeVar
 
-from rota.errors import FormatError, ScheduleError
-from rota.placement import Placement
-from rota.tasks import Kind, Op
+from rota.core.errors import FormatError, ScheduleError
+from rota.core.placement import Placement
+from rota.core.tasks import Kind, Op
 
 _MESSAGE = re.compile(r"(\d{1,9})(SEND|RECV)_([FB])(\d{1,9})", re.ASCII)
 _PAIR = re.compile(r"\(([^()]*)\)OVERLAP_F_B")

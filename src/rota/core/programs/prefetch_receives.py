@@ -12,10 +12,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rota.memory import is_op_event
-from rota.plan import Plan
-from rota.programs.actions import Action
-from rota.simulation import simulate
+from rota.core.memory import is_op_event
+from rota.core.plan import Plan
+from rota.core.programs.actions import Action
+from rota.core.simulation import simulate
 
 NUM_OPS_AHEAD = 2  # mostly one in each direction; more would need more memory for buffers
 

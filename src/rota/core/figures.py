@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
-from rota.errors import PlacementError
+from rota.core.errors import PlacementError
 
 
 class PerClass:
@@ -44,7 +44,7 @@ class PerClass:
     def _refuse(self, *_: Any, **__: Any) -> NoReturn:
         raise TypeError(
             f"micro-batches differ: this figure is {self!r}, one number per class; read that of one micro-batch from "
-            f"placement.for_microbatch(microbatch), or combine figures with rota.figures.each"
+            f"placement.for_microbatch(microbatch), or combine figures with rota.core.figures.each"
         )
 
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _refuse

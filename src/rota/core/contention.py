@@ -6,7 +6,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 
-from rota.plan import Plan
+from rota.core.plan import Plan
 
 
 class Contention:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from rota.errors import PlanError
-from rota.memory import is_op_event
-from rota.plan import Plan
-from rota.simulation import simulate
-from rota.timeline import Timeline
-from rota.units import size_text
+from rota.core.errors import PlanError
+from rota.core.memory import is_op_event
+from rota.core.plan import Plan
+from rota.core.simulation import simulate
+from rota.core.timeline import Timeline
+from rota.core.units import size_text
 
 
 def check(plan: Plan) -> None:

@@ -17,14 +17,14 @@ from typing import Annotated, Any, NamedTuple, TypeAlias
 import msgspec
 from msgspec import Meta
 
-from rota import reading
-from rota.cluster import Cluster, ClusterFile
-from rota.errors import FormatError, PlacementError
-from rota.figures import PerClass, as_figure, each, value_in, values_of, values_or_number
-from rota.taskgraph import CycleError, TaskGraph
-from rota.tasks import Kind, Op, Task, Transfer
-from rota.units import angle_repr, count_text
-from rota.whole_numbers import Positive, Signed, Whole, whole, whole_rows
+from rota.core import reading
+from rota.core.cluster import Cluster, ClusterFile
+from rota.core.errors import FormatError, PlacementError
+from rota.core.figures import PerClass, as_figure, each, value_in, values_of, values_or_number
+from rota.core.taskgraph import CycleError, TaskGraph
+from rota.core.tasks import Kind, Op, Task, Transfer
+from rota.core.units import angle_repr, count_text
+from rota.core.whole_numbers import Positive, Signed, Whole, whole, whole_rows
 
 _TASK_FIGURES = ("duration_us", "held_bytes", "peak_bytes")
 _SHAPE = ("tasks or ranks", "edges", "clusters", "static_bytes", "step_ends")
@@ -33,7 +33,7 @@ _SHAPE = ("tasks or ranks", "edges", "clusters", "static_bytes", "step_ends")
 class Edge(NamedTuple):
     """The task with index `target` reads `num_bytes` of the output of the task with index `source`.
 
-    Where micro-batches differ, `num_bytes` may be a `rota.figures.PerClass`.
+    Where micro-batches differ, `num_bytes` may be a `rota.core.figures.PerClass`.
     """
 
     source: int
@@ -95,7 +95,7 @@ class Placement:
         step_ends: Reductions and optimizer steps; at most one entry per stage.
         microbatch_rows: Examples in the micro-batch whose costs these are. None: unknown.
         class_of: The class of each micro-batch of a step, where micro-batches differ: figures of tasks and edges may
-            then be `rota.figures.PerClass`, with one number per class. Empty: all are alike.
+            then be `rota.core.figures.PerClass`, with one number per class. Empty: all are alike.
         sample_of: The sample that each micro-batch of a step is a chunk of, where samples are cut along their length.
             Chunks of a sample are in the order of their micro-batches: every stage runs their forwards in this order
             and their backwards (B or I) in reverse. Empty: no sample is cut.

@@ -13,11 +13,11 @@ from itertools import pairwise
 
 import msgspec
 
-from rota import reading
-from rota.errors import PlacementError
-from rota.reading import Name
-from rota.units import angle_repr, count_text, limit_text, size_text, time_text
-from rota.whole_numbers import Positive, Whole, whole
+from rota.core import reading
+from rota.core.errors import PlacementError
+from rota.core.reading import Name
+from rota.core.units import angle_repr, count_text, limit_text, size_text, time_text
+from rota.core.whole_numbers import Positive, Whole, whole
 
 
 @dataclass(frozen=True, slots=True)

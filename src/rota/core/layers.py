@@ -14,12 +14,12 @@ from typing import Annotated, Any, TypeAlias
 
 from msgspec import Meta
 
-from rota import reading
-from rota.costs import NUM_SNAPSHOTS, Costs
-from rota.errors import PlacementError
-from rota.reading import Name
-from rota.units import angle_repr, count_text, time_text
-from rota.whole_numbers import Positive, Whole, whole
+from rota.core import reading
+from rota.core.costs import NUM_SNAPSHOTS, Costs
+from rota.core.errors import PlacementError
+from rota.core.reading import Name
+from rota.core.units import angle_repr, count_text, time_text
+from rota.core.whole_numbers import Positive, Whole, whole
 
 _Pair: TypeAlias = tuple[int, int]
 Shared: TypeAlias = tuple[Whole, Whole, Whole]

@@ -11,9 +11,9 @@ from enum import StrEnum
 from functools import partial
 from typing import NamedTuple
 
-from rota.errors import FormatError, PlacementError
-from rota.figures import each
-from rota.whole_numbers import whole
+from rota.core.errors import FormatError, PlacementError
+from rota.core.figures import each
+from rota.core.whole_numbers import whole
 
 
 class Kind(StrEnum):
@@ -94,8 +94,8 @@ class Transfer(NamedTuple):
 class Task:
     """The work of every micro-batch for one (stage, kind).
 
-    Where micro-batches differ, `duration_us`, `held_bytes` and `peak_bytes` may be `rota.figures.PerClass`: one number
-    per class of micro-batches.
+    Where micro-batches differ, `duration_us`, `held_bytes` and `peak_bytes` may be `rota.core.figures.PerClass`: one
+    number per class of micro-batches.
 
     Attributes:
         stage: The stage, counted from 0.

@@ -3,7 +3,7 @@
     plan.wire_order    … 0F1   0F1→1F1   1F0   1F0→2F0   2F1→1B… …        all ranks, one global order
     rank 1             …       receive   run   send      receive …        its own actions, in that order
 
-`rota.programs.prefetch_receives` moves the receives forward, so that the data travels while ops run.
+`rota.core.programs.prefetch_receives` moves the receives forward, so that the data travels while ops run.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
-from rota.placement import Placement
-from rota.plan import Plan
-from rota.tasks import Kind, Op, Transfer
+from rota.core.placement import Placement
+from rota.core.plan import Plan
+from rota.core.tasks import Kind, Op, Transfer
 
 # A value of a step: (index of the stage edge, whether it is the edge's gradient, micro-batch).
 ValueKey = tuple[int, bool, int]

@@ -6,10 +6,10 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 
-from rota import reading, schedule_csv
-from rota.errors import FormatError, PlanError
-from rota.placement import Placement
-from rota.tasks import Transfer
+from rota.core import reading, schedule_csv
+from rota.core.errors import FormatError, PlanError
+from rota.core.placement import Placement
+from rota.core.tasks import Transfer
 
 Orders = tuple[tuple[Transfer, ...], ...]  #: for each shared link of the cluster its transfers, first to last
 

@@ -12,10 +12,10 @@ from itertools import zip_longest
 from operator import add, sub
 from typing import Any
 
-from rota import reading
-from rota.errors import PlacementError
-from rota.units import angle_repr, count_text, time_text
-from rota.whole_numbers import Positive, Signed, Whole, whole, whole_rows
+from rota.core import reading
+from rota.core.errors import PlacementError
+from rota.core.units import angle_repr, count_text, time_text
+from rota.core.whole_numbers import Positive, Signed, Whole, whole, whole_rows
 
 #: States that `rota run --max-restarts` keeps of each rank: one stays whole while the other one is written.
 NUM_SNAPSHOTS = 2

@@ -18,8 +18,8 @@ from typing import Annotated, Any, TypeAlias, TypeVar
 
 import msgspec
 
-from rota.errors import FormatError, RotaError
-from rota.whole_numbers import LARGEST as LARGEST
+from rota.core.errors import FormatError, RotaError
+from rota.core.whole_numbers import LARGEST as LARGEST
 
 LARGEST_BYTES = 256 * 1024**2  # per file
 LONGEST_NAME = 1000  # characters

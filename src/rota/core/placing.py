@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
-from rota.cluster import Cluster
-from rota.costs import Costs
-from rota.errors import PlacementError
-from rota.placement import Edge, Placement, StepEnd
-from rota.tasks import Kind, Task
+from rota.core.cluster import Cluster
+from rota.core.costs import Costs
+from rota.core.errors import PlacementError
+from rota.core.placement import Edge, Placement, StepEnd
+from rota.core.tasks import Kind, Task
 
 
 def place(

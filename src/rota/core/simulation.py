@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from operator import add, itemgetter
 
-from rota.plan import Plan
-from rota.timeline import Timeline
+from rota.core.plan import Plan
+from rota.core.timeline import Timeline
 
 
 def simulate(plan: Plan) -> Timeline:

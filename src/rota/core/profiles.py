@@ -8,10 +8,10 @@ from typing import Annotated, Any, final
 
 import msgspec
 
-from rota import reading
-from rota.errors import PlacementError
-from rota.layers import LayerCosts
-from rota.units import angle_repr, count_text
+from rota.core import reading
+from rota.core.errors import PlacementError
+from rota.core.layers import LayerCosts
+from rota.core.units import angle_repr, count_text
 
 
 @final

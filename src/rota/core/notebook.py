@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from typing import NamedTuple
 
-from rota.units import time_text
+from rota.core.units import time_text
 
 #: Okabe and Ito's palette, which colour-blind people can tell apart; F and B differ in lightness too.
 COLORS = {
