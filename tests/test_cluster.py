@@ -7,8 +7,7 @@ from fractions import Fraction
 from math import ceil
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from rota.core.cluster import AllReduceTimes, Cluster, Link, SharedLink
 from rota.core.errors import PlacementError, RotaError

@@ -23,11 +23,8 @@ from torch import nn
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node, _engine_run_backward, get_gradient_edge
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
-from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_flatten as tree_flatten
-from torch.utils._pytree import tree_iter, tree_map
-from torch.utils._pytree import tree_unflatten as tree_unflatten
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_flatten as tree_flatten, tree_iter, tree_map, tree_unflatten as tree_unflatten
 
 # --- autograd's graph -------------------------------------------------------------------------------------------------
 

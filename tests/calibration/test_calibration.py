@@ -8,8 +8,7 @@ from pathlib import Path
 from statistics import median
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from cli.test_cli import run
 from rota import schedules

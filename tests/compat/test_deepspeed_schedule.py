@@ -10,8 +10,7 @@ import pytest
 
 import rota
 from rota import Cluster, Costs, PlanError, ScheduleError, place, simulate
-from rota.compat.deepspeed import schedule as ds
-from rota.compat.deepspeed import to_plan
+from rota.compat.deepspeed import schedule as ds, to_plan
 from rota.compat.deepspeed.utils import call_to_str
 from rota.drawing import to_text
 from rota.schedules import forward_only, one_f_one_b

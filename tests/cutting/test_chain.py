@@ -6,8 +6,7 @@ from fractions import Fraction
 from itertools import combinations_with_replacement, pairwise
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from rota.core.costs import Costs
 from rota.core.errors import PlacementError, SplitError

@@ -7,8 +7,7 @@ import unicodedata
 from fractions import Fraction
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 import rota
 from rota.core.units import size_text, time_text

@@ -7,14 +7,12 @@ import re
 from itertools import pairwise
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from torch import nn
 
 from fuzz.mutating import text_mutants
 from rota import Cluster, Costs, FormatError, RotaError, ScheduleError, SplitError, place
-from rota.compat.deepspeed import schedule as ds
-from rota.compat.deepspeed import to_plan
+from rota.compat.deepspeed import schedule as ds, to_plan
 from rota.compat.deepspeed.partition_method import partition
 from rota.cutting import by_regex
 from rota.interop import deepspeed

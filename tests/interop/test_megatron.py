@@ -5,8 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from rota import Cluster, Costs, FormatError, PlacementError, ScheduleError, SplitError, interleaved, place
 from rota.interop.megatron import (

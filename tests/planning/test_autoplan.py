@@ -12,8 +12,7 @@ from dataclasses import replace
 from operator import le
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 import rota
 from rota.core.checking import check

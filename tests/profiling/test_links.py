@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from rota import Cluster, Link, PipelineError
-from rota.profiling.all_reduces import SIZES as SUMS
-from rota.profiling.all_reduces import numbers_of
+from rota.profiling.all_reduces import SIZES as SUMS, numbers_of
 from rota.profiling.link_pipelines import LEVEL_SIZES, SIZES
 from rota.profiling.links import _pairs_of, cluster_of, find_links, line_through, link_of, links_of, unsteady
 from rota.profiling.machine_links import links_of_started

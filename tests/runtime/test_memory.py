@@ -39,8 +39,7 @@ from rota.runtime.memory_watch import MemoryWatch
 from rota.schedules import NAMED
 from support.networks import batch_of, clear, loss_fn, stages_of
 from support.pool import Pool
-from support.text_models import LONGEST, gpt_stages, summed_loss, tokens
-from support.text_models import WIDTH as TEXT_WIDTH
+from support.text_models import LONGEST, WIDTH as TEXT_WIDTH, gpt_stages, summed_loss, tokens
 
 ROWS, WIDTH, HIDDEN, NUM_MICROBATCHES = 4, 4, 64, 12
 BOUNDARY_BYTES, HIDDEN_BYTES = ROWS * WIDTH * 8, ROWS * HIDDEN * 8

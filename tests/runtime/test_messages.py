@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from rota.core.errors import PipelineError
 from rota.runtime.known_layouts import KnownLayouts, as_layout

@@ -7,8 +7,7 @@ from itertools import accumulate
 from unittest.mock import MagicMock
 
 import pytest
-from hypothesis import assume, given, settings
-from hypothesis import strategies as st
+from hypothesis import assume, given, settings, strategies as st
 
 from rota.core.checking import check
 from rota.core.cluster import Cluster

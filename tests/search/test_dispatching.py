@@ -6,8 +6,7 @@ from collections import Counter
 from itertools import permutations
 
 import numpy as np
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from rota.core.plan import Plan
 from rota.search.dispatching import Dispatcher, backwards, serial

@@ -10,8 +10,7 @@ from fractions import Fraction
 from itertools import permutations, product
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from rota import Cluster, Costs, Placement, Plan, PlanError, check, find_plan, place, simulate
 from rota.core.cluster import Link, SharedLink

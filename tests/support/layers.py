@@ -39,7 +39,7 @@ TRAINERS = ("rota.interop.deepspeed", "rota.interop.megatron", "rota.interop.tor
 TORCH = ("torch", "rota.torch_internals")
 #: A module belongs to the longest name here that it begins with.
 TABLE = {
-    "rota": Row(),
+    "rota": Row(("lazy_loader",)),
     "rota.__main__": Row(("rota.cli",)),
     **{name: Row(CORE[:i]) for i, name in enumerate(CORE)},
     "rota.core": Row(("msgspec",)),
@@ -48,11 +48,11 @@ TABLE = {
     "rota.plan_server": Row(CORE, lazy=("rota.batching",)),
     "rota.torch_internals": Row(("torch",)),
     "rota.models": Row((*CORE, *TORCH), lazy=("transformers",)),
-    "rota.runtime": Row((*CORE, "rota.models", *TORCH), lazy=("safetensors", "transformers")),
+    "rota.runtime": Row((*CORE, "rota.models", "lazy_loader", *TORCH), lazy=("safetensors", "transformers")),
     "rota.verifying": Row((*CORE, "rota.models", "rota.runtime", *TORCH)),
     "rota.profiling": Row((*CORE, "rota.models", "rota.runtime", *TORCH)),
     "rota.interop": Row(
-        (*CORE, "rota.models", "rota.runtime", *TORCH), lazy=(*TRAINERS, "rota.interop.planned_config")
+        (*CORE, "rota.models", "rota.runtime", "lazy_loader", *TORCH), lazy=(*TRAINERS, "rota.interop.planned_config")
     ),
     "rota.interop.layer_boundaries": Row(CORE),
     **{name: Row((*CORE, "rota.interop.layer_boundaries")) for name in TRAINERS},
@@ -65,11 +65,11 @@ TABLE = {
     "rota.drawing": Row(CORE, lazy=("rota.drawing.artists", "matplotlib", "numpy")),
     "rota.drawing.artists": Row((*CORE, "rota.drawing", "matplotlib", "numpy")),
     "rota.compat": Row(),
-    "rota.compat.deepspeed": Row((*CORE, "rota.models", "rota.runtime", "rota.profiling", *TORCH)),
+    "rota.compat.deepspeed": Row((*CORE, "lazy_loader", "rota.models", "rota.runtime", "rota.profiling", *TORCH)),
     "rota.compat.rene": Row((*CORE, "rota.drawing"), lazy=("matplotlib", "lowtime", "networkx")),
     "rota.compat.tessel": Row((*CORE, "rota.search")),
     "rota.compat.torchdistpackage": Row((*CORE, "rota.models", "rota.runtime", *TORCH)),
-    "rota.compat.varuna": Row((*CORE, "rota.models", "rota.runtime", "rota.profiling", *TORCH)),
+    "rota.compat.varuna": Row((*CORE, "lazy_loader", "rota.models", "rota.runtime", "rota.profiling", *TORCH)),
     "rota.demo": Row((*CORE, "rota", "rota.profiling", "rota.runtime", *TORCH)),
     "rota.demo.train": Row(("rota", "torch", "model")),  # a script beside the user's model.py
     "rota.cli": Row(
@@ -132,8 +132,6 @@ def complaints(module: str, source: str) -> list[str]:
     mine = home(module) or module
     if mine not in TABLE:
         return [f"{module} has no row in TABLE"]
-    if module == "rota":  # it repeats its lazy names for type checkers
-        tree.body = [node for node in tree.body if not is_for_types(node)]
     row, found = TABLE[mine], []
     for name, lazy in imports(tree):
         top = name.split(".")[0]

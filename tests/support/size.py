@@ -13,7 +13,7 @@ MOST_LINES = {"src": 66_000, "tests": 56_000}
 def lines_by_room(folder: Path) -> Counter[str]:
     """Count the lines of each room, which is a folder right below `folder`; "." is what lies in none."""
     rooms: Counter[str] = Counter()
-    for path in folder.rglob("*.py"):
+    for path in (*folder.rglob("*.py"), *folder.rglob("*.pyi")):
         inside = path.relative_to(folder)
         rooms[inside.parts[0] if len(inside.parts) > 1 else "."] += path.read_bytes().count(b"\n")
     return rooms

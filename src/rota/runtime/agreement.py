@@ -46,9 +46,7 @@ from rota.runtime.reducing.loss_counts import NUM_FLAGS as NUM_COUNT_FLAGS
 from rota.runtime.reducing.shared_weights import SharedWeight
 from rota.runtime.step_losses import LATER
 from rota.runtime.transport import Transport, collective
-from rota.runtime.updates import NUM_FLAGS as NUM_UPDATE_FLAGS
-from rota.runtime.updates import Report
-from rota.runtime.updates import refuse_differences as refuse_differing_updates
+from rota.runtime.updates import NUM_FLAGS as NUM_UPDATE_FLAGS, Report, refuse_differences as refuse_differing_updates
 
 # --- the plan ---------------------------------------------------------------------------------------------------------
 

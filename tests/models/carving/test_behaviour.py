@@ -19,8 +19,7 @@ from rota.models import finest
 from rota.models.carving.on_meta import OnMeta
 from rota.profiling import profile_here, profile_layers
 from rota.runtime import materialize
-from support.hf_models import CASES, gpt2
-from support.hf_models import decoder as decoder_only
+from support.hf_models import CASES, decoder as decoder_only, gpt2
 
 from .test_models import assert_as_whole, staged_step
 

@@ -12,8 +12,7 @@ import pytest
 from rota import Cluster, Costs, PipelineError, place, simulate
 from rota.runtime.faults.hang_report import Status, compose, compose_alone, printable, reason_of
 from rota.runtime.faults.roll_call import End
-from rota.runtime.faults.stack_location import frames_of, is_in_a_collective
-from rota.runtime.faults.stack_location import place as place_of
+from rota.runtime.faults.stack_location import frames_of, is_in_a_collective, place as place_of
 from rota.runtime.faults.watchdog import limit_s
 from rota.schedules import gpipe
 

@@ -9,8 +9,7 @@ from torch import Tensor
 
 from rota import Cluster, Costs, Stages, bidirectional, interleaved
 from rota.schedules import NAMED, chimera
-from support.loss_cases import Batch, assert_exact
-from support.loss_cases import Case as AnyCase
+from support.loss_cases import Batch, Case as AnyCase, assert_exact
 from support.meshed import in_ddp, sharded
 from support.networks import chain, plan_for, rows_of
 from support.pool import Pool

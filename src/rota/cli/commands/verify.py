@@ -49,8 +49,7 @@ def verify(options: Options) -> int:
     planned = files.read_plan(options.plan)
     require("torch", "torch")
     from rota.planning.model_file import load_model_file
-    from rota.planning.verify_on_ranks import Options as VerifyOptions
-    from rota.planning.verify_on_ranks import verify_plan
+    from rota.planning.verify_on_ranks import Options as VerifyOptions, verify_plan
 
     load_model_file(options.model, options.length)  # what it lacks is said once, and not by every rank
     if not any(task.kind.makes_weight_gradients for task in planned.placement.tasks):

@@ -17,9 +17,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from typing import Any
 
-from rota.compat.deepspeed.utils import _is_even as _is_even
-from rota.compat.deepspeed.utils import _is_odd as _is_odd
-from rota.compat.deepspeed.utils import call_to_str as call_to_str
+from rota.compat.deepspeed.utils import _is_even as _is_even, _is_odd as _is_odd, call_to_str as call_to_str
 
 
 class PipeInstruction:

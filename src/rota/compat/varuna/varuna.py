@@ -29,6 +29,7 @@ from rota.compat.varuna.inputs import (
 from rota.compat.varuna.mixed_precision import MixedPrecision
 from rota.core.costs import Costs
 from rota.core.errors import PipelineError
+from rota.models import CutPoint as CutPoint
 from rota.runtime import Pipeline, materialize
 from rota.runtime.checkpoints import Checkpoints
 from rota.runtime.process_group import join

@@ -20,8 +20,7 @@ from rota.core.placing import place
 from rota.models import Stages
 from rota.runtime import Pipeline
 from rota.runtime.reducing.replicas import GradientAllReduce
-from rota.schedules import forward_only as forwards_alone
-from rota.schedules import one_f_one_b
+from rota.schedules import forward_only as forwards_alone, one_f_one_b
 
 _Made = tuple[Pipeline, FunctionStage]
 _made: dict[tuple[int, bool, bool], _Made] = {}
