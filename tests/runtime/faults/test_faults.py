@@ -7,7 +7,6 @@ Those after the first six have the mark `faults`. All of these are processes by 
 from __future__ import annotations
 
 import os
-import re
 import signal
 import socket
 from pathlib import Path
@@ -18,10 +17,10 @@ import torch.distributed as dist
 
 from rota import Pipeline
 from rota.runtime.faults.watchdog import EXIT_CODE
-from support import ROOT
 from support.faulty_training import Fault, Setup, run_case
 from support.fresh import run_fresh
 from support.networks import batch_of, chain, loss_fn
+from support.pages import python_blocks
 from support.pool import Pool
 from support.watch_clock import WatchClock, once_stopped
 
@@ -113,8 +112,7 @@ def run_block(rank: int, code: str) -> float:
 
 
 def test_the_code_of_the_docs_runs(pool: Pool) -> None:
-    page = ROOT / "docs" / "faults.md"
-    (code,) = re.findall(r"```python\n(.*?)```", page.read_text(), flags=re.DOTALL)
+    (code,) = python_blocks("elastic.md#When something goes wrong")
     assert pool.run(3, run_block, code) == [3.0] * 3
 
 
