@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from numbers import Real
 from typing import Any
 
@@ -13,6 +14,19 @@ from torch import nn
 from rota.models.carving.module_units import DROPOUTS, NORMS
 
 _RATES = ("drop", "jitter", "noise")  # parts of the names of attributes with a rate
+
+
+@contextmanager
+def evaluating(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Put the modules in eval() inside the context, and restore the mode of each inner module after it."""
+    before = [(inner, inner.training) for module in modules for inner in module.modules()]
+    for module in modules:
+        module.eval()
+    try:
+        yield
+    finally:
+        for inner, training in before:
+            inner.training = training
 
 
 def warn_of_eval_mode(modules: Sequence[nn.Module]) -> None:

@@ -466,7 +466,7 @@ def refuse_loss(
         name: this process's name, for messages.
         mine: the losses that this process counts: by last stage, then by micro-batch.
         empty: the micro-batches without rows, as this process was given them.
-        group: all processes; None: refuse it on this rank alone, in a step with wait=False.
+        group: all processes; None: refuse it only on this rank, in a step with wait=False.
 
     Raises:
         PipelineError: always, and with a group on all ranks, with all losses that are not finite.

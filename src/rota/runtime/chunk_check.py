@@ -15,6 +15,7 @@ from torch import nn
 
 from rota.core.errors import PipelineError
 from rota.models import collect_losses
+from rota.models.modes import evaluating
 from rota.models.sequence_chunks import Chunk
 from rota.runtime.gradients.chunks import length_of
 from rota.runtime.messages import over_tensors, tensors_in, with_tensors
@@ -34,7 +35,7 @@ def refuse_other_than_whole(module: nn.Module, where: str, first: tuple[Any, ...
         first: What the stage gets for the first chunk of a sample.
         second: The same for the second one.
     """
-    with torch.no_grad(), _evaluating(module), collect_losses():
+    with torch.no_grad(), evaluating([module]), _with_buffers_kept(module), collect_losses():
         length = length_of(first, where)
         with Chunk() as chunk:
             begin = module(*copied(first))
@@ -71,16 +72,12 @@ def _differ(found: torch.Tensor, expected: torch.Tensor) -> bool:
 
 
 @contextmanager
-def _evaluating(module: nn.Module) -> Iterator[None]:
-    """With all modules in eval(), and modes and buffers as they were afterwards."""
-    modes = [(each, each.training) for each in module.modules()]
+def _with_buffers_kept(module: nn.Module) -> Iterator[None]:
+    """With buffers as they were afterwards."""
     buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
-    module.eval()
     try:
         yield
     finally:
-        for each, mode in modes:
-            each.training = mode
         for buffer, before in buffers:
             if not torch.equal(buffer, before):
                 buffer.copy_(before)

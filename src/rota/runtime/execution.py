@@ -11,7 +11,6 @@ from __future__ import annotations
 import sys
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from types import FrameType
@@ -513,16 +512,3 @@ def forwards_of(plan: Plan) -> Plan:
         for order in plan.service_orders
     )
     return replace(plan, placement=plan.placement.forward_only(), orders=orders, service_orders=served)
-
-
-@contextmanager
-def evaluating(modules: list[nn.Module]) -> Iterator[None]:
-    """Put the modules in eval() inside the context, and restore the mode of each inner module after it."""
-    before = [(inner, inner.training) for module in modules for inner in module.modules()]
-    for module in modules:
-        module.eval()
-    try:
-        yield
-    finally:
-        for inner, training in before:
-            inner.training = training

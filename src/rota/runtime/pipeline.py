@@ -27,7 +27,7 @@ from rota.core.plan import Plan
 from rota.core.timeline import Timeline
 from rota.models import Stages
 from rota.models.elsewhere import free_elsewhere
-from rota.models.modes import warn_of_eval_mode
+from rota.models.modes import evaluating, warn_of_eval_mode
 from rota.runtime.agreement import Agreement, Call, refuse_differences
 from rota.runtime.channels import Channels
 from rota.runtime.clocks import clock_offset_ns
@@ -35,7 +35,7 @@ from rota.runtime.compute import Batch, Compute, step_seed
 from rota.runtime.device.choosing import device_of
 from rota.runtime.device.protocol import Number, is_queued
 from rota.runtime.environment import cores_of
-from rota.runtime.execution import Execution, evaluating, forwards_of
+from rota.runtime.execution import Execution, forwards_of
 from rota.runtime.faults.watchdog import PATIENT, Describe, Watchdog, limit_s
 from rota.runtime.gradients.recompute import recomputed_by_backward
 from rota.runtime.json_messages import all_gather_json

@@ -10,9 +10,10 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import Any, TypeVar, cast
 from urllib.parse import parse_qs, urlparse
+from uuid import uuid4
 
 import torch.distributed as dist
-from torch.distributed import FileStore, PrefixStore, Store  # type: ignore[attr-defined]
+from torch.distributed import FileStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.constants import default_pg_timeout
 
 from rota.core.errors import PipelineError
@@ -53,8 +54,21 @@ def join(timeout_s: float | None = None) -> bool:
             "no process group: start the script with `rota run plan.json script.py` or torchrun, or call "
             "torch.distributed.init_process_group first"
         )
-    meet_by_environment()
-    dist.init_process_group(group_backend(), timeout=timedelta(seconds=_patience_s(limit_s(timeout_s))))
+    limit = _patience_s(limit_s(timeout_s))
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    control.report("joins")
+    if STORE in os.environ:
+        store = _meet_at_launcher(rank, size, limit)
+    elif os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        store = _meet_at_agent(rank, size, limit)
+    else:
+        store = None
+    if store is None:
+        dist.init_process_group(group_backend(), timeout=timedelta(seconds=limit))
+    else:
+        dist.init_process_group(
+            group_backend(), store=store, rank=rank, world_size=size, timeout=timedelta(seconds=limit)
+        )
     # All have joined; the script's own collectives may last as long as PyTorch allows, or longer.
     set_default_timeout(group_timeout(limit_s(timeout_s)))
     return True
@@ -84,7 +98,7 @@ def leave(groups: Iterable[dist.ProcessGroup | None]) -> None:
 
 
 def meet_by_environment() -> None:
-    """Make `torch.distributed.init_process_group()` meet where the launcher says, if there is one, not at a port."""
+    """Make `torch.distributed.init_process_group()` meet where the launcher says, too, instead of at a port."""
     if STORE in os.environ:
         replace_rendezvous("env", _handle_environment)
 
@@ -104,20 +118,75 @@ def _meet_at_launcher(rank: int, size: int, limit: float) -> Store:
     # A script may leave and join again; the earlier addresses are those of closed connections.
     store = PrefixStore(f"rota/{_num_meetings}", FileStore(os.environ[STORE], -1))
     store.set(f"here {rank}", "")
-    missing, begun, pause = [*range(size)], time.monotonic(), _FIRST_LOOK_S
-    while missing and time.monotonic() < begun + limit:
+    missing = [*range(size)]
+    for _ in _looks(missing, limit):
         while missing and store.check([f"here {missing[0]}"]):
             del missing[0]
-        if missing:
-            time.sleep(pause)
-            pause = min(pause * _LONGER, _LONGEST_LOOK_S)
-    if missing:
-        ranks = ", ".join(map(str, missing))
-        raise PipelineError(
-            f"process {ranks} has not joined the others within {limit:g} s; look there for the first error, or give "
-            f"`rota run`, rota.mesh or rota.Pipeline a larger timeout (they wait {PATIENT} times as long)"
-        )
+        if not missing:
+            break
     return store
+
+
+# --- at torchrun's store ----------------------------------------------------------------------------------------------
+
+
+def _meet_at_agent(rank: int, size: int, limit: float) -> Store:
+    """A store that only the processes of this start use.
+
+    torchrun's agent keeps one store for all restarts (torch 2.13), and with it the addresses of processes that have
+    ended, which Gloo would call. So each process publishes a random word until the first process answers with that
+    word, which no answer of an earlier start contains.
+
+        process r   "word r": w ─────────────────▶ sees its w in the answer ──▶ "heard r": w name
+        the first              "answer r": w name ─▶ looks for other words until its answer is heard
+    """
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = TCPStore(host, port, is_master=False, wait_for_workers=False)
+    name = _answer_all(store, size, limit) if rank == 0 else _ask(store, rank, limit)
+    return PrefixStore(f"rota/{name}", store)
+
+
+def _ask(store: Store, rank: int, limit: float) -> str:
+    word = uuid4().hex
+    store.set(f"rota/word {rank}", word)
+    for _ in _looks([0], limit):
+        answer = _got(store, f"rota/answer {rank}")
+        if answer.startswith(word):
+            break
+    store.set(f"rota/heard {rank}", answer)
+    return answer.removeprefix(word)
+
+
+def _answer_all(store: Store, size: int, limit: float) -> str:
+    name, missing = uuid4().hex, [*range(1, size)]
+    for _ in _looks(missing, limit):
+        for rank in [*missing]:
+            answer = _got(store, f"rota/word {rank}") + name
+            store.set(f"rota/answer {rank}", answer)
+            if _got(store, f"rota/heard {rank}") == answer:
+                missing.remove(rank)
+        if not missing:
+            break
+    return name
+
+
+def _looks(missing: list[int], limit: float) -> Iterator[None]:
+    """Yields repeatedly for `limit` seconds; then raises PipelineError that names the processes in `missing`."""
+    begun, pause = time.monotonic(), _FIRST_LOOK_S
+    while time.monotonic() < begun + limit:
+        yield
+        time.sleep(pause)
+        pause = min(pause * _LONGER, _LONGEST_LOOK_S)
+    ranks = ", ".join(map(str, missing))
+    raise PipelineError(
+        f"process {ranks} has not joined the others within {limit:g} s; look there for the first error, or give "
+        f"`rota run`, rota.mesh or rota.Pipeline a larger timeout (they wait {PATIENT} times as long)"
+    )
+
+
+def _got(store: Store, key: str) -> str:
+    """The value of `key`, or "" if it has none yet."""
+    return store.get(key).decode() if store.check([key]) else ""
 
 
 def on_first(doing: str, act: Callable[[], Result]) -> Result:

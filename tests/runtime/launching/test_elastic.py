@@ -6,7 +6,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -202,52 +201,3 @@ def test_the_page_does_what_it_says(pool: Pool, tmp_path: Path, name: str) -> No
     for command in commands:
         output_of(pool, tmp_path, command.replace(" --max-restarts 3", ""))
     assert {path.name for path in (tmp_path / "run").glob("step-*")} == {"step-30", "step-40", "step-50"}
-
-
-# --- under torchrun ---------------------------------------------------------------------------------------------------
-
-
-def agent(folder: Path, node: str, port: int) -> subprocess.Popen[str]:
-    quick = f"is_host={node == 'a'},last_call_timeout=3,keep_alive_interval=1,timeout=200"
-    options = ["--nnodes", "1:2", "--nproc-per-node", "2", "--max-restarts", "2", "--monitor-interval", "0.1"]
-    where = [
-        "--rdzv-backend",
-        "c10d",
-        "--rdzv-endpoint",
-        f"localhost:{port}",
-        "--rdzv-id",
-        "test",
-        "--rdzv-conf",
-        quick,
-    ]
-    script = [SCRIPT, str(NUM_STEPS), "any-number"]
-    command = [sys.executable, "-m", "torch.distributed.run", *options, *where, *script]
-    with (folder / f"stderr-{node}").open("w") as stderr:
-        return subprocess.Popen(command, cwd=folder, env=environment(folder, NODE=node), stderr=stderr, text=True)
-
-
-@pytest.mark.faults
-def test_the_half_that_torchrun_has_left_goes_on(pool: Pool, tmp_path: Path) -> None:
-    """Two machines of two ranks each; the second one is gone in the middle of a step. Each number has its plan."""
-    expected = dict(pool.run(NUM_STAGES, undisturbed, PLAN)[0])
-    (tmp_path / "faults.json").write_text(json.dumps([(5, "b", "node")]))
-    for plan in (PLAN, ON_TWO):
-        (tmp_path / f"plan-{plan.num_ranks}.json").write_text(plan.to_json())
-    with socket.socket() as found:
-        found.bind(("localhost", 0))
-        port = found.getsockname()[1]
-    agents = [agent(tmp_path, node, port) for node in "ab"]
-    try:
-        codes = [one.wait(250) for one in agents]
-    finally:
-        for one in agents:
-            one.kill()
-    stderr = (tmp_path / "stderr-a").read_text()
-    assert codes == [0, -9], stderr
-    assert f"rota: training resumes from {tmp_path}/run/step-4" in stderr
-    assert [(step, ranks) for step, _, ranks in told(tmp_path)] == [(s, 4) for s in range(5)] + [
-        (s, 2) for s in range(4, NUM_STEPS)
-    ]
-    for step, loss, _ in told(tmp_path):
-        assert loss == pytest.approx(expected[step], abs=1e-10)
-    assert_nothing_left(tmp_path)

@@ -1,4 +1,4 @@
-"""Two machines under torchrun: one is lost and comes back, and the training goes on from its checkpoint.
+"""Two machines under torchrun: one is lost, and the training goes on from its checkpoint, alone or when it comes back.
 
 Both agents are on this machine, and meet on the loopback interface.
 """
@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from rota import Cluster, Costs, Plan, place
-from rota.schedules import one_f_one_b
+from rota.schedules import gpipe, one_f_one_b
 from support import elastic_training
 from support.elastic_training import NUM_MICROBATCHES, NUM_STAGES, train
 from support.faulty_training import processes_in
@@ -24,7 +24,9 @@ from support.pool import Pool
 
 pytestmark = [pytest.mark.dist, pytest.mark.faults]
 
-PLAN = one_f_one_b(place(Costs.uniform(NUM_STAGES, 100, 200), Cluster.uniform(NUM_STAGES)), NUM_MICROBATCHES)
+COSTS = Costs.uniform(NUM_STAGES, 100, 200)
+PLAN = one_f_one_b(place(COSTS, Cluster.uniform(NUM_STAGES)), NUM_MICROBATCHES)
+ON_TWO = gpipe(place(COSTS, Cluster.uniform(2), ranks=(0, 0, 1, 1)), NUM_MICROBATCHES)
 NUM_STEPS, LOST_IN = 12, 5
 
 
@@ -32,15 +34,17 @@ def undisturbed(rank: int, plan: Plan) -> list[tuple[int, float]]:
     return train(plan, NUM_STEPS)
 
 
-def agent(folder: Path, node: str, port: int, rendezvous: str) -> subprocess.Popen[str]:
+def agent(
+    folder: Path, node: str, port: int, rendezvous: str, num_nodes: str = "2", conf: str = "", *more: str
+) -> subprocess.Popen[str]:
     """The agent of machine "a", which has the rendezvous, or "b", with two ranks each."""
-    options = ["--nnodes", "2", "--nproc-per-node", "2", "--max-restarts", "2", "--monitor-interval", "0.1"]
+    options = ["--nnodes", num_nodes, "--nproc-per-node", "2", "--max-restarts", "2", "--monitor-interval", "0.1"]
     options += ["--rdzv-backend", rendezvous, "--rdzv-endpoint", f"localhost:{port}", "--rdzv-id", "test"]
     if rendezvous == "c10d":
-        options += ["--rdzv-conf", f"is_host={node == 'a'},timeout=200"]
+        options += ["--rdzv-conf", f"is_host={node == 'a'},timeout=200{conf}"]
     else:
         options += ["--node-rank", str("ab".index(node)), "--rdzv-conf", "timeout=200"]
-    script = [str(Path(elastic_training.__file__)), str(NUM_STEPS)]
+    script = [str(Path(elastic_training.__file__)), str(NUM_STEPS), *more]
     environment = {
         **os.environ,
         "OMP_NUM_THREADS": "1",
@@ -54,26 +58,56 @@ def agent(folder: Path, node: str, port: int, rendezvous: str) -> subprocess.Pop
         return subprocess.Popen(command, cwd=folder, env=environment, stderr=stderr, text=True)
 
 
+def lose_b(folder: Path) -> int:
+    """Prepare a training that loses machine "b"; a free port."""
+    (folder / "faults.json").write_text(json.dumps([(LOST_IN, "b", "node")]))
+    for plan in (PLAN, ON_TWO):
+        (folder / f"plan-{plan.num_ranks}.json").write_text(plan.to_json())
+    with socket.socket() as found:
+        found.bind(("localhost", 0))
+        return int(found.getsockname()[1])
+
+
+def done_in(folder: Path) -> list[tuple[int, float, int]]:
+    """Each step, its loss and the number of ranks; the training has resumed once, from step 4."""
+    told = re.findall(r"^rota: training resumes from .*$", (folder / "stderr-a").read_text(), flags=re.MULTILINE)
+    assert told == [f"rota: training resumes from {folder}/run/step-4"]
+    assert processes_in(folder) == []
+    return [tuple(json.loads(line)) for line in (folder / "losses").read_text().splitlines()]
+
+
 @pytest.mark.parametrize("rendezvous", ["c10d", "static"])
 def test_a_machine_that_comes_back(pool: Pool, tmp_path: Path, rendezvous: str) -> None:
     """It is gone in the middle of a step, its agent too; torchrun on the other one waits for it."""
     expected = dict(pool.run(NUM_STAGES, undisturbed, PLAN)[0])
-    (tmp_path / "faults.json").write_text(json.dumps([(LOST_IN, "b", "node")]))
-    (tmp_path / "plan.json").write_text(PLAN.to_json())
-    with socket.socket() as found:
-        found.bind(("localhost", 0))
-        port = found.getsockname()[1]
-    agents = [agent(tmp_path, node, port, rendezvous) for node in "ab"]
+    port = lose_b(tmp_path)
+    agents = [agent(tmp_path, node, port, rendezvous, "2", "", "any-number") for node in "ab"]
     try:
         assert agents[1].wait(200) == -9
-        agents.append(agent(tmp_path, "b", port, rendezvous))
+        agents.append(agent(tmp_path, "b", port, rendezvous, "2", "", "any-number"))
         assert [one.wait(200) for one in (agents[0], agents[2])] == [0, 0], (tmp_path / "stderr-a").read_text()
     finally:
         for one in agents:
             one.kill()
-    told = re.findall(r"^rota: training resumes from .*$", (tmp_path / "stderr-a").read_text(), flags=re.MULTILINE)
-    assert told == [f"rota: training resumes from {tmp_path}/run/step-4"]
-    losses = [json.loads(line)[:2] for line in (tmp_path / "losses").read_text().splitlines()]
-    assert [step for step, _ in losses] == [*range(LOST_IN), *range(4, NUM_STEPS)]
-    assert all(loss == expected[step] for step, loss in losses)
-    assert processes_in(tmp_path) == []
+    losses = done_in(tmp_path)
+    assert [step for step, *_ in losses] == [*range(LOST_IN), *range(4, NUM_STEPS)]
+    assert all(loss == expected[step] for step, loss, _ in losses)
+
+
+def test_the_half_that_is_left_goes_on(pool: Pool, tmp_path: Path) -> None:
+    """Each number of ranks has its plan."""
+    expected = dict(pool.run(NUM_STAGES, undisturbed, PLAN)[0])
+    port = lose_b(tmp_path)
+    quick = ",last_call_timeout=3,keep_alive_interval=1"
+    agents = [agent(tmp_path, node, port, "c10d", "1:2", quick, "any-number") for node in "ab"]
+    try:
+        codes = [one.wait(250) for one in agents]
+    finally:
+        for one in agents:
+            one.kill()
+    assert codes == [0, -9], (tmp_path / "stderr-a").read_text()
+    losses = done_in(tmp_path)
+    steps = [(step, 4) for step in range(LOST_IN)] + [(step, 2) for step in range(4, NUM_STEPS)]
+    assert [(step, ranks) for step, _, ranks in losses] == steps
+    for step, loss, _ in losses:
+        assert loss == pytest.approx(expected[step], abs=1e-10)
