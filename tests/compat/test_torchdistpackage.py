@@ -145,10 +145,14 @@ def test_steps_evaluation_and_norms(pool: Pool, size: int) -> None:
 # --- several tensors, of any dtype ------------------------------------------------------------------------------------
 
 
+def layer_of(rank: int) -> nn.Linear:
+    torch.manual_seed(rank)
+    return nn.Linear(WIDTH, WIDTH).double()
+
+
 def several_tensors(rank: int) -> list[Any]:
     """Stage 0 sends two floats, flags and numbers; stage 1 one of them in bf16, in a dict; gradients of all three."""
-    torch.manual_seed(rank)
-    layer = nn.Linear(WIDTH, WIDTH).double()
+    layer = layer_of(rank)
     x, y = batch()
 
     def first(value: Tensor) -> tuple[Tensor, ...]:
@@ -171,10 +175,7 @@ def several_tensors(rank: int) -> list[Any]:
 
 
 def test_several_tensors_over_a_boundary(pool: Pool) -> None:
-    layers = []
-    for rank in range(3):
-        torch.manual_seed(rank)
-        layers.append(nn.Linear(WIDTH, WIDTH).double())
+    layers = [layer_of(rank) for rank in range(3)]
     x, y = batch()
     made = layers[0](x)
     half = layers[1](made + y * 3).to(torch.bfloat16).double()
@@ -187,8 +188,7 @@ def test_several_tensors_over_a_boundary(pool: Pool) -> None:
 
 def writing(rank: int) -> list[Any]:
     """A stage may begin by writing into what it receives; a backward of one's own may run in parts."""
-    torch.manual_seed(rank)
-    layer = nn.Linear(WIDTH, WIDTH).double()
+    layer = layer_of(rank)
     x, y = batch()
 
     def forward(inputs: Any) -> Tensor:
@@ -211,10 +211,7 @@ def writing(rank: int) -> list[Any]:
 
 
 def test_writing_into_what_arrives(pool: Pool) -> None:
-    layers = []
-    for rank in range(2):
-        torch.manual_seed(rank)
-        layers.append(nn.Linear(WIDTH, WIDTH).double())
+    layers = [layer_of(rank) for rank in range(2)]
     x, y = batch()
     ((layers[1](torch.relu(layers[0](x))) - y) ** 2).sum().backward()
     for layer, gradients in zip(layers, pool.run(2, writing), strict=True):

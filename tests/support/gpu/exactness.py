@@ -21,8 +21,6 @@ from support.gpu.models import (
     batch_of,
     blocks,
     clear,
-    gradients_of,
-    loss_fn,
     pipeline_on,
     plan_of,
     plans,
@@ -30,6 +28,7 @@ from support.gpu.models import (
     unsplit_step,
     worst,
 )
+from support.networks import gradients_of, loss_fn
 
 NUM_STEPS = 2
 
