@@ -15,8 +15,31 @@ from rota.compat.deepspeed import to_plan
 from rota.compat.deepspeed.utils import call_to_str
 from rota.drawing import to_text
 from rota.schedules import forward_only, one_f_one_b
-from support.instruction_schedules import AllForwardsFirst
 from support.pages import run
+
+
+class AllForwardsFirst(ds.PipeSchedule):
+    """GPipe: the document's way to write a schedule. Backwards go from the last micro-batch to the first."""
+
+    def steps(self) -> Iterator[list[ds.PipeInstruction]]:
+        for m in range(self.micro_batches):
+            cmds: list[ds.PipeInstruction] = []
+            if self.is_first_stage or self.is_last_stage:
+                cmds.append(ds.LoadMicroBatch(m))
+            if self._valid_stage(self.prev_stage):
+                cmds.append(ds.RecvActivation(m))
+            cmds.append(ds.ForwardPass(m))
+            if self._valid_stage(self.next_stage):
+                cmds.append(ds.SendActivation(m))
+            yield cmds
+        for m in reversed(range(self.micro_batches)):
+            if self._valid_stage(self.next_stage):
+                yield [ds.RecvGrad(m)]
+            yield [ds.BackwardPass(m)]
+            if self._valid_stage(self.prev_stage):
+                yield [ds.SendGrad(m)]
+        yield [ds.ReduceTiedGrads(), ds.ReduceGrads(), ds.OptimizerStep()]
+
 
 SIZES = [(m, s) for m in (1, 3, 8, 10) for s in (1, 2, 3, 4)]
 

@@ -13,9 +13,8 @@ from rota import Cluster, Pipeline, Placement, Plan, Size, SizeModel, place, sim
 from rota.runtime.memory_watch import MemoryWatch
 from rota.schedules import NAMED
 from runtime.test_memory_as_planned import patient
-from support.chunked_gpt import LONGEST, WIDTH, gpt_stages, tokens
 from support.pool import Pool
-from support.text_models import summed_loss
+from support.text_models import LONGEST, WIDTH, gpt_stages, summed_loss, tokens
 
 pytestmark = pytest.mark.dist
 

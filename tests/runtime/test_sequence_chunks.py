@@ -28,11 +28,10 @@ from rota import (
 from rota.planning.verify_on_ranks import Unsplit
 from rota.runtime.chunk_check import refuse_other_than_whole
 from rota.runtime.gradients.chunks import length_of
-from support.chunked_gpt import WIDTH, Attention, Words, gpt_stages, tokens
 from support.core_strategies import Chooser, deal, linear_extension
 from support.networks import StepResult, assert_equal_steps, gradients_of
 from support.pool import Pool
-from support.text_models import WORDS, summed_loss
+from support.text_models import WIDTH, WORDS, Attention, Words, gpt_stages, summed_loss, tokens
 
 pytestmark = pytest.mark.dist
 
