@@ -14,8 +14,31 @@ from rota.compat.deepspeed import schedule as ds, to_plan
 from rota.compat.deepspeed.utils import call_to_str
 from rota.drawing import to_text
 from rota.schedules import forward_only, one_f_one_b
-from support.instruction_schedules import AllForwardsFirst
 from support.pages import run
+
+
+class AllForwardsFirst(ds.PipeSchedule):
+    """GPipe: the document's way to write a schedule. Backwards go from the last micro-batch to the first."""
+
+    def steps(self) -> Iterator[list[ds.PipeInstruction]]:
+        for m in range(self.micro_batches):
+            cmds: list[ds.PipeInstruction] = []
+            if self.is_first_stage or self.is_last_stage:
+                cmds.append(ds.LoadMicroBatch(m))
+            if self._valid_stage(self.prev_stage):
+                cmds.append(ds.RecvActivation(m))
+            cmds.append(ds.ForwardPass(m))
+            if self._valid_stage(self.next_stage):
+                cmds.append(ds.SendActivation(m))
+            yield cmds
+        for m in reversed(range(self.micro_batches)):
+            if self._valid_stage(self.next_stage):
+                yield [ds.RecvGrad(m)]
+            yield [ds.BackwardPass(m)]
+            if self._valid_stage(self.prev_stage):
+                yield [ds.SendGrad(m)]
+        yield [ds.ReduceTiedGrads(), ds.ReduceGrads(), ds.OptimizerStep()]
+
 
 SIZES = [(m, s) for m in (1, 3, 8, 10) for s in (1, 2, 3, 4)]
 
@@ -117,13 +140,18 @@ def test_what_a_schedule_knows() -> None:
     with pytest.raises(ValueError, match="micro-batch 4 has no buffer: micro-batches are 0 to 3"):
         schedule._buffer_idx(4)
     assert [*map(str, next(iter(schedule)))] == [*map(str, next(iter(schedule)))]  # iterating starts afresh
+    own = type("Own", (ds.PipeSchedule,), {"steps": lambda self: iter(())})(4, 3, 1)
+    assert (own.micro_batches, own.stages, own.stage_id, own.prev_stage, own.next_stage) == (4, 3, 1, 0, 2)
+    assert own.num_pipe_buffers() == 4
+    with pytest.raises(TypeError, match="abstract"):
+        ds.PipeSchedule(4, 3, 1)  # type: ignore[abstract]
 
 
 def test_instructions() -> None:
     load = ds.LoadMicroBatch(0, extra="x")
     assert (load.name, load.buffer_id, load.extra) == ("LoadMicroBatch", 0, "x")  # type: ignore[attr-defined]
     assert repr(ds.LoadMicroBatch(buffer_id=0)) == "LoadMicroBatch(buffer_id=0)"
-    assert repr(ds.OptimizerStep()) == "OptimizerStep()"
+    assert (repr(ds.OptimizerStep()), repr(ds.OptimizerStep(a=1))) == ("OptimizerStep()", "OptimizerStep(a=1)")
     assert call_to_str("f", 1, "a", key=None) == ds.call_to_str("f", 1, "a", key=None) == "f(1, 'a', key=None)"
     assert [ds._is_even(2), ds._is_odd(2), ds._is_even(-1), ds._is_odd(-1)] == [True, False, False, True]
 
@@ -237,51 +265,6 @@ def test_streams_that_wait_for_each_other_are_told_as_a_cycle() -> None:
     with pytest.raises(PlanError, match="wait in a cycle") as error:
         to_plan(type("Mine", (Written,), {"streams": (f"{forth} {again}", back)}), 2, 2)
     assert error.value.reason == "cycle"
-
-
-# --- what the documents show ------------------------------------------------------------------------------------------
-
-# DeepSpeed's summary of its schedule module, with its import line changed and what it elides filled in ("...").
-DOCUMENT = """
-from rota.compat.deepspeed.utils import call_to_str
-from abc import ABC, abstractmethod
-
-class PipeSchedule(ABC):
-    def __init__(self, micro_batches, stages, stage_id):
-        self.micro_batches, self.stages, self.stage_id = micro_batches, stages, stage_id
-        self.prev_stage, self.next_stage = self.stage_id - 1, self.stage_id + 1
-
-    @abstractmethod
-    def steps(self):
-        pass
-
-    def num_pipe_buffers(self):
-        return self.micro_batches
-
-class PipeInstruction:
-    def __init__(self, **kwargs):
-        self.name, self.kwargs = self.__class__.__name__, kwargs
-        for key, val in kwargs.items():
-            setattr(self, key, val)
-
-    def __repr__(self):
-        return call_to_str(self.name, **self.kwargs)
-
-class OptimizerStep(PipeInstruction):
-    pass
-"""
-
-
-def test_the_document_runs_and_says_what_the_door_does() -> None:
-    document: dict[str, Any] = {"__name__": "document"}
-    exec(compile(DOCUMENT, "document", "exec"), document)
-    assert repr(document["OptimizerStep"](a=1)) == repr(ds.OptimizerStep(a=1)) == "OptimizerStep(a=1)"
-    for schedule in (document["PipeSchedule"], ds.PipeSchedule):
-        one = type("One", (schedule,), {"steps": lambda self: iter(())})(4, 3, 1)
-        assert (one.micro_batches, one.stages, one.stage_id, one.prev_stage, one.next_stage) == (4, 3, 1, 0, 2)
-        assert one.num_pipe_buffers() == 4
-        with pytest.raises(TypeError, match="abstract"):
-            schedule(4, 3, 1)
 
 
 def test_ones_own_schedule_of_the_docs_runs(capsys: pytest.CaptureFixture[str]) -> None:

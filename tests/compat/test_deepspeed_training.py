@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from compat.test_deepspeed_schedule import AllForwardsFirst
 from rota import PipelineError, SplitError
 from rota.compat.deepspeed import LayerSpec, PipelineModule, TiedLayerSpec, initialize
 from rota.compat.deepspeed.schedule import TrainSchedule
@@ -18,7 +19,6 @@ from rota.compat.deepspeed.topology import (
     PipeModelDataParallelTopology,
     ProcessTopology,
 )
-from support.instruction_schedules import AllForwardsFirst
 from support.pages import run
 from support.pool import Pool
 
@@ -209,6 +209,33 @@ def test_gradients_of_modules_that_share_weights(pool: Pool) -> None:
     assert [sorted(found) for found in by_rank] == [["0.bias", "0.weight"], [], ["2.bias", "2.weight"], []]
     for found in by_rank:
         for name, gradient in found.items():
+            torch.testing.assert_close(gradient, serial.get_parameter(name).grad, rtol=1e-10, atol=1e-10)
+
+
+def network() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)).double()
+
+
+def replicas(rank: int) -> tuple[float, dict[str, tuple[Tensor, Tensor | None]]]:
+    """Two pipelines of two stages; every process begins with other weights."""
+    torch.manual_seed(rank)
+    module = PipelineModule(network(), num_stages=2, loss_fn=nn.MSELoss(), partition_method="uniform")
+    module.micro_batches = 2
+    replica = module.mpu().data_parallel_id
+    loss = module.train_batch(iter(pairs()[2 * replica : 2 * replica + 2])).item()
+    module.close()
+    return loss, {name: (p.detach(), p.grad) for name, p in module.named_parameters()}
+
+
+def test_replicas_of_a_pipeline_module(pool: Pool) -> None:
+    by_rank = pool.run(4, replicas)
+    serial = network()
+    serial.load_state_dict({name: p for _, found in by_rank for name, (p, _) in found.items()})
+    losses = [nn.MSELoss()(serial(x), y) for x, y in pairs()]
+    (sum(losses) / 4).backward()
+    for loss, found in by_rank:
+        assert loss == pytest.approx(sum(losses).item() / 4, abs=1e-12)
+        for name, (_, gradient) in found.items():
             torch.testing.assert_close(gradient, serial.get_parameter(name).grad, rtol=1e-10, atol=1e-10)
 
 

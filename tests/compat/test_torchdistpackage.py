@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from rota import PipelineError, SplitError
 from rota.compat.torchdistpackage import (
+    DDP,
     clip_grad_norm_,
     flatten_model,
     forward_backward,
@@ -142,13 +143,53 @@ def test_steps_evaluation_and_norms(pool: Pool, size: int) -> None:
     torch.testing.assert_close(by_rank[-1]["evaluated"], model(batch()[0]).detach(), rtol=1e-9, atol=1e-12)
 
 
+# --- replicas and parts, whose gradients are averaged once a step -----------------------------------------------------
+
+
+def replicas_and_parts(rank: int, num_replicas: int, num_parts: int) -> tuple[int, list[Any], float]:
+    with groups(data=num_replicas, pipe=2, tensor=num_parts):
+        model = DDP(nn.Sequential(*partition_uniform(layers())))
+        x, y = (value.chunk(num_replicas)[tpc.get_dp_rank()] for value in batch())
+
+        def forward(inputs: Any) -> Tensor:
+            if tpc.is_first_in_pipeline_group():
+                return model(inputs)
+            return nn.functional.mse_loss(model(inputs[0]), inputs[1])
+
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        inputs = [x] if tpc.is_first_in_pipeline_group() else [y]
+        for _ in range(2):  # the second clears what the first has averaged
+            forward_backward(optimizer, forward, None, inputs, 2, scatter_gather_tensors=num_parts > 1)
+        norm = clip_grad_norm_(model.parameters(), 1e9).item()
+        forward_eval(model, x if tpc.is_first_in_pipeline_group() else None)
+        return tpc.get_pp_rank(), [p.grad for p in model.parameters()], norm
+
+
+@pytest.mark.parametrize(("num_replicas", "num_parts"), [(2, 1), (1, 2)])
+def test_replicas_and_parts_of_forward_backward(pool: Pool, num_replicas: int, num_parts: int) -> None:
+    serial = nn.Sequential(*layers())
+    for x, y in zip(*(value.chunk(2 * num_replicas) for value in batch()), strict=True):
+        (nn.functional.mse_loss(serial(x), y) / num_replicas).backward()
+    whole = [p.grad for p in serial.parameters()]
+    norm = nn.utils.get_total_norm(whole).item()
+    for stage, gradients, its_norm in pool.run(4, replicas_and_parts, num_replicas, num_parts):
+        expected = whole[-len(gradients) :] if stage else whole[: len(gradients)]
+        for gradient, wanted in zip(gradients, expected, strict=True):
+            torch.testing.assert_close(gradient, wanted, rtol=1e-9, atol=1e-12)
+        assert its_norm == pytest.approx(norm, rel=1e-9)
+
+
 # --- several tensors, of any dtype ------------------------------------------------------------------------------------
+
+
+def layer_of(rank: int) -> nn.Linear:
+    torch.manual_seed(rank)
+    return nn.Linear(WIDTH, WIDTH).double()
 
 
 def several_tensors(rank: int) -> list[Any]:
     """Stage 0 sends two floats, flags and numbers; stage 1 one of them in bf16, in a dict; gradients of all three."""
-    torch.manual_seed(rank)
-    layer = nn.Linear(WIDTH, WIDTH).double()
+    layer = layer_of(rank)
     x, y = batch()
 
     def first(value: Tensor) -> tuple[Tensor, ...]:
@@ -171,10 +212,7 @@ def several_tensors(rank: int) -> list[Any]:
 
 
 def test_several_tensors_over_a_boundary(pool: Pool) -> None:
-    layers = []
-    for rank in range(3):
-        torch.manual_seed(rank)
-        layers.append(nn.Linear(WIDTH, WIDTH).double())
+    layers = [layer_of(rank) for rank in range(3)]
     x, y = batch()
     made = layers[0](x)
     half = layers[1](made + y * 3).to(torch.bfloat16).double()
@@ -187,8 +225,7 @@ def test_several_tensors_over_a_boundary(pool: Pool) -> None:
 
 def writing(rank: int) -> list[Any]:
     """A stage may begin by writing into what it receives; a backward of one's own may run in parts."""
-    torch.manual_seed(rank)
-    layer = nn.Linear(WIDTH, WIDTH).double()
+    layer = layer_of(rank)
     x, y = batch()
 
     def forward(inputs: Any) -> Tensor:
@@ -211,10 +248,7 @@ def writing(rank: int) -> list[Any]:
 
 
 def test_writing_into_what_arrives(pool: Pool) -> None:
-    layers = []
-    for rank in range(2):
-        torch.manual_seed(rank)
-        layers.append(nn.Linear(WIDTH, WIDTH).double())
+    layers = [layer_of(rank) for rank in range(2)]
     x, y = batch()
     ((layers[1](torch.relu(layers[0](x))) - y) ** 2).sum().backward()
     for layer, gradients in zip(layers, pool.run(2, writing), strict=True):

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from rota.compat.torchdistpackage import DDP, flatten_model, partition_uniform, tpc
 from support import pages
+from support.layered_models import Block
 from support.pool import Pool
 
 pytestmark = pytest.mark.dist
@@ -140,18 +141,6 @@ def test_the_example_of_the_docs(pool: Pool) -> None:
     assert one == other > 0
 
 
-class Block(nn.Module):
-    def __init__(self, channels: int, out: int) -> None:
-        super().__init__()
-        self.conv1, self.bn1 = nn.Conv2d(channels, out, 3, padding=1, bias=False), nn.BatchNorm2d(out)
-        self.conv2, self.bn2 = nn.Conv2d(out, out, 3, padding=1, bias=False), nn.BatchNorm2d(out)
-        self.short = nn.Conv2d(channels, out, 1, bias=False) if channels != out else nn.Identity()
-
-    def forward(self, x: Tensor) -> Tensor:
-        made = self.bn2(self.conv2(torch.relu(self.bn1(self.conv1(x)))))
-        return torch.relu(made + self.short(x))
-
-
 class ResNet(nn.Module):
     """With the layers' names of a ResNet, for 8 x 8 pixels."""
 
@@ -160,8 +149,8 @@ class ResNet(nn.Module):
         torch.manual_seed(8)
         self.conv1, self.bn1, self.relu = nn.Conv2d(1, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8), nn.ReLU()
         self.maxpool = nn.MaxPool2d(2)
-        self.layer1, self.layer2 = nn.Sequential(Block(8, 8)), nn.Sequential(Block(8, 8))
-        self.layer3, self.layer4 = nn.Sequential(Block(8, 16)), nn.Sequential(Block(16, 16))
+        self.layer1, self.layer2 = nn.Sequential(Block(8, 8, 1)), nn.Sequential(Block(8, 8, 1))
+        self.layer3, self.layer4 = nn.Sequential(Block(8, 16, 1)), nn.Sequential(Block(16, 16, 1))
         self.avgpool, self.fc = nn.AdaptiveAvgPool2d(1), nn.Linear(16, 10)
 
     def forward(self, x: Tensor) -> Tensor:

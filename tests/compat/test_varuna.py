@@ -126,6 +126,8 @@ def test_what_goes_through_a_cut_point() -> None:
     x = {"x": torch.ones(4, WIDTH)}
     with pytest.raises(SplitError, match=r"CutPoint points\[0\] is called twice"):
         dry_run(Model(lambda model, x: model.points[0](model.points[0](x) * 2)), x, 4)
+    with pytest.raises(SplitError, match=r"CutPoint points\[0\] is given a tuple; give it one tensor"):
+        dry_run(Model(lambda model, x: model.points[0]((x, x))[0]), x, 4)
     model, state = Model(lambda model, x: model.points[1](x.T) * torch.rand(())), torch.get_rng_state()
     with pytest.raises(SplitError, match=r"CutPoint points\[1\] is given a tensor of shape \[6, 4\] for 4 examples"):
         dry_run(model, x, 4)
@@ -139,7 +141,7 @@ def test_what_goes_through_a_cut_point() -> None:
 
 def test_a_weight_on_two_sides_of_a_cut_is_named() -> None:
     model, x = Model(lambda model, x: model.layer(model.points[0](model.layer(x)))), {"x": torch.ones(4, WIDTH)}
-    told = "stage 0 has the weight 'layer.weight', which is also 'layer.weight' in stage 1"
+    told = "stage 0 has the weight 'layer.weight', which is also 'layer.weight' in stage 1; register a Parameter of"
     with pytest.raises(SplitError, match=told):
         cut(model, 2, (), None, x)
     assert len(cut(model, 1, (), None, x)) == 1

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import ast
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -70,23 +67,6 @@ def test_a_plan_is_searched_for_with_measured_times(pool: Pool, tmp_path: Path) 
     assert len(re.findall(r"^(?:Use|Keep) ", adapted, re.MULTILINE)) == 3
     assert losses_in(adapted) == pytest.approx(losses_in(unchanged), abs=2e-9)
     assert losses_in(adapted)[-1] < 0.1 * losses_in(adapted)[0]
-
-
-@pytest.mark.sweep
-def test_one_is_started_by_its_command(tmp_path: Path) -> None:
-    """By torchrun itself, in processes of its own; the others run in those of the pool."""
-    command = with_path(commands("bidirectional")[0]).split()
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", *command[1:]],
-        cwd=tmp_path,
-        env={name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")},
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
-    assert done.returncode == 0, done.stderr
-    losses = losses_in(done.stdout)
-    assert losses[-1] < 0.9 * losses[0]
 
 
 @pytest.mark.sweep

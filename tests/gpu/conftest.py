@@ -1,8 +1,7 @@
-"""Tests that need accelerators, run by `make test-gpu`. They write what they have seen to benchmarks/gpu/result.json.
+"""Tests that need accelerators, run by `make test-gpu`. What they measure is in pytest's report, as is the machine.
 
-ROTA_GPU_TESTS=1       what `make test-gpu` sets
-ROTA_GPU_TESTS=cpu     the same on the CPU with Gloo, small, to try the tests themselves; what is for CUDA is skipped
-ROTA_GPU_RESULT=FILE   where the result goes
+ROTA_GPU_TESTS=1     what `make test-gpu` sets
+ROTA_GPU_TESTS=cpu   the same on the CPU with Gloo, small, to try the tests themselves; what is for CUDA is skipped
 """
 
 from __future__ import annotations
@@ -14,14 +13,9 @@ from typing import Any
 
 import pytest
 
-from support import ROOT
 from support.gpu.ranks import RankPool, results_of
-from support.gpu.result import Results
 
 WISH = os.environ.get("ROTA_GPU_TESTS", "")
-RESULT = Path(os.environ.get("ROTA_GPU_RESULT", ROOT / "benchmarks" / "gpu" / "result.json"))
-
-results = Results()
 
 
 @pytest.fixture(scope="session")
@@ -47,10 +41,16 @@ def is_small(device_type: str) -> bool:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def machine(device_type: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+def machine(
+    device_type: str,
+    tmp_path_factory: pytest.TempPathFactory,
+    record_testsuite_property: Callable[[str, object], None],
+) -> None:
     from support.gpu.measuring import machine
 
-    (results.machine,) = results_of(tmp_path_factory.mktemp("machine"), 1, device_type, machine)
+    (found,) = results_of(tmp_path_factory.mktemp("machine"), 1, device_type, machine)
+    for name, value in found.items():
+        record_testsuite_property(name, value)
 
 
 @pytest.fixture(autouse=True)
@@ -83,12 +83,3 @@ def ranks(tmp_path: Path, device_type: str) -> Callable[..., Any]:
 def rank_pool(tmp_path: Path, device_type: str) -> RankPool:
     """For tests that were written for the CPU and the pool of processes."""
     return RankPool(tmp_path / "pool", device_type)
-
-
-def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    results.add(report)
-
-
-def pytest_sessionfinish() -> None:
-    if WISH:
-        results.write(RESULT)

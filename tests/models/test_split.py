@@ -12,9 +12,13 @@ import torch
 from hypothesis import given, settings, strategies as st
 from torch import Tensor, nn
 
+from rota import Cluster, Costs, Plan, place
 from rota.core.errors import SplitError
 from rota.models import CutPoint, Stages, finest, split
 from rota.models.unmodified import find_blocks
+from rota.schedules import one_f_one_b
+from support.networks import StepResult, assert_equal_steps, pipeline_steps, serial_step
+from support.pool import Pool
 from support.sampling import some
 
 WIDTH, WORDS = 4, 7
@@ -273,6 +277,40 @@ def test_inputs_are_read_where_they_are_used() -> None:
     assert stages.inputs == (("x", "mask", "scale"), ("mask", "scale"), ("scale",), ("scale",))
     for batch in ((values(), mask), (values(), mask, 0.5), {"mask": mask, "x": values()}):
         assert_same(model, stages, batch)
+
+
+class Masked(Plain):
+    """The mask is read by the last two layers alone, the shift by the second."""
+
+    def forward(self, x: Tensor, shift: Tensor, mask: Tensor) -> Tensor:
+        x = self.cuts[0](torch.tanh(self.a(x)))
+        x = self.cuts[1](torch.tanh(self.b(x + shift)))
+        x = self.cuts[2](torch.tanh(self.c(x * mask)))
+        return self.d(x * mask)
+
+
+def step(rank: int, stages: Stages, plan: Plan, inputs: list[Any], targets: Tensor) -> StepResult:
+    """`inputs[rank]` is all that the rank is given."""
+    (result,) = pipeline_steps(rank, stages, plan, [(inputs[rank], targets if rank == stages.sink else None)])
+    return result
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("num_stages", [2, 3, 4])
+@pytest.mark.parametrize("given", ["dict", "own entries", "tuple"])
+def test_each_rank_may_be_given_what_it_reads(pool: Pool, num_stages: int, given: str) -> None:
+    torch.manual_seed(2)
+    x, shift, mask, targets = torch.randn(4, 8, WIDTH, dtype=torch.float64)
+    batch = {"x": x, "shift": shift, "mask": mask}
+    stages = split(Masked().double(), num_stages, example=batch)
+    inputs: list[Any] = [
+        (tuple(batch.values()) if given == "tuple" else batch) if read else None for read in stages.inputs
+    ]
+    if given == "own entries":
+        inputs = [{str(name): batch[str(name)] for name in read} or None for read in stages.inputs]
+    plan = one_f_one_b(place(Costs.uniform(num_stages), Cluster.uniform(num_stages)), 4)
+    by_rank = pool.run(num_stages, step, stages, plan, inputs, targets)
+    assert_equal_steps(by_rank, serial_step(stages, batch, targets))
 
 
 class Counting(Plain):

@@ -48,24 +48,13 @@ def swapped(programs: Programs, rng: random.Random) -> Programs:
 
 
 def overtaken(programs: Programs, rng: random.Random) -> Programs:
+    """Both sides agree, but its op waits for what the overtaken message brings: a cycle through events."""
     for _ in range(3):
         programs = overtaken_on_a_channel(programs, rng) or programs
     return programs
 
 
-def test_a_message_that_overtakes_can_hang_independent_streams() -> None:
-    """Both sides agree, but its op waits for what the overtaken message brings: a cycle through events."""
-    verdicts: Counter[bool] = Counter()
-    plan = one_f_one_b(place(Costs.uniform(3, 10, 20), Cluster.uniform(3)), 6)
-    for seed in range(60):
-        programs = overtaken(device_programs(plan), random.Random(seed))
-        proved = is_proved(programs, serial=False)
-        assert proved == fake_nccl.finishes(programs, serial=False), seed
-        verdicts[proved] += 1
-    assert min(verdicts[True], verdicts[False]) > 3
-
-
-@pytest.mark.parametrize("mutate", [unchanged, early, moved, swapped])
+@pytest.mark.parametrize("mutate", [unchanged, early, moved, swapped, overtaken])
 @pytest.mark.parametrize("paired", [False, True], ids=["directed", "paired"])
 def test_the_proof_accepts_exactly_what_finishes(
     mutate: Callable[[Programs, random.Random], Programs], paired: bool
@@ -74,10 +63,9 @@ def test_the_proof_accepts_exactly_what_finishes(
     for seed in range(60):
         rng = random.Random(f"{seed} {mutate.__name__}")
         plan = random_plan(seed, 2 + seed % 3)[1]
-        programs: Programs = device_programs(plan, tied=[(0, 1)])
+        programs = mutate(device_programs(plan, tied=[(0, 1)]), rng)
         if paired:
             programs = [with_pair_communicators(program) for program in programs]
-        programs = mutate(programs, rng)
         for serial in (False, True):
             proved = is_proved(programs, serial)
             assert proved == fake_nccl.finishes(programs, serial), (seed, serial)
@@ -98,9 +86,6 @@ def test_families(family: Family) -> None:
         programs = device_programs(plan)
         for queue_length in (1, 3, 10**9):
             fake_nccl.run(programs, serial=True, queue_length=queue_length)
-        if family.name != "forward_only":
-            with pytest.raises(HangError):
-                fake_nccl.run([with_early_receives(program) for program in programs], serial=True)
 
 
 def early_one_f_one_b(num_bytes: int) -> list[DeviceProgram]:

@@ -3,27 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from importlib import import_module
 from types import ModuleType
 
 import pytest
 
-from runtime import (
-    test_boundaries,
-    test_losses,
-    test_plans_per_step,
-    test_timeline,
-)
 from support.pool import Pool
 from support.sim_device.pool import SimPool
 
 pytestmark = [pytest.mark.dist, pytest.mark.sweep]  # test_numbers and test_pipeline have a core of them
 
-MODULES = (
-    test_boundaries,
-    test_losses,
-    test_plans_per_step,
-    test_timeline,
-)
+NAMES = ("boundaries", "losses", "plans_per_step", "timeline")
+MODULES = [import_module(f"runtime.test_{name}") for name in NAMES]
 #: What does not apply here, and why.
 LEFT_OUT = {
     "test_a_loss_of_the_output_alone": "runs the unsplit model on the CPU with the stages that were moved",
@@ -41,7 +32,7 @@ def simulated(pool: Pool) -> SimPool:
     return SimPool(pool, ZEROED)
 
 
-def taken_over(modules: tuple[ModuleType, ...]) -> Iterator[tuple[str, object]]:
+def taken_over(modules: list[ModuleType]) -> Iterator[tuple[str, object]]:
     for module in modules:
         for name, test in vars(module).items():
             if name.startswith("test_") and callable(test) and name not in LEFT_OUT:

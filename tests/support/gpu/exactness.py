@@ -21,8 +21,6 @@ from support.gpu.models import (
     batch_of,
     blocks,
     clear,
-    gradients_of,
-    loss_fn,
     pipeline_on,
     plan_of,
     plans,
@@ -30,6 +28,7 @@ from support.gpu.models import (
     unsplit_step,
     worst,
 )
+from support.networks import gradients_of, loss_fn
 
 NUM_STEPS = 2
 
@@ -87,6 +86,23 @@ def all_of(stages: Stages) -> Gradients:
     return gradients_of(stages, range(len(stages)))
 
 
+def parameters_of(pipeline: Pipeline, whole: Stages) -> list[dict[tuple[int, str], nn.Parameter]]:
+    """By stage and name, of this rank and of the unsplit model."""
+    return [
+        {(stage, name.removeprefix("module.")): p for stage, module in of for name, p in module.named_parameters()}
+        for of in (pipeline.local_stages.items(), enumerate(whole.modules))
+    ]
+
+
+def worst_weight(pipeline: Pipeline, whole: Stages) -> float:
+    """The largest relative difference of this rank's weights."""
+    weights, expected = (
+        {key: (p.full_tensor() if hasattr(p, "full_tensor") else p).detach() for key, p in of.items()}
+        for of in parameters_of(pipeline, whole)
+    )
+    return worst(weights, expected)
+
+
 # --- schedules --------------------------------------------------------------------------------------------------------
 
 
@@ -134,10 +150,7 @@ def scaler(rank: int, device: torch.device, num_ranks: int) -> tuple[float, list
     scalers = [torch.amp.GradScaler(device.type, init_scale=2.0**8, growth_interval=2) for _ in range(2)]
     scales: tuple[list[float], list[float]] = ([], [])
     with pipeline_on(device, blocks(plan.num_stages), plan) as pipeline:
-        optimizers = [
-            torch.optim.SGD([*parameters], lr=0.1)
-            for parameters in (pipeline.parameters(), (p for m in whole.modules for p in m.parameters()))
-        ]
+        optimizers = [torch.optim.SGD([*of.values()], lr=0.1) for of in parameters_of(pipeline, whole)]
         for step in range(4):
             batch = batch_of(plan.num_microbatches, device, step)
             last = [stages[-1].layers[-1].bias for stages in (pipeline.stages.modules, whole.modules)]  # type: ignore[union-attr, index]
@@ -151,9 +164,7 @@ def scaler(rank: int, device: torch.device, num_ranks: int) -> tuple[float, list
                 one.update()
                 optimizer.zero_grad()
                 seen.append(one.get_scale())
-        weights = {(s, name): p.detach() for s, m in pipeline.local_stages.items() for name, p in m.named_parameters()}
-        expected = {(s, name): p.detach() for s, m in enumerate(whole.modules) for name, p in m.named_parameters()}
-        return worst(weights, expected), *scales
+        return worst_weight(pipeline, whole), *scales
 
 
 # --- recomputation, compiled stages, steps that overlap ---------------------------------------------------------------
@@ -245,10 +256,7 @@ def wrapped(rank: int, device: torch.device, pp: int, dp: int, how: str, schedul
         stages = Stages([wrap(m) if s in local else m for s, m in enumerate(plain.modules)])
         whole.to(device)
         with Pipeline(stages, plan, loss_fn, mesh=mesh) as pipeline:
-            optimizers = [
-                torch.optim.SGD([*parameters], lr=0.1)
-                for parameters in (pipeline.parameters(), (p for m in whole.modules for p in m.parameters()))
-            ]
+            optimizers = [torch.optim.SGD([*of.values()], lr=0.1) for of in parameters_of(pipeline, whole)]
             for seed in range(3):
                 batch = batch_of(dp * plan.num_microbatches, device, seed, torch.float64)
                 pipeline.step(*(part.chunk(dp)[pipeline.replica] for part in batch))
@@ -256,13 +264,8 @@ def wrapped(rank: int, device: torch.device, pp: int, dp: int, how: str, schedul
                 for optimizer in optimizers:
                     optimizer.step()
                     optimizer.zero_grad()
-            weights = {
-                (s, name.removeprefix("module.")): (p.full_tensor() if hasattr(p, "full_tensor") else p).detach()
-                for s, m in pipeline.local_stages.items()
-                for name, p in m.named_parameters()
-            }
-        expected = {(s, name): p.detach() for s, m in enumerate(whole.modules) for name, p in m.named_parameters()}
-        return worst(weights, expected)
+            del rank
+            return worst_weight(pipeline, whole)
 
 
 # --- messages ---------------------------------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +14,7 @@ from rota import Cluster, Op, Pipeline, Plan, Stages, simulate
 from rota.core.errors import ScheduleError
 from rota.schedules import Family
 from support.device_orders import OF_ANY_MODEL, family_plans
+from support.networks import loss_fn
 
 ROWS, WIDTH = 6, 16
 DTYPES = {"float64": torch.float64, "float32": torch.float32}
@@ -41,10 +42,6 @@ def blocks(num_stages: int, dtype: torch.dtype = torch.float32, width: int = WID
     return Stages([Block(width, **options).to(dtype) for _ in range(num_stages)])
 
 
-def loss_fn(output: Tensor, target: Tensor) -> Tensor:
-    return (output - target).square().mean()
-
-
 def batch_of(
     num_microbatches: int, device: torch.device, seed: int = 1, dtype: torch.dtype = torch.float32, **sizes: int
 ) -> tuple[Tensor, Tensor]:
@@ -65,11 +62,6 @@ def unsplit_step(
         (loss if scaler is None else scaler.scale(loss)).backward()
         total += loss.item()
     return total
-
-
-def gradients_of(stages: Stages, which: Iterable[int]) -> dict[tuple[int, str], Tensor]:
-    named = {(stage, name): p for stage in which for name, p in stages[stage].named_parameters()}
-    return {key: p.grad.detach().clone() for key, p in named.items() if p.grad is not None}
 
 
 def clear(stages: Stages) -> None:

@@ -55,7 +55,7 @@ class Stream:
         self.free_ns = 0  # when its last kernel ends, in ns of the monotonic clock
 
     def wait_event(self, event: Event) -> None:
-        """Kernels that come from now on start after the event. An event that was not recorded holds nothing."""
+        """Kernels that come from now on start after the event."""
         with self.device.lock:
             _merge(self.clock, event.clock)
             self.free_ns = max(self.free_ns, event.time_ns)
@@ -64,11 +64,9 @@ class Stream:
         """Kernels that come from now on start after all that `other` has got so far."""
         self.wait_event(other.record_event())
 
-    def record_event(self, event: Event | None = None) -> Event:
+    def record_event(self) -> Event:
         """An event behind all kernels so far."""
-        event = Event() if event is None else event
-        event.record(self)
-        return event
+        return Event(self)
 
     def synchronize(self) -> None:
         """The host waits for all kernels so far."""
@@ -79,30 +77,18 @@ class Stream:
 
 
 class Event:
-    """A point in a stream."""
+    """A point in a stream, behind all kernels that it has got so far."""
 
-    def __init__(self) -> None:
-        self.clock: Clock = {}
-        self.time_ns = 0
-        self._stream: Stream | None = None
-
-    def record(self, stream: Stream) -> None:
-        """Move the event behind all kernels that `stream` has got so far."""
-        with stream.device.lock:
-            _merge(stream.clock, stream.device.host)
-            self.clock, self._stream = dict(stream.clock), stream
-            self.time_ns = max(stream.free_ns, stream.device.now_ns)
-
-    def synchronize(self) -> None:
-        """The host waits for the event."""
-        if self._stream is not None:
-            self._stream.device.host_waits(self.clock, "Event.synchronize", self.time_ns)
+    def __init__(self, stream: Stream) -> None:
+        self._device = stream.device
+        with self._device.lock:
+            _merge(stream.clock, self._device.host)
+            self.clock: Clock = dict(stream.clock)
+            self.time_ns = max(stream.free_ns, self._device.now_ns)
 
     def query(self) -> bool:
         """Whether the device has got there, as far as the host knows then."""
-        if self._stream is None:
-            return True
-        device = self._stream.device
+        device = self._device
         with device.lock:
             if device.is_fast or (device.cost_ns is not None and device.now_ns >= self.time_ns):
                 _merge(device.host, self.clock)
