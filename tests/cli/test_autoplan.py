@@ -13,13 +13,13 @@ import pytest
 import rota
 from planning.test_autoplan import UNEVEN, layer_costs
 from rota.cli import main
-from rota.cli.commands.autoplan import _confirmed, _machine_here, _wants_links_here, by_importance
+from rota.cli.commands.autoplan import _wants_links_here
 from rota.cli.values import parse_link
 from rota.core.errors import PipelineError
 from rota.core.profiles import Profile
-from rota.core.usage import Usage
-from rota.planning import Machine
+from rota.planning import Machine, on_this_machine
 from rota.planning.deadline import Deadline
+from rota.planning.on_this_machine import by_importance, confirmed_in_time, with_links
 from rota.profiling.links import MeasuredLinks
 from rota.profiling.places import memory_bytes_per_rank
 from rota.runtime import host_memory
@@ -111,19 +111,7 @@ def test_the_rows_may_be_chosen_and_inference_has_forwards_alone(
 
 
 def test_whole_backwards(profile: str, tmp_path: Path) -> None:
-    given = [
-        "autoplan",
-        "--profile",
-        profile,
-        "--ranks",
-        "4",
-        "--pipeline",
-        "4",
-        "--batch",
-        "16",
-        "--link",
-        "1us,1GB/s",
-    ]
+    given = f"autoplan --profile {profile} --ranks 4 --pipeline 4 --batch 16 --link 1us,1GB/s".split()
     kinds = []
     for option in ([], ["--whole-backward"]):
         output = tmp_path / f"plan{len(kinds)}.json"
@@ -162,21 +150,15 @@ def test_the_time_limit_counts_the_making_of_the_model(monkeypatch: pytest.Monke
         return time_limit_s
 
     monkeypatch.setattr("rota.planning.deadline.time", SimpleNamespace(monotonic=lambda: now_s[0]))
-    monkeypatch.setattr("rota.planning.confirmation.confirm", confirm)
+    monkeypatch.setattr(on_this_machine, "confirm", confirm)
     made = SimpleNamespace(make_batch=None, loss_fn=None, make_optimizer=None, make_model=make_model)
-    given: Any = None, made, SimpleNamespace(node=None), Deadline(60, None), lambda _: None
-    assert _confirmed(*given) == 20
+    given: Any = None, made, Deadline(60, None), lambda _: None
+    assert confirmed_in_time(*given) == 20
 
 
-@pytest.mark.parametrize(
-    ("ranks", "pipeline", "sizes"),
-    [(2, None, [8, 1, 4, 2]), (4, None, [4, 1, 8, 2]), (8, 2, [8, 1, 4, 2]), (64, None, [1, 8, 4, 2])],
-)
-def test_large_micro_batches_are_measured_first_if_ranks_get_two_of_them(
-    ranks: int, pipeline: int | None, sizes: list[int]
-) -> None:
-    given = SimpleNamespace(ranks=ranks, pipeline=pipeline, batch=32)
-    assert by_importance([1, 2, 4, 8], given) == sizes
+@pytest.mark.parametrize(("num_ranks", "sizes"), [(2, [8, 1, 4, 2]), (4, [4, 1, 8, 2]), (64, [1, 8, 4, 2])])
+def test_large_micro_batches_are_measured_first_if_ranks_get_two_of_them(num_ranks: int, sizes: list[int]) -> None:
+    assert by_importance([1, 2, 4, 8], 32, num_ranks) == sizes
 
 
 @pytest.mark.dist  # measuring stages starts processes
@@ -186,8 +168,8 @@ def test_links_that_cannot_be_measured_are_counted_as_free(
     def links(*_: object, **__: object) -> rota.Cluster:
         raise PipelineError("the machine is too busy")
 
-    monkeypatch.setattr("rota.profiling.machine_links.measured_on_this_machine", links)
-    monkeypatch.setattr("rota.profiling.forked.why_not_here", lambda _: "")
+    monkeypatch.setattr(on_this_machine, "measured_on_this_machine", links)
+    monkeypatch.setattr(on_this_machine, "why_not_here", lambda _: "")
     model = tmp_path / "model.py"
     model.write_text(MODEL)
     given = [str(model), "--ranks", "2", "--batch", "4", "--rows", "2", "--cache", str(tmp_path), "--time-limit", "3"]
@@ -208,11 +190,10 @@ def test_links_are_those_between_cpus_on_which_plans_are_tried(monkeypatch: pyte
         asked.append((num_ranks, device))
         return MeasuredLinks(cluster, "a table", "others took 40%")
 
-    monkeypatch.setattr("rota.profiling.machine_links.measured_on_this_machine", links)
-    given = SimpleNamespace(ranks=2, cache=None, refresh=False)
+    monkeypatch.setattr(on_this_machine, "measured_on_this_machine", links)
     for time_limit_s in (600.0, 0.001):  # what is measured depends on nothing but what is kept
-        remarks: list[str] = []
-        machine, why_not = _machine_here(given, Machine(2), Deadline(time_limit_s, None), lambda _: None, remarks)
+        deadline = Deadline(time_limit_s, None)
+        machine, why_not, remarks = with_links(Machine(2), None, False, deadline, lambda _: None)
         assert not why_not
         assert machine.reduce_us(1000, [0, 1]) == 90
         assert remarks == ["links were measured on a busy machine: others took 40%"]
@@ -221,8 +202,8 @@ def test_links_are_those_between_cpus_on_which_plans_are_tried(monkeypatch: pyte
 
 def test_links_are_not_measured_where_ranks_share_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rota.runtime.environment.num_cores", lambda: 1)
-    given: Any = SimpleNamespace(ranks=2), Machine(2), Deadline(60, None), lambda _: None, []
-    assert _machine_here(*given) == (Machine(2), "this takes a core per rank")
+    given = Machine(2), None, False, Deadline(60, None), lambda _: None
+    assert with_links(*given) == (Machine(2), "this takes a core per rank", [])
 
 
 def test_links_that_are_given_are_not_measured() -> None:

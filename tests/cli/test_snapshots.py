@@ -33,19 +33,8 @@ def test_plan_and_check_say_whether_snapshots_fit(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("costs.json").write_text(COSTS.to_json())
-    plan = (
-        "plan",
-        "1f1b",
-        "--microbatches",
-        "4",
-        "--costs",
-        "costs.json",
-        "--link",
-        "1us",
-        "--force",
-        "-o",
-        "plan.json",
-    )
+    step = ("--microbatches", "4", "--costs", "costs.json", "--link", "1us")
+    plan = ("plan", "1f1b", *step, "--force", "-o", "plan.json")
     assert "snapshots" not in told(capsys, *plan)  # no limit to be within
     needed = "Not included in the memory: snapshots for restarts, up to 4 MB per rank in the host's memory."
     fits = f"{needed} They fit within the limits"

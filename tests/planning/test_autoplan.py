@@ -490,7 +490,7 @@ def test_it_can_be_stopped_and_says_what_was_left() -> None:
             signal.raise_signal(signal.SIGINT)
 
     answer = autoplan(profiles, Machine(4, 40), 16, time_limit_s=LONG_S, progress=stop_at_the_first_plan)
-    assert answer.was_stopped
+    assert answer.stopped_by == "Ctrl-C"
     assert "stopped by Ctrl-C" in answer.to_text()
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     assert any("plans" in line for line in told)

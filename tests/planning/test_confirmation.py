@@ -20,9 +20,10 @@ from rota.core.errors import PipelineError
 from rota.core.simulation import simulate
 from rota.core.units import time_text
 from rota.planning import Answer, Machine, autoplan, confirmation, finalists, trials
-from rota.planning.answer import Confirmed, layout_text, ranks_text
+from rota.planning.answer import Confirmed
 from rota.planning.evaluation import Found
 from rota.planning.layouts import Layout
+from rota.planning.plan_text import layout_text, ranks_text
 from rota.planning.step_times import StepTimes, of_starts
 from rota.planning.trials import Trial, run_trials
 from rota.profiling import forked
@@ -486,7 +487,7 @@ def test_ctrl_c_while_plans_are_measured_loses_none(num_measured: int, monkeypat
     monkeypatch.setattr(confirmation, "_measured", measure)
     stopped = confirmation.confirm(answer, MODEL, no_batch, None)
     check(stopped.plan)
-    assert stopped.was_stopped
+    assert stopped.stopped_by == "Ctrl-C"
     assert "stopped by Ctrl-C" in stopped.to_text()
     assert [one.found for one in stopped.confirmed] == measured
     assert stopped.is_unmeasured == ("The plan's stages were not measured" in stopped.to_text()) == (num_measured == 0)

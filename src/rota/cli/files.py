@@ -7,21 +7,21 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from rota.cli.requirements import InputError
 from rota.cli.screen import note
-from rota.core import reading, schedule_csv, writing
 from rota.core.cluster import Cluster, ClusterFile
 from rota.core.costs import Costs, assumed_costs
 from rota.core.errors import FormatError, NothingFitsError, PlanError, RotaError
 from rota.core.placement import Placement
 from rota.core.placing import place
 from rota.core.plan import Plan
-from rota.core.profiles import Profile
 from rota.core.simulation import timeline_of
 from rota.core.tasks import Kind
 from rota.core.timeline import Timeline
+
+T = TypeVar("T")
 
 #: What a schedule CSV gets from `assumed_costs`.
 _ASSUMED_TIMES = "Rota assumes 1 ms for F, 2 ms for B, and 1 ms each for I and W"
@@ -35,29 +35,21 @@ WrittenBy = Written | Callable[[Any], Written]
 # --- reading: errors name the file ------------------------------------------------------------------------------------
 
 
+def read(path: str, parse: Callable[[str], T]) -> T:
+    """What `parse` makes of the text of a file that Rota wrote."""
+    text = text_of(path)
+    with named(path):
+        return parse(text)
+
+
 def read_costs(path: str) -> Costs:
     """The costs in a JSON file."""
-    text = text_of(path)
-    with named(path):
-        return Costs.from_json(text)
-
-
-def read_profile(path: str) -> Profile:
-    """The profile in a JSON file, such as `rota profile` writes."""
-    text = text_of(path)
-    with named(path):
-        return Profile.from_json(text)
+    return read(path, Costs.from_json)
 
 
 def read_cluster(path: str) -> Cluster:
     """The cluster in a JSON file, or that of a plan or timeline."""
-    text = text_of(path)
-    with named(path):
-        document = reading.parse(text, "cluster", "plan", "timeline")
-        if document.path == "cluster":
-            return Cluster.from_file(document.read(ClusterFile))
-        plan = Plan.from_fields(document) if document.path == "plan" else Timeline.from_fields(document).plan
-    return plan.placement.cluster
+    return read(path, _cluster_in)
 
 
 def read_plan(path: str, costs: str | None = None) -> Plan:
@@ -130,6 +122,14 @@ def named(path: str) -> Iterator[None]:
         raise NothingFitsError(f"{path}: {error}") from None
     except RotaError as error:
         raise InputError(f"{path}: {error}") from None
+
+
+def _cluster_in(text: str) -> Cluster:
+    document = reading.parse(text, "cluster", "plan", "timeline")
+    if document.path == "cluster":
+        return Cluster.from_file(document.read(ClusterFile))
+    plan = Plan.from_fields(document) if document.path == "plan" else Timeline.from_fields(document).plan
+    return plan.placement.cluster
 
 
 def _placement_of_csv(text: str, costs: Costs | None) -> Placement:

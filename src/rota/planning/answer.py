@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from itertools import pairwise
-from statistics import median
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from rota.accounting.snippets import snippet
@@ -19,7 +16,16 @@ from rota.core.units import angle_repr, count_text, size_text, time_text
 from rota.planning.candidate import Request
 from rota.planning.choosing import LEAST_TOLERANCE, why_preferred
 from rota.planning.evaluation import SEARCHED, Found, Misfit
-from rota.planning.layouts import Layout
+from rota.planning.plan_text import (
+    details,
+    fullest,
+    inflation,
+    layout_text,
+    memory_text,
+    ranks_text,
+    short_ops,
+    times_of,
+)
 from rota.planning.reasons import NEGLIGIBLE, why_slower
 
 _HEADER = (
@@ -118,11 +124,6 @@ class Answer:
     remarks: tuple[str, ...] = ()
 
     @property
-    def was_stopped(self) -> bool:
-        """Whether Ctrl-C or an error of `progress` ended the search early."""
-        return bool(self.stopped_by)
-
-    @property
     def best(self) -> Found:
         """The fastest plan, with its candidate."""
         return self.candidates[0]
@@ -140,7 +141,7 @@ class Answer:
     @property
     def rows_per_s(self) -> float:
         """Rows per second of the fastest plan, over all replicas."""
-        return rows_per_s(self.request, self.best)
+        return self.request.batch_rows * 1e6 / max(self.best.step_us, 1)
 
     @property
     def shown(self) -> tuple[Found, ...]:
@@ -163,7 +164,13 @@ class Answer:
         Returns:
             Lines without a newline at the end.
         """
-        above = [*self._free_transfers(), *self._verdict(), *self._further_assumptions(), *self._details(), ""]
+        above = [
+            *self._free_transfers(),
+            *self._verdict(),
+            *self._further_assumptions(),
+            *details(self.best, self.request.machine.num_ranks),
+            "",
+        ]
         below = ["", *self._search()]
         if width is not None:
             above, below = _wrapped(above, width), _wrapped(below, width)
@@ -204,26 +211,8 @@ class Answer:
             f"{time_text(best.step_us)} per step{self._source()}",
             *self._compared(),
             *self._faster(),
-            f"  memory      {memory_text(best)} on rank {_fullest(best)}, the fullest",
+            f"  memory      {memory_text(best)} on rank {fullest(best)}, the fullest",
             *self._predicted(),
-        ]
-
-    def _details(self) -> list[str]:
-        """The choices of which the best plan consists."""
-        best, layout = self.best, self.best.candidate.layout
-        used, ranks = layout.num_ranks * layout.num_replicas, self.request.machine.num_ranks
-        sizes = [b - a for a, b in pairwise(best.candidate.boundaries)]
-        several = f"{layout.shape}, {layout.stages_per_rank} per rank" if layout.stages_per_rank > 1 else layout.shape
-        recomputed = sorted(best.candidate.recomputed)
-        return [
-            f"  ranks       {layout.num_ranks} per pipeline x {count_text(layout.num_replicas, 'replica')}: {used} of "
-            f"{ranks}",
-            f"  stages      {layout.num_stages} ({several}), layers {_runs(sizes)}",
-            *_both_ways(layout),
-            *_cuts(best),
-            f"  step        {count_text(layout.num_microbatches, 'micro-batch', 'es')} per replica, of "
-            f"{count_text(layout.rows, 'row')} each",
-            f"  recomputed  {_runs(recomputed) if recomputed else 'nothing'}",
         ]
 
     def _compared(self) -> list[str]:
@@ -294,7 +283,7 @@ class Answer:
         lines = []
         if self._before_us is not None:
             stages, layers = time_text(self.best.makespan_us), time_text(self._before_us)
-            lines.append(f"  predicted   {stages} from {_times_of(self.best)}, {layers} from layer times")
+            lines.append(f"  predicted   {stages} from {times_of(self.best)}, {layers} from layer times")
         if self.best.steps is None and self.predicted_because:
             label = "not run" if self.on_shared_cores is None else "cores"
             lines.append(f"  {label:<12}{self.predicted_because}")
@@ -374,8 +363,8 @@ class Answer:
         for before_us, found in self.confirmed:
             ran = "" if found.steps is None else f"{time_text(found.steps.median_us)} per step as run, "
             lines.append(
-                f"Measured {layout_text(found)}: {ran}{time_text(found.makespan_us)} from {_times_of(found)}, "
-                f"{time_text(before_us)} from layer times{_inflation(found)}"
+                f"Measured {layout_text(found)}: {ran}{time_text(found.makespan_us)} from {times_of(found)}, "
+                f"{time_text(before_us)} from layer times{inflation(found)}"
             )
         return [*lines, *self._alone(), *self.remarks]
 
@@ -425,7 +414,7 @@ class Answer:
             takes = time_text(other.step_us if is_run else self._by_layers_us(other))
             return [
                 f"{is_faster} than several{' here' * is_run}: {other.schedule} on {ranks_text(other)} takes "
-                f"{takes}{_short_ops(other)}"
+                f"{takes}{short_ops(other)}"
             ]
         if alone_us >= (best.step_us if is_run else self._by_layers_us(best)):
             return []
@@ -435,7 +424,7 @@ class Answer:
             but = f"a pipeline of {count_text(decided, 'rank')} was asked for"
         elif is_run or (limit is not None and alone.peak_bytes > limit):
             but = f"holds {size_text(alone.peak_bytes)}"
-        return [f"{is_faster} ({time_text(alone_us)} per step), but {but}{_short_ops(best)}"]
+        return [f"{is_faster} ({time_text(alone_us)} per step), but {but}{short_ops(best)}"]
 
     def __str__(self) -> str:
         """One line; `to_text` has the rest."""
@@ -446,11 +435,6 @@ class Answer:
     def _repr_html_(self) -> str:
         """The best plan as a picture, and the table."""
         return notebook.document(snippet(self.timeline, "Best plan"), notebook.preformatted(self.to_text()))
-
-
-def rows_per_s(request: Request, found: Found) -> float:
-    """Rows per second of all replicas together."""
-    return request.batch_rows * 1e6 / max(found.step_us, 1)
 
 
 def _rate(rows_per_s: float) -> str:
@@ -464,11 +448,6 @@ def _wrapped(lines: list[str], width: int) -> list[str]:
     return [part for line in lines for part in textwrap.wrap(line, width, subsequent_indent="    ") or [""]]
 
 
-def _times_of(found: Found) -> str:
-    """Whose measured times a plan's step is simulated from."""
-    return "stage times" if found.steps is None else "op times measured in plan order"
-
-
 def _times(ratio: float) -> str:
     return f"{ratio:.2f} times as fast"
 
@@ -477,98 +456,3 @@ def _times_here(one_process_us: int, step_us: int) -> str:
     """How fast steps are beside those of one process, both as run on this machine."""
     faster = "; one process is faster here" if one_process_us < step_us else ""
     return f"{_times(one_process_us / max(step_us, 1))}{faster}"
-
-
-def ranks_text(found: Found) -> str:
-    """How many ranks a plan is for, and of how many replicas if there are several."""
-    layout = found.candidate.layout
-    ranks = count_text(layout.num_ranks, "rank")
-    return ranks if layout.num_replicas == 1 else f"{ranks} x {layout.num_replicas} replicas"
-
-
-def layout_text(found: Found) -> str:
-    """A plan's schedule and layout: two plans of one schedule on the same ranks differ in the latter."""
-    layout, again = found.candidate.layout, len(found.candidate.recomputed)
-    parts: list[str] = []
-    if layout.has_copies:
-        parts.append("bidirectional: all weights held twice")
-    elif layout.shape != "chain":
-        parts.append(layout.shape)
-    if layout.stages_per_rank > 1:
-        parts.append(f"{layout.stages_per_rank} stages per rank")
-    parts.append(f"{count_text(layout.num_microbatches, 'micro-batch', 'es')} of {count_text(layout.rows, 'row')}")
-    if again:
-        parts.append(f"{count_text(again, 'stage')} recomputed")
-    return f"{found.schedule} on {ranks_text(found)} ({', '.join(parts)})"
-
-
-def _both_ways(layout: Layout) -> list[str]:
-    """What it means that a plan is bidirectional, and how its chart numbers the stages."""
-    if not layout.has_copies:
-        return []
-    n = layout.num_stages
-    return [
-        f"  copies      half of the micro-batches enter at the last rank, so every stage is on two ranks and all "
-        f"weights are held twice; the charts number the second copies {n} to {2 * n - 1}"
-    ]
-
-
-def _cuts(found: Found) -> list[str]:
-    """Where each stage begins, and what counts as a layer."""
-    cuts, every = found.candidate.usage.cuts, found.candidate.layers.cuts
-    if not cuts:
-        return []
-    return [
-        f"  cut before  {_runs(cuts)}; a layer is what lies between two possible cuts: the first of "
-        f"{len(every) + 1} is everything before {every[0]}, and the last is everything from {every[-1]} on",
-    ]
-
-
-def _short_ops(found: Found) -> str:
-    """Says that a plan's ops are shorter than its messages, if they are."""
-    placement = found.plan.placement
-    if not placement.routes:
-        return ""
-    op_us = median(task.duration_us for task in placement.tasks)
-    message_us = median(route.duration_us for route in placement.routes)
-    if op_us >= message_us:
-        return ""
-    return f"; its ops take {time_text(round(op_us))}, less than their messages, {time_text(round(message_us))}"
-
-
-def _inflation(found: Found) -> str:
-    """How much longer a plan's ops took in place, in plan order with all ranks busy, than its layers by themselves."""
-    if found.steps is None:
-        return ""
-    alone = replace(found.candidate, measured=None).placement
-    in_place_us, alone_us = (
-        sum(len(task.ranks) * task.duration_us for task in placement.tasks)
-        for placement in (found.plan.placement, alone)
-    )
-    if not alone_us:
-        return ""
-    change = in_place_us / alone_us - 1
-    than_alone = f"{'less' if change < 0 else 'more'} time in place than its layers one by one"
-    return f"; its ops take {abs(change):.0%} {than_alone}"
-
-
-def _fullest(found: Found) -> int:
-    """The rank with the largest share of its limit; without limits the one that holds most."""
-    limits = found.plan.placement.cluster.limit_bytes
-    peaks = found.timeline.peak_memory_bytes
-    shares = [peak / limit if limit else float(peak) for peak, limit in zip(peaks, limits, strict=True)]
-    return shares.index(max(shares))
-
-
-def memory_text(found: Found) -> str:
-    """The peak memory of the fullest rank, and its limit."""
-    rank = _fullest(found)
-    limit = found.plan.placement.cluster.limit_bytes[rank]
-    peak = size_text(found.timeline.peak_memory_bytes[rank])
-    return peak if limit is None else f"{peak} of {size_text(limit)}"
-
-
-def _runs(values: Sequence[object]) -> str:
-    """The values, shortened if there are many."""
-    text = " ".join(map(str, values[:32]))
-    return text + (f" … ({len(values)})" if len(values) > 32 else "")

@@ -20,11 +20,12 @@ from rota.core.checking import check
 from rota.core.errors import NothingFitsError, PipelineError, PlanError
 from rota.core.units import count_text, time_text
 from rota.models import Stages, split
-from rota.planning.answer import Answer, Confirmed, OnSharedCores, layout_text
+from rota.planning.answer import Answer, Confirmed, OnSharedCores
 from rota.planning.choosing import LEAST_TOLERANCE, NOISY, chosen, spread_between
 from rota.planning.deadline import Deadline
 from rota.planning.evaluation import Found
 from rota.planning.layout_bounds import placement_bound_us
+from rota.planning.plan_text import layout_text
 from rota.planning.step_times import StepTimes, difference
 from rota.planning.trials import Trial, is_far, least_s, run_trials
 from rota.profiling import profile
@@ -87,7 +88,7 @@ def confirm(
     Raises:
         SearchError: Where no candidate fits as measured.
     """
-    if answer.was_stopped:
+    if answer.stopped_by:
         return replace(answer, is_unmeasured=True)
     confirming = _Confirming(answer, model, make_batch, loss_fn, make_optimizer, report, time_limit_s)
     confirming.predicted_because = elsewhere or _why_no_steps(answer, model, loss_fn)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from fractions import Fraction
 from typing import TYPE_CHECKING
@@ -22,17 +22,13 @@ from rota.cli.values import COUNTS, LINK, MEMORY
 from rota.core.cluster import Cluster, Link
 from rota.core.errors import PipelineError, PlacementError
 from rota.core.layers import ESTIMATED, LayerCosts
+from rota.core.profiles import Profile
 from rota.core.units import size_text
 
 if TYPE_CHECKING:
     from rota.planning import Answer, Machine
-    from rota.planning.deadline import Deadline
     from rota.planning.model_file import ModelFile
 
-_ROWS = (1, 2, 4, 8)  # of a micro-batch, by default
-_PER_RANK = 2  # micro-batches of a step, without which a pipeline's ranks wait too much
-_PROFILE = 0.4  # of the time limit, for measuring the layers at all numbers of rows that fit
-_LINKS = 0.5  # of the time that is left then, for links that were never measured here; then for all-reduces
 _SEARCH = 0.45  # of the time that is left after measuring: the rest is for steps of the best plans
 _LEAST_S = 0.2
 _LEAST_SEARCH_S = 3.0  # even if measuring took all of the time: without a plan the measurements would be lost
@@ -131,13 +127,19 @@ def autoplan(options: Options) -> None:
         raise InputError(f"--copies: with {other}, no plan has a stage on two ranks; leave one of them out")
     deadline = Deadline(options.time_limit, None, began_s)
     machine = _machine(options)
-    model_file = None if options.model is None else _model_file(options)
+    model_file = None
+    if options.model is not None:
+        model_file = _model_file(options)
+        from rota.planning import on_this_machine
     confirms = model_file is not None and options.device in (None, "cpu") and not options.inference
     with progress_line() as show:
+        profiles: Mapping[int, LayerCosts]
         remarks: list[str] = []
         if options.profile is None:
             assert model_file is not None
-            profiles = _measured(options, model_file, deadline, show, remarks)
+            how = {"device": options.device, "cache": options.cache, "refresh": options.refresh, "cuts": options.cuts}
+            sizes = options.rows or (), options.batch, options.pipeline or options.ranks
+            profiles, remarks = on_this_machine.profile_in_time(model_file, *sizes, deadline, show, **how)
         else:
             profiles = _read(options)
             if options.snapshots and (origin := next(iter(profiles.values())).note).startswith(ESTIMATED):
@@ -146,7 +148,9 @@ def autoplan(options: Options) -> None:
             refuse_cuts(profiles)
         links_because = ""
         if confirms and _wants_links_here(options):
-            machine, links_because = _machine_here(options, machine, deadline, show, remarks)
+            kept = options.cache, options.refresh
+            machine, links_because, doubts = on_this_machine.with_links(machine, *kept, deadline, show)
+            remarks += doubts
         if all(layers.num_layers == 1 for layers in profiles.values()) and machine.num_ranks > 1:
             note(
                 "autoplan",
@@ -171,7 +175,8 @@ def autoplan(options: Options) -> None:
         answer = replace(answer, remarks=(*remarks, *answer.remarks), links_because=links_because)
         if confirms:
             assert model_file is not None
-            answer = _confirmed(answer, model_file, options, deadline, show)
+            elsewhere = "" if options.node is None else "its ranks are on several nodes"
+            answer = on_this_machine.confirmed_in_time(answer, model_file, deadline, show, elsewhere)
         elif options.inference or options.device not in (None, "cpu"):
             answer = replace(answer, predicted_because=_not_run(options))
     if not options.json:
@@ -290,7 +295,7 @@ def _model_file(options: Options) -> ModelFile:
 
 def _read(options: Options) -> Mapping[int, LayerCosts]:
     """The layers' costs from `--profile`, at the sizes of `--rows`."""
-    profile = files.read_profile(options.profile)
+    profile = files.read(options.profile, Profile.from_json)
     for num_rows in options.rows or ():
         if num_rows not in profile:
             there = ", ".join(map(str, profile))
@@ -300,87 +305,13 @@ def _read(options: Options) -> Mapping[int, LayerCosts]:
     return {n: layers for n, layers in profile.items() if not options.rows or n in options.rows}
 
 
-def _measured(
-    options: Options, model_file: ModelFile, deadline: Deadline, show: Callable[[object], None], remarks: list[str]
-) -> Mapping[int, LayerCosts]:
-    """The layers' costs, measured or estimated; `remarks` gets which numbers of rows were not measured."""
-    from rota.planning.model_file import profile_file
-
-    given = options.rows or [num_rows for num_rows in _ROWS if options.batch % num_rows == 0]
-    sizes = by_importance(given, options)
-    how = {"device": options.device, "cache": options.cache, "refresh": options.refresh, "cuts": options.cuts}
-    left_s = max(_PROFILE * deadline.seconds - deadline.elapsed_s, 0.0)
-    found = profile_file(model_file, sizes, report=show, within_s=left_s, **how)
-    if missing := sorted({*sizes} - {*found}):
-        remarks.append(
-            f"left out for lack of time: micro-batches of {_listed(missing)} rows; give a longer --time-limit"
-        )
-    return found
-
-
-def by_importance(sizes: Sequence[int], options: Options) -> list[int]:
-    """The largest size of which each rank of a pipeline gets two or more, the smallest, then the others, largest first.
-
-    Large micro-batches make ops efficient, and the first of them is measured even if no time is left for others.
-    """
-    ascending = sorted({*sizes})
-    ranks = options.pipeline or options.ranks
-    largest = max((rows for rows in ascending if options.batch >= _PER_RANK * ranks * rows), default=ascending[0])
-    return list(dict.fromkeys([largest, ascending[0], *reversed(ascending)]))
-
-
-def _listed(sizes: Iterable[int]) -> str:
-    return ", ".join(map(str, sizes))
-
-
 def _wants_links_here(options: Options) -> bool:
     """Whether the links are asked for that are between processes of this machine."""
     stated = any(getattr(options, option) is not None for option in ("link", "links", "node"))
     return options.ranks > 1 and not stated and not options.slowdowns
 
 
-def _machine_here(
-    options: Options, machine: Machine, deadline: Deadline, show: Callable[[object], None], remarks: list[str]
-) -> tuple[Machine, str]:
-    """The machine with links between CPUs of this one, on which plans are tried; and why they were not measured."""
-    from rota.profiling.forked import why_not_here
-    from rota.profiling.machine_links import measured_on_this_machine
-    from rota.runtime.device.local import CPU
-
-    if why_not_here(options.ranks):
-        return machine, "this takes a core per rank"
-    folder = options.cache if options.cache is not None and not options.cache.endswith(".json") else None
-    show("measuring the links between processes")
-    try:
-        found = measured_on_this_machine(
-            options.ranks,
-            device=CPU,
-            cache=folder,
-            refresh=options.refresh,
-            report=show,
-            within_s=_LINKS * deadline.left_s,
-        )
-    except PipelineError as error:
-        return machine, str(error)
-    if found.doubt:
-        remarks.append(f"links were measured on a busy machine: {found.doubt}")
-    return replace(machine, link=found.cluster), ""
-
-
 def _not_run(options: Options) -> str:
     if options.inference:
         return "the plan has forward passes only"
     return f"the plan is for {options.device}"
-
-
-def _confirmed(
-    answer: Answer, model_file: ModelFile, options: Options, deadline: Deadline, show: Callable[[object], None]
-) -> Answer:
-    from rota.planning.confirmation import confirm
-
-    show("making the model")
-    functions = model_file.make_batch, model_file.loss_fn, model_file.make_optimizer
-    elsewhere = "" if options.node is None else "its ranks are on several nodes"
-    model = model_file.make_model()  # which may take long
-    time_limit_s = max(deadline.left_s, _LEAST_S)
-    return confirm(answer, model, *functions, report=show, time_limit_s=time_limit_s, elsewhere=elsewhere)

@@ -45,9 +45,7 @@ def plan_batch(options: Options) -> None:
     require("numba", "search")
     import rota
 
-    text = files.text_of(options.sizes)
-    with files.named(options.sizes):
-        model = SizeModel.from_json(text)
+    model = files.read(options.sizes, SizeModel.from_json)
     batches = _batches(options.lengths)
     cluster = cluster_of(options, model.num_stages, options.limit)
     plans: list[rota.BatchPlan] = []
@@ -72,9 +70,7 @@ def plan_batch(options: Options) -> None:
 
 def _batches(path: str) -> list[list[int]]:
     """The lengths of each batch."""
-    text = files.text_of(path)
-    with files.named(path):
-        content = reading.load(text)
+    content = files.read(path, reading.load)
     batches = content if isinstance(content, list) and content and isinstance(content[0], list) else [content]
     for batch in batches:
         if not isinstance(batch, list) or not all(type(length) is int for length in batch):
