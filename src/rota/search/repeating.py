@@ -15,10 +15,11 @@ need not wait for that and may start sooner. The orders are the same, and the en
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from ortools.sat.python import cp_model
@@ -217,14 +218,22 @@ def _at_flat_starts(steady: Steady, rounds: int, is_least: bool) -> Repeating | 
 def _shortest(flat: Repeating, budget: Budget, seed: int) -> Repeating:
     """The shortest step found of the same period; not longer than `flat`."""
     best = flat
-    try:
-        best = early = replace(flat, starts_us=_as_early(flat))
-        found = _compose(early.plan, early.period_us, early.starts_us, early.middle, budget, seed)
-        if found is not None:
-            best = replace(flat, starts_us=found.starts_us, middle=found.middle, is_optimal=found.is_optimal)
+    with suppress(Stopped):  # what was found by then holds
+        best = replace(flat, starts_us=_as_early(flat))
+        model = _WholeStep(best)
+        budget.spend(model.ordering.nominal_s)
+        if model.ordering.is_impossible:
+            return best
+        model.add_flat_starts()
+        model.add_middle()
+        model.add_repetition()
+        model.ordering.minimize()
+        model.hint(best)
+        status, solver = cpsat.solve(model.ordering.model, budget, seed)
+        if status in (cp_model.OPTIMAL, cp_model.FEASIBLE):
+            starts_us, middle = model.read(solver)
+            best = replace(flat, starts_us=starts_us, middle=middle, is_optimal=status == cp_model.OPTIMAL)
             best = replace(best, starts_us=_as_early(best))
-    except Stopped:
-        pass  # what was found by then holds
     return best
 
 
@@ -252,47 +261,20 @@ def _as_early(step: Repeating) -> tuple[tuple[int, ...], ...]:
     return tuple(rhythm.starts_us[i : i + width] for i in range(0, len(rhythm.starts_us), width))
 
 
-class _Composed(NamedTuple):
-    """As in `Repeating`."""
-
-    starts_us: tuple[tuple[int, ...], ...]
-    middle: tuple[int, ...]
-    is_optimal: bool
-
-
-def _compose(
-    plan: Plan, period_us: int, starts_us: Starts, middle: Sequence[int], budget: Budget, seed: int
-) -> _Composed | None:
-    """The shortest step with a middle of this period, no longer than the given one; None if the budget is too small."""
-    model = _WholeStep(plan, period_us, starts_us)
-    budget.spend(model.ordering.nominal_s)
-    if model.ordering.is_impossible:
-        return None
-    model.add_flat_starts()
-    model.add_middle()
-    model.add_repetition()
-    model.ordering.minimize()
-    model.hint(starts_us, middle)
-    status, solver = cpsat.solve(model.ordering.model, budget, seed)
-    if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
-        return None
-    return _Composed(*model.read(solver), status == cp_model.OPTIMAL)
-
-
 class _WholeStep:
-    """The model of the whole step. All tasks have a duration, so that a tick is a µs."""
+    """The model of a step that is no longer than a given one. All tasks have a duration, so that a tick is a µs."""
 
-    def __init__(self, plan: Plan, period_us: int, starts_us: Starts) -> None:
-        self.problem = Problem(replace(plan.placement, step_ends=()), plan.num_microbatches)
+    def __init__(self, step: Repeating) -> None:
+        self.problem = Problem(replace(step.placement, step_ends=()), step.num_microbatches)
         critical_path = CriticalPath(self.problem, of_span=False)
-        window, value_us = whole_step(critical_path, self.problem.to_orders(plan))
+        window, value_us = whole_step(critical_path, self.problem.to_orders(step.plan))
         assert value_us is not None
         self.ordering = Ordering(window, 0, value_us)
         assert critical_path.ticks == 1, "tasks take time"
-        self.period_us, self.num_rounds = period_us, len(starts_us[0])
+        self.period_us, self.num_rounds = step.period_us, len(step.starts_us[0])
         self.lengths: list[int] = self.problem.durations_us.tolist()
         #: No flat start has to be later: on a path of waits each op comes once, after at most a lag and all rounds.
-        rounds_us = period_us * self.num_rounds * len(self.lengths)
+        rounds_us = self.period_us * self.num_rounds * len(self.lengths)
         self.longest_us = self.num_rounds * (sum(self.lengths) + sum(self.problem.lags_us.values()) + rounds_us)
 
     def add_flat_starts(self) -> None:
@@ -368,13 +350,13 @@ class _WholeStep:
             literals.append(literal)
         return literals
 
-    def hint(self, starts_us: Starts, middle: Sequence[int]) -> None:
+    def hint(self, step: Repeating) -> None:
         model = self.ordering.model
         self.ordering.hint()
-        for task, row in enumerate(starts_us):
+        for task, row in enumerate(step.starts_us):
             for k, start in enumerate(row):
                 model.add_hint(self.starts[task][k], start)
-                model.add_hint(self.is_middle[task][k], k == middle[task])
+                model.add_hint(self.is_middle[task][k], k == step.middle[task])
 
     def read(self, solver: cp_model.CpSolver) -> tuple[tuple[tuple[int, ...], ...], tuple[int, ...]]:
         starts = tuple(tuple(solver.value(start) for start in row) for row in self.starts)

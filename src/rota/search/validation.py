@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from decimal import Decimal
 
 from rota.core.costs import Costs
 from rota.core.errors import SearchError
@@ -101,7 +102,7 @@ def refuse_too_large(placement: Placement, num_microbatches: int) -> None:
     if (most_us := path_us * num_microbatches + ends_us) >= _TOO_LARGE:
         raise SearchError(
             f"durations are too large to search: {len(ranks)} ranks x {num_microbatches} micro-batches could take up "
-            f"to {_power(most_us)} µs, {_power(_TOO_LARGE)} or more; use a coarser unit"
+            f"to {Decimal(most_us):.1e} µs, {Decimal(_TOO_LARGE):.1e} or more; use a coarser unit"
         )
     sizes = [0 for _ in ranks]  # of a micro-batch, on each rank
     for task in placement.tasks:
@@ -114,20 +115,14 @@ def refuse_too_large(placement: Placement, num_microbatches: int) -> None:
         if (most := size * num_microbatches + static) >= _TOO_LARGE:
             raise SearchError(
                 f"sizes are too large to search: {num_microbatches} micro-batches on rank {rank} could take and free "
-                f"up to {_power(most)} bytes, {_power(_TOO_LARGE)} or more; use a coarser unit"
+                f"up to {Decimal(most):.1e} bytes, {Decimal(_TOO_LARGE):.1e} or more; use a coarser unit"
             )
         limit = placement.cluster.limit_bytes[rank]
         if limit is not None and limit >= _TOO_LARGE:
             raise SearchError(
-                f"the limit of rank {rank} is too large to search: {_power(limit)} bytes, {_power(_TOO_LARGE)} or "
-                f"more; leave it out, or use a coarser unit"
+                f"the limit of rank {rank} is too large to search: {Decimal(limit):.1e} bytes, "
+                f"{Decimal(_TOO_LARGE):.1e} or more; leave it out, or use a coarser unit"
             )
-
-
-def _power(number: int) -> str:
-    """9007199254740992 -> "9.0e+15", also where no float is as large."""
-    digits = str(number)
-    return f"{digits[0]}.{digits[1:2] or '0'}e+{len(digits) - 1}" if number < 10**4000 else "more than 1e+4000"
 
 
 def _refuse_no_placement(placement: object) -> None:

@@ -62,7 +62,7 @@ class Interval:
         return [task * self.num_copies + j for task in tasks for j in range(self.num_copies)]
 
 
-def rhythm_of(interval: Interval, starts_us: Sequence[int], ties: Sequence[int], at_least_us: int = 1) -> Rhythm | None:
+def rhythm_of(interval: Interval, starts_us: Sequence[int], ties: Sequence[int]) -> Rhythm | None:
     """The least period of the orders that these starts make on each rank, and the earliest starts.
 
     `ties[node]` is its place among the nodes that start with it. None if the orders contradict what waits for what.
@@ -80,7 +80,7 @@ def rhythm_of(interval: Interval, starts_us: Sequence[int], ties: Sequence[int],
         for a, b in pairwise([*order, *order[:1]]):
             after = 1 if b == order[0] else 0
             waits.append(Wait(a, b, durations[a], rounds[a] - rounds[b] + after))
-    return retime(len(durations), list(dict.fromkeys(waits)), at_least_us)
+    return retime(len(durations), list(dict.fromkeys(waits)))
 
 
 class Period:

@@ -240,7 +240,6 @@ def find_steady(
     microbatches_per_period: int | None = None,
     in_flight: int | None = None,
     seed: int = 0,
-    reserved_bytes: tuple[int, ...] = (),
     num_microbatches: int | None = None,
 ) -> SteadyResult | None:
     """The steady state of least time per micro-batch, then least latency, then memory.
@@ -254,7 +253,6 @@ def find_steady(
         microbatches_per_period: Of each component; None tries one and more.
         in_flight: Most micro-batches of a component that a period mixes; None: any number.
         seed: Of all random choices.
-        reserved_bytes: Memory of each rank to begin with that ops may not use, in bytes.
         num_microbatches: Length of the plan that has to fit; None: plans of several lengths.
 
     Returns:
@@ -262,8 +260,7 @@ def find_steady(
         something behind on a rank with a limit.
     """
     best: SteadyResult | None = None
-    num_links = len(placement.cluster.shared)
-    reserved = np.array([*(reserved_bytes or (0,) * placement.num_ranks), *(0 for _ in range(num_links))], np.int64)
+    reserved = np.zeros(placement.num_ranks + len(placement.cluster.shared), np.int64)
     copies = range(1, _MOST_COPIES + 1) if microbatches_per_period is None else (microbatches_per_period,)
     for _ in range(_MOST_RESERVES):
         loop = Loop(placement, tuple(reserved.tolist()))
