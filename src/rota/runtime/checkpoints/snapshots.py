@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, final
 
@@ -230,11 +230,11 @@ class Snapshots:
                 f"both, or end one before the other begins"
             )
         Snapshots._writer, self._has_kept = self._me, True
-        self._drop_all_but(State(self._training, -1 if self._common is None else self._common))
+        self._drop(states_in(self.folder) - {State(self._training, -1 if self._common is None else self._common)})
 
-    def _drop_all_but(self, state: State) -> None:
-        for other in states_in(self.folder) - {state}:
-            os.rename(self.folder / other.file, self.folder / PARTIAL)
+    def _drop(self, states: Iterable[State]) -> None:
+        for state in states:
+            os.rename(self.folder / state.file, self.folder / PARTIAL)
 
     def give_up(self) -> None:
         """Forget the states that this object has kept, and give their memory back."""
@@ -280,9 +280,7 @@ class Snapshots:
     def forget_all_but(self, step: int | None) -> None:
         """Steps of this training that not all ranks have are not committed: drop them."""
         self._common = step
-        for other in self.steps:
-            if other != step:
-                os.rename(self.folder / State(self._training, other).file, self.folder / PARTIAL)
+        self._drop(State(self._training, other) for other in self.steps if other != step)
 
 
 # --- room for them ----------------------------------------------------------------------------------------------------
