@@ -33,7 +33,7 @@ from rota.runtime.checkpoints.all_ranks import DamagedError, Ranks
 from rota.runtime.checkpoints.batches import Batches
 from rota.runtime.checkpoints.contents import read_contents
 from rota.runtime.checkpoints.lock import locked
-from rota.runtime.checkpoints.manifest import MANIFEST, File, Manifest, Saved, file_of, read_saved, require_json
+from rota.runtime.checkpoints.manifest import MANIFEST, File, Manifest, file_of, read_saved, require_json
 from rota.runtime.checkpoints.names import Weights
 from rota.runtime.checkpoints.optimizer_state import refuse_inner_optimizers
 from rota.runtime.checkpoints.rank_file import Chunk, chunks_of, write_file
@@ -516,19 +516,19 @@ class Checkpoints:
 
     def _load(self, path: Path) -> Checkpoint:
         """Load the checkpoint in `path`. Raises DamagedError, on all ranks, if one of them finds damage."""
-        saved, plan, restoring, reader = self._ranks.agreed(f"comparing with {path}", lambda: self._prepare(path))
+        found, restoring, reader = self._ranks.agreed(f"comparing with {path}", lambda: self._prepare(path))
         self._ranks.agreed(f"reading {path}", reader.fill)
         self._ranks.agreed(f"setting the state of {path}", restoring.finish)
-        return Checkpoint(saved.manifest.step, saved.manifest.extra, plan, path)
+        return found
 
-    def _prepare(self, path: Path) -> tuple[Saved, Plan, Restoring, Reader]:
-        saved = read_saved(path)
+    def _prepare(self, path: Path) -> tuple[Checkpoint, Restoring, Reader]:
+        manifest = (saved := read_saved(path)).manifest
         contents = read_contents(saved)
         chunks = {key: parts[0].chunk for key, parts in contents.index.items()}
-        restoring = self._trained.prepare(saved.manifest.weights, contents.training, chunks)
+        restoring = self._trained.prepare(manifest.weights, contents.training, chunks)
         reader = Reader(contents.index, restoring.tensors)
         reader.check()
-        return saved, contents.plan, restoring, reader
+        return Checkpoint(manifest.step, manifest.extra, contents.plan, path), restoring, reader
 
 
 def _require_step(step: object) -> None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 
@@ -21,7 +21,8 @@ from rota.runtime.checkpoints.state import TrainingState
 from rota.runtime.checkpoints.tensors import Index, Reader, check, read_index
 
 
-class Contents(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Contents:
     """All that a checkpoint has besides the bytes of tensors."""
 
     plan: Plan

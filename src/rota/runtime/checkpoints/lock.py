@@ -11,7 +11,7 @@ import stat
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -28,7 +28,7 @@ _MOST_BYTES = 1000  # of the text that describes the holder
 
 @dataclass(slots=True)
 class _Held:
-    descriptor: int | None
+    descriptor: int
     num_users: int = 0
 
 
@@ -50,39 +50,34 @@ def locked(folder: Path, patience_s: float = 0.0) -> Iterator[None]:
         held.num_users -= 1
         if held.num_users == 0 and _held.get(key) is held:  # a forked child holds no lock
             del _held[key]
-            if held.descriptor is not None:
-                os.close(held.descriptor)
+            os.close(held.descriptor)
 
 
-def _lock(folder: Path, patience_s: float) -> int | None:
-    """A descriptor that holds the lock; warns and returns None if the file system has no locks."""
+def _lock(folder: Path, patience_s: float) -> int:
+    """A descriptor that holds the lock; warns if the file system has no locks."""
     path = folder / LOCK
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o644)
     except OSError as error:
         raise PipelineError(f"cannot lock {folder} with {path}: {error.strerror}; move that file away") from None
-    try:
+    with ExitStack() as failing:
+        failing.callback(os.close, descriptor)
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             raise PipelineError(f"cannot lock {folder}: {path} is not a regular file; move it away")
-        _wait(folder, descriptor, patience_s)
-    except BlockingIOError:
-        holder = _holder(descriptor)
-        os.close(descriptor)
-        raise PipelineError(
-            f"{folder} is in use by another job{holder}; end that job, or save into another folder"
-        ) from None
-    except OSError as error:
-        os.close(descriptor)
-        if error.errno not in _NOT_SUPPORTED:
-            raise PipelineError(f"cannot lock {path}: {error.strerror}; save into another folder") from None
-        _say(f"{folder} is on a file system without locks ({error.strerror}); let only one job use it at a time")
-        return None
-    except BaseException:
-        os.close(descriptor)
-        raise
-    mine = {"pid": os.getpid(), "host": socket.gethostname(), "since": datetime.now().isoformat(" ", "seconds")}
-    os.ftruncate(descriptor, 0)
-    os.pwrite(descriptor, json.dumps(mine).encode(), 0)
+        try:
+            _wait(folder, descriptor, patience_s)
+        except BlockingIOError:
+            raise PipelineError(
+                f"{folder} is in use by another job{_holder(descriptor)}; end that job, or save into another folder"
+            ) from None
+        except OSError as error:
+            if error.errno not in _NOT_SUPPORTED:
+                raise PipelineError(f"cannot lock {path}: {error.strerror}; save into another folder") from None
+            _say(f"{folder} is on a file system without locks ({error.strerror}); let only one job use it at a time")
+        mine = {"pid": os.getpid(), "host": socket.gethostname(), "since": datetime.now().isoformat(" ", "seconds")}
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, json.dumps(mine).encode(), 0)
+        failing.pop_all()
     return descriptor
 
 
@@ -121,8 +116,7 @@ def _say(text: str) -> None:
 def _leave_to_the_parent() -> None:
     """Close the locks in a forked child, such as a data loader's worker, which may outlive the job."""
     for held in _held.values():
-        if held.descriptor is not None:
-            os.close(held.descriptor)
+        os.close(held.descriptor)
     _held.clear()
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, final
 
@@ -59,6 +59,11 @@ class _File(NamedTuple):
             for chunk, start in places
         ]
         return cls(memory, chunks, begin, values)
+
+
+def _memory_of(path: Path) -> torch.Tensor:
+    """The bytes of a file, mapped."""
+    return torch.from_file(str(path), shared=True, size=path.stat().st_size, dtype=torch.uint8)
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
@@ -175,32 +180,26 @@ class Snapshots:
     def _mapped(self, path: Path, chunks: tuple[Chunk, ...], head: bytes) -> _File:
         """The file for these chunks and this head: the one that is there, if it fits."""
         end = starts_of(chunks, 0)[-1]
-        found = os.stat(path) if path.exists() else None
-        begin = 0 if found is None else found.st_size - end
-        if found is not None and len(head) <= begin <= len(head) + 2 * _HEAD_BYTES and begin % ALIGNED == 0:
-            number, num_bytes = found.st_ino, found.st_size
-        else:
-            num_bytes = len(padded(head, max(len(head), _HEAD_BYTES) + _HEAD_BYTES)) + end
-            self._find_room(num_bytes)
-            number = self._allocate(path, num_bytes)
-        file = self._files.pop(number, None)
-        if file is None:
-            memory = torch.from_file(str(path), shared=True, size=num_bytes, dtype=torch.uint8)
-            file = _File.over(memory, chunks, num_bytes - end)
-        elif file.chunks != chunks:
-            file = _File.over(file.memory, chunks, num_bytes - end)
-        self._files[number] = file
+        begin = path.stat().st_size - end if path.exists() else 0
+        if not len(head) <= begin <= len(head) + 2 * _HEAD_BYTES or begin % ALIGNED:
+            begin = len(padded(head, max(len(head), _HEAD_BYTES) + _HEAD_BYTES))
+            self._find_room(begin + end)
+            self._allocate(path, begin + end)
+        number = path.stat().st_ino
+        file = self._files.get(number)
+        if file is None or file.chunks != chunks:
+            memory = _memory_of(path) if file is None else file.memory
+            file = self._files[number] = _File.over(memory, chunks, begin)
         return file
 
-    def _allocate(self, path: Path, num_bytes: int) -> int:
-        """Make the file with all of its memory; its number. A page that is missing later would end the process."""
+    def _allocate(self, path: Path, num_bytes: int) -> None:
+        """Make the file with all of its memory. A page that is missing later would end the process."""
         path.unlink(missing_ok=True)
         there = {entry.inode() for entry in os.scandir(self.folder)}
         self._files = {number: file for number, file in self._files.items() if number in there}
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
             os.posix_fallocate(file, 0, num_bytes)
-            return os.fstat(file).st_ino
         finally:
             os.close(file)
 
@@ -230,11 +229,11 @@ class Snapshots:
                 f"both, or end one before the other begins"
             )
         Snapshots._writer, self._has_kept = self._me, True
-        self._drop_all_but(State(self._training, -1 if self._common is None else self._common))
+        self._drop(states_in(self.folder) - {State(self._training, -1 if self._common is None else self._common)})
 
-    def _drop_all_but(self, state: State) -> None:
-        for other in states_in(self.folder) - {state}:
-            os.rename(self.folder / other.file, self.folder / PARTIAL)
+    def _drop(self, states: Iterable[State]) -> None:
+        for state in states:
+            os.rename(self.folder / state.file, self.folder / PARTIAL)
 
     def give_up(self) -> None:
         """Forget the states that this object has kept, and give their memory back."""
@@ -247,8 +246,7 @@ class Snapshots:
 
     def _read(self, step: int) -> tuple[_File, Field]:
         """The state after a step, and what is beside its tensors. Raises FormatError."""
-        path = self.folder / State(self._training, step).file
-        memory = torch.from_file(str(path), shared=True, size=path.stat().st_size, dtype=torch.uint8)
+        memory = _memory_of(self.folder / State(self._training, step).file)
         data = memory.numpy().data
         head = bytes(data[: head_bytes(data, len(data))])
         chunks, beside = read_head(head)
@@ -280,9 +278,7 @@ class Snapshots:
     def forget_all_but(self, step: int | None) -> None:
         """Steps of this training that not all ranks have are not committed: drop them."""
         self._common = step
-        for other in self.steps:
-            if other != step:
-                os.rename(self.folder / State(self._training, other).file, self.folder / PARTIAL)
+        self._drop(State(self._training, other) for other in self.steps if other != step)
 
 
 # --- room for them ----------------------------------------------------------------------------------------------------
