@@ -17,6 +17,7 @@ from rota.cli.commands.autoplan import _wants_links_here
 from rota.cli.values import parse_link
 from rota.core.errors import PipelineError
 from rota.core.profiles import Profile
+from rota.core.usage import Usage
 from rota.planning import Machine, on_this_machine
 from rota.planning.deadline import Deadline
 from rota.planning.on_this_machine import by_importance, confirmed_in_time, with_links

@@ -11,6 +11,7 @@ from typing import Any, Literal, TypeVar
 
 from rota.cli.requirements import InputError
 from rota.cli.screen import note
+from rota.core import reading, schedule_csv, writing
 from rota.core.cluster import Cluster, ClusterFile
 from rota.core.costs import Costs, assumed_costs
 from rota.core.errors import FormatError, NothingFitsError, PlanError, RotaError
