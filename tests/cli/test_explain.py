@@ -13,7 +13,7 @@ import pytest
 from cli.test_cli import run
 from rota import schedules
 from rota.accounting import explain
-from rota.cli.wire_effects import wire_effects
+from rota.cli.transfers import transfers_text
 from rota.core.cluster import Cluster
 from rota.core.costs import Costs
 from rota.core.placing import place
@@ -24,7 +24,7 @@ from rota.drawing import to_chrome_trace
 from support.measured import measured_like
 
 PLAN = schedules.one_f_one_b(place(Costs((100, 140), (200, 280)), Cluster.uniform(2, latency_us=9)), 4)
-COUNTED = f"\n{wire_effects(PLAN.placement)}\n"
+COUNTED = f"\n{transfers_text(PLAN.placement)}\n"
 MEASURED = measured_like(PLAN, random.Random(1), longest_us=300)
 
 

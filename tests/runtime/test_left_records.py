@@ -40,7 +40,7 @@ def test_records_are_handed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     [
         ("starts_ns", ["x"], "starts_ns[0] is"),
         ("rank", 1, "rank is 1; expected 0"),
-        ("messages", [[0, 0, 5]], "expected 4 numbers"),
+        ("messages", [[0, 0, 5]], "expected a list of length 4"),
         ("offset_ns", None, "offset_ns is null"),
     ],
 )

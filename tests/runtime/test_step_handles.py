@@ -1,4 +1,4 @@
-"""Steps with `wait=False`: the values of steps that wait, and nothing that is refused gets lost."""
+"""Steps of `begin_step`: the values of steps that wait, and nothing that is refused gets lost."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from support.networks import batch_of, chain, clear, plan_for, refusal, stages_o
 from support.pool import Pool
 
 N = 4
-APPLIED = "With wait=False the gradients of this step may have been applied already"
+APPLIED = "After begin_step the gradients of this step may have been applied already"
 
 
 def adds_loss(counted: bool, linear: nn.Linear, x: Tensor) -> Tensor:
@@ -66,7 +66,7 @@ def trained(rank: int, form: str, waits: bool) -> tuple[list[float], dict[str, f
         handles: list[StepHandle] = []
         for seed in range(6):
             options: dict[str, Any] = {"scale": 0.5, "sync": seed != 2} if seed in (2, 3) else {}
-            step = pipeline.step(*batch_of(N, seed), **options, wait=waits)
+            step = (pipeline.step if waits else pipeline.begin_step)(*batch_of(N, seed), **options)
             if waits:
                 losses.append(step)
             else:
@@ -95,7 +95,7 @@ def forwards(rank: int, has_loss: bool) -> tuple[list[float], list[float]]:
     """Steps of a plan without backwards."""
     with Pipeline(chain(2), forwards_of(plan_for(2)), mean_loss if has_loss else None) as pipeline:
         batches = [(x, target if has_loss else None) for x, target in (batch_of(N, seed) for seed in range(3))]
-        handles = [pipeline.step(*batch, wait=False) for batch in batches]
+        handles = [pipeline.begin_step(*batch) for batch in batches]
         return [handle.wait() for handle in handles], [pipeline.step(*batch) for batch in batches]
 
 
@@ -136,13 +136,13 @@ def waited_for(rank: int, names: list[str]) -> list[str]:
         pipeline.step(*batch_of(N))
         for name in names:
             how["form"] = name if name != "nan" else "counted"
-            handle = pipeline.step(*(batch_with(m1=math.nan) if name == "nan" else batch_of(N)), wait=False)
+            handle = pipeline.begin_step(*(batch_with(m1=math.nan) if name == "nan" else batch_of(N)))
             found.append(refusal(handle.wait))
             assert refusal(handle.wait) == found[-1]
             assert handle.is_done
             clear(pipeline)
         how["form"] = "counted"
-        assert math.isfinite(pipeline.step(*batch_of(N), wait=False).wait())
+        assert math.isfinite(pipeline.begin_step(*batch_of(N)).wait())
         assert all(bool(p.grad.isfinite().all()) for p in pipeline.parameters() if p.grad is not None)
     return found
 
@@ -165,7 +165,7 @@ def nobody_waits(rank: int, then: str) -> str:
     def run() -> None:
         with Pipeline(chain(2), plan_for(2), mean_loss) as pipeline:
             pipeline.step(*batch_of(N))
-            pipeline.step(*batch_with(m1=math.nan), wait=False)
+            pipeline.begin_step(*batch_with(m1=math.nan))
             if then != "close":
                 options = {"wait": False} if then == "step" else {}
                 (pipeline.evaluate if then == "evaluate" else pipeline.step)(*batch_of(N), **options)
@@ -182,12 +182,12 @@ def test_what_nobody_waits_for_is_raised_all_the_same(pool: Pool, then: str) -> 
 
 def only_one_waits(rank: int) -> str:
     with Pipeline(chain(2), plan_for(2), mean_loss) as pipeline:
-        return refusal(pipeline.step, *batch_of(N), wait=rank == 0)
+        return refusal(pipeline.step if rank == 0 else pipeline.begin_step, *batch_of(N))
 
 
 def test_all_ranks_wait_or_none(pool: Pool) -> None:
     for found in pool.run(2, only_one_waits):
-        assert "rank 0 calls step(); rank 1 calls step(wait=False)" in found
+        assert "rank 0 calls step(); rank 1 calls begin_step()" in found
 
 
 def asked_to_stop(rank: int) -> list[bool]:
@@ -197,7 +197,7 @@ def asked_to_stop(rank: int) -> list[bool]:
         for step in range(5):
             if rank == 1 and step == 2:
                 pipeline._stops._asked = signal.SIGTERM
-            handle = pipeline.step(*batch_of(N), wait=False)
+            handle = pipeline.begin_step(*batch_of(N))
             if rank == 0:
                 handle.wait()
             found.append(pipeline.should_stop)

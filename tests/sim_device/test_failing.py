@@ -54,7 +54,7 @@ def reports(rank: int) -> tuple[list[str], list[int]]:
     with SimDevice(f"rank {rank}").active(), pipelines_on_sim([]), Pipeline(chain(2), PLAN, loss_fn) as pipeline:
         pipeline.step(*batch_of(4))
         execution, device = pipeline._plans.base.execution, pipeline._device
-        handle = pipeline.step(*batch_of(4), wait=False)
+        handle = pipeline.begin_step(*batch_of(4))
         behind = [mark for mark in execution._behind if mark is not None]
         for num_done in (len(behind), 9, 4, 1):
             done = {id(mark) for mark in behind[:num_done]}

@@ -91,7 +91,7 @@ def trained(rank: int, form: str, waits: bool, scaled: bool) -> tuple[list[float
                 losses.append(pipeline.step(*batch, scaler=scaler, **options))
             else:
                 with no_syncs(reads=step[0] > 2):  # at most two steps are running when another one begins
-                    losses.append(pipeline.step(*batch, scaler=scaler, wait=False, **options))
+                    losses.append(pipeline.begin_step(*batch, scaler=scaler, **options))
             if options.get("sync", True):
                 if scaler is not None:
                     scaler.unscale_(optimizer)
@@ -126,7 +126,7 @@ def scales_differ(rank: int, waits: bool) -> list[str]:
         batch = [tensor.to("sim") for tensor in batch_of(N)]
         pipeline.step(*batch)
         scaler = torch.amp.GradScaler("sim", init_scale=4.0 * (1 + rank))
-        step = pipeline.step(*batch, scaler=scaler, wait=False) if not waits else None
+        step = pipeline.begin_step(*batch, scaler=scaler) if not waits else None
         found.append(refusal(step.wait if step is not None else lambda: pipeline.step(*batch, scaler=scaler)))
         scaler.update()
         found.append(refusal(pipeline.step, *batch, scaler=scaler if rank else None))
@@ -155,11 +155,11 @@ def refused(rank: int, name: str, is_fast: bool) -> tuple[str, int]:
         batch, bad = ([tensor.to("sim") for tensor in of] for of in (batch_of(N), batch_with(m1=math.nan)))
         pipeline.step(*batch)
         how["form"] = "counted" if name == "nan" else name
-        pipeline.step(*(bad if name == "nan" else batch), wait=False)
+        pipeline.begin_step(*(bad if name == "nan" else batch))
         how["form"] = "counted"
         try:
             for num_steps in range(3):  # noqa: B007
-                pipeline.step(*batch, wait=False)
+                pipeline.begin_step(*batch)
             num_steps = 9
             pipeline.close()
         except PipelineError as error:
@@ -175,7 +175,7 @@ def test_what_nobody_waits_for_is_raised_on_all_ranks(pool: Pool, is_fast: bool)
         "nan": "step 2: the mean loss is nan (",
         "zero": "loss_fn returned (sum, count) with a count of 0",
         "mean": "loss_fn returns a mean, after (sum, count) in earlier steps",
-        "new metric": "loss_fn returns a metric in a step with wait=False that it has not returned before",
+        "new metric": "loss_fn returns a metric in begin_step that it has not returned before",
         "negative": "loss_fn returned a count that is negative or not finite, 4 times in all micro-batches",
     }
     for name, text in texts.items():

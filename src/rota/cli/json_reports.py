@@ -9,7 +9,7 @@ from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
 from rota.accounting.comparison import Comparison
-from rota.cli.wire_effects import wire_effects
+from rota.cli.transfers import transfers_text
 from rota.core.timeline import Timeline
 
 if TYPE_CHECKING:
@@ -36,13 +36,13 @@ def _figures(source: object, *names: str) -> dict[str, Any]:
 
 
 def of_timeline(timeline: Timeline) -> dict[str, Any]:
-    """Size, time, idle time and memory of a plan or run, and which effects of wires the plan counts."""
+    """Size, time, idle time and memory of a plan or run, and what the plan counts of its transfers."""
     placement = timeline.plan.placement
     return {
         **_figures(timeline.plan, "num_ranks", "num_stages", "num_microbatches", "num_ops"),
         **_figures(timeline, "makespan_us", "span_us", "bubble_fraction", "idle_us", "peak_memory_bytes"),
         "limit_bytes": placement.cluster.limit_bytes,
-        "wire_effects": wire_effects(placement),
+        "transfers": transfers_text(placement),
     }
 
 

@@ -6,14 +6,13 @@ import io
 import os
 import shutil
 import sys
-import textwrap
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, final
 
 from rota.cli.snapshots import snapshots_text
-from rota.cli.wire_effects import FREE, counts_transfers, wire_effects
+from rota.cli.transfers import FREE, transfers_text
 from rota.core.plan import Plan
 from rota.core.tables import fitted
 from rota.core.timeline import Timeline
@@ -89,20 +88,20 @@ def note(command: str | None, text: str) -> None:
     print(f"{f'rota {command or str()}'.rstrip()}: {text}", file=sys.stderr, flush=True)
 
 
-def print_timeline(timeline: Timeline, free: str = FREE) -> None:
-    """Print a chart as wide as the terminal, in colour if it has any, and which effects of wires the plan counts.
+def print_timeline(timeline: Timeline, *, may_be_free: bool = False) -> None:
+    """Print a chart as wide as the terminal, in colour if it has any, and what the plan counts of its transfers.
 
-    That line comes first if transfers are free, and says `free`. The chart has only the beginning of a step whose ops
-    would be too narrow to be seen.
+    That line comes first if transfers are free, and is left out if they `may_be_free`. The chart has only the beginning
+    of a step whose ops would be too narrow to be seen.
     """
     from rota.drawing import to_text
 
-    columns, are_free = terminal_columns(), not counts_transfers(timeline.plan.placement)
-    if are_free:
-        print_wire_effects(timeline.plan, columns, free)
-    print(to_text(timeline, columns, color=_wants_color(), may_cut=True))
-    if not are_free:
-        print_wire_effects(timeline.plan, columns, free)
+    counted = transfers_text(timeline.plan.placement)
+    if counted == FREE and not may_be_free:
+        print_text(counted)
+    print(to_text(timeline, terminal_columns(), color=_wants_color(), may_cut=True))
+    if counted not in ("", FREE):
+        print_text(counted)
 
 
 def terminal_columns() -> int:
@@ -121,10 +120,10 @@ def print_text(text: str, *, to_stderr: bool = False) -> None:
     print(wrapped, file=sys.stderr if to_stderr else sys.stdout)
 
 
-def print_wire_effects(plan: Plan, width: int | None = None, free: str = FREE) -> None:
-    """Say which effects of wires the plan counts, if it sends anything; in one line, or in lines of `width` columns."""
-    if effects := wire_effects(plan.placement, free):
-        print(effects if width is None else textwrap.fill(effects, width))
+def print_transfers(plan: Plan) -> None:
+    """Say what the plan counts of its transfers, if it sends anything."""
+    if counted := transfers_text(plan.placement):
+        print_text(counted)
 
 
 def print_snapshots(timeline: Timeline) -> None:

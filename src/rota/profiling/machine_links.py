@@ -10,8 +10,8 @@ import socket
 import time
 import warnings
 from pathlib import Path
-from typing import Any
 
+import msgspec
 import torch
 import torch.distributed as dist
 
@@ -19,6 +19,7 @@ from rota.core import reading
 from rota.core.cluster import Cluster, ClusterFile
 from rota.core.errors import PipelineError, RotaError, UsageError
 from rota.core.units import count_text
+from rota.core.whole_numbers import Whole
 from rota.core.writing import write_text
 from rota.profiling.forked import run_forked
 from rota.profiling.links import REPEATS, MeasuredLinks, Report, find_links
@@ -207,22 +208,28 @@ def _kept(path: Path, key: dict[str, str], report: Report) -> MeasuredLinks | No
     return found
 
 
+class _Kept(msgspec.Struct):
+    """Links in JSON, with the key and the time of their measurement."""
+
+    key: dict[str, str]
+    measured_s: Whole
+    text: tuple[str, ...]
+    cluster: ClusterFile
+
+
 def _parsed(text: str) -> tuple[MeasuredLinks, dict[str, str], int]:
     """A file's links, their key, and when they were measured. Raises FormatError."""
-    fields = reading.parse(text, _TYPE)
-    then = {name: fields["key"][name].text() for name in fields["key"].value}
-    cluster = Cluster.from_file(fields["cluster"].read(ClusterFile))
-    text = "\n".join(reading.printable(line.text()) for line in fields["text"])
-    return MeasuredLinks(cluster, text), then, fields["measured_s"].integer(0)
+    kept = reading.parse(text, _TYPE).read(_Kept)
+    lines = "\n".join(map(reading.printable, kept.text))
+    return MeasuredLinks(Cluster.from_file(kept.cluster), lines), kept.key, kept.measured_s
 
 
 def _keep(found: MeasuredLinks, path: Path, key: dict[str, str], *, must: bool) -> None:
     """Write the file. Raises UsageError if that fails and `must` be."""
-    fields: dict[str, Any] = {"key": key, "measured_s": int(time.time()), "text": found.text.split("\n")}
-    fields["cluster"] = reading.to_fields(found.cluster.to_file())
+    kept = _Kept(key, int(time.time()), tuple(found.text.split("\n")), found.cluster.to_file())
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_text(path, reading.dump(_TYPE, fields))
+        write_text(path, reading.dump(_TYPE, kept))
     except OSError as error:
         if must:
             raise UsageError(f"cannot write the links {path}: {error.strerror}; give another cache") from None

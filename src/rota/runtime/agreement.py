@@ -120,15 +120,15 @@ class Call(IntEnum):
     FORWARD_WITHOUT_OUTPUTS = 5
     CLIP_GRAD_NORM = 6
     TIMELINE = 7
-    STEP_WITHOUT_WAIT = 8
-    STEP_WITHOUT_SYNC_AND_WAIT = 9
+    BEGIN_STEP = 8
+    BEGIN_STEP_WITHOUT_SYNC = 9
     SAVE = 10
     BEGIN_EPOCH = 11
 
     @property
     def is_step(self) -> bool:
         """Whether it makes gradients."""
-        return self in (Call.STEP, Call.STEP_WITHOUT_SYNC, Call.STEP_WITHOUT_WAIT, Call.STEP_WITHOUT_SYNC_AND_WAIT)
+        return self in (Call.STEP, Call.STEP_WITHOUT_SYNC, Call.BEGIN_STEP, Call.BEGIN_STEP_WITHOUT_SYNC)
 
     @property
     def has_loss(self) -> bool:
@@ -138,12 +138,12 @@ class Call(IntEnum):
     @property
     def syncs(self) -> bool:
         """Whether gradients are reduced at the end."""
-        return self not in (Call.STEP_WITHOUT_SYNC, Call.STEP_WITHOUT_SYNC_AND_WAIT)
+        return self not in (Call.STEP_WITHOUT_SYNC, Call.BEGIN_STEP_WITHOUT_SYNC)
 
     @property
     def waits(self) -> bool:
         """Whether it ends only when the device does."""
-        return self not in (Call.STEP_WITHOUT_WAIT, Call.STEP_WITHOUT_SYNC_AND_WAIT)
+        return self not in (Call.BEGIN_STEP, Call.BEGIN_STEP_WITHOUT_SYNC)
 
 
 _WORDS = {
@@ -154,8 +154,8 @@ _WORDS = {
     Call.FORWARD_WITHOUT_OUTPUTS: "forward()",  # with and without outputs are one call
     Call.CLIP_GRAD_NORM: "clip_grad_norm_()",
     Call.TIMELINE: "timeline()",
-    Call.STEP_WITHOUT_WAIT: "step(wait=False)",
-    Call.STEP_WITHOUT_SYNC_AND_WAIT: "step(sync=False, wait=False)",
+    Call.BEGIN_STEP: "begin_step()",
+    Call.BEGIN_STEP_WITHOUT_SYNC: "begin_step(sync=False)",
     Call.SAVE: "Checkpoints.save()",
     Call.BEGIN_EPOCH: "Checkpoints.steps() for another epoch",
 }
@@ -169,7 +169,7 @@ class Begun(NamedTuple):
     asking: list[int]  # the ranks of this pipeline that ask for outputs
     batch: Batch  # with the shares that all ranks give the micro-batches
     count_flags: list[int]  # see `LossCounts.begin`
-    num_ended: int  # of the steps that were begun with wait=False: those that have ended on all ranks
+    num_ended: int  # of the steps of begin_step: those that have ended on all ranks
 
 
 @final
@@ -215,7 +215,7 @@ class Agreement:
     ) -> Begun:
         """Before a run: whether layouts may be new, and one seed for all.
 
-        `num_ended`: how many of this rank's steps with wait=False have ended. `report`: see `Updates.report`.
+        `num_ended`: how many of this rank's steps of begin_step have ended. `report`: see `Updates.report`.
 
         Raises:
             PipelineError: on all processes, if their calls, plans, scales or gradient scalers differ, or what they were
@@ -466,7 +466,7 @@ def refuse_loss(
         name: this process's name, for messages.
         mine: the losses that this process counts: by last stage, then by micro-batch.
         empty: the micro-batches without rows, as this process was given them.
-        group: all processes; None: refuse it only on this rank, in a step with wait=False.
+        group: all processes; None: refuse it only on this rank, in begin_step.
 
     Raises:
         PipelineError: always, and with a group on all ranks, with all losses that are not finite.

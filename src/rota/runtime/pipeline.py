@@ -12,7 +12,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from numbers import Real
-from typing import Any, ClassVar, Literal, NamedTuple, final, overload
+from typing import Any, ClassVar, Literal, NamedTuple, final
 from weakref import WeakKeyDictionary
 
 import torch
@@ -275,7 +275,7 @@ class Pipeline:
     def metrics(self) -> dict[str, float]:
         """The means of the metrics that `loss_fn` returned in the last `step` or `evaluate`, the same on all ranks.
 
-        After `step(…, wait=False)` they are those of the last step whose handle was waited for.
+        After `begin_step` they are those of the last step whose handle was waited for.
         """
         return self._step_end.metrics
 
@@ -327,7 +327,7 @@ class Pipeline:
 
     @property
     def has_begun_steps(self) -> bool:
-        """Whether there are steps with `wait=False` that may not have ended on all ranks."""
+        """Whether there are steps of `begin_step` that may not have ended on all ranks."""
         return self._step_end.begun.num_open > 0
 
     @property
@@ -346,7 +346,6 @@ class Pipeline:
 
     # --- one step -------------------------------------------------------------------------------------------------
 
-    @overload
     def step(
         self,
         inputs: Any = None,
@@ -357,35 +356,7 @@ class Pipeline:
         scale: float = 1.0,
         sync: bool = True,
         scaler: torch.amp.GradScaler | None = None,
-        wait: Literal[True] = True,
-    ) -> float: ...
-
-    @overload
-    def step(
-        self,
-        inputs: Any = None,
-        targets: Any = None,
-        *,
-        plan: Plan | None = None,
-        sizes: Sequence[Sequence[int]] = (),
-        scale: float = 1.0,
-        sync: bool = True,
-        scaler: torch.amp.GradScaler | None = None,
-        wait: Literal[False],
-    ) -> StepHandle: ...
-
-    def step(
-        self,
-        inputs: Any = None,
-        targets: Any = None,
-        *,
-        plan: Plan | None = None,
-        sizes: Sequence[Sequence[int]] = (),
-        scale: float = 1.0,
-        sync: bool = True,
-        scaler: torch.amp.GradScaler | None = None,
-        wait: bool = True,
-    ) -> float | StepHandle:
+    ) -> float:
         """Run the plan once; gradients are added to `.grad`, as `loss.backward()` does. Collective.
 
         To accumulate over k steps, give `scale=1/k` to each, and `sync=False` to all but the last.
@@ -402,20 +373,62 @@ class Pipeline:
             sync: reduce the gradients of replicas and of tied weights, with those of earlier steps without `sync`.
             scaler: this process's own GradScaler; the gradients have its factor until it takes it out. If gradients
                 overflow on one rank, they become infinite on all, so that every scaler skips the step.
-            wait: False: return a `StepHandle` at once, so that an accelerator gets the next step while it runs this
-                one. The first step waits in any case. If a step fails and nobody waits for its handle, a later call
-                raises the error on all ranks, `close` at the latest.
 
         Returns:
             The mean loss over all micro-batches and replicas, on every rank, with all losses that modules added; nan
-            without a `loss_fn`. Where `loss_fn` returns `(sum, count)`, all sums divided by all counts. With
-            `wait=False` the handle returns it.
+            without a `loss_fn`. Where `loss_fn` returns `(sum, count)`, all sums divided by all counts.
 
         Raises:
             PlanError: `check` refuses the plan.
             PipelineError: batch or plan do not fit, the ranks differ in what they call, or the loss is not finite.
             LostRankError: another rank is gone.
         """
+        begun_s = time.monotonic()
+        call = Call.STEP if sync else Call.STEP_WITHOUT_SYNC
+        loss = self._step(call, inputs, targets, plan, sizes, scale, scaler).loss.mean
+        if self._progress is not None:
+            self._progress.done(self._number, begun_s, loss)
+        return loss
+
+    def begin_step(
+        self,
+        inputs: Any = None,
+        targets: Any = None,
+        *,
+        plan: Plan | None = None,
+        sizes: Sequence[Sequence[int]] = (),
+        scale: float = 1.0,
+        sync: bool = True,
+        scaler: torch.amp.GradScaler | None = None,
+    ) -> StepHandle:
+        """As `step`, with the same arguments, but an accelerator gets the next step while it runs this one. Collective.
+
+        The first step waits in any case. If a step fails and nobody waits for its handle, a later call raises the error
+        on all ranks, `close` at the latest.
+
+        Returns:
+            A handle, at once, which returns the loss.
+
+        Raises:
+            PlanError: As `step`.
+            PipelineError: As `step`.
+            LostRankError: As `step`.
+        """
+        call = Call.BEGIN_STEP if sync else Call.BEGIN_STEP_WITHOUT_SYNC
+        handle = self._step(call, inputs, targets, plan, sizes, scale, scaler).handle
+        assert handle is not None
+        return handle
+
+    def _step(
+        self,
+        call: Call,
+        inputs: Any,
+        targets: Any,
+        plan: Plan | None,
+        sizes: Sequence[Sequence[int]],
+        scale: float,
+        scaler: torch.amp.GradScaler | None,
+    ) -> _Ran:
         self._refuse_closed()
         ready = self._plans.get(plan, sizes)
         before_first, self._before_first = self._before_first, None
@@ -431,16 +444,7 @@ class Pipeline:
             warn_of_eval_mode(self.stages.modules)
         self._ran_own = plan is None or plan is self.plan
         self._num_steps += 1
-        begun_s = time.monotonic()
-        if wait:
-            loss = self._run(Call.STEP if sync else Call.STEP_WITHOUT_SYNC, ready, batch, float(scale)).loss.mean
-            if self._progress is not None:
-                self._progress.done(self._number, begun_s, loss)
-            return loss
-        call = Call.STEP_WITHOUT_WAIT if sync else Call.STEP_WITHOUT_SYNC_AND_WAIT
-        handle = self._run(call, ready, batch, float(scale)).handle
-        assert handle is not None
-        return handle
+        return self._run(call, ready, batch, float(scale))
 
     def evaluate(
         self, inputs: Any = None, targets: Any = None, *, plan: Plan | None = None, sizes: Sequence[Sequence[int]] = ()

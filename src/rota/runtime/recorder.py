@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
+import msgspec
+
+from rota.core import reading
 from rota.core.contention import service_starts_us
 from rota.core.plan import Plan
 from rota.core.tasks import Op
 from rota.core.timeline import Timeline
+from rota.core.whole_numbers import Positive, Whole
 
 if TYPE_CHECKING:  # the launcher reads records without torch
     from rota.runtime.device.protocol import Device, Mark
@@ -83,17 +87,34 @@ class Record:
         return {"rank": self.rank, "offset_ns": self.offset_ns, **times, **others}
 
     @classmethod
-    def from_fields(cls, fields: dict[str, Any]) -> Record:
-        """The record that `to_fields` wrote."""
-        record = cls(fields["rank"], fields["offset_ns"], fields["starts_ns"], fields["ends_ns"])
-        for route, position, sent, through in fields["messages"]:
+    def from_fields(cls, fields: Any, path: str = "record") -> Record:
+        """The record that `to_fields` wrote. Raises FormatError, which names the field."""
+        file = reading.Field(path, fields).read(RecordFile)
+        record = cls(file.rank, file.offset_ns, [*file.starts_ns], [*file.ends_ns])
+        for route, position, sent, through in file.messages:
             record.sent_ns[route, position], record.through_ns[route, position] = sent, through
-        for route, position, ready, received in fields["received"]:
+        for route, position, ready, received in file.received:
             record.received_ns[route, position] = ready, received
-        for stage, start, end in fields["reductions"]:
-            record.reductions_ns[stage] = start, end
-        record.microbatch_rows, record.num_cores = fields["microbatch_rows"], fields["num_cores"]
+        record.reductions_ns = {stage: (start, end) for stage, start, end in file.reductions}
+        record.microbatch_rows, record.num_cores = file.microbatch_rows, file.num_cores
         return record
+
+
+_Ns: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+
+
+class RecordFile(msgspec.Struct):
+    """A record in JSON."""
+
+    rank: Whole
+    offset_ns: int
+    starts_ns: tuple[_Ns, ...]
+    ends_ns: tuple[_Ns, ...]
+    messages: tuple[tuple[Whole, Whole, _Ns, _Ns], ...]
+    received: tuple[tuple[Whole, Whole, _Ns, _Ns], ...]
+    reductions: tuple[tuple[Whole, _Ns, _Ns], ...]
+    microbatch_rows: Whole | None
+    num_cores: Positive | None
 
 
 def _on_channels(

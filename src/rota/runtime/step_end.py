@@ -1,7 +1,7 @@
 """The end of a run, when its ops are done: its loss on all ranks, gradients divided by its count, scalers that agree.
 
     step(…)               sums of all ranks ──▶ read ──▶ gradients divided ──▶ scalers agree ──▶ the loss, or an error
-    step(…, wait=False)   sums of all ranks ──▶ gradients divided ──▶ scalers agree ──▶ a handle, which reads the loss
+    begin_step            sums of all ranks ──▶ gradients divided ──▶ scalers agree ──▶ a handle, which reads the loss
 
 On the CPU, and in the first step, the loss is read at once in both cases.
 """

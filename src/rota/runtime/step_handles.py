@@ -1,4 +1,4 @@
-"""Steps that were begun with `wait=False`: each rank reads its loss when somebody asks, or when all ranks have it.
+"""Steps of `begin_step`: each rank reads its loss when somebody asks, or when all ranks have it.
 
 step 1 ──▶ handle 1             step 2 ──▶ handle 2                        step 3
 └─ nobody asks                  └─ handle.wait(): its loss     └─ begins with what step 1 was refused for
@@ -19,7 +19,7 @@ _MOST_RUNNING = 2  # so that the device has work while the host begins the next 
 
 @final
 class StepHandle:
-    """A step that `Pipeline.step(…, wait=False)` has begun: the device may still be running it."""
+    """A step that `Pipeline.begin_step` has begun: the device may still be running it."""
 
     def __init__(self, number: int, read: Read, has_ended: Callable[[], bool]) -> None:
         # `read` waits for its loss, and whether any rank asks to stop, or raises; `has_ended` says without waiting.
@@ -40,10 +40,10 @@ class StepHandle:
         `pipeline.metrics` are then those of this step, unless those of a later step or evaluation have been read.
 
         Returns:
-            What `step` returns with `wait=True`.
+            What `step` returns.
 
         Raises:
-            PipelineError: what `step` raises with `wait=True` if the loss is not finite or does not fit together. The
+            PipelineError: what `step` raises if the loss is not finite or does not fit together. The
                 gradients of the step may have been applied by then.
         """
         self._end()
@@ -64,7 +64,7 @@ class StepHandle:
 
 @final
 class BegunSteps:
-    """One rank's steps that were begun with `wait=False`. All ranks add the same ones."""
+    """One rank's steps of `begin_step`. All ranks add the same ones."""
 
     def __init__(self) -> None:
         self._num_added = 0

@@ -38,7 +38,7 @@ _NUM_PLACES = _NEW_NAMES + 1
 #: What to do about a loss that is refused: before anything else is done with the step, and later.
 AT_ONCE = "Do not apply the gradients of this step"
 LATER = (
-    "With wait=False the gradients of this step may have been applied already: go back to the last checkpoint, or to "
+    "After begin_step the gradients of this step may have been applied already: go back to the last checkpoint, or to "
     "other weights from before this step"
 )
 
@@ -104,7 +104,7 @@ class Totals:
         if numbers[_NEW_NAMES]:
             if not together:
                 raise PipelineError(
-                    "loss_fn returns a metric in a step with wait=False that it has not returned before, so the ranks "
+                    "loss_fn returns a metric in begin_step that it has not returned before, so the ranks "
                     f"do not know its name; return it in the first step too, or let this step wait. {remedy}"
                 )
             of_metrics = self._learn_names()

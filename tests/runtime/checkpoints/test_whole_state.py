@@ -314,7 +314,7 @@ def refuse_nan(rank: int, folder: Path) -> list[int]:
             training.steps(range(1))
             kept.commit(1)
             x, target = batch(1)
-            pipeline.step(x.fill_(torch.nan), target, wait=False)
+            pipeline.begin_step(x.fill_(torch.nan), target)
             training.optimizer.step()
             training.optimizer.zero_grad()
             assert "the mean loss is nan" in refusal(lambda: kept.commit(2))

@@ -104,7 +104,7 @@ def steps_without_waits(rank: int, device: torch.device, num_ranks: int, kind: s
                 begun.append(pipeline.step(*batch, scaler=scaler))
             else:
                 with waits_are_errors(device):
-                    begun.append(pipeline.step(*batch, scaler=scaler, wait=False))
+                    begun.append(pipeline.begin_step(*batch, scaler=scaler))
                     if scaler is None:
                         begun.append(pipeline.step(*batch))
                         pipeline.clip_grad_norm_(1.0)
@@ -125,7 +125,7 @@ def enqueue_time(rank: int, device: torch.device, num_ranks: int, width: int, ro
         host_us, device_us = [], []
         for _ in range(5):
             began_ns = time.monotonic_ns()
-            handle = pipeline.step(*batch, wait=False)
+            handle = pipeline.begin_step(*batch)
             host_us.append((time.monotonic_ns() - began_ns) / 1000)
             handle.wait()
             device_us.append(float(pipeline.timeline().makespan_us))

@@ -189,7 +189,7 @@ def autoplan(options: Options) -> None:
 
 def _print_answer(answer: Answer, options: Options) -> None:
     print(answer.to_text(terminal_columns()), end="\n\n")
-    print_timeline(answer.timeline, free="")  # that is in the answer, with the reason
+    print_timeline(answer.timeline, may_be_free=True)  # that is in the answer, with the reason
     print_snapshots(answer.timeline)
     if options.output is None:
         files.keep(None, "", "plan.json")

@@ -11,7 +11,7 @@ from rota.cli.json_reports import print_json
 from rota.cli.requirements import InputError
 from rota.cli.screen import progress_line, report_columns
 from rota.cli.searching import SEARCH, search_plan
-from rota.cli.wire_effects import counts_transfers
+from rota.cli.transfers import counts_transfers
 from rota.core.timeline import Timeline
 from rota.schedules import NAMED
 

@@ -12,7 +12,7 @@ from rota.cli.screen import (
     print_replicas,
     print_snapshots,
     print_text,
-    print_wire_effects,
+    print_transfers,
     progress_line,
     report_columns,
 )
@@ -63,7 +63,7 @@ def check(options: Options) -> None:
         f"{count_text(planned.num_microbatches, 'micro-batch', 'es')} on {count_text(planned.num_ranks, 'rank')}\n"
         f"  {_times(options, timeline)}"
     )
-    print_wire_effects(planned, report_columns())
+    print_transfers(planned)
     print_snapshots(timeline)
     print_replicas(planned, "checked")
     if options.device:

@@ -10,8 +10,7 @@ from rota.cli.command import Options, command
 from rota.cli.json_reports import print_json
 from rota.cli.pictures import draw, is_measured
 from rota.cli.requirements import InputError
-from rota.cli.screen import note, print_wire_effects, report_columns
-from rota.cli.wire_effects import free_text
+from rota.cli.screen import note, print_transfers, report_columns
 
 
 @command("rota compare plan.json measured.json")
@@ -47,6 +46,6 @@ def compare(options: Options) -> None:
         print_json({"times_assumed": assumed, **json_reports.of_comparison(compared)})
     else:
         print(compared.to_text(report_columns()))
-        print_wire_effects(planned.plan, report_columns(), free_text(measured.num_ranks, compared.num_cores))
+        print_transfers(planned.plan)
     if options.output is not None:
         draw(measured, options.output, planned, (options.planned, options.measured), quietly=options.json)

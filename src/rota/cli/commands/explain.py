@@ -9,8 +9,8 @@ from rota.cli import common, files
 from rota.cli.command import Options, command
 from rota.cli.json_reports import print_json
 from rota.cli.pictures import is_measured
-from rota.cli.screen import print_wire_effects, progress_line, report_columns
-from rota.cli.wire_effects import free_text, wire_effects
+from rota.cli.screen import print_transfers, progress_line, report_columns
+from rota.cli.transfers import transfers_text
 
 
 @command("rota explain timeline.json")
@@ -29,8 +29,8 @@ def explain(options: Options) -> None:
         files.note_one_step("explain", options.timeline)
     assumed = files.note_assumed_times("explain", *filter(None, (options.timeline, options.planned)))
     if options.json:
-        effects = wire_effects(timeline.plan.placement)
-        print_json({"times_assumed": assumed, "wire_effects": effects, **json.loads(explanation.to_json())})
+        transfers = transfers_text(timeline.plan.placement)
+        print_json({"times_assumed": assumed, "transfers": transfers, **json.loads(explanation.to_json())})
     else:
         print(explanation.to_text(report_columns()))
-        print_wire_effects(timeline.plan, report_columns(), free_text(timeline.num_ranks, explanation.num_cores))
+        print_transfers(timeline.plan)

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple, TypeVar, final
 
+import msgspec
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -20,6 +21,7 @@ from rota.core import reading
 from rota.core.cluster import Link
 from rota.core.costs import Costs
 from rota.core.errors import FormatError, PipelineError, PlacementError
+from rota.core.whole_numbers import Positive, Whole
 from rota.core.writing import write_text
 from rota.models import split
 from rota.profiling import measure_links, profile
@@ -74,15 +76,17 @@ def _read(path: Path, parse: Callable[[str], _Read]) -> _Read:
         raise FormatError(f"{path}: {error}; profile again") from None
 
 
+class _Links(msgspec.Struct):
+    """The measured links in JSON: latency_us and bytes_per_us."""
+
+    link: tuple[Whole, Positive | None]
+    long_link: tuple[Whole, Positive | None]
+    reduced_bytes: tuple[Whole, ...]
+
+
 def _links(text: str) -> tuple[tuple[int, ...], Link, Link]:
-    fields = reading.parse(text, "communication")
-    return fields["reduced_bytes"].integers(0), _link(fields["link"]), _link(fields["long_link"])
-
-
-def _link(field: reading.Field) -> Link:
-    if len(entries := [*field]) != 2:
-        raise field.wrong("[latency_us, bytes_per_us]")
-    return Link(entries[0].integer(0), entries[1].integer_or_none(1))
+    file = reading.parse(text, "communication").read(_Links)
+    return file.reduced_bytes, Link(*file.link), Link(*file.long_link)
 
 
 @final

@@ -15,10 +15,13 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
+
+from msgspec import Meta
 
 from rota.core import reading
 from rota.core.errors import FormatError, PipelineError
+from rota.core.whole_numbers import Positive, Whole
 
 MANIFEST = "rota.json"
 FORMAT = 4
@@ -28,16 +31,9 @@ _PIECE_BYTES = 2**22
 class File(NamedTuple):
     """A rank's file as it was written: its size, its header's SHA-256 in hexadecimal digits, each tensor's CRC-32."""
 
-    num_bytes: int
+    num_bytes: Whole
     head_sha256: str
-    crc32: tuple[int, ...]
-
-    @classmethod
-    def from_json(cls, field: reading.Field) -> File:
-        """The file with this JSON. Raises FormatError that names the field."""
-        if len(parts := [*field]) != 3:
-            raise field.wrong("a size, a SHA-256 and checksums")
-        return cls(parts[0].integer(0), parts[1].text(), parts[2].integers(0, 2**32 - 1))
+    crc32: tuple[Annotated[int, Meta(ge=0, lt=2**32)], ...]
 
 
 def file_of(rank: int) -> str:
@@ -54,13 +50,13 @@ class Manifest:
     `training` are JSON of which nothing is checked here.
     """
 
-    number: int
-    step: int
+    number: Positive
+    step: Whole
     extra: dict[str, Any]
-    num_ranks: int
-    num_replicas: int
-    weights: dict[str, int]
-    aliases: dict[str, str]
+    num_ranks: Positive
+    num_replicas: Positive
+    weights: dict[reading.Name, Positive]
+    aliases: dict[reading.Name, reading.Name]
     files: tuple[File, ...]
     plan: Any
     training: Any
@@ -79,23 +75,14 @@ class Manifest:
         if (found := document["format"]).integer() != FORMAT:
             writer = "an earlier" if found.integer() < FORMAT else "a later"
             raise found.wrong(f"{FORMAT}; it was saved by {writer} version of Rota; use it with that version")
-        document.refuse_others(("rota", "format", *cls.__slots__, "sha256"))
-        manifest = cls(
-            number=document["number"].integer(1),
-            step=document["step"].integer(0),
-            extra={name.value: value.value for name, value in document["extra"].items()},
-            num_ranks=document["num_ranks"].integer(1),
-            num_replicas=document["num_replicas"].integer(1),
-            weights={name.name(): num_tp_shards.integer(1) for name, num_tp_shards in document["weights"].items()},
-            aliases={alias.name(): name.name() for alias, name in document["aliases"].items()},
-            files=tuple(map(File.from_json, document["files"])),
-            plan=document["plan"].value,
-            training=document["training"].value,
-        )
+        sha256 = document["sha256"].value
+        written = {name: value for name, value in document.value.items() if name != "sha256"}
+        fields = {name: value for name, value in written.items() if name != "format"}
+        manifest = reading.Field(document.path, fields).read(cls)
         for alias, name in manifest.aliases.items():
             if alias in manifest.weights or name not in manifest.weights:
                 raise document["aliases"].wrong("other names of the weights")
-        if document["sha256"].text() != digest({k: v for k, v in document.value.items() if k != "sha256"}):
+        if sha256 != digest(written):
             raise FormatError("it has changed since it was saved")
         return manifest
 

@@ -7,7 +7,9 @@ import os
 from bisect import bisect_left
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any, final
+from typing import Annotated, Any, final
+
+import msgspec
 
 from rota.compat.tessel.conversion import to_plan
 from rota.compat.tessel.schedule.block import Block, Blocks, by_subgraph, gid_of
@@ -15,6 +17,7 @@ from rota.core import reading
 from rota.core.errors import FormatError, ScheduleError
 from rota.core.plan import Plan
 from rota.core.reading import Field
+from rota.core.whole_numbers import Positive, Whole
 from rota.core.writing import write_text
 
 __all__ = ["Block", "SchedPlan"]
@@ -281,7 +284,7 @@ class SchedPlan:
         """Return the schedule in a file that `save` or Tessel has written. Raises FormatError."""
         text = reading.read_text(filename)
         try:
-            return _from_json(Field("schedule", reading.load(text)))
+            return Field("schedule", reading.load(text)).read(_ScheduleFile).schedule()
         except (FormatError, ScheduleError) as error:
             raise FormatError(f"{str(filename)!r}: {error}") from None
 
@@ -319,44 +322,41 @@ def _connect(blocks: Blocks, new: Blocks) -> None:
             Block.make_dependency(new[prev, mid], block)
 
 
-def _from_json(document: Field) -> SchedPlan:
-    """Return the schedule of a document; Tessel's own files lack some fields."""
-    schedule = SchedPlan(document["ndevs"].integer(1, _MAX_DEVICES))
-    rows = list(document["blocks"])
-    blocks = [_block(row) for row in rows]
-    for row, block in zip(rows, blocks, strict=True):
-        schedule.add_block(block, row["device"].integers(0), row["step"].integer(0))
-        for prev in _optional(row, "before") or ():
-            Block.make_dependency(_at(prev, blocks), block)
-    if (repetend := document["repetend"]).value is not None:
-        bounds = repetend.integers(0)
-        if len(bounds) != 2:
-            raise repetend.wrong("[first step, step after the last]")
-        schedule.repetend = bounds[0], bounds[1]
-    if (period := _optional(document, "period")) is not None:
-        schedule.period = period.integer(1)
-    if (repeated := _optional(document, "repeated")) is not None:
-        schedule.repeated = frozenset(_at(index, blocks) for index in repeated)
-    if (num_cells := schedule.ndevs * schedule.nsteps) > _MAX_CELLS:
-        raise document.wrong(f"{_MAX_CELLS:,} devices times steps at most, not {num_cells:,}")
-    return schedule
+class _BlockFile(msgspec.Struct):
+    """A block in JSON; Tessel's own files lack what has a default."""
+
+    mid: int
+    span: int
+    memory: int
+    btype: str
+    step: Whole
+    device: tuple[Whole, ...]
+    gid: Whole | None = None
+    before: tuple[Whole, ...] | None = ()
 
 
-def _optional(fields: Field, name: str) -> Field | None:
-    """Return a field, or None if it is missing or null."""
-    return fields[name] if name in fields and fields[name].value is not None else None
+class _ScheduleFile(msgspec.Struct):
+    """A schedule in JSON; blocks are named by their places in the list."""
 
+    ndevs: Annotated[int, msgspec.Meta(ge=1, le=_MAX_DEVICES)]
+    blocks: tuple[_BlockFile, ...]
+    repetend: tuple[Whole, Whole] | None
+    period: Positive | None = None
+    repeated: tuple[Whole, ...] | None = None
 
-def _block(row: Field) -> Block:
-    """Return the block of a row, without its dependencies."""
-    gid = _optional(row, "gid")
-    number = None if gid is None else gid.integer(0)
-    return Block(row["mid"].value, row["span"].value, row["memory"].value, row["btype"].text(), number)
-
-
-def _at(index: Field, blocks: list[Block]) -> Block:
-    """Return the block at an index, or raise FormatError."""
-    i = index.integer(0)
-    if i >= len(blocks):
-        raise index.wrong(f"the index of one of the {len(blocks)} blocks")
-    return blocks[i]
+    def schedule(self) -> SchedPlan:
+        """The schedule. Raises FormatError or ScheduleError."""
+        schedule = SchedPlan(self.ndevs)
+        blocks = [Block(row.mid, row.span, row.memory, row.btype, row.gid) for row in self.blocks]
+        named = {i for row in self.blocks for i in row.before or ()} | {*(self.repeated or ())}
+        if unknown := sorted(i for i in named if i >= len(blocks)):
+            raise FormatError(f"schedule names block {unknown[0]}, but has {len(blocks)} blocks; count from 0")
+        for row, block in zip(self.blocks, blocks, strict=True):
+            schedule.add_block(block, row.device, row.step)
+            for prev in row.before or ():
+                Block.make_dependency(blocks[prev], block)
+        schedule.repetend, schedule.period = self.repetend, self.period
+        schedule.repeated = None if self.repeated is None else frozenset(blocks[i] for i in self.repeated)
+        if (num_cells := schedule.ndevs * schedule.nsteps) > _MAX_CELLS:
+            raise FormatError(f"schedule has {num_cells:,} devices times steps; a file may have {_MAX_CELLS:,}")
+        return schedule

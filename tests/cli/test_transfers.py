@@ -1,4 +1,4 @@
-"""A line says which effects of wires a plan counts, and `rota plan` takes measured links."""
+"""A line says what a plan counts of its transfers, and `rota plan` takes measured links."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from cli.test_cli import run
-from rota.cli.wire_effects import wire_effects
+from rota.cli.transfers import FREE, transfers_text
 from rota.core.cluster import Cluster, Link, SharedLink
 from rota.core.costs import Costs
 from rota.core.errors import PipelineError
@@ -20,21 +20,19 @@ from rota.profiling.links import MeasuredLinks
 from rota.schedules import one_f_one_b
 
 HOST = SharedLink("host a", 40, (0, 1), (0, 1))
-FREE = "Transfers are counted as free; give --link or --links when planning."
-NONE = "links that ranks share"
 
 
 @pytest.mark.parametrize(
     ("cluster", "line"),
     [
-        (Cluster.uniform(2), f"{FREE} Not included in the times: latency, rate, {NONE}."),
+        (Cluster.uniform(2), FREE),
         (
             Cluster.uniform(2, None, 5),
-            f"Included in the times: latency (5 µs). Not included: rate, {NONE}.",
+            "Included in the times: latency (5 µs).",
         ),
         (
             Cluster((None, None), Link(5, 100), ((0, 1, Link(7, 50)),)),
-            f"Included in the times: latency (5 µs to 7 µs), rate (50 MB/s to 100 MB/s). Not included: {NONE}.",
+            "Included in the times: latency (5 µs to 7 µs), rate (50 MB/s to 100 MB/s).",
         ),
         (
             Cluster((None, None), Link(5, 100), shared=(HOST,)),
@@ -42,16 +40,16 @@ NONE = "links that ranks share"
         ),
         (
             Cluster((None, None), shared=(HOST,)),
-            "Included in the times: host a (2 ranks share 40 MB/s). Not included: latency.",
+            "Included in the times: host a (2 ranks share 40 MB/s).",
         ),
     ],
 )
 def test_what_a_plan_counts(cluster: Cluster, line: str) -> None:
-    assert wire_effects(place(Costs.uniform(2, boundary_bytes=80), cluster)) == line
+    assert transfers_text(place(Costs.uniform(2, boundary_bytes=80), cluster)) == line
 
 
 def test_nothing_is_said_where_nothing_is_sent() -> None:
-    assert wire_effects(place(Costs.uniform(2), Cluster.uniform(1), (0, 0))) == ""
+    assert transfers_text(place(Costs.uniform(2), Cluster.uniform(1), (0, 0))) == ""
 
 
 def test_measured_links_go_into_the_plan_and_are_told_by_every_command(
@@ -181,13 +179,3 @@ def test_how_far_measured_times_are_apart_is_said(tmp_path: Path, capsys: pytest
     costs.write_text(Costs.uniform(2, 100, 200, spread_us=(9, 30)).to_json())
     said = run(capsys, "plan", "1f1b", "--ranks", "2", "--microbatches", "4", "--costs", costs)[1]
     assert "The measured times of a stage vary by 10% at most (interquartile range)." in said
-
-
-def test_why_transfers_are_free_is_said_where_ranks_shared_cores(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    plan = tmp_path / "plan.json"
-    plan.write_text(one_f_one_b(place(Costs.uniform(2, boundary_bytes=80), Cluster.uniform(2)), 4).to_json())
-    because = "Transfers are counted as free, because links are measured only with a core per rank; give --link or"
-    assert run(capsys, "explain", plan, "--cores", "1")[1].count(because) == 1
-    assert FREE in run(capsys, "explain", plan, "--cores", "2")[1]
