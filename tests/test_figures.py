@@ -172,11 +172,11 @@ def test_a_plan_for_another_number_of_micro_batches_is_refused() -> None:
     ("change", "message"),
     [
         (lambda f: f["tasks"][0].__setitem__(2, [1, 2, 3]), "numbers for 3 classes of micro-batches, but"),
-        (lambda f: f["tasks"][0].__setitem__(2, []), r"tasks\[0\]\[2\] is \[\]; expected a number, or one per class"),
+        (lambda f: f["tasks"][0].__setitem__(2, []), r"tasks\[0\]\[2\] is \[\]; expected a list of length >= 1"),
         (lambda f: f["tasks"][0].__setitem__(2, [1, None]), "expected a whole number"),
         (lambda f: f["tasks"][0].__setitem__(2, [1, [2]]), "expected a whole number"),
         (lambda f: f["tasks"][0].__setitem__(2, [1, -2]), "duration_us of task 0F is -2"),
-        (lambda f: f["edges"][0].__setitem__(2, [1, -2]), "expected 0 or more"),
+        (lambda f: f["edges"][0].__setitem__(2, [1, -2]), "num_bytes of the edge 0F -> 1F is -2"),
         (lambda f: f.pop("class_of"), "class_of is empty"),
         (lambda f: f.update(class_of=[0, 1, 1, 7]), r"class_of\[3\] is 7"),
         (lambda f: f.update(class_of=[0, 1, 1, -1]), "expected 0 or more"),

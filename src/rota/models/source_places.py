@@ -13,9 +13,10 @@ from typing import Any
 
 import torch
 
-import rota.core.errors
+import rota.core
 
-NOT_THE_USERS = ("<", *(f"{Path(module.__file__ or '').parent}{os.sep}" for module in (torch, rota.core.errors)))
+_FOLDERS = Path(torch.__file__).parent, Path(rota.core.__file__).parents[1]
+NOT_THE_USERS = ("<", *(f"{folder}{os.sep}" for folder in _FOLDERS))
 
 
 def user_place(frames: Iterable[tuple[FrameType, int]]) -> str:

@@ -190,7 +190,7 @@ def test_restarts_come_to_an_end(tmp_path: Path) -> None:
 def test_the_page_does_what_it_says(pool: Pool, tmp_path: Path, name: str) -> None:
     """Without a restart: those are tested in test_supervisor, and here with killed ranks."""
     page = (ROOT / "docs" / "elastic.md").read_text()
-    script, own_loop = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
+    script, own_loop, *_ = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
     commands = re.findall(r"^    (rota (?:plan|run --max).*)$", page, flags=re.MULTILINE)
     if name == "dp":
         commands = ["rota plan 1f1b --ranks 2 --microbatches 8 -o plan.json", "rota run --mesh dp=2 plan.json train.py"]
