@@ -157,7 +157,7 @@ def main() -> None:
     model_file = load_model_file(__file__)
     profiles = profile_file(model_file, ROWS)
     limit_bytes = int(_SHARE_OF_MODEL * sum(profiles[ROWS[0]].static_bytes))  # so that it takes both ranks
-    links = links_of_this_machine(2)
+    links = links_of_this_machine(2).cluster
     answer = autoplan(profiles, Machine(2, limit_bytes, links), BATCH_ROWS, time_limit_s=30)
     roomy = replace(answer.best.candidate, request=replace(answer.request, machine=Machine(2, None, links)))
     usual = usual_plan(replace(answer.best, candidate=roomy))  # which need not fit

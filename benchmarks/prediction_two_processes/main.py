@@ -73,7 +73,7 @@ def plans_of(name: str) -> dict[str, rota.Plan]:
     """One plan per schedule; made in the first call for this model."""
     kept: dict[str, dict[str, str]] = json.loads(PLANS.read_text()) if PLANS.exists() else {}
     if name not in kept:
-        cluster = links_of_this_machine(2)
+        cluster = links_of_this_machine(2).cluster
         kept[name] = {schedule: plan_of(name, schedule, cluster).to_json() for schedule in SCHEDULES}
         PLANS.write_text(json.dumps(kept))
     return {schedule: rota.Plan.from_json(text) for schedule, text in kept[name].items()}

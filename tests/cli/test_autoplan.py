@@ -169,7 +169,7 @@ def test_links_that_cannot_be_measured_are_counted_as_free(
     def links(*_: object, **__: object) -> rota.Cluster:
         raise PipelineError("the machine is too busy")
 
-    monkeypatch.setattr(on_this_machine, "measured_on_this_machine", links)
+    monkeypatch.setattr(on_this_machine, "links_of_this_machine", links)
     monkeypatch.setattr(on_this_machine, "why_not_here", lambda _: "")
     model = tmp_path / "model.py"
     model.write_text(MODEL)
@@ -191,7 +191,7 @@ def test_links_are_those_between_cpus_on_which_plans_are_tried(monkeypatch: pyte
         asked.append((num_ranks, device))
         return MeasuredLinks(cluster, "a table", "others took 40%")
 
-    monkeypatch.setattr(on_this_machine, "measured_on_this_machine", links)
+    monkeypatch.setattr(on_this_machine, "links_of_this_machine", links)
     for time_limit_s in (600.0, 0.001):  # what is measured depends on nothing but what is kept
         deadline = Deadline(time_limit_s, None)
         machine, why_not, remarks = with_links(Machine(2), None, False, deadline, lambda _: None)

@@ -140,7 +140,7 @@ def test_costs_measured_on_a_cpu_are_planned_with_the_links_of_this_machine(
         asked.append((num_ranks, device))
         return MeasuredLinks(here, "a table", doubts.pop(0))
 
-    monkeypatch.setattr("rota.profiling.machine_links.measured_on_this_machine", links)
+    monkeypatch.setattr("rota.profiling.machine_links.links_of_this_machine", links)
     step = ("--costs", measured_costs, "--microbatches", "4")
     code, said, errors = run(capsys, "plan", "1f1b", *step)
     assert (code, asked, errors) == (0, [(2, "cpu")], "")
@@ -157,7 +157,7 @@ def test_links_that_cannot_be_measured_are_told(
     def links(*_: object, **__: object) -> Cluster:
         raise PipelineError("the machine is too busy")
 
-    monkeypatch.setattr("rota.profiling.machine_links.measured_on_this_machine", links)
+    monkeypatch.setattr("rota.profiling.machine_links.links_of_this_machine", links)
     code, said, errors = run(capsys, "plan", "1f1b", "--costs", measured_costs, "--microbatches", "4")
     assert code == 0
     assert said.startswith("Transfers are counted as free; give --link or --links")
@@ -167,7 +167,7 @@ def test_links_that_cannot_be_measured_are_told(
 def test_costs_measured_elsewhere_leave_transfers_free(
     measured_costs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    unexpected = "rota.profiling.machine_links.measured_on_this_machine"
+    unexpected = "rota.profiling.machine_links.links_of_this_machine"
     monkeypatch.setattr(unexpected, lambda *_, **__: pytest.fail("measured"))
     measured_costs.write_text(replace(Costs.uniform(2, boundary_bytes=80), note="estimated for h100").to_json())
     said = run(capsys, "plan", "1f1b", "--costs", measured_costs, "--microbatches", "4")[1]

@@ -8,7 +8,7 @@ from hypothesis import given, strategies as st
 from rota import Cluster, Link, PipelineError
 from rota.profiling.all_reduces import SIZES as SUMS, numbers_of
 from rota.profiling.link_pipelines import LEVEL_SIZES, SIZES
-from rota.profiling.links import _pairs_of, cluster_of, find_links, line_through, link_of, links_of, unsteady
+from rota.profiling.links import _pairs_of, cluster_of, line_through, link_of, links_of, measure_links, unsteady
 from rota.profiling.machine_links import links_of_started
 from support.pool import Pool
 
@@ -113,7 +113,7 @@ def test_two_processes_are_started_and_measured() -> None:
 
 def found_by(rank: int) -> tuple[Cluster, str, list[str]]:
     lines: list[str] = []
-    found = find_links(1, report=lines.append)
+    found = measure_links(1, report=lines.append)
     return found.cluster, found.text, lines
 
 
@@ -131,7 +131,7 @@ def test_three_processes_find_the_same(pool: Pool) -> None:
 
 def refused(rank: int) -> str:
     with pytest.raises(PipelineError) as error:
-        find_links(1)
+        measure_links(1)
     return str(error.value)
 
 

@@ -211,7 +211,7 @@ def measured(rank: int) -> Cluster:
     """The links of simulated devices."""
     device = SimDevice(f"rank {rank}", cost_ns=link_cost_ns, host_ns=20_000)
     with device.checked(), mock.patch.object(link_pipelines, "_PACE_NS", 1):
-        return measure_links(1, device=SIM)
+        return measure_links(1, device=SIM).cluster
 
 
 @pytest.mark.dist

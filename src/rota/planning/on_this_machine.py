@@ -14,7 +14,7 @@ from rota.planning.deadline import Deadline
 from rota.planning.machine import Machine
 from rota.planning.model_file import ModelFile, profile_file
 from rota.profiling.forked import why_not_here
-from rota.profiling.machine_links import measured_on_this_machine
+from rota.profiling.machine_links import links_of_this_machine
 from rota.runtime.device.local import CPU
 
 _ROWS = (1, 2, 4, 8)  # of a micro-batch, by default
@@ -75,7 +75,7 @@ def with_links(
         return machine, "this takes a core per rank", []
     report("measuring the links between processes")
     try:
-        links = measured_on_this_machine(
+        links = links_of_this_machine(
             machine.num_ranks,
             device=CPU,
             cache=cache if cache is not None and not cache.endswith(".json") else None,

@@ -45,7 +45,7 @@ class MeasuredLinks(NamedTuple):
 
 def measure_links(
     repeats: int = REPEATS, *, device: torch.device | None = None, report: Report = lambda _: None
-) -> Cluster:
+) -> MeasuredLinks:
     """Measure the links between the processes of the default group. Collective.
 
     Messages are those of pipelines on these processes: one at a time between pairs of ranks, and between all neighbours
@@ -55,24 +55,14 @@ def measure_links(
         repeats: Number of messages of each size, of which the median counts.
         device: Where this process's messages are, such as `rota.local_device()`. None: the CPU, or the current
             accelerator if the default group takes no tensors of the CPU.
-        report: Called on the first process with lines of text: what is being measured, and at the end what was found.
+        report: Called on the first process with a line of text for what is being measured.
 
     Returns:
-        The same cluster on all processes, without memory limits; its `link` is the most frequent one.
+        The same on all processes: a cluster without memory limits, whose `link` is the most frequent one.
 
     Raises:
         PipelineError: There is only one process, or the processes are on devices of different types.
     """
-    found = find_links(repeats, device=device, report=report)
-    for line in found.text.splitlines() if dist.get_rank() == 0 else ():
-        report(line)
-    return found.cluster
-
-
-def find_links(
-    repeats: int = REPEATS, *, device: torch.device | None = None, report: Report = lambda _: None
-) -> MeasuredLinks:
-    """As `measure_links`, with all that was found. Collective."""
     own, size = _own_device(device), dist.get_world_size()
     if size < 2:
         raise PipelineError("this is the only process, and a link needs two; start more of them")

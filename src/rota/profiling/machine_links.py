@@ -8,7 +8,6 @@ import platform
 import re
 import socket
 import time
-import warnings
 from pathlib import Path
 
 import msgspec
@@ -22,7 +21,7 @@ from rota.core.units import count_text
 from rota.core.whole_numbers import Whole
 from rota.core.writing import write_text
 from rota.profiling.forked import run_forked
-from rota.profiling.links import REPEATS, MeasuredLinks, Report, find_links
+from rota.profiling.links import REPEATS, MeasuredLinks, Report, measure_links
 from rota.profiling.places import cpu_name
 from rota.runtime.device.local import AUTO, device_type, local_device
 from rota.runtime.environment import DEVICE, num_cores
@@ -41,12 +40,13 @@ def links_of_this_machine(
     device: str = AUTO,
     cache: str | None = None,
     refresh: bool = False,
+    repeats: int = REPEATS,
     report: Report = lambda _: None,
     within_s: float = math.inf,
-) -> Cluster:
+) -> MeasuredLinks:
     """The links between `num_ranks` processes on this machine: measured by starting them, which takes seconds, or kept.
 
-    If other programs used the machine meanwhile, what was measured is not kept, and there is a UserWarning.
+    If other programs used the machine meanwhile, what was measured is not kept, and `doubt` says so.
 
     Args:
         num_ranks: Number of processes.
@@ -56,34 +56,16 @@ def links_of_this_machine(
             same host, processor, number of cores, version of torch, type of device and number of processes. None: the
             user's cache folder, `$XDG_CACHE_HOME/rota` or `~/.cache/rota`.
         refresh: Whether to measure again what the cache has.
+        repeats: See `measure_links`.
         report: Called with a line of text for what is being measured, or where the links were found.
         within_s: About how many seconds there are to measure them; links that are kept need no time.
 
     Returns:
-        The ranks without memory limits; of one rank, a cluster without links.
+        The `cluster` has no memory limits; that of one rank has no links.
 
     Raises:
         PipelineError: Links cannot be measured, or not in that time, or a cache that was named cannot be written.
     """
-    found = measured_on_this_machine(
-        num_ranks, device=device, cache=cache, refresh=refresh, report=report, within_s=within_s
-    )
-    if found.doubt:
-        warnings.warn(f"links were measured on a busy machine: {found.doubt}", stacklevel=2)
-    return found.cluster
-
-
-def measured_on_this_machine(
-    num_ranks: int,
-    *,
-    device: str = AUTO,
-    cache: str | None = None,
-    refresh: bool = False,
-    repeats: int = REPEATS,
-    report: Report = lambda _: None,
-    within_s: float = math.inf,
-) -> MeasuredLinks:
-    """As `links_of_this_machine`, with all that was found, but without the warning. `repeats`: see `measure_links`."""
     if num_ranks < 2:
         return MeasuredLinks(Cluster.uniform(num_ranks), "one rank has no links")
     key = _key(num_ranks, device_type(device, num_ranks), repeats)
@@ -145,13 +127,13 @@ def links_of_started(
 
 
 def links_of_launched(repeats: int = REPEATS, report: Report = lambda _: None) -> MeasuredLinks | None:
-    """The links of the launcher's processes, on the first of them; None on the others. See `find_links`.
+    """The links of the launcher's processes, on the first of them; None on the others. See `measure_links`.
 
     Messages are between the processes' `local_device`s.
     """
     owns = join()
     try:
-        found = find_links(repeats, device=local_device(), report=report)
+        found = measure_links(repeats, device=local_device(), report=report)
         return found if dist.get_rank() == 0 else None
     finally:
         if owns:

@@ -147,13 +147,13 @@ def _links_here(options: Options, num_ranks: int) -> Cluster | None:
     costs = files.read_costs(options.costs)
     if costs.note.startswith(_MEASURED_ON_CPU) and importlib.util.find_spec("torch") is not None and num_ranks > 1:
         from rota.profiling.forked import why_not_here
-        from rota.profiling.machine_links import measured_on_this_machine
+        from rota.profiling.machine_links import links_of_this_machine
         from rota.runtime.device.local import CPU
 
         if not why_not_here(num_ranks):
             try:
                 with progress_line() as show:
-                    links = measured_on_this_machine(num_ranks, device=CPU, report=show)
+                    links = links_of_this_machine(num_ranks, device=CPU, report=show)
             except PipelineError as error:
                 note("plan", f"warning: links were not measured: {error}")
                 return None

@@ -156,7 +156,7 @@ def _summary(layers: LayerCosts) -> str:
 
 def _links(options: Options) -> None:
     from rota.profiling.links import REPEATS
-    from rota.profiling.machine_links import links_of_launched, links_of_started, measured_on_this_machine
+    from rota.profiling.machine_links import links_of_launched, links_of_started, links_of_this_machine
     from rota.runtime.device.local import AUTO
     from rota.runtime.environment import DEVICE
 
@@ -170,7 +170,7 @@ def _links(options: Options) -> None:
             links = links_of_started(num_processes, device, repeats, _report)
         else:
             kept = {"cache": options.cache, "refresh": options.refresh, "repeats": repeats}
-            links = measured_on_this_machine(num_processes, device=device, report=_report, **kept)
+            links = links_of_this_machine(num_processes, device=device, report=_report, **kept)
     else:
         for option in ("processes", "cache"):
             if getattr(options, option) is not None:

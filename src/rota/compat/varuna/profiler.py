@@ -137,7 +137,7 @@ class Profiler:
         measured = on_first("profiling", lambda: [*map(self._measured, microbatch_sizes)])
         link = long_link = Link()
         if dist.is_initialized() and (num_processes := dist.get_world_size()) > 1:
-            cluster = measure_links()
+            cluster = measure_links().cluster
             link = long_link = cluster.link_between(0, 1)
             if self._per_node is not None and self._per_node < num_processes:
                 long_link = cluster.link_between(0, self._per_node)
