@@ -250,9 +250,13 @@ def main():
     torch.manual_seed(0)
     stages = task.stages()
     rota.mesh()  # joins the other processes, so that all measure at once, as they will compute
-    model = rota.profile_sizes(
-        stages, task.of_length, loss_fn, lengths=LENGTHS, rows=(1, 6), here=True, repeats=1 if NUM_BATCHES < 5 else 3
-    )
+    repeats = 1 if NUM_BATCHES < 5 else 3
+    measured = []
+    for length in LENGTHS:
+        for rows in (1, 6):
+            costs = rota.profile(stages, *task.of_length(rows, length), loss_fn, here=True, repeats=repeats)
+            measured.append((rota.Size.padded([length] * rows), costs))
+    model = rota.fit_sizes(measured)
     difference = largest_difference(task, plan, model, batches[0])
     base, num_tokens = plan.placement, [sum(sum(lengths_of(task, s)) for s in batch) for batch in batches]
 

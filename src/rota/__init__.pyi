@@ -56,7 +56,6 @@ from .profiling import (
     profile as profile,
     profile_chunks as profile_chunks,
     profile_layers as profile_layers,
-    profile_sizes as profile_sizes,
 )
 from .runtime import (
     Pipeline as Pipeline,

@@ -143,8 +143,11 @@ def slack_bytes(sizes: list[tuple[int, int]]) -> int:
 
 def measured_model() -> SizeModel:
     with patch("rota.profiling.stage_profile._RUN_NS", 0):
-        return rota.profile_sizes(
-            gpt_stages(NUM_RANKS), tokens, summed_loss, lengths=(SHORT, 12, LONGEST), rows=(1, 3), here=True, repeats=1
+        stages = gpt_stages(NUM_RANKS)
+        sizes = [(rows, length) for length in (SHORT, 12, LONGEST) for rows in (1, 3)]
+        costs = [rota.profile(stages, *tokens(*size), summed_loss, here=True, repeats=1) for size in sizes]
+        return rota.fit_sizes(
+            [(Size.padded([length] * rows), of) for (rows, length), of in zip(sizes, costs, strict=True)]
         )
 
 

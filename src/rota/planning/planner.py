@@ -88,7 +88,7 @@ class Planner(Iterator[PlannedBatch]):
             process that reads neither inputs nor targets.
         collate: `collate(samples, length)` makes a micro-batch (inputs, targets) whose rows are all padded to `length`;
             if `packed`, one row of `length` tokens, as `rota.pack_samples` does.
-        model: What a stage costs, by the size of a micro-batch; see `rota.profile_sizes`.
+        model: What a stage costs, by the size of a micro-batch; see `rota.fit_sizes`.
         cluster: Ranks and links. None: those of the pipeline's plan.
         length_of: The length of a sample; or a tuple of lengths, of which `collate` gets the longest of each, and
             the plan counts the sum.

@@ -4,7 +4,7 @@ from rota.profiling.devices import DEVICES, DeviceModel
 from rota.profiling.layer_profile import profile_layers, profile_model
 from rota.profiling.links import measure_links
 from rota.profiling.machine_links import links_of_this_machine
-from rota.profiling.stage_profile import profile, profile_chunks, profile_sizes
+from rota.profiling.stage_profile import profile, profile_chunks
 
 __all__ = [
     "DEVICES",
@@ -15,5 +15,4 @@ __all__ = [
     "profile_chunks",
     "profile_layers",
     "profile_model",
-    "profile_sizes",
 ]

@@ -141,7 +141,8 @@ def profile_model(
     identity = identity_of(stages, loss_fn, optimizer) | {"device": where}
     if how.device is not None:
         identity["estimates"] = _ESTIMATES
-    cached = ProfileCache.of(cache, f"{_class_name(model)}-{where}", identity, refresh)
+    name = f"{len(model)}-stages" if isinstance(model, Stages) else type(model).__name__
+    cached = ProfileCache.of(cache, f"{name}-{where}", identity, refresh)
     missing = [count for count in sizes if not cached.knows(count)]
     if missing:  # the smallest first: it is measured in any case
         missing = sorted(missing) if within_s == math.inf else [min(missing), *(n for n in missing if n > min(missing))]
@@ -150,8 +151,10 @@ def profile_model(
         expected_s = max((took * count / rows for rows, took in took_s.items()), default=0.0)
         if took_s and time.monotonic() - began_s + expected_s > within_s:
             break
-        batch, target = _batch_of(count, make_batch)
-        inputs = _named_inputs(count, batch, target)
+        batch, target = make_batch(count)
+        if (given := num_rows(batch)) != count:
+            raise PipelineError(f"the batch for {count} rows has {given}; return {count}")
+        inputs = {f"inputs of {count_text(count, 'row')}": inputs_of(batch, target)}
         if cached.has(count, inputs):
             report(f"{count_text(count, 'row')}: from {cached.path}")
             continue
@@ -159,19 +162,6 @@ def profile_model(
         cached.add(_measured(Given(stages, batch, target, loss_fn), how, names, count, where, report), inputs)
         took_s[count] = time.monotonic() - size_began_s
     return cached.profile
-
-
-def _batch_of(count: int, make_batch: Callable[[int], tuple[Any, Any]]) -> tuple[Any, Any]:
-    """Inputs and targets of so many rows. Raises PipelineError if there are others."""
-    batch, target = make_batch(count)
-    if (given := num_rows(batch)) != count:
-        raise PipelineError(f"the batch for {count} rows has {given}; return {count}")
-    return batch, target
-
-
-def _named_inputs(count: int, batch: Any, target: Any) -> dict[str, str]:
-    """What a cache knows of the inputs."""
-    return {f"inputs of {count_text(count, 'row')}": inputs_of(batch, target)}
 
 
 def _measured(given: Given, how: HowTo, names: tuple[str, ...], count: int, where: str, report: Report) -> LayerCosts:
@@ -220,10 +210,6 @@ def num_rows(batch: Any) -> int:
     if not tensors or not tensors[0].dim():
         raise PipelineError("the batch has no tensor with rows (dim 0); give one micro-batch as the model takes it")
     return tensors[0].size(0)
-
-
-def _class_name(model: nn.Module | Stages) -> str:
-    return f"{len(model)}-stages" if isinstance(model, Stages) else type(model).__name__
 
 
 def _refuse(stages: Stages, device: str | None) -> None:

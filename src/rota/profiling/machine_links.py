@@ -173,11 +173,13 @@ def _kept(path: Path, key: dict[str, str], report: Report) -> MeasuredLinks | No
     if not path.exists():
         return None
     try:
-        found, then, measured_s = _parsed(reading.read_text(path))
+        kept = reading.parse(reading.read_text(path), _TYPE).read(_Kept)
+        lines = "\n".join(map(reading.printable, kept.text))
+        found, then = MeasuredLinks(Cluster.from_file(kept.cluster), lines), kept.key
     except RotaError as error:
         report(f"{path}: {error}; measuring again")
         return None
-    age_s = time.time() - measured_s
+    age_s = time.time() - kept.measured_s
     then["ranks"] = str(found.cluster.num_ranks)  # whatever the key says
     differing = [f"{name} was {reading.short(then.get(name))}" for name, now in key.items() if then.get(name) != now]
     if differing:
@@ -197,13 +199,6 @@ class _Kept(msgspec.Struct):
     measured_s: Whole
     text: tuple[str, ...]
     cluster: ClusterFile
-
-
-def _parsed(text: str) -> tuple[MeasuredLinks, dict[str, str], int]:
-    """A file's links, their key, and when they were measured. Raises FormatError."""
-    kept = reading.parse(text, _TYPE).read(_Kept)
-    lines = "\n".join(map(reading.printable, kept.text))
-    return MeasuredLinks(Cluster.from_file(kept.cluster), lines), kept.key, kept.measured_s
 
 
 def _keep(found: MeasuredLinks, path: Path, key: dict[str, str], *, must: bool) -> None:

@@ -12,10 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from rota.calibration.size_fit import fit_sizes
 from rota.core.costs import Costs
 from rota.core.errors import PipelineError, error_text
-from rota.core.sizes import Size, SizeModel
 from rota.core.units import count_text
 from rota.models import Stages
 from rota.models.carving.copies import deep_copy
@@ -167,45 +165,6 @@ def profile_chunks(
         given = Given(stages, batches[c], targets[c], loss_fn, tuple(batches[:c]), c + 1 < num_chunks)
         costs.append(_measured_here(_Job(given, range(len(stages)), split_backward, (), None, repeats), lambda _: None))
     return tuple(costs)
-
-
-def profile_sizes(
-    stages: Stages,
-    make_batch: Callable[[int, int], tuple[Any, Any]],
-    loss_fn: LossFn | None = None,
-    *,
-    lengths: Sequence[int],
-    rows: Sequence[int] = (1, 4),
-    report: Callable[[str], None] = lambda _: None,
-    **others: Any,
-) -> SizeModel:
-    """Measure the costs of each stage at several sizes, and fit constant, linear and quadratic terms to them.
-
-    Args:
-        stages: The stages, on the CPU or on accelerators.
-        make_batch: `make_batch(rows, length)` makes a micro-batch: inputs and targets.
-        loss_fn: Computes the loss of the last stage's output and the target; None: the backward begins at the output.
-        lengths: The lengths to measure; three or more, up to the longest that is trained.
-        rows: The numbers of rows to measure each length with.
-        report: Called with a line of text.
-        **others: Further arguments of `rota.profile`.
-
-    Returns:
-        The model, with the largest relative error of its times at the measured sizes.
-
-    Raises:
-        PipelineError: There are fewer than two lengths, or a stage fails, with its number.
-    """
-    if len({*lengths}) < 2:
-        raise PipelineError(f"lengths is {list(lengths)}; give two or more, so that costs can be told by length")
-    measured = []
-    for length in lengths:
-        for number in rows:
-            report(f"{number} x {length}")
-            inputs, targets = make_batch(number, length)
-            costs = profile(stages, inputs, targets, loss_fn, **others)
-            measured.append((Size.padded([length] * number), costs))
-    return fit_sizes(measured)
 
 
 def _measured_here(job: _Job, report: Callable[[str], None]) -> Costs:
