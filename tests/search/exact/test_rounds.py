@@ -13,8 +13,10 @@ from rota import shapes
 from rota.core.checking import check
 from rota.core.cluster import Cluster
 from rota.core.costs import Costs
+from rota.core.placement import Edge, Placement
 from rota.core.placing import place
 from rota.core.simulation import simulate
+from rota.core.tasks import Kind, Task
 from rota.search import bounds, exact
 from rota.search.budget import Budget
 from rota.search.exact.rounds import Rounds
@@ -155,6 +157,15 @@ def test_the_end_is_in_sight_before_it_is_reached(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("limit", [None, 30])
 def test_steps_with_too_many_states_are_left_alone(limit: int | None) -> None:
     assert Rounds(Problem(tessel("x", 8, limit), 64)).is_over
+
+
+def test_micro_batches_that_free_more_than_they_take_are_left_alone() -> None:
+    """Each of them leaves more room for the next ones, which states do not count: the bound would be 15 µs."""
+    tasks = (Task(1, Kind.B, (0,), 3, 1), Task(1, Kind.F, (1,), 2, -1), Task(2, Kind.B, (0,), 0, -2))
+    placement = Placement(tasks, (Edge(0, 1), Edge(1, 2)), Cluster((1, 0)))
+    timelines = map(simulate, every_plan(placement, 3, most=1_000))
+    assert min(timeline.makespan_us for timeline in timelines if timeline.peak_memory_bytes[0] <= 1) == 13
+    assert Rounds(Problem(placement, 3)).is_over
 
 
 def test_no_room_for_more_states(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -98,6 +98,10 @@ class Rounds:
                 if step.held_bytes[task] <= 0 or step.limits_bytes[rank] == NO_LIMIT:
                     return False
                 in_flight = max(in_flight, int(step.limits_bytes[rank] // step.held_bytes[task]))
+            for rank in range(len(step.limits_bytes)):
+                on_rank = step.tasks[step.tasks_first[rank] : step.tasks_first[rank + 1]]
+                if step.held_bytes[on_rank][self.component_of[on_rank] == component].sum() < 0:
+                    return False  # states do not know how much room complete micro-batches have made
             places.append(comb(len(tasks) + in_flight, in_flight))
         return prod(places) <= _MOST_PLACES
 
