@@ -27,7 +27,6 @@ from rota.search.critical_path import CriticalPath
 from rota.search.dispatching import Dispatcher, Memory, guesses, serial
 from rota.search.exact.rounds import Rounds
 from rota.search.exact.state_space import rehash
-from rota.search.exact.states import States
 from rota.search.local.moves import State, anneal
 from rota.search.periodic.loop import Loop
 from rota.search.periodic.modulo import Interval
@@ -53,7 +52,6 @@ class Part(Enum):
     OFFSETS = "steady states"
     MOVES = "local search"
     WINDOWS = "heads and tails of orders"
-    STATES = "all states of a step"
     ROUNDS = "all states, round by round"
 
 
@@ -196,18 +194,10 @@ def _find_paths() -> None:
     CriticalPath(problem, of_span=False).paths(orders)
 
 
-def _try_states() -> None:
-    problem, orders = _small_step()
-    timed = score(problem, orders)
-    assert timed is not None
-    States(problem, 0, timed.makespan_us).run(timed.makespan_us, Budget(0.001, deterministic=True))
-    rehash(np.zeros((1, 1), np.int32), np.full(2, -1, np.int32), 0)  # once there are many states
-
-
 def _try_rounds() -> None:
     problem = Problem(place(Costs.uniform(2, 1, 1, activation_bytes=1), Cluster.uniform(2, 1)), 2)
     Rounds(problem).run(NO_LIMIT, Budget(1.0, deterministic=True))
-    rehash(np.zeros((1, 1), np.uint8), np.full(2, -1, np.int32), 0)
+    rehash(np.zeros((1, 1), np.uint8), np.full(2, -1, np.int32), 0)  # once there are many states
 
 
 _EXERCISES: dict[Part, Callable[[], None]] = {
@@ -218,6 +208,5 @@ _EXERCISES: dict[Part, Callable[[], None]] = {
     Part.OFFSETS: _anneal_offsets,
     Part.MOVES: _anneal,
     Part.WINDOWS: _find_paths,
-    Part.STATES: _try_states,
     Part.ROUNDS: _try_rounds,
 }

@@ -1,8 +1,8 @@
 """One search: several methods take turns, the best plan is kept, and a proven bound says how good it is.
 
-    list scheduling ─▶ named schedules ─▶ steady state ─▶ local search ─▶ all states, exact ─▶ windows ─▶ hold less
-                                                ▲                                                │
-                                                └─────────────── longer and longer ──────────────┘
+    list scheduling ─▶ named schedules ─▶ all states ─▶ steady state ─▶ local search ─▶ exact ─▶ windows ─▶ hold less
+                                              ▲                                                     │
+                                              └───────────────── longer and longer ─────────────────┘
 
 Each method hands over orders, and `Incumbent` keeps the best. The search ends when the best is at the proven bound.
 """
@@ -33,7 +33,6 @@ from rota.search.compiling import Part
 from rota.search.dispatching import Dispatcher, Priorities, guesses, serial
 from rota.search.exact import longest_us
 from rota.search.exact.rounds import Rounds
-from rota.search.exact.states import States
 from rota.search.incumbent import Incumbent
 from rota.search.local import improving, neighbourhood
 from rota.search.local.policies import Climb
@@ -65,7 +64,6 @@ _MOST_CHECKED_OPS = 50_000  # up to here the final plan is also checked as `rota
 _HALVINGS = 5
 _FEW_OPS, _FEW_GUESSES = 3_000, 4  # in longer steps fewer priorities are tried for holding less
 _EXACT_OPS = 400  # up to here CP-SAT may prove a whole step
-_STATES_OPS = 4_000  # up to here all states of a step are tried
 _SERIAL = "one micro-batch at a time"
 _NAMED_S = 0.35  # real seconds for loading and named schedules, even if the search has less
 _LOADING_S = 0.1  # real seconds in which loops that were compiled before are mostly loaded
@@ -114,7 +112,6 @@ class Portfolio:
         self.steady: SteadyResult | None = None
         self.climb: Climb | None = None  # goes on from turn to turn
         self.rounds: Rounds | None = None  # goes on from turn to turn
-        self.states: States | None = None  # goes on from turn to turn
         self.has_tried_all = (
             False  #: whether all orders with each task's micro-batches in sequence are ruled out as better
         )
@@ -422,22 +419,6 @@ class Portfolio:
         if self.rounds.bound_us > self.bound_us:
             self.bound_us, self.why = self.rounds.bound_us, "all states of a step have been tried, round by round"
 
-    def _try_all_states(self, part: float, turn: int) -> None:
-        """Goes on through the states of the step, best first; in a long step, as long as that raises the bound."""
-        if self.measure != "makespan" or self.incumbent.orders is None or self.num_ops > _STATES_OPS:
-            return
-        if self.problem.durations_us.max() >= 1 << 31:  # states have 32 bits for each time
-            return
-        if self.states is None:
-            self.states = States(self.problem, self.bound_us, self.incumbent.value_us)
-        if self.states.is_over or (turn and self.num_ops > _EXACT_OPS and not self.states.has_risen):
-            return
-        self.turn_to("all states")
-        self.states.run(self.incumbent.value_us, self.share(part))
-        self.incumbent.offer(self.states.orders, "all states")
-        if self.states.bound_us > self.bound_us:
-            self.bound_us, self.why = self.states.bound_us, "all states of faster steps have been tried"
-
     def _take_turns(self) -> None:
         """Give each method a turn, with larger and larger shares, so that no method delays the others for long."""
         turns, part = self._turns()
@@ -456,14 +437,13 @@ class Portfolio:
     def _turns(self) -> tuple[list[_Turn], float]:
         """The methods for such a problem, in order, and their share of the budget in the first turn."""
         prove, windows = _Turn(self._prove, Part.WINDOWS), _Turn(self._windows, Part.WINDOWS)
-        unroll, states = _Turn(self._unroll, Part.OFFSETS), _Turn(self._try_all_states, Part.STATES)
-        improve = _Turn(self._improve, Part.MOVES)
+        unroll, improve = _Turn(self._unroll, Part.OFFSETS), _Turn(self._improve, Part.MOVES)
         if self.incumbent.transfers_hold and self.num_ops <= exact.MOST_TIMED_OPS:
             by_time = [_Turn(method, Part.WINDOWS) for method in (self._fit_exactly, self._bound_with_waits)]
             return by_time, _FIRST_SHARE_OF_SMALL
         part = _FIRST_SHARE
         if self.given is None:
-            turns = [unroll, improve, states, prove, windows]
+            turns = [unroll, improve, prove, windows]
             if self.num_ops > _LONG_OPS:
                 turns[:2] = improve, unroll
             if self.measure == "makespan":

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from fractions import Fraction
 from itertools import pairwise
+from random import Random
 
 import pytest
 
+from rota import shapes
 from rota.core.checking import check
 from rota.core.cluster import Cluster
 from rota.core.costs import Costs
+from rota.core.placement import Edge, Placement
 from rota.core.placing import place
 from rota.core.simulation import simulate
-from rota.search import bounds
+from rota.core.tasks import Kind, Task
+from rota.search import bounds, exact
 from rota.search.budget import Budget
 from rota.search.exact.rounds import Rounds
 from rota.search.problem import Problem
-from search.exact.test_states import searched
+from rota.search.timing import fits
+from search.bounds.test_bounds import every_plan, tiny_placement
 from support.tessel_shapes import tessel
 
 
@@ -27,6 +33,61 @@ def solved(problem: Problem) -> Rounds:
     rounds.run(1 << 60, Budget(60, deterministic=True))
     assert rounds.is_over
     return rounds
+
+
+def check_against_every_plan(seed: int, most: int) -> tuple[int, int]:
+    """(problems checked, of these with the exact optimum) for one random placement, under several limits."""
+    chooser = Random(seed)
+    placement, num_microbatches = tiny_placement(chooser)
+    rows = [(t.peak_memory_bytes, t.makespan_us) for t in map(simulate, every_plan(placement, num_microbatches, most))]
+    if not rows:
+        return 0, 0
+    tightest = min(rows, key=lambda row: (sum(row[0]), row[1]))[0]
+    is_exact = placement.num_components == 1
+    is_exact = is_exact and not any(end.reduce_us or end.optimizer_us for end in placement.step_ends)
+    is_exact = is_exact and not any(route.num_bytes or route.duration_us for route in placement.routes)
+    checked = met = 0
+    for limits in (tightest, chooser.choice(rows)[0]):
+        least_us = min(us for held, us in rows if all(a <= b for a, b in zip(held, limits, strict=True)))
+        cluster = replace(placement.cluster, limit_bytes=limits)
+        problem = Problem(replace(placement, cluster=cluster), num_microbatches)
+        if Rounds(problem).is_over:
+            continue
+        rounds = solved(problem)
+        assert rounds.bound_us <= least_us, (seed, limits, rounds.bound_us, least_us)
+        checked += 1
+        if is_exact and rounds.bound_us:  # 0: there were too many states
+            assert rounds.bound_us == least_us, (seed, limits)
+            assert rounds.orders is not None
+            assert fits(problem, rounds.orders)
+            assert simulate(problem.to_plan(rounds.orders)).makespan_us == least_us
+            met += 1
+    return checked, met
+
+
+def test_the_bound_is_never_above_the_best_of_all_orders_and_exact_without_transfers_and_step_ends() -> None:
+    counts = [check_against_every_plan(seed, most=120) for seed in range(80)]
+    checked, met = map(sum, zip(*counts, strict=True))
+    assert checked > 30
+    assert met > 5
+
+
+@pytest.mark.sweep
+@pytest.mark.timeout(3600)
+def test_the_bound_is_never_above_the_best_of_all_orders_in_many_more() -> None:
+    counts = [check_against_every_plan(seed, most=60) for seed in range(1_000, 11_000)]
+    checked, met = map(sum, zip(*counts, strict=True))
+    assert checked > 4_500
+    assert met > 700
+
+
+def test_a_wait_on_purpose_for_memory_is_found() -> None:
+    """A rank with room for one micro-batch of two streams has to keep it free for the stream that is further."""
+    placement = shapes.x_shape(Costs((2, 1, 3), (4, 3, 5), activation_bytes=1), Cluster.uniform(3, 1))
+    problem = Problem(placement, 4)
+    rounds = solved(problem)
+    assert rounds.orders is not None
+    assert simulate(problem.to_plan(rounds.orders)).makespan_us == rounds.bound_us
 
 
 @pytest.mark.parametrize(
@@ -49,15 +110,13 @@ def test_long_steps_are_solved(shape: str, num_ranks: int, limit: int, num_micro
     plan = problem.to_plan(found.orders)
     check(plan)
     assert simulate(plan).makespan_us == us
-    if num_microbatches <= 8:
-        assert searched(problem, us + 1).bound_us == us
 
 
 def test_times_that_are_no_small_numbers() -> None:
     costs = Costs((18_500, 21_001, 7), (30_011, 29_850, 1_000_003), (5, 44_444, 18_500), activation_bytes=2)
     problem = Problem(place(costs, Cluster.uniform(3, 4)), 3)
     found = solved(problem)
-    proven = searched(problem, found.bound_us + 1)
+    proven = exact.solve(problem, "makespan", None, 0, Budget(60, deterministic=True), seed=0)
     assert proven.bound_us == found.bound_us
     assert found.orders is not None
     assert simulate(problem.to_plan(found.orders)).makespan_us == found.bound_us
@@ -98,6 +157,15 @@ def test_the_end_is_in_sight_before_it_is_reached(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("limit", [None, 30])
 def test_steps_with_too_many_states_are_left_alone(limit: int | None) -> None:
     assert Rounds(Problem(tessel("x", 8, limit), 64)).is_over
+
+
+def test_micro_batches_that_free_more_than_they_take_are_left_alone() -> None:
+    """Each of them leaves more room for the next ones, which states do not count: the bound would be 15 µs."""
+    tasks = (Task(1, Kind.B, (0,), 3, 1), Task(1, Kind.F, (1,), 2, -1), Task(2, Kind.B, (0,), 0, -2))
+    placement = Placement(tasks, (Edge(0, 1), Edge(1, 2)), Cluster((1, 0)))
+    timelines = map(simulate, every_plan(placement, 3, most=1_000))
+    assert min(timeline.makespan_us for timeline in timelines if timeline.peak_memory_bytes[0] <= 1) == 13
+    assert Rounds(Problem(placement, 3)).is_over
 
 
 def test_no_room_for_more_states(monkeypatch: pytest.MonkeyPatch) -> None:

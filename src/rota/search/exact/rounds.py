@@ -69,7 +69,7 @@ class Rounds:
         apart, self.together_us = without_common_tasks(problem)
         whole = step_of(counting_transfers(apart))
         self.before, self.after = _outer_tasks(whole)
-        self.kept = [t for t in range(len(whole.counts)) if t not in {*self.before, *self.after}]
+        self.kept = [t for t in range(len(whole.durations_us)) if t not in {*self.before, *self.after}]
         self.step = _part(whole, self.kept)
         self.unit_us = max(1, gcd(*self.step.durations_us.tolist()))
         self.step = self.step._replace(durations_us=self.step.durations_us // self.unit_us)
@@ -98,6 +98,10 @@ class Rounds:
                 if step.held_bytes[task] <= 0 or step.limits_bytes[rank] == NO_LIMIT:
                     return False
                 in_flight = max(in_flight, int(step.limits_bytes[rank] // step.held_bytes[task]))
+            for rank in range(len(step.limits_bytes)):
+                on_rank = step.tasks[step.tasks_first[rank] : step.tasks_first[rank + 1]]
+                if step.held_bytes[on_rank][self.component_of[on_rank] == component].sum() < 0:
+                    return False  # states do not know how much room complete micro-batches have made
             places.append(comb(len(tasks) + in_flight, in_flight))
         return prod(places) <= _MOST_PLACES
 
@@ -284,7 +288,7 @@ def _outer_tasks(step: Step) -> tuple[list[int], list[int]]:
 
     Of a task of several ranks all ranks are the same: those that work at all.
     """
-    num_tasks = len(step.counts)
+    num_tasks = len(step.durations_us)
     sources = [set(step.sources[step.sources_first[t] : step.sources_first[t + 1]].tolist()) for t in range(num_tasks)]
     targets: list[set[int]] = [set() for _ in range(num_tasks)]
     for task, read in enumerate(sources):
@@ -306,7 +310,7 @@ def _outer_tasks(step: Step) -> tuple[list[int], list[int]]:
 
 
 def _part(step: Step, kept: list[int]) -> Step:
-    """The step with these tasks alone, for any number of micro-batches."""
+    """The step with these tasks alone."""
     number = {task: i for i, task in enumerate(kept)}
 
     def rows(first: Integers, values: Integers, of: list[int]) -> tuple[Integers, Integers]:
@@ -318,7 +322,6 @@ def _part(step: Step, kept: list[int]) -> Step:
     sources_first, sources = rows(step.sources_first, step.sources, kept)
     tasks_first, tasks = rows(step.tasks_first, step.tasks, [*range(len(step.limits_bytes))])
     return Step(
-        np.full(len(kept), 1 << 30, np.int64),
         step.durations_us[kept],
         step.held_bytes[kept],
         step.needed_bytes[kept],
@@ -329,7 +332,6 @@ def _part(step: Step, kept: list[int]) -> Step:
         sources,
         tasks_first,
         tasks,
-        step.together_us[:1, kept],
     )
 
 
@@ -413,7 +415,7 @@ def _pack(key, num_tasks, num_ranks, still_bytes, packed):  # type: ignore[no-un
 def _explore(step, component_of, graph, still_bytes, most):  # type: ignore[no-untyped-def]
     """Adds the edges of so many states, and the states that they lead to."""
     keys, table, first, target, passes, progress, meta = graph
-    num_tasks, num_ranks = len(step.counts), len(step.limits_bytes)
+    num_tasks, num_ranks = len(step.durations_us), len(step.limits_bytes)
     room = room_for(step)
     children, passed = room.children, room.passed
     key, packed = np.empty(num_tasks + 2 * num_ranks, np.int32), np.empty(keys.shape[1], np.uint8)

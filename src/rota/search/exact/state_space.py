@@ -1,4 +1,4 @@
-"""The states of a step, which states follow each of them, and a table of states.
+"""The states of a step of any length, which states follow each of them, and a table of states.
 
 A *state* is what has begun, what runs, and for how long still. Ops need to start only when another one ends (active
 schedules: Giffler and Thompson, "Algorithms for solving production-scheduling problems", 1960), so a step is a path
@@ -15,19 +15,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rota.search.compiled import copy, inner, loop
-from rota.search.problem import NO_LIMIT, Integers, Problem, Rows, without_common_tasks
+from rota.search.problem import NO_LIMIT, Integers, Problem, Rows
 
 SPARE = 10_000  #: the most choices of a state that are looked at
 STATES = 1  #: the place in `meta` where the number of states in a table is counted
-AT_END, TOO_MANY = np.int64(-1), np.int64(-2)  #: answers of `successors`
 
 Words = NDArray[np.int32]
 
 
 class Step(NamedTuple):
-    """The problem as arrays for `_explore`."""
+    """What `successors` needs of a problem: its tasks, of which there are always more micro-batches to come."""
 
-    counts: Integers  #: int64[num_tasks]
     durations_us: Integers  #: int64[num_tasks]
     held_bytes: Integers  #: int64[num_tasks]
     needed_bytes: Integers  #: int64[num_tasks]: free when an op starts
@@ -38,7 +36,6 @@ class Step(NamedTuple):
     sources: Integers
     tasks_first: Integers  #: of the rows of each rank's tasks
     tasks: Integers
-    together_us: Integers  #: int64[num_kinds, num_tasks]: time of an op that is apart from the tails of each kind
 
 
 class Room(NamedTuple):
@@ -54,11 +51,7 @@ class Room(NamedTuple):
 def step_of(problem: Problem) -> Step:
     """The arrays of a problem."""
     sources = Rows.of([problem.inputs[task].reshape(-1, 2)[:, 0].tolist() for task in range(len(problem.counts))])
-    apart, together_us = without_common_tasks(problem)
-    together = np.zeros((2 if together_us else 1, len(problem.counts)), np.int64)
-    together[1:, : len(apart.durations_us)] = problem.durations_us[: len(apart.durations_us)] - apart.durations_us
     return Step(
-        problem.counts,
         problem.durations_us,
         problem.held_bytes,
         np.maximum(problem.held_bytes, 0) + problem.peak_bytes,
@@ -69,7 +62,6 @@ def step_of(problem: Problem) -> Step:
         sources.values,
         problem.tasks_on.first,
         problem.tasks_on.values,
-        together,
     )
 
 
@@ -78,7 +70,7 @@ def _place_of(key, mask):  # type: ignore[no-untyped-def]
     """Where a key belongs in a table (FNV-1a by words, with its high bits mixed in)."""
     number = np.uint64(1469598103934665603)
     for value in key:
-        number = (number ^ np.uint64(value & 0xFFFFFFFF)) * np.uint64(1099511628211)
+        number = (number ^ np.uint64(value)) * np.uint64(1099511628211)
         number ^= number >> np.uint64(29)
     return np.int64(number & np.uint64(mask))
 
@@ -120,7 +112,7 @@ def find(keys, table, meta, key):  # type: ignore[no-untyped-def]
 @inner
 def room_for(step):  # type: ignore[no-untyped-def]
     """The arrays that `successors` fills."""
-    num_tasks, num_ranks = len(step.counts), len(step.limits_bytes)
+    num_tasks, num_ranks = len(step.durations_us), len(step.limits_bytes)
     return Room(
         np.empty((2, num_tasks), np.int64),
         np.empty((4, num_ranks), np.int64),
@@ -134,44 +126,37 @@ def room_for(step):  # type: ignore[no-untyped-def]
 def successors(key, step, room):  # type: ignore[no-untyped-def]
     """How many states can follow: they are written to `room.children`, and the µs until then to `room.passed`.
 
-    The answer is AT_END where nothing is left to be done, TOO_MANY where there is no room for all of them.
+    The answer is -1 where there is no room for all of them.
     """
-    counts, durations, held, needed, limits, ranks_first, ranks, sources_first, sources, tasks_first, tasks, _ = step
-    num_tasks, num_ranks = len(counts), len(limits)
+    durations, held, needed, limits, ranks_first, ranks, sources_first, sources, tasks_first, tasks = step
+    num_tasks, num_ranks = len(durations), len(limits)
     ended, earliest = room.of_tasks[0], room.of_tasks[1]
     choice, is_free, level, num_options = room.of_ranks[0], room.of_ranks[1], room.of_ranks[2], room.of_ranks[3]
     options, children, passed = room.options, room.children, room.passed
     # What has ended, and what each rank holds.
-    is_end = True
     for task in range(num_tasks):
         ended[task] = key[task]
-        is_end = is_end and key[task] == counts[task]
     for rank in range(num_ranks):
         level[rank] = 0
         running = key[num_tasks + rank]
         is_free[rank] = running < 0
-        is_end = is_end and running < 0
         if running >= 0 and ranks[ranks_first[running]] == rank:
             ended[running] -= 1
-    if is_end:
-        return AT_END
     for rank in range(num_ranks):
         for place in range(tasks_first[rank], tasks_first[rank + 1]):
             task = tasks[place]
             level[rank] += held[task] * (key[task] if held[task] > 0 else ended[task])
 
-    # When the next op of each task can start at the earliest, as far as its inputs say; -1: never, for all have.
+    # When the next op of each task can start at the earliest, as far as its inputs say.
     for task in range(num_tasks):
-        earliest[task] = -1
-        if key[task] < counts[task]:
-            earliest[task] = 0
-            for i in range(sources_first[task], sources_first[task + 1]):
-                source = sources[i]
-                if ended[source] <= key[task]:
-                    wait = durations[source]
-                    if key[source] > key[task] and ended[source] == key[task]:
-                        wait = key[num_tasks + num_ranks + ranks[ranks_first[source]]]
-                    earliest[task] = max(earliest[task], wait)
+        earliest[task] = 0
+        for i in range(sources_first[task], sources_first[task + 1]):
+            source = sources[i]
+            if ended[source] <= key[task]:
+                wait = durations[source]
+                if key[source] > key[task] and ended[source] == key[task]:
+                    wait = key[num_tasks + num_ranks + ranks[ranks_first[source]]]
+                earliest[task] = max(earliest[task], wait)
 
     # What each idle rank may do; a task of several ranks is an option of the first one.
     total = 1
@@ -183,7 +168,7 @@ def successors(key, step, room):  # type: ignore[no-untyped-def]
             continue
         for place in range(tasks_first[rank], tasks_first[rank + 1]):
             task = tasks[place]
-            if ranks[ranks_first[task]] != rank or key[task] >= counts[task]:
+            if ranks[ranks_first[task]] != rank:
                 continue
             can_start = True
             for i in range(sources_first[task], sources_first[task + 1]):
@@ -195,7 +180,7 @@ def successors(key, step, room):  # type: ignore[no-untyped-def]
             # An op that holds nothing more, and is over before another one could start, has no reason to wait.
             is_best = (held[task] <= 0 or limits[rank] == NO_LIMIT) and ranks_first[task + 1] == ranks_first[task] + 1
             for other in range(tasks_first[rank], tasks_first[rank + 1]):
-                if tasks[other] != task and earliest[tasks[other]] >= 0:
+                if tasks[other] != task:
                     is_best = is_best and earliest[tasks[other]] >= durations[task]
             if is_best:
                 options[rank, 0] = task
@@ -206,7 +191,7 @@ def successors(key, step, room):  # type: ignore[no-untyped-def]
         total *= num_options[rank]
 
     if total > len(children):
-        return TOO_MANY
+        return np.int64(-1)
     found = 0
     for _ in range(total):
         # The state after these choices.
