@@ -149,3 +149,5 @@ class ProblemFile(PlanFile, kw_only=True):
     found_by: reading.Name
     bound_us: Whole
     certificate: dict[str, Any]
+    makespan_us: int = 0
+    peak_bytes: tuple[int, ...] = ()

@@ -23,6 +23,10 @@ def schema(name: str) -> dict[str, Any]:
     own = parts.pop(top[0]["$ref"].removeprefix("#/$defs/"))
     own["properties"] = {"rota": {"const": name}, **own["properties"]}
     own["required"] = ["rota", *own["required"]]
+    own["additionalProperties"] = False
+    for field in own["properties"].values():
+        if field.get("type") == "array" and isinstance(field.get("default"), int):  # one number stands for all stages
+            field |= {"type": ["array", "integer"], "minimum": 0}
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **own, "$defs": parts}
 
 

@@ -245,7 +245,7 @@ class Cluster:
         return cls.from_file(reading.parse(text, "cluster").read(ClusterFile))
 
 
-class ClusterFile(msgspec.Struct, omit_defaults=True):
+class ClusterFile(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True):
     """A cluster in JSON: links are rows of sender, receiver, latency_us and bytes_per_us."""
 
     limit_bytes: tuple[Whole | None, ...]

@@ -21,7 +21,7 @@ from rota.core.whole_numbers import Positive, Signed, Whole, whole, whole_rows
 NUM_SNAPSHOTS = 2
 
 _SIGNED = ("input_frees_bytes",)
-_WHOLE_NUMBERS = ("boundary_bytes", "gradient_bytes", "microbatch_rows")  # also in a file
+_WHOLE_NUMBERS = ("forward_us", "boundary_bytes", "gradient_bytes", "microbatch_rows")  # in a file
 _OPTIONAL = (  # None has a meaning of its own
     "weight_us",
     "input_frees_bytes",

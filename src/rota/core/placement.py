@@ -571,8 +571,12 @@ _Figure: TypeAlias = Signed | Annotated[tuple[Signed, ...], Meta(min_length=1)] 
 _TaskName: TypeAlias = Annotated[str, Meta(pattern=r"^[0-9]{1,9}[FBIWR]$")]  # a stage and a kind
 
 
-class PlacementFile(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """A placement in JSON: edges join tasks by their names."""
+class PlacementFile(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+    """A placement in JSON.
+
+    A row of `tasks` has a stage and a kind, such as "0F", its ranks, duration_us, held_bytes and peak_bytes; a row of
+    `edges` two of these names and bytes; a row of `step_ends` a stage, reduce_us and optimizer_us.
+    """
 
     tasks: tuple[tuple[_TaskName, tuple[Whole, ...], _Figure, _Figure, _Figure], ...]
     edges: tuple[tuple[str, str, _Figure], ...]

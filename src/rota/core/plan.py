@@ -5,11 +5,11 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from itertools import chain, pairwise, repeat, zip_longest
 from operator import sub
-from typing import Any
+from typing import Any, TypeVar
 
 from rota.core import notebook, reading, schedule_csv, services
 from rota.core.errors import FormatError, PlanError
@@ -437,7 +437,7 @@ class Plan:
     @classmethod
     def from_fields(cls, document: reading.Field) -> Plan:
         """Read what `to_fields` wrote. Raises FormatError or PlacementError."""
-        return cls.from_file(document.read(PlanFile), document.path)
+        return cls.from_file(read_file(document, PlanFile), document.path)
 
     @classmethod
     def from_file(cls, file: PlanFile, path: str) -> Plan:
@@ -463,13 +463,23 @@ class Plan:
             raise FormatError(f"{path}.edges make {num_transfers:,} transfers; a file may have {_MAX_TRANSFERS:,}")
 
 
-class PlanFile(PlacementFile, kw_only=True, omit_defaults=True):
+_File = TypeVar("_File", bound="PlanFile")
+
+
+class PlanFile(PlacementFile, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
     """A plan in JSON: its placement, and the orders of ranks and of shared links, each as one text."""
 
     num_microbatches: Positive
     orders: tuple[str, ...]
     service_orders: tuple[str, ...] = ()
     usage: Usage | None = None
+
+
+def read_file(document: reading.Field, into: type[_File]) -> _File:
+    """The plan, or what has more fields, in a document. Raises FormatError, also for unknown fields."""
+    if "usage" in document:
+        document["usage"].refuse_others([field.name for field in fields(Usage)])
+    return document.read(into)
 
 
 # --- building the graph -----------------------------------------------------------------------------------------------

@@ -198,13 +198,20 @@ class Field:
         """
         if is_dataclass(into):
             self.refuse_others(("rota", *(field.name for field in fields(into))))
+        value = self.value
+        if isinstance(value, dict) and "rota" in value:
+            value = {name: inner for name, inner in value.items() if name != "rota"}
         try:
-            return msgspec.convert(self.value, into)
+            return msgspec.convert(value, into)
         except msgspec.ValidationError as error:
             message, _, path = str(error).rstrip("`").partition(" - at `$")
             field = Field(self.path + path, _inside(self.value, path))
             if missing := re.fullmatch(r"Object missing required field `(\w+)`?", message):
                 field[missing[1]]
+            if unknown := re.fullmatch(r"Object contains unknown field `(.*?)`?", message):
+                raise FormatError(
+                    f"{field.path} has the field {short(unknown[1])}, which is not known there; remove or rename it"
+                ) from None
             expected = message.removeprefix("Expected ").split(", got ")[0]
             for pattern, words in _WORDS:
                 expected = re.sub(pattern, words, expected)

@@ -14,7 +14,7 @@ import msgspec
 from rota.core import memory, notebook, reading
 from rota.core.errors import FormatError
 from rota.core.figures import each
-from rota.core.plan import Plan, PlanFile
+from rota.core.plan import Plan, PlanFile, read_file
 from rota.core.tasks import Op, Transfer
 from rota.core.units import angle_repr, count_text, size_text, time_text
 from rota.core.whole_numbers import Positive
@@ -277,7 +277,7 @@ class Timeline:
     @classmethod
     def from_fields(cls, document: reading.Field) -> Timeline:
         """Read the fields of a "timeline" file. Raises FormatError, PlacementError or PlanError."""
-        file = document.read(TimelineFile)
+        file = read_file(document, TimelineFile)
         plan = Plan.from_file(file, document.path)
         per_rank = [len(order) for order in plan.nodes]
         per_route = [plan.first_node[r.source + 1] - plan.first_node[r.source] for r in plan.placement.routes]
@@ -315,7 +315,7 @@ class Timeline:
 _Times: TypeAlias = tuple[Annotated[int, msgspec.Meta(ge=0, le=reading.LATEST_US)], ...]
 
 
-class TimelineFile(PlanFile, kw_only=True, omit_defaults=True):
+class TimelineFile(PlanFile, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
     """A timeline in JSON: its plan, and the times of ops, transfers and step ends."""
 
     makespan_us: int

@@ -76,7 +76,7 @@ def verify(options: Options) -> None:
         print_json(checkpoints.to_fields() | {"damages": damages_of})
     damaged = [path.name for path, _ in checkpoints.unreadable] + [name for name, texts in damages_of.items() if texts]
     if damaged:
-        raise PipelineError(f"damaged: {', '.join(damaged)}; remove them to resume from earlier ones")
+        raise PipelineError(f"damaged: {', '.join(damaged)}; a run goes on from the newest one that is whole")
 
 
 @command("rota checkpoint export run/step-100 -o model.safetensors", group=checkpoint)
