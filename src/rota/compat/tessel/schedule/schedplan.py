@@ -325,9 +325,9 @@ def _connect(blocks: Blocks, new: Blocks) -> None:
 class _BlockFile(msgspec.Struct):
     """A block in JSON; Tessel's own files lack what has a default."""
 
-    mid: int
-    span: int
-    memory: int
+    mid: Any
+    span: Any
+    memory: Any  # Tessel writes 1.0, too; Block checks all three
     btype: str
     step: Whole
     device: tuple[Whole, ...]
