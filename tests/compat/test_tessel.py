@@ -375,7 +375,7 @@ def test_a_file_of_tessel_s_own_is_read_and_unrolled(tmp_path: Path) -> None:
         ('{"ndevs": 2, "repetend": null}', "has no field 'blocks'"),
         ('{"ndevs": 1, "blocks": [{"mid": 0, "span": 0}], "repetend": null}', "has no field 'memory'"),
         ('{"ndevs": 1, "blocks": [], "repetend": [1]}', "expected \\[first step, step after the last\\]"),
-        ('{"ndevs": 1, "blocks": [], "repetend": null, "repeated": [3]}', "the index of one of the 0 blocks"),
+        ('{"ndevs": 1, "blocks": [], "repetend": null, "repeated": [3]}', "names block 3, but has 0 blocks"),
     ],
 )
 def test_files_that_are_refused(tmp_path: Path, text: str, told: str) -> None:
