@@ -374,7 +374,7 @@ def test_a_file_of_tessel_s_own_is_read_and_unrolled(tmp_path: Path) -> None:
         ("[]", "schedule is \\[\\]; expected an object"),
         ('{"ndevs": 2, "repetend": null}', "has no field 'blocks'"),
         ('{"ndevs": 1, "blocks": [{"mid": 0, "span": 0}], "repetend": null}', "has no field 'memory'"),
-        ('{"ndevs": 1, "blocks": [], "repetend": [1]}', "expected \\[first step, step after the last\\]"),
+        ('{"ndevs": 1, "blocks": [], "repetend": [1]}', "expected a list of length 2"),
         ('{"ndevs": 1, "blocks": [], "repetend": null, "repeated": [3]}', "names block 3, but has 0 blocks"),
     ],
 )
