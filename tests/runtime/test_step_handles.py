@@ -167,8 +167,8 @@ def nobody_waits(rank: int, then: str) -> str:
             pipeline.step(*batch_of(N))
             pipeline.begin_step(*batch_with(m1=math.nan))
             if then != "close":
-                options = {"wait": False} if then == "step" else {}
-                (pipeline.evaluate if then == "evaluate" else pipeline.step)(*batch_of(N), **options)
+                calls = {"step": pipeline.begin_step, "waiting step": pipeline.step, "evaluate": pipeline.evaluate}
+                calls[then](*batch_of(N))
 
     return refusal(run)
 
