@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given, strategies as st
 
@@ -18,6 +19,7 @@ from rota.core.errors import FormatError
 from rota.core.profiles import Profile
 from rota.core.reading import Field
 from rota.core.usage import Usage
+from rota.core.whole_numbers import Positive
 from support import schemas
 from support.problem_library import Reference
 
@@ -115,6 +117,25 @@ TIMELINE = rota.simulate(PLAN)
 def test_nothing_is_written_that_could_not_be_read_again(noun: Any, told: str) -> None:
     with pytest.raises(FormatError, match=f"is not written, because it could not be read again.*{told}"):
         noun.to_json()
+
+
+class Rows(msgspec.Struct):
+    rows: dict[reading.Name, tuple[Positive, ...]]
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ({"a\x1b": [1]}, 'doc.rows is {"a\\u001b": [1]}; expected a name of 1 to 1,000 printable characters'),
+        ({"a\U000e0041": [1]}, "expected a name of 1 to 1,000 printable characters"),
+        ({"a": [1, 0]}, 'doc.rows[...][1] is {"a": [1, 0]}; expected 1 or more'),
+        (4, "doc.rows is 4; expected an object"),
+    ],
+)
+def test_what_is_wrong_in_an_object_with_any_names_is_told(rows: object, message: str) -> None:
+    with pytest.raises(FormatError) as caught:
+        Field("doc", {"rows": rows}).read(Rows)
+    assert message in str(caught.value)
 
 
 @pytest.mark.parametrize("name", schemas.FILES)

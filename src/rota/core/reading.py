@@ -150,7 +150,7 @@ Name: TypeAlias = Annotated[
     msgspec.Meta(
         min_length=1,
         max_length=LONGEST_NAME,
-        pattern="^[^\\x00-\\x1f\\x7f-\\xa0\\xad\\u061c\\u200b-\\u200f\\u2028-\\u202f\\u205f-\\u206f\\ud800-\\uf8ff\\ufeff\\ufff0-\\ufffb]+$",
+        pattern="^[^\\x00-\\x1f\\x7f-\\xa0\\xad\\u061c\\u200b-\\u200f\\u2028-\\u202f\\u205f-\\u206f\\ud800-\\uf8ff\\ufeff\\ufff0-\\ufffb\U000e0000-\U0010ffff]+$",
     ),
 ]
 _T = TypeVar("_T")
@@ -204,7 +204,7 @@ class Field:
         try:
             return msgspec.convert(value, into)
         except msgspec.ValidationError as error:
-            message, _, path = str(error).rstrip("`").partition(" - at `$")
+            message, path = _PLACE.fullmatch(str(error)).groups(default="")  # type: ignore[union-attr]
             field = Field(self.path + path, _inside(self.value, path))
             if missing := re.fullmatch(r"Object missing required field `(\w+)`?", message):
                 field[missing[1]]
@@ -271,6 +271,8 @@ class Field:
         return tuple(item.integer(minimum, maximum) for item in self)
 
 
+#: An error of msgspec's: what it expects, and where; of a wrong name in an object, the object's place.
+_PLACE = re.compile(r"(.*?)(?: - at `(?:key` in `)?\$(.*)`)?", re.DOTALL)
 #: What msgspec expects, in our words.
 _WORDS = (
     (r"`\w+` >= (\S+)", r"\1 or more"),
@@ -291,8 +293,8 @@ _WORDS = (
 
 
 def _inside(value: Any, path: str) -> Any:
-    """What is at a path such as `.orders[2]`."""
-    for name, index in re.findall(r"\.(\w+)|\[(\d+)\]", path):
+    """What is at a path such as `.orders[2]`; of an entry of an object, whose name msgspec leaves out, the object."""
+    for name, index in re.findall(r"\.(\w+)|\[(\d+)\]", path.partition("[...]")[0]):
         value = value[name] if name else value[int(index)]
     return value
 
@@ -319,12 +321,12 @@ def load(text: str) -> Any:
     """The value of a JSON text. Raises FormatError, also for NaN, infinite numbers and duplicate fields."""
     try:
         value = json.loads(text, object_pairs_hook=_object, parse_constant=_number, parse_float=_number)
-        if "\\ud" in text.lower():  # half of a character
+        if "\\ud" in text or "\\uD" in text:  # perhaps half of a character
             json.dumps(value, ensure_ascii=False).encode()
         return value
     except UnicodeEncodeError as error:
         raise FormatError(
-            f"it has half of a character (a lone surrogate), \\u{ord(error.object[error.start]):x}"
+            f"it has half of a character (a lone surrogate), \\u{ord(error.object[error.start]):x}; remove it"
         ) from None
     except json.JSONDecodeError as error:
         raise FormatError(f"not JSON: {error.msg} at line {error.lineno}, column {error.colno}") from None

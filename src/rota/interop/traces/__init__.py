@@ -1,4 +1,4 @@
-"""Traces of runs on PyTorch's pipeline engine, as timelines. Standard library only: reading them needs no torch."""
+"""Traces of runs on PyTorch's pipeline engine, as timelines. Reading them needs no torch."""
 
 from __future__ import annotations
 
