@@ -13,6 +13,81 @@ from rota.schedules.table import to_text
 
 FOLDER = Path(__file__).parent
 NUM_RANKS, NUM_MICROBATCHES = 8, 24
+#: For each family the paper, and when it is a good choice.
+PAPER_AND_USE = {
+    "gpipe": (
+        "Huang et al. 2019",
+        "Few micro-batches and plenty of memory, or as the baseline that every paper compares with.",
+    ),
+    "1f1b": (
+        "Narayanan et al. 2021",
+        "The default of most trainers: rank r holds p − r micro-batches, even in a long step.",
+    ),
+    "eager_1f1b": (
+        "Zhuang et al. 2022",
+        "Transfers take about as long as ops, and twice the memory of 1f1b is free.",
+    ),
+    "interleaved_1f1b": (
+        "Narayanan et al. 2021 (Megatron-LM)",
+        "Few micro-batches per rank, fast links, and enough layers for several stages per rank.",
+    ),
+    "looped_bfs": (
+        "Lamy-Poirier 2023",
+        "Sharded weights (FSDP): a stage's weights are gathered once for all micro-batches.",
+    ),
+    "zb_h1": (
+        "Qi et al. 2023",
+        "The backward can be split: the memory of 1f1b, and a third of its bubble if F = I = W.",
+    ),
+    "zb_h2": (
+        "Qi et al. 2023",
+        "Twice the memory of 1f1b is free, and F, I and W are about equal.",
+    ),
+    "interleaved_zb": (
+        "Qi et al. 2023",
+        "Interleaved stages where the backward can be split.",
+    ),
+    "zb_v": (
+        "Qi et al. 2024",
+        "As much memory as 1f1b, and F, I and W about equal: almost no bubble.",
+    ),
+    "v_half": (
+        "Qi et al. 2024",
+        "Activations limit you: about half of 1f1b's memory, for a small bubble.",
+    ),
+    "v_min": (
+        "Qi et al. 2024",
+        "Activations limit you severely: about a third of 1f1b's memory, for a larger bubble.",
+    ),
+    "dualpipe_v": (
+        "DeepSeek-AI 2024",
+        "Long messages to hide behind ops of the other direction, and memory for one copy of the weights.",
+    ),
+    "dualpipe": (
+        "DeepSeek-AI 2024",
+        "Like dualpipe_v, with memory for two copies of the weights; mixtures of experts with long messages.",
+    ),
+    "chimera": (
+        "Li and Hoefler 2021",
+        "No more micro-batches than ranks, and memory for two copies of the weights.",
+    ),
+    "hanayo": (
+        "Liu et al. 2023",
+        "Few micro-batches, a whole backward, and memory for one copy of the weights.",
+    ),
+    "varuna": (
+        "Athlur et al. 2022",
+        "Recomputation in every stage is needed anyway, and links are slow or uneven.",
+    ),
+    "seq1f1b": (
+        "Sun et al. 2024",
+        "Long samples of a causal model: less memory and less bubble than 1f1b with whole samples.",
+    ),
+    "forward_only": (
+        "inference",
+        "Inference and evaluation.",
+    ),
+}
 HEAD = f"""<!-- Written by `make docs`; change docs/make_schedules.py instead. -->
 # The named schedules
 
@@ -68,10 +143,10 @@ def overview() -> str:
     rows = ["| schedule | bubble | memory | when to use it | paper |", "|---|---|---|---|---|"]
     for family in FAMILIES:
         timeline = timelines[family.name]
+        paper, use_when = PAPER_AND_USE[family.name]
         memory = f"{max(timeline.peak_memory_bytes) / usual_bytes:.0%}"
         rows.append(
-            f"| [{family.name}](#{family.name}) | {timeline.bubble_fraction:.0%} | {memory} | "
-            f"{family.use_when} | {family.source} |"
+            f"| [{family.name}](#{family.name}) | {timeline.bubble_fraction:.0%} | {memory} | {use_when} | {paper} |"
         )
     return "\n".join(rows)
 
@@ -83,10 +158,11 @@ def section(family: Family) -> str:
     summary, _, sections = (family.schedule.__doc__ or "").partition("Args:")
     says = " ".join(summary.split())
     arguments = {name: " ".join(text.split()) for name, text in re.findall(r"(\w+): (.*(?:\n {12}.*)*)", sections)}
+    use_when = PAPER_AND_USE[family.name][1]
     cite = " ".join(citation.split())
     return (
-        f"## {family.name}\n\n{says}\n\n**When to use it:** {family.use_when}\n\n"
-        f"**Paper:** {cite or family.source}\n\n**Placement:** {arguments['placement']} "
+        f"## {family.name}\n\n{says}\n\n**When to use it:** {use_when}\n\n"
+        f"**Paper:** {cite}\n\n**Placement:** {arguments['placement']} "
         f"**Micro-batches:** {arguments['num_microbatches']} "
         f"**Function:** `rota.schedules.{family.schedule.__name__}`.\n\n"
         f"![{family.name}](pictures/{family.name}.png)\n"

@@ -82,13 +82,10 @@ def test_later_stages_of_a_rank_are_paler() -> None:
     assert opacities == {None, "0.50", "0.08"}  # of the idle band
 
 
-def test_too_many_ops_become_shares_of_the_time() -> None:
+def test_too_many_ops_are_left_to_other_pictures() -> None:
     plan = schedules.gpipe(place(Costs.uniform(2, 100, 200), Cluster.uniform(2)), notebook.MOST_BARS)
-    (svg,) = parsed(plan._repr_html_()).iter("svg")
-    titles = [title.text for title in svg.iter("title")]
-    forward, backward = 100 * 3000 / simulate(plan).makespan_us, 200 * 3000 / simulate(plan).makespan_us
-    assert titles == [f"F: {forward:.1%}", f"B: {backward:.1%}"] * 2
-    assert len(plan._repr_html_()) < 3000
+    shown = "".join(parsed(plan._repr_html_()).itertext())
+    assert "12,000 ops are too many for a notebook: draw them by rota.drawing.save(" in shown
 
 
 def test_comparisons_and_explanations_show_their_tables() -> None:

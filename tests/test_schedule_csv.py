@@ -18,8 +18,7 @@ from rota.core.placement import Edge, Placement
 from rota.core.placing import bidirectional, place, wave
 from rota.core.plan import Plan
 from rota.core.tasks import Kind, Op, Task
-from rota.schedules.forward_only import forward_only
-from rota.schedules.gpipe import gpipe
+from rota.schedules.gpipe import forward_only, gpipe
 from rota.schedules.one_f_one_b import one_f_one_b
 from rota.schedules.zero_bubble import zb_h1
 from support.core_strategies import clusters, plans

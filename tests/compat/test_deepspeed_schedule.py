@@ -69,12 +69,6 @@ def test_inference(micro_batches: int, stages: int) -> None:
             assert kinds(step) == expected
 
 
-def test_inference_on_one_stage_uses_one_buffer_a_step() -> None:
-    for load, forward in ds.InferenceSchedule(micro_batches=4, stages=1, stage_id=0):
-        assert kinds([load, forward]) == [ds.LoadMicroBatch, ds.ForwardPass]
-        assert load.buffer_id == forward.buffer_id
-
-
 @pytest.mark.parametrize(("micro_batches", "stages"), SIZES)
 def test_training(micro_batches: int, stages: int) -> None:
     for stage_id in range(stages):
@@ -98,13 +92,6 @@ def test_training(micro_batches: int, stages: int) -> None:
         for instruction in flat:
             if isinstance(instruction, ds.BufferOpInstruction):
                 assert 0 <= instruction.buffer_id < schedule.num_pipe_buffers()
-
-
-def test_training_on_one_stage() -> None:
-    steps = list(ds.TrainSchedule(micro_batches=4, stages=1, stage_id=0))
-    for step_id, step in enumerate(steps):
-        assert kinds(step[:2]) == ([ds.BackwardPass, *kinds(step[1:2])] if step_id % 2 else [*kinds(step)])
-    assert [len(step) for step in steps] == [2, 1, 2, 1, 2, 1, 2, 4]
 
 
 @pytest.mark.parametrize("make", [ds.TrainSchedule, ds.InferenceSchedule])

@@ -15,8 +15,7 @@ from torch import nn
 
 from rota.compat.deepspeed import LayerSpec, TiedLayerSpec
 from rota.compat.deepspeed.engine import _num_microbatches, _optimizer, _read, initialize
-from rota.compat.deepspeed.partition_method import _measured_here_us, partition
-from rota.compat.deepspeed.specs import refuse_unfit
+from rota.compat.deepspeed.layers import _measured_here_us, partition, refuse_unfit
 from rota.compat.deepspeed.topology import (
     PipeDataParallelTopology,
     PipeModelDataParallelTopology,

@@ -150,7 +150,7 @@ def train(rank: int, num_stages: int) -> list[Any]:
         engine, *_ = initialize(model=module, optimizer=optimizer, lr_scheduler=scheduler, config=config)
         engine.schedule = schedule
         training, evaluation = iter(batches(1)), iter(batches(2))
-        at_an_end = module.is_first_stage or module.is_last_stage
+        at_an_end = module.mpu().is_first_stage or module.mpu().is_last_stage
         trained, evaluated = [], []
         for _ in range(NUM_STEPS):
             trained.append(engine.train_batch(data_iter=training if at_an_end else None).item())

@@ -12,9 +12,8 @@ import pytest
 from rota import FormatError, PlacementError, Plan, ScheduleError, check, draw, drawing, simulate
 from rota.compat.tessel.__main__ import main
 from rota.compat.tessel.cases import PLACEMENTS, Placement
-from rota.compat.tessel.conversion import micro_of
 from rota.compat.tessel.schedule.composer import Composer
-from rota.compat.tessel.schedule.schedplan import Block, SchedPlan
+from rota.compat.tessel.schedule.schedplan import Block, SchedPlan, placement_of
 from support.tessel_shapes import tessel
 
 EXAMPLE = '''
@@ -152,9 +151,13 @@ def test_a_block_before_what_it_reads_is_not_valid() -> None:
 )
 def test_placements_are_rota_s_shapes(ours: str, theirs: str) -> None:
     """The same tasks on the same ranks, the same edges."""
-    expected, found = tessel(ours, 4, 6), micro_of(PLACEMENTS[theirs](4), 6).placement
+    expected, found = tessel(ours, 4, 6), placement_from(PLACEMENTS[theirs](4))
     assert set(found.tasks) == set(expected.tasks)
     assert edges_of(found) == edges_of(expected)
+
+
+def placement_from(schedule: SchedPlan):
+    return placement_of(schedule, 6, schedule.added_blocks())
 
 
 def edges_of(placement) -> set:
@@ -162,7 +165,7 @@ def edges_of(placement) -> set:
 
 
 def test_k_has_its_meeting_stage_between_the_branches() -> None:
-    placement = micro_of(Placement.kshape(4), 6).placement
+    placement = placement_from(Placement.kshape(4))
     assert [placement.ranks_of(stage) for stage in range(5)] == [(0,), (1,), (0, 1, 2, 3), (2,), (3,)]
     assert set(placement.stage_edges) == {(0, 1), (1, 2), (3, 4), (4, 2)}
     assert {task.held_bytes for task in placement.tasks} == {1, -1}

@@ -45,16 +45,12 @@ def boxes(collection):
     return [(c[:, 0].min(), c[:, 0].max(), c[:, 1].min(), c[:, 1].max()) for c in corners]
 
 
-def test_shared_links_are_rows_below_the_ranks_and_waits_are_dotted():
+def test_shared_links_are_rows_below_the_ranks():
     shape, ax = wired(), axes()
     draw(shape, ax=ax)
     rows = boxes(part(ax, "shared links"))
     assert rows[0] == (0, shape.makespan_us, 3.8, 4.2)  # one link, after ranks 0 to 3
     assert [(left, right) for left, right, *_ in rows[1:]] == [(s.start_us, s.end_us) for s in shape.service_spans(0)]
-    routes = range(len(shape.plan.placement.routes))
-    waits = [pair for r in routes for pair in zip(shape.handed_over_us(r), shape.sent_us[r], strict=True)]
-    drawn = [tuple(segment[:, 0]) for segment in part(ax, "waiting").get_segments()]
-    assert drawn == [pair for pair in waits if pair[0] < pair[1]]
     assert [label.get_text() for label in ax.get_yticklabels()][-1] == "host a · 51% busy"
     assert "shared link host a: 51.3% busy" in to_text(shape)
 
@@ -101,13 +97,6 @@ def test_memory_is_a_curve_under_each_bar_up_to_its_limit():
     assert [line[:, 1].tolist() for line in limits] == [2 * [pytest.approx(rank + rows.strip_top)] for rank in range(4)]
     assert "memory" not in parts(draw(shape, axes(), memory=False))
     assert "memory" not in parts(draw(timeline(), axes()))
-
-
-def test_long_memory_curves_keep_their_peaks():
-    shape = timeline(num_stages=2, num_microbatches=1200, activation_bytes=GB)
-    path = part(draw(shape, axes()), "memory").get_paths()[0]
-    assert len(path.vertices) < 2 * len(shape.memory(0))
-    assert path.vertices[:, 1].min() == ROWS_WITH_MEMORY.strip_top
 
 
 def with_transfers():
@@ -338,3 +327,24 @@ def test_importing_is_light_and_saving_needs_no_pyplot(tmp_path):
         assert "matplotlib.pyplot" not in sys.modules
     """
     subprocess.run([sys.executable, "-c", code, tmp_path / "chart.png"], check=True)
+
+
+def test_16384_ops_are_pixels_without_seams(tmp_path):
+    drawn = timeline(num_stages=64, num_microbatches=128, forward_us=1000, backward_us=2000)
+    ax = draw(drawn, axes())
+    ops = part(ax, "ops")
+    assert ops.get_rasterized()
+    assert len(ops.get_edgecolors()) == 0
+    assert len(ops.get_paths()) == 16384
+    assert "marks" not in parts(ax)
+    for suffix in ("png", "svg"):
+        save(drawn, tmp_path / f"large.{suffix}")
+        assert 10_000 < (tmp_path / f"large.{suffix}").stat().st_size < 2_000_000
+
+
+def test_two_timelines_are_drawn_one_above_the_other(tmp_path):
+    measured = with_gaps(timeline())
+    save(measured, tmp_path / "both.png", above=timeline(), title="both")
+    save(measured, tmp_path / "one.png")
+    heights = [int.from_bytes((tmp_path / f"{name}.png").read_bytes()[20:24]) for name in ("one", "both")]
+    assert heights[1] == 2 * heights[0]

@@ -25,10 +25,9 @@ from rota.compat.tessel.schedule.schedplan import SchedPlan
 from rota.core import reading
 from rota.core.layers import LayerCosts
 from rota.core.profiles import Profile
-from rota.interop import ImportedTrace, deepspeed, import_traces, layer_boundaries, megatron, torchtitan
+from rota.interop import ImportedTrace, deepspeed, import_traces, megatron, torchtitan
 
 _HANG_S = 20.0  # of a processor's time; the slowest good case takes well below a second
-_MOST_LAYOUT_BYTES = 2**20  # as `rota import` has it
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,10 +70,6 @@ def _text_of(from_json: Callable[[str], Any]) -> Callable[[Path, Random], Any]:
     return lambda path, _: from_json(reading.read_text(path))
 
 
-def _limited_text_of(read: Callable[[str], Any]) -> Callable[[Path, Random], Any]:
-    return lambda path, _: read(layer_boundaries.read_limited(path, _MOST_LAYOUT_BYTES))
-
-
 def _first_traces() -> list[str]:
     return [run[0] for run in seeds.trace_texts()]
 
@@ -98,14 +93,14 @@ TARGETS = {
     "layouts": Target(
         seeds.layout_texts,
         "layout.txt",
-        _limited_text_of(lambda text: megatron.read_layout(text, 2)),
+        _text_of(lambda text: megatron.read_layout(text, 2)),
         verdicts.of_layout,
         1_000,
     ),
     "boundaries": Target(
         seeds.boundaries_texts,
         "boundaries.json",
-        _limited_text_of(deepspeed.read_boundaries),
+        _text_of(deepspeed.read_boundaries),
         verdicts.of_boundaries,
         500,
     ),

@@ -11,9 +11,9 @@ from hypothesis import given, strategies as st
 from torch import nn
 
 from fuzz.mutating import text_mutants
-from rota import Cluster, Costs, FormatError, RotaError, ScheduleError, SplitError, place
+from rota import Cluster, Costs, RotaError, ScheduleError, SplitError, place
 from rota.compat.deepspeed import schedule as ds, to_plan
-from rota.compat.deepspeed.partition_method import partition
+from rota.compat.deepspeed.layers import partition
 from rota.cutting import by_regex
 from rota.interop import deepspeed
 from rota.schedules import NAMED
@@ -29,20 +29,17 @@ def test_boundaries_are_read_as_written(counts: list[int]) -> None:
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ("[0, 4,", "not a list of boundaries"),
-        ("[" * 100_000, "not a list of boundaries"),
+        ("[0, 4,", "not JSON: "),
         ('{"parts": [0, 4]}', "boundaries is"),
         ("[0, 4.5]", "boundaries[1] is 4.5; expected a whole number"),
         ("[0, true]", "boundaries[1] is true"),
         ("[0, -1]", "boundaries[1] is -1; expected 0 or more"),
-        ("[0, NaN]", "boundaries[1] is NaN"),
         ("[1, 4]", "must begin with 0"),
         ("[0]", "must begin with 0 and end with the number of layers"),
         ("[0, 0]", "must begin with 0 and end with the number of layers"),
         ("[0, 5, 4]", "fall from 5 to 4 at entry 2; sort them"),
         ("[0, 100000000000]", "10,000 at most"),
-        (f"[0, {'1, ' * 400_000}1]", "1,000,000 at most"),
-        (f"[0, {'9' * 5000}]", "not a list of boundaries"),
+        (f"[0, {'1, ' * 400_000}1]", "10,000 at most"),
     ],
 )
 def test_what_are_no_boundaries(text: str, told: str) -> None:
@@ -96,8 +93,3 @@ def test_plans_that_deepspeed_cannot_have() -> None:
     with pytest.raises(SplitError, match="make 3 parts for 2 stages"):
         deepspeed.boundaries_for(plan, [0, 1, 2, 3])
     assert not deepspeed.is_uniform([0, 1, 4])
-
-
-def test_formats_are_told_apart() -> None:
-    with pytest.raises(FormatError):
-        deepspeed.read_boundaries("Et|tL")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 import re
 from collections.abc import Callable
@@ -295,13 +294,18 @@ def change(config: str, **fields: object) -> str:
         ({"pipeline_parallel_module_fqns_per_model_part": []}, "has 0 parts; give 1 to 10,000"),
         ({"pipeline_parallel_module_fqns_per_model_part": ["ab"]}, 'model_part[0] is "ab"; expected a list'),
         ({"pipeline_parallel_module_fqns_per_model_part": [["a", 1]]}, "model_part[0][1] is 1; expected a text"),
+        ({"pipeline_parallel_schedule_csv": "a\x1b[2J"}, "printa"),
+        ({"pipeline_parallel_module_fqns_per_model_part": [["a"] * 10_000]}, "part 0 has a twice"),
+        ({"pipeline_parallel_degree": "\x00" * 1000}, "expected a whole number"),
     ],
 )
 def test_configs_that_are_refused(tmp_path: Path, fields: dict[str, object], told: str) -> None:
     *_, config = torchtitan.export(FOUR, a_plan(), tmp_path)
     config.write_text(change(config.read_text(), **fields))
-    with pytest.raises(RotaError, match=re.escape(told)):
+    with pytest.raises(RotaError, match=re.escape(told)) as error:
         torchtitan.load(config)
+    assert len(str(error.value)) < 1000 + len(str(config))
+    assert str(error.value).isprintable()
 
 
 def test_a_schedule_is_read_from_beside_its_config_alone(tmp_path: Path) -> None:
@@ -312,19 +316,6 @@ def test_a_schedule_is_read_from_beside_its_config_alone(tmp_path: Path) -> None
         config.write_text(change(config.read_text(), pipeline_parallel_schedule_csv=named))
         with pytest.raises(RotaError, match=r"cannot read .*titan/elsewhere.csv"):
             torchtitan.load(config)
-
-
-def test_files_that_are_too_large_or_no_text(tmp_path: Path) -> None:
-    *_, config = torchtitan.export(FOUR, a_plan(), tmp_path)
-    os.truncate(config, 5 * 2**20)
-    with pytest.raises(RotaError, match="has more than 4,194,304 bytes"):
-        torchtitan.load(config)
-    config.write_bytes(b"\xff\xfe")
-    with pytest.raises(RotaError, match="not a text file"):
-        torchtitan.load(config)
-    config.write_text("[" * 200_000)
-    with pytest.raises(RotaError, match="nested too deep"):
-        torchtitan.load(config)
 
 
 def test_damaged_files_are_loaded_or_refused(tmp_path: Path) -> None:
@@ -345,23 +336,6 @@ def test_damaged_files_are_loaded_or_refused(tmp_path: Path) -> None:
         loaded += 1
         assert len(parts) == 4
     assert 0 < loaded < len(mutants)
-
-
-@pytest.mark.parametrize(
-    ("fields", "told"),
-    [
-        ({"pipeline_parallel_schedule_csv": "a\x1b[2J"}, "printa"),
-        ({"pipeline_parallel_module_fqns_per_model_part": [["a"] * 10_000]}, "part 0 has a twice"),
-        ({"pipeline_parallel_degree": "\x00" * 1000}, "expected a whole number"),
-    ],
-)
-def test_configs_that_a_stranger_may_have_written(tmp_path: Path, fields: dict[str, object], told: str) -> None:
-    *_, config = torchtitan.export(FOUR, a_plan(), tmp_path)
-    config.write_text(change(config.read_text(), **fields))
-    with pytest.raises(RotaError, match=told) as error:
-        torchtitan.load(config)
-    assert len(str(error.value)) < 1000
-    assert str(error.value).isprintable()
 
 
 def test_json_has_each_field_once_and_a_byte_order_mark_is_passed_over(tmp_path: Path) -> None:

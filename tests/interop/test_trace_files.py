@@ -231,8 +231,7 @@ def test_traces_of_two_runs_are_told(tmp_path: Path) -> None:
     other.mkdir()
     paths[1] = written(other, late, [0, 0, 0])[1]
     told = (
-        r"the traces contradict each other: rank \d begins \d[FB]\d [\d,]+ µs (before|after) rank \d has made its "
-        r"input in \d[FB]\d and rank \d begins .* No shift of the clocks explains this: [\d,]+ µs remain"
+        r"contradict each other: .*, such as from \d[FB]\d on rank \d to \d[FB]\d on rank \d; give traces of the same"
     )
     with pytest.raises(FormatError, match=told):
         import_traces(paths)

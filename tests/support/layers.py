@@ -88,7 +88,6 @@ TABLE = {
                 "rota.drawing",
                 "rota.demo",
                 "rota.interop",
-                "rota.interop.layer_boundaries",
                 *TRAINERS,
             ),
         ),

@@ -1,7 +1,6 @@
 """Small static pictures for notebooks: HTML that needs no script, no file and no library.
 
-A plan or timeline has one row per rank and one bar per op. With too many ops, each row shows the share of time of each
-kind of op instead.
+A plan or timeline has one row per rank and one bar per op.
 """
 
 from __future__ import annotations
@@ -25,7 +24,6 @@ COLORS = {
 
 MOST_BARS = 3_000
 _GAP_OPACITY = 0.35
-_PALEST = 0.5  # opacity of the last of a rank's stages
 _WIDTH, _ROW, _GAP, _LABEL, _AXIS = 900.0, 18, 4, 60, 16
 _NUM_TICKS = 8  # at most
 _TEXT_WIDTH = 6.5  # of one character, in the picture's units
@@ -59,12 +57,17 @@ def op_bars(orders: Sequence[Sequence[tuple[int, str, int]]], starts_us: Columns
     rows = []
     for order, starts, ends in zip(orders, starts_us, ends_us, strict=True):
         stages = sorted({op[0] for op in order})
-        opacity = {stage: 1 - _PALEST * i / max(1, len(stages) - 1) for i, stage in enumerate(stages)}
+        white = white_shares(stages)
         row = []
         for op, start, end in zip(order, starts, ends, strict=True):
-            row.append(Bar(start, end, str(op[1]), str(op[2]), str(op), opacity[op[0]]))
+            row.append(Bar(start, end, str(op[1]), str(op[2]), str(op), 1 - white[op[0]]))
         rows.append(row)
     return rows
+
+
+def white_shares(stages: Sequence[int]) -> dict[int, float]:
+    """How pale the ops of each of a rank's stages are, from 0 for the first to 0.5 for the last."""
+    return {stage: 0.5 * i / max(1, len(stages) - 1) for i, stage in enumerate(stages)}
 
 
 def document(*parts: str) -> str:
@@ -83,32 +86,56 @@ def preformatted(text: str) -> str:
 
 
 def chart(rows: Sequence[Sequence[Bar]], until_us: int, gaps: Sequence[Sequence[Gap]] = ()) -> str:
-    """One row per rank, from 0 to `until_us`, with an axis and a legend; `gaps` are the ranks' idle intervals."""
-    height = len(rows) * (_ROW + _GAP) + _AXIS
-    few = sum(map(len, rows)) <= MOST_BARS
-    drawn = [(_bars if few else _shares)(row, rank, until_us or 1) for rank, row in enumerate(rows)]
-    if few and gaps:
-        drawn = [_gaps(gaps[rank], rank, until_us or 1) + row for rank, row in enumerate(drawn)]
+    """One row per rank, from 0 to `until_us`, with an axis and a legend; `gaps` are the ranks' idle intervals.
+
+    With more bars than `MOST_BARS`, a line that says how to draw them.
+    """
+    if (num_bars := sum(map(len, rows))) > MOST_BARS:
+        return f"<div>{num_bars:,} ops are too many for a notebook: draw them by rota.drawing.save(…, 'x.html')</div>"
+    parts = []
+    for rank, row in enumerate(rows):
+        top = rank * (_ROW + _GAP)
+        parts.append(f'<text x="0" y="{top + 13}">rank {rank}</text>')
+        parts.append(f'<rect x="{_LABEL}" y="{top}" width="{_WIDTH:g}" height="{_ROW}" opacity="0.08"/>')
+        for start, end, cause, color in gaps[rank] if gaps else ():
+            gap = Bar(start, end, cause, "", f"idle, {cause}", _GAP_OPACITY)
+            parts.append(_bar(gap, color, top, until_us or 1))
+        parts += [_bar(bar, COLORS[bar.kind], top, until_us or 1) for bar in row]
+    height = len(rows) * (_ROW + _GAP)
     kinds = {bar.kind for row in rows for bar in row}
-    keys = "".join(
-        f'<span style="margin-right:12px"><span style="color:{color}">■</span> {kind}</span>'
-        for kind, color in COLORS.items()
-        if kind in kinds
-    )
-    if few and any(gaps):
-        causes = {gap.cause: gap.color for row in gaps for gap in row}
-        keys += "</div><div>idle: " + "".join(
-            f'<span style="margin-right:12px"><span style="color:{color};opacity:{_GAP_OPACITY}">■</span> '
-            f"{escape(cause)}</span>"
-            for cause, color in sorted(causes.items())
-        )
-    what = "" if few else f" share of {time_text(until_us)}, too many ops to draw each"
+    keys = "".join(_key(kind, color) for kind, color in COLORS.items() if kind in kinds)
+    causes = {gap.cause: gap.color for row in gaps for gap in row}
+    if causes:
+        keys += "</div><div>idle: " + "".join(_key(*cause, _GAP_OPACITY) for cause in sorted(causes.items()))
     width = f"{_WIDTH + _LABEL:g}"
     return (
-        f'<svg viewBox="0 0 {width} {height}" width="100%" style="max-width:{width}px" role="img" '
+        f'<svg viewBox="0 0 {width} {height + _AXIS}" width="100%" style="max-width:{width}px" role="img" '
         f'aria-label="{len(rows)} ranks over {time_text(until_us)}" fill="currentColor" font-size="11">'
-        f"{''.join(drawn)}{_axis(len(rows) * (_ROW + _GAP), until_us or 1)}</svg><div>{keys}{what}</div>"
+        f"{''.join(parts)}{_axis(height, until_us or 1)}</svg><div>{keys}</div>"
     )
+
+
+def _key(word: str, color: str, opacity: float = 1.0) -> str:
+    """A word of the legend."""
+    style = f"color:{color}" + (f";opacity:{opacity}" if opacity < 1 else "")
+    return f'<span style="margin-right:12px"><span style="{style}">■</span> {escape(word)}</span>'
+
+
+def _bar(bar: Bar, color: str, top: int, until_us: int) -> str:
+    """A bar, and its label if there is room."""
+    start, end, kind, label, note, opacity = bar
+    left, width = _LABEL + start / until_us * _WIDTH, (end - start) / until_us * _WIDTH
+    if width <= 0:
+        return ""
+    fill = f'fill="{color}"' + (f' opacity="{opacity:.2f}"' if opacity < 1 else "")
+    box = (
+        f'<rect x="{left:.2f}" y="{top}" width="{width:.2f}" height="{_ROW}" {fill}>'
+        f"<title>{escape(note)}: {start:,} to {end:,} µs</title></rect>"
+    )
+    if not label or width <= _TEXT_WIDTH * (len(label) + 1):
+        return box
+    at = f'x="{left + width / 2:.2f}" y="{top + 13}" text-anchor="middle" pointer-events="none"'
+    return f'{box}<text {at} fill="{"#000" if kind in "BR" or opacity < 1 else "#fff"}">{escape(label)}</text>'
 
 
 def _axis(top: int, until_us: int) -> str:
@@ -120,51 +147,3 @@ def _axis(top: int, until_us: int) -> str:
         f'text-anchor="{"start" if time == 0 else "middle"}">{time_text(time) if time else "0"}</text>'
         for time in range(0, until_us - step // 4, step)
     )
-
-
-def _bars(row: Sequence[Bar], rank: int, until_us: int) -> str:
-    top = rank * (_ROW + _GAP)
-    parts = [_frame(rank, top)]
-    for start, end, kind, label, note, opacity in row:
-        left, width = _LABEL + start / until_us * _WIDTH, (end - start) / until_us * _WIDTH
-        title = f"<title>{escape(note)}: {start:,} to {end:,} µs</title>"
-        parts.append(_box(left, top, width, kind, title, opacity))
-        if width > _TEXT_WIDTH * (len(label) + 1):
-            at = f'x="{left + width / 2:.2f}" y="{top + 13}" text-anchor="middle" pointer-events="none"'
-            parts.append(
-                f'<text {at} fill="{"#000" if kind in "BR" or opacity < 1 else "#fff"}">{escape(label)}</text>'
-            )
-    return "".join(parts)
-
-
-def _gaps(gaps: Sequence[Gap], rank: int, until_us: int) -> str:
-    top = rank * (_ROW + _GAP)
-    return "".join(
-        f'<rect x="{_LABEL + start / until_us * _WIDTH:.2f}" y="{top}" width="{(end - start) / until_us * _WIDTH:.2f}" '
-        f'height="{_ROW}" fill="{color}" opacity="{_GAP_OPACITY}">'
-        f"<title>idle, {escape(cause)}: {start:,} to {end:,} µs</title></rect>"
-        for start, end, cause, color in gaps
-    )
-
-
-def _shares(row: Sequence[Bar], rank: int, until_us: int) -> str:
-    top, left = rank * (_ROW + _GAP), float(_LABEL)
-    parts = [_frame(rank, top)]
-    for kind in COLORS:
-        width = sum(bar.end_us - bar.start_us for bar in row if bar.kind == kind) / until_us * _WIDTH
-        parts.append(_box(left, top, width, kind, f"<title>{kind}: {width / _WIDTH:.1%}</title>"))
-        left += width
-    return "".join(parts)
-
-
-def _frame(rank: int, top: int) -> str:
-    """The rank's name, and a pale band behind its bars."""
-    band = f'<rect x="{_LABEL}" y="{top}" width="{_WIDTH:g}" height="{_ROW}" opacity="0.08"/>'
-    return f'<text x="0" y="{top + 13}">rank {rank}</text>{band}'
-
-
-def _box(left: float, top: int, width: float, kind: str, inside: str, opacity: float = 1.0) -> str:
-    if width <= 0:
-        return ""
-    color = f'fill="{COLORS[kind]}"' + (f' opacity="{opacity:.2f}"' if opacity < 1 else "")
-    return f'<rect x="{left:.2f}" y="{top}" width="{width:.2f}" height="{_ROW}" {color}>{inside}</rect>'

@@ -17,6 +17,7 @@ from matplotlib.colors import to_rgb
 from matplotlib.font_manager import FontProperties
 from matplotlib.text import Text
 
+from rota.core.notebook import white_shares
 from rota.core.tasks import Transfer
 from rota.core.timeline import Timeline
 from rota.drawing.looks import (
@@ -26,7 +27,6 @@ from rota.drawing.looks import (
     PATH_COLOR,
     SERVICE_COLOR,
     TRANSFER_COLOR,
-    WAITING_COLOR,
     look_key,
 )
 
@@ -41,13 +41,11 @@ _MARK = 0.11  # of a bar
 
 _IDLE_COLOR = "#EFEEEB"
 _MARK_DARKNESS = 0.38
-_LIGHTEST = 0.5  # share of white in the colours of a rank's last stage
 _DARK = 0.55  # luminance below which white text is easier to read than black
 
 _MAX_SEAMS = 5_000  # with more ops, or with more on one rank, white seams would hide the bars between them
 _MAX_SEAMS_PER_RANK = 200
 _MAX_TRANSFERS = 1000  # more lines than that hide the bars they join
-_MAX_MEMORY_COLUMNS = 2000  # of a memory curve
 _MAX_NUMBERS = 4096  # nobody reads more
 _FONT_POINTS = (5.0, 6.0, 7.0, 8.0, 9.0)
 _MARGIN = 1.3  # of a number's width: the number and the space beside it
@@ -93,8 +91,7 @@ def _op_colors(timeline: Timeline) -> Array:
     """Return the colour of every op's kind, lighter for the later stages of its rank: (n, 3)."""
     colors = []
     for rank, order in enumerate(timeline.plan.orders):
-        stages = timeline.plan.placement.stages_on(rank)
-        white = {stage: _LIGHTEST * i / max(1, len(stages) - 1) for i, stage in enumerate(stages)}
+        white = white_shares(timeline.plan.placement.stages_on(rank))
         mixed = {
             (stage, kind): tuple(channel + (1 - channel) * white[stage] for channel in to_rgb(LOOKS[kind].color))
             for stage, kind in {(op.stage, op.kind) for op in order}
@@ -112,7 +109,6 @@ def op_artist(ops: Ops, rows: Rows) -> PolyCollection:
 
 
 def _has_many(ops: Ops) -> bool:
-    """Whether the ops are too many for seams and marks."""
     most_on_a_rank = np.bincount(ops.ranks.astype(int), minlength=1).max(initial=0)
     return len(ops.left) > _MAX_SEAMS or bool(most_on_a_rank > _MAX_SEAMS_PER_RANK)
 
@@ -171,7 +167,6 @@ def _bars(left: Array, right: Array, top: Array, bottom: Array, colors: Any, sea
 
 
 def _boxes(left: Array, right: Array, top: Array, bottom: Array) -> Any:
-    """Return the corners of n boxes: (n, 4, 2)."""
     return np.stack([np.stack([left, right, right, left], 1), np.stack([top, top, bottom, bottom], 1)], 2)
 
 
@@ -235,15 +230,19 @@ class OpNumbers(Artist):
 # --- memory, transfers, the critical path -----------------------------------------------------------------------------
 
 
-def memory_artist(timeline: Timeline, rows: Rows) -> PolyCollection:
+def memory_artist(timeline: Timeline, ops: Ops, rows: Rows) -> PolyCollection:
     """Return each rank's memory over time as a filled curve in its strip; strips are as high as the highest value."""
     curves = []
     for rank in range(timeline.num_ranks):
-        times, levels = _step_corners(timeline.memory(rank), timeline.makespan_us)
+        curve = timeline.memory(rank)
+        times, levels = np.array([*curve, (timeline.makespan_us, curve[-1][1])], float).T
+        times, levels = np.repeat(times, 2)[1:], np.repeat(levels, 2)[:-1]  # steps
         bottom = rank + rows.strip_bottom
         base = np.array([(times[-1], bottom), (times[0], bottom)])
         curves.append(np.concatenate([np.stack([times, _height(timeline, rows, rank, levels)], 1), base]))
-    return PolyCollection(curves, facecolors=MEMORY_COLOR, edgecolors="none")
+    artist = PolyCollection(curves, facecolors=MEMORY_COLOR, edgecolors="none")
+    artist.set_rasterized(_has_many(ops))
+    return artist
 
 
 def limit_artist(timeline: Timeline, rows: Rows) -> LineCollection:
@@ -261,18 +260,6 @@ def _height(timeline: Timeline, rows: Rows, rank: int, num_bytes: Any) -> Any:
     return rank + rows.strip_bottom - (rows.strip_bottom - rows.strip_top) * num_bytes / highest
 
 
-def _step_corners(curve: Sequence[tuple[int, int]], end_us: int) -> tuple[Array, Array]:
-    """Return the corners of a step function; if it has too many, of its maximum in each of equal intervals."""
-    times, levels = np.array([*curve, (end_us, curve[-1][1])], float).T
-    if len(times) > _MAX_MEMORY_COLUMNS:
-        edges = np.linspace(0, end_us, _MAX_MEMORY_COLUMNS + 1)
-        first = np.searchsorted(times, edges[:-1], "right") - 1
-        last = np.maximum(np.searchsorted(times, edges[1:], "left"), first + 1)
-        levels = np.maximum.reduceat(levels, np.stack([first, last], 1).ravel()[:-1])[::2]
-        times, levels = edges, np.append(levels, levels[-1])
-    return np.repeat(times, 2)[1:], np.repeat(levels, 2)[:-1]
-
-
 def transfer_artist(timeline: Timeline, rows: Rows) -> LineCollection | None:
     """Return thin lines from bar to bar; None if no transfer has a duration, or there are too many to tell apart."""
     if sum(map(len, timeline.sent_us)) > _MAX_TRANSFERS:
@@ -286,35 +273,17 @@ def transfer_artist(timeline: Timeline, rows: Rows) -> LineCollection | None:
     return LineCollection(lines, colors=TRANSFER_COLOR, linewidths=0.6, zorder=2) if lines else None
 
 
-def waiting_artist(timeline: Timeline, rows: Rows) -> LineCollection | None:
-    """Return dotted lines along the sender's bar while transfers wait for shared links; None as for transfers."""
-    if sum(map(len, timeline.sent_us)) > _MAX_TRANSFERS:
-        return None
-    lines = []
-    for r, route in enumerate(timeline.plan.placement.routes):
-        if route.shared:
-            y = route.sender + (rows.bar_bottom if route.receiver > route.sender else rows.bar_top)
-            times = zip(timeline.handed_over_us(r), timeline.sent_us[r], strict=True)
-            lines += [[(a, y), (b, y)] for a, b in times if b > a]
-    dotted = [(0, (1, 1))]
-    return LineCollection(lines, colors=WAITING_COLOR, linewidths=1.6, linestyles=dotted, zorder=2) if lines else None
-
-
 def service_artist(timeline: Timeline) -> PolyCollection | None:
     """Return a row per shared link below the ranks: pale, and dark while it serves; None if there are no such links."""
     num_links = len(timeline.plan.placement.cluster.shared)
     if not num_links:
         return None
-    lefts, rights, rows, colors = [0] * num_links, [timeline.makespan_us] * num_links, [*range(num_links)], []
-    colors += [_IDLE_COLOR] * num_links
+    bars = [(0, timeline.makespan_us, link, _IDLE_COLOR) for link in range(num_links)]
     for link in range(num_links):
-        for span in timeline.service_spans(link):
-            lefts.append(span.start_us)
-            rights.append(span.end_us)
-            rows.append(link)
-            colors.append(SERVICE_COLOR)
+        bars += [(span.start_us, span.end_us, link, SERVICE_COLOR) for span in timeline.service_spans(link)]
+    lefts, rights, links, colors = zip(*bars, strict=True)
+    middle = np.array(links, float) + timeline.num_ranks
     left, right = np.array(lefts, float), np.array(rights, float)
-    middle = np.array(rows, float) + timeline.num_ranks
     return _bars(left, right, middle - _HALF_LINK, middle + _HALF_LINK, colors, seams=False)
 
 

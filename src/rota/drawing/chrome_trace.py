@@ -2,7 +2,8 @@
 
     process  rank 0      track compute     0F0  0F1  …             counter memory, and its limit
                          track idle        waiting  order …
-                         track transfers   wait, 0F0→1F0 …
+                         track transfers   0F0→1F0 …
+                         track waiting     wait …                 for shared links
     process  links       track host a      0F0→1F0 …          while they occupy the shared link
     flow arrows          0F0 ─▶ 0F0→1F0 ─▶ 1F0
 
@@ -23,7 +24,9 @@ from rota.core.timeline import Span, Timeline
 
 Event = dict[str, Any]
 
-_COMPUTE, _IDLE, _STEP_END, _TRANSFERS = 0, 1, 1_000, 2_000  # tracks of a rank; the last two may have several lanes
+#: Tracks of a rank; the last three may have several lanes.
+_COMPUTE, _IDLE, _STEP_END, _TRANSFERS, _WAITING = 0, 1, 1_000, 2_000, 3_000
+_TRACK_NAMES = {_COMPUTE: "compute", _IDLE: "idle", _STEP_END: "step end", _TRANSFERS: "transfers", _WAITING: "waiting"}
 _MAX_TRACKS = 10_000  # more than any rank has
 _INSIDE_US = 0.001  # an arrow starts this long before its op ends: at the end itself, the op's slice is closed
 
@@ -44,11 +47,11 @@ def to_chrome_trace(timeline: Timeline | Plan) -> str:
 
 
 def _events(timeline: Timeline) -> Iterator[Event]:
-    """Yield all events: names of ranks and tracks, slices, arrows and counters."""
-    transfers, waits = _transfers(timeline)
+    transfers = list(_in_lanes(timeline.transfer_spans(), _TRANSFERS))
+    waits = list(_in_lanes(_waits(timeline), _WAITING))
     step_ends = list(_in_lanes(timeline.step_end_spans(), _STEP_END))
     tracks: list[set[int]] = [{_COMPUTE, _IDLE} for _ in range(timeline.num_ranks)]
-    for span, track in [*transfers, *step_ends]:
+    for span, track in [*transfers, *waits, *step_ends]:
         tracks[span.rank].add(track)
     for rank, rank_tracks in enumerate(tracks):
         yield from _names(rank, sorted(rank_tracks))
@@ -72,24 +75,12 @@ def _events(timeline: Timeline) -> Iterator[Event]:
     yield from _counters(timeline)
 
 
-def _transfers(timeline: Timeline) -> tuple[list[tuple[Span, int]], list[tuple[Span, int]]]:
-    """The spans of all transfers, and of their waits for shared links, with their tracks."""
-    handed_over = (
-        time if route.shared else sent
-        for r, route in enumerate(timeline.plan.placement.routes)
-        for time, sent in zip(timeline.handed_over_us(r), timeline.sent_us[r], strict=True)
-    )
-    sent_us: dict[Span, list[int]] = {}  # several where parallel edges have equal transfers
+def _waits(timeline: Timeline) -> Iterator[Span]:
+    handed_over = (time for r in range(len(timeline.sent_us)) for time in timeline.handed_over_us(r))
     for span, start_us in zip(timeline.transfer_spans(), handed_over, strict=True):
-        sent_us.setdefault(span._replace(start_us=start_us), []).append(span.start_us)
-    whole = [span for span, starts in sent_us.items() for _ in starts]
-    transfers, waits = [], []
-    for span, track in _in_lanes(whole, _TRANSFERS):
-        time = sent_us[span].pop()
-        transfers.append((span._replace(start_us=time), track))
-        if span.start_us < time:
-            waits.append((span._replace(end_us=time), track))
-    return transfers, waits
+        assert isinstance(span.work, Transfer)
+        if start_us < span.start_us and _links_of(timeline, span.work):
+            yield span._replace(start_us=start_us, end_us=span.start_us)
 
 
 def _links_of(timeline: Timeline, transfer: object) -> str:
@@ -116,7 +107,6 @@ def _shared_links(timeline: Timeline) -> Iterator[Event]:
 
 
 def _slice(span: Any, name: str, track: int, **arguments: object) -> Event:
-    """Return a complete event for anything that has `rank`, `start_us` and `duration_us`."""
     times = {"ts": span.start_us, "dur": span.duration_us}
     return {"ph": "X", "name": name, "cat": "rota", **_location(span.rank, track), **times, "args": arguments}
 
@@ -135,9 +125,8 @@ def _names(rank: int, tracks: Iterable[int]) -> Iterator[Event]:
     yield {"ph": "M", "name": "process_name", **_location(rank), "args": {"name": f"rank {rank}"}}
     yield {"ph": "M", "name": "process_sort_index", **_location(rank), "args": {"sort_index": rank}}
     for track in tracks:
-        first = max(base for base in (_COMPUTE, _IDLE, _STEP_END, _TRANSFERS) if base <= track)
-        name = {_COMPUTE: "compute", _IDLE: "idle", _STEP_END: "step end", _TRANSFERS: "transfers"}[first]
-        name += f" {track - first + 1}" * (track > first)
+        first = max(base for base in _TRACK_NAMES if base <= track)
+        name = _TRACK_NAMES[first] + f" {track - first + 1}" * (track > first)
         yield {"ph": "M", "name": "thread_name", **_location(rank, track), "args": {"name": name}}
         yield {"ph": "M", "name": "thread_sort_index", **_location(rank, track), "args": {"sort_index": track}}
 
@@ -173,7 +162,6 @@ def _arrows(timeline: Timeline, transfers: Iterable[tuple[Span, int]]) -> Iterat
 
 
 def _counters(timeline: Timeline) -> Iterator[Event]:
-    """Yield the memory of each rank over time, and its limit."""
     for rank, limit_bytes in enumerate(timeline.plan.placement.cluster.limit_bytes):
         if timeline.peak_memory_bytes[rank]:
             for time_us, num_bytes in timeline.memory(rank):

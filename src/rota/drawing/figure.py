@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rota.core.errors import RotaError
 from rota.core.plan import Plan
 from rota.core.simulation import timeline_of
 from rota.core.timeline import Timeline
 from rota.core.units import size_text, time_unit
-from rota.drawing.looks import LOOKS, MEMORY_COLOR, PATH_COLOR, SERVICE_COLOR, WAITING_COLOR, look_keys, utilisation
+from rota.drawing.looks import LOOKS, MEMORY_COLOR, PATH_COLOR, SERVICE_COLOR, look_keys, utilisation
 from rota.drawing.text import summary
 
 if TYPE_CHECKING:
@@ -73,10 +73,9 @@ def draw(
         "marks": artists.mark_artist(timeline, ops, rows),
         "step ends": artists.step_end_artist(timeline, rows),
         "numbers": artists.number_artist(timeline, ops, rows),
-        "memory": artists.memory_artist(timeline, rows) if memory else None,
+        "memory": artists.memory_artist(timeline, ops, rows) if memory else None,
         "limits": artists.limit_artist(timeline, rows) if memory else None,
         "transfers": artists.transfer_artist(timeline, rows) if transfers else None,
-        "waiting": artists.waiting_artist(timeline, rows) if transfers else None,
         "shared links": artists.service_artist(timeline),
         "critical path": artists.path_artist(timeline, rows) if critical_path else None,
     }
@@ -85,8 +84,7 @@ def draw(
             _add(ax, artist, name)
     _set_time_axis(ax, timeline.makespan_us)
     _set_rank_axis(ax, timeline)
-    waiting = drawn["waiting"] is not None
-    num_legend_lines = _set_legend(ax, timeline, memory, critical_path, waiting)
+    num_legend_lines = _set_legend(ax, timeline, memory, critical_path)
     text = summary(timeline, bound_us)
     ax.set_title(f"{title}\n{text}" if title else text, loc="left", pad=6 + num_legend_lines * _LEGEND_LINE_POINTS)
     return ax
@@ -137,11 +135,11 @@ def _set_rank_axis(ax: Axes, timeline: Timeline) -> None:
     links = utilisation(timeline)
     num_rows = timeline.num_ranks + len(links)
     row_points = ax.get_window_extent().height / num_rows * 72 / ax.figure.dpi
-    every = 1
-    while every * row_points < 12 and every < timeline.num_ranks:
-        every *= 2
+    step = 1
+    while step * row_points < 12 and step < timeline.num_ranks:
+        step *= 2
     peaks = timeline.peak_memory_bytes
-    ranks = range(0, timeline.num_ranks, every)
+    ranks = range(0, timeline.num_ranks, step)
     labels = [f"rank {rank} · {size_text(peaks[rank])}" if any(peaks) else f"rank {rank}" for rank in ranks]
     labels += [f"{_shortened(name)} · {busy:.0%} busy" for name, busy in links]
     ax.set_ylim(num_rows - 0.5, -0.5)
@@ -155,7 +153,7 @@ def _shortened(name: str) -> str:
     return name if len(name) <= _MOST_LETTERS else name[: _MOST_LETTERS - 1] + "…"
 
 
-def _set_legend(ax: Axes, timeline: Timeline, memory: bool, critical_path: bool, waiting: bool) -> int:
+def _set_legend(ax: Axes, timeline: Timeline, memory: bool, critical_path: bool) -> int:
     """Set the legend above the axes, and return its number of lines."""
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
@@ -170,9 +168,6 @@ def _set_legend(ax: Axes, timeline: Timeline, memory: bool, critical_path: bool,
     if placement.cluster.shared:
         colors["a shared link is busy"] = SERVICE_COLOR
     entries: list[Patch | Line2D] = [Patch(color=color, label=text) for text, color in colors.items()]
-    if waiting:
-        style: dict[str, Any] = {"color": WAITING_COLOR, "linewidth": 1.6, "linestyle": (0, (1, 1))}
-        entries.append(Line2D([], [], label="waits for a shared link", **style))
     if critical_path:
         entries.append(Line2D([], [], color=PATH_COLOR, linewidth=1.4, label="critical path"))
     widths = [0.6 * len(str(entry.get_label())) + 3 for entry in entries]  # in font sizes, like `width`

@@ -82,7 +82,6 @@ def default_names(above: Timeline, below: Timeline) -> Names:
 
 
 def _is_planned(above: Timeline, below: Timeline) -> bool:
-    """Whether both timelines have the same ops in the same orders."""
     return above.plan.orders == below.plan.orders
 
 
@@ -105,7 +104,6 @@ def _fields(
 
 
 def _page(title: str, head: dict[str, Any], data: str, page_summary: str) -> str:
-    """Fill in page.html."""
     style, script = _style(), _script()
     allowed = f"script-src '{_hash(script)}'; style-src '{_hash(style)}'"
     parts = {
@@ -141,5 +139,4 @@ def _read(name: str) -> str:
 
 
 def _hash(text: str) -> str:
-    """Return the hash of a script or style, as a content security policy writes it."""
     return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()

@@ -32,7 +32,7 @@ LOOKS: dict[str, Look] = {
 }
 
 PATH_COLOR, TRANSFER_COLOR, MEMORY_COLOR, LIMIT_COLOR = "#1C2024", "#6B6F76", "#B9BDC3", "#6B6F76"
-SERVICE_COLOR, WAITING_COLOR = "#6B6F76", "#332288"  # of a shared link while it serves, of a transfer that waits for it
+SERVICE_COLOR = "#6B6F76"  # of a shared link while it serves
 
 
 def utilisation(timeline: Timeline) -> list[tuple[str, float]]:

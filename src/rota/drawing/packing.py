@@ -43,7 +43,6 @@ class Columns:
 
 
 def _smallest(values: list[int]) -> array[Any]:
-    """Return an array of the smallest type that holds all values."""
     for code in "bhi":  # whole numbers of 1, 2 and 4 bytes
         try:
             return array(code, values)

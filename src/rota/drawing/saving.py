@@ -1,8 +1,8 @@
-"""Timelines as files: figures, pages for the browser, and Chrome traces. pyplot is not used."""
+"""Files: timelines as figures, pages and Chrome traces, and the frontier as a figure. pyplot is not used."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,6 +11,7 @@ from rota.core.errors import RotaError
 from rota.core.plan import Plan
 from rota.core.simulation import timeline_of
 from rota.core.timeline import Timeline
+from rota.core.units import SIZE_UNITS, time_unit
 from rota.core.writing import whole_file, write_text
 from rota.drawing.chrome_trace import to_chrome_trace
 from rota.drawing.figure import draw, figure_inches, require_matplotlib
@@ -55,13 +56,50 @@ def save(
         write_text(path, to_html(timeline, above=above, title=title, names=names, bound_us=bound_us))
     elif above is None:
         inches = figure_inches(timeline)
-        save_figure(lambda figure: draw(timeline, figure.add_subplot(), title=title, bound_us=bound_us), inches, path)
+        _save_figure(lambda figure: draw(timeline, figure.add_subplot(), title=title, bound_us=bound_us), inches, path)
     else:
         _save_both((above, timeline), path, title, names or default_names(above, timeline), bound_us)
 
 
-def save_figure(draw_on: Callable[[Figure], object], inches: tuple[float, float], path: str | PathLike[str]) -> None:
-    """Save what `draw_on` draws on a new figure as PNG, SVG or PDF, or raise RotaError."""
+def save_frontier(
+    points: Sequence[tuple[int, float]], bounds: Sequence[tuple[int, float]], path: str | PathLike[str]
+) -> None:
+    """Save time per micro-batch against the memory limit, as steps: what fits into less memory fits into more.
+
+    Args:
+        points: What was found: (memory limit in bytes, µs per micro-batch), by rising limit.
+        bounds: Proven lower bounds, in the same form.
+        path: A file that ends in .png, .svg or .pdf.
+
+    Raises:
+        RotaError: If Matplotlib is missing, or the suffix is another one.
+    """
+    unit_us, time_name = time_unit(round(max(us for _, us in points)))
+    largest_bytes = max(limit for limit, _ in [*points, *bounds])
+    unit_bytes, size_name = next((unit for unit in SIZE_UNITS if largest_bytes >= unit[0]), SIZE_UNITS[-1])
+    end_bytes = largest_bytes * 1.08  # how far the last step extends
+
+    def draw_on(figure: Figure) -> None:
+        ax = figure.add_subplot()
+        for curve, color, label in (
+            (points, "#0072B2", "found"),
+            (bounds, "#999999", "lower bound of the steady state"),
+        ):
+            limits, times = zip(*curve, (end_bytes, curve[-1][1]), strict=True)
+            x, y = [limit / unit_bytes for limit in limits], [us / unit_us for us in times]
+            ax.step(x, y, where="post", color=color, label=label)
+            if curve is points:
+                ax.plot(x[:-1], y[:-1], "o", color=color, markersize=4)
+        ax.set_xlabel(f"memory limit per rank ({size_name})")
+        ax.set_ylabel(f"time per micro-batch ({time_name})")
+        ax.set_ylim(bottom=0)
+        ax.grid(alpha=0.3)
+        ax.legend(frameon=False)
+
+    _save_figure(draw_on, (8.0, 4.5), path)
+
+
+def _save_figure(draw_on: Callable[[Figure], object], inches: tuple[float, float], path: str | PathLike[str]) -> None:
     suffix = _suffix(path, _FIGURES)
     require_matplotlib()
     from matplotlib.figure import Figure
@@ -73,7 +111,6 @@ def save_figure(draw_on: Callable[[Figure], object], inches: tuple[float, float]
 
 
 def _suffix(path: str | PathLike[str], known: tuple[str, ...]) -> str:
-    """Return the suffix of a path, or raise RotaError if it is not one of `known`."""
     suffix = Path(path).suffix.lower()
     if suffix not in known:
         raise RotaError(f"the name {str(path)!r} names no known format; use one that ends in {', '.join(known)}")
@@ -98,4 +135,4 @@ def _save_both(
         if title:
             figure.suptitle(title)
 
-    save_figure(draw_both, (width, upper + lower), path)
+    _save_figure(draw_both, (width, upper + lower), path)

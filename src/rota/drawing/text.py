@@ -70,7 +70,7 @@ def to_text(timeline: Timeline | Plan, width: int = 80, color: bool = False, *, 
         busy = _until(busy, end_us)
         charts = [_fill(spans, end_us, num_columns) for spans in busy]
     stages = map(timeline.plan.placement.stages_on, range(timeline.num_ranks))
-    rows = [_row(columns, there, color) for columns, there in zip(charts, stages, strict=True)]
+    rows = [_row(columns, own, color) for columns, own in zip(charts, stages, strict=True)]
     rows = [_axis(end_us, num_columns), *rows]
 
     lines = [*_flow(_header(timeline), " · ", width), ""]
@@ -86,9 +86,8 @@ def to_text(timeline: Timeline | Plan, width: int = 80, color: bool = False, *, 
 
 
 def _links(timeline: Timeline, width: int) -> list[str]:
-    """Return lines that say how busy each shared link is; none if there are no such links."""
-    found = [f"shared link {name}: {busy:.1%} busy" for name, busy in utilisation(timeline)]
-    return ["", *_flow(found, " · ", width)] if found else []
+    parts = [f"shared link {name}: {busy:.1%} busy" for name, busy in utilisation(timeline)]
+    return ["", *_flow(parts, " · ", width)] if parts else []
 
 
 def summary(timeline: Timeline, bound_us: float | None = None) -> str:
@@ -105,7 +104,6 @@ def summary(timeline: Timeline, bound_us: float | None = None) -> str:
 
 
 def _header(timeline: Timeline) -> list[str]:
-    """Return the parts of the first line."""
     return [
         count_text(timeline.num_ranks, "rank"),
         timeline.plan.step_text,
@@ -116,7 +114,6 @@ def _header(timeline: Timeline) -> list[str]:
 
 
 def _legend(timeline: Timeline, busy: _Busy, charts: _Charts, width: int, color: bool) -> list[str]:
-    """Return the lines that explain what fills the chart."""
     entries = {f"{key[0]}{LOOKS[key].fill} {LOOKS[key].word}": key for key in look_keys(timeline)}
     unseen = _num_unseen(busy, charts)
     hidden = [f"{count_text(unseen, 'op')} not shown"] if unseen else []
@@ -128,7 +125,6 @@ def _legend(timeline: Timeline, busy: _Busy, charts: _Charts, width: int, color:
 
 
 def _flow(parts: Iterable[str], separator: str, width: int) -> list[str]:
-    """Return the parts side by side, in as many lines as they need."""
     lines = [""]
     for part in parts:
         longer = lines[-1] + separator + part if lines[-1] else part
@@ -243,7 +239,6 @@ def _legible_us(busy: _Busy, num_columns: int, makespan_us: int) -> int:
 
 
 def _until(busy: _Busy, end_us: int) -> list[list[Span]]:
-    """Return what begins before `end_us`, up to then."""
     return [[s._replace(end_us=min(s.end_us, end_us)) for s in spans if s.start_us < end_us] for spans in busy]
 
 

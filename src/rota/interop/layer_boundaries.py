@@ -1,50 +1,32 @@
-"""Shared by the layouts of other trainers: boundaries between layers, orders, and reading files that they wrote."""
+"""Shared by the layouts of other trainers: boundaries between layers, the costs between them, and orders."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
-from pathlib import Path
 
 from rota import cutting
 from rota.core.costs import Costs
-from rota.core.errors import FormatError, PlacementError, ScheduleError, SplitError
+from rota.core.errors import PlacementError, ScheduleError, SplitError
 from rota.core.plan import Plan
-from rota.core.reading import open_file, read_bytes
 from rota.schedules import NAMED
 
 MOST_LAYERS = 10_000  # limit for a layout's layers, and for its stages
 
 
-def read_limited(path: str | Path, most_bytes: int) -> str:
-    """The text of a file of at most `most_bytes`. Raises FormatError."""
-    try:
-        with open_file(path) as file:
-            data = read_bytes(file.read, most_bytes)
-    except (OSError, ValueError) as error:  # ValueError: a path with a zero byte
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise FormatError(f"cannot read {path}: {reason}; check the path") from None
-    if len(data) > most_bytes:
-        raise FormatError(f"{path} has more than {most_bytes:,} bytes, far more than such a file needs; check the path")
-    try:
-        return data.decode("utf-8-sig")
-    except UnicodeDecodeError:
-        raise FormatError(f"cannot read {path}: it is not a text file") from None
-
-
 def require_boundaries(boundaries: Sequence[int], num_stages: int | None = None) -> tuple[int, ...]:
     """Boundaries as in `rota.cutting`: 0, the start of each further part, the number of layers. Raises SplitError."""
     cut = tuple(boundaries)
-    given = f"boundaries {_short(cut)}"
+    text = f"boundaries {_short(cut)}"
     if len(cut) < 2 or cut[0] != 0 or cut[-1] < 1:
-        raise SplitError(f"{given} must begin with 0 and end with the number of layers, such as 0,4,8")
+        raise SplitError(f"{text} must begin with 0 and end with the number of layers, such as 0,4,8")
     if cut[-1] > MOST_LAYERS or len(cut) > MOST_LAYERS:
-        raise SplitError(f"{given} have {max(cut[-1], len(cut)):,} layers or stages; {MOST_LAYERS:,} at most")
+        raise SplitError(f"{text} have {max(cut[-1], len(cut)):,} layers or stages; {MOST_LAYERS:,} at most")
     for at, (before, after) in enumerate(pairwise(cut), 1):
         if after < before:
-            raise SplitError(f"{given} fall from {before} to {after} at entry {at}; sort them")
+            raise SplitError(f"{text} fall from {before} to {after} at entry {at}; sort them")
     if num_stages is not None and len(cut) - 1 != num_stages:
-        raise SplitError(f"{given} make {len(cut) - 1} parts for {num_stages} stages; give {num_stages + 1} entries")
+        raise SplitError(f"{text} make {len(cut) - 1} parts for {num_stages} stages; give {num_stages + 1} entries")
     return cut
 
 

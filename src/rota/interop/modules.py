@@ -10,19 +10,26 @@ Each part runs the whole model's forward, with the modules of other parts gone: 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import copy
+import traceback
+from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
-from typing import TypeAlias
+from pathlib import Path
+from typing import Any, TypeAlias
 
+import torch
 from torch import nn
 
-from rota.core.errors import SplitError
+from rota.core.errors import PipelineError, SplitError
 from rota.models import Stages
 from rota.models.carving.stage import CarvedStage
+from rota.runtime.messages import tensors_in
 
 Parts: TypeAlias = tuple[tuple[str, ...], ...]
 
 CONTAINERS = (nn.ModuleDict, nn.ModuleList)
+_REMEDY = "put what every stage would repeat, such as adding positions, into a module of one stage"
+_NOT_THE_MODELS = (str(Path(torch.__file__).parent), __file__)  # files whose lines say nothing about the model
 
 
 def module_parts(model: nn.Module, stages: Stages) -> Parts:
@@ -82,14 +89,14 @@ def require_parts(model: nn.Module, parts: Sequence[Sequence[str]]) -> None:
     torchtitan says nothing about either: a module that no part names is missing on all ranks.
     """
     named = _named(model)
-    given = {name for part in parts for name in part}
-    if unknown := sorted(given - {*named}):
+    present = {name for part in parts for name in part}
+    if unknown := sorted(present - {*named}):
         raise SplitError(
             f"the plan's parts have {unknown[0]!r}, but {type(model).__name__} has {', '.join(named)}: export the plan "
             f"with a model whose modules have these names"
         )
     for name, module in named.items():
-        if name not in given and next(module.parameters(), None) is not None:
+        if name not in present and next(module.parameters(), None) is not None:
             raise SplitError(
                 f"{name!r} of {type(model).__name__} is in none of the plan's parts, so torchtitan would leave it out "
                 f"on all ranks: plan and export with this model"
@@ -109,20 +116,20 @@ def _named(model: nn.Module) -> dict[str, nn.Module]:
             f"parameter {name!r} belongs to the {type(model).__name__} itself, so every part would train a copy of its "
             f"own: move it into a sub-module"
         )
-    found: dict[str, nn.Module] = {}
+    named: dict[str, nn.Module] = {}
     for child, module in model.named_children():
         if isinstance(module, CONTAINERS):
-            found |= {f"{child}.{entry}": each for entry, each in module.named_children()}
+            named |= {f"{child}.{key}": entry for key, entry in module.named_children()}
         else:
-            found[child] = module
-    return found
+            named[child] = module
+    return named
 
 
 def _paths(model: nn.Module, stage: nn.Module) -> set[str]:
     """The paths of what runs in a stage. Raises SplitError for a parameter that is not the model's own."""
-    mine = dict(model.named_parameters(remove_duplicate=False))
+    own = dict(model.named_parameters(remove_duplicate=False))
     for path, parameter in stage.named_parameters(remove_duplicate=False):
-        if mine.get(path) is not parameter:
+        if own.get(path) is not parameter:
             raise SplitError(
                 f"parameter {path!r} of a stage is not the model's of that name: make stages by rota.split"
             )
@@ -148,3 +155,111 @@ def _without_ties(named: dict[str, nn.Module], parts: Sequence[Sequence[str]]) -
                         f"torchtitan sums no gradients over parts: untie them, or cut so that both are in one part"
                     )
     return tuple(map(tuple, parts))
+
+
+# --- whether a model runs in its parts --------------------------------------------------------------------------------
+
+
+def check_parts(model: nn.Module, parts: Sequence[Sequence[str]], inputs: Any) -> None:
+    """Run the parts one after another, as torchtitan would, and compare with the model's own forward.
+
+    Modules of other parts are None, or removed from their nn.ModuleDict or nn.ModuleList. The model is run in
+    evaluation mode. On the meta device only shapes and dtypes are compared.
+
+    Args:
+        model: The whole model.
+        parts: For each stage the names of its modules, as from `module_parts`.
+        inputs: One small batch, as the model takes it, on the model's device. Of a dict, all but the first value go to
+            every part.
+
+    Raises:
+        SplitError: A part calls a module that it does not have, or the parts compute something else than the model.
+        PipelineError: The whole model does not run on this batch, so nothing could be checked.
+    """
+    require_parts(model, parts)
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        with torch.no_grad():
+            whole = _run(model, inputs)
+            _compare(_run_all(model, parts, inputs), whole)
+    finally:
+        for module in training:
+            module.training = True
+
+
+def _run(model: nn.Module, inputs: Any) -> Any:
+    try:
+        return _call(model, inputs)
+    except Exception as error:
+        raise PipelineError(f"the whole model does not run on this batch: {_text_of(error)}") from error
+
+
+def _run_all(model: nn.Module, parts: Sequence[Sequence[str]], inputs: Any) -> Any:
+    stage_inputs = output = inputs
+    for stage, names in enumerate(parts):
+        try:
+            output = _call(_pruned(model, names), stage_inputs)
+        except Exception as error:
+            raise SplitError(
+                f"stage {stage} fails without the modules of the other stages, though the whole model runs: "
+                f"{_text_of(error)}. torchtitan replaces them with None, or removes them from their container: the "
+                f"forward must pass over what is not there, as in x = self.norm(x) if self.norm is not None else x"
+            ) from error
+        stage_inputs = output
+        if isinstance(inputs, Mapping):
+            first, *others = inputs
+            stage_inputs = {first: output, **{name: inputs[name] for name in others}}
+    return output
+
+
+def _call(model: nn.Module, inputs: Any) -> Any:
+    if isinstance(inputs, Mapping):
+        return model(**inputs)
+    return model(*inputs) if isinstance(inputs, tuple) else model(inputs)
+
+
+def _pruned(model: nn.Module, names: Sequence[str]) -> nn.Module:
+    """A part that shares the model's weights."""
+    part = copy.copy(model)
+    children: dict[str, nn.Module | None] = {}
+    for name, child in model.named_children():
+        if isinstance(child, CONTAINERS):
+            kept = {key: entry for key, entry in child.named_children() if f"{name}.{key}" in names}
+            children[name] = nn.ModuleDict(kept) if isinstance(child, nn.ModuleDict) else nn.ModuleList(kept.values())
+        else:
+            children[name] = child if name in names else None
+    vars(part)["_modules"] = children
+    return part
+
+
+def _compare(by_parts: Any, whole: Any) -> None:
+    split, unsplit = [*tensors_in(by_parts)], [*tensors_in(whole)]
+    shapes = [[(tuple(tensor.shape), tensor.dtype) for tensor in tensors] for tensors in (split, unsplit)]
+    if shapes[0] != shapes[1]:
+        raise SplitError(
+            f"the stages, run one after another without each other's modules, return {_shown(shapes[0])}, but the "
+            f"whole model {_shown(shapes[1])}: {_REMEDY}"
+        )
+    for tensor, expected in zip(split, unsplit, strict=True):
+        if tensor.is_meta:
+            continue
+        try:
+            torch.testing.assert_close(tensor, expected, equal_nan=True)
+        except AssertionError as error:
+            raise SplitError(
+                f"the stages, run one after another without each other's modules, do not compute what the whole model "
+                f"computes: {_REMEDY} ({_text_of(error)})"
+            ) from None
+
+
+def _shown(shapes: Sequence[tuple[tuple[int, ...], torch.dtype]]) -> str:
+    return ", ".join(f"{dtype} {list(shape)}".removeprefix("torch.") for shape, dtype in shapes) or "no tensor"
+
+
+def _text_of(error: BaseException) -> str:
+    """An error in one line, with the model's line in which it was raised."""
+    frames = traceback.extract_tb(error.__traceback__)
+    frame = next((frame for frame in reversed(frames) if not frame.filename.startswith(_NOT_THE_MODELS)), None)
+    where = f' in "{frame.line}" ({Path(frame.filename).name}:{frame.lineno})' if frame else ""
+    return " ".join(f"{type(error).__name__}: {error}".split())[:300] + where

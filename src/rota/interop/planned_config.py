@@ -102,7 +102,6 @@ def _get(section: Any, name: str) -> Any:
 
 
 def _set(section: Any, value: Any, *names: str) -> None:
-    """Set the field that has one of the names."""
     for name in names:
         if hasattr(section, name):
             setattr(section, name, value)

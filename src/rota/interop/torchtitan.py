@@ -30,7 +30,7 @@ from rota.core.plan import Plan
 from rota.core.reading import Field, short
 from rota.core.tasks import Kind
 from rota.core.units import count_text
-from rota.interop.layer_boundaries import MOST_LAYERS, read_limited, stage_costs
+from rota.interop.layer_boundaries import MOST_LAYERS, stage_costs
 
 Parts: TypeAlias = tuple[tuple[str, ...], ...]
 
@@ -41,13 +41,10 @@ _PARTS, _PARTS_IN_0_3_0 = NAMES_OF_PARTS = (
 )
 _ROWS = "pipeline_parallel_microbatch_size"
 _REPLICATE, _SHARD = DEGREES = ("data_parallel_replicate_degree", "data_parallel_shard_degree")
-_LOOP, _V = (
-    "PipelineScheduleMulti",
-    "ZBVZeroBubble",
-)  # by these names torchtitan chooses the ranks; the CSV has the order
+#: By these names torchtitan chooses the ranks; the CSV has the order.
+_LOOP, _V = "PipelineScheduleMulti", "ZBVZeroBubble"
 _V_SCHEDULES = (_V.lower(), "dualpipev")
 _NAME = re.compile(r"[\w-]{1,200}(\.[\w-]{1,200})*", re.ASCII)
-_MOST_CONFIG_BYTES, _MOST_CSV_BYTES = 4 * 2**20, 256 * 2**20
 
 
 class Imported(NamedTuple):
@@ -192,7 +189,7 @@ def load(path: str | Path, costs: Costs | None = None, cluster: Cluster | None =
     2 ms. The plan is checked. Raises FormatError or SplitError for what torchtitan would refuse, PlacementError,
     PlanError.
     """
-    text = read_limited(path, _MOST_CONFIG_BYTES)
+    text = reading.read_text(path)
     try:
         config = Field("parallelism", reading.load(text))
         parts = _parts(config)
@@ -204,7 +201,7 @@ def load(path: str | Path, costs: Costs | None = None, cluster: Cluster | None =
     if not name:
         raise FormatError(f'{path} names no schedule; set pipeline_parallel_schedule_csv = "schedule.csv"')
     beside = Path(path).parent / name  # and nowhere else: what a file names is not to be read from anywhere
-    csv = read_limited(beside, _MOST_CSV_BYTES)
+    csv = reading.read_text(beside)
     try:
         plan = _plan(csv, config, parts, costs, cluster)
     except FormatError as error:
@@ -222,15 +219,15 @@ def _num_replicas(config: Field) -> int | None:
 
 
 def _parts(config: Field) -> Parts:
-    given = [name for name in NAMES_OF_PARTS if name in config and config[name].value is not None]
-    if len(given) != 1:
-        found = "both" if given else "neither"
+    present = [name for name in NAMES_OF_PARTS if name in config and config[name].value is not None]
+    if len(present) != 1:
+        count = "both" if present else "neither"
         raise FormatError(
-            f"{config.path} has {found} of {_PARTS} and {_PARTS_IN_0_3_0}; give one, a list of names per stage"
+            f"{config.path} has {count} of {_PARTS} and {_PARTS_IN_0_3_0}; give one, a list of names per stage"
         )
-    parts = [[name.text() for name in part] for part in config[given[0]]]
+    parts = [[name.text() for name in part] for part in config[present[0]]]
     if not 0 < len(parts) <= MOST_LAYERS:
-        raise FormatError(f"{config.path}.{given[0]} has {len(parts):,} parts; give 1 to {MOST_LAYERS:,}")
+        raise FormatError(f"{config.path}.{present[0]} has {len(parts):,} parts; give 1 to {MOST_LAYERS:,}")
     return _require_parts(parts, len(parts))
 
 

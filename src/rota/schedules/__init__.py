@@ -7,16 +7,13 @@ from rota.schedules.controllable_memory import v_half, v_min
 from rota.schedules.custom import PipeSchedule
 from rota.schedules.dualpipe import dualpipe, dualpipe_v
 from rota.schedules.families import FAMILIES, NAMED, Family
-from rota.schedules.forward_only import forward_only
-from rota.schedules.gpipe import gpipe
+from rota.schedules.gpipe import forward_only, gpipe
 from rota.schedules.hanayo import hanayo
 from rota.schedules.interleaved import interleaved_one_f_one_b, interleaved_zero_bubble, looped_bfs
-from rota.schedules.one_f_one_b import eager_one_f_one_b, one_f_one_b
-from rota.schedules.seq1f1b import seq1f1b
+from rota.schedules.one_f_one_b import eager_one_f_one_b, one_f_one_b, seq1f1b
 from rota.schedules.table import compare_schedules
 from rota.schedules.varuna import varuna
-from rota.schedules.zb_v import zb_v
-from rota.schedules.zero_bubble import zb_h1, zb_h2
+from rota.schedules.zero_bubble import zb_h1, zb_h2, zb_v
 
 __all__ = [
     "FAMILIES",

@@ -31,9 +31,6 @@ def chimera(placement: Placement, num_microbatches: int) -> Plan:
         placement: Made by `rota.bidirectional`, on an even number of ranks.
         num_microbatches: An even number; the last unit may be smaller.
 
-    Returns:
-        The plan.
-
     Raises:
         ScheduleError: The placement or the number of micro-batches does not fit.
     """

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Sequence
+from collections import Counter, deque
+from collections.abc import Iterable, Sequence
 from graphlib import TopologicalSorter
 
 from rota.core.errors import ScheduleError
@@ -63,6 +63,27 @@ def alternate(
     return (*order, *weights)
 
 
+def count_off(
+    placement: Placement, stages: Sequence[int], steps: Iterable[str], num_microbatches: int
+) -> tuple[Op, ...]:
+    """A rank's ops in order.
+
+    The step "F1" is F of the next micro-batch of `stages[1]`; "I1" (with R before it) and "W1" mean the same for I and
+    W, and "B1" is I and W. A step for more micro-batches than a stage has is left out.
+    """
+    batches = [placement.microbatches(stage, num_microbatches) for stage in stages]
+    done: Counter[tuple[str, int]] = Counter()
+    ops: list[Op] = []
+    for step in steps:
+        letter, place = step[0], int(step[1])
+        for kind in "IW" if letter == "B" else letter:
+            done[kind, place] += 1
+            for m in batches[place][done[kind, place] - 1 : done[kind, place]]:
+                backward = [op for op in backward_ops(placement, stages[place], m) if op.kind is not Kind.W]
+                ops += backward if kind == Kind.I else [Op(stages[place], Kind(kind), m)]
+    return tuple(ops)
+
+
 def require_microbatches(name: str, num_microbatches: int) -> None:
     """Raises ScheduleError for fewer than one micro-batch."""
     if num_microbatches < 1:
@@ -90,6 +111,14 @@ def require_chain_on(name: str, placement: Placement, ranks: Sequence[int], shap
             raise ScheduleError(
                 f"{name}: stage {stage} is on rank {on}, but belongs on rank {ranks[stage]}; place it by {shape}"
             )
+
+
+def require_v(name: str, placement: Placement, num_microbatches: int) -> None:
+    """Raises ScheduleError unless each rank s has the stages s and 2p - 1 - s, all of them with I and W."""
+    require_microbatches(name, num_microbatches)
+    down = range(placement.num_ranks)
+    require_chain_on(name, placement, [*down, *reversed(down)], "rota.wave(costs, cluster), with two stages per rank")
+    require_split(name, placement)
 
 
 def num_rounds(name: str, placement: Placement, step: int, shape: str) -> int:

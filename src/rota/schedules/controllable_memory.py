@@ -26,8 +26,8 @@ from itertools import accumulate, product
 from rota.core.placement import Placement
 from rota.core.plan import Plan
 from rota.core.stopping import look
+from rota.schedules.common import require_v
 from rota.schedules.greedy import ListScheduler, fastest, path_through
-from rota.schedules.zb_v import require_v
 
 _INTERVAL = 6
 _LONGEST_WAITS = 6  # slots that a block waits at its three turns together; more is hardly ever faster
@@ -43,9 +43,6 @@ def v_half(placement: Placement, num_microbatches: int) -> Plan:
         placement: A V: `rota.wave` with two stages per rank and a split backward.
         num_microbatches: Any number.
 
-    Returns:
-        The plan.
-
     Raises:
         ScheduleError: The placement is not such a V.
     """
@@ -60,9 +57,6 @@ def v_min(placement: Placement, num_microbatches: int) -> Plan:
     Args:
         placement: A V: `rota.wave` with two stages per rank and a split backward.
         num_microbatches: Any number.
-
-    Returns:
-        The plan.
 
     Raises:
         ScheduleError: The placement is not such a V.

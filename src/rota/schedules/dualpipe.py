@@ -16,8 +16,7 @@ from __future__ import annotations
 from rota.core.errors import ScheduleError
 from rota.core.placement import Placement
 from rota.core.plan import Plan
-from rota.schedules.common import require_microbatches, require_split
-from rota.schedules.zb_v import count_off, require_v
+from rota.schedules.common import count_off, require_microbatches, require_split, require_v
 
 
 def dualpipe(placement: Placement, num_microbatches: int) -> Plan:
@@ -26,9 +25,6 @@ def dualpipe(placement: Placement, num_microbatches: int) -> Plan:
     Args:
         placement: Made by `rota.bidirectional`, on an even number of ranks.
         num_microbatches: An even number, two or more per rank.
-
-    Returns:
-        The plan.
 
     Raises:
         ScheduleError: The placement or the number of micro-batches does not fit.
@@ -51,9 +47,6 @@ def dualpipe_v(placement: Placement, num_microbatches: int) -> Plan:
     Args:
         placement: A V: `rota.wave` with two stages per rank and a split backward.
         num_microbatches: Two or more per rank.
-
-    Returns:
-        The plan.
 
     Raises:
         ScheduleError: The placement or the number of micro-batches does not fit.
@@ -100,8 +93,8 @@ def require_bidirectional(name: str, placement: Placement, num_microbatches: int
         raise ScheduleError(f"{name}: needs an even number of ranks, not {p}; give {_even_near(p, 2)}")
     chains = {(start + s, start + s + 1) for start in (0, p) for s in range(p - 1)}
     ranks = [(rank,) for rank in (*range(p), *reversed(range(p)))]
-    found = [placement.ranks_of(stage) for stage in placement.stages]
-    if placement.stages != tuple(range(2 * p)) or set(placement.stage_edges) != chains or found != ranks:
+    homes = [placement.ranks_of(stage) for stage in placement.stages]
+    if placement.stages != tuple(range(2 * p)) or set(placement.stage_edges) != chains or homes != ranks:
         raise ScheduleError(
             f"{name}: needs two chains in opposite directions, with a stage of each on every rank; place them by "
             f"rota.bidirectional(costs, cluster)"

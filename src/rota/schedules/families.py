@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 from rota.core.cluster import Cluster
@@ -16,15 +16,12 @@ from rota.core.stopping import look
 from rota.schedules.chimera import chimera
 from rota.schedules.controllable_memory import v_half, v_min
 from rota.schedules.dualpipe import dualpipe, dualpipe_v
-from rota.schedules.forward_only import forward_only
-from rota.schedules.gpipe import gpipe
+from rota.schedules.gpipe import forward_only, gpipe
 from rota.schedules.hanayo import hanayo
 from rota.schedules.interleaved import interleaved_one_f_one_b, interleaved_zero_bubble, looped_bfs
-from rota.schedules.one_f_one_b import eager_one_f_one_b, one_f_one_b
-from rota.schedules.seq1f1b import seq1f1b
+from rota.schedules.one_f_one_b import eager_one_f_one_b, one_f_one_b, seq1f1b
 from rota.schedules.varuna import varuna
-from rota.schedules.zb_v import zb_v
-from rota.schedules.zero_bubble import zb_h1, zb_h2
+from rota.schedules.zero_bubble import zb_h1, zb_h2, zb_v
 
 
 class Sizes(NamedTuple):
@@ -60,8 +57,6 @@ class Family:
         summary: A few words, for a list.
         schedule: Makes the plan from a placement and a number of micro-batches.
         place: Makes the placement from costs with `stages_per_rank` stages per rank, and a cluster.
-        source: The paper.
-        use_when: When it is a good choice, in a sentence.
         backward: "whole" (B), "split" (I and W) or "any".
         stages_per_rank: Stages per rank.
         recomputes: Whether all stages but the last run their forwards again before the backward.
@@ -73,8 +68,6 @@ class Family:
     summary: str
     schedule: Callable[[Placement, int], Plan]
     place: Callable[[Costs, Cluster], Placement]
-    source: str
-    use_when: str = field(kw_only=True)
     backward: Literal["whole", "split", "any"] = "any"
     stages_per_rank: int = 1
     recomputes: bool = False
@@ -179,183 +172,110 @@ _HANAYO = Bubble("2(p−1)B/v", lambda s: 2 * (s.p - 1) * s.b / s.v)
 _NONE = Bubble("0 if F=I=W", lambda _: 0)
 
 FAMILIES = (
-    Family(
-        "gpipe",
-        "all forwards, then all backwards",
-        gpipe,
-        _in_turn,
-        "Huang et al. 2019",
-        bubble=_1F1B,
-        use_when="Few micro-batches and plenty of memory, or as the baseline that every paper compares with.",
-    ),
+    Family("gpipe", "all forwards, then all backwards", gpipe, _in_turn, bubble=_1F1B),
     Family(
         "1f1b",
         "alternates one forward and one backward; keeps the activations of only a few micro-batches",
         one_f_one_b,
         _in_turn,
-        "Narayanan et al. 2021",
         bubble=_1F1B,
-        use_when="The default of most trainers: rank r holds p − r micro-batches, even in a long step.",
     ),
     Family(
-        "eager_1f1b",
-        "1f1b with twice the warm-up, which hides transfers",
-        eager_one_f_one_b,
-        _in_turn,
-        "Zhuang et al. 2022",
-        bubble=_1F1B,
-        use_when="Transfers take about as long as ops, and twice the memory of 1f1b is free.",
+        "eager_1f1b", "1f1b with twice the warm-up, which hides transfers", eager_one_f_one_b, _in_turn, bubble=_1F1B
     ),
     Family(
         "interleaved_1f1b",
         "1f1b with several stages per rank; less bubble, more transfers",
         interleaved_one_f_one_b,
         interleaved,
-        "Narayanan et al. 2021 (Megatron-LM)",
         stages_per_rank=2,
         bubble=_INTERLEAVED,
-        use_when="Few micro-batches per rank, fast links, and enough layers for several stages per rank.",
     ),
     Family(
         "looped_bfs",
         "several stages per rank; a rank runs all micro-batches through one stage before the next",
         looped_bfs,
         interleaved,
-        "Lamy-Poirier 2023",
         stages_per_rank=2,
         bubble=_INTERLEAVED,
-        use_when="Sharded weights (FSDP): a stage's weights are gathered once for all micro-batches.",
     ),
     Family(
         "zb_h1",
         "splits the backward; W fills the bubble; same memory as 1f1b",
         zb_h1,
         place,
-        "Qi et al. 2023",
-        "split",
+        backward="split",
         bubble=_zb(1),
-        use_when="The backward can be split: the memory of 1f1b, and a third of its bubble if F = I = W.",
     ),
     Family(
         "zb_h2",
         "like zb_h1 with up to twice the memory; no bubble if F = I = W",
         zb_h2,
         place,
-        "Qi et al. 2023",
-        "split",
+        backward="split",
         bubble=_zb(2),
         of_span=True,
-        use_when="Twice the memory of 1f1b is free, and F, I and W are about equal.",
     ),
     Family(
         "interleaved_zb",
         "interleaved_1f1b with a split backward",
         interleaved_zero_bubble,
         interleaved,
-        "Qi et al. 2023",
-        "split",
+        backward="split",
         stages_per_rank=2,
-        use_when="Interleaved stages where the backward can be split.",
     ),
     Family(
         "zb_v",
         "stages down the ranks and back up; no bubble if F = I = W",
         zb_v,
         wave,
-        "Qi et al. 2024",
-        "split",
-        2,
+        backward="split",
+        stages_per_rank=2,
         bubble=_NONE,
         of_span=True,
-        use_when="As much memory as 1f1b, and F, I and W about equal: almost no bubble.",
     ),
     Family(
-        "v_half",
-        "like zb_v, with about half the memory of 1f1b",
-        v_half,
-        wave,
-        "Qi et al. 2024",
-        "split",
-        2,
-        use_when="Activations limit you: about half of 1f1b's memory, for a small bubble.",
+        "v_half", "like zb_v, with about half the memory of 1f1b", v_half, wave, backward="split", stages_per_rank=2
     ),
     Family(
-        "v_min",
-        "like zb_v, with about a third of the memory of 1f1b",
-        v_min,
-        wave,
-        "Qi et al. 2024",
-        "split",
-        2,
-        use_when="Activations limit you severely: about a third of 1f1b's memory, for a larger bubble.",
+        "v_min", "like zb_v, with about a third of the memory of 1f1b", v_min, wave, backward="split", stages_per_rank=2
     ),
     Family(
         "dualpipe_v",
         "dualpipe cut in half, with one copy of the weights: stages down the ranks and back up",
         dualpipe_v,
         wave,
-        "DeepSeek-AI 2024",
-        "split",
-        2,
+        backward="split",
+        stages_per_rank=2,
         bubble=_DUALPIPE_V,
-        use_when="Long messages to hide behind ops of the other direction, and memory for one copy of the weights.",
     ),
-    Family(
-        "dualpipe",
-        "chimera with a split backward",
-        dualpipe,
-        bidirectional,
-        "DeepSeek-AI 2024",
-        "split",
-        bubble=_DUALPIPE,
-        use_when="Like dualpipe_v, with memory for two copies of the weights; mixtures of experts with long messages.",
-    ),
+    Family("dualpipe", "chimera with a split backward", dualpipe, bidirectional, backward="split", bubble=_DUALPIPE),
     Family(
         "chimera",
         "micro-batches enter at both ends; holds the weights twice",
         chimera,
         bidirectional,
-        "Li and Hoefler 2021",
-        "whole",
+        backward="whole",
         bubble=_CHIMERA,
-        use_when="No more micro-batches than ranks, and memory for two copies of the weights.",
     ),
     Family(
         "hanayo",
         "stages down the ranks and back up, in one or more waves",
         hanayo,
         wave,
-        "Liu et al. 2023",
         stages_per_rank=2,
         bubble=_HANAYO,
-        use_when="Few micro-batches, a whole backward, and memory for one copy of the weights.",
     ),
     Family(
         "varuna",
         "recomputes each forward before its backward; least memory",
         varuna,
         place,
-        "Athlur et al. 2022",
-        "whole",
+        backward="whole",
         recomputes=True,
-        use_when="Recomputation in every stage is needed anyway, and links are slow or uneven.",
     ),
-    Family(
-        "seq1f1b",
-        "1f1b for micro-batches that are chunks of samples (--chunks)",
-        seq1f1b,
-        _in_turn,
-        "Sun et al. 2024",
-        use_when="Long samples of a causal model: less memory and less bubble than 1f1b with whole samples.",
-    ),
-    Family(
-        "forward_only",
-        "forward passes only, for inference",
-        forward_only,
-        _in_turn_forward,
-        "inference",
-        use_when="Inference and evaluation.",
-    ),
+    Family("seq1f1b", "1f1b for micro-batches that are chunks of samples (--chunks)", seq1f1b, _in_turn),
+    Family("forward_only", "forward passes only, for inference", forward_only, _in_turn_forward),
 )
 
 #: By the names that the command line uses.

@@ -1,4 +1,4 @@
-"""GPipe: all forwards, then all backwards.
+"""GPipe: all forwards, then all backwards; and inference, its forward passes only.
 
 Huang et al., "GPipe: Efficient Training of Giant Neural Networks using Pipeline Parallelism", 2019, section 2.2.
 
@@ -8,6 +8,7 @@ Huang et al., "GPipe: Efficient Training of Giant Neural Networks using Pipeline
 
 from __future__ import annotations
 
+from rota.core.errors import ScheduleError
 from rota.core.placement import Placement
 from rota.core.plan import Plan
 from rota.core.stopping import look
@@ -23,9 +24,6 @@ def gpipe(placement: Placement, num_microbatches: int) -> Plan:
     Args:
         placement: Any.
         num_microbatches: Any number.
-
-    Returns:
-        The plan.
 
     Raises:
         ScheduleError: `num_microbatches` is less than 1.
@@ -45,3 +43,24 @@ def gpipe(placement: Placement, num_microbatches: int) -> Plan:
         ]
         orders.append(tuple(forwards + backwards))
     return Plan(placement, num_microbatches, tuple(orders))
+
+
+def forward_only(placement: Placement, num_microbatches: int) -> Plan:
+    """The forward of every micro-batch, in order; several stages on a rank take turns.
+
+    Args:
+        placement: F tasks only: `placement.forward_only()`.
+        num_microbatches: Any number.
+
+    Raises:
+        ScheduleError: A task is not F.
+    """
+    require_microbatches("forward_only", num_microbatches)
+    for task in placement.tasks:
+        if task.kind is not Kind.F:
+            raise ScheduleError(
+                f"forward_only: the placement has the task {task}; give it placement.forward_only() instead"
+            )
+    orders = gpipe(placement, num_microbatches).orders
+    by_microbatch = (tuple(sorted(order, key=lambda op: op.microbatch)) for order in orders)  # stages keep their order
+    return Plan(placement, num_microbatches, tuple(by_microbatch))

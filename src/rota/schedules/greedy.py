@@ -42,14 +42,14 @@ class Leg:
 def path_through(placement: Placement, postpones_weights: bool) -> list[Leg]:
     """A chain's legs: each stage's F; then, last stage first, its (R) B, or (R) I W, or (R) I where W is postponed."""
     placement = placement.average
-    there = [(stage, (Kind.F,)) for stage in placement.stages]
-    backward = [kind for kind in BACKWARD_KINDS if not (postpones_weights and kind is Kind.W)]
-    back = [(s, tuple(k for k in backward if (s, k) in placement.index)) for s in reversed(placement.stages)]
+    forward = [(stage, (Kind.F,)) for stage in placement.stages]
+    kinds_back = [kind for kind in BACKWARD_KINDS if not (postpones_weights and kind is Kind.W)]
+    backward = [(s, tuple(k for k in kinds_back if (s, k) in placement.index)) for s in reversed(placement.stages)]
     lags_us: dict[tuple[int, int], int] = {}
     for route in placement.routes:
         ends = placement.tasks[route.source].stage, placement.tasks[route.target].stage
         lags_us[ends] = max(route.duration_us, lags_us.get(ends, 0))
-    legs, path = [], there + back
+    legs, path = [], forward + backward
     for (stage, kinds), (following, _) in zip(path, [*path[1:], path[-1]], strict=True):
         tasks = [placement.index[stage, kind] for kind in kinds]
         weight = placement.index.get((stage, Kind.W)) if postpones_weights and kinds != (Kind.F,) else None
@@ -70,8 +70,6 @@ def path_through(placement: Placement, postpones_weights: bool) -> list[Leg]:
 
 @dataclass(slots=True)
 class _Rank:
-    """The progress of one rank."""
-
     agenda: list[tuple[int, int, int]]  #: (turn, leg, micro-batch) of all that it does, in the order of turns
     left_us: int  #: work not yet started
     num_done: int = 0  #: of the agenda; all before this one have started

@@ -35,9 +35,6 @@ def hanayo(placement: Placement, num_microbatches: int) -> Plan:
         placement: `rota.wave` with 2w stages per rank.
         num_microbatches: Any number.
 
-    Returns:
-        The plan.
-
     Raises:
         ScheduleError: The placement is not made of whole waves, or has no backward.
     """

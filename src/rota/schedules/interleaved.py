@@ -33,9 +33,6 @@ def interleaved_one_f_one_b(placement: Placement, num_microbatches: int, group_s
         group_size: Megatron's microbatch_group_size_per_vp_stage. Default: as many groups as possible, of equal size
             where that is possible (then PyTorch's).
 
-    Returns:
-        The plan.
-
     Raises:
         ScheduleError: The placement is not such a chain, or `group_size` does not cut the micro-batches.
     """
@@ -52,9 +49,6 @@ def interleaved_zero_bubble(placement: Placement, num_microbatches: int, group_s
         num_microbatches: Any number.
         group_size: As in `interleaved_one_f_one_b`.
 
-    Returns:
-        The plan.
-
     Raises:
         ScheduleError: The placement is not such a chain, or `group_size` does not cut the micro-batches.
     """
@@ -70,9 +64,6 @@ def looped_bfs(placement: Placement, num_microbatches: int) -> Plan:
     Args:
         placement: A chain of stages with several stages per rank: `rota.interleaved`.
         num_microbatches: Any number.
-
-    Returns:
-        The plan.
 
     Raises:
         ScheduleError: The placement is not such a chain.

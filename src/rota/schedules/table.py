@@ -134,18 +134,8 @@ def _bubble_us(family: Family, timeline: Timeline) -> int:
 
 
 _HEADER = (
-    "",
-    "schedule",
-    "stages",
-    "makespan",
-    "span",
-    "bubble",
-    "peak",
-    "vs. 1f1b",
-    "formula",
-    "idle (paper)",
-    "idle",
-    " ",
+    *("", "schedule", "stages", "makespan", "span", "bubble", "peak"),
+    *("vs. 1f1b", "formula", "idle (paper)", "idle", " "),
 )
 _OPTIONAL = ("formula", "idle (paper)", "idle", "span", "vs. 1f1b", "stages")  # the first to go on a narrow terminal
 _NOTES = {
@@ -196,7 +186,6 @@ def _problem_line(row: Row, name_width: int, width: int | None) -> str:
 
 
 def _cells(row: Row, is_best: bool, one_f_one_b: int | None) -> tuple[str, ...]:
-    """A row of the table, of a schedule that has figures."""
     assert row.makespan_us is not None
     assert row.span_us is not None
     assert row.activation_bytes is not None

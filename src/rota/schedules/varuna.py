@@ -30,9 +30,6 @@ def varuna(placement: Placement, num_microbatches: int) -> Plan:
         placement: A chain with one stage per rank, of costs with `recompute_us=(…, None)` and no `weight_us`.
         num_microbatches: Any number.
 
-    Returns:
-        The plan.
-
     Raises:
         ScheduleError: The placement is not such a chain.
     """
@@ -41,10 +38,10 @@ def varuna(placement: Placement, num_microbatches: int) -> Plan:
     require_chain_on("varuna", placement, range(p), "rota.place(costs, cluster)")
     for stage in range(p):
         wanted = {Kind.F, Kind.B} if stage == p - 1 else {Kind.F, Kind.R, Kind.B}
-        there = {task.kind for task in placement.tasks if task.stage == stage}
-        if there != wanted:
+        kinds = {task.kind for task in placement.tasks if task.stage == stage}
+        if kinds != wanted:
             raise ScheduleError(
-                f"varuna: stage {stage} has {' '.join(sorted(there))}, but needs {' '.join(sorted(wanted))}; give the "
+                f"varuna: stage {stage} has {' '.join(sorted(kinds))}, but needs {' '.join(sorted(wanted))}; give the "
                 f"costs recompute_us with None for the last stage, and no weight_us"
             )
     return Plan(placement, num_microbatches, _orders_by_ticks(p, num_microbatches))

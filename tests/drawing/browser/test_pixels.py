@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import io
 import random
 from bisect import bisect_right
 from itertools import accumulate
 
 import pytest
 
-import rota
 from drawing.browser.timelines import measured, one_f_one_b
 from support.sampling import IS_WHOLE
 
@@ -60,33 +58,3 @@ def test_any_window_is_covered_as_its_rank_is_busy(crowded, open_page, scale):
         assert max(off) < 1
         if zoom == 1:  # and not because all is alike: gaps are narrower than pixels there
             assert 0.2 < rows[0][-1] / 255 / pixels < 0.95
-
-
-def test_what_is_on_the_screen_is_covered_so_too(open_page):
-    """On a screenshot: forward ops alone are blue, idle time is the band's colour, and red tells how much of each."""
-    image = pytest.importorskip("PIL.Image")
-    costs = rota.Costs.uniform(3, 100)
-    placement = rota.place(costs, rota.Cluster.uniform(3)).forward_only()
-    timeline = measured(rota.simulate(rota.schedules.NAMED["forward_only"](placement, 700)), longest_us=120)
-    chooser = random.Random(5)
-    it = open_page(timeline, "#causes=0")
-    box = it.ask(
-        "() => { const { layout, stage } = window.rota; const box = stage.getBoundingClientRect(); "
-        "return [box.left + 76, box.top + 26, layout.pixels, layout.row, layout.lane, layout.tops[0]]; }"
-    )
-    left, top, pixels, row, lane, first = map(round, box)
-    band = int(it.ask("() => getComputedStyle(document.documentElement).getPropertyValue('--band').trim()")[1:3], 16)
-    for zoom in ZOOMS:
-        width = timeline.makespan_us / zoom
-        start = chooser.uniform(0, timeline.makespan_us - width)
-        it.ask("(hash) => { location.hash = hash; }", f"causes=0&t={start:.2f}-{start + width:.2f}")
-        it.page.wait_for_function("(t0) => Math.abs(window.rota.view.t0 - t0) < 0.01", arg=start)
-        it.settle()
-        t0, t1 = it.view()
-        screen = image.open(io.BytesIO(it.page.screenshot()))
-        for rank in range(3):
-            y = top + first + rank * row + lane - 3  # below the names on the ops
-            red = [screen.getpixel((left + x, y))[0] for x in range(pixels)]
-            covered = sum(band - value for value in red) / band
-            until = busy_until(timeline, rank)
-            assert covered == pytest.approx((until(t1) - until(t0)) * pixels / (t1 - t0), abs=1 + 0.003 * pixels)

@@ -13,13 +13,11 @@ from rota.cli.command import Group, Options, combined, command
 from rota.cli.json_reports import print_json
 from rota.cli.screen import print_text, print_timeline, progress_line, report_columns
 from rota.cli.values import comma_separated
-from rota.core import checking
+from rota.core import checking, reading
 from rota.core.costs import Costs, assumed_costs
 from rota.core.plan import Plan
 from rota.core.simulation import simulate
 from rota.core.units import count_text
-
-_MOST_LAYOUT_BYTES = 2**20
 
 
 @click.group("import", cls=Group)
@@ -55,10 +53,10 @@ def torchtitan(options: Options) -> None:
 @_costs_and_output
 def megatron(options: Options) -> None:
     """Read a --pipeline-model-parallel-layout and make the plan that Megatron runs."""
-    from rota.interop import layer_boundaries, megatron
+    from rota.interop import megatron
 
     costs = _costs(options)
-    text = layer_boundaries.read_limited(options.file, _MOST_LAYOUT_BYTES)
+    text = reading.read_text(options.file)
     with files.named(options.file):
         layout = megatron.read_layout(text, options.ranks)
     planned = megatron.plan_of(layout, costs or assumed_costs(len(layout.stages)), options.microbatches)
@@ -71,10 +69,10 @@ def megatron(options: Options) -> None:
 @_costs_and_output
 def deepspeed(options: Options) -> None:
     """Read a PipelineModule's boundaries and make the plan that DeepSpeed runs."""
-    from rota.interop import deepspeed, layer_boundaries
+    from rota.interop import deepspeed
 
     costs = _costs(options)
-    text = layer_boundaries.read_limited(options.file, _MOST_LAYOUT_BYTES)
+    text = reading.read_text(options.file)
     with files.named(options.file):
         boundaries = deepspeed.read_boundaries(text)
     planned = deepspeed.plan_of(boundaries, costs or assumed_costs(len(boundaries) - 1), options.microbatches)

@@ -58,17 +58,15 @@ def initialize(
 
 
 def _read(config: Mapping[str, Any] | str | None) -> Mapping[str, Any]:
-    """Return the configuration as a mapping."""
     if not isinstance(config, str):
         return config or {}
-    text = reading.read_text(config)
     try:
-        read: Any = reading.load(text)
+        value: Any = reading.load(reading.read_text(config))
     except FormatError as error:
-        raise FormatError(f"config {config!r} cannot be read: {error}; give a dict or a JSON file") from None
-    if not isinstance(read, dict):
-        raise FormatError(f"config {config!r} holds a {type(read).__name__}; give a JSON object")
-    return read
+        raise FormatError(f"config {config!r}: {error}; give a dict or a JSON file") from None
+    if not isinstance(value, dict):
+        raise FormatError(f"config {config!r} holds a {type(value).__name__}; give a JSON object")
+    return value
 
 
 def _is_off(section: Any) -> bool:
@@ -92,10 +90,8 @@ def _num_microbatches(config: Mapping[str, Any], num_replicas: int) -> int:
     return int(steps)
 
 
-def _optimizer(described: Mapping[str, Any], parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    """Return the optimizer that the configuration describes."""
-    kind = getattr(torch.optim, str(described.get("type")), None)
+def _optimizer(section: Mapping[str, Any], parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    kind: Any = getattr(torch.optim, str(section.get("type")), None)
     if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
-        raise FormatError(f"optimizer type {described.get('type')!r} is not in torch.optim; give one such as 'Adam'")
-    made: torch.optim.Optimizer = kind(parameters, **described.get("params", {}))
-    return made
+        raise FormatError(f"optimizer type {section.get('type')!r} is not in torch.optim; give one such as 'Adam'")
+    return kind(parameters, **section.get("params", {}))

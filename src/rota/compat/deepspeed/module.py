@@ -11,10 +11,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from rota.compat.deepspeed.partition_method import partition
+from rota.compat.deepspeed.layers import Layer, LayerSpec, TiedLayerSpec, build, on_meta, partition, refuse_unfit
 from rota.compat.deepspeed.plans import MakeSchedule, to_plan
 from rota.compat.deepspeed.schedule import TrainSchedule
-from rota.compat.deepspeed.specs import Layer, LayerSpec, TiedLayerSpec, build, on_meta, refuse_unfit
 from rota.compat.deepspeed.topology import PipeDataParallelTopology, PipelineParallelGrid, ProcessTopology
 from rota.core.errors import PipelineError
 from rota.models import Stages
@@ -90,7 +89,7 @@ class PipelineModule(nn.Module):
         self.optimizer: torch.optim.Optimizer | None = None
         self.lr_scheduler: Any = None
         self.gradient_clipping = 0.0
-        self._made: tuple[object, Pipeline] | None = None
+        self._pipeline: tuple[object, Pipeline] | None = None
 
     # --- layers ---------------------------------------------------------------------------------------------------
 
@@ -146,7 +145,6 @@ class PipelineModule(nn.Module):
         return value
 
     def _run(self, start: int, stop: int, micro_offset: int, value: Any) -> Any:
-        """Run the layers from `start` to before `stop` of this stage."""
         for i, function in enumerate(self.forward_funcs[start:stop], start + self.parts[self.stage_id]):
             if self.seed_layers:
                 self.seed_fn(self.base_seed * micro_offset + i)
@@ -205,19 +203,19 @@ class PipelineModule(nn.Module):
     def pipeline(self) -> Pipeline:
         """The `rota.Pipeline` that runs the steps; replaced if `schedule` or `micro_batches` change. Collective."""
         wanted = self.schedule, self.micro_batches
-        if self._made is None or self._made[0] != wanted:
+        if self._pipeline is None or self._pipeline[0] != wanted:
             self.close()
             plan = to_plan(self.schedule, self.micro_batches, self.num_stages)
             several = self._topo.world_size() > self.num_stages
             options: dict[str, Any] = {"mesh": self._grid.mesh} if several else {}
-            self._made = wanted, Pipeline(self.stages, plan, self.loss_fn, **options)
-        return self._made[1]
+            self._pipeline = wanted, Pipeline(self.stages, plan, self.loss_fn, **options)
+        return self._pipeline[1]
 
     def close(self) -> None:
         """Close the pipeline, if there is one."""
-        if self._made is not None:
-            self._made[1].close()
-            self._made = None
+        if self._pipeline is not None:
+            self._pipeline[1].close()
+            self._pipeline = None
 
     # --- topology -------------------------------------------------------------------------------------------------
 
@@ -229,19 +227,8 @@ class PipelineModule(nn.Module):
         """Return this process's place in the topology, and its groups."""
         return self._grid
 
-    @property
-    def is_first_stage(self) -> bool:
-        """Whether this process has the first stage."""
-        return self._grid.is_first_stage
-
-    @property
-    def is_last_stage(self) -> bool:
-        """Whether this process has the last stage."""
-        return self._grid.is_last_stage
-
 
 def _topology_of(num_stages: int | None) -> ProcessTopology:
-    """Return a topology with `num_stages` stages, and as many replicas as there are processes for."""
     if num_stages is None:
         raise PipelineError("PipelineModule needs num_stages or a topology; give one of them")
     world_size = dist.get_world_size()

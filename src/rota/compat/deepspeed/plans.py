@@ -84,7 +84,6 @@ class _StageReader:
                 self._read(self._instruction)
 
     def _read(self, instruction: ds.PipeInstruction) -> None:
-        """Apply one instruction, or raise ScheduleError."""
         if isinstance(instruction, _STEP_ENDS):
             self._ended = True
             return
@@ -114,8 +113,10 @@ class _StageReader:
 
     def _receive(self, buffer: int) -> None:
         if self._num_received == len(self.arriving):
-            there = f"stage {self.schedule.prev_stage} sends {len(self.arriving)} activations"
-            raise self._wrong(f"is receive {self._num_received + 1}, but {there}; send as many as are received")
+            raise self._wrong(
+                f"is receive {self._num_received + 1}, but stage {self.schedule.prev_stage} sends {len(self.arriving)} "
+                f"activations; send as many as are received"
+            )
         self._put(buffer, "input", self.arriving[self._num_received])
         self._num_received += 1
 
@@ -166,7 +167,6 @@ class _StageReader:
         self._slots[buffer, slot] = m
 
     def _take(self, buffer: int, slot: str, producer: str) -> int:
-        """Take the micro-batch out of a slot, or raise ScheduleError if the slot is empty."""
         if (buffer, slot) not in self._slots:
             raise self._wrong(f"finds no {slot} in its buffer; yield {producer} for this buffer first")
         return self._slots.pop((buffer, slot))
@@ -197,7 +197,6 @@ class _StageReader:
         return type(self.schedule).__name__
 
     def _wrong(self, problem: str) -> ScheduleError:
-        """Return an error about the current instruction."""
         return ScheduleError(
             f"{self._name}, stage {self.schedule.stage_id}, step {self._step}: {self._instruction} {problem}"
         )

@@ -23,9 +23,9 @@ class ProcessTopology:
     def __init__(self, axes: Sequence[str], dims: Sequence[int]) -> None:
         self.axes = [*axes]
         self.dims = [*dims]
-        made: Any = namedtuple("ProcessCoord", self.axes)  # type: ignore[misc]
-        self.ProcessCoord = made
-        self._coords: list[Any] = [made(*coord) for coord in product(*map(range, self.dims))]
+        make_class: Any = namedtuple  # mypy wants literal names
+        self.ProcessCoord = make_class("ProcessCoord", self.axes)
+        self._coords: list[Any] = [self.ProcessCoord(*coord) for coord in product(*map(range, self.dims))]
         self.mapping: dict[Any, int] = {coord: rank for rank, coord in enumerate(self._coords)}
 
     def __str__(self) -> str:
@@ -185,7 +185,6 @@ class PipelineParallelGrid:
         return [self.global_rank], _process_group(alone)
 
     def _own_line(self, lines: list[list[int]]) -> list[int]:
-        """Return the line that this process is on."""
         return next(line for line in lines if self.global_rank in line)
 
     def _is_grid_valid(self) -> bool:
@@ -232,5 +231,5 @@ class PipelineParallelGrid:
 
 
 def _process_group(lines: list[list[int]]) -> Any:
-    """Return the process group of the line that this process is on."""
-    return dist.new_subgroups_by_enumeration(lines, backend="gloo")[0]  # type: ignore[no-untyped-call]
+    new_subgroups: Any = dist.new_subgroups_by_enumeration  # has no types
+    return new_subgroups(lines, backend="gloo")[0]

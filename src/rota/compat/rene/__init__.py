@@ -1,8 +1,17 @@
 """René on Rota: a schedule's instructions as a graph, when each one may run, and pictures."""
 
 from rota.compat.rene.dag import ReneDAG, backward_dep, forward_dep
-from rota.compat.rene.instruction import Backward, Forward, ForwardBackward, Instruction, Recomputation, ReneError
-from rota.compat.rene.schedule import EarlyRecomputation1F1B, PipelineSchedule, Synchronous1F1B
+from rota.compat.rene.instruction import (
+    Backward,
+    EarlyRecomputation1F1B,
+    Forward,
+    ForwardBackward,
+    Instruction,
+    PipelineSchedule,
+    Recomputation,
+    ReneError,
+    Synchronous1F1B,
+)
 from rota.compat.rene.visualizer import (
     DEFAULT_ANNOTATION_ARGS,
     DEFAULT_LINE_ARGS,

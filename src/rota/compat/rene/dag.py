@@ -9,7 +9,7 @@ from typing import Any, Literal, final, get_type_hints
 
 from rota.compat.rene import energy
 from rota.compat.rene.instruction import Backward, Forward, Instruction, ReneError, exact_duration, in_whole_units
-from rota.core.taskgraph import CycleError, Earliest, TaskGraph
+from rota.core.taskgraph import CycleError, TaskGraph
 
 Rule = Callable[..., bool]
 Schedule = Callable[[int, int, int], Iterable[Instruction]]
@@ -78,14 +78,14 @@ class ReneDAG:
         self, rows: Sequence[Sequence[Instruction]], rules: Sequence[Rule]
     ) -> list[list[tuple[int, int]]]:
         """Return for each instruction those that it waits for, as `TaskGraph.of` takes them, with a delay of 0."""
-        inputs: list[dict[int, None]] = [{} for _ in self._insts]
         index = {inst: i for i, inst in enumerate(self._insts)}
+        inputs: list[dict[int, int]] = [{} for _ in self._insts]
         for row in rows:
             for previous, inst in pairwise(row):
-                inputs[index[inst]][index[previous]] = None
+                inputs[index[inst]][index[previous]] = 0
         for i, j in _pairs(rules, self._insts):
-            inputs[j][i] = None
-        return [[(i, 0) for i in of_one] for of_one in inputs]
+            inputs[j][i] = 0
+        return [[*delays.items()] for delays in inputs]
 
     @property
     def insts(self) -> Iterator[Instruction]:
@@ -103,18 +103,17 @@ class ReneDAG:
         Its time is linear in instructions and dependencies.
         """
         units, self._scale = in_whole_units([exact_duration(inst.duration, inst) for inst in self._insts])
-        graph = TaskGraph.of(units, self._inputs)
+        self._graph = TaskGraph.of(units, self._inputs)
         try:
-            self._earliest: Earliest = graph.earliest()
+            self._earliest = self._graph.earliest()
         except CycleError as error:
             names = [repr(self._insts[node]) for node in reversed(error.nodes)]
             raise ReneError(
                 f"instructions wait for each other: {' -> '.join([*names, names[0]])}; one of the dependency rules "
                 f"contradicts the others, or the order of a stage"
             ) from None
-        self._latest_ends = graph.latest_ends(self._earliest)
-        for i, inst in enumerate(self._insts):
-            start, end, latest = self._earliest.starts_us[i], self._earliest.ends_us[i], self._latest_ends[i]
+        times = self._earliest.starts_us, self._earliest.ends_us, self._graph.latest_ends(self._earliest)
+        for inst, start, end, latest in zip(self._insts, *times, strict=True):
             inst.earliest_start, inst.earliest_finish = start / self._scale, end / self._scale
             inst.latest_start, inst.latest_finish = (latest - end + start) / self._scale, latest / self._scale
             inst.slack = (latest - end) / self._scale
@@ -132,40 +131,16 @@ class ReneDAG:
         if algo not in ("eager", "lazy"):
             raise ReneError(f"scheduling algorithm {algo!r} is unknown; use 'eager' or 'lazy'")
         for inst in self._insts:
-            times = (inst.earliest_start, inst.earliest_finish)
-            inst.actual_start, inst.actual_finish = (
-                times if algo == "eager" else (inst.latest_start, inst.latest_finish)
-            )
+            if algo == "eager":
+                inst.actual_start, inst.actual_finish = inst.earliest_start, inst.earliest_finish
+            else:
+                inst.actual_start, inst.actual_finish = inst.latest_start, inst.latest_finish
         self.scheduled = True
 
     def get_critical_path(self) -> list[Instruction]:
-        """Return a chain of instructions without gaps that is as long as the makespan.
-
-        Of several such chains it is the one with the fewest changes of stage. Its time is linear in instructions and
-        dependencies.
-        """
-        ends, starts = self._earliest.ends_us, self._earliest.starts_us
-        changes: dict[int, int] = {}  # critical instruction -> stage changes of the best path to it
-        previous: dict[int, int | None] = {}
-        for node in self._earliest.sequence:
-            if self._latest_ends[node] > ends[node]:
-                continue
-            changes[node], previous[node] = 0, None
-            stage = self._insts[node].stage_id
-            candidates = [
-                (changes[other] + abs(stage - self._insts[other].stage_id), other)
-                for other, _ in self._inputs[node]
-                if other in changes and ends[other] == starts[node]
-            ]
-            if candidates:
-                changes[node], previous[node] = min(candidates)
-        makespan = max(ends, default=0)
-        last = min((node for node in changes if ends[node] == makespan), key=changes.__getitem__, default=None)
-        path = []
-        while last is not None:
-            path.append(self._insts[last])
-            last = previous[last]
-        return path[::-1]
+        """Return a chain of instructions without gaps that is as long as the makespan."""
+        path = self._graph.critical_path(self._earliest.starts_us, self._earliest.ends_us)
+        return [self._insts[node] for node in path]
 
     def frontier(self, unit_time: float) -> list[energy.FrontierPoint]:
         """Return the time–cost frontier: the least cost for each total time, fastest first.
@@ -186,12 +161,11 @@ class ReneDAG:
         self.annotate_nodes()
 
 
-# --- what was given ---------------------------------------------------------------------------------------------------
+# --- arguments --------------------------------------------------------------------------------------------------------
 
 
-def _refuse_lengths(name: str, given: Durations | TimeCosts | None, num_stages: int) -> None:
-    """Raise ReneError if a type has values for another number of stages."""
-    for kind, values in (given or {}).items():
+def _refuse_lengths(name: str, values_by_type: Durations | TimeCosts | None, num_stages: int) -> None:
+    for kind, values in (values_by_type or {}).items():
         if len(values) != num_stages:
             raise ReneError(f"{name}[{kind.__name__}] is for {len(values)} stages, not for num_stages={num_stages}")
 
@@ -208,7 +182,6 @@ def _refuse_instructions(insts: Sequence[object], num_stages: int) -> None:
 
 
 def _value_for(values: Mapping[type[Instruction], Any], inst: Instruction, name: str) -> Any:
-    """Return the value for the type of an instruction, or raise ReneError."""
     if type(inst) not in values:
         raise ReneError(f"{name} has nothing for {type(inst).__name__}, which {inst} is; add it")
     return values[type(inst)]
@@ -244,7 +217,6 @@ def _pairs(rules: Sequence[Rule], insts: Sequence[Instruction]) -> Iterator[tupl
 
 
 def _types(rule: Rule) -> tuple[type[Instruction], type[Instruction]]:
-    """Return the annotated types of a rule's two arguments, or raise ReneError."""
     if not inspect.isfunction(rule):
         raise ReneError(f"dependency rule {rule!r} is not a function; write it as def rule(inst1: …, inst2: …) -> bool")
     names = list(inspect.signature(rule).parameters)

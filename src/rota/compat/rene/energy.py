@@ -87,7 +87,6 @@ def _convex_hull(inst: Instruction, unit: Fraction) -> tuple[_Choice, ...]:
 
 
 def _slope(a: _Choice, b: _Choice) -> float:
-    """Return the change of cost per unit of time."""
     return (b.option.cost - a.option.cost) / (b.units - a.units)
 
 

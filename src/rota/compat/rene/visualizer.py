@@ -99,7 +99,6 @@ class PipelineVisualizer:
             self.options |= {"power_color": power_color, "normalizer": normalizer or self._power_normalizer()}
 
     def _power_normalizer(self) -> Normalize:
-        """Return a normalizer from 0 to the highest power."""
         from matplotlib.colors import Normalize
 
         return Normalize(0, max((inst.power for inst in self.dag.insts), default=0) or 1)
@@ -126,7 +125,6 @@ class PipelineVisualizer:
             ax.set_axis_off()
 
     def _draw_time_axis(self, ax: Axes, total: float) -> None:
-        """Draw an axis with ticks that suit the durations, the last one at the end."""
         from matplotlib.ticker import MaxNLocator
 
         ax.set_axis_on()
@@ -150,10 +148,9 @@ class PipelineVisualizer:
 
 
 def _with_defaults(
-    defaults: Looks, given: Looks, kinds: set[type[Instruction]]
+    defaults: Looks, looks: Looks, kinds: set[type[Instruction]]
 ) -> dict[type[Instruction], dict[str, Any]]:
-    """Return the arguments of each type: the defaults, overridden by what is given."""
-    return {kind: {**value_of_type(defaults, kind, {}), **value_of_type(given, kind, {})} for kind in kinds}
+    return {kind: {**value_of_type(defaults, kind, {}), **value_of_type(looks, kind, {})} for kind in kinds}
 
 
 @contextmanager

@@ -37,7 +37,6 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _run(options: argparse.Namespace) -> int:
-    """Search, print and save; return the exit code."""
     micro = PLACEMENTS[options.placement](options.ndevs, train=not options.infer)
     memory = None if options.infer else options.memory
     print(f"placement:\n{micro}")

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple, final
 
-from rota.compat.tessel.schedule.block import Block
-from rota.compat.tessel.schedule.schedplan import SchedPlan
+from rota.compat.tessel.schedule.schedplan import Block, SchedPlan
 from rota.core.errors import ScheduleError
 
 
@@ -136,14 +135,12 @@ PLACEMENTS = {name: value.__func__ for name, value in vars(Placement).items() if
 
 
 def _chain(ndevs: int) -> list[_Stage]:
-    """Return one stage per device."""
     if not isinstance(ndevs, int) or ndevs < 1:
         raise ScheduleError(f"ndevs is {ndevs!r}; a placement needs 1 device or more")
     return [_Stage([device]) for device in range(ndevs)]
 
 
 def _shared(ndevs: int) -> _Stage:
-    """Return a stage on all devices."""
     return _Stage(range(ndevs), 1, 0)
 
 

@@ -99,7 +99,6 @@ class FunctionStage(nn.Module):
         return over_tensors(own_slice, value)
 
     def _gathered(self, value: Any) -> Any:
-        """Return a value with slices replaced by whole tensors."""
         if isinstance(value, dict) and _SLICE in value:
             return spmd.gather_from_ranks(value[_SLICE], self.group, dim=0).view(value[_SHAPE])
         if isinstance(value, dict):
@@ -130,7 +129,8 @@ class _Cut(torch.autograd.Function):
 def _apply(run_backward: Callable[..., Any], values: list[torch.Tensor], incoming: list[torch.Tensor]) -> Any:
     """Return the values as results of a `_Cut` of `incoming`."""
     anchor = torch.empty(0, requires_grad=True)  # the inputs of a first stage need no gradient
-    return _Cut.apply(run_backward, [value.detach() for value in values], *incoming, anchor)  # type: ignore[no-untyped-call]
+    apply: Any = _Cut.apply  # has no types
+    return apply(run_backward, [value.detach() for value in values], *incoming, anchor)
 
 
 def _entered(value: Any, position: int, gradients: dict[int, torch.Tensor]) -> Any:

@@ -51,8 +51,8 @@ class ProcessTopology:
         self.close()
         sizes = {mode: int(size) for mode, size in config}
         if len(sizes) < len(config) or not {*sizes} <= {*_DIMS}:
-            given = ", ".join(repr(mode) for mode, _ in config)
-            raise PipelineError(f"config has the modes {given}; give 'data', 'pipe' and 'tensor', each at most once")
+            names = ", ".join(repr(mode) for mode, _ in config)
+            raise PipelineError(f"config has the modes {names}; give 'data', 'pipe' and 'tensor', each at most once")
         modes = [*(mode for mode in _DIMS if mode not in sizes), *sizes]
         shape = [sizes.get(mode, 1) for mode in modes]
         if (needed := math.prod(shape)) != (started := dist.get_world_size()):
@@ -60,7 +60,8 @@ class ProcessTopology:
         self._mesh = init_device_mesh("cpu", tuple(shape), mesh_dim_names=tuple(_DIMS[mode] for mode in modes))
         self._groups = {mode: self._mesh.get_group(dim) for mode, dim in _DIMS.items()}
         replicas = self._mesh.mesh.movedim(modes.index("data"), 0).flatten(1).tolist()
-        self._groups["model"] = dist.new_subgroups_by_enumeration(replicas)[0]  # type: ignore[no-untyped-call]
+        new_subgroups: Any = dist.new_subgroups_by_enumeration  # has no types
+        self._groups["model"] = new_subgroups(replicas)[0]
 
     @property
     def mesh(self) -> DeviceMesh:

@@ -98,9 +98,9 @@ class AutoConfig:
         """Time of a step in µs; None if a rank's memory is too small."""
         replicas = self.num_replicas(num_stages)
         reduce_us = tuple(self._reduce_us(num_bytes, replicas) for num_bytes in self._profile.reduced_bytes)
-        of_stages = stage_costs(replace(costs, reduce_us=reduce_us), num_stages)
+        costs = stage_costs(replace(costs, reduce_us=reduce_us), num_stages)
         num_microbatches = math.ceil(self._batch_size / replicas / chunk_size)
-        plan = plan_of(num_stages, num_microbatches, of_stages, self._cluster(num_stages))
+        plan = plan_of(num_stages, num_microbatches, costs, self._cluster(num_stages))
         try:
             check(plan)
         except PlanError as error:
@@ -110,7 +110,6 @@ class AutoConfig:
         return simulate(plan).makespan_us
 
     def _cluster(self, num_stages: int) -> Cluster:
-        """The cluster of one pipeline; neighbouring ranks fill one node after another."""
         far = [s for s in range(1, num_stages) if s % self._per_node == 0]
         links = [(*pair, self._profile.long_link) for s in far for pair in ((s - 1, s), (s, s - 1))]
         return Cluster((self._limit_bytes,) * num_stages, self._profile.link, tuple(links))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
+from dataclasses import replace
 from difflib import get_close_matches
 from itertools import pairwise
 from typing import Any
@@ -75,9 +76,9 @@ def boundaries(costs: Costs, num_stages: int) -> list[int]:
     cuts = ([*balanced(times[:last], num_stages - 1), num_pieces] for last in range(num_stages - 1, num_pieces))
 
     def how_uneven(cut: list[int]) -> tuple[int, int]:
-        of_stages = [sum(times[slice(*part)]) for part in pairwise(cut[:-1])]
-        of_stages.append(sum(map(sum, pairs[cut[-2] :])))
-        return max(of_stages), sum(us * us for us in of_stages)
+        stage_us = [sum(times[slice(*part)]) for part in pairwise(cut[:-1])]
+        stage_us.append(sum(map(sum, pairs[cut[-2] :])))
+        return max(stage_us), sum(us * us for us in stage_us)
 
     return min(cuts, key=how_uneven)
 
@@ -87,15 +88,9 @@ def stage_costs(costs: Costs, num_stages: int) -> Costs:
     merged = merge(costs, boundaries(costs, num_stages))
     crossing = merged.boundary_bytes
     received = (0, *((crossing,) * (num_stages - 1) if isinstance(crossing, int) else crossing))
-    return Costs(
-        forward_us=merged.forward_us,
-        backward_us=merged.backward_us,
-        activation_bytes=merged.activation_bytes,
-        boundary_bytes=merged.boundary_bytes,
-        gradient_bytes=merged.gradient_bytes,
-        static_bytes=merged.static_bytes,
+    return replace(
+        merged,
         recompute_us=(*merged.forward_us[:-1], None),
-        reduce_us=merged.reduce_us,
         checkpoint_bytes=tuple(map(min, received, merged.activation_bytes)),
     )
 
@@ -150,13 +145,13 @@ def dry_run(model: nn.Module, inputs: Mapping[str, Any], num_examples: int) -> i
         if cut_point in called:
             raise SplitError(f"CutPoint {name} is called twice; each marks one place: make one for every call")
         called.add(cut_point)
-        given = values[0] if len(values) == 1 else values
-        if not isinstance(given, torch.Tensor):
-            raise SplitError(f"CutPoint {name} is given a {type(given).__name__}; give it one tensor")
-        if given.dim() == 0 or given.shape[0] != num_examples:
+        activation = values[0] if len(values) == 1 else values
+        if not isinstance(activation, torch.Tensor):
+            raise SplitError(f"CutPoint {name} is given a {type(activation).__name__}; give it one tensor")
+        if activation.dim() == 0 or activation.shape[0] != num_examples:
             raise SplitError(
-                f"CutPoint {name} is given a tensor of shape {[*given.shape]} for {num_examples} examples; give it one "
-                f"with the examples along dim 0"
+                f"CutPoint {name} is given a tensor of shape {[*activation.shape]} for {num_examples} examples; give "
+                f"it one with the examples along dim 0"
             )
 
     hooks = [cut_point.register_forward_pre_hook(look, with_kwargs=True) for cut_point in names]

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
 
 from rota.core.errors import PipelineError
 
@@ -23,7 +23,7 @@ class MicroBatches(NamedTuple):
 def stages_to_ranks(stage_to_rank_map: str, num_processes: int) -> list[list[int]]:
     """`"0,2;1,3;"` as [[0, 2], [1, 3]]: for each stage its ranks, replica by replica. Raises PipelineError."""
     try:
-        stages = [[int(rank) for rank in of.split(",")] for of in stage_to_rank_map.strip().rstrip(";").split(";")]
+        stages = [[*map(int, ranks.split(","))] for ranks in stage_to_rank_map.strip().rstrip(";").split(";")]
     except (AttributeError, ValueError):
         raise PipelineError(
             f"stage_to_rank_map is {stage_to_rank_map!r}; give ranks for each stage, such as '0,2;1,3;'"
@@ -36,11 +36,6 @@ def stages_to_ranks(stage_to_rank_map: str, num_processes: int) -> list[list[int
             f"stage_to_rank_map is {stage_to_rank_map!r}, but there are {num_processes} processes; name each once"
         )
     return stages
-
-
-def mesh_of(stages: list[list[int]]) -> DeviceMesh:
-    """Collective."""
-    return DeviceMesh("cpu", torch.tensor(stages).T.contiguous(), mesh_dim_names=("dp", "pp"))
 
 
 def sample_of(get_batch_fn: GetBatch | Mapping[str, Any], size: int) -> dict[str, Any]:
@@ -77,6 +72,11 @@ def to_micro_batches(inputs: Mapping[str, Any], num_examples: int, chunk_size: i
         for i in starts
     ]
     return MicroBatches(parts, [torch.zeros(min(chunk_size, num_examples - i)) for i in starts])
+
+
+def autocast(fp16: bool) -> AbstractContextManager[object]:
+    """A context in which forwards compute in float16 if `fp16`; else as the surrounding code says."""
+    return torch.autocast("cpu", torch.float16) if fp16 else nullcontext()
 
 
 def _has_rows(value: Any) -> bool:

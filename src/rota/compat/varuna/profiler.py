@@ -15,8 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from rota.compat.varuna.cutting import dry_run
-from rota.compat.varuna.inputs import GetBatch, num_rows, sample_of
-from rota.compat.varuna.mixed_precision import MixedPrecision
+from rota.compat.varuna.inputs import GetBatch, autocast, num_rows, sample_of
 from rota.core import reading
 from rota.core.cluster import Link
 from rota.core.costs import Costs
@@ -54,9 +53,9 @@ class Profile(NamedTuple):
     @classmethod
     def load(cls, folder: Path) -> Profile:
         """Raises FormatError."""
-        found = {path.stem.removeprefix("compute-profile-"): path for path in folder.glob("compute-profile-*.json")}
-        sizes = [size for size in found if re.fullmatch(r"[1-9][0-9]{0,8}", size)]
-        costs = {int(size): _read(found[size], Costs.from_json) for size in sizes}
+        paths = {path.stem.removeprefix("compute-profile-"): path for path in folder.glob("compute-profile-*.json")}
+        sizes = [size for size in paths if re.fullmatch(r"[1-9][0-9]{0,8}", size)]
+        costs = {int(size): _read(paths[size], Costs.from_json) for size in sizes}
         if not costs:
             raise FormatError(f"no profile in {folder}; make one by Profiler(…, out_folder=…).profile_all(sizes)")
         if not (path := folder / "comm-profile.json").exists():
@@ -119,17 +118,17 @@ class Profiler:
         add_to_existing: bool = False,
     ) -> None:
         self._model, self._get_batch, self._per_node = model, get_batch, gpus_per_node
-        self._precision, self._folder, self._adds = MixedPrecision(fp16), Path(out_folder), add_to_existing
+        self._fp16, self._folder, self._adds = fp16, Path(out_folder), add_to_existing
         self._state_share = 0.0
 
     def set_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Count the optimizer's state as memory; its size is measured by a step of a copy."""
-        tried = copy.deepcopy(optimizer)
-        parameters = [parameter for group in tried.param_groups for parameter in group["params"]]
+        trial = copy.deepcopy(optimizer)
+        parameters = [parameter for group in trial.param_groups for parameter in group["params"]]
         for parameter in parameters:
             parameter.grad = torch.zeros_like(parameter)
-        tried.step()
-        state = [value for of in tried.state.values() for value in of.values() if isinstance(value, torch.Tensor)]
+        trial.step()
+        state = [value for values in trial.state.values() for value in values.values() if torch.is_tensor(value)]
         self._state_share = _num_bytes(state) / _num_bytes(parameters)
 
     def profile_all(self, microbatch_sizes: Iterable[int]) -> dict[int, Costs]:
@@ -156,13 +155,14 @@ class Profiler:
         inputs = sample_of(self._get_batch, size)
         if (rows := num_rows(inputs)) != size:
             raise PipelineError(f"get_batch({size}) returned {rows} examples; return {size}")
-        with self._precision.forwards():
+        with autocast(self._fp16):
             num_pieces = dry_run(self._model, inputs, rows) + 1
             stages = split(self._model, num_pieces, example=inputs, direct_skips=True)
             costs = profile(stages, inputs, repeats=_REPEATS, here=True).as_chain()
         reduced = tuple(_num_bytes([p for p in piece.parameters() if p.requires_grad]) for piece in stages.modules)
         static = zip(costs.static_bytes, reduced, strict=True)
-        costs = replace(costs, static_bytes=tuple(there + round(self._state_share * part) for there, part in static))
+        with_state = tuple(num_bytes + round(self._state_share * part) for num_bytes, part in static)
+        costs = replace(costs, static_bytes=with_state)
         return size, costs.to_json(), reduced
 
 

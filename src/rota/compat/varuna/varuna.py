@@ -15,18 +15,18 @@ from typing import Any, Literal, Self, final
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from rota.compat.varuna.cutting import cut, cuts_by, dry_run, plan_of
 from rota.compat.varuna.inputs import (
     GetBatch,
     MicroBatches,
-    mesh_of,
+    autocast,
     num_rows,
     sample_of,
     stages_to_ranks,
     to_micro_batches,
 )
-from rota.compat.varuna.mixed_precision import MixedPrecision
 from rota.core.costs import Costs
 from rota.core.errors import PipelineError
 from rota.models import CutPoint as CutPoint
@@ -78,24 +78,28 @@ class Varuna(nn.Module):
     ) -> None:
         super().__init__()
         join()
-        of_stages = stages_to_ranks(stage_to_rank_map, dist.get_world_size())
-        self.num_stages, self.num_replicas = len(of_stages), len(of_stages[0])
-        self.stage = next(stage for stage, ranks in enumerate(of_stages) if dist.get_rank() in ranks)
+        ranks_by_stage = stages_to_ranks(stage_to_rank_map, dist.get_world_size())
+        self.num_stages, self.num_replicas = len(ranks_by_stage), len(ranks_by_stage[0])
+        self.stage = next(stage for stage, ranks in enumerate(ranks_by_stage) if dist.get_rank() in ranks)
         self.batch_size, self.chunk_size = batch_size, chunk_size
         self._num_examples(batch_size)
-        self._precision = MixedPrecision(fp16)
+        self._fp16 = fp16
         sample = sample_of(get_batch_fn, chunk_size)
-        with self._precision.forwards():
+        with autocast(self._fp16):
             num_cut_points = dry_run(model, sample, num_rows(sample))
             cuts = None if costs is None else cuts_by(costs, self.num_stages, num_cut_points)
             self.stages = cut(model, self.num_stages, shared_weights or (), cuts, sample)
         materialize(self.stages, [self.stage])
         #: This process's stage; its parameters have the names that they have in the whole model.
         self.model = self.stages[self.stage]
-        self._mesh = mesh_of(of_stages)
+        ranks = torch.tensor(ranks_by_stage).T.contiguous()
+        self._mesh = DeviceMesh("cpu", ranks, mesh_dim_names=("dp", "pp"))
         self._checkpoints: dict[tuple[Path, bool], Checkpoints] = {}
         self._optimizer: torch.optim.Optimizer | None = None
         self._optimizer_set = False
+        self._scaler: torch.amp.GradScaler | None = None
+        self._fixed_scale: float | None = None
+        self._least_scale = 0.0
         #: Number of steps, including those before a checkpoint was loaded.
         self.iteration = 0
         # Making it is collective, and makes weights equal.
@@ -103,7 +107,6 @@ class Varuna(nn.Module):
         self._other: Pipeline | None = None  # for batches of another size
 
     def _num_examples(self, batch_size: int) -> int:
-        """Examples of one replica."""
         if batch_size < 1 or self.chunk_size < 1 or batch_size % self.num_replicas:
             raise PipelineError(
                 f"batch_size is {batch_size}, chunk_size {self.chunk_size}; give at least 1 each, a batch_size "
@@ -148,23 +151,40 @@ class Varuna(nn.Module):
         Returns:
             (mean loss, whether fp16 overflowed, norm of all gradients before clipping), the same on every rank.
         """
-        batch = self._taken(inputs, self.batch_size)
-        parameters = [*self.parameters()]
-        self._precision.begin(parameters)
-        with self._precision.forwards():
-            loss = self.pipeline.step(*batch, scaler=self._precision.scaler)
-        self._precision.unscale(self._optimizer)
+        batch = self._micro_batches(inputs, self.batch_size)
+        scaler = self._scaler
+        if self._fp16 and scaler is None:
+            raise PipelineError("with fp16, call set_optimizer before step (None on a rank without parameters)")
+        for parameter in self.parameters() if scaler is not None else ():
+            if parameter.grad is not None:  # this step's gradients, which are scaled, are added to it
+                parameter.grad.mul_(self.get_loss_scale())
+        with autocast(self._fp16):
+            loss = self.pipeline.step(*batch, scaler=scaler)
+        if scaler is not None and self._optimizer is not None:
+            scaler.unscale_(self._optimizer)
         norm = float(self.pipeline.clip_grad_norm_(math.inf if clip_grad_max_norm is None else clip_grad_max_norm))
         self.iteration += 1
-        return loss, self._precision.finish(parameters, norm), norm
+        return loss, self._has_overflowed(norm), norm
+
+    def _has_overflowed(self, norm: float) -> bool:
+        """Whether fp16 overflowed; if so, remove the gradients, and lower the loss scale."""
+        if self._scaler is None:
+            return False
+        overflow = not math.isfinite(norm)
+        for parameter in self.parameters() if overflow else ():
+            parameter.grad = None
+        self._scaler.update(self._fixed_scale)
+        if self._scaler.get_scale() < self._least_scale:
+            self._scaler.update(self._least_scale)
+        return overflow
 
     def evaluate(self, inputs: Mapping[str, Any], batch_size: int | None = None) -> float:
         """The mean loss on every rank, in eval() and without gradients, of a batch of any size. Collective."""
-        batch = self._taken(inputs, self.batch_size if batch_size is None else batch_size)
-        with self._precision.forwards():
+        batch = self._micro_batches(inputs, self.batch_size if batch_size is None else batch_size)
+        with autocast(self._fp16):
             return self._pipeline_for(len(batch.inputs)).evaluate(*batch)
 
-    def _taken(self, inputs: Mapping[str, Any], batch_size: int) -> MicroBatches:
+    def _micro_batches(self, inputs: Mapping[str, Any], batch_size: int) -> MicroBatches:
         batch = to_micro_batches(inputs, self._num_examples(batch_size), self.chunk_size)
         if unknown := [name for name in inputs if name not in self.stages.input_names]:
             raise PipelineError(
@@ -183,7 +203,12 @@ class Varuna(nn.Module):
         min_loss_scale: float = 1.0,
     ) -> None:
         """Set the optimizer of this rank's parameters (None if it has none), and the loss scale of fp16."""
-        self._precision.set_scale(loss_scale, init_loss_scale, min_loss_scale)
+        if isinstance(loss_scale, str) and loss_scale != "dynamic":
+            raise PipelineError(f"loss_scale is {loss_scale!r}; give a number or 'dynamic'")
+        if self._fp16:
+            self._fixed_scale = None if isinstance(loss_scale, str) else float(loss_scale)
+            self._least_scale = min_loss_scale
+            self._scaler = torch.amp.GradScaler("cpu", init_scale=self._fixed_scale or init_loss_scale)
         self._optimizer, self._optimizer_set = optimizer, True
         for checkpoints in self._checkpoints.values():
             checkpoints.close()
@@ -191,7 +216,7 @@ class Varuna(nn.Module):
 
     def get_loss_scale(self) -> float:
         """1 without fp16."""
-        return self._precision.scale
+        return 1.0 if self._scaler is None else self._scaler.get_scale()
 
     def checkpoint(
         self,
@@ -206,8 +231,7 @@ class Varuna(nn.Module):
         `step` is by default the number of steps so far. With any `tempdir`, files are written in the background. Each
         weight is written once, whatever `shard` is.
         """
-        scaler = self._precision.scaler
-        extra = {} if scaler is None else {"loss_scaler": scaler.state_dict()}
+        extra = {} if self._scaler is None else {"loss_scaler": self._scaler.state_dict()}
         self._store(global_store, tempdir is not None).save(self.iteration if step is None else step, **extra)
 
     def load_checkpoint(self, global_store: str | Path, iteration: int, check_complete: bool = True) -> None:  # noqa: ARG002
@@ -215,10 +239,10 @@ class Varuna(nn.Module):
 
         An incomplete checkpoint is never loaded. Raises PipelineError.
         """
-        found = self._store(global_store, False).load(iteration)
-        assert found is not None  # load reports a step that does not exist
-        if self._precision.scaler is not None and "loss_scaler" in found.extra:
-            self._precision.scaler.load_state_dict(found.extra["loss_scaler"])
+        loaded = self._store(global_store, False).load(iteration)
+        assert loaded is not None  # load reports a step that does not exist
+        if self._scaler is not None and "loss_scaler" in loaded.extra:
+            self._scaler.load_state_dict(loaded.extra["loss_scaler"])
         self.iteration = iteration
 
     def _store(self, folder: str | Path, asynchronous: bool) -> Checkpoints:
@@ -250,10 +274,11 @@ class Varuna(nn.Module):
         """The parameters of this process's stage, by their names in the whole model."""
         return self.model.named_parameters(prefix, recurse, remove_duplicate)
 
-    def to(self, device: Any) -> Self:  # type: ignore[override]
-        """Do nothing: stages are on the CPU. Raises PipelineError for another device."""
-        if not isinstance(device, str | torch.device) or torch.device(device).type != "cpu":
-            raise PipelineError(f"stages run on the CPU, in the dtypes of the model; leave to({device!r}) out")
+    def to(self, *args: Any, **kwargs: Any) -> Self:
+        """Do nothing: stages are on the CPU. Raises PipelineError for another device, or a dtype."""
+        values = [*args, *kwargs.values()]
+        if len(values) != 1 or not isinstance(values[0], str | torch.device) or torch.device(values[0]).type != "cpu":
+            raise PipelineError(f"stages run on the CPU, in the dtypes of the model; leave to({values}) out")
         return self
 
 

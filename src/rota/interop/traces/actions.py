@@ -88,7 +88,7 @@ def steps_of(trace: RankTrace, position: int, is_last: bool) -> list[Step]:
     Raises FormatError if no action is named.
     """
     ranges = list(_named(trace)) or list(_chunks(trace, position)) or list(_calls(trace, position, is_last))
-    if not any(one.what in Kind.__members__ for one in ranges):
+    if not any(action.what in Kind.__members__ for action in ranges):
         raise FormatError(f"{trace.path}: {_NONE_NAMED}")
     clock = _Clock(trace)
     steps = [step for ranges_of_step in _split(ranges) if (step := _step(ranges_of_step, clock)).ops]
@@ -151,12 +151,12 @@ def _split(ranges: list[_Range]) -> Iterator[list[_Range]]:
     """Divide actions into steps: an action that a step has already begins a new step."""
     step: list[_Range] = []
     seen: set[tuple[int, str, int]] = set()
-    for one in sorted(ranges):
-        key = one.stage, one.what, one.microbatch
+    for action in sorted(ranges):
+        key = action.stage, action.what, action.microbatch
         if key in seen:
             yield step
             step, seen = [], set()
-        step.append(one)
+        step.append(action)
         seen.add(key)
     yield step
 
@@ -182,13 +182,13 @@ class _Clock:
         """Whether the trace has what ops compute, so that a range without any computes nothing."""
         return self._has_kernels or bool(self._computing)
 
-    def computed(self, one: _Range) -> list[tuple[int, Event]]:
+    def computed(self, action: _Range) -> list[tuple[int, Event]]:
         """What a range computed, each with the time at which the host began or launched it."""
         if self._has_kernels:
-            return [pair for pair in self._launched(*one[:2]) if not pair[1].name.startswith(_COMMUNICATION)]
-        own = self._by_thread.get(one.thread, [])
+            return [pair for pair in self._launched(*action[:2]) if not pair[1].name.startswith(_COMMUNICATION)]
+        own = self._by_thread.get(action.thread, [])
         # On an accelerator without kernels in the trace, another thread launches the backward.
-        events = _begun(own, *one[:2]) or _begun(self._computing, *one[:2])
+        events = _begun(own, *action[:2]) or _begun(self._computing, *action[:2])
         return [(event.start_ns, event) for event in events]
 
     def _launched(self, start_ns: int, end_ns: int) -> list[tuple[int, Event]]:
@@ -210,39 +210,43 @@ def _begun(events: list[Event], start_ns: int, end_ns: int) -> list[Event]:
 
 def _step(ranges: Sequence[_Range], clock: _Clock) -> Step:
     step, free_ns, host_free_ns = Step(), 0, 0
-    receives = {(one.what[-1], one.stage, one.microbatch): one[:2] for one in ranges if one.what.startswith("RECV_")}
-    for one in ranges:
-        if one.what.startswith("SEND_"):
-            step.sent_ns[one.what[-1], one.stage, one.microbatch] = one.start_ns
-        elif one.what == "REDUCE_GRAD":
-            step.reductions[one.stage] = one[:2]
-        elif one.what == "LOSS":
-            op = Op(one.stage, Kind.F, one.microbatch)
+    receives = {
+        (action.what[-1], action.stage, action.microbatch): action[:2]
+        for action in ranges
+        if action.what.startswith("RECV_")
+    }
+    for action in ranges:
+        if action.what.startswith("SEND_"):
+            step.sent_ns[action.what[-1], action.stage, action.microbatch] = action.start_ns
+        elif action.what == "REDUCE_GRAD":
+            step.reductions[action.stage] = action[:2]
+        elif action.what == "LOSS":
+            op = Op(action.stage, Kind.F, action.microbatch)
             if op in step.ops:
-                free_ns = max((event.end_ns for _, event in clock.computed(one)), default=step.ops[op].end_ns)
+                free_ns = max((event.end_ns for _, event in clock.computed(action)), default=step.ops[op].end_ns)
                 step.ops[op] = step.ops[op]._replace(end_ns=free_ns)
-        elif one.what in Kind.__members__:
-            computed = clock.computed(one)
-            way = "F" if one.what == "F" else "B"
-            before = host_free_ns, computed[0][0] if computed else one.end_ns
-            posted = receives.get((way, one.stage, one.microbatch), (0, 0)) if receives else before
-            received = None if one.what == "W" else clock.received_ns(*posted)
-            start, free_ns = _ran(one, [event for _, event in computed], received, free_ns, clock.shows_computing)
-            step.ops[Op(one.stage, Kind(one.what), one.microbatch)] = Ran(start, free_ns, received)
-            host_free_ns = one.end_ns
+        elif action.what in Kind.__members__:
+            computed = clock.computed(action)
+            way = "F" if action.what == "F" else "B"
+            before = host_free_ns, computed[0][0] if computed else action.end_ns
+            posted = receives.get((way, action.stage, action.microbatch), (0, 0)) if receives else before
+            received = None if action.what == "W" else clock.received_ns(*posted)
+            start, free_ns = _ran(action, [event for _, event in computed], received, free_ns, clock.shows_computing)
+            step.ops[Op(action.stage, Kind(action.what), action.microbatch)] = Ran(start, free_ns, received)
+            host_free_ns = action.end_ns
     return step
 
 
 def _ran(
-    one: _Range, computed: list[Event], received_ns: int | None, free_ns: int, shows_computing: bool
+    action: _Range, computed: list[Event], received_ns: int | None, free_ns: int, shows_computing: bool
 ) -> tuple[int, int]:
     """When an op ran. It waited for its receive, and for the rank, which its op before kept busy until `free_ns`."""
     if computed:
         start, end = min(event.start_ns for event in computed), max(event.end_ns for event in computed)
     elif shows_computing:
-        start = end = max(one.end_ns, free_ns, received_ns or 0)  # a host does not wait for its accelerator
+        start = end = max(action.end_ns, free_ns, received_ns or 0)  # a host does not wait for its accelerator
     else:
-        start, end = one[:2]
+        start, end = action[:2]
     return max(start, min(received_ns or start, end)), end
 
 

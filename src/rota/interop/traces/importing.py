@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from operator import attrgetter
@@ -20,7 +20,6 @@ from rota.core.tasks import Kind, Op
 from rota.core.timeline import Timeline
 from rota.core.units import count_text
 from rota.interop.traces.actions import Ran, Step, steps_of
-from rota.interop.traces.clock_shifts import Early, shifts_ns
 from rota.interop.traces.trace_files import RankTrace, read_trace
 
 _ONE_CLOCK_NS = 10**9  # processes of one machine do not differ by this much
@@ -96,8 +95,10 @@ def import_traces(paths: Sequence[str], step: int | None = None, num_cores: int 
     by_rank = [steps_of(trace, rank, rank == len(traces) - 1) for rank, trace in enumerate(traces)]
     counts = {len(steps) for steps in by_rank}
     if len(counts) > 1:
-        found = ", ".join(f"{trace.path} {len(steps)}" for trace, steps in zip(traces, by_rank, strict=True))
-        raise FormatError(f"the traces have different numbers of steps ({found}); profile the same steps on every rank")
+        numbers = ", ".join(f"{trace.path} {len(steps)}" for trace, steps in zip(traces, by_rank, strict=True))
+        raise FormatError(
+            f"the traces have different numbers of steps ({numbers}); profile the same steps on every rank"
+        )
     (num_steps,) = counts
     chosen = num_steps - 1 if step is None else step
     if not 0 <= chosen < num_steps:
@@ -105,9 +106,9 @@ def import_traces(paths: Sequence[str], step: int | None = None, num_cores: int 
     steps = _with_one_backward([steps[chosen] for steps in by_rank])
     plan = _plan(steps)
     messages = list(_messages(plan))
-    shifts = shifts_ns(_earliest(messages, steps), len(steps))
+    shifts = _shifts_ns(_earliest(messages, steps), len(steps))
     _refuse_two_runs(traces, shifts)
-    steps = [one.moved(shift) for one, shift in zip(steps, shifts, strict=True)]
+    steps = [step.moved(shift) for step, shift in zip(steps, shifts, strict=True)]
     timeline = replace(_timeline(plan, messages, steps), num_cores=num_cores)
     _refuse_disorder(timeline, traces)
     moved_us, hosts = tuple(ns // 1000 for ns in shifts), tuple(trace.host for trace in traces)
@@ -143,8 +144,8 @@ def _refuse_two_runs(traces: Sequence[RankTrace], shifts_ns: Sequence[int]) -> N
     clocks: dict[str, list[tuple[int, str]]] = {}
     for trace, shift in zip(traces, shifts_ns, strict=True):
         clocks.setdefault(trace.host, []).append((shift, trace.path))
-    for host, of_host in clocks.items():
-        (least, a), (most, b) = min(of_host), max(of_host)
+    for host, shifts in clocks.items():
+        (least, a), (most, b) = min(shifts), max(shifts)
         if host and most - least > _ONE_CLOCK_NS:
             raise FormatError(
                 f"{a} and {b} are both of machine {host}, but by their messages {(most - least) / 1e9:,.1f} s apart: "
@@ -212,8 +213,6 @@ def _step_ends(steps: Sequence[Step]) -> Iterator[StepEnd]:
 
 
 class _Message(NamedTuple):
-    """The message of one micro-batch on a route."""
-
     route: int
     sender: int
     receiver: int
@@ -230,13 +229,45 @@ def _messages(plan: Plan) -> Iterator[_Message]:
             yield _Message(i, route.sender, route.receiver, Op(a.stage, a.kind, m), Op(b.stage, b.kind, m))
 
 
-def _earliest(messages: Iterable[_Message], steps: Sequence[Step]) -> dict[tuple[int, int], Early]:
+class _Early(NamedTuple):
+    """By how much a message was read before it was made, by the clocks of its two ranks; negative: after."""
+
+    by_ns: int
+    source: Op
+    target: Op
+
+
+def _earliest(messages: Iterable[_Message], steps: Sequence[Step]) -> dict[tuple[int, int], _Early]:
     """For each pair of ranks the message that was read the longest time before it was made, by their own clocks."""
-    earliest: dict[tuple[int, int], Early] = {}
+    earliest: dict[tuple[int, int], _Early] = {}
     for _, sender, receiver, source, target in messages:
-        early = Early(steps[sender].ops[source].end_ns - steps[receiver].ops[target].start_ns, source, target)
+        early = _Early(steps[sender].ops[source].end_ns - steps[receiver].ops[target].start_ns, source, target)
         earliest[sender, receiver] = max(early, earliest.get((sender, receiver), early), key=attrgetter("by_ns"))
     return earliest
+
+
+def _shifts_ns(earliest: Mapping[tuple[int, int], _Early], num_ranks: int) -> list[int]:
+    """How far each rank's clock must be moved ahead, so that no message arrives before it was sent.
+
+    `earliest[sender, receiver]` says how far the receiver's clock is behind the sender's, or more. Ranks of one machine
+    share a clock, and clocks that a time server sets differ by little, so times that contradict no message are left as
+    recorded. Raises FormatError if no shifts are enough: the traces are not of one run.
+    """
+    shifts = [0] * num_ranks
+    for _ in range(num_ranks):
+        moved = None
+        for (sender, receiver), early in earliest.items():
+            if shifts[sender] + early.by_ns > shifts[receiver]:
+                shifts[receiver] = shifts[sender] + early.by_ns
+                moved = sender, receiver
+        if moved is None:
+            return shifts
+    assert moved is not None
+    (sender, receiver), (_, source, target) = moved, earliest[moved]
+    raise FormatError(
+        f"the traces contradict each other: however the clocks are moved, a message arrives before it was sent, such "
+        f"as from {source} on rank {sender} to {target} on rank {receiver}; give traces of the same steps of one run"
+    )
 
 
 def _flights(messages: Sequence[_Message], steps: Sequence[Step]) -> list[tuple[int, int]]:
@@ -276,7 +307,7 @@ def _timeline(plan: Plan, messages: Sequence[_Message], steps: Sequence[Step]) -
     for message, (sent, arrived) in zip(messages, flights, strict=True):
         columns[message.route].append((us(sent), us(arrived)))
         took.setdefault((message.sender, message.receiver), []).append(us(arrived) - us(sent))
-    links = tuple((a, b, Link(median_low(each))) for (a, b), each in sorted(took.items()))
+    links = tuple((a, b, Link(median_low(times_us))) for (a, b), times_us in sorted(took.items()))
     cluster = replace(plan.placement.cluster, links=links)
     return Timeline(
         replace(plan, placement=replace(plan.placement, cluster=cluster)),

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import final
 
-from rota.compat.tessel.conversion import Micro, micro_of
-from rota.compat.tessel.schedule.block import Block
-from rota.compat.tessel.schedule.schedplan import SchedPlan
+from rota.compat.tessel.schedule.schedplan import Block, Blocks, SchedPlan, connect, placement_of
 from rota.search import Repeating, find_repeating
 
 
@@ -44,26 +42,25 @@ class Composer:
 
 def _compose(micro: SchedPlan, memory: int | None, nmicros: int | None, time_limit_s: float) -> SchedPlan | None:
     """Search; a micro-batch of Tessel's is one of each component of the placement."""
-    converted = micro_of(micro, memory)
-    count = None if nmicros is None else nmicros * converted.placement.num_components
-    repeating = find_repeating(converted.placement, count, time_limit_s=time_limit_s)
-    return None if repeating is None else _to_schedule(converted, repeating)
+    placement = placement_of(micro, memory, micro.added_blocks())
+    count = None if nmicros is None else nmicros * placement.num_components
+    repeating = find_repeating(placement, count, time_limit_s=time_limit_s)
+    return None if repeating is None else _to_schedule(micro, repeating)
 
 
-def _to_schedule(micro: Micro, repeating: Repeating) -> SchedPlan:
+def _to_schedule(micro: SchedPlan, repeating: Repeating) -> SchedPlan:
     """Return the solution as blocks; sub-graph `gid` is the placement's block with this number."""
-    schedule = SchedPlan(micro.placement.num_ranks)
-    blocks: dict[tuple[int, int], Block] = {}
-    for gid, (block, starts) in enumerate(zip(micro.blocks, repeating.starts_us, strict=True)):
+    schedule, blocks = SchedPlan(micro.ndevs), Blocks()
+    index = {block: gid for gid, block in enumerate(micro.added_blocks())}
+    for (block, gid), starts in zip(index.items(), repeating.starts_us, strict=True):
         for mid, start in enumerate(starts):
             blocks[gid, mid] = Block(mid, block.span, block.memory, block.btype, gid)
-            schedule.add_block(blocks[gid, mid], micro.devices[gid], start)
-    index = {block: i for i, block in enumerate(micro.blocks)}
-    for (gid, mid), block in blocks.items():
-        for prev in micro.blocks[gid].before:
-            Block.make_dependency(blocks[index[prev], mid], block)
+            schedule.add_block(blocks[gid, mid], micro.device(block), start)
+    connect(blocks, {gid: [index[prev] for prev in block.before] for block, gid in index.items()})
     repeated = frozenset(blocks[gid, mid] for gid, mid in enumerate(repeating.middle))
-    bounds = [(schedule.step(block), schedule.step(block) + block.span) for block in repeated]
-    schedule.repetend = min(first for first, _ in bounds), max(last for _, last in bounds)
+    schedule.repetend = (
+        min(schedule.step(block) for block in repeated),
+        max(schedule.step(block) + block.span for block in repeated),
+    )
     schedule.repeated, schedule.period = repeated, repeating.period_us
     return schedule

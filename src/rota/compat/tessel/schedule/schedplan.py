@@ -1,29 +1,83 @@
-"""`SchedPlan`: which block starts at which step on which devices."""
+"""`Block` and `SchedPlan`: which sub-graph of the model starts at which step on which devices.
+
+As a placement of Rota, each forward block is a stage, in the order in which the blocks were added. A backward block is
+the backward of the last forward block on the same devices that it depends on. Blocks that nothing connects are separate
+components of the placement: micro-batch m of Tessel's is then one micro-batch per component, number m * components +
+component.
+"""
 
 from __future__ import annotations
 
 import json
 import os
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise
-from typing import Annotated, Any, final
+from typing import Annotated, Any, TypeAlias, final
 
 import msgspec
 
-from rota.compat.tessel.conversion import to_plan
-from rota.compat.tessel.schedule.block import Block, Blocks, by_subgraph, gid_of
 from rota.core import reading
+from rota.core.cluster import Cluster
 from rota.core.errors import FormatError, ScheduleError
+from rota.core.placement import Edge, Placement
 from rota.core.plan import Plan
-from rota.core.reading import Field
+from rota.core.reading import Field, short
+from rota.core.tasks import Kind, Op, Task
 from rota.core.whole_numbers import Positive, Whole
 from rota.core.writing import write_text
-
-__all__ = ["Block", "SchedPlan"]
+from rota.schedules.common import depth
 
 _CELL = 4  # characters per step: "f0  b0--b0"
 _MAX_DEVICES, _MAX_CELLS = 10_000, 1_000_000  # of a schedule in a file; cells are devices times steps
+
+
+@final
+class Block:
+    """A sub-graph of the model for one micro-batch.
+
+    `before` has the blocks that it depends on, `after` those that depend on it.
+
+    Args:
+        mid: The micro-batch, from 0.
+        span: How many steps it lasts, 1 or more.
+        memory: What it allocates (+) or frees (−) when it starts.
+        btype: "forward" or "backward", in any case.
+        gid: The sub-graph; blocks of different micro-batches with the same number are the same sub-graph.
+
+    Raises:
+        ScheduleError: If an argument is wrong.
+    """
+
+    def __init__(self, mid: int, span: int, memory: int, btype: str, gid: int | None = None) -> None:
+        self.mid = _whole("mid", mid, 0)
+        self.span = _whole("span", span, 1)
+        self.memory = _whole("memory", memory, None)
+        self.btype = str(btype).lower()
+        if self.btype not in ("forward", "backward"):
+            raise ScheduleError(f"btype is {short(btype)}; a block is 'forward' or 'backward'")
+        self.gid = gid
+        self.before: set[Block] = set()
+        self.after: set[Block] = set()
+
+    @staticmethod
+    def make_dependency(prev: Block, next: Block) -> None:
+        """Make `next` depend on `prev`."""
+        prev.after.add(next)
+        next.before.add(prev)
+
+    def __repr__(self) -> str:
+        return f"{self.btype[0]}{self.mid}"
+
+
+def _whole(name: str, value: object, least: int | None) -> int:
+    """Return a whole number of `least` or more (floats that are whole numbers, too), or raise ScheduleError."""
+    number = int(value) if isinstance(value, float) and value.is_integer() else value
+    if not isinstance(number, int) or isinstance(number, bool) or (least is not None and number < least):
+        more = "" if least is None else f" of {least} or more"
+        raise ScheduleError(f"{name} of a block is {short(value)}; give a whole number{more}")
+    return number
 
 
 @final
@@ -84,7 +138,6 @@ class SchedPlan:
             self._rows[device].insert(position, block)
 
     def _position(self, block: Block, device: int, step: int) -> int:
-        """Return the index of a new block among the device's blocks, or raise ScheduleError if the device is busy."""
         row = self._rows[device]
         position = bisect_left(row, step, key=self._steps.__getitem__)
         for other in row[max(position - 1, 0) : position + 1]:
@@ -208,7 +261,7 @@ class SchedPlan:
         middle, period = self._middle()
         unrolled = SchedPlan(self.ndevs)
         new: Blocks = {}
-        repeated = [] if self.repeated is None else [(gid_of(block), block.mid) for block in self.repeated]
+        repeated = [] if self.repeated is None else [(_gid_of(block), block.mid) for block in self.repeated]
         for (gid, mid), block in blocks.items():
             copies = [(mid, 0)] if mid < middle[gid] else [(mid + more, more)]
             if mid == middle[gid]:
@@ -217,7 +270,7 @@ class SchedPlan:
             for new_mid, i in copies:
                 new[gid, new_mid] = Block(new_mid, block.span, block.memory, block.btype, gid)
                 unrolled.add_block(new[gid, new_mid], self.device(block), self.step(block) + i * period)
-        _connect(blocks, new)
+        connect(new, {gid: {b.gid for b in block.before if b.gid is not None} for (gid, _), block in blocks.items()})
         assert self.repetend is not None
         first, last = self.repetend
         unrolled.repetend, unrolled.period = (first, last + more * period), period
@@ -236,8 +289,8 @@ class SchedPlan:
             repeated = frozenset(block for block, step in self._steps.items() if first <= step < last)
         middle: dict[int, int] = {}
         for block in repeated:
-            middle[gid_of(block)] = max(block.mid, middle.get(gid_of(block), 0))
-        absent = {gid_of(block) for block in self._steps} - middle.keys()
+            middle[_gid_of(block)] = max(block.mid, middle.get(_gid_of(block), 0))
+        absent = {_gid_of(block) for block in self._steps} - middle.keys()
         if absent:
             raise ScheduleError(f"the repetend {self.repetend} has no block of sub-graph {min(absent)}; make it longer")
         return middle, last - first if self.period is None else self.period
@@ -254,7 +307,16 @@ class SchedPlan:
         Raises:
             ScheduleError: If blocks are missing, or micro-batches differ.
         """
-        return to_plan(self, memory)
+        blocks = by_subgraph(self.added_blocks())
+        for (gid, _), block in blocks.items():
+            model = blocks[gid, 0]
+            both = [(b.span, b.memory, b.btype, self._devices[b]) for b in (block, model)]
+            if both[0] != both[1]:
+                raise ScheduleError(f"{block} of sub-graph {gid} is not like {model}; micro-batches are all alike")
+        first = [block for (_, mid), block in blocks.items() if mid == 0]
+        task_of = {block: i for i, block in enumerate(first)}
+        ends = {(task_of[blocks[gid, 0]], mid): self._steps[b] + b.span for (gid, mid), b in blocks.items()}
+        return _plan(placement_of(self, memory, first), ends)
 
     # --- text -----------------------------------------------------------------------------------------------------
 
@@ -294,7 +356,6 @@ class SchedPlan:
         return "".join(f"{self._row(device, cell)}\n" for device in range(self.ndevs))
 
     def _row(self, device: int, cell: int) -> str:
-        """Return the row of a device, with `cell` characters per step."""
         row = [" ", *"--".ljust(cell) * self.nsteps]
         for block in self._rows[device]:
             first, width, name = 1 + cell * self._steps[block], cell * block.span, repr(block)
@@ -314,12 +375,118 @@ class SchedPlan:
         return self._steps[blocks[0]], self._steps[blocks[-1]] + blocks[-1].span
 
 
-def _connect(blocks: Blocks, new: Blocks) -> None:
-    """Give each new block the dependencies of its sub-graph, within its micro-batch."""
-    before = {gid: {prev.gid for prev in block.before if prev.gid is not None} for (gid, _), block in blocks.items()}
-    for (gid, mid), block in new.items():
+# --- sub-graphs, placements and plans ---------------------------------------------------------------------------------
+
+
+Blocks: TypeAlias = dict[tuple[int, int], Block]  #: by (gid, mid)
+
+
+def by_subgraph(blocks: Sequence[Block]) -> Blocks:
+    """Return the blocks by sub-graph and micro-batch.
+
+    The blocks of a single micro-batch need no gid: each is a sub-graph of its own. Raises ScheduleError if a gid or a
+    block is missing, or if a block occurs twice.
+    """
+    if not blocks:
+        raise ScheduleError("the schedule has no blocks; add some")
+    if len({block.mid for block in blocks}) == 1 and all(block.gid is None for block in blocks):
+        return {(gid, 0): block for gid, block in enumerate(blocks)}
+    by_key: Blocks = {}
+    for block in blocks:
+        key = _gid_of(block), block.mid
+        if key in by_key:
+            raise ScheduleError(f"there are two blocks {block} of sub-graph {key[0]}; give each sub-graph its own gid")
+        by_key[key] = block
+    last = max(mid for _, mid in by_key)
+    for gid in dict.fromkeys(gid for gid, _ in by_key):
+        for mid in range(last + 1):
+            if (gid, mid) not in by_key:
+                raise ScheduleError(f"sub-graph {gid} has no block for micro-batch {mid} of 0 to {last}; add it")
+    return by_key
+
+
+def _gid_of(block: Block) -> int:
+    if block.gid is None:
+        raise ScheduleError(f"{block} has no gid; give all blocks of one sub-graph the same number")
+    return block.gid
+
+
+def connect(blocks: Blocks, before: Mapping[int, Iterable[int]]) -> None:
+    """Make each sub-graph's blocks depend on those of the sub-graphs `before` it, within their micro-batch."""
+    for (gid, mid), block in blocks.items():
         for prev in before[gid]:
-            Block.make_dependency(new[prev, mid], block)
+            Block.make_dependency(blocks[prev, mid], block)
+
+
+def placement_of(schedule: SchedPlan, memory: int | None, blocks: Sequence[Block]) -> Placement:
+    """Return a placement whose task i is block i, of one micro-batch; `memory` is the limit per device, or None."""
+    if not blocks:
+        raise ScheduleError("the placement has no blocks; add some")
+    index = {block: i for i, block in enumerate(blocks)}
+    for block in blocks:
+        if absent := next(iter(block.before - index.keys()), None):
+            raise ScheduleError(f"{block} depends on {absent}, which is not in the placement; add it")
+    edges = [(index[prev], i) for block, i in index.items() for prev in sorted(block.before, key=index.__getitem__)]
+    stages = [-1] * len(blocks)
+    unmatched = [block for block in blocks if block.btype == "forward"]
+    for stage, block in enumerate(unmatched):
+        stages[index[block]] = stage
+    num_stages = len(unmatched)
+    for block in sorted(set(blocks) - set(unmatched), key=lambda block: (schedule.step(block), index[block])):
+        ancestors, i = _ancestors(block), index[block]
+        forwards = [b for b in unmatched if b in ancestors and schedule.device(b) == schedule.device(block)]
+        if forwards:
+            forward = max(forwards, key=lambda b: (schedule.step(b), index[b]))
+            unmatched.remove(forward)
+            stages[i] = stages[index[forward]]
+            edges += {(index[forward], i)} - {*edges}
+        else:
+            stages[i], num_stages = num_stages, num_stages + 1
+    tasks = tuple(
+        Task(stage, Kind.F if b.btype == "forward" else Kind.B, schedule.device(b), b.span, b.memory)
+        for stage, b in zip(stages, blocks, strict=True)
+    )
+    return Placement(tasks, tuple(Edge(*edge) for edge in edges), Cluster.uniform(schedule.ndevs, memory))
+
+
+def _ancestors(block: Block) -> set[Block]:
+    ancestors: set[Block] = set()
+    pending = [block]
+    while pending:
+        new = pending.pop().before - ancestors
+        ancestors |= new
+        pending += new
+    return ancestors
+
+
+def _plan(placement: Placement, ends: dict[tuple[int, int], int]) -> Plan:
+    """Return the plan in which each (task, micro-batch) ends at a step.
+
+    Rota's pipeline needs a backward of frozen stages, too: it has no duration, and runs after all other ops, where its
+    ranks do not wait for each other.
+    """
+    tasks, edges, num_components = list(placement.tasks), list(placement.edges), placement.num_components
+    nmicros, nsteps = 1 + max(mid for _, mid in ends), max(ends.values())
+    backward = {task.stage: i for i, task in enumerate(tasks) if task.kind is Kind.B}
+    frozen = [stage for stage in placement.stages if backward and stage not in backward]
+    for stage in sorted(frozen, key=depth(placement).__getitem__):  # each before those that feed it
+        forward = placement.index[stage, Kind.F]
+        backward[stage] = len(tasks)
+        tasks.append(Task(stage, Kind.B, tasks[forward].ranks, 0))
+        sources = [forward, *(backward[b] for a, b in placement.stage_edges if a == stage)]
+        edges += [Edge(source, backward[stage]) for source in sources]
+        ends |= {(backward[stage], mid): nsteps for mid in range(nmicros)}
+    rows: list[list[tuple[int, bool, int, Op]]] = [[] for _ in range(placement.num_ranks)]
+    whole = replace(placement, tasks=tuple(tasks), edges=tuple(edges))
+    for (i, mid), end in ends.items():
+        task = tasks[i]
+        op = Op(task.stage, task.kind, mid * num_components + whole.component_of[i])
+        for rank in task.ranks:
+            rows[rank].append((end - task.duration_us, task.duration_us > 0, i, op))
+    return Plan(whole, nmicros * num_components, tuple(tuple(op for *_, op in sorted(row)) for row in rows))
+
+
+# --- files ------------------------------------------------------------------------------------------------------------
 
 
 class _BlockFile(msgspec.Struct):

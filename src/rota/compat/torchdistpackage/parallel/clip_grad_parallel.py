@@ -29,7 +29,6 @@ def clip_grad_norm_(
     Returns:
         The norm before clipping, float64, on every stage.
     """
-    given = [parameters] if isinstance(parameters, torch.Tensor) else parameters
-    mine: list[Any] = [*dict.fromkeys(given)]
+    unique: list[Any] = [*dict.fromkeys([parameters] if isinstance(parameters, torch.Tensor) else parameters)]
     share = partial(all_gather_number, group=tpc.get_group("pipe"))
-    return clip(mine, mine, float(max_norm), float(norm_type), error_if_nonfinite, share)
+    return clip(unique, unique, float(max_norm), float(norm_type), error_if_nonfinite, share)

@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 from operator import attrgetter
-from typing import Any, TypeVar, final
+from typing import Any, final
 
 from torch import nn
 
 from rota.compat.torchdistpackage.topology import tpc
 from rota.core.errors import SplitError
 from rota.cutting import balanced
-
-Layers = TypeVar("Layers", bound=Sequence[Any])
 
 
 @final
@@ -48,7 +46,6 @@ def flatten_model(
 
 
 def _layers(model: nn.Module, i: int, entry: Any) -> list[nn.Module]:
-    """Return the layers that entry i of `layer_list` stands for."""
     layer = entry
     if isinstance(entry, str):
         try:
@@ -66,7 +63,7 @@ def _layers(model: nn.Module, i: int, entry: Any) -> list[nn.Module]:
     raise SplitError(f"layer_list[{i}] is {entry!r}: give the name of a layer, a module or a function")
 
 
-def partition_uniform(flat_sequence: Layers, extra_len: int = 0) -> Layers:
+def partition_uniform(flat_sequence: Sequence[Any], extra_len: int = 0) -> Sequence[Any]:
     """Return this rank's layers: the same number for each, the remainder for the last.
 
     `extra_len` is a number of layers that are not in the list, but count for the length.
@@ -74,14 +71,14 @@ def partition_uniform(flat_sequence: Layers, extra_len: int = 0) -> Layers:
     rank, size = tpc.get_group_rank("pipe"), tpc.get_group_size("pipe")
     length = (len(flat_sequence) + extra_len) // size
     end = (rank + 1) * length if rank < size - 1 else len(flat_sequence)
-    return flat_sequence[rank * length : end]  # type: ignore[return-value]
+    return flat_sequence[rank * length : end]
 
 
-def partition_balanced(flat_sequence: Layers, sequence: Any = None, **kwargs: Any) -> Layers:  # noqa: ARG001
+def partition_balanced(flat_sequence: Sequence[Any], sequence: Any = None, **kwargs: Any) -> Sequence[Any]:  # noqa: ARG001
     """Return this rank's layers, cut so that the largest number of parameters per rank is minimal.
 
     A layer without parameters counts as 1. `sequence` and `kwargs` are accepted for existing code, and not used.
     """
     weights = [sum(p.numel() for p in getattr(layer, "parameters", list)()) or 1 for layer in flat_sequence]
     parts = [*pairwise(balanced(weights, tpc.get_group_size("pipe")))]
-    return flat_sequence[slice(*parts[tpc.get_group_rank("pipe")])]  # type: ignore[return-value]
+    return flat_sequence[slice(*parts[tpc.get_group_rank("pipe")])]

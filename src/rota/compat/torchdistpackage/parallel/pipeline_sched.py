@@ -75,18 +75,17 @@ def forward_eval(fwd_fn: Forward, inputs: Any, dtype: torch.dtype = torch.bfloat
 
 
 def _divided(inputs: Any, num_microbatches: int) -> list[list[Any]]:
-    """Return this stage's inputs for each micro-batch, or raise PipelineError."""
-    given = [] if inputs is None else [inputs] if isinstance(inputs, torch.Tensor) else [*inputs]
-    if not given and tpc.is_first_in_group("pipe"):
+    values = [] if inputs is None else [inputs] if isinstance(inputs, torch.Tensor) else [*inputs]
+    if not values and tpc.is_first_in_group("pipe"):
         raise PipelineError("inputs is empty on the first stage, which has no other input; pass the batch there")
-    for i, value in enumerate(given):
+    for i, value in enumerate(values):
         shape = [*value.shape] if isinstance(value, torch.Tensor) else type(value).__name__
         if not isinstance(shape, list) or not shape or shape[0] % num_microbatches or not shape[0]:
             raise PipelineError(
                 f"inputs[{i}] is of shape {shape}, which does not divide along dim 0 into {num_microbatches} "
                 f"micro-batches; give tensors with a multiple of {num_microbatches} rows, or another num_microbatches"
             )
-    columns = [value.chunk(num_microbatches) for value in given]
+    columns = [value.chunk(num_microbatches) for value in values]
     return [[column[m] for column in columns] for m in range(num_microbatches)]
 
 
@@ -114,7 +113,6 @@ def _pipeline(num_microbatches: int, forward_only: bool, in_slices: bool) -> _Ma
 
 
 def _close(key: tuple[int, bool, bool]) -> None:
-    """Close a pipeline, and forget it."""
     _made.pop(key)[0].close()
 
 

@@ -1,17 +1,23 @@
-"""Specs of layers, which are built later, and only on the ranks that run them."""
+"""Layers of a PipelineModule: specs, which are built later, on the ranks that run them; and where layers are cut."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
 from operator import attrgetter
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, final
 
 import torch
 from torch import nn
 
 from rota.compat.deepspeed.utils import call_to_str
 from rota.core.errors import SplitError
+from rota.cutting import balanced, by_parameters, by_regex, uniform
+from rota.models import Stages
+from rota.profiling import profile
+from rota.runtime.process_group import on_first
+
+_REPEATS = 5
 
 
 class LayerSpec:
@@ -117,3 +123,68 @@ def refuse_unfit(layers: Sequence[Layer]) -> None:
                     f"layers[{i}] is {layer!r}, but shares the key {layer.key!r} with {other!r}; make them equal, and "
                     f"give them different forward_fn"
                 )
+
+
+# --- cuts -------------------------------------------------------------------------------------------------------------
+
+
+def partition(layers: Sequence[Layer], method: str, num_parts: int, profile_input: Any) -> list[int]:
+    """Return where layers are cut into stages.
+
+    Args:
+        layers: The layers of the whole model.
+        method: "uniform", "parameters", "type:REGEX" (layers whose class name matches) or "profile". "profile" is
+            collective: rank 0 builds all layers, and measures them.
+        num_parts: The number of stages.
+        profile_input: A micro-batch's input, for "profile".
+
+    Returns:
+        `num_parts + 1` boundaries: stage s has the layers from boundary s to before boundary s + 1.
+
+    Raises:
+        SplitError: If the method is unknown, or does not work for these layers.
+        PipelineError: If measuring fails.
+    """
+    quantity, _, pattern = method.partition(":")
+    quantity = quantity.lower()
+    if quantity == "uniform":
+        return uniform(len(layers), num_parts)
+    if quantity == "parameters":
+        modules = map(on_meta, layers)
+        return by_parameters([0 if module is None else _num_trainable(module) for module in modules], num_parts)
+    if quantity == "type":
+        return by_regex([_name(layer) for layer in layers], pattern, num_parts)
+    if quantity == "profile":
+        if profile_input is None:
+            raise SplitError("partition_method 'profile' measures layers: give profile_input, a micro-batch's inputs")
+        measured_us = on_first("measuring the layers", lambda: _measured_here_us(layers, profile_input))
+        return balanced(measured_us, num_parts)
+    raise SplitError(f"partition_method is {method!r}: give 'parameters', 'uniform', 'type:REGEX' or 'profile'")
+
+
+def _num_trainable(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
+
+
+def _name(layer: Layer) -> str:
+    if isinstance(layer, LayerSpec):
+        return layer.typename.__name__
+    return getattr(layer, "__name__", type(layer).__name__)
+
+
+def _measured_here_us(layers: Sequence[Layer], profile_input: Any) -> list[int]:
+    with torch.random.fork_rng(devices=[]):
+        tied: dict[str, nn.Module] = {}
+        stages = Stages([_Called(*build(layer, tied)) for layer in layers])
+    costs = profile(stages, (profile_input,), repeats=_REPEATS, here=True)
+    return [forward + backward for forward, backward in zip(costs.forward_us, costs.backward_us, strict=True)]
+
+
+@final
+class _Called(nn.Module):
+    def __init__(self, module: nn.Module | None, function: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.module, self.function = module, function
+
+    def forward(self, value: Any) -> Any:
+        return self.function(value)
