@@ -69,7 +69,7 @@ from .runtime import (
     spmd as spmd,
 )
 from .runtime.checkpoints import Checkpoints as Checkpoints
-from .runtime.checkpoints.gathering import gather_weights as gather_weights
+from .runtime.checkpoints.weights import gather_weights as gather_weights
 from .runtime.pretrained import load_pretrained as load_pretrained
 from .search import SearchResult as SearchResult, find_frontier as find_frontier, find_plan as find_plan
 from .verifying import Verification as Verification, verify as verify

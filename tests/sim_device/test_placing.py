@@ -424,7 +424,7 @@ def test_the_devices_random_state_goes_on_or_is_seeded(pool: Pool, tmp_path: Pat
         (same,) = pool.run(1, simulated, loaded_states, tmp_path / where, where)
         assert torch.equal(same, drawn)
         of_device = json.loads((tmp_path / where / "step-1" / "rota.json").read_text())["training"]["random"]["device"]
-        assert (of_device and of_device["$tuple"][0]) == named
+        assert (of_device and of_device["kind"]) == named
     onto = [pool.run(1, simulated, loaded_states, tmp_path / "cpu", "sim")[0] for _ in range(2)]
     assert torch.equal(onto[0], onto[1])  # by the checkpoint alone
     pool.run(1, simulated, loaded_states, tmp_path / "sim", "cpu")

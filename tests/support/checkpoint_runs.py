@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Callable, Iterator
+import tempfile
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,10 +17,9 @@ import torch
 from torch import nn
 
 import rota
-from rota import Checkpoints, Cluster, Costs, Pipeline, PipelineError, Plan, Stages, interleaved, place, split, wave
+from rota import Checkpoints, Cluster, Costs, Pipeline, Plan, Stages, interleaved, place, split, wave
 from rota.runtime.environment import KEPT_MEMORY
-from rota.runtime.kept_memory import states_in
-from rota.runtime.launching.run_folder import snapshot_folders
+from rota.runtime.launcher_files import states_in
 from rota.schedules import interleaved_one_f_one_b, one_f_one_b, zb_h1, zb_v
 from support.networks import batch_of, loss_fn
 
@@ -174,12 +174,6 @@ def save_model(rank: int, folder: Path) -> None:
         training.checkpoints(folder).save(2)
 
 
-def refusal(act: Callable[[], Any]) -> str:
-    with pytest.raises(PipelineError) as error:
-        act()
-    return str(error.value)
-
-
 def steps_in(folder: Path) -> list[int]:
     """The steps that are whole in a rank's memory."""
     return [step for _, step in states_in(folder)]
@@ -188,6 +182,6 @@ def steps_in(folder: Path) -> list[int]:
 @contextmanager
 def memory() -> Iterator[Path]:
     """A folder as a supervisor would keep it for this rank, and no other rank's."""
-    with snapshot_folders("/dev/shm", 1) as (folder,), pytest.MonkeyPatch.context() as patch:
-        patch.setenv(KEPT_MEMORY, str(folder))
-        yield folder
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setenv(KEPT_MEMORY, folder)
+        yield Path(folder)

@@ -13,43 +13,26 @@ supervisor ──▶ rank     b"stop"    end after the step that is running
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 from contextlib import suppress
-from typing import NamedTuple
+from typing import Literal, NamedTuple, TypeAlias
+
+import msgspec
 
 _CONTROL = "ROTA_CONTROL"  # an environment variable: the socket's number and the supervisor's process id
 _MOST_BYTES, _MOST_CHARACTERS = 65536, 4000
-EVENTS = ("joins", "opens", "closes", "fails", "lost", "hangs", "listens", "saves")
 STOP = b"stop"
+Event: TypeAlias = Literal["joins", "opens", "closes", "fails", "lost", "hangs", "listens", "saves"]
 
 
-class Message(NamedTuple):
-    """What a rank reports: one of `EVENTS`; `words` of "fails" and "hangs", `step` and `training` of "saves"."""
+class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a rank reports; `words` of "fails" and "hangs", `step` and `training` of "saves"."""
 
-    event: str
+    event: Event
     words: str = ""
     step: int = 0
     training: str = ""
-
-    def to_bytes(self) -> bytes:
-        """The message as JSON, its words cut to `_MOST_CHARACTERS`."""
-        return json.dumps({**self._asdict(), "words": self.words[:_MOST_CHARACTERS]}).encode()
-
-    @classmethod
-    def from_bytes(cls, data: bytes) -> Message | None:
-        """The message in `data`, None if it is not valid."""
-        try:
-            fields = json.loads(data)
-        except (ValueError, RecursionError):
-            return None
-        if not isinstance(fields, dict) or fields.keys() != {*cls._fields}:
-            return None
-        found = cls(**fields)
-        if found.event not in EVENTS or not isinstance(found.words, str):
-            return None
-        return found if type(found.step) is int and isinstance(found.training, str) else None
 
 
 # --- the supervisor's side --------------------------------------------------------------------------------------------
@@ -78,8 +61,8 @@ def received(ours: socket.socket) -> tuple[list[Message], bool]:
             data = b""
         if not data:
             return messages, False
-        if (message := Message.from_bytes(data)) is not None:
-            messages.append(message)
+        with suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):  # whatever is no message
+            messages.append(msgspec.json.decode(data, type=Message))
 
 
 # --- the rank's side --------------------------------------------------------------------------------------------------
@@ -115,11 +98,13 @@ def is_connected() -> bool:
     return _line is not None and _line.process == os.getpid()
 
 
-def report(event: str, words: str = "", step: int = 0, training: str = "") -> None:
-    """Report to the supervisor, if there is one."""
+def report(event: Event, words: str = "", step: int = 0, training: str = "") -> None:
+    """Report to the supervisor, if there is one; only the first `_MOST_CHARACTERS` of the words."""
     if _line is not None and is_connected():
+        words = words[:_MOST_CHARACTERS].encode(errors="replace").decode()
+        data = msgspec.json.encode(Message(event, words, step, training))
         with suppress(OSError):  # if the supervisor is gone, this rank is ended; if it is stopped, this must not block
-            _line.connection.send(Message(event, words, step, training).to_bytes(), socket.MSG_DONTWAIT)
+            _line.connection.send(data, socket.MSG_DONTWAIT)
 
 
 def stop_is_asked() -> bool:

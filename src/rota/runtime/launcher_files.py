@@ -6,18 +6,21 @@ import hashlib
 import json
 import multiprocessing.util
 import os
+import re
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from rota.core import reading
 from rota.core.errors import FormatError, PipelineError
 from rota.core.plan import Plan
 from rota.core.units import count_text
-from rota.runtime.environment import FOLDER, RESTART, TIMEOUT_S
+from rota.runtime.environment import FOLDER, KEPT_MEMORY, RESTART, TIMEOUT_S
 from rota.runtime.recorder import Record
 
 _SCRIPT = "script.py"
+_SNAPSHOT = re.compile(r"([0-9a-f]{16})-([0-9]{1,18})\.safetensors")
 
 
 def digest(plan: Plan) -> str:
@@ -152,3 +155,37 @@ def collect(plan: Plan, folder: str, restart: int = 0) -> list[Record]:
 def _path(folder: str, plan: Plan, rank: int, restart: int) -> Path:
     # Named by plan, as a script may run pipelines of several plans, and by restart, so that old records are not read.
     return Path(folder, f"{digest(plan)[:16]}.restart{restart}.rank{rank}.json")
+
+
+# --- snapshots --------------------------------------------------------------------------------------------------------
+
+
+class State(NamedTuple):
+    """A state that is kept or saved: of which training of the script, and after how many steps."""
+
+    training: str
+    step: int
+
+    @property
+    def file(self) -> str:
+        """The name of its snapshot."""
+        return f"{self.training}-{self.step}.safetensors"
+
+
+def snapshot_folder() -> Path | None:
+    """The folder of this rank's snapshots, in memory, which outlives the rank.
+
+    None if the launcher keeps none, and would not start this rank again.
+    """
+    return Path(os.environ[KEPT_MEMORY]) if KEPT_MEMORY in os.environ else None
+
+
+def states_in(folder: Path) -> set[State]:
+    """The states that are whole in a rank's folder."""
+    found = map(_SNAPSHOT.fullmatch, os.listdir(folder))
+    return {State(match[1], int(match[2])) for match in found if match}
+
+
+def common_states(folders: Sequence[Path]) -> set[State]:
+    """The states that all ranks hold."""
+    return set.intersection(*map(states_in, folders)) if folders else set()

@@ -47,6 +47,7 @@ from rota.runtime.memory_watch import MemoryWatch
 from rota.runtime.meshes import Processes
 from rota.runtime.microbatch_inputs import MicrobatchInputs
 from rota.runtime.plan_fit import for_all_streams, refuse_other_cuts, refuse_unsupported
+from rota.runtime.precision import LossScale
 from rota.runtime.process_group import join, leave
 from rota.runtime.ready_plans import ReadyPlan, ReadyPlans
 from rota.runtime.recorder import Record, merge
@@ -57,7 +58,7 @@ from rota.runtime.reducing.wrapped_stages import unwrapped
 from rota.runtime.step_end import StepEnd, all_reduce
 from rota.runtime.step_handles import StepHandle
 from rota.runtime.step_losses import StepLoss
-from rota.runtime.step_progress import progress_of
+from rota.runtime.step_progress import StepProgress, progress_of
 from rota.runtime.stop_requests import StopRequests
 from rota.runtime.transport import Transport, bring_outputs, collective
 from rota.runtime.updates import Report, Updates
@@ -210,7 +211,7 @@ class Pipeline:
             )
             self._watchdog.num_calls = partial(getattr, self._agreement, "num_calls")
             self._teardown.callback(self._leave_record)
-            self._teardown.callback(self._settle_begun_steps)
+            self._teardown.callback(self.settle_begun_steps)
             free_elsewhere(stages, self.local_stages)
             atexit.register(self._close_at_exit)
         except BaseException as error:
@@ -331,6 +332,21 @@ class Pipeline:
         return self._step_end.begun.num_open > 0
 
     @property
+    def processes(self) -> Processes:
+        """All processes of the run, this one's place among them, and their groups."""
+        return self._processes
+
+    @property
+    def progress(self) -> StepProgress | None:
+        """What says how the training goes; None on all processes but the first, and without `rota run`."""
+        return self._progress
+
+    @property
+    def loss_scale(self) -> LossScale:
+        """The scale of the gradient scaler that `step` is given."""
+        return self._step_end.loss_scale
+
+    @property
     def num_steps(self) -> int:
         """How many steps this pipeline has begun."""
         return self._num_steps
@@ -340,8 +356,8 @@ class Pipeline:
         """The last step's number in the training, for messages."""
         return self._num_steps_before + self._num_steps
 
-    def _count_from(self, step: int) -> None:
-        """The training goes on after this step."""
+    def count_from(self, step: int) -> None:
+        """Messages number the next step as the one after `step`: the training goes on from there."""
         self._num_steps_before = step - self._num_steps
 
     # --- one step -------------------------------------------------------------------------------------------------
@@ -706,6 +722,11 @@ class Pipeline:
             self._break(error)
             raise
 
+    def meet(self, call: Call, awaited: str) -> None:
+        """Wait until all ranks make this call; PipelineError on all of them if one makes another. Collective."""
+        with self.watching(awaited, PATIENT):
+            self._agreement.share(call, f"waiting for {awaited}")
+
     def close(self) -> None:
         """End the pipeline's threads, and write the last step's record where `rota run --timeline` expects it."""
         self._close(sys.exception())
@@ -765,8 +786,8 @@ class Pipeline:
         with self.watching("a checkpoint to be written", PATIENT):
             self.before_close.close()
 
-    def _settle_begun_steps(self) -> None:
-        """Raise what nobody has been told yet."""
+    def settle_begun_steps(self) -> None:
+        """Raise the errors of steps of `begin_step` that nobody has been told yet."""
         if not self._failed:
             self._stops.agreed |= self._step_end.begun.settle()
 

@@ -23,8 +23,9 @@ from torch import nn
 from rota.core import reading
 from rota.core.errors import FormatError
 from rota.models import Stages
-from rota.runtime.checkpoints.names import few, names_of
+from rota.runtime.checkpoints.manifest import naming
 from rota.runtime.checkpoints.rank_file import SAFETENSORS
+from rota.runtime.checkpoints.weights import few, names_of
 from rota.runtime.conversions import Source, converted
 from rota.runtime.materializing import Init, give_memory
 
@@ -125,16 +126,14 @@ def _stored(folder: Path) -> dict[str, _Stored]:
 
 def _index(path: Path) -> dict[str, set[str]]:
     """By file the tensors that it has. All files are beside the index."""
-    document = reading.Field("index", reading.load(reading.read_text(path)))
-    found: dict[str, set[str]] = {}
-    try:
-        for name, file in document["weight_map"].items():
-            if Path(file.text()).name != file.text() or not file.text().endswith(".safetensors"):
-                raise file.wrong("the name of a .safetensors file in the same folder")
-            found.setdefault(file.text(), set()).add(name.text())
-    except FormatError as error:
-        raise FormatError(f"{path}: {error}") from None
-    return found
+    files: dict[str, set[str]] = {}
+    with naming(path):
+        weight_map = reading.Field("index", reading.load(reading.read_text(path)))["weight_map"]
+        for name, file in weight_map.read(dict[str, str]).items():
+            if Path(file).name != file or not file.endswith(".safetensors"):
+                raise weight_map[name].wrong("the name of a .safetensors file in the same folder")
+            files.setdefault(file, set()).add(name)
+    return files
 
 
 def _header(path: Path) -> Iterator[_Stored]:

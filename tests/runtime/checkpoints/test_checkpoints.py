@@ -18,12 +18,11 @@ from torch import nn
 from rota import Checkpoints, Cluster, Costs, Pipeline, Stages, interleaved, place
 from rota.runtime import checkpoints
 from rota.runtime.checkpoints import checkpoint_folder
-from rota.runtime.checkpoints.checkpoint_folder import whole_paths
-from rota.runtime.checkpoints.lock import LOCK
+from rota.runtime.checkpoints.checkpoint_folder import LOCK, whole_paths
 from rota.schedules import interleaved_one_f_one_b, one_f_one_b
-from support.checkpoint_runs import TWO, Training, refusal, serial_losses, stored
+from support.checkpoint_runs import TWO, Training, serial_losses, stored
 from support.fresh import run_fresh
-from support.networks import batch_of, loss_fn
+from support.networks import batch_of, loss_fn, refusal
 from support.pool import Pool
 
 pytestmark = pytest.mark.dist

@@ -22,7 +22,7 @@ import torch
 from rota.runtime.checkpoints import snapshots
 from rota.runtime.checkpoints.rank_file import Chunk, chunks_of, head_bytes
 from rota.runtime.checkpoints.snapshots import PARTIAL, Snapshots
-from rota.runtime.kept_memory import State, states_in
+from rota.runtime.launcher_files import State, states_in
 
 TRAINING = "0123456789abcdef"
 NUM_STAGES, NUM_RANKS, NUM_STEPS, NUM_KILLS = 2, 4, 3, 2
@@ -88,7 +88,6 @@ def writer(folder: Path) -> Snapshots:
     """What a rank writes with."""
     made = Snapshots.__new__(Snapshots)
     made.folder, made._training, made._files = folder, TRAINING, {}
-    made._counted_bytes = 10**9
     return made
 
 

@@ -15,10 +15,10 @@ from torch.optim.lr_scheduler import LambdaLR, SequentialLR, StepLR
 import rota
 from rota import Checkpoints, Cluster, Costs, Pipeline, Plan, Stages, place, split, spmd
 from rota.cli import main
-from rota.runtime.checkpoints.names import names_of
+from rota.runtime.checkpoints.weights import names_of
 from rota.schedules import gpipe, one_f_one_b
-from support.checkpoint_runs import Run, Training, batch, model, refusal, save_model, serial_losses, stored
-from support.networks import batch_of, chain, loss_fn
+from support.checkpoint_runs import Run, Training, batch, model, save_model, serial_losses, stored
+from support.networks import batch_of, chain, loss_fn, refusal
 from support.parallel_modules import GatheredLayer, ParallelLayer
 from support.pool import Pool
 

@@ -18,8 +18,10 @@ import pytest
 import torch
 
 from rota import Checkpoints, PipelineError
-from rota.runtime.checkpoints.lock import LOCK, locked
-from support.checkpoint_runs import TWO, Training, refusal
+from rota.runtime.checkpoints import checkpoint_folder
+from rota.runtime.checkpoints.checkpoint_folder import LOCK, locked
+from support.checkpoint_runs import TWO, Training
+from support.networks import refusal
 from support.pool import Pool
 
 pytestmark = pytest.mark.dist
@@ -186,7 +188,7 @@ def test_a_lock_that_is_no_file_is_refused(tmp_path: Path, make: Callable[[Path]
         pass
 
 
-HOLD = "import sys; from pathlib import Path; from rota.runtime.checkpoints.lock import locked\n"
+HOLD = "import sys; from pathlib import Path; from rota.runtime.checkpoints.checkpoint_folder import locked\n"
 
 
 @pytest.mark.faults
@@ -230,8 +232,7 @@ def test_a_lock_that_is_left_for_a_while_is_waited_for(tmp_path: Path, monkeypat
             said.append(text)
             holder.close()  # the job ends once it is waited for
 
-        monkeypatch.setattr("rota.runtime.checkpoints.lock._say", say)
-        monkeypatch.setattr("rota.runtime.checkpoints.lock._SILENT_S", 0.1)
+        monkeypatch.setattr(checkpoint_folder, "say", say)
         with locked(tmp_path, 60):
             assert holder.closed
         assert len(said) == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import math
 import os
@@ -9,6 +10,7 @@ from collections import Counter, OrderedDict
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy
 import pytest
 import torch
@@ -20,6 +22,7 @@ from rota.core.reading import Field
 from rota.runtime.checkpoints import checkpoint_folder
 from rota.runtime.checkpoints.manifest import File, Manifest
 from rota.runtime.checkpoints.optimizer_state import (
+    SavedScheduler,
     read_records,
     records_of,
     require_records,
@@ -66,8 +69,8 @@ def test_a_manifest_comes_back_as_it_was() -> None:
 @pytest.mark.parametrize(
     ("was", "becomes", "told"),
     [
-        ('"format": 4', '"format": 5', "checkpoint.format is 5; expected 4; it was saved by a later version of Rota"),
-        ('"format": 4', '"format": 3', "it was saved by an earlier version of Rota; use it with that version"),
+        ('"format": 5', '"format": 6', "checkpoint.format is 6; expected 5; it was saved by a later version of Rota"),
+        ('"format": 5', '"format": 4', "it was saved by an earlier version of Rota; use it with that version"),
         ('"step": 20', '"step": 21', "it has changed since it was saved"),
         ('"position": [3', '"position": [2', "it has changed since it was saved"),
         ('"step": 20', '"step": 20, "steps": 2', 'checkpoint has the field "steps" = 2, which is not one of'),
@@ -318,15 +321,15 @@ def test_what_would_not_come_back_is_not_saved(value: Any) -> None:
         ({"$tuple": 3}, "expected a list"),
         ({"$dict": [[1, 2], [1, 3]]}, "expected a number or a string that occurs only once"),
         ({"$dict": [[[], 2]]}, "expected a number or a string"),
-        ({"$dict": [[1]]}, "expected at most 10,000 pairs"),
+        ({"$dict": [[1]]}, "expected a list of length 2"),
         ({"$dict": [[{"$tensor": ["uint8", [0], ""]}, 1]]}, "expected a number or a string"),
         ({"$dtype": "Tensor"}, "expected a dtype that PyTorch has"),
         ({"$size": [-1]}, "expected 0 or more"),
         ({"$tensor": ["uint8", [2], "AA=="]}, "expected the elements of a uint8 tensor of size [2]"),
         ({"$tensor": ["bool", [1], "Ag=="]}, "expected the elements of a bool tensor of size [1]"),
-        ({"$tensor": ["uint8", [1], "!"]}, "expected bytes in base64"),
+        ({"$tensor": ["uint8", [1], "!"]}, "expected"),
         ({"$tensor": ["uint8", [10**15] * 5 + [0], ""]}, "expected fewer elements"),
-        ({"$tensor": ["uint8", [1] * 40, "AA=="]}, "expected at most 32 dimensions"),
+        ({"$tensor": ["uint8", [1] * 40, "AA=="]}, "expected"),
         # Python gives all of these keys one hash, so that a dictionary of many takes time that grows with their square.
         ({"$counter": [[number * (2**61 - 1), 0] for number in range(10_001)]}, "expected at most 10,000 pairs"),
         (nested(70), "nested more than 64 levels deep"),
@@ -344,8 +347,12 @@ def written_training() -> dict[str, Any]:
     made.train(range(2))
     scheduler, by_group = split_scheduler(made.scheduler, 2)
     records, _ = records_of(made.optimizer, by_group, made.keys)
-    random = to_json(random_state(torch.device("cpu")), "random")
-    written = {"records": records, "scheduler": to_json(scheduler, "scheduler"), "random": random}
+    assert scheduler is not None
+    written = {
+        "records": records,
+        "scheduler": to_json(msgspec.structs.asdict(scheduler), "scheduler"),
+        "random": msgspec.to_builtins(random_state(torch.device("cpu"))),
+    }
     TrainingState.from_json(through_a_file(written))
     return json.loads(json.dumps(written))
 
@@ -361,39 +368,28 @@ def change_at(document: Any, place: tuple[Any, ...], value: Any) -> None:
 @pytest.mark.parametrize(
     ("place", "value", "told"),
     [
-        (("random", "torch"), {"$tensor": ["uint8", [1], "AA=="]}, "expected a random state"),
-        (("random", "torch"), 3, "expected a random state"),
-        (("random", "python", "$tuple", 0), 9, "expected a random state"),
-        (("random", "python", "$tuple", 0), 2, "expected a random state, as this version of Rota, PyTorch and Python"),
-        (("random", "python", "$tuple", 1), {"$tensor": ["uint32", [1], "AAAAAA=="]}, "expected a random state"),
-        (("random", "python", "$tuple", 2), "x", "expected a random state"),
-        (("random", "numpy", "$tuple", 1), 625, "expected a random state"),  # NumPy would read beyond its words
-        (("random", "numpy", "$tuple", 0), {"$tensor": ["uint32", [1], "AAAAAA=="]}, "expected a random state"),
-        (("random", "numpy", "$tuple", 2), 10**15, "expected a random state"),
-        (("random", "numpy", "$tuple", 3), None, "expected a random state"),
-        (("random", "cuda"), 3, "which is not one of torch, python, numpy, device"),
-        (("random", "device"), 3, "expected a random state"),
-        (("random", "device"), ["cuda"], "expected a random state"),
-        (("random", "device"), ["cuda", "!"], "expected a random state"),
-        (("random", "device"), ["cuda", {"$tensor": ["bool", [1], "AA=="]}], "expected a random state"),
-        (("scheduler", "state"), 3, "expected a state that is a dict"),
-        (("scheduler", "class"), "x", "which is not one of scheduler, state"),
+        (("random", "torch"), "AA==", "expected a random state"),
+        (("random", "torch"), 3, "expected bytes"),
+        (("random", "python", "words"), "AAAAAA==", "expected"),
+        (("random", "python", "gauss"), "x", "expected a number"),
+        (("random", "numpy", "position"), 625, "expected 624 or less"),  # NumPy would read beyond its words
+        (("random", "cuda"), 3, 'the field "cuda", which is not known'),
+        (("random", "device"), ["cuda"], "expected an object"),
+        (("scheduler", "state"), 3, "expected an object"),
+        (("scheduler", "class"), "x", 'the field "class", which is not known'),
         (("scheduler",), [], "expected an object"),
         (("records",), 3, "expected a list"),
-        (("records", 0), [{}], "pairs"),
-        (("records", 0, 0), 3, "expected an object"),
-        (("records", 0, 1), 3, "expected an object"),
+        (("records", 0), [{}], "expected a list of length 2"),
         (("records", 0, 1, "x"), 3, "expected a list"),
-        (("records", 0, 1, "b"), [[], {}], "expected a weight that occurs only once"),
+        (("records", 0, 1, "b"), [[], {}], "expected weights and names that occur once"),
         (("records", 0, 0, "options", "params"), 3, "expected options without params"),
         (("records", 0, 0, "options"), [], "expected a dict"),
-        (("records", 0, 1, "a", 0, 0), 3, "expected a text"),
-        (("records", 0, 1, "a", 1), {"momentum_buffer": 3}, "expected names that occur once"),
-        (("records", 0, 1, "a"), [[], {}, 1], "expected names of tensors, and other values"),
-        (("records", 0, 0, "scheduled", 0, 0), [], "expected names and numbers"),
+        (("records", 0, 1, "a", 1), {"momentum_buffer": 3}, "expected weights and names that occur once"),
+        (("records", 0, 1, "a"), [[], {}, 1], "expected a list of length 2"),
+        (("records", 0, 0, "scheduled", 0, 0), [], "expected a list of length >= 1"),
         (("records", 0, 0, "scheduled", 0, 0), [-1], "expected 0 or more"),
         (("records", 0, 0, "optimizer"), "\x1b", "expected a name"),
-        (("records", 0, 0, "more"), 1, "which is not one of optimizer"),
+        (("records", 0, 0, "more"), 1, 'the field "more", which is not known'),
     ],
 )
 def test_a_wrong_training_state_is_told_by_field(place: tuple[Any, ...], value: Any, told: str) -> None:
@@ -410,7 +406,7 @@ def test_a_random_state_that_reads_beyond_its_words_is_refused() -> None:
     state[8:12] = torch.tensor([624], dtype=torch.int32).view(torch.uint8)  # left
     state[16:24] = torch.tensor([600]).view(torch.uint8)  # the next of 624
     torch.Generator().set_state(state)  # PyTorch itself lets it pass
-    document["random"]["torch"] = to_json(state, "")
+    document["random"]["torch"] = base64.b64encode(state.numpy()).decode()
     with pytest.raises(FormatError, match="expected a random state"):
         TrainingState.from_json(Field("training", document))
 
@@ -435,7 +431,8 @@ def test_a_schedulers_state_sets_nothing_but_data(kind: str, place: tuple[Any, .
     of_groups = require_records(made.optimizer, made.keys, read_records(through_a_file(records)))
     before = repr(made.scheduler.state_dict())
     scheduler_state(made.scheduler, saved, of_groups)
-    change_at({**saved, "state": saved["state"]}, ("state", *place), value) if place else None
+    assert saved is not None
+    change_at(saved.state, place, value)
     with pytest.raises(PipelineError) as error:
         scheduler_state(made.scheduler, saved, of_groups)
     assert told in str(error.value)
@@ -459,7 +456,9 @@ def test_schedulers_of_every_kind_go_on(scheduler: str) -> None:
     saved, by_group = split_scheduler(before.scheduler, 2)
     written, tensors = records_of(before.optimizer, by_group, before.keys)
     assert by_group
-    saved, records = from_json(through_a_file(to_json(saved, "scheduler"))), read_records(through_a_file(written))
+    assert saved is not None
+    state, records = from_json(through_a_file(to_json(saved.state, "scheduler"))), read_records(through_a_file(written))
+    saved = SavedScheduler(saved.scheduler, state)
     for name, weight in before.weights.items():
         after.weights[name].data.copy_(weight)
     restore_optimizer(after.optimizer, after.keys, records, {key: value.clone() for key, value in tensors.items()})

@@ -7,6 +7,7 @@ import random
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy
 import pytest
 import safetensors.torch
@@ -15,8 +16,7 @@ import torch
 from rota import PipelineError
 from rota.core.errors import FormatError
 from rota.core.reading import Field
-from rota.runtime.checkpoints.optimizer_state import same
-from rota.runtime.checkpoints.random_states import random_state, read_random_state, set_random_state
+from rota.runtime.checkpoints.random_states import OnDevice, random_state, read_random_state, set_random_state
 from rota.runtime.checkpoints.rank_file import (
     LENGTH,
     chunks_of,
@@ -27,8 +27,8 @@ from rota.runtime.checkpoints.rank_file import (
     starts_of,
     write_file,
 )
-from rota.runtime.checkpoints.values import DTYPES, bytes_of, to_json
-from rota.runtime.kept_memory import states_in
+from rota.runtime.checkpoints.values import DTYPES, bytes_of
+from rota.runtime.launcher_files import states_in
 from support.checkpoint_runs import TWO, Training, memory
 from support.pool import Pool
 
@@ -43,10 +43,10 @@ def draw() -> list[Any]:
 
 def test_random_states_come_back_to_the_bit() -> None:
     for _ in range(3):  # each time with another half of a pair of normal numbers
-        state = {**random_state(CPU), "device": ("cuda", torch.arange(16, dtype=torch.uint8))}
+        state = msgspec.structs.replace(random_state(CPU), device=OnDevice("cuda", bytes(range(16))))
         drawn = draw()
-        found = read_random_state(Field("random", json.loads(json.dumps(to_json(state, "random")))))
-        assert same(found, state)
+        found = read_random_state(Field("random", json.loads(msgspec.json.encode(state))))
+        assert found == state
         set_random_state(found, CPU)
         assert draw() == drawn
 

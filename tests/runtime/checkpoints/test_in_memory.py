@@ -15,11 +15,12 @@ import torch.distributed as dist
 
 from rota import PipelineError, split
 from rota.core.simulation import simulate
-from rota.runtime import kept_memory
-from rota.runtime.checkpoints import snapshots
+from rota.runtime import launcher_files
+from rota.runtime.checkpoints import commits, snapshots
 from rota.runtime.environment import KEPT_MEMORY, PROGRESS
-from rota.runtime.kept_memory import states_in
-from support.checkpoint_runs import TWO, Training, memory, model, refusal, steps_in
+from rota.runtime.launcher_files import states_in
+from support.checkpoint_runs import TWO, Training, memory, model, steps_in
+from support.networks import refusal
 from support.pool import Pool
 
 pytestmark = pytest.mark.dist
@@ -211,7 +212,7 @@ def refuse(rank: int, folder: Path) -> None:
             weight.grad = torch.ones_like(weight)
             with pytest.raises(PipelineError, match="has a gradient"):
                 kept.commit(1)
-            weight.grad = torch.zeros_like(weight)  # as zero_grad(set_to_none=False) leaves it
+            weight.grad = None
             buffer = next(weight.tensor for weight, _ in kept._trained.weights.local() if weight.is_buffer)
             buffer.requires_grad_().grad = torch.ones_like(buffer)  # no optimizer has it, so no restart misses it
             kept.commit(1)
@@ -230,7 +231,7 @@ def leave_out(rank: int, folder: Path, what: str) -> None:
     with memory() as file, pytest.MonkeyPatch.context() as patch:
         training = Training(TWO)
         if what == "machine" and rank == 1:
-            patch.setattr(snapshots, "available_bytes", lambda: 1000)
+            patch.setattr(commits, "available_bytes", lambda: 1000)
         if what == "folder":
             patch.setattr(snapshots.Snapshots, "disk_bytes", 64_000_000)
             patch.setattr(snapshots.Snapshots, "count", lambda _: (10**9, 10**9))
@@ -255,8 +256,8 @@ def keep_what_is_counted(rank: int, folder: Path) -> None:
         training = Training(TWO)
         with training.pipeline:
             kept = training.checkpoints(folder)
-            assert kept._snapshots is not None
-            plan, (_, counted) = training.pipeline.plan, kept._snapshots.count()
+            assert kept._commits is not None
+            plan, (_, counted) = training.pipeline.plan, kept._commits.snapshots.count()
             placement = replace(plan.placement, static_bytes=(counted,) * 2, snapshot_bytes=(counted,) * 2)
             most = max(simulate(replace(plan, placement=placement)).peak_memory_bytes)
             cluster = replace(placement.cluster, limit_bytes=(most, most))
@@ -285,7 +286,7 @@ def count_what_is_there(rank: int, folder: Path) -> None:
             first.steps(range(1))
             kept.commit(1)
             kept.commit(2)
-        patch.setattr(snapshots, "available_bytes", lambda: 0)  # the memory of these states is no longer free
+        patch.setattr(commits, "available_bytes", lambda: 0)  # the memory of these states is no longer free
         again = Training(TWO, split(model(1), TWO.plan().num_stages))
         with again.pipeline:
             kept = again.checkpoints(folder)
@@ -303,14 +304,14 @@ def grow(rank: int, folder: Path) -> None:
         training = Training(TWO)
         with training.pipeline:
             kept = training.checkpoints(folder)
-            states = kept._snapshots
-            assert states is not None
+            assert kept._commits is not None
+            states = kept._commits.snapshots
             # Together, both ranks have enough for their weights, but not for an optimizer's state as well.
-            patch.setattr(snapshots, "available_bytes", lambda: 2 * states.count()[0])
+            patch.setattr(commits, "available_bytes", lambda: 2 * states.count()[0])
             kept.commit(0)
             assert steps_in(file) == [0]
             needed = 2 * states.count()[0]
-            patch.setattr(snapshots, "available_bytes", lambda: needed - 2 * states.allocated_bytes)
+            patch.setattr(commits, "available_bytes", lambda: needed - 2 * states.allocated_bytes)
             for step in (1, 2):
                 training.steps(range(step - 1, step))
                 kept.commit(step)
@@ -322,7 +323,7 @@ def test_states_that_have_grown_too_large_are_no_longer_kept(pool: Pool, tmp_pat
     pool.run(2, grow, tmp_path)
 
 
-def grow_on_one(rank: int, folder: Path, what: str) -> None:
+def grow_on_one(rank: int, folder: Path) -> None:
     with memory() as file, pytest.MonkeyPatch.context() as patch:
         training = Training(TWO)
         with training.pipeline:
@@ -331,9 +332,7 @@ def grow_on_one(rank: int, folder: Path, what: str) -> None:
             kept.commit(0)
             kept.commit(1)
             training.steps(range(1))
-            if rank == 1 and what == "known":
-                patch.setattr(snapshots, "available_bytes", lambda: 1000)
-            if rank == 1 and what == "tried":
+            if rank == 1:
                 patch.setattr(os, "posix_fallocate", no_memory)
             kept.commit(2)
             assert sorted(steps_in(file)) == ([] if rank == 1 else [1, 2])
@@ -346,11 +345,10 @@ def no_memory(*_: object) -> None:
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
-@pytest.mark.parametrize("what", ["known", "tried"])
-def test_a_rank_without_memory_for_more_ends_no_run(pool: Pool, tmp_path: Path, what: str) -> None:
-    pool.run(2, grow_on_one, tmp_path, what)
+def test_a_rank_without_memory_for_more_ends_no_run(pool: Pool, tmp_path: Path) -> None:
+    pool.run(2, grow_on_one, tmp_path)
 
 
 def test_without_a_supervisor_nothing_is_kept() -> None:
     assert KEPT_MEMORY not in os.environ
-    assert kept_memory.given() is None
+    assert launcher_files.snapshot_folder() is None

@@ -12,10 +12,10 @@ from torch import nn
 from torch.optim.lr_scheduler import StepLR
 
 from rota import Checkpoints, Cluster, Costs, Pipeline, Plan, place, split
-from rota.runtime.checkpoints.lock import LOCK
+from rota.runtime.checkpoints.checkpoint_folder import LOCK
 from rota.schedules import one_f_one_b
-from support.checkpoint_runs import TWO, Training, model, refusal, save_model
-from support.networks import loss_fn
+from support.checkpoint_runs import TWO, Training, model, save_model
+from support.networks import loss_fn, refusal
 from support.pool import Pool
 
 pytestmark = pytest.mark.dist

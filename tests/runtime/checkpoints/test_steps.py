@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import redirect_stderr
-from io import StringIO
 from pathlib import Path
-from typing import NoReturn
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import rota
 from rota import Checkpoints, Cluster, Costs, Pipeline, PipelineError, Plan, place
 from rota.schedules import one_f_one_b
-from support.checkpoint_runs import TWO, Training, memory
 from support.pool import Pool
 
 pytestmark = pytest.mark.dist
@@ -178,55 +172,3 @@ def refuse_two_scalers(rank: int, folder: Path) -> None:
 
 def test_two_scalers_are_refused(pool: Pool, tmp_path: Path) -> None:
     pool.run(2, refuse_two_scalers, tmp_path)
-
-
-# --- saves that failed ------------------------------------------------------------------------------------------------
-
-
-class Killed(Exception):
-    """Instead of SIGKILL."""
-
-
-def fail_in_save(rank: int, folder: Path, error: Exception) -> tuple[set[str], str]:
-    """Dies after commit(4), in save(4); then goes on from memory. The checkpoints, and what was reported."""
-
-    def fail(checkpoints: Checkpoints, step: int, _: object) -> NoReturn:
-        raise error
-
-    def steps(until: int) -> Iterator[int]:
-        training = Training(TWO)
-        with training.pipeline:
-            checkpoints = training.checkpoints(folder)
-            for step, _ in checkpoints.steps([torch.tensor([0])] * until, save_every=2):
-                training.steps(range(step, step + 1))
-                yield step
-
-    with memory(), pytest.MonkeyPatch.context() as patch, redirect_stderr(StringIO()) as told:
-        done = []
-        with pytest.raises((Killed, PipelineError)):  # noqa: PT012
-            for step in steps(7):
-                done.append(step)
-                if step == 3:
-                    patch.setattr(Checkpoints, "_collect", fail)
-        assert done == [0, 1, 2, 3]
-        if isinstance(error, Killed):
-            patch.undo()
-        done = []
-        for step in steps(5):
-            done.append(step)
-            patch.undo()
-        assert done == [4]
-        dist.barrier()
-        return {path.name for path in folder.glob("step-*")}, told.getvalue()
-
-
-@pytest.mark.parametrize("error", [Killed(), PipelineError("the disk is full")], ids=["killed", "full disk"])
-def test_a_save_that_failed_is_made_up_for(pool: Pool, tmp_path: Path, error: Exception) -> None:
-    (names, told), _ = pool.run(2, fail_in_save, tmp_path, error)
-    if isinstance(error, Killed):
-        assert names == {"step-2", "step-4", "step-5"}
-        assert "not saved again" not in told
-    else:
-        assert names == {"step-2", "step-5"}
-        assert "rota: step 4 is not saved again: " in told
-        assert "the disk is full" in told

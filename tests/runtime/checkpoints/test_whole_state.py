@@ -14,7 +14,8 @@ from torch.distributed.fsdp import fully_shard
 from rota import Checkpoints, Stages, split
 from rota.core.reading import LARGEST
 from rota.runtime.checkpoints.values import DTYPES
-from support.checkpoint_runs import TWO, Run, Training, batch, memory, model, refusal, steps_in
+from support.checkpoint_runs import TWO, Run, Training, batch, memory, model, steps_in
+from support.networks import refusal
 from support.pool import Pool
 
 pytestmark = pytest.mark.dist
@@ -323,51 +324,3 @@ def refuse_nan(rank: int, folder: Path) -> list[int]:
 
 def test_weights_of_a_step_that_is_refused_are_not_kept(pool: Pool, tmp_path: Path) -> None:
     assert pool.run(2, refuse_nan, tmp_path) == [[1], [1]]
-
-
-class Sometimes(nn.Module):
-    """With a weight that only the first step uses."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.first = nn.Linear(6, 6), nn.Linear(6, 6)
-        self.is_first = True
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = torch.tanh(self.linear(x)) + x
-        return x + self.first(x) if self.is_first else x
-
-
-def leave_weights_out(rank: int, folder: Path) -> None:
-    def made() -> Training:
-        torch.manual_seed(0)
-        return Training(TWO, Stages([Sometimes().double() for _ in range(2)]))
-
-    def step(training: Training, number: int) -> None:
-        for stage in training.pipeline.local_stages.values():
-            stage.is_first = number == 0
-        training.pipeline.step(*batch(number))
-        training.optimizer.step()
-        training.optimizer.zero_grad(set_to_none=False)
-
-    def weights(training: Training) -> list[torch.Tensor]:
-        return [weight.detach().clone() for weight in training.pipeline.parameters()]
-
-    with memory():
-        first = made()
-        with first.pipeline:
-            kept = first.checkpoints(folder)
-            for number in range(2):
-                step(first, number)
-                kept.commit(number + 1)
-            step(first, 2)
-            expected = weights(first)
-        again = made()
-        with again.pipeline:
-            assert again.checkpoints(folder).load() is not None
-            step(again, 2)
-            assert all(map(torch.equal, weights(again), expected))
-
-
-def test_a_gradient_of_zeros_is_kept_as_the_optimizer_goes_by_it(pool: Pool, tmp_path: Path) -> None:
-    pool.run(2, leave_weights_out, tmp_path)

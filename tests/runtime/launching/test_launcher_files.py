@@ -8,7 +8,7 @@ import pytest
 
 from rota import Cluster, Costs, FormatError, PipelineError, given_plan, place
 from rota.runtime.launcher_files import is_restart, write_plan
-from rota.runtime.launching.run_folder import snapshot_folders
+from rota.runtime.launching.run_folder import run_folder
 from rota.schedules import one_f_one_b
 
 PLAN = one_f_one_b(place(Costs.uniform(4, 100, 200), Cluster.uniform(4)), 8)
@@ -56,31 +56,26 @@ def test_a_restart_is_known(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     assert is_restart()
 
 
-# --- folders of snapshots ---------------------------------------------------------------------------------------------
+# --- the folder of a run ----------------------------------------------------------------------------------------------
 
 
 def test_what_a_killed_run_left_is_removed_by_the_next_one(tmp_path: Path) -> None:
     """But not the folder of one that still runs, nor what is not Rota's."""
-    left = ["rota-snapshots-left", "rota-snapshots-link", "another"]
+    left = ["rota-run-left", "rota-run-link", "another"]
     for name in (left[0], left[2]):
         (tmp_path / name / "0").mkdir(parents=True)
     (tmp_path / left[1]).symlink_to(tmp_path / "another")
-    with snapshot_folders(str(tmp_path), 2) as folders:
-        assert [folder.is_dir() for folder in folders] == [True, True]
-        assert folders[0].parent.stat().st_mode & 0o777 == 0o700
-        with snapshot_folders(str(tmp_path), 1):
-            assert folders[1].is_dir()
-        assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*left[1:], folders[0].parent.name])
+    with run_folder("rota-run-", str(tmp_path)) as folder:
+        path = Path(folder.path)
+        assert path.stat().st_mode & 0o777 == 0o700
+        with run_folder("rota-run-", str(tmp_path)):
+            assert path.is_dir()
+        assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*left[1:], path.name])
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(left[1:])
     assert (tmp_path / "another" / "0").is_dir()
 
 
-def test_without_restarts_there_is_none() -> None:
-    with snapshot_folders("/nowhere", 0) as folders:
-        assert folders == []
-
-
 def test_a_place_for_snapshots_that_is_none_is_told() -> None:
-    told = "no snapshots can be kept in /nowhere: No such file or directory; name another folder by --snapshot-folder"
-    with pytest.raises(PipelineError, match=told), snapshot_folders("/nowhere", 1):
+    told = "no folder of the run can be made in /nowhere: No such file or directory; name another one by --snapshot"
+    with pytest.raises(PipelineError, match=told), run_folder("rota-run-", "/nowhere"):
         pass

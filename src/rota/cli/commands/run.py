@@ -16,7 +16,6 @@ from rota.core import reading
 from rota.core.errors import PipelineError
 
 _MOST_PROCESSES = 1024  # that `rota run` starts
-_PIPELINE_S = 60.0  # after which a script that has made no pipeline is likely to make none
 
 
 @command("rota run --timeline measured.json plan.json train.py --steps 100", interspersed=False)
@@ -102,7 +101,6 @@ def run(options: Options) -> int:
             max_restarts=options.max_restarts,
             snapshot_folder=options.snapshot_folder,
             timeout_s=options.timeout,
-            pipeline_within_s=_PIPELINE_S,
             environment={DEVICE: options.device, PROGRESS: "1", "ROTA_VERIFY": options.verify or ""},
             worker="rota.runtime.launching.worker" if options.verify is None else "rota.verifying.run_worker",
             forks=True,

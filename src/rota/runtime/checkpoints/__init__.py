@@ -11,11 +11,9 @@ import hashlib
 import logging
 import os
 import sys
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
-from functools import partial
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple, final
@@ -23,28 +21,28 @@ from typing import Any, NamedTuple, final
 import torch
 from torch.optim import Optimizer
 
-from rota.core.errors import FormatError, LostRankError, PipelineError
+from rota.core.errors import FormatError, PipelineError
 from rota.core.plan import Plan
-from rota.core.reading import LARGEST, Field
-from rota.runtime import control, kept_memory
+from rota.core.reading import Field
+from rota.runtime import control, launcher_files
 from rota.runtime.agreement import Call
 from rota.runtime.checkpoints import checkpoint_folder
 from rota.runtime.checkpoints.all_ranks import DamagedError, Ranks
 from rota.runtime.checkpoints.batches import Batches
+from rota.runtime.checkpoints.checkpoint_folder import say
+from rota.runtime.checkpoints.commits import Commits
 from rota.runtime.checkpoints.contents import read_contents
-from rota.runtime.checkpoints.lock import locked
-from rota.runtime.checkpoints.manifest import MANIFEST, File, Manifest, file_of, read_saved, require_json
-from rota.runtime.checkpoints.names import Weights
+from rota.runtime.checkpoints.manifest import MANIFEST, File, Manifest, file_of, read_saved, require_json, require_step
 from rota.runtime.checkpoints.optimizer_state import refuse_inner_optimizers
 from rota.runtime.checkpoints.rank_file import Chunk, chunks_of, write_file
-from rota.runtime.checkpoints.snapshots import Snapshots, count_room
+from rota.runtime.checkpoints.snapshots import Snapshots
 from rota.runtime.checkpoints.state import Merged, Restoring, Trained, merge
 from rota.runtime.checkpoints.tensors import Reader, copied, share_out
+from rota.runtime.checkpoints.weights import Weights
 from rota.runtime.faults.watchdog import PATIENT
 from rota.runtime.json_messages import all_gather_json
 from rota.runtime.launcher_files import is_restart
 from rota.runtime.pipeline import Pipeline
-from rota.runtime.reducing.wrapped_stages import is_sharded, unreduced
 from rota.runtime.transport import collective
 
 
@@ -61,7 +59,6 @@ class Checkpoint(NamedTuple):
 
 
 _LEFT_LOCK_S = 100.0  # NFS frees the locks of a machine that is gone after 90 s
-_WITHOUT = "a restart goes on from the last checkpoint"
 
 
 @final
@@ -106,23 +103,16 @@ class Checkpoints:
         path = str(self._folder.resolve())
         self._training = hashlib.sha256(path.encode()).hexdigest()[:16]  # what tells it from others of the same script
         self._trained = Trained(Weights(pipeline), optimizer, scheduler, pipeline.device)
-        self._is_sharded = any(map(is_sharded, pipeline.parameters()))
         self._thread = ThreadPoolExecutor(1, "rota-checkpoints") if asynchronous else None
         self._writing: Future[None] | None = None
         self._lock = ExitStack()
-        self._snapshots = None  # where this rank keeps its states in memory, if a supervisor has given it room
-        if (given := kept_memory.given()) is not None:
-            self._snapshots = Snapshots(given, self._trained, path, self._training)
-        self._num_commits = 0
-        self._most_bytes = 0  # of memory for the states of one rank
-        self._has_room = True  # for states in memory; if not, no rank keeps any
-        self._has_room_here = True  # if not, this rank keeps none until all ranks count again
-        self._num_steps_committed = -1  # of the pipeline's, when `commit` was called last
-        self._step_committed = -1  # what `commit` was given last
+        self._commits: Commits | None = None  # if a supervisor has given this rank room for its states in memory
+        if (room := launcher_files.snapshot_folder()) is not None:
+            snapshots = Snapshots(room, self._trained, path, self._training)
+            self._commits = Commits(pipeline, self._trained, snapshots, self._share)
         self._newest_at_load = 0  # the number of the newest checkpoint when one was loaded last
-        self._newest_step_saved = 0  # its step
         with pipeline.watching("the other ranks to make their Checkpoints", PATIENT):
-            self._ranks = Ranks(pipeline._processes.everyone, asynchronous)
+            self._ranks = Ranks(pipeline.processes.everyone, asynchronous)
             pipeline.before_close.callback(self.close)
             atexit.register(self._close_at_exit)  # registered after the pipeline's, so it runs before it
             self._ranks.agreed("checking the arguments", self._check)
@@ -146,7 +136,7 @@ class Checkpoints:
         if os.access(self._folder, os.W_OK):  # a read-only folder needs no lock: it can only be loaded from
             # Under torchrun, the first rank of before may be on a machine that is lost, whose lock a server of files
             # frees later.
-            self._lock.enter_context(locked(self._folder, _LEFT_LOCK_S if is_restart() else 0))
+            self._lock.enter_context(checkpoint_folder.locked(self._folder, _LEFT_LOCK_S if is_restart() else 0))
             checkpoint_folder.recover_folder(self._folder)
 
     # --- the loop -------------------------------------------------------------------------------------------------
@@ -180,8 +170,8 @@ class Checkpoints:
         return self._steps(batches, save_every)
 
     def _steps(self, batches: Batches, save_every: int | None) -> Iterator[tuple[int, Any]]:
-        found, loss_scale = self.load(), self._pipeline._step_end.loss_scale
-        step, saved = 0, max(self._newest_step_saved, 0)
+        found, loss_scale = self.load(), self._pipeline.loss_scale
+        step, is_saved = 0, True
 
         def extra() -> dict[str, Any]:
             return {"data": batches.position, "scaler": loss_scale.state()}
@@ -195,50 +185,31 @@ class Checkpoints:
             batches.go_on(Field("data", found.extra["data"]))
             if found.extra["scaler"] is not None:
                 loss_scale.restore(found.extra["scaler"])
-            step = found.step
-            if found.path is not None:
-                saved = step  # a newer one may be damaged
-            elif save_every is not None and saved < step - step % save_every and self._is_saved_again(step, extra()):
-                saved = step
+            step, is_saved = found.step, found.path is not None
         for batch in batches:
             yield step, batch
             step += 1
             self.commit(step, **extra())
             stops = self._pipeline.should_stop
-            if stops or (save_every is not None and step % save_every == 0):
+            is_saved = stops or (save_every is not None and step % save_every == 0)
+            if is_saved:
                 self.save(step, **extra())
-                saved = step
             if stops:
                 return
-        if saved != step:
+        if not is_saved:
             self.save(step, **extra())
-
-    def _is_saved_again(self, step: int, extra: dict[str, Any]) -> bool:
-        """Save after a restart from memory, as a rank failed while the last checkpoint was saved.
-
-        An error ends the ranks no more than once per checkpoint: a full disk must not use up the restarts.
-        """
-        try:
-            self.save(step, **extra)
-        except LostRankError:
-            raise
-        except PipelineError as error:
-            self._report(f"step {step} is not saved again: {error}")
-            return False
-        return True
 
     def _share_first_batch(self, value: Any) -> list[Any]:
         """The values of each replica's first process. Collective."""
-        awaited, processes = "the other ranks' first batch", self._pipeline._processes
-        with self._pipeline.watching(awaited, PATIENT):
-            self._pipeline._agreement.share(Call.BEGIN_EPOCH, f"waiting for {awaited}")
-        told = self._share(awaited, value)
-        return [told[of_rank[0]] for of_rank in processes.pipelines[:: processes.num_tp_shards]]
+        awaited, processes = "the other ranks' first batch", self._pipeline.processes
+        self._pipeline.meet(Call.BEGIN_EPOCH, awaited)
+        values = self._share(awaited, value)
+        return [values[of_rank[0]] for of_rank in processes.pipelines[:: processes.num_tp_shards]]
 
     def _share(self, awaited: str, value: Any) -> list[Any]:
         """All processes' JSON values; also while a thread saves, which has a process group of its own. Collective."""
         with self._pipeline.watching(awaited, PATIENT), collective(f"waiting for {awaited}"):
-            return all_gather_json(value, self._pipeline._processes.everyone)
+            return all_gather_json(value, self._pipeline.processes.everyone)
 
     # --- saving ---------------------------------------------------------------------------------------------------
 
@@ -253,8 +224,8 @@ class Checkpoints:
             PipelineError: on all ranks, if one of them fails, or if the last asynchronous `save` failed.
         """
         awaited = f"the other ranks to save step {step}"
+        self._pipeline.meet(Call.SAVE, awaited)
         with self._pipeline.watching(awaited, PATIENT):
-            self._pipeline._agreement.share(Call.SAVE, f"waiting for {awaited}")
             self.wait()
             data, small = self._ranks.agreed("collecting the state", lambda: self._collect(step, extra))
             gathered = self._ranks.gather(small)
@@ -291,11 +262,11 @@ class Checkpoints:
             self.close()
         except Exception as error:
             _failed_at_exit.append(error)
-            _print(f"the last checkpoint was not saved: {error}")
+            say(f"the last checkpoint was not saved: {error}")
             self._pipeline.close()
 
     def _collect(self, step: int, extra: dict[str, Any]) -> tuple[dict[Chunk, torch.Tensor], dict[str, Any]]:
-        _require_step(step)
+        require_step(step)
         require_json(extra)
         self._trained.weights.require_all()
         tensors, small = self._trained.collect(with_buffers=self._pipeline.replica == 0)
@@ -352,87 +323,15 @@ class Checkpoints:
         Raises:
             PipelineError: there is a gradient, which a restart would lose, or state that no checkpoint can hold.
         """
-        if self._snapshots is None or not self._has_room:
-            return
-        begun_s = time.monotonic()
-        gradients = self._gradients()
-        self._refuse_gradients(gradients)
-        _require_step(step)
-        if step <= self._step_committed and self._pipeline.num_steps != self._num_steps_committed:
-            raise PipelineError(
-                f"commit({step}) after commit({self._step_committed}) and more steps: a restart could not tell which "
-                f"state is newer; give the number of steps done"
-            )
-        has_begun_steps = self._pipeline.has_begun_steps
-        self._pipeline._settle_begun_steps()  # the weights of a step that is refused must not be kept
-        self._num_commits += 1
-        if self._num_commits & (self._num_commits - 1) == 0:  # commits 1, 2, 4, 8, …: an optimizer's state grows
-            self._has_room = self._count(self._snapshots)
-        if not self._has_room:
-            self._snapshots.give_up()
-            return
-        if has_begun_steps or self._pipeline.num_steps == self._num_steps_committed:
-            # No rank may be two steps ahead of another, and no step has made them wait for each other.
-            self._share(f"the other ranks to commit step {step}", None)
-        self._num_steps_committed, self._step_committed = self._pipeline.num_steps, step
-        if not self._has_room_here:
-            return
-        require_json(extra)
-        try:
-            self._snapshots.keep(step, extra, self._newest_at_load, [*gradients])
-        except OSError as error:
-            self._has_room_here = False
-            self._snapshots.give_up()
-            _print(
-                f"process {self._ranks.mine} keeps no states in memory from step {step} on: its state has grown, and "
-                f"this machine lacks memory for it ({error.strerror}); {_WITHOUT}"
-            )
-        else:
-            if self._pipeline._progress is not None:
-                self._pipeline._progress.committed(begun_s, self._most_bytes)
+        if self._commits is not None:
+            self._commits.commit(step, extra, self._newest_at_load)
 
-    def _gradients(self) -> dict[str, torch.Tensor]:
-        """The gradients of this rank by the keys of their weights. No optimizer has buffers, so theirs do not count."""
-        return {
-            weight.key(weight.names[0], shard): weight.tensor.grad
-            for weight, shard in self._trained.weights.local()
-            if not weight.is_buffer and weight.tensor.grad is not None
-        }
-
-    def _refuse_gradients(self, gradients: dict[str, torch.Tensor]) -> None:
-        """Raises PipelineError if one of them is not zeros, or if FSDP has one that is not in `.grad`."""
-        # Those of zero_grad(set_to_none=False) are zeros. One answer for all: each waits for an accelerator.
-        if gradients and torch.stack([gradient.any() for gradient in gradients.values()]).any():
-            name = next(name for name, gradient in gradients.items() if gradient.any())
-            raise PipelineError(
-                f"{name} has a gradient, which a restart from memory would lose; call commit after "
-                f"optimizer.step() and optimizer.zero_grad()"
-            )
-        if self._is_sharded and (held_back := unreduced(self._pipeline.local_stages.values())):
-            name = next(weight.names[0] for weight, _ in self._trained.weights.local() if weight.tensor in held_back)
-            raise PipelineError(
-                f"{name} has a gradient of a step with sync=False, which FSDP keeps until a step with sync=True, and "
-                f"which a restart from memory would lose; call commit after a step with sync=True, optimizer.step() "
-                f"and optimizer.zero_grad()"
-            )
-
-    def _count(self, snapshots: Snapshots) -> bool:
-        """Whether the states of all ranks fit in memory. Reports what they need, and what there is. Collective."""
-        self._trained.weights.require_all()
-        awaited = f"the other ranks' commit number {self._num_commits}"
-        found = count_room(self._pipeline, snapshots, not self._has_room_here, partial(self._share, awaited))
-        self._most_bytes = found.most_bytes
-        if not found.fits:
-            self._report(f"states are not kept in memory: {found.text}; {_WITHOUT}")
-        elif self._num_commits == 2 and not is_restart():  # the first step has made the optimizer's state
-            self._report(f"states are kept in memory: {found.text}")
-        return found.fits
-
-    def _load_from_memory(self, snapshots: Snapshots, newest_saved: int) -> Checkpoint | None:
+    def _load_from_memory(self, commits: Commits, newest_saved: int) -> Checkpoint | None:
         """Restore the newest step that all ranks have in memory. Collective.
 
         Nothing is restored if a later step was saved since: `newest_saved` is that of the newest checkpoint.
         """
+        snapshots = commits.snapshots
         step = max(set.intersection(*map(set, self._ranks.gather(snapshots.steps))), default=-1)
         if step < 0 or (step < newest_saved and snapshots.newest_at_load(step) < self._newest_at_load):
             snapshots.forget_all_but(None)
@@ -440,9 +339,8 @@ class Checkpoints:
         kept = self._ranks.agreed(f"looking at step {step} in memory", lambda: snapshots.prepare(step))
         self._ranks.agreed(f"setting the state of step {step} in memory", kept.restore)
         snapshots.forget_all_but(step)
-        self._step_committed = step
-        if is_restart():
-            self._report(f"training resumes from step {step} in memory")
+        commits.last_step = step
+        self._report(f"training resumes from step {step} in memory")
         return Checkpoint(step, kept.extra, self._pipeline.plan, None)
 
     # --- loading --------------------------------------------------------------------------------------------------
@@ -463,16 +361,15 @@ class Checkpoints:
         with self._pipeline.watching("the other ranks to load a checkpoint", PATIENT):
             found = self._loaded(step)
             if found is not None:
-                self._pipeline._count_from(found.step)
+                self._pipeline.count_from(found.step)
             return found
 
     def _loaded(self, step: int | None) -> Checkpoint | None:
         self.wait()
         names, self._newest_at_load = self._ranks.first("looking for checkpoints", lambda: self._find(step))
-        self._newest_step_saved = int(names[0].removeprefix("step-")) if names else -1
-        if self._snapshots is not None and step is None:
-            kept = self._load_from_memory(self._snapshots, self._newest_step_saved)
-            if kept is not None:
+        if self._commits is not None and step is None:
+            newest_saved = int(names[0].removeprefix("step-")) if names else -1
+            if (kept := self._load_from_memory(self._commits, newest_saved)) is not None:
                 return kept
         for name, before in zip_longest(names, names[1:]):
             try:
@@ -482,11 +379,10 @@ class Checkpoints:
                     raise PipelineError(f"{error}; {_remedy(step)}") from None
                 self._report(f"{error}; going back to {self._folder / before}")
             else:
-                if is_restart():
-                    self._report(f"training resumes from {found.path}")
-                self._step_committed = -1
-                if self._snapshots is not None:  # no restart may lead back to later steps of before
-                    self._snapshots.forget_all_but(None)
+                self._report(f"training resumes from {found.path}")
+                if self._commits is not None:  # no restart may lead back to later steps of before
+                    self._commits.last_step = -1
+                    self._commits.snapshots.forget_all_but(None)
                 return found
         if is_restart():
             self._report(f"training starts from the beginning: no whole checkpoint in {self._folder}")
@@ -495,7 +391,7 @@ class Checkpoints:
     def _report(self, text: str) -> None:
         """Print one line on the first process."""
         if self._ranks.mine == 0:
-            _print(text)
+            say(text)
 
     def _find(self, step: int | None) -> tuple[list[str], int]:
         """The names of the checkpoints to try, in order; and the number of the newest one, 0 if there is none."""
@@ -531,18 +427,8 @@ class Checkpoints:
         return Checkpoint(manifest.step, manifest.extra, contents.plan, path), restoring, reader
 
 
-def _require_step(step: object) -> None:
-    """Raises PipelineError if it is not the number of a step, or too large to be read again."""
-    if type(step) is not int or not 0 <= step <= LARGEST:
-        raise PipelineError(f"step={step!r}; give a whole number from 0 to {LARGEST:,}")
-
-
 def _remedy(step: int | None) -> str:
     return "no other checkpoint is whole" if step is None else "give another step, or None for the newest"
-
-
-def _print(text: str) -> None:
-    print(f"rota: {text}", file=sys.stderr, flush=True)
 
 
 # --- at the end of a process ------------------------------------------------------------------------------------------

@@ -12,19 +12,34 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from typing import Any, final
 
+import msgspec
 import torch
 
 from rota.core.errors import PipelineError
 from rota.core.reading import LARGEST, Field
+from rota.core.whole_numbers import Positive, Whole
 from rota.runtime.checkpoints.random_states import random_state, set_random_state
 from rota.runtime.compute import seed_of
 from rota.runtime.fingerprints import fingerprint
 
 _CPU = torch.device("cpu")
-_FIELDS = ("seed", "epoch", "num_batches", "num_replicas", "length", "first")
+
+
+class Position(msgspec.Struct, forbid_unknown_fields=True):
+    """Where the next batch is, after `num_batches` of an epoch.
+
+    `length`: of the epoch, in batches; None if it has not begun, or does not say. `first`: fingerprints of each
+    replica's first batch; "" is of what cannot be compared.
+    """
+
+    seed: Whole
+    epoch: Whole
+    num_batches: Whole
+    num_replicas: Positive
+    length: Whole | None
+    first: tuple[str, ...]
 
 
 @final
@@ -52,81 +67,77 @@ class Batches:
             raise PipelineError(f"num_epochs={num_epochs!r}; give the number of epochs in all, 1 or more")
         if type(seed) is not int or not 0 <= seed <= LARGEST:
             raise PipelineError(f"seed={seed!r}; give a whole number from 0 to {LARGEST}")
-        self._loader, self._num_epochs, self._seed = loader, num_epochs, seed
-        self._num_replicas, self._share = num_replicas, share
-        self._epoch, self._num_batches = 0, 0
-        self._length: int | None = None  # of the epoch, in batches; None if it has not begun, or does not say
-        self._first: list[str] = []  # fingerprints of each replica's first batch; "" is of what cannot be compared
+        self._loader, self._num_epochs, self._share = loader, num_epochs, share
+        self._at = Position(seed, 0, 0, num_replicas, None, ())
 
     @property
     def position(self) -> dict[str, Any]:
         """Where the next batch is, as JSON: for `go_on` in another process."""
-        values = (self._seed, self._epoch, self._num_batches, self._num_replicas, self._length, self._first)
-        return dict(zip(_FIELDS, values, strict=True))
+        position: dict[str, Any] = msgspec.to_builtins(self._at)
+        return position
 
     def go_on(self, position: Field) -> None:
         """Begin at a `position`. Raises PipelineError or FormatError if it is none of this loader's."""
-        position.refuse_others(_FIELDS)
-        seed, epoch, num_batches, num_replicas = (position[name].integer(0) for name in _FIELDS[:4])
-        if seed != self._seed:
-            raise PipelineError(f"seed={self._seed}, but the training has had the seed {seed} so far; give that one")
-        length = position["length"].integer_or_none(0)
-        if num_batches and num_batches == length:  # it was saved after the epoch's last batch
-            epoch, num_batches = epoch + 1, 0
-        if num_batches and num_replicas != self._num_replicas:
+        at, now = position.read(Position), self._at
+        if at.seed != now.seed:
+            raise PipelineError(f"seed={now.seed}, but the training has had the seed {at.seed} so far; give that one")
+        if at.num_batches == 0 or at.num_batches == at.length:  # it was saved after the epoch's last batch
+            now.epoch = at.epoch + (at.num_batches > 0)
+            return
+        if at.num_replicas != now.num_replicas:
             raise PipelineError(
-                f"epoch {epoch} was begun by {num_replicas} replicas, and cannot be gone on with by "
-                f"{self._num_replicas}: each gets other samples; use {num_replicas} until its end"
+                f"epoch {at.epoch} was begun by {at.num_replicas} replicas, and cannot be gone on with by "
+                f"{now.num_replicas}: each gets other samples; use {at.num_replicas} until its end"
             )
-        self._epoch, self._num_batches = epoch, num_batches
-        if num_batches:
-            self._length, self._first = length, [value.text() for value in position["first"]]
-            if len(self._first) != num_replicas:
-                raise position["first"].wrong(f"one text for each of the {num_replicas} replicas")
+        if len(at.first) != at.num_replicas:
+            raise position["first"].wrong(f"one text for each of the {at.num_replicas} replicas")
+        self._at = at
 
     def __iter__(self) -> Iterator[Any]:
-        while self._epoch < self._num_epochs:
+        while self._at.epoch < self._num_epochs:
             yield from self._rest_of_epoch()
-            self._epoch, self._num_batches, self._length, self._first = self._epoch + 1, 0, None, []
+            self._at = Position(self._at.seed, self._at.epoch + 1, 0, self._at.num_replicas, None, ())
 
     def _rest_of_epoch(self) -> Iterator[Any]:
-        seed, own = seed_of(self._seed, self._epoch), dict[str, Any]()
-        with _drawing(own):
+        at = self._at
+        seed, own = seed_of(at.seed, at.epoch), _OwnDraws()
+        with own:
             _set_seed(seed)
-            _begin_epoch(self._loader, self._epoch, seed)
+            _begin_epoch(self._loader, at.epoch, seed)
             batches = iter(self._loader)
         number, none = 0, object()
         while True:
-            with _drawing(own):
+            with own:
                 batch = next(batches, none)
             if batch is none:
                 break
             if number == 0:
                 self._compare(batch)
             number += 1
-            if number > self._num_batches:
-                self._num_batches = number
+            if number > at.num_batches:
+                at.num_batches = number
                 yield batch
-        if number < self._num_batches:
+        if number < at.num_batches:
             raise PipelineError(
-                f"epoch {self._epoch} has {number} batches, but {self._num_batches} of it were trained before: the "
-                f"data has changed; go on with the same"
+                f"epoch {at.epoch} has {number} batches, but {at.num_batches} of it were trained before: the data has "
+                f"changed; go on with the same"
             )
 
     def _compare(self, batch: Any) -> None:
         """Refuse data in another order than before the restart. Collective."""
-        told = self._share([_length_of(self._loader), fingerprint(batch)])
-        first = [first for _, first in told]
-        for replica, (before, now) in enumerate(zip(self._first or first, first, strict=True)):
+        at = self._at
+        (length, _), *_ = of_replicas = self._share([_length_of(self._loader), fingerprint(batch)])
+        first = tuple(first for _, first in of_replicas)
+        for replica, (before, now) in enumerate(zip(at.first or first, first, strict=True)):
             if before and now and before != now:
-                where = f" on replica {replica}" if self._num_replicas > 1 else ""
+                where = f" on replica {replica}" if at.num_replicas > 1 else ""
                 raise PipelineError(
-                    f"the first batch of epoch {self._epoch}{where} differs from the one before: samples would be lost "
+                    f"the first batch of epoch {at.epoch}{where} differs from the one before: samples would be lost "
                     f"or seen twice; go on with the same data and batch size, and make sure that whatever shuffles "
                     f"uses the random numbers of torch, random or numpy.random, or has a set_epoch"
                 )
-        if not self._first:
-            self._length, self._first = told[0][0], first
+        if not at.first:
+            at.length, at.first = length, first
 
 
 def _length_of(loader: Any) -> int | None:
@@ -160,17 +171,19 @@ def _begin_epoch(loader: Any, epoch: int, seed: int) -> None:
             generator.manual_seed(seed)
 
 
-@contextmanager
-def _drawing(own: dict[str, Any]) -> Iterator[None]:
-    """Inside, all that draws random numbers draws those of `own` state, which is empty before it is first used."""
-    of_training = random_state(_CPU)
-    if own:
-        set_random_state(own, _CPU)
-    try:
-        yield
-    finally:
-        own.update(random_state(_CPU))
-        set_random_state(of_training, _CPU)
+class _OwnDraws:
+    """Inside, all that draws random numbers draws from a state of its own: first from that of before."""
+
+    def __init__(self) -> None:
+        self._own, self._outside = random_state(_CPU), random_state(_CPU)
+
+    def __enter__(self) -> None:
+        self._outside = random_state(_CPU)
+        set_random_state(self._own, _CPU)
+
+    def __exit__(self, *_: object) -> None:
+        self._own = random_state(_CPU)
+        set_random_state(self._outside, _CPU)
 
 
 def _set_seed(seed: int) -> None:

@@ -2,19 +2,34 @@
 
 step-20.partial/  being written, by all ranks ──one rename──▶  step-20/  whole
 step-20.replaced/ the old step-20, while it is saved again   ──▶  removed, or put back after a crash
+
+One job at a time uses it: its first rank holds a lock, which ends with the process.
 """
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 import re
 import shutil
+import socket
 import stat
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 
 from rota.core.errors import FormatError, PipelineError
+from rota.core.reading import printable
 from rota.runtime.checkpoints.manifest import MANIFEST, Saved, file_of, read_saved
 
+LOCK = ".rota.lock"
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
+_LOOK_S = 0.05  # between two tries
 _WHOLE = re.compile("step-([0-9]{1,18})")
 _TEMPORARY = re.compile(r"step-[0-9]{1,18}\.(partial|replaced)")
 _INSIDE = re.compile(r"rota\.json|rank-[0-9]+\.safetensors|\..+")  # file systems make hidden files
@@ -137,3 +152,92 @@ def _sync(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def say(text: str) -> None:
+    """Print one line for the user."""
+    print(f"rota: {text}", file=sys.stderr, flush=True)
+
+
+# --- the lock ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _Held:
+    descriptor: int
+    num_users: int = 0
+
+
+_held: dict[str, _Held] = {}  # this process's locks, by the folder's real path
+
+
+@contextmanager
+def locked(folder: Path, patience_s: float = 0.0) -> Iterator[None]:
+    """Keeps other jobs out; all users in one process share the lock.
+
+    Raises PipelineError if another job holds the lock for longer than `patience_s`.
+    """
+    key = os.path.realpath(folder)
+    held = _held.setdefault(key, _held.get(key) or _Held(_lock(folder, patience_s)))
+    held.num_users += 1
+    try:
+        yield
+    finally:
+        held.num_users -= 1
+        if held.num_users == 0 and _held.get(key) is held:  # a forked child holds no lock
+            del _held[key]
+            os.close(held.descriptor)
+
+
+def _lock(folder: Path, patience_s: float) -> int:
+    """A descriptor that holds the lock; warns if the file system has no locks."""
+    path = folder / LOCK
+    try:
+        lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o644)
+    except OSError as error:
+        raise PipelineError(f"cannot lock {folder} with {path}: {error.strerror}; move that file away") from None
+    with ExitStack() as failing:
+        failing.callback(os.close, lock)
+        if not stat.S_ISREG(os.fstat(lock).st_mode):
+            raise PipelineError(f"cannot lock {folder}: {path} is not a regular file; move it away")
+        try:
+            _take(folder, lock, patience_s)
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise PipelineError(f"cannot lock {path}: {error.strerror}; save into another folder") from None
+            say(f"{folder} is on a file system without locks ({error.strerror}); let only one job use it at a time")
+        holder = f"process {os.getpid()} on {socket.gethostname()}, since {datetime.now():%Y-%m-%d %H:%M:%S}"
+        os.ftruncate(lock, 0)
+        os.pwrite(lock, holder.encode(), 0)
+        failing.pop_all()
+    return lock
+
+
+def _take(folder: Path, lock: int, patience_s: float) -> None:
+    """Raises PipelineError if somebody else holds the lock for longer than `patience_s`, OSError if there are none."""
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        holder = printable(os.pread(lock, 200, 0).decode(errors="replace"))
+        in_use = f"{folder} is in use by another job ({holder})"
+    else:
+        return
+    if patience_s:
+        say(f"{in_use}; waiting up to {patience_s:.0f} s for it")
+    until_s = time.monotonic() + patience_s
+    while time.monotonic() < until_s:
+        time.sleep(_LOOK_S)
+        with suppress(BlockingIOError):
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+    raise PipelineError(f"{in_use}; end that job, or save into another folder")
+
+
+def _leave_to_the_parent() -> None:
+    """Close the locks in a forked child, such as a data loader's worker, which may outlive the job."""
+    for held in _held.values():
+        os.close(held.descriptor)
+    _held.clear()
+
+
+os.register_at_fork(after_in_child=_leave_to_the_parent)

@@ -15,10 +15,10 @@ from rota.core.reading import Field, printable, short
 from rota.core.writing import whole_file
 from rota.runtime.checkpoints.checkpoint_folder import is_checkpoint, readable_ones
 from rota.runtime.checkpoints.manifest import MANIFEST, Manifest, Saved, naming, read_saved
-from rota.runtime.checkpoints.names import model_key
 from rota.runtime.checkpoints.optimizer_state import tensor_key
 from rota.runtime.checkpoints.state import TrainingState
 from rota.runtime.checkpoints.tensors import Index, Reader, check, read_index
+from rota.runtime.checkpoints.weights import model_key
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ from rota.core.errors import FormatError, PipelineError
 from rota.core.whole_numbers import Positive, Whole
 
 MANIFEST = "rota.json"
-FORMAT = 4
+FORMAT = 5
 _PIECE_BYTES = 2**22
 
 
@@ -72,9 +72,9 @@ class Manifest:
     def from_json(cls, text: str) -> Manifest:
         """The manifest with this text. Raises FormatError that names the field."""
         document = reading.parse(text, "checkpoint")
-        if (found := document["format"]).integer() != FORMAT:
-            writer = "an earlier" if found.integer() < FORMAT else "a later"
-            raise found.wrong(f"{FORMAT}; it was saved by {writer} version of Rota; use it with that version")
+        if (written_as := document["format"]).read(int) != FORMAT:
+            writer = "an earlier" if written_as.value < FORMAT else "a later"
+            raise written_as.wrong(f"{FORMAT}; it was saved by {writer} version of Rota; use it with that version")
         sha256 = document["sha256"].value
         written = {name: value for name, value in document.value.items() if name != "sha256"}
         fields = {name: value for name, value in written.items() if name != "format"}
@@ -183,3 +183,9 @@ def require_json(extra: dict[str, Any]) -> None:
                 f"extra[{name!r}], a {type(value).__name__}, would not come back from JSON as it is; give finite "
                 f"numbers, strings, bools, None, and lists and dicts of them whose keys are strings"
             )
+
+
+def require_step(step: object) -> None:
+    """Raises PipelineError if it is not the number of a step, or too large to be read again."""
+    if type(step) is not int or not 0 <= step <= reading.LARGEST:
+        raise PipelineError(f"step={step!r}; give a whole number from 0 to {reading.LARGEST:,}")

@@ -9,14 +9,17 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple, TypeAlias
+from typing import Annotated, Any, NamedTuple, TypeAlias
 
+import msgspec
 import torch
+from msgspec import Meta
 from torch.optim import Optimizer
 
 from rota.core.errors import PipelineError
-from rota.core.reading import LARGEST, LONGEST_NAME, Field, printable, short
-from rota.runtime.checkpoints.values import from_json, pairs, to_json
+from rota.core.reading import LONGEST_NAME, Field, Name, printable, short
+from rota.core.whole_numbers import Whole
+from rota.runtime.checkpoints.values import from_json, to_json
 
 #: Where a value per group is in a scheduler's state: ("base_lrs",), or ("_schedulers", 0, …) in a nested scheduler.
 Place: TypeAlias = tuple[str | int, ...]
@@ -32,7 +35,7 @@ class Record(NamedTuple):
     optimizer: str
     options: dict[str, Any]
     scheduled: dict[Place, Any]
-    tensors: list[str]
+    tensors: tuple[str, ...]
     values: dict[str, Any]
 
 
@@ -84,38 +87,37 @@ def records_of(
     return groups, tensors
 
 
+class _Group(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What the weights of a group share, as `records_of` writes it."""
+
+    optimizer: Name
+    options: Any
+    scheduled: tuple[tuple[Annotated[tuple[Name | Whole, ...], Meta(min_length=1)], Any], ...]
+
+
+_Written: TypeAlias = list[tuple[_Group, dict[Name, tuple[tuple[Name, ...], Any]]]]
+
+
 def read_records(field: Field) -> dict[str, Record]:
     """The records that `records_of` wrote, by weight. Raises FormatError that names the field."""
-    found: dict[str, Record] = {}
-    for shared, of_weights in pairs(field, LARGEST):
-        shared.refuse_others(("optimizer", "options", "scheduled"))
-        options = _dict(shared["options"])
+    records: dict[str, Record] = {}
+    for group, of_weights in field.read(_Written):
+        options = _dict(Field(f"{field.path}, options", group.options))
         if not options.keys().isdisjoint(_OF_THE_RANK):
-            raise shared["options"].wrong(f"options without {' and '.join(_OF_THE_RANK)}, which differ between ranks")
-        scheduled = {_place(place): from_json(value) for place, value in pairs(shared["scheduled"])}
-        for key, own in of_weights.items():
-            if key.value in found:
-                raise key.wrong("a weight that occurs only once")
-            if len(parts := [*own]) != 2:
-                raise own.wrong("names of tensors, and other values")
-            tensors, values = [name.name() for name in parts[0]], _dict(parts[1])
-            if len({*tensors, *values}) < len(tensors) + len(values):
-                raise own.wrong("names that occur once")
-            found[key.value] = Record(shared["optimizer"].name(), options, scheduled, tensors, values)
-    return found
+            raise field.wrong(f"options without {' and '.join(_OF_THE_RANK)}, which differ between ranks")
+        scheduled = {place: from_json(Field(f"{field.path}, scheduled", value)) for place, value in group.scheduled}
+        for key, (tensors, state) in of_weights.items():
+            values = _dict(Field(f"{field.path}, {short(key)}", state))
+            if key in records or len({*tensors, *values}) < len(tensors) + len(values):
+                raise field.wrong(f"weights and names that occur once, not twice as in {short(key)}")
+            records[key] = Record(group.optimizer, options, scheduled, tensors, values)
+    return records
 
 
 def _dict(field: Field) -> dict[str, Any]:
     if type(value := from_json(field)) is not dict:
         raise field.wrong("a dict")
     return value
-
-
-def _place(field: Field) -> Place:
-    place = tuple(part.integer(0) if isinstance(part.value, int) else part.name() for part in field)
-    if not place:
-        raise field.wrong("names and numbers")
-    return place
 
 
 def refuse_inner_optimizers(optimizer: Optimizer) -> None:
@@ -266,7 +268,14 @@ def _entries(value: Any) -> Mapping[Any, Any]:
 # --- schedulers -------------------------------------------------------------------------------------------------------
 
 
-def split_scheduler(scheduler: Any, num_groups: int) -> tuple[Any, dict[Place, list[Any]]]:
+class SavedScheduler(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A scheduler's class, and its state without values per group."""
+
+    scheduler: Name
+    state: dict[str, Any]
+
+
+def split_scheduler(scheduler: Any, num_groups: int) -> tuple[SavedScheduler | None, dict[Place, list[Any]]]:
     """Split a scheduler's state into the part equal on all ranks, and values per group; (None, {}) if it is None."""
     if scheduler is None:
         return None, {}
@@ -280,22 +289,22 @@ def split_scheduler(scheduler: Any, num_groups: int) -> tuple[Any, dict[Place, l
             return [common(value, (*place, i)) for i, value in enumerate(state)]
         return {key: common(value, (*place, key)) for key, value in state.items()} if type(state) is dict else state
 
-    return {"scheduler": type(scheduler).__name__, "state": common(scheduler.state_dict(), ())}, by_group
+    return SavedScheduler(type(scheduler).__name__, common(scheduler.state_dict(), ())), by_group
 
 
-def scheduler_state(scheduler: Any, saved: dict[str, Any] | None, of_groups: list[Record | None]) -> Any:
+def scheduler_state(scheduler: Any, saved: SavedScheduler | None, of_groups: list[Record | None]) -> Any:
     """The state to load into a scheduler; a group without weights keeps its values. Raises PipelineError.
 
     PyTorch's schedulers turn every entry of their state into an attribute. So an entry that would hide a method is
     refused, and a value whose kind differs from that of the one in use.
     """
-    was = "no scheduler" if saved is None else saved["scheduler"]
+    was = "no scheduler" if saved is None else saved.scheduler
     now = "no scheduler" if scheduler is None else type(scheduler).__name__
     if was != now:
         raise PipelineError(f"saved with {was}, but this rank's optimizer has {now}; give Checkpoints the same kind")
     if saved is None:
         return None
-    state = copy.deepcopy(saved["state"])
+    state = copy.deepcopy(saved.state)
     _, in_use = split_scheduler(scheduler, len(of_groups))
     for place in {*in_use, *(place for record in of_groups if record for place in record.scheduled)}:
         name = f"{was}'s {_shown('.'.join(map(str, place)))}"

@@ -7,136 +7,126 @@ import random
 import struct
 import sys
 from array import array
-from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
 import torch
+from msgspec import Meta
 
 from rota.core.errors import FormatError, PipelineError
 from rota.core.reading import Field
-from rota.runtime.checkpoints.values import from_json
 
 _NUM_WORDS = 624  # of a Mersenne Twister, which all libraries use
 _TWISTER = "MT19937"
-_MOST_BYTES = 2**16  # of a device's random state; CUDA's has 16
+_PYTHONS_VERSION = 3  # of its random states
 
 
-def random_state(device: torch.device) -> dict[str, Any]:
-    """The random state of torch, Python, NumPy if it is loaded, and `device` if it is not the CPU.
+class Twister(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A generator's words, the next of them, and the number that `gauss` returns next, if it has one."""
 
-    Raises PipelineError if NumPy's global generator is no MT19937.
-    """
-    version, words, gauss = random.getstate()
-    of_python = version, torch.frombuffer(array("I", words), dtype=torch.uint32), gauss
-    of_numpy = of_device = None
+    words: Annotated[bytes, Meta(min_length=4 * _NUM_WORDS, max_length=4 * _NUM_WORDS)]
+    position: Annotated[int, Meta(ge=0, le=_NUM_WORDS)]
+    gauss: float | None
+
+
+class OnDevice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The state of a device's generator; `kind` is the device's type."""
+
+    kind: str
+    state: Annotated[bytes, Meta(max_length=2**16)]  # CUDA's has 16
+
+
+class RandomState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """That of torch on the CPU, Python, NumPy if it is loaded, and a device that is not the CPU."""
+
+    torch: bytes
+    python: Twister
+    numpy: Twister | None
+    device: OnDevice | None
+
+
+def random_state(device: torch.device) -> RandomState:
+    """The state of this process. Raises PipelineError if NumPy's global generator is no MT19937."""
+    _, (*words, position), gauss = random.getstate()
+    of_numpy = on_device = None
     if (numpy := sys.modules.get("numpy")) is not None:
-        found = numpy.random.get_state(legacy=False)
-        if (kind := found["bit_generator"]) != _TWISTER:
+        state = numpy.random.get_state(legacy=False)
+        if (kind := state["bit_generator"]) != _TWISTER:
             raise PipelineError(
                 f"NumPy's random generator is {kind}, but checkpoints can hold only the state of {_TWISTER}"
             )
-        of_numpy = torch.from_numpy(found["state"]["key"]), found["state"]["pos"], found["has_gauss"], found["gauss"]
+        key, next_gauss = state["state"]["key"], state["gauss"] if state["has_gauss"] else None
+        of_numpy = Twister(key.tobytes(), int(state["state"]["pos"]), next_gauss)
     if device.type != "cpu":
-        of_device = device.type, torch.get_device_module(device).get_rng_state(device)
-    return {"torch": torch.get_rng_state(), "python": of_python, "numpy": of_numpy, "device": of_device}
+        on_device = OnDevice(device.type, _to_bytes(torch.get_device_module(device).get_rng_state(device)))
+    of_python = Twister(array("I", words).tobytes(), position, gauss)
+    return RandomState(_to_bytes(torch.get_rng_state()), of_python, of_numpy, on_device)
 
 
-def set_random_state(state: Mapping[str, Any], device: torch.device) -> None:
+def set_random_state(state: RandomState, device: torch.device) -> None:
     """Set the state that `random_state` returned.
 
     Where it has none of a device of this type, as it was saved on CPUs, the device's generator is seeded by a hash of
     the CPU's state: so it depends on the checkpoint alone, and is the same on all ranks.
     """
-    torch.set_rng_state(state["torch"])
+    torch.set_rng_state(_from_bytes(state.torch))
     if device.type != "cpu":
-        _set_device(state, device)
-    version, words, gauss = state["python"]
-    random.setstate((version, tuple(words.tolist()), gauss))
+        generator: Any = torch.get_device_module(device)
+        if state.device is not None and state.device.kind == device.type:
+            generator.set_rng_state(_from_bytes(state.device.state), device)
+        else:
+            before = torch.get_rng_state()
+            digest = hashlib.blake2b(state.torch, digest_size=8).digest()
+            generator.manual_seed(int.from_bytes(digest, "big") % 2**63)
+            torch.set_rng_state(before)
+    words, position, gauss = array("I", state.python.words), state.python.position, state.python.gauss
+    random.setstate((_PYTHONS_VERSION, (*words, position), gauss))
     numpy = sys.modules.get("numpy")
-    if numpy is not None and state["numpy"] is not None:
-        words, *rest = state["numpy"]
-        numpy.random.set_state((_TWISTER, words.numpy(), *rest))
+    if numpy is not None and state.numpy is not None:
+        words, position, gauss = (
+            numpy.frombuffer(state.numpy.words, numpy.uint32),
+            state.numpy.position,
+            state.numpy.gauss,
+        )
+        numpy.random.set_state((_TWISTER, words, position, int(gauss is not None), gauss or 0.0))
 
 
-def require_random_state(state: Mapping[str, Any], device: torch.device) -> None:
+def require_random_state(state: RandomState, device: torch.device) -> None:
     """Raises FormatError if the state of the device would not be accepted. Changes nothing."""
-    if state["device"] is None or state["device"][0] != device.type:
+    if state.device is None or state.device.kind != device.type:
         return
     generator: Any = torch.get_device_module(device)
     before = generator.get_rng_state(device)
     try:
-        generator.set_rng_state(state["device"][1], device)
-        is_valid = torch.equal(generator.get_rng_state(device), state["device"][1])
-    except (RuntimeError, ValueError, TypeError):
-        is_valid = False
+        generator.set_rng_state(_from_bytes(state.device.state), device)
+    except (RuntimeError, ValueError) as error:
+        raise FormatError(f"training.random.device is not a random state of {device.type}: {error}") from None
     finally:
         generator.set_rng_state(before, device)
-    if not is_valid:
-        raise FormatError(f"training.random.device is not a random state of {device.type}")
 
 
-def _set_device(state: Mapping[str, Any], device: torch.device) -> None:
-    generator: Any = torch.get_device_module(device)
-    if state["device"] is not None and state["device"][0] == device.type:
-        generator.set_rng_state(state["device"][1], device)
-        return
-    digest = hashlib.blake2b(state["torch"].numpy().tobytes(), digest_size=8).digest()
-    before = torch.get_rng_state()
-    generator.manual_seed(int.from_bytes(digest, "big") % 2**63)
-    torch.set_rng_state(before)
-
-
-def read_random_state(field: Field) -> dict[str, Any]:
-    """The saved state, after trying it on generators of our own: setting it later must not fail half-way."""
-    field.refuse_others(_CHECKS)
-    state = {name: from_json(field[name]) for name in _CHECKS}
-    for name, is_valid in _CHECKS.items():
-        try:
-            if is_valid(state[name]):
-                continue
-        except (RuntimeError, ValueError, TypeError, OverflowError, AttributeError, struct.error):
-            pass
-        raise field[name].wrong("a random state, as this version of Rota, PyTorch and Python saves it")
+def read_random_state(field: Field) -> RandomState:
+    """The saved state, after trying it on a generator of our own: setting it later must not fail half-way."""
+    state = field.read(RandomState)
+    if not _is_of_torch(state.torch):
+        raise field["torch"].wrong("a random state, as this version of PyTorch saves it")
     return state
 
 
-def _is_of_torch(state: Any) -> bool:
+def _is_of_torch(state: bytes) -> bool:
     generator = torch.Generator()
-    generator.set_state(state)
-    # PyTorch does not check that the words left and the next index match, and would read beyond the last word.
-    left, _, following = struct.unpack_from("iiQ", state.numpy().data, 8)
-    return left + following <= _NUM_WORDS + 1 and torch.equal(generator.get_state(), state)
+    try:
+        generator.set_state(_from_bytes(state))
+        # PyTorch does not check that the words left and the next index match, and would read beyond the last word.
+        left, _, following = struct.unpack_from("iiQ", state, 8)
+    except (RuntimeError, ValueError, struct.error):
+        return False
+    return left + following <= _NUM_WORDS + 1 and _to_bytes(generator.get_state()) == state
 
 
-def _is_of_python(state: Any) -> bool:
-    version, words, gauss = state
-    generator, state = random.Random(), (version, tuple(words.tolist()), gauss)
-    generator.setstate(state)
-    is_same = generator.getstate() == state  # Python converts the states of its older versions
-    return is_same and (gauss is None or type(gauss) is float)
+def _to_bytes(state: torch.Tensor) -> bytes:
+    return state.numpy().tobytes()
 
 
-def _is_of_numpy(state: Any) -> bool:
-    """NumPy accepts any position, and reads beyond its words."""
-    if state is None:
-        return True
-    words, position, has_gauss, gauss = state
-    is_twister = (words.dtype, words.shape, type(position)) == (torch.uint32, (_NUM_WORDS,), int)
-    is_normal = (type(has_gauss), type(gauss)) == (int, float) and has_gauss in (0, 1)
-    return is_twister and is_normal and 0 <= position <= _NUM_WORDS
-
-
-def _is_of_device(state: Any) -> bool:
-    """Whether it is one is known where there is such a device, see `require_random_state`."""
-    if state is None:
-        return True
-    kind, data = state
-    return type(kind) is str and data.dtype == torch.uint8 and data.dim() == 1 and len(data) <= _MOST_BYTES
-
-
-_CHECKS: dict[str, Callable[[Any], bool]] = {
-    "torch": _is_of_torch,
-    "python": _is_of_python,
-    "numpy": _is_of_numpy,
-    "device": _is_of_device,
-}
+def _from_bytes(state: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(state), dtype=torch.uint8)

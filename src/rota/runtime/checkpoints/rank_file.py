@@ -25,9 +25,10 @@ from torch.distributed.tensor import DTensor
 
 from rota.core import reading
 from rota.core.errors import FormatError
-from rota.core.reading import Field
+from rota.core.reading import Field, short
+from rota.core.whole_numbers import Whole
 from rota.runtime.checkpoints.manifest import File
-from rota.runtime.checkpoints.values import bytes_of, dtype_name, read_dtype, read_size
+from rota.runtime.checkpoints.values import Size, bytes_of, dtype_name, dtype_named, require_countable
 
 Tensors: TypeAlias = dict[str, torch.Tensor]
 Box: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]  # offsets and sizes
@@ -65,21 +66,30 @@ class Chunk(NamedTuple):
         return prod(self.box[1]) * self.dtype.itemsize
 
     def to_json(self) -> list[Any]:
-        """The chunk as JSON."""
+        """The chunk as JSON, which is read as a `_Written`."""
         return [self.key, dtype_name(self.dtype), self.size, *self.box]
 
-    @classmethod
-    def from_json(cls, field: Field) -> Chunk:
-        """The chunk that `to_json` wrote. Raises FormatError that names the field."""
-        if len(parts := [*field]) != 5:
-            raise field.wrong("a key, a dtype, a size, offsets and sizes")
-        size, offsets, sizes = read_size(parts[2]), parts[3].integers(0), parts[4].integers(0)
+
+class _Written(NamedTuple):
+    key: str
+    dtype: str
+    size: Size
+    offsets: tuple[Whole, ...]
+    sizes: tuple[Whole, ...]
+
+
+def read_chunks(field: Field) -> list[Chunk]:
+    """The chunks that `Chunk.to_json` wrote. Raises FormatError that names the field."""
+    chunks = []
+    for key, dtype, size, offsets, sizes in field.read(list[_Written]):
         is_inside = len(size) == len(offsets) == len(sizes) and all(
             offset + length <= whole for whole, offset, length in zip(size, offsets, sizes, strict=True)
         )
         if not is_inside:
-            raise field.wrong("offsets and sizes inside of the tensor")
-        return cls(parts[0].text(), read_dtype(parts[1]), size, (offsets, sizes))
+            raise field.wrong(f"offsets and sizes inside of the tensor {short(key)}")
+        require_countable(field, size)
+        chunks.append(Chunk(key, dtype_named(field, dtype), size, (offsets, sizes)))
+    return chunks
 
 
 def chunks_of(tensors: Tensors) -> dict[Chunk, torch.Tensor]:
@@ -157,8 +167,8 @@ def read_head(head: bytes) -> tuple[tuple[Chunk, ...], Field]:
         metadata = Field("header", reading.load(head[LENGTH.size :].decode()))["__metadata__"]
     except UnicodeDecodeError as error:
         raise FormatError(f"the header is not a text in UTF-8 (byte {error.start})") from None
-    field, beside = (Field(f"header.{name}", reading.load(metadata[name].text())) for name in ("tensors", "beside"))
-    chunks = tuple(map(Chunk.from_json, field))
+    field, beside = (Field(f"header.{name}", reading.load(metadata[name].read(str))) for name in ("tensors", "beside"))
+    chunks = tuple(read_chunks(field))
     if len({chunk.key for chunk in chunks}) < len(chunks):
         raise field.wrong("tensors that occur only once")
     return chunks, beside

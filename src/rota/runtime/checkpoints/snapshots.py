@@ -9,9 +9,8 @@ protocol: when a step counts as committed, and why no step is lost or done twice
 
 from __future__ import annotations
 
-import errno
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, final
 
@@ -20,8 +19,6 @@ import torch
 from rota.core.costs import NUM_SNAPSHOTS
 from rota.core.errors import FormatError, PipelineError
 from rota.core.reading import Field
-from rota.core.simulation import simulate
-from rota.core.units import size_text
 from rota.runtime.checkpoints.rank_file import (
     ALIGNED,
     Chunk,
@@ -33,10 +30,7 @@ from rota.runtime.checkpoints.rank_file import (
     starts_of,
 )
 from rota.runtime.checkpoints.state import Restoring, Trained, TrainingState
-from rota.runtime.environment import processes_here
-from rota.runtime.host_memory import available_bytes
-from rota.runtime.kept_memory import State, states_in
-from rota.runtime.pipeline import Pipeline
+from rota.runtime.launcher_files import State, states_in
 
 PARTIAL = "partial"  # what a state is named while it is written
 _HEAD_BYTES = 1 << 16  # room for a header that grows, in which numbers become longer
@@ -78,16 +72,11 @@ class Kept(NamedTuple):
     extra: dict[str, Any]
     restoring: Restoring
     values: list[tuple[torch.Tensor, torch.Tensor]]
-    #: The keys of weights that had a gradient of zeros: an optimizer changes them, even if the next step does not.
-    with_zeros: set[str]
 
     def restore(self) -> None:
-        """Set weights, buffers, gradients of zeros, optimizer, scheduler and random states."""
+        """Set weights, buffers, optimizer, scheduler and random states."""
         for tensor, value in self.values:
             _plain(tensor).copy_(value)
-        for weight, key in self.restoring.keys.items():
-            if key in self.with_zeros:
-                weight.grad = torch.zeros_like(weight)
         self.restoring.finish()
 
 
@@ -108,7 +97,6 @@ class Snapshots:
         self._me = object(), checkpoints
         self._has_kept = False
         self._files: dict[int, _File] = {}  # by their numbers in the file system
-        self._counted_bytes = 0  # of a file for which there was found to be room
         self._common: int | None = None  # the step from which all ranks have gone on
 
     @property
@@ -126,7 +114,7 @@ class Snapshots:
 
         A training may have gone back: those are not newer than its state, even if their steps are higher.
         """
-        return self._read(step)[1]["newest_at_load"].integer(0)
+        return self._read(step)[1]["newest_at_load"].read(int)
 
     @property
     def disk_bytes(self) -> int:
@@ -135,32 +123,21 @@ class Snapshots:
         return found.f_bavail * found.f_frsize
 
     def count(self) -> tuple[int, int]:
-        """Bytes of the host's memory for two states as they are now, and of two copies of their tensors.
-
-        `keep` then relies on that room.
-        """
+        """Bytes of the host's memory for two states as they are now, and of two copies of their tensors."""
         tensors, _ = self._trained.collect(with_buffers=True)
         tensor_bytes = sum(chunk.num_bytes for chunk in chunks_of(tensors))
-        self._counted_bytes = tensor_bytes + 2 * _HEAD_BYTES
-        return NUM_SNAPSHOTS * self._counted_bytes, NUM_SNAPSHOTS * tensor_bytes
+        return NUM_SNAPSHOTS * (tensor_bytes + 2 * _HEAD_BYTES), NUM_SNAPSHOTS * tensor_bytes
 
     # --- writing ------------------------------------------------------------------------------------------------------
 
-    def keep(self, step: int, extra: dict[str, Any], newest_at_load: int, with_zeros: list[str]) -> None:
+    def keep(self, step: int, extra: dict[str, Any], newest_at_load: int) -> None:
         """Copy the state, which becomes that of `step`, instead of the older one of two.
-
-        `newest_at_load`: see there; `with_zeros`: see `Kept`.
 
         Raises PipelineError if a tensor cannot be kept, OSError if there is not enough memory.
         """
         tensors, small = self._trained.collect(with_buffers=True)
         data = chunks_of(tensors)
-        beside = {
-            "newest_at_load": newest_at_load,
-            "extra": extra,
-            "with_zeros": with_zeros,
-            "training": small["training"],
-        }
+        beside = {"newest_at_load": newest_at_load, "extra": extra, "training": small["training"]}
         self._take_memory()
         self._write(State(self._training, step), data, beside)
 
@@ -183,7 +160,6 @@ class Snapshots:
         begin = path.stat().st_size - end if path.exists() else 0
         if not len(head) <= begin <= len(head) + 2 * _HEAD_BYTES or begin % ALIGNED:
             begin = len(padded(head, max(len(head), _HEAD_BYTES) + _HEAD_BYTES))
-            self._find_room(begin + end)
             self._allocate(path, begin + end)
         number = path.stat().st_ino
         file = self._files.get(number)
@@ -202,18 +178,6 @@ class Snapshots:
             os.posix_fallocate(file, 0, num_bytes)
         finally:
             os.close(file)
-
-    def _find_room(self, num_bytes: int) -> None:
-        """Look for room for a state that takes more than was counted. Raises OSError if there is too little of it.
-
-        The other processes of this machine may have grown at the same time, and by as much.
-        """
-        if num_bytes <= self._counted_bytes:
-            return
-        more_bytes = NUM_SNAPSHOTS * (num_bytes - self._counted_bytes) * processes_here()
-        if (free_bytes := available_bytes()) is not None and more_bytes > free_bytes:
-            raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
-        self._counted_bytes = num_bytes
 
     def _take_memory(self) -> None:
         """Forget what no restart may mix with this training: others' states, and steps that nobody has gone on from.
@@ -272,64 +236,9 @@ class Snapshots:
                 f"model, and shard the model and the optimizer's state alike"
             )
         values = [(tensor, there[chunk]) for chunk, tensor in here.items()]
-        with_zeros = {key.text() for key in beside["with_zeros"]}
-        return Kept(step, beside["extra"].value, restoring, values, with_zeros)
+        return Kept(step, beside["extra"].value, restoring, values)
 
     def forget_all_but(self, step: int | None) -> None:
         """Steps of this training that not all ranks have are not committed: drop them."""
         self._common = step
         self._drop(State(self._training, other) for other in self.steps if other != step)
-
-
-# --- room for them ----------------------------------------------------------------------------------------------------
-
-
-class Room(NamedTuple):
-    """Whether they fit, and in words: what they need and what there is. `most_bytes`: of the rank that needs most."""
-
-    fits: bool
-    text: str
-    most_bytes: int
-
-
-def count_room(pipeline: Pipeline, snapshots: Snapshots, is_full: bool, share: Callable[[Any], list[Any]]) -> Room:
-    """Whether the states of all ranks fit, as they are now. Collective.
-
-    Args:
-        pipeline: whose ranks keep them.
-        snapshots: where this process keeps its own.
-        is_full: this process ran out of memory for its states before.
-        share: returns all processes' JSON values.
-    """
-    needed_bytes, tensor_bytes = snapshots.count()
-    disk_bytes, host_bytes = snapshots.disk_bytes, available_bytes()
-    why = None
-    if _is_over_limit(pipeline, tensor_bytes):
-        why = f"has no room for {size_text(needed_bytes)} in the plan's limit"
-    elif is_full:
-        why = "ran out of memory for its state"
-    taken_bytes = min(needed_bytes, snapshots.allocated_bytes)
-    free_bytes = disk_bytes if host_bytes is None else min(disk_bytes, host_bytes)
-    of_processes = share([why, needed_bytes, taken_bytes, disk_bytes, free_bytes])
-    whys, needed, taken, on_disk, free = zip(*of_processes, strict=True)
-    room_bytes = sum(taken) + min(free)
-    has_room = sum(needed) <= room_bytes
-    process, why = next(((process, why) for process, why in enumerate(whys) if why), (None, None))
-    if why is not None:
-        why = f"process {process} {why}"
-    elif not has_room and min(on_disk) == min(free):
-        where = snapshots.folder.parent.parent
-        why = f"{where} has {size_text(room_bytes)}: enlarge it, or name another tmpfs by `rota run --snapshot-folder`"
-    else:
-        why = f"this machine has {size_text(room_bytes)} for them"
-    return Room(has_room and process is None, f"they need {size_text(sum(needed))}, and {why}", max(needed))
-
-
-def _is_over_limit(pipeline: Pipeline, tensor_bytes: int) -> bool:
-    """Whether this process would need more than its memory limit, which counts the host's memory on a CPU alone."""
-    placement, rank = pipeline.plan.placement, pipeline.rank
-    limit_bytes = placement.cluster.limit_bytes[rank]
-    if limit_bytes is None or pipeline.device.type != "cpu":
-        return False
-    counted_bytes = placement.snapshot_bytes[rank] if placement.snapshot_bytes else 0
-    return simulate(pipeline.plan).peak_memory_bytes[rank] - counted_bytes + tensor_bytes > limit_bytes

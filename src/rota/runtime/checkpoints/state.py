@@ -8,14 +8,15 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any, NamedTuple
 
+import msgspec
 import torch
 from torch.optim import Optimizer
 
 from rota.core.errors import PipelineError
 from rota.core.reading import Field
-from rota.runtime.checkpoints.names import Weight, Weights, few, model_key
 from rota.runtime.checkpoints.optimizer_state import (
     Record,
+    SavedScheduler,
     different,
     is_tensor_key,
     read_records,
@@ -28,6 +29,7 @@ from rota.runtime.checkpoints.optimizer_state import (
     tensor_key,
 )
 from rota.runtime.checkpoints.random_states import (
+    RandomState,
     random_state,
     read_random_state,
     require_random_state,
@@ -35,25 +37,23 @@ from rota.runtime.checkpoints.random_states import (
 )
 from rota.runtime.checkpoints.rank_file import Chunk, Tensors
 from rota.runtime.checkpoints.values import from_json, require_readable, to_json
+from rota.runtime.checkpoints.weights import Weight, Weights, few, model_key
 from rota.runtime.reducing.norms import local
 
 
 class TrainingState(NamedTuple):
-    """`records` by weight; `scheduler`: {"scheduler": its class, "state": its state without values per group}."""
+    """All state of a training besides tensors; `records` are by weight."""
 
     records: dict[str, Record]
-    scheduler: dict[str, Any] | None
-    random: dict[str, Any]
+    scheduler: SavedScheduler | None
+    random: RandomState
 
     @classmethod
     def from_json(cls, field: Field) -> TrainingState:
         """The state with this JSON, in which every field is checked. Raises FormatError that names the field."""
         field.refuse_others(cls._fields)
         if (scheduler := from_json(field["scheduler"])) is not None:
-            field["scheduler"].refuse_others(("scheduler", "state"))
-            field["scheduler"]["scheduler"].name()
-            if type(scheduler.get("state")) is not dict:
-                raise field["scheduler"].wrong("a state that is a dict")
+            scheduler = Field(f"{field.path}.scheduler", scheduler).read(SavedScheduler)
         return cls(read_records(field["records"]), scheduler, read_random_state(field["random"]))
 
 
@@ -79,10 +79,11 @@ class Trained:
             num_tp_shards[weight.names[0]] = weight.num_tp_shards
             if with_buffers or not weight.is_buffer:
                 tensors[model_key(key)] = weight.tensor.detach()
-        training = {"records": [], "scheduler": None, "random": to_json(random_state(self.device), "the random state")}
+        training = {"records": [], "scheduler": None, "random": msgspec.to_builtins(random_state(self.device))}
         if self.optimizer is not None:
-            scheduler, by_group = split_scheduler(self.scheduler, len(self.optimizer.param_groups))
-            training["scheduler"] = to_json(scheduler, "the scheduler's state")
+            saved, by_group = split_scheduler(self.scheduler, len(self.optimizer.param_groups))
+            if saved is not None:
+                training["scheduler"] = to_json(msgspec.structs.asdict(saved), "the scheduler's state")
             training["records"], states = records_of(self.optimizer, by_group, keys)
             tensors |= states
         for key, tensor in tensors.items():

@@ -30,7 +30,16 @@ from torch.distributed.checkpoint.planner import ReadItem
 from rota.core import reading
 from rota.core.errors import FormatError, PipelineError
 from rota.runtime.checkpoints.manifest import File, Saved, file_of, naming, opened, pieces
-from rota.runtime.checkpoints.rank_file import LENGTH, Box, Chunk, Tensors, head_bytes, read_head, starts_of
+from rota.runtime.checkpoints.rank_file import (
+    LENGTH,
+    Box,
+    Chunk,
+    Tensors,
+    head_bytes,
+    read_chunks,
+    read_head,
+    starts_of,
+)
 from rota.runtime.checkpoints.values import are_of, dtype_name, tensor_of
 from rota.runtime.device.protocol import Device, is_queued
 
@@ -74,7 +83,7 @@ def share_out(of_ranks: Iterable[Any]) -> list[list[Chunk]]:
     shares: list[list[Chunk]] = []
     for rank, chunks in enumerate(of_ranks):
         shares.append([])
-        for chunk in map(Chunk.from_json, reading.Field("chunks", chunks)):
+        for chunk in read_chunks(reading.Field("chunks", chunks)):
             other = known.setdefault(chunk.key, chunk)
             if (other.dtype, other.size) != (chunk.dtype, chunk.size):
                 raise PipelineError(

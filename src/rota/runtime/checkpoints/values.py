@@ -9,16 +9,17 @@ object with one field, its kind:
 from __future__ import annotations
 
 import base64
-import binascii
 import math
 from collections import Counter, OrderedDict
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Annotated, Any, TypeAlias
 
 import torch
+from msgspec import Meta
 
 from rota.core.errors import FormatError, PipelineError
 from rota.core.reading import Field, short
+from rota.core.whole_numbers import Whole
 
 _LONGEST_BITS = 4096  # of an integer; Python parses about 14,000
 _MOST_PAIRS = 10_000  # of keys and values; those of a file may be made to have one hash, which makes a dict slow
@@ -29,6 +30,8 @@ _FLOATS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 _MAPPINGS: dict[type, str] = {dict: "$dict", OrderedDict: "$ordered", Counter: "$counter"}
 _SEQUENCES: dict[type, str] = {tuple: "$tuple", torch.Size: "$size"}
 _KEYS = (type(None), bool, int, float, str)
+
+Size: TypeAlias = Annotated[tuple[Whole, ...], Meta(max_length=_MOST_DIMENSIONS)]  # of a tensor in a file
 
 #: What names a value in errors: a text, or what names the value that it is in, and its place there.
 Path: TypeAlias = "str | tuple[Path, object]"
@@ -125,54 +128,44 @@ def from_json(field: Field, depth: int = 0) -> Any:
     if not isinstance(value, dict):
         return value
     if len(value) != 1 or not (kind := next(iter(value))).startswith("$"):
-        return {name.value: from_json(item, depth + 1) for name, item in field.items()}
+        return {name: from_json(field[name], depth + 1) for name in value}
     if kind not in _KINDS:
         raise field.wrong(f"an object whose one field is one of {', '.join(_KINDS)}")
     return _KINDS[kind](field[kind], depth + 1)
 
 
-def pairs(field: Field, most: int = _MOST_PAIRS) -> list[tuple[Field, Field]]:
-    """The pairs in a list of them; without `most`, few enough to be keys and values of a dict. Raises FormatError."""
-    found = [(*entry,) for entry in field]
-    if len(found) > most or any(len(entry) != 2 for entry in found):
-        raise field.wrong(f"at most {most:,} pairs")
-    return [(first, second) for first, second in found]
-
-
 def _float(field: Field, _depth: int) -> float:
-    if field.text() not in _FLOATS:
+    if field.read(str) not in _FLOATS:
         raise field.wrong(f"one of {', '.join(_FLOATS)}")
-    return _FLOATS[field.text()]
+    return _FLOATS[field.value]
 
 
 def _mapping(made: Callable[[dict[Any, Any]], Any]) -> Callable[[Field, int], Any]:
     def read(field: Field, depth: int) -> Any:
-        found: dict[Any, Any] = {}
-        for key, value in pairs(field):
+        if len(field.read(list[tuple[Any, Any]])) > _MOST_PAIRS:
+            raise field.wrong(f"at most {_MOST_PAIRS:,} pairs")
+        mapping: dict[Any, Any] = {}
+        for key, value in field:
             name = from_json(key, depth)
-            if type(name) not in _KEYS or name in found:
+            if type(name) not in _KEYS or name in mapping:
                 raise key.wrong("a number or a string that occurs only once")
-            found[name] = from_json(value, depth)
-        return made(found)
+            mapping[name] = from_json(value, depth)
+        return made(mapping)
 
     return read
 
 
-def read_dtype(field: Field) -> torch.dtype:
+def dtype_named(field: Field, name: str) -> torch.dtype:
     """The dtype of this name. Raises FormatError."""
-    if field.text() not in DTYPES:
+    if name not in DTYPES:
         raise field.wrong("a dtype that PyTorch has")
-    return DTYPES[field.text()]
+    return DTYPES[name]
 
 
-def read_size(field: Field) -> tuple[int, ...]:
-    """The shape of a tensor. Raises FormatError."""
-    size = field.integers(0)
-    if len(size) > _MOST_DIMENSIONS:
-        raise field.wrong(f"at most {_MOST_DIMENSIONS} dimensions")
+def require_countable(field: Field, size: tuple[int, ...]) -> None:
+    """Raises FormatError if a tensor of this size would have more elements than any memory has bytes."""
     if math.prod(filter(None, size)) > _MOST_ELEMENTS:
         raise field.wrong("fewer elements")
-    return size
 
 
 def are_of(data: bytes | bytearray | memoryview, dtype: torch.dtype) -> bool:
@@ -187,25 +180,21 @@ def tensor_of(data: bytearray, dtype: torch.dtype, size: tuple[int, ...]) -> tor
 
 
 def _tensor(field: Field, _depth: int) -> torch.Tensor:
-    if len(parts := [*field]) != 3:
-        raise field.wrong("a dtype, a size and the elements")
-    dtype, size = read_dtype(parts[0]), read_size(parts[1])
-    try:
-        data = bytearray(base64.b64decode(parts[2].text(), validate=True))
-    except (binascii.Error, ValueError):
-        raise parts[2].wrong("bytes in base64") from None
+    name, size, data = field.read(tuple[str, Size, bytes])  # which are written in base64
+    dtype = dtype_named(field, name)
+    require_countable(field, size)
     if len(data) != math.prod(size) * dtype.itemsize or not are_of(data, dtype):
-        raise parts[2].wrong(f"the elements of a {dtype_name(dtype)} tensor of size {list(size)}")
-    return tensor_of(data, dtype, size)
+        raise field.wrong(f"the elements of a {name} tensor of size {list(size)}")
+    return tensor_of(bytearray(data), dtype, size)
 
 
 _KINDS: dict[str, Callable[[Field, int], Any]] = {
     "$float": _float,
     "$tuple": lambda field, depth: tuple(from_json(item, depth) for item in field),
-    "$size": lambda field, _depth: torch.Size(field.integers(0)),
+    "$size": lambda field, _depth: torch.Size(field.read(tuple[Whole, ...])),
     "$dict": _mapping(dict),
     "$ordered": _mapping(OrderedDict),
     "$counter": _mapping(Counter),
-    "$dtype": lambda field, _depth: read_dtype(field),
+    "$dtype": lambda field, _depth: dtype_named(field, field.read(str)),
     "$tensor": _tensor,
 }

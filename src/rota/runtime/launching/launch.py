@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -22,9 +21,10 @@ from rota.core.timeline import Timeline
 from rota.core.units import count_text
 from rota.runtime.environment import KEPT_MEMORY, MESH, RESTART, TIMEOUT_S, meeting_environments
 from rota.runtime.host_memory import HUGE_PAGES
-from rota.runtime.kept_memory import State, common_states
 from rota.runtime.launcher_files import (
+    State,
     collect,
+    common_states,
     keep_script,
     report_changed_script,
     write_plan,
@@ -32,7 +32,7 @@ from rota.runtime.launcher_files import (
 from rota.runtime.launching.forking import fork, import_for_ranks
 from rota.runtime.launching.rank_processes import RankFailed, Ranks, Starter, in_new_interpreter
 from rota.runtime.launching.requests import EndedBySignal, Requests
-from rota.runtime.launching.run_folder import run_folder, snapshot_folders
+from rota.runtime.launching.run_folder import run_folder
 from rota.runtime.recorder import merge
 
 __all__ = ["EndedBySignal", "Launch", "Run", "launch"]
@@ -56,10 +56,9 @@ class Launch:
         dp: replicas of the pipeline. There are dp · tp processes per rank, and `rota.mesh()` returns that mesh.
         tp: TP shards of each replica.
         max_restarts: how often the ranks are started again without a newer checkpoint in between.
-        snapshot_folder: with `max_restarts`, where the ranks keep their last states, a file system in memory; None:
-            /dev/shm.
+        snapshot_folder: with `max_restarts`, where the run's folder is, with the ranks' last states: a file system in
+            memory; None: /dev/shm.
         timeout_s: how long a rank may make no progress, in seconds, if the script gives no `timeout_s` of its own.
-        pipeline_within_s: report once that no rank has made a pipeline by then, in seconds; None: do not.
         environment: variables of the ranks, besides this process's own and those that the launcher adds.
         worker: the module that each process runs; it runs the script.
         forks: import PyTorch here, once, and fork the ranks from this process, which must do nothing else.
@@ -70,7 +69,6 @@ class Launch:
     max_restarts: int = 0
     snapshot_folder: str | None = None
     timeout_s: float | None = None
-    pipeline_within_s: float | None = None
     environment: Mapping[str, str] = field(default_factory=dict)
     worker: str = "rota.runtime.launching.worker"
     forks: bool = False
@@ -94,7 +92,7 @@ def launch(
         script: the path of a Python file.
         arguments: its `sys.argv[1:]`.
         options: how; None: one process per rank, and no restarts.
-        report: called with one line for each restart, and for a pipeline that is missing.
+        report: called with one line for each restart.
 
     Returns:
         The last step's timeline, and the signal that asked the ranks to end.
@@ -115,9 +113,11 @@ def launch(
     if how.forks:
         import_for_ranks(of_all)
     with ExitStack() as stack:
-        num_kept = num_processes if how.max_restarts else 0
-        memories = stack.enter_context(snapshot_folders(how.snapshot_folder or "/dev/shm", num_kept))
-        folder = stack.enter_context(run_folder("rota-run-", [memories[0].parent] if memories else []))
+        where = (how.snapshot_folder or "/dev/shm") if how.max_restarts else None
+        folder = stack.enter_context(run_folder("rota-run-", where))
+        memories = [Path(folder.path, f"snapshots-{rank}") for rank in range(num_processes if how.max_restarts else 0)]
+        for memory in memories:
+            memory.mkdir()
         keep_script(script, folder.path)
         restarts = _Restarts(how.max_restarts, report)
         requests = stack.enter_context(Requests())
@@ -136,10 +136,6 @@ def launch(
                     for of_rank, kept in zip(environments, memories, strict=False):
                         of_rank[KEPT_MEMORY] = str(kept)
                     ranks.start(starter, environments)
-                    if how.pipeline_within_s is not None and not restarts.num_all:
-                        ranks.wait(time.monotonic() + how.pipeline_within_s)
-                        if ranks.are_running and not ranks.has_pipeline:
-                            report(_no_pipeline(script, num_processes, how.pipeline_within_s))
                     ranks.wait()
             except RankFailed as error:
                 states = ranks.saved | common_states(memories)
@@ -153,14 +149,6 @@ def launch(
             )
         records = collect(plan, folder.path, restarts.num_all)
     return Run(merge(plan, records) if records else None, requests.asked)
-
-
-def _no_pipeline(script: str, num_processes: int, within_s: float) -> str:
-    return (
-        f"no rank has made a rota.Pipeline after {within_s:g} s: if {script} makes none, each of the {num_processes} "
-        f"processes runs the whole script by itself, and the plan is not used; stop this run then, and let the script "
-        f"make a rota.Pipeline, or start it by `python {script}`"
-    )
 
 
 def _inherited() -> dict[str, str]:

@@ -24,7 +24,7 @@ from typing import TypeAlias, final
 from rota.core.errors import PipelineError
 from rota.runtime import control
 from rota.runtime.control import Message
-from rota.runtime.kept_memory import State
+from rota.runtime.launcher_files import State
 from rota.runtime.launching.requests import EndedBySignal, Requests
 from rota.runtime.launching.run_folder import Folder
 
@@ -107,20 +107,15 @@ class Ranks:
                 self._selector.register(source, selectors.EVENT_READ, rank)
         self._folder.guard([rank.pid for rank in self._ranks])
 
-    @property
-    def are_running(self) -> bool:
-        """Whether a rank has not ended."""
-        return self._running > 0
-
-    def wait(self, until_s: float | None = None) -> None:
-        """Wait until all ranks have ended without failure, or until a time (monotonic clock).
+    def wait(self) -> None:
+        """Wait until all ranks have ended without failure.
 
         Raises:
             RankFailed: one of them failed; the others may still run.
             EndedBySignal, KeyboardInterrupt: a signal to this process ends all ranks; they may still run.
         """
-        while self._running and (until_s is None or time.monotonic() < until_s):
-            self._wait_for_event(until_s)
+        while self._running:
+            self._wait_for_event()
             for number in self._requests.taken():
                 self._handle_signal(number)
             try:
@@ -132,10 +127,9 @@ class Ranks:
 
     # --- events ---------------------------------------------------------------------------------------------------
 
-    def _wait_for_event(self, until_s: float | None = None) -> None:
-        """Wait for the next message, end of a process or signal, or until a time, and record it."""
-        times_s = [time_s for time_s in (self._deadline_s, until_s) if time_s is not None]
-        timeout_s = max(min(times_s) - time.monotonic(), 0) if times_s else None
+    def _wait_for_event(self) -> None:
+        """Wait for the next message, end of a process or signal, or until the deadline, and record it."""
+        timeout_s = None if self._deadline_s is None else max(self._deadline_s - time.monotonic(), 0)
         events = [(key.data, key.fileobj) for key, _ in self._selector.select(timeout_s)]
         ready = [(rank, source) for rank, source in events if rank is not None]
         for rank, source in ready:

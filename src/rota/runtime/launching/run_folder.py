@@ -1,4 +1,4 @@
-"""The folders of a run: only this user can enter them, and they are removed however the run ends."""
+"""The folder of a run: only this user can enter it, and it is removed however the run ends."""
 
 from __future__ import annotations
 
@@ -9,14 +9,12 @@ import subprocess
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from pathlib import Path
 from typing import final
 
 from rota.core.errors import PipelineError
 
-# Waits until the launcher is gone; then ends the process groups that the last line names, and removes the folders.
+# Waits until the launcher is gone; then ends the process groups that the last line names, and removes the folder.
 _JANITOR = 'while read -r line; do groups=$line; done; [ -z "$groups" ] || kill -s KILL -- $groups; rm -rf -- "$@"'
-_SNAPSHOTS = "rota-snapshots-"
 
 
 @final
@@ -36,14 +34,24 @@ class Folder:
 
 
 @contextmanager
-def run_folder(prefix: str, others: Sequence[Path] = ()) -> Iterator[Folder]:
-    """A folder with mode 0700 in the system's temporary folder.
+def run_folder(prefix: str, where: str | None = None) -> Iterator[Folder]:
+    """A folder with mode 0700 in `where`; None: in the system's temporary folder.
 
-    If this process is killed, a janitor removes it, and the `others`.
+    If this process is killed, a janitor removes it; what a run left of which not even that is left, the next one does.
+
+    Raises PipelineError if it cannot be made.
     """
-    path = tempfile.mkdtemp(prefix=prefix)  # not a TemporaryDirectory, which a forked rank would remove at its end
+    where = where or tempfile.gettempdir()
+    try:
+        _sweep(prefix, where)
+        path, lock = _made(prefix, where)
+    except OSError as error:
+        raise PipelineError(
+            f"no folder of the run can be made in {where}: {error.strerror}; name another one by --snapshot-folder, "
+            f"or by TMPDIR without --max-restarts"
+        ) from None
     janitor = subprocess.Popen(
-        ["/bin/sh", "-c", _JANITOR, "janitor", path, *others],
+        ["/bin/sh", "-c", _JANITOR, "janitor", path],
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
@@ -59,46 +67,23 @@ def run_folder(prefix: str, others: Sequence[Path] = ()) -> Iterator[Folder]:
         with suppress(BrokenPipeError):
             janitor.stdin.close()
         shutil.rmtree(path, ignore_errors=True)
-
-
-@contextmanager
-def snapshot_folders(where: str, num_ranks: int) -> Iterator[list[Path]]:
-    """A folder for each rank's snapshots, in a folder of this run in `where`, which is best a tmpfs.
-
-    A run of which not even the janitor is left leaves its folder behind: the next one removes it.
-
-    Raises PipelineError if it cannot be made.
-    """
-    if not num_ranks:
-        yield []
-        return
-    try:
-        for entry in os.scandir(where):
-            if entry.name.startswith(_SNAPSHOTS) and entry.is_dir(follow_symlinks=False):
-                with suppress(OSError):  # it is in use, or another user's
-                    lock = _locked(entry.path, fcntl.LOCK_NB)
-                    shutil.rmtree(entry.path, ignore_errors=True)
-                    os.close(lock)
-        path, lock = _made(where)
-    except OSError as error:
-        raise PipelineError(
-            f"no snapshots can be kept in {where}: {error.strerror}; name another folder by --snapshot-folder, or "
-            f"leave out --max-restarts"
-        ) from None
-    try:
-        folders = [Path(path, str(rank)) for rank in range(num_ranks)]
-        for folder in folders:
-            folder.mkdir()
-        yield folders
-    finally:
-        shutil.rmtree(path, ignore_errors=True)
         os.close(lock)
 
 
-def _made(where: str) -> tuple[str, int]:
+def _sweep(prefix: str, where: str) -> None:
+    """Remove the folders of runs that are gone."""
+    for entry in os.scandir(where):
+        if entry.name.startswith(prefix) and entry.is_dir(follow_symlinks=False):
+            with suppress(OSError):  # it is in use, or another user's
+                lock = _locked(entry.path, fcntl.LOCK_NB)
+                shutil.rmtree(entry.path, ignore_errors=True)
+                os.close(lock)
+
+
+def _made(prefix: str, where: str) -> tuple[str, int]:
     """A new folder that this process holds a lock of."""
     while True:
-        path = tempfile.mkdtemp(prefix=_SNAPSHOTS, dir=where)
+        path = tempfile.mkdtemp(prefix=prefix, dir=where)  # no TemporaryDirectory: a forked rank would remove that
         with suppress(FileNotFoundError):
             lock = _locked(path)
             if os.path.exists(path):  # else another run has removed it before it was locked

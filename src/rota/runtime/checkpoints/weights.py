@@ -1,4 +1,4 @@
-"""Names of weights and buffers in a checkpoint: those of the whole model, independent of the cut.
+"""The whole model's weights and buffers, under its names, independent of the cut; and gathering them.
 
 stage 0: embedding.weight ──┐ tied
 stage 3: head.weight      ──┴──▶ "embedding.weight", and "head.weight" is its alias
@@ -11,13 +11,17 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from rota.core.errors import PipelineError
 from rota.core.reading import printable
 from rota.models import Stages
+from rota.runtime.faults.watchdog import PATIENT
+from rota.runtime.reducing.wrapped_stages import is_sharded
 from rota.runtime.spmd import replicated_names
+from rota.runtime.transport import collective, receive_value, send_value
 from rota.torch_internals import own_state
 
 if TYPE_CHECKING:
@@ -81,7 +85,7 @@ class Weights:
         return ((self._as_it_is(weight), shard) for weight, shard in self._local)
 
     def _with_shards(self) -> Iterator[tuple[Weight, int]]:
-        pipeline, processes = self._pipeline, self._pipeline._processes
+        pipeline, processes = self._pipeline, self._pipeline.processes
         for weight in self.all:
             if here := [stage for stage in weight.stages if stage in pipeline.local_stages]:
                 position = sorted(pipeline.plan.placement.ranks_of(here[0])).index(pipeline.rank)
@@ -117,7 +121,7 @@ def _weights(pipeline: Pipeline) -> Iterator[Weight]:
         for _, tensor in _saved(module):
             of_stages.setdefault(tensor, []).append(stage)
     for tensor, names in names_of(stages).items():
-        num_tp_shards = len(placement.ranks_of(of_stages[tensor][0])) * pipeline._processes.num_tp_shards
+        num_tp_shards = len(placement.ranks_of(of_stages[tensor][0])) * pipeline.processes.num_tp_shards
         whole = tensor in replicated or isinstance(tensor, DTensor)  # a DTensor is saved as one whole tensor
         yield Weight(names, tensor, 1 if whole else num_tp_shards, tuple(of_stages[tensor]))
 
@@ -159,3 +163,43 @@ def _saved(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 def _join(path: str, name: str) -> str:
     return f"{path}.{name}" if path else name
+
+
+# --- on one process ---------------------------------------------------------------------------------------------------
+
+
+def gather_weights(pipeline: Pipeline) -> dict[str, torch.Tensor]:
+    """Copies of the whole model's weights and buffers, on the CPU of the first process. Collective.
+
+    Args:
+        pipeline: Its stages have them, under the names of the unsplit model where `split` made them.
+
+    Returns:
+        What the unsplit model's `load_state_dict` takes; a tied weight has all its names. Empty on all other processes.
+
+    Raises:
+        PipelineError: Weights are in TP shards.
+    """
+    weights = Weights(pipeline)
+    if sharded := [weight.names[0] for weight in weights.all if weight.num_tp_shards > 1]:
+        raise PipelineError(
+            f"{sharded[0]} is in TP shards, and Rota does not know how its module joins them; join them in your script"
+        )
+    processes, mine = pipeline.processes, dist.get_rank()
+    here = {weight.names[0]: weight.tensor.detach() for weight, _ in weights.local()}
+    gathered: dict[str, torch.Tensor] = {}
+    with pipeline.watching("the other ranks to gather the weights", PATIENT), collective("gathering the weights"):
+        for weight in weights.all:
+            name = weight.names[0]
+            value = here.get(name)
+            if value is not None and is_sharded(value):
+                value = value.full_tensor()  # type: ignore[attr-defined]  # of all replicas together
+            owner = processes.pipelines[0][pipeline.plan.placement.ranks_of(weight.stages[0])[0]]
+            if mine == owner and not processes.is_first:
+                send_value(value, name, processes.pipelines[0][0], processes.everyone)
+            elif processes.is_first:
+                if mine != owner:
+                    value = receive_value(owner, processes.everyone, torch.device("cpu"))
+                assert value is not None
+                gathered |= dict.fromkeys(weight.names, value.to("cpu", copy=True))
+    return gathered
