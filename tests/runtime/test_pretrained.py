@@ -108,7 +108,7 @@ def test_names_and_shapes_that_differ_are_listed(tmp_path: Path) -> None:
     llama(num_hidden_layers=5).save_pretrained(tmp_path / "deeper")
     with pytest.raises(FormatError, match=r"has also model.layers.4.input_layernorm.weight, .* and 1 more"):
         rota.load_pretrained(to_load(llama), [0], tmp_path / "deeper")
-    rota.load_pretrained(to_load(llama), [0], tmp_path / "deeper", unexpected=["model.layers.4.*"])
+    rota.load_pretrained(to_load(llama), [0], tmp_path / "deeper", may_differ=["model.layers.4.*"])
     llama().model.save_pretrained(tmp_path / "bare")
     with pytest.raises(FormatError, match=r"it lacks lm_head.weight"):
         rota.load_pretrained(to_load(llama), [1], tmp_path / "bare")
@@ -118,7 +118,7 @@ def test_names_and_shapes_that_differ_are_listed(tmp_path: Path) -> None:
         if isinstance(module, nn.Linear):
             nn.init.ones_(module.weight)
 
-    rota.load_pretrained(stages, [1], tmp_path / "bare", missing="lm_head.*", init=init)
+    rota.load_pretrained(stages, [1], tmp_path / "bare", may_differ="lm_head.*", init=init)
     assert (stages[1].get_parameter("lm_head.weight") == 1).all()
     llama(intermediate_size=32).save_pretrained(tmp_path / "wider")
     with pytest.raises(FormatError, match=r"gate_proj.weight is \[32, 16\], in the model \[24, 16\]"):
@@ -200,9 +200,9 @@ def test_a_text_is_one_pattern(tmp_path: Path) -> None:
     """Not many, of one letter each: the `*` among them would let the folder lack everything."""
     llama().model.save_pretrained(tmp_path)
     with pytest.raises(FormatError, match=r"it lacks lm_head.weight"):
-        rota.load_pretrained(to_load(llama), [1], tmp_path, missing="score.*")
+        rota.load_pretrained(to_load(llama), [1], tmp_path, may_differ="score.*")
     llama(num_hidden_layers=5).save_pretrained(tmp_path)
-    rota.load_pretrained(to_load(llama), [0], tmp_path, unexpected="model.layers.4.*")
+    rota.load_pretrained(to_load(llama), [0], tmp_path, may_differ="model.layers.4.*")
 
 
 def refused(folder: Path) -> str:

@@ -54,8 +54,7 @@ def load_pretrained(
     folder: str | Path,
     *,
     cast: bool = False,
-    missing: str | Iterable[str] = (),
-    unexpected: str | Iterable[str] = (),
+    may_differ: str | Iterable[str] = (),
     device: torch.device | str | None = None,
     init: Init | None = None,
 ) -> None:
@@ -70,9 +69,8 @@ def load_pretrained(
         local: The stages that this process runs, as `local_stages` gives them.
         folder: It has `model.safetensors`, or `model.safetensors.index.json` and its files.
         cast: Convert floating-point weights to the model's dtypes. Otherwise the folder must have these.
-        missing: Patterns of names that the folder may lack, such as ["score.*"]: they stay as the constructor made
-            them, or are initialized. A text is one pattern.
-        unexpected: Patterns of names that the folder may have beside the model's, such as ["*.attn.bias"].
+        may_differ: Patterns of names that only one of folder and model may have, such as ["score.*", "*.attn.bias"]; a
+            text is one pattern. What the folder lacks stays as the constructor made it, or is initialized.
         device: Where to put the stages, such as `local_device()`: one weight at a time is read and copied there. None:
             where the model was made.
         init: Initializes what is missing, as in `rota.materialize`.
@@ -87,7 +85,7 @@ def load_pretrained(
     known = {name for names in named.values() for name in names}
     model = stages.unsplit if stages.unsplit is not None or len(stages) > 1 else stages[0]
     by_name = _renamed(known, converted(model if isinstance(model, nn.Module) else None, stored, known))
-    found = _matched(named, by_name, Path(folder), missing, unexpected)
+    found = _matched(named, by_name, Path(folder), may_differ)
     _refuse_other_kinds(found, cast, Path(folder))
     here = {tensor for stage in local for tensor in stages[stage].state_dict(keep_vars=True).values()}
     loaded = {tensor: sources for tensor, sources in found.items() if tensor in here}
@@ -163,20 +161,18 @@ def _matched(
     named: Mapping[torch.Tensor, tuple[str, ...]],
     by_name: Mapping[str, Source],
     folder: Path,
-    may_lack: str | Iterable[str],
-    may_have: str | Iterable[str],
+    may_differ: str | Iterable[str],
 ) -> dict[torch.Tensor, list[Source]]:
     """What the folder has of each tensor, by any of its names. Raises FormatError with the names that do not fit."""
     known = {name for names in named.values() for name in names}
     found = {tensor: [by_name[name] for name in names if name in by_name] for tensor, names in named.items()}
-    lacking = _without((named[tensor][0] for tensor, sources in found.items() if not sources), may_lack)
-    more = _without((name for name in by_name if name not in known), may_have)
+    lacking = _without((named[tensor][0] for tensor, sources in found.items() if not sources), may_differ)
+    more = _without((name for name in by_name if name not in known), may_differ)
     if lacking or more:
-        told = [f"{words} {few(names)}" for words, names in (("lacks", lacking), ("has also", more)) if names]
+        differences = [f"{words} {few(names)}" for words, names in (("lacks", lacking), ("has also", more)) if names]
         raise FormatError(
-            f"{folder} is not this model: it {' and '.join(told)}; make the model that it is of. If the model shall "
-            "differ, missing=[…] initializes weights that the folder lacks, and unexpected=[…] leaves out those of "
-            "the folder"
+            f"{folder} is not this model: it {' and '.join(differences)}; make the model that it is of. If they "
+            "shall differ, may_differ=[…] initializes weights that the folder lacks, and leaves out those of the folder"
         )
     return {tensor: sources for tensor, sources in found.items() if sources}
 

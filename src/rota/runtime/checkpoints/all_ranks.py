@@ -58,7 +58,8 @@ class Ranks:
         """The JSON value that `act` returns on the first rank, on all ranks; PipelineError on all if it fails."""
         result = self.agreed(doing, act if self.mine == 0 else lambda: None)
         with collective(f"{doing} for a checkpoint"):
-            return broadcast_json(result, group=self.group)  # type: ignore[no-any-return]
+            shared: Result = broadcast_json(result, group=self.group)
+        return shared
 
     def gather(self, value: Any) -> list[Any]:
         """The JSON values of all ranks, by rank, on all ranks."""

@@ -19,7 +19,6 @@ from rota.core.errors import PipelineError
 from rota.core.reading import printable
 from rota.models import Stages
 from rota.runtime.faults.watchdog import PATIENT
-from rota.runtime.reducing.wrapped_stages import is_sharded
 from rota.runtime.spmd import replicated_names
 from rota.runtime.transport import collective, receive_value, send_value
 from rota.torch_internals import own_state
@@ -192,8 +191,8 @@ def gather_weights(pipeline: Pipeline) -> dict[str, torch.Tensor]:
         for weight in weights.all:
             name = weight.names[0]
             value = here.get(name)
-            if value is not None and is_sharded(value):
-                value = value.full_tensor()  # type: ignore[attr-defined]  # of all replicas together
+            if isinstance(value, DTensor):
+                value = value.full_tensor()  # of all replicas together
             owner = processes.pipelines[0][pipeline.plan.placement.ranks_of(weight.stages[0])[0]]
             if mine == owner and not processes.is_first:
                 send_value(value, name, processes.pipelines[0][0], processes.everyone)
