@@ -33,7 +33,7 @@ from rota.runtime.channels import Channels
 from rota.runtime.clocks import clock_offset_ns
 from rota.runtime.compute import Batch, Compute, step_seed
 from rota.runtime.device.choosing import device_of
-from rota.runtime.device.protocol import Number, is_queued
+from rota.runtime.device.protocol import Device, Number, is_queued
 from rota.runtime.environment import cores_of
 from rota.runtime.execution import Execution, forwards_of
 from rota.runtime.faults.watchdog import PATIENT, Describe, Watchdog, limit_s
@@ -266,6 +266,11 @@ class Pipeline:
     def device(self) -> torch.device:
         """Where this rank's stages are. Batches may be here or on the CPU."""
         return self._device.torch_device
+
+    @property
+    def device_queue(self) -> Device:
+        """What runs this rank's stages there, at once or in the order in which it gets its work."""
+        return self._device
 
     @property
     def losses(self) -> dict[int, float]:

@@ -106,7 +106,8 @@ def test_the_newest_whole_one_is_loaded_and_damage_is_told(
     assert [step for step, _ in zero] == [step for step, _ in one] == [2, None, 1]
     (_, said), (_, refused), _ = zero
     assert one[0][1] == ""  # one rank alone tells
-    assert said.count("\n") == 1
+    assert said.count("\n") == 2
+    assert said.endswith(f"rota: training resumes from {folder}/step-2\n")
     assert f"{folder}/step-3" in said
     assert name in said
     assert "left out" in said if name == "rota.json" else f"going back to {folder}/step-2" in said

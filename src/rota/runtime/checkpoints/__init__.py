@@ -233,7 +233,7 @@ class Checkpoints:
             if self._thread is None:
                 self._write(data, merged, lambda: None)
             else:
-                data, wait = self._ranks.agreed("copying the state", lambda: copied(data, self._pipeline._device))
+                data, wait = self._ranks.agreed("copying the state", lambda: copied(data, self._pipeline.device_queue))
                 self._writing = self._thread.submit(self._write, data, merged, wait)
 
     def wait(self) -> None:
@@ -379,7 +379,8 @@ class Checkpoints:
                     raise PipelineError(f"{error}; {_remedy(step)}") from None
                 self._report(f"{error}; going back to {self._folder / before}")
             else:
-                self._report(f"training resumes from {found.path}")
+                if self._trained.optimizer is not None:
+                    self._report(f"training resumes from {found.path}")
                 if self._commits is not None:  # no restart may lead back to later steps of before
                     self._commits.last_step = -1
                     self._commits.snapshots.forget_all_but(None)
