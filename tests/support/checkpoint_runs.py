@@ -183,5 +183,7 @@ def steps_in(folder: Path) -> list[int]:
 def memory() -> Iterator[Path]:
     """A folder as a supervisor would keep it for this rank, and no other rank's."""
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder, pytest.MonkeyPatch.context() as patch:
-        patch.setenv(KEPT_MEMORY, folder)
-        yield Path(folder)
+        own = Path(folder, "snapshots-0")
+        own.mkdir()
+        patch.setenv(KEPT_MEMORY, str(own))
+        yield own

@@ -39,7 +39,7 @@ class Position(msgspec.Struct, forbid_unknown_fields=True):
     num_batches: Whole
     num_replicas: Positive
     length: Whole | None
-    first: tuple[str, ...]
+    first: list[str]
 
 
 @final
@@ -68,7 +68,7 @@ class Batches:
         if type(seed) is not int or not 0 <= seed <= LARGEST:
             raise PipelineError(f"seed={seed!r}; give a whole number from 0 to {LARGEST}")
         self._loader, self._num_epochs, self._share = loader, num_epochs, share
-        self._at = Position(seed, 0, 0, num_replicas, None, ())
+        self._at = Position(seed, 0, 0, num_replicas, None, [])
 
     @property
     def position(self) -> dict[str, Any]:
@@ -96,7 +96,7 @@ class Batches:
     def __iter__(self) -> Iterator[Any]:
         while self._at.epoch < self._num_epochs:
             yield from self._rest_of_epoch()
-            self._at = Position(self._at.seed, self._at.epoch + 1, 0, self._at.num_replicas, None, ())
+            self._at = Position(self._at.seed, self._at.epoch + 1, 0, self._at.num_replicas, None, [])
 
     def _rest_of_epoch(self) -> Iterator[Any]:
         at = self._at
@@ -127,7 +127,7 @@ class Batches:
         """Refuse data in another order than before the restart. Collective."""
         at = self._at
         (length, _), *_ = of_replicas = self._share([_length_of(self._loader), fingerprint(batch)])
-        first = tuple(first for _, first in of_replicas)
+        first = [first for _, first in of_replicas]
         for replica, (before, now) in enumerate(zip(at.first or first, first, strict=True)):
             if before and now and before != now:
                 where = f" on replica {replica}" if at.num_replicas > 1 else ""

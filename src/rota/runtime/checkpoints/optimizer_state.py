@@ -318,7 +318,7 @@ def scheduler_state(scheduler: Any, saved: SavedScheduler | None, of_groups: lis
                     raise PipelineError(f"{name} was saved {'without' if value is None else 'with'} a state of its own")
                 values[index] = _beside(current, value)
         *path, last = place
-        inner = state
+        inner: Any = state
         for step in path:
             inner = _entries(inner).get(step)
         if not isinstance(inner, dict) or inner.get(last, "") is not None:
