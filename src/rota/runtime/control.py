@@ -85,9 +85,9 @@ def connect() -> int | None:
     None if no supervisor started this process.
     """
     global _line, _is_asked
-    if (given := os.environ.pop(_CONTROL, None)) is None:
+    if (line := os.environ.pop(_CONTROL, None)) is None:
         return None
-    number, supervisor = map(int, given.split())
+    number, supervisor = map(int, line.split())
     os.set_inheritable(number, False)
     _line, _is_asked = _Line(socket.socket(fileno=number), os.getpid()), False
     return supervisor

@@ -30,15 +30,15 @@ def fingerprints(kind: str, microbatches: Sequence[Any], names: Sequence[str] = 
         microbatches: by number; None if this rank was given nothing.
         names: the names of inputs given by position.
     """
-    found: Fingerprints = {}
+    by_name: Fingerprints = {}
     for m, microbatch in enumerate(microbatches):
         if microbatch is None:
             continue
         for key, value in _parts(microbatch):
             name = names[key] if isinstance(key, int) and key < len(names) else key
-            of_name = found.setdefault(f"{kind}[{name!r}]", [""] * len(microbatches))
+            of_name = by_name.setdefault(f"{kind}[{name!r}]", [""] * len(microbatches))
             of_name[m] = fingerprint(value)
-    return found
+    return by_name
 
 
 def _parts(microbatch: Any) -> Iterator[tuple[Any, Any]]:
@@ -98,7 +98,7 @@ def _equal_replicas(given: Sequence[Fingerprints], replicas: Sequence[Sequence[i
     """Two replicas that were given exactly the same data, or None. `replicas`: the processes of each."""
     seen: dict[tuple[tuple[str, int, str], ...], int] = {}
     for replica, processes in enumerate(replicas):
-        found = sorted(
+        values = sorted(
             {
                 (name, m, value)
                 for process in processes
@@ -107,8 +107,8 @@ def _equal_replicas(given: Sequence[Fingerprints], replicas: Sequence[Sequence[i
                 if value
             }
         )
-        if found and seen.setdefault(tuple(found), replica) != replica:
-            return seen[tuple(found)], replica
+        if values and seen.setdefault(tuple(values), replica) != replica:
+            return seen[tuple(values)], replica
     return None
 
 

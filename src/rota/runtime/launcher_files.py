@@ -182,8 +182,8 @@ def snapshot_folder() -> Path | None:
 
 def states_in(folder: Path) -> set[State]:
     """The states that are whole in a rank's folder."""
-    found = map(_SNAPSHOT.fullmatch, os.listdir(folder))
-    return {State(match[1], int(match[2])) for match in found if match}
+    names = map(_SNAPSHOT.fullmatch, os.listdir(folder))
+    return {State(match[1], int(match[2])) for match in names if match}
 
 
 def common_states(folders: Sequence[Path]) -> set[State]:

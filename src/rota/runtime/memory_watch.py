@@ -22,11 +22,11 @@ class LiveStorages:
         #: The most that was alive since this was last set to 0.
         self.peak_bytes = 0
 
-    def see(self, made: Any, given: Any = ()) -> None:
+    def see(self, made: Any, known: Any = ()) -> None:
         """Count the storages of all tensors in `made`, except those that are in `given`: views, or written in place."""
-        there = {*map(address_of, storages(given))}
+        known_addresses = {*map(address_of, storages(known))}
         for storage in storages(made):
-            if (address := address_of(storage)) not in there:
+            if (address := address_of(storage)) not in known_addresses:
                 _, before = self._alive.get(address, (None, 0))
                 self._alive[address] = StorageReference(storage), storage.nbytes()
                 self._upper_bound_bytes += storage.nbytes() - before

@@ -85,10 +85,10 @@ def load_pretrained(
     known = {name for names in named.values() for name in names}
     model = stages.unsplit if stages.unsplit is not None or len(stages) > 1 else stages[0]
     by_name = _renamed(known, converted(model if isinstance(model, nn.Module) else None, stored, known))
-    found = _matched(named, by_name, Path(folder), may_differ)
-    _refuse_other_kinds(found, cast, Path(folder))
+    by_tensor = _matched(named, by_name, Path(folder), may_differ)
+    _refuse_other_kinds(by_tensor, cast, Path(folder))
     here = {tensor for stage in local for tensor in stages[stage].state_dict(keep_vars=True).values()}
-    loaded = {tensor: sources for tensor, sources in found.items() if tensor in here}
+    loaded = {tensor: sources for tensor, sources in by_tensor.items() if tensor in here}
     give_memory(stages, local, loaded, device, init)
     for tensor in sorted(loaded, key=lambda tensor: -tensor.nbytes):  # while little else is in memory
         _read(tensor, loaded[tensor])
@@ -113,13 +113,13 @@ def _stored(folder: Path) -> dict[str, _Stored]:
                 "converted: from_pretrained(…) and save_pretrained(…) of transformers, where you trust it"
             )
         raise FormatError(f"{folder} has neither {_SINGLE} nor {_INDEX}; give a folder that save_pretrained has made")
-    found: dict[str, _Stored] = {}
+    tensors: dict[str, _Stored] = {}
     for file, names in wanted.items():
         of_file = {stored.name: stored for stored in _header(folder / file)}
         if names is not None and (lacking := sorted(names - of_file.keys())):
             raise FormatError(f"{folder / file} lacks {few(lacking)}, which {_INDEX} says is there; get it again")
-        found |= of_file if names is None else {name: of_file[name] for name in names}
-    return found
+        tensors |= of_file if names is None else {name: of_file[name] for name in names}
+    return tensors
 
 
 def _index(path: Path) -> dict[str, set[str]]:
@@ -165,8 +165,8 @@ def _matched(
 ) -> dict[torch.Tensor, list[Source]]:
     """What the folder has of each tensor, by any of its names. Raises FormatError with the names that do not fit."""
     known = {name for names in named.values() for name in names}
-    found = {tensor: [by_name[name] for name in names if name in by_name] for tensor, names in named.items()}
-    lacking = _without((named[tensor][0] for tensor, sources in found.items() if not sources), may_differ)
+    by_tensor = {tensor: [by_name[name] for name in names if name in by_name] for tensor, names in named.items()}
+    lacking = _without((named[tensor][0] for tensor, sources in by_tensor.items() if not sources), may_differ)
     more = _without((name for name in by_name if name not in known), may_differ)
     if lacking or more:
         differences = [f"{words} {few(names)}" for words, names in (("lacks", lacking), ("has also", more)) if names]
@@ -174,7 +174,7 @@ def _matched(
             f"{folder} is not this model: it {' and '.join(differences)}; make the model that it is of. If they "
             "shall differ, may_differ=[…] initializes weights that the folder lacks, and leaves out those of the folder"
         )
-    return {tensor: sources for tensor, sources in found.items() if sources}
+    return {tensor: sources for tensor, sources in by_tensor.items() if sources}
 
 
 def _renamed(known: set[str], stored: Mapping[str, Source]) -> dict[str, Source]:
@@ -196,10 +196,10 @@ def _without(names: Iterable[str], patterns: str | Iterable[str]) -> list[str]:
     return [name for name in names if not any(fnmatchcase(name, pattern) for pattern in patterns)]
 
 
-def _refuse_other_kinds(found: Mapping[torch.Tensor, Sequence[Source]], cast: bool, folder: Path) -> None:
+def _refuse_other_kinds(by_tensor: Mapping[torch.Tensor, Sequence[Source]], cast: bool, folder: Path) -> None:
     """Raises FormatError with all tensors whose shapes or dtypes are not the model's."""
     shapes, dtypes = [], []
-    for tensor, sources in found.items():
+    for tensor, sources in by_tensor.items():
         for stored in sources:
             if stored.shape != tuple(tensor.shape):
                 shapes.append(f"{stored.name} is {[*stored.shape]}, in the model {[*tensor.shape]}")

@@ -170,22 +170,22 @@ class Checkpoints:
         return self._steps(batches, save_every)
 
     def _steps(self, batches: Batches, save_every: int | None) -> Iterator[tuple[int, Any]]:
-        found, loss_scale = self.load(), self._pipeline.loss_scale
+        loaded, loss_scale = self.load(), self._pipeline.loss_scale
         step, is_saved = 0, True
 
         def extra() -> dict[str, Any]:
             return {"data": batches.position, "scaler": loss_scale.state()}
 
-        if found is not None:
-            if not found.extra.keys() >= {"data", "scaler"}:
+        if loaded is not None:
+            if not loaded.extra.keys() >= {"data", "scaler"}:
                 raise PipelineError(
-                    f"the checkpoint of step {found.step} does not say where in the data it was, as it was not saved "
+                    f"the checkpoint of step {loaded.step} does not say where in the data it was, as it was not saved "
                     f"by Checkpoints.steps; go on with the loop that saved it"
                 )
-            batches.go_on(Field("data", found.extra["data"]))
-            if found.extra["scaler"] is not None:
-                loss_scale.restore(found.extra["scaler"])
-            step, is_saved = found.step, found.path is not None
+            batches.go_on(Field("data", loaded.extra["data"]))
+            if loaded.extra["scaler"] is not None:
+                loss_scale.restore(loaded.extra["scaler"])
+            step, is_saved = loaded.step, loaded.path is not None
         for batch in batches:
             yield step, batch
             step += 1
@@ -278,8 +278,8 @@ class Checkpoints:
         partial = self._folder / ranks.first("making the folder", lambda: begin(self._folder, merged.step).name)
         ranks.agreed("copying the state", wait)
         shares = share_out(ranks.gather([chunk.to_json() for chunk in data]))
-        share = [(chunk, data[chunk]) for chunk in shares[ranks.mine]]
-        path = partial / file_of(ranks.mine)
+        share = [(chunk, data[chunk]) for chunk in shares[ranks.rank]]
+        path = partial / file_of(ranks.rank)
         written = ranks.gather(ranks.agreed(f"writing {partial}", lambda: write_file(path, share)))
         ranks.first("finishing", lambda: self._publish(partial, merged, written))
 
@@ -359,10 +359,10 @@ class Checkpoints:
             PipelineError: it does not fit; that of `step` is damaged or missing; all are damaged.
         """
         with self._pipeline.watching("the other ranks to load a checkpoint", PATIENT):
-            found = self._loaded(step)
-            if found is not None:
-                self._pipeline.count_from(found.step)
-            return found
+            checkpoint = self._loaded(step)
+            if checkpoint is not None:
+                self._pipeline.count_from(checkpoint.step)
+            return checkpoint
 
     def _loaded(self, step: int | None) -> Checkpoint | None:
         self.wait()
@@ -373,25 +373,25 @@ class Checkpoints:
                 return kept
         for name, before in zip_longest(names, names[1:]):
             try:
-                found = self._load(self._folder / name)
+                checkpoint = self._load(self._folder / name)
             except DamagedError as error:
                 if before is None:
                     raise PipelineError(f"{error}; {_remedy(step)}") from None
                 self._report(f"{error}; going back to {self._folder / before}")
             else:
                 if self._trained.optimizer is not None:
-                    self._report(f"training resumes from {found.path}")
+                    self._report(f"training resumes from {checkpoint.path}")
                 if self._commits is not None:  # no restart may lead back to later steps of before
                     self._commits.last_step = -1
                     self._commits.snapshots.forget_all_but(None)
-                return found
+                return checkpoint
         if is_restart():
             self._report(f"training starts from the beginning: no whole checkpoint in {self._folder}")
         return None
 
     def _report(self, text: str) -> None:
         """Print one line on the first process."""
-        if self._ranks.mine == 0:
+        if self._ranks.rank == 0:
             say(text)
 
     def _find(self, step: int | None) -> tuple[list[str], int]:
@@ -405,18 +405,18 @@ class Checkpoints:
             raise FormatError(f"{errors[0]}; {_remedy(step)}")
         if step is not None and not names:
             steps = ", ".join(str(step) for step in sorted(saved.manifest.step for saved in whole))
-            there = f"steps {steps}" if steps else "no checkpoints"
-            raise PipelineError(f"no whole checkpoint of step {step} in {self._folder}; it has {there}")
+            others = f"steps {steps}" if steps else "no checkpoints"
+            raise PipelineError(f"no whole checkpoint of step {step} in {self._folder}; it has {others}")
         for error in errors:
             self._report(f"{error}; left out")
         return names, max((saved.manifest.number for saved in whole), default=0)
 
     def _load(self, path: Path) -> Checkpoint:
         """Load the checkpoint in `path`. Raises DamagedError, on all ranks, if one of them finds damage."""
-        found, restoring, reader = self._ranks.agreed(f"comparing with {path}", lambda: self._prepare(path))
+        checkpoint, restoring, reader = self._ranks.agreed(f"comparing with {path}", lambda: self._prepare(path))
         self._ranks.agreed(f"reading {path}", reader.fill)
         self._ranks.agreed(f"setting the state of {path}", restoring.finish)
-        return found
+        return checkpoint
 
     def _prepare(self, path: Path) -> tuple[Checkpoint, Restoring, Reader]:
         manifest = (saved := read_saved(path)).manifest

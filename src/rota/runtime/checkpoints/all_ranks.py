@@ -32,7 +32,7 @@ class Ranks:
         if is_beside:
             with collective("making the group of checkpoints"):
                 self.group = dist.new_group(backend="gloo")
-        self.mine = dist.get_rank(self.group)
+        self.rank = dist.get_rank(self.group)
 
     def agreed(self, doing: str, act: Callable[[], Result]) -> Result:
         """What `act` returns here, if it succeeds on all ranks.
@@ -46,9 +46,9 @@ class Ranks:
             failure = error
         with collective(f"{doing} for a checkpoint"):
             failures = all_gather_json(_failure_to_json(failure), self.group)
-        failed = {rank: found for rank, found in enumerate(failures) if found is not None}
+        failed = {rank: error for rank, error in enumerate(failures) if error is not None}
         if failed:
-            other = {rank: found for rank, found in failed.items() if not found["damage"]}
+            other = {rank: error for rank, error in failed.items() if not error["damage"]}
             rank, first = next(iter((other or failed).items()))
             kind = PipelineError if other else DamagedError
             raise kind(f"checkpoint: {doing}, process {rank}: {first['text']}") from failure
@@ -56,7 +56,7 @@ class Ranks:
 
     def first(self, doing: str, act: Callable[[], Result]) -> Result:
         """The JSON value that `act` returns on the first rank, on all ranks; PipelineError on all if it fails."""
-        result = self.agreed(doing, act if self.mine == 0 else lambda: None)
+        result = self.agreed(doing, act if self.rank == 0 else lambda: None)
         with collective(f"{doing} for a checkpoint"):
             shared: Result = broadcast_json(result, group=self.group)
         return shared

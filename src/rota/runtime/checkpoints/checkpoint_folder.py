@@ -37,13 +37,13 @@ _INSIDE = re.compile(r"rota\.json|rank-[0-9]+\.safetensors|\..+")  # file system
 
 def readable_ones(folder: Path) -> tuple[list[Saved], list[tuple[Path, FormatError]]]:
     """Whole checkpoints whose manifest can be read, in the order they were saved, and those whose manifest cannot."""
-    found, damaged = [], []
+    whole, damaged = [], []
     for path in whole_paths(folder):
         try:
-            found.append(read_saved(path))
+            whole.append(read_saved(path))
         except FormatError as error:
             damaged.append((path, error))
-    return sorted(found, key=lambda saved: (saved.manifest.number, saved.manifest.step)), damaged
+    return sorted(whole, key=lambda saved: (saved.manifest.number, saved.manifest.step)), damaged
 
 
 def whole_paths(folder: Path) -> list[Path]:
@@ -51,8 +51,8 @@ def whole_paths(folder: Path) -> list[Path]:
 
     A checkpoint of Rota's that has lost its manifest is included, so that it is reported.
     """
-    found = [(int(match[1]), folder / name) for name in _names_in(folder) if (match := _WHOLE.fullmatch(name))]
-    return [path for _, path in sorted(found) if _was_whole(path)]
+    numbered = [(int(match[1]), folder / name) for name in _names_in(folder) if (match := _WHOLE.fullmatch(name))]
+    return [path for _, path in sorted(numbered) if _was_whole(path)]
 
 
 def _was_whole(path: Path) -> bool:

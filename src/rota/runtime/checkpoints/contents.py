@@ -75,10 +75,10 @@ def find(path: Path) -> tuple[list[Saved], list[tuple[Path, FormatError]]]:
     Raises FormatError if there are none.
     """
     if not is_checkpoint(path):
-        found, damaged = readable_ones(path)
-        if not (found or damaged):
+        whole, damaged = readable_ones(path)
+        if not (whole or damaged):
             raise FormatError(f"no whole checkpoint in {path}; give a folder that has a step-N, or a step-N itself")
-        return found, damaged
+        return whole, damaged
     try:
         return [read_saved(path)], []
     except FormatError as error:
@@ -87,8 +87,8 @@ def find(path: Path) -> tuple[list[Saved], list[tuple[Path, FormatError]]]:
 
 def damages(saved: Saved) -> list[str]:
     """What is wrong with a checkpoint, whose tensors are all read; empty if nothing is wrong."""
-    if found := [*saved.wrong_files()]:
-        return found
+    if wrong := [*saved.wrong_files()]:
+        return wrong
     try:
         check(part for parts in read_contents(saved).index.values() for part in parts)
     except FormatError as error:
@@ -106,8 +106,8 @@ def export(saved: Saved, path: Path) -> int:
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
-    if found := damages(saved):
-        raise FormatError(f"{saved.path}: {found[0]}; remove it, and export the checkpoint before it")
+    if wrong := damages(saved):
+        raise FormatError(f"{saved.path}: {wrong[0]}; remove it, and export the checkpoint before it")
     sharded = [name for name, num_tp_shards in saved.manifest.weights.items() if num_tp_shards > 1]
     if sharded:
         raise FormatError(

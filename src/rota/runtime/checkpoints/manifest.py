@@ -113,19 +113,19 @@ class Saved:
     def wrong_files(self) -> Iterator[str]:
         """What is wrong with the files, one by one, without reading them: missing, of a wrong size, or not listed."""
         try:
-            found = {entry.name: entry.stat(follow_symlinks=False) for entry in os.scandir(self.path)}
+            entries = {entry.name: entry.stat(follow_symlinks=False) for entry in os.scandir(self.path)}
         except OSError as error:
             raise FormatError(f"cannot read {self.path}: {error.strerror}") from None
-        found.pop(MANIFEST, None)
+        entries.pop(MANIFEST, None)
         for rank, file in enumerate(self.manifest.files):
             name = file_of(rank)
-            if (entry := found.pop(name, None)) is None:
+            if (entry := entries.pop(name, None)) is None:
                 yield f"{name} is missing"
             elif not stat.S_ISREG(entry.st_mode):
                 yield f"{name} is not a regular file"
             elif entry.st_size != file.num_bytes:
                 yield f"{name} has {entry.st_size:,} bytes instead of {file.num_bytes:,}"
-        for name in sorted(found):
+        for name in sorted(entries):
             yield f"{reading.printable(name)} is not listed in {MANIFEST}"
 
 

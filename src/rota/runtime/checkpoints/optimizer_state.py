@@ -161,7 +161,7 @@ def require_records(
     optimizer: Optimizer, keys: Mapping[torch.Tensor, str], records: Mapping[str, Record]
 ) -> list[Record | None]:
     """The record of each group's weights, None for an empty group. Raises PipelineError if they do not fit."""
-    found: list[Record | None] = []
+    by_group: list[Record | None] = []
     wanted = set()
     for index, group in enumerate(optimizer.param_groups):
         of_group = [_key_of(parameter, index, keys) for parameter in group["params"]]
@@ -174,19 +174,19 @@ def require_records(
         first = records[of_group[0]] if of_group else None
         for name, value in first.options.items() if first is not None else ():
             _require_like(group.get(name), value, f"{of_group[0]}'s {_shown(name)}")
-        found.append(first)
+        by_group.append(first)
         wanted |= {*of_group}
     if left := [key for key in keys.values() if key in records and key not in wanted]:
         raise PipelineError(f"{left[0]} was in the optimizer when it was saved, but is not in this one; add it")
-    return found
+    return by_group
 
 
-def _require_one_group(index: int, one: str, other: str, records: Mapping[str, Record]) -> None:
-    a, b = records[one], records[other]
+def _require_one_group(index: int, key: str, other_key: str, records: Mapping[str, Record]) -> None:
+    a, b = records[key], records[other_key]
     for was, now in ((a.options, b.options), (a.scheduled, b.scheduled)):
         if was is not now and (name := different(was, now)) is not None:
             raise PipelineError(
-                f"{one} and {other} are in one group, {index}, but were saved with different {_shown(name)} "
+                f"{key} and {other_key} are in one group, {index}, but were saved with different {_shown(name)} "
                 f"({_shown(was.get(name))} and {_shown(now.get(name))}); group the weights as when they were saved"
             )
 

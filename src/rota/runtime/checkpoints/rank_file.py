@@ -94,14 +94,14 @@ def read_chunks(field: Field) -> list[Chunk]:
 
 def chunks_of(tensors: Tensors) -> dict[Chunk, torch.Tensor]:
     """What this process has of each tensor, not copied, in the order of a file."""
-    found: dict[Chunk, torch.Tensor] = {}
+    chunks: dict[Chunk, torch.Tensor] = {}
     sharded: Tensors = {}
     for key, tensor in tensors.items():
         if isinstance(tensor, DTensor):
             sharded[key] = tensor
         else:
             size = tuple(tensor.shape)
-            found[Chunk(key, tensor.dtype, size, ((0,) * len(size), size))] = tensor.detach()
+            chunks[Chunk(key, tensor.dtype, size, ((0,) * len(size), size))] = tensor.detach()
     if sharded:
         planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         planner.set_up_planner(sharded)
@@ -113,8 +113,8 @@ def chunks_of(tensors: Tensors) -> dict[Chunk, torch.Tensor]:
             assert isinstance(data, torch.Tensor)
             if prod(box[1]) or not prod(size):
                 box = box if prod(size) else ((0,) * len(size), size)
-                found[Chunk(item.index.fqn, item.tensor_data.properties.dtype, size, box)] = data.detach()
-    return dict(sorted(found.items(), key=lambda entry: -entry[0].dtype.itemsize))
+                chunks[Chunk(item.index.fqn, item.tensor_data.properties.dtype, size, box)] = data.detach()
+    return dict(sorted(chunks.items(), key=lambda entry: -entry[0].dtype.itemsize))
 
 
 def starts_of(chunks: Iterable[Chunk], first: int) -> list[int]:

@@ -119,8 +119,8 @@ class Snapshots:
     @property
     def disk_bytes(self) -> int:
         """Bytes that the file system of the folder has for more states."""
-        found = os.statvfs(self.folder)
-        return found.f_bavail * found.f_frsize
+        system = os.statvfs(self.folder)
+        return system.f_bavail * system.f_frsize
 
     def count(self) -> tuple[int, int]:
         """Bytes of the host's memory for two states as they are now, and of two copies of their tensors."""
@@ -171,8 +171,8 @@ class Snapshots:
     def _allocate(self, path: Path, num_bytes: int) -> None:
         """Make the file with all of its memory. A page that is missing later would end the process."""
         path.unlink(missing_ok=True)
-        there = {entry.inode() for entry in os.scandir(self.folder)}
-        self._files = {number: file for number, file in self._files.items() if number in there}
+        numbers = {entry.inode() for entry in os.scandir(self.folder)}
+        self._files = {number: file for number, file in self._files.items() if number in numbers}
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
             os.posix_fallocate(file, 0, num_bytes)
@@ -228,14 +228,14 @@ class Snapshots:
             restoring = trained.prepare(shards, training, {chunk.key: chunk for chunk in file.chunks})
         except KeyError as error:
             raise PipelineError(f"the state in memory has no {error.args[0]}; make the same model") from None
-        here, there = chunks_of(restoring.tensors), dict(zip(file.chunks, file.values, strict=True))
-        for chunk in here.keys() ^ there.keys():
-            was, now = ([of.box for of in chunks if of.key == chunk.key] for chunks in (there, here))
+        own, kept = chunks_of(restoring.tensors), dict(zip(file.chunks, file.values, strict=True))
+        for chunk in own.keys() ^ kept.keys():
+            was, now = ([part.box for part in chunks if part.key == chunk.key] for chunks in (kept, own))
             raise PipelineError(
                 f"this process had {was} (offsets and sizes) of {chunk.key}, but has {now} of it now; make the same "
                 f"model, and shard the model and the optimizer's state alike"
             )
-        values = [(tensor, there[chunk]) for chunk, tensor in here.items()]
+        values = [(tensor, kept[chunk]) for chunk, tensor in own.items()]
         return Kept(step, beside["extra"].value, restoring, values)
 
     def forget_all_but(self, step: int | None) -> None:

@@ -157,11 +157,13 @@ def merge(of_ranks: Sequence[dict[str, Any]]) -> Merged:
     groups: dict[str, tuple[Any, dict[str, Any]]] = {}
     known: dict[str, tuple[Any, Any]] = {}
     num_tp_shards: dict[str, int] = {}
-    given = of_ranks[0]["given"]
+    arguments = of_ranks[0]["given"]
     scheduler = next(filter(None, (small["training"]["scheduler"] for small in of_ranks)), None)
     for rank, small in enumerate(of_ranks):
-        if not same(small["given"], given):
-            raise PipelineError(f"process {rank} saves {small['given']}, but process 0 {given}; save the same on all")
+        if not same(small["given"], arguments):
+            raise PipelineError(
+                f"process {rank} saves {small['given']}, but process 0 {arguments}; save the same on all"
+            )
         num_tp_shards |= small["num_tp_shards"]
         for shared, of_weights in small["training"]["records"]:
             _, merged = groups.setdefault(json.dumps(shared), (shared, {}))
@@ -179,15 +181,15 @@ def merge(of_ranks: Sequence[dict[str, Any]]) -> Merged:
             )
     records = sorted((group for group in groups.values() if group[1]), key=lambda group: min(group[1]))
     training = {**of_ranks[0]["training"], "records": records, "scheduler": scheduler}
-    return Merged(training, given["step"], given["extra"], num_tp_shards)
+    return Merged(training, arguments["step"], arguments["extra"], num_tp_shards)
 
 
 def _require_equal(rank: int, key: str, known: tuple[Any, Any], other: tuple[Any, Any]) -> None:
     """Raises PipelineError if a rank has another record of a weight, in JSON, than a rank before."""
-    for mine, of_rank in zip(_parts(*known), _parts(*other), strict=True):
-        if (name := different(mine, of_rank)) is not None:
+    for first, of_rank in zip(_parts(*known), _parts(*other), strict=True):
+        if (name := different(first, of_rank)) is not None:
             raise PipelineError(
-                f"process {rank} has {name} = {of_rank.get(name)} for {key}, and another has {mine.get(name)}; train "
+                f"process {rank} has {name} = {of_rank.get(name)} for {key}, and another has {first.get(name)}; train "
                 f"it the same way on all ranks that hold it"
             )
 
@@ -199,15 +201,15 @@ def _parts(shared: dict[str, Any], own: list[Any]) -> tuple[dict[str, Any], ...]
 
 def _stored_names(weights: list[Weight], saved: Mapping[str, int]) -> dict[str, str]:
     """The saved name of each weight, by its first name. Raises PipelineError if the checkpoint is of another model."""
-    found: dict[str, str] = {}
+    stored: dict[str, str] = {}
     missing = []
     for weight in weights:
         name = next((name for name in weight.names if name in saved), None)
         if name is None:
             missing.append(weight.names[0])
         else:
-            found[weight.names[0]] = name
-    known = {*found.values()}
+            stored[weight.names[0]] = name
+    known = {*stored.values()}
     extra = [name for name in saved if name not in known]
     if missing or extra:
         what = [f"{kind} {few(names)}" for kind, names in (("lacks", missing), ("also has", extra)) if names]
@@ -215,7 +217,7 @@ def _stored_names(weights: list[Weight], saved: Mapping[str, int]) -> dict[str, 
             f"this is another model: the checkpoint {' and '.join(what)}; build the one that was saved. If it is the "
             "same model, cut elsewhere by hand, name its weights as when it was saved: Stages(…, names=[…])"
         )
-    return found
+    return stored
 
 
 def _require_writable(key: str, tensor: torch.Tensor) -> None:
@@ -244,16 +246,16 @@ def _require_alike(key: str, tensor: torch.Tensor, stored: Chunk) -> None:
 
 def _state_tensors(parameter: torch.Tensor, key: str, record: Record, chunks: Mapping[str, Chunk]) -> Tensors:
     """Tensors to read an optimizer's state of one weight into."""
-    found: Tensors = {}
+    tensors: Tensors = {}
     for name in record.tensors:
         stored = chunks[full := tensor_key(key, name)]
         if _is_on_host(name, stored, record.options):
-            found[full] = torch.empty(stored.size, dtype=stored.dtype, device="cpu")
+            tensors[full] = torch.empty(stored.size, dtype=stored.dtype, device="cpu")
         elif stored.size == tuple(parameter.shape):
-            found[full] = torch.empty_like(parameter, dtype=stored.dtype, requires_grad=False)
+            tensors[full] = torch.empty_like(parameter, dtype=stored.dtype, requires_grad=False)
         else:
-            found[full] = torch.empty(stored.size, dtype=stored.dtype, device=parameter.device)
-    return found
+            tensors[full] = torch.empty(stored.size, dtype=stored.dtype, device=parameter.device)
+    return tensors
 
 
 def _is_on_host(name: str, stored: Chunk, options: dict[str, Any]) -> bool:

@@ -133,7 +133,7 @@ def names_of(stages: Stages) -> dict[torch.Tensor, tuple[str, ...]]:
         for name, tensor in _saved(module)
     ]
     kinds = [[entry for entry in named if isinstance(entry[2], nn.Parameter) is wanted] for wanted in (True, False)]
-    found: dict[torch.Tensor, tuple[str, ...]] = {}
+    by_tensor: dict[torch.Tensor, tuple[str, ...]] = {}
     taken: dict[str, torch.Tensor] = {}
     for kind in kinds:
         clash = len({name for _, name, _ in kind}) < len({(name, tensor) for _, name, tensor in kind})
@@ -141,8 +141,8 @@ def names_of(stages: Stages) -> dict[torch.Tensor, tuple[str, ...]]:
             full = f"{stage}.{name}" if clash else name
             if taken.setdefault(full, tensor) is not tensor:
                 raise PipelineError(f"a buffer and a weight are both named {full!r}; rename one to save checkpoints")
-            found[tensor] = tuple(dict.fromkeys((*found.get(tensor, ()), full)))
-    return found
+            by_tensor[tensor] = tuple(dict.fromkeys((*by_tensor.get(tensor, ()), full)))
+    return by_tensor
 
 
 def _saved(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -184,7 +184,7 @@ def gather_weights(pipeline: Pipeline) -> dict[str, torch.Tensor]:
         raise PipelineError(
             f"{sharded[0]} is in TP shards, and Rota does not know how its module joins them; join them in your script"
         )
-    processes, mine = pipeline.processes, dist.get_rank()
+    processes, process = pipeline.processes, dist.get_rank()
     here = {weight.names[0]: weight.tensor.detach() for weight, _ in weights.local()}
     gathered: dict[str, torch.Tensor] = {}
     with pipeline.watching("the other ranks to gather the weights", PATIENT), collective("gathering the weights"):
@@ -194,10 +194,10 @@ def gather_weights(pipeline: Pipeline) -> dict[str, torch.Tensor]:
             if isinstance(value, DTensor):
                 value = value.full_tensor()  # of all replicas together
             owner = processes.pipelines[0][pipeline.plan.placement.ranks_of(weight.stages[0])[0]]
-            if mine == owner and not processes.is_first:
+            if process == owner and not processes.is_first:
                 send_value(value, name, processes.pipelines[0][0], processes.everyone)
             elif processes.is_first:
-                if mine != owner:
+                if process != owner:
                     value = receive_value(owner, processes.everyone, torch.device("cpu"))
                 assert value is not None
                 gathered |= dict.fromkeys(weight.names, value.to("cpu", copy=True))
