@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import struct
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -106,28 +106,36 @@ def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
     return batch_of(2 * NUM_MICROBATCHES, seed=step)
 
 
+def train(pipeline: Pipeline, optimizer: Any, batches: Iterable[Sequence[Any]], scheduler: Any = None) -> list[float]:
+    """The losses of a step on each batch."""
+    losses = []
+    for batch in batches:
+        losses.append(pipeline.step(*batch))
+        if optimizer is not None:  # the rank has weights
+            optimizer.step()
+            optimizer.zero_grad()
+        if scheduler is not None:
+            scheduler.step()
+    return losses
+
+
 class Training:
     """A model in training on this process."""
 
-    def __init__(self, run: Run, stages: Stages | None = None) -> None:
+    def __init__(self, run: Run, stages: Stages | None = None, make_optimizer: Any = optimizer_of) -> None:
         plan = run.plan()
         self.run = run
         self.stages = stages or split(model(), plan.num_stages)
         self.pipeline = Pipeline(self.stages, plan, loss_fn, mesh=run.mesh())
-        self.optimizer, self.scheduler = optimizer_of(self.pipeline.named_parameters())
+        self.optimizer, self.scheduler = make_optimizer(self.pipeline.named_parameters())
 
     def checkpoints(self, folder: Path, **options: Any) -> Checkpoints:
         return Checkpoints(folder, self.pipeline, self.optimizer, self.scheduler, **options)
 
     def steps(self, steps: range) -> list[float]:
-        losses = []
-        for step in steps:
-            mine = [part.chunk(self.run.num_replicas)[self.pipeline.replica] for part in batch(step)]
-            losses.append(self.pipeline.step(*mine))
-            self.optimizer.step()
-            self.optimizer.zero_grad()
-            self.scheduler.step()
-        return losses
+        num_replicas, replica = self.run.num_replicas, self.pipeline.replica
+        batches = ([part.chunk(num_replicas)[replica] for part in batch(step)] for step in steps)
+        return train(self.pipeline, self.optimizer, batches, self.scheduler)
 
 
 def serial_losses(num_steps: int) -> list[float]:

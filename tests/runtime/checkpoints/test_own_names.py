@@ -14,6 +14,7 @@ import rota
 from rota import Checkpoints, Cluster, Costs, Pipeline, Stages, place
 from rota.cli import main
 from rota.schedules import gpipe
+from support.checkpoint_runs import train
 from support.pool import Pool
 
 pytestmark = pytest.mark.dist
@@ -47,7 +48,9 @@ def loss_fn(output: Any, targets: torch.Tensor) -> torch.Tensor:
     return nn.functional.cross_entropy(output.logits.flatten(0, 1), targets.flatten())
 
 
-def train(kind: str, num_stages: int, num_ranks: int, folder: Path, steps: range, *, save: bool) -> list[float]:
+def run(
+    rank: int, kind: str, num_stages: int, num_ranks: int, folder: Path, steps: range, save: bool = False
+) -> list[float]:
     """On stages made without memory, of which each rank has its own; resumes first, if there is a checkpoint."""
     with rota.meta_init():
         model = make_model(kind)
@@ -60,22 +63,10 @@ def train(kind: str, num_stages: int, num_ranks: int, folder: Path, steps: range
         optimizer = torch.optim.AdamW(pipeline.parameters(), lr=0.01)
         checkpoints = Checkpoints(folder, pipeline, optimizer)
         checkpoints.load()
-        losses = []
-        for step in steps:
-            losses.append(pipeline.step(batch(step), batch(step)["input_ids"]))
-            optimizer.step()
-            optimizer.zero_grad()
+        losses = train(pipeline, optimizer, ((batch(step), batch(step)["input_ids"]) for step in steps))
         if save:
             checkpoints.save(steps.stop)
         return losses
-
-
-def run(rank: int, *arguments: Any, save: bool = False) -> list[float]:
-    return train(*arguments, save=save)
-
-
-def run_and_save(rank: int, *arguments: Any) -> list[float]:
-    return train(*arguments, save=True)
 
 
 def trained_whole(kind: str, num_steps: int) -> tuple[nn.Module, list[float]]:
@@ -96,7 +87,7 @@ def trained_whole(kind: str, num_steps: int) -> tuple[nn.Module, list[float]]:
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
 def test_transformers_loads_what_is_exported_and_any_cut_resumes(kind: str, pool: Pool, tmp_path: Path) -> None:
     whole, losses = trained_whole(kind, 5)
-    first = pool.run(2, run_and_save, kind, 2, 2, tmp_path / "run", range(3))
+    first = pool.run(2, run, kind, 2, 2, tmp_path / "run", range(3), True)
     assert first[0] == pytest.approx(losses[:3], abs=1e-10)
     for num_stages in (3, 4):
         resumed = pool.run(2, run, kind, num_stages, 2, tmp_path / "run", range(3, 5))
@@ -141,12 +132,8 @@ def train_by_hand(rank: int, num_stages: int, folder: Path, steps: range) -> lis
         optimizer = torch.optim.AdamW(pipeline.parameters(), lr=0.01)
         checkpoints = Checkpoints(folder, pipeline, optimizer)
         checkpoints.load()
-        losses = []
-        for step in steps:
-            x = torch.rand(4, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
-            losses.append(pipeline.step(x, x))
-            optimizer.step()
-            optimizer.zero_grad()
+        rows = (torch.rand(4, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(step)) for step in steps)
+        losses = train(pipeline, optimizer, ((x, x) for x in rows))
         checkpoints.save(steps.stop)
         return losses
 

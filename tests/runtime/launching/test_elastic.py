@@ -170,22 +170,6 @@ def test_no_sample_is_lost_or_seen_twice(short_folder: Path) -> None:
         assert sorted(seen) == [*range(elastic_training.NUM_SAMPLES)]
 
 
-@pytest.mark.faults
-def test_restarts_come_to_an_end(tmp_path: Path) -> None:
-    """And run the script that the command was given, even if its file has changed."""
-    (tmp_path / "train.py").write_text(
-        "import os\nif os.environ['RANK'] == '1': open('train.py', 'w').write('1 / 0'); os._exit(9)\n"
-        "import time; time.sleep(1000)"
-    )
-    (tmp_path / "plan.json").write_text(ON_TWO.to_json())
-    command = [sys.executable, "-m", "rota", "run", "--max-restarts", "1", "plan.json", "train.py"]
-    done = subprocess.run(command, cwd=tmp_path, env=environment(tmp_path), capture_output=True, text=True, timeout=200)
-    assert done.returncode == 1
-    assert done.stderr.splitlines()[0] == "rota run: rank 1 ended with exit code 9: restart 1 of 1"
-    assert done.stderr.splitlines()[1].startswith("rota run: train.py has changed since the run began")
-    assert "rank 1 ended with exit code 9 after 1 restart, and the others were ended" in done.stderr.splitlines()[2]
-
-
 @pytest.mark.parametrize("name", ["steps", *(pytest.param(name, marks=pytest.mark.sweep) for name in ("own", "dp"))])
 def test_the_page_does_what_it_says(pool: Pool, tmp_path: Path, name: str) -> None:
     """Without a restart: those are tested in test_supervisor, and here with killed ranks."""

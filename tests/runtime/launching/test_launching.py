@@ -153,15 +153,6 @@ def test_a_forked_process_ends_by_itself(tmp_path: Path) -> None:
 
 
 @pytest.mark.faults
-def test_a_rank_that_is_gone_with_exit_code_0_is_named(tmp_path: Path) -> None:
-    inside = "pipeline.rank == 1 and os._exit(0); pipeline.step(torch.ones(4, 2), torch.ones(4, 2))"
-    done = run(tmp_path, inside=inside)
-    assert done.returncode == 1
-    told = "rank 1 ended with exit code 0 in the middle of its pipeline, and the others were ended"
-    assert told in done.stderr
-
-
-@pytest.mark.faults
 def test_no_rank_outlives_torchrun(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(
         "import os, rota, signal, time\nrota.mesh()\ntorch_s = os.getppid()\n"
