@@ -221,7 +221,7 @@ def test_folders_that_cannot_be_trusted_or_read(tmp_path: Path) -> None:
     index = tmp_path / "model.safetensors.index.json"
     for file in ("../model.safetensors", "/etc/passwd", "model.bin", 3):
         index.write_text(json.dumps({"weight_map": {"weight": file}}))
-        assert "index.weight_map.weight is" in refused(tmp_path)
+        assert "index.weight_map" in refused(tmp_path)
     safetensors.torch.save_file({"bias": torch.ones(2)}, tmp_path / "model.safetensors")
     index.write_text(json.dumps({"weight_map": {"weight": "model.safetensors"}}))
     assert "lacks weight, which model.safetensors.index.json says is there" in refused(tmp_path)

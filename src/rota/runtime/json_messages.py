@@ -60,7 +60,6 @@ def broadcast_json(value: Any, source: int = 0, group: dist.ProcessGroup | None 
 
 def _parts(value: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """The length of a value's JSON with its first bytes, in a tensor of always the same size; and its other bytes."""
-    _refuse_other_keys(value)
     text = json.dumps(value).encode()
     begin = _LENGTH.pack(len(text)) + text[:_NUM_FIRST]
     return _to_tensor(begin.ljust(_LENGTH.size + _NUM_FIRST, b"\0")), _to_tensor(text[_NUM_FIRST:])
@@ -93,15 +92,3 @@ def _device(group: dist.ProcessGroup | None) -> str:
     pairs = dist.get_backend_config(group).split(",")  # such as "cpu:gloo,cuda:nccl"
     kinds = [pair.partition(":")[0] for pair in pairs]
     return "cpu" if "cpu" in kinds else kinds[0]
-
-
-def _refuse_other_keys(value: Any) -> None:
-    """Raises TypeError for a key that is not a str: `json` would silently write the key 1 as "1"."""
-    if isinstance(value, dict):
-        for key, item in value.items():
-            if not isinstance(key, str):
-                raise TypeError(f"the key {key!r} is a {type(key).__name__}; JSON keys are str")
-            _refuse_other_keys(item)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            _refuse_other_keys(item)

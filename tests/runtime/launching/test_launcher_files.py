@@ -76,6 +76,6 @@ def test_what_a_killed_run_left_is_removed_by_the_next_one(tmp_path: Path) -> No
 
 
 def test_a_place_for_snapshots_that_is_none_is_told() -> None:
-    told = "no folder of the run can be made in /nowhere: No such file or directory; name another one by --snapshot"
+    told = "the folder of the run cannot be made in /nowhere: No such file or directory; choose another place with --sn"
     with pytest.raises(PipelineError, match=told), run_folder("rota-run-", "/nowhere"):
         pass

@@ -47,8 +47,8 @@ def run_folder(prefix: str, where: str | None = None) -> Iterator[Folder]:
         path, lock = _made(prefix, where)
     except OSError as error:
         raise PipelineError(
-            f"no folder of the run can be made in {where}: {error.strerror}; name another one by --snapshot-folder, "
-            f"or by TMPDIR without --max-restarts"
+            f"the folder of the run cannot be made in {where}: {error.strerror}; choose another place with "
+            f"--snapshot-folder, or with TMPDIR if there is no --max-restarts"
         ) from None
     janitor = subprocess.Popen(
         ["/bin/sh", "-c", _JANITOR, "janitor", path],
