@@ -329,7 +329,7 @@ def evaluate_many_sizes(rank: int) -> tuple[list[tuple[int, int]], list[float], 
     return left, losses, loss
 
 
-def test_evaluating_batches_of_many_sizes_leaves_one_pipeline_for_them(pool: Pool) -> None:
+def test_evaluating_batches_of_many_sizes_leaves_nothing_behind(pool: Pool) -> None:
     model = tied(GPT(), len(SHARED)).eval()
     for left, losses, loss in pool.run(2, evaluate_many_sizes):
         assert len({*left}) == 1, left

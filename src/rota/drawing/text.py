@@ -22,7 +22,7 @@ from rota.core.units import count_text, size_text, time_text, time_unit
 from rota.drawing.looks import LOOKS, Work, look_key, look_keys, utilisation
 
 _MIN_WIDTH = 20
-_MIN_CHART = 32  # columns; a narrower chart has the table below it instead of beside it
+_MIN_CHART = 32  # columns; the table beside a narrower chart has fewer columns
 _MIN_TICK = 8  # columns from one tick to the next
 _MOST_UNSEEN = 0.25  # of the ops, in a chart of a whole step that tells enough
 _LEGIBLE = 4  # columns that most names need
@@ -59,9 +59,8 @@ def to_text(timeline: Timeline | Plan, width: int = 80, color: bool = False, *, 
     timeline = timeline_of(timeline)
     digits = len(str(timeline.num_ranks - 1))
     names = [" " * (6 + digits), *(f"rank {rank:>{digits}} " for rank in range(timeline.num_ranks))]
-    table = _table(timeline, width - len(names[0]) - 1)
-    beside = width - len(names[0]) - len(table[0]) - 2 >= _MIN_CHART
-    num_columns = width - len(names[0]) - (len(table[0]) + 2 if beside else 0)
+    table = _table(timeline, width - len(names[0]) - _MIN_CHART)
+    num_columns = width - len(names[0]) - len(table[0])
     busy, end_us = _busy_spans(timeline), timeline.makespan_us
     charts = [_fill(spans, end_us, num_columns) for spans in busy]
     num_ops, all_columns = timeline.plan.num_ops, timeline.num_ranks * num_columns
@@ -77,11 +76,7 @@ def to_text(timeline: Timeline | Plan, width: int = 80, color: bool = False, *, 
     if end_us < timeline.makespan_us:
         drawn = f"drawn: the first {time_text(end_us)} of {time_text(timeline.makespan_us)}"
         lines[-1:] = [*_flow([drawn, "all of it: rota show PLAN -o plan.html"], "; ", width), ""]
-    if beside:
-        lines += [f"{name}{row}  {entry}" for name, row, entry in zip(names, rows, table, strict=True)]
-    else:
-        lines += [name + row for name, row in zip(names, rows, strict=True)]
-        lines += ["", *(f"{name} {entry}" for name, entry in zip(names, table, strict=True))]
+    lines += [name + row + entry for name, row, entry in zip(names, rows, table, strict=True)]
     return "\n".join([*lines, *_links(timeline, width), "", *_legend(timeline, busy, charts, width, color)])
 
 
@@ -104,11 +99,11 @@ def summary(timeline: Timeline, bound_us: float | None = None) -> str:
 
 
 def _header(timeline: Timeline) -> list[str]:
+    facts = summary(timeline).split(" · ")
     return [
         count_text(timeline.num_ranks, "rank"),
         timeline.plan.step_text,
-        f"makespan {time_text(timeline.makespan_us)}",
-        f"bubble {timeline.bubble_fraction:.1%}",
+        *facts,
         f"span {time_text(timeline.span_us)}",
     ]
 
@@ -136,7 +131,7 @@ def _flow(parts: Iterable[str], separator: str, width: int) -> list[str]:
 
 
 def _table(timeline: Timeline, width: int) -> list[str]:
-    """Return a header and one entry per rank, of equal length: bubble, peak memory and limit, if there are any."""
+    """Return a header and one entry per rank, of equal length: bubble, peak memory and limit, of these what fits."""
     makespan = timeline.makespan_us or 1
     columns = [["bubble", *(f"{idle / makespan:.1%}" for idle in timeline.idle_us)]]
     if any(timeline.peak_memory_bytes):
@@ -147,10 +142,7 @@ def _table(timeline: Timeline, width: int) -> list[str]:
     lines = [""] * (timeline.num_ranks + 1)
     for column in columns:
         longest = max(map(len, column))
-        wider = [
-            f"{line}  {cell:>{longest}}" if line else f"{cell:>{longest}}"
-            for line, cell in zip(lines, column, strict=True)
-        ]
+        wider = [f"{line}  {cell:>{longest}}" for line, cell in zip(lines, column, strict=True)]
         if len(wider[0]) <= width:
             lines = wider
     return lines

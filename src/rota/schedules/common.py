@@ -90,6 +90,16 @@ def require_microbatches(name: str, num_microbatches: int) -> None:
         raise ScheduleError(f"{name}: num_microbatches is {num_microbatches}; give 1 or more")
 
 
+def require_one_stage_per_rank(name: str, placement: Placement) -> None:
+    """Raises ScheduleError if a rank has several stages."""
+    for rank in range(placement.num_ranks):
+        if len(stages := placement.stages_on(rank)) > 1:
+            raise ScheduleError(
+                f"{name}: rank {rank} has the stages {', '.join(map(str, stages))}, but {name} takes one stage per "
+                f"rank; place one stage per rank, or use interleaved_1f1b or gpipe"
+            )
+
+
 def require_split(name: str, placement: Placement) -> None:
     """Raises ScheduleError unless every stage has I and W."""
     for stage in placement.stages:

@@ -5,11 +5,10 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 
-from rota.core.errors import ScheduleError
 from rota.core.placement import Placement
 from rota.core.plan import Plan
 from rota.core.tasks import Op
-from rota.schedules.common import depth, require_microbatches
+from rota.schedules.common import depth, require_microbatches, require_one_stage_per_rank
 
 
 class PipeSchedule(ABC):
@@ -56,14 +55,9 @@ class PipeSchedule(ABC):
         Raises:
             ScheduleError: A rank has several stages.
         """
+        require_one_stage_per_rank(type(self).__name__, self.placement)
         orders = []
         for rank in range(self.placement.num_ranks):
-            stages = self.placement.stages_on(rank)
-            if len(stages) > 1:
-                raise ScheduleError(
-                    f"{type(self).__name__}: rank {rank} has the stages {', '.join(map(str, stages))}, whose order "
-                    f"steps() cannot tell; place one stage per rank, or make rota.Plan(placement, n, orders)"
-                )
-            steps = [step for stage in stages for step in self.steps(stage)]
+            steps = [step for stage in self.placement.stages_on(rank) for step in self.steps(stage)]
             orders.append(tuple(Op.parse(step) if isinstance(step, str) else step for step in steps))
         return Plan(self.placement, self.num_microbatches, tuple(orders))

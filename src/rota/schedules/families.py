@@ -35,17 +35,11 @@ class Sizes(NamedTuple):
     w: float
 
 
-@dataclass(frozen=True, slots=True)
-class Bubble:
-    """The idle time of a rank in a step without transfers, as published or as `docs/schedules.md` says.
+class Bubble(NamedTuple):
+    """The idle time of a rank in a step without transfers, as published or as `docs/schedules.md` says."""
 
-    Attributes:
-        text: The formula.
-        us: Its value in µs.
-    """
-
-    text: str
-    us: Callable[[Sizes], float]
+    text: str  #: the formula
+    us: Callable[[Sizes], float]  #: its value in µs
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from __future__ import annotations
 from rota.core.errors import ScheduleError
 from rota.core.placement import Placement
 from rota.core.plan import Plan
-from rota.schedules.common import alternate, depth, require_microbatches
+from rota.schedules.common import alternate, depth, require_microbatches, require_one_stage_per_rank
 
 
 def one_f_one_b(placement: Placement, num_microbatches: int) -> Plan:
@@ -75,15 +75,11 @@ def _warmed_up(
     name: str, placement: Placement, num_microbatches: int, forwards_a_hop: int, in_chunks: bool = False
 ) -> Plan:
     require_microbatches(name, num_microbatches)
+    require_one_stage_per_rank(name, placement)
     depths = depth(placement)
     orders = []
     for rank in range(placement.num_ranks):
         stages = placement.stages_on(rank)
-        if len(stages) > 1:
-            raise ScheduleError(
-                f"{name}: rank {rank} has the stages {', '.join(map(str, stages))}, but {name} takes one stage per "
-                f"rank; place one stage per rank, or use interleaved_1f1b or gpipe"
-            )
         forwards = [m for stage in stages for m in placement.microbatches(stage, num_microbatches)]
         backwards = placement.backward_sequence(forwards) if in_chunks else forwards
         position = {m: i for i, m in enumerate(forwards)}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from difflib import get_close_matches
+from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
@@ -95,6 +96,7 @@ def stage_costs(costs: Costs, num_stages: int) -> Costs:
     )
 
 
+@lru_cache(maxsize=32)  # a pipeline knows its plans by their identity
 def plan_of(num_stages: int, num_microbatches: int, costs: Costs | None = None, cluster: Cluster | None = None) -> Plan:
     """Varuna's schedule as a plan: the same order for all costs; None: its own ticks, 1 for F and R, 2 for B."""
     if costs is None:

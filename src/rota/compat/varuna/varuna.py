@@ -82,7 +82,7 @@ class Varuna(nn.Module):
         self.num_stages, self.num_replicas = len(ranks_by_stage), len(ranks_by_stage[0])
         self.stage = next(stage for stage, ranks in enumerate(ranks_by_stage) if dist.get_rank() in ranks)
         self.batch_size, self.chunk_size = batch_size, chunk_size
-        self._num_examples(batch_size)
+        num_examples = self._num_examples(batch_size)
         self._fp16 = fp16
         sample = sample_of(get_batch_fn, chunk_size)
         with autocast(self._fp16):
@@ -93,7 +93,7 @@ class Varuna(nn.Module):
         #: This process's stage; its parameters have the names that they have in the whole model.
         self.model = self.stages[self.stage]
         ranks = torch.tensor(ranks_by_stage).T.contiguous()
-        self._mesh = DeviceMesh("cpu", ranks, mesh_dim_names=("dp", "pp"))
+        mesh = DeviceMesh("cpu", ranks, mesh_dim_names=("dp", "pp"))
         self._checkpoints: dict[tuple[Path, bool], Checkpoints] = {}
         self._optimizer: torch.optim.Optimizer | None = None
         self._optimizer_set = False
@@ -102,9 +102,9 @@ class Varuna(nn.Module):
         self._least_scale = 0.0
         #: Number of steps, including those before a checkpoint was loaded.
         self.iteration = 0
-        # Making it is collective, and makes weights equal.
-        self._first = self._pipeline_of(self._num_microbatches(batch_size))
-        self._other: Pipeline | None = None  # for batches of another size
+        plan = plan_of(self.num_stages, math.ceil(num_examples / chunk_size))
+        #: The `rota.Pipeline` that runs the steps, with its plan and its timeline.
+        self.pipeline = Pipeline(self.stages, plan, _loss_of, mesh=mesh)  # makes the ranks' weights equal
 
     def _num_examples(self, batch_size: int) -> int:
         if batch_size < 1 or self.chunk_size < 1 or batch_size % self.num_replicas:
@@ -113,27 +113,6 @@ class Varuna(nn.Module):
                 f"that divides by the {self.num_replicas} replicas"
             )
         return batch_size // self.num_replicas
-
-    def _num_microbatches(self, batch_size: int) -> int:
-        return math.ceil(self._num_examples(batch_size) / self.chunk_size)
-
-    def _pipeline_of(self, num_microbatches: int) -> Pipeline:
-        return Pipeline(self.stages, plan_of(self.num_stages, num_microbatches), _loss_of, mesh=self._mesh)
-
-    def _pipeline_for(self, num_microbatches: int) -> Pipeline:
-        """The first pipeline, or the one for another number of micro-batches, which replaces the last such one."""
-        for pipeline in (self._first, self._other):
-            if pipeline is not None and pipeline.plan.num_microbatches == num_microbatches:
-                return pipeline
-        if self._other is not None:
-            self._other.close()
-        self._other = self._pipeline_of(num_microbatches)
-        return self._other
-
-    @property
-    def pipeline(self) -> Pipeline:
-        """The `rota.Pipeline` that runs the steps, with its plan and its timeline."""
-        return self._pipeline_for(self._num_microbatches(self.batch_size))
 
     # --- steps ----------------------------------------------------------------------------------------------------
 
@@ -159,7 +138,7 @@ class Varuna(nn.Module):
             if parameter.grad is not None:  # this step's gradients, which are scaled, are added to it
                 parameter.grad.mul_(self.get_loss_scale())
         with autocast(self._fp16):
-            loss = self.pipeline.step(*batch, scaler=scaler)
+            loss = self.pipeline.step(*batch, plan=plan_of(self.num_stages, len(batch.inputs)), scaler=scaler)
         if scaler is not None and self._optimizer is not None:
             scaler.unscale_(self._optimizer)
         norm = float(self.pipeline.clip_grad_norm_(math.inf if clip_grad_max_norm is None else clip_grad_max_norm))
@@ -182,7 +161,7 @@ class Varuna(nn.Module):
         """The mean loss on every rank, in eval() and without gradients, of a batch of any size. Collective."""
         batch = self._micro_batches(inputs, self.batch_size if batch_size is None else batch_size)
         with autocast(self._fp16):
-            return self._pipeline_for(len(batch.inputs)).evaluate(*batch)
+            return self.pipeline.evaluate(*batch, plan=plan_of(self.num_stages, len(batch.inputs)))
 
     def _micro_batches(self, inputs: Mapping[str, Any], batch_size: int) -> MicroBatches:
         batch = to_micro_batches(inputs, self._num_examples(batch_size), self.chunk_size)
@@ -255,15 +234,13 @@ class Varuna(nn.Module):
             checkpoints.wait()
         if key not in self._checkpoints:
             self._checkpoints[key] = Checkpoints(
-                folder, self._first, self._optimizer, keep=None, asynchronous=asynchronous
+                folder, self.pipeline, self._optimizer, keep=None, asynchronous=asynchronous
             )
         return self._checkpoints[key]
 
     def close(self) -> None:
-        """End the pipelines' threads, and wait for checkpoints that are being written."""
-        for pipeline in (self._first, self._other):
-            if pipeline is not None:
-                pipeline.close()
+        """End the pipeline's threads, and wait for checkpoints that are being written."""
+        self.pipeline.close()
         self._checkpoints.clear()
 
     # --- as a module ----------------------------------------------------------------------------------------------
