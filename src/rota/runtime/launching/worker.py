@@ -22,8 +22,6 @@ from rota.runtime.launcher_files import is_first_to_say, keep_sockets_in_run_fol
 from rota.runtime.orphans import end_with_parent
 from rota.runtime.process_group import meet_by_environment
 
-_BELOW = ("torch", "contextlib")  # what ops call, and what Rota enters contexts with
-
 
 def main() -> None:
     """Run the script of `sys.argv` as `__main__`, and report its error to the supervisor."""
@@ -88,33 +86,7 @@ def _show(error: BaseException, script: str) -> int:
 
 def _write_traceback(_type: type[BaseException], error: BaseException, _frames: TracebackType | None) -> None:
     """Instead of `sys.excepthook`; PyTorch's process groups wrap it in one that writes the rank before each line."""
-    _write_once("".join(_traceback(error).format()))
-
-
-def _traceback(error: BaseException) -> traceback.TracebackException:
-    """The error with the frames of the user's code and its libraries, if one of these or an op of theirs failed.
-
-    Frames of Rota and PyTorch lead from the script to an op: the note that an op adds says which, and on which rank.
-    If Rota's own code failed, all frames stay.
-    """
-    shown = traceback.TracebackException.from_exception(error)
-    parts = [shown]
-    for part in parts:  # which grows
-        parts += [cause for cause in (part.__cause__, part.__context__) if cause is not None]
-        outside = [frame for frame in part.stack if not _is_in(frame, *_BELOW)]
-        is_ours = bool(outside) and _is_in(outside[-1], "rota")
-        if not is_ours or any(note.startswith("rota: in ") for note in getattr(part, "__notes__", None) or ()):
-            part.stack = traceback.StackSummary.from_list(
-                [frame for frame in outside if not _is_in(frame, "rota")] or [*part.stack]
-            )
-    return shown
-
-
-def _is_in(frame: traceback.FrameSummary, *modules: str) -> bool:
-    """Whether a frame is of one of these modules or packages."""
-    files = [file for name in modules if (file := getattr(sys.modules.get(name), "__file__", None))]
-    folders = (os.path.join(os.path.dirname(file), "") for file in files if os.path.basename(file) == "__init__.py")
-    return frame.filename in files or frame.filename.startswith(tuple(folders))
+    _write_once("".join(traceback.format_exception(error)))
 
 
 def _write_once(text: str, prefix: str = "") -> None:
