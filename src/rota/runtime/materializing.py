@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, final
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,7 @@ from rota.models.carving.operations import storage_of
 from rota.models.carving.stage import CarvedStage
 from rota.models.randomness import random_state_kept
 from rota.models.replacing import replace
-from rota.torch_internals import StorageReference, TorchDispatchMode, address_of, written_arguments
+from rota.torch_internals import StorageReference, address_of
 
 Init = Callable[[nn.Module], object]
 _REMEDY = (
@@ -168,15 +168,19 @@ def _reset(module: nn.Module) -> None:
 @torch.no_grad()
 def _initialize(stages: Stages, stage: int, empty: dict[Tensor, str], init: Init) -> None:
     """Call `init` with the modules of a stage that have tensors of `empty` in them. Raises PipelineError."""
-    root, written, first_seed = stages[stage], _Written(), torch.initial_seed()
-    before, storages = dict(root.named_parameters()), {tensor: storage_of(tensor) for tensor in empty}
+    root, first_seed = stages[stage], torch.initial_seed()
+    before = dict(root.named_parameters())
+    for tensor in empty:
+        _fill_with_mark(tensor)
     with random_state_kept(root):
         for path, module, own in _wanted(
             root.root if isinstance(root, CarvedStage) else root, {*empty}, init is _reset
         ):
             torch.manual_seed(_seed(first_seed, stages, stage, path))
-            with written.left_alone(tensor for tensor in _direct(module) if tensor not in own):
-                init(module)
+            others = [(tensor, tensor.clone()) for tensor in _direct(module) if tensor not in own]
+            init(module)
+            for tensor, value in others:
+                tensor.copy_(value)
     for name, parameter in root.named_parameters():
         if parameter is not before[name]:
             raise PipelineError(
@@ -186,16 +190,31 @@ def _initialize(stages: Stages, stage: int, empty: dict[Tensor, str], init: Init
     unfilled = [
         name
         for name, tensor in _held(stages, [stage]).items()
-        if tensor.is_meta
-        or (
-            tensor in empty
-            and storage_of(tensor) == storages[tensor]
-            and written.num_elements.get(storages[tensor], 0) < tensor.numel()
-        )
+        if tensor.is_meta or (tensor in empty and _has_mark(tensor))
     ]
     if unfilled:
         more = f" and {len(unfilled) - 3} more" if len(unfilled) > 3 else ""
         raise PipelineError(f"{', '.join(unfilled[:3])}{more}: nobody has given it values. {_REMEDY}")
+
+
+def _fill_with_mark(tensor: Tensor) -> None:
+    """Fill it with what no initialization makes: nan, the extreme of whole numbers, a byte that is no bool."""
+    if tensor.dtype is torch.bool:
+        tensor.view(torch.uint8).fill_(2)
+    elif tensor.is_floating_point() or tensor.is_complex():
+        tensor.fill_(torch.nan)
+    else:
+        tensor.fill_(torch.iinfo(tensor.dtype).max)
+
+
+def _has_mark(tensor: Tensor) -> bool:
+    if tensor.dtype is torch.bool:
+        marked = tensor.view(torch.uint8) == 2
+    elif tensor.is_floating_point() or tensor.is_complex():
+        marked = (tensor if tensor.dtype.itemsize > 1 else tensor.float()).isnan()
+    else:
+        marked = tensor == torch.iinfo(tensor.dtype).max
+    return bool(marked.any())
 
 
 def _wanted(root: nn.Module, empty: set[Tensor], directly: bool) -> list[tuple[str, nn.Module, set[Tensor]]]:
@@ -229,30 +248,3 @@ def _seed(first_seed: int, stages: Stages, stage: int, path: str) -> int:
         name = f"{stage}.{path}".rstrip(".")
     digest = hashlib.sha256(f"{first_seed} {name}".encode()).digest()
     return int.from_bytes(digest[:7], "big")
-
-
-@final
-class _Written(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the elements that are written, by storage: a write into one row does not fill a tensor."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.num_elements: dict[int, int] = {}
-
-    @contextmanager
-    def left_alone(self, tensors: Iterable[Tensor]) -> Iterator[None]:
-        """Inside, count; afterwards these tensors, which others own, have their values from before."""
-        before = [(tensor, tensor.clone(), self.num_elements.get(storage_of(tensor), 0)) for tensor in tensors]
-        with self:
-            yield
-        for tensor, value, num_elements in before:
-            tensor.copy_(value)
-            self.num_elements[storage_of(tensor)] = num_elements
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        del types
-        made = func(*args, **(kwargs or {}))
-        for tensor in written_arguments(func, args, kwargs or {}):
-            storage = storage_of(tensor)
-            self.num_elements[storage] = self.num_elements.get(storage, 0) + tensor.numel()
-        return made
