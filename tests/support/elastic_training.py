@@ -133,9 +133,6 @@ def train_epochs(plan: rota.Plan, num_epochs: int, folder: Path) -> None:
 if __name__ == "__main__":
     if "epochs" in sys.argv:
         train_epochs(rota.given_plan("plan.json"), 3, Path.cwd())
-    elif "second" in sys.argv:  # after one of the same length, without faults
-        for folder in (Path("first"), Path("second")):
-            train_epochs(rota.given_plan("plan.json"), 1, folder)
     else:
         of_number = f"-{os.environ['WORLD_SIZE']}" if "any-number" in sys.argv else ""
         train(rota.given_plan(f"plan{of_number}.json"), int(sys.argv[1]), Path.cwd())

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import random
-import signal
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -21,7 +19,6 @@ from rota.runtime.checkpoints import checkpoint_folder
 from rota.runtime.checkpoints.checkpoint_folder import LOCK, whole_paths
 from rota.schedules import interleaved_one_f_one_b, one_f_one_b
 from support.checkpoint_runs import TWO, Training, serial_losses, stored
-from support.fresh import run_fresh
 from support.networks import batch_of, loss_fn, refusal
 from support.pool import Pool
 
@@ -122,22 +119,6 @@ def test_a_save_that_fails_on_one_rank_fails_on_all_and_leaves_what_was_there(po
         assert names_in(tmp_path / mode) == ["step-1", "step-2"]
 
 
-def end_in_the_middle(rank: int, folder: Path) -> None:
-    training = Training(TWO)
-    saver = training.checkpoints(folder)
-    saver.save(1)
-    if rank == 1:
-        checkpoints.write_file = lambda *args: os.kill(os.getpid(), signal.SIGKILL)
-    saver.save(2)
-
-
-def load_newest(rank: int, folder: Path) -> tuple[int, list[float]]:
-    training = Training(TWO)
-    with training.pipeline:
-        found = training.checkpoints(folder).load()
-        return found.step, training.steps(range(1))
-
-
 def save_what_nobody_could_load(rank: int, folder: Path) -> tuple[str, list[str]]:
     stage = nn.Sequential()
     stage.add_module("a\nb", nn.Linear(4, 4))
@@ -152,18 +133,6 @@ def test_a_save_that_could_not_be_loaded_is_refused(pool: Pool, tmp_path: Path) 
     assert "could not be read again" in words
     assert "expected a name of 1 to 1,000 printable characters" in words
     assert whole == []
-
-
-def test_a_save_that_was_killed_is_not_picked_up_and_is_cleared_away(pool: Pool, tmp_path: Path) -> None:
-    (folder := tmp_path / "saved").mkdir()
-    ended = run_fresh(tmp_path, 2, end_in_the_middle, folder)
-    assert ended[1].exit_code == -signal.SIGKILL
-    assert "LostRankError: lost a rank while writing" in ended[0].stderr
-    assert names_in(folder) == ["step-1", "step-2.partial"]
-    for step, losses in pool.run(2, load_newest, folder):
-        assert step == 1
-        assert losses == pytest.approx(serial_losses(1), abs=1e-10)
-    assert names_in(folder) == ["step-1"]
 
 
 def keep_two(rank: int, folder: Path) -> list[Any]:

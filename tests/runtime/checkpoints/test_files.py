@@ -478,20 +478,3 @@ def test_state_keeps_its_dtype_and_groups_their_names() -> None:
     restore_optimizer(after.optimizer, after.keys, read_records(through_a_file(written)), tensors)
     assert same(dict(after.optimizer.state[after.weights["a"]]), dict(state))
     assert [group["param_names"] for group in after.optimizer.param_groups] == [["a"], ["b"]]
-
-
-@pytest.mark.parametrize(
-    ("a", "b", "equal"),
-    [
-        (float("nan"), float("nan"), True),
-        (0.1, 0.2, False),
-        (1, 1.0, False),
-        (torch.ones(2), torch.ones(2), True),
-        (torch.ones(2), torch.ones(2).double(), False),
-        ({"a": [1, (2, 3)]}, {"a": [1, (2, 3)]}, True),
-        ({"a": [1, (2, 3)]}, {"a": [1, (2, 4)]}, False),
-        ({"a": None}, {}, False),
-    ],
-)
-def test_same(a: Any, b: Any, equal: bool) -> None:
-    assert same(a, b) is equal

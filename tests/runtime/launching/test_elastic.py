@@ -101,20 +101,6 @@ def test_a_training_that_is_disturbed_again_and_again(pool: Pool, tmp_path: Path
 
 
 @pytest.mark.faults
-def test_in_a_second_training_steps_count_as_new(short_folder: Path) -> None:
-    """It fails twice before it has done as many steps as the first one."""
-    for name, faults in (("first", []), ("second", [(2, 1, "SIGKILL"), (4, 0, "raise")])):
-        (short_folder / name).mkdir()
-        (short_folder / name / "faults.json").write_text(json.dumps(faults))
-    (short_folder / "plan.json").write_text(PLAN.to_json())
-    done = rota_run(short_folder, "--max-restarts", "1", arguments=["second"])
-    assert done.returncode == 0, done.stderr
-    assert [step for step, _, _ in told(short_folder / "second")] == [*range(5)]
-    assert done.stderr.count("rota: training resumes from step 2 in memory") == 1
-    assert done.stderr.count("rota: training resumes from step 4 in memory") == 1
-
-
-@pytest.mark.faults
 def test_ranks_go_on_while_the_launcher_is_stopped(pool: Pool, tmp_path: Path) -> None:
     """As by Ctrl-Z. A rank that dies meanwhile is noticed when the launcher goes on."""
     expected = dict(pool.run(NUM_STAGES, undisturbed, PLAN)[0])

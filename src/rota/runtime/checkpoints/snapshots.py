@@ -68,7 +68,6 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor:
 class Kept(NamedTuple):
     """A state that fits, which is not set yet: `restore` does that. `extra` is what `commit` was given."""
 
-    step: int
     extra: dict[str, Any]
     restoring: Restoring
     values: list[tuple[torch.Tensor, torch.Tensor]]
@@ -236,7 +235,7 @@ class Snapshots:
                 f"model, and shard the model and the optimizer's state alike"
             )
         values = [(tensor, kept[chunk]) for chunk, tensor in own.items()]
-        return Kept(step, beside["extra"].value, restoring, values)
+        return Kept(beside["extra"].value, restoring, values)
 
     def forget_all_but(self, step: int | None) -> None:
         """Steps of this training that not all ranks have are not committed: drop them."""
