@@ -1,6 +1,6 @@
 """A training that is disturbed on purpose, by `rota run` or torchrun: elastic_training.py NUM_STEPS [KIND]
 
-KIND is "epochs", "second" (training), or "any-number" (of ranks, each with its plan), or nothing.
+KIND is "epochs", or "any-number" (of ranks, each with its plan), or nothing.
 It writes each step's loss to `losses` in the working folder. `faults.json` there says what goes wrong: [step, who,
 what], each once; `who` is a rank, or what the environment's NODE says.
 """

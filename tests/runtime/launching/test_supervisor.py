@@ -38,7 +38,7 @@ def supervised(folder: Path, monkeypatch: pytest.MonkeyPatch, *scripts: str) -> 
     (folder / "script").write_text("exec(open(f'script{rank}').read())")
     for rank, script in enumerate(scripts):
         (folder / f"script{rank}").write_text(script)
-    with run_folder("rota-test-") as made, Requests() as requests, Ranks(made, requests) as ranks:
+    with run_folder("rota-supervised-") as made, Requests() as requests, Ranks(made, requests) as ranks:
         environments = [{**environment(), "RANK": str(rank)} for rank in range(len(scripts))]
         ranks.start(partial(in_new_interpreter, ("-m", "support.bare_rank", "script")), environments)
         ranks.wait()
