@@ -22,6 +22,7 @@ from rota.core.reading import Field
 from rota.runtime.checkpoints import checkpoint_folder
 from rota.runtime.checkpoints.manifest import File, Manifest
 from rota.runtime.checkpoints.optimizer_state import (
+    Record,
     SavedScheduler,
     read_records,
     records_of,
@@ -30,9 +31,11 @@ from rota.runtime.checkpoints.optimizer_state import (
     same,
     scheduler_state,
     split_scheduler,
+    tensor_key,
 )
 from rota.runtime.checkpoints.random_states import random_state
-from rota.runtime.checkpoints.state import TrainingState
+from rota.runtime.checkpoints.rank_file import Chunk
+from rota.runtime.checkpoints.state import TrainingState, _state_tensors
 from rota.runtime.checkpoints.values import from_json, to_json
 
 
@@ -478,3 +481,18 @@ def test_state_keeps_its_dtype_and_groups_their_names() -> None:
     restore_optimizer(after.optimizer, after.keys, read_records(through_a_file(written)), tensors)
     assert same(dict(after.optimizer.state[after.weights["a"]]), dict(state))
     assert [group["param_names"] for group in after.optimizer.param_groups] == [["a"], ["b"]]
+
+
+@pytest.mark.parametrize("size", [(), (3,)])
+@pytest.mark.parametrize(
+    ("options", "of_count"),
+    [({}, "cpu"), ({"fused": False}, "cpu"), ({"fused": True}, "meta"), ({"capturable": True}, "meta")],
+)
+def test_a_count_of_steps_stays_on_the_cpu_unless_the_device_counts(
+    size: tuple[int, ...], options: dict[str, Any], of_count: str
+) -> None:
+    weight = nn.Parameter(torch.empty(size, device="meta"))
+    sizes = {"step": (), "exp_avg": size, "exp_avg_sq": size}
+    chunks = {tensor_key("w", name): Chunk(name, torch.float32, of, ((), ())) for name, of in sizes.items()}
+    found = _state_tensors(weight, "w", Record("Adam", options, {}, [*sizes], {}), chunks)
+    assert [found[tensor_key("w", name)].device.type for name in sizes] == [of_count, "meta", "meta"]

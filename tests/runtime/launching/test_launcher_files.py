@@ -1,13 +1,17 @@
-"""Where a script's plan comes from, and the folders of a run."""
+"""Where a script's plan comes from, what is run of it, and the folder of a run."""
 
 from __future__ import annotations
 
+import inspect
+import sys
+import traceback
 from pathlib import Path
 
 import pytest
 
 from rota import Cluster, Costs, FormatError, PipelineError, given_plan, place
-from rota.runtime.launcher_files import is_restart, write_plan
+from rota.runtime.launcher_files import is_restart, keep_script, kept_script, write_plan
+from rota.runtime.launching import worker
 from rota.runtime.launching.run_folder import run_folder
 from rota.schedules import one_f_one_b
 
@@ -54,6 +58,37 @@ def test_a_restart_is_known(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     assert not is_restart()
     monkeypatch.setenv(name, "2")
     assert is_restart()
+
+
+# --- the script -------------------------------------------------------------------------------------------------------
+
+SCRIPT = '''"""Words."""
+import pickle, sys
+assert __name__ == "__main__" and __doc__ == "Words."
+def halve(number):
+    return number / 0  # on purpose
+assert pickle.loads(pickle.dumps(halve)) is halve
+print(__file__, vars().get("annotations"))
+halve(1)
+'''
+
+
+def test_a_changed_file_changes_neither_the_script_nor_its_tracebacks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
+    Path("train.py").write_text(SCRIPT)
+    (tmp_path / "folder").mkdir()
+    monkeypatch.setenv("ROTA_FOLDER", str(tmp_path / "folder"))
+    keep_script("train.py", str(tmp_path / "folder"))
+    Path("train.py").write_text("exit('changed')\n")
+    with pytest.raises(ZeroDivisionError) as error:
+        worker._run("train.py", kept_script())
+    assert capsys.readouterr().out == "train.py None\n"  # and no future import of the worker's
+    told = "".join(traceback.format_exception(error.value))
+    assert 'File "train.py", line 5, in halve\n    return number / 0  # on purpose\n' in told
+    assert inspect.getsource(sys.modules["__main__"].halve).startswith("def halve(number):\n    return number / 0")
 
 
 # --- the folder of a run ----------------------------------------------------------------------------------------------
