@@ -222,7 +222,7 @@ def largest_difference(task, plan, model, samples):
     for stage in stages.modules:
         stage.double()
     with rota.Pipeline(stages, plan, loss_fn) as pipeline:
-        (batch,) = rota.Planner(pipeline, [samples], task.collate, length_of=task.length_of, model=model)
+        (batch,) = rota.Planner(pipeline, [samples], task.collate, model, length_of=task.length_of)
         pipeline.step(batch.inputs, batch.targets, plan=batch.plan, sizes=batch.sizes)
         found = torch.stack([(p.grad - expected[name]).abs().max() for name, p in pipeline.named_parameters()]).max()
         torch.distributed.all_reduce(found, torch.distributed.ReduceOp.MAX)
@@ -275,7 +275,7 @@ def main():
             yield inputs, targets, {"plan": rota.schedules.one_f_one_b(base, len(sizes)), "sizes": sizes}, 0
 
     def planned():
-        for batch in rota.Planner(pipeline, batches, task.collate, length_of=task.length_of, model=model):
+        for batch in rota.Planner(pipeline, batches, task.collate, model, length_of=task.length_of):
             found.append(batch)
             yield batch.inputs, batch.targets, {"plan": batch.plan, "sizes": batch.sizes}, batch.waited_us
 

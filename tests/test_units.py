@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rota.cli.values import parse_memory
+from rota.cli.common import parse_memory
 from rota.core.units import count_text, exact_size_text
 
 

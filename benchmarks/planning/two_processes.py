@@ -27,8 +27,8 @@ import rota
 from rota.demo.model import NUM_BYTES, Block
 from rota.planning import Machine, autoplan
 from rota.planning.autoplanning import usual_plan
-from rota.planning.confirmation import confirm
-from rota.planning.evaluation import Found
+from rota.planning.confirmation import Training, confirm
+from rota.planning.evaluation import Contender
 from rota.planning.model_file import load_model_file, profile_file
 from rota.profiling import links_of_this_machine
 from rota.runtime.launching.launch import launch
@@ -161,10 +161,10 @@ def main() -> None:
     answer = autoplan(profiles, Machine(2, limit_bytes, links), BATCH_ROWS, time_limit_s=30)
     roomy = replace(answer.best.candidate, request=replace(answer.request, machine=Machine(2, None, links)))
     usual = usual_plan(replace(answer.best, candidate=roomy))  # which need not fit
-    answer = confirm(replace(answer, usual=usual), make_model(), make_batch, loss_fn, make_optimizer)
+    answer = confirm(replace(answer, usual=usual), Training(make_model(), make_batch, loss_fn, make_optimizer))
     print(answer.to_text())
     best, usual = answer.best, answer.usual
-    if not isinstance(usual, Found):
+    if not isinstance(usual, Contender):
         sys.exit("1F1B on equal layers has no plan here: there is nothing to compare with")
     measured = run([best.plan, usual.plan], given.steps)
     for name, found, (took_s, beside_s) in zip(

@@ -21,8 +21,9 @@ from rota import Link, Machine, RotaError, autoplan, check, simulate
 from rota.core.layers import LayerCosts
 from rota.cutting import uniform
 from rota.planning import Answer
-from rota.planning.candidate import Candidate, Request
-from rota.planning.layouts import is_chain, layouts
+from rota.planning.candidate import Candidate
+from rota.planning.layouts import layouts
+from rota.planning.request import Choices, Request
 from rota.schedules import NAMED
 
 FLOPS_A_US, OVERHEAD_US = 200e6, 100
@@ -104,7 +105,7 @@ class Workload:
 
     def request(self) -> Request:
         profiles = {rows: costs(self.layers, rows, self.edges) for rows in self.rows}
-        return Request.checked(profiles, self.machine, self.batch_rows, self.inference)
+        return Request(profiles, self.machine, self.batch_rows, Choices(inference=self.inference))
 
 
 def branches(first: int, second: int) -> tuple[tuple[int, int], ...]:
@@ -143,8 +144,7 @@ def usual(request: Request, names: Iterable[str]) -> int | None:
     best_us: int | None = None
     families = [NAMED[name] for name in names]
     for rows, layers in request.profiles.items():
-        of = {"is_chain": is_chain(layers), "inference": request.inference}
-        for layout in layouts([rows], layers.num_layers, request.machine, request.batch_rows, **of):
+        for layout in layouts(request, rows):
             if layout.num_ranks * layout.num_replicas < request.machine.num_ranks or layout.recompute not in (
                 "none",
                 "all",
@@ -167,19 +167,17 @@ def usual(request: Request, names: Iterable[str]) -> int | None:
 def row(workload: Workload) -> str:
     request = workload.request()
     began = time.perf_counter()
-    answer = autoplan(
-        request.profiles, request.machine, request.batch_rows, inference=request.inference, time_limit_s=60
-    )
+    answer = autoplan(request.profiles, request.machine, request.batch_rows, request.choices, time_limit_s=60)
     took_s = time.perf_counter() - began
-    interleaved = usual(request, ["forward_only"] if request.inference else ["interleaved_1f1b", "1f1b"])
-    zero_bubble = None if request.inference else usual(request, ["zb_h1", "zb_v"])
+    interleaved = usual(request, ["forward_only"] if request.choices.inference else ["interleaved_1f1b", "1f1b"])
+    zero_bubble = None if request.choices.inference else usual(request, ["zb_h1", "zb_v"])
     return " | ".join(
         [
             f"| {workload.name}",
             told(answer),
             f"{answer.best.makespan_us / 1000:,.0f}",
             gain(interleaved, answer),
-            "–" if request.inference or workload.edges else gain(zero_bubble, answer),
+            "–" if request.choices.inference or workload.edges else gain(zero_bubble, answer),
             f"{took_s:.0f} |",
         ]
     )

@@ -84,7 +84,7 @@ def train(num_batches: int) -> None:
     with rota.Pipeline(rota.Stages([Stage() for _ in range(p)]), plan, loss_fn, check_data="never") as pipeline:
         if pipeline.rank == 0:
             print("batch  micro-batches  plan      planned in  step     predicted  waited")
-        planner = rota.Planner(pipeline, batches, collate, model=model, length_of=lambda length: length)
+        planner = rota.Planner(pipeline, batches, collate, model, length_of=lambda length: length)
         for batch in planner:
             begun_s = time.monotonic()
             pipeline.step(batch.inputs, batch.targets, plan=batch.plan, sizes=batch.sizes)

@@ -50,7 +50,7 @@ from .models import (
     use_packed_attention as use_packed_attention,
     with_earlier_chunks as with_earlier_chunks,
 )
-from .planning import Machine as Machine, autoplan as autoplan
+from .planning import Choices as Choices, Machine as Machine, autoplan as autoplan
 from .planning.planner import PlannedBatch as PlannedBatch, Planner as Planner
 from .profiling import (
     profile as profile,

@@ -2,7 +2,7 @@
 
 python -m rota.plan_server
 
-    first line    {"options": {…}}, or {"function": "module:name", "options": {…}}
+    first line    {"function": "module:name", or null for `rota.plan_replicas`, "options": {…}}
     request       {"lengths": [512, 33, …], "num_replicas": 2}
     answer        {"took_us": 52000, "is_searched": true, "replicas": [{"groups": [[3, 7], …], "plan": "…", …}, …]}
                   or {"error": "…"}
@@ -19,7 +19,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from rota.core.cluster import Cluster
 from rota.core.errors import RotaError
@@ -44,15 +44,8 @@ class Grouped(Protocol):
     def bound_us(self) -> int: ...  # noqa: D102
 
 
-class Answer(NamedTuple):
-    """What a batch gets: per replica a plan; `is_searched`: not by rules alone."""
-
-    replicas: Iterable[Grouped]
-    is_searched: bool
-
-
-#: Answers a request: the lengths, and the number of replicas.
-Planning = Callable[[Sequence[int], int], Answer]
+#: What a request gets, for its lengths and number of replicas: a plan per replica, and whether not by rules alone.
+Planning = Callable[[Sequence[int], int], tuple[Iterable[Grouped], bool]]
 
 _PLACINGS = {"place": place, "interleaved": interleaved, "wave": wave}
 
@@ -71,10 +64,7 @@ def by_model(model: str, cluster: str, placing: str = "place", packed: bool = Fa
             flush=True,
         )
 
-    def answer(lengths: Sequence[int], num_replicas: int) -> Answer:
-        return Answer(*server.plan(lengths, num_replicas))
-
-    return answer
+    return server.plan
 
 
 def by_function(name: str, options: dict[str, Any]) -> Planning:
@@ -82,10 +72,7 @@ def by_function(name: str, options: dict[str, Any]) -> Planning:
     module, _, function = name.partition(":")
     plan: Callable[..., Iterable[Grouped]] = getattr(importlib.import_module(module), function)
 
-    def answer(lengths: Sequence[int], num_replicas: int) -> Answer:
-        return Answer(plan(lengths, num_replicas, **options), is_searched=True)
-
-    return answer
+    return lambda lengths, num_replicas: (plan(lengths, num_replicas, **options), True)
 
 
 def main() -> None:
@@ -93,8 +80,8 @@ def main() -> None:
     requests, answers = sys.stdin, os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # other output is not for the caller
     first = json.loads(requests.readline())
-    options = first["options"]
-    plan = by_function(first["function"], options) if "function" in first else by_model(**options)
+    function, options = first["function"], first["options"]
+    plan = by_model(**options) if function is None else by_function(function, options)
     for line in requests:
         answers.write(f"{json.dumps(_answer(plan, json.loads(line)))}\n")
         answers.flush()
@@ -103,22 +90,22 @@ def main() -> None:
 def _answer(plan: Planning, request: dict[str, Any]) -> dict[str, Any]:
     begun_ns = time.monotonic_ns()
     try:
-        found = plan(request["lengths"], request["num_replicas"])
+        grouped, is_searched = plan(request["lengths"], request["num_replicas"])
         replicas = [
             {
-                "groups": [[*group] for group in of_replica.groups],
-                "plan": of_replica.plan.to_json(),
-                "makespan_us": of_replica.makespan_us,
-                "bound_us": of_replica.bound_us,
+                "groups": [[*group] for group in replica.groups],
+                "plan": replica.plan.to_json(),
+                "makespan_us": replica.makespan_us,
+                "bound_us": replica.bound_us,
             }
-            for of_replica in found.replicas
+            for replica in grouped
         ]
     except RotaError as error:
         return {"error": str(error)}
     except Exception:
         return {"error": f"the planner failed:\n{traceback.format_exc()}"}
     took_us = (time.monotonic_ns() - begun_ns) // 1000
-    return {"took_us": took_us, "is_searched": found.is_searched, "replicas": replicas}
+    return {"took_us": took_us, "is_searched": is_searched, "replicas": replicas}
 
 
 if __name__ == "__main__":

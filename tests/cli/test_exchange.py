@@ -177,16 +177,6 @@ def test_torchtitan_makes_no_weights(here: Path, capsys: pytest.CaptureFixture[s
     assert str(here / "sub") not in sys.path
 
 
-def test_torchtitan_makes_weights_where_it_must(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (here / "reads.py").write_text(MODEL.replace("nn.Linear(4, 10)", "nn.Linear(4, int(torch.ones(1).item()))"))
-    code, out, error = run(
-        capsys, "export", "torchtitan", "plan.json", "--model", "reads.py:marked", "--cuts", "0,1,marks[3]", "-o", "x"
-    )
-    assert code == 0
-    assert "reads.py: the model was made with its weights, because it cannot be made without them: RuntimeE" in error
-    assert stages_of(out)[0] == "tok_embeddings layers.0"
-
-
 def test_torchtitan_runs_every_stage_without_the_modules_of_others(
     here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -212,19 +202,16 @@ def test_torchtitan_runs_every_stage_without_the_modules_of_others(
     (here / "fails.py").write_text(MODEL.replace("torch.zeros(rows", "torch.zeros(words"))
     code, out, _ = run(capsys, *export, "--model", "fails.py:plain", "-o", "fails")
     assert code == 0
-    assert "This was not checked: fails.py: make_batch(1) raised NameError: name 'words' is not defined." in out
+    assert "This was not checked: fails.py: make_batch(1) failed: NameError: name 'words' is not defined (line" in out
 
 
 def test_deepspeed(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    by_type = ["--layers", "Embedding, Linear*7", "--type", "LIN"]
-    code, out, error = run(capsys, "export", "deepspeed", "three.json", *by_type, "-o", "parts.json")
-    assert (code, error) == (0, "")
-    boundaries = json.loads((here / "parts.json").read_text())
-    assert (boundaries[0], boundaries[-1], len(boundaries)) == (0, 8, 4)
+    code, out, error = run(capsys, "export", "deepspeed", "three.json", "--boundaries", "0,3,6,8", "-o", "parts.json")
+    assert (code, error, json.loads((here / "parts.json").read_text())) == (0, "", [0, 3, 6, 8])
     assert "DeepSpeed runs these stages in its own order, 1F1B" in out
     code, out, _ = run(capsys, "import", "deepspeed", "parts.json", "--microbatches", "4", "-o", "back.json")
     assert code == 0
-    assert f"Cut at the boundaries {','.join(map(str, boundaries))}." in out
+    assert "Cut at the boundaries 0,3,6,8." in out
     plan = NAMED["1f1b"](place(assumed_costs(3), Cluster.uniform(3)), 4)
     assert Plan.from_json((here / "back.json").read_text()) == plan
     code, out, _ = run(capsys, "export", "deepspeed", "three.json", "--boundaries", "0,0,3,6")
@@ -234,7 +221,6 @@ def test_deepspeed(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert 'partition_method="uniform") makes this cut by itself' in out
     code, out, _ = run(capsys, "export", "deepspeed", "three-cut.json")
     assert (code, stages_of(out)) == (0, ["layers 0 to 0", "layers 1 to 3", "layers 4 to 7"])
-    assert stages_of(run(capsys, "export", "deepspeed", "three-cut.json", *by_type)[1])[0] != "layers 0 to 0"
 
 
 EXPORT = "export torchtitan plan.json --model"
@@ -249,7 +235,7 @@ EXPORT = "export torchtitan plan.json --model"
         ),
         (f"{EXPORT} model.py:plain --cuts a,,b -o titan", "'a,,b' has an empty entry"),
         (f"{EXPORT} model.py:marked --cuts 0,1,marks[9] -o titan", "did you mean 'marks[3]'?"),
-        (f"{EXPORT} model.py:fails -o titan", "fails() raised KeyError: 'no words'"),
+        (f"{EXPORT} model.py:fails -o titan", "fails() failed: KeyError: 'no words'"),
         (f"{EXPORT} model.py:layers -o titan", "layers() returned a list; return an nn.Module"),
         (f"{EXPORT} model.py:make -o titan", "model.py has no function 'make'"),
         (f"{EXPORT} model.py -o titan", "give FILE.py:FUNCTION, such as model.py:make_model"),
@@ -268,15 +254,8 @@ EXPORT = "export torchtitan plan.json --model"
         ),
         ("export megatron cut.json --layers a*6 --type a", "boundaries end with 5, but there are 6 layers"),
         ("export megatron cut.json --layers e,a,n,a,h --type a", "layer 2 (n) is between transformer layers"),
-        (
-            "export deepspeed three.json",
-            "three.json does not say where the model is cut; give --boundaries, or --type and",
-        ),
-        ("export deepspeed three.json --type a", "--type and --layers go together; give --boundaries, or --type and"),
-        (
-            "export deepspeed three.json --type a --layers B*x",
-            "'B*x' is not a layer; write, for example, Block, or Block*8",
-        ),
+        ("export deepspeed three.json", "three.json does not say where the model is cut; give --boundaries"),
+        ("export megatron cut.json --type a --layers B*x", "'B*x' is not a layer; write, for example, Block, or B"),
         ("export nemo plan.json", "No such command 'nemo'; see rota export --help"),
         ("import megatrom x", "Did you mean 'megatron'?"),
         ("import megatron none.txt --ranks 2 --microbatches 4", "cannot read none.txt: No such file or directory"),
@@ -307,25 +286,3 @@ def test_a_plan_that_must_not_run_goes_nowhere(here: Path, capsys: pytest.Captur
     (here / "cycle.csv").write_text("0B0,0F0\n1F0,1B0\n")
     code, _, error = run(capsys, "export", "megatron", "cycle.csv", "--boundaries", "0,2,4")
     assert (code, "refused" in error) == (1, True)
-
-
-def test_what_exists_is_written_over_by_force_alone(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    commands = [
-        "export torchtitan plan.json --model model.py:marked -o titan",
-        "export megatron plan.json --boundaries 0,2,4,6,8 -o layout.txt",
-        "export deepspeed three.json --boundaries 0,2,4,6 -o parts.json",
-        "import torchtitan titan/parallelism.json -o a.json",
-        "import megatron layout.txt --ranks 2 --microbatches 4 -o b.json",
-        "import deepspeed parts.json --microbatches 4 -o c.json",
-    ]
-    for command in commands:
-        assert run(capsys, *command.split())[0] == 0
-        output = here / command.split()[-1]
-        (kept,) = [output] if output.is_file() else output.glob("schedule.csv")
-        kept.write_text("mine")
-        code, _, error = run(capsys, *command.split())
-        assert code == 2
-        assert "already exists; give another name, or --force to overwrite it" in error
-        assert kept.read_text() == "mine"
-        assert run(capsys, *command.split(), "--force")[0] == 0
-        assert kept.read_text() != "mine"

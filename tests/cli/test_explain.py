@@ -13,7 +13,7 @@ import pytest
 from cli.test_cli import run
 from rota import schedules
 from rota.accounting import explain
-from rota.cli.transfers import transfers_text
+from rota.cli.screen import transfers_text
 from rota.core.cluster import Cluster
 from rota.core.costs import Costs
 from rota.core.placing import place
@@ -42,6 +42,14 @@ def test_explain_says_why_against_the_timelines_own_plan(
     assert (code, out) == (0, explain(MEASURED, PLAN).to_text() + COUNTED)
     assert "slower" in out
     assert run(capsys, "explain", measured_file, "--cores", 1)[1] == explain(MEASURED, PLAN, 1).to_text() + COUNTED
+
+
+def test_check_tells_the_plan_s_makespan_and_the_measured_one(
+    measured_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = run(capsys, "check", measured_file)[1]
+    assert f"makespan {simulate(PLAN).makespan_us:,} µs" in out
+    assert f"the measured step took {MEASURED.makespan_us:,} µs" in out
 
 
 def test_which_step_a_measured_timeline_has_is_told(

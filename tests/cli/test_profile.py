@@ -12,6 +12,7 @@ from rota import FormatError, Size, SizeModel, split
 from rota.cli import main
 from rota.core.profiles import Profile
 from rota.planning.model_file import load_model_file, profile_file
+from rota.planning.request import Measuring
 from rota.profiling.clocks import Laps, Run, WallClock
 
 MODEL = """
@@ -220,7 +221,7 @@ def test_a_file_that_is_no_python(tmp_path: Path) -> None:
 def test_a_file_may_import_its_neighbours(model: Path) -> None:
     (model.parent / "neighbour_of_model.py").write_text("WIDTH = 8\n")
     model.write_text("from neighbour_of_model import WIDTH\n" + MODEL.replace("nn.Linear(4, 8)", "nn.Linear(4, WIDTH)"))
-    layers = profile_file(load_model_file(str(model)), [2], device="cpu")[2]
+    layers = profile_file(load_model_file(str(model)), [2], Measuring("cpu"))[2]
     assert layers.num_layers == 3
     assert torch.get_default_device().type == "cpu"
 

@@ -98,24 +98,6 @@ def run_script(folder: Path, body: str) -> subprocess.CompletedProcess[str]:
     return rota(folder, "run", "plan.json", "train.py", "hello")
 
 
-@pytest.mark.sweep
-def test_a_batch_that_does_not_fit_is_reported_in_a_line(tmp_path: Path) -> None:
-    done = run_script(tmp_path, "pipeline.step(torch.zeros(10, 2), torch.zeros(9, 2))")
-    assert done.returncode == 1
-    assert "Traceback" not in done.stderr
-    assert re.search(r"^rota: rank \d: .*\b10\b.*\b9\b", done.stderr, flags=re.MULTILINE)
-    assert "train.py:7" in done.stderr
-
-
-@pytest.mark.faults
-def test_all_ranks_end_when_one_fails(tmp_path: Path) -> None:
-    done = run_script(tmp_path, "sys.exit(3) if pipeline.rank == 1 else pipeline.step(torch.zeros(4, 2))")
-    assert done.returncode == 1
-    assert re.search(
-        r"rank 1 (failed \(SystemExit: 3\)|ended with exit code 3), and the others were ended", done.stderr
-    )
-
-
 def test_a_device_that_is_not_there_starts_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -158,15 +140,6 @@ def test_ctrl_c_before_there_is_a_pipeline_says_so(
     write_plan(tmp_path)
     code, error = refused(tmp_path, monkeypatch, capfd, "plan.json", "train.py")
     assert (code, error) == (130, "rota run: interrupted: no rank had made a rota.Pipeline\n")
-
-
-def test_a_refused_plan_starts_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "cycle.csv").write_text("0B0,0F0\n1F0,1B0\n")
-    code, error = refused(tmp_path, monkeypatch, capfd, "cycle.csv", "train.py")
-    assert code == 1
-    assert "cycle" in error
 
 
 @pytest.mark.sweep
@@ -263,15 +236,6 @@ def test_a_mesh_that_does_not_fit(
     code, error = refused(tmp_path, monkeypatch, capfd, *options, "plan.json", "train.py")
     assert code == 2
     assert told in error
-
-
-def test_a_timeline_that_cannot_be_written_is_told_before_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    write_plan(tmp_path)
-    code, error = refused(tmp_path, monkeypatch, capfd, "--timeline", "nowhere/t.json", "plan.json", "train.py")
-    assert code == 2
-    assert "cannot write nowhere/t.json" in error
 
 
 def test_a_training_goes_on_with_another_plan_as_the_docs_say(pool: Pool, tmp_path: Path) -> None:

@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 
 from cli.test_cli import run
-from rota.cli.transfers import FREE, transfers_text
+from rota import calibration
+from rota.cli.screen import FREE, transfers_text
 from rota.core.cluster import Cluster, Link, SharedLink
 from rota.core.costs import Costs
-from rota.core.errors import PipelineError
+from rota.core.errors import PlacementError
 from rota.core.placing import place
 from rota.core.plan import Plan
 from rota.core.simulation import simulate
-from rota.profiling.links import MeasuredLinks
 from rota.schedules import one_f_one_b
 
 HOST = SharedLink("host a", 40, (0, 1), (0, 1))
@@ -120,62 +120,24 @@ def test_links_that_do_not_fit_are_refused(
     assert (code != 0, told in errors) == (True, True)
 
 
-@pytest.fixture
-def measured_costs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Costs that say they were measured on a CPU, on a machine with enough cores."""
-    monkeypatch.setattr("rota.profiling.forked.why_not_here", lambda _: "")
-    path = tmp_path / "costs.json"
-    path.write_text(replace(Costs.uniform(2, boundary_bytes=80), note="measured on CPU, 1 thread").to_json())
-    return path
-
-
-def test_costs_measured_on_a_cpu_are_planned_with_the_links_of_this_machine(
-    measured_costs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    here = Cluster((None, None), Link(11, 100), shared=(HOST,))
-    asked: list[tuple[int, str]] = []
-    doubts = ["", "others took 40%"]
-
-    def links(num_ranks: int, *, device: str, **_: object) -> MeasuredLinks:
-        asked.append((num_ranks, device))
-        return MeasuredLinks(here, "a table", doubts.pop(0))
-
-    monkeypatch.setattr("rota.profiling.machine_links.links_of_this_machine", links)
-    step = ("--costs", measured_costs, "--microbatches", "4")
-    code, said, errors = run(capsys, "plan", "1f1b", *step)
-    assert (code, asked, errors) == (0, [(2, "cpu")], "")
-    assert "warning: links were measured on a busy machine: others took 40%" in run(capsys, "plan", "1f1b", *step)[2]
-    assert "latency (11 µs), rate (100 MB/s), host a (2 ranks share 40 MB/s)" in " ".join(said.split())
-    assert "latency (7 µs)" in run(capsys, "plan", "1f1b", *step, "--link", "7us,2GB/s")[1]
-    assert "counted as free" in run(capsys, "plan", "1f1b", *step, "--link", "0us")[1]
-    assert len(asked) == 2  # not measured where they are given
-
-
-def test_links_that_cannot_be_measured_are_told(
-    measured_costs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def links(*_: object, **__: object) -> Cluster:
-        raise PipelineError("the machine is too busy")
-
-    monkeypatch.setattr("rota.profiling.machine_links.links_of_this_machine", links)
-    code, said, errors = run(capsys, "plan", "1f1b", "--costs", measured_costs, "--microbatches", "4")
-    assert code == 0
-    assert said.startswith("Transfers are counted as free; give --link or --links")
-    assert "links were not measured: the machine is too busy" in errors
-
-
-def test_costs_measured_elsewhere_leave_transfers_free(
-    measured_costs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    unexpected = "rota.profiling.machine_links.links_of_this_machine"
-    monkeypatch.setattr(unexpected, lambda *_, **__: pytest.fail("measured"))
-    measured_costs.write_text(replace(Costs.uniform(2, boundary_bytes=80), note="estimated for h100").to_json())
-    said = run(capsys, "plan", "1f1b", "--costs", measured_costs, "--microbatches", "4")[1]
-    assert said.startswith("Transfers are counted as free; give --link or --links")
-
-
 def test_how_far_measured_times_are_apart_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     costs = tmp_path / "costs.json"
     costs.write_text(Costs.uniform(2, 100, 200, spread_us=(9, 30)).to_json())
     said = run(capsys, "plan", "1f1b", "--ranks", "2", "--microbatches", "4", "--costs", costs)[1]
     assert "The measured times of a stage vary by 10% at most (interquartile range)." in said
+
+
+def test_snapshots_that_costs_count_are_planned_and_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Two copies of parameters and an optimizer's state, of 1 MB each."""
+    costs, output = tmp_path / "costs.json", tmp_path / "plan.json"
+    counted = Costs.uniform(2, 100, 200, static_bytes=3_000_000, state_bytes=2_000_000).with_snapshots()
+    costs.write_text(counted.to_json())
+    step = ("--microbatches", "4", "--costs", costs)
+    assert run(capsys, "plan", "1f1b", *step, "--limit", "6MB")[0] == 1
+    assert run(capsys, "plan", "1f1b", *step, "--limit", "8MB", "-o", output)[0] == 0
+    placement = Plan.from_json(output.read_text()).placement
+    assert placement.snapshot_bytes == calibration.costs_of(placement).snapshot_bytes == (4_000_000, 4_000_000)
+    alone = place(counted, Cluster.uniform(1), ranks=(0, 0))
+    assert (alone.static_bytes, alone.state_bytes, alone.snapshot_bytes) == ((14_000_000,), (4_000_000,), (8_000_000,))
+    with pytest.raises(PlacementError, match="measure them again"):
+        Costs.uniform(2).with_snapshots()

@@ -14,7 +14,6 @@ import rota
 from rota.cli import main
 from rota.core.usage import Usage
 from support.commands import output_of
-from support.hf_models import gpt2
 from support.pool import Pool
 
 pytestmark = pytest.mark.dist
@@ -132,18 +131,6 @@ def test_an_exact_model_and_the_report_as_json(plan: str, tmp_path: Path, capfd:
     assert "rota verify: float64: the unsplit model" in told.err
 
 
-@pytest.mark.sweep
-def test_stages_made_by_hand_against_what_they_must_equal(
-    plan: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    model = tmp_path / "model.py"
-    model.write_text(BY_HAND)
-    assert main(["verify", plan, str(model), "--own-dtype"]) == 1
-    told = capfd.readouterr().out
-    assert told.startswith("NOT exact\n  float32: loss ")
-    assert "stage 1, 2.bias" in told
-
-
 def test_a_missing_gradient_is_in_the_report(plan: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     model = tmp_path / "model.py"
     detached = BY_HAND.replace("super().forward(x) + 0.1", "nn.functional.linear(x, self.weight.detach(), self.bias)")
@@ -173,27 +160,6 @@ def test_a_run_verifies_before_its_first_step(plan: str, tmp_path: Path) -> None
     assert "loss" not in told.stdout
     assert "rota: before the first step: NOT exact" in told.stderr
     assert "the split model is not exact, so nothing is trained" in told.stderr
-
-
-@pytest.mark.sweep
-def test_a_run_verifies_by_micro_batches(plan: str, tmp_path: Path) -> None:
-    model, script = tmp_path / "model.py", tmp_path / "train.py"
-    model.write_text(MODEL.format(extra="nn.BatchNorm1d(8), "))
-    script.write_text(TRAIN)
-    told = trained("--verify-microbatches", plan, str(script))
-    assert told.returncode == 0
-    assert told.stdout.count("loss") == 4
-    assert "rota: before the first step: exact" in told.stderr
-
-
-@pytest.mark.sweep
-def test_an_unmodified_model_by_its_config(plan: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    config = tmp_path / "config.json"
-    config.write_text(gpt2(resid_pdrop=0.1).config.to_json_string())
-    assert main(["verify", plan, f"hf:{config}", "--length", "8", "--json"]) == 0
-    report = json.loads(capfd.readouterr().out)
-    assert {each["stage"] for each in report["comparisons"][0]["parameters"]} == {0, 1}
-    assert report["notes"] == ["dropout was switched off in both models"]
 
 
 @pytest.mark.sweep

@@ -12,6 +12,7 @@ import torch
 import rota
 from rota import FormatError
 from rota.planning.model_file import load_model_file, profile_file
+from rota.planning.request import Measuring
 
 GPT2 = {"model_type": "gpt2", "n_layer": 3, "n_embd": 16, "n_head": 2, "vocab_size": 50, "n_positions": 32}
 LLAMA = {
@@ -38,7 +39,7 @@ def test_a_config_is_profiled_cut_and_verified(tmp_path: Path) -> None:
     inputs, labels = file.made_batch(4)
     assert inputs["input_ids"].shape == (4, 8)
     assert int(labels.max()) < 50
-    profile = profile_file(file, [2], repeats=1, cuts=["transformer.h.*"])
+    profile = profile_file(file, [2], Measuring(repeats=1, cuts=["transformer.h.*"]))
     assert profile[2].cuts == ("transformer.h.0", "transformer.h.1", "transformer.h.2")
     assert profile[2].tied  # the embedding is the head
     model = file.made_model()
@@ -49,7 +50,7 @@ def test_a_config_is_profiled_cut_and_verified(tmp_path: Path) -> None:
 
 def test_an_estimate_holds_no_weights_and_knows_flash_attention(tmp_path: Path) -> None:
     file = load_model_file(written(tmp_path, LLAMA), length=64)
-    layers = profile_file(file, [2], device="h100")[2]
+    layers = profile_file(file, [2], Measuring("h100"))[2]
     assert layers.num_layers == 4
     assert {layers.parameter_bytes[i] for i in (1, 2)} == {
         2 * (256 * (256 + 128 + 128 + 256) + 3 * 256 * 512 + 2 * 256)
@@ -105,4 +106,4 @@ def test_a_file_with_a_model_of_transformers_needs_nothing_else(tmp_path: Path) 
     model = file.made_model()
     assert isinstance(model, torch.nn.Module)
     assert torch.equal(file.loss_fn(model(**inputs), labels), model(**inputs).loss) or model.training
-    assert profile_file(file, [2], repeats=1)[2].num_layers == 4
+    assert profile_file(file, [2], Measuring(repeats=1))[2].num_layers == 4

@@ -42,9 +42,13 @@ def tokens_in(sample: Tensor) -> int:
     return len(sample) - 1
 
 
+def even_length(sample: Tensor) -> int:
+    return tokens_in(sample) + tokens_in(sample) % 2
+
+
 def planner_of(pipeline: Pipeline, given: Any, **options: Any) -> rota.Planner:
     options = {"num_ranks": pipeline.plan.num_ranks, "tokens": TOKENS} | options
-    return rota.Planner(pipeline, given, collate, length_of=tokens_in, plan_with=PLAN_WITH, options=options, round_to=2)
+    return rota.Planner(pipeline, given, collate, PLAN_WITH, length_of=even_length, options=options)
 
 
 def base_plan(num_ranks: int) -> rota.Plan:
@@ -106,10 +110,9 @@ def train_by_model(rank: int, given: list[list[Tensor]]) -> tuple[list[Any], str
             pipeline,
             given,
             collate,
-            model=MODEL,
-            cluster=Cluster.uniform(2, 60_000),
+            MODEL,
             length_of=tokens_in,
-            options={"tries": 20},
+            options={"tries": 20, "cluster": Cluster.uniform(2, 60_000)},
         )
         try:
             for batch in planner:

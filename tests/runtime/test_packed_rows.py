@@ -60,10 +60,9 @@ def steps(rank: int, given: list[list[Tensor]], round_to: int) -> list[Any]:
                 pipeline,
                 given,
                 pack_samples,
-                length_of=lambda sample: len(sample) - 1,
-                round_to=round_to,
+                "support.token_budget:plan",
+                length_of=lambda sample: -(-(len(sample) - 1) // round_to) * round_to,
                 packed=True,
-                plan_with="support.token_budget:plan",
                 options={"num_ranks": 2, "tokens": 40},
             )
             for batch in planner:

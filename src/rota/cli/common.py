@@ -1,38 +1,132 @@
-"""Options that several commands have in common."""
+"""Options that several commands have in common, and the types of options' values: a text as what it means."""
 
 from __future__ import annotations
 
+import re
+from fractions import Fraction
 from functools import partial
 from typing import Any
 
 import click
 
-from rota.cli.command import Choice, Decorator, Output, WholeNumber, combined
+from rota.cli.command import Choice, Decorator, Output, Value, WholeNumber, combined
 from rota.cli.files import WrittenBy
-from rota.cli.values import LIMIT, LINK, SECONDS, SIZE, WORDS
 from rota.core.costs import ASSUMED_COSTS
 from rota.shapes import SHAPES
 
+# --- types: each raises ValueError with the remedy --------------------------------------------------------------------
+
+_TIMES_US = {"us": 1, "µs": 1, "ms": 1000, "s": 1_000_000}
+_UNITS = {"": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "t": 1000**4}
+_BINARY = {"ki": 1024, "mi": 1024**2, "gi": 1024**3, "ti": 1024**4}
+
+
+def parse_bytes(text: str) -> int:
+    """Return bytes: "40GB" -> 40000000000, "512MiB" -> 536870912, "1000" -> 1000."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(|[kmgt]i?)b?", text.strip().lower())
+    if match is None:
+        raise ValueError(f"{text!r} is not a size; write, for example, 40GB or 512MiB")
+    number, unit = Fraction(match[1]), match[2]
+    if not unit and number.denominator > 1:
+        raise ValueError(f"{text!r} is not a whole number of bytes; write, for example, {int(number)}, or {match[1]}GB")
+    return int(number * (_UNITS | _BINARY)[unit])  # rounded down: a limit must not be exceeded by a fraction of a byte
+
+
+def parse_limit(text: str) -> int:
+    """Return bytes: "40GB", "1000B"."""
+    num_bytes = parse_bytes(text)
+    if text.strip()[-1].isdigit():  # the unit was probably forgotten
+        raise ValueError(f"{text!r} has no unit; write, for example, {text}GB, or {text}B for bytes")
+    return num_bytes
+
+
+def parse_memory(text: str) -> int | Fraction:
+    """Return bytes, as `parse_limit`, or a share of the device's memory ("80%" -> 4/5)."""
+    share = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*%\s*", text)
+    if share is None:
+        return parse_limit(text)
+    if not 0 < Fraction(share[1]) <= 100:
+        raise ValueError(f"{text!r} must be more than 0% and at most 100%")
+    return Fraction(share[1]) / 100
+
+
+def parse_link(text: str) -> tuple[int, int | None]:
+    """Return latency in µs and bytes per µs: "5us,50GB/s" -> (5, 50000); either may be left out."""
+    latency_us: int | None = None
+    bytes_per_us: int | None = None
+    for part in text.split(","):
+        time = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(us|µs|ms|s)\s*", part)
+        rate = re.fullmatch(r"\s*(.*)/s\s*", part)
+        if rate is not None and rate[1].endswith("b"):
+            raise ValueError(
+                f"{text!r}: {part!r} is in bits; give the rate in bytes (B), which is one eighth of that number"
+            )
+        per_us = 0 if rate is None else round(Fraction(parse_bytes(rate[1]), 1_000_000))
+        if time is not None and latency_us is None:
+            latency_us = round(Fraction(time[1]) * _TIMES_US[time[2]])
+        elif bytes_per_us is None and per_us > 0:
+            bytes_per_us = per_us
+        else:
+            raise ValueError(f"{text!r} is not a link: {part!r} is wrong; write latency and rate, such as 5us,50GB/s")
+    return latency_us or 0, bytes_per_us
+
+
+def parse_mesh(text: str) -> dict[str, int]:
+    """Return sizes by dim: "pp=4,dp=2" -> {"pp": 4, "dp": 2}."""
+    sizes: dict[str, int] = {}
+    for part in text.split(","):
+        match = re.fullmatch(r"\s*(pp|dp|tp)\s*=\s*([1-9]\d*)\s*", part)
+        if match is None or match[1] in sizes:
+            raise ValueError(
+                f"{text!r} is not a mesh: {part!r} is wrong; write, for example, pp=4,dp=2,tp=1, each at most once"
+            )
+        sizes[match[1]] = int(match[2])
+    return sizes
+
+
+def parse_words(text: str) -> list[str]:
+    """Return the words between commas."""
+    words = [word.strip() for word in text.split(",")]
+    if not all(words):
+        raise ValueError(f"{text!r} has an empty entry; write, for example, a,b")
+    return words
+
+
+def parse_counts(text: str) -> list[int]:
+    """Return counts in ascending order: "4,1,2" -> [1, 2, 4]."""
+    words = parse_words(text)
+    for word in words:
+        if not word.isdecimal() or int(word) < 1:
+            raise ValueError(f"{word!r} must be a whole number of 1 or more")
+    return sorted({*map(int, words)})
+
+
 NATURAL = WholeNumber(min=0)
-_LINKS = "all links as set by --link"
+SIZE = Value("size", parse_bytes)
+MEMORY = Value("memory", parse_memory)
+LINK = Value("link", parse_link)
+MESH = Value("mesh", parse_mesh)
+WORDS = Value("words", parse_words)
+COUNTS = Value("counts", parse_counts)
+SECONDS = click.FloatRange(min=0, max=1e9, min_open=True)
 
-
-class _PathName(click.Path):
-    """A path as it is typed: what is wrong with it is said where it is read or written."""
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:  # noqa: ARG002
-        """Return the text."""
-        return value
-
+# --- options ----------------------------------------------------------------------------------------------------------
 
 #: An argument that is a path, and options that take a path, a number of 1 or more, or nothing.
-argument = partial(click.argument, type=_PathName())
-file = partial(click.option, type=_PathName(), metavar="FILE")
+argument = partial(click.argument, type=click.Path())
+file = partial(click.option, type=click.Path(), metavar="FILE")
 count = partial(click.option, type=WholeNumber(min=1), metavar="N")
 flag = partial(click.option, is_flag=True)
-
+cores = count(
+    "--cores", help="number of CPU cores, if all ranks share one machine (default: as the run recorded, if at all)"
+)
 json = flag("--json", help="print the results as JSON instead of text")
 force = flag("--force", help="overwrite existing files")
+
+
+def time_limit(help: str, default: float | None = None) -> Decorator[Any]:
+    """--time-limit."""
+    return click.option("--time-limit", type=SECONDS, default=default, metavar="S", help=help)
 
 
 def output(metavar: str, help: str, *, writes: WrittenBy = "file", **settings: Any) -> Decorator[Any]:
@@ -81,93 +175,74 @@ cache = combined(
     flag("--refresh", help="measure again, even if the cache has a result"),
 )
 
-limit = click.option("--limit", type=LIMIT, metavar="SIZE", help="memory limit per rank, such as 40GB (default: none)")
-
-snapshots = flag(
-    "--snapshots",
-    help="for ranks on CPUs: also count the two copies of each rank's state that `rota run --max-restarts` keeps in "
-    "memory; with accelerators, they are in the host's memory, to which the limit does not apply",
+limit = click.option(
+    "--limit",
+    type=Value("limit", parse_limit),
+    metavar="SIZE",
+    help="memory limit per rank, such as 40GB (default: none)",
 )
 
+links = combined(
+    click.option(
+        "--link",
+        type=LINK,
+        metavar="LINK",
+        help="latency and rate of every link, such as 5us,50GB/s (default: transfers take no time)",
+    ),
+    file(
+        "--links",
+        help="use measured links from `rota profile links -o cluster.json`, or those of a plan or timeline: latency, "
+        "rate, shared links, all-reduces (default: all links as set by --link)",
+    ),
+)
 
-def cores(default: str = "as recorded by the run") -> Decorator[Any]:
-    """--cores; `default` says what holds without it."""
-    help_text = f"number of CPU cores, if all ranks share one machine (default: {default})"
-    return count("--cores", help=help_text)
-
-
-def time_limit(help: str, default: float | None = None) -> Decorator[Any]:
-    """--time-limit."""
-    return click.option("--time-limit", type=SECONDS, default=default, metavar="S", help=help)
-
-
-def costs(links_default: str = _LINKS) -> Decorator[Any]:
-    """--ranks, the costs of stages, from a file or uniform, and the links; `links_default` says what is assumed."""
-    default = ASSUMED_COSTS
-    return combined(
-        count(
-            "--ranks",
-            help="number of ranks (default: one per stage, or as many as the stages need; required if the number of "
-            "stages is not given)",
-        ),
-        file(
-            "--costs",
-            help="costs per stage, from rota.Costs.to_json() or `rota calibrate --costs` (default: the same for all "
-            "stages, as set by the options --forward-us to --boundary)",
-        ),
-        click.option(
-            "--forward-us",
-            type=NATURAL,
-            metavar="US",
-            help=f"forward (F) time in µs per stage (with all: per rank) (default: {default['forward_us']})",
-        ),
-        click.option(
-            "--backward-us",
-            type=NATURAL,
-            metavar="US",
-            help="backward (B) time in µs; with --weight-us, only the time of the input gradient (I) "
-            f"(default: {default['backward_us']})",
-        ),
-        click.option(
-            "--weight-us",
-            type=NATURAL,
-            metavar="US",
-            help="weight-gradient (W) time in µs; splits the backward into I and W (default: not split)",
-        ),
-        click.option(
-            "--activation",
-            "activation_bytes",
-            type=SIZE,
-            metavar="BYTES",
-            help=f"bytes of activations that F keeps until the backward (default: {default['activation_bytes']})",
-        ),
-        click.option(
-            "--boundary",
-            "boundary_bytes",
-            type=SIZE,
-            metavar="BYTES",
-            help="bytes sent from each stage to the next (default: 0)",
-        ),
-        links(links_default),
-    )
-
-
-def links(default: str = _LINKS) -> Decorator[Any]:
-    """--link, the same for all ranks, and --links, from a file; `default` says what is assumed without that file."""
-    return combined(
-        click.option(
-            "--link",
-            type=LINK,
-            metavar="LINK",
-            help="latency and rate of every link, such as 5us,50GB/s (default: transfers take no time)",
-        ),
-        file(
-            "--links",
-            help="use measured links from `rota profile links -o cluster.json`, or those of a plan or timeline: "
-            f"latency, rate, shared links, all-reduces (default: {default})",
-        ),
-    )
-
+#: --ranks, the costs of stages, from a file or uniform, and the links.
+costs = combined(
+    count(
+        "--ranks",
+        help="number of ranks (default: one per stage, or as many as the stages need; required if the number of stages "
+        "is not given)",
+    ),
+    file(
+        "--costs",
+        help="costs per stage, from rota.Costs.to_json() or `rota calibrate --costs` (default: the same for all "
+        "stages, as set by the options --forward-us to --boundary)",
+    ),
+    click.option(
+        "--forward-us",
+        type=NATURAL,
+        metavar="US",
+        help=f"forward (F) time in µs per stage (with all: per rank) (default: {ASSUMED_COSTS['forward_us']})",
+    ),
+    click.option(
+        "--backward-us",
+        type=NATURAL,
+        metavar="US",
+        help="backward (B) time in µs; with --weight-us, only the time of the input gradient (I) "
+        f"(default: {ASSUMED_COSTS['backward_us']})",
+    ),
+    click.option(
+        "--weight-us",
+        type=NATURAL,
+        metavar="US",
+        help="weight-gradient (W) time in µs; splits the backward into I and W (default: not split)",
+    ),
+    click.option(
+        "--activation",
+        "activation_bytes",
+        type=SIZE,
+        metavar="BYTES",
+        help=f"bytes of activations that F keeps until the backward (default: {ASSUMED_COSTS['activation_bytes']})",
+    ),
+    click.option(
+        "--boundary",
+        "boundary_bytes",
+        type=SIZE,
+        metavar="BYTES",
+        help="bytes sent from each stage to the next (default: 0)",
+    ),
+    links,
+)
 
 _SHAPES = "; ".join(f"{name}: {shape.summary}" for name, shape in SHAPES.items())
 shape = combined(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -166,13 +166,16 @@ def refuse_outputs(command: str, outputs: Mapping[str, WrittenBy], options: Simp
     """
     others = [value for name, value in vars(options).items() if name not in outputs]
     read = [path for value in others for path in (value if isinstance(value, (tuple, list)) else [value])]
-    _refuse_twice([getattr(options, name) for name in outputs])
+    places: set[str] = set()
     for name, writes in outputs.items():
         output = getattr(options, name)
         if output is None:
             continue
+        if (place := os.path.realpath(output)) in places:
+            raise InputError(f"{output} is given for two outputs; the second would overwrite the first")
+        places.add(place)
         what = writes(options) if callable(writes) else writes
-        _refuse_suffix(command, output, what)
+        _refuse_suffix(output, what)
         if any(isinstance(path, str) and _same_file(path, output) for path in read):
             raise InputError(f"{output} is read by the command, and would be overwritten; write to another file")
         option = "--force (before the plan)" if command == "run" else "--force"
@@ -180,27 +183,14 @@ def refuse_outputs(command: str, outputs: Mapping[str, WrittenBy], options: Simp
         (_refuse_file if what in ("file", "plan", "timeline") else _refuse_folder)(output)
 
 
-def _refuse_twice(outputs: Sequence[str | None]) -> None:
-    """Raise InputError if two outputs are the same file."""
-    places: set[str] = set()
-    for output in filter(None, outputs):
-        if (place := os.path.realpath(output)) in places:
-            raise InputError(f"{output} is given for two outputs; the second would overwrite the first")
-        places.add(place)
-
-
 def refuse_taken(path: Path, force: bool, is_folder: bool = False, option: str = "--force") -> None:
     """Raise InputError if the path has content to lose, unless `force`."""
-    if not force and _is_taken(path, is_folder):
-        raise InputError(f"{path} already exists; give another name, or {option} to overwrite it")
-
-
-def _is_taken(path: Path, is_folder: bool) -> bool:
-    """Whether the path has content to lose; /dev/stdout has none."""
     try:
-        return any(path.iterdir()) if is_folder and path.is_dir() else path.is_file()
+        is_taken = any(path.iterdir()) if is_folder and path.is_dir() else path.is_file()  # /dev/stdout is none
     except OSError as error:
         raise InputError(f"cannot write {path}: {error.strerror}; check the path") from None
+    if is_taken and not force:
+        raise InputError(f"{path} already exists; give another name, or {option} to overwrite it")
 
 
 def _refuse_file(path: str) -> None:
@@ -219,27 +209,20 @@ def _refuse_file(path: str) -> None:
 def _refuse_folder(path: str) -> None:
     """Raise InputError if the folder cannot be made or written to."""
     place = Path(path).absolute()
-    there = next(folder for folder in (place, *place.parents) if folder.exists())
-    if not there.is_dir() or not os.access(there, os.W_OK):
-        raise InputError(f"cannot make the folder {path}: {there} is not a writable folder; give another with -o")
+    parent = next(folder for folder in (place, *place.parents) if folder.exists())
+    if not parent.is_dir() or not os.access(parent, os.W_OK):
+        raise InputError(f"cannot make the folder {path}: {parent} is not a writable folder; give another with -o")
 
 
-def _refuse_suffix(command: str, output: str, what: Written) -> None:
+def _refuse_suffix(output: str, what: Written) -> None:
     """Raise InputError if a plan or a timeline would be written as a picture."""
     suffix = Path(output).suffix.lower()
     if what == "plan" and suffix in _PICTURES:
-        picture = f"write the plan with -o plan.json, then draw it with `rota show plan.json -o {output}`"
-        raise InputError(f"a plan is written as .json, or as .csv in PyTorch's format, not as {output}; {picture}")
-    if what == "timeline" and suffix in (*_PICTURES, ".csv"):
-        option = "-o" if command == "trace" else "--timeline"
-        draw = (
-            f"then draw it with `rota show timeline.json -o {output}`"
-            if suffix != ".csv"
-            else "because a CSV can hold only a plan"
-        )
         raise InputError(
-            f"a timeline is written as .json, not as {output}; write it with {option} timeline.json, {draw}"
+            f"a plan is written as .json, or as .csv in PyTorch's format, not as {output}; `rota show` draws pictures"
         )
+    if what == "timeline" and suffix in (*_PICTURES, ".csv"):
+        raise InputError(f"a timeline is written as .json, not as {output}; `rota show` draws pictures")
 
 
 def _same_file(a: str, b: str) -> bool:

@@ -13,7 +13,7 @@ import click
 
 from rota.cli.command import CONTEXT, Command
 from rota.cli.requirements import exit_on_ctrl_c
-from rota.cli.screen import ascii_form, keep_working_unread, lost_output, note
+from rota.cli.screen import ascii_form, note
 from rota.core.errors import NothingFitsError, PipelineError, PlanError, RotaError, UsageError
 from rota.core.reading import printable
 
@@ -35,6 +35,7 @@ see why ranks were idle:
 """
 _MORE = "`rota --help` lists all commands.\n`rota COMMAND --help` explains one command."
 _COMPLETE = "_ROTA_COMPLETE"
+_BUFFER_BYTES = 2**24  # more than any command prints
 
 #: The commands in the order of `rota --help`, each in the module of its name, which is imported when it is needed.
 COMMANDS = (
@@ -94,16 +95,37 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.environ.update(HUGE_PAGES | os.environ)
         if _COMPLETE in os.environ:
             root.main(prog_name="rota", complete_var=_COMPLETE)
-        keep_working_unread()
+        _buffer_output()
     codecs.register_error("ascii form", ascii_form)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="ascii form")
     code = _exit_code([*(sys.argv[1:] if argv is None else argv)])
-    if argv is None and (error := lost_output()) is not None:
-        note("", f"error: cannot write standard output: {error.strerror}; the command has done its other work")
-        return code or 1
+    try:
+        print(end="", flush=True)
+    except OSError as error:
+        return _lost_output(error) or code
     return code
+
+
+def _buffer_output() -> None:
+    """Let a command do its work, and write its files, before it can find out that nobody reads what it prints.
+
+    Not `rota run`, whose ranks print as long as they train.
+    """
+    stream = sys.stdout
+    if isinstance(stream, io.TextIOWrapper) and not stream.isatty() and sys.argv[1:2] != ["run"]:
+        sys.stdout = io.TextIOWrapper(io.BufferedWriter(io.FileIO(stream.fileno(), "w", False), _BUFFER_BYTES))
+        sys.stdout.reconfigure(encoding=stream.encoding)
+
+
+def _lost_output(error: OSError) -> int:
+    """Say that what was printed is lost, unless its reader has ended, as `head` does. Returns the exit code."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is left to be flushed
+    if isinstance(error, BrokenPipeError):
+        return 0
+    note("", f"error: cannot write standard output: {error.strerror}; the command has done its other work")
+    return 1
 
 
 def _exit_code(words: list[str]) -> int:
@@ -125,6 +147,8 @@ def _exit_code(words: list[str]) -> int:
         what = "refused" if isinstance(error, PlanError) else "error"
         note(name, f"{what}: {_shown(error)}")
         return 1 if _is_failure(error) else 2
+    except BrokenPipeError as error:
+        return _lost_output(error) or 1
     except KeyboardInterrupt as error:
         note(name, ": ".join(["interrupted", *map(str, error.args)]))
         return 130

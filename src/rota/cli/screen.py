@@ -2,85 +2,25 @@
 
 from __future__ import annotations
 
-import io
 import os
 import shutil
 import sys
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from typing import Any, final
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
-from rota.cli.snapshots import snapshots_text
-from rota.cli.transfers import FREE, transfers_text
+from rota.core.placement import Placement
 from rota.core.plan import Plan
 from rota.core.tables import fitted
 from rota.core.timeline import Timeline
+from rota.core.units import count_text, size_text, time_text
 
 #: What the characters of charts and units become where the output's encoding has none of them.
 _ASCII = str.maketrans(
     {"─": "-", "═": "=", "━": "=", "┄": "~", "·": ".", "▸": ">", "µ": "u", "×": "x", "…": "...", "−": "-", "→": "->"}
 )
+FREE = "Transfers are counted as free; give --link or --links when planning."
 _EVERY_S = 5.0  # between lines of progress where there is no terminal
-#: A fork must not happen while a line is being printed: the child would wait for ever for the lock of its stderr.
-_PRINTING = threading.Lock()
-os.register_at_fork(before=_PRINTING.acquire, after_in_parent=_PRINTING.release, after_in_child=_PRINTING.release)
-
-
-@final
-class _UnreadOutput(io.RawIOBase):
-    """An output of this process that goes nowhere once its reader has ended, as `head` does, or its device is full."""
-
-    def __init__(self, descriptor: int) -> None:
-        self._descriptor = descriptor
-        self.failure: OSError | None = None  # other than that the reader has ended
-
-    def fileno(self) -> int:
-        return self._descriptor
-
-    def isatty(self) -> bool:
-        return os.isatty(self._descriptor)
-
-    def writable(self) -> bool:
-        return True
-
-    def write(self, data: Any, /) -> int:
-        try:
-            return os.write(self._descriptor, data)
-        except OSError as error:
-            self.failure = None if isinstance(error, BrokenPipeError) else error
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, self._descriptor)
-            os.close(nowhere)
-            return memoryview(data).nbytes
-
-
-def keep_working_unread() -> None:
-    """Let the command do all its work, and write its files, when nobody reads what it prints any more.
-
-    Its exit code then says how the work went.
-    """
-    for name in ("stdout", "stderr"):
-        stream = getattr(sys, name)
-        if isinstance(stream, io.TextIOWrapper):
-            stream.flush()
-            output = io.BufferedWriter(_UnreadOutput(stream.fileno()))
-            unread = io.TextIOWrapper(
-                output,
-                stream.encoding,
-                stream.errors,
-                line_buffering=stream.line_buffering,
-                write_through=stream.write_through,
-            )
-            setattr(sys, name, unread)
-
-
-def lost_output() -> OSError | None:
-    """Write what `print` has left to write. Returns why standard output could not be written, if so."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    raw = getattr(getattr(sys.stdout, "buffer", None), "raw", None)
-    return raw.failure if isinstance(raw, _UnreadOutput) else None
 
 
 def note(command: str | None, text: str) -> None:
@@ -126,12 +66,6 @@ def print_transfers(plan: Plan) -> None:
         print_text(counted)
 
 
-def print_snapshots(timeline: Timeline) -> None:
-    """Say whether the plan's memory has room for the states that restarts go on from, if that is known."""
-    if text := snapshots_text(timeline):
-        print_text(text)
-
-
 def _wants_color() -> bool:
     """Whether this is a terminal with colours and the user does not object (no-color.org)."""
     return sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
@@ -141,6 +75,35 @@ def print_replicas(plan: Plan, done: str) -> None:
     """Say that a plan is one pipeline, if it is meant for several replicas of it."""
     if plan.usage is not None and plan.usage.num_replicas > 1:
         print_text(f"This {done} one of {plan.usage.num_replicas} replicas: all of them run the same pipeline.")
+
+
+def transfers_text(placement: Placement) -> str:
+    """A line for reports; "" if the placement sends nothing."""
+    counted = ", ".join(_counted(placement))
+    return f"Included in the times: {counted}." if counted else FREE if placement.routes else ""
+
+
+def counts_transfers(placement: Placement) -> bool:
+    """Whether a transfer of the placement takes time; False if it sends nothing."""
+    return any(_counted(placement))
+
+
+def _counted(placement: Placement) -> Iterator[str]:
+    links = [placement.cluster.link_between(*pair) for pair in {(r.sender, r.receiver) for r in placement.routes}]
+    latencies = [link.latency_us for link in links]
+    if any(latencies):
+        yield f"latency ({_range(latencies, time_text)})"
+    if rates := [link.bytes_per_us * 1_000_000 for link in links if link.bytes_per_us is not None]:
+        yield f"rate ({_range(rates, lambda rate: f'{size_text(rate)}/s')})"
+    for i in sorted({i for route in placement.routes for i in route.shared}):
+        shared = placement.cluster.shared[i]
+        ranks = count_text(len({*shared.senders, *shared.receivers}), "rank")
+        yield f"{shared.name} ({ranks} share {size_text(shared.bytes_per_us * 1_000_000)}/s)"
+
+
+def _range(values: Sequence[int], text: Callable[[int], str]) -> str:
+    least, most = min(values), max(values)
+    return text(least) if least == most else f"{text(least)} to {text(most)}"
 
 
 def ascii_form(error: UnicodeError) -> tuple[str, int]:
@@ -154,7 +117,7 @@ def ascii_form(error: UnicodeError) -> tuple[str, int]:
 def progress_line() -> Iterator[Callable[[object], None]]:
     """A function that shows what is being done: on one line of a terminal, which is cleared in the end.
 
-    Other outputs, such as a log, get a line every few seconds: the last one again if there is nothing new.
+    Other outputs, such as a log, get a line every few seconds at most.
     """
     if sys.stderr.isatty():
         try:
@@ -162,24 +125,15 @@ def progress_line() -> Iterator[Callable[[object], None]]:
         finally:
             _overwrite("")
         return
-    shown, is_over = [""], threading.Event()
+    shown_s = time.monotonic()
 
     def show(doing: object) -> None:
-        shown[0] = str(doing).strip()
+        nonlocal shown_s
+        if time.monotonic() - shown_s > _EVERY_S:
+            shown_s = time.monotonic()
+            print(str(doing).strip(), file=sys.stderr, flush=True)
 
-    def repeat() -> None:
-        while not is_over.wait(_EVERY_S):
-            with _PRINTING, suppress(OSError):  # nobody reads it any more
-                sys.stderr.write(shown[0] + "\n" if shown[0] else "")
-                sys.stderr.flush()
-
-    thread = threading.Thread(target=repeat, name="rota-progress", daemon=True)
-    thread.start()
-    try:
-        yield show
-    finally:
-        is_over.set()
-        thread.join()
+    yield show
 
 
 def _overwrite(doing: object) -> None:

@@ -4,5 +4,6 @@ from rota.planning.answer import Answer
 from rota.planning.autoplanning import autoplan
 from rota.planning.deadline import Progress
 from rota.planning.machine import Machine
+from rota.planning.request import Choices
 
-__all__ = ["Answer", "Machine", "Progress", "autoplan"]
+__all__ = ["Answer", "Choices", "Machine", "Progress", "autoplan"]

@@ -8,33 +8,31 @@ from contextlib import suppress
 from dataclasses import replace
 
 from rota.core.checking import check
-from rota.core.errors import NothingFitsError, PlacementError, SearchError
+from rota.core.errors import NothingFitsError, SearchError
 from rota.core.layers import LayerCosts
 from rota.core.stopping import Stopped, ended_by_ctrl_c, watched
 from rota.core.units import count_text, size_text
 from rota.planning.answer import Answer, Counts
-from rota.planning.candidate import Candidate, Request
-from rota.planning.choosing import chosen
+from rota.planning.candidate import Candidate
+from rota.planning.choosing import recommended
 from rota.planning.deadline import Deadline, Progress
-from rota.planning.evaluation import Found, Misfit, evaluate, families
+from rota.planning.evaluation import Contender, Misfit, evaluate
 from rota.planning.finalists import search_finalists
 from rota.planning.layouts import Layout, cuts
 from rota.planning.machine import Machine
-from rota.planning.sweep import Sweep, kind_of
-from rota.schedules import FAMILIES
+from rota.planning.request import ANYTHING, Choices, Request
+from rota.planning.sweep import Kind, Sweep, kind_of
+from rota.schedules import NAMED
+
+_ONE_F_ONE_B = NAMED["1f1b"]
 
 
 def autoplan(
     profiles: Mapping[int, LayerCosts],
     machine: Machine,
     batch_rows: int,
+    choices: Choices = ANYTHING,
     *,
-    inference: bool = False,
-    recompute: bool = True,
-    pipeline_ranks: int | None = None,
-    copies: bool = False,
-    split_backward: bool = True,
-    snapshots: bool = False,
     time_limit_s: float = 60.0,
     progress: Callable[[Progress], None] | None = None,
 ) -> Answer:
@@ -55,15 +53,7 @@ def autoplan(
         profiles: The model's layers by rows per micro-batch, such as a `rota.core.profiles.Profile`.
         machine: The processes, their memory, speed and links.
         batch_rows: Rows of a step, over all replicas.
-        inference: Whether to plan forward passes only.
-        recompute: Whether stages may recompute. PyTorch's schedule CSV, and so torchtitan, cannot express it.
-        pipeline_ranks: Ranks of every pipeline; None: any number.
-        copies: Whether a stage may be on two ranks, as in bidirectional pipelines, so that all weights are held twice.
-            Never on a machine where the cost of summing gradients is unknown.
-        split_backward: Whether backwards may be split into I and W. Trainers other than Rota cannot split those of
-            models under `torch.compile` or with activation checkpointing.
-        snapshots: Whether each rank's memory also has room for the states that `rota run --max-restarts` keeps. They
-            are in the host's memory: leave it out where the machine's memory is that of accelerators.
+        choices: What may be chosen.
         time_limit_s: Seconds to search for.
         progress: Called several times per second.
 
@@ -74,33 +64,25 @@ def autoplan(
         PlacementError: Arguments contradict each other.
         NothingFitsError: No plan fits; the message says what would fit.
     """
-    if not isinstance(profiles, Mapping):
-        raise PlacementError(
-            f"profiles is a {type(profiles).__name__}; give a dict of layers by rows: {{rows: layers}}"
-        )
     if not 0 < time_limit_s < math.inf:
         raise SearchError(f"time_limit_s is {time_limit_s!r}; give a number of seconds above 0")
-    request = Request.checked(
-        profiles, machine, batch_rows, inference, recompute, pipeline_ranks, copies, split_backward, snapshots
-    )
-    deadline = Deadline(time_limit_s, progress)
+    request, deadline = Request(profiles, machine, batch_rows, choices), Deadline(time_limit_s, progress)
     sweep = Sweep(request, deadline)
     with ended_by_ctrl_c(deadline):
         # A search of orders that finds nothing in time may still look at the clock while it says why.
         with watched(lambda: deadline.left_s <= 0), suppress(Stopped):
             sweep.run()
             search_finalists(sweep)
-        best = chosen(sweep.plans, request.tolerance)
-        if best is None:
+        if not sweep.plans:
             raise deadline.progress_error or _nothing_fits(sweep)
+        best = recommended(sweep.plans, request.tolerance)
         usual = usual_plan(best)
     check(best.plan)
-    counts = Counts(sweep.num_layouts, sweep.num_pruned, sweep.num_misfits, sweep.num_left, sweep.num_plans)
     return Answer(
         request,
         _ordered(best, sweep.plans, request.tolerance),
         usual,
-        counts,
+        Counts(sweep.num_layouts, sweep.num_pruned, sweep.num_misfits, sweep.num_left, sweep.num_plans),
         sweep.bound_us,
         deadline.elapsed_s,
         deadline.stopped_by,
@@ -111,44 +93,44 @@ def autoplan(
     )
 
 
-def _ordered(best: Found, plans: Collection[Found], tolerance: float) -> tuple[Found, ...]:
+def _ordered(best: Contender, plans: Collection[Contender], tolerance: float) -> tuple[Contender, ...]:
     """The best plan, the fastest if that is another one, and of each other kind the simplest of the fastest."""
-    fastest = min(plans, key=lambda found: found.key)
+    fastest = min(plans, key=lambda plan: plan.key)
     first = [best, fastest] if fastest.step_us < best.step_us else [best]
-    kinds = {kind_of(found): [other for other in plans if kind_of(other) == kind_of(found)] for found in plans}
-    of_kinds = [chosen(of_kind, tolerance) for of_kind in kinds.values()]
-    others = [found for found in of_kinds if found is not None and kind_of(found) not in map(kind_of, first)]
-    return *first, *sorted(others, key=lambda found: found.key)
+    kinds: dict[Kind, list[Contender]] = {}
+    for plan in plans:
+        kinds.setdefault(kind_of(plan), []).append(plan)
+    others = [recommended(of_kind, tolerance) for kind, of_kind in kinds.items() if kind not in map(kind_of, first)]
+    return *first, *sorted(others, key=lambda plan: plan.key)
 
 
-def one_process(request: Request) -> Found | None:
+def one_process(request: Request) -> Contender | None:
     """The model as it is, on one process, with as much memory as it takes, at the best number of rows.
 
     The process is as fast as the fastest one. None for inference.
     """
-    if request.inference:
+    if request.choices.inference:
         return None
-    machine = Machine(1, slowdowns=(min(request.machine.slowdowns),))
-    alone = replace(request, machine=machine, pipeline_ranks=None)
-    family = next(family for family in FAMILIES if family.name == "1f1b")
+    choices = replace(request.choices, pipeline_ranks=None)
+    alone = replace(request, machine=Machine(1, slowdowns=(min(request.machine.slowdowns),)), choices=choices)
     plans = []
     for rows, layers in request.profiles.items():
         count, left = divmod(request.batch_rows, rows)
         if count and not left:
-            found = evaluate(Candidate(alone, Layout(1, 1, rows, count), (0, layers.num_layers)), family, math.inf)
-            plans += [found] if isinstance(found, Found) else []
-    return min(plans, key=lambda found: found.key, default=None)
+            candidate = Candidate(alone, Layout(1, 1, rows, count), (0, layers.num_layers))
+            plan = evaluate(candidate, _ONE_F_ONE_B, math.inf)
+            plans += [plan] if isinstance(plan, Contender) else []
+    return min(plans, key=lambda plan: plan.key, default=None)
 
 
-def usual_plan(best: Found) -> Found | Misfit | None:
+def usual_plan(best: Contender) -> Contender | Misfit | None:
     """1F1B on equal layers, one stage per rank, with the ranks, replicas and micro-batches of the best plan."""
-    request, layout = best.candidate.request, replace(best.candidate.layout, shape="chain", stages_per_rank=1)
-    if request.inference:
+    request = best.candidate.request
+    if request.choices.inference:
         return None
-    layout = replace(layout, recompute="none")
+    layout = replace(best.candidate.layout, shape="chain", stages_per_rank=1, recompute="none")
     boundaries = cuts(best.candidate.layers, layout, request.machine)[0]
-    one_f_one_b = next(family for family in families(layout, False) if family.name == "1f1b")
-    return evaluate(Candidate(request, layout, boundaries), one_f_one_b, math.inf)
+    return evaluate(Candidate(request, layout, boundaries), _ONE_F_ONE_B, math.inf)
 
 
 def _nothing_fits(sweep: Sweep) -> NothingFitsError:

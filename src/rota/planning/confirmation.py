@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import replace
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
-import torch
 from torch import nn
 
 from rota.calibration import calibrated
@@ -20,17 +19,17 @@ from rota.core.checking import check
 from rota.core.errors import NothingFitsError, PipelineError, PlanError
 from rota.core.units import count_text, time_text
 from rota.models import Stages, split
-from rota.planning.answer import Answer, Confirmed, OnSharedCores
-from rota.planning.choosing import LEAST_TOLERANCE, NOISY, chosen, spread_between
+from rota.planning.answer import Answer, OnSharedCores
+from rota.planning.choosing import LEAST_TOLERANCE, NOISY, recommended, spread_between
 from rota.planning.deadline import Deadline
-from rota.planning.evaluation import Found
+from rota.planning.evaluation import Contender
 from rota.planning.layout_bounds import placement_bound_us
 from rota.planning.plan_text import layout_text
 from rota.planning.step_times import StepTimes, difference
 from rota.planning.trials import Trial, is_far, least_s, run_trials
 from rota.profiling import profile
 from rota.profiling.forked import why_not_here
-from rota.profiling.other_programs import OtherPrograms
+from rota.profiling.optimizers import MakeOptimizer
 from rota.profiling.places import accelerators_of
 from rota.runtime.environment import num_cores, shared_cores
 from rota.runtime.host_memory import total_bytes
@@ -45,16 +44,52 @@ _DISAGREE = 1.5  # times that one prediction of a step is another, from which on
 _MOST_PER_CORE = 8  # processes with which a step is run where there are fewer cores than ranks
 _LOADED = 0.10  # spread of steps, or missing cores, above which the machine is busy with something else
 
-MakeBatch = Callable[[int], tuple[Any, Any]]
-MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+
+class Training(NamedTuple):
+    """What is trained.
+
+    Attributes:
+        model: The model, or its stages made by hand, on the CPU.
+        make_batch: Makes inputs and targets of one micro-batch, given its rows.
+        loss_fn: Makes the loss of an output and a target; None: no loss.
+        make_optimizer: Makes an optimizer of a list of parameters; None: no optimizer.
+    """
+
+    model: nn.Module | Stages
+    make_batch: Callable[[int], tuple[Any, Any]]
+    loss_fn: LossFn | None
+    make_optimizer: MakeOptimizer | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Findings:
+    """What was measured so far: of `plans` the stages, of some of them steps, and of `alone`, one process, steps.
+
+    `because`: why no steps are run; "" if they are.
+    """
+
+    plans: tuple[Contender, ...]
+    alone: Contender | None
+    because: str
+    on_shared_cores: OnSharedCores | None = None
+    left_out: tuple[tuple[str, str], ...] = ()  # what was not done for lack of time, of which plan
+    remarks: tuple[str, ...] = ()
+
+    def without(self, what: str, *plans: Contender) -> _Findings:
+        """The same, and something was not done of these plans for lack of time."""
+        return replace(self, left_out=(*self.left_out, *((what, layout_text(plan)) for plan in plans)))
+
+
+class _Work(NamedTuple):
+    answer: Answer
+    training: Training
+    deadline: Deadline
+    report: Callable[[str], None]
 
 
 def confirm(
     answer: Answer,
-    model: nn.Module | Stages,
-    make_batch: MakeBatch,
-    loss_fn: LossFn | None,
-    make_optimizer: MakeOptimizer | None = None,
+    training: Training,
     report: Callable[[str], None] = lambda _: None,
     *,
     time_limit_s: float = 60.0,
@@ -74,41 +109,42 @@ def confirm(
 
     Args:
         answer: What `autoplan` found.
-        model: The model, or its stages made by hand, on the CPU.
-        make_batch: Makes inputs and targets of one micro-batch, given its rows.
-        loss_fn: Makes the loss of an output and a target; None: no loss.
-        make_optimizer: Makes an optimizer of a list of parameters; None: no optimizer.
+        training: The model, its batches, loss and optimizer.
         report: Called with a line of text for what is being measured.
         time_limit_s: Seconds for all of it; what is left out for lack of time is among the answer's remarks.
         elsewhere: Why the plans are for another machine than this one, so that no steps are run; "" if they are not.
 
     Returns:
-        The answer with `confirmed`, or with `is_unmeasured`.
+        The answer with what was measured.
 
     Raises:
         SearchError: Where no candidate fits as measured.
     """
     if answer.stopped_by:
-        return replace(answer, is_unmeasured=True)
-    confirming = _Confirming(answer, model, make_batch, loss_fn, make_optimizer, report, time_limit_s)
-    confirming.predicted_because = elsewhere or _why_no_steps(answer, model, loss_fn)
+        return _unmeasured(answer)
+    work = _Work(answer, training, Deadline(time_limit_s, None), report)
+    findings = _Findings((), answer.one_process, elsewhere or _why_no_steps(answer, training))
     try:
-        confirming.measure_stages()
-        if confirming.confirmed and not confirming.predicted_because:
-            confirming.run_steps()
-        elif confirming.confirmed and confirming.predicted_because == shared_cores(answer.request.machine.num_ranks):
-            confirming.run_on_shared_cores()
+        for so_far in _with_stages(findings, work):
+            findings = so_far
+        if not findings.because:
+            findings = _with_steps(findings, work)
+        elif findings.because == shared_cores(answer.request.machine.num_ranks):
+            findings = _with_steps_on_shared_cores(findings, work)
     except KeyboardInterrupt:
         answer = replace(answer, stopped_by="Ctrl-C")
-        if not confirming.confirmed:
-            return replace(answer, is_unmeasured=True)
-    return confirming.answered(answer)
+    return _answered(answer, findings, work.deadline.elapsed_s) if findings.plans else _unmeasured(answer)
 
 
-def _why_no_steps(answer: Answer, model: nn.Module | Stages, loss_fn: LossFn | None) -> str:
+def _unmeasured(answer: Answer) -> Answer:
+    remark = "the plan's stages were not measured; its times are the sums of its layers' times"
+    return replace(answer, remarks=(*answer.remarks, remark))
+
+
+def _why_no_steps(answer: Answer, training: Training) -> str:
     """Why no steps can be run here; "" if they can."""
-    machine = answer.request.machine
-    if loss_fn is None or answer.request.inference:
+    machine, model = answer.request.machine, training.model
+    if training.loss_fn is None or answer.request.choices.inference:
         return "there is no loss to train with"
     if len({*machine.slowdowns}) > 1:
         return "its ranks differ in speed, and those of this machine do not"
@@ -117,257 +153,254 @@ def _why_no_steps(answer: Answer, model: nn.Module | Stages, loss_fn: LossFn | N
     return why_not_here(machine.num_ranks)
 
 
-class _Confirming:
-    """What was measured so far."""
+# --- stages -----------------------------------------------------------------------------------------------------------
 
-    def __init__(
-        self,
-        answer: Answer,
-        model: nn.Module | Stages,
-        make_batch: MakeBatch,
-        loss_fn: LossFn | None,
-        make_optimizer: MakeOptimizer | None,
-        report: Callable[[str], None],
-        time_limit_s: float,
-    ) -> None:
-        self._answer, self._report = answer, report
-        self._how = model, make_batch, loss_fn, make_optimizer
-        self._deadline = Deadline(time_limit_s, None)
-        self.confirmed: list[Confirmed] = []
-        self.usual, self.alone = answer.usual, answer.one_process
-        self.remarks: list[str] = []
-        self._left_out: dict[str, list[str]] = {}  # what was not done for lack of time, of which plans
-        self.predicted_because = ""
-        self.on_shared_cores: OnSharedCores | None = None
-        self._longest_s = 0.0  # of measuring the stages of one plan
 
-    def measure_stages(self) -> None:
-        """Measure the stages of the best candidates, and leave out those that do not fit."""
-        several, others = _divided_differently(self._answer.candidates)
-        for found in (*several, *others):
-            if len(self.confirmed) >= _MOST:
-                break
-            if self.confirmed and not self._has_time_for(found, is_alike=found in others):
-                self._leave_out("measuring the stages of", found)
-                continue
-            self._report(f"measuring the stages of {layout_text(found)}")
-            again = self._stages_of(found)
-            try:
-                check(again.plan)
-            except PlanError as error:
-                self._report(f"{found.schedule}: as measured, {error}")
-                continue
-            self.confirmed.append(Confirmed(found.makespan_us, again))
-        if not self.confirmed:
-            raise NothingFitsError(
-                "none of the plans fits in memory with its stages as measured; profile the layers again (--refresh), "
-                "or plan with a lower limit, to leave room"
-            )
-        if not isinstance(self.usual, Found) or any(self.usual.is_as(one.found) for one in self.confirmed):
-            return
-        if self._has_time_for(self.usual, is_alike=True):
-            self.usual = self._stages_of(self.usual)
+def _with_stages(findings: _Findings, work: _Work) -> Iterator[_Findings]:
+    """After each plan, what was measured so far: the stages of the best candidates that fit, and of 1F1B.
 
-    def _stages_of(self, found: Found) -> Found:
-        """The plan with its stages' measured costs.
-
-        Where steps follow, these have the stages' times, and notice other programs as well.
-        """
-        others, began_s = OtherPrograms(), time.monotonic()
-        again = _measured(found, *self._how, _REPEATS if self.predicted_because else _REPEATS_BEFORE_STEPS)
-        self._longest_s = max(self._longest_s, time.monotonic() - began_s)
-        missing_cores = others.missing_cores(found.candidate.layout.num_ranks if _is_at_once(found) else 1)
-        if self.predicted_because and missing_cores > _LOADED:
-            self.remarks.append(
-                f"the machine is busy: other programs took {missing_cores:.1f} of the cores while the stages of "
-                f"{layout_text(found)} were measured; stop them, and plan again"
-            )
-        return again
-
-    def _has_time_for(self, found: Found, *, is_alike: bool) -> bool:
-        """Whether one more plan may be measured; `is_alike`: one that divides the processes as another one does.
-
-        Such a plan must leave time for several rounds of steps: more rounds of fewer plans tell more.
-        """
-        if self.predicted_because:
-            return self._deadline.left_s > self._longest_s
-        plans = [one.found.plan for one in self.confirmed] + [found.plan]
-        if self.alone is not None:
-            plans.append(self.alone.plan)
-        rounds_s = least_s(plans, _ROUNDS) if is_alike else 0.0
-        return self._deadline.left_s > self._longest_s + max(rounds_s, _KEPT_FOR_STEPS * self._deadline.seconds)
-
-    def run_steps(self) -> None:
-        """Run steps of the plans that matter most, and of the other candidates if there is time for all of them."""
-        plans = self._by_importance()
-        while plans and self._least_s(plans) > self._deadline.left_s:
-            self._leave_out("running steps of", plans.pop())
-        if len(plans) == 1 and self.alone is not None:  # a pipeline alone would be compared with nothing
-            plans.append(self.alone)
-        if not plans:
-            self.predicted_because = "no time was left for it"
-            return
-        steps = self._tried(self._trials(plans))
-        if not steps and not self.predicted_because:
-            self.predicted_because = "no step ended within the time limit"
-        for found, of_found in zip(plans, steps, strict=False):
-            self._take(found, _with_steps(found, of_found))
-        for found in plans[len(steps) :] if steps else []:
-            self._leave_out("running steps of", found)
-        best_us = min((one.median_us for one in steps), default=0)
-        once = sum(one.num_starts == 1 and not is_far(one, best_us) for one in steps)
-        if once:
-            self.remarks.append(
-                f"for lack of time, {count_text(once, 'plan')} started only once, and steps differ from start to "
-                f"start: give a longer --time-limit"
-            )
-        if why := _why_busy(steps):
-            self.remarks.append(why)
-            self._report(why)
-
-    def run_on_shared_cores(self) -> None:
-        """Run steps of the recommended plan, with more ranks than cores, and of one process: is that faster here?"""
-        best = chosen(self._compared(), self._answer.tolerance)
-        if best is None or self.alone is None or best.num_processes == 1:
-            return
-        needed = max(
-            found.candidate.layout.num_replicas * sum(found.timeline.peak_memory_bytes) for found in (best, self.alone)
-        )
-        if best.num_processes > _MOST_PER_CORE * num_cores() or needed > (total_bytes() or math.inf):
-            return
-        self._report(f"running steps of {layout_text(best)} on {count_text(num_cores(), 'core')}, and of one process")
-        steps = self._tried(self._trials([best, self.alone]))
-        if len(steps) == 2:
-            self.on_shared_cores = OnSharedCores(num_cores(), *(of_plan.median_us for of_plan in steps))
-        else:
-            self._leave_out("comparing, on these cores, with one process", best)
-
-    def _by_importance(self) -> list[Found]:
-        """The best plan, one process, the best on other numbers of ranks, 1F1B on equal layers, and the others."""
-        best, *others = sorted((one.found for one in self.confirmed), key=lambda found: found.key)
-        apart = [found for found in others if _division(found) != _division(best)][:1]
-        alone = [] if self.alone is None else [self.alone]
-        usual = [found for found in others if isinstance(self.usual, Found) and self.usual.is_as(found)]
-        if isinstance(self.usual, Found) and not any(map(self.usual.is_as, (best, *others))):
-            usual.append(self.usual)
-        usual = [found for found in usual if found not in apart]
-        first = [best, *alone, *apart, *usual]
-        return first + [found for found in others if found not in first]
-
-    def _least_s(self, plans: Sequence[Found]) -> float:
-        """About how long the fewest steps of these plans take: those that matter may be started only once."""
-        return least_s([found.plan for found in plans], 1 if len(plans) <= _MATTER else 2)
-
-    def _trials(self, plans: Sequence[Found]) -> list[Trial]:
-        model, make_batch, *_ = self._how
-        trials = []
-        for found in plans:
-            inputs, target = make_batch(found.candidate.layout.rows)
-            trials.append(Trial(found.plan, _stages(found, model, inputs), inputs, target))
-        return trials
-
-    def _tried(self, trials: Sequence[Trial]) -> list[StepTimes]:
-        _, _, loss_fn, make_optimizer = self._how
-        assert loss_fn is not None
+    The first candidate of each division of the processes comes first: predictions of plans that divide the processes
+    alike are off alike, those of others are not. Others must leave time for several rounds of steps: more rounds of
+    fewer plans tell more.
+    """
+    answer, training, deadline, report = work
+    first: dict[tuple[int, int], Contender] = {}
+    for plan in answer.candidates:
+        first.setdefault(_division(plan), plan)
+    apart = [plan for plan in first.values() if plan.num_processes > 1 or plan is answer.best]
+    usual = [answer.usual] if isinstance(answer.usual, Contender) else []
+    longest_s = 0.0
+    for plan in (*apart, *(plan for plan in answer.candidates if plan not in apart), *usual):
+        is_usual = any(map(plan.is_as, usual))
+        if any(map(plan.is_as, findings.plans)) or (len(findings.plans) >= _MOST and not is_usual):
+            continue
+        needed_s = longest_s
+        if not findings.because:
+            others = (*findings.plans, plan, *filter(None, [findings.alone]))
+            rounds_s = 0.0 if plan in apart else least_s([other.plan for other in others], _ROUNDS)
+            needed_s += max(rounds_s, _KEPT_FOR_STEPS * deadline.seconds)
+        if findings.plans and deadline.left_s <= needed_s:
+            if not is_usual:
+                findings = findings.without("measuring the stages of", plan)
+                yield findings
+            continue
+        report(f"measuring the stages of {layout_text(plan)}")
+        began_s = time.monotonic()
+        again = _measured(plan, training, _REPEATS if findings.because else _REPEATS_BEFORE_STEPS)
+        longest_s = max(longest_s, time.monotonic() - began_s)
         try:
-            return run_trials(trials, loss_fn, make_optimizer, self._deadline.left_s, self._report)
-        except PipelineError as error:
-            self.predicted_because = f"a step failed here: {error}"
-            return []
+            check(again.plan)
+        except PlanError as error:
+            report(f"{plan.schedule}: as measured, {error}")
+            continue
+        findings = replace(findings, plans=(*findings.plans, again))
+        yield findings
+    if not findings.plans:
+        raise NothingFitsError(
+            "none of the plans fits in memory with its stages as measured; profile the layers again (--refresh), "
+            "or plan with a lower limit, to leave room"
+        )
 
-    def _take(self, before: Found, after: Found) -> None:
-        if before is self.alone:
-            self.alone = after
-        if before is self.usual:
-            self.usual = after
-        self.confirmed = [one._replace(found=after) if one.found is before else one for one in self.confirmed]
 
-    def _leave_out(self, what: str, found: Found) -> None:
-        self._left_out.setdefault(what, []).append(layout_text(found))
-        self._deadline.ran_out = True
+def _measured(plan: Contender, training: Training, repeats: int) -> Contender:
+    """The same orders on a placement with the stages' own measured costs."""
+    candidate, layout = plan.candidate, plan.candidate.layout
+    inputs, target = training.make_batch(layout.rows)
+    how: dict[str, Any] = {
+        "split_backward": candidate.splits_backward,
+        "recompute": candidate.recomputed,
+        "optimizer": training.make_optimizer,
+        "repeats": repeats,
+    }
+    how |= {"ranks": layout.ranks} if _is_at_once(plan) else {"here": True}
+    costs = profile(_stages(plan, training.model, inputs), inputs, target, training.loss_fn, **how)
+    placement = (candidate := replace(candidate, measured=costs)).placement
+    return Contender(
+        candidate,
+        plan.schedule,
+        replace(plan.plan, placement=placement),
+        placement_bound_us(placement, layout.num_microbatches),
+        plan.makespan_us,
+    )
 
-    def _remarks(self) -> list[str]:
-        """What to know about the figures; of all plans for which something was left out, one line."""
-        left_out = (f"left out for lack of time: {what} {'; '.join(of)}" for what, of in self._left_out.items())
-        return [*left_out, *self.remarks]
 
-    def answered(self, answer: Answer) -> Answer:
-        """The answer with what was measured."""
-        confirmed, request = self.confirmed, answer.request
-        if any(one.found.steps for one in confirmed):  # what was run is not compared with what was not
-            confirmed = [one for one in confirmed if one.found.steps is not None]
-        is_run = any(one.found.steps for one in confirmed)
-        least = LEAST_TOLERANCE if is_run else answer.tolerance
-        plans = self._compared()
-        alone = self.alone if self.alone is not None and self.alone.steps is not None else None
-        if alone is not None and any(found.num_processes == 1 for found in plans):
-            alone_plans = [found for found in plans if found.num_processes == 1]
-            alone = min([alone, *alone_plans], key=lambda found: found.key)
-        elif alone is not None and request.pipeline_ranks in (None, 1) and _fits(alone, answer):
-            alone = replace(alone, plan=_in_cluster(alone, answer))
-            assert answer.one_process is not None
-            confirmed = [*confirmed, Confirmed(answer.one_process.makespan_us, alone)]
+def _stages(plan: Contender, model: nn.Module | Stages, inputs: Any) -> Stages:
+    return split(model, plan.candidate.layout.num_stages, plan.candidate.usage.cuts, example=inputs)
+
+
+def _is_at_once(plan: Contender) -> bool:
+    """Whether the stages of all ranks are measured at once, as they run.
+
+    Otherwise one after another: plans for more ranks than there are cores will run on other machines.
+    """
+    layout = plan.candidate.layout
+    return layout.num_ranks <= num_cores() and not layout.has_copies
+
+
+def _division(plan: Contender) -> tuple[int, int]:
+    """How a plan divides the processes: ranks of a pipeline, and replicas."""
+    return plan.candidate.layout.num_ranks, plan.candidate.layout.num_replicas
+
+
+# --- steps ------------------------------------------------------------------------------------------------------------
+
+
+def _with_steps(findings: _Findings, work: _Work) -> _Findings:
+    """With steps of the plans that matter most, and of the other candidates if there is time for all of them."""
+    plans = _by_importance(findings, work.answer)
+    while plans and _least_s(plans) > work.deadline.left_s:
+        findings = findings.without("running steps of", plans.pop())
+    if len(plans) == 1 and findings.alone is not None and plans != [findings.alone]:
+        plans.append(findings.alone)  # a pipeline alone would be compared with nothing
+    if not plans:
+        return replace(findings, because="no time was left for it")
+    try:
+        steps = _tried(plans, work)
+    except PipelineError as error:
+        return replace(findings, because=f"a step failed here: {error}")
+    if not steps:
+        return replace(findings, because="no step ended within the time limit")
+    run = {id(plan): _as_run(plan, of_plan) for plan, of_plan in zip(plans, steps, strict=False)}
+    remarks = []
+    best_us = min(of_plan.median_us for of_plan in steps)
+    if once := sum(of_plan.num_starts == 1 and not is_far(of_plan, best_us) for of_plan in steps):
+        remarks.append(
+            f"for lack of time, {count_text(once, 'plan')} started only once, and steps differ from start to start: "
+            f"give a longer --time-limit"
+        )
+    if why := _why_busy(steps):
+        remarks.append(why)
+    alone = findings.alone
+    every = (*findings.plans, *(plan for plan in plans if plan not in findings.plans and plan is not alone))
+    return replace(
+        findings.without("running steps of", *plans[len(steps) :]),
+        plans=tuple(run.get(id(plan), plan) for plan in every),
+        alone=alone and run.get(id(alone), alone),
+        remarks=(*findings.remarks, *remarks),
+    )
+
+
+def _with_steps_on_shared_cores(findings: _Findings, work: _Work) -> _Findings:
+    """With steps of the recommended plan, which has more ranks than cores, and of one process: is that faster here?"""
+    best, alone = recommended(findings.plans, work.answer.tolerance), findings.alone
+    if alone is None or best.num_processes == 1:
+        return findings
+    needed = max(plan.candidate.layout.num_replicas * sum(plan.timeline.peak_memory_bytes) for plan in (best, alone))
+    if best.num_processes > _MOST_PER_CORE * num_cores() or needed > (total_bytes() or math.inf):
+        return findings
+    work.report(f"running steps of {layout_text(best)} on {count_text(num_cores(), 'core')}, and of one process")
+    try:
+        steps = _tried([best, alone], work)
+    except PipelineError as error:
+        return replace(findings, because=f"a step failed here: {error}")
+    if len(steps) < 2:
+        return findings.without("comparing, on these cores, with one process", best)
+    here = OnSharedCores(num_cores(), *(of_plan.median_us for of_plan in steps))
+    return replace(findings, on_shared_cores=here)
+
+
+def _by_importance(findings: _Findings, answer: Answer) -> list[Contender]:
+    """The best plan, one process, the best on other numbers of ranks, 1F1B on equal layers, and the others."""
+    (best, *others), usual = sorted(findings.plans, key=lambda plan: plan.key), answer.usual
+    apart = [plan for plan in others if _division(plan) != _division(best)][:1]
+    ordered = [best, *filter(None, [findings.alone]), *apart]
+    if isinstance(usual, Contender) and not usual.is_as(best):  # even if its stages were not measured
+        ordered.append(next((plan for plan in others if usual.is_as(plan)), usual))
+    ordered += others
+    return list({id(plan): plan for plan in ordered}.values())
+
+
+def _least_s(plans: Sequence[Contender]) -> float:
+    """About how long the fewest steps of these plans take: those that matter may be started only once."""
+    return least_s([plan.plan for plan in plans], 1 if len(plans) <= _MATTER else 2)
+
+
+def _tried(plans: Sequence[Contender], work: _Work) -> list[StepTimes]:
+    training, trials = work.training, []
+    for plan in plans:
+        inputs, target = training.make_batch(plan.candidate.layout.rows)
+        trials.append(Trial(plan.plan, _stages(plan, training.model, inputs), inputs, target))
+    assert training.loss_fn is not None
+    return run_trials(trials, training.loss_fn, training.make_optimizer, work.deadline.left_s, work.report)
+
+
+def _as_run(plan: Contender, steps: StepTimes) -> Contender:
+    """The plan with the times of its ops as they ran, in plan order with all ranks busy."""
+    as_run, count = calibrated(*steps.timelines), plan.candidate.layout.num_microbatches
+    placement = replace(plan.plan.placement, tasks=as_run.tasks, step_ends=as_run.step_ends)
+    bound_us = placement_bound_us(placement, count)
+    again = replace(plan.plan, placement=placement)
+    return replace(plan, plan=again, bound_us=bound_us, layers_us=plan.by_layers_us, steps=steps)
+
+
+def _why_busy(steps: Sequence[StepTimes]) -> str:
+    """What shows that the machine did something else while these steps ran; "" if nothing does."""
+    missing = max(of_plan.missing_cores for of_plan in steps)
+    if missing > _LOADED:
+        return f"the machine is busy: other programs took {missing:.1f} of the cores that steps were run on"
+    spread = max(of_plan.spread for of_plan in steps)
+    if spread > _LOADED:
+        return f"the machine is busy: steps of one plan differ by {spread:.0%}, above {_LOADED:.0%}"
+    return ""
+
+
+# --- the answer -------------------------------------------------------------------------------------------------------
+
+
+def _answered(answer: Answer, findings: _Findings, took_s: float) -> Answer:
+    """The answer with what was measured. What was run is not compared with what was not."""
+    run = [plan for plan in findings.plans if plan.steps is not None]
+    plans, least = run or [*findings.plans], LEAST_TOLERANCE if run else answer.tolerance
+    alone = findings.alone if findings.alone is not None and findings.alone.steps is not None else None
+    if alone is not None:
+        same = [plan for plan in plans if plan.num_processes == 1]
+        if not same and _is_allowed(alone, answer):
+            cluster = answer.request.machine.cluster(1, 1)
+            alone = replace(alone, plan=replace(alone.plan, placement=replace(alone.plan.placement, cluster=cluster)))
             plans.append(alone)
-        best = chosen(plans, least)
-        assert best is not None
-        check(best.plan)
-        tolerance, num_rounds = _spread_of(plans, least)
-        candidates = best, *sorted((found for found in plans if found is not best), key=lambda found: found.key)
-        usual = answer.usual
-        if self.usual is not usual and isinstance(usual, Found) and isinstance(self.usual, Found):
-            is_alike = (self.usual.steps is None) is (best.steps is None)
-            if is_alike:  # else it stays as the layers have it
-                confirmed, usual = [*confirmed, Confirmed(usual.makespan_us, self.usual)], self.usual
-        return replace(
-            answer,
-            candidates=candidates,
-            usual=usual,
-            confirmed=tuple(confirmed),
-            tolerance=tolerance,
-            num_rounds=num_rounds,
-            one_process=answer.one_process if best.steps is None else alone,
-            predicted_because="" if best.steps is not None else self.predicted_because,
-            on_shared_cores=self.on_shared_cores,
-            remarks=(*answer.remarks, *self._remarks(), *_too_noisy(tolerance), *_disagreement(confirmed)),
-            ran_out=answer.ran_out or self._deadline.ran_out,
-            elapsed_s=answer.elapsed_s + self._deadline.elapsed_s,
-        )
-
-    def _compared(self) -> list[Found]:
-        """The plans to choose from: those with steps if there are any, else those whose stages were measured."""
-        is_run = any(one.found.steps for one in self.confirmed)
-        plans = [one.found for one in self.confirmed if one.found.steps is not None or not is_run]
-        return plans + self._usual_if_measured(plans, is_run=is_run)
-
-    def _usual_if_measured(self, plans: Sequence[Found], *, is_run: bool) -> list[Found]:
-        """1F1B on equal layers, if it was measured as the plans were, fits by that, and is none of them."""
-        usual = self.usual
-        if not isinstance(usual, Found) or any(map(usual.is_as, plans)):
-            return []
-        if usual.steps is None if is_run else usual is self._answer.usual:
-            return []
-        try:
-            check(usual.plan)
-        except PlanError:
-            return []
-        return [usual]
+        alone = min([alone, *same], key=lambda plan: plan.key)
+    best = recommended(plans, least)
+    check(best.plan)
+    tolerance, num_rounds = _spread_of(plans, least)
+    others = sorted((plan for plan in plans if plan is not best), key=lambda plan: plan.key)
+    usual = answer.usual
+    if isinstance(usual, Contender):
+        usual = next((plan for plan in plans if plan.is_as(usual)), usual)
+    left_out: dict[str, list[str]] = {}
+    for what, plan in findings.left_out:
+        left_out.setdefault(what, []).append(plan)
+    lacking = [f"left out for lack of time: {what} {'; '.join(those)}" for what, those in left_out.items()]
+    return replace(
+        answer,
+        candidates=(best, *others),
+        usual=usual,
+        tolerance=tolerance,
+        num_rounds=num_rounds,
+        one_process=answer.one_process if best.steps is None else alone,
+        predicted_because="" if best.steps is not None else findings.because,
+        on_shared_cores=findings.on_shared_cores,
+        remarks=(*answer.remarks, *lacking, *findings.remarks, *_too_noisy(tolerance), *_disagreement(plans)),
+        ran_out=answer.ran_out or bool(left_out),
+        elapsed_s=answer.elapsed_s + took_s,
+    )
 
 
-def _spread_of(plans: Sequence[Found], least: float) -> tuple[float, int]:
+def _is_allowed(alone: Contender, answer: Answer) -> bool:
+    """Whether one process may be recommended: a pipeline of several ranks was not asked for, and it fits."""
+    limit = answer.request.machine.limits[0]
+    return answer.request.choices.pipeline_ranks in (None, 1) and (limit is None or alone.peak_bytes <= limit)
+
+
+def _spread_of(plans: Sequence[Contender], least: float) -> tuple[float, int]:
     """The most by which a plan may really differ from the fastest otherwise than measured; of those that are near.
 
     Also in how many rounds all of these were run.
     """
-    fastest = min(plans, key=lambda found: found.key)
-    near = [
-        found
-        for found in plans
-        if found is not fastest and (found.steps is None or not is_far(found.steps, fastest.step_us))
-    ]
-    spreads = (spread_between(found.steps, fastest.steps, least) for found in near)
-    rounds = [difference(found.steps, fastest.steps).num_rounds for found in near if found.steps and fastest.steps]
-    alone = 0 if fastest.steps is None else fastest.steps.num_starts
-    return max([least, *spreads]), min(rounds, default=alone)
+    fastest = min(plans, key=lambda plan: plan.key)
+    near = [plan for plan in plans if plan.steps is None or not is_far(plan.steps, fastest.step_us)]
+    others = [plan.steps for plan in near if plan is not fastest]
+    rounds = [difference(steps, fastest.steps).num_rounds for steps in others if steps and fastest.steps]
+    return max([least, *(spread_between(steps, fastest.steps, least) for steps in others)]), min(rounds, default=0)
 
 
 def _too_noisy(tolerance: float) -> list[str]:
@@ -381,112 +414,20 @@ def _too_noisy(tolerance: float) -> list[str]:
     ]
 
 
-def _division(found: Found) -> tuple[int, int]:
-    """How a plan divides the processes: ranks of a pipeline, and replicas."""
-    return found.candidate.layout.num_ranks, found.candidate.layout.num_replicas
-
-
-def _divided_differently(candidates: Sequence[Found]) -> tuple[list[Found], list[Found]]:
-    """The first candidate of each division of the processes, and the others, with one process alone.
-
-    Predictions of plans that divide the processes alike are off alike. Those of others are not, so these are measured
-    first.
-    """
-    first: dict[tuple[int, int], Found] = {}
-    for found in candidates:
-        first.setdefault(_division(found), found)
-    several = [found for found in first.values() if found.num_processes > 1 or found is candidates[0]]
-    return several, [found for found in candidates if found not in several]
-
-
-def _disagreement(confirmed: Sequence[Confirmed]) -> list[str]:
+def _disagreement(plans: Sequence[Contender]) -> list[str]:
     """What it means that the layers' figures and those of stages in place differ much: for the plan with the most."""
-    by_times = [(_times_apart(one.before_us, one.found.makespan_us), one) for one in confirmed]
-    times, most = max(by_times, key=lambda entry: entry[0])
-    if times < _DISAGREE:
+
+    def times_apart(plan: Contender) -> float:
+        a_us, b_us = plan.by_layers_us, plan.makespan_us
+        return max(a_us, b_us) / max(min(a_us, b_us), 1)
+
+    most = max(plans, key=times_apart)
+    if times_apart(most) < _DISAGREE:
         return []
-    layers, stages = time_text(most.before_us), time_text(most.found.makespan_us)
+    at_once = most.steps is not None or _is_at_once(most)
     return [
-        f"the layers, measured one by one, predict {layers} per step for {layout_text(most.found)}, but its "
-        f"stages, timed {_how_timed(most.found)}, {stages} ({times:.1f} times apart), so plans that were not run may "
-        f"be ranked wrongly: plan again on an idle machine with a longer --time-limit (and --refresh if you use "
-        f"--cache)"
+        f"the layers, measured one by one, predict {time_text(most.by_layers_us)} per step for {layout_text(most)}, "
+        f"but its stages, timed {'in place' if at_once else 'one after another, each with a whole core'}, "
+        f"{time_text(most.makespan_us)} ({times_apart(most):.1f} times apart), so plans that were not run may be "
+        f"ranked wrongly: plan again on an idle machine with a longer --time-limit (and --refresh if you use --cache)"
     ]
-
-
-def _how_timed(found: Found) -> str:
-    """How the stages of a plan were timed."""
-    return "in place" if found.steps is not None or _is_at_once(found) else "one after another, each with a whole core"
-
-
-def _times_apart(a_us: int, b_us: int) -> float:
-    return max(a_us, b_us) / max(min(a_us, b_us), 1)
-
-
-def _why_busy(steps: Sequence[StepTimes]) -> str:
-    """What shows that the machine did something else while these steps ran; "" if nothing does."""
-    missing = max((one.missing_cores for one in steps), default=0.0)
-    if missing > _LOADED:
-        return f"the machine is busy: other programs took {missing:.1f} of the cores that steps were run on"
-    spread = max((one.spread for one in steps), default=0.0)
-    if spread > _LOADED:
-        return f"the machine is busy: steps of one plan differ by {spread:.0%}, above {_LOADED:.0%}"
-    return ""
-
-
-def _fits(alone: Found, answer: Answer) -> bool:
-    limit = answer.request.machine.limits[0]
-    return limit is None or alone.peak_bytes <= limit
-
-
-def _in_cluster(alone: Found, answer: Answer) -> Any:
-    """The plan of one process, with the memory limit that was asked for."""
-    return replace(alone.plan, placement=replace(alone.plan.placement, cluster=answer.request.machine.cluster(1, 1)))
-
-
-def _stages(found: Found, model: nn.Module | Stages, inputs: Any) -> Stages:
-    return split(model, found.candidate.layout.num_stages, found.candidate.usage.cuts, example=inputs)
-
-
-def _measured(
-    found: Found,
-    model: nn.Module | Stages,
-    make_batch: MakeBatch,
-    loss_fn: LossFn | None,
-    make_optimizer: MakeOptimizer | None,
-    repeats: int,
-) -> Found:
-    """The same orders on a placement with the stages' own measured costs."""
-    candidate, layout = found.candidate, found.candidate.layout
-    inputs, target = make_batch(layout.rows)
-    stages = _stages(found, model, inputs)
-    how: dict[str, Any] = {
-        "split_backward": candidate.splits_backward,
-        "recompute": candidate.recomputed,
-        "optimizer": make_optimizer,
-        "repeats": repeats,
-    }
-    batch = inputs, target, loss_fn
-    how |= {"ranks": layout.ranks} if _is_at_once(found) else {"here": True}
-    costs = profile(stages, *batch, **how)
-    candidate = replace(candidate, measured=costs)
-    plan = replace(found.plan, placement=candidate.placement)
-    return Found(candidate, found.schedule, plan, placement_bound_us(candidate.placement, layout.num_microbatches))
-
-
-def _is_at_once(found: Found) -> bool:
-    """Whether the stages of all ranks are measured at once, as they run.
-
-    Otherwise one after another: plans for more ranks than there are cores will run on other machines.
-    """
-    layout = found.candidate.layout
-    return layout.num_ranks <= num_cores() and not layout.has_copies
-
-
-def _with_steps(found: Found, steps: StepTimes) -> Found:
-    """The plan with the times of its ops as they ran, in plan order with all ranks busy."""
-    as_run, count = calibrated(*steps.timelines), found.candidate.layout.num_microbatches
-    placement = replace(found.plan.placement, tasks=as_run.tasks, step_ends=as_run.step_ends)
-    return replace(
-        found, plan=replace(found.plan, placement=placement), bound_us=placement_bound_us(placement, count), steps=steps
-    )

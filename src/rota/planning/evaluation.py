@@ -20,23 +20,39 @@ from rota.schedules import FAMILIES, Family
 SEARCHED = "searched"  # instead of a schedule's name
 ANY_ORDER = "any order"  # of the ops: what least_bytes rules out, no schedule can fit
 
+#: What makes the first of two plans simpler, in the order of `Contender.simplicity`.
+SIMPLER = (
+    "uses fewer processes",
+    "recomputes fewer stages",
+    "has a named schedule",
+    "runs each backward as a whole",
+    "has fewer stages per rank",
+    "has fewer copies of the model",
+)
+
 # The others take a chain.
-_SHAPE_OF: dict[object, Shape] = {
-    interleaved: "interleaved",
-    wave: "wave",
-    bidirectional: "bidirectional",
-}
+_SHAPE_OF: dict[object, Shape] = {interleaved: "interleaved", wave: "wave", bidirectional: "bidirectional"}
 _SLOW = {"v_half": 0.0002, "v_min": 0.0002}  # seconds per op that their own searches take, roughly
 
 
 @dataclass(frozen=True)
-class Found:
-    """A plan that fits, its schedule's name, a lower bound for its placement, and its steps if some were run."""
+class Contender:
+    """A plan that fits, its schedule's name, and a lower bound for its placement.
+
+    Attributes:
+        candidate: The plan's layout, cut and recomputation.
+        schedule: Its name, or `SEARCHED`.
+        plan: The plan.
+        bound_us: A lower bound on every order of its ops.
+        layers_us: Its step by the layers' times, where its stages or ops were measured as well; else None.
+        steps: Its steps, if some were run.
+    """
 
     candidate: Candidate
     schedule: str
     plan: Plan
     bound_us: int
+    layers_us: int | None = None
     steps: StepTimes | None = None
 
     @cached_property
@@ -55,15 +71,41 @@ class Found:
         return self.makespan_us if self.steps is None else self.steps.median_us
 
     @property
+    def by_layers_us(self) -> int:
+        """The simulated step by the layers' times, which all plans have: stages are measured of some only."""
+        return self.makespan_us if self.layers_us is None else self.layers_us
+
+    @property
     def peak_bytes(self) -> int:
         """The most bytes that any rank holds at once."""
         return max(self.timeline.peak_memory_bytes)
 
-    def is_as(self, other: Found) -> bool:
+    def is_as(self, other: Contender) -> bool:
         """Whether both are one plan, whatever their ops' times are."""
-        mine, theirs = self.candidate, other.candidate
-        is_same_model = mine.boundaries == theirs.boundaries and mine.recomputed == theirs.recomputed
-        return is_same_model and mine.layout == theirs.layout and self.plan.orders == other.plan.orders
+        return self._identity == other._identity
+
+    @property
+    def _identity(self) -> tuple[object, ...]:
+        candidate = self.candidate
+        return candidate.layout, candidate.boundaries, candidate.recomputed, self.plan.orders
+
+    @property
+    def simplicity(self) -> tuple[int, ...]:
+        """The smaller, the simpler; first what costs a user most, as in `SIMPLER`.
+
+        Only between plans that are alike in all else, fewer copies of the model are simpler: replicas of a plain plan
+        are easier to understand and to run than one pipeline that interleaves stages.
+        """
+        layout = self.candidate.layout
+        directions = 2 if layout.has_copies else 1  # each rank has a stage of each direction's copy
+        return (
+            self.num_processes,
+            len(self.candidate.recomputed),
+            int(self.schedule == SEARCHED),
+            int(self.candidate.splits_backward),
+            directions * layout.stages_per_rank,
+            directions * layout.num_replicas,
+        )
 
     @property
     def num_processes(self) -> int:
@@ -91,8 +133,8 @@ def families(layout: Layout, inference: bool) -> list[Family]:
     """The named schedules to try on placements of this layout; some of them may still refuse."""
     if inference:
         return [family for family in FAMILIES if family.name == "forward_only"]
-    here = [f for f in FAMILIES if f.name not in _SLOW or _SHAPE_OF.get(f.place, "chain") == layout.shape]
-    return [f for f in here if not f.recomputes or layout.recompute == "all but the last"]
+    suited = [f for f in FAMILIES if f.name not in _SLOW or _SHAPE_OF.get(f.place, "chain") == layout.shape]
+    return [f for f in suited if not f.recomputes or layout.recompute == "all but the last"]
 
 
 def seconds_of(family: Family, candidate: Candidate) -> float:
@@ -115,7 +157,7 @@ def _over(candidate: Candidate, schedule: str, held_bytes: list[int] | tuple[int
     return Misfit(candidate, schedule, rank, held_bytes[rank], over[rank]) if over[rank] > 0 else None
 
 
-def evaluate(candidate: Candidate, family: Family, worst_us: float) -> Found | Misfit | None:
+def evaluate(candidate: Candidate, family: Family, worst_us: float) -> Contender | Misfit | None:
     """The schedule's plan on the candidate, within its memory.
 
     If the plan does not fit and the layout recomputes nothing, stages are recomputed one after another: on each rank
@@ -133,7 +175,7 @@ def evaluate(candidate: Candidate, family: Family, worst_us: float) -> Found | M
         over = _over(candidate, family.name, timeline.peak_memory_bytes)
         if over is None:
             bound_us = placement_bound_us(candidate.placement, candidate.layout.num_microbatches)
-            return Found(candidate, family.name, replace(plan, usage=candidate.usage), bound_us)
+            return Contender(candidate, family.name, replace(plan, usage=candidate.usage), bound_us)
         more = _saving(candidate, timeline) if candidate.layout.recompute == "none" else frozenset()
         if not more or not candidate.request.may_recompute:
             return over
@@ -163,5 +205,5 @@ def _saving(candidate: Candidate, timeline: Timeline) -> frozenset[int]:
 def whole_and_split(candidate: Candidate) -> Iterator[Candidate]:
     """The candidate with its backward whole, and with it split if it may be."""
     yield candidate
-    if candidate.request.split_backward and not candidate.request.inference:
+    if candidate.request.choices.split_backward and not candidate.request.choices.inference:
         yield replace(candidate, splits_backward=True)

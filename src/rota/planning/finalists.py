@@ -10,7 +10,7 @@ from rota.core.errors import SearchError
 from rota.core.stopping import ended_by_ctrl_c
 from rota.core.units import count_text
 from rota.planning.candidate import Candidate
-from rota.planning.evaluation import SEARCHED, Found
+from rota.planning.evaluation import SEARCHED, Contender
 from rota.planning.layout_bounds import placement_bound_us
 from rota.planning.sweep import Sweep, best_of_kinds
 
@@ -44,9 +44,7 @@ def search_finalists(sweep: Sweep) -> None:
                     f"them compiles itself, in about {compiling_s:.0f} s: give a longer --time-limit once"
                 )
             return
-        found = _searched(sweep, candidate)
-        if found is not None:
-            sweep.take(found)
+        sweep.take(_searched(sweep, candidate))
 
 
 def _compiling_s() -> float:
@@ -66,11 +64,11 @@ def _finalists(sweep: Sweep) -> Iterator[Candidate]:
         yield from sweep.almost_fitting[:_MOST]
         return
     within_us = sweep.best.makespan_us * (1 - _WORTH)
-    several = [found for found in best_of_kinds(sweep.plans) if found.bound_us < within_us]
-    yield from [found.candidate for found in several][:_MOST]
+    several = [plan for plan in best_of_kinds(sweep.plans) if plan.bound_us < within_us]
+    yield from [plan.candidate for plan in several][:_MOST]
 
 
-def _searched(sweep: Sweep, candidate: Candidate) -> Found | None:
+def _searched(sweep: Sweep, candidate: Candidate) -> Contender | None:
     """The plan of a search with a fixed amount of work, so that the answer is the same every time."""
     from rota.search.budget import Budget
     from rota.search.portfolio import Portfolio
@@ -92,4 +90,4 @@ def _searched(sweep: Sweep, candidate: Candidate) -> Found | None:
     deadline.stopped_by = deadline.stopped_by or budget.stopped_by
     deadline.ran_out |= budget.must_stop and not budget.stopped_by
     bound_us = max(int(result.bound_us), placement_bound_us(candidate.placement, layout.num_microbatches))
-    return Found(candidate, SEARCHED, replace(result.plan, usage=candidate.usage), bound_us)
+    return Contender(candidate, SEARCHED, replace(result.plan, usage=candidate.usage), bound_us)

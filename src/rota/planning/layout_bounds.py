@@ -13,8 +13,8 @@ from rota.core.layers import LayerCosts
 from rota.core.placement import Placement
 from rota.core.taskgraph import TaskGraph
 from rota.core.tasks import Kind
-from rota.planning.candidate import Request
 from rota.planning.layouts import Layout
+from rota.planning.request import Request
 
 _ROUNDING = 1 - 1e-9  # sums of floats may be off by so much
 

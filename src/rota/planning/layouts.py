@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from rota import cutting
 from rota.core.errors import SplitError
 from rota.core.layers import LayerCosts
 from rota.planning.machine import Machine
+from rota.planning.request import Request
 
 Shape = Literal["chain", "interleaved", "wave", "bidirectional"]
 Recompute = Literal["none", "all", "all but the last"]
@@ -60,56 +61,41 @@ class Layout:
         return range({"none": 0, "all": self.num_stages}.get(self.recompute, self.num_stages - 1))
 
 
-def layouts(
-    rows: Iterable[int],
-    num_layers: int,
-    machine: Machine,
-    batch_rows: int,
-    *,
-    is_chain: bool = True,
-    inference: bool = False,
-    recompute: bool = True,
-    pipeline_ranks: int | None = None,
-    copies: bool = False,
-    replicas: bool = True,
-) -> Iterator[Layout]:
-    """All layouts for micro-batches of these sizes. Only a chain has several stages per rank.
+def layouts(request: Request, rows: int) -> Iterator[Layout]:
+    """All layouts for micro-batches of this size. Only a chain has several stages per rank.
 
-    Stages are on two ranks only with `copies`, and only if the cost of summing their gradients is known. There are
-    several replicas only with `replicas`.
+    Stages are on two ranks only if `copies` may be, and if the cost of summing their gradients is known.
     """
-    for num_ranks in range(1, min(machine.num_ranks, num_layers) + 1):
-        if pipeline_ranks not in (None, num_ranks):
+    machine, layers, choices = request.machine, request.profiles[rows], request.choices
+    for num_ranks in range(1, min(machine.num_ranks, layers.num_layers) + 1):
+        if choices.pipeline_ranks not in (None, num_ranks):
             continue
-        shapes = list(
-            _shapes(num_ranks, num_layers, is_chain, copies and machine.prices_sums and not inference, machine)
-        )
-        most = machine.num_ranks // num_ranks if replicas else 1
-        for num_replicas in range(1, most + 1):
-            for each in sorted(rows, reverse=True):
-                num_microbatches, left = divmod(batch_rows, num_replicas * each)
-                if left or not num_microbatches:
+        shapes = [*_shapes(request, layers, num_ranks)]
+        for num_replicas in range(1, machine.num_ranks // num_ranks + 1 if request.may_replicate else 2):
+            num_microbatches, left = divmod(request.batch_rows, num_replicas * rows)
+            if left or not num_microbatches:
+                continue
+            sizes = num_ranks, num_replicas, rows, num_microbatches
+            for shape, stages_per_rank in shapes:
+                if shape == "bidirectional" and num_microbatches % 2:
                     continue
-                for shape, stages_per_rank in shapes:
-                    for again in _recomputes(num_ranks * stages_per_rank, recompute):
-                        if shape != "bidirectional" or num_microbatches % 2 == 0:
-                            sizes = num_ranks, num_replicas, each, num_microbatches
-                            yield Layout(*sizes, shape, stages_per_rank, again)
+                for recompute in _recomputes(num_ranks * stages_per_rank, request.may_recompute):
+                    yield Layout(*sizes, shape, stages_per_rank, recompute)
 
 
-def _shapes(
-    num_ranks: int, num_layers: int, is_chain: bool, copies: bool, machine: Machine
-) -> Iterator[tuple[Shape, int]]:
+def _shapes(request: Request, layers: LayerCosts, num_ranks: int) -> Iterator[tuple[Shape, int]]:
     yield "chain", 1
-    if num_ranks == 1 or not is_chain:
+    if num_ranks == 1 or not _is_chain(layers):
         return
     for count in _STAGES_PER_RANK:
-        if num_ranks * count <= num_layers:
+        if num_ranks * count <= layers.num_layers:
             yield "interleaved", count
             if count % 2 == 0:
                 yield "wave", count
+    machine, choices = request.machine, request.choices
+    may_copy = choices.copies and not choices.inference and machine.prices_sums
     # Copies of a stage on ranks of different speeds would be stages of different costs.
-    if num_ranks % 2 == 0 and copies and len(set(machine.slowdowns)) == 1:
+    if num_ranks % 2 == 0 and may_copy and len(set(machine.slowdowns)) == 1:
         yield "bidirectional", 1
 
 
@@ -121,48 +107,47 @@ def _recomputes(num_stages: int, recompute: bool) -> Iterator[Recompute]:
             yield "all but the last"
 
 
-def is_chain(layers: LayerCosts) -> bool:
+def _is_chain(layers: LayerCosts) -> bool:
     """Whether every stage sends only to the next one, wherever the model is cut."""
     return all(target == source + 1 for source, target in layers.edges)
 
 
 def cuts(layers: LayerCosts, layout: Layout, machine: Machine) -> list[tuple[int, ...]]:
     """Cuts to try: equal layers, the best balanced, and the best balanced within the memory limits, if there is one."""
-    slowdowns = machine.slowdowns_of(layout.num_ranks, layout.num_replicas)
     limits = machine.cluster(layout.num_ranks, layout.num_replicas).limit_bytes
     num_stages = layout.num_stages
-    in_flight = tuple(min(num_stages - stage, layout.num_microbatches) for stage in range(num_stages))  # 1F1B's
-    placed = "chain" if layout.shape == "bidirectional" else layout.shape
-    balanced = (layers, layout.num_ranks, layout.stages_per_rank, placed, slowdowns, layout.recomputed)
-    found = [tuple(cutting.uniform(layers.num_layers, num_stages)), _cut(*balanced)]
+    balanced = _Balanced(
+        layers,
+        layout.num_ranks,
+        layout.stages_per_rank,
+        "chain" if layout.shape == "bidirectional" else layout.shape,
+        machine.slowdowns_of(layout.num_ranks, layout.num_replicas),
+        layout.recomputed,
+    )
+    boundaries = [tuple(cutting.uniform(layers.num_layers, num_stages)), _cut(balanced)]
     if any(limit is not None for limit in limits):
-        found.append(_cut(*balanced, limits, in_flight))
-    return list(dict.fromkeys(boundaries for boundaries in found if boundaries))
+        in_flight = tuple(min(num_stages - stage, layout.num_microbatches) for stage in range(num_stages))  # 1F1B's
+        boundaries.append(_cut(balanced._replace(limit_bytes=limits, in_flight=in_flight)))
+    return [*dict.fromkeys(filter(None, boundaries))]
+
+
+class _Balanced(NamedTuple):
+    """The arguments of `cutting.cut`, which several layouts have in common."""
+
+    layers: LayerCosts
+    num_ranks: int
+    stages_per_rank: int
+    placement: Literal["chain", "interleaved", "wave"]
+    slowdowns: tuple[float, ...]
+    recompute: range
+    limit_bytes: tuple[int | None, ...] | None = None
+    in_flight: tuple[int, ...] | None = None
 
 
 @lru_cache(10_000)
-def _cut(
-    layers: LayerCosts,
-    num_ranks: int,
-    stages_per_rank: int,
-    placed: Literal["chain", "interleaved", "wave"],
-    slowdowns: tuple[float, ...],
-    recompute: range,
-    limits: tuple[int | None, ...] | None = None,
-    in_flight: tuple[int, ...] | None = None,
-) -> tuple[int, ...]:
+def _cut(balanced: _Balanced) -> tuple[int, ...]:
     """The balanced cut's boundaries; empty if no cut is within the limits."""
     try:
-        boundaries = cutting.cut(
-            layers,
-            num_ranks,
-            stages_per_rank=stages_per_rank,
-            placement=placed,
-            slowdowns=slowdowns,
-            recompute=recompute,
-            limit_bytes=limits,
-            in_flight=in_flight,
-        )
+        return tuple(cutting.cut(**balanced._asdict()))
     except SplitError:
         return ()
-    return tuple(boundaries)

@@ -5,26 +5,29 @@ from __future__ import annotations
 import importlib.util
 import math
 import os
-import runpy
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
 from inspect import signature
 from pathlib import Path
 from types import ModuleType
-from typing import Any, TypeVar, final
+from typing import Any, NamedTuple, TypeVar, final
 
 import torch
 from torch import nn
 
+from rota.calibration.size_fit import fit_sizes
 from rota.core import reading
-from rota.core.errors import FormatError
+from rota.core.errors import FormatError, RotaError
 from rota.core.profiles import Profile
+from rota.core.sizes import Size, SizeModel
+from rota.cutting import cut
 from rota.models import Stages
 from rota.planning import hf_models
+from rota.planning.request import MEASURED_HERE, Measuring
 from rota.profiling import profile_model
 from rota.profiling.optimizers import MakeOptimizer
 from rota.profiling.places import is_here
@@ -36,6 +39,7 @@ from rota.torch_internals import copies_to_meta
 _Model = TypeVar("_Model")
 _SMALL_BYTES = 2**26  # of parameters: such a model runs a row in seconds, also on a CPU
 
+_REQUIRED = ("make_model", "make_batch", "loss_fn")
 EXAMPLE = """\
     def make_model():
         return GPT()                                   # with CutPoints, an nn.Sequential, or rota.Stages
@@ -64,7 +68,7 @@ class ModelFile:
 
     def made_model(self) -> nn.Module | Stages:
         """What make_model returns. Raises FormatError if it fails, or returns something else."""
-        model = _made(self, "make_model", self.make_model)
+        model = _made(self.path, "make_model", self.make_model)
         if not isinstance(model, nn.Module | Stages):
             raise FormatError(
                 f"{self.path}: make_model returned a {type(model).__name__}; return an nn.Module, or rota.Stages"
@@ -77,7 +81,7 @@ class ModelFile:
 
     def made_batch(self, rows: int) -> tuple[Any, Any]:
         """Inputs and targets of that many rows. Raises FormatError if make_batch fails, or returns something else."""
-        made = _made(self, f"make_batch({rows})", lambda: self.make_batch(rows))
+        made = _made(self.path, f"make_batch({rows})", lambda: self.make_batch(rows))
         if not isinstance(made, tuple) or len(made) != 2:
             raise FormatError(f"{self.path}: make_batch({rows}) did not return a pair; return (inputs, targets)")
         return made
@@ -100,29 +104,22 @@ def load_model_file(path: str, length: int | None = None) -> ModelFile:
         return ModelFile(path, model.make_model, batches, hf_models.own_loss)
     reading.read_text(path)
     module = _module(path)
-    if not hasattr(module, "make_batch") and callable(getattr(module, "make_model", None)):
-        _give_batches(module, path, length)
-    elif length is not None and callable(getattr(module, "make_batch", None)):
-        vars(module)["make_batch"] = _of_length(module.make_batch, length)
-    for name in ("make_model", "make_batch", "loss_fn"):
-        if not callable(getattr(module, name, None)):
+    functions: dict[str, Any] = {
+        name: getattr(module, name, None) for name in (*_REQUIRED, "make_optimizer", "make_unsplit")
+    }
+    make_model, make_batch = functions["make_model"], functions["make_batch"]
+    if make_batch is None and callable(make_model):
+        made = _made_without_weights(make_model, path, lambda _: None)  # only for its config
+        config = getattr(made, "config", None)
+        if hasattr(config, "model_type"):  # a model of transformers
+            functions["make_batch"] = hf_models.batches_of(config, length, path)
+            functions["loss_fn"] = functions["loss_fn"] or hf_models.own_loss
+    elif length is not None and callable(make_batch) and "length" in signature(make_batch).parameters:
+        functions["make_batch"] = partial(make_batch, length=length)
+    for name in _REQUIRED:
+        if not callable(functions[name]):
             raise FormatError(f"{path} defines no function {name}; it needs:\n{EXAMPLE}")
-    optional = (getattr(module, name, None) for name in ("make_optimizer", "make_unsplit"))
-    return ModelFile(path, module.make_model, module.make_batch, module.loss_fn, *optional)
-
-
-def _of_length(make_batch: Callable[..., Any], length: int) -> Callable[[int], Any]:
-    """Batches of that length, if the file's function takes one."""
-    return partial(make_batch, length=length) if "length" in signature(make_batch).parameters else make_batch
-
-
-def _give_batches(module: ModuleType, path: str, length: int | None) -> None:
-    """Random tokens, and the model's own loss, if the file makes a model of transformers."""
-    made = _made_without_weights(module.make_model, path, lambda _: None)  # only for its config
-    config = getattr(made, "config", None)
-    if config is not None and hasattr(config, "model_type"):
-        vars(module)["make_batch"] = hf_models.batches_of(config, length, path)
-        vars(module).setdefault("loss_fn", hf_models.own_loss)
+    return ModelFile(path, **functions)
 
 
 def _module(path: str) -> ModuleType:
@@ -157,65 +154,93 @@ def _why_not_run(error: BaseException, path: str) -> str:
 def profile_file(
     file: ModelFile,
     rows: Iterable[int],
-    *,
-    device: str | None = None,
-    repeats: int = 7,
+    how: Measuring = MEASURED_HERE,
     report: Callable[[str], None] = lambda _: None,
-    cache: str | Path | None = None,
-    refresh: bool = False,
-    cuts: Iterable[str] | None = None,
     within_s: float = math.inf,
 ) -> Profile:
     """Costs of the model's layers for micro-batches of `rows` rows.
 
-    They are measured on "cpu" (default) or an accelerator of this machine, such as "cuda", and estimated for every
-    other device. For an estimate, the model is made on the meta device, where it needs no memory, if it can be.
+    For an estimate, the model is made on the meta device, where it needs no memory, if it can be.
     """
-    measured = device is None or is_here(device)
-    if measured:
-        with torch.device(device or "cpu"):
+    is_measured = how.device is None or is_here(how.device)
+    if is_measured:
+        with torch.device(how.device or "cpu"):
             model = file.made_model()
+        if how.device is not None:
+            for module in model.modules if isinstance(model, Stages) else (model,):
+                module.to(how.device)
     else:
         model = file.made_without_weights()
-    if measured and device is not None:
-        for module in model.modules if isinstance(model, Stages) else (model,):
-            module.to(device)
 
     def make_batch(count: int) -> tuple[Any, Any]:
         made = file.made_batch(count)
-        return over_tensors(lambda tensor: tensor.to(device), made) if measured and device else made
+        return over_tensors(lambda tensor: tensor.to(how.device), made) if is_measured and how.device else made
 
-    return profile_model(
-        model,
-        make_batch,
-        rows,
-        file.loss_fn,
-        optimizer=file.make_optimizer,
-        repeats=repeats,
-        device=None if measured else device,
-        report=report,
-        cache=cache,
-        refresh=refresh,
-        cuts=cuts,
-        within_s=within_s,
-    )
-
-
-def _made(file: ModelFile, what: str, make: Callable[[], Any]) -> Any:
     try:
-        return make()
+        return profile_model(
+            model,
+            make_batch,
+            rows,
+            file.loss_fn,
+            optimizer=file.make_optimizer,
+            repeats=how.repeats,
+            device=None if is_measured else how.device,
+            report=report,
+            cache=how.cache,
+            refresh=how.refresh,
+            cuts=how.cuts,
+            within_s=within_s,
+        )
+    except RotaError:
+        raise
     except Exception as error:
-        raise FormatError(f"{file.path}: {what} failed: {_with_line(error, file.path)}") from error
+        if not _line_text(error, file.path):
+            raise
+        raise FormatError(f"{file.path}: running the model failed: {_with_line(error, file.path)}") from error
 
 
-def _with_line(error: BaseException, path: str) -> str:
-    """The error with the line of the file at `path` that raised it."""
-    return f"{type(error).__name__}: {error}{_line_text(error, path)}"
+class SizeProfile(NamedTuple):
+    """The costs of stages by size, and where the model is cut into these stages."""
+
+    model: SizeModel
+    cuts: tuple[str, ...]
 
 
-def _line_text(error: BaseException, path: str) -> str:
-    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path]
-    return f" (line {lines[-1]})" if lines else ""
+def profile_file_sizes(
+    path: str,
+    lengths: Sequence[int],
+    rows: Sequence[int],
+    num_stages: int,
+    how: Measuring,
+    report: Callable[[str], None] = lambda _: None,
+) -> SizeProfile:
+    """Profile the model of a file at each length and number of rows, cut it into stages, and fit.
+
+    Args:
+        path: As for `load_model_file`; a file with batches of its own makes them by `make_batch(rows, length)`.
+        lengths: Tokens per row.
+        rows: Rows of a micro-batch.
+        num_stages: Stages to cut it into, balanced at the middle length.
+        how: How layers are measured.
+        report: Called with what is being measured.
+
+    Raises:
+        FormatError: The file lacks something, or fails.
+        PlacementError: The lengths and rows are fewer than two sizes.
+    """
+    profiles = {length: profile_file(load_model_file(path, length), rows, how, report) for length in sorted(lengths)}
+    middle = sorted(lengths)[len(lengths) // 2]
+    layers = profiles[middle][max(rows)]
+    boundaries = cut(layers, num_stages)
+    measured = [
+        (Size.padded([length] * number), profile[number].stages(boundaries))
+        for length, profile in profiles.items()
+        for number in profile
+    ]
+    return SizeProfile(fit_sizes(measured), layers.cuts_at(boundaries))
+
+
+# --- FILE.py:FUNCTION -------------------------------------------------------------------------------------------------
 
 
 @final
@@ -243,12 +268,9 @@ class ExportedModel:
         if self.make_batch is None:
             raise FormatError(f"{self.path} has no make_batch(rows)")
         num_bytes = sum(parameter.numel() * parameter.element_size() for parameter in self.model.parameters())
-        with _importing_beside(self.path):
-            try:
-                inputs, _ = self.make_batch(1)
-                model = self.make() if num_bytes <= _SMALL_BYTES else self.model
-            except Exception as error:
-                raise FormatError(f"{self.path}: make_batch(1) raised {_one_line(error)}") from error
+        make_batch = self.make_batch
+        inputs, _ = _made(self.path, "make_batch(1)", lambda: make_batch(1))
+        model = _made(self.path, "making the model", self.make) if num_bytes <= _SMALL_BYTES else self.model
         device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
         return model, over_tensors(lambda tensor: tensor.to(device), inputs)
 
@@ -264,21 +286,36 @@ def load_exported_model(spec: str) -> ExportedModel:
     if not colon or not path.endswith(".py"):
         raise FormatError(f"--model {spec}: give FILE.py:FUNCTION, such as model.py:make_model")
     reading.read_text(path)
-    with _importing_beside(path):
-        try:
-            found = runpy.run_path(path, run_name="rota_model")
-        except (Exception, SystemExit) as error:
-            raise FormatError(f"--model {spec}: {path} cannot be run: {_why_not_run(error, path)}") from error
-        make, make_batch = found.get(name), found.get("make_batch")
-        if not callable(make):
-            raise FormatError(f"--model {spec}: {path} has no function {name!r}; define it, or name another")
-        try:
-            model = _made_without_weights(make, path, _say_once)
-        except Exception as error:
-            raise FormatError(f"--model {spec}: {name}() raised {_one_line(error)}") from error
+    module = _module(path)
+    make, make_batch = getattr(module, name, None), getattr(module, "make_batch", None)
+    if not callable(make):
+        raise FormatError(f"--model {spec}: {path} has no function {name!r}; define it, or name another")
+    model = _made_without_weights(partial(_made, path, f"{name}()", make), path, _say_once)
     if not isinstance(model, nn.Module):
         raise FormatError(f"--model {spec}: {name}() returned a {type(model).__name__}; return an nn.Module")
     return ExportedModel(path, model, make, make_batch if callable(make_batch) else None)
+
+
+# --- running the user's functions -------------------------------------------------------------------------------------
+
+
+def _made(path: str, what: str, make: Callable[[], Any]) -> Any:
+    with _importing_beside(path):
+        try:
+            return make()
+        except Exception as error:
+            raise FormatError(f"{path}: {what} failed: {_with_line(error, path)}") from error
+
+
+def _with_line(error: BaseException, path: str) -> str:
+    """The error with the line of the file at `path` that raised it."""
+    return f"{type(error).__name__}: {error}{_line_text(error, path)}"
+
+
+def _line_text(error: BaseException, path: str) -> str:
+    file = os.path.abspath(path)
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
+    return f" (line {lines[-1]})" if lines else ""
 
 
 def _made_without_weights(make: Callable[[], _Model], path: str, say: Callable[[str], None]) -> _Model:
@@ -315,7 +352,3 @@ def _importing_beside(path: str) -> Iterator[None]:
         yield
     finally:
         sys.path.remove(folder)
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split())

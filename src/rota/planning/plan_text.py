@@ -1,50 +1,50 @@
-"""One plan of autoplan's answer in words: what it consists of, what it needs, and what its times are from."""
+"""One plan of autoplan's answer in words: what it consists of, what it needs, and why it is slower than another."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from statistics import median
+from typing import NamedTuple
 
+from rota.core.tasks import Kind
 from rota.core.units import count_text, size_text, time_text
-from rota.planning.evaluation import Found
+from rota.planning.choosing import SLOWER_BY_ROUNDS, advantage
+from rota.planning.evaluation import Contender
 from rota.planning.layouts import Layout
 
+NEGLIGIBLE = 0.001  # of a step: a smaller difference needs no reason
+_ALSO = 0.3  # of the difference: a part as large as this is a reason too
 
-def details(found: Found, num_ranks: int) -> list[str]:
+
+def details(plan: Contender, num_ranks: int) -> list[str]:
     """The choices of which a plan consists, on a machine of `num_ranks`."""
-    layout = found.candidate.layout
-    sizes = [b - a for a, b in pairwise(found.candidate.boundaries)]
+    layout = plan.candidate.layout
+    sizes = [b - a for a, b in pairwise(plan.candidate.boundaries)]
     several = f"{layout.shape}, {layout.stages_per_rank} per rank" if layout.stages_per_rank > 1 else layout.shape
-    recomputed = sorted(found.candidate.recomputed)
+    recomputed = sorted(plan.candidate.recomputed)
     return [
         f"  ranks       {layout.num_ranks} per pipeline x {count_text(layout.num_replicas, 'replica')}: "
-        f"{found.num_processes} of {num_ranks}",
+        f"{plan.num_processes} of {num_ranks}",
         f"  stages      {layout.num_stages} ({several}), layers {_runs(sizes)}",
         *_both_ways(layout),
-        *_cuts(found),
+        *_cuts(plan),
         f"  step        {count_text(layout.num_microbatches, 'micro-batch', 'es')} per replica, of "
         f"{count_text(layout.rows, 'row')} each",
         f"  recomputed  {_runs(recomputed) if recomputed else 'nothing'}",
     ]
 
 
-def times_of(found: Found) -> str:
-    """Whose measured times a plan's step is simulated from."""
-    return "stage times" if found.steps is None else "op times measured in plan order"
-
-
-def ranks_text(found: Found) -> str:
+def ranks_text(plan: Contender) -> str:
     """How many ranks a plan is for, and of how many replicas if there are several."""
-    layout = found.candidate.layout
+    layout = plan.candidate.layout
     ranks = count_text(layout.num_ranks, "rank")
     return ranks if layout.num_replicas == 1 else f"{ranks} x {layout.num_replicas} replicas"
 
 
-def layout_text(found: Found) -> str:
+def layout_text(plan: Contender) -> str:
     """A plan's schedule and layout: two plans of one schedule on the same ranks differ in the latter."""
-    layout, again = found.candidate.layout, len(found.candidate.recomputed)
+    layout, again = plan.candidate.layout, len(plan.candidate.recomputed)
     parts: list[str] = []
     if layout.has_copies:
         parts.append("bidirectional: all weights held twice")
@@ -55,7 +55,7 @@ def layout_text(found: Found) -> str:
     parts.append(f"{count_text(layout.num_microbatches, 'micro-batch', 'es')} of {count_text(layout.rows, 'row')}")
     if again:
         parts.append(f"{count_text(again, 'stage')} recomputed")
-    return f"{found.schedule} on {ranks_text(found)} ({', '.join(parts)})"
+    return f"{plan.schedule} on {ranks_text(plan)} ({', '.join(parts)})"
 
 
 def _both_ways(layout: Layout) -> list[str]:
@@ -69,20 +69,16 @@ def _both_ways(layout: Layout) -> list[str]:
     ]
 
 
-def _cuts(found: Found) -> list[str]:
+def _cuts(plan: Contender) -> list[str]:
     """Where each stage begins, and what counts as a layer."""
-    cuts, every = found.candidate.usage.cuts, found.candidate.layers.cuts
-    if not cuts:
-        return []
-    return [
-        f"  cut before  {_runs(cuts)}; a layer is what lies between two possible cuts: the first of "
-        f"{len(every) + 1} is everything before {every[0]}, and the last is everything from {every[-1]} on",
-    ]
+    cuts, every = plan.candidate.usage.cuts, plan.candidate.layers.cuts
+    text = f"  cut before  {_runs(cuts)}; a layer is what lies between two of {len(every)} possible cuts"
+    return [text] if cuts else []
 
 
-def short_ops(found: Found) -> str:
+def short_ops(plan: Contender) -> str:
     """Says that a plan's ops are shorter than its messages, if they are."""
-    placement = found.plan.placement
+    placement = plan.plan.placement
     if not placement.routes:
         return ""
     op_us = median(task.duration_us for task in placement.tasks)
@@ -92,35 +88,19 @@ def short_ops(found: Found) -> str:
     return f"; its ops take {time_text(round(op_us))}, less than their messages, {time_text(round(message_us))}"
 
 
-def inflation(found: Found) -> str:
-    """How much longer a plan's ops took in place, in plan order with all ranks busy, than its layers by themselves."""
-    if found.steps is None:
-        return ""
-    alone = replace(found.candidate, measured=None).placement
-    in_place_us, alone_us = (
-        sum(len(task.ranks) * task.duration_us for task in placement.tasks)
-        for placement in (found.plan.placement, alone)
-    )
-    if not alone_us:
-        return ""
-    change = in_place_us / alone_us - 1
-    than_alone = f"{'less' if change < 0 else 'more'} time in place than its layers one by one"
-    return f"; its ops take {abs(change):.0%} {than_alone}"
-
-
-def fullest(found: Found) -> int:
+def fullest(plan: Contender) -> int:
     """The rank with the largest share of its limit; without limits the one that holds most."""
-    limits = found.plan.placement.cluster.limit_bytes
-    peaks = found.timeline.peak_memory_bytes
+    limits = plan.plan.placement.cluster.limit_bytes
+    peaks = plan.timeline.peak_memory_bytes
     shares = [peak / limit if limit else float(peak) for peak, limit in zip(peaks, limits, strict=True)]
     return shares.index(max(shares))
 
 
-def memory_text(found: Found) -> str:
+def memory_text(plan: Contender) -> str:
     """The peak memory of the fullest rank, and its limit."""
-    rank = fullest(found)
-    limit = found.plan.placement.cluster.limit_bytes[rank]
-    peak = size_text(found.timeline.peak_memory_bytes[rank])
+    rank = fullest(plan)
+    limit = plan.plan.placement.cluster.limit_bytes[rank]
+    peak = size_text(plan.timeline.peak_memory_bytes[rank])
     return peak if limit is None else f"{peak} of {size_text(limit)}"
 
 
@@ -128,3 +108,102 @@ def _runs(values: Sequence[object]) -> str:
     """The values, shortened if there are many."""
     text = " ".join(map(str, values[:32]))
     return text + (f" … ({len(values)})" if len(values) > 32 else "")
+
+
+# --- why it is slower -------------------------------------------------------------------------------------------------
+
+
+class StepParts(NamedTuple):
+    """The parts of a step, as means over the ranks, in µs; they add up to the makespan.
+
+    Forwards and backwards; recomputed forwards; waiting for other ranks; and the time after the last op of all ranks.
+    The last two are the bubble, all idle time.
+    """
+
+    compute_us: float
+    recompute_us: float
+    waiting_us: float
+    ending_us: float
+
+
+def parts_of(plan: Contender) -> StepParts:
+    """Divide a plan's step into its parts."""
+    timeline, ranks, count = plan.timeline, plan.plan.num_ranks, plan.plan.num_microbatches
+    last_us = max((ends[-1] for ends in timeline.ends_us if ends), default=0)
+    recompute = sum(
+        len(task.ranks) * task.duration_us * len(plan.plan.placement.microbatches(task.stage, count))
+        for task in plan.plan.placement.tasks
+        if task.kind is Kind.R
+    )
+    busy, ending_us = sum(timeline.busy_us), timeline.makespan_us - last_us
+    return StepParts((busy - recompute) / ranks, recompute / ranks, last_us - busy / ranks, ending_us)
+
+
+def why_slower(plan: Contender, best: Contender) -> str:
+    """The parts of the step that are longer than in the best plan, the largest first."""
+    slower_us = plan.step_us - best.step_us
+    if slower_us < -NEGLIGIBLE * best.step_us:
+        what = advantage(best, plan)
+        return f"{slower_us / best.step_us:+.1%}, but " + (f"the best plan {what}" if what else SLOWER_BY_ROUNDS)
+    if slower_us <= NEGLIGIBLE * best.step_us:
+        more = plan.peak_bytes > best.peak_bytes
+        return "equally fast" + (", but needs more memory" if more else ", on as many ranks or more")
+    more_us = [a - b for a, b in zip(parts_of(plan), parts_of(best), strict=True)]
+    texts = [_compute, _recompute, _waiting, _ending]
+    order = sorted(range(4), key=lambda part: -more_us[part])
+    reasons = [texts[part](plan, best) for part in order if more_us[part] >= _ALSO * slower_us]
+    slower = f"{slower_us / best.step_us:+.1%}: "
+    return slower + "; ".join(reasons or [texts[order[0]](plan, best)])
+
+
+def _compute(plan: Contender, best: Contender) -> str:
+    rows, best_rows = plan.candidate.layout.rows, best.candidate.layout.rows
+    share = parts_of(plan).compute_us / max(parts_of(best).compute_us, 1) - 1
+    if plan.num_processes < best.num_processes:
+        return f"uses {count_text(plan.num_processes, 'rank')}, not {best.num_processes}: {share:+.0%} compute per rank"
+    if rows != best_rows:
+        return f"micro-batches of {count_text(rows, 'row')}, not {best_rows}: {share:+.0%} compute"
+    if plan.candidate.splits_backward != best.candidate.splits_backward:
+        return f"{'split' if plan.candidate.splits_backward else 'whole'} backward: {share:+.0%} compute"
+    return f"{share:+.0%} compute"
+
+
+def _recompute(plan: Contender, best: Contender) -> str:
+    share = (parts_of(plan).recompute_us - parts_of(best).recompute_us) / max(parts_of(best).compute_us, 1)
+    return f"recomputes {count_text(len(plan.candidate.recomputed), 'stage')}: {share:+.0%} compute"
+
+
+def _waiting(plan: Contender, best: Contender) -> str:
+    share, best_share = (parts_of(each).waiting_us / each.makespan_us for each in (plan, best))
+    text = f"ranks wait for {share:.1%} of the step (best plan: {best_share:.1%})"
+    causes = list(_causes(plan, best))
+    return f"{text}: {', '.join(causes)}" if causes else text
+
+
+def _causes(plan: Contender, best: Contender) -> Iterator[str]:
+    """Causes of waiting longer."""
+    layout, other = plan.candidate.layout, best.candidate.layout
+    if layout.num_microbatches < other.num_microbatches:
+        yield f"fewer micro-batches ({layout.num_microbatches}, not {other.num_microbatches})"
+    if layout.num_ranks > other.num_ranks:
+        yield f"a longer pipeline ({layout.num_ranks} ranks, not {other.num_ranks})"
+    if _unevenness(plan) > _unevenness(best) + 0.01:
+        yield f"less balanced (busiest rank {_unevenness(plan):.0%} above average; best plan: {_unevenness(best):.0%})"
+    if (layout.num_ranks, layout.num_microbatches) == (other.num_ranks, other.num_microbatches):
+        if layout.stages_per_rank < other.stages_per_rank:
+            yield f"fewer stages per rank ({layout.stages_per_rank}, not {other.stages_per_rank})"
+        elif plan.candidate.splits_backward < best.candidate.splits_backward:
+            yield "no separate W to fill the bubble"
+        elif plan.schedule != best.schedule:
+            yield f"schedule {plan.schedule}, not {best.schedule}"
+
+
+def _unevenness(plan: Contender) -> float:
+    """The share by which the busiest rank works longer than the mean."""
+    busy = plan.timeline.busy_us
+    return max(busy) * len(busy) / max(sum(busy), 1) - 1
+
+
+def _ending(plan: Contender, best: Contender) -> str:
+    ending, best_ending = (time_text(round(parts_of(each).ending_us)) for each in (plan, best))
+    return f"all-reduce and optimizer {ending} after the last op, not {best_ending}"

@@ -18,10 +18,10 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
 from typing import Any, final
 
-from rota.core.cluster import Cluster
 from rota.core.errors import PipelineError, RotaError
 from rota.core.plan import Plan
 from rota.core.sizes import SizeModel
@@ -79,7 +79,7 @@ class Planner(Iterator[PlannedBatch]):
 
     All processes make one and iterate over it together:
 
-        for batch in rota.Planner(pipeline, loader, collate, model=model):
+        for batch in rota.Planner(pipeline, loader, collate, model):
             loss = pipeline.step(batch.inputs, batch.targets, plan=batch.plan, sizes=batch.sizes)
 
     Args:
@@ -88,18 +88,17 @@ class Planner(Iterator[PlannedBatch]):
             process that reads neither inputs nor targets.
         collate: `collate(samples, length)` makes a micro-batch (inputs, targets) whose rows are all padded to `length`;
             if `packed`, one row of `length` tokens, as `rota.pack_samples` does.
-        model: What a stage costs, by the size of a micro-batch; see `rota.fit_sizes`.
-        cluster: Ranks and links. None: those of the pipeline's plan.
-        length_of: The length of a sample; or a tuple of lengths, of which `collate` gets the longest of each, and
-            the plan counts the sum.
-        round_to: Lengths are rounded up to multiples of this.
+        plan_with: What a stage costs, by the size of a micro-batch; see `rota.fit_sizes`. Or "module:function", a
+            function that plans instead of `rota.plan_batch`: `function(lengths, num_replicas, **options)` returns for
+            each replica an object with `groups`, `plan`, `makespan_us` and `bound_us`.
+        length_of: The length of a sample, rounded up as you like; or a tuple of lengths, of which `collate` gets the
+            longest of each, and the plan counts the sum.
         packed: Whether the samples of a micro-batch follow one another in one row, each attending only to itself.
-        plan_with: "module:function" that plans instead of `rota.plan_batch`: `function(lengths, num_replicas,
-            **options)` returns for each replica an object with `groups`, `plan`, `makespan_us` and `bound_us`.
-        options: Further keyword arguments of `rota.plan_batch`, or of the function; JSON values.
+        options: Further keyword arguments of `rota.plan_batch`, such as a `cluster` if ranks and links are not those of
+            the pipeline's plan; or of the function, JSON values.
 
     Raises:
-        PipelineError: There is neither a model nor a function, `options` has `packed`, or the planner's process fails.
+        PipelineError: The planner's process fails.
     """
 
     def __init__(
@@ -107,32 +106,24 @@ class Planner(Iterator[PlannedBatch]):
         pipeline: Pipeline,
         batches: Iterable[Sequence[Any]] | None,
         collate: Collate,
+        plan_with: SizeModel | str,
         *,
-        model: SizeModel | None = None,
-        cluster: Cluster | None = None,
         length_of: Callable[[Any], int | tuple[int, ...]] = len,
-        round_to: int = 1,
         packed: bool = False,
-        plan_with: str | None = None,
         options: Mapping[str, Any] | None = None,
     ) -> None:
-        if (model is None) == (plan_with is None):
-            raise PipelineError("give a Planner either model= (what stages cost by size) or plan_with= (a function)")
-        if model is not None and "packed" in (options or {}):
-            raise PipelineError(
-                "options has packed, which the sizes of micro-batches depend on; give it to the Planner itself"
-            )
         self._pipeline, self._collate = pipeline, collate
-        self._length_of, self._round_to, self._packed = length_of, round_to, packed
+        self._length_of, self._packed = length_of, packed
+        options = dict(options or {})
         self._batches = None if batches is None else iter(batches)
         self._group = pipeline._processes.of_everyone()
         self._server: _Server | None = None
         if pipeline._processes.is_first:
-            given = dict(options or {})
-            if model is not None:
-                cluster = pipeline.plan.placement.cluster if cluster is None else cluster
-                given |= {"model": model.to_json(), "cluster": cluster.to_json(), "packed": packed}
-            self._server = _Server(plan_with, given)
+            function = plan_with if isinstance(plan_with, str) else None
+            if isinstance(plan_with, SizeModel):
+                cluster = options.get("cluster", pipeline.plan.placement.cluster)
+                options |= {"model": plan_with.to_json(), "cluster": cluster.to_json(), "packed": packed}
+            self._server = _Server(function, options)
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name="rota-planner", daemon=True)
         self._thread.start()
@@ -146,17 +137,26 @@ class Planner(Iterator[PlannedBatch]):
         job = self._submitted() if self._next is None else self._next
         self._next = self._submitted() if job.has_batch else None
         begun_ns = time.monotonic_ns()
-        with self._pipeline.watching("the plan of the next batch", PATIENT if self._is_first else 1):
-            job.done.wait()
+        try:
+            with self._pipeline.watching("the plan of the next batch", PATIENT if self._is_first else 1):
+                batch = job.planned.result()
+        except PipelineError:
+            self.close()
+            raise
         self._is_first = False
         waited_us = (time.monotonic_ns() - begun_ns) // 1000
-        if job.error is not None:
-            self.close()
-            raise job.error
-        if job.found is None:
+        if batch is None:
             self.close()
             raise StopIteration
-        return self._batch(job, job.found, waited_us)
+        inputs = targets = None
+        if job.samples is not None and (self._pipeline.reads_inputs or self._pipeline.reads_targets):
+            made = [
+                self._collate([job.samples[i] for i in group], *size[1:])
+                for group, size in zip(batch.groups, batch.sizes, strict=True)
+            ]
+            inputs = [inputs for inputs, _ in made] if self._pipeline.reads_inputs else None
+            targets = [targets for _, targets in made] if self._pipeline.reads_targets else None
+        return replace(batch, inputs=inputs, targets=targets, waited_us=waited_us)
 
     def close(self) -> None:
         """End the planner's process and thread. Closing the pipeline does so too."""
@@ -167,8 +167,6 @@ class Planner(Iterator[PlannedBatch]):
                 self._server.close()
             self._thread.join(timeout=1)  # stuck only if another rank is
 
-    # --- in the main thread ---------------------------------------------------------------------------------------
-
     def _submitted(self) -> _Job:
         """The next batch, handed to the thread."""
         samples = None if self._batches is None else next(self._batches, _END)
@@ -178,53 +176,31 @@ class Planner(Iterator[PlannedBatch]):
         self._jobs.put(job)
         return job
 
-    def _lengths_of(self, sample: Any) -> tuple[int, ...]:
-        found, step = self._length_of(sample), self._round_to
-        return tuple(-(-length // step) * step for length in ((found,) if isinstance(found, int) else found))
-
-    def _batch(self, job: _Job, found: _Found, waited_us: int) -> PlannedBatch:
-        pipeline, made = self._pipeline, None
-        if job.samples is not None and (pipeline.reads_inputs or pipeline.reads_targets):
-            samples = job.samples
-            made = [
-                self._collate([samples[i] for i in group], *size[1:])
-                for group, size in zip(found.groups, found.sizes, strict=True)
-            ]
-        return PlannedBatch(
-            [inputs for inputs, _ in made] if made is not None and pipeline.reads_inputs else None,
-            [targets for _, targets in made] if made is not None and pipeline.reads_targets else None,
-            found.plan,
-            found.sizes,
-            found.groups,
-            found.makespan_us,
-            found.bound_us,
-            found.planning_us,
-            found.is_searched,
-            waited_us,
-        )
+    def _lengths_of(self, sample: Any) -> list[int]:
+        lengths = self._length_of(sample)
+        return [lengths] if isinstance(lengths, int) else [*lengths]
 
     # --- in the thread --------------------------------------------------------------------------------------------
 
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
             try:
-                job.found = self._found(job)
+                job.planned.set_result(self._planned(job))
             except Exception as error:
-                job.error = error
-            job.done.set()
+                job.planned.set_exception(error)
 
-    def _found(self, job: _Job) -> _Found | None:
+    def _planned(self, job: _Job) -> PlannedBatch | None:
         """The plan of a batch, ready to run; None after the last batch. Collective; all processes fail together."""
         answer: dict[str, Any] = {}
         if self._server is not None:
             answer = self._server.ask(job.lengths, self._pipeline.num_replicas) if job.has_batch else {"end": True}
         with collective("receiving the plan of the next batch"):
             answer = broadcast_json(answer, 0, self._group)
-        found, error = None, answer.get("error", "")
+        batch, error = None, answer.get("error", "")
         if not error and "end" not in answer:
             try:
                 self._refuse_differences(job, answer["lengths"])
-                found = self._prepared(answer)
+                batch = self._prepared(answer)
             except RotaError as refusal:
                 error = str(refusal)
         elif not error and job.has_batch and self._batches is not None:
@@ -233,26 +209,32 @@ class Planner(Iterator[PlannedBatch]):
             errors = all_gather_json(error, self._group)
         if first := next(filter(None, errors), ""):
             raise PipelineError(f"the next batch has no plan: {first}")
-        return found
+        return batch
 
     def _refuse_differences(self, job: _Job, lengths: list[list[int]]) -> None:
         if not job.has_batch:
             raise PipelineError(_OTHER_NUMBER)
-        if job.samples is not None and [[*of_sample] for of_sample in job.lengths] != lengths:
+        if job.samples is not None and job.lengths != lengths:
             raise PipelineError(
                 "the processes' loaders yield samples of different lengths; give the same batches to all"
             )
 
-    def _prepared(self, answer: dict[str, Any]) -> _Found:
-        of_replica, lengths = answer["replicas"][self._pipeline.replica], answer["lengths"]
-        groups = tuple(map(tuple, of_replica["groups"]))
-        sizes = tuple(self._size_of([lengths[i] for i in group]) for group in groups)
-        plan = Plan.from_json(of_replica["plan"])
-        self._pipeline.prepare(plan, sizes)
-        makespan_us = max(replica["makespan_us"] for replica in answer["replicas"])
-        return _Found(
-            plan, sizes, groups, makespan_us, of_replica["bound_us"], answer["took_us"], answer["is_searched"]
+    def _prepared(self, answer: dict[str, Any]) -> PlannedBatch:
+        replica, lengths = answer["replicas"][self._pipeline.replica], answer["lengths"]
+        batch = PlannedBatch(
+            inputs=None,
+            targets=None,
+            plan=Plan.from_json(replica["plan"]),
+            sizes=tuple(self._size_of([lengths[i] for i in group]) for group in replica["groups"]),
+            groups=tuple(map(tuple, replica["groups"])),
+            makespan_us=max(replica["makespan_us"] for replica in answer["replicas"]),
+            bound_us=replica["bound_us"],
+            planning_us=answer["took_us"],
+            is_searched=answer["is_searched"],
+            waited_us=0,
         )
+        self._pipeline.prepare(batch.plan, batch.sizes)
+        return batch
 
     def _size_of(self, lengths: list[list[int]]) -> tuple[int, ...]:
         """Rows and lengths of the micro-batch of these samples."""
@@ -267,27 +249,12 @@ _OTHER_NUMBER = "the processes' loaders differ in their number of batches; give 
 
 @dataclass(slots=True)
 class _Job:
-    """A batch, and what the thread has found for it."""
+    """A batch, and what the thread makes of it."""
 
     samples: Sequence[Any] | None
     has_batch: bool
-    lengths: list[tuple[int, ...]] = field(default_factory=list)
-    done: threading.Event = field(default_factory=threading.Event)
-    found: _Found | None = None
-    error: Exception | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class _Found:
-    """See `PlannedBatch`."""
-
-    plan: Plan
-    sizes: tuple[tuple[int, ...], ...]
-    groups: tuple[tuple[int, ...], ...]
-    makespan_us: int
-    bound_us: int
-    planning_us: int
-    is_searched: bool
+    lengths: list[list[int]] = field(default_factory=list)
+    planned: Future[PlannedBatch | None] = field(default_factory=Future)
 
 
 @final
@@ -295,26 +262,24 @@ class _Server:
     """The planner's process. Raises PipelineError if it ends early."""
 
     def __init__(self, function: str | None, options: dict[str, Any]) -> None:
-        found = os.pathsep.join(filter(None, sys.path))  # where this process finds Rota, and the user's function
-        environment = os.environ | {"PYTHONPATH": found, "OMP_NUM_THREADS": "1"}
+        path = os.pathsep.join(filter(None, sys.path))  # where this process finds Rota, and the user's function
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-m", "rota.plan_server"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env=environment,
+            env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
         )
-        self._write({"options": options} | ({} if function is None else {"function": function}))
+        self._write({"function": function, "options": options})
 
-    def ask(self, lengths: list[tuple[int, ...]], num_replicas: int) -> dict[str, Any]:
+    def ask(self, lengths: list[list[int]], num_replicas: int) -> dict[str, Any]:
         """What the process answers, with the lengths that it was asked about."""
-        self._write({"lengths": [sum(of_sample) for of_sample in lengths], "num_replicas": num_replicas})
+        self._write({"lengths": [*map(sum, lengths)], "num_replicas": num_replicas})
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
             return {"error": f"the planner's process ended with exit code {self._process.wait()}; see its output"}
-        answer: dict[str, Any] = json.loads(line)
-        return answer | {"lengths": [[*of_sample] for of_sample in lengths]}
+        return {**json.loads(line), "lengths": lengths}
 
     def _write(self, request: dict[str, Any]) -> None:
         assert self._process.stdin is not None

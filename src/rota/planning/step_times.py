@@ -104,11 +104,11 @@ def ratios_of_rounds(steps: StepTimes, others: StepTimes) -> list[float]:
 
     If they have none in common, the medians of all steps count as one round.
     """
-    return [mine / theirs for mine, theirs in _common_rounds(steps, others)] or [
+    return [us / other_us for us, other_us in _common_rounds(steps, others)] or [
         steps.median_us / max(others.median_us, 1)
     ]
 
 
 def _common_rounds(steps: StepTimes, others: StepTimes) -> list[tuple[int, int]]:
     pairs = zip(steps.rounds_us, others.rounds_us, strict=False)  # a plan that is far off has fewer
-    return [(mine, theirs) for mine, theirs in pairs if mine and theirs]
+    return [(us, other_us) for us, other_us in pairs if us and other_us]

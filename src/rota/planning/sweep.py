@@ -10,27 +10,19 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from heapq import heapify, heappop, heappush
-from itertools import count
+from itertools import chain, count
 from typing import final
 
 from rota.core.errors import PlacementError
 from rota.core.stopping import Stopped, look
 from rota.core.units import count_text
-from rota.planning.candidate import Candidate, Request
+from rota.planning import evaluation
+from rota.planning.candidate import Candidate
 from rota.planning.deadline import Deadline
-from rota.planning.evaluation import (
-    ANY_ORDER,
-    SEARCHED,
-    Found,
-    Misfit,
-    evaluate,
-    families,
-    misfit,
-    seconds_of,
-    whole_and_split,
-)
+from rota.planning.evaluation import ANY_ORDER, SEARCHED, Contender, Misfit, families, seconds_of
 from rota.planning.layout_bounds import layout_bound_us, placement_bound_us
-from rota.planning.layouts import Layout, cuts, is_chain, layouts
+from rota.planning.layouts import Layout, cuts, layouts
+from rota.planning.request import Request
 from rota.schedules import Family
 
 _KEPT = 96  # variants, those with the best plans
@@ -55,7 +47,7 @@ class Sweep:
         self.request = request
         self.deadline = deadline
         #: The plans of each variant that are as fast as its fastest, which is the first; only the best variants.
-        self.found: dict[Variant, list[Found]] = {}
+        self.kept: dict[Variant, list[Contender]] = {}
         self.remarks: list[str] = []  # for the user
         self.num_layouts = self.num_pruned = self.num_misfits = self.num_left = self.num_plans = 0
         #: A lower bound on every layout's step.
@@ -68,14 +60,14 @@ class Sweep:
         self._reserve_s = _RESERVED * deadline.seconds
 
     @property
-    def best(self) -> Found | None:
+    def best(self) -> Contender | None:
         """The best plan found so far; None before the first one that fits."""
-        return min((plans[0] for plans in self.found.values()), key=lambda found: found.key, default=None)
+        return min((plans[0] for plans in self.kept.values()), key=lambda plan: plan.key, default=None)
 
     @property
-    def plans(self) -> list[Found]:
+    def plans(self) -> list[Contender]:
         """All plans that were kept."""
-        return [found for plans in self.found.values() for found in plans]
+        return [plan for plans in self.kept.values() for plan in plans]
 
     @property
     def worst_us(self) -> float:
@@ -85,22 +77,10 @@ class Sweep:
     def run(self) -> None:
         """Try the layouts, those with the lowest bounds first, until none can beat the best plan or the time is up."""
         heap: Heap = []
-        for rows, layers in self.request.profiles.items():
-            for layout in layouts(
-                [rows],
-                layers.num_layers,
-                self.request.machine,
-                self.request.batch_rows,
-                is_chain=is_chain(layers),
-                inference=self.request.inference,
-                recompute=self.request.may_recompute,
-                pipeline_ranks=self.request.pipeline_ranks,
-                copies=self.request.copies,
-                replicas=self.request.may_replicate,
-            ):
-                if not self.deadline.has(0.0):
-                    break
-                heap.append((layout_bound_us(self.request, layout), next(self._numbers), layout))
+        for layout in chain.from_iterable(layouts(self.request, rows) for rows in self.request.profiles):
+            if not self.deadline.has(0.0):
+                break
+            heap.append((layout_bound_us(self.request, layout), next(self._numbers), layout))
         heapify(heap)
         self.bound_us = heap[0][0] if heap else 0
         self.num_layouts = len(heap)
@@ -123,7 +103,7 @@ class Sweep:
 
     def _others(self, heap: Heap) -> None:
         """Find plans to compare the best with: the most promising on other numbers of ranks."""
-        known = {kind[:2] for kind, *_ in self.found}
+        known = {kind[:2] for kind, *_ in self.kept}
         if self.best is None:
             return
         for bound_us, number, item in sorted(heap, key=lambda entry: entry[:2])[:_OTHERS_TRIED]:
@@ -132,10 +112,10 @@ class Sweep:
                 return
             if (layout.num_ranks, layout.num_replicas) in known:
                 continue
-            one = [(bound_us, number, item)]
-            while one:
-                self._look_at(one, math.inf)
-            known = {kind[:2] for kind, *_ in self.found}
+            alone = [(bound_us, number, item)]
+            while alone:
+                self._look_at(alone, math.inf)
+            known = {kind[:2] for kind, *_ in self.kept}
 
     def _candidates(self, layout: Layout, bound_us: int, worst_us: float) -> list[tuple[int, Candidate]]:
         """The layout's candidates with their bounds, without those that cannot fit or cannot be faster."""
@@ -147,9 +127,9 @@ class Sweep:
             if self.deadline.left_s <= 0:
                 break
             whole = Candidate(self.request, layout, boundaries, recomputed=frozenset(layout.recomputed))
-            for candidate in whole_and_split(whole):
+            for candidate in evaluation.whole_and_split(whole):
                 try:
-                    over = misfit(candidate)
+                    over = evaluation.misfit(candidate)
                 except PlacementError:  # the shape does not suit these stages
                     continue
                 if over is not None:
@@ -166,7 +146,7 @@ class Sweep:
         self._closest = sorted([*self._closest, entry], key=lambda entry: entry[:2])[:_CLOSEST]
 
     def _try_families(self, candidate: Candidate, bound_us: int, worst_us: float) -> None:
-        for family in families(candidate.layout, self.request.inference):
+        for family in families(candidate.layout, self.request.choices.inference):
             if (family.backward == "split") != candidate.splits_backward:
                 continue
             if seconds_of(family, candidate):
@@ -181,16 +161,16 @@ class Sweep:
                 self._report(family.name)
                 self.take(self._evaluated(candidate, family, self.worst_us))
 
-    def _evaluated(self, candidate: Candidate, family: Family, worst_us: float) -> Found | Misfit | None:
+    def _evaluated(self, candidate: Candidate, family: Family, worst_us: float) -> Contender | Misfit | None:
         """The result of `evaluate`; also None if the time is over before that."""
         try:
             look()
-            return evaluate(candidate, family, worst_us)
+            return evaluation.evaluate(candidate, family, worst_us)
         except Stopped:
             self.deadline.ran_out = True
             return None
 
-    def take(self, result: Found | Misfit | None) -> None:
+    def take(self, result: Contender | Misfit | None) -> None:
         """Keep a plan if it is as fast as the fastest of its variant; remember what does not fit."""
         self.num_plans += result is not None
         if isinstance(result, Misfit):
@@ -199,12 +179,12 @@ class Sweep:
         elif result is not None:
             self._fitting.add(result.candidate.layout)
             variant, before = variant_of(result), self.best
-            plans = sorted([*self.found.get(variant, ()), result], key=lambda found: found.key)
+            plans = sorted([*self.kept.get(variant, ()), result], key=lambda plan: plan.key)
             most_us = plans[0].makespan_us * (1 + self.request.tolerance)
             # Slower plans of a variant are never recommended; one as fast may need less memory.
-            self.found[variant] = [found for found in plans if found.makespan_us <= most_us][:_ALIKE]
-            if len(self.found) > _KEPT:
-                del self.found[max(self.found, key=lambda variant: self.found[variant][0].key)]
+            self.kept[variant] = [plan for plan in plans if plan.makespan_us <= most_us][:_ALIKE]
+            if len(self.kept) > _KEPT:
+                del self.kept[max(self.kept, key=lambda variant: self.kept[variant][0].key)]
             if before is None or result.makespan_us < before.makespan_us:
                 self._report(result.schedule, at_once=True)
 
@@ -215,37 +195,38 @@ class Sweep:
 
     def closest(self) -> Misfit | None:
         """The plan that is least over the limits, whatever the bounds say; for when nothing fits."""
-        found: list[Misfit] = []
+        misfits: list[Misfit] = []
         for _, _, over in self._closest:
-            every = [candidate := over.candidate]
-            if candidate.layout.recompute == "none" and self.request.may_recompute:
-                every.append(candidate.recomputing(range(candidate.layout.num_stages)))
-            for one in every:
-                for family in families(one.layout, self.request.inference):
-                    result = self._evaluated(one, family, 0) if self.deadline.left_s > seconds_of(family, one) else None
-                    found += [result] if isinstance(result, Misfit) else []
-        return min(found, key=lambda misfit: misfit.over_bytes, default=None)
+            candidates = [over.candidate]
+            if over.candidate.layout.recompute == "none" and self.request.may_recompute:
+                candidates.append(over.candidate.recomputing(range(over.candidate.layout.num_stages)))
+            for candidate in candidates:
+                for family in families(candidate.layout, self.request.choices.inference):
+                    if self.deadline.left_s > seconds_of(family, candidate):
+                        result = self._evaluated(candidate, family, 0)
+                        misfits += [result] if isinstance(result, Misfit) else []
+        return min(misfits, key=lambda misfit: misfit.over_bytes, default=None)
 
     def _report(self, doing: str, at_once: bool = False) -> None:
         best = self.best
         self.deadline.report(doing, self.num_plans, None if best is None else best.makespan_us, at_once)
 
 
-def kind_of(found: Found) -> Kind:
+def kind_of(plan: Contender) -> Kind:
     """Ranks, replicas, shape, and whether anything is recomputed: plans alike in these are variants of one."""
-    layout = found.candidate.layout
-    return layout.num_ranks, layout.num_replicas, layout.shape, bool(found.candidate.recomputed)
+    layout = plan.candidate.layout
+    return layout.num_ranks, layout.num_replicas, layout.shape, bool(plan.candidate.recomputed)
 
 
-def variant_of(found: Found) -> Variant:
+def variant_of(plan: Contender) -> Variant:
     """What makes one plan simpler than another: its kind, stages per rank, rows, split backward, a searched order."""
-    layout, is_searched = found.candidate.layout, found.schedule == SEARCHED
-    return kind_of(found), layout.stages_per_rank, layout.rows, found.candidate.splits_backward, is_searched
+    layout, is_searched = plan.candidate.layout, plan.schedule == SEARCHED
+    return kind_of(plan), layout.stages_per_rank, layout.rows, plan.candidate.splits_backward, is_searched
 
 
-def best_of_kinds(plans: Iterable[Found]) -> list[Found]:
+def best_of_kinds(plans: Iterable[Contender]) -> list[Contender]:
     """The fastest plan of each kind, fastest first."""
-    best: dict[Kind, Found] = {}
-    for found in sorted(plans, key=lambda found: found.key):
-        best.setdefault(kind_of(found), found)
+    best: dict[Kind, Contender] = {}
+    for plan in sorted(plans, key=lambda plan: plan.key):
+        best.setdefault(kind_of(plan), plan)
     return list(best.values())

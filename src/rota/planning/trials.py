@@ -111,15 +111,15 @@ def run_trials(
             except TimeoutError:
                 return [of_starts(made) for made in starts if made]
             longest_s[i] = max(longest_s[i], time.monotonic() - start_began_s)
-        found = [of_starts(made) for made in starts if made]
-        best_us = min(steps.median_us for steps in found)
-        running = [i for i, steps in enumerate(found) if not is_far(steps, best_us)]
-        near = [found[i] for i in running]
+        all_steps = [of_starts(made) for made in starts if made]
+        best_us = min(steps.median_us for steps in all_steps)
+        running = [i for i, steps in enumerate(all_steps) if not is_far(steps, best_us)]
+        near = [all_steps[i] for i in running]
         is_settled = num_rounds >= _SETTLED_ROUNDS and _are_told_apart(near, _SETTLED)
         is_settled |= num_rounds >= _MOST_ROUNDS and _are_told_apart(near, NOISY)
         if is_settled or time.monotonic() + sum(longest_s[i] for i in running) > began_s + seconds:
             break
-    return found
+    return all_steps
 
 
 def is_far(steps: StepTimes, best_us: int) -> bool:
@@ -129,8 +129,8 @@ def is_far(steps: StepTimes, best_us: int) -> bool:
 
 def _are_told_apart(steps: Sequence[StepTimes], within: float) -> bool:
     """Whether the rounds tell to `within` how much slower each of these plans is than the fastest."""
-    fastest = min(steps, key=lambda one: one.median_us)
-    return all(difference(one, fastest).spread < within for one in steps if one is not fastest)
+    fastest = min(steps, key=lambda plan: plan.median_us)
+    return all(difference(plan, fastest).spread < within for plan in steps if plan is not fastest)
 
 
 def least_s(plans: Sequence[Plan], num_starts: int) -> float:
@@ -171,7 +171,7 @@ def _run(trial: Trial, loss_fn: LossFn, make_optimizer: MakeOptimizer | None, is
         optimizer = make_optimizer(parameters) if make_optimizer is not None and parameters else None
         count = trial.plan.num_microbatches
         inputs, targets = (
-            [over_tensors(torch.clone, given) for _ in range(count)] for given in (trial.inputs, trial.target)
+            [over_tensors(torch.clone, value) for _ in range(count)] for value in (trial.inputs, trial.target)
         )
         batch = inputs, targets if needs_target(loss_fn) else None
         warm_up_us = 0

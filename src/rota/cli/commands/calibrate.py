@@ -5,13 +5,12 @@ from __future__ import annotations
 import click
 
 from rota import calibration
-from rota.cli import common, files, json_reports
+from rota.cli import common, files, reports
 from rota.cli.command import Choice, Options, Output, command
-from rota.cli.json_reports import print_json
+from rota.cli.plans import SEARCH, search_plan
+from rota.cli.reports import print_json
 from rota.cli.requirements import InputError
-from rota.cli.screen import progress_line, report_columns
-from rota.cli.searching import SEARCH, search_plan
-from rota.cli.transfers import counts_transfers
+from rota.cli.screen import counts_transfers, progress_line, report_columns
 from rota.core.timeline import Timeline
 from rota.schedules import NAMED
 
@@ -47,7 +46,7 @@ def calibrate(options: Options) -> None:
         result = search_plan(calibrated.plan.placement, calibrated.plan.num_microbatches, options.time_limit)
         calibrated = calibrated.with_plan(f"{SEARCH} ({result.how})", result.plan)
     if options.json:
-        print_json(json_reports.of_calibration(calibrated))
+        print_json(reports.of_calibration(calibrated))
     else:
         print(calibrated.to_text(report_columns()))
     if options.costs is not None:

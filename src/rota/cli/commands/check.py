@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from rota.cli import common, files, json_reports
+from rota.cli import common, files, reports
 from rota.cli.command import Options, command
-from rota.cli.json_reports import print_json
+from rota.cli.reports import print_json
 from rota.cli.requirements import require, require_search
 from rota.cli.screen import (
     print_replicas,
-    print_snapshots,
     print_text,
     print_transfers,
     progress_line,
@@ -49,7 +48,8 @@ _PARAGRAPH_COLUMNS = 112  # where the output is no terminal
 @common.flag("--bound", help="also prove how close the plan is to the optimum, by lower bounds")
 def check(options: Options) -> None:
     """Prove that a plan is complete, cannot deadlock and fits in memory, and how close it is to the optimum."""
-    planned = files.read_plan(options.plan, options.costs)
+    loaded = files.read_plan_or_timeline(options.plan, options.costs)
+    planned = loaded.plan if isinstance(loaded, Timeline) else loaded
     checking.check(planned)
     timeline = simulation.simulate(planned)
     if options.json:
@@ -63,8 +63,9 @@ def check(options: Options) -> None:
         f"{count_text(planned.num_microbatches, 'micro-batch', 'es')} on {count_text(planned.num_ranks, 'rank')}\n"
         f"  {_times(options, timeline)}"
     )
+    if isinstance(loaded, Timeline) and loaded != timeline:
+        print_text(f"  these are the plan's figures; the measured step took {loaded.makespan_us:,} µs")
     print_transfers(planned)
-    print_snapshots(timeline)
     print_replicas(planned, "checked")
     if options.device:
         _print_proof(*_device_text(_on_devices(planned)))
@@ -104,8 +105,8 @@ def _fields(options: Options, planned: Plan, timeline: Timeline) -> dict[str, An
             "torch_defer_pp_recv": on_torch.deferred,
         }
     if options.bound:
-        fields["bounds"] = json_reports.of_bounds(_bounded(timeline))
-    return fields | json_reports.of_timeline(timeline)
+        fields["bounds"] = reports.of_bounds(_bounded(timeline))
+    return fields | reports.of_timeline(timeline)
 
 
 def _bounded(timeline: Timeline) -> list[tuple[str, int, list[Bound]]]:

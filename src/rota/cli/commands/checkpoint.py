@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
-from rota.cli import common, files, json_reports
+from rota.cli import common, files, reports
 from rota.cli.command import Group, Options, command
-from rota.cli.json_reports import print_json
+from rota.cli.reports import print_json
 from rota.cli.requirements import require
 from rota.cli.screen import note, print_text, progress_line
 from rota.core.errors import PipelineError, RotaError
@@ -115,7 +115,7 @@ def export(options: Options) -> None:
     if options.config is not None:
         files.write(str(path.with_name("config.json")), config, quietly=options.json)
     if options.json:
-        print_json({"path": str(path), "num_tensors": num_tensors, **json_reports.of_checkpoint(newest)})
+        print_json({"path": str(path), "num_tensors": num_tensors, **reports.of_checkpoint(newest)})
     else:
         print_text(printable(f"Wrote {num_tensors:,} weights and buffers from {newest.path} to {path}."))
 
@@ -129,7 +129,7 @@ class _Checkpoints(NamedTuple):
 
     def to_fields(self) -> dict[str, Any]:
         return {
-            "checkpoints": [json_reports.of_checkpoint(saved) for saved in self.readable],
+            "checkpoints": [reports.of_checkpoint(saved) for saved in self.readable],
             "unreadable": [{"name": path.name, "error": str(error)} for path, error in self.unreadable],
             "unfinished": [path.name for path in self.unfinished],
         }

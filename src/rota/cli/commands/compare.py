@@ -5,10 +5,9 @@ from __future__ import annotations
 import os
 
 from rota.accounting import comparison
-from rota.cli import common, files, json_reports
+from rota.cli import common, files, reports
 from rota.cli.command import Options, command
-from rota.cli.json_reports import print_json
-from rota.cli.pictures import draw, is_measured
+from rota.cli.reports import draw, is_measured, print_json
 from rota.cli.requirements import InputError
 from rota.cli.screen import note, print_transfers, report_columns
 
@@ -16,7 +15,7 @@ from rota.cli.screen import note, print_transfers, report_columns
 @command("rota compare plan.json measured.json")
 @common.argument("planned", help="plan.json (which is simulated first), or timeline.json")
 @common.argument("measured", help="timeline.json, for example from `rota run --timeline`")
-@common.cores()
+@common.cores
 @common.json
 @common.output("PICTURE", "also draw both timelines, as .png, .svg, .pdf or .html")
 def compare(options: Options) -> None:
@@ -43,7 +42,7 @@ def compare(options: Options) -> None:
     files.note_one_step("compare", options.measured)
     assumed = files.note_assumed_times("compare", options.planned)
     if options.json:
-        print_json({"times_assumed": assumed, **json_reports.of_comparison(compared)})
+        print_json({"times_assumed": assumed, **reports.of_comparison(compared)})
     else:
         print(compared.to_text(report_columns()))
         print_transfers(planned.plan)

@@ -7,16 +7,14 @@ import json
 from rota import accounting
 from rota.cli import common, files
 from rota.cli.command import Options, command
-from rota.cli.json_reports import print_json
-from rota.cli.pictures import is_measured
-from rota.cli.screen import print_transfers, progress_line, report_columns
-from rota.cli.transfers import transfers_text
+from rota.cli.reports import is_measured, print_json
+from rota.cli.screen import print_transfers, progress_line, report_columns, transfers_text
 
 
 @command("rota explain timeline.json")
 @common.argument("timeline", help="timeline.json, or a plan (which is simulated first)")
 @common.file("--planned", help="plan that has the expected op times (default: the timeline's own plan)")
-@common.cores()
+@common.cores
 @common.json
 def explain(options: Options) -> None:
     """Show why ranks are idle, largest causes first, and what would help."""

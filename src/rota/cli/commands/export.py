@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from rota import cutting
 from rota.cli import common, files
 from rota.cli.command import Decorator, Group, Options, Value, command
-from rota.cli.json_reports import print_json
+from rota.cli.common import WORDS, parse_words
+from rota.cli.reports import print_json
 from rota.cli.requirements import InputError, require
 from rota.cli.screen import print_text, progress_line
-from rota.cli.titan_parts import LEAVES_NONE, checked_parts, titan_parts
-from rota.cli.values import WORDS, comma_separated, parse_words
 from rota.core import checking
-from rota.core.errors import SplitError
+from rota.core.errors import FormatError, PipelineError, SplitError
 from rota.core.plan import Plan
 from rota.core.tasks import Kind
 from rota.core.units import count_text
+
+if TYPE_CHECKING:
+    from rota.interop.modules import Parts
+    from rota.planning.model_file import ExportedModel
 
 _SPLIT = (
     "The plan splits each backward into I and W, which PyTorch cannot do under torch.compile or with activation "
@@ -31,6 +33,12 @@ _SPLIT = (
 _WHOLE = (
     "The plan's backwards are whole, so torch.compile may be on. Activation checkpointing may be on as well, but the "
     "plan includes its time and memory only if the layers were profiled with it."
+)
+
+#: A requirement of torchtitan that not every model meets.
+_LEAVES_NONE = (
+    "In each stage, torchtitan replaces the modules of other stages with None, so the model's "
+    "forward must skip them, as the forward of torchtitan's own models does."
 )
 
 
@@ -66,11 +74,6 @@ def _boundaries(default: str) -> Decorator[Any]:
     """--boundaries; `default` says what holds without it."""
     help_text = f"boundaries of the stages: 0, the first layer of each later stage, and the number of layers{default}"
     return click.option("--boundaries", type=Value("boundaries", _integers), metavar="0,N,…", help=help_text)
-
-
-def _layer_names(help_text: str) -> Decorator[Any]:
-    """--layers."""
-    return click.option("--layers", type=Value("layers", _layers), metavar="NAME*N,…", help=help_text)
 
 
 def _checked_plan(options: Options) -> Plan:
@@ -116,11 +119,11 @@ def torchtitan(options: Options) -> None:
     from rota.planning.model_file import load_exported_model
 
     exported = load_exported_model(options.model)
-    parts = titan_parts(exported, options.cuts or planned.cuts, planned.num_stages)
+    parts = _titan_parts(exported, options.cuts or planned.cuts, planned.num_stages)
     try:
         with progress_line() as show:
             show(f"running the {count_text(len(parts), 'stage')} of {exported.path}, each without the others …")
-            checked = LEAVES_NONE if options.unchecked else checked_parts(exported, parts)
+            checked = _LEAVES_NONE if options.unchecked else _checked_parts(exported, parts)
     except SplitError as error:
         raise InputError(f"--model {exported.path}: {error}") from None
     texts = torchtitan.render(parts, planned, options.output)
@@ -151,6 +154,51 @@ def torchtitan(options: Options) -> None:
     _print_launch(planned, options.output)
 
 
+def _titan_parts(exported: ExportedModel, cuts: Sequence[str] | None, num_stages: int) -> Parts:
+    """Cut at CutPoints if the model has any; otherwise a stage begins with each of the modules in `cuts`."""
+    from rota.interop import module_parts, parts_beginning_with
+    from rota.models import split
+    from rota.models.cutpoint import find_cut_points
+
+    model = exported.model
+    if find_cut_points(model):
+        chosen = None if cuts is None else [int(cut) if cut.isdecimal() else cut for cut in cuts]
+        try:
+            model, inputs = exported.with_batch()
+        except FormatError as error:
+            raise InputError(f"{error}; it is needed to cut a model at its CutPoints") from None
+        return module_parts(model, split(model, num_stages, chosen, example=inputs))
+    if cuts is None:
+        raise InputError(
+            f"--model {exported.path}: the model has no CutPoint; give --cuts, the module that each stage after the "
+            f"first begins with, such as --cuts layers.2,layers.4"
+        )
+    return parts_beginning_with(model, cuts)
+
+
+def _checked_parts(exported: ExportedModel, parts: Parts) -> str:
+    """What to print of the check that each stage runs alone. Raises SplitError if one does not."""
+    from rota.interop import check_parts
+
+    try:
+        model, inputs = exported.with_batch()
+        check_parts(model, parts, inputs)
+    except SplitError as error:
+        remedy = "If torchtitan trains another model with these names, export with --unchecked"
+        raise SplitError(f"{error}. {remedy}") from None
+    except (FormatError, PipelineError) as error:
+        return f"{_LEAVES_NONE} This was not checked: {error}."
+    if any(parameter.is_meta for parameter in model.parameters()):
+        return (
+            "Checked, by shapes only: every stage runs without the modules of the others, and together they give "
+            "outputs of the same shapes and dtypes as the model's."
+        )
+    return (
+        "Checked: every stage runs without the modules of the others, and together they compute what the model "
+        "computes."
+    )
+
+
 def _print_launch(planned: Plan, folder: str) -> None:
     """Print the launch command for torchtitan."""
     from rota.interop import torchtitan
@@ -170,9 +218,12 @@ def _print_launch(planned: Plan, folder: str) -> None:
     "; a layer is one letter of Megatron's layout (E, t, m, L) or, with --layers, one class name (default with "
     "--layers: those of a plan from `rota autoplan`)"
 )
-@_layer_names(
-    "class names of the layers, in order; those before the transformer layers are the embedding (E), those after them "
-    "the loss (L)"
+@click.option(
+    "--layers",
+    type=Value("layers", _layers),
+    metavar="NAME*N,…",
+    help="class names of the layers, in order; those before the transformer layers are the embedding (E), those after "
+    "them the loss (L)",
 )
 @click.option(
     "--type",
@@ -200,7 +251,7 @@ def megatron(options: Options) -> None:
     elif options.boundaries is not None:
         layout = megatron.layout_for(planned, options.boundaries, options.mtp)
     else:
-        cut = comma_separated(_planned_boundaries(options, planned, remedy))
+        cut = ",".join(map(str, _planned_boundaries(options, planned, remedy)))
         raise InputError(
             f"which of the layers that {options.plan} cuts at {cut} are transformer layers? Give --layers and --type"
             f", such as --layers 'Embed,Block*8,Norm,Head' --type block, or {remedy}"
@@ -222,16 +273,9 @@ def megatron(options: Options) -> None:
     _write(options, text + "\n")
 
 
-@command("rota export deepspeed plan.json --layers 'Embed,Block*8,Norm,Head' --type block -o parts.json", group=export)
+@command("rota export deepspeed plan.json --boundaries 0,4,8,10 -o parts.json", group=export)
 @_plan
 @_boundaries(" (default: those of a plan from `rota autoplan`)")
-@click.option(
-    "--type",
-    metavar="REGEX",
-    help="instead of --boundaries: give each stage the same number of layers whose class name contains a match for "
-    "this regular expression",
-)
-@_layer_names("with --type: class names of the layers, in order")
 @common.json
 @common.output("FILE", "write the boundaries as JSON")
 def deepspeed(options: Options) -> None:
@@ -239,18 +283,12 @@ def deepspeed(options: Options) -> None:
     planned = _checked_plan(options)
     from rota.interop import deepspeed
 
-    remedy = "give --boundaries, or --type and --layers"
-    if (options.type is None) is not (options.layers is None):
-        raise InputError(f"--type and --layers go together; {remedy}")
-    if options.boundaries is not None:
-        boundaries = options.boundaries
-    elif options.type is not None:
-        boundaries = cutting.by_regex(options.layers, options.type, planned.num_stages)
-    else:
-        boundaries = _planned_boundaries(options, planned, remedy)
+    boundaries = options.boundaries
+    if boundaries is None:
+        boundaries = _planned_boundaries(options, planned, "give --boundaries")
         note = (
-            f"The model is cut as planned, at the boundaries {comma_separated(boundaries)}: each of autoplan's layers "
-            f"counts as one layer of the PipelineModule; if that is wrong, give --boundaries."
+            f"The model is cut as planned, at the boundaries {','.join(map(str, boundaries))}: each of autoplan's "
+            f"layers counts as one layer of the PipelineModule; if that is wrong, give --boundaries."
         )
         print_text(note, to_stderr=options.json)
     text = deepspeed.write_boundaries(deepspeed.boundaries_for(planned, boundaries))

@@ -8,11 +8,10 @@ from collections.abc import Sequence
 import click
 
 from rota import accounting
-from rota.cli import common, files, json_reports
+from rota.cli import common, files, reports
 from rota.cli.command import Group, Options, combined, command
-from rota.cli.json_reports import print_json
+from rota.cli.reports import print_json
 from rota.cli.screen import print_text, print_timeline, progress_line, report_columns
-from rota.cli.values import comma_separated
 from rota.core import checking, reading
 from rota.core.costs import Costs, assumed_costs
 from rota.core.plan import Plan
@@ -90,7 +89,7 @@ def deepspeed(options: Options) -> None:
 @click.option(
     "--step", type=common.NATURAL, metavar="N", help="number of the profiled step, counted from 0 (default: the last)"
 )
-@common.cores("unknown; traces do not record it")
+@common.cores
 @common.json
 @common.output("FILE", "write the timeline as JSON", writes="timeline")
 def trace(options: Options) -> None:
@@ -103,7 +102,7 @@ def trace(options: Options) -> None:
         show("simulating what would help …")
         explanation = accounting.explain(imported.timeline, imported.timeline.plan)
     if options.json:
-        print_json(json_reports.of_trace(imported) | json.loads(explanation.to_json()))
+        print_json(reports.of_trace(imported) | json.loads(explanation.to_json()))
     else:
         print_text(imported.to_text())
         print()
@@ -122,10 +121,10 @@ def _check_and_write(options: Options, planned: Plan, boundaries: Sequence[int],
     timeline = simulate(planned)
     if options.json:
         fields = {"boundaries": list(boundaries), "contents": list(contents)}
-        print_json(fields | json_reports.of_timeline(timeline))
+        print_json(fields | reports.of_timeline(timeline))
     else:
         for stage, held in enumerate(contents):
             print_text(f"stage {stage} on rank {planned.placement.ranks_of(stage)[0]}: {held}")
         print_timeline(timeline)
-        print_text(f"Cut at the boundaries {comma_separated(boundaries)}.")
+        print_text(f"Cut at the boundaries {','.join(map(str, boundaries))}.")
     files.keep(options.output, planned.to_json(), "plan.json", quietly=options.json)

@@ -2,41 +2,33 @@
 
 from __future__ import annotations
 
-import importlib.util
-from functools import partial
 from typing import Any
 
 import click
 
-from rota.cli import common, files, json_reports
+from rota.cli import common, files, reports
 from rota.cli.command import Choice, Options, command
-from rota.cli.json_reports import print_json
+from rota.cli.plans import SEARCH, cluster_of, costs_of, measured, search_frontier, search_plan, shaped, uniform
+from rota.cli.reports import print_json
 from rota.cli.requirements import InputError, require
 from rota.cli.screen import (
     note,
-    print_snapshots,
     print_text,
     print_timeline,
     progress_line,
     report_columns,
     terminal_columns,
 )
-from rota.cli.searching import SEARCH, search_frontier, search_plan
-from rota.cli.stages import cluster_of, costs_of, measured, shaped, uniform
 from rota.core import checking, simulation
-from rota.core.cluster import Cluster
 from rota.core.costs import Costs
-from rota.core.errors import PipelineError
 from rota.core.plan import Plan
-from rota.core.tables import fitted
 from rota.core.tasks import Kind
 from rota.schedules import NAMED, table
 
 _ALL = "all"
-_MEASURED_ON_CPU = "measured on CPU"  # how the note of such costs begins
 _FOR_SEARCH = ("shape", "objective", "time_limit", "split_backward", "frontier")
-_OF_ONE_PLAN = ("microbatches", "limit", "snapshots", "chunks", "objective")
-_OF_ONE_SCHEDULE = ("stages", "snapshots", "chunks", "output")
+_OF_ONE_PLAN = ("microbatches", "limit", "chunks", "objective")
+_OF_ONE_SCHEDULE = ("stages", "chunks", "output")
 _SCHEDULES = {
     SEARCH: "the fastest order found within the time limit, for any placement, with a proven bound",
     _ALL: "no plan, but a table of the named schedules: time, bubble, memory, and whether they fit; the costs are "
@@ -55,16 +47,12 @@ _SCHEDULES = {
     "--microbatches", metavar="M", help="micro-batches per step (no default: required, except with --frontier)"
 )
 @common.limit
-@common.snapshots
 @common.count(
     "--chunks",
     help="cut each sample into N micro-batches along its length; --microbatches counts them all (default: 1)",
 )
 @common.count("--stages", help="number of stages (default: the fewest that the schedule needs)")
-@common.costs(
-    "all links as set by --link or, if no option describes the links and --costs were measured on a CPU, as measured "
-    "between processes on this machine"
-)
+@common.costs
 @common.shape
 @click.option(
     "--objective",
@@ -135,32 +123,7 @@ def _compare_all(options: Options) -> None:
         print(table.to_json(rows), end="")
         return
     print(table.to_text(rows, options.limit, terminal_columns()))
-    if options.costs is options.forward_us is options.backward_us is None:
-        assumed = "Assumed: F takes 1 ms and B takes 2 ms per rank; give --forward-us and --backward-us, or --costs"
-        print(fitted(assumed, terminal_columns()))
-
-
-def _links_here(options: Options, num_ranks: int) -> Cluster | None:
-    """The links between CPUs of this machine, if costs were measured on one like it; None: transfers cost nothing."""
-    if options.costs is None:
-        return None
-    costs = files.read_costs(options.costs)
-    if costs.note.startswith(_MEASURED_ON_CPU) and importlib.util.find_spec("torch") is not None and num_ranks > 1:
-        from rota.profiling.forked import why_not_here
-        from rota.profiling.machine_links import links_of_this_machine
-        from rota.runtime.device.local import CPU
-
-        if not why_not_here(num_ranks):
-            try:
-                with progress_line() as show:
-                    links = links_of_this_machine(num_ranks, device=CPU, report=show)
-            except PipelineError as error:
-                note("plan", f"warning: links were not measured: {error}")
-                return None
-            if links.doubt:
-                note("plan", f"warning: links were measured on a busy machine: {links.doubt}")
-            return links.cluster
-    return None
+    _print_assumed(options, [])
 
 
 def _named(options: Options) -> tuple[Plan, dict[str, Any]]:
@@ -168,30 +131,28 @@ def _named(options: Options) -> tuple[Plan, dict[str, Any]]:
     family = NAMED[options.schedule]
     stage_costs = costs_of(options, family.stages_per_rank)
     costs = family.adapted(stage_costs)
-    cluster = cluster_of(options, costs.num_stages, options.limit, partial(_links_here, options))
+    cluster = cluster_of(options, costs.num_stages, options.limit)
     placement = family.place(costs, cluster).in_chunks(options.chunks or 1, options.microbatches)
     planned = family(placement, options.microbatches)
     checking.check(planned)
     timeline, assumed = simulation.simulate(planned), _assumed(stage_costs, costs)
     if options.json:
-        return planned, {"assumed": assumed, **json_reports.of_timeline(timeline)}
+        return planned, {"assumed": assumed, **reports.of_timeline(timeline)}
     print_timeline(timeline)
-    print_snapshots(timeline)
-    if assumed:
-        print_text(f"Assumed: {'; '.join(assumed)}.")
+    _print_assumed(options, assumed)
     return planned, {}
 
 
 def _searched(options: Options) -> tuple[Plan, dict[str, Any]]:
     """The plan with the best order found, which is printed or, with --json, told in fields."""
-    placement = shaped(options, options.limit, partial(_links_here, options))
+    placement = shaped(options, options.limit)
     placement = placement.in_chunks(options.chunks or 1, options.microbatches)
     result = search_plan(placement, options.microbatches, options.time_limit, options.objective or "makespan")
     if options.json:
-        return result.plan, {"search": json_reports.of_search(result), **json_reports.of_timeline(result.timeline)}
+        return result.plan, {"search": reports.of_search(result), **reports.of_timeline(result.timeline)}
     print_timeline(result.timeline)
-    print_snapshots(result.timeline)
     print(result.to_text(report_columns()))
+    _print_assumed(options, [])
     if any(task.kind is Kind.B for task in placement.tasks):
         print_text("The backward is whole; --split-backward splits it into I and W, as the zero-bubble schedules do.")
     return result.plan, {}
@@ -202,9 +163,9 @@ def _frontier(options: Options) -> None:
     _refuse(options, _OF_ONE_PLAN, "is of one plan, but --frontier tries every memory limit; leave it out")
     if options.output is not None:
         require("matplotlib", "draw")
-    frontier = search_frontier(shaped(options, None, partial(_links_here, options)), options.time_limit)
+    frontier = search_frontier(shaped(options, None), options.time_limit)
     if options.json:
-        print_json(json_reports.of_frontier(frontier))
+        print_json(reports.of_frontier(frontier))
     else:
         print(frontier.to_text(report_columns()))
     if options.output is not None:
@@ -214,6 +175,15 @@ def _frontier(options: Options) -> None:
         save_frontier(points, [(limit, float(us)) for limit, us in frontier.bounds], options.output)
         if not options.json:
             print(f"Wrote {options.output}.")
+
+
+def _print_assumed(options: Options, assumed: list[str]) -> None:
+    """Say which of the costs nobody has given."""
+    defaults = {"forward_us": "F takes 1 ms", "backward_us": "B takes 2 ms", "activation_bytes": "F keeps 1 kB"}
+    if options.costs is None:
+        assumed = [text for name, text in defaults.items() if getattr(options, name) is None] + assumed
+    if assumed:
+        print_text(f"Assumed: {'; '.join(assumed)}.")
 
 
 def _assumed(costs: Costs, adapted: Costs) -> list[str]:

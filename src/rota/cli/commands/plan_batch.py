@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rota.cli import common, files, json_reports
+from rota.cli import common, files, reports
 from rota.cli.command import Options, command
-from rota.cli.json_reports import print_json
+from rota.cli.plans import STARTING, cluster_of
+from rota.cli.reports import print_json
 from rota.cli.requirements import InputError, require
 from rota.cli.screen import print_text, progress_line
-from rota.cli.searching import STARTING
-from rota.cli.stages import cluster_of
 from rota.core import reading
 from rota.core.sizes import SizeModel
 
@@ -29,7 +28,7 @@ from rota.core.sizes import SizeModel
 )
 @common.count("--ranks", help="number of ranks (default: one per stage)")
 @common.limit
-@common.links()
+@common.links
 @common.flag(
     "--packed",
     help="put the samples of a micro-batch one after another in one row, instead of padding each to the longest",
@@ -58,7 +57,7 @@ def plan_batch(options: Options) -> None:
             text = plans[-1].to_text()
             print_text(f"batch {i}: {text}" if len(batches) > 1 else text)
     if options.json:
-        print_json({"batches": [json_reports.of_batch(plan) for plan in plans]})
+        print_json({"batches": [reports.of_batch(plan) for plan in plans]})
     if options.output is not None:
         files.make_folder(options.output)
         for i, plan in enumerate(plans):

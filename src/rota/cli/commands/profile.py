@@ -6,12 +6,12 @@ import os
 
 import click
 
-from rota.cli import common, files, json_reports
+from rota.cli import common, files, reports
 from rota.cli.command import Options, WholeNumber, command
-from rota.cli.json_reports import print_json
+from rota.cli.common import COUNTS
+from rota.cli.reports import print_json
 from rota.cli.requirements import InputError, require
 from rota.cli.screen import note, print_text, progress_line, report_columns
-from rota.cli.values import COUNTS
 from rota.core import reading
 from rota.core.layers import LayerCosts
 from rota.core.profiles import Profile
@@ -65,20 +65,21 @@ def _layers(options: Options) -> None:
     if options.processes:
         raise InputError(f"--processes is for `rota profile {LINKS}`; leave it out for {options.model}")
     from rota.planning.model_file import load_model_file, profile_file
+    from rota.planning.request import Measuring
 
     if options.lengths:
         _sizes(options)
         return
     if options.stages:
         raise InputError("--stages is for costs by length: give --lengths as well, such as --lengths 64,128,256")
-    how = {"device": options.device, "cache": options.cache, "refresh": options.refresh, "cuts": options.cuts}
     repeats = options.repeats or _REPEATS
+    how = Measuring(options.device, repeats, options.cache, options.refresh, options.cuts)
     with progress_line() as show:
         model_file = load_model_file(options.model, options.length)
-        profile = profile_file(model_file, options.rows or (1,), repeats=repeats, report=show, **how)
+        profile = profile_file(model_file, options.rows or (1,), how, show)
     then = f"; plan with `rota autoplan --profile {options.output} …`"
     if options.json:
-        print_json({"layers": [json_reports.of_layers(layers) for layers in profile.values()]})
+        print_json({"layers": [reports.of_layers(layers) for layers in profile.values()]})
     else:
         _print_layers(options, profile, repeats)
     files.keep(options.output, profile.to_json(), then=then, quietly=options.json)
@@ -105,19 +106,20 @@ def _print_layers(options: Options, profile: Profile, repeats: int) -> None:
 
 
 def _sizes(options: Options) -> None:
-    from rota.planning.size_profile import profile_file_sizes
+    from rota.planning.model_file import profile_file_sizes
+    from rota.planning.request import Measuring
 
     if len(options.lengths) < 2 or options.length:
         raise InputError("--lengths needs two lengths or more, such as --lengths 64,128,256, and no --length")
-    how = {"device": options.device, "cuts": options.cuts, "repeats": options.repeats or _REPEATS}
     if options.cache:
         raise InputError("--cache stores profiles of one length; leave it out with --lengths")
+    how = Measuring(options.device, options.repeats or _REPEATS, cuts=options.cuts)
     with progress_line() as show:
         measured = profile_file_sizes(
-            options.model, options.lengths, options.rows or (1, 4), options.stages or 2, report=show, **how
+            options.model, options.lengths, options.rows or (1, 4), options.stages or 2, how, show
         )
     if options.json:
-        print_json(json_reports.of_sizes(measured.model, measured.cuts))
+        print_json(reports.of_sizes(measured.model, measured.cuts))
     else:
         print(_sizes_table(measured.model))
         cut = f"cut at {', '.join(measured.cuts)}" if measured.cuts else "not cut"

@@ -9,9 +9,9 @@ import click
 
 from rota.cli import common, files
 from rota.cli.command import Options, Output, command
+from rota.cli.common import MESH
 from rota.cli.requirements import InputError, require_installed
 from rota.cli.screen import note
-from rota.cli.values import MESH
 from rota.core import reading
 from rota.core.errors import PipelineError
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from rota.cli import common, files, json_reports
+from rota.cli import common, files, reports
 from rota.cli.command import Options, Output, command
-from rota.cli.json_reports import print_json
-from rota.cli.pictures import draw, is_measured
+from rota.cli.reports import draw, is_measured, print_json
 from rota.cli.requirements import InputError, require
 from rota.cli.screen import print_timeline, progress_line
 from rota.core.timeline import Timeline
@@ -28,7 +27,7 @@ def show(options: Options) -> None:
     if options.above is not None:
         files.note_assumed_times("show", options.above)
     if options.json:
-        print_json({"times_assumed": assumed, **json_reports.of_timeline(timeline)})
+        print_json({"times_assumed": assumed, **reports.of_timeline(timeline)})
     if options.output is not None:
         above = None if options.above is None else files.read_timeline(options.above)
         bound_us = _bound_us(timeline, options.file) if options.bound else None

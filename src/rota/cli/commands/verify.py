@@ -6,7 +6,7 @@ import click
 
 from rota.cli import common, files
 from rota.cli.command import Choice, Options, command
-from rota.cli.json_reports import print_json
+from rota.cli.reports import print_json
 from rota.cli.requirements import InputError, require
 from rota.cli.screen import print_text
 

@@ -1,4 +1,4 @@
-"""What `--json` prints: the figures of each report, with units in the names."""
+"""What commands report: the fields of `--json`, with units in the names, and pictures."""
 
 from __future__ import annotations
 
@@ -6,20 +6,23 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from fractions import Fraction
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rota.accounting.comparison import Comparison
-from rota.cli.transfers import transfers_text
+from rota.cli.requirements import require
+from rota.cli.screen import transfers_text
+from rota.core.simulation import simulate
 from rota.core.timeline import Timeline
 
 if TYPE_CHECKING:
     from rota import BatchPlan
+    from rota.accounting.comparison import Comparison
     from rota.calibration import Calibration
     from rota.core.layers import LayerCosts
     from rota.core.sizes import SizeModel
     from rota.interop.traces import ImportedTrace
     from rota.planning import Answer
-    from rota.planning.evaluation import Found
+    from rota.planning.evaluation import Contender
     from rota.runtime.checkpoints.manifest import Saved
     from rota.search import Frontier, SearchResult
 
@@ -143,7 +146,7 @@ def of_answer(answer: Answer) -> dict[str, Any]:
     }
 
 
-def _candidate(candidate: Found) -> dict[str, Any]:
+def _candidate(candidate: Contender) -> dict[str, Any]:
     layout = candidate.candidate.layout
     return {
         **_figures(layout, "num_ranks", "num_replicas"),
@@ -164,3 +167,32 @@ def of_bounds(objectives: Sequence[tuple[str, int, Sequence[Any]]]) -> dict[str,
         }
         for objective, value_us, bounds in objectives
     }
+
+
+# --- pictures ---------------------------------------------------------------------------------------------------------
+
+
+def draw(
+    timeline: Timeline,
+    output: str,
+    above: Timeline | None,
+    names: tuple[str, str],
+    bound_us: int | None = None,
+    *,
+    quietly: bool = False,
+) -> None:
+    """Write a picture of `timeline`, under `above` if there is one; `names` are the files of both, `above`'s first."""
+    if not output.lower().endswith((".html", ".json")):
+        require("matplotlib", "draw")
+    from rota.drawing import save
+
+    names = Path(names[0]).name, Path(names[1]).name
+    title = " over ".join(names) if above else names[1]
+    save(timeline, output, above=above, names=names, title=title, bound_us=bound_us)
+    if not quietly:
+        print(f"Wrote {output}.")
+
+
+def is_measured(timeline: Timeline) -> bool:
+    """Whether the timeline's times differ from those that its plan's costs give."""
+    return timeline != simulate(timeline.plan)

@@ -1,0 +1,193 @@
+"""What autoplan is asked for: the layers' costs or how to measure them, the machine, the batch, what it may choose."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from rota.core.errors import PlacementError
+from rota.core.layers import ESTIMATED, LayerCosts
+from rota.core.units import count_text
+from rota.core.whole_numbers import whole
+from rota.planning.machine import Machine
+
+_MOST_ROWS = 10_000_000  # of a step
+_BLOCK = re.compile(r"(.*?\.\d+)\.")  # with a module inside it: an entry of a list of modules, as in layers.0.mlp
+_MOST_TOLERANCE = 0.05  # a profile whose figures are further apart is no reason to recommend much slower plans
+
+
+@dataclass(frozen=True, slots=True)
+class Choices:
+    """What `autoplan` may choose.
+
+    Attributes:
+        inference: Whether to plan forward passes only.
+        recompute: Whether stages may recompute. PyTorch's schedule CSV, and so torchtitan, cannot express it.
+        pipeline_ranks: Ranks of every pipeline; None: any number.
+        copies: Whether a stage may be on two ranks, as in bidirectional pipelines, so that all weights are held twice.
+            Never on a machine where the cost of summing gradients is unknown.
+        split_backward: Whether backwards may be split into I and W. Trainers other than Rota cannot split those of
+            models under `torch.compile` or with activation checkpointing.
+    """
+
+    inference: bool = False
+    recompute: bool = True
+    pipeline_ranks: int | None = None
+    copies: bool = False
+    split_backward: bool = True
+
+
+#: All of them.
+ANYTHING = Choices()
+
+
+@dataclass(frozen=True, slots=True)
+class Measuring:
+    """How layers are measured.
+
+    Attributes:
+        device: "cpu" (None) or an accelerator of this machine, such as "cuda"; for every other device, costs are
+            estimated.
+        repeats: Measurements, of which the median counts.
+        cache: A file or folder that keeps them; None: they are not kept.
+        refresh: Whether to measure again what the cache has.
+        cuts: Patterns of modules that can start a stage; None: all possible cuts.
+    """
+
+    device: str | None = None
+    repeats: int = 7
+    cache: str | Path | None = None
+    refresh: bool = False
+    cuts: Sequence[str] | None = None
+
+
+#: On the CPU of this machine.
+MEASURED_HERE = Measuring()
+
+
+@dataclass(frozen=True)
+class Request:
+    """The arguments of `autoplan`: `profiles` by rows per micro-batch, `batch_rows` of a step over all replicas.
+
+    Raises PlacementError where no step can be made of these micro-batches, or no pipeline of these ranks.
+    """
+
+    profiles: Mapping[int, LayerCosts]
+    machine: Machine
+    batch_rows: int
+    choices: Choices = ANYTHING
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.profiles, Mapping) or not self.profiles:
+            raise PlacementError("give profiles as a dict of layers by rows, for one number of rows or more")
+        for rows, layers in self.profiles.items():
+            if layers.rows != rows:
+                raise PlacementError(
+                    f"profiles[{rows}] was measured with {count_text(layers.rows, 'row')} per micro-batch; give it as "
+                    f"profiles[{layers.rows}]"
+                )
+        batch_rows = self.batch_rows
+        fits = isinstance(batch_rows, int) and not all(batch_rows % rows for rows in self.profiles)
+        if not fits or not 1 <= batch_rows <= _MOST_ROWS:
+            raise PlacementError(
+                f"batch_rows is {batch_rows!r}: give a multiple of one of the rows that were measured, "
+                f"{', '.join(map(str, sorted(self.profiles)))}, of at most {_MOST_ROWS:,}"
+            )
+        num_layers = max(layers.num_layers for layers in self.profiles.values())
+        num_ranks, most = self.choices.pipeline_ranks, min(self.machine.num_ranks, num_layers)
+        if num_ranks is not None and not 1 <= whole("pipeline_ranks", num_ranks) <= most:
+            raise PlacementError(
+                f"a pipeline of {num_ranks} ranks: give 1 to {most}, as there are {self.machine.num_ranks} ranks and "
+                f"the model can be cut into {num_layers} layers; to cut it in more places, name modules, such as "
+                f"--cuts 'layers.*'"
+            )
+        if self.choices.inference:
+            alone = {rows: _forward_alone(layers) for rows, layers in self.profiles.items()}
+            object.__setattr__(self, "profiles", alone)
+        object.__setattr__(self, "profiles", dict(sorted(self.profiles.items())))
+
+    @property
+    def may_recompute(self) -> bool:
+        """Whether stages may recompute: only to save memory that is limited, as it never makes a step shorter."""
+        is_limited = any(limit is not None for limit in self.machine.limits)
+        return self.choices.recompute and not self.choices.inference and is_limited
+
+    @property
+    def may_replicate(self) -> bool:
+        """Whether there may be several replicas: only where the cost of summing their gradients is known."""
+        nothing = self.choices.inference or not any(any(layers.gradient_bytes) for layers in self.profiles.values())
+        return nothing or self.machine.prices_sums
+
+    @cached_property
+    def tolerance(self) -> float:
+        """The part of a step by which predicted steps may differ and count as equal: how far the profile is apart."""
+        return min(max(layers.mean_spread for layers in self.profiles.values()), _MOST_TOLERANCE)
+
+    @property
+    def doubts(self) -> tuple[str, ...]:
+        """Why the plan may be worse than it could be, and what to do: a line each."""
+        doubts = []
+        if self.machine.num_ranks > 1 and all(layers.num_layers == 1 for layers in self.profiles.values()):
+            doubts.append(
+                "the model has no place where it can be cut, so there is no pipeline, only replicas; name modules that "
+                "can start a stage, such as --cuts 'layers.*', or call a separate rota.CutPoint() between every two "
+                "blocks in the model's forward: x = self.cuts[i](x)"
+            )
+        doubtful = {rows: layers.why_doubtful for rows, layers in self.profiles.items() if layers.why_doubtful}
+        incomplete = next((layers.why_incomplete for layers in self.profiles.values() if layers.uncounted), "")
+        if incomplete:
+            doubts.append(incomplete)
+        elif doubtful:
+            rows, why = next(iter(doubtful.items()))
+            more = f"; the same goes for {count_text(len(doubtful) - 1, 'other size')}" if len(doubtful) > 1 else ""
+            doubts.append(
+                f"layers were measured on a busy or uneven machine: with {count_text(rows, 'row')} per micro-batch, "
+                f"{why}{more}. Another run may cut the model elsewhere: stop other programs, and profile again "
+                f"(--refresh)"
+            )
+        return tuple(doubts)
+
+    @property
+    def estimated_for(self) -> str:
+        """The note of costs that nothing measured, such as "estimated for h100"; "" if they are not estimates."""
+        notes = (layers.note for layers in self.profiles.values())
+        return next((note for note in notes if note.startswith(ESTIMATED)), "")
+
+
+def _forward_alone(layers: LayerCosts) -> LayerCosts:
+    """The layers for inference: their forwards, parameters and buffers alone."""
+    zeros = (0,) * layers.num_layers
+    backward = ("backward_us", "input_us", "weight_us", "recompute_us", "optimizer_us")
+    memory = ("kept_bytes", "waiting_bytes", "backward_peak_bytes", "input_peak_bytes", "weight_peak_bytes")
+    columns: dict[str, Any] = dict.fromkeys((*backward, *memory, "gradient_bytes", "optimizer_bytes"), zeros)
+    columns |= dict.fromkeys(("boundary_gradient_bytes", "received_bytes"), (0,) * len(layers.edges))
+    # Shared storages may be among what is left out; tied parameters count with each layer.
+    columns |= dict.fromkeys(("shared", "waiting_shared", "tied"), ())
+    return replace(layers, **columns)
+
+
+def refuse_cuts_in_blocks(profiles: Mapping[int, LayerCosts]) -> None:
+    """Raise PlacementError if the layers on both sides of a cut hold parts of one block, or a cut's name is inside one.
+
+    Other trainers cannot make such a cut. CutPoints are not among the layers' contents, so one at the end or the
+    beginning of a block is accepted.
+    """
+    for layers in profiles.values():
+        contents = [text.split(", ") for text in layers.contents]
+        for cut, before, after in zip(layers.cuts, contents, contents[1:], strict=False):
+            blocks, others = ({match[1] for match in map(_BLOCK.match, names) if match} for names in (before, after))
+            named = _BLOCK.match(cut)
+            if named and any(name == cut or name.startswith(f"{cut}-") for name in after):
+                block, remedy = named[1], f"cut between blocks with --cuts '{re.sub(r'[0-9]+$', '*', named[1])}'"
+            elif blocks & others:
+                block, remedy = min(blocks & others), "call the CutPoint between blocks"
+            else:
+                continue
+            raise PlacementError(
+                f"--exportable: other trainers cannot begin a stage at {cut}, because it is inside {block}, which they "
+                f"keep or remove as a whole; {remedy}, or plan for Rota, without --exportable"
+            )
