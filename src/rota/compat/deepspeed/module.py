@@ -206,9 +206,7 @@ class PipelineModule(nn.Module):
         if self._pipeline is None or self._pipeline[0] != wanted:
             self.close()
             plan = to_plan(self.schedule, self.micro_batches, self.num_stages)
-            several = self._topo.world_size() > self.num_stages
-            options: dict[str, Any] = {"mesh": self._grid.mesh} if several else {}
-            self._pipeline = wanted, Pipeline(self.stages, plan, self.loss_fn, **options)
+            self._pipeline = wanted, Pipeline(self.stages, plan, self.loss_fn, mesh=self._grid.mesh)
         return self._pipeline[1]
 
     def close(self) -> None:

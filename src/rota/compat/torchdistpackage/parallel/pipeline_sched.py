@@ -62,9 +62,8 @@ def forward_backward(
         optimizer.zero_grad()
     pipeline, stage = _pipeline(num_microbatches, forward_only, scatter_gather_tensors)
     stage.fwd_fn, stage.bwd_fn = fwd_fn, bwd_fn
-    targets = None if forward_only else [()] * num_microbatches  # fwd_fn computes the loss
     with _reduced_once(active=not forward_only):
-        pipeline.step([(own_inputs,) for own_inputs in microbatches], targets)
+        pipeline.step([(own_inputs,) for own_inputs in microbatches])
     output, stage.output = stage.output, None
     return output
 
@@ -102,11 +101,15 @@ def _pipeline(num_microbatches: int, forward_only: bool, in_slices: bool) -> _Ma
             if forward_only
             else one_f_one_b(placement, num_microbatches)
         )
-        loss_fn = None if forward_only else _first_argument
-        # A function may return tensors of another shape each time.
-        options: dict[str, Any] = {"dynamic_shapes": True} | ({"mesh": tpc.mesh} if tpc.mesh.size() > size else {})
-        # Each stage has inputs of its own, which need not be those of others.
-        pipeline = Pipeline(Stages(stages, inputs=[0] * size), plan, loss_fn, check_data="never", **options)
+        loss_fn = None if forward_only else _computed_by_fwd_fn
+        pipeline = Pipeline(
+            Stages(stages, inputs=[0] * size),
+            plan,
+            loss_fn,
+            mesh=tpc.mesh,
+            dynamic_shapes=True,  # a function may return tensors of another shape each time
+            check_data="never",  # each stage has inputs of its own, which need not be those of others
+        )
         _made[key] = pipeline, stages[pipeline.rank]
         tpc.before_close.callback(_close, key)
     return _made[key]
@@ -116,7 +119,7 @@ def _close(key: tuple[int, bool, bool]) -> None:
     _made.pop(key)[0].close()
 
 
-def _first_argument(output: Any, target: Any) -> Any:  # noqa: ARG001
+def _computed_by_fwd_fn(output: Any) -> Any:
     return output
 
 
