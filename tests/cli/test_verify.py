@@ -13,8 +13,6 @@ import pytest
 import rota
 from rota.cli import main
 from rota.core.usage import Usage
-from support.commands import output_of
-from support.pool import Pool
 
 pytestmark = pytest.mark.dist
 
@@ -70,45 +68,6 @@ with rota.Pipeline(stages, plan, loss_fn) as pipeline:
 """
 
 
-UNMODIFIED = """
-import torch
-from torch import nn
-import rota
-from transformers import GPT2Config, GPT2LMHeadModel
-
-def make_model():
-    with rota.meta_init():
-        return GPT2LMHeadModel(GPT2Config(vocab_size=61, n_positions=16, n_embd=16, n_layer=2, n_head=2))
-
-def make_batch(rows):
-    ids = torch.randint(61, (rows, 16))
-    labels = ids.masked_fill(torch.rand(rows, 16) < 0.3, -100)
-    return {"input_ids": ids, "position_ids": torch.arange(16)[None]}, labels
-
-def loss_fn(output, labels):
-    logits, labels = output.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
-    total = nn.functional.cross_entropy(logits, labels, reduction="sum")
-    return {"loss": (total, (labels != -100).sum()), "size": logits.square().mean()}
-"""
-
-TRAIN_UNMODIFIED = """
-from collections import UserDict
-import torch
-import rota
-from model import loss_fn, make_batch, make_model
-
-plan = rota.given_plan()
-torch.manual_seed(0)
-stages = rota.split(make_model(), plan.num_stages, plan.cuts, example=make_batch(2)[0])
-rota.materialize(stages, rota.local_stages(plan))
-with rota.Pipeline(stages, plan, loss_fn) as pipeline:
-    torch.manual_seed(1)
-    for _ in range(2):
-        inputs, labels = make_batch(7)
-        print("loss", pipeline.step(UserDict(inputs), labels), pipeline.metrics, flush=True)
-"""
-
-
 @pytest.fixture
 def plan(tmp_path: Path) -> str:
     costs = rota.Costs.uniform(2, 10, 20)
@@ -160,20 +119,6 @@ def test_a_run_verifies_before_its_first_step(plan: str, tmp_path: Path) -> None
     assert "loss" not in told.stdout
     assert "rota: before the first step: NOT exact" in told.stderr
     assert "the split model is not exact, so nothing is trained" in told.stderr
-
-
-@pytest.mark.sweep
-def test_a_model_on_meta_whose_batches_are_mappings_and_whose_loss_has_a_count(
-    plan: str, tmp_path: Path, pool: Pool
-) -> None:
-    model, script = tmp_path / "model.py", tmp_path / "train.py"
-    model.write_text(UNMODIFIED)
-    script.write_text(TRAIN_UNMODIFIED)
-    expected = output_of(pool, tmp_path, "rota run plan.json train.py")
-    told = trained("--verify", plan, str(script))
-    assert told.returncode == 0
-    assert "rota: before the first step: exact" in told.stderr
-    assert sorted(told.stdout.splitlines()) == sorted(expected.splitlines())
 
 
 def test_a_plan_whose_cuts_the_model_lacks_is_wrong_input(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

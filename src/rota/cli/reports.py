@@ -140,7 +140,6 @@ def of_answer(answer: Answer) -> dict[str, Any]:
         "best": _candidate(answer.best),
         "candidates": [_candidate(candidate) for candidate in answer.candidates],
         "one_process_us": None if answer.one_process is None else answer.one_process.step_us,
-        "on_shared_cores": None if answer.on_shared_cores is None else answer.on_shared_cores._asdict(),
         **_figures(answer, "rows_per_s", "bound_us", "bound_holds", "assumptions", "predicted_because"),
         **_figures(answer, "tolerance", "num_rounds", "elapsed_s", "stopped_by", "ran_out", "remarks"),
     }

@@ -41,14 +41,6 @@ class Counts(NamedTuple):
     plans: int
 
 
-class OnSharedCores(NamedTuple):
-    """Steps on this machine, where it has fewer cores than the plan has ranks: of the best plan and of one process."""
-
-    num_cores: int
-    step_us: int
-    one_process_us: int
-
-
 @dataclass(frozen=True)
 class Answer:
     """What `autoplan` found.
@@ -69,7 +61,6 @@ class Answer:
             predicted from its layers. None where steps of the others alone were run, and for inference.
         links_because: Why links that could be measured here were not; "" where they were, or were not asked for.
         predicted_because: Why steps are predicted and were not run: "" where they were.
-        on_shared_cores: Steps that were run although ranks share cores; None where each has one, or nothing was run.
         remarks: What else to know about the figures.
     """
 
@@ -86,7 +77,6 @@ class Answer:
     one_process: Contender | None = None
     links_because: str = ""
     predicted_because: str = "no model was given to run"
-    on_shared_cores: OnSharedCores | None = None
     remarks: tuple[str, ...] = ()
 
     @property
@@ -200,21 +190,15 @@ def _verdict(answer: Answer) -> Iterator[str]:
             f"  predicted   {time_text(best.makespan_us)} from {times}, {time_text(best.layers_us)} from layer times"
         )
     if best.steps is None and answer.predicted_because:
-        label = "not run" if answer.on_shared_cores is None else "cores"
-        yield f"  {label:<12}{answer.predicted_because}"
+        yield f"  not run     {answer.predicted_because}"
 
 
 def _compared(answer: Answer) -> Iterator[str]:
     """The best plan beside one process, and beside 1F1B on equal layers."""
-    best, alone, here = answer.best, answer.one_process, answer.on_shared_cores
+    best, alone = answer.best, answer.one_process
     if alone is not None and alone.steps is not None and best.steps is not None and best.num_processes > 1:
-        yield f"  vs. one process              {_times_here(alone.step_us, best.step_us)}"
-    if here is not None:
-        yield (
-            f"  vs. one process              {_times_here(here.one_process_us, here.step_us)}: with "
-            f"{count_text(best.num_processes, 'rank')} on {count_text(here.num_cores, 'core')}, a step took "
-            f"{time_text(here.step_us)}, in one process {time_text(here.one_process_us)}"
-        )
+        faster = "; one process is faster here" if alone.step_us < best.step_us else ""
+        yield f"  vs. one process              {_times(alone.step_us / max(best.step_us, 1))}{faster}"
     usual = answer.usual
     if isinstance(usual, Contender) and usual.is_as(best):
         yield "  vs. 1F1B with equal layers   the same plan"
@@ -375,9 +359,3 @@ def _wrapped(lines: list[str], width: int) -> list[str]:
 
 def _times(ratio: float) -> str:
     return f"{ratio:.2f} times as fast"
-
-
-def _times_here(one_process_us: int, step_us: int) -> str:
-    """How fast steps are beside those of one process, both as run on this machine."""
-    faster = "; one process is faster here" if one_process_us < step_us else ""
-    return f"{_times(one_process_us / max(step_us, 1))}{faster}"

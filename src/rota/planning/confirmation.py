@@ -6,7 +6,6 @@ process, run in turn on real processes ─▶ the simplest of those that are as 
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -19,8 +18,8 @@ from rota.core.checking import check
 from rota.core.errors import NothingFitsError, PipelineError, PlanError
 from rota.core.units import count_text, time_text
 from rota.models import Stages, split
-from rota.planning.answer import Answer, OnSharedCores
-from rota.planning.choosing import LEAST_TOLERANCE, NOISY, recommended, spread_between
+from rota.planning.answer import Answer
+from rota.planning.choosing import LEAST_TOLERANCE, recommended, spread_between
 from rota.planning.deadline import Deadline
 from rota.planning.evaluation import Contender
 from rota.planning.layout_bounds import placement_bound_us
@@ -31,8 +30,7 @@ from rota.profiling import profile
 from rota.profiling.forked import why_not_here
 from rota.profiling.optimizers import MakeOptimizer
 from rota.profiling.places import accelerators_of
-from rota.runtime.environment import num_cores, shared_cores
-from rota.runtime.host_memory import total_bytes
+from rota.runtime.environment import num_cores
 from rota.runtime.losses import LossFn
 
 _MOST = 3  # candidates
@@ -41,7 +39,6 @@ _ROUNDS = 3  # of steps: candidates that divide the processes as others do are m
 _KEPT_FOR_STEPS = 0.5  # of the time, where steps follow
 _REPEATS, _REPEATS_BEFORE_STEPS = 7, 3  # of a stage's measurement: where steps follow, those have its times
 _DISAGREE = 1.5  # times that one prediction of a step is another, from which on the answer says so
-_MOST_PER_CORE = 8  # processes with which a step is run where there are fewer cores than ranks
 _LOADED = 0.10  # spread of steps, or missing cores, above which the machine is busy with something else
 
 
@@ -71,7 +68,6 @@ class _Findings:
     plans: tuple[Contender, ...]
     alone: Contender | None
     because: str
-    on_shared_cores: OnSharedCores | None = None
     left_out: tuple[tuple[str, str], ...] = ()  # what was not done for lack of time, of which plan
     remarks: tuple[str, ...] = ()
 
@@ -102,7 +98,7 @@ def confirm(
     time, the best of them and one process come first, and may be started only once; a remark says so. The simplest of
     the plans that are as fast by these steps becomes the best, and its plan is checked. A remark says so if the machine
     was busy with something else: steps of one plan differed by more than a tenth, or other programs used the same
-    cores. With more ranks than cores, only steps of the best plan and of one process are run, to compare the two here.
+    cores. With more ranks than cores, no steps are run.
 
     Ctrl-C ends the measuring: what was measured by then counts; if nothing was, the answer stays as it was and says so.
     An answer that Ctrl-C ended is not measured.
@@ -129,8 +125,6 @@ def confirm(
             findings = so_far
         if not findings.because:
             findings = _with_steps(findings, work)
-        elif findings.because == shared_cores(answer.request.machine.num_ranks):
-            findings = _with_steps_on_shared_cores(findings, work)
     except KeyboardInterrupt:
         answer = replace(answer, stopped_by="Ctrl-C")
     return _answered(answer, findings, work.deadline.elapsed_s) if findings.plans else _unmeasured(answer)
@@ -280,25 +274,6 @@ def _with_steps(findings: _Findings, work: _Work) -> _Findings:
     )
 
 
-def _with_steps_on_shared_cores(findings: _Findings, work: _Work) -> _Findings:
-    """With steps of the recommended plan, which has more ranks than cores, and of one process: is that faster here?"""
-    best, alone = recommended(findings.plans, work.answer.tolerance), findings.alone
-    if alone is None or best.num_processes == 1:
-        return findings
-    needed = max(plan.candidate.layout.num_replicas * sum(plan.timeline.peak_memory_bytes) for plan in (best, alone))
-    if best.num_processes > _MOST_PER_CORE * num_cores() or needed > (total_bytes() or math.inf):
-        return findings
-    work.report(f"running steps of {layout_text(best)} on {count_text(num_cores(), 'core')}, and of one process")
-    try:
-        steps = _tried([best, alone], work)
-    except PipelineError as error:
-        return replace(findings, because=f"a step failed here: {error}")
-    if len(steps) < 2:
-        return findings.without("comparing, on these cores, with one process", best)
-    here = OnSharedCores(num_cores(), *(of_plan.median_us for of_plan in steps))
-    return replace(findings, on_shared_cores=here)
-
-
 def _by_importance(findings: _Findings, answer: Answer) -> list[Contender]:
     """The best plan, one process, the best on other numbers of ranks, 1F1B on equal layers, and the others."""
     (best, *others), usual = sorted(findings.plans, key=lambda plan: plan.key), answer.usual
@@ -378,8 +353,7 @@ def _answered(answer: Answer, findings: _Findings, took_s: float) -> Answer:
         num_rounds=num_rounds,
         one_process=answer.one_process if best.steps is None else alone,
         predicted_because="" if best.steps is not None else findings.because,
-        on_shared_cores=findings.on_shared_cores,
-        remarks=(*answer.remarks, *lacking, *findings.remarks, *_too_noisy(tolerance), *_disagreement(plans)),
+        remarks=(*answer.remarks, *lacking, *findings.remarks, *_disagreement(plans)),
         ran_out=answer.ran_out or bool(left_out),
         elapsed_s=answer.elapsed_s + took_s,
     )
@@ -401,17 +375,6 @@ def _spread_of(plans: Sequence[Contender], least: float) -> tuple[float, int]:
     others = [plan.steps for plan in near if plan is not fastest]
     rounds = [difference(steps, fastest.steps).num_rounds for steps in others if steps and fastest.steps]
     return max([least, *(spread_between(steps, fastest.steps, least) for steps in others)]), min(rounds, default=0)
-
-
-def _too_noisy(tolerance: float) -> list[str]:
-    """That the rounds of steps did not tell which plan is faster, if so, and what to do."""
-    if tolerance <= NOISY:
-        return []
-    return [
-        f"step times vary too much to be sure which plan is the fastest: trial steps measure differences between plans "
-        f"only to within {tolerance:.1%}, above {NOISY:.0%}; stop other programs, and give a longer --time-limit for "
-        f"more steps"
-    ]
 
 
 def _disagreement(plans: Sequence[Contender]) -> list[str]:
