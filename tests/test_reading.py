@@ -49,13 +49,13 @@ def test_a_dump_has_one_line_a_field_and_an_entry() -> None:
         (lambda: DOCUMENT["a"]["z"], "plan.a is 1; expected an object"),
         (lambda: list(DOCUMENT["a"]), "plan.a is 1; expected a list"),
         (lambda: list(DOCUMENT["c"]), 'plan.c is {"d": true}; expected a list'),
-        (lambda: DOCUMENT["a"].text(), "plan.a is 1; expected a text"),
-        (lambda: DOCUMENT["a"].integer(2), "plan.a is 1; expected 2 or more"),
-        (lambda: DOCUMENT["c"]["d"].integer(), "plan.c.d is true; expected a whole number"),
-        (lambda: DOCUMENT["b"].integers(), 'plan.b[1] is "x"; expected a whole number'),
-        (lambda: DOCUMENT["e"].integers(), "plan.e[0] is 0.5; expected a whole number"),
-        (lambda: Field("x", 10**15 + 1).integer(), "x is 1000000000000001; expected 1000000000000000 or less"),
-        (lambda: Field("x", ["y" * 99]).text(), 'x is ["' + "y" * 55 + "...; expected a text"),
+        (lambda: DOCUMENT["a"].read(str), "plan.a is 1; expected a text"),
+        (lambda: DOCUMENT["c"].read(Positive), 'plan.c is {"d": true}; expected a whole number'),
+        (lambda: DOCUMENT["c"]["d"].read(int), "plan.c.d is true; expected a whole number"),
+        (lambda: DOCUMENT["b"].read(list[int]), 'plan.b[1] is "x"; expected a whole number'),
+        (lambda: DOCUMENT["e"].read(list[int]), "plan.e[0] is 0.5; expected a whole number"),
+        (lambda: Field("x", 10**15 + 1).read(Positive), "x is 1000000000000001; expected 1000000000000000 or less"),
+        (lambda: Field("x", ["y" * 99]).read(str), 'x is ["' + "y" * 55 + "...; expected a text"),
     ],
 )
 def test_what_is_wrong_is_told_with_path_and_value(read: Callable[[], object], told: str) -> None:
@@ -90,7 +90,7 @@ def test_what_is_no_document_of_ours_is_refused(text: str, told: str) -> None:
 def test_deep_nesting_is_refused_wherever_the_stack_ends(depth: int) -> None:
     text = json.dumps({"rota": "plan", "a": 0}).replace("0", "[" * depth + "]" * depth)
     with pytest.raises(FormatError):
-        reading.parse(text, "plan")["a"].text()
+        reading.parse(text, "plan")["a"].read(str)
 
 
 CLUSTER = rota.Cluster.uniform(2)

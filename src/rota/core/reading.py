@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, fields, is_dataclass
 from io import FileIO
-from typing import Annotated, Any, TypeAlias, TypeVar
+from typing import Annotated, Any, TypeAlias, TypeVar, overload
 
 import msgspec
 
@@ -189,7 +189,11 @@ class Field:
             raise self.wrong("a list")
         return (Field(f"{self.path}[{i}]", value) for i, value in enumerate(self.value))
 
-    def read(self, into: type[_T]) -> _T:
+    @overload
+    def read(self, into: type[_T]) -> _T: ...
+    @overload
+    def read(self, into: Any) -> Any: ...
+    def read(self, into: Any) -> Any:
         """This value as a noun or a struct, whose annotations say what it must be.
 
         Raises:
@@ -217,58 +221,16 @@ class Field:
                 expected = re.sub(pattern, words, expected)
             raise field.wrong(expected) from None
 
-    def integer(self, minimum: int | None = None, maximum: int = LARGEST) -> int:
-        """The value as a whole number from `minimum` (default: -LARGEST) to `maximum`."""
-        # A bool is an int in Python, but not in a file.
-        if not isinstance(self.value, int) or isinstance(self.value, bool):
-            raise self.wrong("a whole number")
-        if minimum is not None and self.value < minimum:
-            raise self.wrong(f"{minimum} or more")
-        if self.value > maximum:
-            raise self.wrong(f"{maximum} or less")
-        if self.value < -LARGEST:
-            raise self.wrong(f"{-LARGEST} or more")
-        return self.value
-
-    def integer_or_none(self, minimum: int | None = None) -> int | None:
-        """The value as a whole number or None."""
-        return None if self.value is None else self.integer(minimum)
-
-    def text(self) -> str:
-        """The value as a string that UTF-8 can encode."""
-        if not isinstance(self.value, str):
-            raise self.wrong("a text")
-        try:
-            self.value.encode()
-        except UnicodeEncodeError:
-            raise self.wrong("a text without halves of characters (lone surrogates)") from None
-        return self.value
-
-    def name(self) -> str:
-        """The value as a non-empty string of printable characters, for use in one line."""
-        name = self.text()
-        if not (1 <= len(name) <= LONGEST_NAME and name.isprintable()):
-            raise self.wrong(f"a name of 1 to {LONGEST_NAME:,} printable characters")
-        return name
-
-    def items(self) -> Iterator[tuple[Field, Field]]:
-        """The names and values of an object."""
-        if not isinstance(self.value, dict):
-            raise self.wrong("an object")
-        return ((Field(f"{self.path}, a name", name), self[name]) for name in self.value)
-
     def refuse_others(self, known: Iterable[str]) -> None:
         """Raise FormatError if an object has other fields than `known`, such as misspelled ones."""
-        for name, value in self.items():
-            if name.value not in known:
+        if not isinstance(self.value, dict):
+            raise self.wrong("an object")
+        for name, value in self.value.items():
+            if name not in known:
                 raise FormatError(
-                    f"{self.path} has the field {short(name.value)} = {short(value.value)}, which is not one of "
+                    f"{self.path} has the field {short(name)} = {short(value)}, which is not one of "
                     f"{', '.join(known)}; remove or rename it"
                 )
-
-    def integers(self, minimum: int | None = None, maximum: int = LARGEST) -> tuple[int, ...]:
-        """The value as a list of whole numbers from `minimum` to `maximum`."""
-        return tuple(item.integer(minimum, maximum) for item in self)
 
 
 #: An error of msgspec's: what it expects, and where; of a wrong name in an object, the object's place.

@@ -15,6 +15,7 @@ from rota.core.costs import Costs
 from rota.core.placing import place
 from rota.core.plan import Plan
 from rota.core.reading import Field
+from rota.core.whole_numbers import Whole
 from rota.interop.layer_boundaries import has_order_of, require_boundaries, stage_costs
 from rota.schedules import NAMED
 from rota.schedules.common import require_chain_on
@@ -22,7 +23,7 @@ from rota.schedules.common import require_chain_on
 
 def read_boundaries(text: str) -> tuple[int, ...]:
     """The boundaries in a JSON list. Raises FormatError or SplitError with the entry."""
-    return require_boundaries(Field("boundaries", reading.load(text)).integers(0))
+    return require_boundaries(Field("boundaries", reading.load(text)).read(tuple[Whole, ...]))
 
 
 def write_boundaries(boundaries: Sequence[int]) -> str:

@@ -30,6 +30,7 @@ from rota.core.plan import Plan
 from rota.core.reading import Field, short
 from rota.core.tasks import Kind
 from rota.core.units import count_text
+from rota.core.whole_numbers import Positive
 from rota.interop.layer_boundaries import MOST_LAYERS, stage_costs
 
 Parts: TypeAlias = tuple[tuple[str, ...], ...]
@@ -207,7 +208,7 @@ def load(path: str | Path, costs: Costs | None = None, cluster: Cluster | None =
     except FormatError as error:
         raise FormatError(f"{beside}: {error}") from None
     check(plan)
-    rows = config[_ROWS].integer(1) if _ROWS in config else 1
+    rows = config[_ROWS].read(Positive) if _ROWS in config else 1
     return Imported(plan, parts, _text(config, "pipeline_parallel_schedule", _LOOP), rows, _num_replicas(config))
 
 
@@ -215,7 +216,7 @@ def _num_replicas(config: Field) -> int | None:
     """The product of the degrees; None if one of them is missing or -1, which stands for all GPUs that are left."""
     if not all(name in config for name in DEGREES) or config[_SHARD].value == -1:
         return None
-    return config[_REPLICATE].integer(1) * config[_SHARD].integer(1)
+    return int(config[_REPLICATE].read(Positive) * config[_SHARD].read(Positive))
 
 
 def _parts(config: Field) -> Parts:
@@ -225,14 +226,14 @@ def _parts(config: Field) -> Parts:
         raise FormatError(
             f"{config.path} has {count} of {_PARTS} and {_PARTS_IN_0_3_0}; give one, a list of names per stage"
         )
-    parts = [[name.text() for name in part] for part in config[present[0]]]
+    parts = config[present[0]].read(list[list[str]])
     if not 0 < len(parts) <= MOST_LAYERS:
         raise FormatError(f"{config.path}.{present[0]} has {len(parts):,} parts; give 1 to {MOST_LAYERS:,}")
     return _require_parts(parts, len(parts))
 
 
 def _text(config: Field, name: str, default: str) -> str:
-    return config[name].text() if name in config else default
+    return config[name].read(str) if name in config else default
 
 
 def _plan(csv: str, config: Field, parts: Parts, costs: Costs | None, cluster: Cluster | None) -> Plan:
@@ -240,7 +241,9 @@ def _plan(csv: str, config: Field, parts: Parts, costs: Costs | None, cluster: C
     on = schedule_csv.stage_ranks(orders)
     if len(on) != len(parts):
         raise FormatError(f"the CSV runs {len(on)} stages, but there are {len(parts)} parts; give one per stage")
-    num_ranks = config["pipeline_parallel_degree"].integer(1) if "pipeline_parallel_degree" in config else len(orders)
+    num_ranks = (
+        config["pipeline_parallel_degree"].read(Positive) if "pipeline_parallel_degree" in config else len(orders)
+    )
     if num_ranks != len(orders):
         raise FormatError(
             f"the CSV has {len(orders)} lines for pipeline_parallel_degree = {num_ranks}; it needs as many"
