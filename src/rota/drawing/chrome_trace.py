@@ -94,12 +94,9 @@ def _shared_links(timeline: Timeline) -> Iterator[Event]:
     shared = timeline.plan.placement.cluster.shared
     if shared:
         process = timeline.num_ranks
-        yield {"ph": "M", "name": "process_name", **_location(process), "args": {"name": "shared links"}}
-        yield {"ph": "M", "name": "process_sort_index", **_location(process), "args": {"sort_index": process}}
+        yield from _labels("process", "shared links", process, _location(process))
     for i, link in enumerate(shared):
-        location = _location(timeline.num_ranks, i)
-        yield {"ph": "M", "name": "thread_name", **location, "args": {"name": link.name}}
-        yield {"ph": "M", "name": "thread_sort_index", **location, "args": {"sort_index": i}}
+        yield from _labels("thread", link.name, i, _location(timeline.num_ranks, i))
         for span in timeline.service_spans(i):
             assert isinstance(span.work, Transfer)
             on_link = span._replace(rank=timeline.num_ranks)
@@ -122,13 +119,17 @@ def _location(rank: int, track: int | None = None) -> Event:
 
 def _names(rank: int, tracks: Iterable[int]) -> Iterator[Event]:
     """Yield the metadata that names and sorts a rank and its tracks."""
-    yield {"ph": "M", "name": "process_name", **_location(rank), "args": {"name": f"rank {rank}"}}
-    yield {"ph": "M", "name": "process_sort_index", **_location(rank), "args": {"sort_index": rank}}
+    yield from _labels("process", f"rank {rank}", rank, _location(rank))
     for track in tracks:
         first = max(base for base in _TRACK_NAMES if base <= track)
         name = _TRACK_NAMES[first] + f" {track - first + 1}" * (track > first)
-        yield {"ph": "M", "name": "thread_name", **_location(rank, track), "args": {"name": name}}
-        yield {"ph": "M", "name": "thread_sort_index", **_location(rank, track), "args": {"sort_index": track}}
+        yield from _labels("thread", name, track, _location(rank, track))
+
+
+def _labels(what: str, name: str, index: int, location: Event) -> Iterator[Event]:
+    """Yield the metadata that names a process or thread, and sorts it among the others."""
+    yield {"ph": "M", "name": f"{what}_name", **location, "args": {"name": name}}
+    yield {"ph": "M", "name": f"{what}_sort_index", **location, "args": {"sort_index": index}}
 
 
 def _in_lanes(spans: Iterable[Span], first: int) -> Iterator[tuple[Span, int]]:
