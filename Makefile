@@ -66,7 +66,7 @@ test-newest-torch: ## test what Rota relies on in the newest PyTorch, in .venv-n
 	$(NEWEST) -m pip install -qq --build-constraint constraints.txt --no-deps --editable .
 	@$(NEWEST) -c 'import torch; print("PyTorch", torch.__version__)'
 	$(NEWEST) -m pytest --numprocesses 0 tests/test_torch_internals.py tests/runtime/gradients \
-		tests/runtime/reducing/test_wrapped_stages.py tests/runtime/test_training.py
+		tests/runtime/reducing/test_sharded_stages.py tests/runtime/test_training.py
 
 # The tests of the HTML page drive a real browser. Where there is none and it cannot be had, they are skipped.
 browser:

@@ -254,15 +254,6 @@ def test_a_connection_of_ones_own_reaches_the_store(alone: dist.ProcessGroup) ->
     assert torch_internals.own_connection_to_store().get("key") == b"value"
 
 
-def test_the_hook_of_ddp_is_named(alone: dist.ProcessGroup) -> None:
-    wrapped: Any = nn.parallel.DistributedDataParallel(nn.Linear(2, 2))
-    assert torch_internals.communication_hook_of(wrapped) == ""
-    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
-
-    wrapped.register_comm_hook(None, allreduce_hook)
-    assert "allreduce" in torch_internals.communication_hook_of(wrapped)
-
-
 @pytest.mark.parametrize("reduce_dtype", [None, torch.float64])
 def test_sharded_gradients_are_kept_until_they_are_reduced(
     alone: dist.ProcessGroup, reduce_dtype: torch.dtype | None
@@ -348,7 +339,6 @@ _ATTRIBUTES = {
     "_cdata",
     "_fsdp_param_group",
     "_get_backend",
-    "_get_ddp_logging_data",
     "_get_default_store",
     "_get_fsdp_state",
     "_input_metadata",

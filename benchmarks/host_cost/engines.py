@@ -20,10 +20,11 @@ from rota import Cluster, Costs, Pipeline, Plan, Stages, place
 from rota.runtime.channels import Channels
 from rota.runtime.compute import Batch, Compute
 from rota.runtime.device.streams import StreamDevice
-from rota.runtime.execution import Execution
+from rota.runtime.execution import Execution, ThisRank
 from rota.runtime.meshes import Processes
 from rota.runtime.messages import Format
 from rota.runtime.microbatches import Microbatches
+from rota.runtime.recorder import Record
 from rota.runtime.transport import Transport
 from rota.schedules import one_f_one_b, zb_h1
 
@@ -65,8 +66,8 @@ def execution(plan: Plan, rank: int) -> Engine:
     processes = Processes(None)
     transport = Transport(processes.pipeline, processes.everyone)
     channels = Channels(plan, device, transport, processes)
-    compute = Compute(stages, plan.placement, mse_loss, keep_outputs=False, device=device)
-    made = Execution(stages, plan, rank, transport, compute, device, channels)
+    compute = Compute(stages, plan.placement, mse_loss, device=device)
+    made = Execution(stages, plan, compute, ThisRank(rank, device, transport, Record(rank), channels))
     n = plan.num_microbatches
     made.formats.update({(edge, False, m): Format(LAYOUT) for edge in range(len(stages.edges)) for m in range(n)})
     nones = Microbatches([None] * n)

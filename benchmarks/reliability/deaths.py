@@ -162,23 +162,23 @@ def _in_backward(here: Here) -> None:
 
 def _sending(here: Here) -> None:
     """Once it has sent something."""
-    send = here.pipeline._transport._send
+    send = here.pipeline._engine.here.transport._send
 
     def send_and_die(*arguments: Any) -> None:
         send(*arguments)
         here.die()
 
-    here.pipeline._transport._send = send_and_die  # type: ignore[method-assign]
+    here.pipeline._engine.here.transport._send = send_and_die  # type: ignore[method-assign]
 
 
 def _reducing(here: Here) -> None:
     """The gradients of replicas: it was begun, and is not waited for yet."""
-    for all_reduce in here.pipeline._gradients._all_reduces.values():
+    for all_reduce in here.pipeline._engine.gradients._all_reduces.values():
         all_reduce.finish = here.die  # type: ignore[method-assign]
 
 
 def _exchanging_losses(here: Here) -> None:
-    here.pipeline._step_end._totals = here.die  # type: ignore[assignment]
+    here.pipeline._engine.step_end._totals = here.die  # type: ignore[assignment]
 
 
 def _before_optimizer(here: Here) -> None:

@@ -394,7 +394,7 @@ def sleep_kernel(device: torch.device) -> Callable[[int], None] | None:
     return found
 
 
-# --- process groups, DDP and FSDP -------------------------------------------------------------------------------------
+# --- process groups and FSDP ------------------------------------------------------------------------------------------
 
 
 def cpu_backend(group: dist.ProcessGroup) -> Any:
@@ -457,11 +457,6 @@ def replace_rendezvous(scheme: str, handler: Callable[..., Any]) -> None:
     """
     handlers: dict[str, Any] = import_module("torch.distributed.rendezvous")._rendezvous_handlers
     handlers[scheme] = handler
-
-
-def communication_hook_of(module: Any) -> str:
-    """The name of a DistributedDataParallel's hook, or "". Relies on `_get_ddp_logging_data`."""
-    return str(module._get_ddp_logging_data().get("comm_hook") or "")
 
 
 def reduce_sharded_gradients(root: Any) -> None:

@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
-from torch.nn.parallel import DistributedDataParallel
 
 import rota
 from rota import Cluster, Costs, place
@@ -99,7 +98,7 @@ def test_running(pool: Pool, tmp_path: Path) -> None:
     assert (first["rows"], second["rows"]) == ([1], [2])  # of tokens 1 and 6 on ranks with four rows each
 
 
-def gradients_when_wrapped(rank: int, code: str, modules: dict[str, Any]) -> dict[str, Tensor]:
+def gradients_when_sharded(rank: int, code: str, modules: dict[str, Any]) -> dict[str, Tensor]:
     plan, mesh = one_f_one_b(place(Costs.uniform(2), Cluster.uniform(2)), 2), rota.mesh(pp=2, dp=2)
     stages = rota.split(copy.deepcopy(equal_layers(2)), 2)
     for module in stages.modules:
@@ -117,18 +116,13 @@ def gradients_when_wrapped(rank: int, code: str, modules: dict[str, Any]) -> dic
     return {f"{mesh.get_local_rank('pp')}.{name.split('.')[-1]}": g.clone() for name, g in whole.items()}
 
 
-@pytest.mark.parametrize(
-    ("number", "modules"),
-    [(1, {"DistributedDataParallel": DistributedDataParallel}), (2, {"fully_shard": fully_shard})],
-    ids=["ddp", "fsdp"],
-)
-def test_wrapped_stages(pool: Pool, number: int, modules: dict[str, Any]) -> None:
+def test_sharded_stages(pool: Pool) -> None:
     model = equal_layers(2)
     torch.manual_seed(1)
     x, y = torch.randn(2, 4, 3, dtype=torch.float64)
     nn.functional.mse_loss(model(x), y).backward()
     pool.renew()
-    for found in pool.run(4, gradients_when_wrapped, python_blocks("mesh.md")[number], modules):
+    for found in pool.run(4, gradients_when_sharded, python_blocks("mesh.md")[1], {"fully_shard": fully_shard}):
         for name, gradient in found.items():
             stage, kind = name.split(".")
             torch.testing.assert_close(gradient, getattr(model[int(stage)][0], kind).grad, rtol=1e-10, atol=1e-10)

@@ -85,9 +85,7 @@ def test_recomputed_and_compiled(pool: Pool, name: str, how: str) -> None:
     is_as_whole(pool, name, {plan: Run(make_plan(plan, 2), how) for plan in ("1f1b", "searched")}, 2)
 
 
-@pytest.mark.parametrize(
-    ("name", "how"), swept_but(("gpt2", "plain"), ("mixtral", "ddp"), hows=("plain", "ddp", "fsdp"))
-)
+@pytest.mark.parametrize(("name", "how"), swept_but(("gpt2", "plain"), ("mixtral", "plain"), hows=("plain", "fsdp")))
 def test_two_replicas(pool: Pool, name: str, how: str) -> None:
     if how == "fsdp":
         pool.renew()

@@ -66,7 +66,7 @@ def arriving(stages: Stages, stage: int, batch: Any) -> list[Any]:
 def held_by_a_run(of: Case, stages: Stages, stage: int, costs: Costs) -> dict[Kind, int]:
     """Bytes alive after each op of the second micro-batch; gradients of parameters are there since the first one."""
     placement = place(costs, Cluster.uniform(len(stages)))
-    compute = Compute(stages, placement, of.loss_fn, keep_outputs=False)
+    compute = Compute(stages, placement, of.loss_fn)
     compute.begin(Batch(Microbatches([of.batch] * 2), Microbatches([of.target] * 2), [0.5] * 2), seed=0)
     values = arriving(stages, stage, of.batch)
     kinds = [kind for kind in (Kind.F, Kind.R, Kind.B, Kind.I, Kind.W) if placement.task(stage, kind)]

@@ -22,8 +22,10 @@ def plan(num_ranks: int = 3) -> Plan:
 
 
 def records(*busy_us: int) -> list[Record]:
-    sent = {"sent_ns": {(0, 1): 5}, "through_ns": {(0, 1): 6}, "reductions_ns": {2: (8, 9)}}
-    return [Record(rank, 5, starts_ns=[7], ends_ns=[7 + 1000 * us], **sent) for rank, us in enumerate(busy_us)]
+    return [
+        Record(rank, 5, [7], [7 + 1000 * us], messages=[(0, 1, 5, 6)], reductions=[(2, 8, 9)])
+        for rank, us in enumerate(busy_us)
+    ]
 
 
 def test_records_are_handed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

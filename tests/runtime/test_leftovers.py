@@ -16,7 +16,7 @@ import torch
 import rota
 from rota import Pipeline, PipelineError, Plan, Stages
 from rota.core.errors import LostRankError
-from rota.runtime import pipeline as pipeline_module
+from rota.runtime import engine, pipeline as pipeline_module
 from rota.runtime.meshes import Processes
 from rota.runtime.reducing.gradient_sync import GradientSync
 from runtime.reducing.test_shared_weights import STREAMS
@@ -127,12 +127,9 @@ def fail(*_: Any, **__: Any) -> Any:
 
 #: What a pipeline calls while it is made, first to last.
 STEPS: list[tuple[Any, str]] = [
-    *((pipeline_module, name) for name in ("Watchdog", "refuse_differences", "Processes")),
+    *((engine, name) for name in ("Watchdog", "refuse_differences", "Processes")),
     (Processes, "_across_replicas"),  # some groups are made
-    *(
-        (pipeline_module, name)
-        for name in ("GradientSync", "Transport", "clock_offset_ns", "MicrobatchInputs", "Agreement")
-    ),
+    *((engine, name) for name in ("GradientSync", "Transport", "ReadyPlans", "clock_offset_ns", "Agreement")),
 ]
 
 
@@ -159,8 +156,8 @@ def test_a_pipeline_that_cannot_be_made_leaves_nothing(pool: Pool) -> None:
 def make_without_processes(rank: int, stages: Stages, plan: Plan) -> None:
     """As where `join` has made the process group."""
     with (
-        patch.object(pipeline_module, "join", lambda *_: True),
-        patch.object(pipeline_module, "MicrobatchInputs", fail),
+        patch.object(engine, "join", lambda *_: True),
+        patch.object(engine, "ReadyPlans", fail),
         pytest.raises(OSError, match="no space left"),
     ):
         Pipeline(stages, plan, loss_fn)

@@ -1,4 +1,4 @@
-"""Weights and buffers of a loss_fn belong to no stage and are refused; as the model's last module they are trained."""
+"""Weights of a loss_fn belong to no stage and are refused; as the model's last module they are trained."""
 
 from __future__ import annotations
 
@@ -31,20 +31,6 @@ class Projected(nn.Module):
 
     def forward(self, output: Tensor, target: Tensor) -> Tensor:
         return loss_fn(self.proj(output), target)
-
-
-class Centred(nn.Module):
-    """A loss that keeps a mean of what it has seen; `weights` never change."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("weights", torch.full((WIDTH,), 2.0).double())
-        self.register_buffer("center", torch.zeros(WIDTH).double())
-
-    def forward(self, output: Tensor, target: Tensor) -> Tensor:
-        if self.training:
-            self.center.lerp_(output.detach().mean(0), 0.5)
-        return loss_fn((output - self.center) * self.weights, target)
 
 
 class Holder:
@@ -89,16 +75,12 @@ REFUSED: dict[str, tuple[Callable[[Stages], Any], str]] = {
     ),
     "method": (lambda _: Holder(Projected()).loss, r"a weight of shape \[6.*belongs to no stage"),
     "another stage's": (lambda stages: of_stage(stages, 0), "'linear.weight' of stage 0, which stage 1, the last one"),
-    "buffer": (lambda _: Centred(), "loss_fn changes the buffer 'center'"),
-    "buffer of a method": (lambda _: Centred().forward, "loss_fn changes the buffer 'center'"),
-    "buffer in a closure": (lambda _: in_closure(Centred()), "changes the buffer 'center'"),
 }
 
 ACCEPTED: dict[str, Callable[[Stages], Any]] = {
     "frozen": lambda _: Projected(trains=False),
     "without gradients": lambda _: of_teacher(Projected()),
     "the last stage's": lambda stages: of_stage(stages, 1),
-    "buffers that stay": lambda _: Centred().eval(),
     "no weights": lambda _: nn.MSELoss(),
 }
 
@@ -118,7 +100,7 @@ def error_of(rank: int, case: str, weight_us: int | None) -> str:
     return refusal(one_step, case, weight_us)
 
 
-@pytest.mark.parametrize(("case", "weight_us"), [*((case, None) for case in REFUSED), ("module", 1), ("buffer", 1)])
+@pytest.mark.parametrize(("case", "weight_us"), [*((case, None) for case in REFUSED), ("module", 1)])
 def test_refused_at_the_latest_in_the_first_step(pool: Pool, case: str, weight_us: int | None) -> None:
     (error,) = pool.run(1, error_of, case, weight_us)
     assert re.search(REFUSED[case][1], error)

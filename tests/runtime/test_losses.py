@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import rota
 from rota import Cluster, Costs, Pipeline, PipelineError, Plan, Stages, bidirectional, place
-from rota.runtime.device.host import HostDevice
+from rota.runtime.device.protocol import HostDevice
 from rota.runtime.losses import loss_of, needs_target
 from rota.schedules import NAMED, chimera
 from support.loss_cases import Batch, Case, assert_exact

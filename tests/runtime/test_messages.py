@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, strategies as st
 
 from rota.core.errors import PipelineError
-from rota.runtime.known_layouts import KnownLayouts, as_layout
+from rota.runtime.layouts import KnownLayouts, as_layout
 from rota.runtime.messages import (
     describe,
     empty,

@@ -16,7 +16,7 @@ from rota.core.plan import Plan
 from rota.core.tasks import Kind, Op
 from rota.core.usage import Usage
 from rota.models import Stages, split
-from rota.runtime.plan_fit import refuse_other_cuts, refuse_unsupported
+from rota.runtime.plans import refuse_other_cuts, refuse_unsupported
 from rota.schedules import forward_only, gpipe
 from support.networks import plan_for
 from support.random_plans import random_plan

@@ -65,8 +65,8 @@ def steps(rank: int, base: Plan, batches: list[tuple[Lengths, Plan | None]]) -> 
     results = []
     with Pipeline(gpt_stages(base.num_ranks), base, summed_loss, check_data="never") as pipeline:
         received: list[Any] = []
-        receive = pipeline._transport.receive_layout
-        pipeline._transport.receive_layout = lambda message: received.append(message) or receive(message)
+        receive = pipeline._engine.here.transport.receive_layout
+        pipeline._engine.here.transport.receive_layout = lambda message: received.append(message) or receive(message)
         for seed, (lengths, plan) in enumerate(batches):
             inputs, targets, sizes = grouped(lengths, seed)
             given = {} if plan is None else {"plan": plan, "sizes": sizes}

@@ -38,8 +38,8 @@ def records(offset_ns: int = 0, through_ms: tuple[float, float] = (12, 32)) -> l
         return [int((1000 + ms) * MS) - rank * offset_ns for ms in times]
 
     return [
-        Record(0, 0, at(0, 0, 33), at(0, 10, 50), {(0, 0): at(0, 10.25)[0]}, {(0, 0): at(0, through_ms[0])[0]}),
-        Record(1, offset_ns, at(1, 13, 20), at(1, 20, 30), {(1, 0): at(1, 30)[0]}, {(1, 0): at(1, through_ms[1])[0]}),
+        Record(0, 0, at(0, 0, 33), at(0, 10, 50), [(0, 0, *at(0, 10.25, through_ms[0]))]),
+        Record(1, offset_ns, at(1, 13, 20), at(1, 20, 30), [(1, 0, *at(1, 30, through_ms[1]))]),
     ]
 
 
@@ -66,7 +66,7 @@ def test_clocks_that_disagree_never_make_a_transfer_end_before_it_starts() -> No
 def test_reductions_are_told_by_stage_also_where_the_plan_has_none() -> None:
     for costs in ({}, {"reduce_us": 5}):
         skewed = records(7 * MS)
-        skewed[1].reductions_ns = {1: (1030 * MS - 7 * MS, 1055 * MS - 7 * MS)}
+        skewed[1].reductions = [(1, 1030 * MS - 7 * MS, 1055 * MS - 7 * MS)]
         timeline = merge(plan_of_two(**costs), skewed)
         ends = {(timeline.plan.placement.step_ends[i].stage, rank): i for i, rank in timeline.plan.step_end_ranks}
         assert {*ends} == ({(0, 0), (1, 1)} if costs else {(1, 1)})
@@ -81,7 +81,7 @@ def test_reductions_of_a_rank_are_told_one_after_the_other() -> None:
     placement = place(Costs.uniform(3), Cluster.uniform(1), [0, 0, 0])
     plan = gpipe(placement, 1)
     record = Record(0, 0, [i * 10 * MS for i in range(6)], [(i + 1) * 10 * MS for i in range(6)])
-    record.reductions_ns = {2: (40 * MS, 90 * MS), 1: (50 * MS, 70 * MS), 0: (60 * MS, 120 * MS)}
+    record.reductions = [(2, 40 * MS, 90 * MS), (1, 50 * MS, 70 * MS), (0, 60 * MS, 120 * MS)]
     timeline = merge(plan, [record])
     at = {str(span.work): (span.start_us, span.end_us) for span in timeline.step_end_spans()}
     assert at == {"2 reduce": (40_000, 90_000), "0 reduce": (90_000, 120_000)}  # 1's was done beside 2's
@@ -115,7 +115,7 @@ def recorded(timeline: Timeline) -> list[Record]:
     ]
     for r, route in enumerate(plan.placement.routes):
         for k, (sent, arrived) in enumerate(zip(timeline.handed_over_us(r), timeline.arrived_us[r], strict=True)):
-            found[route.sender].sent_ns[r, k], found[route.sender].through_ns[r, k] = us * sent, us * arrived
+            found[route.sender].messages.append((r, k, us * sent, us * arrived))
     return found
 
 

@@ -27,8 +27,7 @@ from rota import (
     with_earlier_chunks,
 )
 from rota.planning.verify_on_ranks import Unsplit
-from rota.runtime.chunk_check import refuse_other_than_whole
-from rota.runtime.gradients.chunks import length_of
+from rota.runtime.gradients.chunks import length_of, refuse_other_than_whole
 from support.core_strategies import Chooser, deal, linear_extension
 from support.networks import StepResult, assert_equal_steps, clear, cleared_step, gradients_of
 from support.odd_stages import Calls
@@ -64,7 +63,7 @@ def steps(rank: int, given: list[Plan], lists: dict[int, Any]) -> list[Any]:
             evaluated = pipeline.evaluate(inputs, targets)
             pipeline.step(inputs, targets)
             results.append((cleared_step(pipeline, inputs, targets), evaluated))
-            assert not pipeline._compute._chunks._leaves  # nothing is held after the step
+            assert not pipeline._engine.compute._chunks._leaves  # nothing is held after the step
     return results
 
 

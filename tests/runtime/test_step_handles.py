@@ -196,14 +196,14 @@ def asked_to_stop(rank: int) -> list[bool]:
     with Pipeline(chain(2), plan_for(2), mean_loss) as pipeline:
         for step in range(5):
             if rank == 1 and step == 2:
-                pipeline._stops._asked = signal.SIGTERM
+                pipeline._engine.stops._asked = signal.SIGTERM
             handle = pipeline.begin_step(*batch_of(N))
             if rank == 0:
                 handle.wait()
             found.append(pipeline.should_stop)
         pipeline.evaluate(*batch_of(N))
         found.append(pipeline.should_stop)
-        pipeline._stops._asked = None
+        pipeline._engine.stops._asked = None
     return found
 
 

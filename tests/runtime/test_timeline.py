@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rota import Cluster, Costs, Kind, Op, Pipeline, Plan, Stages, Timeline, compare, place, simulate
-from rota.runtime import clocks
+from rota.runtime import process_group
 from rota.schedules import NAMED, gpipe
 from support.fresh import run_fresh
 from support.networks import Layer, batch_of, chain, graph_of_layers, loss_fn, plan_for, refusal
@@ -209,9 +209,9 @@ def offset_with_other_clock(rank: int) -> tuple[int, float]:
     group = dist.group.WORLD
     assert group is not None
     clock = OtherClock if rank == 2 else time
-    with patch.multiple(clocks, time=clock, _machine=lambda: f"machine {rank // 2}"):
+    with patch.multiple(process_group, time=clock, _machine=lambda: f"machine {rank // 2}"):
         began_ns = time.monotonic_ns()
-        return clocks.clock_offset_ns(group, ROUNDS), most_off_ns(began_ns)
+        return process_group.clock_offset_ns(group, ROUNDS), most_off_ns(began_ns)
 
 
 def test_clock_offset_of_another_machine(pool: Pool) -> None:

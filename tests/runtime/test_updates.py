@@ -12,7 +12,7 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from rota import Cluster, Costs, Pipeline, PipelineError, Stages, place
-from rota.runtime.device.host import HostDevice
+from rota.runtime.device.protocol import HostDevice
 from rota.runtime.updates import Report, Updates
 from rota.schedules import gpipe
 from support.networks import WIDTH, batch_of, loss_fn
@@ -102,12 +102,6 @@ def test_gradients_that_are_scaled_for_all_are_not_compared_with_unscaled_ones()
 # --- one rank: updates ------------------------------------------------------------------------------------------------
 
 
-def with_data(model: nn.Module) -> None:
-    for parameter in model.parameters():
-        assert parameter.grad is not None
-        parameter.data.add_(parameter.grad, alpha=-0.1)
-
-
 def in_place(model: nn.Module) -> None:
     with torch.no_grad():
         for parameter in model.parameters():
@@ -141,10 +135,8 @@ def load(model: nn.Module) -> None:
     [
         (lambda model: SGD(model.parameters(), lr=0.1).step(), True, True),
         (lambda model: Adam(model.parameters(), lr=0.1, fused=True).step(), True, True),
-        (lambda model: SGD(model[2].parameters(), lr=0.1).step(), True, True),
         (lambda model: WithData(model.parameters()).step(), True, True),
         (in_place, True, True),
-        (with_data, True, True),
         (load, True, True),
         (clamp, True, False),
         (lambda model: model.eval(), False, False),
@@ -154,8 +146,6 @@ def load(model: nn.Module) -> None:
 def test_updates_are_seen(
     update: Callable[[Any], object], has_changed: bool, is_updated: bool, was_updated: bool
 ) -> None:
-    if update is with_data and was_updated:
-        pytest.skip("values are compared only before the first update that is seen otherwise")
     model, updates = made()
     assert updates.report() == Report()
     step(model, updates)

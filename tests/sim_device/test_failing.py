@@ -31,7 +31,10 @@ def test_no_step_follows_one_that_failed() -> None:
         with pytest.raises(PipelineError, match="inputs=None"):
             pipeline.step()  # refused before anything was enqueued
         pipeline.step(*batch_of(4))
-        pipeline._is_alone = False  # as if there were others, which would wait for this step's messages
+        pipeline._engine.watched.names = [
+            "rank 0",
+            "rank 1",
+        ]  # as if there were others, which would wait for this step's messages
         fails = True
         with pytest.raises(ValueError, match="the second step"):
             pipeline.step(*batch_of(4))
@@ -53,7 +56,7 @@ def reports(rank: int) -> tuple[list[str], list[int]]:
     said, reached = [], []
     with SimDevice(f"rank {rank}").active(), pipelines_on_sim([]), Pipeline(chain(2), PLAN, loss_fn) as pipeline:
         pipeline.step(*batch_of(4))
-        execution, device = pipeline._plans.base.execution, pipeline._device
+        execution, device = pipeline._engine.plans.base.execution, pipeline._engine.here.device
         handle = pipeline.begin_step(*batch_of(4))
         behind = [mark for mark in execution._behind if mark is not None]
         for num_done in (len(behind), 9, 4, 1):

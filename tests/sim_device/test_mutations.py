@@ -60,7 +60,8 @@ def errors_with(rank: int, mutations: list[tuple[int, Callable[[], Any]]]) -> li
             mine = pipeline.rank == on
             pipeline.step(*batch_of(NUM_MICROBATCHES, pipeline.replica))
             with mutated() if mine else nullcontext():
-                pipeline._plans.base = pipeline._made_ready(pipeline.plan, 0, ())
+                plans = pipeline._engine.plans
+                plans.base = plans._make(pipeline.plan, 0, ())
                 pipeline.step(*batch_of(NUM_MICROBATCHES, pipeline.replica))
                 pipeline.step(*batch_of(NUM_MICROBATCHES, pipeline.replica))
                 with torch.no_grad():  # as an optimizer would

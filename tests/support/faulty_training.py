@@ -118,7 +118,7 @@ def prepare(fault: Fault, pipeline: Pipeline, stages: Stages) -> None:
     if fault.when in _MOMENTS:
         _MOMENTS[fault.when](pipeline, stages[pipeline.rank], act)
         return
-    reductions = pipeline._plans.base.reductions
+    reductions = pipeline._engine.plans.base.reductions
     hooks = reductions.after if fault.when.startswith("after ") else reductions.before
     op = Op.parse(fault.when.removeprefix("after "))
     assert op in pipeline.plan.orders[pipeline.rank]
@@ -175,18 +175,18 @@ def _in_third_backward(pipeline: Pipeline, stage: nn.Module, act: Callable[[], A
 
 
 def _in_loss(pipeline: Pipeline, stage: nn.Module, act: Callable[[], Any]) -> None:
-    pipeline._compute._loss_fn = lambda *_: act()
+    pipeline._engine.compute._loss_fn = lambda *_: act()
 
 
 def _in_reduction(pipeline: Pipeline, stage: nn.Module, act: Callable[[], Any]) -> None:
     """It was begun, and is not waited for yet."""
-    (all_reduce,) = pipeline._gradients._all_reduces.values()
+    (all_reduce,) = pipeline._engine.gradients._all_reduces.values()
     all_reduce.finish = act  # type: ignore[method-assign]
 
 
 def _in_losses(pipeline: Pipeline, stage: nn.Module, act: Callable[[], Any]) -> None:
     """All micro-batches' losses are there, and are not added up over the ranks yet."""
-    pipeline._step_end._totals = act  # type: ignore[assignment]
+    pipeline._engine.step_end._totals = act  # type: ignore[assignment]
 
 
 def _in(name: str) -> Callable[[Pipeline, nn.Module, Callable[[], Any]], None]:

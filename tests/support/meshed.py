@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
-from torch.nn.parallel import DistributedDataParallel
 
 import rota
 from rota import Cluster, Costs, Op, Pipeline, Plan, Stages, interleaved, place, spmd
@@ -62,10 +61,6 @@ class Case(NamedTuple):
 
     def scaler(self) -> torch.amp.GradScaler:
         return torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2, enabled=self.dtype == torch.float16)
-
-
-def in_ddp(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
-    return DistributedDataParallel(module, process_group=mesh.get_group("dp"))
 
 
 def sharded(module: nn.Module, mesh: DeviceMesh) -> nn.Module:

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.fsdp import fully_shard
-from torch.nn.parallel import DistributedDataParallel
 
 import rota
 from rota import Checkpoints, Cluster, Costs, Kind, Pipeline, Plan, Stages, find_plan, place, split, wave
@@ -181,7 +180,7 @@ class Differences(defaultdict[str, float]):
 
 @dataclass(frozen=True)
 class Run:
-    """A plan by its name, and how the stages are run: plain, recomputed, compiled, ddp or fsdp."""
+    """A plan by its name, and how the stages are run: plain, recomputed, compiled or fsdp."""
 
     plan: Plan
     how: str = "plain"
@@ -198,17 +197,13 @@ def make_stages(case: ModelCase, num_blocks: int | None, run: Run, seed: int = 0
 
 
 def wrapped(stages: Stages, blocks: Sequence[str], how: str, mesh: Any) -> Stages:
-    """With this rank's stage in DDP, or with each of its blocks sharded."""
+    """With each of the blocks on this rank sharded, if `how` says so."""
     stage = mesh["pp"].get_local_rank()
     if how == "fsdp":
         own = dict(stages[stage].named_modules())
         for path in blocks:
             if path in own and any(True for _ in own[path].parameters()):
                 fully_shard(own[path], mesh=mesh["dp"])
-    elif how == "ddp":
-        modules = [*stages.modules]
-        modules[stage] = DistributedDataParallel(modules[stage], process_group=mesh["dp"].get_group())
-        return stages.with_modules(modules)
     return stages
 
 
@@ -259,7 +254,7 @@ def train(case: ModelCase, num_blocks: int | None, run: Run, whole: Whole) -> tu
         if mesh is None and (forwards_rise(run.plan) or not changes_buffers(whole)):
             compare_buffers(found, pipeline, whole.steps[-1])
             compare_evaluation(found, pipeline, case, whole)
-        return found, {name.removeprefix("module.") for name, _ in pipeline.named_parameters()}
+        return found, {name for name, _ in pipeline.named_parameters()}
 
 
 def changes_buffers(whole: Whole) -> bool:

@@ -116,9 +116,9 @@ class Planner(Iterator[PlannedBatch]):
         self._length_of, self._packed = length_of, packed
         options = dict(options or {})
         self._batches = None if batches is None else iter(batches)
-        self._group = pipeline._processes.of_everyone()
+        self._group = pipeline.processes.of_everyone()
         self._server: _Server | None = None
-        if pipeline._processes.is_first:
+        if pipeline.processes.is_first:
             function = plan_with if isinstance(plan_with, str) else None
             if isinstance(plan_with, SizeModel):
                 cluster = options.get("cluster", pipeline.plan.placement.cluster)

@@ -20,9 +20,8 @@ import torch.distributed as dist
 
 from rota.core.errors import PipelineError, RotaError, error_text
 from rota.core.units import count_text
-from rota.runtime.environment import meeting_environments, shared_cores
+from rota.runtime.environment import end_with_parent, meeting_environments, shared_cores
 from rota.runtime.host_memory import keep_freed_memory
-from rota.runtime.orphans import end_with_parent
 
 _TICK_S = 1.0
 _OF_ANOTHER_RUN = ("ROTA_", "TORCHELASTIC_")  # the first letters of environment variables

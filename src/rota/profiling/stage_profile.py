@@ -25,12 +25,11 @@ from rota.profiling.optimizers import MakeOptimizer, optimizer_costs
 from rota.profiling.peak_memory import peaks
 from rota.profiling.places import accelerators_of, place_name
 from rota.profiling.stage_run import Earlier, Given, StageRun, on_device_of, state_bytes, static_bytes
-from rota.runtime.chunked_batches import to_chunks
 from rota.runtime.gradients.chunks import leaves_of, length_of
 from rota.runtime.gradients.forward_backward import forward
 from rota.runtime.losses import LossFn
 from rota.runtime.messages import hand_over
-from rota.runtime.microbatches import num_examples
+from rota.runtime.microbatches import num_examples, to_chunks
 
 _RUN_NS = 60_000_000  # several of the scheduler's time slices: a single op may meet none, or a whole one
 

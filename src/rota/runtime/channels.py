@@ -81,7 +81,7 @@ class Channels:
         """A new step."""
         self.marks, self.formats = marks, formats
         self._flags.clear()
-        left: list[dict[Any, Any]] = [of for of in (self._buffers, self._arriving, self._sent) if of]
+        left: list[dict[Any, Any]] = [*filter(None, (self._buffers, self._arriving, self._sent))]
         if left:  # by a failed step, whose kernels may still use it
             self._device.synchronize()
         for of_step in left:
@@ -181,7 +181,7 @@ def _open(plan: Plan, device: QueuedDevice, processes: Processes) -> dict[Pair, 
     All ranks make and use the groups in one order. The first message makes a group's communicator, which blocks the
     host until the other side does the same: so it must not be one of a step.
     """
-    found: dict[Pair, tuple[Any, Any]] = {}
+    backends: dict[Pair, tuple[Any, Any]] = {}
     for pair in _pairs(plan):
         with collective(f"opening the channel from rank {pair[0]} to rank {pair[1]}"):
             group = processes.of_ranks(pair, device.backend)
@@ -191,8 +191,8 @@ def _open(plan: Plan, device: QueuedDevice, processes: Processes) -> dict[Pair, 
             options = message_options(int(pair[0] > pair[1]))  # a group numbers its ranks in ascending order
             move_message(backend, torch.zeros(1, device=device.torch_device), options)
             device.synchronize()
-        found[pair] = backend, options
-    return found
+        backends[pair] = backend, options
+    return backends
 
 
 def _pairs(plan: Plan) -> Iterable[Pair]:

@@ -10,7 +10,7 @@ import hashlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol, final
+from typing import Any, final
 
 import torch
 
@@ -19,11 +19,9 @@ from rota.core.placement import Placement
 from rota.core.tasks import Kind, Op
 from rota.models import AddedLoss, Stages, collect_losses
 from rota.models.sequence_chunks import Chunk
-from rota.runtime.chunk_check import copied, refuse_other_than_whole
-from rota.runtime.device.host import HostDevice
 from rota.runtime.device.numbers import number_in
-from rota.runtime.device.protocol import Device, Number
-from rota.runtime.gradients.chunks import PassedOn, length_of
+from rota.runtime.device.protocol import Device, HostDevice, Number
+from rota.runtime.gradients.chunks import PassedOn, copied, length_of, refuse_other_than_whole
 from rota.runtime.gradients.forward_backward import (
     Kept,
     backward,
@@ -33,11 +31,9 @@ from rota.runtime.gradients.forward_backward import (
     pass_on,
     refuse_modes_without_gradients,
 )
-from rota.runtime.gradients.kept_graphs import explaining_shared_graphs
 from rota.runtime.gradients.recompute import Again, drawing_again, versions_in, without_activations
 from rota.runtime.gradients.split_backward import WeightWork
-from rota.runtime.loss_weights import FirstLoss
-from rota.runtime.losses import LossFn, MicrobatchLoss, Weighed, loss_of, needs_target
+from rota.runtime.losses import LossFn, MicrobatchLoss, Weighed, ends_of, loss_of, needs_target, refuse_weights_in
 from rota.runtime.messages import hand_over
 from rota.runtime.microbatches import Microbatches
 from rota.runtime.precision import Autocast, ambient_autocast, without_autocast
@@ -53,7 +49,7 @@ class Batch:
     `target_rows`: the examples in each micro-batch that is read here, or only in the first one if all have equally
     many. `whole`: inputs and targets as the caller gave them. `per_count`: what the sum of a loss with a count is
     multiplied by until the count of all micro-batches is known. `loss_of_output`: the loss needs no target. `chunks`:
-    for each sample that is cut, its micro-batches.
+    for each sample that is cut, its micro-batches. `keeps_outputs`: of the last stage, in `Compute.outputs`.
     """
 
     given: Microbatches
@@ -68,6 +64,7 @@ class Batch:
     per_count: float = 1.0
     loss_of_output: bool = False
     chunks: tuple[tuple[int, ...], ...] = ()
+    keeps_outputs: bool = False
 
     @property
     def inputs(self) -> list[Any]:
@@ -116,16 +113,6 @@ def seed_of(*numbers: int) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
 
 
-class RunsOps(Protocol):
-    """What an `Execution` needs for its ops: `Compute`, or what stands for it in a test."""
-
-    def begin(self, batch: Batch, seed: int) -> None:
-        """A new step."""
-
-    def run(self, op: Op, received: list[Any]) -> list[Any]:
-        """One op, see `Compute.run`."""
-
-
 @final
 class Compute:
     """Runs ops of any stage.
@@ -140,12 +127,11 @@ class Compute:
         stages: Stages,
         placement: Placement,
         loss_fn: LossFn | None,
-        keep_outputs: bool,
         recompute: Iterable[int] = (),
         device: Device | None = None,
     ) -> None:
         self._device = HostDevice() if device is None else device
-        self._stages, self._loss_fn, self.keep_outputs = stages, loss_fn, keep_outputs
+        self._stages, self._loss_fn = stages, loss_fn
         self._takes_target = loss_fn is None or needs_target(loss_fn)  # once, as reading a signature takes long
         self._trains = any(task.kind.makes_weight_gradients for task in placement.tasks)
         self._loss_is_checked = not self._trains
@@ -184,23 +170,24 @@ class Compute:
         of the outgoing edges and return those of the incoming ones; R and W take and return nothing.
         """
         if op.kind is _F:
-            return (
-                self._recomputable_forward(op, received)
-                if op.stage in self._recomputed
-                else self._forward(op, received)
-            )
+            run = self._recomputable_forward if op.stage in self._recomputed else self._forward
+            return run(op, received)
         if isinstance(self._kept[op.stage, op.microbatch], Again):  # at R, or at the backward itself
             self._recompute(op)
         if op.kind is _R:
             return []
-        # A checkpointed block runs its forward again, which must not add its losses again.
-        batch = self._batch.inputs[op.microbatch]
-        with (
-            without_autocast(self._autocast),
-            collect_losses(),
-            explaining_shared_graphs(self._stages, op.stage, batch),
-        ):
-            return self._backward(op, received)
+        try:
+            # A checkpointed block runs its forward again, which must not add its losses again.
+            with without_autocast(self._autocast), collect_losses():
+                return self._backward(op, received)
+        except RuntimeError as error:
+            if "backward through the graph a second time" in str(error):
+                raise PipelineError(
+                    f"{op} goes backward through a graph a second time: give step detached tensors if the inputs carry "
+                    f"the graph that made them, and keep tensor.detach() where stage {op.stage} keeps a tensor from "
+                    f"one micro-batch to the next ({str(error).partition('.')[0]})"
+                ) from error
+            raise
 
     def _recompute(self, op: Op) -> None:
         again = self._kept.pop((op.stage, op.microbatch))
@@ -257,7 +244,7 @@ class Compute:
             targets = batch.targets[m]
             if self._loss_fn is not None and (targets is not None or batch.loss_of_output):
                 self._take_loss(kept, m, *self._loss_of(self._loss_fn, output, targets, stage))
-            if self.keep_outputs and not batch.is_padding(m):
+            if batch.keeps_outputs and not batch.is_padding(m):
                 self.outputs[m] = hand_over(output)
         if added.losses:
             self._take_added(kept, stage, m, added.losses)
@@ -287,10 +274,10 @@ class Compute:
             )
 
     def _loss_of(self, loss_fn: LossFn, output: Any, target: Any, stage: int) -> tuple[torch.Tensor, MicrobatchLoss]:
-        first = None if self._loss_is_checked else FirstLoss(loss_fn, output, target, self._stages, stage)
+        ends = None if self._loss_is_checked else ends_of(output, target)
         root, loss = loss_of(loss_fn, output, target, self._device, self._takes_target)
-        if first is not None:
-            first.refuse(root)
+        if ends is not None:
+            refuse_weights_in(root, ends, self._stages, stage)
             self._loss_is_checked = True
         return root, loss
 

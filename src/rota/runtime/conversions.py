@@ -94,7 +94,7 @@ class _Converted:
         return self.converter.run(source.read() for _, source in self.converter.parts)[self.name]
 
 
-def converted(model: nn.Module | None, stored: Mapping[str, S], known: Iterable[str]) -> dict[str, S | _Converted]:
+def converted(model: Any, stored: Mapping[str, S], known: Iterable[str]) -> dict[str, S | _Converted]:
     """The tensors by the names that `from_pretrained` gives them; as they are if `model` is not one of transformers.
 
     Args:
@@ -109,12 +109,12 @@ def converted(model: nn.Module | None, stored: Mapping[str, S], known: Iterable[
         return {**stored}
     from transformers import conversion_mapping, core_model_loading
 
-    transforms = conversion_mapping.get_model_conversion_mapping(model)  # type: ignore[arg-type]
-    renamings = [each for each in transforms if isinstance(each, core_model_loading.WeightRenaming)]
-    converters = [each for each in transforms if isinstance(each, core_model_loading.WeightConverter)]
+    transforms = conversion_mapping.get_model_conversion_mapping(model)
+    renamings = [t for t in transforms if isinstance(t, core_model_loading.WeightRenaming)]
+    converters = [t for t in transforms if isinstance(t, core_model_loading.WeightConverter)]
     by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
     is_known = dict.fromkeys(known, True)
-    prefix: str = model.base_model_prefix  # type: ignore[union-attr, assignment]
+    prefix: str = model.base_model_prefix
     renamed: dict[str, S | _Converted] = {}
     groups: dict[str, list[tuple[str, Source]]] = {}
     for key in sorted(stored, key=core_model_loading.dot_natural_key):  # experts in their order

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+import signal
 import socket
+import sys
 from pathlib import Path
 from uuid import uuid4
 
@@ -72,3 +75,18 @@ def loopback() -> str:
     if not names:
         raise PipelineError("this machine has no loopback interface, lo; bring it up with `ip link set lo up`")
     return names[0]
+
+
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+def end_with_parent(parent: int | None = None) -> None:
+    """Let the kernel kill this process as soon as the thread that started it has ended.
+
+    Args:
+        parent: the process that started this one; if it is gone already this process ends here. None: not known.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if parent is not None and os.getppid() != parent:
+        os._exit(1)

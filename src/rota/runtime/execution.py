@@ -8,16 +8,14 @@ On the CPU the loop goes over the actions of `rota.core.programs.actions`. On a 
 
 from __future__ import annotations
 
-import sys
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from types import FrameType
-from typing import Any, Generic, Literal, NamedTuple, TypeAlias, TypeVar, final
+from typing import Any, Literal, NamedTuple, TypeAlias, final
 
 import torch
-from torch import nn
 
 from rota.core.errors import PipelineError
 from rota.core.plan import Plan
@@ -28,14 +26,12 @@ from rota.core.simulation import simulate
 from rota.core.tasks import Kind, Op
 from rota.models import Stages
 from rota.runtime.channels import Channels, Passage
-from rota.runtime.compute import Batch, RunsOps
-from rota.runtime.device.protocol import Device, Mark, QueuedDevice
-from rota.runtime.faults.stack_location import Doing, is_in_a_collective
-from rota.runtime.known_layouts import KnownLayouts, Size, as_layout
+from rota.runtime.compute import Batch, Compute
+from rota.runtime.device.protocol import Device, Mark, QueuedDevice, is_queued
+from rota.runtime.faults.hang_report import Doing, is_in_a_collective
+from rota.runtime.layouts import KnownLayouts, Layouts, Size
 from rota.runtime.memory_watch import MemoryWatch
 from rota.runtime.messages import Format, describe_value, flatten, hand_over, tensors_in
-from rota.runtime.microbatches import structure
-from rota.runtime.precision import ambient_autocast
 from rota.runtime.recorder import Marks, Record
 from rota.runtime.transport import Transport
 from rota.torch_internals import version_of
@@ -44,15 +40,38 @@ Read: TypeAlias = tuple[ValueKey, bool]  # (value, arrives by message)
 Makes: TypeAlias = tuple[ValueKey, int, bool]  # (value, uses here, only its gradient is sent)
 Do: TypeAlias = Callable[[Any, bool], None]  # (argument, send layouts)
 Enqueue: TypeAlias = Callable[[Any, bool, Any], Mark]  # (argument, send layouts, stream); the result is behind it
-C = TypeVar("C", bound=RunsOps)
 
-_INPUTS = "inputs"  # a place in `KnownLayouts`; the others are edges
-_MANY_CHANGES = 3  # consecutive
-_CHANGING = (
-    f"rota: an int, bool or text in the inputs has changed in {_MANY_CHANGES} consecutive steps. Shapes may "
-    f"depend on it, so in such a step the ranks send each other all shapes again, which makes it slower; give it as a "
-    f"float, or as a tensor with a row per example, if no shape depends on it"
-)
+
+class Hooks(NamedTuple):
+    """What happens around the ops of a run.
+
+    `before` an op runs, and `after` its outputs are sent. On a queued device `after` and `sums` (of the gradients of
+    tied weights, by ranks) enqueue on the stream that they get, and return the mark behind. `watch` sees each op's end.
+    """
+
+    before: Mapping[Op, Callable[[], None]] = {}
+    after: Mapping[Op, Callable[[Any], Mark]] = {}
+    sums: Mapping[tuple[int, ...], Callable[[Any], Mark]] = {}
+    watch: MemoryWatch | None = None
+
+
+_NO_HOOKS = Hooks()
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class ThisRank:
+    """What all runs of a rank share: its messages go by `transport`, on a queued device by `channels`.
+
+    `tied`: the ranks of its tied weights, see `device_program`. `record` has the times of the last run.
+    """
+
+    rank: int
+    device: Device
+    transport: Transport
+    record: Record
+    channels: Channels | None = None
+    tied: Sequence[tuple[int, ...]] = ()
 
 
 class _Prepared(NamedTuple):
@@ -75,70 +94,54 @@ class _Enqueued(NamedTuple):
 
 
 @final
-class Execution(Generic[C]):
-    """Runs `plan` on rank `rank`, once per `run`; `compute` does the ops.
+class Execution:
+    """Runs `plan` on this rank, once per `run`; `compute` does the ops.
 
-    Its messages go by `transport`, on a queued device by `channels`. `tied`: for `device_program`. `sizes`: of each
-    micro-batch, as all ranks know them, such as (rows, length). `known`: what was learned of layouts at such sizes.
+    `sizes`: of each micro-batch, as all ranks know them, such as (rows, length). `known`: what was learned of layouts
+    at such sizes.
     """
 
     def __init__(
         self,
         stages: Stages,
         plan: Plan,
-        rank: int,
-        transport: Transport,
-        compute: C,
-        device: Device,
-        channels: Channels | None = None,
-        tied: Sequence[tuple[int, ...]] = (),
+        compute: Compute,
+        here: ThisRank,
         sizes: Sequence[Size] = (),
         known: KnownLayouts | None = None,
     ) -> None:
-        self.plan, self.local = plan, plan.placement.stages_on(rank)
+        self.plan, self.compute, self.record = plan, compute, here.record
         self.trains = any(task.kind.makes_weight_gradients for task in plan.placement.tasks)
-        self.compute = compute
-        self.record, self.marks = Record(rank), Marks()
+        self.marks = Marks()
+        #: Whether the last run has reached its end.
         self.complete, self._is_settled = False, True
-        self.watch: MemoryWatch | None = None
-        #: `before` runs right before an op, `after` once its outputs are sent; on a queued device, `after` and `sums`
-        #: (of the gradients of tied weights, by ranks) enqueue on the stream that they get, and return the mark behind.
-        self.before: Mapping[Op, Callable[[], None]] = {}
-        self.after: Mapping[Op, Callable[[Any], Mark]] = {}
-        self.sums: Mapping[tuple[int, ...], Callable[[Any], Mark]] = {}
+        self._stages, self._transport, self._device, self._channels = stages, here.transport, here.device, here.channels
         edge_index = {(edge.source, edge.target): i for i, edge in enumerate(stages.edges)}
-        self._stages, self._transport, self._device, self._channels = stages, transport, device, channels
-        self._program = compile_program(plan, edge_index, rank)
         self._edges = [edge[:2] for edge in stages.edges]
+        self._order = plan.orders[here.rank]
+        self._positions = {op: position for position, op in enumerate(self._order)}
+        self._program = compile_program(plan, edge_index, here.rank)
         sent = (action.message.value for action in self._program.actions if action.what == "send" and action.message)
         self._num_gradients = Counter(edge for edge, is_gradient, _ in sent if is_gradient)
-        self._positions = {op: position for position, op in enumerate(plan.orders[rank])}
-        self._prepared = {op: self._prepare(op, stages, edge_index) for op in plan.orders[rank]}
-        #: Each action with the function that does it and its argument. A run with layouts waits for each layout, so it
-        #: keeps the strict order.
-        self._strict, self._early = self._host_actions() if channels is None else ([], [])
-        self._strict_steps, self._early_steps = self._device_steps(tied) if channels is not None else ([], [])
-        self._take = (channels or transport).take
-        self._mark = device.mark
+        self._prepared = {op: self._prepare(op, stages, edge_index) for op in self._order}
+        # Each action with the function that does it and its argument. A run with layouts waits for each layout, so it
+        # keeps the strict order.
+        self._strict, self._early = self._host_actions() if here.channels is None else ([], [])
+        self._strict_steps, self._early_steps = self._device_steps(here.tied) if here.channels is not None else ([], [])
+        self._take = (here.channels or here.transport).take
+        self._mark = here.device.mark
+        modules = [stages[stage] for stage in plan.placement.stages_on(here.rank)]
+        known = known if sizes and known is not None else KnownLayouts()
+        self._layouts = Layouts(modules, sizes, known, self._keys_elsewhere())
+        # --- the run that goes on, or the last one
+        self._hooks = Hooks()
+        self._made: dict[ValueKey, tuple[Any, int]] = {}  # with how often it will still be used
+        self._action: Action | None = None  # None before the first and after the last
+        self._awaited = ""  # what the rank waits for outside of its actions
         #: By position in the program of a queued device: the mark behind each step; None if it has none, or none yet.
         self._behind: list[Mark] = []
         self._steps: list[_Enqueued] = []
         self._step: Step | None = None
-        #: The formats of activations, as of the last run with layouts, or as the caller set them.
-        self.formats: dict[ValueKey, Format] = {}
-        self._sizes, self._known = sizes, KnownLayouts() if known is None else known
-        self._crossing = sorted({(key[0], key[2]) for key in self._keys_elsewhere()}) if sizes else []
-        self._modules = [stages[stage] for stage in self.local]
-        self._parameters = [parameter for module in self._modules for parameter in module.parameters()]
-        self._given: list[Any] = []  # the shapes of the last inputs, and what they held besides tensors
-        self._plain: list[Any] = []
-        self._num_plain_changes, self._has_warned = 0, False
-        self._made: dict[ValueKey, tuple[Any, int]] = {}  # with how often it will still be used
-        self._action: Action | None = None  # None before the first and after the last
-        #: The op of the last run that raised.
-        self.failed: Op | None = None
-        #: What the rank waits for outside of its actions, for messages.
-        self.awaited = ""
 
     def _prepare(self, op: Op, stages: Stages, edge_index: dict[tuple[int, int], int]) -> _Prepared:
         incoming = [edge_index[e[:2]] for e in stages.incoming(op.stage)]
@@ -200,8 +203,9 @@ class Execution(Generic[C]):
             "join": self._join,
         }
         if step.message is None:
-            of_op = self._prepared.get(step.subject) if step.what == "run" else None  # type: ignore[arg-type]
-            return enqueue[step.what], of_op or step.subject
+            if step.what == "run" and isinstance(step.subject, Op):
+                return enqueue["run"], self._prepared[step.subject]
+            return enqueue[step.what], step.subject
         passages = under_way[step.message]
         if step.what not in ("allocate", "send"):
             return enqueue[step.what], passages.popleft()
@@ -214,70 +218,37 @@ class Execution(Generic[C]):
         yield from (action.message.value for action in self._program.actions if action.message is not None)
         yield from (key for made in self._prepared.values() for key, _, is_unsent in made.makes if is_unsent)
 
+    @property
+    def formats(self) -> dict[ValueKey, Format]:
+        """The formats of activations, as of the last run with layouts, or as the caller set them."""
+        return self._layouts.formats
+
     def is_new(self, batch: Batch) -> Literal[0, 1, 2]:
         """0: this rank knows the layouts of all its messages; 1: not all; 2: what all ranks know is to be forgotten."""
-        context = (
-            [module.training for module in self._modules],
-            [parameter.requires_grad for parameter in self._parameters],
-            ambient_autocast(),
-        )
-        is_known = self._layouts_are_known(batch, context) and (self._transport.flags.are_known or not self.trains)
-        level: Literal[0, 1] = 0 if is_known else 1
-        is_same, self._known.context = context == self._known.context, context
-        return level if is_same else 2
-
-    def _layouts_are_known(self, batch: Batch, context: object) -> bool:
-        if self._sizes:
-            given = [*map(_given, batch.inputs)]
-            self._given = given
-            return self._find_formats(given)
-        plain: list[Any] = []
-        given = [structure(value, plain) for value in (batch.inputs[:1] if batch.alike else batch.inputs)]
-        is_same, is_plain_same = (given, context) == (self._given, self._known.context), plain == self._plain
-        self._given, self._plain = given, plain
-        self._num_plain_changes = self._num_plain_changes + 1 if is_same and not is_plain_same else 0
-        if self._num_plain_changes == _MANY_CHANGES and not self._has_warned:
-            self._has_warned = True
-            print(_CHANGING, file=sys.stderr, flush=True)
-        return is_same and is_plain_same
-
-    def _find_formats(self, given: list[Any]) -> bool:
-        """Whether the sizes of the micro-batches tell all layouts; if so, they are in `formats`."""
-        known, sizes = self._known, self._sizes
-        for m, of_inputs in enumerate(given):
-            if known.layout_at(_INPUTS, sizes[m]) != of_inputs:
-                return False
-        for edge, m in self._crossing:
-            form = known.format_at(edge, sizes[m])
-            if form is None:
-                return False
-            self.formats[edge, False, m] = form
-        return True
-
-    def _learn(self) -> None:
-        """Take note of all layouts, after a run with them."""
-        for m, given in enumerate(self._given):
-            self._known.learn(_INPUTS, self._sizes[m], given)
-        for edge, m in self._crossing:
-            self._known.learn(edge, self._sizes[m], self.formats[edge, False, m].layout)
+        are_known, is_same_context = self._layouts.find(batch)
+        if not is_same_context:
+            return 2
+        return 0 if are_known and (self._transport.flags.are_known or not self.trains) else 1
 
     def forget_layouts(self) -> None:
         """What is called on all ranks before they learn all layouts again."""
-        self._known.forget()
+        self._layouts.known.forget()
 
     def forget(self) -> None:
         """Make the next run exchange layouts again, as the failed run may not have done so."""
-        self._known.context = None
+        self._layouts.known.context = None
         self._transport.flags.are_known = False
 
     # --- one run ------------------------------------------------------------------------------------------------------
 
-    def run(self, batch: Batch, seed: int, with_layouts: bool, tick: Callable[[], None]) -> None:
+    def run(
+        self, batch: Batch, seed: int, with_layouts: bool, tick: Callable[[], None], hooks: Hooks = _NO_HOOKS
+    ) -> None:
         """Run all actions; `with_layouts`: values are sent with their layouts. `tick` is called before each action.
 
         On a queued device they have been enqueued when it returns.
         """
-        self._begin(batch, seed, with_layouts)
+        self._begin(batch, seed, with_layouts, hooks)
         torch.clear_autocast_cache()  # it may hold weights from before an optimizer's step
         with torch.set_grad_enabled(self.trains):
             if self._channels is None:
@@ -288,19 +259,18 @@ class Execution(Generic[C]):
         (self._channels or self._transport).drain()
         if self.trains:
             self._transport.flags.end(self._edges, self._num_gradients)
-        if with_layouts and self._sizes:
-            self._learn()
+        if with_layouts:
+            self._layouts.learn()
         self.complete, self._is_settled = True, False
 
-    def _begin(self, batch: Batch, seed: int, with_layouts: bool) -> None:
-        self.marks = Marks()
+    def _begin(self, batch: Batch, seed: int, with_layouts: bool, hooks: Hooks) -> None:
+        self.marks, self._hooks = Marks(), hooks
         self._device.begin()
         if self._channels is None:
-            self._transport.formats = self.formats
-            self._transport.sent, self._transport.through = self.marks.sent, self.marks.through
+            self._transport.begin(self.marks, self.formats)
         else:
             self._channels.begin(self.marks, self.formats)
-        self.complete, self.failed = False, None
+        self.complete = False
         self.record.microbatch_rows = batch.rows[0] if len({*batch.rows}) == 1 else None
         self._made.clear()
         if self.trains:
@@ -308,7 +278,8 @@ class Execution(Generic[C]):
         self.compute.begin(batch, seed)
 
     def _act(self, actions: list[tuple[Action, Do, Any]], with_layouts: bool, tick: Callable[[], None]) -> None:
-        hooked = bool(self.before or self.after or self.watch is not None)
+        before, after, _, watch = self._hooks
+        hooked = bool(before or after or watch is not None)
         due: Callable[[Any], Mark] = _nothing
         for action, do, what in actions:
             self._action = action
@@ -317,11 +288,11 @@ class Execution(Generic[C]):
                 do(what, with_layouts)
                 continue
             due(None)
-            self.before.get(action.op, _nothing)()
+            before.get(action.op, _nothing)()
             do(what, with_layouts)
-            due = self.after.get(action.op, _nothing)
-            if self.watch is not None:  # here, where the op's own variables are gone
-                self.watch.op_ended(action.op)
+            due = after.get(action.op, _nothing)
+            if watch is not None:  # here, where the op's own variables are gone
+                watch.op_ended(action.op)
         due(None)
 
     def settle(self) -> None:
@@ -339,7 +310,6 @@ class Execution(Generic[C]):
         try:
             made = self.compute.run(op, received)
         except Exception as error:
-            self.failed = op
             if not isinstance(error, PipelineError):
                 self._add_place(error, op, received)
             raise
@@ -369,11 +339,22 @@ class Execution(Generic[C]):
     def _send_gradients(self, message: Message, with_layouts: bool) -> None:  # noqa: ARG002 - flags know
         self._transport.send_gradients(message, self._use(message.value))
 
+    def _from_here(self, key: ValueKey) -> Any:
+        value = self._use(key)
+        return value if key[1] else hand_over(value)
+
+    def _use(self, key: ValueKey) -> Any:
+        """A value that was made here; its last use releases it."""
+        value, num_uses = self._made.pop(key)
+        if num_uses > 1:
+            self._made[key] = value, num_uses - 1
+        return value
+
     # --- on a queued device -------------------------------------------------------------------------------------------
 
     def _enqueue(self, steps: list[_Enqueued], with_layouts: bool, tick: Callable[[], None]) -> None:
         device = self._queue
-        wait, streams = device.wait, {name: device.stream(name) for name in {each.stream for each in steps}}
+        wait, streams = device.wait, {name: device.stream(name) for name in {step.stream for step in steps}}
         self._mark = partial(device.mark_on, device.stream(COMPUTE))
         self._steps, self._behind = steps, [None] * len(steps)
         behind = self._behind
@@ -387,11 +368,12 @@ class Execution(Generic[C]):
             behind[position] = enqueue(what, with_layouts, stream)
 
     def _enqueue_op(self, prepared: _Prepared, with_layouts: bool, stream: Any) -> Mark:  # noqa: ARG002 - is current
-        if self.before:
-            self.before.get(prepared.op, _nothing)()
+        before, _, _, watch = self._hooks
+        if before:
+            before.get(prepared.op, _nothing)()
         self._run(prepared, with_layouts)
-        if self.watch is not None:
-            self.watch.op_ended(prepared.op)
+        if watch is not None:
+            watch.op_ended(prepared.op)
         return self.marks.ends[-1]
 
     def _enqueue_send(self, passage: Passage, with_layouts: bool, stream: Any) -> Mark:
@@ -401,23 +383,25 @@ class Execution(Generic[C]):
         return self._channel.send_value(passage, value, with_layouts, stream)
 
     def _reduce(self, op: Op, with_layouts: bool, stream: Any) -> Mark:  # noqa: ARG002
-        return self.after.get(op, _nothing)(stream)
+        return self._hooks.after.get(op, _nothing)(stream)
 
     def _sum(self, ranks: tuple[int, ...], with_layouts: bool, stream: Any) -> Mark:  # noqa: ARG002
-        return self.sums.get(ranks, _nothing)(stream)
+        return self._hooks.sums.get(ranks, _nothing)(stream)
 
     def _join(self, _: None, with_layouts: bool, stream: Any) -> Mark:  # noqa: ARG002
         return self._queue.record(stream)
 
     @property
     def _queue(self) -> QueuedDevice:
-        assert self._channels is not None
-        return self._device  # type: ignore[return-value]
+        assert is_queued(self._device)
+        return self._device
 
     @property
     def _channel(self) -> Channels:
         assert self._channels is not None
         return self._channels
+
+    # --- what it does -------------------------------------------------------------------------------------------------
 
     def doing_on_device(self) -> Doing | None:
         """What the device does or waits for, if it has not ended what the host has enqueued. Any thread may ask."""
@@ -432,23 +416,15 @@ class Execution(Generic[C]):
         """The first step of each stream that the device has not ended, and whether it waits for another one's."""
         steps, done = self._steps, [mark is None or self._queue.is_done(mark) for mark in [*self._behind]]
         first: dict[str, tuple[Step, bool]] = {}
-        for each, is_done in zip(steps, done, strict=False):  # none is unfinished once the times are known
+        for enqueued, is_done in zip(steps, done, strict=False):  # none is unfinished once the times are known
             if not is_done:
-                first.setdefault(each.stream, (each.step, not all(done[before] for before in each.waits)))
+                waits = not all(done[before] for before in enqueued.waits)
+                first.setdefault(enqueued.stream, (enqueued.step, waits))
         return [*first.values()]
 
-    # --- values -------------------------------------------------------------------------------------------------------
-
-    def _from_here(self, key: ValueKey) -> Any:
-        value = self._use(key)
-        return value if key[1] else hand_over(value)
-
-    def _use(self, key: ValueKey) -> Any:
-        """A value that was made here; its last use releases it."""
-        value, num_uses = self._made.pop(key)
-        if num_uses > 1:
-            self._made[key] = value, num_uses - 1
-        return value
+    def awaits(self, words: str) -> None:
+        """From now on the rank waits for what these words say, outside of its actions."""
+        self._awaited = words
 
     def doing(self, frames: list[FrameType]) -> Doing:
         """What the run is doing, or what it waits for, by the stack of the thread that runs it."""
@@ -463,31 +439,21 @@ class Execution(Generic[C]):
         if self._step is not None:
             return Doing(waits, f"enqueues {self._step}")
         if action is None:
-            return Doing(waits, f"waits for {self.awaited}" if waits else f"keeps others waiting for {self.awaited}")
+            return Doing(waits, f"waits for {self._awaited}" if waits else f"keeps others waiting for {self._awaited}")
         if action.what == "run":
             return Doing(waits, f"waits for other ranks in {action.op}" if waits else f"is at {action.op}")
         assert action.message is not None
         transfer = action.message.transfer
         return Doing(waits, f"is at {transfer} between rank {transfer.sender} and rank {transfer.receiver}")
 
-    def parameters(self) -> Iterator[nn.Parameter]:
-        """Parameters of the stages on this rank."""
-        return (parameter for module in self._modules for parameter in module.parameters())
-
     def last(self) -> str:
         """The last op that ended, or was enqueued."""
         num_ended = len(self.marks.ends)
-        return f"after {self.plan.orders[self.record.rank][num_ended - 1]}" if num_ended else "before its first op"
+        return f"after {self._order[num_ended - 1]}" if num_ended else "before its first op"
 
 
 def _nothing(*_: object) -> None:
     pass
-
-
-def _given(value: Any) -> Any:
-    """The shapes of a micro-batch's inputs, and what they hold besides tensors, as `KnownLayouts` compares them."""
-    plain: list[Any] = []
-    return as_layout(structure(value, plain)), as_layout(plain)
 
 
 def _doing_on_device(unfinished: list[tuple[Step, bool]]) -> Doing:

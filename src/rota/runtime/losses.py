@@ -1,20 +1,27 @@
-"""What `loss_fn` returns for a micro-batch: a mean, (sum, count), or a dict with one of them and metrics."""
+"""What `loss_fn` returns for a micro-batch: a mean, (sum, count), or a dict with one of them and metrics.
+
+It must not have weights of its own: they would belong to no stage.
+"""
 
 from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from inspect import Parameter
 from typing import Any, TypeAlias
 
 import torch
+from torch import nn
+from torch.autograd.graph import Node, get_gradient_edge
 
 from rota.core.errors import PipelineError
+from rota.models import Stages
 from rota.runtime.device.numbers import number_in, read_numbers
 from rota.runtime.device.protocol import Device, Number
 from rota.runtime.messages import tensors_in
+from rota.torch_internals import accumulates_gradient
 
 #: `loss_fn(output, target)`, or `loss_fn(output)` for a model that returns its own loss.
 LossFn: TypeAlias = Callable[..., Any]
@@ -52,10 +59,9 @@ def needs_target(loss_fn: LossFn) -> bool:
         parameters = inspect.signature(loss_fn).parameters.values()
     except (TypeError, ValueError):  # some functions written in C have no signature
         return True
-    by_position = [
-        one for one in parameters if one.kind in (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
-    ]
-    return len(by_position) != 1 or any(one.kind is Parameter.VAR_POSITIONAL for one in parameters)
+    kinds = [parameter.kind for parameter in parameters]
+    num_by_position = sum(kind in (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD) for kind in kinds)
+    return num_by_position != 1 or Parameter.VAR_POSITIONAL in kinds
 
 
 def loss_of(
@@ -118,3 +124,68 @@ def _metric(name: Any, value: Any, device: Device) -> Weighed:
 def ratio(total: float, count: float) -> float:
     """Total / count; nan if the count is 0."""
     return total / count if count else math.nan
+
+
+# --- weights of a loss_fn, which would belong to no stage -------------------------------------------------------------
+
+
+_REMEDY = (
+    "make it the model's last module, which takes the target as an input and returns the loss, and give "
+    "loss_fn=lambda loss: loss"
+)
+
+
+def refuse_weights(loss_fn: LossFn, stages: Stages) -> None:
+    """Raises PipelineError if `loss_fn` is a module with weights that train and that no stage has."""
+    if not isinstance(loss_fn, nn.Module):
+        return
+    of_stages = {parameter for module in stages.modules for parameter in module.parameters()}
+    own = [name for name, weight in loss_fn.named_parameters() if weight.requires_grad and weight not in of_stages]
+    if own:
+        more = f" and {len(own) - 1} more" if len(own) > 1 else ""
+        raise PipelineError(
+            f"loss_fn is a {type(loss_fn).__name__} with weights of its own ({own[0]!r}{more}), which belong to no "
+            f"stage, so pipeline.parameters() lacks them, and nothing clips, reduces or saves them; {_REMEDY}, or "
+            f"freeze them by requires_grad_(False)"
+        )
+
+
+def ends_of(output: Any, target: Any) -> set[Node]:
+    """Where the graph of a loss of these ends: before `loss_fn` is called, as it may write into the output."""
+    tensors = (*tensors_in(output), *tensors_in(target))
+    return {get_gradient_edge(tensor).node for tensor in tensors if tensor.requires_grad}
+
+
+def refuse_weights_in(loss: torch.Tensor, ends: set[Node], stages: Stages, stage: int) -> None:
+    """Raises PipelineError if a loss with these `ends`, of the output of `stage`, has weights that it lacks."""
+    if not ends or not loss.requires_grad:  # an output of unknown type: its graph is not told from the loss's
+        return
+    of_stage = {*stages[stage].parameters()}
+    for leaf in _leaves(loss, ends):
+        if leaf not in of_stage:
+            places = (
+                (s, name)
+                for s, module in enumerate(stages.modules)
+                for name, parameter in module.named_parameters()
+                if parameter is leaf
+            )
+            where = next((f"{name!r} of stage {s}" for s, name in places), "")
+            where = where or f"a weight of shape {list(leaf.shape)} that belongs to no stage"
+            raise PipelineError(
+                f"loss_fn uses {where}, which stage {stage}, the last one, does not have, so its gradient would be "
+                f"lost or not be reduced; {_REMEDY}, or use it under torch.no_grad()"
+            )
+
+
+def _leaves(loss: torch.Tensor, ends: Iterable[Node]) -> Iterator[torch.Tensor]:
+    """The leaves to which the loss's graph leads, other than through `ends`."""
+    stack: list[Any] = [get_gradient_edge(loss).node]
+    seen = {*ends}
+    while stack:
+        node = stack.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if accumulates_gradient(node):
+            yield node.variable
+        stack += [following for following, _ in node.next_functions if following is not None]

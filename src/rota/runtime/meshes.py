@@ -67,9 +67,9 @@ def local_stages(plan: Plan, mesh: DeviceMesh | None = None) -> tuple[int, ...]:
         mesh: the mesh that the pipeline gets.
     """
     join()
-    mine = next(pipeline for pipeline in pipelines_of(mesh) if dist.get_rank() in pipeline)
+    pipeline = next(pipeline for pipeline in pipelines_of(mesh) if dist.get_rank() in pipeline)
     num_stages, left = divmod(plan.placement.num_stages, plan.placement.num_components)
-    stages = plan.placement.stages_on(mine.index(dist.get_rank()))
+    stages = plan.placement.stages_on(pipeline.index(dist.get_rank()))
     return tuple(sorted({stage if left else stage % num_stages for stage in stages}))
 
 
@@ -83,8 +83,7 @@ def pipelines_of(mesh: DeviceMesh | None) -> list[list[int]]:
             f"the mesh has the dims {', '.join(map(repr, names)) or 'without names'}; name them among 'dp', 'pp' and "
             f"'tp', or make it with rota.mesh"
         )
-    there = [dim for dim in _DIMS if dim in names]
-    grid = mesh.mesh.permute([names.index(dim) for dim in there])
+    grid = mesh.mesh.permute([names.index(dim) for dim in _DIMS if dim in names])
     for position, dim in enumerate(_DIMS):
         if dim not in names:
             grid = grid.unsqueeze(position)
@@ -113,12 +112,12 @@ class Processes:
         self.num_ranks: Final = len(self.pipelines[0])
         self.num_pipelines: Final = len(self.pipelines)
         self.num_replicas: Final = len(self.pipelines) // self.num_tp_shards
-        mine = dist.get_rank()
-        position = next(i for i, pipeline in enumerate(self.pipelines) if mine in pipeline)
+        process = dist.get_rank()
+        position = next(i for i, pipeline in enumerate(self.pipelines) if process in pipeline)
         #: Which replica this process belongs to, which TP shard of its weights it holds, and its rank in the plan.
         self.replica, self.tp_shard = divmod(position, self.num_tp_shards)
         self.pipeline_processes: Final = self.pipelines[position]
-        self.rank: Final = self.pipeline_processes.index(mine)
+        self.rank: Final = self.pipeline_processes.index(process)
         self.is_first_pipeline: Final = position == 0
         self.is_first: Final = position == self.rank == 0
         self._groups: list[dist.ProcessGroup] = []
@@ -133,12 +132,11 @@ class Processes:
 
     def _make_groups(self) -> None:
         """Make the groups of all processes, of this pipeline, of its replicas, and of its TP shards."""
-        mine = dist.get_rank()
         self.everyone: dist.ProcessGroup = self._made([[*range(dist.get_world_size())]])
         self.pipeline: dist.ProcessGroup = self.everyone if len(self.pipelines) == 1 else self._made(self.pipelines)
         across, together_on = self._across_replicas(), self._across_tp_shards()
         #: This process and those that hold the same weights, one per replica.
-        self.replica_processes = sorted(next(of for of in across if mine in of))
+        self.replica_processes = sorted(next(processes for processes in across if dist.get_rank() in processes))
         self.replicas = self._made(across) if self.num_replicas > 1 else None
         self.tp_group = self._made(together_on) if self.num_tp_shards > 1 else None
 
@@ -160,9 +158,9 @@ class Processes:
         named: dict[int, str] = {}
         for position, pipeline in enumerate(self.pipelines):
             replica, tp_shard = divmod(position, self.num_tp_shards)
-            of = f" of replica {replica}" if self.num_replicas > 1 else ""
-            of += f", TP shard {tp_shard}" if self.num_tp_shards > 1 else ""
-            named |= {process: f"rank {rank}{of}" for rank, process in enumerate(pipeline)}
+            where = f" of replica {replica}" if self.num_replicas > 1 else ""
+            where += f", TP shard {tp_shard}" if self.num_tp_shards > 1 else ""
+            named |= {process: f"rank {rank}{where}" for rank, process in enumerate(pipeline)}
         return [named[process] for process in sorted(named)]
 
     def open_on_device(self, backend: str, device: torch.device) -> None:
@@ -203,14 +201,16 @@ class Processes:
         """Make all groups, in the same order on every process; returns this process's, None if it is in none."""
         with collective("making process groups"):
             made = [dist.new_group(processes, self._timeout, backend=backend) for processes in enumeration]
-        mine = dist.get_rank()
-        own = next((group for group, of in zip(made, enumeration, strict=True) if mine in of), None)
+        process = dist.get_rank()
+        own = next((group for group, members in zip(made, enumeration, strict=True) if process in members), None)
         if own is not None:
             (self._groups if backend == _HOSTS else self._groups_on_device).append(own)
         return own
 
-    def abort_on_device(self) -> None:
-        """End what the device still does with other ranks, which may be gone: leaving the groups would wait for it."""
+    def abort_on_device(self, error: BaseException | None) -> None:
+        """After an error, end what the device still does with other ranks: leaving the groups would wait for that."""
+        if error is None or (isinstance(error, SystemExit) and not error.code):
+            return
         for group in self._groups_on_device:
             with suppress(RuntimeError):
                 group.abort()

@@ -92,7 +92,7 @@ def flatten(value: object, where: str) -> tuple[list[torch.Tensor], Layout]:
     return tensors, _flatten(value, tensors, where)
 
 
-def _flatten(value: object, tensors: list[torch.Tensor], where: str) -> Layout:
+def _flatten(value: Any, tensors: list[torch.Tensor], where: str) -> Layout:
     if isinstance(value, torch.Tensor):
         if value.layout is not torch.strided:
             raise PipelineError(
@@ -103,7 +103,7 @@ def _flatten(value: object, tensors: list[torch.Tensor], where: str) -> Layout:
     if isinstance(value, torch.Size):
         return ("size", tuple(value))
     if type(value) in (tuple, list):
-        return (type(value).__name__, tuple(_flatten(item, tensors, where) for item in value))  # type: ignore[attr-defined]
+        return (type(value).__name__, tuple(_flatten(item, tensors, where) for item in value))
     if type(value) is dict and all(type(key) in (str, int) for key in value):
         return ("dict", tuple((key, _flatten(item, tensors, where)) for key, item in value.items()))
     if type(value) in _PLAIN:

@@ -14,7 +14,6 @@ from rota.core.errors import PipelineError
 from rota.core.plan import Plan
 from rota.core.units import count_text
 from rota.models import Stages
-from rota.runtime.chunked_batches import to_chunks
 from rota.runtime.compute import Batch
 from rota.runtime.device.protocol import Number
 from rota.runtime.fingerprints import Fingerprints, fingerprints
@@ -25,6 +24,7 @@ from rota.runtime.microbatches import (
     num_examples,
     refuse_writes_to_shared,
     shares_of,
+    to_chunks,
     to_microbatches,
     with_dicts,
 )
@@ -33,21 +33,16 @@ from rota.torch_internals import version_of
 
 @final
 class MicrobatchInputs:
-    """What rank `rank` takes of each batch, to `device`. `sink_ranks`: for each last stage its ranks.
+    """What rank `rank` takes of each batch, to `device`.
 
-    `warns`: of batches of another size than the plan is for.
+    `takes_target`: whether `loss_fn` does, or there is none; else the output contains the loss. `warns`: of batches of
+    another size than the plan is for.
     """
 
     def __init__(
-        self,
-        stages: Stages,
-        plan: Plan,
-        rank: int,
-        sink_ranks: dict[int, tuple[int, ...]],
-        device: torch.device,
-        warns: bool = True,
+        self, stages: Stages, plan: Plan, rank: int, device: torch.device, takes_target: bool, warns: bool = True
     ) -> None:
-        placement, self._device = plan.placement, device
+        placement, self._device, self._takes_target = plan.placement, device, takes_target
         self._stages, self._rank, self._num_microbatches = stages, rank, plan.num_microbatches
         reading = [stage for stage in placement.stages if stages.inputs[stage]]
         #: The stages here that read the step's inputs, and their micro-batches.
@@ -59,23 +54,28 @@ class MicrobatchInputs:
         self._is_first_reader = rank == min(chain(*map(placement.ranks_of, reading)), default=None)
         self._planned_rows = plan.microbatch_rows if warns else None
         self._sample_of, self._chunks = placement.sample_of, placement.chunks
-        self.sink_ranks = sink_ranks
+        sinks = {sink: placement.ranks_of(sink) for sink in stages.sinks}
 
         def microbatches(stages: list[int]) -> list[int]:
             return sorted({m for stage in stages for m in placement.microbatches(stage, plan.num_microbatches)})
 
         self._read = microbatches([*self._reading])
-        self._targeted = microbatches([sink for sink, ranks in self.sink_ranks.items() if rank in ranks])
-        self._counted = {sink: microbatches([sink]) for sink, ranks in self.sink_ranks.items() if rank == ranks[0]}
+        self._targeted = microbatches([sink for sink, ranks in sinks.items() if rank in ranks])
+        self._counted = {sink: microbatches([sink]) for sink, ranks in sinks.items() if rank == ranks[0]}
 
     def take(
-        self, inputs: Any, targets: Any, *, needs_targets: bool, loss_of_output: bool = False, scale: Number = 1.0
+        self, inputs: Any, targets: Any, *, has_loss: bool = True, scale: Number = 1.0, keeps_outputs: bool = False
     ) -> Batch:
         """The micro-batches of a step. Raises PipelineError if something is missing or does not fit.
 
         On an accelerator, what this rank reads of them is copied there, for which the host does not wait if the batch
         is in pinned memory.
         """
+        if targets is not None and not self._takes_target:
+            raise PipelineError(
+                "targets are given, but loss_fn takes the output alone; leave them out, or make it "
+                "loss_fn(output, target)"
+            )
         if inputs is None and self._reading:
             stage = next(iter(self._reading))
             raise PipelineError(
@@ -83,9 +83,9 @@ class MicrobatchInputs:
                 f"{list(self._stages.inputs[stage])}, but got inputs=None; pass the batch on this rank too"
             )
         given = self._split("inputs", inputs, needed=self.reads_inputs)
-        wanted = self._split("targets", targets, needed=self.reads_targets)
+        wanted = self._split("targets", targets, needed=bool(self._targeted))
         missing = [m for m in self._targeted if wanted.values[m] is None]
-        if needs_targets and missing:
+        if has_loss and self._takes_target and missing:
             got = "targets=None" if targets is None else f"targets[{missing[0]}] = None"
             raise PipelineError(f"rank {self._rank} holds the last stage, but got {got}; pass them on this rank")
         if self._device != torch.device("cpu"):
@@ -97,12 +97,13 @@ class MicrobatchInputs:
             self.shares(wanted.sizes or given.sizes),
             wanted.padding or given.padding,
             scale,
-            not (isinstance(inputs, list) or self._chunks) and len({*given.sizes} - {0}) < 2,
-            _rows(given, self._read),
-            _rows(wanted, self._targeted),
-            (inputs, targets),
-            loss_of_output=loss_of_output,
+            alike=not (isinstance(inputs, list) or self._chunks) and len({*given.sizes} - {0}) < 2,
+            rows=_rows(given, self._read),
+            target_rows=_rows(wanted, self._targeted),
+            whole=(inputs, targets),
+            loss_of_output=has_loss and not self._takes_target,
             chunks=self._chunks,
+            keeps_outputs=keeps_outputs,
         )
 
     def _split(self, name: str, batch: Any, *, needed: bool = True) -> Microbatches:
@@ -122,14 +123,14 @@ class MicrobatchInputs:
 
     @property
     def reads_targets(self) -> bool:
-        """Whether this rank has a last stage."""
-        return bool(self._targeted)
+        """Whether this rank has a last stage, whose loss takes targets."""
+        return self._takes_target and bool(self._targeted)
 
     def have_rows(self, batch: Batch, rows: Sequence[int]) -> bool:
         """Whether all micro-batches that are read here have these numbers of rows."""
-        for found, read in ((batch.rows, self._read), (batch.target_rows, self._targeted)):
-            spread = found * len(read) if len(found) == 1 else found  # one number stands for all
-            if found and [*spread] != [rows[m] for m in read]:
+        for known, read in ((batch.rows, self._read), (batch.target_rows, self._targeted)):
+            spread = known * len(read) if len(known) == 1 else known  # one number stands for all
+            if known and [*spread] != [rows[m] for m in read]:
                 return False
         return True
 
@@ -176,18 +177,14 @@ class MicrobatchInputs:
         """Warn once if the plan's times and bytes are of another size of micro-batches than most of this step have."""
         planned, self._planned_rows = self._planned_rows, None
         others = [rows for rows in batch.rows if rows != planned]
-        if planned is None or not self._is_first_reader or 2 * len(others) <= len(batch.rows):
-            return
-        least, most = min(filter(None, others), default=0), max(others)
-        given = f"{least}" if least == most else f"{least} to {most}"
-        which = "this step's" if len(others) == len(batch.rows) else f"{len(others)} of this step's {len(batch.rows)}"
-        print(
-            f"rota: the plan is for micro-batches of {count_text(planned, 'row')}, but {which} have {given}, "
-            f"so the plan's times and memory do not hold; give {planned * self._num_microbatches} rows per step, or "
-            f"profile with micro-batches of {most} and plan again",
-            file=sys.stderr,
-            flush=True,
-        )
+        if planned is not None and self._is_first_reader and 2 * len(others) > len(batch.rows):
+            print(
+                f"rota: the plan is for micro-batches of {count_text(planned, 'row')}, but this step has some of "
+                f"{max(others)}, so the plan's times and memory do not hold; give {planned * self._num_microbatches} "
+                f"rows per step, or profile with micro-batches of {max(others)} and plan again",
+                file=sys.stderr,
+                flush=True,
+            )
 
     def without_rows(self, batch: Batch) -> list[int]:
         """The micro-batches without rows, as this rank was given them."""
@@ -200,7 +197,7 @@ class MicrobatchInputs:
 
     def losses_by_stage(self, losses: dict[int, float]) -> dict[int, dict[int, float]]:
         """The losses that are counted here, for each last stage."""
-        return {sink: {m: losses[m] for m in of if m in losses} for sink, of in self._counted.items()}
+        return {sink: {m: losses[m] for m in counted if m in losses} for sink, counted in self._counted.items()}
 
 
 def _on_host(value: Any) -> Any:

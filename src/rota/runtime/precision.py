@@ -17,8 +17,8 @@ import torch
 from torch import nn
 
 from rota.core.errors import PipelineError
+from rota.runtime.device.numbers import bits_of, number_of
 from rota.runtime.device.protocol import Device, Number
-from rota.runtime.number_bits import bits_of, number_of
 from rota.torch_internals import norms_of_each, sparse_values
 
 Autocast: TypeAlias = tuple[tuple[str, torch.dtype], ...]
@@ -31,7 +31,11 @@ _NOT_READ = 1  # instead of the bits of a scale that is on the device
 
 def ambient_autocast() -> Autocast:
     """What autocast is on around the caller: device type and dtype of each, none if it is off."""
-    return tuple((of, torch.get_autocast_dtype(of)) for of in _device_types() if torch.is_autocast_enabled(of))
+    return tuple(
+        (device_type, torch.get_autocast_dtype(device_type))
+        for device_type in _device_types()
+        if torch.is_autocast_enabled(device_type)
+    )
 
 
 def _device_types() -> tuple[str, ...]:
@@ -110,8 +114,8 @@ class LossScale:
         """Raises PipelineError, on all ranks."""
         if most != -least:
             low, high = map(number_of, (-least, most))
-            found = f"scales {low:g} and {high:g}" if low else f"scale {high:g}, and none on some rank"
-            raise _differ("one on some ranks, none on others" if most == _NOT_READ else found)
+            scales = f"scales {low:g} and {high:g}" if low else f"scale {high:g}, and none on some rank"
+            raise _differ("one on some ranks, none on others" if most == _NOT_READ else scales)
 
     def settle(self, parameters: Iterable[nn.Parameter], agree: Callable[[torch.Tensor], None]) -> Refuse:
         """Let all scalers find an overflow if any rank has one. Collective where there is a scaler.
@@ -151,7 +155,7 @@ class LossScale:
     ) -> Refuse:
         """Make all gradients infinite if one on any rank is not finite; see `settle` for the result."""
         row = torch.stack([factor, -factor, torch.zeros_like(factor)])
-        real = [torch.view_as_real(each) if each.is_complex() else each for each in gradients if each.numel()]
+        real = [torch.view_as_real(g) if g.is_complex() else g for g in gradients if g.numel()]
         if real:
             largest = torch.stack(norms_of_each(real, torch.inf, torch.float64))
             row[2].add_(largest.isfinite().logical_not().sum())
@@ -171,8 +175,8 @@ class LossScale:
 
 def _overflow(gradients: list[torch.Tensor], agree: Callable[[torch.Tensor], None]) -> bool:
     """Whether a gradient on any rank is not finite; then all become infinite."""
-    found = any(not gradient.isfinite().all() for gradient in gradients)
-    overflow = torch.tensor(int(found), device="cpu")
+    is_here = any(not gradient.isfinite().all() for gradient in gradients)
+    overflow = torch.tensor(int(is_here), device="cpu")
     agree(overflow)
     if overflow:
         for gradient in gradients:
@@ -184,9 +188,9 @@ def nothing_to_refuse(_: str) -> None:
     """The `Refuse` where all is well."""
 
 
-def _differ(found: str, remedy: str = "") -> PipelineError:
+def _differ(scales: str, remedy: str = "") -> PipelineError:
     return PipelineError(
-        f"the ranks' gradient scalers differ ({found}); give step one of the same settings on every rank, and "
+        f"the ranks' gradient scalers differ ({scales}); give step one of the same settings on every rank, and "
         f"call its update() on every rank, also where there is no gradient{remedy and f'. {remedy}'}"
     )
 

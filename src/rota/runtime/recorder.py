@@ -40,96 +40,61 @@ class Marks:
     reductions: dict[int, tuple[Mark, Mark]] = field(default_factory=dict)
 
 
-@dataclass(slots=True)
-class Record:
+_Ns: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+
+
+class Record(msgspec.Struct):
     """One rank's last step, in ns of its own monotonic clock; `offset_ns` added gives rank 0's clock.
 
-    `sent_ns` and `through_ns` are by (route, position), see `Timeline`; `reductions_ns` are (start, end) by stage.
-    `received_ns` is by (route, position) too: when this rank was ready to receive, and when it had the message. It is
-    known only where the device has run a kernel for it.
+    `messages` that this rank sent are (route, position, sent, through), see `Timeline`. `received` are (route,
+    position, when this rank was ready to receive, when it had the message): known only where the device has run a
+    kernel for it. `reductions` are (stage, start, end).
     `microbatch_rows`: rows of each micro-batch's inputs; None if they differ, or if this rank reads no inputs.
     `num_cores`: CPU cores that all ranks share; None if they share none.
     """
 
-    rank: int
+    rank: Whole
     offset_ns: int = 0
-    starts_ns: list[int] = field(default_factory=list)
-    ends_ns: list[int] = field(default_factory=list)
-    sent_ns: dict[tuple[int, int], int] = field(default_factory=dict)
-    through_ns: dict[tuple[int, int], int] = field(default_factory=dict)
-    received_ns: dict[tuple[int, int], tuple[int, int]] = field(default_factory=dict)
-    reductions_ns: dict[int, tuple[int, int]] = field(default_factory=dict)
-    microbatch_rows: int | None = None
-    num_cores: int | None = None
+    starts_ns: list[_Ns] = []
+    ends_ns: list[_Ns] = []
+    messages: list[tuple[Whole, Whole, _Ns, _Ns]] = []
+    received: list[tuple[Whole, Whole, _Ns, _Ns]] = []
+    reductions: list[tuple[Whole, _Ns, _Ns]] = []
+    microbatch_rows: Whole | None = None
+    num_cores: Positive | None = None
 
     def settle(self, marks: Marks, device: Device) -> None:
         """Take the times of a step's marks. On a queued device the host waits for the last of them."""
         self.starts_ns, self.ends_ns = device.times_ns(marks.starts), device.times_ns(marks.ends)
-        self.sent_ns, self.through_ns = _times(marks.sent, device), _times(marks.through, device)
-        for column, (begun_ns, end_ns) in _on_channels(
-            marks.sends, [self.ends_ns[op] for _, _, op, _ in marks.sends], device
-        ):
-            self.sent_ns[column], self.through_ns[column] = begun_ns, end_ns
+        sent_ns, through_ns = device.times_ns([*marks.sent.values()]), device.times_ns([*marks.through.values()])
+        through = dict(zip(marks.through, through_ns, strict=True))
+        self.messages = [(*column, sent, through[column]) for column, sent in zip(marks.sent, sent_ns, strict=True)]
+        self.messages += _on_channels(marks.sends, [self.ends_ns[op] for _, _, op, _ in marks.sends], device)
         allocated_ns = device.times_ns([allocated for _, _, allocated, _ in marks.receives])
-        self.received_ns = dict(_on_channels(marks.receives, allocated_ns, device))
-        begun = _times({stage: start for stage, (start, _) in marks.reductions.items()}, device)
-        ended = _times({stage: end for stage, (_, end) in marks.reductions.items()}, device)
-        self.reductions_ns = {stage: (begun[stage], ended[stage]) for stage in begun}
+        self.received = [*_on_channels(marks.receives, allocated_ns, device)]
+        begun_ns = device.times_ns([begun for begun, _ in marks.reductions.values()])
+        ended_ns = device.times_ns([ended for _, ended in marks.reductions.values()])
+        self.reductions = [*zip(marks.reductions, begun_ns, ended_ns, strict=True)]
 
-    def to_fields(self) -> dict[str, Any]:
+    def to_fields(self) -> Any:
         """The record as JSON fields."""
-        messages = [[*column, sent, self.through_ns[column]] for column, sent in self.sent_ns.items()]
-        reductions = [[stage, *times] for stage, times in self.reductions_ns.items()]
-        received = [[*column, *times] for column, times in self.received_ns.items()]
-        times = {"starts_ns": self.starts_ns, "ends_ns": self.ends_ns, "messages": messages, "reductions": reductions}
-        times["received"] = received
-        others = {"microbatch_rows": self.microbatch_rows, "num_cores": self.num_cores}
-        return {"rank": self.rank, "offset_ns": self.offset_ns, **times, **others}
+        return msgspec.to_builtins(self)
 
     @classmethod
     def from_fields(cls, fields: Any, path: str = "record") -> Record:
         """The record that `to_fields` wrote. Raises FormatError, which names the field."""
-        file = reading.Field(path, fields).read(RecordFile)
-        record = cls(file.rank, file.offset_ns, [*file.starts_ns], [*file.ends_ns])
-        for route, position, sent, through in file.messages:
-            record.sent_ns[route, position], record.through_ns[route, position] = sent, through
-        for route, position, ready, received in file.received:
-            record.received_ns[route, position] = ready, received
-        record.reductions_ns = {stage: (start, end) for stage, start, end in file.reductions}
-        record.microbatch_rows, record.num_cores = file.microbatch_rows, file.num_cores
-        return record
-
-
-_Ns: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
-
-
-class RecordFile(msgspec.Struct):
-    """A record in JSON."""
-
-    rank: Whole
-    offset_ns: int
-    starts_ns: tuple[_Ns, ...]
-    ends_ns: tuple[_Ns, ...]
-    messages: tuple[tuple[Whole, Whole, _Ns, _Ns], ...]
-    received: tuple[tuple[Whole, Whole, _Ns, _Ns], ...]
-    reductions: tuple[tuple[Whole, _Ns, _Ns], ...]
-    microbatch_rows: Whole | None
-    num_cores: Positive | None
+        return reading.Field(path, fields).read(cls)
 
 
 def _on_channels(
     kernels: Sequence[tuple[Column, Pair, Any, Mark]], ready_ns: list[int], device: Device
-) -> Iterator[tuple[Column, tuple[int, int]]]:
+) -> Iterator[tuple[int, int, int, int]]:
     """When each kernel began and ended: it begins once it is ready and the one before it on its channel has ended."""
     free_ns: dict[Pair, int] = {}
     ends_ns = device.times_ns([end for *_, end in kernels])
     for (column, channel, _, _), ready, end in zip(kernels, ready_ns, ends_ns, strict=True):
-        yield column, (max(ready, free_ns.get(channel, ready)), end)
+        yield *column, max(ready, free_ns.get(channel, ready)), end
         free_ns[channel] = end
-
-
-def _times(marks: dict[Any, Mark], device: Device) -> dict[Any, int]:
-    return dict(zip(marks, device.times_ns([*marks.values()]), strict=True)) if marks else {}
 
 
 def merge(plan: Plan, records: list[Record]) -> Timeline:
@@ -140,7 +105,7 @@ def merge(plan: Plan, records: list[Record]) -> Timeline:
     `service_starts_us` for how that is found.
     """
     records = sorted(records, key=lambda record: record.rank)
-    reduced = {stage for record in records for stage in record.reductions_ns}
+    reduced = {stage for record in records for stage, _, _ in record.reductions}
     plan = replace(plan, placement=plan.placement.with_step_ends(reduced))
     rows = next((record.microbatch_rows for record in records if record.microbatch_rows is not None), None)
     if plan.microbatch_rows is not None and rows is not None:
@@ -157,21 +122,23 @@ def merge(plan: Plan, records: list[Record]) -> Timeline:
         for rank, (order, started) in enumerate(zip(plan.orders, starts, strict=True))
         for op, start in zip(order, started, strict=True)
     }
+    sent_and_through = {(r, k): times for record in records for r, k, *times in record.messages}
+    on_device = {(r, k): times for record in records for r, k, *times in record.received}
     sent, arrived = [], []
     for r, route in enumerate(plan.placement.routes):
         target, sender, receiver = plan.placement.tasks[route.target], records[route.sender], records[route.receiver]
         batches = plan.placement.microbatches(target.stage, plan.num_microbatches)
-        begun = [us(sender, sender.sent_ns[r, k]) for k in range(len(batches))]
-        through = [us(sender, sender.through_ns[r, k]) for k in range(len(batches))]
+        begun = [us(sender, sent_and_through[r, k][0]) for k in range(len(batches))]
+        through = [us(sender, sent_and_through[r, k][1]) for k in range(len(batches))]
         for k in range(len(batches)):
-            if (r, k) in receiver.received_ns:  # a kernel on both sides: it moves data once both have begun
-                ready, received = (us(receiver, time_ns) for time_ns in receiver.received_ns[r, k])
+            if (r, k) in on_device:  # a kernel on both sides: it moves data once both have begun
+                ready, received = (us(receiver, time_ns) for time_ns in on_device[r, k])
                 begun[k], through[k] = max(begun[k], ready), received
         # A sender may learn late that its message is through, but it arrived before the op that reads it started.
         read = [start_of[route.receiver, Op(target.stage, target.kind, m)] for m in batches]
         sent.append(tuple(begun))
         arrived.append(tuple(max(b, min(t, s)) for b, t, s in zip(begun, through, read, strict=True)))
-    reductions = [_in_turn({s: (us(r, a), us(r, b)) for s, (a, b) in r.reductions_ns.items()}) for r in records]
+    reductions = [_in_turn({s: (us(r, a), us(r, b)) for s, a, b in r.reductions}) for r in records]
     step_ends = []
     for i, rank in plan.step_end_ranks:
         free = max([*ends[rank][-1:], *(end for _, end in reductions[rank].values())], default=0)
@@ -182,9 +149,9 @@ def merge(plan: Plan, records: list[Record]) -> Timeline:
 
 def _in_turn(begun_and_done: dict[int, tuple[int, int]]) -> dict[int, tuple[int, int]]:
     """Reductions one after another, in the order they began, as they share a link: the earlier one gets an overlap."""
-    found: dict[int, tuple[int, int]] = {}
+    in_turn: dict[int, tuple[int, int]] = {}
     before = 0
     for stage, (begun, done) in sorted(begun_and_done.items(), key=lambda item: item[1]):
-        found[stage] = max(begun, before), max(done, before)
-        before = found[stage][1]
-    return found
+        in_turn[stage] = max(begun, before), max(done, before)
+        before = in_turn[stage][1]
+    return in_turn

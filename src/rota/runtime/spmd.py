@@ -28,6 +28,8 @@ from rota.runtime.transport import collective
 Group = dist.ProcessGroup | None
 Module = TypeVar("Module", bound=nn.Module)
 
+_REPLICATED = "_rota_replicated"  # an attribute of modules
+
 
 def group(ranks: Iterable[int], mesh: DeviceMesh | None = None) -> Group:
     """The process group of a stage on several ranks. Every rank must call it.
@@ -59,7 +61,7 @@ def copy_to_ranks(x: torch.Tensor, group: Group) -> torch.Tensor:
         x: Any shape and dtype; the same values on all ranks.
         group: The stage's ranks, None for one rank.
     """
-    return x if group is None else _Copy.apply(x, group)  # type: ignore[no-untyped-call]
+    return x if group is None else _apply(_Copy, x, group)
 
 
 def sum_over_ranks(x: torch.Tensor, group: Group) -> torch.Tensor:
@@ -69,7 +71,7 @@ def sum_over_ranks(x: torch.Tensor, group: Group) -> torch.Tensor:
         x: This rank's summand; shape and dtype are the same on all ranks.
         group: The stage's ranks, None for one rank.
     """
-    return x if group is None else _Sum.apply(x, group)  # type: ignore[no-untyped-call]
+    return x if group is None else _apply(_Sum, x, group)
 
 
 def gather_from_ranks(x: torch.Tensor, group: Group, dim: int = -1) -> torch.Tensor:
@@ -80,7 +82,7 @@ def gather_from_ranks(x: torch.Tensor, group: Group, dim: int = -1) -> torch.Ten
         group: The stage's ranks, None for one rank.
         dim: The dimension to concatenate along.
     """
-    return x if group is None else _Gather.apply(x, group, dim)  # type: ignore[no-untyped-call]
+    return x if group is None else _apply(_Gather, x, group, dim)
 
 
 def replicated(module: Module) -> Module:
@@ -88,16 +90,21 @@ def replicated(module: Module) -> Module:
 
     Its weights are made equal at the start, and count once in a norm. Every rank must compute their whole gradient.
     """
-    module._rota_replicated = True  # type: ignore[assignment]
+    vars(module)[_REPLICATED] = True
     return module
 
 
 def replicated_names(module: nn.Module) -> Iterator[str]:
     """The parameters of `module` that `replicated` marks."""
-    marked = [name for name, inner in module.named_modules() if getattr(inner, "_rota_replicated", False)]
+    marked = [name for name, inner in module.named_modules() if _REPLICATED in vars(inner)]
     for name, _ in module.named_parameters():
         if any(not of or name.startswith(f"{of}.") for of in marked):
             yield name
+
+
+def _apply(function: Any, *arguments: Any) -> torch.Tensor:
+    result: torch.Tensor = function.apply(*arguments)
+    return result
 
 
 class _Copy(torch.autograd.Function):

@@ -14,18 +14,18 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
-from typing import NamedTuple, TypeAlias, final
+from typing import Any, NamedTuple, TypeAlias, final
 
 import torch
 import torch.distributed as dist
 
 from rota.core.errors import PipelineError
 from rota.core.plan import Plan
-from rota.runtime.device.host import HostDevice
 from rota.runtime.device.numbers import Sums, read_numbers
-from rota.runtime.device.protocol import Device, Number
+from rota.runtime.device.protocol import Device, HostDevice, Number
 from rota.runtime.json_messages import all_gather_json
 from rota.runtime.losses import MicrobatchLoss, Weighed, ratio
+from rota.runtime.transport import collective
 
 Key: TypeAlias = tuple[str, bool]  # a metric's name, and whether it is made of pairs
 
@@ -137,16 +137,14 @@ class StepLosses:
             everyone: all processes' hosts.
         """
         if given.added:
-            given = given._replace(added={key: of for key, of in given.added.items() if key[0] in self._stages})
+            added = {place: losses for place, losses in given.added.items() if place[0] in self._stages}
+            given = given._replace(added=added)
         sums = _tally(given, _NUM_PLACES + 2 * len(self._names))
         known = sums.known
         known[_STOPS] = asks_to_stop
         for key, share, value, weight in _metrics(given):
             if (place := self._places.get(key)) is None:
                 known[_NEW_NAMES] = 1.0
-            elif isinstance(value, float) and isinstance(weight, float):  # as `sums.add`, in less time
-                known[place] += share * value
-                known[place + 1] += weight
             else:
                 sums.add(place, value, share)
                 sums.add(place + 1, weight)
@@ -155,28 +153,28 @@ class StepLosses:
         learn_names = partial(self._learn_names, given, everyone)
         return Totals(row, self._device.read(row), self._names, self._num_pipelines, learn_names)
 
-    def _learn_names(self, mine: Given, everyone: dist.ProcessGroup) -> dict[Key, tuple[float, float]]:
+    def _learn_names(self, given: Given, everyone: dist.ProcessGroup) -> dict[Key, tuple[float, float]]:
         """All ranks' metrics, gathered because some ranks have new names. Collective; waits for the device."""
-        metrics = [*_metrics(mine)]
+        metrics = [*_metrics(given)]
         values = read_numbers([value for _, _, value, _ in metrics], self._device)
         weights = read_numbers([weight for *_, weight in metrics], self._device)
         here = [
             [*key, share * value, weight]
             for (key, share, _, _), value, weight in zip(metrics, values, weights, strict=True)
         ]
-        found: dict[Key, tuple[float, float]] = dict.fromkeys(self._names, (0.0, 0.0))
+        totals: dict[Key, tuple[float, float]] = dict.fromkeys(self._names, (0.0, 0.0))
         for name, is_pair, total, weight in chain.from_iterable(all_gather_json(here, everyone)):
-            before = found.get((name, is_pair), (0.0, 0.0))
-            found[name, is_pair] = before[0] + total, before[1] + weight
-        self._names = tuple(sorted(found))
+            before = totals.get((name, is_pair), (0.0, 0.0))
+            totals[name, is_pair] = before[0] + total, before[1] + weight
+        self._names = tuple(sorted(totals))
         self._places = {key: _NUM_PLACES + 2 * i for i, key in enumerate(self._names)}
         for name, is_pair in self._names:
-            if not is_pair and (name, True) in found:
+            if not is_pair and (name, True) in totals:
                 raise PipelineError(
                     f"loss_fn returns the metric {name!r} as a number for some micro-batches and as (sum, count) for "
                     f"others; return one of the two for all"
                 )
-        return found
+        return totals
 
 
 def loss_of_parts(
@@ -201,23 +199,20 @@ def _tally(given: Given, num_places: int) -> Sums:
             known[_MEANS] = math.nan
         elif loss.count is None:
             known[_HAVE_MEAN] += 1
-            if isinstance(loss.value, float):  # as `sums.add`, in less time
-                known[_MEANS] += shares[m] * loss.value
-            else:
-                sums.add(_MEANS, loss.value, shares[m])
+            sums.add(_MEANS, loss.value, shares[m])
         else:
             sums.add(_SUMS, loss.value)
             sums.add(_COUNTS, loss.count)
             sums.add_if_no_count(_NO_COUNTS, loss.count)
             known[_HAVE_COUNT] += 1
     for (_, m), of_modules in given.added.items():
-        for each in of_modules:
-            if each.count is None:
-                sums.add(_ADDED_MEANS, each.value, shares[m])
+        for loss in of_modules:
+            if loss.count is None:
+                sums.add(_ADDED_MEANS, loss.value, shares[m])
                 known[_ADDED_WITHOUT_COUNT] += 1
             else:
-                sums.add(_ADDED_SUMS, each.value, each.count)
-                sums.add_if_no_count(_NO_ADDED_COUNTS, each.count)
+                sums.add(_ADDED_SUMS, loss.value, loss.count)
+                sums.add_if_no_count(_NO_ADDED_COUNTS, loss.count)
                 known[_ADDED_WITH_COUNT] += 1
     return sums
 
@@ -267,3 +262,75 @@ def _metrics(given: Given) -> Iterator[tuple[Key, float, Number, Number]]:
                 yield (name, False), given.shares[m], metric.value, given.shares[m]
             else:
                 yield (name, True), 1.0, metric.value, metric.count
+
+
+# --- losses that are not finite ---------------------------------------------------------------------------------------
+
+
+def refuse_loss(
+    mean: float,
+    step: int,
+    name: str,
+    by_stage: dict[int, dict[int, float]],
+    empty: list[int],
+    group: dist.ProcessGroup | None,
+) -> None:
+    """Refuse a mean loss that is not finite. Collective.
+
+    Args:
+        mean: the mean loss.
+        step: the number of the step.
+        name: this process's name, for messages.
+        by_stage: the losses that this process counts: by last stage, then by micro-batch.
+        empty: the micro-batches without rows, as this process was given them.
+        group: all processes; None: refuse it only on this rank, in begin_step.
+
+    Raises:
+        PipelineError: always, and with a group on all ranks, with all losses that are not finite.
+    """
+    words = "; ".join(filter(None, (_nonfinite_text(name, stage, losses) for stage, losses in by_stage.items())))
+    means_of_none = [m for losses in by_stage.values() for m in losses if m in empty and math.isnan(losses[m])]
+    of_ranks: list[Any] = [[words, means_of_none]]
+    if group is not None:
+        with collective("gathering losses that are not finite"):
+            of_ranks = all_gather_json(of_ranks[0], group)
+    where = "; ".join(words for words, _ in of_ranks if words)
+    cause = _without_rows([m for _, microbatches in of_ranks for m in microbatches])
+    if group is not None:
+        where = where or "each micro-batch's is finite, but their sum is not"
+        cause = cause or "reload the last checkpoint or lower the learning rate"
+        then = f"Do not apply its gradients: {cause}; to go on without this batch, set the gradients to None"
+    else:
+        is_known = any(by_stage.values())
+        elsewhere = "the ranks of the last stage say for which micro-batches"
+        where = where or ("each micro-batch's is finite here, but the sum over all is not" if is_known else elsewhere)
+        then = f"{LATER}; {cause or 'lower the learning rate'}"
+    raise PipelineError(
+        f"step {step}: the mean loss is {mean} ({where}). {then}; to be given such losses, use "
+        f"Pipeline(…, allow_nonfinite_loss=True) or a GradScaler"
+    )
+
+
+def _without_rows(microbatches: list[int]) -> str:
+    """What to do about micro-batches without rows; "" if there are none."""
+    if not microbatches:
+        return ""
+    which = f"micro-batch{'es' if len(microbatches) > 1 else ''} {', '.join(map(str, microbatches))}"
+    return (
+        f"{which} had no rows, so their mean is nan: give each micro-batch a row or more, or let loss_fn return "
+        f"output.sum() * 0 where there are none"
+    )
+
+
+def _nonfinite_text(name: str, stage: int, losses: dict[int, float]) -> str:
+    by_value: dict[str, list[int]] = {}
+    for microbatch, loss in losses.items():
+        if not math.isfinite(loss):
+            by_value.setdefault(str(loss), []).append(microbatch)
+    if not by_value:
+        return ""
+    values = (
+        f"{value} for micro-batch{'es' if len(microbatches) > 1 else ''} {', '.join(map(str, microbatches))}"
+        for value, microbatches in by_value.items()
+    )
+    return f"{', '.join(values)} at stage {stage} on {name}"

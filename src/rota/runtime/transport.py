@@ -15,12 +15,12 @@ import json
 import queue
 import threading
 import time
-from collections import deque
-from collections.abc import Iterator, Mapping
+from collections import Counter, deque
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from types import FrameType
-from typing import Any
+from typing import Any, final
 
 import torch
 import torch.distributed as dist
@@ -28,7 +28,6 @@ import torch.distributed as dist
 from rota.core.errors import LostRankError, PipelineError
 from rota.core.programs.actions import Message, ValueKey
 from rota.core.tasks import Transfer
-from rota.runtime.gradient_flags import GradientFlags, with_zeros
 from rota.runtime.gradients.split_backward import Gradients
 from rota.runtime.messages import (
     Format,
@@ -42,11 +41,12 @@ from rota.runtime.messages import (
     to_bytes,
     unflatten,
 )
+from rota.runtime.recorder import Marks
 from rota.torch_internals import cpu_backend
 
 
 class Transport:
-    """One rank's messages between CPUs. `sent` and `through` have the last step's times by (route, position)."""
+    """One rank's messages between CPUs."""
 
     def __init__(self, group: dist.ProcessGroup, everyone: dist.ProcessGroup) -> None:
         self._backend, self._everyone = cpu_backend(group), cpu_backend(everyone)
@@ -67,6 +67,10 @@ class Transport:
         self._reaper.start()
 
     # --- receiving ------------------------------------------------------------------------------------------------
+
+    def begin(self, marks: Marks, formats: dict[ValueKey, Format]) -> None:
+        """A new step; `marks` gets the times of its messages."""
+        self.formats, self.sent, self.through = formats, marks.sent, marks.through
 
     def post(self, message: Message, with_layout: bool) -> None:
         """Start to receive; `with_layout`: wait for the layout, which comes first.
@@ -374,13 +378,90 @@ def receive_value(sender: int, group: dist.ProcessGroup, device: torch.device) -
     dist.recv(size, group_src=sender, group=group)
     data = torch.empty(int(size), dtype=torch.uint8, device="cpu")
     dist.recv(data, group_src=sender, group=group)
-    found = json.loads(data.numpy().tobytes())
-    if "refusal" in found:
-        raise PipelineError(found["refusal"])
-    layout = layout_of(found["layout"])
-    tensors = [empty(each) for each in tensor_layouts(layout)]
+    head = json.loads(data.numpy().tobytes())
+    if "refusal" in head:
+        raise PipelineError(head["refusal"])
+    layout = layout_of(head["layout"])
+    tensors = [*map(empty, tensor_layouts(layout))]
     for tensor in tensors:
         dist.recv(as_sent(tensor), group_src=sender, group=group)
-    places = (each if on_host else each.to(device) for each, on_host in zip(tensors, found["on_host"], strict=True))
-    wanting = (tensor.requires_grad_(each[3]) for tensor, each in zip(places, tensor_layouts(layout), strict=True))
+    placed = (t if on_host else t.to(device) for t, on_host in zip(tensors, head["on_host"], strict=True))
+    wanting = (t.requires_grad_(wants) for t, (*_, wants) in zip(placed, tensor_layouts(layout), strict=True))
     return unflatten(wanting, layout)
+
+
+# --- gradients that are missing ---------------------------------------------------------------------------------------
+
+
+@final
+class GradientFlags:
+    """Which gradients of the values between ranks there are: a value that nobody used has none, rather than zeros.
+
+    run with layouts    a flag per tensor, then the gradients     of every edge
+    later runs          a flag per tensor, then the gradients     of the edges on which one was missing in that run
+                        the gradients                             of all others
+
+    Zeros travel in the place of a missing gradient, as its receiver has a buffer for it already. Both ranks of an edge
+    know whether its messages have flags.
+    """
+
+    def __init__(self) -> None:
+        #: Whether a run with layouts has ended since the last run that failed.
+        self.are_known = False
+        self._on_all_edges = False
+        self._edges: set[int] = set()
+        self._zeros: Counter[tuple[int, int]] = Counter()  # by edge and tensor, those sent without a flag
+
+    def begin(self, with_layouts: bool) -> None:
+        """A new run that trains."""
+        self._on_all_edges = with_layouts
+        self._zeros.clear()
+        if with_layouts:
+            self.are_known = False
+            self._edges.clear()
+
+    def travel(self, edge: int, num_gradients: int) -> bool:
+        """Whether the gradients of a message have flags."""
+        return num_gradients > 0 and (self._on_all_edges or edge in self._edges)
+
+    def of(self, edge: int, gradients: Gradients) -> torch.Tensor:
+        """The flags to send before the gradients."""
+        are_present = [gradient is not None for gradient in gradients]
+        if not all(are_present):
+            self._edges.add(edge)
+        return torch.tensor(are_present, dtype=torch.uint8, device="cpu")
+
+    def note_zeros(self, edge: int, gradients: Gradients) -> None:
+        """Some of these gradients are missing, but have no flags."""
+        self._zeros.update((edge, i) for i, gradient in enumerate(gradients) if gradient is None)
+
+    def read(self, edge: int, flags: torch.Tensor, gradients: list[torch.Tensor]) -> list[torch.Tensor | None]:
+        """The received gradients, None for those that are missing."""
+        are_present = flags.tolist()
+        if not all(are_present):
+            self._edges.add(edge)
+        return [gradient if is_present else None for gradient, is_present in zip(gradients, are_present, strict=True)]
+
+    def end(self, edges: Sequence[tuple[int, int]], num_sent: Counter[int]) -> None:
+        """The run has ended. `edges`: their stages; `num_sent`: by edge, the messages with gradients sent here.
+
+        Raises:
+            PipelineError: zeros were sent for a tensor in all micro-batches.
+        """
+        for (edge, i), num_zeros in self._zeros.items():
+            if num_zeros == num_sent[edge]:
+                source, target = edges[edge]
+                raise PipelineError(
+                    f"what stage {source} sends to stage {target} got no gradient in any micro-batch of this step "
+                    f"(tensor {i} of those that want one), unlike in an earlier step, so weights would get gradients "
+                    f"of zeros, not None; if it is not used in each step, use Pipeline(…, dynamic_shapes=True)"
+                )
+        self.are_known = True
+
+
+def with_zeros(gradients: Gradients, form: Format, device: torch.device) -> list[torch.Tensor]:
+    """The gradients that travel."""
+    return [
+        torch.zeros(shape, dtype=dtype, device=device) if gradient is None else gradient
+        for gradient, (shape, dtype) in zip(gradients, form.gradients, strict=True)
+    ]

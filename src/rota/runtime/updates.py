@@ -5,9 +5,7 @@ step ──▶ gradients noted ──▶ the script clips them ──▶ optimiz
     refused at once                                    └─ by what factor?    refused if it differs between ranks
 
 A weight has changed if an optimizer that has it has stepped, or its version has gone up. Fused optimizers raise no
-version, nor do those of DTensors, and compiled ones run no hook. Before the first change that is seen so, values are
-compared as well: a script that writes into `.data` by itself is seen by neither. They are not on an accelerator, whose
-host does not wait for its numbers.
+version, nor do those of DTensors, and compiled ones run no hook: what neither shows is not refused.
 
 Factors are compared after steps 1, 2 and 3, and, as long as the script writes to gradients before the update, after
 steps 4, 8, 16 and so on.
@@ -26,17 +24,17 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from rota.core.errors import PipelineError
-from rota.runtime.device.protocol import Device, is_queued
+from rota.runtime.device.numbers import MOST_BITS, bits_of, number_of
+from rota.runtime.device.protocol import Device
 from rota.runtime.json_messages import all_gather_json
-from rota.runtime.number_bits import MOST_BITS, bits_of, number_of
 from rota.runtime.reducing.norms import local, norm_of_each
+from rota.runtime.reducing.sharded_stages import is_sharded
 from rota.runtime.transport import collective
 from rota.torch_internals import version_of, versions_of
 
 _FIRST = 3  # steps after which factors are compared in any case
 _ALIKE = 0.01  # how much the factors of one rank's weights may differ: bfloat16 rounds to 0.4%
 _ALIKE_ON_RANKS = 0.02
-_SAMPLED, _ELEMENTS = 8, 64  # how many weights are compared by value, and of each how many elements
 
 
 class Report(NamedTuple):
@@ -91,7 +89,7 @@ class Updates:
         self._is_running = False
         self._versions: list[int] | None = None  # in the last step
         self._has_gradients = False  # after it
-        self._sample: list[tuple[nn.Parameter, torch.Tensor]] = []
+        self._are_versions_true = not any(map(is_sharded, self._parameters))
         self._has_stepped, self._stranger = False, ""  # since then
         self._was_updated = False  # ever
         self._num_steps = 0
@@ -107,14 +105,13 @@ class Updates:
         norms, self._norms, self._noted = self._norms, None, None
         now = versions_of(self._parameters)
         is_written = now != self._versions
-        differ = [] if self._has_stepped or is_written else [*self._compare_sample()]
-        has_changed = self._has_stepped or is_written or any(differ)
-        is_seen = self._has_stepped or (is_written and self._are_all_written(now))
-        is_idle = self._has_gradients and not has_changed
+        has_changed = self._has_stepped or is_written
+        is_updated = self._has_stepped or (is_written and self._are_all_written(now))
+        is_idle = self._has_gradients and not has_changed and self._are_versions_true
         stranger = self._stranger if is_idle and not self._was_updated else ""
-        self._was_updated |= is_seen
+        self._was_updated |= is_updated
         factor = 0.0 if norms is None else _common_factor(norms())
-        return Report(factor, has_changed, is_seen or (bool(differ) and all(differ)), is_idle, stranger)
+        return Report(factor, has_changed, is_updated, is_idle, stranger)
 
     def _are_all_written(self, now: list[int]) -> bool:
         """An optimizer changes all weights; a script that clamps one of them has not updated this rank."""
@@ -122,9 +119,6 @@ class Updates:
         pairs = zip(self._parameters, self._versions, now, strict=True)
         written = [before != after for parameter, before, after in pairs if parameter.requires_grad]
         return bool(written) and all(written)
-
-    def _compare_sample(self) -> Iterator[bool]:
-        return (not torch.equal(_first_elements(parameter), before) for parameter, before in self._sample)
 
     @contextmanager
     def refused(self) -> Iterator[None]:
@@ -135,7 +129,7 @@ class Updates:
         """
         if self._hook is None:
             self._hook = register_optimizer_step_pre_hook(self._before_update)
-        self._versions, self._sample = versions_of(self._parameters), []
+        self._versions = versions_of(self._parameters)
         self._has_stepped, self._stranger, self._is_running = False, "", True
         try:
             yield
@@ -143,13 +137,7 @@ class Updates:
             self._is_running = False
         if (now := versions_of(self._parameters)) != self._versions:
             self._refuse_written(now)
-        trained = (parameter for parameter in self._parameters if parameter.grad is not None)
-        if self._was_updated or is_queued(self._device):  # whose host does not wait for numbers
-            self._has_gradients = next(trained, None) is not None
-        else:
-            smallest = sorted(trained, key=lambda parameter: parameter.numel())[:_SAMPLED]
-            self._has_gradients = bool(smallest)
-            self._sample = [(p, _first_elements(p).clone()) for p in smallest if not p.is_meta]
+        self._has_gradients = any(parameter.grad is not None for parameter in self._parameters)
 
     def _refuse_written(self, now: list[int]) -> None:
         assert self._versions is not None
@@ -223,12 +211,12 @@ class Updates:
             self._norms = self._device.read(torch.cat([noted.norms, after]))
 
 
-def refuse_differences(agreed: Sequence[int], mine: Report, names: Sequence[str], group: dist.ProcessGroup) -> None:
+def refuse_differences(agreed: Sequence[int], report: Report, names: Sequence[str], group: dist.ProcessGroup) -> None:
     """Refuse what the ranks have done since the last step if it does not fit together. Collective.
 
     Args:
         agreed: The maxima of the `flags` of all ranks' reports.
-        mine: This rank's report.
+        report: This rank's.
         names: The processes' names.
         group: All processes.
 
@@ -241,7 +229,7 @@ def refuse_differences(agreed: Sequence[int], mine: Report, names: Sequence[str]
     if not (differ or has_stranger or (is_updated and is_idle)):
         return
     with collective("comparing updates"):
-        reports = [Report(*fields) for fields in all_gather_json(mine, group)]
+        reports = [Report(*fields) for fields in all_gather_json(report, group)]
     by_name = dict(zip(names, reports, strict=True))
     if has_stranger:
         name, stranger = next((name, report.stranger) for name, report in by_name.items() if report.stranger)
@@ -265,10 +253,6 @@ def refuse_differences(agreed: Sequence[int], mine: Report, names: Sequence[str]
         f"own norm; use pipeline.clip_grad_norm_, which takes the norm of the whole model, and go back to weights from "
         f"before that step. To scale ranks differently on purpose, do it in optimizer.register_step_pre_hook"
     )
-
-
-def _first_elements(parameter: nn.Parameter) -> torch.Tensor:
-    return local(parameter).flatten()[:_ELEMENTS]
 
 
 def _norms_of(gradients: list[torch.Tensor]) -> torch.Tensor:

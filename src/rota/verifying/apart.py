@@ -12,7 +12,7 @@ from torch import nn
 
 from rota.models.carving.stage import CarvedStage
 from rota.models.randomness import random_state_kept
-from rota.runtime.reducing.wrapped_stages import is_sharded
+from rota.runtime.reducing.sharded_stages import is_sharded
 from rota.torch_internals import TorchDispatchMode
 
 _NARROW = (torch.float32, torch.bfloat16, torch.float16)

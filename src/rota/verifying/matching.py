@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from rota.models import Stages
-from rota.runtime.reducing.wrapped_stages import is_sharded
+from rota.runtime.reducing.sharded_stages import is_sharded
 
 Place: TypeAlias = tuple[int, str]  # a stage, and the name in its module
 

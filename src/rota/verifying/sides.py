@@ -21,18 +21,18 @@ from rota.models import Stages
 from rota.runtime import Pipeline
 from rota.runtime.compute import Compute
 from rota.runtime.device.choosing import placed_on
-from rota.runtime.device.host import HostDevice
-from rota.runtime.execution import Execution
-from rota.runtime.gradient_flags import GradientFlags
+from rota.runtime.device.protocol import HostDevice
+from rota.runtime.execution import Execution, ThisRank
 from rota.runtime.json_messages import all_gather_json, broadcast_json
 from rota.runtime.losses import LossFn, needs_target
 from rota.runtime.messages import tensors_in
 from rota.runtime.microbatch_inputs import MicrobatchInputs
 from rota.runtime.process_group import on_first
+from rota.runtime.recorder import Record
 from rota.runtime.reducing.loss_counts import LossCounts
-from rota.runtime.reducing.wrapped_stages import is_sharded
+from rota.runtime.reducing.sharded_stages import is_sharded
 from rota.runtime.step_losses import loss_of_parts
-from rota.runtime.transport import Transport, receive_value, send_value
+from rota.runtime.transport import GradientFlags, Transport, receive_value, send_value
 from rota.schedules import gpipe
 from rota.verifying.apart import apart
 from rota.verifying.matching import Place
@@ -92,6 +92,9 @@ class _NoMessages:
     def __init__(self) -> None:
         self.flags = GradientFlags()
 
+    def begin(self, *_: object) -> None:
+        """Does nothing."""
+
     def take(self, key: ValueKey) -> Any:
         """Never called, as every value is made here."""
         raise AssertionError(key)
@@ -113,10 +116,8 @@ class OneProcess:
         edges, ranks = [edge[:2] for edge in stages.edges], [0] * len(stages)
         placement = place(Costs.uniform(len(stages)), Cluster.uniform(1), ranks, edges)
         self._plan = gpipe(placement, num_microbatches)
-        sinks: dict[int, tuple[int, ...]] = dict.fromkeys(stages.sinks, (0,))
-        self._inputs = MicrobatchInputs(stages, self._plan, 0, sinks, self.device)
-        self._needs_target = needs_target(loss_fn)
-        self._inputs.take(*batch, needs_targets=self._needs_target)  # refuses a batch that does not fit before it runs
+        self._inputs = MicrobatchInputs(stages, self._plan, 0, self.device, needs_target(loss_fn))
+        self._inputs.take(*batch)  # refuses a batch that does not fit before it runs
 
     def local_modules(self) -> Mapping[int, nn.Module]:
         """All stages."""
@@ -138,11 +139,11 @@ class OneProcess:
         """See `Side`."""
         for module in self.stages.modules:
             module.zero_grad(set_to_none=True)
-        compute = Compute(self.stages, self._plan.placement, self.loss_fn, keep_outputs=True)
+        compute = Compute(self.stages, self._plan.placement, self.loss_fn)
         transport: Transport = _NoMessages()  # type: ignore[assignment]
-        execution = Execution(self.stages, self._plan, 0, transport, compute, HostDevice())
-        needs = {"needs_targets": self._needs_target, "loss_of_output": not self._needs_target}
-        batch = self._inputs.take(*self._batch.in_dtype(batch_dtype), **needs)
+        here = ThisRank(0, HostDevice(), transport, Record(0))
+        execution = Execution(self.stages, self._plan, compute, here)
+        batch = self._inputs.take(*self._batch.in_dtype(batch_dtype), keeps_outputs=True)
         counts = LossCounts(parameter for _, parameter in self.stages.named_parameters())
         batch = replace(batch, per_count=counts.begin(counts.flags(batch.targets)))
         execution.run(batch, _SEED, True, lambda: None)

@@ -13,9 +13,8 @@ from rota.core.errors import PipelineError
 from rota.models import collect_losses
 from rota.models.carving.copies import deep_copy
 from rota.models.randomness import RandomStates, random_state_kept
-from rota.runtime.device.host import HostDevice
 from rota.runtime.device.numbers import number_in
-from rota.runtime.device.protocol import Number
+from rota.runtime.device.protocol import HostDevice, Number
 from rota.runtime.losses import LossFn, MicrobatchLoss, Weighed, loss_of
 from rota.runtime.messages import over_tensors, tensors_in
 from rota.runtime.microbatches import num_examples, shares_of, to_microbatches, with_dicts

@@ -17,7 +17,7 @@ from rota.runtime import Pipeline
 from rota.runtime.faults.watchdog import PATIENT
 from rota.runtime.losses import LossFn
 from rota.runtime.microbatches import num_examples
-from rota.runtime.reducing.wrapped_stages import unwrapped
+from rota.runtime.reducing.sharded_stages import refuse_wrapped
 from rota.verifying import reasons
 from rota.verifying.apart import ForComparison
 from rota.verifying.comparing import compare_gradients, compare_outputs, places, relative
@@ -87,7 +87,7 @@ def verify(
         with stages.watching("the other ranks to verify the model", PATIENT):
             return _Verifier(ManyProcesses(stages, given, loss), model, fp64, against, report).run()
     loss = _needed(loss_fn)
-    stages, _ = unwrapped(stages)
+    refuse_wrapped(stages)
     if num_microbatches is None:
         num_microbatches = 2 if num_examples(given.inputs) % 2 == 0 else 1
     return _Verifier(OneProcess(stages, given, loss, num_microbatches), model, fp64, against, report).run()

@@ -119,7 +119,7 @@ def step_after_loading(rank: int, folder: Path) -> list[str]:
             else:
                 with pytest.raises(PipelineError) as error:
                     pipeline.step(x * torch.nan, x)
-                told = [str(error.value), pipeline._watchdog.last(), str(pipeline.num_steps)]
+                told = [str(error.value), pipeline._engine.watchdog.last(), str(pipeline.num_steps)]
     return told
 
 

@@ -8,7 +8,7 @@ from torch import nn
 
 from rota import Pipeline, PipelineError, Stages
 from rota.runtime.device.choosing import Placed, describe_placed, device_of, placed_on, refuse_mixed
-from rota.runtime.device.host import HostDevice
+from rota.runtime.device.protocol import HostDevice
 from support.networks import batch_of, chain, loss_fn, plan_for, serial_step
 from support.pool import Pool
 

@@ -10,9 +10,18 @@ import time
 import pytest
 
 from rota import Cluster, Costs, PipelineError, place, simulate
-from rota.runtime.faults.hang_report import Status, compose, compose_alone, printable, reason_of
+from rota.runtime.faults.hang_report import (
+    Status,
+    compose,
+    compose_alone,
+    decoded,
+    frames_of,
+    is_in_a_collective,
+    place as place_of,
+    printable,
+    reason_of,
+)
 from rota.runtime.faults.roll_call import End
-from rota.runtime.faults.stack_location import frames_of, is_in_a_collective, place as place_of
 from rota.runtime.faults.watchdog import limit_s
 from rota.schedules import gpipe
 
@@ -25,14 +34,14 @@ OUTSIDE = Status("outside", "is outside of the pipeline's calls (train.py:8 in l
 @pytest.mark.parametrize("text", ["", "[" * 99999, "{}", '["waits", 1, 2.0, "x"]', '["other", "x", 2.0, "x"]', "[[]]"])
 def test_what_is_no_standing_is_no_answer(text: str) -> None:
     """Under torchrun anybody who reaches the store can write there."""
-    assert Status.from_text(text) is None
-    assert Status.from_text(BUSY.to_text()) == BUSY
+    assert decoded(text, Status) is None
+    assert decoded(json.dumps(BUSY), Status) == BUSY
 
 
 @pytest.mark.parametrize("text", ["", "[" * 99999, "{}", '["rank 1"]', '[1, "rank 1"]', '["rank 1", true]'])
 def test_what_is_no_end_is_none(text: str) -> None:
-    assert End.from_text(text) is None
-    assert End.from_text(json.dumps(End("rank 1", 3))) == End("rank 1", 3)
+    assert decoded(text, End) is None
+    assert decoded(json.dumps(End("rank 1", 3)), End) == End("rank 1", 3)
 
 
 def test_a_report_cannot_move_the_cursor() -> None:

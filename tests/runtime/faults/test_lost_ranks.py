@@ -123,7 +123,7 @@ def step_and_go(rank: int, stages: Stages, plan: Plan, then: str) -> None:
     """Rank 1 goes before it does what the others do `then`."""
     with Pipeline(stages, plan, loss_fn) as pipeline:
         if rank == 1 and then == "loss":
-            pipeline._step_end.finish = lambda *_, **__: os._exit(9)  # type: ignore[method-assign]
+            pipeline._engine.step_end.finish = lambda *_, **__: os._exit(9)  # type: ignore[method-assign]
         pipeline.step(*batch_of(4))
         if rank == 1:
             os._exit(9)
@@ -336,7 +336,7 @@ def lose_a_rank_after_another_has_ended(rank: int) -> None:
     """Rank 0 has done its part of the last call when it ends; rank 2 dies in that call, and rank 1 waits for it."""
 
     def die_once_rank_0_has_ended(*_: object) -> None:
-        while pipeline._watchdog._roll_call.end() is None:
+        while pipeline._engine.watchdog._roll_call.end() is None:
             pass
         os._exit(9)
 

@@ -139,7 +139,7 @@ def forwards(rank: int, plan: Plan) -> int:
     stages = make_stages(2)
     with Pipeline(stages, plan, loss_fn, recompute="full") as pipeline:
         pipeline.step(*batch_of(NUM_MICROBATCHES))
-        assert not pipeline._compute._kept
+        assert not pipeline._engine.compute._kept
     return int(stages[rank].calls)  # type: ignore[arg-type]
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from rota import Cluster, Costs, Stages, bidirectional, interleaved
 from rota.schedules import NAMED, chimera
 from support.loss_cases import Batch, Case as AnyCase, assert_exact
-from support.meshed import in_ddp, sharded
+from support.meshed import sharded
 from support.networks import chain, plan_for, rows_of
 from support.pool import Pool
 
@@ -89,13 +89,12 @@ def test_unequal_counts_on_replicas(pool: Pool) -> None:
     )
 
 
-def test_ddp_and_fsdp(pool: Pool) -> None:
+def test_fsdp(pool: Pool) -> None:
     rounds = rounds_of(29, 1, 2)
     pool.renew()
     assert_exact(
         pool,
         {
-            "DDP": Case(chain(2), plan_for(2), rounds, dp=2, wrap=in_ddp, clear=False),
             "FSDP2": Case(chain(2), plan_for(2), rounds, dp=2, wrap=sharded),
             "FSDP2, I and W, not cleared": Case(
                 chain(2), plan_for(2, "zb_h1", weight_us=1), rounds, dp=2, wrap=sharded, clear=False

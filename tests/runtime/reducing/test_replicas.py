@@ -81,8 +81,8 @@ def change_gradients_within_a_round(rank: int) -> str:
         pipeline.clip_grad_norm_(1e-3)
         if rank == 1:  # holds no tied weight
             return ""
-        base = pipeline._plans.base
-        return refusal(pipeline._gradients.begin, base.execution, base.reductions, True, False)
+        base = pipeline._engine.plans.base
+        return refusal(pipeline._engine.gradients.begin, base.reductions, True, False)
 
 
 def test_gradients_of_tied_weights_changed_within_a_round_are_refused(pool: Pool) -> None:
@@ -259,7 +259,7 @@ def go_in_the_middle(rank: int) -> None:
     with Pipeline(chain(2), plan, loss_fn, mesh=rota.mesh(pp=2, dp=2)) as pipeline:
         pipeline.step(*part_of(batch_of(8), pipeline))
         if rank == 3:
-            reductions = pipeline._plans.base.reductions
+            reductions = pipeline._engine.plans.base.reductions
             reductions.after.update({op: lambda _: os._exit(9) for op in reductions.after})
         pipeline.step(*part_of(batch_of(8), pipeline))
 

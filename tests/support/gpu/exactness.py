@@ -231,19 +231,16 @@ def float64_by_default() -> Iterator[None]:
 
 
 def wrapped(rank: int, device: torch.device, pp: int, dp: int, how: str, schedule: str) -> float:
-    """Stages in DDP or FSDP2: the largest difference of weights after some steps of SGD.
+    """Stages in FSDP2: the largest difference of weights after some steps of SGD.
 
     The default process group must take tensors of the device.
     """
     from torch.distributed.fsdp import fully_shard
-    from torch.nn.parallel import DistributedDataParallel
 
     mesh = init_device_mesh(device.type, (dp, pp, 1), mesh_dim_names=("dp", "pp", "tp"))
     plan = named(schedule, pp)
 
     def wrap(module: nn.Module) -> nn.Module:
-        if how == "ddp":
-            return DistributedDataParallel(module, process_group=mesh.get_group("dp"))
         for layer in module.layers if how == "fsdp by layer" else ():  # type: ignore[union-attr]
             if [*layer.parameters()]:
                 fully_shard(layer, mesh=mesh["dp"], reshard_after_forward=True)

@@ -174,7 +174,7 @@ def peak_memory(rank: int, device: torch.device, num_ranks: int, schedule: str, 
         batch = batch_of(num_microbatches, device, rows=rows, width=width)
         for _ in range(2):
             pipeline.step(*batch)
-        queue = pipeline._device
+        queue = pipeline._engine.here.device
         assert is_queued(queue)
         queue.synchronize()
         queue.reset_peak()

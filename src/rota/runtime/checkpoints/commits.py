@@ -18,7 +18,7 @@ from rota.runtime.checkpoints.state import Trained
 from rota.runtime.host_memory import available_bytes
 from rota.runtime.launcher_files import is_restart
 from rota.runtime.pipeline import Pipeline
-from rota.runtime.reducing.wrapped_stages import is_sharded, unreduced
+from rota.runtime.reducing.sharded_stages import is_sharded, unreduced
 
 _INSTEAD = "a restart goes on from the last checkpoint"
 

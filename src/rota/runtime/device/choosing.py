@@ -10,8 +10,7 @@ import torch
 
 from rota.core.errors import PipelineError
 from rota.models import Stages
-from rota.runtime.device.host import HostDevice
-from rota.runtime.device.protocol import Device
+from rota.runtime.device.protocol import Device, HostDevice
 from rota.runtime.device.streams import StreamDevice
 
 #: Makes the device of a type; types that are not named here are accelerators of PyTorch.

@@ -51,22 +51,22 @@ def device_type(wish: str, num_processes: int) -> str:
     Raises:
         UsageError: this machine does not have what `wish` names, or not enough of it.
     """
-    there, number = _accelerators()
+    kind, number = _accelerators()
     if wish in (AUTO, CPU):
-        return there if wish == AUTO and number >= num_processes else CPU
-    if there == CPU:
+        return kind if wish == AUTO and number >= num_processes else CPU
+    if kind == CPU:
         raise UsageError(f"device {wish!r}: PyTorch finds no accelerator on this machine; give auto or cpu")
-    if there != wish:
+    if kind != wish:
         raise UsageError(
-            f"device {wish!r}: this machine has {count_text(number, f'{there} device')}; give {there}, auto or cpu "
+            f"device {wish!r}: this machine has {count_text(number, f'{kind} device')}; give {kind}, auto or cpu "
             "(each process takes the one of its number)"
         )
     if number < num_processes:
         raise UsageError(
             f"device {wish!r}: {count_text(num_processes, 'process', 'es')} on this machine, but "
-            f"{count_text(number, f'{there} device')}; start {number} here, or run on the CPU (cpu)"
+            f"{count_text(number, f'{kind} device')}; start {number} here, or run on the CPU (cpu)"
         )
-    return there
+    return kind
 
 
 def current_device(kind: str) -> torch.device:
@@ -101,13 +101,13 @@ def _accelerators() -> tuple[str, int]:
 
 def _report_too_few(num_processes: int) -> None:
     global _warned
-    there, number = _accelerators()
+    kind, number = _accelerators()
     if number and not _warned:
         _warned = True
         print(
             f"rota: {count_text(num_processes, 'process', 'es')} on this machine, but "
-            f"{count_text(number, f'{there} device')}, so rota.local_device() is the CPU; start {number} here to use "
-            f"{'it' if number == 1 else 'them'}. If each process sees only its own, use torch.device({there!r}, 0)",
+            f"{count_text(number, f'{kind} device')}, so rota.local_device() is the CPU; start {number} here to use "
+            f"{'it' if number == 1 else 'them'}. If each process sees only its own, use torch.device({kind!r}, 0)",
             file=sys.stderr,
             flush=True,
         )

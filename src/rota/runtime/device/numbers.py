@@ -7,6 +7,7 @@ place 2   3.0         ┘
 
 from __future__ import annotations
 
+import struct
 import sys
 from collections.abc import Sequence
 from typing import final
@@ -58,7 +59,7 @@ class Sums:
         """The sums as a tensor of float64."""
         if not self._later and not self._counts:
             return device.numbers(self.known)
-        added = [each for of_place in self._later.values() for each in of_place]
+        added = [product for of_place in self._later.values() for product in of_place]
         given = device.numbers([*self.known, *(weight for weight, _ in added)])
         row = given[: len(self.known)]
         if added:
@@ -70,3 +71,18 @@ class Sums:
             counts = torch.stack(numbers)
             row[place].add_((counts != counts.clamp(0, sys.float_info.max)).sum())
         return row
+
+
+MOST_BITS = 2**63 - 1
+
+
+def bits_of(number: float) -> int:
+    """The bits of a number of 0 or more, as an int: in the numbers' order, with nan above them all."""
+    bits: int = struct.unpack("<q", struct.pack("<d", abs(number)))[0]
+    return bits
+
+
+def number_of(bits: int) -> float:
+    """The number that has these bits."""
+    number: float = struct.unpack("<d", struct.pack("<q", bits))[0]
+    return number

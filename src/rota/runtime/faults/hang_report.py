@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
-import json
+import sys
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from types import FrameType
+from typing import Literal, NamedTuple, TypeVar
+
+import msgspec
 
 from rota.core import reading
 from rota.core.units import count_text
+
+Report = TypeVar("Report")
+
+
+def decoded(text: str, into: type[Report]) -> Report | None:
+    """A report in a text, None if it is malformed: anyone who reaches torchrun's store can write there."""
+    try:
+        return msgspec.json.decode(text, type=into)
+    except (msgspec.DecodeError, RecursionError):
+        return None
 
 
 class Status(NamedTuple):
@@ -16,28 +29,10 @@ class Status(NamedTuple):
     `kind`: it "waits" for others, is "busy" itself, or is "outside" of the pipeline's calls.
     """
 
-    kind: str
+    kind: Literal["waits", "busy", "outside"]
     words: str
     duration_s: float
     last: str
-
-    def to_text(self) -> str:
-        """The fields as a JSON list."""
-        return json.dumps(self)
-
-    @classmethod
-    def from_text(cls, text: str) -> Status | None:
-        """The status in a text, None if it is malformed: anyone who reaches torchrun's store can write there."""
-        try:
-            fields = json.loads(text)
-        except (ValueError, RecursionError):
-            return None
-        if not isinstance(fields, list) or len(fields) != 4 or fields[0] not in _KINDS:
-            return None
-        kind, words, duration_s, last = fields
-        if not (isinstance(words, str) and isinstance(last, str) and type(duration_s) in (int, float)):
-            return None
-        return cls(kind, words, duration_s, last)
 
     def to_words(self) -> str:
         """The status as words that follow the process's name."""
@@ -104,3 +99,46 @@ _MOST_NAMES = 8
 def _listed(names: Sequence[str]) -> str:
     more = len(names) - _MOST_NAMES
     return ", ".join(names[:_MOST_NAMES]) + (f" and {count_text(more, 'other')}" if more > 0 else "")
+
+
+# --- where a thread is ------------------------------------------------------------------------------------------------
+
+
+_NOT_THE_USERS = {"torch", "rota", "contextlib", *sys.stdlib_module_names}
+
+
+class Doing(NamedTuple):
+    """What a rank does, in words that follow its name; `waits`: whether it waits for another rank, or is busy."""
+
+    waits: bool
+    words: str
+
+
+def frames_of(thread: int | None) -> list[FrameType]:
+    """The thread's calls, innermost first; none if it has ended."""
+    frames = []
+    frame = sys._current_frames().get(thread) if thread is not None else None
+    while frame is not None:
+        frames.append(frame)
+        frame = frame.f_back
+    return frames
+
+
+def is_in_a_collective(frames: list[FrameType]) -> bool:
+    """Whether the thread is in native code that talks to other processes, rather than in a stage or on the disk."""
+    inner = _module(frames[0]) if frames else ""
+    is_torchs = inner.startswith("torch.distributed") and not inner.startswith("torch.distributed.checkpoint")
+    return is_torchs or inner.startswith("rota.runtime")
+
+
+def place(frames: list[FrameType]) -> str:
+    """The innermost line that is neither PyTorch's, Python's nor ours, such as "train.py:12 in forward"."""
+    for frame in frames:
+        if _module(frame).partition(".")[0] not in _NOT_THE_USERS:
+            code = frame.f_code
+            return f"{code.co_filename.rpartition('/')[2]}:{frame.f_lineno} in {code.co_name}"
+    return ""
+
+
+def _module(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__", ""))

@@ -19,7 +19,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar, final
 
 import torch.distributed as dist
 
-from rota.runtime.faults.hang_report import Status, compose
+from rota.runtime.faults.hang_report import Status, compose, decoded
 from rota.torch_internals import own_connection_to_store
 
 Result = TypeVar("Result")
@@ -36,16 +36,6 @@ class End(NamedTuple):
 
     words: str
     num_calls: int
-
-    @classmethod
-    def from_text(cls, text: str) -> End | None:
-        """The report in a text, None if it is malformed: anyone who reaches torchrun's store can write there."""
-        try:
-            fields = json.loads(text)
-        except (ValueError, RecursionError):
-            return None
-        is_valid = isinstance(fields, list) and [*map(type, fields)] == [str, int]
-        return cls(*fields) if is_valid else None
 
 
 @final
@@ -89,7 +79,7 @@ class RollCall:
     def end(self) -> End | None:
         """The first report of a rank that closed its pipeline, None if there is none, or it is malformed."""
         text = self.published("ended")
-        return None if text is None else End.from_text(text)
+        return None if text is None else decoded(text, End)
 
     # --- a hang ---------------------------------------------------------------------------------------------------
 
@@ -97,16 +87,16 @@ class RollCall:
         """Whether a process has seen a hang."""
         return self._within(_STORE_S, lambda: bool(self._store.check([_CALLED])))
 
-    def report(self, mine: Status, names: Sequence[str], limit_s: float) -> tuple[str, bool]:
+    def report(self, status: Status, names: Sequence[str], limit_s: float) -> tuple[str, bool]:
         """The text that all processes end with, and whether this one shows it, after a few seconds at most."""
-        return self._within(ANSWER_S + _TOGETHER_S + _STORE_S, lambda: self._report(mine, names, limit_s))
+        return self._within(ANSWER_S + _TOGETHER_S + _STORE_S, lambda: self._report(status, names, limit_s))
 
     def leave_together(self) -> None:
         """Wait until all that answered have the report: as soon as a rank ends, collectives of others fail."""
         self._within(_TOGETHER_S + _STORE_S, self._leave_together)
 
-    def _report(self, mine: Status, names: Sequence[str], limit_s: float) -> tuple[str, bool]:
-        self._store.set(_answer(self.process), mine.to_text())
+    def _report(self, status: Status, names: Sequence[str], limit_s: float) -> tuple[str, bool]:
+        self._store.set(_answer(self.process), json.dumps(status))
         called = self._store.compare_set(_CALLED, "", f"{limit_s:g}")  # the first caller's limit
         deadline = time.monotonic() + ANSWER_S
         while (text := self._got(_REPORT)) is None:
@@ -161,7 +151,7 @@ class RollCall:
         """The status of each process that has answered."""
         for process in range(self._size):
             if process not in self._answers and (text := self._got(_answer(process))) is not None:
-                status = Status.from_text(text)
+                status = decoded(text, Status)
                 if status is not None:
                     self._answers[process] = status
         return self._answers

@@ -14,8 +14,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from types import FrameType
-from typing import final
+from typing import Protocol, final
 
 import torch.distributed as dist
 
@@ -24,9 +25,17 @@ from rota.core.plan import Plan
 from rota.core.simulation import simulate
 from rota.core.units import count_text
 from rota.runtime import control
-from rota.runtime.faults.hang_report import Status, compose_alone, printable, reason_of
+from rota.runtime.faults.hang_report import (
+    Doing,
+    Status,
+    compose_alone,
+    frames_of,
+    is_in_a_collective,
+    place,
+    printable,
+    reason_of,
+)
 from rota.runtime.faults.roll_call import End, RollCall
-from rota.runtime.faults.stack_location import Doing, frames_of, is_in_a_collective, place
 from rota.runtime.launcher_files import given_limit_s
 
 EXIT_CODE = 70  # as sysexits.h: internal failure; `rota run` shows the message above it
@@ -71,22 +80,39 @@ def idle_limit_s(limit: float) -> float:
     return max(LEAST_IDLE_S, PATIENT * limit)
 
 
-@final
-class Watchdog:
-    """Watches one pipeline on one process. All processes make theirs in the same order; `close` ends its thread.
+class Run(Protocol):
+    """What a watchdog asks a run, from a thread of its own."""
 
-    `names`: how reports call the processes. `last` returns what this process did last. `num_reached` counts what its
-    device has ended by itself, which is progress too.
+    def last(self) -> str:
+        """The last op that ended."""
+
+    def num_reached(self) -> int:
+        """What its device has ended by itself, which is progress too."""
+
+    def doing_on_device(self) -> Doing | None:
+        """What its device does, if it has not ended all that it was given."""
+
+
+@dataclass(slots=True)
+class Watched:
+    """One process's pipeline as its watchdog sees it.
+
+    `names`: how reports call the processes. `run`: the last, or that which goes on, in `step`, which is counted from
+    the beginning of the training. `num_calls`: that this process has begun and that all make together.
     """
 
-    def __init__(self, timeout_s: float) -> None:
-        self.names: Sequence[str] = [f"rank {process}" for process in range(dist.get_world_size())]
-        self.last: Callable[[], str] = lambda: "before the first op"
-        self.num_reached: Callable[[], int] = lambda: 0
-        #: How many calls this process has begun that all make together.
-        self.num_calls: Callable[[], int] = lambda: 0
-        #: What the device does that has not ended all that it was given; None if it has.
-        self.device: Callable[[], Doing | None] = lambda: None
+    names: Sequence[str]
+    run: Run | None = None
+    step: int = 0
+    num_calls: int = 0
+
+
+@final
+class Watchdog:
+    """Watches one pipeline on one process. All processes make theirs in the same order; `close` ends its thread."""
+
+    def __init__(self, timeout_s: float, watched: Watched | None = None) -> None:
+        self._watched = watched or Watched([f"rank {process}" for process in range(dist.get_world_size())])
         self._timeout_s, self._times = timeout_s, 1
         self._idle_limit_s = idle_limit_s(timeout_s) if dist.get_world_size() > 1 else math.inf
         self._count = 0
@@ -135,8 +161,13 @@ class Watchdog:
                 # Other ranks are ending and caused this error. One message is enough, so wait here to be ended.
                 threading.Event().wait()
 
-    def fail(self, error: BaseException) -> None:
-        """Report to the others what ends this rank; those that wait for it end within seconds."""
+    def report(self, error: BaseException | None) -> None:
+        """Report to the others what ends this rank; those that wait for it end within seconds. None: no error does."""
+        if error is None:
+            words = f"{self.name} closed its pipeline without an error after {count_text(self._watched.step, 'step')}"
+            with suppress(RuntimeError):
+                self._roll_call.publish_end(End(words, self._watched.num_calls))
+            return
         words = error_text(error)
         if isinstance(error, LostRankError):
             control.report("lost")
@@ -146,12 +177,6 @@ class Watchdog:
         control.report("fails", words)
         with suppress(RuntimeError):
             self._roll_call.publish("failed", f"{self.name}: {words}")
-
-    def report_end(self, num_steps: int) -> None:
-        """Report to the others that this rank closes its pipeline without an error, after so many steps."""
-        words = f"{self.name} closed its pipeline without an error after {count_text(num_steps, 'step')}"
-        with suppress(RuntimeError):
-            self._roll_call.publish_end(End(words, self.num_calls()))
 
     def close(self) -> None:
         """End the thread, and report to the supervisor that the pipeline closes."""
@@ -169,7 +194,15 @@ class Watchdog:
     @property
     def name(self) -> str:
         """What reports call this process."""
-        return self.names[self._roll_call.process]
+        return self._watched.names[self._roll_call.process]
+
+    def last(self) -> str:
+        """What this process did last."""
+        run = self._watched.run
+        return "before the first op" if run is None else f"{run.last()} in step {self._watched.step}"
+
+    def _on_device(self) -> Doing | None:
+        return None if self._watched.run is None else self._watched.run.doing_on_device()
 
     def _leave_if_others_do(self, error: LostRankError) -> None:
         with suppress(RuntimeError):
@@ -180,7 +213,7 @@ class Watchdog:
         with suppress(RuntimeError):
             error.first_error = self._roll_call.published("failed") or ""
             end = self._roll_call.end()
-            if end is not None and end.num_calls < self.num_calls():  # else it did its part of this call
+            if end is not None and end.num_calls < self._watched.num_calls:  # else it did its part of this call
                 error.ended = end.words
         if error.first_error:
             time.sleep(_FIRST_ERROR_S)
@@ -194,7 +227,8 @@ class Watchdog:
         while not self._stop.wait(interval):
             is_at_work = self._is_at_work
             is_idle = not any(watchdog._is_at_work for watchdog in [*_open])
-            now = is_at_work, _num_ticks() if is_idle else self._count, self.num_reached()
+            num_reached = 0 if self._watched.run is None else self._watched.run.num_reached()
+            now = is_at_work, _num_ticks() if is_idle else self._count, num_reached
             if now != seen or not (is_at_work or is_idle):  # another pipeline of this process is at work
                 seen, self._still_s, failed_s = now, 0.0, 0.0
             else:
@@ -216,7 +250,7 @@ class Watchdog:
     @property
     def _is_at_work(self) -> bool:
         """Whether this process is in a call of the pipeline, or its device is."""
-        return self._active or self.device() is not None
+        return self._active or self._on_device() is not None
 
     def _is_awaited(self) -> bool:
         """Whether no rank has ended its pipeline; else those left may work by themselves for as long as they like."""
@@ -224,8 +258,8 @@ class Watchdog:
 
     def _status(self) -> Status:
         frames = frames_of(self._thread_id)
-        at = f" ({found})" if (found := place(frames)) else ""
-        if not self._active and (doing := self.device()) is not None:
+        at = f" ({where})" if (where := place(frames)) else ""
+        if not self._active and (doing := self._on_device()) is not None:
             return Status("waits" if doing.waits else "busy", doing.words + at, self._still_s, self.last())
         if not self._active or self._describe is None:
             outside_s = time.monotonic() - self._left
@@ -249,7 +283,7 @@ class Watchdog:
         try:
             if self._silent:
                 raise RuntimeError(self._silent)
-            text, is_mine = self._roll_call.report(status, self.names, limit)
+            text, is_mine = self._roll_call.report(status, self._watched.names, limit)
         except RuntimeError as error:
             why = f"their store does not answer: {str(error).splitlines()[0]}"
             _show(compose_alone(self.name, status, limit, why))

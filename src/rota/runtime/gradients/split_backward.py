@@ -115,17 +115,17 @@ def _arrived(edges: list[GradientEdge], found: Iterator[torch.Tensor | None]) ->
 
 def _explore(roots: list[Node], ends: Collection[Node]) -> dict[Node, list[Node]]:
     """All nodes that the roots lead to, up to `ends`; each with the nodes that its edges lead to, and behind those."""
-    found: dict[Node, list[Node]] = {}
+    following: dict[Node, list[Node]] = {}
     after: dict[Node, list[Node]] = {}
     stack = list(roots)
     while stack:
         node = stack[-1]
-        if node in found:
-            after.setdefault(node, found[node])
+        if node in following:
+            after.setdefault(node, following[node])
             stack.pop()
         else:
-            found[node] = [] if node in ends else [one for one, _ in node.next_functions if one is not None]
-            stack += [one for one in found[node] if one not in found]
+            following[node] = [] if node in ends else [to for to, _ in node.next_functions if to is not None]
+            stack += [to for to in following[node] if to not in following]
     return after
 
 
@@ -137,7 +137,7 @@ def _branches(
     begun = [(_Branch([*off_spine.values()], can_wait=True), [node for node, _ in off_spine])]
     for node, following in after.items():
         if node in spine and node not in ends:
-            heads = [one for one in following if one not in spine]
+            heads = [to for to in following if to not in spine]
             if heads:
                 can_wait = not runs_as_a_whole(node) and not has_saved_tensor_hooks(node)
                 begun.append((_Branch(edges_into(node), can_wait), heads))
@@ -193,5 +193,8 @@ class _Enter(torch.autograd.Function):
 
 def enter(tensor: torch.Tensor) -> torch.Tensor:
     """The same memory as an input of a stage, kept alive by nothing but its readers."""
-    entered: torch.Tensor = _Enter.apply(_ANCHOR, [tensor.detach()])  # type: ignore[no-untyped-call]
+    entered: torch.Tensor = _enter(_ANCHOR, [tensor.detach()])
     return entered
+
+
+_enter: Any = _Enter.apply

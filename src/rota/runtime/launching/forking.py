@@ -20,8 +20,8 @@ from contextlib import suppress
 from typing import NoReturn
 
 from rota.core.errors import PipelineError
+from rota.runtime.environment import end_with_parent
 from rota.runtime.launching.requests import Requests
-from rota.runtime.orphans import end_with_parent
 
 #: Of what ranks import, what takes longest: PyTorch's optimizers load torch._dynamo at their first call.
 MODULES = (

@@ -17,9 +17,9 @@ from typing import NoReturn
 
 from rota.core.errors import LostRankError, RotaError
 from rota.runtime import control
+from rota.runtime.environment import end_with_parent
 from rota.runtime.host_memory import keep_freed_memory
 from rota.runtime.launcher_files import is_first_to_say, keep_sockets_in_run_folder, kept_script
-from rota.runtime.orphans import end_with_parent
 from rota.runtime.process_group import meet_by_environment
 
 

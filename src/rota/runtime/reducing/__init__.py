@@ -1,1 +1,1 @@
-"""Gradients over several ranks: tied weights, replicas, stages in DDP and FSDP2, and the norm of all of them."""
+"""Gradients over several ranks: tied weights, replicas, stages in FSDP2, and the norm of all of them."""

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple, final
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from rota.core.errors import PipelineError
@@ -16,9 +15,8 @@ from rota.core.plan import Plan
 from rota.core.programs.actions import last_gradients
 from rota.core.tasks import Kind, Op
 from rota.models import Stages
-from rota.runtime.compute import Compute
-from rota.runtime.device.protocol import Device, Mark, Number, QueuedDevice, is_queued
-from rota.runtime.execution import Execution
+from rota.runtime.device.protocol import Device, Mark, Number, is_queued
+from rota.runtime.execution import Execution, Hooks
 from rota.runtime.meshes import Processes
 from rota.runtime.reducing import norms
 from rota.runtime.reducing.replicas import (
@@ -29,13 +27,12 @@ from rota.runtime.reducing.replicas import (
     refuse_other_tensors,
     replicated_parameters,
 )
+from rota.runtime.reducing.sharded_stages import Sharded, is_sharded
 from rota.runtime.reducing.shared_weights import SharedWeight, SharedWeights
-from rota.runtime.reducing.wrapped_stages import Sharded, is_sharded
-from rota.runtime.transport import collective
 
 
 class Reductions(NamedTuple):
-    """What comes before and after the ops of a plan, see `Execution`.
+    """What comes before and after the ops of a plan, see `Hooks`.
 
     `last_tied`: the stage with the last gradients of tied weights; the timeline shows their sum there.
     """
@@ -47,29 +44,19 @@ class Reductions(NamedTuple):
 
 @final
 class GradientSync:
-    """Reduces one rank's gradients. `ddp_groups`: the process groups of stages that DDP wrapped. Collective."""
+    """Reduces one rank's gradients. Collective."""
 
     def __init__(
-        self,
-        stages: Stages,
-        plan: Plan,
-        shared: list[SharedWeight],
-        processes: Processes,
-        ddp_groups: Mapping[nn.Module, dist.ProcessGroup],
-        device: Device,
+        self, stages: Stages, plan: Plan, shared: list[SharedWeight], processes: Processes, device: Device
     ) -> None:
         self._processes, self._device = processes, device
-        self._local = plan.placement.stages_on(processes.rank)
-        replicas = processes.replica_processes
-        self._sharded = Sharded(stages, plan.placement, self._local, replicas)
-        self._refuse_groups(stages, ddp_groups)
-        if is_queued(device):
-            self._open(stages, ddp_groups)
+        local = plan.placement.stages_on(processes.rank)
+        self._sharded = Sharded(stages, plan.placement, local, processes.replica_processes)
         self._shared = SharedWeights(stages, plan.placement, shared, processes, device)
-        modules = nn.ModuleList(stages[stage] for stage in self._local)
+        modules = nn.ModuleList(stages[stage] for stage in local)
         self._parameters = [*modules.parameters()]
         self._whole = [p for p in self._parameters if not is_sharded(p)]
-        replicated = replicated_parameters(stages, self._local)
+        replicated = replicated_parameters(stages, local)
         if processes.tp_group is not None:
             make_equal([norms.local(p) for p in replicated], processes.tp_group)
         if processes.replicas is not None:
@@ -82,7 +69,7 @@ class GradientSync:
         self._counted = [p for p in self._parameters if p not in elsewhere]
         last = last_gradients(plan, processes.rank)
         self._all_reduces = {
-            stage: GradientAllReduce(parameters, ddp_groups.get(stages[stage], processes.replicas_on_device))
+            stage: GradientAllReduce(parameters, processes.replicas_on_device)
             for stage, parameters in parameters_by_stage(stages, last).items()
             if processes.replicas_on_device is not None and parameters
         }
@@ -93,7 +80,7 @@ class GradientSync:
         self._with_tied = {stage for stage in last if tied & {*stages[stage].parameters()}}
         self._last_tied: int | None = None
         self._sums = {ranks: partial(self._sum_tied, ranks) for ranks in self.tied_ranks}
-        self._absent = AbsentGradients(self._queue) if is_queued(device) else None
+        self._absent = AbsentGradients(device) if is_queued(device) else None
         #: When each stage's reduction began and ended in the last step.
         self._reductions: dict[int, tuple[Mark, Mark]] = {}
 
@@ -133,54 +120,28 @@ class GradientSync:
             return None
         if self._absent is None:
             return self._all_reduces[stage].start()
-        self._reductions[stage] = begun_and_done = self._all_reduces[stage].enqueue(self._queue, stream, self._absent)
+        self._reductions[stage] = begun_and_done = self._all_reduces[stage].enqueue(stream, self._absent)
         return begun_and_done[1]
 
     def _sum_tied(self, ranks: tuple[int, ...], stream: Any) -> Mark:
         """On a queued device."""
         assert self._absent is not None
-        begun, done = self._shared.enqueue_sum(ranks, self._queue, stream, self._absent)
+        begun, done = self._shared.enqueue_sum(ranks, stream, self._absent)
         if self._last_tied is not None:
             begun, _ = self._reductions.get(self._last_tied, (begun, done))
             self._reductions[self._last_tied] = begun, done
         return done
 
-    @property
-    def _queue(self) -> QueuedDevice:
-        return self._device  # type: ignore[return-value]
-
-    def _refuse_groups(self, stages: Stages, ddp_groups: Mapping[nn.Module, dist.ProcessGroup]) -> None:
-        for stage in self._local:
-            group, replicas = ddp_groups.get(stages[stage]), self._processes.replica_processes
-            if group is not None and (over := sorted(dist.get_process_group_ranks(group))) != replicas:
-                raise PipelineError(
-                    f"stage {stage} is in DDP over the processes {over}, but its replicas are {replicas}; give DDP "
-                    f"process_group=mesh.get_group('dp'), and the pipeline the mesh"
-                )
-
-    def _open(self, stages: Stages, ddp_groups: Mapping[nn.Module, dist.ProcessGroup]) -> None:
-        """Let DDP's groups make their communicators, for which hosts wait, before the first step."""
-        for stage in self._local:
-            if (group := ddp_groups.get(stages[stage])) is not None:
-                with collective("opening the process groups of DDP"):
-                    dist.all_reduce(torch.zeros(1, device=self._device.torch_device), group=group)
-
-    def begin(self, execution: Execution[Compute], reductions: Reductions | None, sync: bool, may_differ: bool) -> None:
-        """Prepare a step. `may_differ`: it may train other parameters than the last step."""
-        if not execution.trains or reductions is None:
-            return
+    def begin(self, reductions: Reductions, sync: bool, may_differ: bool) -> Hooks:
+        """Prepare a step that trains. `may_differ`: it may train other parameters than the last step."""
         if may_differ and self._processes.replicas is not None:
             refuse_other_tensors(self._whole, self._processes.replicas)
-        if self._shared.is_used:
-            self._shared.begin()
-        if self._sharded.is_used:
-            self._sharded.begin()
-        self._reductions = {}
-        execution.before, execution.after = reductions.before, reductions.after if sync else {}
-        self._last_tied = reductions.last_tied
-        execution.sums = self._sums if sync else {}
+        self._shared.begin()
+        self._sharded.begin()
+        self._reductions, self._last_tied = {}, reductions.last_tied
+        return Hooks(reductions.before, reductions.after, self._sums) if sync else Hooks(reductions.before)
 
-    def finish(self, execution: Execution[Compute], sync: bool) -> None:
+    def finish(self, execution: Execution, sync: bool) -> None:
         """Complete the gradients after a step, unless a later step with `sync` reduces them."""
         if execution.trains:
             if self._absent is None:
@@ -188,19 +149,17 @@ class GradientSync:
             else:
                 self._absent.finish()
                 self._shared.finish(sync, is_summed=True)
-            execution.marks.reductions = self._reductions | self._sharded.reductions
-        if self._sharded.is_used:
-            self._sharded.finish()
+            execution.marks.reductions.update(self._reductions | self._sharded.reductions)
+        self._sharded.finish()
 
-    def _finish_here(self, execution: Execution[Compute], sync: bool) -> None:
+    def _finish_here(self, execution: Execution, sync: bool) -> None:
         """On the CPU."""
-        execution.awaited = "the other replicas' gradients"
+        execution.awaits("the other replicas' gradients")
         all_reduces = self._all_reduces if sync else {}
         self._reductions = {stage: all_reduce.finish() for stage, all_reduce in all_reduces.items()}
-        execution.awaited = "the other ranks' gradients of tied weights"
+        execution.awaits("the other ranks' gradients of tied weights")
         started_ns = time.monotonic_ns()
-        if self._shared.is_used:
-            self._shared.finish(sync)
+        self._shared.finish(sync)
         if sync and self._last_tied is not None:
             reductions = self._sharded.reductions | self._reductions
             started_ns, _ = reductions.get(self._last_tied, (started_ns, 0))

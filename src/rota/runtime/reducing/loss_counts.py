@@ -21,7 +21,7 @@ from rota.core.errors import PipelineError
 from rota.runtime.device.protocol import Number
 from rota.runtime.microbatches import num_elements
 from rota.runtime.reducing.norms import local
-from rota.runtime.reducing.wrapped_stages import is_sharded
+from rota.runtime.reducing.sharded_stages import is_sharded
 from rota.runtime.step_losses import AT_ONCE
 from rota.torch_internals import multiply_each, version_of
 
@@ -34,7 +34,7 @@ class LossCounts:
     """Loss counts of one rank's parameters. Ranks call the same methods, and share all state except gradients."""
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
-        self._parameters = [*parameters]
+        self.parameters = [*parameters]
         self._are_means: bool | None = None  # what `loss_fn` returns; None before the first step
         self._before: dict[nn.Parameter, torch.Tensor] = {}  # what `.grad` held before the round
         self._num_steps = 0  # of the round
@@ -67,7 +67,7 @@ class LossCounts:
             had = [gradient is not None for gradient in gradients]
             here = [
                 is_sharded(parameter) or _is_left(parameter.grad, gradient, version)
-                for parameter, gradient, version in zip(self._parameters, gradients, versions, strict=True)
+                for parameter, gradient, version in zip(self.parameters, gradients, versions, strict=True)
             ]
             flags[_KEPT] = any(here)
             flags[_CLEARED] = any(then and not now for then, now in zip(had, here, strict=True))
@@ -88,7 +88,7 @@ class LossCounts:
         self._is_running = True
         if not self._num_steps and not self._are_means:
             self._per_count = 2.0 ** -round(math.log2(max(flags[_ELEMENTS], 1)))
-            for parameter in self._parameters:
+            for parameter in self.parameters:
                 if parameter.grad is not None:
                     self._before[parameter], parameter.grad = parameter.grad, None
         self._left = None
@@ -130,17 +130,17 @@ class LossCounts:
                 self._multiply(self._num_steps / (self._count * self._per_count))
             self._end()
         elif count is not None or self._before:
-            gradients = [parameter.grad for parameter in self._parameters]
+            gradients = [parameter.grad for parameter in self.parameters]
             self._left = _Left(gradients, [*map(_version, gradients)])
 
     def _multiply(self, factor: Number) -> None:
         with torch.no_grad():
-            multiply_each([local(p.grad) for p in self._parameters if p.grad is not None], factor)
+            multiply_each([local(p.grad) for p in self.parameters if p.grad is not None], factor)
 
     def abort(self) -> None:
         """After a step that failed: if its loss may have a count, `.grad` is restored to its value before the round."""
         if self._is_running and not self._are_means:
-            for parameter in self._parameters:
+            for parameter in self.parameters:
                 parameter.grad = None
             self._end()
         self._is_running = False

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from numbers import Real
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,7 +13,7 @@ from torch import nn
 
 from rota.core.errors import PipelineError
 from rota.runtime.device.protocol import Number
-from rota.runtime.reducing.wrapped_stages import is_sharded
+from rota.runtime.reducing.sharded_stages import is_sharded
 from rota.runtime.transport import collective
 from rota.torch_internals import multiply_each, norms_of_each
 
@@ -80,5 +81,6 @@ def all_gather_number(number: Number, group: dist.ProcessGroup) -> torch.Tensor:
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """The part of a tensor in this process: a shard of a DTensor, else all of it."""
-    own: torch.Tensor = tensor.to_local() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
+    sharded: Any = tensor
+    own: torch.Tensor = sharded.to_local() if is_sharded(tensor) else tensor
     return own.detach()

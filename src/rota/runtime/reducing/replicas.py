@@ -19,7 +19,7 @@ from rota.core.programs.device_steps import COMPUTE
 from rota.models import Stages
 from rota.runtime.device.protocol import Mark, QueuedDevice
 from rota.runtime.json_messages import all_gather_json
-from rota.runtime.reducing.wrapped_stages import is_sharded
+from rota.runtime.reducing.sharded_stages import is_sharded
 from rota.runtime.spmd import replicated_names
 from rota.runtime.transport import collective
 
@@ -53,13 +53,13 @@ def replicated_parameters(stages: Stages, local: Iterable[int]) -> list[nn.Param
 
 def refuse_other_tensors(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup) -> None:
     """Raises PipelineError, on all replicas, unless all have equal shapes and dtypes, and train the same tensors."""
-    mine = [(list(tensor.shape), str(tensor.dtype), tensor.requires_grad) for tensor in tensors]
+    tensors_here = [(list(tensor.shape), str(tensor.dtype), tensor.requires_grad) for tensor in tensors]
     with collective("comparing the replicas' parameters"):
-        of_replicas = all_gather_json(mine, group)
+        of_replicas = all_gather_json(tensors_here, group)
     for replica, other in enumerate(of_replicas):
         if other != of_replicas[0]:
             place = next((i for i, (a, b) in enumerate(zip(of_replicas[0], other, strict=False)) if a != b), len(other))
-            counts = [(len(one), sum(trained for *_, trained in one)) for one in (other, of_replicas[0])]
+            counts = [(len(theirs), sum(trained for *_, trained in theirs)) for theirs in (other, of_replicas[0])]
             raise PipelineError(
                 f"on this rank replica {replica} has {counts[0][0]} parameters and buffers and trains {counts[0][1]}, "
                 f"replica 0 has {counts[1][0]} and trains {counts[1][1]}; they differ from number {place} on: give all "
@@ -101,15 +101,15 @@ class GradientAllReduce:
         ended = max(self._ended_ns, default=self._started_ns)
         return self._started_ns, ended if len(self._ended_ns) == num_begun else time.monotonic_ns()
 
-    def enqueue(self, device: QueuedDevice, stream: Any, absent: AbsentGradients) -> tuple[Mark, Mark]:
+    def enqueue(self, stream: Any, absent: AbsentGradients) -> tuple[Mark, Mark]:
         """Enqueue all of it on `stream`; returns the marks before and behind it. Collective."""
-        with device.use(stream):
-            begun = device.mark()
+        with absent.device.use(stream):
+            begun = absent.device.mark()
             for parameters, flat in self._packed():
                 with collective("averaging gradients over replicas"):
                     dist.all_reduce(flat, group=self._group)
                 absent.unpack(flat, parameters)
-            return begun, device.mark()
+            return begun, absent.device.mark()
 
     def _packed(self) -> Iterator[tuple[list[nn.Parameter], torch.Tensor]]:
         for parameters in by_dtype(p for p in self._parameters if p.requires_grad).values():
@@ -125,7 +125,7 @@ class AbsentGradients:
     """
 
     def __init__(self, device: QueuedDevice) -> None:
-        self._device = device
+        self.device = device
         self._read: list[tuple[Callable[[], list[float]], torch.Tensor, list[nn.Parameter]]] = []
 
     def unpack(self, flat: torch.Tensor, parameters: list[nn.Parameter]) -> None:
@@ -134,7 +134,7 @@ class AbsentGradients:
             if parameter.grad is not None:
                 parameter.grad.copy_(own)
         if any(parameter.grad is None for parameter in parameters):
-            self._read.append((self._device.read(flat[-len(parameters) :].abs()), flat, parameters))
+            self._read.append((self.device.read(flat[-len(parameters) :].abs()), flat, parameters))
 
     @torch.no_grad()
     def finish(self) -> None:
@@ -143,7 +143,7 @@ class AbsentGradients:
             for (parameter, own), anywhere in zip(_slices(flat, parameters), read(), strict=True):
                 if parameter.grad is None and anywhere:
                     parameter.grad = torch.empty_like(parameter).copy_(own)
-            self._device.keep_for(flat, self._device.stream(COMPUTE))
+            self.device.keep_for(flat, self.device.stream(COMPUTE))
         self._read.clear()
 
 
@@ -177,8 +177,8 @@ def packed(parameters: list[nn.Parameter]) -> torch.Tensor:
 @torch.no_grad()
 def unpack(flat: torch.Tensor, parameters: list[nn.Parameter]) -> None:
     """Copy the gradients of `packed` back into `.grad`, for each parameter whose gradient any process had."""
-    there = flat[-len(parameters) :].abs().tolist()
-    for (parameter, own), anywhere in zip(_slices(flat, parameters), there, strict=True):
+    flags = flat[-len(parameters) :].abs().tolist()
+    for (parameter, own), anywhere in zip(_slices(flat, parameters), flags, strict=True):
         if parameter.grad is not None:
             parameter.grad.copy_(own)
         elif anywhere:

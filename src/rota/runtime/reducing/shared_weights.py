@@ -17,7 +17,7 @@ from rota.core.errors import PipelineError
 from rota.core.placement import Placement
 from rota.models import Stages
 from rota.models.aliases import refuse_aliases
-from rota.runtime.device.protocol import Device, Mark, QueuedDevice
+from rota.runtime.device.protocol import Device, Mark
 from rota.runtime.meshes import Processes
 from rota.runtime.reducing.replicas import AbsentGradients, by_dtype, packed, unpack
 from rota.runtime.spmd import replicated_names
@@ -89,7 +89,7 @@ class SharedWeights:
         self._groups_on_device = self._groups
         if device.backend != "gloo":
             on = device.torch_device
-            self._groups_on_device = {of: processes.of_ranks(of, device.backend, on) for of in together_on}
+            self._groups_on_device = {ranks: processes.of_ranks(ranks, device.backend, on) for ranks in together_on}
         self._tied: dict[tuple[int, ...], list[nn.Parameter]] = {}
         #: Parameters that are counted on another rank.
         self.counted_elsewhere: set[nn.Parameter] = set()
@@ -108,8 +108,6 @@ class SharedWeights:
         self._held_back: dict[nn.Parameter, torch.Tensor | None] = {}
         self._open: dict[nn.Parameter, _Open] | None = None  # None after a step whose gradients were summed
         self._buffers = [*_copied_buffers(stages, placement, rank)]
-        #: Whether a step has gradients to sum or buffers to check.
-        self.is_used = bool(self._tied or self._buffers)
         self._versions: list[int] = []
 
     @property
@@ -145,19 +143,17 @@ class SharedWeights:
         """The ranks of this rank's ties, each once, in the order of their sums, which is the same on all ranks."""
         return [*dict.fromkeys(tuple(sorted(ranks)) for ranks in self._tied)]
 
-    def enqueue_sum(
-        self, ranks: tuple[int, ...], device: QueuedDevice, stream: Any, absent: AbsentGradients
-    ) -> tuple[Mark, Mark]:
+    def enqueue_sum(self, ranks: tuple[int, ...], stream: Any, absent: AbsentGradients) -> tuple[Mark, Mark]:
         """Sum this step's gradients of the ties of `ranks` on `stream`; returns the marks around it. Collective."""
-        with device.use(stream):
-            begun = device.mark()
+        with absent.device.use(stream):
+            begun = absent.device.mark()
             for tie in (tie for tie in self._tied if tuple(sorted(tie)) == ranks):
                 for same in by_dtype(self._tied[tie]).values():
                     flat = packed(same)
                     with collective("summing the gradients of tied weights"):
                         dist.all_reduce(flat, group=self._groups_on_device[tie])
                     absent.unpack(flat, same)
-            return begun, device.mark()
+            return begun, absent.device.mark()
 
     def finish(self, sync: bool = True, *, is_summed: bool = False) -> None:
         """Sum this step's gradients over the ranks of each tie, and add the earlier sum; without `sync`, sum later.

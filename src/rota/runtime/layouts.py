@@ -1,22 +1,26 @@
-"""What travels between stages for a micro-batch of any size, learned from micro-batches of other sizes.
+"""Whether a rank knows the layouts of what travels between stages, so that only tensors need to be sent.
 
-    size (rows, length)    seen on an edge                 (4, 64)  →  float32[4, 64, 32]     both ranks of the edge
-    (8, 32)                float32[8, 32, 32]              (2, 48)  →  float32[2, 48, 32]     know, without a message
-
-Each number of a layout is taken to be constant, a multiple of one size or of the product of two, or a size and a
-constant. A layout is known if all that fit what was seen agree on every number of it. The sender checks each value that
-it sends, so a model that does not follow these forms is refused where they first differ, and never silently wrong.
+Layouts          of one plan: those of its last run, or, with the sizes of its micro-batches, learned ones
+KnownLayouts     learned from micro-batches of any size, for all plans of a pipeline
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from fractions import Fraction
 from itertools import combinations_with_replacement
 from math import prod
 from typing import Any, TypeAlias, final
 
+from torch import nn
+
+from rota.core.programs.actions import ValueKey
+from rota.runtime.compute import Batch
 from rota.runtime.messages import Format, Layout
+from rota.runtime.microbatches import structure
+from rota.runtime.precision import ambient_autocast
+
+_INPUTS = "inputs"  # a place in `KnownLayouts`; the others are edges
 
 Size: TypeAlias = tuple[int, ...]  # such as (rows, length)
 
@@ -24,8 +28,77 @@ _MOST_FORMATS = 4096
 
 
 @final
+class Layouts:
+    """Whether a rank knows the layouts of a run's messages: those of the last run, or, with `sizes`, learned ones."""
+
+    def __init__(
+        self, modules: Sequence[nn.Module], sizes: Sequence[Size], known: KnownLayouts, keys: Iterable[ValueKey]
+    ) -> None:
+        # `keys`: of the values that other ranks make or read.
+        self.formats: dict[ValueKey, Format] = {}
+        self.known = known
+        self._crossing = sorted({(edge, microbatch) for edge, _, microbatch in keys}) if sizes else []
+        self._sizes, self._modules = sizes, modules
+        self._parameters = [parameter for module in modules for parameter in module.parameters()]
+        self._given: list[Any] = []  # the shapes of the last inputs, and what they held besides tensors
+        self._plain: list[Any] = []
+
+    def find(self, batch: Batch) -> tuple[bool, bool]:
+        """Whether all layouts are known; and whether what else they depend on is as it was, for all batches."""
+        context = (
+            [module.training for module in self._modules],
+            [parameter.requires_grad for parameter in self._parameters],
+            ambient_autocast(),
+        )
+        is_same_context, self.known.context = context == self.known.context, context
+        if self._sizes:
+            self._given = [*map(_given, batch.inputs)]
+            return self._find_by_sizes(), is_same_context
+        plain: list[Any] = []
+        given = [structure(value, plain) for value in (batch.inputs[:1] if batch.alike else batch.inputs)]
+        is_same = (given, plain) == (self._given, self._plain)
+        self._given, self._plain = given, plain
+        return is_same and is_same_context, is_same_context
+
+    def _find_by_sizes(self) -> bool:
+        """Whether the sizes of the micro-batches tell all layouts; if so, they are in `formats`."""
+        for m, given in enumerate(self._given):
+            if self.known.layout_at(_INPUTS, self._sizes[m]) != given:
+                return False
+        for edge, m in self._crossing:
+            form = self.known.format_at(edge, self._sizes[m])
+            if form is None:
+                return False
+            self.formats[edge, False, m] = form
+        return True
+
+    def learn(self) -> None:
+        """Take note of all layouts, after a run with them."""
+        if self._sizes:
+            for m, given in enumerate(self._given):
+                self.known.learn(_INPUTS, self._sizes[m], given)
+            for edge, m in self._crossing:
+                self.known.learn(edge, self._sizes[m], self.formats[edge, False, m].layout)
+
+
+def _given(value: Any) -> Any:
+    """The shapes of a micro-batch's inputs, and what they hold besides tensors, as `KnownLayouts` compares them."""
+    plain: list[Any] = []
+    return as_layout(structure(value, plain)), as_layout(plain)
+
+
+@final
 class KnownLayouts:
-    """The layouts of one rank's edges, and of the inputs that it reads, by the size of a micro-batch."""
+    """The layouts of one rank's edges, and of its inputs, for micro-batches of any size, learned from other sizes.
+
+    size (rows, length)    seen on an edge                 (4, 64)  →  float32[4, 64, 32]     both ranks of the edge
+    (8, 32)                float32[8, 32, 32]              (2, 48)  →  float32[2, 48, 32]     know, without a message
+
+    Each number of a layout is taken to be constant, a multiple of one size or of the product of two, or a size and a
+    constant. A layout is known if all that fit what was seen agree on every number of it. The sender checks each value
+    that it sends, so a model that does not follow these forms is refused where they first differ, and never silently
+    wrong.
+    """
 
     def __init__(self) -> None:
         #: Whatever else the layouts may depend on; None: it is not known any more.

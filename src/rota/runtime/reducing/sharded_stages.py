@@ -1,7 +1,6 @@
-"""Stages that are wrapped for data parallelism: DDP and FSDP2 (`fully_shard`).
+"""Stages that are sharded by FSDP2 (`fully_shard`), and the refusal of DDP.
 
-A pipeline runs many forwards before the first backward, and reduces once per step. DDP expects one of each, so the
-pipeline calls the module that DDP wraps, and averages the gradients itself. It sets when FSDP reduces.
+A pipeline runs many forwards before the first backward, and reduces once per step: it sets when FSDP reduces.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ from collections.abc import Iterable, Iterator
 from typing import Any, final
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -19,29 +17,18 @@ from rota.core.placement import Placement
 from rota.models import Stages
 from rota.runtime.device.protocol import Device, Mark
 from rota.runtime.transport import collective
-from rota.torch_internals import communication_hook_of, reduce_sharded_gradients, unreduced_parameters
+from rota.torch_internals import reduce_sharded_gradients, unreduced_parameters
 
 
-def unwrapped(stages: Stages) -> tuple[Stages, dict[nn.Module, dist.ProcessGroup]]:
-    """The stages without DDP, and the process group of each stage that was in DDP."""
-    _refuse_broken_ties(stages)
-    modules, groups = [], {}
+def refuse_wrapped(stages: Stages) -> None:
+    """Raises PipelineError for a stage with DDP in it, and for a weight of several stages that FSDP has separated."""
     for stage, module in enumerate(stages.modules):
-        if isinstance(module, DistributedDataParallel):
-            _refuse_options(stage, module)
-            groups[module.module] = module.process_group
-            module = module.module
         if any(isinstance(inner, DistributedDataParallel) for inner in module.modules()):
-            raise PipelineError(f"stage {stage} holds a layer in DDP; wrap the whole stage, or none of it")
-        modules.append(module)
-    if not groups:
-        return stages, {}
-    return stages.with_modules(modules), groups
-
-
-def _refuse_broken_ties(stages: Stages) -> None:
-    """`fully_shard` makes other parameters of a stage's own, so that one weight of two stages becomes two."""
-    for tie in stages.first_ties:
+            raise PipelineError(
+                f"stage {stage} has DDP in it, which would reduce after the first of several backwards; leave DDP out: "
+                f"the pipeline averages the gradients of replicas itself, with Pipeline(…, mesh=rota.mesh(…))"
+            )
+    for tie in stages.first_ties:  # `fully_shard` makes other parameters, so that one weight of two stages becomes two
         weights = [dict(stages[stage].named_parameters()).get(name) for stage, name in tie]
         if len({*map(id, weights)}) > 1 and any(weight is not None and is_sharded(weight) for weight in weights):
             where = " and ".join(f"{name} of stage {stage}" for stage, name in tie)
@@ -49,18 +36,6 @@ def _refuse_broken_ties(stages: Stages) -> None:
                 f"{where} were one weight, of which fully_shard has made several that would train separately; do not "
                 f"shard a stage that shares a weight with another one, or untie it before rota.split"
             )
-
-
-def _refuse_options(stage: int, module: DistributedDataParallel) -> None:
-    if hook := communication_hook_of(module):
-        raise PipelineError(
-            f"stage {stage} is in DDP with the communication hook {hook}, which would not run: the pipeline averages "
-            f"gradients itself; leave the hook out"
-        )
-    if module.mixed_precision is not None:
-        raise PipelineError(
-            f"stage {stage} is in DDP with mixed_precision; leave it out, and step under torch.autocast"
-        )
 
 
 @final
@@ -73,7 +48,6 @@ class Sharded:
 
     def __init__(self, stages: Stages, placement: Placement, local: tuple[int, ...], replicas: list[int]) -> None:
         self._roots = {stage: found for stage in local if (found := _roots(stages[stage]))}
-        self.is_used = bool(self._roots)
         #: (start, end) of each stage's reduction in the last step.
         self.reductions: dict[int, tuple[Mark, Mark]] = {}
         for stage in local:
