@@ -102,7 +102,7 @@ def test_refusals(pool: Pool) -> None:
 def patience_s(rank: int, timeout_s: float | None) -> float:
     plan = gpipe(place(Costs.uniform(2), Cluster.uniform(2)), 2)
     with Pipeline(chain(2), plan, loss_fn, timeout_s=timeout_s) as pipeline:
-        backend = pipeline._engine.processes.pipeline._get_backend(torch.device("cpu"))
+        backend = pipeline.processes.pipeline._get_backend(torch.device("cpu"))
         return float(backend.options._timeout.total_seconds())
 
 

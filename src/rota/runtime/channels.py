@@ -81,10 +81,10 @@ class Channels:
         """A new step."""
         self.marks, self.formats = marks, formats
         self._flags.clear()
-        left: list[dict[Any, Any]] = [*filter(None, (self._buffers, self._arriving, self._sent))]
-        if left:  # by a failed step, whose kernels may still use it
+        held: list[dict[Any, Any]] = [self._buffers, self._arriving, self._sent]
+        if any(held):  # by a failed step, whose kernels may still use it
             self._device.synchronize()
-        for of_step in left:
+        for of_step in held:
             of_step.clear()
 
     def allocate(self, passage: Passage, with_layout: bool, stream: Any) -> Mark:

@@ -206,13 +206,13 @@ def _tally(given: Given, num_places: int) -> Sums:
             sums.add_if_no_count(_NO_COUNTS, loss.count)
             known[_HAVE_COUNT] += 1
     for (_, m), of_modules in given.added.items():
-        for loss in of_modules:
-            if loss.count is None:
-                sums.add(_ADDED_MEANS, loss.value, shares[m])
+        for added in of_modules:
+            if added.count is None:
+                sums.add(_ADDED_MEANS, added.value, shares[m])
                 known[_ADDED_WITHOUT_COUNT] += 1
             else:
-                sums.add(_ADDED_SUMS, loss.value, loss.count)
-                sums.add_if_no_count(_NO_ADDED_COUNTS, loss.count)
+                sums.add(_ADDED_SUMS, added.value, added.count)
+                sums.add_if_no_count(_NO_ADDED_COUNTS, added.count)
                 known[_ADDED_WITH_COUNT] += 1
     return sums
 
