@@ -155,7 +155,6 @@ def test_an_error_of_progress_is_raised_where_there_is_nothing_to_lose(monkeypat
     budget.progress_error, budget.stopped_by = ValueError("the screen is gone"), "ValueError in progress"
     monkeypatch.setattr("rota.search.finding.Budget", lambda *_: budget)
     monkeypatch.setattr("rota.search.portfolio.serial", lambda _: None)
-    monkeypatch.setattr("rota.search.portfolio.Portfolio._keep_simulated", lambda _: None)
     with pytest.raises(ValueError, match="the screen is gone"):
         find_plan(split_chain(4, 8), 8)
 

@@ -22,8 +22,8 @@ import dynapipe
 import numpy as np
 
 from rota import Cluster, Curve, SizeModel, find_plan, place, plan_batch
+from rota.batching.dispatching import by_policy
 from rota.batching.figures import Layout
-from rota.batching.policies import by_policy
 from rota.batching.rules import by_rule
 
 RESULTS = Path(__file__).with_name("result.jsonl")

@@ -83,7 +83,7 @@ def train(num_batches: int) -> None:
     waits_us: list[int] = []
     with rota.Pipeline(rota.Stages([Stage() for _ in range(p)]), plan, loss_fn, check_data="never") as pipeline:
         if pipeline.rank == 0:
-            print("batch  micro-batches  plan      planned in  step     predicted  waited")
+            print("batch  micro-batches  planned in  step     predicted  waited")
         planner = rota.Planner(pipeline, batches, collate, model, length_of=lambda length: length)
         for batch in planner:
             begun_s = time.monotonic()
@@ -91,10 +91,9 @@ def train(num_batches: int) -> None:
             took_us = (time.monotonic() - begun_s) * 1e6
             waits_us.append(batch.waited_us)
             if pipeline.rank == 0:
-                how = "searched" if batch.is_searched else "by rules"
                 times = f"{batch.planning_us / 1e3:7.0f} ms {took_us / 1e3:6.0f} ms {batch.makespan_us / 1e3:6.0f} ms"
                 waited = f"{batch.waited_us / 1e3:6.1f} ms"
-                print(f"{len(waits_us) - 1:5}  {len(batch.sizes):13}  {how}  {times}  {waited}", flush=True)
+                print(f"{len(waits_us) - 1:5}  {len(batch.sizes):13}  {times}  {waited}", flush=True)
         worst = torch.tensor(waits_us)
         torch.distributed.all_reduce(worst, torch.distributed.ReduceOp.MAX)
     if pipeline.rank == 0:

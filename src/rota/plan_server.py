@@ -4,7 +4,7 @@ python -m rota.plan_server
 
     first line    {"function": "module:name", or null for `rota.plan_replicas`, "options": {…}}
     request       {"lengths": [512, 33, …], "num_replicas": 2}
-    answer        {"took_us": 52000, "is_searched": true, "replicas": [{"groups": [[3, 7], …], "plan": "…", …}, …]}
+    answer        {"took_us": 52000, "replicas": [{"groups": [[3, 7], …], "plan": "…", …}, …]}
                   or {"error": "…"}
 
 It ends when its input does, so it never outlives the process that has started it.
@@ -19,6 +19,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 from rota.core.cluster import Cluster
@@ -44,35 +45,32 @@ class Grouped(Protocol):
     def bound_us(self) -> int: ...  # noqa: D102
 
 
-#: What a request gets, for its lengths and number of replicas: a plan per replica, and whether not by rules alone.
-Planning = Callable[[Sequence[int], int], tuple[Iterable[Grouped], bool]]
+#: What a request gets, for its lengths and number of replicas: a plan per replica.
+Planning = Callable[[Sequence[int], int], Iterable[Grouped]]
 
 _PLACINGS = {"place": place, "interleaved": interleaved, "wave": wave}
 
 
 def by_model(model: str, cluster: str, placing: str = "place", packed: bool = False, **options: Any) -> Planning:
     """`rota.plan_replicas` with JSON of a SizeModel and a Cluster, and the name of a function that places stages."""
-    from rota.batching.serving import BatchServer
+    from rota.batching import is_compiled, plan_replicas
 
     costs, ranks = SizeModel.from_json(model), Cluster.from_json(cluster)
-    server = BatchServer(costs, ranks, packed=packed, place=_PLACINGS[placing], **options)
-    if server.compiles():
+    if not is_compiled():
         print(
-            "rota: the loops that search for the plans of batches are being compiled, once on this machine; until then "
-            "batches have plans by simple rules",
+            "rota: the loops that search for the plans of batches are being compiled, once on this machine; the first "
+            "batch waits for it",
             file=sys.stderr,
             flush=True,
         )
-
-    return server.plan
+    return partial(plan_replicas, costs, ranks, packed=packed, place=_PLACINGS[placing], **options)
 
 
 def by_function(name: str, options: dict[str, Any]) -> Planning:
     """The user's own function, "module:function"."""
     module, _, function = name.partition(":")
     plan: Callable[..., Iterable[Grouped]] = getattr(importlib.import_module(module), function)
-
-    return lambda lengths, num_replicas: (plan(lengths, num_replicas, **options), True)
+    return partial(plan, **options)
 
 
 def main() -> None:
@@ -90,7 +88,6 @@ def main() -> None:
 def _answer(plan: Planning, request: dict[str, Any]) -> dict[str, Any]:
     begun_ns = time.monotonic_ns()
     try:
-        grouped, is_searched = plan(request["lengths"], request["num_replicas"])
         replicas = [
             {
                 "groups": [[*group] for group in replica.groups],
@@ -98,14 +95,14 @@ def _answer(plan: Planning, request: dict[str, Any]) -> dict[str, Any]:
                 "makespan_us": replica.makespan_us,
                 "bound_us": replica.bound_us,
             }
-            for replica in grouped
+            for replica in plan(request["lengths"], request["num_replicas"])
         ]
     except RotaError as error:
         return {"error": str(error)}
     except Exception:
         return {"error": f"the planner failed:\n{traceback.format_exc()}"}
     took_us = (time.monotonic_ns() - begun_ns) // 1000
-    return {"took_us": took_us, "is_searched": is_searched, "replicas": replicas}
+    return {"took_us": took_us, "replicas": replicas}
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ import pytest
 from batching.steps import chain, optimum_us
 from rota.batching.bounds import of_any_sequence, of_grouping
 from rota.batching.climbing import climb
-from rota.batching.policies import by_policy, falling, valley
+from rota.batching.dispatching import by_policy, falling, valley
 from rota.batching.replaying import fits
 from rota.batching.rules import by_rule
 from rota.batching.windows import sequence_bound_us

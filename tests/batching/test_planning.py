@@ -8,9 +8,9 @@ from hypothesis import given, settings, strategies as st
 
 import rota
 from rota import Cluster, Curve, SearchError, SharedLink, Size, SizeModel
+from rota.batching.dispatching import by_policy, falling
 from rota.batching.figures import Layout
 from rota.batching.grouping import Grouper
-from rota.batching.policies import by_policy, falling
 from support.recount import recount, step_end_times
 from support.sampling import some
 

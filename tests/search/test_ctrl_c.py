@@ -27,7 +27,7 @@ def step(boundary_bytes: int) -> Placement:
     return wave(costs, Cluster.uniform(4, 12 + 4 * boundary_bytes, latency_us=6))
 
 
-ANY = ["named_plans", "bounds.best", "refuse_too_little_memory", "compiling.wait_for", "Dispatcher.__call__"]
+ANY = ["named_plans", "bounds.best", "refuse_too_little_memory", "Dispatcher.__call__"]
 LONG = ["find_steady", "improving.improve", "neighbourhood.improve", "exact.solve"]
 FITTING = ["exact.solve", "exact.cpsat.solve", "exact._count_transfers"]
 

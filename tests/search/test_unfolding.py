@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, settings
 
 from rota.core.checking import check
 from rota.core.cluster import Cluster
@@ -158,14 +158,14 @@ def test_an_unfolded_plan_is_the_same_plan(plan: Plan) -> None:
     assert unfolding.fold(unfolded).orders == plan.orders
 
 
-@given(differing_plans(most_microbatches=4), st.integers(0, 99))
+@given(differing_plans(most_microbatches=4))
 @settings(max_examples=some(20), deadline=None)
-def test_never_worse_than_a_named_schedule(plan: Plan, seed: int) -> None:
+def test_never_worse_than_a_named_schedule(plan: Plan) -> None:
     placement = with_limits(plan, [2 * peak for peak in simulate(plan).peak_memory_bytes]).placement
     if placement.is_alike:
         return
     try:
-        result = find_plan(placement, plan.num_microbatches, time_limit_s=0.05, deterministic=True, seed=seed)
+        result = find_plan(placement, plan.num_microbatches, time_limit_s=0.05, deterministic=True)
     except SearchError:
         assert any(max(values_of(edge.num_bytes)) for edge in placement.edges)
         return

@@ -47,7 +47,6 @@ def test_placement(value: Any, told: str) -> None:
     [
         ("time_limit_s", ["3", None, True, 0, -1.5, float("nan")], "more than 0 seconds, as a number"),
         ("objective", ["speed"], "use one of makespan, span, period"),
-        ("seed", [-5, "a", 2**70, 1.5, None], "a whole number from 0 to"),
         ("progress", ["loud", 3], "give a function, such as print, or None"),
     ],
 )

@@ -41,7 +41,7 @@ def make_plan(name: str, num_ranks: int, seed: int = 0) -> Plan:
         return one_f_one_b(place(uneven(num_ranks, seed), cluster), NUM_MICROBATCHES)
     if name == "searched":
         placement = place(uneven(num_ranks, seed, in_two=True), cluster)
-        found = find_plan(placement, NUM_MICROBATCHES, time_limit_s=0.02, seed=seed, deterministic=True)
+        found = find_plan(placement, NUM_MICROBATCHES, time_limit_s=0.02, deterministic=True)
         return found.plan
     if name == "zb_v":
         return zb_v(wave(uneven(2 * num_ranks, seed, in_two=True), cluster), NUM_MICROBATCHES)

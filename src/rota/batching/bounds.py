@@ -6,12 +6,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
-from numba import njit
 
-from rota.batching.problem import NO_LIMIT, BatchProblem, Integers
+from rota.batching.problem import NO_LIMIT, BatchProblem, Integers, Tables
+from rota.compiled import loop
 
 #: What a bound is a bound of.
 ALL_ORDERS = "all orders of this grouping"
@@ -37,12 +36,10 @@ class BatchBound:
     why: str
 
 
-def of_grouping(problem: BatchProblem, compiled: bool = True) -> list[BatchBound]:
-    """The bounds for all orders. `compiled=False` computes them without compiled loops, which takes longer."""
+def of_grouping(problem: BatchProblem) -> list[BatchBound]:
+    """The bounds for all orders."""
     tables = problem.tables
-    longest_paths: Any = _longest_paths if compiled else _longest_paths.py_func
-    turns: Any = _turns if compiled else _turns.py_func
-    heads, tails = longest_paths(tables)
+    heads, tails = _longest_paths(tables)
     longest = int((heads + problem.durations_us + tails).max())
     bounds = [BatchBound(longest, ALL_ORDERS, "the longest path of one micro-batch")]
     before, after = np.full((2, problem.num_ranks), NO_LIMIT)
@@ -50,7 +47,7 @@ def of_grouping(problem: BatchProblem, compiled: bool = True) -> list[BatchBound
     np.minimum.at(after, problem.rank_of, tails.min(axis=0))
     around = before + after
     works = around + tables.loads_us - tables.tails_us
-    areas = around + _areas_us(problem, turns(tables, problem.roles)) if problem.has_one_stage_per_rank else None
+    areas = around + _areas_us(problem, _turns(tables, problem.roles)) if problem.has_one_stage_per_rank else None
     for rank in np.flatnonzero(np.bincount(problem.rank_of, minlength=problem.num_ranks)).tolist():
         why = f"the work of rank {rank}, what comes before it and after it"
         bounds.append(BatchBound(int(works[rank]), ALL_ORDERS, why))
@@ -75,8 +72,8 @@ def of_any_sequence(problem: BatchProblem) -> list[BatchBound]:
     return bounds
 
 
-@njit(cache=True, nogil=True)
-def _longest_paths(tables):  # type: ignore[no-untyped-def]
+@loop
+def _longest_paths(tables: Tables) -> tuple[Integers, Integers]:
     """(heads, tails) of each op along its micro-batch's own way: int64[num_microbatches, num_tasks]."""
     durations, lags, first_in, in_task = tables.durations_us, tables.lags_us, tables.first_in, tables.in_task
     count, num_tasks = durations.shape
@@ -94,8 +91,8 @@ def _longest_paths(tables):  # type: ignore[no-untyped-def]
     return heads, tails
 
 
-@njit(cache=True, nogil=True)
-def _turns(tables, roles):  # type: ignore[no-untyped-def]
+@loop
+def _turns(tables: Tables, roles: Integers) -> Integers:
     """int64[num_ranks, num_microbatches]: the longest path from the end of each rank's F to its B or I."""
     durations, lags, first_in, in_task = tables.durations_us, tables.lags_us, tables.first_in, tables.in_task
     count, num_tasks = durations.shape
@@ -104,7 +101,8 @@ def _turns(tables, roles):  # type: ignore[no-untyped-def]
     for r in range(len(roles)):
         forward, backward = roles[r, 0], roles[r, 1]
         for m in range(count):
-            far[:] = -1
+            for t in range(num_tasks):
+                far[t] = -1
             far[forward] = 0
             for t in range(forward + 1, backward + 1):
                 for j in range(first_in[t], first_in[t + 1]):
@@ -145,8 +143,8 @@ def _lost_us(problem: BatchProblem, rank: int, turns: Integers) -> int:
     return int(max(idle[2 * held[largest] > limit].sum(), idle.max()))
 
 
-@njit(cache=True, nogil=True)
-def _knapsacks(values, weights, order, chosen, limit):  # type: ignore[no-untyped-def]
+@loop
+def _knapsacks(values: Integers, weights: Integers, order: Integers, chosen: Integers, limit: int) -> Integers:
     """For each chosen one, at least the largest sum of values of others whose weights fit beside it within a limit.
 
     `order` has those first whose values are highest for their weights. The last one is taken in part.

@@ -13,23 +13,42 @@ makespan.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
-from numba import njit
+from numpy.typing import NDArray
 
 from rota.batching.dispatching import Dispatch
-from rota.batching.problem import BatchProblem, Integers
+from rota.batching.problem import BatchProblem, Integers, Orders, Tables
 from rota.batching.replaying import fits, replay, replay_since
+from rota.compiled import copy_rows, inner, int64, loop
 
 _FARTHEST = 6  # places that an op is moved by
 _OPS_PER_CALL = 200_000  # timed between two looks at the clock, some ms
 _OPS_PER_TRY = 50  # that take as long as what a try takes besides its replay
 
 
+class _Step(NamedTuple):
+    """A sequence, the ranks' orders, and their times."""
+
+    sequence: Integers  #: int64[num_microbatches]
+    orders: Orders
+    starts: Integers  #: int64[num_microbatches, num_tasks]
+
+
+class _Index(NamedTuple):
+    """Where the ops of a step are, and its critical path."""
+
+    nth: Integers  #: as `orders`: how many ops of its task come before each place
+    places: Integers  #: int64[num_microbatches, num_tasks]: where in its rank's order each task's k-th op is
+    path: Integers  #: int64[num_ops, 2]: (rank, place in its order) of critical ops, the last one first
+    borders: Integers  #: int64[num_ops]: entries of `path` that begin when an op of another rank, the next one, ends
+
+
 def climb(
     problem: BatchProblem,
     sequence: Integers,
-    given: Dispatch,
+    dispatch: Dispatch,
     goal_us: int,
     tries: int,
     most_ops: int = 1 << 60,
@@ -40,35 +59,36 @@ def climb(
     It ends earlier when one reaches `goal_us`, after about `most_ops` ops of replays, or when `is_over` says so; apart
     from that, it is repeatable.
     """
-    sequence, orders = sequence.copy(), given.orders.copy()
-    starts = np.zeros_like(given.starts_us)
-    state = np.array([88172645463325252], np.uint64)
-    best_us = given.makespan_us
+    best = _Step(sequence.copy(), dispatch.orders.copy(), np.zeros_like(dispatch.starts_us))
+    dice = np.array([88172645463325252], np.uint64)
+    best_us = dispatch.makespan_us
     while tries > 0 and most_ops > 0 and best_us > goal_us and not is_over():
         some = min(most_ops, _OPS_PER_CALL)
-        best_us, tried, timed = _climb(
-            problem.tables, problem.limits_bytes, sequence, orders, starts, goal_us, tries, some, state
-        )
+        best_us, tried, timed = _climb(problem.tables, problem.limits_bytes, best, goal_us, tries, some, dice)
         tries, most_ops = tries - tried, most_ops - timed
-    best_us = replay(problem.tables, sequence, orders, starts, 1 << 60)
-    return sequence, Dispatch(int(best_us), starts, orders)
+    best_us = replay(problem.tables, best.sequence, best.orders, best.starts, 1 << 60)
+    return best.sequence, Dispatch(best_us, best.starts, best.orders)
 
 
-@njit(cache=True, nogil=True)
-def _climb(tables, limits, sequence, orders, kept, goal, tries, most_ops, state):  # type: ignore[no-untyped-def]
-    """(makespan, tries made, ops timed); `sequence`, `orders` and their starts `kept` end as the best."""
+@loop
+def _climb(
+    tables: Tables, limits: Integers, kept: _Step, goal: int, tries: int, most_ops: int, state: NDArray[np.uint64]
+) -> tuple[int, int, int]:
+    """(makespan, tries made, ops timed); `kept` ends as the best, `state` is that of the dice."""
     durations, first_on = tables.durations_us, tables.first_on
+    sequence, orders, kept_starts = kept
     count, num_tasks = durations.shape
     num_ops = count * num_tasks
     nth, places = np.zeros(orders.shape, np.int64), np.zeros((count, num_tasks), np.int64)
     path, borders = np.zeros((num_ops, 2), np.int64), np.zeros(num_ops, np.int64)
+    index = _Index(nth, places, path, borders)
     work = np.zeros((num_tasks, count + 1), np.int64)
-    best = replay(tables, sequence, orders, kept, 1 << 60)
-    starts = kept.copy()
+    best = replay(tables, sequence, orders, kept_starts, 1 << 60)
+    starts = kept_starts.copy()
     for r in range(len(orders)):
         _number(tables, orders, r, nth, places)
     _add_up(durations, sequence, work)
-    length, num_borders = _critical(tables, sequence, orders, kept, nth, places, path, borders)
+    length, num_borders = _critical(tables, kept, index)
     tried, timed = 0, num_ops
     dice = state[0]
     while tried < tries and timed < most_ops and best > goal:
@@ -77,7 +97,7 @@ def _climb(tables, limits, sequence, orders, kept, goal, tries, most_ops, state)
         dice ^= dice << np.uint64(13)
         dice ^= dice >> np.uint64(7)
         dice ^= dice << np.uint64(17)
-        rest = np.int64(dice >> np.uint64(20))
+        rest = int64(dice >> np.uint64(20))
         move, rest = rest % 8, rest // 8
         row = -1
         if move < 3:
@@ -87,9 +107,9 @@ def _climb(tables, limits, sequence, orders, kept, goal, tries, most_ops, state)
             if a == b:
                 continue
             first = min(a, b)
-            since = kept[sequence[first], 0]
+            since = kept_starts[sequence[first], 0]
             for t in range(1, num_tasks):
-                since = min(since, kept[sequence[first], t])
+                since = min(since, kept_starts[sequence[first], t])
         else:
             far, rest = 1 + rest % _FARTHEST, rest // _FARTHEST
             way, rest = rest % 4, rest // 4
@@ -117,7 +137,7 @@ def _climb(tables, limits, sequence, orders, kept, goal, tries, most_ops, state)
             if first > 0:
                 t = orders[row, first - 1]
                 m = sequence[nth[row, first - 1]]
-                since = kept[m, t] + durations[m, t]
+                since = kept_starts[m, t] + durations[m, t]
         _move(sequence, orders, move, row, a, b)
         value = best + 1
         if fits(tables, limits, sequence, orders, row):
@@ -126,21 +146,21 @@ def _climb(tables, limits, sequence, orders, kept, goal, tries, most_ops, state)
         if value <= best:
             best = value
             timed += num_ops  # what follows takes about as long
-            kept[:] = starts
+            copy_rows(starts, kept_starts)
             if row >= 0:
                 _number(tables, orders, row, nth, places)
             else:
                 _add_up(durations, sequence, work)
-            length, num_borders = _critical(tables, sequence, orders, kept, nth, places, path, borders)
+            length, num_borders = _critical(tables, kept, index)
         else:
-            starts[:] = kept
+            copy_rows(kept_starts, starts)
             _move(sequence, orders, move, row, b, a)
     state[0] = dice
     return best, tried, timed
 
 
-@njit(cache=True, nogil=True)
-def _move(sequence, orders, move, row, a, b):  # type: ignore[no-untyped-def]
+@inner
+def _move(sequence: Integers, orders: Orders, move: int, row: int, a: int, b: int) -> None:
     """Exchanges two micro-batches (0, 1), or takes one (2) or an op of a rank (3 and above) from place a to b."""
     if move < 2:
         sequence[a], sequence[b] = sequence[b], sequence[a]
@@ -158,8 +178,8 @@ def _move(sequence, orders, move, row, a, b):  # type: ignore[no-untyped-def]
         orders[row, b] = task
 
 
-@njit(cache=True, nogil=True)
-def _number(tables, orders, r, nth, places):  # type: ignore[no-untyped-def]
+@inner
+def _number(tables: Tables, orders: Orders, r: int, nth: Integers, places: Integers) -> None:
     """For a rank, nth[r, i] is how many ops of its task come before place i; places[k, t] is where the k-th one is."""
     count, num_tasks = places.shape
     done = np.zeros(num_tasks, np.int64)
@@ -170,21 +190,19 @@ def _number(tables, orders, r, nth, places):  # type: ignore[no-untyped-def]
         done[t] += 1
 
 
-@njit(cache=True, nogil=True)
-def _add_up(durations, sequence, work):  # type: ignore[no-untyped-def]
+@inner
+def _add_up(durations: Integers, sequence: Integers, work: Integers) -> None:
     """Fills work[t, k] with the time of the first k ops of each task."""
     for k in range(len(sequence)):
         for t in range(len(work)):
             work[t, k + 1] = work[t, k] + durations[sequence[k], t]
 
 
-@njit(cache=True, nogil=True)
-def _critical(tables, sequence, orders, starts, nth, places, path, borders):  # type: ignore[no-untyped-def]
-    """Fills `path` with (rank, place in its order) of ops that make the step as long as it is, the last one first.
-
-    Fills `borders` with the entries of `path` that begin when an op of another rank, the next entry, lets them. Returns
-    the numbers of both.
-    """
+@inner
+def _critical(tables: Tables, step: _Step, index: _Index) -> tuple[int, int]:
+    """Fills `path` and `borders` of the index, and returns the numbers of both."""
+    sequence, orders, starts = step
+    nth, places, path, borders = index
     durations, lags, first_in, first_on = tables.durations_us, tables.lags_us, tables.first_in, tables.first_on
     count = len(sequence)
     latest, r, i = -1, 0, 0

@@ -9,19 +9,29 @@ preferred op that is due soon, as in Giffler and Thompson, "Algorithms for Solvi
 
 An op that takes memory starts only if the oldest micro-batch that the rank has not finished still fits after it, as by
 Dijkstra's banker. All ranks have the same sequence, so the oldest of the step can always go on: nothing gets stuck.
+
+A *valley* sequence has small micro-batches at both ends, so that the pipeline fills and drains fast, and large ones in
+the middle, where neighbours of similar size keep each other's ranks busy.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
-from numba import njit
-from numpy.typing import NDArray
 
-from rota.batching.problem import BatchProblem, Integers
+from rota.batching.problem import BatchProblem, Floats, Integers, Orders, Tables
+from rota.compiled import inner, loop
 
 NEVER = 1 << 61  #: the time of what never happens
+
+_SCALES = (1.0, 0.3, 0.7, 0.85, 1.15, 1.5)  # of the forward levels of 1F1B
+#: Micro-batches that wait for their weight gradients: on every rank, and more for each rank of depth, as in ZB-H1.
+_WEIGHT_SCALES = (
+    *((1.0, 0.0), (0.0, 0.0), (2.0, 0.0), (4.0, 0.0), (1e4, 0.0)),
+    *((0.0, 1.0), (0.0, 2.0), (0.0, 0.5), (1.0, 1.0)),
+)
+_PATIENCES = (0.5, 0.0, 1.0, 2.0)
 
 
 class Policy(NamedTuple):
@@ -50,7 +60,7 @@ class Dispatch(NamedTuple):
 
     makespan_us: int
     starts_us: Integers
-    orders: NDArray[np.int32]
+    orders: Orders
 
     @property
     def is_complete(self) -> bool:
@@ -62,19 +72,68 @@ def dispatch(problem: BatchProblem, sequence: Integers, policy: Policy) -> Dispa
     """The orders of one sequence and policy; `sequence`: int64[num_microbatches]."""
     starts_us = np.zeros((problem.num_microbatches, problem.num_tasks), np.int64)
     orders = np.full((problem.num_ranks, problem.most_ops), -1, np.int32)
-    makespan_us = run(problem.tables, sequence, *policy, problem.limits_bytes, starts_us, orders)
+    makespan_us = run(problem.tables, problem.limits_bytes, sequence, policy, starts_us, orders)
     return Dispatch(makespan_us, starts_us, orders)
 
 
-@njit(cache=True, nogil=True)
-def run(tables, sequence, levels, weight_levels, patience, limits, starts, orders):  # type: ignore[no-untyped-def]
-    """The makespan of a dispatch, or `NEVER`; fills `starts`, and `orders` unless it has no columns."""
-    durations, held, peaks, lags = tables.durations_us, tables.held_bytes, tables.peak_bytes, tables.lags_us
+def valley(problem: BatchProblem) -> Integers:
+    """int64[num_microbatches]: from both ends towards the middle, ever larger ones."""
+    order = np.argsort(problem.durations_us.sum(axis=1), kind="stable")
+    return np.concatenate([order[::2], order[1::2][::-1]])
+
+
+def falling(problem: BatchProblem) -> Integers:
+    """int64[num_microbatches]: the largest first."""
+    return np.argsort(-problem.durations_us.sum(axis=1), kind="stable")
+
+
+def by_policy(problem: BatchProblem, sequence: Integers) -> Dispatch | None:
+    """The best orders of some policies, by one parameter after the other; None if memory never lets some op start."""
+    weight_scales = _WEIGHT_SCALES if problem.has_weights else _WEIGHT_SCALES[:1]
+    choices: list[tuple[Any, ...]] = [_SCALES, weight_scales, _PATIENCES]
+    levels, waiting, depth = _forward_levels(problem), _waiting_bytes(problem), np.arange(problem.num_ranks)
+    tried: dict[tuple[int, ...], Dispatch] = {}
+
+    def value(key: tuple[int, ...]) -> int:
+        if key not in tried:
+            scale, (flat, slope), patience = (choices[i][k] for i, k in enumerate(key))
+            weight_levels = (waiting * (flat + slope * depth)).astype(np.int64)
+            policy = Policy((levels * scale).astype(np.int64), weight_levels, patience)
+            tried[key] = dispatch(problem, sequence, policy)
+        return tried[key].makespan_us
+
+    chosen = [0, 0, 0]
+    for _ in range(2):
+        for i, options in enumerate(choices):
+            keys = [(*chosen[:i], k, *chosen[i + 1 :]) for k in range(len(options))]
+            chosen = [*min(keys, key=value)]
+    best = tried[tuple(chosen)]
+    return best if best.is_complete else None
+
+
+def _forward_levels(problem: BatchProblem) -> Floats:
+    """Bytes per rank that fall from the first rank to the last as in 1F1B."""
+    held = np.maximum(problem.held_bytes, 0).mean(axis=0)
+    of_rank = np.bincount(problem.rank_of, weights=held, minlength=problem.num_ranks)
+    room = np.minimum(problem.limits_bytes, 2 * of_rank * problem.num_ranks)
+    return room * np.arange(problem.num_ranks, 0, -1) / problem.num_ranks
+
+
+def _waiting_bytes(problem: BatchProblem) -> float:
+    """What a W of a typical micro-batch frees."""
+    return -float(problem.held_bytes[:, problem.choice_of == 2].mean()) if problem.has_weights else 0.0
+
+
+@loop
+def run(tables: Tables, limits: Integers, sequence: Integers, policy: Policy, starts: Integers, orders: Orders) -> int:
+    """The makespan of a dispatch, or `NEVER`; fills `starts` and `orders`."""
+    levels, weight_levels, patience = policy
+    durations, held, peaks = tables.durations_us, tables.held_bytes, tables.peak_bytes
     rank_of, choice_of, tails = tables.rank_of, tables.choice_of, tables.tails_us
-    first_in, in_edge, in_task = tables.first_in, tables.in_edge, tables.in_task
+    first_in = tables.first_in
     first_out, outs, first_on, on = tables.first_out, tables.out_task, tables.first_on, tables.on
     num_microbatches, num_tasks = durations.shape
-    num_ranks, keeps_orders = len(first_on) - 1, orders.shape[1] > 0
+    num_ranks = len(first_on) - 1
     done = np.zeros(num_tasks, np.int64)  # ops of the task that have started
     ready = np.full(num_tasks, NEVER)
     free, wake = np.zeros(num_ranks, np.int64), np.zeros(num_ranks, np.int64)
@@ -114,7 +173,7 @@ def run(tables, sequence, levels, weight_levels, patience, limits, starts, order
                 continue
             if k != oldest and held[m, t] > 0:
                 if reserve < 0:
-                    reserve = _to_finish(held, peaks, done, on, begin, end, oldest, sequence[oldest])
+                    reserve = _to_finish(tables, rank, sequence, done, oldest)
                 if level[rank] + takes + reserve > limits[rank]:
                     continue
             choice = 2 * choice_of[t]
@@ -141,9 +200,8 @@ def run(tables, sequence, levels, weight_levels, patience, limits, starts, order
         m = sequence[k]
         over = now + durations[m, chosen]
         starts[m, chosen] = now
-        if keeps_orders:
-            orders[rank, placed[rank]] = chosen
-            placed[rank] += 1
+        orders[rank, placed[rank]] = chosen
+        placed[rank] += 1
         level[rank] += held[m, chosen]
         if choice_of[chosen] == 2:
             waiting[rank] += held[m, chosen]
@@ -152,13 +210,13 @@ def run(tables, sequence, levels, weight_levels, patience, limits, starts, order
         left -= 1
         ready[chosen] = NEVER
         if k + 1 < num_microbatches:
-            ready[chosen] = _ready(chosen, k + 1, sequence, done, durations, lags, first_in, in_edge, in_task, starts)
+            ready[chosen] = _ready(tables, chosen, k + 1, sequence, done, starts)
         for i in range(first_out[chosen], first_out[chosen + 1]):
             u = outs[i]
             if choice_of[u] == 2:
                 waiting[rank_of[u]] -= held[m, u]
             if done[u] == k and ready[u] == NEVER:
-                ready[u] = _ready(u, k, sequence, done, durations, lags, first_in, in_edge, in_task, starts)
+                ready[u] = _ready(tables, u, k, sequence, done, starts)
                 if ready[u] < NEVER:
                     wake[rank_of[u]] = min(wake[rank_of[u]], max(ready[u], free[rank_of[u]]))
     makespan = 0
@@ -167,25 +225,25 @@ def run(tables, sequence, levels, weight_levels, patience, limits, starts, order
     return makespan
 
 
-@njit(cache=True, nogil=True)
-def _ready(t, k, sequence, done, durations, lags, first_in, in_edge, in_task, starts):  # type: ignore[no-untyped-def]
+@inner
+def _ready(tables: Tables, t: int, k: int, sequence: Integers, done: Integers, starts: Integers) -> int:
     """When the inputs of a task's k-th op are there; `NEVER` if one of them has not started."""
     m, at = sequence[k], 0
-    for i in range(first_in[t], first_in[t + 1]):
-        u = in_task[i]
+    for i in range(tables.first_in[t], tables.first_in[t + 1]):
+        u = tables.in_task[i]
         if done[u] <= k:
             return NEVER
-        at = max(at, starts[m, u] + durations[m, u] + lags[m, in_edge[i]])
+        at = max(at, starts[m, u] + tables.durations_us[m, u] + tables.lags_us[m, tables.in_edge[i]])
     return at
 
 
-@njit(cache=True, nogil=True)
-def _to_finish(held, peaks, done, on, begin, end, oldest, m):  # type: ignore[no-untyped-def]
+@inner
+def _to_finish(tables: Tables, rank: int, sequence: Integers, done: Integers, oldest: int) -> int:
     """Bytes that a rank needs on top of its level to finish its oldest micro-batch."""
-    level, need = 0, 0
-    for i in range(begin, end):
-        t = on[end - 1 - (i - begin)]
+    m, level, need = sequence[oldest], 0, 0
+    for i in range(tables.first_on[rank + 1] - 1, tables.first_on[rank] - 1, -1):
+        t = tables.on[i]
         if done[t] == oldest:
-            need = max(need, level + max(held[m, t], 0) + peaks[m, t])
-            level += held[m, t]
+            need = max(need, level + max(tables.held_bytes[m, t], 0) + tables.peak_bytes[m, t])
+            level += tables.held_bytes[m, t]
     return need

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from heapq import heappop, heappush
+from typing import Any
 
 import numpy as np
 
@@ -85,8 +86,7 @@ class Layout:
         columns = [a[rows].T.tolist() for a in (problem.durations_us, problem.held_bytes, problem.peak_bytes)]
         tasks = list(self.placement.tasks)
         for task, *figures in zip(self.sorted_tasks, *columns, strict=True):
-            given = self.placement.tasks[task]
-            tasks[task] = with_figures(given, map(_figure, figures))
+            tasks[task] = with_figures(self.placement.tasks[task], map(_figure, figures))
         edge_columns = problem.edge_bytes[rows].T.tolist()
         edges = [
             edge._replace(num_bytes=_figure(column))
@@ -275,6 +275,6 @@ def _undominated(forms: Floats) -> Floats:
     return np.array(kept)
 
 
-def _figure(values: list[int]) -> int:
+def _figure(values: list[int]) -> Any:
     """One number per class, or one for all."""
-    return values[0] if len({*values}) == 1 else PerClass(values)  # type: ignore[return-value]
+    return values[0] if len({*values}) == 1 else PerClass(values)

@@ -10,28 +10,34 @@ memory is limited, groups of at most a share of it are tried too, so that a whol
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
-from numba import njit
 
 from rota.batching.figures import Layout
 from rota.batching.problem import Floats, Integers
+from rota.compiled import inner, loop
 from rota.core.errors import NothingFitsError, SearchError
 from rota.core.sizes import Size
 from rota.core.units import size_text
 
 _NUM_LIMITS = 8  # largest times that are tried
-_IN_FLIGHT = (
-    0.75,
-    0.9,
-    1.0,
-    1.1,
-    1.25,
-    1.5,
-    2.0,
-)  # micro-batches per rank that the memory has room for, if it is limited
+#: Micro-batches per rank that the memory has room for, if it is limited.
+_IN_FLIGHT = (0.75, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0)
 _FEWEST, _MOST = 2, 24  # micro-batches per rank, with the largest and the smallest of them
+
+
+class _Groups(NamedTuple):
+    """What the time of a group follows from, and what is allowed."""
+
+    lengths: Floats  #: float64[num_samples], falling
+    tokens: Floats  #: float64[num_samples + 1]: sums of the first lengths
+    squares: Floats  #: float64[num_samples + 1]: sums of their squares
+    curve: Floats  #: float64[3]: µs as a form of (1, tokens, squares)
+    needs: Floats  #: float64[num_forms, 3]: bytes as forms of the same
+    rooms: Floats  #: float64[num_forms]: the most that each of these may be
+    limit_us: float  #: the most time of a group of several samples
+    packed: bool
 
 
 class Grouper:
@@ -54,12 +60,11 @@ class Grouper:
                 raise SearchError(f"lengths[{sample}] is {length}: a sample has at least one token")
         self._packed = packed
         self._num_ranks = layout.placement.num_ranks
-        given = np.array(lengths, np.int64)
-        self._order = np.argsort(-given, kind="stable")
-        self._lengths = given[self._order]
-        given_lengths = self._lengths.astype(np.float64)
-        sums = [np.concatenate([[0.0], np.cumsum(given_lengths**power)]) for power in (1, 2)]
-        self._sums = (given_lengths, *sums)
+        self._order = np.argsort(-np.array(lengths, np.int64), kind="stable")
+        self._lengths = np.array(lengths, np.int64)[self._order]
+        falling = self._lengths.astype(np.float64)
+        sums = [np.concatenate([[0.0], np.cumsum(falling**power)]) for power in (1, 2)]
+        self._sums = (falling, sums[0], sums[1])
         work = layout.work()
         self._curve = work[int((work[:, 1] * sums[0][-1] + work[:, 2] * sums[1][-1]).argmax())]  # of the busiest rank
         self._needs, self._rooms = _needs(layout)
@@ -89,11 +94,11 @@ class Grouper:
         _, tokens, squares = self._sums
         total = float(self._curve @ [self._num_ranks, tokens[-1], squares[-1]])
         limits = np.geomspace(total / (_MOST * self._num_ranks), total / (_FEWEST * self._num_ranks), _NUM_LIMITS)
-        found = [self._split(limit, 1.0) for limit in limits.tolist()]
+        groupings = [self._split(limit, 1.0) for limit in limits.tolist()]
         if len(self._needs):
-            found += [self._split(np.inf, max(share * self._num_ranks, 1.0)) for share in _IN_FLIGHT]
-            found.append(_fill(len(self._lengths), self._given(np.inf, self._num_ranks)))
-        return [*{starts.tobytes(): starts for starts in found}.values()]
+            groupings += [self._split(np.inf, max(share * self._num_ranks, 1.0)) for share in _IN_FLIGHT]
+            groupings.append(_fill(self._groups(np.inf, self._num_ranks)))
+        return [*{starts.tobytes(): starts for starts in groupings}.values()]
 
     def sizes(self, starts: Integers) -> tuple[Size, ...]:
         """The size of each micro-batch of a grouping."""
@@ -110,12 +115,11 @@ class Grouper:
         return [tuple(sorted(group.tolist())) for group in np.split(self._order, starts[1:])]
 
     def _split(self, limit_us: float, num_in_flight: float) -> Integers:
-        starts: Integers = _split(len(self._lengths), self._given(limit_us, num_in_flight))
-        return starts
+        return _split(self._groups(limit_us, num_in_flight))
 
-    def _given(self, limit_us: float, num_in_flight: float) -> tuple[Any, ...]:
-        """What the time of a group follows from."""
-        return (*self._sums, self._curve, self._needs, self._rooms / num_in_flight, limit_us, self._packed)
+    def _groups(self, limit_us: float, num_in_flight: float) -> _Groups:
+        rooms = self._rooms / num_in_flight
+        return _Groups(*self._sums, self._curve, self._needs, rooms, limit_us, self._packed)
 
     def _refuse_what_does_not_fit(self, layout: Layout) -> None:
         """The longest sample is the first."""
@@ -140,9 +144,9 @@ def _needs(layout: Layout) -> tuple[Floats, Floats]:
     limits = zip(layout.placement.cluster.limit_bytes, layout.placement.static_bytes, strict=True)
     for rank, (limit, static) in enumerate(limits):
         if limit is not None:
-            found = layout.needs(rank)
-            forms.append(found)
-            rooms.append(np.full(len(found), limit - static - 2.0 * len(layout.sorted_tasks)))  # bytes are rounded up
+            needs = layout.needs(rank)
+            forms.append(needs)
+            rooms.append(np.full(len(needs), limit - static - 2.0 * len(layout.sorted_tasks)))  # bytes are rounded up
     all_forms, all_rooms = np.concatenate(forms), np.concatenate(rooms)
     keep = [
         i for i in range(len(all_forms))
@@ -155,14 +159,15 @@ def _needs(layout: Layout) -> tuple[Floats, Floats]:
     return all_forms[keep], all_rooms[keep]
 
 
-@njit(cache=True, nogil=True)
-def _split(count, given):  # type: ignore[no-untyped-def]
+@loop
+def _split(groups: _Groups) -> Integers:
     """Where groups of the samples begin that take the least time in all, as `_time` has it.
 
     A later begin that is as good as an earlier one stays so when samples are added at the end: to the
     group that begins later, whose longest sample is no longer, they add no more. So each begin is best for one range of
     ends at most, and a queue has these ranges (Hirschberg and Larmore, "The Least Weight Subsequence Problem", 1987).
     """
+    count = len(groups.lengths)
     least, begins = np.zeros(count + 1), np.zeros(count + 1, np.int64)
     queue, since = np.zeros(count + 1, np.int64), np.zeros(count + 1, np.int64)  # begins, and their first ends
     head, tail = 0, 0
@@ -172,14 +177,14 @@ def _split(count, given):  # type: ignore[no-untyped-def]
             head += 1
         if tail > head:
             since[head] = max(since[head], end)
-        while tail > head and _is_better(least, begin, queue[tail - 1], since[tail - 1], given):
+        while tail > head and _is_better(least, begin, queue[tail - 1], since[tail - 1], groups):
             tail -= 1
         low = end
         if tail > head:
             low, high = since[tail - 1] + 1, count + 1
             while low < high:
                 middle = (low + high) // 2
-                if _is_better(least, begin, queue[tail - 1], middle, given):
+                if _is_better(least, begin, queue[tail - 1], middle, groups):
                     high = middle
                 else:
                     low = middle + 1
@@ -187,7 +192,7 @@ def _split(count, given):  # type: ignore[no-untyped-def]
             queue[tail], since[tail] = begin, low
             tail += 1
         begins[end] = queue[head]
-        least[end] = least[queue[head]] + _time(queue[head], end, *given)
+        least[end] = least[queue[head]] + _time(queue[head], end, groups)
     num_groups, end = 0, count
     while end > 0:
         end = begins[end]
@@ -199,29 +204,29 @@ def _split(count, given):  # type: ignore[no-untyped-def]
     return starts
 
 
-@njit(cache=True, nogil=True)
-def _fill(count, given):  # type: ignore[no-untyped-def]
+@loop
+def _fill(groups: _Groups) -> Integers:
     """Where groups of the samples begin that are as full as may be, one after the other."""
+    count = len(groups.lengths)
     starts, num_groups = np.zeros(count, np.int64), 1
     for end in range(1, count):
-        if _time(starts[num_groups - 1], end + 1, *given) == np.inf:
+        if _time(starts[num_groups - 1], end + 1, groups) == np.inf:
             starts[num_groups] = end
             num_groups += 1
     return starts[:num_groups]
 
 
-@njit(cache=True, nogil=True)
-def _is_better(least, one, other, end, given):  # type: ignore[no-untyped-def]
-    """Whether the last group of the samples before `end` may as well begin at `one` as at `other`."""
-    return least[one] + _time(one, end, *given) <= least[other] + _time(other, end, *given)
+@inner
+def _is_better(least: Floats, begin: int, other: int, end: int, groups: _Groups) -> bool:
+    """Whether the last group of the samples before `end` may as well begin at `begin` as at `other`."""
+    is_better: bool = least[begin] + _time(begin, end, groups) <= least[other] + _time(other, end, groups)
+    return is_better
 
 
-@njit(cache=True, nogil=True)
-def _time(begin, end, lengths, tokens, squares, curve, needs, rooms, limit, packed):  # type: ignore[no-untyped-def]
-    """The time of a group; infinite if it may not be: more than one sample over `limit` or with more than `rooms`.
-
-    `tokens` and `squares` are sums over the first samples.
-    """
+@inner
+def _time(begin: int, end: int, groups: _Groups) -> float:
+    """The time of a group; infinite if it may not be: more than one sample over the limit or the rooms."""
+    lengths, tokens, squares, curve, needs, rooms, limit, packed = groups
     rows, length = end - begin, lengths[begin]
     group_tokens = tokens[end] - tokens[begin] if packed else rows * length
     group_squares = squares[end] - squares[begin] if packed else rows * length * length

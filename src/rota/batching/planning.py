@@ -5,22 +5,23 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from heapq import heapify, heapreplace
 from itertools import chain, pairwise
-from typing import NamedTuple
+from typing import NamedTuple, TypedDict, Unpack
 
 import numpy as np
 
 from rota.batching.bounds import ALL_ORDERS, ANY_SEQUENCE, THIS_SEQUENCE, BatchBound, of_any_sequence, of_grouping
 from rota.batching.climbing import climb
-from rota.batching.dispatching import Dispatch
+from rota.batching.dispatching import Dispatch, by_policy, falling, valley
 from rota.batching.figures import Layout, Place
 from rota.batching.grouping import Grouper
-from rota.batching.memory_use import peaks_bytes
-from rota.batching.policies import by_policy, falling, valley
 from rota.batching.problem import NO_LIMIT, BatchProblem, Integers
+from rota.batching.replaying import peaks_bytes
 from rota.batching.result import BatchPlan
 from rota.batching.rules import by_few_rules, by_rule
 from rota.batching.windows import sequence_bound_us
+from rota.compiled import is_on_disk
 from rota.core.cluster import Cluster
 from rota.core.errors import NothingFitsError, SearchError
 from rota.core.placing import place as place_chain
@@ -66,7 +67,7 @@ class _Candidate(NamedTuple):
         return bool((of_rank * self.problem.num_ranks > self.problem.limits_bytes).any())
 
 
-class _Found(NamedTuple):
+class _Step(NamedTuple):
     """A grouping with orders that fit."""
 
     candidate: _Candidate
@@ -117,11 +118,11 @@ def plan_batch(
     clock = _Clock(time_limit_s)
     layout = Layout.of(model, cluster, place)
     grouper = Grouper(layout, lengths, packed)
-    found = _improved(_first(layout, grouper, clock), tries, clock)
-    starts, sizes, problem, bounds = found.candidate
-    samples, sequence = grouper.samples(starts), found.sequence
-    plan = _plan(layout, found)
-    makespan_us = found.makespan_us if layout.has_exact_tails else simulate(plan).makespan_us
+    best = _improved(_first(layout, grouper, clock), tries, clock)
+    starts, sizes, problem, bounds = best.candidate
+    samples, sequence = grouper.samples(starts), best.sequence
+    plan = _plan(layout, best)
+    makespan_us = best.makespan_us if layout.has_exact_tails else simulate(plan).makespan_us
     return BatchPlan(
         plan,
         tuple(samples[m] for m in sequence.tolist()),
@@ -129,6 +130,74 @@ def plan_batch(
         makespan_us,
         _proven(problem, sequence, bounds, makespan_us, clock),
     )
+
+
+class BatchOptions(TypedDict, total=False):
+    """Options of `plan_batch`."""
+
+    packed: bool
+    place: Place
+    tries: int | None
+    time_limit_s: float | None
+
+
+def plan_replicas(
+    model: SizeModel,
+    cluster: Cluster,
+    lengths: Sequence[int],
+    num_replicas: int,
+    **options: Unpack[BatchOptions],
+) -> tuple[BatchPlan, ...]:
+    """One plan per replica. The longest samples go first, each to the replica with least predicted work so far.
+
+    That is Graham's LPT rule ("Bounds on Multiprocessing Timing Anomalies", 1969). Replicas reduce their gradients
+    together, so the step lasts as long as the slowest one.
+
+    Args:
+        model: As in `plan_batch`.
+        cluster: The ranks of one replica.
+        lengths: The number of tokens of each sample of the whole batch.
+        num_replicas: Number of replicas, at most one per sample.
+        options: `packed`, `place`, `tries` and `time_limit_s`, as in `plan_batch`. The tries are per replica; the time
+            is that of all replicas together, of which each gets the same part.
+
+    Returns:
+        The plans; `groups` has indices into `lengths`.
+
+    Raises:
+        SearchError: As `plan_batch`, or a replica gets no sample.
+        PlacementError: The stages do not fit the cluster.
+    """
+    layout = Layout.of(model, cluster, options.get("place", place_chain))
+    Grouper(layout, lengths, options.get("packed", False))  # refuses a sample by its index in the whole batch
+    if (limit_s := options.get("time_limit_s")) is not None:
+        options["time_limit_s"] = limit_s / num_replicas
+    plans = []
+    for share in _shares_of(layout, lengths, num_replicas):
+        plan = plan_batch(model, cluster, [lengths[i] for i in share], **options)
+        plans.append(replace(plan, groups=tuple(tuple(share[i] for i in group) for group in plan.groups)))
+    return tuple(plans)
+
+
+def _shares_of(layout: Layout, lengths: Sequence[int], num_replicas: int) -> list[list[int]]:
+    """Each replica's samples, by the rule of `plan_replicas`. Raises SearchError if a replica gets none."""
+    if not 1 <= num_replicas <= len(lengths):
+        raise SearchError(f"num_replicas is {num_replicas} for {len(lengths)} samples; give each replica at least one")
+    given = np.array(lengths, np.float64)
+    times = (layout.work()[:, 1:] @ np.stack([given, given * given])).max(axis=0)
+    shares: list[list[int]] = [[] for _ in range(num_replicas)]
+    loads = [(0.0, replica) for replica in range(num_replicas)]
+    heapify(loads)
+    for sample in np.argsort(-times, kind="stable").tolist():
+        load, replica = loads[0]
+        heapreplace(loads, (load + float(times[sample]), replica))
+        shares[replica].append(sample)
+    return [sorted(share) for share in shares]
+
+
+def is_compiled() -> bool:
+    """Whether an earlier process on this machine has compiled the loops of the search."""
+    return is_on_disk(sequence_bound_us)
 
 
 class _Clock:
@@ -173,78 +242,78 @@ class _Effort(NamedTuple):
         return self.clock.share_over() >= self.end
 
 
-def _first(layout: Layout, grouper: Grouper, clock: _Clock) -> _Found:
+def _first(layout: Layout, grouper: Grouper, clock: _Clock) -> _Step:
     """A plan of the best grouping. Groupings whose bound is above a plan that is known are left out."""
     groupings = grouper.groupings()
     sizes = [grouper.sizes(starts) for starts in groupings]
     problems = layout.problem([*chain.from_iterable(sizes)]).parts([*map(len, sizes)])
     candidates = [
-        _Candidate(starts, each, problem, of_grouping(problem))
-        for starts, each, problem in zip(groupings, sizes, problems, strict=True)
+        _Candidate(starts, sizes_of_groups, problem, of_grouping(problem))
+        for starts, sizes_of_groups, problem in zip(groupings, sizes, problems, strict=True)
     ]
     candidates.sort(key=lambda candidate: (candidate.is_tight, candidate.bound_us))
-    found: list[_Found] = []
+    steps: list[_Step] = []
     for i, candidate in enumerate(candidates):
         has_time = i < _FEWEST_GROUPINGS or clock.share_over() < _GROUPS_UNTIL
-        if found and not (has_time and candidate.bound_us < min(map(_makespan_us, found))):
+        if steps and not (has_time and candidate.bound_us < min(map(_makespan_us, steps))):
             continue
-        if (one := _first_of(candidate)) is not None:
-            found.append(one)
-    if not found:
+        if (step := _first_of(candidate)) is not None:
+            steps.append(step)
+    if not steps:
         raise NothingFitsError(
             "no grouping of the batch fits in memory beside what transfers hold; raise the limits, or give the ranks "
             "fewer layers"
         )
-    found.sort(key=_makespan_us)
-    return min([found[0], *_by_policies(found, clock)], key=_makespan_us)
+    steps.sort(key=_makespan_us)
+    return min([steps[0], *_by_policies(steps, clock)], key=_makespan_us)
 
 
-def _by_policies(found: list[_Found], clock: _Clock) -> Iterator[_Found]:
+def _by_policies(steps: list[_Step], clock: _Clock) -> Iterator[_Step]:
     """Plans by list scheduling of the best groupings, where the best plan by rules is far above its bound.
 
     That is rare: with split backwards, little memory, and a few micro-batches much longer than all others.
     """
-    best = found[0]
+    best = steps[0]
     problem = best.candidate.problem
     if not (problem.has_one_stage_per_rank and problem.has_weights):
         return  # without a split backward, `_improved` tries policies
     if best.makespan_us <= _FAR * best.candidate.bound_us:
         return
-    for one in found[:_NUM_BY_POLICY]:
-        if one.candidate.bound_us < best.makespan_us and clock.share_over() < _GROUPS_UNTIL:
-            planned = _first_plan(one.candidate, one.sequence, by_policy)
+    for step in steps[:_NUM_BY_POLICY]:
+        if step.candidate.bound_us < best.makespan_us and clock.share_over() < _GROUPS_UNTIL:
+            planned = _first_plan(step.candidate, step.sequence, by_policy)
             if planned is not None:
                 yield planned
 
 
-def _makespan_us(found: _Found) -> int:
-    return found.makespan_us
+def _makespan_us(step: _Step) -> int:
+    return step.makespan_us
 
 
-def _first_of(candidate: _Candidate) -> _Found | None:
+def _first_of(candidate: _Candidate) -> _Step | None:
     """A good plan of a grouping, found fast; None if memory has no room for what transfers hold."""
-    sequence, found = valley(candidate.problem), None
+    sequence, step = valley(candidate.problem), None
     if candidate.problem.has_one_stage_per_rank:
-        found = _first_plan(candidate, sequence, by_few_rules)
-    return found or _first_plan(candidate, sequence, by_policy)
+        step = _first_plan(candidate, sequence, by_few_rules)
+    return step or _first_plan(candidate, sequence, by_policy)
 
 
-def _first_plan(candidate: _Candidate, sequence: Integers, orders: _Orders) -> _Found | None:
+def _first_plan(candidate: _Candidate, sequence: Integers, orders: _Orders) -> _Step | None:
     """A sequence with good orders; None if memory has no room for what transfers hold."""
     problem = candidate.problem
     reserved = np.zeros(problem.num_ranks, np.int64)
     for _ in range(_ROUNDS_FOR_TRANSFERS):
-        found = orders(_with_reserve(problem, reserved), sequence)
-        if found is None:
+        dispatch = orders(_with_reserve(problem, reserved), sequence)
+        if dispatch is None:
             return None
-        over = peaks_bytes(problem, sequence, found) - problem.limits_bytes
+        over = peaks_bytes(problem, sequence, dispatch) - problem.limits_bytes
         if (over <= 0).all():
-            return _Found(candidate, reserved, sequence, found)
+            return _Step(candidate, reserved, sequence, dispatch)
         reserved = reserved + np.maximum(over, 0)
     return None
 
 
-def _improved(best: _Found, tries: int | None, clock: _Clock) -> _Found:
+def _improved(best: _Step, tries: int | None, clock: _Clock) -> _Step:
     """The plan after local searches from it and from the best of other starts."""
     candidate = best.candidate
     problem = candidate.problem
@@ -260,7 +329,7 @@ def _improved(best: _Found, tries: int | None, clock: _Clock) -> _Found:
     for _ in range(min(most_tries // _TRIES_FOR_ALL, _MOST_SHUFFLED)):
         tried.append((by_policy, lambda problem: random.permutation(problem.num_microbatches)))
     others = [_first_plan(candidate, sequence(problem), orders) for orders, sequence in tried]
-    starts = sorted((best, *(each for each in others if each)), key=_makespan_us)
+    starts = sorted((best, *filter(None, others)), key=_makespan_us)
     if not is_small:
         starts = starts[:_NUM_STARTS]
     effort = _Effort(_ANY_NUMBER if tries is None else tries, ops, clock, clock.share_over(), _CLIMBS_UNTIL)
@@ -270,20 +339,20 @@ def _improved(best: _Found, tries: int | None, clock: _Clock) -> _Found:
     return best
 
 
-def _climbed(best: _Found, effort: _Effort) -> _Found:
+def _climbed(best: _Step, effort: _Effort) -> _Step:
     """The plan after a local search. Where transfers overflow the memory, it begins again with more room for them."""
     candidate, reserved = best.candidate, best.reserved_bytes
     problem = candidate.problem
     for begin, end in pairwise(_PARTS):
         tight, part = _with_reserve(problem, reserved), effort.part(begin, end)
-        sequence, found = climb(
+        sequence, dispatch = climb(
             tight, best.sequence, best.dispatch, candidate.bound_us, part.tries, part.ops, part.is_over
         )
-        over = peaks_bytes(problem, sequence, found) - problem.limits_bytes
+        over = peaks_bytes(problem, sequence, dispatch) - problem.limits_bytes
         if (over > 0).any():
             reserved = reserved + np.maximum(over, 0)
         else:
-            best = _Found(candidate, reserved, sequence, found)
+            best = _Step(candidate, reserved, sequence, dispatch)
     return best
 
 
@@ -295,13 +364,13 @@ def _with_reserve(problem: BatchProblem, reserved_bytes: Integers) -> BatchProbl
     return replace(problem, limits_bytes=np.where(limited, problem.limits_bytes - reserved_bytes, NO_LIMIT))
 
 
-def _plan(layout: Layout, found: _Found) -> Plan:
+def _plan(layout: Layout, step: _Step) -> Plan:
     """The plan, its micro-batches numbered in sequence."""
-    _, sizes, problem, _ = found.candidate
-    placement = layout.placed(problem, sizes, found.sequence)
+    _, sizes, problem, _ = step.candidate
+    placement = layout.placed(problem, sizes, step.sequence)
     keys = [(placement.tasks[i].stage, placement.tasks[i].kind) for i in layout.sorted_tasks]
     orders = []
-    for row in found.dispatch.orders.tolist():
+    for row in step.dispatch.orders.tolist():
         begun = [0] * len(keys)
         order = []
         for task in row:

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 Integers = NDArray[np.int64]
 Floats = NDArray[np.float64]
+Orders = NDArray[np.int32]  #: [num_ranks, most ops of a rank]: see `Dispatch`
 
 NO_LIMIT = 1 << 60  #: stands for "no memory limit"
 

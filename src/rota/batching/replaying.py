@@ -1,15 +1,29 @@
-"""Orders of ranks and their times: each op starts as early as its rank and what it reads allow."""
+"""Orders of ranks, their times and what they hold: each op starts as early as its rank and what it reads allow."""
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
-from numba import njit
 
-from rota.batching.dispatching import NEVER
+from rota.batching.dispatching import NEVER, Dispatch
+from rota.batching.problem import BatchProblem, Integers, Orders, Tables
+from rota.compiled import inner, loop
+
+_TRANSFER_ENDS, _OP_ENDS, _TRANSFER_STARTS, _OP = range(4)  # events at one instant come in this order
 
 
-@njit(cache=True, nogil=True)
-def replay(tables, sequence, orders, starts, most):  # type: ignore[no-untyped-def]
+class _Progress(NamedTuple):
+    """Where a replay is."""
+
+    done: Integers  #: int64[num_tasks]: ops that have a start
+    at: Integers  #: int64[num_ranks]: where in its order each rank is
+    free_us: Integers  #: int64[num_ranks]
+    rest_us: Integers  #: int64[num_ranks]: its work that is left, and what follows it
+
+
+@loop
+def replay(tables: Tables, sequence: Integers, orders: Orders, starts: Integers, most: int) -> int:
     """The makespan of orders; `NEVER` if it is above `most` or the orders wait in a cycle. Fills `starts`.
 
     `sequence`: int64[num_microbatches]; `orders`: int32[num_ranks, most ops of a rank], where the k-th appearance of a
@@ -18,11 +32,19 @@ def replay(tables, sequence, orders, starts, most):  # type: ignore[no-untyped-d
     num_ranks = len(tables.tails_us)
     done = np.zeros(tables.durations_us.shape[1], np.int64)
     at, free = np.zeros(num_ranks, np.int64), np.zeros(num_ranks, np.int64)
-    return _go_on(tables, sequence, orders, starts, done, at, free, tables.loads_us.copy(), most)
+    return _go_on(tables, sequence, orders, starts, _Progress(done, at, free, tables.loads_us.copy()), most)
 
 
-@njit(cache=True, nogil=True)
-def replay_since(tables, sequence, orders, starts, work, since, most):  # type: ignore[no-untyped-def]
+@loop
+def replay_since(
+    tables: Tables,
+    sequence: Integers,
+    orders: Orders,
+    starts: Integers,
+    work: Integers,
+    since: int,
+    most: int,
+) -> int:
     """As `replay`, where `starts` is right for all ops that start before `since`, and stays as it is for them.
 
     `work`: int64[num_tasks, num_microbatches + 1], the time of the first k ops of each task, also before `since`.
@@ -47,12 +69,13 @@ def replay_since(tables, sequence, orders, starts, work, since, most):  # type: 
             at[r] += low
             free[r] = max(free[r], starts[m, t] + durations[m, t])
             rest[r] -= work[t, low]
-    return _go_on(tables, sequence, orders, starts, done, at, free, rest, most)
+    return _go_on(tables, sequence, orders, starts, _Progress(done, at, free, rest), most)
 
 
-@njit(cache=True, nogil=True)
-def _go_on(tables, sequence, orders, starts, done, at, free, rest, most):  # type: ignore[no-untyped-def]
-    """The makespan, from where each rank is in its order: `rest` has its work that is left, and the tail after it."""
+@inner
+def _go_on(tables: Tables, sequence: Integers, orders: Orders, starts: Integers, progress: _Progress, most: int) -> int:
+    """The makespan, from where each rank is in its order."""
+    done, at, free, rest = progress
     durations, lags, first_in = tables.durations_us, tables.lags_us, tables.first_in
     in_edge, in_task, first_on = tables.in_edge, tables.in_task, tables.first_on
     count = len(sequence)
@@ -96,8 +119,8 @@ def _go_on(tables, sequence, orders, starts, done, at, free, rest, most):  # typ
     return makespan
 
 
-@njit(cache=True, nogil=True)
-def fits(tables, limits, sequence, orders, only):  # type: ignore[no-untyped-def]
+@loop
+def fits(tables: Tables, limits: Integers, sequence: Integers, orders: Orders, only: int) -> bool:
     """Whether orders keep within the limits on rank `only`, or on all ranks if that is -1; transfers do not count."""
     held, peaks, first_on = tables.held_bytes, tables.peak_bytes, tables.first_on
     count = len(sequence)
@@ -114,3 +137,82 @@ def fits(tables, limits, sequence, orders, only):  # type: ignore[no-untyped-def
                 return False
             level += held[m, t]
     return True
+
+
+def peaks_bytes(problem: BatchProblem, sequence: Integers, orders: Dispatch) -> Integers:
+    """int64[num_ranks]: the most that each rank holds at any time, without static bytes.
+
+    That is the account of `rota.core.memory`, on arrays; transfers count.
+    """
+    result = np.zeros(problem.num_ranks, np.int64)
+    _fill(problem.tables, problem.edges, problem.edge_bytes, sequence, orders.starts_us, orders.orders, result)
+    return result
+
+
+@loop
+def _fill(
+    tables: Tables,
+    edges: Integers,
+    edge_bytes: Integers,
+    sequence: Integers,
+    starts: Integers,
+    orders: Orders,
+    result: Integers,
+) -> None:
+    """Merges a rank's ops with its transfers: those of one edge begin in the sequence, and end in it."""
+    durations, held, peaks, lags = tables.durations_us, tables.held_bytes, tables.peak_bytes, tables.lags_us
+    rank_of, first_on, count = tables.rank_of, tables.first_on, len(sequence)
+    mine = np.zeros(len(edges), np.int64)  # edges that cross the rank's border
+    begun, over = np.zeros(len(edges), np.int64), np.zeros(len(edges), np.int64)  # transfers of each
+    done = np.zeros(len(rank_of), np.int64)
+    for r in range(len(result)):
+        num_mine = 0
+        for e in range(len(edges)):
+            source, target = rank_of[edges[e, 0]], rank_of[edges[e, 1]]
+            if source != target and (source == r or target == r):
+                mine[num_mine] = e
+                num_mine += 1
+                begun[e] = over[e] = 0
+        level, highest, i, runs = 0, 0, 0, False
+        num_ops = count * (first_on[r + 1] - first_on[r])
+        while True:
+            first, key = -1, NEVER
+            if i < num_ops:
+                t = orders[r, i]
+                m = sequence[done[t]]
+                key = 4 * starts[m, t] + _OP
+                if runs and durations[m, t] > 0:
+                    key += 4 * durations[m, t] + _OP_ENDS - _OP
+            for j in range(num_mine):
+                e = mine[j]
+                u = edges[e, 0]
+                if begun[e] < count:
+                    n = sequence[begun[e]]
+                    sent = 4 * (starts[n, u] + durations[n, u]) + _TRANSFER_STARTS
+                    if sent < key:
+                        first, key = e, sent
+                if rank_of[u] == r and over[e] < begun[e]:
+                    n = sequence[over[e]]
+                    arrived = 4 * (starts[n, u] + durations[n, u] + lags[n, e]) + _TRANSFER_ENDS
+                    if arrived < key:
+                        first, key = e, arrived
+            if key == NEVER:
+                break
+            if first >= 0 and key % 4 == _TRANSFER_STARTS:
+                level += edge_bytes[sequence[begun[first]], first]
+                begun[first] += 1
+            elif first >= 0:
+                level -= edge_bytes[sequence[over[first]], first]
+                over[first] += 1
+            elif runs:
+                level += min(held[m, t], 0) - peaks[m, t]
+                for j in range(num_mine):
+                    if edges[mine[j], 1] == t:
+                        level -= edge_bytes[m, mine[j]]
+                done[t] += 1
+                i, runs = i + 1, False
+            else:
+                level += max(held[m, t], 0) + peaks[m, t]
+                runs = True
+            highest = max(highest, level)
+        result[r] = highest

@@ -9,12 +9,14 @@ others late.
 
 from __future__ import annotations
 
+from itertools import product
+
 import numpy as np
-from numba import njit
 
 from rota.batching.dispatching import NEVER, Dispatch
-from rota.batching.problem import BatchProblem, Integers
+from rota.batching.problem import BatchProblem, Floats, Integers, Orders, Tables
 from rota.batching.replaying import fits, replay
+from rota.compiled import copy_rows, inner, int64, loop
 
 _OPEN = (1.0, 0.75, 1.25, 1.5, 2.0)  # of the open micro-batches of 1F1B, which are as many as ranks follow
 _WAITING = (1.0, 0.75, 0.5, 0.25)  # per rank before it: micro-batches that wait for their W
@@ -35,53 +37,51 @@ def by_few_rules(problem: BatchProblem, sequence: Integers) -> Dispatch | None:
 def _best_of(
     problem: BatchProblem, sequence: Integers, most_open: tuple[float, ...], most_waiting: tuple[float, ...]
 ) -> Dispatch | None:
-    weights = problem.roles[0, 2] >= 0
+    if problem.roles[0, 2] < 0:  # no weight gradients
+        rules = [*product(most_open, most_waiting[:1], _POSTPONED[:1])]
+    else:
+        rules = [*product(most_open, most_waiting, _POSTPONED)]
     starts = np.zeros((problem.num_microbatches, problem.num_tasks), np.int64)
     orders = np.full((problem.num_ranks, problem.most_ops), -1, np.int32)
-    found = _best(
-        problem.tables,
-        problem.roles,
-        problem.limits_bytes,
-        sequence,
-        np.array(most_open),
-        np.array(most_waiting if weights else most_waiting[:1]),
-        np.array(_POSTPONED if weights else _POSTPONED[:1]),
-        starts,
-        orders,
-    )
-    return Dispatch(int(found), starts, orders) if found < NEVER else None
+    step = problem.tables, problem.roles, problem.limits_bytes, sequence
+    makespan_us = _best(*step, np.array(rules), starts, orders)
+    return Dispatch(makespan_us, starts, orders) if makespan_us < NEVER else None
 
 
-@njit(cache=True, nogil=True)
-def _best(tables, roles, limits, sequence, scales, slopes, ends, starts, best):  # type: ignore[no-untyped-def]
+@loop
+def _best(
+    tables: Tables,
+    roles: Integers,
+    limits: Integers,
+    sequence: Integers,
+    rules: Floats,
+    starts: Integers,
+    best: Orders,
+) -> int:
     """The makespan of the best rule, or `NEVER`; fills `starts` and `best`, its orders."""
     orders = best.copy()
     least, last = NEVER, NEVER
-    for a in range(len(scales)):
-        for b in range(len(slopes)):
-            for c in range(len(ends)):
-                is_new = _order(tables, roles, limits, sequence, scales[a], slopes[b], ends[c], orders)
-                if is_new and fits(tables, limits, sequence, orders, -1):
-                    last = replay(tables, sequence, orders, starts, least - 1)
-                    if last < least:
-                        least = last
-                        for r in range(len(orders)):
-                            for i in range(orders.shape[1]):
-                                best[r, i] = orders[r, i]
+    for i in range(len(rules)):
+        is_new = _order(tables, roles, limits, sequence, rules[i], orders)
+        if is_new and fits(tables, limits, sequence, orders, -1):
+            last = replay(tables, sequence, orders, starts, least - 1)
+            if last < least:
+                least = last
+                copy_rows(orders, best)
     if last != least and least < NEVER:
         replay(tables, sequence, best, starts, NEVER)
     return least
 
 
-@njit(cache=True, nogil=True)
-def _order(tables, roles, limits, sequence, scale, slope, end, orders):  # type: ignore[no-untyped-def]
-    """Fills each rank's order; False if no order differs from what was there."""
+@inner
+def _order(tables: Tables, roles: Integers, limits: Integers, sequence: Integers, rule: Floats, orders: Orders) -> bool:
+    """Fills each rank's order by a rule (open, waiting, postponed); False if no order differs from what was there."""
     held, peaks = tables.held_bytes, tables.peak_bytes
     count, num_ranks, is_new = len(sequence), len(limits), False
     for r in range(num_ranks):
         f, b, w = roles[r, 0], roles[r, 1], roles[r, 2]
-        most_open, most_waiting = np.ceil(scale * (num_ranks - r)), slope * r
-        from_here = count - np.int64(end * r)
+        most_open, most_waiting = np.ceil(rule[0] * (num_ranks - r)), rule[1] * r
+        from_here = count - int64(rule[2] * r)
         forwards, backwards, weights, level = 0, 0, 0, 0
         for i in range(count * (3 if w >= 0 else 2)):
             waiting = backwards - weights if w >= 0 else 0

@@ -16,16 +16,50 @@ nothing changes. This is destructive improvement (Klein and Scholl, "Computing l
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
-from numba import njit
 
 from rota.batching.problem import BatchProblem, Integers
+from rota.compiled import inner, int64, loop
 
 _NEVER = 1 << 61
 _MOST_ROUNDS = 8  # of windows, per makespan that is tried
 _STATES_PER_BOUND = 2_000_000  # looked at, about 10 ns each
 _FINENESS = 11  # binary digits: 0.05% more tells nobody anything
+
+
+class _Step(NamedTuple):
+    """The step with its micro-batches in the sequence."""
+
+    durations_us: Integers  #: int64[num_tasks, num_microbatches]
+    held_bytes: Integers  #: int64[num_tasks, num_microbatches]
+    peak_bytes: Integers  #: int64[num_tasks, num_microbatches]
+    lags_us: Integers  #: int64[num_edges, num_microbatches]
+    roles: Integers  #: int64[num_ranks, 3], as `BatchProblem.roles`
+    first_in: Integers
+    in_edge: Integers
+    in_task: Integers
+    rank_of: Integers  #: int64[num_tasks]
+    limits_bytes: Integers  #: int64[num_ranks]
+    tails_us: Integers  #: int64[num_ranks]
+
+
+class _Windows(NamedTuple):
+    """Bounds for the time before each op, and after it: int64[num_tasks, num_microbatches]."""
+
+    heads: Integers
+    outs: Integers
+
+
+class _States(NamedTuple):
+    """What is known of the states (i, j) of a rank, and of all ranks what they follow from."""
+
+    lowest: Integers  #: int64[num_ranks, count + 1]: see `_lowest`
+    turns: Integers  #: int64[num_ranks, count]: the longest path from the end of a forward to its backward
+    earliest: Integers  #: the least time at which the state can be reached
+    unfilled: Integers  #: the least of it that weight gradients cannot have used
+    left: Integers  #: the least time from there to the end of the step
 
 
 def sequence_bound_us(
@@ -46,66 +80,73 @@ def sequence_bound_us(
         best_us: The makespan of a plan of this sequence.
         is_over: Asked before each makespan that is tried, whether there is no time for it.
     """
-    tables, roles = problem.tables, problem.roles
-    columns = (
+    tables = problem.tables
+    step = _Step(
         np.ascontiguousarray(tables.durations_us[sequence].T),
         np.ascontiguousarray(tables.held_bytes[sequence].T),
         np.ascontiguousarray(tables.peak_bytes[sequence].T),
         np.ascontiguousarray(tables.lags_us[sequence].T),
+        problem.roles,
+        *(tables.first_in, tables.in_edge, tables.in_task, tables.rank_of),
+        problem.limits_bytes,
+        tables.tails_us,
     )
-    graph = (tables.first_in, tables.in_edge, tables.in_task, tables.rank_of)
-    limits = (problem.limits_bytes, tables.tails_us)
-    heads = np.zeros_like(columns[0])
     outs = np.repeat(tables.tails_us[tables.rank_of][:, None], len(sequence), axis=1)
+    windows = _Windows(np.zeros_like(step.durations_us), outs)
     low, high, spent = lowest_us - 1, best_us, 0
     while high - low > max(high >> _FINENESS, 1) and spent < _STATES_PER_BOUND and not is_over():
         target = (low + high) // 2
-        tried_heads, tried_outs = heads.copy(), outs.copy()
-        refuted, states = _refutes(*columns, roles, *graph, *limits, tried_heads, tried_outs, target)
+        tried = _Windows(windows.heads.copy(), windows.outs.copy())
+        refuted, states = _refutes(step, tried, target)
         spent += states
         if refuted:
             low = target
         else:  # what holds for plans that meet the target holds for those that meet a lower one
-            high, heads, outs = target, tried_heads, tried_outs
+            high, windows = target, tried
     return low + 1
 
 
-@njit(cache=True, nogil=True)
-def _refutes(  # type: ignore[no-untyped-def]
-    durations, held, peaks, lags, roles, first_in, in_edge, in_task, rank_of, limits, tails, heads, outs, target
-):
+@loop
+def _refutes(step: _Step, windows: _Windows, target: int) -> tuple[bool, int]:
     """(whether no plan meets the target, states looked at); raises heads and tails to what holds if one does."""
-    count, num_ranks = durations.shape[1], len(limits)
-    lowest_of = np.zeros((num_ranks, count + 1), np.int64)
-    turns = np.zeros((num_ranks, count), np.int64)
+    num_tasks, count = step.durations_us.shape
+    num_ranks = len(step.limits_bytes)
+    states = _States(
+        np.zeros((num_ranks, count + 1), np.int64),
+        np.zeros((num_ranks, count), np.int64),
+        np.zeros((count + 1, count + 1), np.int64),
+        np.zeros((count + 1, count + 1), np.int64),
+        np.zeros((count + 1, count + 1), np.int64),
+    )
     num_states, spent, before = 0, 0, -1
     for r in range(num_ranks):
-        num_states += _lowest(held, peaks, roles[r], limits[r], lowest_of[r])
-        _turnarounds(durations, lags, roles[r], first_in, in_edge, in_task, turns[r])
-    earliest, unfilled = np.zeros((count + 1, count + 1), np.int64), np.zeros((count + 1, count + 1), np.int64)
-    left = np.zeros((count + 1, count + 1), np.int64)
+        num_states += _lowest(step, r, states.lowest[r])
+        _turnarounds(step, r, states.turns[r])
     for _ in range(_MOST_ROUNDS):
-        _follow(durations, lags, roles, lowest_of, first_in, in_edge, in_task, rank_of, heads, outs)
-        if (heads + durations + outs).max() > target:
-            return True, spent
+        _follow(step, states.lowest, windows)
+        for t in range(num_tasks):
+            for k in range(count):
+                if windows.heads[t, k] + step.durations_us[t, k] + windows.outs[t, k] > target:
+                    return True, spent
         for r in range(num_ranks):
-            if _interleave(
-                durations, held, peaks, roles[r], limits[r], tails[r], turns[r], lowest_of[r],
-                heads, outs, earliest, unfilled, left, target,
-            ):  # fmt: skip
+            if _interleave(step, r, states, windows, target):
                 return True, spent + 2 * num_states
         spent += 2 * num_states
-        after = heads.sum() + outs.sum()
+        after = int64(0)
+        for t in range(num_tasks):
+            for k in range(count):
+                after += windows.heads[t, k] + windows.outs[t, k]
         if after == before:
             break
         before = after
     return False, spent
 
 
-@njit(cache=True, nogil=True)
-def _lowest(held, peaks, role, limit, lowest):  # type: ignore[no-untyped-def]
+@inner
+def _lowest(step: _Step, r: int, lowest: Integers) -> int:
     """lowest[i]: least backwards that must be over before the rank can hold the first i forwards. Counts the states."""
-    f, b, w = role
+    held, peaks, limit = step.held_bytes, step.peak_bytes, step.limits_bytes[r]
+    f, b, w = step.roles[r, 0], step.roles[r, 1], step.roles[r, 2]
     count = len(lowest) - 1
     level, freed, j, states = 0, 0, 0, 0
     for i in range(count):
@@ -118,28 +159,33 @@ def _lowest(held, peaks, role, limit, lowest):  # type: ignore[no-untyped-def]
     return states
 
 
-@njit(cache=True, nogil=True)
-def _turnarounds(durations, lags, role, first_in, in_edge, in_task, turns):  # type: ignore[no-untyped-def]
+@inner
+def _turnarounds(step: _Step, r: int, turns: Integers) -> None:
     """turns[k]: the longest path from the end of the rank's forward of k to its backward; tasks are sorted."""
-    f, b, _ = role
+    durations, lags, first_in = step.durations_us, step.lags_us, step.first_in
+    f, b = step.roles[r, 0], step.roles[r, 1]
     num_tasks, count = durations.shape
     far = np.zeros(num_tasks, np.int64)
     for k in range(count):
-        far[: f + 1] = -_NEVER
+        for t in range(f):
+            far[t] = -_NEVER
         far[f] = 0  # to the end of the task
         for t in range(f + 1, b + 1):
             far[t] = -_NEVER
             for i in range(first_in[t], first_in[t + 1]):
-                u = in_task[i]
+                u = step.in_task[i]
                 if far[u] >= 0:
                     own = 0 if t == b else durations[t, k]
-                    far[t] = max(far[t], far[u] + lags[in_edge[i], k] + own)
+                    far[t] = max(far[t], far[u] + lags[step.in_edge[i], k] + own)
         turns[k] = max(far[b], 0)
 
 
-@njit(cache=True, nogil=True)
-def _follow(durations, lags, roles, lowest, first_in, in_edge, in_task, rank_of, heads, outs):  # type: ignore[no-untyped-def]
+@inner
+def _follow(step: _Step, lowest: Integers, windows: _Windows) -> None:
     """Heads and tails along edges, along the sequence, and from backwards to the forwards that need their memory."""
+    durations, lags, roles, rank_of = step.durations_us, step.lags_us, step.roles, step.rank_of
+    first_in, in_edge, in_task = step.first_in, step.in_edge, step.in_task
+    heads, outs = windows
     num_tasks, count = durations.shape
     for k in range(count):
         for t in range(num_tasks):
@@ -169,16 +215,14 @@ def _follow(durations, lags, roles, lowest, first_in, in_edge, in_task, rank_of,
                 outs[u, k] = max(outs[u, k], after + durations[t, k] + lags[in_edge[i], k])
 
 
-@njit(cache=True, nogil=True)
-def _interleave(  # type: ignore[no-untyped-def]
-    durations, held, peaks, role, limit, tail, turns, lowest, heads, outs, earliest, unfilled, left, target
-):
-    """Whether no way through a rank's states meets the target; if one does, its ops' heads and tails are raised.
-
-    earliest[i, j] is the least time at which the state can be reached, unfilled[i, j] the least of it that weight
-    gradients cannot have used, left[i, j] the least time from there to the end of the step.
-    """
-    f, b, w = role
+@inner
+def _interleave(step: _Step, r: int, states: _States, windows: _Windows, target: int) -> bool:
+    """Whether no way through a rank's states meets the target; if one does, its ops' heads and tails are raised."""
+    durations, held, peaks = step.durations_us, step.held_bytes, step.peak_bytes
+    limit, tail, lowest, turns = step.limits_bytes[r], step.tails_us[r], states.lowest[r], states.turns[r]
+    earliest, unfilled, left = states.earliest, states.unfilled, states.left
+    heads, outs = windows
+    f, b, w = step.roles[r, 0], step.roles[r, 1], step.roles[r, 2]
     count = len(turns)
     weights = np.zeros(count + 1, np.int64)  # time and bytes of the first j weight gradients
     frees = np.zeros(count + 1, np.int64)
@@ -258,8 +302,8 @@ def _interleave(  # type: ignore[no-untyped-def]
     return False
 
 
-@njit(cache=True, nogil=True)
-def _least(frees, weights, must, most):  # type: ignore[no-untyped-def]
+@inner
+def _least(frees: Integers, weights: Integers, must: int, most: int) -> int:
     """The least time of weight gradients that free `must` bytes, of the first `most`; all of these if they do not."""
     low, high = 0, most
     while low < high:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 #: Instead of a schedule's name: search for the best order.
 SEARCH = "search"
-STARTING = "starting (the first search on a machine compiles for about ten seconds)"
+STARTING = "starting (the first search on a machine compiles for some seconds)"
 
 _UNIFORM = ("forward_us", "backward_us", "weight_us", "activation_bytes", "boundary_bytes")
 

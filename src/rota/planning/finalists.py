@@ -49,9 +49,9 @@ def search_finalists(sweep: Sweep) -> None:
 
 def _compiling_s() -> float:
     """Seconds until the search runs: the first one on a machine compiles itself."""
-    from rota.search.compiling import are_on_disk
+    from rota.search.timing import is_compiled
 
-    return 0.0 if are_on_disk() else _COMPILING_S
+    return 0.0 if is_compiled() else _COMPILING_S
 
 
 def _seconds(sweep: Sweep) -> float:
@@ -82,7 +82,7 @@ def _searched(sweep: Sweep, candidate: Candidate) -> Contender | None:
     try:
         with ended_by_ctrl_c(budget):
             problem = Problem(candidate.placement, layout.num_microbatches)
-            search = Portfolio(problem, "makespan", budget, 0, lambda _: None)
+            search = Portfolio(problem, "makespan", budget, lambda _: None)
             search.run()
             result = search.result()
     except SearchError:

@@ -49,8 +49,6 @@ class PlannedBatch:
         makespan_us: The step's predicted time; the largest of all replicas.
         bound_us: Lower bound on the step's time for these micro-batches, as the planner proved it.
         planning_us: Planning time, while the batch before this one ran.
-        is_searched: Whether the plan was searched for. On a machine where the loops of the search are not compiled yet,
-            the first batches have plans by rules: neighbours in length, and a named schedule.
         waited_us: Time that this process waited for the plan.
     """
 
@@ -62,7 +60,6 @@ class PlannedBatch:
     makespan_us: int
     bound_us: int
     planning_us: int
-    is_searched: bool
     waited_us: int
 
     def __str__(self) -> str:
@@ -230,7 +227,6 @@ class Planner(Iterator[PlannedBatch]):
             makespan_us=max(replica["makespan_us"] for replica in answer["replicas"]),
             bound_us=replica["bound_us"],
             planning_us=answer["took_us"],
-            is_searched=answer["is_searched"],
             waited_us=0,
         )
         self._pipeline.prepare(batch.plan, batch.sizes)

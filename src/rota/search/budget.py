@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 
+from rota.compiled import compiling_s
+
 NOMINAL_OPS_PER_S = 20_000_000  #: ops that the compiled loops time in a nominal second
 _MOST_BUSY = 4.0  # a process that waits looks like one on a busy machine
 
@@ -37,7 +39,7 @@ class Budget:
         self.progress_error: Exception | None = None
         self._whole = whole
         self._reserved_s = 0.0
-        self._began, self._began_cpu_s = time.monotonic(), time.process_time()
+        self._began_s, self._began_cpu_s = time.monotonic() - compiling_s(), time.process_time()
 
     def share(self, nominal_s: float) -> Budget:
         """A part of this budget; what is spent there is spent here too."""
@@ -56,8 +58,8 @@ class Budget:
 
     @property
     def elapsed_s(self) -> float:
-        """Real seconds since the beginning."""
-        return time.monotonic() - self._began
+        """Real seconds since the beginning, without those in which loops were compiled, once on a machine."""
+        return time.monotonic() - compiling_s() - self._began_s
 
     @property
     def must_stop(self) -> bool:

@@ -22,13 +22,13 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from rota.compiled import inner, int64, loop
 from rota.core.stopping import look
 from rota.core.tasks import Kind
-from rota.search.compiled import inner, loop
-from rota.search.problem import NO_LIMIT, Integers, Orders, Problem, Rows
+from rota.search.problem import NO_LIMIT, Floats, Integers, Orders, Problem, Rows
 from rota.search.timing import Tables
 
-Priorities = NDArray[np.float64]  #: float64[num_ops]: per node, the lowest goes first
+Priorities = Floats  #: float64[num_ops]: per node, the lowest goes first
 
 NO_CAP = 1 << 60  #: stands for "any number in flight" in arrays of caps
 
@@ -125,7 +125,7 @@ class Dispatcher:
     def __call__(
         self,
         priorities: Priorities,
-        patience: float | NDArray[np.float64] = 0.0,
+        patience: float | Floats = 0.0,
         limits_bytes: Integers | None = None,
         caps: Integers | None = None,
         most_us: int = _NEVER,
@@ -231,7 +231,7 @@ def one_at_a_time(problem: Problem) -> tuple[int, ...]:
             heappush(heap, (overs[t], -len(state[-1]), next(tie_breaker), *state))
 
 
-def from_starts(problem: Problem, starts_us: NDArray[np.float64], period_us: float) -> Priorities:
+def from_starts(problem: Problem, starts_us: Floats, period_us: float) -> Priorities:
     """Task t would start its k-th micro-batch at `starts_us[t]` + k · `period_us`; `starts_us`: float64[num_tasks]."""
     task_of = problem.task_of
     nth = np.arange(len(task_of)) - problem.first_node[task_of]
@@ -296,10 +296,18 @@ def _most_to_finish(problem: Problem, rank: int) -> int:
 # Passing a tuple of arrays to a compiled function counts references to each, which costs as much as a short loop. So
 # `run` calls `admits` only where it must.
 @loop
-def run(tables, memory, priorities, patiences, latest_us, state, most_ops):  # type: ignore[no-untyped-def]
+def run(
+    tables: Tables,
+    memory: Memory,
+    priorities: Priorities,
+    patiences: Floats,
+    latest_us: Integers,
+    state: DispatchState,
+    most_ops: int,
+) -> bool:
     """Starts `most_ops` ops; False when none is left, memory and caps let none start, or a rank is late."""
     _, first_node, durations, first_rank, ranks, first_input, inputs, first_output, outputs, first_on, on, _ = tables
-    orders, next_op, free_us, wake_us, started, ends_us, levels, oldest, newest, ready_us, due_us = state
+    orders, next_op, free_us, wake_us, started, ends_us, levels, _, newest, ready_us, due_us = state
     limits, held_bytes, peak_bytes, first_row, _, component_of, safe_bytes, caps, backward_of = memory
     num_ranks = len(free_us)
     num_components = (len(first_row) - 1) // num_ranks
@@ -331,9 +339,7 @@ def run(tables, memory, priorities, patiences, latest_us, state, most_ops):  # t
                     if limits[q] < NO_LIMIT:
                         level = levels[q] + max(held, 0)
                         if level + peak_bytes[task] > limits[q] or (
-                            held > 0
-                            and level > safe_bytes[q]
-                            and not admits(memory, q, task, started, levels, oldest, newest, num_components)
+                            held > 0 and level > safe_bytes[q] and not admits(memory, state, q, task, num_components)
                         ):
                             at = _NEVER
                             break
@@ -378,7 +384,7 @@ def run(tables, memory, priorities, patiences, latest_us, state, most_ops):  # t
             if task != chosen and started[task] != k:
                 continue
             n = started[task]
-            at = np.int64(0) if n < first_node[task + 1] - first_node[task] else _NEVER
+            at = int64(0) if n < first_node[task + 1] - first_node[task] else _NEVER
             for i in range(first_input[task], first_input[task + 1], 2):
                 if at == _NEVER or started[inputs[i]] <= n:
                     at = _NEVER
@@ -394,8 +400,9 @@ def run(tables, memory, priorities, patiences, latest_us, state, most_ops):  # t
 
 
 @inner
-def admits(memory, rank, task, started, levels, oldest, newest, num_components):  # type: ignore[no-untyped-def]
+def admits(memory: Memory, state: DispatchState, rank: int, task: int, num_components: int) -> bool:
     """Whether the task's next op fits on the rank, and after it the rest of the rank's micro-batches one by one."""
+    started, levels, oldest, newest = state.started, state.levels, state.oldest, state.newest
     limit, held_bytes, peak_bytes = memory.limits_bytes[rank], memory.held_bytes, memory.peak_bytes
     held = held_bytes[task]
     if levels[rank] + max(held, 0) + peak_bytes[task] > limit:

@@ -24,7 +24,7 @@ from rota.search.portfolio import Portfolio
 from rota.search.problem import Problem
 from rota.search.result import ANY_SEQUENCE, KEPT_SEQUENCE, Objective, Progress, SearchResult
 from rota.search.unfolding import Unfolding
-from rota.search.validation import refuse_wrong, refuse_wrong_options, seconds_of
+from rota.search.validation import refuse_wrong, refuse_wrong_progress, seconds_of
 
 _KEPT_SHARE = 0.4  # of the budget, for orders that keep the sequence
 
@@ -35,7 +35,6 @@ def find_plan(
     *,
     objective: Objective = "makespan",
     time_limit_s: float = 10.0,
-    seed: int = 0,
     deterministic: bool = False,
     keep_sequence: bool = False,
     progress: Callable[[Progress], None] | None = None,
@@ -44,8 +43,8 @@ def find_plan(
 
     The plan is never worse than a named schedule that fits and that there was time to make. Ctrl-C ends the search with
     the best so far; a second one aborts. An answer that is proven optimal is the same on every run; another one depends
-    on how far the search gets in `time_limit_s`, unless it is `deterministic`. The first search on a machine compiles
-    its loops for some seconds; if its time is up by then, it returns the best named schedule.
+    on how far the search gets in `time_limit_s`, unless it is `deterministic`. Loops are compiled when a search first
+    needs them on a machine, which takes some seconds and does not count.
 
     Args:
         placement: The tasks of one micro-batch, and the cluster with its memory limits. Its micro-batches may differ
@@ -54,7 +53,6 @@ def find_plan(
         objective: What is minimized: "makespan"; "span", the longest busy window of a rank; or "period", the time per
             micro-batch in steady state.
         time_limit_s: How long to search, in seconds.
-        seed: Seed of all random choices.
         deterministic: Do `time_limit_s` nominal seconds of work, however long they last; the answer is then the same
             on every run.
         keep_sequence: Where micro-batches differ: whether every task takes them in their sequence. The plan is then the
@@ -69,14 +67,13 @@ def find_plan(
         SearchError: An argument is invalid, or no plan that fits was found.
     """
     refuse_wrong(placement, num_microbatches, objective, get_args(Objective))
-    refuse_wrong_options(seed, progress)
-    seconds = seconds_of(time_limit_s)
-    budget = Budget(seconds, deterministic)
+    refuse_wrong_progress(progress)
+    budget = Budget(seconds_of(time_limit_s), deterministic)
     with ended_by_ctrl_c(budget):
         if not placement.is_alike:
-            return _find_differing(placement, objective, keep_sequence, budget, seed, guarded(progress, budget))
+            return _find_differing(placement, objective, keep_sequence, budget, guarded(progress, budget))
         problem = Problem(placement, num_microbatches)
-        search = Portfolio(problem, objective, budget, seed, guarded(progress, budget))
+        search = Portfolio(problem, objective, budget, guarded(progress, budget))
         search.run()
         return search.result()
 
@@ -86,49 +83,47 @@ def _find_differing(
     objective: Objective,
     keep_sequence: bool,
     budget: Budget,
-    seed: int,
     progress: Callable[[Progress], None],
 ) -> SearchResult:
     """`find_plan` for micro-batches that differ."""
     named = [*named_plans(placement, Unfolding(placement).num_microbatches, lambda _: None)]
     if keep_sequence:
         unfolding = Unfolding(placement, keeps_sequence=True)
-        return _folded(unfolding, _search(unfolding, objective, budget, seed, progress, named), named)
-    given, share = [*named], budget.share(_KEPT_SHARE * budget.seconds)
+        return _folded(unfolding, _search(unfolding, objective, budget, progress, named), named)
+    known, share = [*named], budget.share(_KEPT_SHARE * budget.seconds)
     kept = Unfolding(placement, keeps_sequence=True)
     with suppress(SearchError):  # another sequence may fit
-        first = _search(kept, objective, share, seed, progress, named)
-        given.append((first.how, kept.fold(first.plan)))
+        first = _search(kept, objective, share, progress, named)
+        known.append((first.how, kept.fold(first.plan)))
     unfolding = Unfolding(placement)
-    return _folded(unfolding, _search(unfolding, objective, budget, seed, progress, given), named)
+    return _folded(unfolding, _search(unfolding, objective, budget, progress, known), named)
 
 
 def _search(
     unfolding: Unfolding,
     objective: Objective,
     budget: Budget,
-    seed: int,
     progress: Callable[[Progress], None],
-    given: Iterable[tuple[str, Plan]],
+    known: Iterable[tuple[str, Plan]],
 ) -> SearchResult:
     """The result for the unfolded step."""
-    plans = ((name, unfolding.unfold(plan)) for name, plan in given)
-    search = Portfolio(unfolding.problem, objective, budget, seed, progress, plans)
+    plans = ((name, unfolding.unfold(plan)) for name, plan in known)
+    search = Portfolio(unfolding.problem, objective, budget, progress, plans)
     search.run()
     return search.result()
 
 
-def _folded(unfolding: Unfolding, found: SearchResult, named: Iterable[tuple[str, Plan]]) -> SearchResult:
+def _folded(unfolding: Unfolding, result: SearchResult, named: Iterable[tuple[str, Plan]]) -> SearchResult:
     """The result for the given step; its proof is among the orders that the unfolding leaves open."""
-    plan = unfolding.fold(found.plan)
+    plan = unfolding.fold(result.plan)
     check(plan)
     names = {name for name, _ in named}
     timeline = simulate(plan)
-    value_us = timeline.span_us if found.objective == "span" else timeline.makespan_us
+    value_us = timeline.span_us if result.objective == "span" else timeline.makespan_us
     return replace(
-        found,
+        result,
         plan=plan,
         value_us=Fraction(value_us),
-        named=tuple(one for one in found.named if one.name in names),
+        named=tuple(plan for plan in result.named if plan.name in names),
         among=KEPT_SEQUENCE if unfolding.keeps_sequence else ANY_SEQUENCE,
     )

@@ -8,7 +8,6 @@ from typing import NamedTuple
 import numpy as np
 
 from rota.core.placement import Placement
-from rota.core.timeline import Timeline
 from rota.search.problem import NO_LIMIT, Integers, Orders, Problem
 from rota.search.timing import Score, Tables, peaks, score, start_times
 from rota.search.transfer_levels import Transfers, peaks_with_transfers
@@ -64,16 +63,6 @@ class Incumbent:
         self._on_better()
         return True
 
-    def offer_simulated(self, timeline: Timeline, how: str) -> None:
-        """As `offer`, for a plan that fits, without compiled loops."""
-        held = timeline.peak_memory_bytes
-        makespan_us, span_us = timeline.makespan_us, timeline.span_us
-        times = (span_us, makespan_us) if self.of_span else (makespan_us, 0)
-        key = Key(*times, max(held), sum(held))
-        if self.key is None or key < self.key:
-            self.orders, self.key, self.how = self.problem.to_orders(timeline.plan), key, how
-            self._on_better()
-
     def _key(self, timed: Score, orders: Orders) -> Key:
         held = peaks(self.problem, orders)
         most, all_ranks = int(held.max(initial=0)), int(held.sum())
@@ -102,7 +91,7 @@ class Incumbent:
             return peaks(self.problem, orders) + np.array(placement.static_bytes, np.int64)
         starts_us = start_times(self._tables, orders)
         assert starts_us is not None
-        held: Integers = peaks_with_transfers(self._tables, self._transfers, orders, starts_us)
+        held = peaks_with_transfers(self._tables, self._transfers, orders, starts_us)
         return held + np.array(placement.static_bytes, np.int64)
 
 

@@ -59,7 +59,7 @@ def lower(given: Placement) -> Lowered:
     task_of = {r: len(given.tasks) + i for i, r in enumerate(services)}
     lags_us = _lags_us(given, task_of)
     carried = [
-        each for r, route in enumerate(given.routes) if route.num_bytes for each in _carried(route, task_of.get(r))
+        held for r, route in enumerate(given.routes) if route.num_bytes for held in _carried(route, task_of.get(r))
     ]
     placement = given
     if given.cluster.shared:

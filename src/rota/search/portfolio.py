@@ -1,6 +1,6 @@
 """One search: several methods take turns, the best plan is kept, and a proven bound says how good it is.
 
-    list scheduling ─▶ named schedules ─▶ all states ─▶ steady state ─▶ local search ─▶ exact ─▶ windows ─▶ hold less
+    named schedules ─▶ list scheduling ─▶ all states ─▶ steady state ─▶ local search ─▶ exact ─▶ windows ─▶ hold less
                                               ▲                                                     │
                                               └───────────────── longer and longer ─────────────────┘
 
@@ -12,9 +12,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from fractions import Fraction
-from functools import partial
 from itertools import islice, product
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import numpy as np
 
@@ -23,13 +22,11 @@ from rota.core.errors import NothingFitsError, PlanError
 from rota.core.plan import Plan
 from rota.core.simulation import simulate
 from rota.core.stopping import Stopped, look, watched
-from rota.core.timeline import Timeline
 from rota.core.units import size_text
 from rota.schedules.families import named_plans
-from rota.search import bounds, compiling, exact
+from rota.search import bounds, exact
 from rota.search.bounds.memory_bounds import period_reason, refuse_too_little_memory
 from rota.search.budget import Budget
-from rota.search.compiling import Part
 from rota.search.dispatching import Dispatcher, Priorities, guesses, serial
 from rota.search.exact import longest_us
 from rota.search.exact.rounds import Rounds
@@ -65,21 +62,11 @@ _HALVINGS = 5
 _FEW_OPS, _FEW_GUESSES = 3_000, 4  # in longer steps fewer priorities are tried for holding less
 _EXACT_OPS = 400  # up to here CP-SAT may prove a whole step
 _SERIAL = "one micro-batch at a time"
-_NAMED_S = 0.35  # real seconds for loading and named schedules, even if the search has less
-_LOADING_S = 0.1  # real seconds in which loops that were compiled before are mostly loaded
+_NAMED_S = 0.35  # real seconds for named schedules, even if the search has less
 _MOST_RESERVES = 20  # how often to guess the memory reserved for transfers
 
-_ALWAYS = (Part.TIMING, Part.DISPATCHING)
-
 _Measure = Literal["makespan", "span"]
-_Improve = Callable[[Problem, Orders, _Measure, int, Budget, int], Orders]
-
-
-class _Turn(NamedTuple):
-    """A method, called with its share of the budget and the number of the turn, and the loops that it needs."""
-
-    method: Callable[[float, int], None]
-    loops: Part
+_Method = Callable[[float, int], None]  #: called with its share of the budget, and the number of the turn
 
 
 class Portfolio:
@@ -94,7 +81,6 @@ class Portfolio:
         problem: Problem,
         objective: Objective,
         budget: Budget,
-        seed: int,
         progress: Callable[[Progress], None],
         given: Iterable[tuple[str, Plan]] | None = None,
     ) -> None:
@@ -103,7 +89,6 @@ class Portfolio:
         self.with_reserve = self.counted = counting_transfers(self.problem)
         self.objective = objective
         self.budget = budget
-        self.seed = seed
         self.progress = progress
         self.doing = ""
         self.measure: _Measure = "span" if objective == "span" else "makespan"
@@ -112,17 +97,14 @@ class Portfolio:
         self.steady: SteadyResult | None = None
         self.climb: Climb | None = None  # goes on from turn to turn
         self.rounds: Rounds | None = None  # goes on from turn to turn
-        self.has_tried_all = (
-            False  #: whether all orders with each task's micro-batches in sequence are ruled out as better
-        )
-        self.has_tried_waits = False  #: the same where ops may also wait, for the bound
+        #: Whether all orders with each task's micro-batches in sequence are ruled out as better …
+        self.has_tried_all = False
+        self.has_tried_waits = False  #: … and where ops may also wait, for the bound
         self.none_fits = False  #: whether it is proven that no plan fits
         self.num_ops = int(self.problem.first_node[-1])
         self.is_checked = self.num_ops <= _MOST_CHECKED_OPS
         self.budget.reserve((_MAKE_S_PER_OP + _CHECK_S_PER_OP * self.is_checked) * self.num_ops)
         self.incumbent = Incumbent(self.problem, objective == "span", self.report)
-        #: Named schedules, taken while loops were still being compiled.
-        self.simulated = Incumbent(self.problem, objective == "span", self.report)
 
     @property
     def is_proven(self) -> bool:
@@ -136,9 +118,9 @@ class Portfolio:
 
     def report(self) -> None:
         """Calls `progress`, if there is a plan."""
-        values = [each.value_us for each in (self.incumbent, self.simulated) if each.key is not None]
-        if values:
-            self.progress(Progress(self.doing, min(values), self.bound_us, self.budget.elapsed_s))
+        if self.incumbent.key is not None:
+            value_us = self.incumbent.value_us
+            self.progress(Progress(self.doing, value_us, self.bound_us, self.budget.elapsed_s))
 
     def turn_to(self, doing: str) -> None:
         """Report progress under a new name of what is being done."""
@@ -153,7 +135,6 @@ class Portfolio:
         """Searches until the best is proven or the budget is used up. Raises SearchError if nothing fits."""
         with watched(lambda: self.budget.must_stop), suppress(Stopped):
             self._run()
-        self._keep_simulated()
         if self.incumbent.orders is None or (self.objective == "period" and self.steady is None):
             if self.budget.progress_error is not None:
                 raise self.budget.progress_error
@@ -161,24 +142,18 @@ class Portfolio:
 
     def _run(self) -> None:
         refuse_too_little_memory(self.problem)
-        self._compile()
-        if self.objective == "period":
-            self._find_period()
-            return
         self.incumbent.offer(serial(self.problem), _SERIAL)
-        if self.given is not None:
-            self._take_named()  # at once: the search that made them may have used up the time
-        most_s = float("inf") if self.budget.deterministic else _LOADING_S
-        if is_bounded := compiling.wait_for(Part.BOUNDS, most_s=most_s):
-            self._bound()
-        self._dispatch(guesses(self.problem))
-        if not is_bounded:
-            compiling.wait_for(Part.BOUNDS)
-            self._bound()
+        self.budget.last_at_least(_NAMED_S)
+        if self.objective == "period":
+            self._unroll(1.0, 0)
+            return
+        first = [self._take_named, self._bound, self._guess]
         if self.given is None:
-            self._take_named()
-        for method in (self._take_turns,) if self.given is not None else (self._take_searching, self._take_turns):
-            if not self.is_over:
+            if self.num_ops > _LONG_OPS:
+                first = [self._bound, self._guess, self._take_named]
+            first.append(self._take_searching)
+        for method in (*first, self._take_turns):
+            if not self.is_over or method == self._take_named:
                 method()
         if self.incumbent.orders is not None:
             self._hold_less()
@@ -186,38 +161,6 @@ class Portfolio:
     def _bound(self) -> None:
         bound = bounds.best(self.problem, self.measure)
         self.bound_us, self.why = bound.us, bound.why
-
-    def _compile(self) -> None:
-        """Waits until what every search needs is compiled; if that takes long, tries named schedules without it."""
-        parts = [*_ALWAYS, Part.TRANSFERS] if self.incumbent.transfers_hold else [*_ALWAYS]
-        self.budget.last_at_least(_NAMED_S)
-        compiling.is_ready(*parts, Part.BOUNDS)  # asks for them
-        if not compiling.wait_for(*parts, most_s=_LOADING_S if self.given is None else 0.0):
-            with compiling.paused():
-                for wants in (self._is_quick, partial(self._has_time_for, part=_SEARCHING_PART)):
-                    for name, plan in self._named_plans(wants):
-                        self._simulate(name, plan)
-            compiling.wait_for(*parts)
-
-    def _simulate(self, name: str, plan: Plan) -> None:
-        try:
-            timeline = simulate(plan)
-        except PlanError:  # it waits in a cycle
-            return
-        fits, most = _fits(timeline), max(timeline.peak_memory_bytes)
-        self.named.append(NamedPlan(name, timeline.makespan_us, timeline.span_us, most, fits))
-        if fits:
-            self.simulated.offer_simulated(timeline, name)
-
-    def _keep_simulated(self) -> None:
-        """Takes the best that was found without compiled loops, if it is better or nothing else was found in time."""
-        simulated, incumbent = self.simulated, self.incumbent
-        if simulated.key is None and incumbent.key is None:
-            timeline = simulate(self.problem.to_plan(serial(self.problem)))
-            if _fits(timeline):
-                simulated.offer_simulated(timeline, _SERIAL)
-        if simulated.key is not None and (incumbent.key is None or simulated.value_us < incumbent.value_us):
-            incumbent.orders, incumbent.key, incumbent.how = simulated.orders, simulated.key, simulated.how
 
     def _nothing_found(self) -> NothingFitsError:
         if self.objective == "period":
@@ -231,39 +174,38 @@ class Portfolio:
             for rank, limit in enumerate(self.problem.given.cluster.limit_bytes)
             if limit is not None and held[rank] > limit
         )
-        found, longer = "found no order that fits", "give the search more time, "
+        what, longer = "found no order that fits", "give the search more time, "
         if self.has_tried_all:
-            found, longer = "no order with each task's micro-batches in turn fits", ""
+            what, longer = "no order with each task's micro-batches in turn fits", ""
         if self.none_fits:
-            found, longer = "no order fits, even if ops wait on purpose", ""
+            what, longer = "no order fits, even if ops wait on purpose", ""
         return NothingFitsError(
-            f"{found}, in {self.budget.elapsed_s:.1f} s: {longer}raise the limit {raised}, in which one micro-batch at "
+            f"{what}, in {self.budget.elapsed_s:.1f} s: {longer}raise the limit {raised}, in which one micro-batch at "
             f"a time fits, or make micro-batches smaller"
         )
 
     # --- methods --------------------------------------------------------------------------------------------------
 
     def _take_named(self) -> None:
-        self.named.clear()  # of those that were simulated while loops were being compiled
-        for name, plan in self._named_plans(self._is_quick):
+        """The plans to begin with: the given ones, or the named schedules that are quick."""
+        plans = self._named_plans(lambda name: name not in _SEARCHING) if self.given is None else self.given
+        for name, plan in plans:
             self._take_plan(name, plan)
             self.budget.spend(_TRYING.get(name, _NAMED_S_PER_OP) * self.num_ops)
 
+    def _take_searching(self) -> None:
+        """Named schedules that are searches themselves; they are left out where they would use up the time."""
+        part = _LONG_SEARCHING_PART if self.num_ops > _LONG_OPS else _SEARCHING_PART
+
+        def has_time(name: str) -> bool:
+            return name in _SEARCHING and _SEARCHING[name] * self.num_ops <= part * self.budget.left_s
+
+        for name, plan in self._named_plans(has_time):
+            self._take_plan(name, plan)
+            self.budget.spend(_SEARCHING[name] * self.num_ops)
+
     def _named_plans(self, wants: Callable[[str], bool]) -> Iterable[tuple[str, Plan]]:
-        """The plans to begin with: the given ones, or the named schedules that are wanted."""
-        if self.given is not None:
-            return self.given if wants == self._is_quick else ()
         return named_plans(self.problem.given, self.problem.num_microbatches, self.turn_to, wants)
-
-    @staticmethod
-    def _is_quick(name: str) -> bool:
-        return name not in _SEARCHING
-
-    def _has_time_for(self, name: str, part: float) -> bool:
-        """Whether a named schedule is a search itself, for which `part` of the time left is enough."""
-        if name not in _SEARCHING:
-            return False
-        return _SEARCHING[name] * self.num_ops <= part * self.budget.left_s
 
     def _take_plan(self, name: str, plan: Plan) -> None:
         try:
@@ -278,12 +220,8 @@ class Portfolio:
         self.named.append(NamedPlan(name, timed.makespan_us, timed.span_us, int(held.max()), fits))
         self.incumbent.offer(orders, name)
 
-    def _take_searching(self) -> None:
-        """Named schedules that are searches themselves; they are left out where they would use up the time."""
-        part = _LONG_SEARCHING_PART if self.num_ops > _LONG_OPS else _SEARCHING_PART
-        for name, plan in self._named_plans(partial(self._has_time_for, part=part)):
-            self._take_plan(name, plan)
-            self.budget.spend(_SEARCHING[name] * self.num_ops)
+    def _guess(self) -> None:
+        self._dispatch(guesses(self.problem))
 
     def _dispatch(self, all_priorities: Iterable[Priorities], how: str = "list scheduling") -> None:
         """Tries list scheduling; where transfers hold too much, again with more memory reserved for them."""
@@ -318,92 +256,88 @@ class Portfolio:
         self.incumbent.most_over_bytes = np.zeros_like(over)
         return True
 
-    def _find_period(self) -> None:
-        """Spends the whole budget on the steady state, which the plan then follows."""
-        compiling.wait_for(Part.BOUNDS, Part.OFFSETS)
-        self._unroll(1.0, 0)
-
     def _unroll(self, part: float, turn: int) -> None:
         """Tries the best steady state, unrolled, and as priorities of list scheduling."""
         if self.steady is not None and self.steady.is_optimal:
             return
         self.turn_to("steady state")
-        found = find_steady(
+        result = find_steady(
             self.problem.given,
             self.share(part),
             microbatches_per_period=None if turn == 0 else 2 + (turn - 1) % 3,
-            seed=self.seed + turn,
+            seed=turn,
             num_microbatches=self.problem.num_microbatches,
         )
         self.budget.spend(_STEADY_S_PER_PAIR * sum(len(tasks) ** 2 for tasks in self.problem.tasks_on))
-        if found is None:
+        if result is None:
             return
-        self.incumbent.offer(found.steady.orders(self.problem.num_microbatches), "steady state")
-        if self.steady is None or found.steady.us_per_microbatch < self.steady.steady.us_per_microbatch:
-            self.steady = found
-        flat = found.steady.flat_starts(self.problem.num_microbatches)
+        self.incumbent.offer(result.steady.orders(self.problem.num_microbatches), "steady state")
+        if self.steady is None or result.steady.us_per_microbatch < self.steady.steady.us_per_microbatch:
+            self.steady = result
+        flat = result.steady.flat_starts(self.problem.num_microbatches)
         self._dispatch([np.concatenate(flat).astype(np.float64)], "list scheduling by the steady state")
 
     def _improve(self, part: float, turn: int) -> None:
-        orders = self.incumbent.orders
-        if orders is None:
+        if (best := self._best()) is None:
             return
-        problem = self.with_reserve if fits(self.with_reserve, orders) else self.problem
+        self.turn_to("local search")
+        problem, orders = best
         if self.climb is None or self.climb.problem is not problem:
-            self.climb = Climb(problem, self.measure == "span", self.seed)
-        times = _LONG_TIMES if self.num_ops > _LONG_OPS else 1
-        self._better("local search", partial(improving.improve, climb=self.climb), times * part, turn)
+            self.climb = Climb(problem, self.measure == "span", 0)
+        share = self.share(part * (_LONG_TIMES if self.num_ops > _LONG_OPS else 1))
+        self.incumbent.offer(improving.improve(self.climb, orders, self.bound_us, share, turn), self.doing)
 
     def _windows(self, part: float, turn: int) -> None:
-        self._better("windows", neighbourhood.improve, part, turn)
+        if (best := self._best()) is None:
+            return
+        self.turn_to("windows")
+        better = neighbourhood.improve(*best, self.measure, self.bound_us, self.share(part), turn)
+        self.incumbent.offer(better, self.doing)
 
-    def _better(self, doing: str, improve: _Improve, part: float, turn: int) -> None:
-        """Improve the best plan, keeping the transfer reserve if that plan already does."""
+    def _best(self) -> tuple[Problem, Orders] | None:
+        """The best orders, and the problem to improve them in: with the reserve for transfers if they keep it."""
         orders = self.incumbent.orders
         if orders is None:
-            return
-        self.turn_to(doing)
-        problem = self.with_reserve if fits(self.with_reserve, orders) else self.problem
-        share, seed = self.share(part), self.seed + turn
-        self.incumbent.offer(improve(problem, orders, self.measure, self.bound_us, share, seed), doing)
+            return None
+        return self.with_reserve if fits(self.with_reserve, orders) else self.problem, orders
 
     def _fit_exactly(self, part: float, turn: int) -> None:
         """Searches the whole step at once with all that transfers hold, if it is small."""
         self.turn_to("exact search")
-        found = self._solve_with_transfers(part, turn, "as in a plan")
-        is_kept = self.incumbent.offer(found.orders, "exact search")
-        self.has_tried_all |= found.is_complete and (is_kept or found.orders is None)
+        result = self._solve_with_transfers(part, turn, "as in a plan")
+        is_kept = self.incumbent.offer(result.orders, "exact search")
+        self.has_tried_all |= result.is_complete and (is_kept or result.orders is None)
 
     def _bound_with_waits(self, part: float, turn: int) -> None:
         """Raises the bound by a search in which ops may also wait; this can prove that no plan fits."""
         self.turn_to("exact search")
         had_none = self.incumbent.orders is None
-        found = self._solve_with_transfers(part, turn, "with waits")
-        self.incumbent.offer(found.orders, "exact search")
-        self.none_fits |= had_none and found.bound_us > longest_us(self.problem)
-        self.has_tried_waits |= found.is_complete
-        if found.bound_us > self.bound_us and not self.none_fits:
-            self.bound_us, self.why = found.bound_us, "CP-SAT has tried all orders, and all waits"
+        result = self._solve_with_transfers(part, turn, "with waits")
+        self.incumbent.offer(result.orders, "exact search")
+        self.none_fits |= had_none and result.bound_us > longest_us(self.problem)
+        self.has_tried_waits |= result.is_complete
+        if result.bound_us > self.bound_us and not self.none_fits:
+            self.bound_us, self.why = result.bound_us, "CP-SAT has tried all orders, and all waits"
 
     def _solve_with_transfers(
         self, part: float, turn: int, transfers: Literal["as in a plan", "with waits"]
     ) -> exact.Exact:
-        best, seed = self.incumbent.orders, self.seed + turn
+        best = self.incumbent.orders
         # Where nothing is known that fits, finding anything comes first.
         is_urgent = best is None and transfers == "as in a plan"
         share = self.budget.share(self.budget.left_s) if is_urgent else self.share(_EXACT_TIMES_WITH_TRANSFERS * part)
-        return exact.solve(self.problem, self.measure, best, self.bound_us, share, seed, transfers=transfers)
+        return exact.solve(self.problem, self.measure, best, self.bound_us, share, turn, transfers=transfers)
 
     def _prove(self, part: float, turn: int) -> None:
         """Searches the whole step at once, if it is small."""
         if self.num_ops > _EXACT_OPS:
             return
         self.turn_to("exact search")
-        share, seed = self.share(_EXACT_TIMES * part), self.seed + turn
-        found = exact.solve(self.with_reserve, self.measure, self.incumbent.orders, self.bound_us, share, seed)
-        self.incumbent.offer(found.orders, "exact search")
-        if self.with_reserve is self.counted and found.bound_us > self.bound_us:
-            self.bound_us, self.why = found.bound_us, "CP-SAT has tried all orders"
+        share = self.share(_EXACT_TIMES * part)
+        result = exact.solve(self.with_reserve, self.measure, self.incumbent.orders, self.bound_us, share, turn)
+        self.incumbent.offer(result.orders, "exact search")
+        if self.with_reserve is self.counted and result.bound_us > self.bound_us:
+            self.bound_us, self.why = result.bound_us, "CP-SAT has tried all orders"
 
     def _try_all_rounds(self, part: float, _turn: int) -> None:
         """Goes on through the states of a step with few micro-batches in flight, whatever its length."""
@@ -424,41 +358,29 @@ class Portfolio:
         turns, part = self._turns()
         number = 0
         while not self.is_over and not (self.none_fits or (self.has_tried_all and self.has_tried_waits)):
-            compiled = [self._is_compiled(turn.loops) for turn in turns]  # asks for all of them
-            if not any(compiled):
-                compiling.wait_for(turns[0].loops)
-            for method, loops in turns:
+            for method in turns:
                 is_needed = not self.has_tried_all or (method == self._bound_with_waits and not self.has_tried_waits)
-                if is_needed and not self.is_over and self._is_compiled(loops):
+                if is_needed and not self.is_over:
                     method(part, number)
             self.budget.spend(_TURN_S)
             number, part = number + 1, part * _GROWTH
 
-    def _turns(self) -> tuple[list[_Turn], float]:
+    def _turns(self) -> tuple[list[_Method], float]:
         """The methods for such a problem, in order, and their share of the budget in the first turn."""
-        prove, windows = _Turn(self._prove, Part.WINDOWS), _Turn(self._windows, Part.WINDOWS)
-        unroll, improve = _Turn(self._unroll, Part.OFFSETS), _Turn(self._improve, Part.MOVES)
         if self.incumbent.transfers_hold and self.num_ops <= exact.MOST_TIMED_OPS:
-            by_time = [_Turn(method, Part.WINDOWS) for method in (self._fit_exactly, self._bound_with_waits)]
-            return by_time, _FIRST_SHARE_OF_SMALL
-        part = _FIRST_SHARE
-        if self.given is None:
-            turns = [unroll, improve, prove, windows]
-            if self.num_ops > _LONG_OPS:
-                turns[:2] = improve, unroll
-            if self.measure == "makespan":
-                self.rounds = Rounds(self.problem)
-                if not self.rounds.is_over:
-                    turns.insert(0, _Turn(self._try_all_rounds, Part.ROUNDS))
-        elif self.num_ops <= _EXACT_OPS:  # trying a policy lasts longer than its nominal time where ops are few
-            turns, part = [prove, improve, windows], _FIRST_SHARE_OF_SMALL
-        else:
-            turns = [improve, prove, windows]
-        return turns, part
-
-    def _is_compiled(self, loops: Part) -> bool:
-        """Whether these loops are compiled. A search with counted work waits: it does the same on every run."""
-        return compiling.wait_for(loops) if self.budget.deterministic else compiling.is_ready(loops)
+            return [self._fit_exactly, self._bound_with_waits], _FIRST_SHARE_OF_SMALL
+        if self.given is not None:
+            if self.num_ops <= _EXACT_OPS:  # trying a policy lasts longer than its nominal time where ops are few
+                return [self._prove, self._improve, self._windows], _FIRST_SHARE_OF_SMALL
+            return [self._improve, self._prove, self._windows], _FIRST_SHARE
+        turns: list[_Method] = [self._unroll, self._improve, self._prove, self._windows]
+        if self.num_ops > _LONG_OPS:
+            turns[:2] = self._improve, self._unroll
+        if self.measure == "makespan":
+            self.rounds = Rounds(self.problem)
+            if not self.rounds.is_over:
+                turns.insert(0, self._try_all_rounds)
+        return turns, _FIRST_SHARE
 
     def _hold_less(self) -> None:
         """Looks for the same value with less memory: list scheduling under lower and lower limits."""
@@ -477,12 +399,12 @@ class Portfolio:
                 return
             part -= step
             limits = np.maximum(low, (high * part).astype(np.int64))
-            found = []
+            tried = []
             for policy, p in product(all_priorities, _PATIENCES):
                 look()
-                found.append(dispatcher(policy, p, limits, most_us=self._most_us()))
+                tried.append(dispatcher(policy, p, limits, most_us=self._most_us()))
                 self.budget.spend_ops(dispatcher.ops_of_last_call)
-            better = [self.incumbent.offer(orders, how) for orders in found]
+            better = [self.incumbent.offer(orders, how) for orders in tried]
             if not any(better):
                 part += step
             step /= 2
@@ -530,9 +452,3 @@ def _most_work(problem: Problem) -> tuple[int, str]:
     work_us = [int((problem.counts * problem.durations_us)[tasks].sum()) for tasks in problem.tasks_on]
     busiest = max(range(len(work_us)), key=work_us.__getitem__)
     return work_us[busiest], f"{problem.rank_name(busiest)} works {work_us[busiest]:,} µs"
-
-
-def _fits(timeline: Timeline) -> bool:
-    """Whether each rank holds no more than its limit."""
-    limits = timeline.plan.placement.cluster.limit_bytes
-    return all(limit is None or peak <= limit for peak, limit in zip(timeline.peak_memory_bytes, limits, strict=True))

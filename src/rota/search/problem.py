@@ -31,6 +31,7 @@ from rota.core.tasks import Op, Transfer
 from rota.search.lowering import Lowered, lower
 
 Integers = NDArray[np.int64]
+Floats = NDArray[np.float64]
 Flags = NDArray[np.bool_]
 #: int32[num_ops], tasks; those of rank r are from `Problem.first_op[r]` to `first_op[r + 1]`.
 Orders = NDArray[np.int32]

@@ -122,7 +122,6 @@ def find_repeating(
     num_microbatches: int | None = None,
     *,
     time_limit_s: float = 10.0,
-    seed: int = 0,
 ) -> Repeating | None:
     """The shortest step whose middle repeats with the least period. Reductions and optimizer steps do not count.
 
@@ -130,7 +129,6 @@ def find_repeating(
         placement: The tasks of one micro-batch, and the cluster with its memory limits.
         num_microbatches: Micro-batches per step; None: the fewest with which the period is the least of all.
         time_limit_s: Nominal seconds of work: the answer is the same on every run unless Ctrl-C stops it.
-        seed: Of all random choices.
 
     Returns:
         The step, or None if none was found.
@@ -147,15 +145,13 @@ def find_repeating(
     seconds = seconds_of(time_limit_s)
     budget = Budget(seconds, deterministic=True)
     with ended_by_ctrl_c(budget), watched(lambda: budget.must_stop):
-        rounds = (
-            _fewest_rounds(placement, budget, seed) if num_microbatches is None else num_microbatches // num_components
-        )
+        rounds = _fewest_rounds(placement, budget) if num_microbatches is None else num_microbatches // num_components
         if rounds is None:
             return None
         searched = min(rounds, max(_MOST_OPS // len(placement.tasks), 1))
-        found = _steady(placement, searched, budget, seed)
-        flat = None if found is None else _at_flat_starts(found.steady, searched, found.proven_for)
-        return None if flat is None else _shortest(flat, budget, seed).unroll(rounds * num_components)
+        steady = _steady(placement, searched, budget)
+        flat = None if steady is None else _at_flat_starts(steady.steady, searched, steady.proven_for)
+        return None if flat is None else _shortest(flat, budget).unroll(rounds * num_components)
 
 
 def _refuse_unknown(placement: Placement) -> None:
@@ -173,22 +169,22 @@ def _refuse_unknown(placement: Placement) -> None:
                 )
 
 
-def _steady(placement: Placement, rounds: int | None, budget: Budget, seed: int) -> SteadyResult | None:
+def _steady(placement: Placement, rounds: int | None, budget: Budget) -> SteadyResult | None:
     """Uses half of the time, so that some is left for the whole step."""
     share = budget.share(budget.left_s / 2)
-    return find_steady(placement, share, microbatches_per_period=1, in_flight=rounds, seed=seed)
+    return find_steady(placement, share, microbatches_per_period=1, in_flight=rounds)
 
 
-def _fewest_rounds(placement: Placement, budget: Budget, seed: int) -> int | None:
+def _fewest_rounds(placement: Placement, budget: Budget) -> int | None:
     """How many micro-batches of each component a period of the least length has to mix."""
-    free = _steady(placement, None, budget, seed)
+    free = _steady(placement, None, budget)
     if free is None:
         return None
     least_us = free.steady.period_us
     most = free.steady.latency_us // least_us + 1
     for rounds in range(1, most):
-        found = _steady(placement, rounds, budget, seed)
-        if found is not None and found.steady.period_us <= least_us:
+        steady = _steady(placement, rounds, budget)
+        if steady is not None and steady.steady.period_us <= least_us:
             return rounds
     return most
 
@@ -215,7 +211,7 @@ def _at_flat_starts(steady: Steady, rounds: int, is_least: bool) -> Repeating | 
     return Repeating(steady.placement, T, rows, middle, is_least, False)
 
 
-def _shortest(flat: Repeating, budget: Budget, seed: int) -> Repeating:
+def _shortest(flat: Repeating, budget: Budget) -> Repeating:
     """The shortest step found of the same period; not longer than `flat`."""
     best = flat
     with suppress(Stopped):  # what was found by then holds
@@ -229,7 +225,7 @@ def _shortest(flat: Repeating, budget: Budget, seed: int) -> Repeating:
         model.add_repetition()
         model.ordering.minimize()
         model.hint(best)
-        status, solver = cpsat.solve(model.ordering.model, budget, seed)
+        status, solver = cpsat.solve(model.ordering.model, budget)
         if status in (cp_model.OPTIMAL, cp_model.FEASIBLE):
             starts_us, middle = model.read(solver)
             best = replace(flat, starts_us=starts_us, middle=middle, is_optimal=status == cp_model.OPTIMAL)

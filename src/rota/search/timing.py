@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rota.search.compiled import inner, loop
-from rota.search.problem import Integers, Orders, Problem
+from rota.compiled import inner, int64, is_on_disk, loop
+from rota.search.problem import Integers, Orders, Problem, StepEnds
 
 _NEVER = 1 << 61
 
@@ -59,8 +59,7 @@ def score(problem: Problem, orders: Orders) -> Score | None:
     starts_us = start_times(tables, orders)
     if starts_us is None:
         return None
-    makespan_us, span_us = measure(tables, problem.step_ends, orders, starts_us)
-    return Score(int(makespan_us), int(span_us))
+    return Score(*measure(tables, problem.step_ends, orders, starts_us))
 
 
 def start_times(tables: Tables, orders: Orders) -> Integers | None:
@@ -75,8 +74,7 @@ def start_times(tables: Tables, orders: Orders) -> Integers | None:
 
 def peaks(problem: Problem, orders: Orders) -> Integers:
     """int64[num_ranks]: the most that each rank's ops hold, without static bytes and transfers."""
-    result: Integers = walk_memory(orders, problem.first_op, problem.held_bytes, problem.peak_bytes)
-    return result
+    return walk_memory(orders, problem.first_op, problem.held_bytes, problem.peak_bytes)
 
 
 def fits(problem: Problem, orders: Orders) -> bool:
@@ -84,8 +82,21 @@ def fits(problem: Problem, orders: Orders) -> bool:
     return bool((peaks(problem, orders) <= problem.limits_bytes).all())
 
 
+def is_compiled() -> bool:
+    """Whether an earlier process on this machine has compiled loops of the search."""
+    return is_on_disk(replay)
+
+
 @loop
-def replay(tables, orders, next_op, free_us, latest_us, started, starts_us):  # type: ignore[no-untyped-def]
+def replay(
+    tables: Tables,
+    orders: Orders,
+    next_op: Integers,
+    free_us: Integers,
+    latest_us: Integers,
+    started: Integers,
+    starts_us: Integers,
+) -> bool:
     """Times the ops from `next_op` on, and returns whether it reached the end.
 
     It stops in a cycle, and when a rank is late: the rank's next op must start by `latest_us`.
@@ -157,12 +168,12 @@ def replay(tables, orders, next_op, free_us, latest_us, started, starts_us):  # 
 
 
 @loop
-def measure(tables, step_ends, orders, starts_us):  # type: ignore[no-untyped-def]
+def measure(tables: Tables, step_ends: StepEnds, orders: Orders, starts_us: Integers) -> tuple[int, int]:
     """(makespan, span) in µs of `orders` (int32[num_ops]) whose nodes start at `starts_us` (int64[num_ops])."""
     first_op, first_node, durations = tables.first_op, tables.first_node, tables.durations_us
-    makespan = span = np.int64(0)
+    makespan = span = int64(0)
     for r in range(tables.num_ranks):  # what a shared link serves is read later
-        free = np.int64(0)
+        free = int64(0)
         if first_op[r] < first_op[r + 1]:
             first, last = orders[first_op[r]], orders[first_op[r + 1] - 1]
             free = starts_us[first_node[last + 1] - 1] + durations[last]
@@ -174,7 +185,7 @@ def measure(tables, step_ends, orders, starts_us):  # type: ignore[no-untyped-de
 
 
 @inner
-def end_step(tables, step_ends, orders, starts_us, rank, free):  # type: ignore[no-untyped-def]
+def end_step(tables: Tables, step_ends: StepEnds, orders: Orders, starts_us: Integers, rank: int, free: int) -> int:
     """When a rank, whose ops end at `free`, has also finished its step ends, in µs.
 
     Reductions run in the order of their last gradients; all optimizer steps run after them.
@@ -192,7 +203,7 @@ def end_step(tables, step_ends, orders, starts_us, rank, free):  # type: ignore[
             in_order[i] = in_order[i - 1]
             i -= 1
         in_order[i] = e
-    reduced = optimizers = np.int64(0)
+    reduced = optimizers = int64(0)
     for i in range(after - first):
         e = in_order[i]
         if complete_at[e] > 0:
@@ -204,12 +215,12 @@ def end_step(tables, step_ends, orders, starts_us, rank, free):  # type: ignore[
 
 
 @loop
-def walk_memory(orders, first_op, held_bytes, peak_bytes):  # type: ignore[no-untyped-def]
+def walk_memory(orders: Orders, first_op: Integers, held_bytes: Integers, peak_bytes: Integers) -> Integers:
     """int64[num_ranks]: the most bytes that each rank's ops hold at once; this depends on their order alone."""
     num_ranks = len(first_op) - 1
     peaks = np.zeros(num_ranks, np.int64)
     for r in range(num_ranks):
-        level = np.int64(0)
+        level = int64(0)
         for i in range(first_op[r], first_op[r + 1]):
             held = held_bytes[orders[i]]
             peaks[r] = max(peaks[r], level + max(held, 0) + peak_bytes[orders[i]])

@@ -12,12 +12,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rota.search.compiled import inner, loop
-from rota.search.problem import NO_LIMIT, Integers, Problem
+from rota.compiled import inner, int64, loop
+from rota.search.problem import NO_LIMIT, Integers, Orders, Problem
+from rota.search.timing import Tables
 
-_TRANSFER_ENDS, _OP_ENDS, _TRANSFER_STARTS, _OP = range(
-    4
-)  # the order of events at one instant, as in `rota.core.memory`
+# The order of events at one instant, as in `rota.core.memory`.
+_TRANSFER_ENDS, _OP_ENDS, _TRANSFER_STARTS, _OP = range(4)
 
 
 class Transfers(NamedTuple):
@@ -35,21 +35,21 @@ class Transfers(NamedTuple):
         placement, lowered = problem.placement, problem.lowered
         rows: list[list[tuple[int, ...]]] = [[] for _ in range(placement.num_ranks)]
         received = np.zeros((placement.num_ranks, len(placement.tasks)), np.int64)
-        for each in lowered.carried:
-            if not each.is_sent:  # freed by the op that reads it
-                received[each.rank, each.until.task] += each.num_bytes
-            if each.since != each.until:
-                rows[each.rank].append((each.num_bytes, *each.since, *each.until, each.is_sent))
+        for item in lowered.carried:
+            if not item.is_sent:  # freed by the op that reads it
+                received[item.rank, item.until.task] += item.num_bytes
+            if item.since != item.until:
+                rows[item.rank].append((item.num_bytes, *item.since, *item.until, item.is_sent))
         on, ranks = problem.tasks_on.values, np.repeat(np.arange(placement.num_ranks), np.diff(problem.tasks_on.first))
         held, peak = problem.held_bytes[on], problem.peak_bytes[on]
-        carried = np.array([each for row in rows for each in row], np.int64).reshape(-1, 6)
+        carried = np.array([item for row in rows for item in row], np.int64).reshape(-1, 6)
         first = np.array([0, *accumulate(map(len, rows))], np.int64)
         at_end = np.minimum(held, 0) - peak - received[ranks, on]
         return cls(problem.limits_bytes, np.maximum(held, 0) + peak, at_end, first, carried)
 
 
 @loop
-def peaks_with_transfers(tables, transfers, orders, starts_us):  # type: ignore[no-untyped-def]
+def peaks_with_transfers(tables: Tables, transfers: Transfers, orders: Orders, starts_us: Integers) -> Integers:
     """int64[num_ranks]: the most bytes held at once; 0 where a rank has no limit."""
     num_ranks = len(tables.first_op) - 1
     peaks, begun = np.zeros(num_ranks, np.int64), np.zeros(len(tables.durations_us), np.int64)
@@ -89,7 +89,7 @@ def peaks_with_transfers(tables, transfers, orders, starts_us):  # type: ignore[
                     end = starts_us[tables.first_node[until] + k] + until_lag
                     keys[n], changes[n] = 4 * end + _TRANSFER_ENDS, -num_bytes
                     n += 1
-        level = np.int64(0)
+        level = int64(0)
         for i in in_order(keys):  # stable: ops at one instant stay in the rank's order
             level += changes[i]
             peaks[r] = max(peaks[r], level)
@@ -97,7 +97,7 @@ def peaks_with_transfers(tables, transfers, orders, starts_us):  # type: ignore[
 
 
 @inner
-def in_order(keys):  # type: ignore[no-untyped-def]
+def in_order(keys: Integers) -> Integers:
     """int64[num_keys]: the indexes of the keys in ascending order, by merge sort; equal keys stay in their sequence."""
     num_keys, width = len(keys), 1
     order, merged = np.empty(num_keys, np.int64), np.empty(num_keys, np.int64)

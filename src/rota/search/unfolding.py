@@ -128,7 +128,7 @@ class Unfolding:
     def fold(self, plan: Plan) -> Plan:
         """The plan of the given step that a plan of the unfolded one stands for."""
         orders = tuple(tuple(self._folded(op) for op in order) for order in plan.orders)
-        served = tuple(tuple(self._with(each, self._folded) for each in order) for order in plan.service_orders)
+        served = tuple(tuple(self._with(transfer, self._folded) for transfer in order) for order in plan.service_orders)
         return Plan(self.given, self.num_microbatches, orders, service_orders=served)
 
     def _unfolded(self, op: Op) -> Op:

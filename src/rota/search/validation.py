@@ -13,7 +13,6 @@ from rota.core.timeline import Timeline
 
 _TOO_LARGE = 1 << 53  # of µs and bytes: numbers up to here are exact in floats, and their sums fit into 64 bits
 _MOST_OPS = 10_000_000  # these need a few GB of memory
-_MOST_SEED = (1 << 30) - 1  # numbers of turns are added to it, and CP-SAT allows 31 bits
 _MOST_PER_PERIOD = 64
 _MOST_DIFFERING_OPS = 2_500  # their longest paths, between all pairs, need 50 MB
 
@@ -32,8 +31,8 @@ def refuse_wrong(placement: Placement, num_microbatches: int, objective: str, ob
     _refuse_no_whole("num_microbatches", num_microbatches, 1, None, "a step needs at least 1, a whole number")
     if not placement.is_alike:
         _refuse_differing(placement, num_microbatches, objective)
-    for each in placement.classes:
-        refuse_too_large(each, num_microbatches)
+    for sizes in placement.classes:
+        refuse_too_large(sizes, num_microbatches)
 
 
 def _refuse_differing(placement: Placement, num_microbatches: int, objective: str) -> None:
@@ -71,9 +70,8 @@ def refuse_differing(placement: Placement) -> None:
         )
 
 
-def refuse_wrong_options(seed: object, progress: object) -> None:
-    """Refuse an invalid seed or `progress`. Raises SearchError."""
-    _refuse_no_whole("seed", seed, 0, _MOST_SEED, f"give a whole number from 0 to {_MOST_SEED}")
+def refuse_wrong_progress(progress: object) -> None:
+    """Refuse an invalid `progress`. Raises SearchError."""
     if progress is not None and not callable(progress):
         raise SearchError(f"progress is {_short(progress)}; give a function, such as print, or None")
 

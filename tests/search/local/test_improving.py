@@ -16,7 +16,8 @@ from rota.schedules import one_f_one_b, zb_h1, zb_h2
 from rota.search.budget import Budget
 from rota.search.dispatching import Memory, serial
 from rota.search.local.improving import improve
-from rota.search.local.moves import State, anneal
+from rota.search.local.moves import Goal, State, anneal
+from rota.search.local.policies import Climb
 from rota.search.problem import Problem
 from rota.search.timing import Score, Tables, fits, peaks, score
 from support import core_strategies as strategies
@@ -37,7 +38,8 @@ def test_moves_keep_times_exact_and_memory_within_limits(plan: Plan) -> None:
         assert first is not None
         best = np.array(first[::-1] if is_span else first)
         heats = np.array([2.0, 1.0])
-        anneal(Tables.of(problem), problem.step_ends, Memory.of(problem), state, best, is_span, heats, 3_000, 0)
+        goal = Goal(is_span, best, 0)
+        anneal(Tables.of(problem), problem.step_ends, Memory.of(problem), state, goal, heats, 3_000)
         for found in (state.best, state.orders):
             assert fits(problem, found)
         assert score(problem, state.best) == Score(*(best[::-1] if is_span else best).tolist())
@@ -53,7 +55,7 @@ def uneven(limit_bytes: int) -> Problem:
 def test_no_worse_than_zero_bubble_by_hand(limit_bytes: int) -> None:
     problem = uneven(limit_bytes)
     by_hand = [problem.to_orders(schedule(problem.placement, 8)) for schedule in (zb_h1, zb_h2, one_f_one_b)]
-    found = improve(problem, serial(problem), "span", 0, Budget(0.3, deterministic=True))
+    found = improve(Climb(problem, True, 0), serial(problem), 0, Budget(0.3, deterministic=True))
     timed = score(problem, found)
     assert timed is not None
     for orders in filter(partial(fits, problem), by_hand):
@@ -66,5 +68,5 @@ def test_no_worse_than_zero_bubble_by_hand(limit_bytes: int) -> None:
 def test_the_same_every_time() -> None:
     problem = uneven(8)
     budgets = [Budget(0.2, deterministic=True) for _ in range(2)]
-    found = [improve(problem, serial(problem), "makespan", 0, budget, 3) for budget in budgets]
+    found = [improve(Climb(problem, False, 3), serial(problem), 0, budget, 3) for budget in budgets]
     assert (found[0] == found[1]).all()

@@ -69,27 +69,27 @@ def best(problem: Problem, objective: str = "makespan") -> Bound:
 
 def every(problem: Problem, objective: str = "makespan") -> list[Bound]:
     """As `bounds_of`, for a `Problem`."""
-    found = [Bound(0, "nothing", "a step without work takes no time")]
+    all_bounds = [Bound(0, "nothing", "a step without work takes no time")]
     if objective == "makespan":
-        found += _step_ends(problem)
-    found += _of_part(problem, objective)
+        all_bounds += _step_ends(problem)
+    all_bounds += _of_part(problem, objective)
     apart, together_us = without_common_tasks(problem)
     if together_us:
         prefix = f"all ranks work together for {together_us:,} µs; in addition, "
         for bound in _of_part(apart, objective):
             proof = bound.proof and bound.proof._replace(without_common=True)
-            found.append(replace(bound, us=bound.us + together_us, why=prefix + bound.why, proof=proof))
-    return sorted(found, key=lambda bound: -bound.us)
+            all_bounds.append(replace(bound, us=bound.us + together_us, why=prefix + bound.why, proof=proof))
+    return sorted(all_bounds, key=lambda bound: -bound.us)
 
 
 def _of_part(problem: Problem, objective: str) -> list[Bound]:
     """Bounds without memory limits, whose reasons are easier to follow, and with them."""
     bounds = _makespans if objective == "makespan" else _spans
-    found = [*bounds(problem, False)]
+    all_bounds = [*bounds(problem, False)]
     if np.any(problem.limits_bytes != NO_LIMIT):
-        found += bounds(counting_transfers(problem), True)
-        found += _memory_held(problem, objective, max((bound.us for bound in found), default=0))
-    return found
+        all_bounds += bounds(counting_transfers(problem), True)
+        all_bounds += _memory_held(problem, objective, max((bound.us for bound in all_bounds), default=0))
+    return all_bounds
 
 
 @dataclass(frozen=True)
@@ -134,24 +134,22 @@ class _BothSides:
 
     def load(self, heads: tuple[Heads, Heads], rank: int) -> Bound | None:
         """A rank's work, and its idle time before an op and after it."""
-        first, end = int(self.first.places.first[rank]), int(self.first.places.first[rank + 1])
-        backward = {int(self.last.places.values[place]): place for place in range(first, end)}
+        places = self.first.places_on(rank)
+        backward = {int(self.last.places[place]): place for place in places}
         longest, where = -1, (0, 0, 0, 0)
-        for place in range(first, end):
-            task = int(self.first.places.values[place])
+        for place in places:
+            task = int(self.first.places[place])
             count = int(self.first.counts[task])
             if count:
-                before, after = (
-                    heads[0].idle_us[:count, place],
-                    heads[1].idle_us[count - 1 :: -1, backward[task]][:count],
-                )
+                before = heads[0].idle_us[:count, place]
+                after = heads[1].idle_us[count - 1 :: -1, backward[task]][:count]
                 k = int((before + after).argmax())
                 if before[k] + after[k] > longest:
                     longest, where = int(before[k] + after[k]), (task, k, int(before[k]), int(after[k]))
         if longest < 0:
             return None
         task, k, before_us, after_us = where
-        work = int(self.first.work_us[rank])
+        work = self.first.work_us(rank)
         node = self.problem.node_name(task, k)
         idle = f"is idle for {before_us:,} before {node} and for {after_us:,} after it"
         why = f"{self.problem.rank_name(rank)} works {work:,} µs, {idle}"
@@ -162,7 +160,7 @@ def _makespans(problem: Problem, limits: bool) -> Iterator[Bound]:
     """The load of the rank that has to work and to wait longest, and the longest path."""
     sides = _BothSides.of(problem, limits, step_ends=True)
     heads = sides.heads()
-    by_work = np.argsort(-sides.first.work_us, kind="stable").tolist()
+    by_work = sorted(range(sides.first.num_ranks), key=sides.first.work_us, reverse=True)
     yield from _highest([sides.load(heads, rank) for rank in by_work])
     yield from _highest([sides.path(heads)])
 
@@ -183,15 +181,15 @@ def _spans(problem: Problem, limits: bool) -> Iterator[Bound]:
     if not most:
         return
     center = max(most, key=lambda rank: (_reach(sides, rank), most[rank]))
-    found: list[Bound | None] = []
+    tried: list[Bound | None] = []
     through, around = sides.heads(center), ranks_after(sides.first, center) & ranks_after(sides.last, center)
-    found += [sides.path(through)]
-    found += [sides.load(through, rank) for rank in np.flatnonzero(around).tolist()]
-    for rank in sorted(most, key=lambda rank: -sides.first.work_us[rank])[:_MOST_BEGINNINGS]:
-        if rank != center and most[rank] > max(bound.us for bound in found if bound):
+    tried += [sides.path(through)]
+    tried += [sides.load(through, rank) for rank in np.flatnonzero(around).tolist()]
+    for rank in sorted(most, key=sides.first.work_us, reverse=True)[:_MOST_BEGINNINGS]:
+        if rank != center and most[rank] > max(bound.us for bound in tried if bound):
             alone = sides.heads(rank, alone=True)
-            found += [sides.path(alone), sides.load(alone, rank)]
-    yield from _highest(found)
+            tried += [sides.path(alone), sides.load(alone, rank)]
+    yield from _highest(tried)
 
 
 def _reach(sides: _BothSides, rank: int) -> int:
@@ -218,13 +216,13 @@ def _memory_held(problem: Problem, objective: str, known_us: int) -> Iterator[Bo
     if not rounds:
         return
     what = "micro-batches" if problem.placement.num_components == 1 else "rounds of micro-batches"
-    found: list[Bound | None] = []
+    tried: list[Bound | None] = []
     for rank in rank_loads(problem, whole_step=objective == "makespan"):
         if rank.headroom_bytes <= 0:
             continue
         held = rounds * rank.held_byte_us
         if rank.carried_byte_us:
-            found.append(_with_carried(rank, rounds, what))
+            tried.append(_with_carried(rank, rounds, what))
         if not held:
             continue
         least, more = (-(-byte_us // rank.headroom_bytes) for byte_us in (held, held + rank.unused_byte_us))
@@ -234,15 +232,15 @@ def _memory_held(problem: Problem, objective: str, known_us: int) -> Iterator[Bo
             f"rank {rank.rank} holds {rank.held_byte_us:,} byte-µs for each of {rounds:,} {what}, and has room for "
             f"{rank.headroom_bytes:,} bytes, less while it fills and empties"
         )
-        found.append(Bound(us, "memory held", why, Proof("area", rank.rank, -1, -1, True)))
-    yield from _highest(found)
+        tried.append(Bound(us, "memory held", why, Proof("area", rank.rank, -1, -1, True)))
+    yield from _highest(tried)
 
 
 def _with_carried(rank: RankLoad, rounds: int, what: str) -> Bound:
     """Byte-µs of transfers too; they may use the room that ops cannot use at the two ends."""
-    each = rank.held_byte_us + rank.carried_byte_us
+    byte_us = rank.held_byte_us + rank.carried_byte_us
     why = (
-        f"rank {rank.rank} holds {each:,} byte-µs for each of {rounds:,} {what}, {rank.carried_byte_us:,} of them for "
-        f"transfers, and has room for {rank.headroom_bytes:,} bytes"
+        f"rank {rank.rank} holds {byte_us:,} byte-µs for each of {rounds:,} {what}, {rank.carried_byte_us:,} of them "
+        f"for transfers, and has room for {rank.headroom_bytes:,} bytes"
     )
-    return Bound(-(-rounds * each // rank.headroom_bytes), "memory held with transfers", why)
+    return Bound(-(-rounds * byte_us // rank.headroom_bytes), "memory held with transfers", why)

@@ -102,14 +102,14 @@ class _Trace:
     def __post_init__(self) -> None:
         self.phases = heads_by_phase(self.side, self.headroom)
         self.prices = prices_of(self.side)
-        self.rank_of = np.repeat(np.arange(len(self.side.places)), np.diff(self.side.places.first)).tolist()
+        self.rank_of = np.repeat(np.arange(self.side.num_ranks), np.diff(self.side.first_place)).tolist()
 
     def row(self, task: int, k: int, rank: int) -> str:
         """The words that lead to the op's head, or to the idle time of the rank before it."""
         at: _At | None = _At(len(self.phases) - 1, task, k)
         if rank >= 0:
-            tasks = self.side.places[rank].tolist()
-            at = _At(len(self.phases) - 2, task, k, int(self.side.places.first[rank]) + tasks.index(task))
+            place = next(place for place in self.side.places_on(rank) if self.side.places[place] == task)
+            at = _At(len(self.phases) - 2, task, k, place)
         words: list[str] = []
         while at is not None:
             at, word = self._back(at)
@@ -148,7 +148,8 @@ class _Trace:
         head = heads[at.k, at.task]
         if at.k and heads[at.k - 1, at.task] + durations[at.task] == head:
             return at._replace(k=at.k - 1), [self._name(at)]
-        for source, lag in self.side.inputs[at.task].reshape(-1, 2).tolist():
+        inputs = self.side.inputs[self.side.first_input[at.task] : self.side.first_input[at.task + 1]]
+        for source, lag in inputs.reshape(-1, 2).tolist():
             if heads[at.k, source] + durations[source] + lag == head:
                 return at._replace(task=source), [self._name(at)]
         for arc, over in self._arcs(at):
@@ -166,7 +167,7 @@ class _Trace:
 
     def _work_back(self, at: _At) -> tuple[_At | None, list[str]]:
         head, idle = self._heads(at.phase)[at.k, at.task], self.phases[at.phase][1]
-        for place in np.flatnonzero(self.side.places.values == at.task).tolist():
+        for place in np.flatnonzero(self.side.places == at.task).tolist():
             lines = self.headroom.least[place]
             work = lines[:, 0] + lines[:, 1] * at.k
             if idle[at.k, place] + max(0, int(np.ceil(work.max() - 1e-9))) == head:
@@ -175,14 +176,14 @@ class _Trace:
 
     def _idle_back(self, at: _At) -> tuple[_At | None, list[str]]:
         idle, rank, here = self.phases[at.phase][1], self.rank_of[at.place], [self._name(at)]
-        value, first = idle[at.k, at.place], int(self.side.places.first[rank])
-        heads, tasks = self._heads(at.phase - 1), self.side.places[rank].tolist()
+        value, first = idle[at.k, at.place], int(self.side.first_place[rank])
+        heads, tasks = self._heads(at.phase - 1), self.side.tasks_on(rank).tolist()
         used = [place for place, task in enumerate(tasks, first) if self.side.counts[task]]
-        if value <= min(heads[0, self.side.places.values[place]] for place in used):
+        if value <= min(heads[0, self.side.places[place]] for place in used):
             return None, [*here, f"first@{rank}"]
         if at.phase > 2 and self.phases[at.phase - 2][1][at.k, at.place] == value:
             return at._replace(phase=at.phase - 2), []
-        frees = [heads[0, self.side.places.values[place]] for place in used if self.headroom.frees[place]]
+        frees = [heads[0, self.side.places[place]] for place in used if self.headroom.frees[place]]
         if self.headroom.frees[at.place] and value == min(frees) - self.headroom.fill_us[rank]:
             return None, [*here, self._word("frees", at.place, price_of_fill(self.side, rank))]
         if at.k and idle[at.k - 1, at.place] == value:
@@ -203,7 +204,7 @@ class _Trace:
     def _word(self, what: str, place: int, price: int) -> str:
         """A word about the rank of a place; the price of a byte is a quotient of whole µs and bytes."""
         rank = self.rank_of[place]
-        tasks = self.side.places[rank]
+        tasks = self.side.tasks_on(rank)
         exact = Fraction(float(self.prices[rank, price])).limit_denominator(
             max(1, int(np.abs(self.side.held_bytes[tasks]).sum()))
         )

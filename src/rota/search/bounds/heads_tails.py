@@ -14,101 +14,58 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from rota.compiled import loop
 from rota.core.stopping import look
-from rota.search.compiled import loop
-from rota.search.problem import NO_LIMIT, Flags, Integers, Problem, Rows
+from rota.search.problem import NO_LIMIT, Flags, Floats, Integers, Problem, Rows
 
 NEVER = -(1 << 60)  #: the head of an op that does not come after the origin
 PLACE, TASK, SOURCE_PLACE, SOURCE_TASK, A, B, C = range(7)  #: the columns of `MemoryHeadroom.arcs`
 _ROUNDS = 2  # how often the idle times of ranks are passed on to other ranks
 
-Floats = NDArray[np.float64]
 
+class Side(NamedTuple):
+    """A problem seen from one end of the step; "after" and "before" are as seen from there.
 
-class SideTables(NamedTuple):
-    """A `Side` for compiled loops; `first_x` and the field after it are as in `Rows`."""
-
-    counts: Integers
-    durations_us: Integers
-    held_bytes: Integers
-    needed_bytes: Integers
-    first_input: Integers
-    inputs: Integers
-    order: Integers
-    after: Flags
-    component_of: Integers
-    headroom_bytes: Integers
-    grain_bytes: Integers
-    first_place: Integers
-    places: Integers
-    parents: Integers
-
-
-@dataclass(frozen=True)
-class Side:
-    """A problem seen from one end of the step; "after" and "before" are as seen from there."""
+    `first_x` and the field after it are as in `Rows`.
+    """
 
     counts: Integers  #: int64[num_tasks], micro-batches
     durations_us: Integers  #: int64[num_tasks]
     held_bytes: Integers  #: int64[num_tasks]
-    peak_bytes: Integers  #: int64[num_tasks]
-    inputs: Rows  #: one row per task: source, lag in µs, source, lag …
+    needed_bytes: Integers  #: int64[num_tasks]: what has to be free when an op of the task starts
+    first_input: Integers
+    inputs: Integers  #: per task: source, lag in µs, source, lag …
     order: Integers  #: int64[num_tasks], tasks in topological order
     after: Flags  #: bool[num_tasks, num_tasks]: [t, u] is set where u comes after t, directly or not
     component_of: Integers  #: int64[num_tasks]
     release_us: Integers  #: int64[num_tasks]: no op of the task starts before this
     headroom_bytes: Integers  #: int64[num_ranks]: what the rank's ops may hold, or NO_LIMIT
     grain_bytes: Integers  #: int64[num_ranks]: what the rank's ops hold is always a multiple of this
-    places: Rows  #: one row per rank: its tasks, each after those that come before it
+    first_place: Integers
+    places: Integers  #: per rank: its tasks, each after those that come before it
+    parents: Integers  #: int64[num_places]: its deepest ancestor on its rank, counted from the rank's first; -1: none
 
-    @cached_property
-    def needed_bytes(self) -> Integers:
-        """int64[num_tasks]: what has to be free when an op of the task starts."""
-        return np.maximum(self.held_bytes, 0) + self.peak_bytes
+    @property
+    def num_ranks(self) -> int:
+        """Number of ranks; shared links count as ranks."""
+        return len(self.first_place) - 1
 
-    @cached_property
-    def parents(self) -> Integers:
-        """int64[num_places]: the place's deepest ancestor on its rank, counted from the rank's first; -1: none."""
-        parents = np.full(len(self.places.values), -1, np.int64)
-        for rank, tasks in enumerate(self.places):
-            before = self.after[np.ix_(tasks, tasks)]
-            depth = before.sum(axis=0)
-            for i in np.flatnonzero(depth):
-                deepest = max(np.flatnonzero(before[:, i]), key=lambda j: (depth[j], j))
-                parents[self.places.first[rank] + i] = deepest
-        return parents
+    def places_on(self, rank: int) -> range:
+        """The places of a rank."""
+        return range(int(self.first_place[rank]), int(self.first_place[rank + 1]))
 
-    @cached_property
-    def tables(self) -> SideTables:
-        """For compiled loops."""
-        return SideTables(
-            self.counts,
-            self.durations_us,
-            self.held_bytes,
-            self.needed_bytes,
-            self.inputs.first,
-            self.inputs.values,
-            self.order,
-            self.after,
-            self.component_of,
-            self.headroom_bytes,
-            self.grain_bytes,
-            self.places.first,
-            self.places.values,
-            self.parents,
-        )
+    def tasks_on(self, rank: int) -> Integers:
+        """The tasks of a rank, each after those that come before it."""
+        return self.places[self.first_place[rank] : self.first_place[rank + 1]]
 
-    @cached_property
-    def work_us(self) -> Integers:
-        """int64[num_ranks]: duration of all of the rank's ops together."""
-        sums = np.concatenate([[0], np.cumsum((self.counts * self.durations_us)[self.places.values])])
-        return np.diff(sums[self.places.first])
+    def work_us(self, rank: int) -> int:
+        """Duration of all of the rank's ops together."""
+        tasks = self.tasks_on(rank)
+        return int((self.counts[tasks] * self.durations_us[tasks]).sum())
 
 
 class MemoryHeadroom(NamedTuple):
@@ -137,54 +94,55 @@ class Heads:
 
 def both_sides(problem: Problem, step_ends: bool = True, limits: bool = True) -> tuple[Side, Side]:
     """From the beginning and from the end, with or without step ends and memory limits."""
-    num_tasks, after = len(problem.counts), problem.after
-    order = np.array(problem.topological, np.int64)
-    position = np.argsort(order)
-    headroom, grain, total = _headroom_and_grain(problem)
-    if not limits:
-        headroom[:] = NO_LIMIT
-    component_of = problem.component_of
-    forward = Side(
-        counts=problem.counts,
-        durations_us=problem.durations_us,
-        held_bytes=problem.held_bytes,
-        peak_bytes=problem.peak_bytes,
-        inputs=problem.inputs,
-        order=order,
-        after=after,
-        component_of=component_of,
-        release_us=np.zeros(num_tasks, np.int64),
-        headroom_bytes=headroom,
-        grain_bytes=grain,
-        places=_sorted(problem.tasks_on, position),
-    )
-    backward = Side(
-        counts=problem.counts,
-        durations_us=problem.durations_us,
-        held_bytes=-problem.held_bytes,
-        peak_bytes=problem.peak_bytes,
-        inputs=problem.outputs,
-        order=order[::-1].copy(),
-        after=after.T.copy(),
-        component_of=component_of,
-        release_us=_step_end_tails(problem) if step_ends else np.zeros(num_tasks, np.int64),
-        headroom_bytes=np.where(headroom == NO_LIMIT, NO_LIMIT, headroom - total),
-        grain_bytes=grain,
-        places=_sorted(problem.tasks_on, -position),
-    )
-    return forward, backward
-
-
-def _headroom_and_grain(problem: Problem) -> tuple[Integers, Integers, Integers]:
-    """int64[num_ranks] each: the limit, the greatest common divisor of what ops hold, what is held in the end."""
-    held = problem.held_bytes
+    held, order = problem.held_bytes, np.array(problem.topological, np.int64)
+    in_the_end = np.array([(held[tasks] * problem.counts[tasks]).sum() for tasks in problem.tasks_on], np.int64)
     grain = np.array([max(int(np.gcd.reduce(held[tasks], initial=0)), 1) for tasks in problem.tasks_on], np.int64)
-    total = np.array([int((held[tasks] * problem.counts[tasks]).sum()) for tasks in problem.tasks_on], np.int64)
-    return problem.limits_bytes.copy(), grain, total
+    headroom = problem.limits_bytes if limits else np.full_like(problem.limits_bytes, NO_LIMIT)
+    places, parents = _places(problem.tasks_on, np.argsort(order), problem.after)
+    first = Side(
+        problem.counts,
+        problem.durations_us,
+        held,
+        np.maximum(held, 0) + problem.peak_bytes,
+        problem.inputs.first,
+        problem.inputs.values,
+        order,
+        problem.after,
+        problem.component_of,
+        np.zeros_like(order),
+        headroom,
+        grain,
+        problem.tasks_on.first,
+        places,
+        parents,
+    )
+    after = problem.after.T.copy()
+    places, parents = _places(problem.tasks_on, -np.argsort(order), after)
+    last = first._replace(
+        held_bytes=-held,
+        needed_bytes=np.maximum(-held, 0) + problem.peak_bytes,
+        first_input=problem.outputs.first,
+        inputs=problem.outputs.values,
+        order=order[::-1].copy(),
+        after=after,
+        release_us=_step_end_tails(problem) if step_ends else np.zeros_like(order),
+        headroom_bytes=np.where(headroom == NO_LIMIT, NO_LIMIT, headroom - in_the_end),
+        places=places,
+        parents=parents,
+    )
+    return first, last
 
 
-def _sorted(tasks_on: Rows, position: Integers) -> Rows:
-    return Rows(tasks_on.first, np.concatenate([tasks[np.argsort(position[tasks])] for tasks in tasks_on]))
+def _places(tasks_on: Rows, position: Integers, after: Flags) -> tuple[Integers, Integers]:
+    """`Side.places` and `Side.parents`: each rank's tasks by position, and the deepest ancestor of each."""
+    rows = [tasks[np.argsort(position[tasks])] for tasks in tasks_on]
+    parents = []
+    for tasks in rows:
+        before = after[np.ix_(tasks, tasks)]
+        depth = before.sum(axis=0)
+        for i in range(len(tasks)):
+            parents.append(max(np.flatnonzero(before[:, i]), key=lambda j: (depth[j], j), default=-1))
+    return np.concatenate(rows), np.array(parents, np.int64)
 
 
 def _step_end_tails(problem: Problem) -> Integers:
@@ -203,8 +161,8 @@ def _step_end_tails(problem: Problem) -> Integers:
         for end in reducing:
             later = after[ends.gradients_of(end)][:, lasts].all(axis=0)
             later_us = ends.reduce_us[np.array(reducing)[later]].sum()
-            mine = np.intersect1d(ends.gradients_of(end), here)  # the reduction waits for each of them
-            tails[mine] = np.maximum(tails[mine], ends.reduce_us[end] + later_us + optimizers_us)
+            awaited = np.intersect1d(ends.gradients_of(end), here)  # the reduction waits for each of them
+            tails[awaited] = np.maximum(tails[awaited], ends.reduce_us[end] + later_us + optimizers_us)
     return tails
 
 
@@ -228,38 +186,36 @@ def heads_by_phase(side: Side, headroom: MemoryHeadroom) -> list[tuple[Integers,
 
 def _phases(side: Side, headroom: MemoryHeadroom, beginning: int | None, alone: bool) -> Iterator[Heads]:
     """The same heads again and again, higher after each phase."""
-    tables = side.tables
     heads = np.empty((int(side.counts.max(initial=1)), len(side.counts)), np.int64)
-    idle = np.zeros((len(heads), len(side.places.values)), np.int64)
+    idle = np.zeros((len(heads), len(side.places)), np.int64)
     heads[:] = side.release_us if beginning is None else NEVER
-    ranks = np.arange(len(side.places))
+    ranks = np.arange(side.num_ranks)
     if beginning is not None:
-        heads[:, side.places[beginning]] = 0
+        heads[:, side.tasks_on(beginning)] = 0
         ranks = np.array([beginning]) if alone else np.flatnonzero(ranks_after(side, beginning))
-    found = Heads(heads, idle)
-    yield found
+    result = Heads(heads, idle)
+    yield result
     for _ in range(1 if alone else _ROUNDS):
         look()
-        _pass_on(heads, tables, headroom)
-        yield found
-        _wait(heads, idle, ranks, tables, headroom)
-        yield found
+        _pass_on(heads, side, headroom)
+        yield result
+        _wait(heads, idle, ranks, side, headroom)
+        yield result
     if not alone:
-        _pass_on(heads, tables, headroom)
-        yield found
+        _pass_on(heads, side, headroom)
+        yield result
 
 
 def ranks_after(side: Side, beginning: int) -> Flags:
     """bool[num_ranks]: the ranks all of whose tasks come after one of the rank `beginning`, and that rank itself."""
-    own = side.places[beginning]
-    after = side.after[own].any(axis=0) | (side.counts == 0)
-    ranks = np.array([bool(after[tasks].all()) for tasks in side.places])
+    after = side.after[side.tasks_on(beginning)].any(axis=0) | (side.counts == 0)
+    ranks = np.array([bool(after[side.tasks_on(rank)].all()) for rank in range(side.num_ranks)])
     ranks[beginning] = True
     return ranks
 
 
 @loop
-def _pass_on(heads, side, headroom):  # type: ignore[no-untyped-def]
+def _pass_on(heads: Integers, side: Side, headroom: MemoryHeadroom) -> None:
     """Raises heads along inputs, along the micro-batches of each task, and along the arcs of memory."""
     counts, durations, first_input, inputs = side.counts, side.durations_us, side.first_input, side.inputs
     arcs_first, arcs = headroom.arcs_first, headroom.arcs
@@ -282,7 +238,7 @@ def _pass_on(heads, side, headroom):  # type: ignore[no-untyped-def]
 
 
 @loop
-def _wait(heads, idle, ranks, side, headroom):  # type: ignore[no-untyped-def]
+def _wait(heads: Integers, idle: Integers, ranks: Integers, side: Side, headroom: MemoryHeadroom) -> None:
     """Raises `idle` to the head less the most work before, and heads to `idle` and the least work before."""
     first, values, after, counts = side.first_place, side.places, side.after, side.counts
     arcs_first, arcs, most, least, frees, fills = headroom

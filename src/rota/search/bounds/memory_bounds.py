@@ -109,13 +109,13 @@ def period_reason(placement: Placement) -> str:
     problem = Problem(placement, placement.num_components)
     ranks = rank_loads(problem)
     busiest = max(ranks, key=lambda rank: rank.work_us)
-    each = " of each data stream" if placement.num_components > 1 else ""
+    of_stream = " of each data stream" if placement.num_components > 1 else ""
     if busiest.work_us >= period_bound(placement) * placement.num_components:
-        return f"{problem.rank_name(busiest.rank)} works {busiest.work_us:,} µs for a micro-batch{each}"
+        return f"{problem.rank_name(busiest.rank)} works {busiest.work_us:,} µs for a micro-batch{of_stream}"
     fullest = max(ranks, key=_us_by_memory)
     byte_us = fullest.held_byte_us + fullest.carried_byte_us
     return (
-        f"rank {fullest.rank} has to hold at least {byte_us:,} byte-µs for a micro-batch{each}, in "
+        f"rank {fullest.rank} has to hold at least {byte_us:,} byte-µs for a micro-batch{of_stream}, in "
         f"{fullest.headroom_bytes:,} bytes"
     )
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from rota.compiled import inner, int64, loop
 from rota.core.stopping import look
 from rota.search.bounds.heads_tails import (
     PLACE,
@@ -19,49 +20,47 @@ from rota.search.bounds.heads_tails import (
     A,
     B,
     C,
-    Floats,
     MemoryHeadroom,
     Side,
 )
-from rota.search.compiled import inner, loop
-from rota.search.problem import NO_LIMIT
+from rota.search.problem import NO_LIMIT, Flags, Floats, Integers
 
 _MOST_PRICES = 16
-_TO_COME, _NEXT, _DONE = np.int64(0), np.int64(1), np.int64(2)  # states of a place in a layer
+_TO_COME, _NEXT, _DONE = int64(0), int64(1), int64(2)  # states of a place in a layer
 _ROUNDING = 1e-12  # relative to the numbers that are added: lines are moved by this much to the safe side
 
 
 def find_headroom(side: Side) -> MemoryHeadroom:
     """This depends on the placement alone, not on when anything starts."""
-    tables, prices, load = side.tables, prices_of(side), side.durations_us.astype(np.float64)
+    prices, load = prices_of(side), side.durations_us.astype(np.float64)
     look()
-    arcs = _memory_arcs(tables)
+    arcs = _memory_arcs(side)
     arcs = arcs[np.argsort(arcs[:, TASK], kind="stable")]
     first = np.searchsorted(arcs[:, TASK], np.arange(len(side.counts) + 1)).astype(np.int64)
-    most, least = _lines(tables, load, prices), -_lines(tables, -load, prices)
+    most, least = _lines(side, load, prices), -_lines(side, -load, prices)
     frees = np.zeros(len(most), np.bool_)
-    fill = _fills(tables, load, prices, frees)
+    fill = _fills(side, load, prices, frees)
     return MemoryHeadroom(first, arcs, most, least, frees, fill)
 
 
 def prices_of(side: Side) -> Floats:
     """float64[num_ranks, _MOST_PRICES]: prices of a byte in µs at which a part of a chain of tasks just pays."""
-    prices = np.zeros((len(side.places.first) - 1, _MOST_PRICES))
+    prices = np.zeros((side.num_ranks, _MOST_PRICES))
     for rank in range(len(prices)):
         if side.headroom_bytes[rank] == NO_LIMIT:
             continue
-        first, end = int(side.places.first[rank]), int(side.places.first[rank + 1])
-        tasks, parents = side.places.values[first:end].tolist(), side.parents[first:end].tolist()
-        found = set()
+        tasks, first = side.tasks_on(rank).tolist(), side.first_place
+        parents = side.parents[first[rank] : first[rank + 1]].tolist()
+        candidates = set()
         for i in range(len(tasks)):
             work, memory, j = 0, 0, i
             while j >= 0:
                 work += int(side.durations_us[tasks[j]])
                 memory += int(side.held_bytes[tasks[j]])
                 if work and memory:
-                    found.add(work / abs(memory))
+                    candidates.add(work / abs(memory))
                 j = parents[j]
-        ordered = sorted(found)
+        ordered = sorted(candidates)
         picked = np.linspace(0, len(ordered) - 1, min(len(ordered), _MOST_PRICES - 1)).astype(int)
         for i, at in enumerate(picked):
             prices[rank, i + 1] = ordered[at]
@@ -72,14 +71,14 @@ def price_of_fill(side: Side, rank: int) -> int:
     """Which of the rank's prices makes `MemoryHeadroom.fill_us` least."""
     fills, prices, load = [], prices_of(side), side.durations_us.astype(np.float64)
     for price in range(_MOST_PRICES):
-        frees = np.zeros(len(side.places.values), np.bool_)
+        frees = np.zeros(len(side.places), np.bool_)
         only = np.ascontiguousarray(prices[:, price : price + 1])
-        fills.append(int(_fills(side.tables, load, only, frees)[rank]))
+        fills.append(int(_fills(side, load, only, frees)[rank]))
     return fills.index(min(fills))
 
 
 @inner
-def _best_closed(weights, parents, forced, times):  # type: ignore[no-untyped-def]
+def _best_closed(weights: Floats, parents: Integers, forced: Integers, times: Integers) -> float:
     """The largest weight of a closed set in a forest; `forced` 1: in it, -1: not. Trees count `times[root]` times."""
     sums = np.zeros_like(weights)
     total = 0.0
@@ -95,7 +94,7 @@ def _best_closed(weights, parents, forced, times):  # type: ignore[no-untyped-de
 
 
 @inner
-def _layer(i, tasks, after, component_of, state, forced):  # type: ignore[no-untyped-def]
+def _layer(i: int, tasks: Integers, after: Flags, component_of: Integers, state: int, forced: Integers) -> None:
     """Fills `forced` for a layer in which place i is in this state."""
     task = tasks[i]
     for j in range(len(tasks)):
@@ -108,14 +107,14 @@ def _layer(i, tasks, after, component_of, state, forced):  # type: ignore[no-unt
 
 
 @inner
-def _other_components(i, tasks, component_of, forced):  # type: ignore[no-untyped-def]
+def _other_components(i: int, tasks: Integers, component_of: Integers, forced: Integers) -> None:
     """Fills `forced` for all layers of components other than that of place i."""
     for j in range(len(tasks)):
         forced[j] = -1 if component_of[tasks[j]] == component_of[tasks[i]] else 0
 
 
 @loop
-def _lines(side, load, prices):  # type: ignore[no-untyped-def]
+def _lines(side: Side, load: Floats, prices: Floats) -> Floats:
     """float64[num_places, num_prices, 2], lines (a, b): before micro-batch k, at most a + b k of `load` is done."""
     first, values, all_parents, after, counts = side.first_place, side.places, side.parents, side.after, side.counts
     held, needed, limits, grains = side.held_bytes, side.needed_bytes, side.headroom_bytes, side.grain_bytes
@@ -153,7 +152,7 @@ def _lines(side, load, prices):  # type: ignore[no-untyped-def]
 
 
 @loop
-def _fills(side, load, prices, frees):  # type: ignore[no-untyped-def]
+def _fills(side: Side, load: Floats, prices: Floats, frees: Flags) -> Integers:
     """Marks `frees`; int64[num_ranks]: the most work before the first of them, all components together."""
     first, values, all_parents, after, counts = side.first_place, side.places, side.parents, side.after, side.counts
     held, needed, limits, grains = side.held_bytes, side.needed_bytes, side.headroom_bytes, side.grain_bytes
@@ -190,7 +189,7 @@ def _fills(side, load, prices, frees):  # type: ignore[no-untyped-def]
 
 
 @loop
-def _memory_arcs(side):  # type: ignore[no-untyped-def]
+def _memory_arcs(side: Side) -> Integers:
     """int64[num_arcs, 7]: see `MemoryHeadroom.arcs`.
 
     If only y of the source are over when micro-batch k of the task starts, then at least y P + (k - y) Q + R + (count -
@@ -210,19 +209,19 @@ def _memory_arcs(side):  # type: ignore[no-untyped-def]
         for i in range(len(tasks)):
             task = tasks[i]
             _layer(i, tasks, after, component_of, _DONE, forced)
-            done = np.int64(_best_closed(weights, parents, forced, once))
+            done = int64(_best_closed(weights, parents, forced, once))
             _other_components(i, tasks, component_of, forced)
-            free = limits[rank] - needed[task] + np.int64(_best_closed(weights, parents, forced, times))
+            free = limits[rank] - needed[task] + int64(_best_closed(weights, parents, forced, times))
             for j in range(len(tasks)):
                 source = tasks[j]
                 if j == i or component_of[source] != component_of[task] or after[source, task]:
                     continue
                 for state in range(3):
-                    _layer(i, tasks, after, component_of, np.int64(state), forced)
+                    _layer(i, tasks, after, component_of, int64(state), forced)
                     for other in range(len(tasks)):
                         if other == j or after[source, tasks[other]]:
                             forced[other] = -1
-                    sums[state] = np.int64(_best_closed(weights, parents, forced, once))
+                    sums[state] = int64(_best_closed(weights, parents, forced, once))
                 later, now, without = sums[0], sums[1], sums[2]
                 a, b = -free - now - (counts[task] - 1) * later, later - without
                 if done > without and max(a, a + b * (counts[task] - 1)) > 0:
@@ -236,7 +235,7 @@ def _memory_arcs(side):  # type: ignore[no-untyped-def]
 
 
 @inner
-def _longer(rows):  # type: ignore[no-untyped-def]
+def _longer(rows: Integers) -> Integers:
     """The same rows, and as many again, which are not set."""
     longer = np.empty((2 * len(rows), rows.shape[1]), rows.dtype)
     for i in range(len(rows)):

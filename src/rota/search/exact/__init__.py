@@ -153,10 +153,15 @@ def _count_transfers(ordering: Ordering, gaps: Gaps, problem: Problem) -> None:
     peak = {node: int(problem.peak_bytes[task]) for node, task in window.task_of.items()}
     for rank, row in enumerate(window.rows):
         carries = [
-            Carry(each.num_bytes, After(begun, each.since.lag_us), After(over, each.until.lag_us), each.is_sent)
-            for each in problem.lowered.carried
-            if each.rank == rank and each.since.task in window.nodes_of
-            for begun, over in zip(window.nodes_of[each.since.task], window.nodes_of[each.until.task], strict=True)
+            Carry(
+                span.num_bytes,
+                After(begun, span.since.lag_us),
+                After(over, span.until.lag_us),
+                span.is_sent,
+            )
+            for span in problem.lowered.carried
+            if span.rank == rank and span.since.task in window.nodes_of
+            for begun, over in zip(window.nodes_of[span.since.task], window.nodes_of[span.until.task], strict=True)
         ]
         if carries and problem.limits_bytes[rank] != NO_LIMIT:
             level = Level(times, row, carries)

@@ -16,12 +16,11 @@ from math import comb, gcd, prod
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from rota.compiled import inner, loop
 from rota.core.stopping import look
 from rota.search.budget import Budget
-from rota.search.compiled import inner, loop
-from rota.search.exact.state_space import SPARE, STATES, Step, Words, find, rehash, room_for, step_of, successors
+from rota.search.exact.state_space import SPARE, STATES, Bytes, Step, Words, find, rehash, room_for, step_of, successors
 from rota.search.problem import NO_LIMIT, Integers, Orders, Problem, without_common_tasks
 from rota.search.transfer_levels import counting_transfers
 
@@ -37,8 +36,6 @@ _S_PER_STATE, _S_PER_EDGE = 4.5e-6, 4e-9  # nominal seconds, about
 _CLOSING_PART = 0.85  # of the most open states at a time: once fewer are open, their number goes on falling
 _EDGES, _DONE = 0, 2  #: places in `Graph.meta` beside STATES
 _RUNNING, _FULL, _TOO_MANY, _FINISHED = range(4)  #: what `_explore` answers
-
-Bytes = NDArray[np.uint8]
 
 
 class Graph(NamedTuple):
@@ -67,10 +64,10 @@ class Rounds:
         self.bound_us = 0
         self.orders: Orders | None = None
         apart, self.together_us = without_common_tasks(problem)
-        whole = step_of(counting_transfers(apart))
-        self.before, self.after = _outer_tasks(whole)
-        self.kept = [t for t in range(len(whole.durations_us)) if t not in {*self.before, *self.after}]
-        self.step = _part(whole, self.kept)
+        counted = counting_transfers(apart)
+        self.before, self.after = _outer_tasks(counted)
+        self.kept = [t for t in range(len(counted.counts)) if t not in {*self.before, *self.after}]
+        self.step = step_of(counted, self.kept)
         self.unit_us = max(1, gcd(*self.step.durations_us.tolist()))
         self.step = self.step._replace(durations_us=self.step.durations_us // self.unit_us)
         component_of = problem.component_of[self.kept]
@@ -222,13 +219,11 @@ class _Values:
     def _next(self, latest: list[Words], j: int) -> Words:
         """The times until j micro-batches are complete, from those until fewer are."""
         look()
-        graph, num_states = self.graph, len(self.in_flight)
-        values: Words = np.full((self.depth + 1, num_states), _UNKNOWN, np.int32)
+        values: Words = np.full((self.depth + 1, len(self.in_flight)), _UNKNOWN, np.int32)
         for back in range(1, min(self.depth, len(latest)) + 1):
             values[back] = latest[-back]
-        _round(graph.first, graph.target, graph.passes, self.steps, self.in_flight, self.root, values, j)
-        found: Words = values[0].copy()
-        return found
+        _round(self.graph, self.steps, self.in_flight, self.root, values, j)
+        return values[0].copy()
 
     def bound(self, num_rounds: int) -> int:
         """A lower bound for so many micro-batches; after `num_rounds` of `go_on` the exact value.
@@ -283,56 +278,23 @@ class _Values:
         return known
 
 
-def _outer_tasks(step: Step) -> tuple[list[int], list[int]]:
+def _outer_tasks(problem: Problem) -> tuple[list[int], list[int]]:
     """Tasks of no duration that hold nothing, before all others of their micro-batch and after them.
 
     Of a task of several ranks all ranks are the same: those that work at all.
     """
-    num_tasks = len(step.durations_us)
-    sources = [set(step.sources[step.sources_first[t] : step.sources_first[t + 1]].tolist()) for t in range(num_tasks)]
-    targets: list[set[int]] = [set() for _ in range(num_tasks)]
-    for task, read in enumerate(sources):
-        for source in read:
-            targets[source].add(task)
-    is_free = [
-        step.ranks_first[t + 1] - step.ranks_first[t] > 1
-        and not (step.durations_us[t] or step.held_bytes[t] or step.needed_bytes[t])
-        for t in range(num_tasks)
-    ]
+    num_tasks = len(problem.counts)
+    costs = problem.durations_us, problem.held_bytes, problem.peak_bytes
+    is_free = [len(problem.ranks[t]) > 1 and not any(cost[t] for cost in costs) for t in range(num_tasks)]
     result = []
-    for rows in (sources, targets):
-        found: list[int] = []
-        while more := [t for t in range(num_tasks) if is_free[t] and t not in found and rows[t] <= {*found}]:
-            found += more
-        result.append(found)
+    for rows in (problem.inputs, problem.outputs):
+        neighbours = [{*row[::2].tolist()} for row in rows]
+        outer: list[int] = []
+        while more := [t for t in range(num_tasks) if is_free[t] and t not in outer and neighbours[t] <= {*outer}]:
+            outer += more
+        result.append(outer)
     before, after = result
     return before, [t for t in after[::-1] if t not in before]
-
-
-def _part(step: Step, kept: list[int]) -> Step:
-    """The step with these tasks alone."""
-    number = {task: i for i, task in enumerate(kept)}
-
-    def rows(first: Integers, values: Integers, of: list[int]) -> tuple[Integers, Integers]:
-        found = [[number[t] for t in values[first[i] : first[i + 1]].tolist() if t in number] for i in of]
-        ends = np.cumsum([0, *map(len, found)])
-        return ends.astype(np.int64), np.array([t for row in found for t in row], np.int64)
-
-    ranks = [step.ranks[step.ranks_first[t] : step.ranks_first[t + 1]] for t in kept]
-    sources_first, sources = rows(step.sources_first, step.sources, kept)
-    tasks_first, tasks = rows(step.tasks_first, step.tasks, [*range(len(step.limits_bytes))])
-    return Step(
-        step.durations_us[kept],
-        step.held_bytes[kept],
-        step.needed_bytes[kept],
-        step.limits_bytes,
-        np.cumsum([0, *map(len, ranks)]).astype(np.int64),
-        np.concatenate([*ranks, np.empty(0, np.int64)]).astype(np.int64),
-        sources_first,
-        sources,
-        tasks_first,
-        tasks,
-    )
 
 
 def _first_graph(width: int) -> Graph:
@@ -373,20 +335,20 @@ def _sorted(graph: Graph, component_of: Integers) -> tuple[Graph, Words]:
     Edges that complete a micro-batch may lead to states before.
     """
     num_states, num_edges = int(graph.meta[STATES]), int(graph.meta[_EDGES])
-    first, progress = graph.first[: num_states + 1], graph.progress[:num_edges]
-    order = np.empty(num_states, np.int32)
-    target, passes, sorted_progress = np.empty(num_edges, np.int32), np.empty(num_edges, np.int32), progress.copy()
-    new_first = np.zeros(num_states + 1, np.int64)
-    _sort(first, graph.target, graph.passes, progress, order, new_first, target, passes, sorted_progress)
+    order, first = np.empty(num_states, np.int32), np.zeros(num_states + 1, np.int64)
+    target, passes = np.empty(num_edges, np.int32), np.empty(num_edges, np.int32)
+    progress = np.empty(num_edges, np.uint8)
+    result = Graph(graph.keys[:0], graph.table[:0], first, target, passes, progress, graph.meta)
+    _sort(graph, result, order)
     keys = graph.keys[order]
     in_flight = np.zeros(num_states, np.int32)
     for component in range(int(component_of.max()) + 1):
         in_flight += keys[:, : len(component_of)][:, component_of == component].max(axis=1)
-    return Graph(keys, graph.table[:0], new_first, target, passes, sorted_progress, graph.meta), in_flight
+    return result._replace(keys=keys), in_flight
 
 
 @inner
-def _unpack(packed, num_tasks, num_ranks, still_bytes, key):  # type: ignore[no-untyped-def]
+def _unpack(packed: Bytes, num_tasks: int, num_ranks: int, still_bytes: int, key: Words) -> None:
     """Fills the key of a state."""
     for task in range(num_tasks):
         key[task] = packed[task]
@@ -399,7 +361,7 @@ def _unpack(packed, num_tasks, num_ranks, still_bytes, key):  # type: ignore[no-
 
 
 @inner
-def _pack(key, num_tasks, num_ranks, still_bytes, packed):  # type: ignore[no-untyped-def]
+def _pack(key: Words, num_tasks: int, num_ranks: int, still_bytes: int, packed: Bytes) -> None:
     """Fills the bytes of a key."""
     for task in range(num_tasks):
         packed[task] = key[task]
@@ -412,7 +374,7 @@ def _pack(key, num_tasks, num_ranks, still_bytes, packed):  # type: ignore[no-un
 
 
 @loop
-def _explore(step, component_of, graph, still_bytes, most):  # type: ignore[no-untyped-def]
+def _explore(step: Step, component_of: Integers, graph: Graph, still_bytes: int, most: int) -> int:
     """Adds the edges of so many states, and the states that they lead to."""
     keys, table, first, target, passes, progress, meta = graph
     num_tasks, num_ranks = len(step.durations_us), len(step.limits_bytes)
@@ -428,10 +390,10 @@ def _explore(step, component_of, graph, still_bytes, most):  # type: ignore[no-u
             return _FULL
         most -= 1
         _unpack(keys[state], num_tasks, num_ranks, still_bytes, key)
-        found = successors(key, step, room)
-        if found < 0:
+        num_children = successors(key, step, room)
+        if num_children < 0:
             return _TOO_MANY
-        for i in range(found):
+        for i in range(num_children):
             child = children[i]
             for component in range(_MOST_COMPONENTS):
                 complete[component] = 255
@@ -458,42 +420,44 @@ def _explore(step, component_of, graph, still_bytes, most):  # type: ignore[no-u
 
 
 @loop
-def _sort(first, target, passes, progress, order, new_first, new_target, new_passes, new_progress):  # type: ignore[no-untyped-def]
+def _sort(graph: Graph, result: Graph, order: Words) -> None:
     """Orders the states (Kahn, "Topological sorting of large networks", 1962), and the edges with them."""
+    first, target, progress = graph.first, graph.target, graph.progress
     num_states = len(order)
     waits = np.zeros(num_states, np.int32)
     for edge in range(first[num_states]):
         if progress[edge] == 0:
             waits[target[edge]] += 1
-    found = 0
+    num_ordered = 0
     for state in range(num_states):
         if waits[state] == 0:
-            order[found] = state
-            found += 1
+            order[num_ordered] = state
+            num_ordered += 1
     done = 0
-    while done < found:
+    while done < num_ordered:
         state = order[done]
         done += 1
         for edge in range(first[state], first[state + 1]):
             if progress[edge] == 0:
                 waits[target[edge]] -= 1
                 if waits[target[edge]] == 0:
-                    order[found] = target[edge]
-                    found += 1
+                    order[num_ordered] = target[edge]
+                    num_ordered += 1
     for i in range(num_states):
         waits[order[i]] = i
     edges = 0
     for i in range(num_states):
         for edge in range(first[order[i]], first[order[i] + 1]):
-            new_target[edges] = waits[target[edge]]
-            new_passes[edges], new_progress[edges] = passes[edge], progress[edge]
+            result.target[edges] = waits[target[edge]]
+            result.passes[edges], result.progress[edges] = graph.passes[edge], progress[edge]
             edges += 1
-        new_first[i + 1] = edges
+        result.first[i + 1] = edges
 
 
 @loop
-def _round(first, target, passes, steps, in_flight, root, values, j):  # type: ignore[no-untyped-def]
+def _round(graph: Graph, steps: Bytes, in_flight: Words, root: int, values: Words, j: int) -> None:
     """Fills values[0]: the least time of each state until j micro-batches are complete; values[i]: j - i."""
+    first, target, passes = graph.first, graph.target, graph.passes
     for state in range(len(in_flight) - 1, -1, -1):
         least = _UNKNOWN
         if in_flight[state] <= j:

@@ -9,18 +9,20 @@ A state's key is one row of numbers: the ops begun of each task; what each rank 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rota.search.compiled import copy, inner, loop
+from rota.compiled import copy, inner, int64, loop
 from rota.search.problem import NO_LIMIT, Integers, Problem, Rows
 
 SPARE = 10_000  #: the most choices of a state that are looked at
 STATES = 1  #: the place in `meta` where the number of states in a table is counted
 
 Words = NDArray[np.int32]
+Bytes = NDArray[np.uint8]
 
 
 class Step(NamedTuple):
@@ -48,35 +50,34 @@ class Room(NamedTuple):
     passed: Integers  #: int64[SPARE]: µs until then
 
 
-def step_of(problem: Problem) -> Step:
-    """The arrays of a problem."""
-    sources = Rows.of([problem.inputs[task].reshape(-1, 2)[:, 0].tolist() for task in range(len(problem.counts))])
+def step_of(problem: Problem, tasks: Sequence[int]) -> Step:
+    """The arrays of a problem that has these tasks alone."""
+    number = {task: i for i, task in enumerate(tasks)}
+    ranks = Rows.of([problem.ranks[task].tolist() for task in tasks])
+    sources = Rows.of([[number[s] for s in problem.inputs[t][::2].tolist() if s in number] for t in tasks])
+    on = Rows.of([[number[task] for task in row.tolist() if task in number] for row in problem.tasks_on])
+    held = problem.held_bytes[[*tasks]]
     return Step(
-        problem.durations_us,
-        problem.held_bytes,
-        np.maximum(problem.held_bytes, 0) + problem.peak_bytes,
+        problem.durations_us[[*tasks]],
+        held,
+        np.maximum(held, 0) + problem.peak_bytes[[*tasks]],
         problem.limits_bytes,
-        problem.ranks.first,
-        problem.ranks.values,
-        sources.first,
-        sources.values,
-        problem.tasks_on.first,
-        problem.tasks_on.values,
+        *(ranks.first, ranks.values, sources.first, sources.values, on.first, on.values),
     )
 
 
 @loop
-def _place_of(key, mask):  # type: ignore[no-untyped-def]
+def _place_of(key: Bytes, mask: int) -> int:
     """Where a key belongs in a table (FNV-1a by words, with its high bits mixed in)."""
     number = np.uint64(1469598103934665603)
     for value in key:
         number = (number ^ np.uint64(value)) * np.uint64(1099511628211)
         number ^= number >> np.uint64(29)
-    return np.int64(number & np.uint64(mask))
+    return int64(number & np.uint64(mask))
 
 
 @loop
-def rehash(keys, table, num_states):  # type: ignore[no-untyped-def]
+def rehash(keys: Bytes, table: Words, num_states: int) -> None:
     """Fills an empty table."""
     mask = len(table) - 1
     for state in range(num_states):
@@ -87,7 +88,7 @@ def rehash(keys, table, num_states):  # type: ignore[no-untyped-def]
 
 
 @loop
-def find(keys, table, meta, key):  # type: ignore[no-untyped-def]
+def find(keys: Bytes, table: Words, meta: Integers, key: Bytes) -> int:
     """The state with this key, which is added if it is new (then its number is the last one)."""
     mask = len(table) - 1
     at = _place_of(key, mask)
@@ -110,7 +111,7 @@ def find(keys, table, meta, key):  # type: ignore[no-untyped-def]
 
 
 @inner
-def room_for(step):  # type: ignore[no-untyped-def]
+def room_for(step: Step) -> Room:
     """The arrays that `successors` fills."""
     num_tasks, num_ranks = len(step.durations_us), len(step.limits_bytes)
     return Room(
@@ -123,7 +124,7 @@ def room_for(step):  # type: ignore[no-untyped-def]
 
 
 @inner
-def successors(key, step, room):  # type: ignore[no-untyped-def]
+def successors(key: Words, step: Step, room: Room) -> int:
     """How many states can follow: they are written to `room.children`, and the µs until then to `room.passed`.
 
     The answer is -1 where there is no room for all of them.
@@ -191,11 +192,11 @@ def successors(key, step, room):  # type: ignore[no-untyped-def]
         total *= num_options[rank]
 
     if total > len(children):
-        return np.int64(-1)
-    found = 0
+        return int64(-1)
+    num_children = 0
     for _ in range(total):
         # The state after these choices.
-        child = children[found]
+        child = children[num_children]
         copy(key, child)
         is_possible = True
         for rank in range(num_ranks):
@@ -214,7 +215,7 @@ def successors(key, step, room):  # type: ignore[no-untyped-def]
             choice[rank] = 0
         if not is_possible:
             continue
-        passes = np.int64(-1)
+        passes = int64(-1)
         for rank in range(num_ranks):
             if child[num_tasks + rank] >= 0:
                 still = child[num_tasks + num_ranks + rank]
@@ -226,6 +227,6 @@ def successors(key, step, room):  # type: ignore[no-untyped-def]
                 child[num_tasks + num_ranks + rank] -= passes
                 if child[num_tasks + num_ranks + rank] == 0:
                     child[num_tasks + rank] = -1
-        passed[found] = passes
-        found += 1
-    return found
+        passed[num_children] = passes
+        num_children += 1
+    return num_children

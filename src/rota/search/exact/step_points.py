@@ -75,7 +75,7 @@ class StepPoints:
     def add_implications(self) -> None:
         """What the literals say about each other, and about the order of two ops of a rank."""
         model, window = self.ordering.model, self.ordering.window
-        literals = {places: each for places, each in self._literals.items() if not isinstance(each, int)}
+        literals = {places: literal for places, literal in self._literals.items() if not isinstance(literal, int)}
         for (early, late), literal in literals.items():
             sooner = early._replace(node=early.node - 1), late
             later = early, late._replace(node=late.node + 1)

@@ -6,15 +6,14 @@ A change of a policy moves whole rows of ops at once, on many ranks, where movin
 from __future__ import annotations
 
 from contextlib import suppress
-from typing import Literal
 
 import numpy as np
 
 from rota.core.stopping import Stopped
 from rota.search.budget import NOMINAL_OPS_PER_S, Budget
-from rota.search.local.moves import State, anneal
+from rota.search.local.moves import Goal, State, anneal
 from rota.search.local.policies import Climb, Objectives
-from rota.search.problem import Orders, Problem
+from rota.search.problem import Orders
 from rota.search.timing import score
 
 _CHUNK = NOMINAL_OPS_PER_S // 20  # ops timed between two looks at the budget
@@ -24,31 +23,21 @@ _LONG_OPS, _LONG_CLIMB_PART = 20_000, 2.0  # in longer steps a move changes less
 _HEATS = (0.1, 0.3)  # in turn: by how many mean ops a move may readily lengthen the step at first
 
 
-def improve(
-    problem: Problem,
-    orders: Orders,
-    objective: Literal["makespan", "span"],
-    bound_us: int,
-    budget: Budget,
-    seed: int = 0,
-    climb: Climb | None = None,
-) -> Orders:
+def improve(climb: Climb, orders: Orders, bound_us: int, budget: Budget, seed: int = 0) -> Orders:
     """Local search until the budget is used up or the objective is at its bound.
 
     Args:
-        problem: The step.
+        climb: Over policies of the problem, to go on with. It says what is minimized; where that is equal, the other
+            one of makespan and span counts.
         orders: Where to begin. They fit and have no cycle; so do all orders that are found.
-        objective: What is minimized; where it is equal, the other one counts.
-        bound_us: A lower bound for it.
+        bound_us: A lower bound for the objective.
         budget: What the search may spend.
-        seed: Of all random choices.
-        climb: Over policies, to go on with; None begins one.
+        seed: Of the random moves.
 
     Returns:
         The best orders found, or `orders`.
     """
-    climb = climb or Climb(problem, objective == "span", seed)
-    search = _Improvement(problem, orders, objective == "span", budget, seed, bound_us, climb)
+    search = _Improvement(climb, orders, bound_us, budget, seed)
     with suppress(Stopped):
         search.run()
     return search.best
@@ -57,27 +46,16 @@ def improve(
 class _Improvement:
     """Keeps the best orders. Each round tries policies, then anneals the best of them (if it is new) and the best."""
 
-    def __init__(
-        self,
-        problem: Problem,
-        orders: Orders,
-        is_span: bool,
-        budget: Budget,
-        seed: int,
-        bound_us: int,
-        climb: Climb,
-    ) -> None:
-        self.is_span = is_span
-        self.budget = budget
-        self.bound_us = bound_us
-        self.best = orders
+    def __init__(self, climb: Climb, orders: Orders, bound_us: int, budget: Budget, seed: int) -> None:
+        problem = climb.problem
+        self.climb, self.best, self.bound_us, self.budget = climb, orders, bound_us, budget
         timed = score(problem, orders)
         assert timed is not None
-        self.key: Objectives = (timed.span_us, timed.makespan_us) if is_span else (timed.makespan_us, timed.span_us)
+        self.key: Objectives = (
+            (timed.span_us, timed.makespan_us) if climb.is_span else (timed.makespan_us, timed.span_us)
+        )
         self.mean_us = float((problem.counts * problem.durations_us).sum() / problem.counts.sum())
-        self.climb = climb
-        self.tables, self.memory = self.climb.dispatcher.tables, self.climb.dispatcher.memory
-        self.step_ends = problem.step_ends
+        self.tables, self.memory = climb.dispatcher.tables, climb.dispatcher.memory
         self.state = State.of(problem, orders, seed)
 
     @property
@@ -91,9 +69,9 @@ class _Improvement:
             before = self.climb.key
             self._climb(climb_part * work)
             heat = _HEATS[turn % len(_HEATS)] * self.mean_us
-            found = self.climb.key
-            if self.climb.orders is not None and found is not None and found not in (before, self.key):
-                self._anneal(self.climb.orders, found, work, heat)
+            climbed = self.climb.key
+            if self.climb.orders is not None and climbed is not None and climbed not in (before, self.key):
+                self._anneal(self.climb.orders, climbed, work, heat)
             self._anneal(self.best, self.key, work, heat)
             work, turn = 2 * work, turn + 1
 
@@ -108,14 +86,14 @@ class _Improvement:
 
     def _anneal(self, orders: Orders, key: Objectives, most_work: int, heat: float) -> None:
         """Anneals in chunks, cooling down to 0."""
-        state, best, done = self.state, np.array(key, np.int64), 0
+        state, goal, done = self.state, Goal(self.climb.is_span, np.array(key, np.int64), self.bound_us), 0
         state.orders[:] = state.best[:] = orders
         while done < most_work and not self.is_over:
             share = min(max(_CHUNK, 2 * len(orders)), most_work - done)
             heats = np.array([heat * (1 - work / most_work) for work in (done, done + share)])
-            compiled = self.tables, self.step_ends, self.memory, state
-            work = int(anneal(*compiled, best, self.is_span, heats, share, self.bound_us))
+            work = anneal(self.tables, self.climb.problem.step_ends, self.memory, state, goal, heats, share)
             done += work
             self.budget.spend_ops(work)
-            if tuple(best) < self.key:
-                self.best, self.key = state.best.copy(), (int(best[0]), int(best[1]))
+            value_us, other_us = goal.best_us.tolist()
+            if (value_us, other_us) < self.key:
+                self.best, self.key = state.best.copy(), (value_us, other_us)

@@ -13,9 +13,10 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from rota.search.compiled import copy, copy_part, inner, loop
-from rota.search.problem import Integers, Orders, Problem
-from rota.search.timing import measure, replay
+from rota.compiled import copy, copy_part, inner, int64, loop
+from rota.search.dispatching import Memory
+from rota.search.problem import Floats, Integers, Orders, Problem, StepEnds
+from rota.search.timing import Tables, measure, replay
 
 _NO_LATEST = 1 << 61
 _BEYOND = 3  # by how many places an op may leave its block
@@ -63,23 +64,40 @@ class State(NamedTuple):
         )
 
 
+class Goal(NamedTuple):
+    """What is minimized, and the best so far."""
+
+    is_span: bool  #: the span, or else the makespan
+    best_us: Integers  #: int64[2]: of the best orders, and the other one of makespan and span
+    stop_at_us: int  #: what is good enough
+
+
 @inner
-def draw(random, below):  # type: ignore[no-untyped-def]
+def draw(random: NDArray[np.uint64], below: int) -> int:
     """A whole number from 0 to `below` - 1: Marsaglia's xorshift, 2003, followed by a multiplication."""
     x = random[0]
     x ^= x >> np.uint64(12)
     x ^= x << np.uint64(25)
     x ^= x >> np.uint64(27)
     random[0] = x
-    return np.int64((x * np.uint64(2685821657736338717) >> np.uint64(33)) % np.uint64(below))
+    return int64((x * np.uint64(2685821657736338717) >> np.uint64(33)) % np.uint64(below))
 
 
 @loop
-def anneal(tables, step_ends, memory, state, best_score, is_span, heats_us, most_work, stop_at_us):  # type: ignore[no-untyped-def]
+def anneal(
+    tables: Tables,
+    step_ends: StepEnds,
+    memory: Memory,
+    state: State,
+    goal: Goal,
+    heats_us: Floats,
+    most_work: int,
+) -> int:
     """Tries moves until `most_work` ops were timed, while the heat goes from the first to the second of `heats_us`.
 
-    Leaves better orders in `state.best` and their (objective, other) in `best_score`; returns the work done.
+    Leaves better orders in `state.best` and their values in `goal.best_us`; returns the work done.
     """
+    is_span, best_us = goal.is_span, goal.best_us
     orders, first_op = state.orders, tables.first_op
     num_ranks = len(first_op) - 1
     for r in range(num_ranks):
@@ -87,12 +105,12 @@ def anneal(tables, step_ends, memory, state, best_score, is_span, heats_us, most
     opens = np.zeros(num_ranks, np.int64)
     if is_span:
         opens[tables.num_ranks :] = _NO_LATEST // 2  # a shared link's window is of any length
-    retime(tables, state, np.int64(0), opens, np.int64(_NO_LATEST))
+    retime(tables, state, int64(0), opens, int64(_NO_LATEST))
     settle(tables, state, True)
     current = rate(tables, step_ends, state, is_span)
     blocks, row = np.empty((first_op[-1] + 1, 3), np.int64), orders.copy()
-    num_blocks, work = 0, np.int64(first_op[-1])
-    while work < most_work and best_score[0] > stop_at_us:
+    num_blocks, work = 0, int64(first_op[-1])
+    while work < most_work and best_us[0] > goal.stop_at_us:
         work += 20
         if not num_blocks:
             num_blocks = find_blocks(tables, state, is_span, blocks)
@@ -104,43 +122,43 @@ def anneal(tables, step_ends, memory, state, best_score, is_span, heats_us, most
         r, first, end = blocks[block, 0], blocks[block, 1], blocks[block, 2]
         rank_first, rank_end = first_op[r], first_op[r + 1]
         at = first + draw(state.random, end - first)
-        to = place_for(at, first, end, draw(state.random, np.int64(3)), draw(state.random, np.int64(_BEYOND)))
+        to = place_for(at, first, end, draw(state.random, int64(3)), draw(state.random, int64(_BEYOND)))
         low = min(at, max(to, rank_first))
         copy_part(orders, row, rank_first, rank_end)
         work += (rank_end - low) // 4
         if not shift(orders, at, min(max(to, rank_first), rank_end - 1)):
             continue
         heat = heats_us[0] + (heats_us[1] - heats_us[0]) * work / most_work
-        chance = (1 + draw(state.random, np.int64(1 << 30))) / (1 << 30)
-        most = current[0] + np.int64(-np.log(chance) * heat)
+        chance = (1 + draw(state.random, int64(1 << 30))) / (1 << 30)
+        most = current[0] + int64(-np.log(chance) * heat)
         is_kept = repair(tables, memory, state, r, low)
         if is_kept:
-            since = end_at(tables, state, low - 1) if low > rank_first else np.int64(0)
+            since = end_at(tables, state, low - 1) if low > rank_first else int64(0)
             is_timed, num_timed = retime(tables, state, since, opens, most)
             work += num_timed
-            found = rate(tables, step_ends, state, is_span) if is_timed else current
-            is_kept = is_timed and found[0] <= most
+            value = rate(tables, step_ends, state, is_span) if is_timed else current
+            is_kept = is_timed and value[0] <= most
             settle(tables, state, is_kept)
         if not is_kept:
             copy_part(row, orders, rank_first, rank_end)
             continue
-        current, num_blocks = found, 0
+        current, num_blocks = value, 0
         index(tables, state, r)
-        if current < (best_score[0], best_score[1]):
-            best_score[0], best_score[1] = current
+        if current < (best_us[0], best_us[1]):
+            best_us[0], best_us[1] = current
             copy(orders, state.best)
     return work
 
 
 @inner
-def rate(tables, step_ends, state, is_span):  # type: ignore[no-untyped-def]
+def rate(tables: Tables, step_ends: StepEnds, state: State, is_span: bool) -> tuple[int, int]:
     """(objective, other one), in µs."""
     makespan, span = measure(tables, step_ends, state.orders, state.starts_us)
     return (span, makespan) if is_span else (makespan, span)
 
 
 @inner
-def index(tables, state, rank):  # type: ignore[no-untyped-def]
+def index(tables: Tables, state: State, rank: int) -> None:
     """Updates `indexes` and `places` of a rank."""
     counts = np.zeros(len(tables.durations_us), np.int64)
     for at in range(tables.first_op[rank], tables.first_op[rank + 1]):
@@ -153,19 +171,19 @@ def index(tables, state, rank):  # type: ignore[no-untyped-def]
 
 
 @inner
-def start_at(tables, state, at):  # type: ignore[no-untyped-def]
+def start_at(tables: Tables, state: State, at: int) -> int:
     """When the op at place `at` of `orders` starts, in µs."""
     return state.starts_us[tables.first_node[state.orders[at]] + state.indexes[at]]
 
 
 @inner
-def end_at(tables, state, at):  # type: ignore[no-untyped-def]
+def end_at(tables: Tables, state: State, at: int) -> int:
     """When the op at place `at` of `orders` ends, in µs."""
     return start_at(tables, state, at) + tables.durations_us[state.orders[at]]
 
 
 @inner
-def place_for(at, first, end, way, beyond):  # type: ignore[no-untyped-def]
+def place_for(at: int, first: int, end: int, way: int, beyond: int) -> int:
     """Where the op at `at` goes: to the next place, or to before or after its block."""
     if way == 0:
         return at + 1
@@ -173,7 +191,7 @@ def place_for(at, first, end, way, beyond):  # type: ignore[no-untyped-def]
 
 
 @inner
-def shift(orders, at, to):  # type: ignore[no-untyped-def]
+def shift(orders: Orders, at: int, to: int) -> bool:
     """Moves an op, and all ops between by one place; False if that changes nothing."""
     task, step, differs = orders[at], 1 if to > at else -1, False
     for i in range(at, to, step):
@@ -186,10 +204,10 @@ def shift(orders, at, to):  # type: ignore[no-untyped-def]
 
 
 @inner
-def repair(tables, memory, state, rank, low):  # type: ignore[no-untyped-def]
+def repair(tables: Tables, memory: Memory, state: State, rank: int, low: int) -> bool:
     """From `low` on, moves ops that free memory forward where memory requires it. False if that is not enough."""
     orders, held_bytes, end = state.orders, memory.held_bytes, tables.first_op[rank + 1]
-    done, level = np.zeros(len(tables.durations_us), np.int64), np.int64(0)
+    done, level = np.zeros(len(tables.durations_us), np.int64), int64(0)
     for i in range(tables.first_op[rank], end):
         if i >= low and not may_follow(tables, memory, rank, orders[i], done, level):
             sooner = i + 1
@@ -206,7 +224,7 @@ def repair(tables, memory, state, rank, low):  # type: ignore[no-untyped-def]
 
 
 @inner
-def may_follow(tables, memory, rank, task, done, level):  # type: ignore[no-untyped-def]
+def may_follow(tables: Tables, memory: Memory, rank: int, task: int, done: Integers, level: int) -> bool:
     """Whether the task's next op fits, and comes after what it reads on this rank."""
     need = max(memory.held_bytes[task], 0) + memory.peak_bytes[task]
     if level + need > memory.limits_bytes[rank]:
@@ -221,9 +239,9 @@ def may_follow(tables, memory, rank, task, done, level):  # type: ignore[no-unty
 
 
 @inner
-def retime(tables, state, since, opens_us, most_us):  # type: ignore[no-untyped-def]
+def retime(tables: Tables, state: State, since: int, opens_us: Integers, most_us: int) -> tuple[bool, int]:
     """Times all ops from `since` on: (whether all ranks end within `most_us` after `opens_us`, ops timed)."""
-    num_ranks, num_timed = len(tables.first_op) - 1, np.int64(0)
+    num_ranks, num_timed = len(tables.first_op) - 1, int64(0)
     for task in range(len(tables.durations_us)):
         first, end = tables.first_node[task], tables.first_node[task + 1]
         state.began[task] = started_before(state.kept_us, first, end, since) - first
@@ -246,7 +264,7 @@ def retime(tables, state, since, opens_us, most_us):  # type: ignore[no-untyped-
 
 
 @inner
-def started_before(starts_us, first, end, since):  # type: ignore[no-untyped-def]
+def started_before(starts_us: Integers, first: int, end: int, since: int) -> int:
     """The first of the rising times from `first` to `end` that is not before `since`; `end` if all are."""
     while first < end:
         middle = (first + end) // 2
@@ -258,7 +276,7 @@ def started_before(starts_us, first, end, since):  # type: ignore[no-untyped-def
 
 
 @inner
-def settle(tables, state, is_kept):  # type: ignore[no-untyped-def]
+def settle(tables: Tables, state: State, is_kept: bool) -> None:
     """Keeps the new times, or goes back to the old ones."""
     old, new = (state.kept_us, state.starts_us) if is_kept else (state.starts_us, state.kept_us)
     for task in range(len(tables.durations_us)):
@@ -268,13 +286,13 @@ def settle(tables, state, is_kept):  # type: ignore[no-untyped-def]
 
 
 @inner
-def find_blocks(tables, state, is_span, blocks):  # type: ignore[no-untyped-def]
+def find_blocks(tables: Tables, state: State, is_span: bool, blocks: Integers) -> int:
     """Fills `blocks` with (rank, first, end) of the longest path, last to first, and returns their number."""
     first_op = tables.first_op
-    longest, rank = np.int64(-1), 0
+    longest, rank = int64(-1), 0
     for r in range(tables.num_ranks):
         if first_op[r] < first_op[r + 1]:
-            opens = start_at(tables, state, first_op[r]) if is_span else np.int64(0)
+            opens = start_at(tables, state, first_op[r]) if is_span else int64(0)
             window = end_at(tables, state, first_op[r + 1] - 1) - opens
             if window > longest:
                 longest, rank = window, r
@@ -290,11 +308,11 @@ def find_blocks(tables, state, is_span, blocks):  # type: ignore[no-untyped-def]
 
 
 @inner
-def waited_for(tables, state, at):  # type: ignore[no-untyped-def]
+def waited_for(tables: Tables, state: State, at: int) -> tuple[int, int]:
     """(rank, place) of what a block's first op waited for: an input or another of its ranks; (-1, -1): nothing."""
     task, k, start = state.orders[at], state.indexes[at], start_at(tables, state, at)
     if start == 0:
-        return np.int64(-1), np.int64(-1)
+        return int64(-1), int64(-1)
     for i in range(tables.first_input[task], tables.first_input[task + 1], 2):
         j = tables.first_rank[tables.inputs[i]]
         place = state.places[state.first_place[j] + k]
@@ -304,4 +322,4 @@ def waited_for(tables, state, at):  # type: ignore[no-untyped-def]
         place = state.places[state.first_place[j] + k]
         if place > tables.first_op[tables.ranks[j]] and end_at(tables, state, place - 1) == start:
             return tables.ranks[j], place
-    return np.int64(-1), np.int64(-1)
+    return int64(-1), int64(-1)

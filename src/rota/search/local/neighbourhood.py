@@ -61,10 +61,10 @@ def improve(
             break
         if rows is not None:
             better = critical_path.orders(_replaced(paths, window, rows))
-            found = critical_path.paths(better)
-            assert found is not None
-            if found.value_us < paths.value_us:  # a span may have grown elsewhere: see `CriticalPath.paths`
-                orders, paths = better, found
+            new_paths = critical_path.paths(better)
+            assert new_paths is not None
+            if new_paths.value_us < paths.value_us:  # a span may have grown elsewhere: see `CriticalPath.paths`
+                orders, paths = better, new_paths
         if status == cp_model.UNKNOWN:
             size = max(size * _SHRINK, _LEAST_SIZE)
         elif share.spent_s < _WINDOW_S / 4:
@@ -83,8 +83,8 @@ def reorder(
     ordering.minimize()
     ordering.hint()
     status, solver = cpsat.solve(ordering.model, budget, seed)
-    found = status in (cp_model.OPTIMAL, cp_model.FEASIBLE)
-    return status, ordering.rows(solver.value) if found else None
+    is_solved = status in (cp_model.OPTIMAL, cp_model.FEASIBLE)
+    return status, ordering.rows(solver.value) if is_solved else None
 
 
 def _choose(critical_path: CriticalPath, paths: Paths, size: int, turn: Random) -> tuple[int, int, list[bool]]:

@@ -15,11 +15,10 @@ from dataclasses import dataclass, field, replace
 from itertools import product
 
 import numpy as np
-from numpy.typing import NDArray
 
 from rota.core.tasks import Kind
 from rota.search.dispatching import NO_CAP, Dispatcher, busiest_us, from_starts
-from rota.search.problem import NO_LIMIT, Integers, Orders, Problem
+from rota.search.problem import NO_LIMIT, Floats, Integers, Orders, Problem
 from rota.search.timing import measure, start_times
 
 _SPREADS = (1.6, 1.3, 2.0, 1.0, 3.0, 0.7)  # how much longer a micro-batch may last than it has to
@@ -43,7 +42,6 @@ _SLOPING_PART = 0.3  # of the changes of caps
 _SINGLE_PART = 0.4  # of the changes of wishes
 
 Objectives = tuple[int, int]  #: µs of the objective, then of the other one of makespan and span
-Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -170,7 +168,7 @@ class Climb:
         tables = self.dispatcher.tables
         starts_us = start_times(tables, orders)
         assert starts_us is not None
-        makespan_us, span_us = map(int, measure(tables, self.problem.step_ends, orders, starts_us))
+        makespan_us, span_us = measure(tables, self.problem.step_ends, orders, starts_us)
         key = (span_us, makespan_us) if self.is_span else (makespan_us, span_us)
         if self.key is None or key <= self.key:
             self.key, self.orders = key, orders

@@ -54,7 +54,7 @@ class Loop:
         """Per rank, what transfers hold there; nothing where the rank has no limit."""
         carried = self.problem.lowered.carried
         return tuple(
-            tuple(each for each in carried if limit is not None and rank == each.rank)
+            tuple(held for held in carried if limit is not None and rank == held.rank)
             for rank, limit in enumerate(self.limits_bytes)
         )
 

@@ -16,7 +16,7 @@ from rota.search.bounds.memory_bounds import least_memory, period_bound
 from rota.search.budget import Budget
 from rota.search.periodic.steady import SteadyResult, find_steady
 from rota.search.problem import Problem
-from rota.search.validation import refuse_wrong_curve, refuse_wrong_options, seconds_of
+from rota.search.validation import refuse_wrong_curve, refuse_wrong_progress, seconds_of
 
 _MOST_POINTS = 64
 _HOPE = 0.1  # weight of the chance that a range whose ends are equally fast has something better in between
@@ -87,7 +87,6 @@ def find_frontier(
     *,
     time_limit_s: float = 60.0,
     microbatches_per_period: int | None = None,
-    seed: int = 0,
     deterministic: bool = False,
     progress: Callable[[Point], None] | None = None,
 ) -> Frontier:
@@ -101,7 +100,6 @@ def find_frontier(
         placement: The tasks of one micro-batch, and the cluster.
         time_limit_s: How long to search, in seconds.
         microbatches_per_period: Of each data stream; None tries one and more, which tight memory needs.
-        seed: Seed of all random choices.
         deterministic: As in `find_plan`.
         progress: Called with each point. An error that it raises ends the search like Ctrl-C, with a warning.
 
@@ -112,10 +110,10 @@ def find_frontier(
         SearchError: An argument is invalid, or no steady state was found.
     """
     refuse_wrong_curve(placement, microbatches_per_period)
-    refuse_wrong_options(seed, progress)
+    refuse_wrong_progress(progress)
     budget = Budget(seconds_of(time_limit_s), deterministic)
     with ended_by_ctrl_c(budget), watched(lambda: budget.must_stop):
-        return _Curve(placement, budget, microbatches_per_period, seed, progress).run()
+        return _Curve(placement, budget, microbatches_per_period, progress).run()
 
 
 class _Curve:
@@ -124,10 +122,9 @@ class _Curve:
         placement: Placement,
         budget: Budget,
         microbatches_per_period: int | None,
-        seed: int,
         progress: Callable[[Point], None] | None,
     ) -> None:
-        self.placement, self.budget, self.seed = placement, budget, seed
+        self.placement, self.budget = placement, budget
         self.progress = guarded(progress, budget)
         self.microbatches_per_period = microbatches_per_period
         self.points: dict[int, Point | None] = {}
@@ -186,7 +183,7 @@ class _Curve:
         """Limits from the least in which one micro-batch fits to what the fastest found without a limit holds."""
         unlimited = self._with_limit(None)
         least = max(need.num_bytes for need in least_memory(Problem(unlimited, unlimited.num_components)))
-        free = find_steady(unlimited, self._share(), microbatches_per_period=1, seed=self.seed)
+        free = find_steady(unlimited, self._share(), microbatches_per_period=1)
         most = max(max(free.steady.most_bytes()) if free is not None else least, least)
         sizes = [size for task in self.placement.tasks for size in (task.held_bytes, task.peak_bytes)]
         step = gcd(*sizes, *(route.num_bytes for route in self.placement.routes)) or 1
@@ -209,14 +206,12 @@ class _Curve:
         if limit in self.points:
             return self.points[limit]
         placement = self._with_limit(limit)
-        found = find_steady(
-            placement, self._share(), microbatches_per_period=self.microbatches_per_period, seed=self.seed
-        )
+        result = find_steady(placement, self._share(), microbatches_per_period=self.microbatches_per_period)
         point = None
-        if found is not None:
+        if result is not None:
             bound = self._bound(limit)
-            peak = max(found.steady.most_bytes())
-            point = Point(limit, found.steady.us_per_microbatch, bound, peak, found)
+            peak = max(result.steady.most_bytes())
+            point = Point(limit, result.steady.us_per_microbatch, bound, peak, result)
             self.progress(point)
         self.points[limit] = point
         return point

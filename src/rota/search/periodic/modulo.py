@@ -203,12 +203,12 @@ class Period:
         peak = {i: tasks[i // u].peak_bytes for i in nodes}
         carries = [
             Carry(
-                each.num_bytes,
-                After(each.since.task * u + j, each.since.lag_us),
-                After(each.until.task * u + j, each.until.lag_us),
-                each.is_sent,
+                carried.num_bytes,
+                After(carried.since.task * u + j, carried.since.lag_us),
+                After(carried.until.task * u + j, carried.until.lag_us),
+                carried.is_sent,
             )
-            for each in self.loop.carried[rank]
+            for carried in self.loop.carried[rank]
             for j in range(u)
         ]
         most: Any = limit

@@ -11,11 +11,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+from rota.compiled import copy, inner, loop
 from rota.search.budget import Budget
-from rota.search.compiled import copy, inner, loop
 from rota.search.periodic.modulo import Interval, rhythm_of
 from rota.search.periodic.retiming import Rhythm
-from rota.search.problem import NO_LIMIT, Integers, Rows
+from rota.search.problem import NO_LIMIT, Floats, Integers, Rows
 
 _MOVES_PER_NODE = 6_000
 _STEPS = 12  # least number of calls of the compiled loop; the budget is checked between them
@@ -28,15 +28,16 @@ _OPS_PER_VISIT = 0.25  # cost of a node, or of a pair on one rank, in ops as the
 class _Tables(NamedTuple):
     """The nodes of a period, for compiled loops. `first_x` and the field after it are as in `Rows`."""
 
+    period_us: int
+    num_copies: int  #: micro-batches of each component per period
     durations_us: Integers  #: int64[num_nodes]
     held_bytes: Integers  #: int64[num_nodes]
     peak_bytes: Integers  #: int64[num_nodes]
     limits_bytes: Integers  #: int64[num_ranks], or NO_LIMIT
-    weights: Integers  #: int64[num_ranks]: bytes of the rank's largest task
+    weights: Floats  #: float64[num_ranks]: the energy of a byte over the limit
     sequence: Integers  #: int64[num_nodes]: nodes, inputs first
-    places: (
-        Integers  #: int64[num_nodes]: place among nodes that start at one instant: no duration first, then in sequence
-    )
+    #: int64[num_nodes]: place among nodes that start at one instant: no duration first, then in sequence.
+    places: Integers
     is_late: Integers  #: int64[num_nodes]: 1 where nothing is freed before the node, so that it should come late
     first_input: Integers  #: int64[num_nodes + 1]
     inputs: Integers  #: int64[...]: source, least µs from start to start, source … per node
@@ -58,15 +59,15 @@ def anneal_offsets(interval: Interval, budget: Budget, seed: int = 0) -> Rhythm 
     steps = max(int(_MOVES_PER_NODE * num_nodes * visits * _OPS_PER_VISIT) // _MOST_OPS_PER_CALL, _STEPS)
     moves = _MOVES_PER_NODE * num_nodes // steps
     for step in range(steps):
-        hot, cold = (_HOT * (_COLD / _HOT) ** (part / steps) for part in (step, step + 1))
+        heats = np.array([_HOT * (_COLD / _HOT) ** (part / steps) for part in (step, step + 1)])
         random_seed = int(rng.integers(1 << 31))
-        _walk(interval.period_us, interval.num_copies, tables, state, best, least, random_seed, moves, hot, cold)
+        _walk(tables, state, best, least, random_seed, moves, heats)
         budget.spend_ops(int(moves * visits * _OPS_PER_VISIT))
         if least[0] == 0 or budget.is_over:
             break
     starts = best.copy()
-    _set_rounds(interval.period_us, tables, best, starts)
-    if _over_bytes(tables, interval.period_us, best, starts):
+    _set_rounds(tables, best, starts)
+    if _over_bytes(tables, best, starts):
         return None
     return rhythm_of(interval, starts.tolist(), tables.places.tolist())
 
@@ -97,6 +98,8 @@ def _tables(interval: Interval) -> _Tables:
     durations = np.repeat(loop.durations_us, u)
     sequence = np.array([task * u + j for j in range(u) for task in loop.problem.topological])
     return _Tables(
+        interval.period_us,
+        u,
         durations,
         np.repeat([task.held_bytes for task in tasks], u),
         np.repeat([task.peak_bytes for task in tasks], u),
@@ -110,7 +113,7 @@ def _tables(interval: Interval) -> _Tables:
 
 
 @loop
-def _set_rounds(period_us, tables, offsets, starts):  # type: ignore[no-untyped-def]
+def _set_rounds(tables: _Tables, offsets: Integers, starts: Integers) -> None:
     """Sets `starts` to the earliest that fit offsets and waits; nodes before any free then move to the latest."""
     first, values = tables.first_input, tables.inputs
     for node in tables.sequence:
@@ -119,7 +122,7 @@ def _set_rounds(period_us, tables, offsets, starts):  # type: ignore[no-untyped-
             least = -(1 << 60)
             for e in range(first[node], first[node + 1], 2):
                 least = max(least, starts[values[e]] + values[e + 1])
-            starts[node] = least + (offsets[node] - least) % period_us
+            starts[node] = least + (offsets[node] - least) % tables.period_us
     first, values = tables.first_output, tables.outputs
     for i in range(len(tables.sequence) - 1, -1, -1):
         node = tables.sequence[i]
@@ -127,18 +130,18 @@ def _set_rounds(period_us, tables, offsets, starts):  # type: ignore[no-untyped-
             most = 1 << 60
             for e in range(first[node], first[node + 1], 2):
                 most = min(most, starts[values[e]] - values[e + 1])
-            starts[node] = most - (most - offsets[node]) % period_us
+            starts[node] = most - (most - offsets[node]) % tables.period_us
 
 
 @inner
-def _over_on(rank, tables, period_us, offsets, starts):  # type: ignore[no-untyped-def]
+def _over_on(rank: int, tables: _Tables, offsets: Integers, starts: Integers) -> int:
     """The most bytes by which the rank exceeds its limit; the order is that of `rhythm_of`."""
     if tables.limits_bytes[rank] >= 1 << 60:
         return 0
     nodes = tables.on[tables.first_on[rank] : tables.first_on[rank + 1]]
     base = 0
     for node in nodes:
-        base -= tables.held_bytes[node] * ((starts[node] - offsets[node]) // period_us)
+        base -= tables.held_bytes[node] * ((starts[node] - offsets[node]) // tables.period_us)
     over = 0
     for b in nodes:
         level = base + tables.peak_bytes[b] + max(tables.held_bytes[b], 0)
@@ -150,18 +153,18 @@ def _over_on(rank, tables, period_us, offsets, starts):  # type: ignore[no-untyp
 
 
 @loop
-def _over_bytes(tables, period_us, offsets, starts):  # type: ignore[no-untyped-def]
+def _over_bytes(tables: _Tables, offsets: Integers, starts: Integers) -> int:
     """The sum over all ranks."""
     over = 0
     for rank in range(len(tables.limits_bytes)):
-        over += _over_on(rank, tables, period_us, offsets, starts)
+        over += _over_on(rank, tables, offsets, starts)
     return over
 
 
 @inner
-def _energy(period_us, num_copies, tables, offsets, starts):  # type: ignore[no-untyped-def]
-    _set_rounds(period_us, tables, offsets, starts)
-    d = tables.durations_us
+def _energy(tables: _Tables, offsets: Integers, starts: Integers) -> float:
+    _set_rounds(tables, offsets, starts)
+    d, period_us, num_copies = tables.durations_us, tables.period_us, tables.num_copies
     overlap_us, energy = 0, 0.0
     for rank in range(len(tables.limits_bytes)):
         nodes = tables.on[tables.first_on[rank] : tables.first_on[rank + 1]]
@@ -171,7 +174,7 @@ def _energy(period_us, num_copies, tables, offsets, starts):  # type: ignore[no-
                 gap = (offsets[b] - offsets[a]) % period_us
                 if i != j and gap < d[a] and (gap > 0 or d[b] > 0):
                     overlap_us += d[a] - gap
-        over = _over_on(rank, tables, period_us, offsets, starts)
+        over = _over_on(rank, tables, offsets, starts)
         if over > 0:
             energy += over * tables.weights[rank]
     for first in range(0, len(d), num_copies) if num_copies > 1 else range(0):
@@ -181,9 +184,9 @@ def _energy(period_us, num_copies, tables, offsets, starts):  # type: ignore[no-
 
 
 @inner
-def _move(period_us, tables, s, starts, new):  # type: ignore[no-untyped-def]
+def _move(tables: _Tables, s: Integers, starts: Integers, new: Integers) -> bool:
     """Changes `new`, a copy of the offsets `s`; False if there was nothing to move."""
-    d = tables.durations_us
+    d, period_us = tables.durations_us, tables.period_us
     v = np.random.randint(len(s))
     rank = tables.ranks[np.random.randint(tables.first_rank[v], tables.first_rank[v + 1])]
     nodes = tables.on[tables.first_on[rank] : tables.first_on[rank + 1]]
@@ -221,13 +224,14 @@ def _move(period_us, tables, s, starts, new):  # type: ignore[no-untyped-def]
 
 
 @loop
-def _walk(  # type: ignore[no-untyped-def]
-    period_us, num_copies, tables, state, best, least, seed, num_moves, hot, cold
-):
+def _walk(
+    tables: _Tables, state: Integers, best: Integers, least: Floats, seed: int, num_moves: int, heats: Floats
+) -> None:
     """Tries `num_moves` moves from `state` on; keeps `best` and its energy `least[0]` up to date."""
+    hot, cold = heats[0], heats[1]
     np.random.seed(seed)
     starts, trial = state.copy(), state.copy()
-    energy = _energy(period_us, num_copies, tables, state, starts)
+    energy = _energy(tables, state, starts)
     for i in range(num_moves):
         if energy < least[0]:
             least[0] = energy
@@ -235,11 +239,11 @@ def _walk(  # type: ignore[no-untyped-def]
             if energy == 0:
                 return
         copy(state, trial)
-        if not _move(period_us, tables, state, starts, trial):
+        if not _move(tables, state, starts, trial):
             continue
-        new = _energy(period_us, num_copies, tables, trial, starts)
+        new = _energy(tables, trial, starts)
         if new <= energy or np.random.random() < np.exp((energy - new) / (hot * (cold / hot) ** (i / num_moves))):
             energy = new
             copy(trial, state)
         else:
-            _set_rounds(period_us, tables, state, starts)
+            _set_rounds(tables, state, starts)

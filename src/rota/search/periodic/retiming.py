@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from rota.compiled import loop
 from rota.core.stopping import look
-from rota.search.compiled import loop
 from rota.search.problem import Integers
 
 _DONE, _RISING = -1, -2  #: what `_raise_starts` answers, besides a node
@@ -62,10 +62,10 @@ def _longest_paths(
     sweeps = max(1, _ARCS_AT_ONCE // max(1, len(waits)))
     while True:
         look()
-        found = int(_raise_starts(sources, targets, least_us, starts, last, sweeps))
-        if found != _RISING:
+        answer = int(_raise_starts(sources, targets, least_us, starts, last, sweeps))
+        if answer != _RISING:
             break
-    return starts.tolist(), [] if found == _DONE else _cycle_at(waits, last.tolist(), found)
+    return starts.tolist(), [] if answer == _DONE else _cycle_at(waits, last.tolist(), answer)
 
 
 def _cycle_at(waits: Sequence[Wait], last: Sequence[int], node: int) -> list[Wait]:
@@ -77,7 +77,9 @@ def _cycle_at(waits: Sequence[Wait], last: Sequence[int], node: int) -> list[Wai
 
 
 @loop
-def _raise_starts(sources, targets, least_us, starts, last, sweeps):  # type: ignore[no-untyped-def]
+def _raise_starts(
+    sources: Integers, targets: Integers, least_us: Integers, starts: Integers, last: Integers, sweeps: int
+) -> int:
     """Makes starts later until nothing waits any more (_DONE); a node on a cycle, or _RISING after so many sweeps."""
     seen = np.empty(len(starts), np.int64)
     for _ in range(sweeps):

@@ -14,7 +14,7 @@ from fractions import Fraction
 from functools import cached_property
 from itertools import chain, pairwise
 from math import ceil
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -260,25 +260,28 @@ def find_steady(
         something behind on a rank with a limit.
     """
     best: SteadyResult | None = None
+    wanted = _Wanted(in_flight, seed, num_microbatches)
     reserved = np.zeros(placement.num_ranks + len(placement.cluster.shared), np.int64)
     copies = range(1, _MOST_COPIES + 1) if microbatches_per_period is None else (microbatches_per_period,)
     for _ in range(_MOST_RESERVES):
         loop = Loop(placement, tuple(reserved.tolist()))
-        best, over = _with_reserve(loop, copies, budget, in_flight, seed, num_microbatches, best)
+        best, over = _with_reserve(loop, copies, budget, wanted, best)
         if not over.any() or budget.is_over or (best is not None and best.is_optimal):
             break
         reserved += over
     return best
 
 
+class _Wanted(NamedTuple):
+    """Options of `find_steady`, as it has them."""
+
+    in_flight: int | None
+    seed: int
+    num_microbatches: int | None
+
+
 def _with_reserve(
-    loop: Loop,
-    copies: Iterable[int],
-    budget: Budget,
-    in_flight: int | None,
-    seed: int,
-    num_microbatches: int | None,
-    best: SteadyResult | None,
+    loop: Loop, copies: Iterable[int], budget: Budget, wanted: _Wanted, best: SteadyResult | None
 ) -> tuple[SteadyResult | None, Integers]:
     """(`best` or a better one, by how much the fastest that did not fit when unrolled exceeded the limits)."""
     over = np.zeros(loop.placement.num_ranks, np.int64)
@@ -290,7 +293,7 @@ def _with_reserve(
     bound_us, num_components = period_bound(loop.given), loop.given.num_components
     for num_copies in copies:
         below = None if best is None else ceil(best.steady.us_per_microbatch * num_copies * num_components)
-        search = _Search(loop, num_copies, bound_us * num_components, budget, seed, in_flight, num_microbatches)
+        search = _Search(loop, num_copies, bound_us * num_components, budget, wanted)
         search.start(one_by_one)
         rhythm = search.run(below)
         over = over if over.any() else search.over_bytes
@@ -315,21 +318,11 @@ def _one_by_one(loop: Loop) -> Rhythm | None:
 class _Search:
     """Looks for the least period of `num_copies` micro-batches per component; `proven_us` is a bound for it."""
 
-    def __init__(
-        self,
-        loop: Loop,
-        num_copies: int,
-        bound_us: Fraction,
-        budget: Budget,
-        seed: int,
-        in_flight: int | None,
-        num_microbatches: int | None,
-    ) -> None:
-        self.num_microbatches = num_microbatches
+    def __init__(self, loop: Loop, num_copies: int, bound_us: Fraction, budget: Budget, wanted: _Wanted) -> None:
         self.has_carries = any(loop.carried)
         #: int64[num_ranks], of the fastest rhythm that fits at flat starts only.
         self.over_bytes = np.zeros(loop.placement.num_ranks, np.int64)
-        self.loop, self.num_copies, self.seed, self.in_flight = loop, num_copies, seed, in_flight
+        self.loop, self.num_copies, self.wanted = loop, num_copies, wanted
         self.budget, self.spare = budget.share(_COPIES_S), budget.share(_SOLVE_S)
         self.proven_us = max(ceil(bound_us * num_copies), 1)
         self.best: Rhythm | None = None
@@ -382,12 +375,12 @@ class _Search:
             model = Period(interval, goal)
             if hint_us is not None:
                 model.hint(hint_us)
-            return model.solve(budget, self.seed)
+            return model.solve(budget, self.wanted.seed)
         except Stopped:  # the best so far stays
             return Answer(None, False)
 
     def _interval(self, period_us: int, latency_us: int | None = None) -> Interval:
-        return Interval(self.loop, self.num_copies, period_us, latency_us, self.in_flight)
+        return Interval(self.loop, self.num_copies, period_us, latency_us, self.wanted.in_flight)
 
     def take(self, rhythm: Rhythm | None) -> bool:
         """Keep the rhythm if it is faster than the best one, and fits; returns whether it is kept."""
@@ -407,7 +400,7 @@ class _Search:
             return True
         steady = Steady.of(self.loop.given, self.num_copies, rhythm)
         over = np.zeros(self.loop.placement.num_ranks, np.int64)
-        over[: self.loop.given.num_ranks] = steady.over_bytes(self.num_microbatches)
+        over[: self.loop.given.num_ranks] = steady.over_bytes(self.wanted.num_microbatches)
         self.budget.spend(_SIMULATE_S)
         if not self.over_bytes.any():
             self.over_bytes = over
@@ -423,11 +416,10 @@ class _Search:
         if answer.rhythm is None and answer.is_proven:
             self._note_none(period_us)
             return False
-        if (
-            answer.rhythm is None and not self.budget.is_over and self.in_flight is None
-        ):  # annealing ignores `in_flight`
+        # Annealing ignores `in_flight`.
+        if answer.rhythm is None and not self.budget.is_over and self.wanted.in_flight is None:
             with suppress(Stopped):  # the best so far stays
-                self.take(anneal_offsets(interval, self.budget, self.seed))
+                self.take(anneal_offsets(interval, self.budget, self.wanted.seed))
         return self.best is not None and self.best.period_us <= period_us
 
     def _note_none(self, period_us: int) -> None:

@@ -1,0 +1,53 @@
+"""A search without time has the best named schedule all the same, also where its loops have to be compiled first."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import pytest
+from numba.core import errors
+
+from rota.core.checking import check
+from rota.core.cluster import Cluster
+from rota.core.costs import Costs
+from rota.core.placement import Placement
+from rota.core.placing import place, wave
+from rota.core.simulation import simulate
+from rota.schedules.families import named_plans
+from rota.search import find_plan
+
+
+@pytest.mark.parametrize("objective", ["makespan", "span"])
+@pytest.mark.parametrize("boundary_bytes", [0, 1])
+def test_no_worse_than_named_schedules(objective: Literal["makespan", "span"], boundary_bytes: int) -> None:
+    costs = Costs(
+        [93, 80, 95, 90] * 2, [91, 97, 70, 88] * 2, [47] * 8, activation_bytes=2, boundary_bytes=boundary_bytes
+    )
+    cluster = Cluster.uniform(4, 12 + 4 * boundary_bytes, latency_us=6)
+    placement = wave(costs, cluster)
+    result = find_plan(placement, 8, objective=objective, time_limit_s=1e-6)
+    check(result.plan)
+    timelines = {name: simulate(plan) for name, plan in named_plans(placement, 8, lambda _: None)}
+    fitting = [
+        timeline.span_us if objective == "span" else timeline.makespan_us
+        for timeline in timelines.values()
+        if all(
+            limit is None or peak <= limit
+            for peak, limit in zip(timeline.peak_memory_bytes, cluster.limit_bytes, strict=True)
+        )
+    ]
+    assert min(fitting) >= result.value_us >= result.bound_us > 0
+
+
+def test_micro_batches_that_differ_no_worse_either() -> None:
+    """The first of their two searches may use up the time."""
+    cluster = Cluster.uniform(2, latency_us=1)
+    placements = [place(Costs([us, 2 * us], [2 * us, us]), cluster) for us in (3, 10)]
+    placement = Placement.of_classes(placements, [0, 1, 0, 1, 1, 0])
+    best_us = min(simulate(plan).makespan_us for _, plan in named_plans(placement, 6, lambda _: None))
+    assert find_plan(placement, 6, time_limit_s=1e-6).makespan_us <= best_us
+
+
+def test_numba_leaves_the_output_alone() -> None:
+    """Coloured errors would set sys.stdout and set it back while loops are compiled, whatever others set meanwhile."""
+    assert not hasattr(errors, "ColorShell")
