@@ -9,13 +9,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
+from types import FunctionType
 from typing import Any, TypeVar, cast
 
 import numpy as np
 from numba import njit
 from numba.core import event
 from numpy.typing import NDArray
+
+_MOST_PLAIN_S, _MOST_PLAIN_SIZE = 0.2, 20_000  # for `quick`: seconds in all, and elements of all arrays of a call
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _njit: Any = njit  # its own types lose those of the function
@@ -32,6 +36,57 @@ def inner(function: _Function) -> _Function:
     """For loops that only other loops call: calling one from Python ends the process."""
     compiled: _Function = _njit(cache=True, nogil=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)(function)
     return compiled
+
+
+def quick(function: _Function) -> _Function:
+    """As `loop`, for loops whose work is in proportion to their arrays: while these are small, it waits with compiling.
+
+    They run as plain Python until that has taken `_MOST_PLAIN_S`, unless an earlier process has compiled the loop. So a
+    small problem that a few calls solve is solved before numba could compile one of these loops.
+    """
+    compiled: Any = loop(function)
+    compiled_for = compiled._compile_for_args  # which returns what is to be called
+    spent_s = 0.0
+
+    def call(*args: Any) -> Any:
+        nonlocal spent_s
+        began_s = time.monotonic()
+        result = _unboxed(_plain(compiled)(*args))
+        spent_s += time.monotonic() - began_s
+        return result
+
+    def callable_for(*args: Any) -> Any:
+        is_plain = spent_s < _MOST_PLAIN_S and _size(args) < _MOST_PLAIN_SIZE and not is_on_disk(compiled)
+        return call if is_plain else compiled_for(*args)
+
+    compiled._compile_for_args = callable_for
+    result: _Function = compiled
+    return result
+
+
+@cache
+def _plain(compiled: Any) -> Any:
+    """A loop as a function of Python, with all loops that it calls."""
+    function = compiled.py_func
+    scope = dict(function.__globals__)
+    for name in function.__code__.co_names:
+        if hasattr(scope.get(name), "py_func"):
+            scope[name] = _plain(scope[name])
+    return FunctionType(function.__code__, scope, function.__name__)
+
+
+def _size(value: Any) -> int:
+    """Elements of all arrays in tuples of tuples."""
+    if isinstance(value, tuple):
+        return sum(map(_size, value))
+    return value.size if isinstance(value, np.ndarray) else 0
+
+
+def _unboxed(value: Any) -> Any:
+    """With numbers of Python, as compiled loops return them."""
+    if isinstance(value, tuple):
+        return tuple(map(_unboxed, value))
+    return value.item() if isinstance(value, np.generic) else value
 
 
 class _Stopwatch(event.Listener):  # type: ignore[misc]

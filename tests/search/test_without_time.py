@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, Literal
 
 import pytest
 from numba.core import errors
@@ -46,6 +50,26 @@ def test_micro_batches_that_differ_no_worse_either() -> None:
     placement = Placement.of_classes(placements, [0, 1, 0, 1, 1, 0])
     best_us = min(simulate(plan).makespan_us for _, plan in named_plans(placement, 6, lambda _: None))
     assert find_plan(placement, 6, time_limit_s=1e-6).makespan_us <= best_us
+
+
+SMALL = """
+import rota
+from rota.compiled import compiling_s
+costs = rota.Costs.uniform(4, 10, 20, activation_bytes=2, reduce_us=7)
+result = rota.find_plan(rota.place(costs, rota.Cluster.uniform(4, 8, latency_us=1)), 8)
+"""
+
+
+def test_a_small_step_that_a_named_schedule_closes_needs_nothing_compiled(tmp_path: Path) -> None:
+    """On a machine without compiled loops, and with the same answer."""
+    code = f"{SMALL}print(compiling_s(), result.to_text().partition('(')[0], result.bound_us, result.why)"
+    environment = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path)}
+    out = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    scope: dict[str, Any] = {}
+    exec(SMALL, scope)
+    result = scope["result"]
+    assert result.is_optimal
+    assert out.stdout.strip() == f"0.0 {result.to_text().partition('(')[0]} {result.bound_us} {result.why}"
 
 
 def test_numba_leaves_the_output_alone() -> None:

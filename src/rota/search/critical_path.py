@@ -13,7 +13,7 @@ from functools import cached_property
 
 import numpy as np
 
-from rota.compiled import loop
+from rota.compiled import quick
 from rota.search.problem import Integers, Orders, Problem
 from rota.search.timing import Tables, measure, start_times
 
@@ -122,7 +122,7 @@ class Paths:
     step_ends: list[list[tuple[int, int]]]
 
 
-@loop
+@quick
 def _spread_back(tables: Tables, sequence: Integers, tails: Integers, after: Integers, task_of: Integers) -> None:
     """Raises `tails` to what follows; `after[rank]`: the longest path from the start of the rank's next op."""
     _, first_node, lengths, first_rank, ranks, _, _, first_output, outputs, _, _, _ = tables

@@ -22,7 +22,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from rota.compiled import inner, int64, loop
+from rota.compiled import inner, int64, quick
 from rota.core.stopping import look
 from rota.core.tasks import Kind
 from rota.search.problem import NO_LIMIT, Floats, Integers, Orders, Problem, Rows
@@ -295,7 +295,7 @@ def _most_to_finish(problem: Problem, rank: int) -> int:
 
 # Passing a tuple of arrays to a compiled function counts references to each, which costs as much as a short loop. So
 # `run` calls `admits` only where it must.
-@loop
+@quick
 def run(
     tables: Tables,
     memory: Memory,

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rota.compiled import inner, int64, is_on_disk, loop
+from rota.compiled import inner, int64, is_on_disk, quick
 from rota.search.problem import Integers, Orders, Problem, StepEnds
 
 _NEVER = 1 << 61
@@ -87,7 +87,7 @@ def is_compiled() -> bool:
     return is_on_disk(replay)
 
 
-@loop
+@quick
 def replay(
     tables: Tables,
     orders: Orders,
@@ -167,7 +167,7 @@ def replay(
     return num_late == 0
 
 
-@loop
+@quick
 def measure(tables: Tables, step_ends: StepEnds, orders: Orders, starts_us: Integers) -> tuple[int, int]:
     """(makespan, span) in µs of `orders` (int32[num_ops]) whose nodes start at `starts_us` (int64[num_ops])."""
     first_op, first_node, durations = tables.first_op, tables.first_node, tables.durations_us
@@ -214,7 +214,7 @@ def end_step(tables: Tables, step_ends: StepEnds, orders: Orders, starts_us: Int
     return max(free, reduced) + optimizers
 
 
-@loop
+@quick
 def walk_memory(orders: Orders, first_op: Integers, held_bytes: Integers, peak_bytes: Integers) -> Integers:
     """int64[num_ranks]: the most bytes that each rank's ops hold at once; this depends on their order alone."""
     num_ranks = len(first_op) - 1

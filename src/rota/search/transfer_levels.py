@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rota.compiled import inner, int64, loop
+from rota.compiled import inner, int64, quick
 from rota.search.problem import NO_LIMIT, Integers, Orders, Problem
 from rota.search.timing import Tables
 
@@ -48,7 +48,7 @@ class Transfers(NamedTuple):
         return cls(problem.limits_bytes, np.maximum(held, 0) + peak, at_end, first, carried)
 
 
-@loop
+@quick
 def peaks_with_transfers(tables: Tables, transfers: Transfers, orders: Orders, starts_us: Integers) -> Integers:
     """int64[num_ranks]: the most bytes held at once; 0 where a rank has no limit."""
     num_ranks = len(tables.first_op) - 1

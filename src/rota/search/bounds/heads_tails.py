@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rota.compiled import loop
+from rota.compiled import quick
 from rota.core.stopping import look
 from rota.search.problem import NO_LIMIT, Flags, Floats, Integers, Problem, Rows
 
@@ -214,7 +214,7 @@ def ranks_after(side: Side, beginning: int) -> Flags:
     return ranks
 
 
-@loop
+@quick
 def _pass_on(heads: Integers, side: Side, headroom: MemoryHeadroom) -> None:
     """Raises heads along inputs, along the micro-batches of each task, and along the arcs of memory."""
     counts, durations, first_input, inputs = side.counts, side.durations_us, side.first_input, side.inputs
@@ -237,7 +237,7 @@ def _pass_on(heads: Integers, side: Side, headroom: MemoryHeadroom) -> None:
             heads[k, task] = head
 
 
-@loop
+@quick
 def _wait(heads: Integers, idle: Integers, ranks: Integers, side: Side, headroom: MemoryHeadroom) -> None:
     """Raises `idle` to the head less the most work before, and heads to `idle` and the least work before."""
     first, values, after, counts = side.first_place, side.places, side.after, side.counts

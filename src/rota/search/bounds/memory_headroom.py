@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from rota.compiled import inner, int64, loop
+from rota.compiled import inner, int64, quick
 from rota.core.stopping import look
 from rota.search.bounds.heads_tails import (
     PLACE,
@@ -113,7 +113,7 @@ def _other_components(i: int, tasks: Integers, component_of: Integers, forced: I
         forced[j] = -1 if component_of[tasks[j]] == component_of[tasks[i]] else 0
 
 
-@loop
+@quick
 def _lines(side: Side, load: Floats, prices: Floats) -> Floats:
     """float64[num_places, num_prices, 2], lines (a, b): before micro-batch k, at most a + b k of `load` is done."""
     first, values, all_parents, after, counts = side.first_place, side.places, side.parents, side.after, side.counts
@@ -151,7 +151,7 @@ def _lines(side: Side, load: Floats, prices: Floats) -> Floats:
     return lines
 
 
-@loop
+@quick
 def _fills(side: Side, load: Floats, prices: Floats, frees: Flags) -> Integers:
     """Marks `frees`; int64[num_ranks]: the most work before the first of them, all components together."""
     first, values, all_parents, after, counts = side.first_place, side.places, side.parents, side.after, side.counts
@@ -188,7 +188,7 @@ def _fills(side: Side, load: Floats, prices: Floats, frees: Flags) -> Integers:
     return fills
 
 
-@loop
+@quick
 def _memory_arcs(side: Side) -> Integers:
     """int64[num_arcs, 7]: see `MemoryHeadroom.arcs`.
 
