@@ -89,7 +89,7 @@ def _unboxed(value: Any) -> Any:
     return value.item() if isinstance(value, np.generic) else value
 
 
-class _Stopwatch(event.Listener):  # type: ignore[misc]
+class _Stopwatch(event.Listener):
     """Measures the time in which this process compiles."""
 
     def __init__(self) -> None:
@@ -107,7 +107,7 @@ class _Stopwatch(event.Listener):  # type: ignore[misc]
 
 
 _stopwatch = _Stopwatch()
-event.register("numba:compile", _stopwatch)
+cast("Any", event).register("numba:compile", _stopwatch)
 
 
 def compiling_s() -> float:

@@ -45,7 +45,7 @@ TABLE = {
     "rota.__main__": Row(("rota.cli",)),
     **{name: Row(CORE[:i]) for i, name in enumerate(CORE)},
     "rota.compiled": Row(("numba", "numpy")),
-    "rota.search": Row((*CORE, "rota.compiled", "numpy", "numba", "ortools")),
+    "rota.search": Row((*CORE, "rota.compiled", "numpy", "ortools")),
     "rota.batching": Row((*CORE, "rota.compiled", "numpy")),
     "rota.plan_server": Row(CORE, lazy=("rota.batching",)),
     "rota.torch_internals": Row(("torch",)),

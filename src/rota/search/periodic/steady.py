@@ -131,37 +131,26 @@ class Steady:
         """int64[num_ops]: the flat start of each node."""
         return np.fromiter(chain.from_iterable(self.flat_starts(problem.num_microbatches)), np.int64)
 
-    def _rows(self, num_microbatches: int) -> tuple[Plan, list[list[int]]]:
-        """(the plan, flat starts of each rank's ops)."""
-        problem = Problem(self.placement, num_microbatches)
-        nodes, first = self._nodes(problem), problem.first_op
-        starts = self._flat(problem)[nodes]
-        rows = [starts[first[rank] : first[rank + 1]].tolist() for rank in range(problem.num_ranks)]
-        return problem.to_plan(problem.task_of[nodes].astype(np.int32)), rows
-
     @cached_property
     def _timeline(self) -> Timeline:
         """Everything at its flat start, until the state is steady."""
         periods = self.latency_us // self.period_us + 3
         num_microbatches = periods * self.microbatches_per_period * self.placement.num_components
-        plan, rows = self._rows(num_microbatches)
-        placement, lowered, flat = self.placement, self._problem.lowered, self.flat_starts(num_microbatches)
-        tasks = [[placement.index[op[:2]] for op in order] for order in plan.orders]
-        starts = [*map(tuple, rows)]
-        ends = [
-            tuple(start + placement.tasks[task].duration_us for task, start in zip(*row, strict=True))
-            for row in zip(tasks, starts, strict=True)
-        ]
-        service_of = {r: len(placement.tasks) + i for i, r in enumerate(lowered.services)}
-        durations = self._problem.durations_us.tolist()
-        sent = [
-            tuple(flat[service_of[r]])
-            if r in service_of
-            else tuple(s + durations[route.source] for s in flat[route.source])
-            for r, route in enumerate(placement.routes)
-        ]
-        arrived = [tuple(s + route.duration_us for s in row) for route, row in zip(placement.routes, sent, strict=True)]
-        return Timeline(plan, tuple(starts), tuple(ends), tuple(sent), tuple(arrived), ())
+        problem, flat = Problem(self.placement, num_microbatches), self.flat_starts(num_microbatches)
+        nodes, first, starts = self._nodes(problem), problem.first_op, self._flat(problem)
+        plan = problem.to_plan(problem.task_of[nodes].astype(np.int32))
+        ends = starts + problem.durations_us[problem.task_of]
+        rows = [nodes[first[rank] : first[rank + 1]] for rank in range(problem.num_ranks)]
+        service_of = {r: len(problem.given.tasks) + i for i, r in enumerate(problem.lowered.services)}
+        sent, arrived = [], []
+        for r, route in enumerate(self.placement.routes):
+            task, after_us = (
+                (service_of[r], 0) if r in service_of else (route.source, problem.durations_us[route.source])
+            )
+            sent.append(tuple(start + int(after_us) for start in flat[task]))
+            arrived.append(tuple(start + route.duration_us for start in sent[-1]))
+        starts_us, ends_us = (tuple(tuple(us[row].tolist()) for row in rows) for us in (starts, ends))
+        return Timeline(plan, starts_us, ends_us, tuple(sent), tuple(arrived), ())
 
     @cached_property
     def peak_bytes(self) -> tuple[int, ...]:
