@@ -28,7 +28,7 @@ def test_no_worse_than_named_schedules(objective: Literal["makespan", "span"], b
     costs = Costs(
         [93, 80, 95, 90] * 2, [91, 97, 70, 88] * 2, [47] * 8, activation_bytes=2, boundary_bytes=boundary_bytes
     )
-    cluster = Cluster.uniform(4, 12 + 4 * boundary_bytes, latency_us=6)
+    cluster = Cluster.uniform(4, 24 + 40 * boundary_bytes, latency_us=6)
     placement = wave(costs, cluster)
     result = find_plan(placement, 8, objective=objective, time_limit_s=1e-6)
     check(result.plan)
