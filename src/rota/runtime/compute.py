@@ -21,7 +21,7 @@ from rota.models import AddedLoss, Stages, collect_losses
 from rota.models.sequence_chunks import Chunk
 from rota.runtime.device.numbers import number_in
 from rota.runtime.device.protocol import Device, HostDevice, Number
-from rota.runtime.gradients.chunks import PassedOn, copied, length_of, refuse_other_than_whole
+from rota.runtime.gradients.chunks import PassedOn
 from rota.runtime.gradients.forward_backward import (
     Kept,
     backward,
@@ -143,9 +143,6 @@ class Compute:
         self._kept: dict[tuple[int, int], Kept | Again | WeightWork] = {}
         self._batch = Batch(Microbatches([]), Microbatches([]), [])
         self._chunks = PassedOn()
-        #: What each stage gets of a first chunk until the second one comes, and the stages that were checked then.
-        self._first_chunk: dict[int, tuple[int, tuple[Any, ...]]] = {}
-        self._checked: set[int] = set()
         self._seed = 0
         self._autocast: Autocast = ()
         self.losses: dict[int, MicrobatchLoss] = {}
@@ -160,7 +157,6 @@ class Compute:
         self._autocast = ambient_autocast()
         self._kept.clear()
         self._chunks.begin(batch.chunks)
-        self._first_chunk.clear()
         self.losses, self.added, self.outputs = {}, {}, {}
 
     def run(self, op: Op, received: list[Any]) -> list[Any]:
@@ -254,17 +250,10 @@ class Compute:
         return values
 
     def _open_chunk(self, stage: int, m: int, received: list[Any]) -> Chunk:
-        """What the forward of a chunk reads of earlier ones. Of the first two, the stage is checked."""
-        where = f"stage {stage} ({type(self._stages[stage]).__name__})"
-        given = (*received, *self._stages.pick_inputs(stage, self._batch.inputs[m]))
-        if stage not in self._checked:
-            before = self._chunks.before(m)
-            if not before and stage not in self._first_chunk:
-                self._first_chunk[stage] = m, copied(given)
-            elif len(before) == 1 and self._first_chunk[stage][0] == before[0]:
-                refuse_other_than_whole(self._stages[stage], where, self._first_chunk.pop(stage)[1], given)
-                self._checked.add(stage)
-        return self._chunks.open(stage, m, length_of(given, where))
+        """What the forward of a chunk reads of earlier ones."""
+        module = self._stages[stage]
+        values = (*received, *self._stages.pick_inputs(stage, self._batch.inputs[m]))
+        return self._chunks.open(stage, m, module, f"stage {stage} ({type(module).__name__})", values)
 
     def _refuse_mean(self, microbatch: int, what: str) -> None:
         if microbatch in self._chunks:

@@ -54,13 +54,19 @@ class Pipeline:
         loss_fn: `loss_fn(output, target)`, or `loss_fn(output)` if the output contains the loss; None if nothing is
             trained. It returns the mean loss of a micro-batch (one element), or `(sum, count)`, or a dict with one of
             the two as "loss" and metrics beside it. It has no weights of its own to train: those belong to a stage.
-        options: `timeout_s`: end all ranks if one makes no progress for this many seconds; None: 20 simulated steps, at
-            least 60 s. `dynamic_shapes` (False): shapes between stages depend on the data, not only on the inputs'
-            shapes. `mesh`: as `rota.mesh` makes it; the plan's ranks are its dim "pp". None: all processes are the
-            pipeline. `recompute`: "none", "full", or stages that keep only what they receive, and repeat their forward
-            for B or I. `allow_nonfinite_loss` (False): `step` returns a loss that is nan or infinite instead of raising
-            PipelineError. `check_data`: when ranks compare what they were given: "first" (in the first step, evaluation
-            and forward), "always" or "never". Ranks of one replica must have the same batch, replicas different ones.
+        options: any of these, by name:
+
+            - `timeout_s`: end all ranks if one makes no progress for this many seconds; by default 20 simulated steps,
+              at least 60 s.
+            - `dynamic_shapes`: True: shapes between stages depend on the data, not only on the inputs' shapes.
+            - `mesh`: as `rota.mesh` makes it; the plan's ranks are its dim "pp". Without one, all processes are the
+              pipeline.
+            - `recompute`: "full", or stages that keep only what they receive, and repeat their forward for B or I; by
+              default "none".
+            - `allow_nonfinite_loss`: True: `step` returns a loss that is nan or infinite instead of raising
+              PipelineError.
+            - `check_data`: when ranks compare what they were given: "first" (in the first step, evaluation and
+              forward), "always" or "never". Ranks of one replica must have the same batch, replicas different ones.
 
     Raises:
         PlanError: `check` refuses the plan.

@@ -45,33 +45,40 @@ class PassedOn:
         self._samples: dict[int, Sequence[int]] = {}  # of each chunk, all chunks of its sample
         self._leaves: dict[tuple[int, int], Leaves] = {}
         self._ends: dict[tuple[int, int], int] = {}  # the position in the sample behind each chunk
+        #: What each stage gets of a first chunk until the second one comes, and the stages that were checked then.
+        self._first: dict[int, tuple[int, tuple[Any, ...]]] = {}
+        self._checked: set[int] = set()
 
     def begin(self, chunks: Sequence[Sequence[int]]) -> None:
         """Begin a step with these samples in chunks, and drop what the one before left."""
         self._samples = {m: row for row in chunks for m in row}
         self._leaves.clear()
         self._ends.clear()
+        self._first.clear()
         Chunk.step_has_chunks = bool(chunks)
 
     def __contains__(self, microbatch: int) -> bool:
         return microbatch in self._samples
 
-    def __bool__(self) -> bool:
-        return bool(self._samples)
-
-    def place(self, microbatch: int) -> int:
-        """The place of a chunk in its sample."""
-        return self._samples[microbatch].index(microbatch)
-
     def before(self, microbatch: int) -> Sequence[int]:
-        """The chunks before this one."""
-        return self._samples[microbatch][: self.place(microbatch)]
+        """The chunks of its sample before this one."""
+        sample = self._samples[microbatch]
+        return sample[: sample.index(microbatch)]
 
-    def open(self, stage: int, microbatch: int, length: int) -> Chunk:
-        """What the forward of a chunk of this length reads."""
+    def open(self, stage: int, microbatch: int, module: nn.Module, where: str, values: tuple[Any, ...]) -> Chunk:
+        """What the forward of a chunk reads, which gets these `values`. Of the first two, the stage is checked.
+
+        `where`: the stage's name, for messages.
+        """
         before = self.before(microbatch)
+        if stage not in self._checked:
+            if not before and stage not in self._first:
+                self._first[stage] = microbatch, copied(values)
+            elif len(before) == 1 and self._first[stage][0] == before[0]:
+                refuse_other_than_whole(module, where, self._first.pop(stage)[1], values)
+                self._checked.add(stage)
         start = self._ends[stage, before[-1]] if before else 0
-        self._ends[stage, microbatch] = start + length
+        self._ends[stage, microbatch] = start + length_of(values, where)
         return Chunk(start, [self._leaves[stage, m] for m in before])
 
     def close(self, stage: int, microbatch: int, chunk: Chunk) -> Leaves:
