@@ -5,22 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from decimal import Decimal
 
-from rota.core.costs import Costs
 from rota.core.errors import SearchError
 from rota.core.placement import Placement
-from rota.core.plan import Plan
-from rota.core.timeline import Timeline
 
 _TOO_LARGE = 1 << 53  # of µs and bytes: numbers up to here are exact in floats, and their sums fit into 64 bits
 _MOST_OPS = 10_000_000  # these need a few GB of memory
 _MOST_PER_PERIOD = 64
 _MOST_DIFFERING_OPS = 2_500  # their longest paths, between all pairs, need 50 MB
-
-_INSTEAD = {
-    Costs: "place them first, such as by rota.place(costs, cluster)",
-    Plan: "give its .placement",
-    Timeline: "give its .plan.placement",
-}
 
 
 def refuse_wrong(placement: Placement, num_microbatches: int, objective: str, objectives: Sequence[str]) -> None:
@@ -125,9 +116,10 @@ def refuse_too_large(placement: Placement, num_microbatches: int) -> None:
 
 def _refuse_no_placement(placement: object) -> None:
     if not isinstance(placement, Placement):
-        given = "None" if placement is None else f"of type {type(placement).__name__}"
-        instead = _INSTEAD.get(type(placement), "give one, such as rota.place(costs, cluster) makes")
-        raise SearchError(f"placement is {given}, no Placement; {instead}")
+        raise SearchError(
+            f"placement is of type {type(placement).__name__}, no Placement; give one, such as what rota.place makes "
+            "of costs and a cluster, or a plan's .placement"
+        )
 
 
 def _refuse_no_whole(name: str, value: object, least: int, most: int | None, remedy: str) -> None:
