@@ -263,28 +263,6 @@ def test_cuts_that_no_other_trainer_can_make(
         assert Path("plan.json").exists() is not bool(told)
 
 
-@pytest.mark.parametrize("command", ["profile", "autoplan"])
-@pytest.mark.parametrize(
-    ("mark", "cuts", "told"),
-    [
-        (None, "layers.*,layers.*.mlp", "'layers.*' and 'layers.*.mlp', but layers.0.mlp is inside layers.0"),
-        (
-            "'end'",
-            "layers.*",
-            "'layers.*', which is not a possible cut, did you mean 'layers.2.cut'? Possible",
-        ),
-    ],
-)
-def test_cuts_are_never_ignored(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str, mark: str | None, cuts: str, told: str
-) -> None:
-    model = tmp_path / "model.py"
-    model.write_text(BLOCKS.replace("MARK", str(mark)).replace("MODEL()", "Model()"))
-    options = ["--ranks", "2", "--batch", "4"] if command == "autoplan" else []
-    assert main([command, str(model), "--cuts", cuts, "--device", "h100", *options]) == 2
-    assert told in capsys.readouterr().err
-
-
 def test_a_model_without_cuts_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = tmp_path / "model.py"
     model.write_text(MODEL.replace("range(4)", "range(1)"))

@@ -30,19 +30,16 @@ def search_finalists(sweep: Sweep) -> None:
     """Search for better orders of the best candidates, if the search extra is installed and time is left."""
     if not can_search():
         return
+    left_out = "left out for lack of time: better orders than those of named schedules; "
     finalists = list(_finalists(sweep))
     if finalists and sweep.best is not None and not sweep.deadline.has(_LEAST_S):
-        sweep.remarks.append(
-            "left out for lack of time: better orders than those of named schedules; give a longer --time-limit"
-        )
+        sweep.remarks.append(f"{left_out}give a longer --time-limit")
         return
     for candidate in finalists:
-        if not sweep.deadline.has(_seconds(sweep) + (compiling_s := _compiling_s())):
-            if compiling_s:
-                sweep.remarks.append(
-                    f"left out for lack of time: better orders than those of named schedules; the first search for "
-                    f"them compiles itself, in about {compiling_s:.0f} s: give a longer --time-limit once"
-                )
+        compiling_s = _compiling_s()
+        if not sweep.deadline.has(_seconds(sweep) + compiling_s):
+            compiles = f"the first search for them compiles itself, in about {compiling_s:.0f} s"
+            sweep.remarks += [f"{left_out}{compiles}: give a longer --time-limit once"] if compiling_s else []
             return
         sweep.take(_searched(sweep, candidate))
 

@@ -95,8 +95,8 @@ def placement_bound_us(placement: Placement, num_microbatches: int) -> int:
 
 def _last(placement: Placement, here: Sequence[int]) -> Sequence[int]:
     """The tasks of a rank that can be its last: no other task of the rank waits for them."""
-    there = set(here)
-    inside = {edge.source for edge in placement.edges if edge.source in there and edge.target in there}
+    own = set(here)
+    inside = {edge.source for edge in placement.edges if edge.source in own and edge.target in own}
     return [t for t in here if t not in inside]
 
 

@@ -50,8 +50,8 @@ class Machine:
             )
         if isinstance(self.link, Cluster):
             self._take(self.link)
-        one = self.limit_bytes
-        limits = one if isinstance(one, tuple) else (one,) * self.num_ranks
+        limit = self.limit_bytes
+        limits = limit if isinstance(limit, tuple) else (limit,) * self.num_ranks
         object.__setattr__(self, "limit_bytes", Cluster(limits).limit_bytes)  # which looks at each of them
         object.__setattr__(self, "slowdowns", tuple(self.slowdowns) or (1.0,) * self.num_ranks)
         for name in ("limit_bytes", "slowdowns"):
@@ -141,8 +141,8 @@ class Machine:
         """The cluster of one pipeline's ranks, with the lowest limits and the slowest links of all replicas."""
         limits = []
         for rank in range(num_ranks):
-            there = [self.limits[process] for process in self.holders(num_ranks, num_replicas, rank)]
-            limits.append(min((limit for limit in there if limit is not None), default=None))
+            of_holders = [self.limits[process] for process in self.holders(num_ranks, num_replicas, rank)]
+            limits.append(min((limit for limit in of_holders if limit is not None), default=None))
         most = self.link.link if isinstance(self.link, Cluster) else self.link
         starts = range(0, num_ranks * num_replicas, num_ranks)
         links = []

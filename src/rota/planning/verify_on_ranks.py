@@ -89,9 +89,9 @@ def main(path: str) -> None:
         batch = file.made_batch(options.rows * num_samples)
         against: Any = options.against
         how: dict[str, Any] = {"fp64": options.fp64, "against": against}
-        found = verify(pipeline, lambda: _unsplit(file), *batch, **how, report=_report)
+        verification = verify(pipeline, lambda: _unsplit(file), *batch, **how, report=_report)
         if pipeline.rank == pipeline.replica == 0:
-            _report_file(Path(path)).write_text(json.dumps(found.to_fields()))
+            _report_file(Path(path)).write_text(json.dumps(verification.to_fields()))
 
 
 def _stages(file: ModelFile, plan: Plan, rows: int) -> Stages:
