@@ -21,7 +21,6 @@ from rota.core.units import count_text, size_text, time_text
 
 LINKS = "links"
 _REPEATS = 7
-_TOO_FAR_APART = 1.0  # the interquartile range of the measurements, as a part of their median
 
 
 @command("rota profile model.py --rows 1,2,4,8 -o profile.json\nrota profile links --processes 4 -o cluster.json")
@@ -72,8 +71,7 @@ def _layers(options: Options) -> None:
         return
     if options.stages:
         raise InputError("--stages is for costs by length: give --lengths as well, such as --lengths 64,128,256")
-    repeats = options.repeats or _REPEATS
-    how = Measuring(options.device, repeats, options.cache, options.refresh, options.cuts)
+    how = Measuring(options.device, options.repeats or _REPEATS, options.cache, options.refresh, options.cuts)
     with progress_line() as show:
         model_file = load_model_file(options.model, options.length)
         profile = profile_file(model_file, options.rows or (1,), how, show)
@@ -81,27 +79,19 @@ def _layers(options: Options) -> None:
     if options.json:
         print_json({"layers": [reports.of_layers(layers) for layers in profile.values()]})
     else:
-        _print_layers(options, profile, repeats)
+        _print_layers(profile)
     files.keep(options.output, profile.to_json(), then=then, quietly=options.json)
 
 
-def _print_layers(options: Options, profile: Profile, repeats: int) -> None:
+def _print_layers(profile: Profile) -> None:
     """Print what layers cost, and why the figures may be wrong."""
     for layers in profile.values():
         print(_summary(layers))
-    worst = max((spread for layers in profile.values() for spread in layers.spread), default=0.0)
-    doubtful = next((layers.why_doubtful for layers in profile.values() if layers.why_doubtful), "")
     incomplete = next((layers.why_incomplete for layers in profile.values() if layers.uncounted), "")
     if incomplete:
         print_text(f"Costs are too low: {incomplete}.")
-    refresh, with_refresh = (" --refresh", ", with --refresh") if options.cache else ("", "")
-    if worst > _TOO_FAR_APART:
-        print_text(
-            f"Measurements that vary by {worst:.0%} are too noisy for planning: close other programs, and take more "
-            f"measurements, with --repeats {3 * repeats}{refresh}."
-        )
-    elif doubtful:
-        remedy = f"Close other programs, and measure again{with_refresh}."
+    if doubtful := next((layers.why_doubtful for layers in profile.values() if layers.why_doubtful), ""):
+        remedy = "Close other programs, and measure again, with more --repeats (and --refresh, if there is a cache)."
         print_text(f"The machine was busy, or its speed varied: {doubtful}. {remedy}")
 
 
