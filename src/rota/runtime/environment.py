@@ -28,9 +28,9 @@ def meeting_environments(folder: str, num_processes: int) -> list[dict[str, str]
 
     They listen only on the loopback interface. Nothing listens at MASTER_PORT: it is there for scripts that read it.
     """
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port = found.getsockname()[1]
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
     shared = {
         STORE: str(Path(folder, f"store-{uuid4().hex}")),
         "GLOO_SOCKET_IFNAME": loopback(),

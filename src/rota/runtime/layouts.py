@@ -112,12 +112,12 @@ class KnownLayouts:
 
     def format_at(self, place: Hashable, size: Size) -> Format | None:
         """The format of an edge's values, None if it is not known."""
-        found = self._formats.get((place, size))
-        if found is None and (layout := self.layout_at(place, size)) is not None:
+        form = self._formats.get((place, size))
+        if form is None and (layout := self.layout_at(place, size)) is not None:
             if len(self._formats) >= _MOST_FORMATS:
                 self._formats = {}
-            found = self._formats[place, size] = Format(layout)
-        return found
+            form = self._formats[place, size] = Format(layout)
+        return form
 
     def layout_at(self, place: Hashable, size: Size) -> Any:
         """What was learned with `learn`, for another size: None if it is not known."""
@@ -127,7 +127,7 @@ class KnownLayouts:
     def learn(self, place: Hashable, size: Size, layout: Layout | Any) -> None:
         """Take note of a layout, or of any nested tuples, in which tuples of numbers are shapes."""
         if self._rules.setdefault(place, _Rule()).see(size, layout):
-            self._formats = {key: found for key, found in self._formats.items() if key[0] != place}
+            self._formats = {key: form for key, form in self._formats.items() if key[0] != place}
 
 
 def as_layout(value: Any) -> Any:
@@ -211,10 +211,10 @@ class _Rule:
 def _forms_of(size: Size, number: int) -> list[_Form]:
     """All forms that give `number` at `size`."""
     forms: list[_Form] = [((), Fraction(number), False)]
-    for i, known in enumerate(size):
-        forms.append(((i,), Fraction(number - known), True))
-        if known:
-            forms.append(((i,), Fraction(number, known), False))
+    for i, length in enumerate(size):
+        forms.append(((i,), Fraction(number - length), True))
+        if length:
+            forms.append(((i,), Fraction(number, length), False))
     for i, j in combinations_with_replacement(range(len(size)), 2):
         if size[i] * size[j]:
             forms.append(((i, j), Fraction(number, size[i] * size[j]), False))

@@ -46,12 +46,12 @@ def group(ranks: Iterable[int], mesh: DeviceMesh | None = None) -> Group:
         None for one rank, and on a rank outside the group.
     """
     join()
-    ranks, found = sorted(ranks), None
+    ranks, own = sorted(ranks), None
     for pipeline in pipelines_of(mesh) if len(ranks) > 1 else ():
         processes = [pipeline[rank] for rank in ranks]
         made = dist.new_group(processes, backend=group_backend())
-        found = made if dist.get_rank() in processes else found
-    return found
+        own = made if dist.get_rank() in processes else own
+    return own
 
 
 def copy_to_ranks(x: torch.Tensor, group: Group) -> torch.Tensor:

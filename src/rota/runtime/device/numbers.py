@@ -25,8 +25,8 @@ def number_in(value: torch.Tensor, device: Device) -> Number:
 def read_numbers(numbers: Sequence[Number], device: Device) -> list[float]:
     """All numbers. Waits for the device if it has some of them."""
     later = [number for number in numbers if isinstance(number, torch.Tensor)]
-    found = iter(device.read(torch.stack(later))() if later else ())
-    return [next(found) if isinstance(number, torch.Tensor) else number for number in numbers]
+    read = iter(device.read(torch.stack(later))() if later else ())
+    return [next(read) if isinstance(number, torch.Tensor) else number for number in numbers]
 
 
 @final

@@ -119,9 +119,9 @@ class StreamDevice:
             end.synchronize()
             self._origin_ns = max(time.monotonic_ns() - _elapsed_ns(self._begun, end), self._begun_ns)
             self._spare.append(end)
-        found = [self._origin_ns + _elapsed_ns(self._begun, mark) for mark in marks]
+        times_ns = [self._origin_ns + _elapsed_ns(self._begun, mark) for mark in marks]
         self._spare.extend(marks)
-        return found
+        return times_ns
 
     # --- numbers ------------------------------------------------------------------------------------------------------
 

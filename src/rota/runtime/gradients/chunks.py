@@ -26,10 +26,10 @@ Leaves = list[torch.Tensor]
 
 def length_of(values: Iterable[Any], where: str) -> int:
     """The length of a chunk: dimension 1 of the first tensor with several. Raises PipelineError if there is none."""
-    found = next((tensor.shape[1] for value in values for tensor in tensors_in(value) if tensor.dim() > 1), None)
-    if found is None:
+    length = next((tensor.shape[1] for value in values for tensor in tensors_in(value) if tensor.dim() > 1), None)
+    if length is None:
         raise PipelineError(f"{where} gets no tensor of shape [rows, length, …], so the length of a chunk is unknown")
-    return found
+    return length
 
 
 def leaves_of(values: Iterable[torch.Tensor]) -> Leaves:
@@ -129,8 +129,8 @@ def refuse_other_than_whole(module: nn.Module, where: str, first: tuple[Any, ...
     for a, b, expected in zip(*map(tensors_in, (begin, rest, whole)), strict=True):
         if a.dim() < 2 or not a.is_floating_point():
             continue
-        found = torch.cat([a, b], 1)
-        if found.shape != expected.shape or _differ(found, expected):
+        in_chunks = torch.cat([a, b], 1)
+        if in_chunks.shape != expected.shape or _differ(in_chunks, expected):
             raise PipelineError(
                 f"{where} computes something else for two chunks of a sample than for both at once; let its attention "
                 f"be causal, with keys and values through rota.with_earlier_chunks and positions from "
@@ -143,12 +143,12 @@ def _join(first: Any, second: Any) -> Any:
     return with_tensors(first, (torch.cat(pair, 1) if pair[0].dim() > 1 else pair[0] for pair in pairs))
 
 
-def _differ(found: torch.Tensor, expected: torch.Tensor) -> bool:
-    dtype = found.dtype
-    if torch.is_autocast_enabled(found.device.type):
-        dtype = torch.get_autocast_dtype(found.device.type)
-    are_equal = (found == expected) | (found.isnan() & expected.isnan())  # -inf - -inf is NaN
-    difference = (found - expected).abs().masked_fill(are_equal, 0.0).amax()
+def _differ(actual: torch.Tensor, expected: torch.Tensor) -> bool:
+    dtype = actual.dtype
+    if torch.is_autocast_enabled(actual.device.type):
+        dtype = torch.get_autocast_dtype(actual.device.type)
+    are_equal = (actual == expected) | (actual.isnan() & expected.isnan())  # -inf - -inf is NaN
+    difference = (actual - expected).abs().masked_fill(are_equal, 0.0).amax()
     largest = expected.abs().nan_to_num(nan=0.0, posinf=0.0).amax()
     return not bool(difference <= largest * torch.finfo(dtype).eps ** 0.75)
 

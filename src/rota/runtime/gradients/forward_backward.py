@@ -149,12 +149,12 @@ def backward_inputs(kept: Kept, received: Sequence[Gradients]) -> tuple[list[lis
     """As `backward`, but the parameters' gradients are left for later."""
     assert kept.entries is not None
     inputs = [entry for entries in kept.entries for entry in entries] + [entry for entry, _ in kept.earlier]
-    found, work = input_gradients(*_roots(kept, received), inputs)
-    for (_, leaf), gradient in zip(kept.earlier, found[len(inputs) - len(kept.earlier) :], strict=True):
+    arrived, work = input_gradients(*_roots(kept, received), inputs)
+    for (_, leaf), gradient in zip(kept.earlier, arrived[len(inputs) - len(kept.earlier) :], strict=True):
         if gradient is not None:
             # A copy, as the gradient is a part of one for all earlier chunks, which it would keep.
             leaf.grad = gradient.clone() if leaf.grad is None else leaf.grad.add_(gradient)
-    gradients = iter(found)
+    gradients = iter(arrived)
     return [[next(gradients) for _ in entries] for entries in kept.entries], work
 
 

@@ -26,13 +26,13 @@ from rota.runtime.transport import collective
 
 def parameters_by_stage(stages: Stages, last: Iterable[int]) -> dict[int, list[nn.Parameter]]:
     """The parameters that are not sharded, each once, by the last stage (in the order of `last`) that uses them."""
-    found: dict[int, list[nn.Parameter]] = {}
+    by_stage: dict[int, list[nn.Parameter]] = {}
     seen: set[nn.Parameter] = set()
     for stage in reversed([*last]):
         own = [p for p in stages[stage].parameters() if p not in seen and not is_sharded(p)]
         seen.update(own)
-        found[stage] = own
-    return found
+        by_stage[stage] = own
+    return by_stage
 
 
 def make_equal(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup) -> None:
@@ -47,8 +47,8 @@ def make_equal(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup) -> Non
 
 def replicated_parameters(stages: Stages, local: Iterable[int]) -> list[nn.Parameter]:
     """The parameters that every rank of a tensor-parallel group holds whole, each once."""
-    found = (stages[stage].get_parameter(name) for stage in local for name in replicated_names(stages[stage]))
-    return [*dict.fromkeys(found)]
+    replicated = (stages[stage].get_parameter(name) for stage in local for name in replicated_names(stages[stage]))
+    return [*dict.fromkeys(replicated)]
 
 
 def refuse_other_tensors(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup) -> None:
@@ -149,10 +149,10 @@ class AbsentGradients:
 
 def by_dtype(tensors: Iterable[torch.Tensor]) -> dict[torch.dtype, list[Any]]:
     """The tensors by dtype, each list in the given order."""
-    found: dict[torch.dtype, list[Any]] = {}
+    groups: dict[torch.dtype, list[Any]] = {}
     for tensor in tensors:
-        found.setdefault(tensor.dtype, []).append(tensor)
-    return found
+        groups.setdefault(tensor.dtype, []).append(tensor)
+    return groups
 
 
 def packed(parameters: list[nn.Parameter]) -> torch.Tensor:

@@ -40,7 +40,7 @@ def shared_weights(stages: Stages, placement: Placement) -> list[SharedWeight]:
     If each of the tied stages is on several ranks, the weight is tied per TP shard, in the order of the ranks.
     """
     refuse_aliases(stages.modules, stages.name_in_model)  # again, as a script may have set weights since
-    found = []
+    shared: list[SharedWeight] = []
     tied = set()
     for tie in stages.ties:
         tied |= {*tie}
@@ -53,12 +53,12 @@ def shared_weights(stages: Stages, placement: Placement) -> list[SharedWeight]:
                 f"one weight is tied over stages on ranks that do not match one to one ({where}); place them on the "
                 f"same ranks, or untie it"
             )
-        found += [SharedWeight(*tie[0], ranks, summed=True) for ranks in tp_shards if len(ranks) > 1]
+        shared += [SharedWeight(*tie[0], ranks, summed=True) for ranks in tp_shards if len(ranks) > 1]
     for stage, module in enumerate(stages.modules):
         if len(ranks := placement.ranks_of(stage)) > 1:
             names = [name for name in replicated_names(module) if (stage, name) not in tied]
-            found += [SharedWeight(stage, name, ranks, summed=False) for name in names]
-    return found
+            shared += [SharedWeight(stage, name, ranks, summed=False) for name in names]
+    return shared
 
 
 class _Open(NamedTuple):
