@@ -17,7 +17,7 @@ from rota.batching.dispatching import Dispatch, by_policy, falling, valley
 from rota.batching.figures import Layout, Place
 from rota.batching.grouping import Grouper
 from rota.batching.problem import NO_LIMIT, BatchProblem, Integers
-from rota.batching.replaying import peaks_bytes
+from rota.batching.replaying import peaks_bytes, replay
 from rota.batching.result import BatchPlan
 from rota.batching.rules import by_few_rules, by_rule
 from rota.batching.windows import sequence_bound_us
@@ -197,7 +197,7 @@ def _shares_of(layout: Layout, lengths: Sequence[int], num_replicas: int) -> lis
 
 def is_compiled() -> bool:
     """Whether an earlier process on this machine has compiled the loops of the search."""
-    return is_on_disk(sequence_bound_us)
+    return is_on_disk(replay)
 
 
 class _Clock:
