@@ -8,6 +8,6 @@ A cut of n layers into p parts is its p + 1 boundaries: part i has the layers bo
 """
 
 from rota.cutting.cuts import Cut, cut
-from rota.cutting.partition import balanced, by_parameters, by_regex, merge, uniform
+from rota.cutting.partition import balanced, by_regex, merge, uniform
 
-__all__ = ["Cut", "balanced", "by_parameters", "by_regex", "cut", "merge", "uniform"]
+__all__ = ["Cut", "balanced", "by_regex", "cut", "merge", "uniform"]

@@ -24,14 +24,14 @@ def cut_chain(problem: CutProblem) -> list[int] | None:
         left = problem.budgets_us(bound)
         return [left[rank] for rank in problem.rank_of]
 
-    def found(bound: int) -> list[int] | None:
-        ends = balanced_ends(problem, 0, 0, budgets(bound), problem.extra_us, fits)
+    def cut_within(bound: int) -> list[int] | None:
+        ends = balanced_ends(problem, 0, 0, budgets(bound), [0] * problem.num_stages, fits)
         return None if ends is None else [0, *ends]
 
     if problem.exceeds_total_memory:
         return None
     low = least(0, problem.upper_bound, lambda bound: _bands(problem, 0, 0, budgets(bound)) is not None)
-    best = found(low)
+    best = cut_within(low)
     if best is not None:
         return best
     # Memory, or a layer that fits only some ranks, needs a larger bound: double the step until a cut fits, then bisect.
@@ -40,16 +40,16 @@ def cut_chain(problem: CutProblem) -> list[int] | None:
         if high == problem.upper_bound:
             return None
         low, high, step = high + 1, min(high + step, problem.upper_bound), 2 * step
-        best = found(high)
+        best = cut_within(high)
     high = max(problem.rank_times(best))
     while low < high:
         middle = (low + high) // 2
-        other = found(middle)
+        other = cut_within(middle)
         if other is None:
             low = middle + 1
         else:
             best, high = other, max(problem.rank_times(other))
-    return found(high)
+    return cut_within(high)
 
 
 def least(low: int, high: int, holds: Callable[[int], bool]) -> int:
@@ -78,8 +78,6 @@ def _within_limits(problem: CutProblem) -> Fits | None:
 def _bands(problem: CutProblem, first: int, start: int, budgets_us: Sequence[int]) -> list[range] | None:
     """The possible ends of each stage from `first`, which begins at `start`; None if a stage has no possible end."""
     stages = range(first, problem.num_stages)
-    if min(budgets_us) < 0:
-        return None
     highs, high = [], start
     for stage, budget in zip(stages, budgets_us, strict=True):
         prefix = problem.prefixes[stage]
@@ -92,8 +90,8 @@ def _bands(problem: CutProblem, first: int, start: int, budgets_us: Sequence[int
         prefix = problem.prefixes[stages[i]]
         low = max(bisect_left(prefix, prefix[low] - budgets_us[i]), start + i)
         lows.append(low)
-    found = [range(low, high + 1) for low, high in zip(reversed(lows), highs, strict=True)]
-    return found if all(found) else None
+    bands = [range(low, high + 1) for low, high in zip(reversed(lows), highs, strict=True)]
+    return bands if all(bands) else None
 
 
 def balanced_ends(
@@ -116,7 +114,7 @@ def balanced_ends(
     for i, ends in enumerate(possible):
         stage = first + i
         prefix, weight = problem.prefixes[stage], problem.weights[problem.rank_of[stage]]
-        found: dict[int, int] = {}
+        least_squares: dict[int, int] = {}
         came_from: dict[int, int] = {}
         for begin, squares in best.items():
             before, latest = spent_us[i] - prefix[begin], prefix[begin] + budgets_us[i]
@@ -126,9 +124,9 @@ def balanced_ends(
                 if fits is not None and not fits(stage, begin, end):
                     continue
                 total = squares + ((before + prefix[end]) * weight) ** 2
-                if end not in found or total < found[end]:
-                    found[end], came_from[end] = total, begin
-        best = found
+                if end not in least_squares or total < least_squares[end]:
+                    least_squares[end], came_from[end] = total, begin
+        best = least_squares
         steps.append(came_from)
     if problem.num_layers not in best:
         return None

@@ -18,14 +18,13 @@ _NUM_CACHED_TABLES = 16  # of the latest models: comparing cuts needs the tables
 class CutProblem:
     """Layers to divide into stages in order; stage s runs on rank `rank_of[s]`.
 
-    `prefixes[stage][i]` is the time in µs of layers 0 to i - 1 on that stage; `extra_us[stage]` is added to it. Rank
-    times are counted in units that keep them whole: one µs on rank r is `weights[r]` units.
+    `prefixes[stage][i]` is the time in µs of layers 0 to i - 1 on that stage. Rank times are counted in units that keep
+    them whole: one µs on rank r is `weights[r]` units.
     """
 
     num_layers: int
     rank_of: Sequence[int]
     prefixes: Sequence[Sequence[int]]
-    extra_us: Sequence[int]
     weights: Sequence[int]
     memory: StageMemory | None
 
@@ -44,15 +43,12 @@ class CutProblem:
         times = [0] * self.num_ranks
         for stage, (start, end) in enumerate(pairwise(boundaries)):
             rank, prefix = self.rank_of[stage], self.prefixes[stage]
-            times[rank] += (prefix[end] - prefix[start] + self.extra_us[stage]) * self.weights[rank]
+            times[rank] += (prefix[end] - prefix[start]) * self.weights[rank]
         return times
 
     def budgets_us(self, bound: int) -> list[int]:
-        """Time for each rank's layers if its time must not exceed `bound` units; negative if `extra_us` is longer."""
-        left = [bound // weight for weight in self.weights]
-        for rank, extra in zip(self.rank_of, self.extra_us, strict=True):
-            left[rank] -= extra
-        return left
+        """Time for each rank's layers if its time must not exceed `bound` units."""
+        return [bound // weight for weight in self.weights]
 
     def excess_bytes(self, boundaries: Sequence[int]) -> int:
         """Bytes above the memory limits, summed over the ranks."""
@@ -78,8 +74,7 @@ class CutProblem:
     @property
     def upper_bound(self) -> int:
         """A time in units that no rank exceeds in any cut."""
-        whole = max(prefix[-1] for prefix in self.prefixes) + sum(self.extra_us)
-        return whole * max(self.weights)
+        return max(prefix[-1] for prefix in self.prefixes) * max(self.weights)
 
 
 class StageBytes(NamedTuple):
@@ -102,13 +97,12 @@ class StageMemory:
         layers: LayerCosts,
         limits: Sequence[int | None],
         in_flight: Sequence[int],
-        split_backward: bool,
         recompute: Collection[int],
     ) -> None:
         self.limits = limits
         self._in_flight = in_flight
         self._recompute = frozenset(recompute)
-        self._runs = [_cached_runs(layers, split_backward, recomputed) for recomputed in (False, True)]
+        self._runs = [_cached_runs(layers, recomputed) for recomputed in (False, True)]
         # Lower bounds: what two layers share is subtracted from the later one, wherever the earlier one is.
         static, kept = list(layers.static_bytes), list(layers.kept_bytes)
         for column, pairs in ((static, layers.tied), (kept, layers.shared)):
@@ -160,24 +154,24 @@ class _Runs(dict[tuple[int, int], _RunBytes]):
     length that tile the model.
     """
 
-    def __init__(self, layers: LayerCosts, split_backward: bool, recomputed: bool) -> None:
+    def __init__(self, layers: LayerCosts, recomputed: bool) -> None:
         super().__init__()
-        self._layers, self._split, self._recomputed = layers, split_backward, recomputed
+        self._layers, self._recomputed = layers, recomputed
 
     def __missing__(self, run: tuple[int, int]) -> _RunBytes:
         start, end = run
         length, num_layers = end - start, self._layers.num_layers
         boundaries = sorted({0, *range(start % length, num_layers + 1, length), num_layers})
         stages = range(len(boundaries) - 1) if self._recomputed else ()
-        costs = self._layers.stages(boundaries, split_backward=self._split, recompute=stages)
+        costs = self._layers.stages(boundaries, recompute=stages)
         for stage, tile in enumerate(pairwise(boundaries)):
             held = costs.activation_bytes[stage]
             kept = costs.checkpoint_bytes[stage] if self._recomputed else held
-            peaks = costs.forward_peak_bytes, costs.backward_peak_bytes, costs.weight_peak_bytes
-            self[tile] = _RunBytes(costs.static_bytes[stage], kept, held - kept + max(peak[stage] for peak in peaks))
+            peak = max(costs.forward_peak_bytes[stage], costs.backward_peak_bytes[stage])
+            self[tile] = _RunBytes(costs.static_bytes[stage], kept, held - kept + peak)
         return self[run]
 
 
 @lru_cache(_NUM_CACHED_TABLES)
-def _cached_runs(layers: LayerCosts, split_backward: bool, recomputed: bool) -> _Runs:
-    return _Runs(layers, split_backward, recomputed)
+def _cached_runs(layers: LayerCosts, recomputed: bool) -> _Runs:
+    return _Runs(layers, recomputed)

@@ -5,10 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
 from fractions import Fraction
 from itertools import accumulate
-from typing import Literal, final, get_args, overload
+from typing import final, overload
 
 from rota.core.errors import SplitError
 from rota.core.layers import LayerCosts
@@ -17,7 +16,7 @@ from rota.cutting.chain import cut_chain
 from rota.cutting.cut_problem import CutProblem, StageMemory
 from rota.cutting.virtual_stages import cut_virtual_stages
 
-CutPlacement = Literal["chain", "interleaved", "wave"]
+NUM_NODES = 4_000  # of the tree search for several stages per rank
 
 
 @final
@@ -62,41 +61,31 @@ class Cut(Sequence[int]):
 
 def cut(
     layers: LayerCosts,
-    num_ranks: int,
+    ranks: int | Sequence[int],
     *,
-    stages_per_rank: int = 1,
-    placement: CutPlacement = "chain",
     limit_bytes: int | Sequence[int | None] | None = None,
     in_flight: Sequence[int] | None = None,
     slowdowns: Sequence[float] | None = None,
-    extra_us: tuple[int, int] = (0, 0),
-    split_backward: bool = False,
     recompute: Collection[int] = (),
-    num_nodes: int = 4_000,
 ) -> Cut:
     """Cut layers into stages so that the slowest rank is as fast as possible.
 
     A rank's time is F + B of one micro-batch over its stages, and R where a stage recomputes. With one stage per rank
-    the cut is exact and costs milliseconds. With several it is exact if the search ends within `num_nodes`;
-    `Cut.gap` says how far it may be from the optimum. Among equally fast cuts the one with the least sum of squares of
-    the ranks' times is chosen (with several stages per rank: a local optimum of moves of single layers).
+    the cut is exact and costs milliseconds. With several, a tree search is given up after some thousand nodes; `Cut.gap`
+    says how far the cut may be from the optimum. Among equally fast cuts the one with the least sum of squares of the
+    ranks' times is chosen (with several stages per rank: a local optimum of moves of single layers).
 
     Args:
         layers: Measured costs of the model's layers.
-        num_ranks: Number of ranks.
-        stages_per_rank: Stages per rank: 1 for "chain", any number for "interleaved", an even one for "wave".
-        placement: How stages are placed: "chain", one per rank; "interleaved", round robin (`rota.interleaved`);
-            "wave", down the ranks and back up (`rota.wave`).
+        ranks: The number of ranks, with one stage each; or the rank of each stage, in rounds that have every rank once,
+            as `rota.interleaved` (`[0, 1, 0, 1]`) and `rota.wave` (`[0, 1, 1, 0]`) place them.
         limit_bytes: Memory limit of every rank, or one per rank (None: no limit). Static bytes, the activations of the
             micro-batches in flight and the highest peak must fit. Transfers depend on the plan and are not counted;
             `rota.check` counts them.
         in_flight: Number of micro-batches in flight per stage. Default: the number of stages from it to the last, as in
             1F1B.
         slowdowns: One factor per rank that multiplies its times.
-        extra_us: Time added to the first and to the last stage.
-        split_backward: Whether every stage but the first has I and W instead of B.
         recompute: The stages that recompute their activations.
-        num_nodes: Node limit of the tree search for several stages per rank.
 
     Returns:
         The boundaries, each rank's time, and a lower bound on the slowest rank's time.
@@ -104,26 +93,30 @@ def cut(
     Raises:
         SplitError: An argument is invalid, no cut fits in memory, or the search found none.
     """
-    _validate(layers, num_ranks, stages_per_rank, placement, extra_us)
-    rank_of = _rank_of(num_ranks, stages_per_rank, placement)
-    num_stages = len(rank_of)
+    rank_of = [*range(ranks)] if isinstance(ranks, int) else [*ranks]
+    num_stages, num_ranks = len(rank_of), max(rank_of, default=-1) + 1
+    rounds = [sorted(rank_of[first : first + num_ranks]) for first in range(0, num_stages, max(num_ranks, 1))]
+    if not rounds or any(ranks_of_round != [*range(num_ranks)] for ranks_of_round in rounds):
+        raise SplitError(
+            f"ranks is {ranks}: give at least 1 rank, or the rank of each stage in rounds that have every rank once, "
+            "such as [0, 1, 1, 0]"
+        )
+    if layers.num_layers < num_stages:
+        raise SplitError(
+            f"{count_text(layers.num_layers, 'layer')} for {num_stages} stages: give fewer ranks, fewer stages per rank, "
+            "or a model with more CutPoints"
+        )
     if outside := [stage for stage in recompute if not 0 <= stage < num_stages]:
         raise SplitError(f"recompute has stage {outside[0]}; the stages are 0 to {num_stages - 1}")
     weights, unit = _weights(slowdowns, num_ranks)
-    problem = CutProblem(
-        layers.num_layers,
-        rank_of,
-        _prefixes(layers, num_stages, split_backward, recompute),
-        [extra_us[0] * (stage == 0) + extra_us[1] * (stage == num_stages - 1) for stage in range(num_stages)],
-        weights,
-        _memory(layers, limit_bytes, num_ranks, in_flight, num_stages, split_backward, recompute),
-    )
-    boundaries, bound = _solve(problem, num_nodes)
+    memory = _memory(layers, limit_bytes, num_ranks, in_flight, num_stages, recompute)
+    problem = CutProblem(layers.num_layers, rank_of, _prefixes(layers, num_stages, recompute), weights, memory)
+    boundaries, bound = _solve(problem)
     times = problem.rank_times(boundaries)
     return Cut(tuple(boundaries), tuple(Fraction(time, unit) for time in times), Fraction(bound, unit))
 
 
-def _solve(problem: CutProblem, num_nodes: int) -> tuple[list[int], int]:
+def _solve(problem: CutProblem) -> tuple[list[int], int]:
     """Boundaries, and a lower bound on the slowest rank's time, in units."""
     if problem.num_ranks == problem.num_stages:
         if (chain := cut_chain(problem)) is None:
@@ -134,12 +127,12 @@ def _solve(problem: CutProblem, num_nodes: int) -> tuple[list[int], int]:
     one_per_rank = replace(problem, rank_of=range(problem.num_stages), weights=weights, memory=None)
     first = cut_chain(one_per_rank)
     assert first is not None, "without limits, and with at least one layer per stage, a cut exists"
-    found, bound = cut_virtual_stages(problem, first, num_nodes)
-    if found is None:
+    boundaries, bound = cut_virtual_stages(problem, first, NUM_NODES)
+    if boundaries is None:
         is_proven = bound > problem.upper_bound
-        searched = "" if is_proven else f" was found within {num_nodes:,} nodes; raise num_nodes, or"
+        searched = "" if is_proven else f" was found within {NUM_NODES:,} nodes of the search; to be sure,"
         raise SplitError(_infeasibility(problem, searched))
-    return found, bound
+    return boundaries, bound
 
 
 def _infeasibility(problem: CutProblem, searched: str = "") -> str:
@@ -155,39 +148,6 @@ def _infeasibility(problem: CutProblem, searched: str = "") -> str:
     )
 
 
-def _validate(
-    layers: LayerCosts, num_ranks: int, stages_per_rank: int, placement: str, extra_us: tuple[int, int]
-) -> None:
-    for name, number in (("num_ranks", num_ranks), ("stages_per_rank", stages_per_rank)):
-        if number < 1:
-            raise SplitError(f"{name} is {number}: give at least 1")
-    if placement not in get_args(CutPlacement):
-        near = get_close_matches(str(placement), get_args(CutPlacement), 1, 0)
-        raise SplitError(
-            f"placement is {placement!r}: give one of {', '.join(get_args(CutPlacement))}; perhaps {near[0]}?"
-        )
-    if placement == "chain" and stages_per_rank > 1:
-        raise SplitError(f"stages_per_rank is {stages_per_rank}, but a chain has 1; give 'interleaved' or 'wave'")
-    if placement == "wave" and stages_per_rank % 2:
-        raise SplitError(f"stages_per_rank is {stages_per_rank}, but a wave goes down and up: give an even number")
-    if layers.num_layers < num_ranks * stages_per_rank:
-        raise SplitError(
-            f"{count_text(layers.num_layers, 'layer')} for {num_ranks * stages_per_rank} stages ({num_ranks} ranks, "
-            f"{stages_per_rank} per rank): give fewer ranks, fewer stages per rank, or a model with more CutPoints"
-        )
-    if min(extra_us) < 0:
-        raise SplitError(f"extra_us is {extra_us}: give two numbers of 0 or more, for the first and the last stage")
-
-
-def _rank_of(num_ranks: int, stages_per_rank: int, placement: CutPlacement) -> list[int]:
-    """The rank of each stage, as `rota.interleaved` and `rota.wave` place them."""
-    rounds = [[*range(num_ranks)] for _ in range(stages_per_rank)]
-    if placement == "wave":
-        for i in range(1, stages_per_rank, 2):
-            rounds[i].reverse()
-    return [rank for each in rounds for rank in each]
-
-
 def _weights(slowdowns: Sequence[float] | None, num_ranks: int) -> tuple[list[int], int]:
     """Whole numbers in proportion to the slowdowns, and the number that represents a slowdown of 1."""
     if slowdowns is None:
@@ -198,21 +158,16 @@ def _weights(slowdowns: Sequence[float] | None, num_ranks: int) -> tuple[list[in
         if not 0 < slowdown < math.inf:
             raise SplitError(f"slowdowns[{rank}] is {slowdown}: give a number above 0; 1 is as fast as measured")
     exact = [Fraction(slowdown) for slowdown in slowdowns]
-    unit = math.lcm(*(one.denominator for one in exact))
-    return [int(one * unit) for one in exact], unit
+    unit = math.lcm(*(slowdown.denominator for slowdown in exact))
+    return [int(slowdown * unit) for slowdown in exact], unit
 
 
-def _prefixes(
-    layers: LayerCosts, num_stages: int, split_backward: bool, recompute: Collection[int]
-) -> list[Sequence[int]]:
-    """The time before each layer, per stage. The first stage sends no gradient back, so its backward is whole."""
-    whole = [sum(times) for times in zip(layers.forward_us, layers.backward_us, strict=True)]
-    parts = [sum(times) for times in zip(layers.forward_us, layers.input_us, layers.weight_us, strict=True)]
-    once, again = [], []
-    for work in (whole, parts if split_backward else whole):
-        once.append([0, *accumulate(work)])
-        again.append([0, *accumulate(us + more for us, more in zip(work, layers.recompute_us, strict=True))])
-    return [(again if stage in recompute else once)[stage > 0] for stage in range(num_stages)]
+def _prefixes(layers: LayerCosts, num_stages: int, recompute: Collection[int]) -> list[Sequence[int]]:
+    """The time before each layer, per stage."""
+    work = [sum(times) for times in zip(layers.forward_us, layers.backward_us, strict=True)]
+    once = [0, *accumulate(work)]
+    again = [0, *accumulate(us + more for us, more in zip(work, layers.recompute_us, strict=True))]
+    return [again if stage in recompute else once for stage in range(num_stages)]
 
 
 def _memory(
@@ -221,7 +176,6 @@ def _memory(
     num_ranks: int,
     in_flight: Sequence[int] | None,
     num_stages: int,
-    split_backward: bool,
     recompute: Collection[int],
 ) -> StageMemory | None:
     limits = [limit_bytes] * num_ranks if limit_bytes is None or isinstance(limit_bytes, int) else [*limit_bytes]
@@ -236,4 +190,4 @@ def _memory(
         )
     if all(limit is None for limit in limits):
         return None
-    return StageMemory(layers, limits, counts, split_backward, recompute)
+    return StageMemory(layers, limits, counts, recompute)

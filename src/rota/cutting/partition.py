@@ -13,6 +13,7 @@ from typing import Any
 
 from rota.core.costs import Costs
 from rota.core.errors import SplitError
+from rota.cutting.chain import least
 
 
 def uniform(num_layers: int, num_parts: int) -> list[int]:
@@ -22,8 +23,8 @@ def uniform(num_layers: int, num_parts: int) -> list[int]:
         SplitError: `num_parts` is below 1.
     """
     _require_parts(num_parts)
-    each, left = divmod(num_layers, num_parts)
-    return [part * each + min(part, left) for part in range(num_parts + 1)]
+    size, left = divmod(num_layers, num_parts)
+    return [part * size + min(part, left) for part in range(num_parts + 1)]
 
 
 def balanced(costs: Sequence[float], num_parts: int) -> list[int]:
@@ -39,20 +40,8 @@ def balanced(costs: Sequence[float], num_parts: int) -> list[int]:
     """
     _require_parts(num_parts)
     prefix = [0, *accumulate(_whole(costs))]
-    return _least_squares(prefix, num_parts, _least_bound(prefix, num_parts))
-
-
-def by_parameters(num_parameters: Sequence[int], num_parts: int) -> list[int]:
-    """Boundaries of parts with balanced numbers of parameters.
-
-    Args:
-        num_parameters: Number of parameters of each layer; their bytes work as well.
-        num_parts: Number of parts.
-
-    Raises:
-        SplitError: As for `balanced`.
-    """
-    return balanced(num_parameters, num_parts)
+    largest = max((after - before for before, after in pairwise(prefix)), default=0)
+    return _least_squares(prefix, num_parts, least(largest, prefix[-1], lambda bound: _fits(prefix, num_parts, bound)))
 
 
 def by_regex(names: Sequence[str], pattern: str, num_parts: int) -> list[int]:
@@ -140,19 +129,6 @@ def _whole(costs: Sequence[float]) -> list[int]:
     return [int(cost * unit) for cost in exact]
 
 
-def _least_bound(prefix: Sequence[int], num_parts: int) -> int:
-    """The least cost that the most expensive part can have."""
-    low = max((after - before for before, after in pairwise(prefix)), default=0)
-    high = prefix[-1]
-    while low < high:
-        middle = (low + high) // 2
-        if _fits(prefix, num_parts, middle):
-            high = middle
-        else:
-            low = middle + 1
-    return low
-
-
 def _fits(prefix: Sequence[int], num_parts: int, bound: int) -> bool:
     """Whether parts filled in order up to `bound`, which no single layer exceeds, hold all layers."""
     start = 0
@@ -164,20 +140,20 @@ def _fits(prefix: Sequence[int], num_parts: int, bound: int) -> bool:
 def _least_squares(prefix: Sequence[int], num_parts: int, bound: int) -> list[int]:
     """Boundaries with the least sum of squares and no part over `bound`, by dynamic programming over parts and ends."""
     num_layers = len(prefix) - 1
-    least: list[float] = [0, *[math.inf] * num_layers]
+    squares_of: list[float] = [0, *[math.inf] * num_layers]  # the least sum of squares, by end
     starts: list[list[int]] = []
     for _ in range(num_parts):
-        before, least, best = least, [], []
+        before, squares_of, best = squares_of, [], []
         for end in range(num_layers + 1):
-            found: tuple[float, int] = math.inf, end
+            best_start: tuple[float, int] = math.inf, end
             start = end
             while start >= 0 and prefix[end] - prefix[start] <= bound:
                 squares = before[start] + (prefix[end] - prefix[start]) ** 2 if before[start] < math.inf else math.inf
-                if squares < found[0]:
-                    found = squares, start
+                if squares < best_start[0]:
+                    best_start = squares, start
                 start -= 1
-            least.append(found[0])
-            best.append(found[1])
+            squares_of.append(best_start[0])
+            best.append(best_start[1])
         starts.append(best)
     boundaries = [num_layers]
     for best in reversed(starts):

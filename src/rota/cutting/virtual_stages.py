@@ -43,7 +43,7 @@ def cut_virtual_stages(problem: CutProblem, first: list[int], num_nodes: int) ->
     """
     if problem.exceeds_total_memory:
         return None, problem.upper_bound + 1
-    # A layer's least time over the stages: these differ by whether they recompute, and how their backward is split.
+    # A layer's least time over the stages: these differ by whether they recompute.
     steps = ([after - before for before, after in pairwise(prefix)] for prefix in problem.prefixes)
     times_us = list(map(min, *steps))
     counts = _Counts(problem, times_us)
@@ -96,7 +96,7 @@ class _Counts:
     def is_possible(self, bound: int) -> bool:
         """False if provably no cut keeps all ranks within `bound`."""
         budgets_us = self._problem.budgets_us(bound)
-        if min(budgets_us) < 0 or any(spare < 0 for spare, _ in self.spare_quanta(bound)):
+        if any(spare < 0 for spare, _ in self.spare_quanta(bound)):
             return False
         for quantum, cheapest_us in self._tables:
             most = (self._max_quanta(us, quantum, cheapest_us) for us in budgets_us)
@@ -165,8 +165,8 @@ class _Tree:
         if not self._counts.is_possible(bound):
             return None
         problem = self._problem
-        self._budgets_us = [bound // weight for weight in problem.weights]
-        self._left_us = problem.budgets_us(bound)
+        self._budgets_us = problem.budgets_us(bound)
+        self._left_us = [*self._budgets_us]
         if problem.memory is not None:
             self._left_bytes = [2**62 if limit is None else limit for limit in problem.memory.limits]
         self._peak_bytes = [0] * problem.num_ranks

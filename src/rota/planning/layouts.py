@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import chain
 from typing import Literal, NamedTuple
 
 from rota import cutting
@@ -116,14 +117,11 @@ def cuts(layers: LayerCosts, layout: Layout, machine: Machine) -> list[tuple[int
     """Cuts to try: equal layers, the best balanced, and the best balanced within the memory limits, if there is one."""
     limits = machine.cluster(layout.num_ranks, layout.num_replicas).limit_bytes
     num_stages = layout.num_stages
-    balanced = _Balanced(
-        layers,
-        layout.num_ranks,
-        layout.stages_per_rank,
-        "chain" if layout.shape == "bidirectional" else layout.shape,
-        machine.slowdowns_of(layout.num_ranks, layout.num_replicas),
-        layout.recomputed,
-    )
+    rounds = [[*range(layout.num_ranks)] for _ in range(layout.stages_per_rank)]
+    if layout.shape == "wave":
+        rounds[1::2] = [ranks[::-1] for ranks in rounds[1::2]]
+    slowdowns = machine.slowdowns_of(layout.num_ranks, layout.num_replicas)
+    balanced = _Balanced(layers, tuple(chain(*rounds)), slowdowns, layout.recomputed)
     boundaries = [tuple(cutting.uniform(layers.num_layers, num_stages)), _cut(balanced)]
     if any(limit is not None for limit in limits):
         in_flight = tuple(min(num_stages - stage, layout.num_microbatches) for stage in range(num_stages))  # 1F1B's
@@ -135,9 +133,7 @@ class _Balanced(NamedTuple):
     """The arguments of `cutting.cut`, which several layouts have in common."""
 
     layers: LayerCosts
-    num_ranks: int
-    stages_per_rank: int
-    placement: Literal["chain", "interleaved", "wave"]
+    ranks: tuple[int, ...]
     slowdowns: tuple[float, ...]
     recompute: range
     limit_bytes: tuple[int | None, ...] | None = None
