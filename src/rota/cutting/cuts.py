@@ -71,7 +71,7 @@ def cut(
     """Cut layers into stages so that the slowest rank is as fast as possible.
 
     A rank's time is F + B of one micro-batch over its stages, and R where a stage recomputes. With one stage per rank
-    the cut is exact and costs milliseconds. With several, a tree search is given up after some thousand nodes; `Cut.gap`
+    the cut is exact and costs milliseconds. With several, a tree search stops after some thousand nodes; `Cut.gap`
     says how far the cut may be from the optimum. Among equally fast cuts the one with the least sum of squares of the
     ranks' times is chosen (with several stages per rank: a local optimum of moves of single layers).
 
@@ -103,8 +103,8 @@ def cut(
         )
     if layers.num_layers < num_stages:
         raise SplitError(
-            f"{count_text(layers.num_layers, 'layer')} for {num_stages} stages: give fewer ranks, fewer stages per rank, "
-            "or a model with more CutPoints"
+            f"{count_text(layers.num_layers, 'layer')} for {num_stages} stages: give fewer ranks, fewer stages per "
+            "rank, or a model with more CutPoints"
         )
     if outside := [stage for stage in recompute if not 0 <= stage < num_stages]:
         raise SplitError(f"recompute has stage {outside[0]}; the stages are 0 to {num_stages - 1}")
