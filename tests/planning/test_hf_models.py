@@ -44,7 +44,7 @@ def test_a_config_is_profiled_cut_and_verified(tmp_path: Path) -> None:
     assert profile[2].tied  # the embedding is the head
     model = file.made_model()
     stages = rota.split(model, 2, ["transformer.h.1"], example=inputs)
-    found = rota.verify(stages, model, inputs, labels, file.loss_fn)
+    found = rota.verify(stages, inputs, labels, file.loss_fn)
     assert found.exact, found.to_text()
 
 

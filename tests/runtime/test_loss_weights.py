@@ -129,7 +129,7 @@ def test_verify_refuses_it() -> None:
     stages = chain(2)
     loss = Projected()
     with pytest.raises(PipelineError, match="belongs to no stage"):
-        rota.verify(stages, nn.Sequential(*stages.modules), *batch_of(2), loss_fn=lambda o, t: loss(o, t))
+        rota.verify(stages, *batch_of(2), loss_fn=lambda o, t: loss(o, t))
 
 
 # --- what the errors say to do ----------------------------------------------------------------------------------------

@@ -211,10 +211,10 @@ def test_training_with_weight_decay(pool: Pool, num_ranks: int, dp: int, shards:
 def test_verify_compares_none_with_none() -> None:
     """A stage made by hand that gives zeros where the unsplit model has no gradient."""
     stages = two_stages()
-    model = Calls(lambda s, x: s.second(s.first(x), x), first=stages[0], second=stages[1])
+    stages.unsplit = Calls(lambda s, x: s.second(s.first(x), x), first=stages[0], second=stages[1])
     batch = numbered(4, 0, [False] * 4)
-    assert rota.verify(stages, model, *batch, loss_fn=loss_fn, num_microbatches=2).exact
+    assert rota.verify(stages, *batch, loss_fn=loss_fn, num_microbatches=2).exact
     zeros = Calls(lambda s, pair, _: s.c(pair[0] + 0 * pair[1]), c=stages[1].c)
-    found = rota.verify(stages.with_modules([stages[0], zeros]), model, *batch, loss_fn=loss_fn, num_microbatches=2)
+    found = rota.verify(stages.with_modules([stages[0], zeros]), *batch, loss_fn=loss_fn, num_microbatches=2)
     assert not found.exact
     assert "a gradient in stage 0, but none in the unsplit model" in found.to_text()

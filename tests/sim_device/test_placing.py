@@ -439,9 +439,10 @@ def verified(rank: int, plan: Plan) -> rota.Verification:
         return nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5), nn.Tanh(), nn.Linear(6, 6))
 
     stages = rota.split(made(), plan.num_stages).to("sim")
+    stages.unsplit = made
     with Pipeline(stages, plan, loss_fn) as pipeline:
         inputs, targets = (tensor.float() for tensor in batch_of(4))
-        return rota.verify(pipeline, made, inputs, targets)
+        return rota.verify(pipeline, inputs, targets)
 
 
 def test_verify_compares_on_the_device(pool: Pool) -> None:
@@ -454,5 +455,5 @@ def test_verify_compares_stages_of_one_process_on_the_device(device: SimDevice) 
     torch.manual_seed(0)
     whole = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6))
     inputs, targets = (tensor.float() for tensor in batch_of(4))
-    found = rota.verify(rota.split(whole, 2).to("sim"), whole, inputs, targets, loss_fn)
+    found = rota.verify(rota.split(whole, 2).to("sim"), inputs, targets, loss_fn)
     assert found.exact, found.to_text()

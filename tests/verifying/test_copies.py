@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from rota import PipelineError, split, verify
 from support.hf_models import CASES
-from verifying.test_verify import WIDTH, sequential
+from verifying.test_verify import WIDTH, by_hand, sequential
 
 
 class Narrow(nn.Module):
@@ -26,7 +26,7 @@ class Narrow(nn.Module):
 
 def test_a_model_that_cannot_run_in_float64_is_compared_in_its_own_dtype() -> None:
     model, x = sequential(Narrow())
-    found = verify(split(model, 2), model, x, torch.zeros(8, 4), functional.mse_loss)
+    found = verify(split(model, 2), x, torch.zeros(8, 4), functional.mse_loss)
     assert found.exact, found.to_text()
     assert [each.dtype for each in found.comparisons] == ["float32"]
     (note,) = found.notes
@@ -43,8 +43,8 @@ class Failing(nn.Module):
 
 def test_a_model_that_fails_in_its_own_dtype_too_raises() -> None:
     model, x = sequential()
-    with pytest.raises(ZeroDivisionError, match=r"in torch\.float32"):
-        verify(split(model, 2), nn.Sequential(*model, Failing()), x, torch.zeros(8, 4), functional.mse_loss)
+    with pytest.raises(PipelineError, match=r"ZeroDivisionError: in torch\.float32"):
+        verify(by_hand(nn.Sequential(*model, Failing()), *model), x, torch.zeros(8, 4), functional.mse_loss)
 
 
 def experts_with_grouped_products() -> nn.Module:
@@ -63,7 +63,7 @@ def test_experts_whose_products_have_no_float64() -> None:
     tokens = torch.randint(3, 61, (4, 6), generator=torch.Generator().manual_seed(0))
     batch = {"input_ids": tokens}
     stages = split(model, 2, example=batch)
-    found = verify(stages, model, batch, tokens, logits_loss, against="microbatches")
+    found = verify(stages, batch, tokens, logits_loss, against="microbatches")
     assert found.exact, found.to_text()
     assert [each.dtype for each in found.comparisons] == ["float32"]
     assert ["float64 fails, RuntimeError: " in note for note in found.notes] == [True]
@@ -100,7 +100,7 @@ def test_what_an_earlier_forward_has_kept_does_not_matter() -> None:
     model, x = Layers(), torch.randn(4, WIDTH)
     model(x)
     kept = model.layers[0].last
-    found = verify(split(model, 2, example=x), model, x, x, functional.mse_loss)
+    found = verify(split(model, 2, example=x), x, x, functional.mse_loss)
     assert found.exact, found.to_text()
     assert model.layers[0].last is kept
 

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from rota import Stages, Verification, split, verify
+from rota import Verification, split, verify
 from rota.verifying.comparing import compare_outputs, relative
-from verifying.test_verify import WIDTH, sequential
+from verifying.test_verify import WIDTH, by_hand, sequential
 
 NAN, INF = math.nan, math.inf
 
@@ -47,7 +47,7 @@ def test_differences_of_tensors(one: list[float], other: list[float], expected: 
 def test_equal_nans_are_equal_and_noted() -> None:
     model, x = sequential()
     x[0, 0] = NAN
-    found = verify(split(model, 2), model, x, torch.zeros(8, 4), functional.mse_loss)
+    found = verify(split(model, 2), x, torch.zeros(8, 4), functional.mse_loss)
     assert found.exact, found.to_text()
     assert len(found.comparisons) == 2
     (note,) = found.notes
@@ -58,8 +58,8 @@ def test_nan_weights_are_no_other_weights() -> None:
     model, x = sequential()
     with torch.no_grad():
         model[1].bias[0] = NAN
-    copies = Stages([nn.Sequential(model[0]), nn.Sequential(model[1])])
-    assert verify(copies, model, x, torch.zeros(8, 4), functional.mse_loss).reasons == ()
+    copies = by_hand(model, nn.Sequential(model[0]), nn.Sequential(model[1]))
+    assert verify(copies, x, torch.zeros(8, 4), functional.mse_loss).reasons == ()
 
 
 class Rooted(nn.Module):
@@ -83,8 +83,8 @@ class HeadFirst(nn.Module):
 def test_a_gradient_that_is_nan_in_one_model_only_is_not_exact() -> None:
     torch.manual_seed(0)
     model, x = HeadFirst(), torch.randn(8, WIDTH)
-    stages = Stages([model.stem, nn.Sequential(Rooted(), model.head)])
-    found = verify(stages, model, x, torch.zeros(8, 4), functional.mse_loss)
+    stages = by_hand(model, model.stem, nn.Sequential(Rooted(), model.head))
+    found = verify(stages, x, torch.zeros(8, 4), functional.mse_loss)
     comparison = found.comparisons[0]
     assert not found.exact
     assert max(comparison.loss_difference, comparison.output_difference or 0.0) <= 1e-10
@@ -103,9 +103,9 @@ def test_json_has_only_finite_numbers() -> None:
     model, x = sequential()
     with_nan, target = x.clone(), torch.zeros(8, 4)
     with_nan[0, 0] = NAN
-    missing = Stages([nn.Sequential(model[0]), nn.Sequential(nn.Linear(WIDTH, 4))])
+    missing = by_hand(model, nn.Sequential(model[0]), nn.Sequential(nn.Linear(WIDTH, 4)))
     for stages, batch in ((split(model, 2), with_nan), (missing, x)):
-        found = verify(stages, model, batch, target, functional.mse_loss)
+        found = verify(stages, batch, target, functional.mse_loss)
         fields = json.loads(json.dumps(found.to_fields()))
         assert all(map(math.isfinite, numbers(fields)))
         again = Verification.from_fields(fields)

@@ -43,7 +43,7 @@ def trained(rank: int, plan: rota.Plan, mesh: dict[str, int] | None = None) -> t
                     inputs = x[rows] if pipeline.rank == 0 else None  # what a rank does not read need not be there
                     if plan.placement.num_components == 2:
                         inputs = x
-                    found = verify(pipeline, model if rank == 0 else None, inputs, target[rows])
+                    found = verify(pipeline, inputs, target[rows])
                 optimizer.zero_grad()
                 losses.append(pipeline.step(x[rows], target[rows]))
                 optimizer.step()
@@ -73,15 +73,17 @@ def test_replicas_and_a_bidirectional_plan(pool: Pool) -> None:
 
 
 def verified(rank: int, make: Callable[[int], Any], loss_fn: Any) -> Verification:
-    stages, model, x, target = make(rank)
+    stages, x, target = make(rank)
     plan = NAMED["1f1b"](place(rota.Costs.uniform(len(stages), 10, 20), rota.Cluster.uniform(len(stages))), 2)
     with Pipeline(stages, plan, loss_fn) as pipeline:
-        return verify(pipeline, model, x, target)
+        return verify(pipeline, x, target)
 
 
 def wrong_mask(rank: int) -> Any:
-    stages, model, x, target = sliding(6, copied=False)
-    return stages, (lambda: model) if rank == 0 else None, x, target
+    stages, x, target = sliding(6, copied=False)
+    model = stages.unsplit
+    stages.unsplit = (lambda: model) if rank == 0 else None
+    return stages, x, target
 
 
 def test_what_is_not_exact_is_named_on_all_ranks(pool: Pool) -> None:
@@ -114,9 +116,10 @@ def sharded(rank: int) -> Verification:
                 rota.PipelineError, match=r"0\.weight of stage 0 and 2\.weight of stage 1 were one weight"
             ):
                 Pipeline(stages, plan, functional.mse_loss, mesh=mesh)
+    stages.unsplit = make
     with Pipeline(stages, plan, functional.mse_loss, mesh=mesh) as pipeline:
         rows = slice(pipeline.replica, None, 2)
-        return verify(pipeline, make, x[rows], x[rows])
+        return verify(pipeline, x[rows], x[rows])
 
 
 def test_sharded_stages_and_ties_that_sharding_cuts(pool: Pool) -> None:
@@ -130,18 +133,20 @@ def failing(rank: int) -> str:
     model, x = sequential()
     plan = NAMED["1f1b"](place(rota.Costs.uniform(2, 10, 20), rota.Cluster.uniform(2)), 2)
     with Pipeline(split(model, 2), plan, functional.mse_loss) as pipeline:
-        with pytest.raises(rota.PipelineError, match="a function that makes it, on the first process") as told:
-            verify(pipeline, None, x, torch.zeros(8, 4))
-        with pytest.raises(rota.PipelineError, match="unsplit model's step failed on the first process"):
-            verify(pipeline, nn.Linear(3, 3), x, torch.zeros(8, 4))
-        with pytest.raises(rota.PipelineError, match="this layer is not to be copied"):
-            verify(pipeline, nn.Sequential(NotCopied(3, 3)), x, torch.zeros(8, 4))
+        for unsplit, message in (
+            (None, "matching the unsplit model and the stages failed .* set stages.unsplit to it, or to a function"),
+            (nn.Linear(3, 3), "unsplit model's step failed on the first process"),
+            (nn.Sequential(NotCopied(3, 3)), "this layer is not to be copied"),
+        ):
+            pipeline.stages.unsplit = unsplit
+            with pytest.raises(rota.PipelineError, match=message) as error:
+                verify(pipeline, x, torch.zeros(8, 4))
         pipeline.step(x, torch.zeros(8, 4))
-    return str(told.value)
+    return str(error.value)
 
 
 def test_an_error_on_the_first_process_reaches_all(pool: Pool) -> None:
-    assert all("matching the unsplit model" in words for words in pool.run(2, failing))
+    assert all("not to be copied" in words for words in pool.run(2, failing))
 
 
 def with_uneven_replicas(rank: int, loss_fn: Any) -> tuple[Verification, float, dict[str, float], float]:
@@ -153,7 +158,7 @@ def with_uneven_replicas(rank: int, loss_fn: Any) -> tuple[Verification, float, 
     plan = NAMED["1f1b"](place(rota.Costs.uniform(2, 10, 20), rota.Cluster.uniform(2)), 4)
     with Pipeline(split(model, 2), plan, loss_fn, mesh=rota.mesh(pp=2, dp=2)) as pipeline:
         rows = slice(0, 3) if pipeline.replica == 0 else slice(3, 8)
-        found = verify(pipeline, model, x[rows], target[rows])
+        found = verify(pipeline, x[rows], target[rows])
         metrics = pipeline.metrics
         loss = pipeline.step(x[rows], target[rows])
     with rota.collect_losses() as added:

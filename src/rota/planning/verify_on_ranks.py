@@ -6,8 +6,10 @@ python verify_on_ranks.py OPTIONS.json, by `rota.runtime.launching`; the first p
 from __future__ import annotations
 
 import json
+import logging
 import sys
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, final
 
@@ -83,13 +85,15 @@ def main(path: str) -> None:
             _refusal_file(Path(path)).write_text(str(error))
         return
     materialize(stages, local_stages(plan, processes), local_device())
+    stages.unsplit = partial(_unsplit, file)
+    logging.getLogger("rota.verifying").setLevel(logging.INFO)
+    logging.basicConfig(format="rota verify: %(message)s")
     with Pipeline(stages, plan, file.loss_fn, mesh=processes) as pipeline:
         torch.manual_seed(1 + pipeline.replica)  # the same batch on all ranks of a replica
         num_samples = len({*plan.placement.sample_of}) or plan.num_microbatches
         batch = file.made_batch(options.rows * num_samples)
         against: Any = options.against
-        how: dict[str, Any] = {"fp64": options.fp64, "against": against}
-        verification = verify(pipeline, lambda: _unsplit(file), *batch, **how, report=_report)
+        verification = verify(pipeline, *batch, fp64=options.fp64, against=against)
         if pipeline.rank == pipeline.replica == 0:
             _report_file(Path(path)).write_text(json.dumps(verification.to_fields()))
 

@@ -24,23 +24,23 @@ Seen: TypeAlias = dict[str, list[float] | None]
 
 
 class Rows(NamedTuple):
-    """A tensor in one call: a number for each of its rows, if these are along its first dimension, or its second.
+    """A tensor in one call: a number for each of its rows, along its first dimension.
 
     Sums over all rows would not do: a norm makes sums and squares what they are on any batch.
 
     Attributes:
-        shape: The tensor's.
+        row_shape: The shape of a row.
         rounding: The relative difference that rounding may make in its dtype.
         sums: As in `Seen`, without the number of calls.
-        by_dimension: Each row's sum, its elements weighted by their places; none where there are too many rows.
-        scale: The largest sum of the magnitudes of a row, along each of these dimensions.
+        by_row: Each row's sum, its elements weighted by their places; None without rows, or with too many of them.
+        scale: The largest sum of the magnitudes of a row.
     """
 
-    shape: tuple[int, ...]
+    row_shape: tuple[int, ...]
     rounding: float
     sums: list[float]
-    by_dimension: tuple[torch.Tensor | None, ...]
-    scale: tuple[float, ...]
+    by_row: torch.Tensor | None
+    scale: float
 
 
 @final
@@ -126,26 +126,14 @@ def _sums(tensor: torch.Tensor) -> list[float]:
 
 
 def _rows(tensor: torch.Tensor) -> Rows:
-    numbers = _numbers(tensor)
-    by_dimension: list[torch.Tensor | None] = []
-    scale: list[float] = []
-    for dimension in range(min(tensor.dim(), 2)):
-        if not 0 < tensor.shape[dimension] <= _MOST_ROWS or not tensor.numel():
-            by_dimension.append(None)
-            scale.append(0.0)
-            continue
-        rows = numbers.movedim(dimension, 0).flatten(1) if tensor.dim() > 1 else numbers[:, None]
-        weights = 1 + torch.arange(rows.shape[1], dtype=rows.dtype, device=rows.device).cos() / 2
-        by_dimension.append((rows @ weights).cpu())
-        scale.append(float(rows.abs().sum(1).max()))
-    rounding = torch.finfo(tensor.dtype).eps if tensor.is_floating_point() or tensor.is_complex() else 0.0
-    return Rows(
-        tuple(tensor.shape),
-        max(_TOLERANCE, _TIMES_ROUNDING * rounding),
-        _sums(tensor),
-        tuple(by_dimension),
-        tuple(scale),
-    )
+    is_rounded = tensor.is_floating_point() or tensor.is_complex()
+    rounding = max(_TOLERANCE, _TIMES_ROUNDING * torch.finfo(tensor.dtype).eps if is_rounded else 0.0)
+    if not tensor.dim() or not 0 < len(tensor) <= _MOST_ROWS or not tensor.numel():
+        return Rows(tuple(tensor.shape[1:]), rounding, _sums(tensor), None, 0.0)
+    rows = _numbers(tensor).reshape(len(tensor), -1)
+    weights = 1 + torch.arange(rows.shape[1], dtype=rows.dtype, device=rows.device).cos() / 2
+    scale = float(rows.abs().sum(1).max())
+    return Rows(tuple(tensor.shape[1:]), rounding, _sums(tensor), (rows @ weights).cpu(), scale)
 
 
 def rows_differ(one: list[Rows | None], other: list[Rows | None]) -> bool:
@@ -153,17 +141,14 @@ def rows_differ(one: list[Rows | None], other: list[Rows | None]) -> bool:
 
     Values without rows, such as masks, are the same in each call, or differ.
     """
-    here, there = ([rows for rows in each if rows is not None] for each in (one, other))
+    here, there = ([rows for rows in calls if rows is not None] for calls in (one, other))
     if len(here) < len(one) or len(there) < len(other) or not (here and there):
         return bool(here or there)
     rounding = max(rows.rounding for rows in (*here, *there))
-    for dimension in range(2):
-        these, those = _joined(here, dimension), _joined(there, dimension)
-        if these is None or those is None or these.shape != those.shape:
-            continue
-        if len({_without(rows.shape, dimension) for rows in (*here, *there)}) > 1:
-            continue
-        scale = max(rows.scale[dimension] for rows in (*here, *there))
+    these, those = _joined(here), _joined(there)
+    is_alike = these is not None and those is not None and these.shape == those.shape
+    if is_alike and len({rows.row_shape for rows in (*here, *there)}) == 1:
+        scale = max(rows.scale for rows in (*here, *there))
         return bool((these - those).abs().max() > rounding * max(scale, 1e-30))
     whole, parts = _total(here), _total(there)
     return differ(whole, parts, rounding) and differ(mean(whole), mean(parts), rounding)
@@ -174,21 +159,16 @@ def _total(calls: list[Rows]) -> list[float]:
     return [*(sum(rows.sums[i] for rows in calls) for i in range(3)), float(len(calls))]
 
 
-def _joined(calls: list[Rows], dimension: int) -> torch.Tensor | None:
+def _joined(calls: list[Rows]) -> torch.Tensor | None:
     """The rows of all calls. In ascending order, as modules may reorder them, such as to windows or experts."""
-    found = [rows.by_dimension[dimension] for rows in calls if dimension < len(rows.by_dimension)]
-    tensors = [tensor for tensor in found if tensor is not None]
+    tensors = [rows.by_row for rows in calls if rows.by_row is not None]
     return torch.cat(tensors).sort().values if len(tensors) == len(calls) else None
-
-
-def _without(shape: tuple[int, ...], dimension: int) -> tuple[int, ...]:
-    return shape[:dimension] + shape[dimension + 1 :]
 
 
 def mean(seen: list[float]) -> list[float]:
     """The sums, divided by the number of calls."""
     *sums, calls = seen
-    return [each / calls for each in sums]
+    return [total / calls for total in sums]
 
 
 def differ(one: list[float], other: list[float], tolerance: float = _TOLERANCE) -> bool:

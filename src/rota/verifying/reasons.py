@@ -58,10 +58,8 @@ def mixing(unsplit: Unsplit, whole: Watched, by_microbatches: Watched, tolerance
     one, modules = whole.probes, dict(unsplit.module.named_modules())
     names = _mixing_modules(one, by_microbatches.probes, len(whole.parts), len(by_microbatches.parts))
     if names:
-        others = [name for name in one.rows if name not in names and _uses_batch(modules[name])]
-        found = [_of_module(name, modules[name], others) for name in names[:_MOST]]
         more = [f"{len(names) - _MOST} more modules mix rows"] if len(names) > _MOST else []
-        return found + more
+        return [_of_module(name, modules[name]) for name in names[:_MOST]] + more
     if of_outputs is None:
         return _of_loss(on_whole, on_parts, by_microbatches.parts, equal)
     return ["the model's own forward, outside of its modules, mixes the rows of a batch"]
@@ -92,15 +90,13 @@ def _calls_per_run(rows: dict[str, list[Any]], num_runs: int) -> int:
     return each if len(calls) == 1 and not left else 1
 
 
-def _of_module(name: str, module: nn.Module, others: list[str]) -> str:
-    """`others`: batch norms that do the same, but whose inputs have changed already."""
+def _of_module(name: str, module: nn.Module) -> str:
     kind = type(module).__name__
     if isinstance(module, _BATCH_NORMS):
-        also = ", ".join(map(repr, others[:_MOST])) + (", …" if len(others) > _MOST else "")
-        also = f" (so do those after it: {also})" if others else ""
         return (
             f"{kind} {name!r} takes its statistics over the rows of a micro-batch, not of the batch, as in any "
-            f"accumulation of gradients{also}. Put it in eval(), use GroupNorm or LayerNorm, or {_BY_MICROBATCHES}"
+            f"accumulation of gradients. Put all of its kind in eval(), use GroupNorm or LayerNorm, or "
+            f"{_BY_MICROBATCHES}"
         )
     return (
         f"{kind} {name!r} mixes the rows of a batch, so its results on micro-batches differ. Use a layer that computes "
@@ -108,27 +104,23 @@ def _of_module(name: str, module: nn.Module, others: list[str]) -> str:
     )
 
 
-def _uses_batch(module: nn.Module) -> bool:
-    return isinstance(module, _BATCH_NORMS) and (module.training or module.running_mean is None)
-
-
-def _of_loss(whole: Outcome, parts: Outcome, given: list[Part], tolerance: float) -> list[str]:
+def _of_loss(whole: Outcome, parts: Outcome, parts_run: list[Part], tolerance: float) -> list[str]:
     """The outputs are the same row by row, so it is the loss, or what modules add to it."""
     one, other = whole.loss_without_added, parts.loss_without_added
     added, added_by_parts = whole.loss - one, parts.loss - other
-    found = []
+    reasons = []
     if abs(added - added_by_parts) > tolerance * abs(whole.loss):
-        found.append(
+        reasons.append(
             f"a loss that modules add by rota.add_loss is not a mean over rows, such as a balancing loss of experts: "
             f"it is {added:.9g} on the whole batch and {added_by_parts:.9g} on the micro-batches. Accept it, as in any "
             f"accumulation of gradients: compare with against='microbatches'"
         )
-    if relative(one, other) > tolerance or not found:
-        found.append(_of_loss_fn(whole, parts, given, tolerance))
-    return found
+    if relative(one, other) > tolerance or not reasons:
+        reasons.append(_of_loss_fn(whole, parts, parts_run, tolerance))
+    return reasons
 
 
-def _of_loss_fn(whole: Outcome, parts: Outcome, given: list[Part], tolerance: float) -> str:
+def _of_loss_fn(whole: Outcome, parts: Outcome, parts_run: list[Part], tolerance: float) -> str:
     one = whole.loss_without_added
     if any(loss.count is not None for loss in parts.losses):
         return (
@@ -144,10 +136,14 @@ def _of_loss_fn(whole: Outcome, parts: Outcome, given: list[Part], tolerance: fl
             f"step takes their mean. So loss_fn returns a sum, or divides one by a number of the whole batch, such as "
             f"transformers' num_items_in_batch: let it return (sum, count), each of its micro-batch"
         )
-    for name, counts in _token_counts(given):
+    for name, counts in _token_counts(parts_run):
+        if not any(counts):
+            continue
         shares = [count / sum(counts) for count in counts]
         weighted = sum(share * float(loss.value) for share, loss in zip(shares, parts.losses, strict=True) if share)
-        weighs_otherwise = any(relative(part.share, share) > _EQUAL for part, share in zip(given, shares, strict=True))
+        weighs_otherwise = any(
+            relative(part.share, share) > _EQUAL for part, share in zip(parts_run, shares, strict=True)
+        )
         if weighs_otherwise and relative(one, weighted) <= tolerance:
             return (
                 f"loss_fn takes the mean over tokens, and the micro-batches have {_listed(counts)} of them ({name}): "
@@ -164,31 +160,24 @@ def _sum_and_count(outcome: Outcome) -> str:
     return f"({sum(loss.value for loss in outcome.losses):.9g}, {sum(loss.count or 0 for loss in outcome.losses):g})"
 
 
-def _token_counts(given: list[Part]) -> Iterator[tuple[str, list[int]]]:
-    """What a loss may count in each part: labels that are not ignored, or the ones of a mask."""
+def _token_counts(parts: list[Part]) -> Iterator[tuple[str, list[int]]]:
+    """What a loss may count in each part: labels that are not ignored, perhaps without those of the first position."""
     for what in ("targets", "inputs"):
-        columns = [dict(_integers(what, getattr(part, what))) for part in given]
+        columns = [dict(_tensors(what, getattr(part, what))) for part in parts]
         for path in columns[0]:
             tensors = [column[path] for column in columns if path in column]
-            if len(tensors) < len(columns):
-                continue
-            for words, counts in (
-                (f"{path} that are not {_IGNORED}", [int((t != _IGNORED).sum()) for t in tensors]),
-                (
-                    f"{path} without the first column that are not {_IGNORED}",
-                    [int((t[:, 1:] != _IGNORED).sum()) if t.dim() > 1 else 0 for t in tensors],
-                ),
-                (f"{path} that are not 0", [int((t != 0).sum()) for t in tensors]),
-            ):
-                if any(counts):
-                    yield words, counts
+            if len(tensors) == len(columns):
+                yield f"{path} that are not {_IGNORED}", [int((t != _IGNORED).sum()) for t in tensors]
+                if all(tensor.dim() > 1 for tensor in tensors):
+                    counts = [int((t[:, 1:] != _IGNORED).sum()) for t in tensors]
+                    yield f"{path} without the first column that are not {_IGNORED}", counts
 
 
-def _integers(path: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
+def _tensors(path: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
     if isinstance(value, torch.Tensor):
         yield path, value
     for key, item in items(value):
-        yield from _integers(f"{path}[{key!r}]", item)
+        yield from _tensors(f"{path}[{key!r}]", item)
 
 
 # --- the split: the stages differ from the unsplit model on the same micro-batches ------------------------------------

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import Any, Literal
+from typing import Any
 
 from rota.core.errors import PipelineError
 from rota.runtime import Pipeline
@@ -19,15 +19,9 @@ AGAINST = "ROTA_VERIFY"  # an environment variable, set by `rota run`: what the 
 
 def verify_first(pipeline: Pipeline, inputs: Any, targets: Any) -> None:
     """Compare the pipeline with the model that was split, on its first batch. Raises PipelineError, on all ranks."""
-    if pipeline.stages.unsplit is None:
-        raise PipelineError(
-            "--verify needs the unsplit model, and these stages were made by hand: set stages.unsplit to it, or to a "
-            "function that makes it, before the Pipeline is made"
-        )
-    is_first = pipeline.rank == pipeline.replica == 0
-    against: Literal["batch", "microbatches"] = os.environ[AGAINST]  # type: ignore[assignment]
-    found = verify(pipeline, pipeline.stages.unsplit, inputs, targets, against=against)
-    if is_first:
+    against: Any = os.environ[AGAINST]
+    found = verify(pipeline, inputs, targets, against=against)
+    if pipeline.rank == pipeline.replica == 0:
         print(f"rota: before the first step: {found.to_text()}", file=sys.stderr, flush=True)
     if not found.exact:
         raise PipelineError("the split model is not exact, so nothing is trained; the first process has printed why")

@@ -14,7 +14,7 @@ from rota.models import collect_losses
 from rota.models.carving.copies import deep_copy
 from rota.models.randomness import RandomStates, random_state_kept
 from rota.runtime.device.numbers import number_in
-from rota.runtime.device.protocol import HostDevice, Number
+from rota.runtime.device.protocol import HostDevice
 from rota.runtime.losses import LossFn, MicrobatchLoss, Weighed, loss_of
 from rota.runtime.messages import over_tensors, tensors_in
 from rota.runtime.microbatches import num_examples, shares_of, to_microbatches, with_dicts
@@ -59,7 +59,7 @@ class GivenBatch(NamedTuple):
         return self._changed(lambda tensor: tensor.to(device))
 
     def _changed(self, change: Callable[[torch.Tensor], torch.Tensor]) -> GivenBatch:
-        return GivenBatch(*(over_tensors(change, plain(each)) for each in self))
+        return GivenBatch(*(over_tensors(change, plain(part)) for part in self))
 
 
 _CPU = torch.device("cpu")
@@ -108,39 +108,37 @@ class Unsplit:
         """Forward and backward of each part; gradients add up in `.grad`. Buffers and random states do not change."""
         self.module.zero_grad(set_to_none=True)
         buffers = [(buffer, buffer.clone()) for buffer in self.module.buffers()]
-        found = _Losses()
+        run = _Losses()
         with random_state_kept(self.module):
-            outputs = [self._run(part, found) for part in parts]
+            outputs = [self._run(part, run) for part in parts]
         with torch.no_grad():
             for buffer, value in buffers:
                 buffer.copy_(value)
         shares = [part.share for part in parts]
-        losses = dict(enumerate(found.losses))
-        total = loss_of_parts(losses, {(0, i): added for i, added in enumerate(found.added)}, shares)
+        losses = dict(enumerate(run.losses))
+        total = loss_of_parts(losses, {(0, i): added for i, added in enumerate(run.added)}, shares)
         if total.count is not None:
-            self._multiply_gradients(1 / (total.count * found.per_count))
-        return Outcome(total.mean, loss_of_parts(losses, {}, shares).mean, outputs, found.losses)
+            with torch.no_grad():
+                for parameter in self.module.parameters():
+                    if parameter.grad is not None:
+                        parameter.grad.mul_(1 / (total.count * run.per_count))
+        return Outcome(total.mean, loss_of_parts(losses, {}, shares).mean, outputs, run.losses)
 
-    def _run(self, part: Part, found: _Losses) -> list[torch.Tensor]:
+    def _run(self, part: Part, run: _Losses) -> list[torch.Tensor]:
         with collect_losses() as added:  # around the backward too: checkpointed blocks add theirs again in it
             output = call(self.module, part.inputs)
             returned, loss = loss_of(self._loss_fn, output, part.targets, _READ_AT_ONCE)
-            if loss.count is not None and not found.losses:
-                found.per_count = 2.0 ** -round(math.log2(max(loss.count, 1)))
-            root = returned.reshape(()) * (part.share if loss.count is None else found.per_count)
-            for each in added.losses:
-                root = root + each.value.reshape(()) * found.weight(each.count, part.share)
-            found.losses.append(loss)
-            found.added.append([Weighed(number_in(each.value, _READ_AT_ONCE), each.count) for each in added.losses])
+            if loss.count is not None and not run.losses:
+                run.per_count = 2.0 ** -round(math.log2(max(loss.count, 1)))
+            root = returned.reshape(()) * (part.share if loss.count is None else run.per_count)
+            for more in added.losses:
+                weight = part.share if more.count is None else more.count * run.per_count
+                root = root + more.value.reshape(()) * weight
+            run.losses.append(loss)
+            run.added.append([Weighed(number_in(more.value, _READ_AT_ONCE), more.count) for more in added.losses])
             if root.requires_grad:
                 torch.autograd.backward(root)
         return [tensor.detach() for tensor in tensors_in(output)]
-
-    def _multiply_gradients(self, factor: float) -> None:
-        with torch.no_grad():
-            for parameter in self.module.parameters():
-                if parameter.grad is not None:
-                    parameter.grad.mul_(factor)
 
 
 @final
@@ -152,10 +150,6 @@ class _Losses:
         self.added: list[list[Weighed]] = []
         self.per_count = 1.0
 
-    def weight(self, count: Number | None, share: float) -> Number:
-        """What the backward of an added loss is multiplied by."""
-        return share if count is None else count * self.per_count
-
 
 def _fresh(tensor: torch.Tensor, dtype: torch.dtype | None, device: torch.device) -> torch.Tensor:
     """A copy on `device`; without values if the tensor has none."""
@@ -166,9 +160,8 @@ def _fresh(tensor: torch.Tensor, dtype: torch.dtype | None, device: torch.device
 
 def whole(batches: Sequence[GivenBatch]) -> list[Part]:
     """The whole batch of each replica as a part, with its share of all rows."""
-    joined = [*map(_joined, batches)]
-    shares = shares_of([num_examples(batch.targets) or num_examples(batch.inputs) for batch in joined], len(joined))
-    return [Part(*batch, share) for batch, share in zip(joined, shares, strict=True)]
+    shares = shares_of([num_examples(batch.targets) or num_examples(batch.inputs) for batch in batches], len(batches))
+    return [Part(*batch, share) for batch, share in zip(batches, shares, strict=True)]
 
 
 def by_microbatches(batches: Sequence[GivenBatch], num_microbatches: int) -> list[Part]:
@@ -181,44 +174,10 @@ def _parts(batch: GivenBatch, num_microbatches: int, num_replicas: int) -> list[
     targets = to_microbatches("targets", batch.targets, num_microbatches)
     shares = shares_of(targets.sizes or inputs.sizes, num_microbatches)
     parts = [
-        Part(given, wanted, share / num_replicas)
-        for given, wanted, share in zip(inputs.values, targets.values, shares, strict=True)
+        Part(part_inputs, part_targets, share / num_replicas)
+        for part_inputs, part_targets, share in zip(inputs.values, targets.values, shares, strict=True)
     ]
     return parts[: num_microbatches - len(targets.padding or inputs.padding)]
-
-
-def _joined(batch: GivenBatch) -> GivenBatch:
-    """Lists of micro-batches as one batch."""
-    return GivenBatch(*(_cat(each, [*map(num_examples, each)]) if isinstance(each, list) else each for each in batch))
-
-
-def _cat(parts: list[Any], rows: list[int]) -> Any:
-    """Join values of all micro-batches. `rows`: the number of rows of each micro-batch."""
-    first = parts[0]
-    if isinstance(first, torch.Tensor):
-        return _cat_tensors(parts, rows)
-    if isinstance(first, dict):
-        return {key: _cat([part[key] for part in parts], rows) for key in first}
-    if isinstance(first, tuple):
-        return tuple(_cat([*items], rows) for items in zip(*parts, strict=True))
-    return first
-
-
-def _cat_tensors(parts: list[torch.Tensor], rows: list[int]) -> torch.Tensor:
-    if len({part.shape[1:] for part in parts}) > 1:
-        shapes = ", ".join(str([*part.shape]) for part in parts)
-        raise PipelineError(
-            f"micro-batches of shapes {shapes} cannot be joined to one batch for the unsplit model; pad them to one "
-            f"length, or compare with against='microbatches'"
-        )
-    first = parts[0]
-    if not first.dim():
-        return first
-    if max(rows) > 1 and all(len(part) == 1 for part in parts):  # one row for all rows of its micro-batch
-        if all(torch.equal(first, part) for part in parts):
-            return first
-        parts = [part.expand(num, *part.shape[1:]) for part, num in zip(parts, rows, strict=True)]
-    return torch.cat(parts)
 
 
 def call(module: nn.Module, inputs: Any) -> Any:

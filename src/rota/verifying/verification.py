@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Callable
-from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, TypeAlias, final
+from typing import Any, Literal, TypeAlias, final
 
 import torch
 from torch import nn
@@ -15,9 +14,8 @@ from rota.core.errors import PipelineError
 from rota.models import Stages
 from rota.runtime import Pipeline
 from rota.runtime.faults.watchdog import PATIENT
-from rota.runtime.losses import LossFn
+from rota.runtime.losses import LossFn, needs_target
 from rota.runtime.microbatches import num_examples
-from rota.runtime.reducing.sharded_stages import refuse_wrapped
 from rota.verifying import reasons
 from rota.verifying.apart import ForComparison
 from rota.verifying.comparing import compare_gradients, compare_outputs, places, relative
@@ -25,8 +23,10 @@ from rota.verifying.matching import Matching, equal_elements, match
 from rota.verifying.probes import Probes
 from rota.verifying.reasons import Watched
 from rota.verifying.report import EXACT, Comparison, Verification
-from rota.verifying.sides import ManyProcesses, OneProcess, Side, agreed
+from rota.verifying.split_model import SplitModel, pipeline_of
 from rota.verifying.unsplit import GivenBatch, Outcome, Unsplit, by_microbatches, plain, whole
+
+_LOG = logging.getLogger("rota.verifying")
 
 Against: TypeAlias = Literal["batch", "microbatches"]
 _CANNOT_DRAW = (
@@ -37,7 +37,6 @@ _CANNOT_DRAW = (
 
 def verify(
     stages: Stages | Pipeline,
-    model: nn.Module | Callable[[], nn.Module] | None,
     batch: Any,
     targets: Any = None,
     loss_fn: LossFn | None = None,
@@ -45,24 +44,25 @@ def verify(
     num_microbatches: int | None = None,
     fp64: bool = True,
     against: Against = "batch",
-    report: Callable[[str], None] = lambda _: None,
 ) -> Verification:
     """Compare loss, outputs and every gradient of the split model with those of the unsplit one, on one batch.
 
-    Stages run in this process, one after the other, with boundaries cut as a Pipeline does. A Pipeline runs its plan:
-    call this on all its processes. The first one then also holds the unsplit model, with the stages' weights, and runs
-    it on the batches of all replicas; the others hold nothing more than for a step. It runs on the device of the first
-    process's stages. Dropout is switched off for both.
+    The unsplit model is `stages.unsplit`, which `rota.split` sets. For stages made by hand, set it to the model, or to
+    a function that makes it, before a Pipeline is made.
+
+    Stages run in this process, one after the other, in a Pipeline of one rank. A Pipeline runs its plan: call this on
+    all its processes. The first one then also holds the unsplit model, with the stages' weights, and runs it on the
+    batches of all replicas; the others hold nothing more than for a step. It runs on the device of the first process's
+    stages. Dropout is switched off for both.
 
     Parameters, `.grad`, buffers and random states are left as they were. On a Pipeline, do not call it between steps
-    with `sync=False`.
+    with `sync=False`. Progress is logged by `rota.verifying`.
 
     Args:
         stages: The split model, or a Pipeline of it.
-        model: The unsplit model, or a function that makes it. With a Pipeline only the first process uses it, and its
-            weights are replaced by those of the stages.
-        batch: The model's inputs: a tensor, a tuple, or a mapping of keyword arguments. With a Pipeline, what this
-            process gives to `step`, or None if it gives nothing.
+        batch: The model's inputs: a tensor, a tuple, or a mapping of keyword arguments; or a list of micro-batches,
+            which are compared one by one. With a Pipeline, what this process gives to `step`, or None if it gives
+            nothing.
         targets: What `loss_fn` gets besides the output, as for `step`.
         loss_fn: As for `Pipeline`, whose own is the default; needed for Stages.
         num_microbatches: For Stages; default: 2, or 1 if the number of rows is odd. A Pipeline uses its plan's.
@@ -71,7 +71,6 @@ def verify(
             says so).
         against: "batch": the unsplit model runs on the whole batch; "microbatches": on one micro-batch after the
             other, which is what BatchNorm sees in any accumulation of gradients.
-        report: Called with a line of text before each part of the work.
 
     Returns:
         The report; the same on all processes.
@@ -85,12 +84,15 @@ def verify(
     if isinstance(stages, Pipeline):
         loss = _needed(loss_fn or stages.loss_fn)
         with stages.watching("the other ranks to verify the model", PATIENT):
-            return _Verifier(ManyProcesses(stages, given, loss), model, fp64, against, report).run()
+            return _Verifier(SplitModel(stages, given, loss), fp64, against).run()
     loss = _needed(loss_fn)
-    refuse_wrapped(stages)
+    if targets is None and needs_target(loss):
+        raise PipelineError("verify got targets=None, but loss_fn takes a target; give both, or loss_fn(output)")
     if num_microbatches is None:
         num_microbatches = 2 if num_examples(given.inputs) % 2 == 0 else 1
-    return _Verifier(OneProcess(stages, given, loss, num_microbatches), model, fp64, against, report).run()
+    with pipeline_of(stages, loss, num_microbatches) as pipeline:
+        verifier = _Verifier(SplitModel(pipeline, given, loss), fp64, against, compares_weights=True)
+        return verifier.run()
 
 
 def _needed(loss_fn: LossFn | None) -> LossFn:
@@ -104,66 +106,63 @@ def _needed(loss_fn: LossFn | None) -> LossFn:
 class _Verifier:
     """The comparison, on each process. Only the first process has the unsplit model and what it computes."""
 
-    side: Side
-    model: nn.Module | Callable[[], nn.Module] | None
+    split: SplitModel
     fp64: bool
     against: Against
-    report: Callable[[str], None]
+    compares_weights: bool = False  # whether the model has weights of its own, instead of getting those of the stages
+    model: nn.Module | None = None
 
     def run(self) -> Verification:
         """Compare in each dtype, until one differs; find the reasons."""
-        side = self.side
+        split = self.split
         notes: list[str] = []
         why: list[str] = []
-        matching = self._matching()
-        comparisons, parts = [], None
-        dtypes: list[torch.dtype | None] = [torch.float64, None] if self.fp64 and not side.is_sharded else [None]
-        if self.fp64 and side.is_sharded:
+        matching = Matching.from_fields(split.first("matching the unsplit model and the stages", self._matched))
+        comparisons, is_equal_by_parts = [], None
+        dtypes: list[torch.dtype | None] = [torch.float64, None] if self.fp64 and not split.is_sharded else [None]
+        if self.fp64 and split.is_sharded:
             notes.append("stages that fully_shard divides are compared in their own dtype only, not in float64")
         for dtype in dtypes:
-            with ExitStack() as stack:
-                stack.enter_context(side.apart(dtype))
+            with split.apart(dtype):
                 compared = self._compared(dtype, matching)
-            if isinstance(compared, _CannotRun):
-                notes.append(
-                    f"compared in the model's own dtype only: the unsplit model in float64 fails, {compared.why}"
-                )
+            if isinstance(compared, str):
+                notes.append(f"compared in the model's own dtype only: the unsplit model in float64 fails, {compared}")
                 continue
-            comparison, why, parts, more_notes = compared
+            comparison, why, is_equal_by_parts, more_notes = compared
             comparisons.append(comparison)
             notes += more_notes
-            if not agreed(side, comparison.is_equal and not why):
+            if not split.agreed(comparison.is_equal and not why):
                 break
-        why += agreed(side, self._other_weights(matching) if side.is_first else [])
-        found = Verification(tuple(comparisons), parts, tuple(dict.fromkeys(why)), tuple(dict.fromkeys(notes)))
-        return Verification.from_fields(agreed(side, found.to_fields() if side.is_first else {}))
+        if self.compares_weights:
+            why += self._other_weights(matching)
+        found = Verification(
+            tuple(comparisons), is_equal_by_parts, tuple(dict.fromkeys(why)), tuple(dict.fromkeys(notes))
+        )
+        return Verification.from_fields(split.agreed(found.to_fields() if split.is_first else {}))
 
     # --- what is compared -----------------------------------------------------------------------------------------
 
-    def _matching(self) -> Matching:
-        """Make the model on the first process; return on all processes how it corresponds to the stages."""
-        return Matching.from_fields(self.side.first("matching the unsplit model and the stages", self._matched))
-
     def _matched(self) -> list[Any]:
-        if not isinstance(self.model, nn.Module):
-            if not callable(self.model):
+        """Make the model, on the first process; how it corresponds to the stages."""
+        model = self.split.stages.unsplit
+        if not isinstance(model, nn.Module):
+            if model is None:
                 raise PipelineError(
-                    f"model is a {type(self.model).__name__}; give the unsplit nn.Module, or a function that makes it, "
-                    f"on the first process"
+                    "the unsplit model is unknown, as these stages were made by hand: set stages.unsplit to it, or to "
+                    "a function that makes it, before the Pipeline is made"
                 )
-            self.report("making the unsplit model")
-            self.model = self.model()
-        return match(self.model, self.side.stages).to_fields()
+            _LOG.info("making the unsplit model")
+            model = model()
+        self.model = model
+        return match(model, self.split.stages).to_fields()
 
     def _other_weights(self, matching: Matching) -> list[str]:
-        """A reason if the given model and the stages of this process have different weights."""
-        if not isinstance(self.side, OneProcess):
-            return []
-        assert isinstance(self.model, nn.Module)
-        given = dict(self.model.named_parameters())
+        """A reason if the model and the stages have different weights."""
+        assert self.model is not None
+        own_weights = dict(self.model.named_parameters())
         for parameter in matching.parameters:
-            for stage, own in parameter.places:
-                here, there = given[parameter.name], self.side.stages[stage].get_parameter(own)
+            for stage, name in parameter.places:
+                here, there = own_weights[parameter.name], self.split.stages[stage].get_parameter(name)
                 if here.is_meta or there.is_meta:
                     continue
                 if here.shape != there.shape or not equal_elements(here, there.to(here.device)).all():
@@ -176,68 +175,75 @@ class _Verifier:
 
     def _compared(
         self, dtype: torch.dtype | None, matching: Matching
-    ) -> tuple[Comparison, list[str], bool | None, list[str]] | _CannotRun:
-        """In one dtype: the differences, the reasons, whether micro-batches agree, and the notes."""
-        side = self.side
+    ) -> tuple[Comparison, list[str], bool | None, list[str]] | str:
+        """In one dtype: the differences, the reasons, whether micro-batches agree, and the notes.
+
+        Or why the unsplit model cannot run in float64.
+        """
+        split = self.split
         in_float64 = dtype is torch.float64
         name = "float64" if in_float64 else "the model's own dtype"
-        unsplit = self._made(dtype)
-        self._fill(unsplit, matching)
-        batches = [batch.in_dtype(dtype).on(side.device) for batch in side.batches()]
-        done: dict[str, Any] = {}
+        unsplit = self._copied(dtype, matching)
+        batches = [batch.in_dtype(dtype).on(split.device) for batch in split.batches()]
+        outcome: Outcome | None = None
 
         def run_unsplit() -> list[Any]:
+            nonlocal outcome
             assert unsplit is not None
-            self.report(f"{name}: the unsplit model")
+            _LOG.info("%s: the unsplit model", name)
             unsplit.refuse_empty()
-            parts = whole(batches) if self.against == "batch" else by_microbatches(batches, side.num_microbatches)
+            run_whole = self._runs_whole(batches)
+            parts = whole(batches) if run_whole else by_microbatches(batches, split.num_microbatches)
             try:
                 with ForComparison(False, in_float64):  # a forward may convert its weights, as NLLB-MoE's routers do
                     draws = any(unsplit.draws(part.inputs) for part in parts)
                 with ForComparison(draws, in_float64):
                     still_draws = draws and any(unsplit.draws(part.inputs) for part in parts)
-                    done["unsplit"] = unsplit.run(parts)
+                    outcome = unsplit.run(parts)
             except Exception as error:
                 if not in_float64:
                     raise
-                return [False, False, f"{type(error).__name__}: {error}"]
+                return [False, False, " ".join(f"{type(error).__name__}: {error}".split())]
             return [draws, still_draws, None]
 
-        draws, still_draws, failure = side.first("the unsplit model's step", run_unsplit)
+        draws, still_draws, failure = split.first("the unsplit model's step", run_unsplit)
         if failure is not None:
-            return _CannotRun(" ".join(failure.split()))
+            return str(failure)
         notes = ["dropout was switched off in both models"] if draws else []
-        if unsplit is not None:
-            notes += _not_finite(unsplit, done["unsplit"])
+        if unsplit is not None and outcome is not None:
+            notes += _not_finite(unsplit, outcome)
+            if self.against == "batch" and not self._runs_whole(batches):
+                notes.append("micro-batches that are given as a list were compared one by one, not as one batch")
         with ForComparison(draws, in_float64):
-            if side.is_first:
-                self.report(f"{name}: the split model")
-            loss, outputs = side.step(dtype)
-            comparison = self._comparison(dtype, matching, unsplit, done.get("unsplit"), loss, outputs)
-            if agreed(side, comparison.is_equal):
-                found = [*reasons.untied(matching, side.is_sharded)]
-                return comparison, found, None, notes
-            why, parts = self._reasons(dtype, matching, unsplit, batches, comparison)
-            return comparison, ([_CANNOT_DRAW] if still_draws else []) + why, parts, notes
+            if split.is_first:
+                _LOG.info("%s: the split model", name)
+            loss, outputs = split.step(dtype)
+            comparison = self._comparison(dtype, matching, unsplit, outcome, loss, outputs)
+            if split.agreed(comparison.is_equal):
+                return comparison, [*reasons.untied(matching, split.is_sharded)], None, notes
+            why, is_equal_by_parts = self._reasons(dtype, matching, unsplit, batches, comparison)
+            return comparison, ([_CANNOT_DRAW] if still_draws else []) + why, is_equal_by_parts, notes
 
-    def _made(self, dtype: torch.dtype | None) -> Unsplit | None:
-        """The copy of the unsplit model; None on all but the first process."""
-        made: list[Unsplit] = []
+    def _runs_whole(self, batches: list[GivenBatch]) -> bool:
+        """Whether the unsplit model runs on whole batches, instead of their micro-batches."""
+        return self.against == "batch" and not any(isinstance(part, list) for batch in batches for part in batch)
 
-        def make() -> None:
-            assert isinstance(self.model, nn.Module)
-            made.append(Unsplit(self.model, dtype, self.side.loss_fn, self.side.device))
+    def _copied(self, dtype: torch.dtype | None, matching: Matching) -> Unsplit | None:
+        """The copy of the unsplit model, with the stages' values; None on all but the first process."""
+        unsplit: Unsplit | None = None
 
-        self.side.first("copying the unsplit model", make)
-        return made[0] if made else None
+        def copy_model() -> None:
+            nonlocal unsplit
+            assert self.model is not None
+            unsplit = Unsplit(self.model, dtype, self.split.loss_fn, self.split.device)
 
-    def _fill(self, unsplit: Unsplit | None, matching: Matching) -> None:
-        """Copy the stages' values into the unsplit model."""
-        matched = [each for each in (*matching.parameters, *matching.buffers) if each.places]
-        values = self.side.tensors([each.places[0] for each in matched], of_gradient=False)
-        for each, value in zip(matched, values, strict=True):
+        self.split.first("copying the unsplit model", copy_model)
+        matched = [tensor for tensor in (*matching.parameters, *matching.buffers) if tensor.places]
+        values = self.split.tensors([tensor.places[0] for tensor in matched], of_gradient=False)
+        for tensor, value in zip(matched, values, strict=True):
             if unsplit is not None and value is not None:
-                unsplit.fill(each.name, value)
+                unsplit.fill(tensor.name, value)
+        return unsplit
 
     def _comparison(
         self,
@@ -249,7 +255,7 @@ class _Verifier:
         outputs: list[list[torch.Tensor]],
     ) -> Comparison:
         """The comparison on the first process; a placeholder on the others, which only send their gradients."""
-        gradients = self.side.tensors(places(matching), of_gradient=True)
+        gradients = self.split.tensors(places(matching), of_gradient=True)
         if unsplit is None or outcome is None:
             for _ in gradients:
                 pass
@@ -276,44 +282,38 @@ class _Verifier:
         comparison: Comparison,
     ) -> tuple[list[str], bool]:
         """The reasons, and whether the split model equals the unsplit one by micro-batches."""
-        side, probes = self.side, Probes()
-        done: list[Watched] = []
+        split, probes = self.split, Probes()
+        by_parts: Watched | None = None
 
         def run_by_microbatches() -> list[str]:
+            nonlocal by_parts
             assert unsplit is not None
-            self.report("not equal: the unsplit model on one micro-batch after the other, to see why")
-            on_whole = Watched.run(unsplit, whole(batches)) if self.against == "batch" else None
-            done.append(Watched.run(unsplit, by_microbatches(batches, side.num_microbatches)))
-            return [] if on_whole is None else reasons.mixing(unsplit, on_whole, done[0], comparison.tolerance)
+            _LOG.info("not equal: the unsplit model on one micro-batch after the other, to see why")
+            on_whole = Watched.run(unsplit, whole(batches)) if self._runs_whole(batches) else None
+            by_parts = Watched.run(unsplit, by_microbatches(batches, split.num_microbatches))
+            return [] if on_whole is None else reasons.mixing(unsplit, on_whole, by_parts, comparison.tolerance)
 
-        mixed = side.first("the unsplit model's micro-batches", run_by_microbatches)
-        of_process = {stage: matching.modules[stage] for stage in side.local_modules()}
+        mixed = split.first("the unsplit model's micro-batches", run_by_microbatches)
         watched = [
-            (there, side.local_modules()[stage].get_submodule(own))
-            for stage, names in of_process.items()
-            for own, there in names.items()
+            (name, module.get_submodule(own))
+            for stage, module in split.local_modules().items()
+            for own, name in matching.modules[stage].items()
         ]
         with probes.on(watched):
-            loss, outputs = side.step(dtype)
-        by_parts = self._comparison(dtype, matching, unsplit, done[0].outcome if done else None, loss, outputs)
-        is_equal = agreed(side, by_parts.is_equal)
-        if is_equal:
+            loss, outputs = split.step(dtype)
+        differences = self._comparison(dtype, matching, unsplit, by_parts and by_parts.outcome, loss, outputs)
+        if split.agreed(differences.is_equal):
             return mixed, True
-        of_stages = side.gather(probes.seen)
-        if unsplit is None:
+        of_stages = split.gather(probes.seen)
+        if unsplit is None or by_parts is None:
             return [], False
-        split = [
-            *reasons.untied(matching, side.is_sharded),
-            *reasons.missing(matching, by_parts.parameters, unsplit),
-            *reasons.other_values(matching, done[0].probes, of_stages),
+        why = [
+            *mixed,
+            *reasons.untied(matching, split.is_sharded),
+            *reasons.missing(matching, differences.parameters, unsplit),
+            *reasons.other_values(matching, by_parts.probes, of_stages),
         ]
-        return (mixed + split or [_unknown(comparison)]), False
-
-
-class _CannotRun(NamedTuple):
-    """In this dtype the unsplit model raises."""
-
-    why: str
+        return why or [_unknown(comparison)], False
 
 
 def _not_finite(unsplit: Unsplit, outcome: Outcome) -> list[str]:
