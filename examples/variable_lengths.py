@@ -254,7 +254,8 @@ def main():
     measured = []
     for length in LENGTHS:
         for rows in (1, 6):
-            costs = rota.profile(stages, *task.of_length(rows, length), loss_fn, here=True, repeats=repeats)
+            how = rota.StageProfileOptions(here=True, repeats=repeats)
+            costs = rota.profile(stages, *task.of_length(rows, length), loss_fn, options=how)
             measured.append((rota.Size.padded([length] * rows), costs))
     model = rota.fit_sizes(measured)
     difference = largest_difference(task, plan, model, batches[0])

@@ -28,7 +28,7 @@ from rota.calibration import calibrated
 from rota.planning.step_times import StepTimes
 from rota.planning.trials import Trial, run_trials
 from rota.profiling import links_of_this_machine
-from rota.profiling.other_programs import OtherPrograms
+from rota.profiling.this_machine import OtherPrograms
 from rota.runtime.launching.launch import launch
 from rota.schedules import NAMED
 
@@ -87,9 +87,8 @@ def plan_of(name: str, schedule: str, cluster: rota.Cluster) -> rota.Plan:
         stages,
         *batch_of(name, 1),
         loss_fn,
-        ranks=[uniform.ranks_of(stage)[0] for stage in uniform.stages],
         split_backward=family.backward == "split",
-        repeats=3,
+        options=rota.StageProfileOptions(repeats=3, ranks=[uniform.ranks_of(stage)[0] for stage in uniform.stages]),
     )
     return family(family.place(costs, cluster), NUM_MICROBATCHES)
 

@@ -53,6 +53,8 @@ from .models import (
 from .planning import Choices as Choices, Machine as Machine, autoplan as autoplan
 from .planning.planner import PlannedBatch as PlannedBatch, Planner as Planner
 from .profiling import (
+    ProfileOptions as ProfileOptions,
+    StageProfileOptions as StageProfileOptions,
     profile as profile,
     profile_chunks as profile_chunks,
     profile_layers as profile_layers,

@@ -22,7 +22,7 @@ from rota.planning.deadline import Deadline
 from rota.planning.on_this_machine import by_importance, confirmed_in_time, with_links
 from rota.planning.request import MEASURED_HERE
 from rota.profiling.links import MeasuredLinks
-from rota.profiling.places import memory_bytes_per_rank
+from rota.profiling.this_machine import memory_bytes_per_rank
 from rota.runtime import host_memory
 from rota.runtime.launching.launch import Launch, Run
 

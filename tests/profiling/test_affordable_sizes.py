@@ -11,7 +11,7 @@ from torch import nn
 from planning.test_autoplan import layer_costs
 from rota.models import Stages
 from rota.profiling import layer_profile
-from rota.profiling.layer_profile import profile_model
+from support.profiles import profile_model
 
 STAGES = Stages([nn.Linear(2, 2), nn.Linear(2, 2)])
 SIZES = [8, 1, 4, 2]  # the most important first

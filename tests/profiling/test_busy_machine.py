@@ -14,9 +14,9 @@ from rota.core.layers import LayerCosts
 from rota.core.profiles import Profile
 from rota.models import Stages
 from rota.planning import Machine, autoplan
-from rota.profiling import other_programs
-from rota.profiling.layer_profile import profile_model
-from rota.profiling.other_programs import OtherPrograms
+from rota.profiling import this_machine
+from rota.profiling.this_machine import OtherPrograms
+from support.profiles import profile_model
 
 STAGES = Stages([nn.Linear(2, 2), nn.Linear(2, 2)])
 
@@ -70,9 +70,9 @@ def test_autoplan_says_so() -> None:
 def test_missing_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     others = OtherPrograms()
     monkeypatch.setattr(OtherPrograms, "num_cores", lambda _: 1.25)
-    monkeypatch.setattr(other_programs.os, "cpu_count", lambda: 2)  # type: ignore[attr-defined]
+    monkeypatch.setattr(this_machine.os, "cpu_count", lambda: 2)  # type: ignore[attr-defined]
     assert others.missing_cores(1) == 0.0  # too short to tell
-    monkeypatch.setattr(other_programs, "_LEAST_S", 0.0)
+    monkeypatch.setattr(this_machine, "_LEAST_S", 0.0)
     assert [others.missing_cores(count) for count in (0, 1, 2)] == [0.0, 0.25, 1.25]
 
 

@@ -15,18 +15,11 @@ from torch.utils._pytree import tree_leaves
 from rota import Cluster, Kind, Op, Stages, place, split
 from rota.core.costs import Costs
 from rota.core.layers import LayerCosts
-from rota.profiling import profile, profile_layers
 from rota.runtime.compute import Batch, Compute
 from rota.runtime.messages import over_tensors
 from rota.runtime.microbatches import Microbatches
 from support.layered_models import MAKE, Case, case
-
-
-@pytest.fixture(autouse=True)
-def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Times are of no interest here."""
-    monkeypatch.setattr("rota.profiling.layer_measurement._RUN_NS", 0)
-    monkeypatch.setattr("rota.profiling.stage_profile._RUN_NS", 0)
+from support.profiles import profile, profile_layers
 
 
 class Alive(TorchDispatchMode):

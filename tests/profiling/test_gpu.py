@@ -7,11 +7,11 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from rota import profile, split
-from rota.profiling import profile_layers
+from rota import split
 from rota.profiling.clocks import DeviceClock, Spinner
 from rota.runtime.device.streams import StreamDevice
 from support.layered_models import MAKE, case
+from support.profiles import profile, profile_layers
 
 pytestmark = [
     pytest.mark.gpu,

@@ -19,20 +19,11 @@ from torch.nn import functional
 from rota import CutPoint, FormatError, PipelineError, Stages, split
 from rota.core.layers import LayerCosts
 from rota.models import finest
-from rota.profiling import DEVICES, clocks, profile, profile_layers, profile_model
+from rota.profiling import DEVICES, clocks
 from rota.profiling.clocks import WallClock
 from rota.profiling.roofline import Kernels, Roofline
 from support.layered_models import MAKE, case
-
-
-@pytest.fixture(autouse=True)
-def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rota.profiling.layer_measurement._RUN_NS", 0)
-    monkeypatch.setattr("rota.profiling.stage_profile._RUN_NS", 0)
-
-
-def gpu(name: str = "h100") -> dict[str, Any]:
-    return {"device": name}
+from support.profiles import profile, profile_layers, profile_model
 
 
 @pytest.mark.parametrize("name", MAKE)
@@ -60,11 +51,11 @@ def profile_stages(model: nn.Module, *batch: Any, **how: Any) -> Any:
     return profile(split(model, 2), *batch, here=True, **how)
 
 
-@pytest.mark.parametrize("profile", [profile_layers, profile_stages])
-def test_all_random_states_are_left_as_they_were(profile: Any) -> None:
+@pytest.mark.parametrize("measure", [profile_layers, profile_stages])
+def test_all_random_states_are_left_as_they_were(measure: Any) -> None:
     model = nn.Sequential(nn.Linear(4, 4), Draws(), nn.Dropout(), nn.Linear(4, 1))
     before = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist(), np.random.get_state()[2]
-    profile(model, torch.ones(3, 4), repeats=1)
+    measure(model, torch.ones(3, 4), repeats=1)
     assert torch.equal(torch.get_rng_state(), before[0])
     assert random.getstate() == before[1]
     assert (np.random.get_state()[1].tolist(), np.random.get_state()[2]) == before[2:]
@@ -193,11 +184,11 @@ def test_a_gpu_s_attention_keeps_no_matrix_and_its_dropout_a_byte_an_element() -
 
     model = nn.Sequential(nn.Linear(64, 64), Attend())
     for dtype in (torch.bfloat16, torch.float32):
-        layers = profile_layers(model.to(dtype), torch.empty(2, 512, 64, dtype=dtype), **gpu())
+        layers = profile_layers(model.to(dtype), torch.empty(2, 512, 64, dtype=dtype), device="h100")
         size = 2 * 512 * 64
         assert layers.kept_bytes[1] < 2 * size * dtype.itemsize + size + 2 * 4 * 512 * 4 + 1000
     training, evaluating = (
-        profile_layers(nn.Sequential(nn.Linear(8, 8), nn.Dropout()).train(mode), torch.zeros(4, 8), **gpu())
+        profile_layers(nn.Sequential(nn.Linear(8, 8), nn.Dropout()).train(mode), torch.zeros(4, 8), device="h100")
         for mode in (True, False)
     )
     assert (training.kept_bytes[1], evaluating.kept_bytes[1]) == (4 * 8, 0)
@@ -216,7 +207,7 @@ def test_what_cannot_be_estimated_is_told() -> None:
             return x * 2 if x.sum() > 0 else x
 
     with pytest.raises(PipelineError, match=r"layer 2 of 2 \(1\): 1: it cannot be estimated, .* asks for a number"):
-        profile_layers(nn.Sequential(nn.Linear(2, 2), Asks()), torch.zeros(1, 2), **gpu())
+        profile_layers(nn.Sequential(nn.Linear(2, 2), Asks()), torch.zeros(1, 2), device="h100")
 
 
 # --- the cache --------------------------------------------------------------------------------------------------------
@@ -249,7 +240,7 @@ def test_nothing_is_measured_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_a_stale_profile_is_refused_by_what_differs(tmp_path: Path) -> None:
     file = tmp_path / "profile.json"
     batch, wide = torch.zeros(2, 4), nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4))
-    profile_layers(wide, batch, **gpu(), cache=file)
+    profile_layers(wide, batch, device="h100", cache=file)
 
     def told(model: nn.Module = wide, x: torch.Tensor = batch, device: str = "h100", **options: Any) -> str:
         with pytest.raises(
@@ -267,11 +258,11 @@ def test_a_stale_profile_is_refused_by_what_differs(tmp_path: Path) -> None:
     with torch.autocast("cpu", torch.bfloat16):
         assert "autocast was off, is cpu bfloat16" in told()
     double = copy.deepcopy(wide).double()
-    assert profile_layers(double, batch.double(), **gpu(), cache=file, refresh=True).parameter_bytes == (320, 288)
+    assert profile_layers(double, batch.double(), device="h100", cache=file, refresh=True).parameter_bytes == (320, 288)
     assert "model was" in told()
     file.write_text("{}")
     with pytest.raises(FormatError, match=r"profile\.json: not a profile file: .*; remove it, or profile again"):
-        profile_layers(wide, batch, **gpu(), cache=file)
+        profile_layers(wide, batch, device="h100", cache=file)
 
 
 def test_a_class_that_has_changed_is_another_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -288,9 +279,6 @@ def test_a_class_that_has_changed_is_another_model(tmp_path: Path, monkeypatch: 
         return made
 
     file, batch = tmp_path / "profile.json", torch.zeros(2, 4)
-    profile_layers(model_of("return x * 2"), batch, **gpu(), cache=file)
+    profile_layers(model_of("return x * 2"), batch, device="h100", cache=file)
     with pytest.raises(PipelineError, match="stale: source of the model's classes was"):
-        profile_layers(model_of("return x * 3"), batch, **gpu(), cache=file)
-
-
-# --- links ------------------------------------------------------------------------------------------------------------
+        profile_layers(model_of("return x * 3"), batch, device="h100", cache=file)

@@ -6,9 +6,18 @@ import pytest
 from hypothesis import given, strategies as st
 
 from rota import Cluster, Link, PipelineError
-from rota.profiling.all_reduces import SIZES as SUMS, numbers_of
 from rota.profiling.link_pipelines import LEVEL_SIZES, SIZES
-from rota.profiling.links import _pairs_of, cluster_of, line_through, link_of, links_of, measure_links, unsteady
+from rota.profiling.links import (
+    SUM_SIZES,
+    _pairs_of,
+    cluster_of,
+    line_through,
+    link_of,
+    links_of,
+    measure_links,
+    numbers_of,
+    unsteady,
+)
 from rota.profiling.machine_links import links_of_started
 from support.pool import Pool
 
@@ -97,7 +106,7 @@ def refuse_wrong_structure(cluster: Cluster, text: str, num_ranks: int) -> None:
     assert shared.senders == shared.receivers == (*range(num_ranks),)
     assert Cluster.from_json(cluster.to_json()) == cluster
     assert [of.num_ranks for of in cluster.all_reduces] == [*numbers_of(num_ranks)]
-    assert all([size for size, _ in of.times_us] == [*SUMS] for of in cluster.all_reduces)
+    assert all([size for size, _ in of.times_us] == [*SUM_SIZES] for of in cluster.all_reduces)
     assert cluster.link.transfer_us(1 << 24) > 100  # 16 MB cannot be there at once
     assert all(f"\n{a} ↔ {a + 1}: 4.1 kB " in f"\n{text}" for a in range(num_ranks - 1))
 

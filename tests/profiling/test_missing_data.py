@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import nn
 
+from rota import Stages
 from rota.core.errors import EstimateError, PipelineError
-from rota.profiling import profile_layers
+from support.profiles import profile_layers
 
 Tensor = torch.Tensor
 
@@ -77,6 +78,26 @@ def test_what_needs_data_is_named_with_its_module_place_and_remedy(name: str) ->
         assert "\n" not in text
         assert "measure on the device itself" in text
         assert re.search(r"test_missing_data\.py:\d+ \(", text)
+
+
+def test_what_follows_from_the_batch_alone_is_known() -> None:
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Embedding(9, 4)
+
+        def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
+            positions = torch.arange(ids.shape[1], device=self.embed.weight.device)
+            assert int(positions[-1]) == ids.shape[1] - 1
+            x = self.embed(ids)
+            return x if (mask == 1).all() else x * mask[..., None]
+
+    with torch.device("meta"):
+        model = Masked()
+    mask = torch.tensor([[1, 1, 0], [1, 1, 1]])
+    assert (
+        profile_layers(Stages([model], inputs=[(0, 1)]), (torch.ones_like(mask), mask), device="h100").num_layers == 1
+    )
 
 
 def test_an_operator_without_shapes_is_told_to_register_them() -> None:

@@ -10,19 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from rota import Stages
-from rota.profiling import profile, profile_layers
 from rota.profiling.peak_memory import StorageWatch
 from rota.runtime.gradients.forward_backward import backward_inputs, forward
 from support.odd_stages import ROWS, STAGES, WIDTH, Calls
+from support.profiles import profile, profile_layers
 
 LENGTH, HIDDEN = 5, 8
-
-
-@pytest.fixture(autouse=True)
-def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Times are of no interest here."""
-    monkeypatch.setattr("rota.profiling.layer_measurement._RUN_NS", 0)
-    monkeypatch.setattr("rota.profiling.stage_profile._RUN_NS", 0)
 
 
 def sum_of(output: Any, target: Any) -> Tensor:

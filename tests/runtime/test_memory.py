@@ -39,6 +39,7 @@ from rota.runtime.memory_watch import MemoryWatch
 from rota.schedules import NAMED
 from support.networks import batch_of, clear, loss_fn, stages_of
 from support.pool import Pool
+from support.profiles import profile
 from support.text_models import LONGEST, WIDTH as TEXT_WIDTH, gpt_stages, summed_loss, tokens
 
 ROWS, WIDTH, HIDDEN, NUM_MICROBATCHES = 4, 4, 64, 12
@@ -145,7 +146,7 @@ def measured_model() -> SizeModel:
     with patch("rota.profiling.stage_profile._RUN_NS", 0):
         stages = gpt_stages(NUM_RANKS)
         sizes = [(rows, length) for length in (SHORT, 12, LONGEST) for rows in (1, 3)]
-        costs = [rota.profile(stages, *tokens(*size), summed_loss, here=True, repeats=1) for size in sizes]
+        costs = [profile(stages, *tokens(*size), summed_loss, here=True, repeats=1) for size in sizes]
         return rota.fit_sizes(
             [(Size.padded([length] * rows), of) for (rows, length), of in zip(sizes, costs, strict=True)]
         )

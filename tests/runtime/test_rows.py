@@ -12,12 +12,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from rota import Cluster, Costs, FormatError, Pipeline, PlacementError, Plan, Timeline, compare, place, profile
+from rota import Cluster, Costs, FormatError, Pipeline, PlacementError, Plan, Timeline, compare, place
 from rota.calibration.placement_costs import costs_of
 from rota.core.usage import Usage
 from rota.schedules import forward_only, one_f_one_b
 from support.networks import WIDTH, chain, loss_fn
 from support.pool import Pool
+from support.profiles import profile
 
 
 def plan_for(rows: int | None, usage: Usage | None = None) -> Plan:

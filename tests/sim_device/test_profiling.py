@@ -10,11 +10,12 @@ import pytest
 import torch
 from torch import nn
 
-from rota import Cluster, PipelineError, Stages, profile
-from rota.profiling import clocks, link_pipelines, profile_layers
+from rota import Cluster, PipelineError, Stages
+from rota.profiling import clocks, link_pipelines
 from rota.profiling.clocks import DeviceClock, Spinner, launch_text
 from rota.profiling.links import measure_links
 from support.pool import Pool
+from support.profiles import profile, profile_layers
 from support.sim_device import Block, SimDevice
 from support.sim_device.runtime_device import SIM, SimRuntimeDevice
 

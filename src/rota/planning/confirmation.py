@@ -26,10 +26,10 @@ from rota.planning.layout_bounds import placement_bound_us
 from rota.planning.plan_text import layout_text
 from rota.planning.step_times import StepTimes, difference
 from rota.planning.trials import Trial, is_far, least_s, run_trials
-from rota.profiling import profile
+from rota.profiling import StageProfileOptions, profile
 from rota.profiling.forked import why_not_here
-from rota.profiling.optimizers import MakeOptimizer
-from rota.profiling.places import accelerators_of
+from rota.profiling.stage_run import MakeOptimizer
+from rota.profiling.this_machine import accelerators_of
 from rota.runtime.environment import num_cores
 from rota.runtime.losses import LossFn
 
@@ -200,14 +200,18 @@ def _measured(plan: Contender, training: Training, repeats: int) -> Contender:
     """The same orders on a placement with the stages' own measured costs."""
     candidate, layout = plan.candidate, plan.candidate.layout
     inputs, target = training.make_batch(layout.rows)
-    how: dict[str, Any] = {
-        "split_backward": candidate.splits_backward,
-        "recompute": candidate.recomputed,
-        "optimizer": training.make_optimizer,
-        "repeats": repeats,
-    }
-    how |= {"ranks": layout.ranks} if _is_at_once(plan) else {"here": True}
-    costs = profile(_stages(plan, training.model, inputs), inputs, target, training.loss_fn, **how)
+    at_once = _is_at_once(plan)
+    costs = profile(
+        _stages(plan, training.model, inputs),
+        inputs,
+        target,
+        training.loss_fn,
+        split_backward=candidate.splits_backward,
+        recompute=candidate.recomputed,
+        options=StageProfileOptions(
+            training.make_optimizer, repeats, layout.ranks if at_once else None, here=not at_once
+        ),
+    )
     placement = (candidate := replace(candidate, measured=costs)).placement
     return Contender(
         candidate,

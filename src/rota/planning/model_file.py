@@ -28,9 +28,9 @@ from rota.cutting import cut
 from rota.models import Stages
 from rota.planning import hf_models
 from rota.planning.request import MEASURED_HERE, Measuring
-from rota.profiling import profile_model
-from rota.profiling.optimizers import MakeOptimizer
-from rota.profiling.places import is_here
+from rota.profiling import ProfileOptions, profile_model
+from rota.profiling.stage_run import MakeOptimizer
+from rota.profiling.this_machine import is_here
 from rota.runtime.launcher_files import given_plan
 from rota.runtime.losses import LossFn
 from rota.runtime.messages import over_tensors
@@ -177,20 +177,11 @@ def profile_file(
         return over_tensors(lambda tensor: tensor.to(how.device), made) if is_measured and how.device else made
 
     try:
-        return profile_model(
-            model,
-            make_batch,
-            rows,
-            file.loss_fn,
-            optimizer=file.make_optimizer,
-            repeats=how.repeats,
-            device=None if is_measured else how.device,
-            report=report,
-            cache=how.cache,
-            refresh=how.refresh,
-            cuts=how.cuts,
-            within_s=within_s,
+        estimated_for = None if is_measured else how.device
+        options = ProfileOptions(
+            file.make_optimizer, how.repeats, estimated_for, report, how.cache, how.refresh, how.cuts, within_s
         )
+        return profile_model(model, make_batch, rows, file.loss_fn, options)
     except RotaError:
         raise
     except Exception as error:

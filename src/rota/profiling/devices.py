@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import final
+from typing import NamedTuple, final
 
 import torch
 
@@ -60,46 +60,49 @@ class DeviceModel:
         return self.flops_per_s.get(name, self.flops_per_s["float32"])
 
 
-def _gpu(
-    name: str,
-    half: float,
-    tf32: float,
-    single: float,
-    double: float,
-    gb_s: float,
-    gb: int,
-    *,
-    int8: float,
-    float8: float | None = None,
-) -> DeviceModel:
-    """A GPU with these peaks in 10^12 operations per second, a bandwidth in 10^9 bytes per second, and 10^9 bytes."""
-    rates = {"float16": half, "bfloat16": half, "tf32": tf32, "float32": single, "float64": double, "int8": int8}
-    if float8 is not None:
-        rates["float8"] = float8
-    return DeviceModel(name, {dtype: rate * 1e12 for dtype, rate in rates.items()}, gb_s * 1e9, gb * 10**9)
+class _Gpu(NamedTuple):
+    """A data sheet: peaks in 10^12 operations per second, bandwidth in 10^9 bytes per second, and 10^9 bytes."""
 
+    name: str
+    half: float
+    tf32: float
+    single: float
+    double: float
+    int8: float
+    float8: float | None
+    gb_s: float
+    gb: int
+
+    def model(self) -> DeviceModel:
+        peaks = {"float16": self.half, "bfloat16": self.half, "tf32": self.tf32, "float32": self.single}
+        peaks |= {"float64": self.double, "int8": self.int8} | ({"float8": self.float8} if self.float8 else {})
+        rates = {dtype: peak * 1e12 for dtype, peak in peaks.items()}
+        return DeviceModel(self.name, rates, self.gb_s * 1e9, self.gb * 10**9)
+
+
+# fmt: off
+_GPUS = (
+    #    name          half  tf32 single double int8 float8  GB/s   GB
+    # NVIDIA A100 (SXM4) data sheet; float64 on its tensor cores.
+    _Gpu("a100-40gb",   312,  156,  19.5,  19.5,  624, None, 1555,  40),
+    _Gpu("a100-80gb",   312,  156,  19.5,  19.5,  624, None, 2039,  80),
+    # NVIDIA H100 (SXM5, PCIe) and H200 data sheets, half of the peaks with sparsity.
+    _Gpu("h100",        989,  494,    67,    67, 1979, 1979, 3350,  80),
+    _Gpu("h100-pcie",   756,  378,    51,    51, 1513, 1513, 2000,  80),
+    _Gpu("h200",        989,  494,    67,    67, 1979, 1979, 4800, 141),
+    # AMD Instinct MI300X data sheet; matrix cores.
+    _Gpu("mi300x",     1307,  653,   163,   163, 2615, 2615, 5300, 192),
+    # NVIDIA's Ada architecture white paper: with float32 accumulation.
+    _Gpu("rtx-4090",    165, 82.6,  82.6,   1.3,  661,  330, 1008,  24),
+    # NVIDIA L40S data sheet.
+    _Gpu("l40s",        362,  183,  91.6,   1.4,  733,  733,  864,  48),
+)
+# fmt: on
+# One core of a server at 3 GHz: two fused multiply-adds per cycle on 8 floats (AVX2), part of the bandwidth.
+_CPU_CORE = DeviceModel("cpu-core", {"float32": 96e9, "float64": 48e9}, 12e9, is_gpu=False, least_op_us=2.0)
 
 #: The known devices, by name for `device=` and `--device`.
-DEVICES = {
-    device.name: device
-    for device in (
-        # NVIDIA A100 (SXM4) data sheet; float64 on its tensor cores.
-        _gpu("a100-40gb", 312, 156, 19.5, 19.5, 1555, 40, int8=624),
-        _gpu("a100-80gb", 312, 156, 19.5, 19.5, 2039, 80, int8=624),
-        # NVIDIA H100 (SXM5, PCIe) and H200 data sheets, half of the peaks with sparsity.
-        _gpu("h100", 989, 494, 67, 67, 3350, 80, int8=1979, float8=1979),
-        _gpu("h100-pcie", 756, 378, 51, 51, 2000, 80, int8=1513, float8=1513),
-        _gpu("h200", 989, 494, 67, 67, 4800, 141, int8=1979, float8=1979),
-        # AMD Instinct MI300X data sheet; matrix cores.
-        _gpu("mi300x", 1307, 653, 163, 163, 5300, 192, int8=2615, float8=2615),
-        # NVIDIA's Ada architecture white paper: with float32 accumulation.
-        _gpu("rtx-4090", 165, 82.6, 82.6, 1.3, 1008, 24, int8=661, float8=330),
-        # NVIDIA L40S data sheet.
-        _gpu("l40s", 362, 183, 91.6, 1.4, 864, 48, int8=733, float8=733),
-        # One core of a server at 3 GHz: two fused multiply-adds per cycle on 8 floats (AVX2), part of the bandwidth.
-        DeviceModel("cpu-core", {"float32": 96e9, "float64": 48e9}, 12e9, is_gpu=False, least_op_us=2.0),
-    )
-}
+DEVICES = {device.name: device for device in (*(gpu.model() for gpu in _GPUS), _CPU_CORE)}
 
 
 def device_named(name: str) -> DeviceModel:

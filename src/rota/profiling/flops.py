@@ -59,7 +59,7 @@ def num_flops(func: Any, args: Sequence[Any], kwargs: dict[str, Any], made: Any)
 
 def dtype_of(read: Sequence[Tensor], written: Sequence[Tensor]) -> torch.dtype:
     """The dtype in which an operation computes: that of its first operand, as its result may have a wider one."""
-    numbers = (one.dtype for one in read if one.dtype is torch.int8 or one.is_floating_point() or one.is_complex())
+    numbers = (t.dtype for t in read if t.dtype is torch.int8 or t.is_floating_point() or t.is_complex())
     return next(numbers, (*written, *read)[0].dtype)
 
 
@@ -87,29 +87,6 @@ def _grouped_product(a: Tensor, b: Tensor, *_: Any, **__: Any) -> int:
     return _product(a, b) // (a.shape[0] if a.dim() == 3 and b.dim() == 2 else 1)
 
 
-def _product_with_packed(a: Tensor, *_: Any, out_val: Tensor, **__: Any) -> int:
-    """The width of packed weights is that of the result."""
-    return 2 * a.numel() * out_val.shape[-1]
-
-
-def _trilinear(a: Tensor, b: Tensor, c: Tensor, *expanded: Any, **_: Any) -> int:
-    """A sum over products of three tensors, which get dimensions of one element where `expanded` says."""
-    shapes = [_with_ones(one.shape, places) for one, places in zip((a, b, c), expanded, strict=False)]
-    widest: list[int] = [max(sizes) for sizes in zip(*shapes, strict=True)]
-    return 2 * math.prod(widest)
-
-
-def _with_ones(shape: Sequence[int], places: Sequence[int]) -> list[int]:
-    sizes = [*shape]
-    for place in sorted(places):
-        sizes.insert(place, 1)
-    return sizes
-
-
-def _convolution_over_time(_: Tensor, weight: Tensor, *__: Any, out_val: Tensor, **___: Any) -> int:
-    return 2 * out_val.numel() * weight.shape[0] * weight.shape[1]
-
-
 def _convolution_backward(gradient: Tensor, x: Tensor, weight: Tensor, *others: Any, **_: Any) -> int:
     """Each of the two gradients takes what the forward does; that of the bias moves bytes."""
     _, _, _, _, is_transposed, _, _, wanted = others
@@ -125,10 +102,5 @@ _COUNTS: dict[str, Callable[..., int]] = {
     **dict.fromkeys(("aten::addmv", "aten::addmv_"), _added_product),
     "aten::_foreach_mm": _products,
     **dict.fromkeys(("aten::_grouped_mm", "aten::_scaled_grouped_mm", "aten::_scaled_grouped_mm_v2"), _grouped_product),
-    **dict.fromkeys(("aten::_weight_int8pack_mm", "aten::_dyn_quant_matmul_4bit"), _product_with_packed),
-    **dict.fromkeys(("aten::_weight_int4pack_mm", "aten::_weight_int4pack_mm_for_cpu"), _product_with_packed),
-    "aten::_weight_int4pack_mm_with_scales_and_zeros": _product_with_packed,
-    "aten::_trilinear": _trilinear,
-    "aten::conv_tbc": _convolution_over_time,
     "aten::convolution_backward": _convolution_backward,
 }

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+import math
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, TypeAlias
+from pathlib import Path
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -13,31 +15,60 @@ from torch import nn
 from rota.core.errors import EstimateError, PipelineError
 from rota.models import Stages
 from rota.models.carving.copies import deep_copy
+from rota.models.carving.on_meta import OnMeta
 from rota.models.cut_table import holds
 from rota.models.randomness import random_state_kept
 from rota.profiling.clocks import Clocks, Laps, Run, launch_text
 from rota.profiling.devices import DeviceModel
 from rota.profiling.kept_storages import KeptStorages, Name, kept_storages_of, place_of
-from rota.profiling.known_numbers import KnownNumbers, module_that_raised, why_not_estimated
-from rota.profiling.optimizers import MakeOptimizer, OptimizerCosts, optimizer_costs
+from rota.profiling.missing_data import module_that_raised, why_not_estimated
 from rota.profiling.peak_memory import peaks
 from rota.profiling.roofline import Kernels, Roofline
-from rota.profiling.stage_run import Given, StageRun, num_bytes, on_device_of, tensors_of
+from rota.profiling.stage_run import (
+    Given,
+    MakeOptimizer,
+    OptimizerCosts,
+    StageRun,
+    num_bytes,
+    on_device_of,
+    optimizer_costs,
+    tensors_of,
+)
 from rota.runtime.device.protocol import Device
 from rota.torch_internals import StorageReference
 
+Report: TypeAlias = Callable[[str], None]
 #: Measures a run on the device of its layer.
 Measure: TypeAlias = Callable[[Run, Device], Laps]
 
 _RUN_NS = 5_000_000  # of one measurement: long compared with the clock's resolution; no other rank shares the core
 
 
-class HowTo(NamedTuple):
-    """Measure `repeats` times on the model's device, or estimate for `device`; with which `optimizer`, if any."""
+@dataclass(frozen=True, slots=True)
+class ProfileOptions:
+    """How layers are profiled.
 
-    repeats: int
-    device: DeviceModel | None
-    optimizer: MakeOptimizer | None
+    Attributes:
+        optimizer: Makes an optimizer of a list of parameters; None: no optimizer.
+        repeats: Number of measurements; their median counts.
+        device: A name in `rota.profiling.DEVICES`: estimate the times from what each operation computes and moves
+            there. Nothing is computed then, and the model may be on the meta device. None: measure on its own device.
+        report: Called with a line of text for each layer.
+        cache: A file, or a folder with one file per model, so that nothing is measured twice.
+        refresh: Whether to measure again what the cache has.
+        cuts: Where the model may be cut, by name or pattern, as `rota.split` takes them; None: wherever it can be.
+        within_s: About how many seconds to measure for. The smallest size is measured first, and the others as long as
+            they fit, by the time that it took for each row; the first one that does not ends them.
+    """
+
+    optimizer: MakeOptimizer | None = None
+    repeats: int = 7
+    device: str | None = None
+    report: Report = lambda _: None
+    cache: str | Path | None = None
+    refresh: bool = False
+    cuts: Iterable[str] | None = None
+    within_s: float = math.inf
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,27 +93,24 @@ class Layer:
     uncounted: tuple[str, ...] = ()
 
 
-def measure_layers(given: Given, how: HowTo) -> Iterator[Layer]:
+def measure_layers(given: Given, options: ProfileOptions, estimated_for: DeviceModel | None) -> Iterator[Layer]:
     """Measure each stage of `given` as a layer. The caller's modules, gradients and random state are not touched.
 
     Raises PipelineError if a layer fails, with its number and contents; EstimateError if it needs data.
     """
     stages = given.stages
-    known = KnownNumbers()
-    if how.device is not None:
-        given = given._replace(batch=known.on_meta(given.batch), target=known.on_meta(given.target))
     outputs: dict[int, Any] = {}
     last_reader = {edge.source: max(e.target for e in stages.outgoing(edge.source)) for edge in stages.edges}
     names: list[StorageReference] = []  # addresses that are names must not be used again
-    roofline = None if how.device is None else Roofline(how.device)
-    with _set_up(stages, how, roofline) as measure, nullcontext() if roofline is None else known:
+    roofline = None if estimated_for is None else Roofline(estimated_for)
+    with _set_up(stages, options.repeats, roofline) as measure:
         for layer in range(len(stages)):
-            with _named_in_errors(stages, layer, known):
-                here, move = on_device_of(layer, given) if how.device is None else (given, lambda value: value)
+            with _named_in_errors(stages, layer):
+                here, move = on_device_of(layer, given) if roofline is None else (given, lambda value: value)
                 received = [move(edge.take(outputs[edge.source])) for edge in stages.incoming(layer)]
-                apart = here._replace(stages=_with_a_copy(stages, layer, how.device))
-                measured, outputs[layer], values = _measured(apart, layer, received, how, measure)
-            names += [StorageReference(t.untyped_storage()) for of in values for t in tensors_of(of)]
+                apart = here._replace(stages=_with_a_copy(stages, layer, on_meta=roofline is not None))
+                measured, outputs[layer], values = _measured(apart, layer, received, options.optimizer, measure)
+            names += [StorageReference(t.untyped_storage()) for value in values for t in tensors_of(value)]
             del received, apart, values
             outputs = {source: value for source, value in outputs.items() if last_reader.get(source, 0) > layer}
             yield measured if roofline is None else replace(measured, uncounted=roofline.take_uncounted())
@@ -94,11 +122,11 @@ def called(stages: Stages, layer: int) -> str:
 
 
 @contextmanager
-def _named_in_errors(stages: Stages, layer: int, known: KnownNumbers) -> Iterator[None]:
+def _named_in_errors(stages: Stages, layer: int) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if why := why_not_estimated(error, known.operation_that_raised(error)):
+        if why := why_not_estimated(error):
             raise EstimateError(
                 ": ".join(filter(None, (called(stages, layer), module_that_raised(error), why)))
             ) from error
@@ -107,23 +135,24 @@ def _named_in_errors(stages: Stages, layer: int, known: KnownNumbers) -> Iterato
 
 
 @contextmanager
-def _set_up(stages: Stages, how: HowTo, roofline: Roofline | None) -> Iterator[Measure]:
+def _set_up(stages: Stages, repeats: int, roofline: Roofline | None) -> Iterator[Measure]:
     """Use one thread on the CPU, as in a run; yields what measures runs on a layer's device."""
     with ExitStack() as stack:
         stack.enter_context(random_state_kept(nn.ModuleList(stages.modules)))
         stack.callback(torch.set_num_threads, torch.get_num_threads())
         torch.set_num_threads(1)
-        if how.device is not None and roofline is not None:
-            stack.enter_context(Kernels(how.device))
-            yield lambda run, _: roofline.timed(run, how.repeats, _RUN_NS, together=False)
+        if roofline is not None:
+            stack.enter_context(OnMeta())
+            stack.enter_context(Kernels(roofline.device))
+            yield lambda run, _: roofline.timed(run, repeats, _RUN_NS, together=False)
         else:
             clocks = Clocks()
-            yield lambda run, device: clocks.of(device).timed(run, how.repeats, _RUN_NS, together=False)
+            yield lambda run, device: clocks.of(device).timed(run, repeats, _RUN_NS, together=False)
 
 
-def _with_a_copy(stages: Stages, layer: int, device: DeviceModel | None) -> Stages:
+def _with_a_copy(stages: Stages, layer: int, *, on_meta: bool) -> Stages:
     """The stages with a copy of the module of `layer` alone, so that only one copy exists at a time."""
-    module = deep_copy(stages[layer]) if device is None else _on_meta(stages[layer])
+    module = _on_meta(stages[layer]) if on_meta else deep_copy(stages[layer])
     for parameter in module.parameters():
         parameter.grad = None
     modules = (*stages.modules[:layer], module, *stages.modules[layer + 1 :])
@@ -139,7 +168,7 @@ def _on_meta(module: nn.Module) -> nn.Module:
 
 
 def _measured(
-    given: Given, layer: int, received: list[Any], how: HowTo, measure: Measure
+    given: Given, layer: int, received: list[Any], optimizer: MakeOptimizer | None, measure: Measure
 ) -> tuple[Layer, Any, list[Any]]:
     """The layer, its output, and the output's values by outgoing edge."""
     stages, module = given.stages, given.stages[layer]
@@ -162,10 +191,10 @@ def _measured(
         [f_peak, b_peak, i_peak, w_peak],
         kept_storages_of(halves, stages.incoming(layer), stages.outgoing(layer)),
         num_bytes([*changed.values()]),
-        optimizer_costs(module, how.optimizer, lambda run: measure(run, device)),
+        optimizer_costs(module, optimizer, lambda run: measure(run, device)),
         whole.sizes,
-        [[(place_of(t), num_bytes([t])) for t in tensors_of(of) if t.requires_grad] for of in received],
-        [[place_of(tensor) for tensor in tensors_of(of) if tensor.requires_grad] for of in halves.values],
+        [[(place_of(t), num_bytes([t])) for t in tensors_of(value) if t.requires_grad] for value in received],
+        [[place_of(tensor) for tensor in tensors_of(value) if tensor.requires_grad] for value in halves.values],
     )
     return measured, halves.output, halves.values  # the values whose storages have names
 

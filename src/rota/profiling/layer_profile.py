@@ -7,7 +7,6 @@ import time
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -17,19 +16,19 @@ from rota.core.layers import ESTIMATED, LayerCosts
 from rota.core.profiles import Profile
 from rota.core.units import count_text, time_text
 from rota.models import Stages, finest, is_sequential
-from rota.profiling.devices import device_named
-from rota.profiling.known_numbers import KnownNumbers, module_that_raised, why_not_estimated
+from rota.profiling.devices import DeviceModel, device_named
 from rota.profiling.layer_costs import costs_of
-from rota.profiling.layer_measurement import HowTo, Layer, called, measure_layers
-from rota.profiling.optimizers import MakeOptimizer
-from rota.profiling.other_programs import OtherPrograms
-from rota.profiling.places import accelerators_of, place_name
+from rota.profiling.layer_measurement import Layer, ProfileOptions, called, measure_layers
+from rota.profiling.missing_data import module_that_raised, why_not_estimated
 from rota.profiling.profile_cache import ProfileCache, identity_of, inputs_of
 from rota.profiling.stage_run import Given, tensors_of
+from rota.profiling.this_machine import OtherPrograms, accelerators_of, place_name
 from rota.runtime.losses import LossFn
 
-Report = Callable[[str], None]
-_ESTIMATES = "2, with all products of matrices"  # changes where the same model would get other estimates
+_DEFAULT = ProfileOptions()
+_ESTIMATES = (
+    "3, without what is computed from the batch alone"  # changes where the same model would get other estimates
+)
 
 
 def profile_layers(
@@ -37,13 +36,7 @@ def profile_layers(
     batch: Any,
     target: Any = None,
     loss_fn: LossFn | None = None,
-    *,
-    optimizer: MakeOptimizer | None = None,
-    repeats: int = 7,
-    device: str | None = None,
-    report: Report = lambda _: None,
-    cache: str | Path | None = None,
-    refresh: bool = False,
+    options: ProfileOptions = _DEFAULT,
 ) -> LayerCosts:
     """Measure or estimate the costs of each layer for one micro-batch.
 
@@ -56,13 +49,7 @@ def profile_layers(
         batch: Inputs of one micro-batch.
         target: Its targets.
         loss_fn: Computes the loss of an output and a target; None: the backward begins at the output.
-        optimizer: Makes an optimizer of a list of parameters; None: no optimizer.
-        repeats: Number of measurements; their median counts.
-        device: A name in `rota.profiling.DEVICES`: estimate the times from what each operation computes and moves
-            there. Nothing is computed then, and the model may be on the meta device. None: measure on its own device.
-        report: Called with a line of text for each layer.
-        cache: A file, or a folder with one file per model, so that nothing is measured twice.
-        refresh: Whether to measure again what the cache has.
+        options: How to measure, or for which device to estimate.
 
     Returns:
         The layers' times in µs, bytes and edges.
@@ -75,19 +62,7 @@ def profile_layers(
         UserWarning: The floating-point operations of an operator are unknown, so that only its bytes are counted.
     """
     rows = num_rows(batch)
-    profile = profile_model(
-        model,
-        {rows: (batch, target)}.__getitem__,
-        [rows],
-        loss_fn,
-        optimizer=optimizer,
-        repeats=repeats,
-        device=device,
-        report=report,
-        cache=cache,
-        refresh=refresh,
-    )
-    layers = profile[rows]
+    layers = profile_model(model, {rows: (batch, target)}.__getitem__, [rows], loss_fn, options)[rows]
     if layers.why_incomplete:
         warnings.warn(layers.why_incomplete, stacklevel=2)
     return layers
@@ -98,33 +73,16 @@ def profile_model(
     make_batch: Callable[[int], tuple[Any, Any]],
     rows: Iterable[int],
     loss_fn: LossFn | None = None,
-    *,
-    optimizer: MakeOptimizer | None = None,
-    repeats: int = 7,
-    device: str | None = None,
-    report: Report = lambda _: None,
-    cache: str | Path | None = None,
-    refresh: bool = False,
-    cuts: Iterable[str] | None = None,
-    within_s: float = math.inf,
+    options: ProfileOptions = _DEFAULT,
 ) -> Profile:
     """Measure or estimate the costs of each layer for micro-batches of several sizes.
 
     Args:
         model: As in `profile_layers`.
         make_batch: Makes inputs and targets of one micro-batch, given its number of rows.
-        rows: The numbers of rows; where `within_s` is given, the most important first.
+        rows: The numbers of rows; where time is limited, the most important first.
         loss_fn: As in `profile_layers`.
-        optimizer: As in `profile_layers`.
-        repeats: As in `profile_layers`.
-        device: As in `profile_layers`.
-        report: As in `profile_layers`.
-        cache: As in `profile_layers`.
-        refresh: As in `profile_layers`.
-        cuts: Where the model may be cut: its CutPoints, children or stages, by name or pattern, or modules of a model
-            that is unmodified, as `rota.split` takes them; None: at any of them, before any block.
-        within_s: About how many seconds to measure for. The smallest size is measured first, and the others as long as
-            they fit, by the time that it took for each row; the first one that does not ends them.
+        options: As in `profile_layers`.
 
     Returns:
         The layers' costs, by number of rows.
@@ -134,50 +92,50 @@ def profile_model(
     """
     began_s = time.monotonic()
     sizes = list(dict.fromkeys(rows))
-    how = HowTo(repeats, None if device is None else device_named(device), optimizer)
-    stages, names = _layers(model, sorted(sizes), make_batch, cuts)
-    _refuse(stages, device)
-    where = how.device.name if how.device is not None else place_name(stages)
-    identity = identity_of(stages, loss_fn, optimizer) | {"device": where}
-    if how.device is not None:
+    estimated_for = None if options.device is None else device_named(options.device)
+    stages, names = _layers(model, sorted(sizes), make_batch, options.cuts)
+    _refuse(stages, options.device)
+    place = estimated_for.name if estimated_for is not None else place_name(stages)
+    identity = identity_of(stages, loss_fn, options.optimizer) | {"device": place}
+    if estimated_for is not None:
         identity["estimates"] = _ESTIMATES
     name = f"{len(model)}-stages" if isinstance(model, Stages) else type(model).__name__
-    cached = ProfileCache.of(cache, f"{name}-{where}", identity, refresh)
+    cached = ProfileCache.of(options.cache, f"{name}-{place}", identity, options.refresh)
     missing = [count for count in sizes if not cached.knows(count)]
     if missing:  # the smallest first: it is measured in any case
-        missing = sorted(missing) if within_s == math.inf else [min(missing), *(n for n in missing if n > min(missing))]
+        is_limited = options.within_s < math.inf
+        missing = [min(missing), *(n for n in missing if n > min(missing))] if is_limited else sorted(missing)
     took_s: dict[int, float] = {}  # of the sizes that were measured now
     for count in [*filter(cached.knows, sorted(sizes)), *missing]:
         expected_s = max((took * count / rows for rows, took in took_s.items()), default=0.0)
-        if took_s and time.monotonic() - began_s + expected_s > within_s:
+        if took_s and time.monotonic() - began_s + expected_s > options.within_s:
             break
         batch, target = make_batch(count)
-        if (given := num_rows(batch)) != count:
-            raise PipelineError(f"the batch for {count} rows has {given}; return {count}")
+        if (made := num_rows(batch)) != count:
+            raise PipelineError(f"the batch for {count} rows has {made}; return {count}")
         inputs = {f"inputs of {count_text(count, 'row')}": inputs_of(batch, target)}
         if cached.has(count, inputs):
-            report(f"{count_text(count, 'row')}: from {cached.path}")
+            options.report(f"{count_text(count, 'row')}: from {cached.path}")
             continue
-        size_began_s = time.monotonic()
-        cached.add(_measured(Given(stages, batch, target, loss_fn), how, names, count, where, report), inputs)
+        size_began_s, others = time.monotonic(), OtherPrograms()
+        layers = _measured(Given(stages, batch, target, loss_fn), options, estimated_for)
+        how = f"{ESTIMATED} for {place}" if estimated_for else f"measured on {place}, one layer after another"
+        costs = costs_of(stages, layers, names, count, how)
+        if not estimated_for and not accelerators_of(stages):
+            costs = replace(costs, missing_cores=round(others.missing_cores(1), 3))
+        cached.add(costs, inputs)
         took_s[count] = time.monotonic() - size_began_s
     return cached.profile
 
 
-def _measured(given: Given, how: HowTo, names: tuple[str, ...], count: int, where: str, report: Report) -> LayerCosts:
-    """The layers measured one after another, with the cores that other programs took from them on a CPU."""
-    stages, others = given.stages, OtherPrograms()
+def _measured(given: Given, options: ProfileOptions, estimated_for: DeviceModel | None) -> list[Layer]:
     layers: list[Layer] = []
-    for measured in measure_layers(given, how):
-        times = " ".join(f"{k} {time_text(round(us))}" for k, us in zip("FB", measured.times_us, strict=False))
-        launches = f"; {measured.launches}" if measured.launches else ""
-        report(f"{called(stages, len(layers))}: {times}{launches}")
-        layers.append(measured)
-    if how.device is not None:
-        return costs_of(stages, layers, names, count, f"{ESTIMATED} for {where}")
-    missing_cores = 0.0 if accelerators_of(stages) else round(others.missing_cores(1), 3)
-    costs = costs_of(stages, layers, names, count, f"measured on {where}, one layer after another")
-    return replace(costs, missing_cores=missing_cores)
+    for layer in measure_layers(given, options, estimated_for):
+        times = " ".join(f"{k} {time_text(round(us))}" for k, us in zip("FB", layer.times_us, strict=False))
+        launches = f"; {layer.launches}" if layer.launches else ""
+        options.report(f"{called(given.stages, len(layers))}: {times}{launches}")
+        layers.append(layer)
+    return layers
 
 
 def _layers(
@@ -192,14 +150,10 @@ def _layers(
     if isinstance(model, Stages) or is_sequential(model) or not sizes:
         return finest(model, cuts=cuts)
     example, _ = make_batch(sizes[0])
-    if not any(parameter.is_meta for parameter in model.parameters()):
-        return finest(model, example, cuts)
-    known = KnownNumbers()
     try:
-        with known:
-            return finest(model, known.on_meta(example), cuts)
+        return finest(model, example, cuts)
     except Exception as error:
-        if why := why_not_estimated(error, known.operation_that_raised(error)):
+        if why := why_not_estimated(error):
             raise EstimateError(f"{module_that_raised(error) or type(model).__name__}: {why}") from error
         raise
 

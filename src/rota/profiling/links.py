@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import median, quantiles
@@ -15,7 +16,6 @@ import torch.distributed as dist
 from rota.core.cluster import AllReduceTimes, Cluster, Link, SharedLink
 from rota.core.errors import PipelineError
 from rota.core.units import size_text, time_text
-from rota.profiling.all_reduces import measure_all_reduces
 from rota.profiling.link_pipelines import LEVEL_SIZES, SIZES, Pair, messages_alone, messages_at_once
 from rota.runtime.device.choosing import device_at
 from rota.runtime.device.local import current_device
@@ -23,6 +23,8 @@ from rota.runtime.device.protocol import Device, is_queued
 from rota.runtime.json_messages import all_gather_json
 
 REPEATS = 15
+SUM_SIZES = (1 << 10, 1 << 16, 1 << 20, 1 << 24)  # bytes of gradients, up to 16 MiB
+_SHORT = 3  # times as many of all but the largest: in some of these a thread waits for a core, which counts for much
 _MOST_PAIRS = 6  # of two hosts: those between neighbours first
 _ALIKE = 2.0  # by how much pairs of the same two hosts may differ and have one link
 _COMPARED_BYTES = 1 << 20
@@ -75,7 +77,7 @@ def measure_links(
     rounds = {
         host: messages_at_once(ranks, size, own, max(repeats // 2, 1))
         for host in sorted({*hosts})
-        if len(ranks := [rank for rank, of in enumerate(hosts) if of == host]) > 1
+        if len(ranks := [rank for rank, host_of_rank in enumerate(hosts) if host_of_rank == host]) > 1
     }
     all_reduces: tuple[AllReduceTimes, ...] = ()
     if not is_queued(own):
@@ -85,10 +87,67 @@ def measure_links(
     every = all_gather_json([[[a, b, times] for (a, b), times in alone.items()], [*rounds.items()]])[0]
     alone, rounds = {(a, b): times for a, b, times in every[0]}, dict(every[1])
     links = links_of(alone, hosts)
-    cluster = cluster_of(links, hosts, {f"host {shortened[host]}": (host, of) for host, of in rounds.items()})
+    named = {f"host {shortened[host]}": (host, times) for host, times in rounds.items()}
+    cluster = cluster_of(links, hosts, named)
     cluster = replace(cluster, all_reduces=all_reduces)
     doubt = unsteady(alone)
     return MeasuredLinks(cluster, "\n".join([*_lines(alone), *_shared_lines(cluster), *filter(None, [doubt])]), doubt)
+
+
+# --- sums over ranks --------------------------------------------------------------------------------------------------
+
+
+def measure_all_reduces(repeats: int) -> tuple[AllReduceTimes, ...]:
+    """Measure all-reduces by groups of the default group's processes. Collective.
+
+    As many groups as there are processes for reduce at once, as the ranks of replicated pipelines do.
+
+    Args:
+        repeats: Number of all-reduces of the largest size; there are three times as many of the others.
+
+    Returns:
+        The median times of each size, by the number of processes in a group; of all groups the slowest process counts.
+        Noise may make a larger sum the faster one, but these times never fall.
+    """
+    size, rank = dist.get_world_size(), dist.get_rank()
+    measured = []
+    for together in numbers_of(size):
+        apart = size // together  # processes from one of a group to its next one, as in pipelines of so many ranks
+        groups = [dist.new_group([*range(first, apart * together, apart)]) for first in range(apart)]
+        group = groups[rank % apart] if rank < apart * together else None
+        own = [_sum_times_us(group, n, repeats if n == SUM_SIZES[-1] else _SHORT * repeats) for n in SUM_SIZES]
+        times = all_gather_json(own)
+        most_us, points = 0, []
+        for i, num_bytes in enumerate(SUM_SIZES):
+            slowest = map(max, zip(*(times_of_rank[i] for times_of_rank in times), strict=True))
+            most_us = max(most_us, round(median(slowest)))
+            points.append((num_bytes, most_us))
+        measured.append(AllReduceTimes(together, tuple(points)))
+        if group is not None:
+            dist.destroy_process_group(group)
+    return tuple(measured)
+
+
+def numbers_of(size: int) -> Iterator[int]:
+    """The numbers of processes that are measured: all of them, and each power of 2 below."""
+    number = 2
+    while number < size:
+        yield number
+        number *= 2
+    yield size
+
+
+def _sum_times_us(group: dist.ProcessGroup | None, num_bytes: int, repeats: int) -> list[float]:
+    """Times of this process's group, after one to make the connections; 0 on a process that is in none, which waits."""
+    values = torch.zeros(num_bytes // 4)
+    times = []
+    for _ in range(1 + repeats):
+        dist.barrier()
+        began_ns = time.perf_counter_ns()
+        if group is not None:
+            dist.all_reduce(values, group=group)
+        times.append((time.perf_counter_ns() - began_ns) / 1000 if group is not None else 0.0)
+    return times[1:]
 
 
 # --- from times to links ----------------------------------------------------------------------------------------------
@@ -148,7 +207,7 @@ def cluster_of(
     others = ((*ends, link) for pair, link in sorted(links.items()) for ends in (pair, pair[::-1]) if link != middle)
     shared = []
     for name, (host, times) in rounds.items():
-        ranks = tuple(rank for rank, of in enumerate(hosts) if of == host)
+        ranks = tuple(rank for rank, host_of_rank in enumerate(hosts) if host_of_rank == host)
         latency_us, num_messages = links[ranks[0], ranks[1]].latency_us, 2 * (len(ranks) - 1)
         rates = [num_messages * n / max(us - latency_us, 1.0) for n, us in zip(LEVEL_SIZES, times, strict=True)]
         shared.append(SharedLink(name, max(round(median(rates)), 1), ranks, ranks))
@@ -189,14 +248,16 @@ def _shared_lines(cluster: Cluster) -> Iterable[str]:
 def _own_device(device: torch.device | None) -> Device:
     """This process's device. Collective. Raises PipelineError if the processes have devices of different types."""
     if device is None and dist.get_backend() != "gloo":
-        device = current_device(torch.accelerator.current_accelerator().type)  # type: ignore[union-attr]
+        accelerator = torch.accelerator.current_accelerator()
+        assert accelerator is not None, "the default group takes no tensors of the CPU"
+        device = current_device(accelerator.type)
     own = device_at(device or torch.device("cpu"))
     types = all_gather_json(own.torch_device.type)
     if len({*types}) > 1:
-        told = ", ".join(f"process {i} on {kind}" for i, kind in enumerate(types))
+        places = ", ".join(f"process {i} on {kind}" for i, kind in enumerate(types))
         raise PipelineError(
-            f"links are measured between devices of one type, but there are {told}; start fewer processes per machine, "
-            f"or measure on the CPU (--device cpu)"
+            f"links are measured between devices of one type, but there are {places}; start fewer processes per "
+            f"machine, or measure on the CPU (--device cpu)"
         )
     return own
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import torch
 from torch.nn import functional
@@ -33,7 +33,7 @@ class Roofline(TorchDispatchMode):
     def __init__(self, device: DeviceModel) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.num_flops, self.us = 0, 0.0
-        self._device = device
+        self.device = device
         self._uncounted: dict[str, None] = {}
 
     def take_uncounted(self) -> tuple[str, ...]:
@@ -63,7 +63,7 @@ class Roofline(TorchDispatchMode):
                 self._uncounted[full_name_of(func)] = None
             moved = sum(_num_bytes(tensor) for tensor in (*read, *written))
             self.num_flops += known or 0
-            self.us += self._device.op_us(known or 0, moved, dtype_of(read, written))
+            self.us += self.device.op_us(known or 0, moved, dtype_of(read, written))
         return made
 
 
@@ -88,7 +88,7 @@ class Kernels(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is functional.scaled_dot_product_attention:
-            fused = self._attention(*args, **kwargs)
+            fused = self._fused(_Attention(*args, **kwargs))
             if fused is not None:
                 return fused
         if func is functional.dropout and self._is_gpu:
@@ -97,34 +97,37 @@ class Kernels(TorchFunctionMode):
                 return torch.native_dropout(x, p, True)[0]
         return func(*args, **kwargs)
 
-    def _attention(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attn_mask: torch.Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-    ) -> Any:
+    def _fused(self, call: _Attention) -> Any:
         """Attention in one kernel; None if no such kernel supports these arguments."""
-        plain = query.dim() == 4 and query.shape[-1] == value.shape[-1]
+        query, key, value, mask, *_ = call
         is_half = query.dtype in (torch.float16, torch.bfloat16)
-        if enable_gqa and not (self._is_gpu and attn_mask is None and is_half):  # flash attention alone shares heads
+        if call.enable_gqa and not (self._is_gpu and mask is None and is_half):  # flash attention alone shares heads
             return None
-        if not plain or (attn_mask is not None and attn_mask.requires_grad):
+        if query.dim() != 4 or query.shape[-1] != value.shape[-1] or (mask is not None and mask.requires_grad):
             return None
         if not self._is_gpu:
-            fits = not dropout_p and not (is_causal and query.shape[-2] != key.shape[-2])
-            if not fits:
+            if call.dropout_p or (call.is_causal and query.shape[-2] != key.shape[-2]):
                 return None
-            return FLASH_ATTENTION_ON_CPU(query, key, value, 0.0, is_causal, attn_mask=attn_mask, scale=scale)[0]
-        if attn_mask is None and is_half:
-            return FLASH_ATTENTION(query, key, value, dropout_p, is_causal, scale=scale)[0]
-        if attn_mask is not None:
-            attn_mask = attn_mask.expand(*query.shape[:-1], key.shape[-2])
-        return EFFICIENT_ATTENTION(query, key, value, attn_mask, True, dropout_p, is_causal, scale=scale)[0]
+            return FLASH_ATTENTION_ON_CPU(query, key, value, 0.0, call.is_causal, attn_mask=mask, scale=call.scale)[0]
+        how = call.dropout_p, call.is_causal
+        if mask is None and is_half:
+            return FLASH_ATTENTION(query, key, value, *how, scale=call.scale)[0]
+        if mask is not None:
+            mask = mask.expand(*query.shape[:-1], key.shape[-2])
+        return EFFICIENT_ATTENTION(query, key, value, mask, True, *how, scale=call.scale)[0]
+
+
+class _Attention(NamedTuple):
+    """The arguments of `scaled_dot_product_attention`."""
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    attn_mask: torch.Tensor | None = None
+    dropout_p: float = 0.0
+    is_causal: bool = False
+    scale: float | None = None
+    enable_gqa: bool = False
 
 
 def _dropout_arguments(

@@ -21,10 +21,18 @@ from rota.models.randomness import random_state_kept
 from rota.models.sequence_chunks import Chunk
 from rota.profiling.clocks import Clocks, launch_text
 from rota.profiling.forked import run_forked
-from rota.profiling.optimizers import MakeOptimizer, optimizer_costs
 from rota.profiling.peak_memory import peaks
-from rota.profiling.places import accelerators_of, place_name
-from rota.profiling.stage_run import Earlier, Given, StageRun, on_device_of, state_bytes, static_bytes
+from rota.profiling.stage_run import (
+    Earlier,
+    Given,
+    MakeOptimizer,
+    StageRun,
+    on_device_of,
+    optimizer_costs,
+    state_bytes,
+    static_bytes,
+)
+from rota.profiling.this_machine import accelerators_of, place_name
 from rota.runtime.gradients.chunks import leaves_of, length_of
 from rota.runtime.gradients.forward_backward import forward
 from rota.runtime.losses import LossFn
@@ -34,15 +42,39 @@ from rota.runtime.microbatches import num_examples, to_chunks
 _RUN_NS = 60_000_000  # several of the scheduler's time slices: a single op may meet none, or a whole one
 
 
+@dataclass(frozen=True, slots=True)
+class StageProfileOptions:
+    """How stages are measured.
+
+    Attributes:
+        optimizer: Makes an optimizer of a list of parameters; its state and step time are included in the costs.
+        repeats: Number of runs; their median counts.
+        ranks: The rank of each stage; None: stage i is on rank i.
+        here: Measure in this process, one stage after another, so that no rank shares a core with another: for a
+            process that must not be forked, such as one in a process group. Errors of a stage are raised as they are.
+        report: Called with a line of text.
+    """
+
+    optimizer: MakeOptimizer | None = None
+    repeats: int = 7
+    ranks: Sequence[int] | None = None
+    here: bool = False
+    report: Callable[[str], None] = lambda _: None
+
+
+_DEFAULT = StageProfileOptions()
+
+
 class _Job(NamedTuple):
-    """What to measure, and how; `on[stage]` is the stage's rank."""
+    """What to measure, and how."""
 
     given: Given
-    on: Sequence[int]
     split: bool
     recompute: Collection[int]
-    optimizer: MakeOptimizer | None
-    repeats: int
+    options: StageProfileOptions
+
+    def rank_of(self, stage: int) -> int:
+        return stage if self.options.ranks is None else self.options.ranks[stage]
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,13 +104,9 @@ def profile(
     target: Any = None,
     loss_fn: LossFn | None = None,
     *,
-    ranks: Sequence[int] | None = None,
     split_backward: bool = False,
     recompute: Collection[int] = (),
-    optimizer: MakeOptimizer | None = None,
-    repeats: int = 7,
-    here: bool = False,
-    report: Callable[[str], None] = lambda _: None,
+    options: StageProfileOptions = _DEFAULT,
 ) -> Costs:
     """Measure the costs of each stage for one micro-batch.
 
@@ -92,15 +120,10 @@ def profile(
         batch: Inputs of one micro-batch, as in the run.
         target: Its targets.
         loss_fn: Computes the loss of the last stage's output and the target; None: the backward begins at the output.
-        ranks: The rank of each stage; None: stage i is on rank i.
         split_backward: Whether to measure I and W instead of B. I costs 0 µs if a stage's inputs need no gradient. It
             frees the bytes that W does not keep: a negative number if W keeps more than F did.
         recompute: The stages to measure with R.
-        optimizer: Makes an optimizer of a list of parameters; its state and step time are included in the costs.
-        repeats: Number of runs; their median counts.
-        here: Measure in this process, one stage after another, so that no rank shares a core with another: for a
-            process that must not be forked, such as one in a process group. Errors of a stage are raised as they are.
-        report: Called with a line of text.
+        options: How to measure.
 
     Returns:
         Times in µs and their spread, and bytes per stage. Activation bytes are those of storages that are alive between
@@ -110,20 +133,21 @@ def profile(
     Raises:
         PipelineError: If a stage fails, with its number.
     """
-    _require(stages, ranks, recompute)
-    on = list(range(len(stages)) if ranks is None else ranks)
-    job = _Job(Given(stages, batch, target, loss_fn), on, split_backward, recompute, optimizer, repeats)
-    if here or accelerators_of(stages):
-        report(f"measuring {count_text(len(stages), 'stage')} on {place_name(stages)}, one after another")
-        return _measured_here(job, report)
-    held = {rank: [s for s in range(len(stages)) if on[s] == rank] for rank in sorted(set(on))}
+    _require(stages, options.ranks, recompute)
+    job = _Job(Given(stages, batch, target, loss_fn), split_backward, recompute, options)
+    if options.here or accelerators_of(stages):
+        options.report(f"measuring {count_text(len(stages), 'stage')} on {place_name(stages)}, one after another")
+        return _measured_here(job)
+    held: dict[int, list[int]] = {}
+    for stage in range(len(stages)):
+        held.setdefault(job.rank_of(stage), []).append(stage)
     cores = len(os.sched_getaffinity(0))
     on_cores = f"{'share' if len(held) > cores else 'on'} {count_text(cores, 'core')}"
     sharing = f"{count_text(len(held), 'rank')} {on_cores}"
-    report(f"measuring {count_text(len(stages), 'stage')}, all ranks at once ({sharing})")
-    measured = _measure_at_once(list(held.values()), job)
+    options.report(f"measuring {count_text(len(stages), 'stage')}, all ranks at once ({sharing})")
+    measured = _measure_at_once([held[rank] for rank in sorted(held)], job)
     rows = [measured[stage] for stage in range(len(stages))]
-    return _costs_of(job, rows, f"measured on CPU, 1 thread per rank; {sharing}", report)
+    return _costs_of(job, rows, f"measured on CPU, 1 thread per rank; {sharing}")
 
 
 def profile_chunks(
@@ -162,11 +186,11 @@ def profile_chunks(
     costs = []
     for c in range(num_chunks):
         given = Given(stages, batches[c], targets[c], loss_fn, tuple(batches[:c]), c + 1 < num_chunks)
-        costs.append(_measured_here(_Job(given, range(len(stages)), split_backward, (), None, repeats), lambda _: None))
+        costs.append(_measured_here(_Job(given, split_backward, (), StageProfileOptions(repeats=repeats))))
     return tuple(costs)
 
 
-def _measured_here(job: _Job, report: Callable[[str], None]) -> Costs:
+def _measured_here(job: _Job) -> Costs:
     stages = job.given.stages
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -180,9 +204,9 @@ def _measured_here(job: _Job, report: Callable[[str], None]) -> Costs:
     where = place_name(stages) if accelerators_of(stages) else "CPU, 1 thread"
     bound = [str(stage) for stage, row in enumerate(rows) if row.launches]
     for stage in bound:
-        report(f"stage {stage} is bound by its launches: {rows[int(stage)].launches}")
+        job.options.report(f"stage {stage} is bound by its launches: {rows[int(stage)].launches}")
     note = f"; bound by launches: stage {', '.join(bound)}" if bound else ""
-    return _costs_of(job, rows, f"measured on {where}, one stage after another{note}", report)
+    return _costs_of(job, rows, f"measured on {where}, one stage after another{note}")
 
 
 def _require(stages: Stages, ranks: Sequence[int] | None, recompute: Collection[int]) -> None:
@@ -203,7 +227,7 @@ def _require(stages: Stages, ranks: Sequence[int] | None, recompute: Collection[
             )
 
 
-def _costs_of(job: _Job, rows: list[StageCosts], note: str, report: Callable[[str], None]) -> Costs:
+def _costs_of(job: _Job, rows: list[StageCosts], note: str) -> Costs:
     stages, split = job.given.stages, job.split
     per_edge: dict[tuple[int, int], tuple[int, int]] = {}
     for stage, row in enumerate(rows):
@@ -233,7 +257,8 @@ def _costs_of(job: _Job, rows: list[StageCosts], note: str, report: Callable[[st
         microbatch_rows=num_examples(job.given.batch) or None,
         spread_us=tuple(round(row.spread * sum(row.times_us)) for row in rows),
     )
-    report(f"F and B of a stage vary by {costs.spread:.0%} at most (interquartile range of {job.repeats} repeats)")
+    repeats = f"interquartile range of {job.options.repeats} repeats"
+    job.options.report(f"F and B of a stage vary by {costs.spread:.0%} at most ({repeats})")
     return costs
 
 
@@ -307,15 +332,16 @@ def _received(of_all: Given, stage: int, read: dict[int, Earlier]) -> tuple[Give
 def _costs(one: StageRun, job: _Job, clocks: Clocks) -> StageCosts:
     stages, stage = job.given.stages, one.stage
     clock = clocks.of(one.device)
-    laps = clock.timed(one.run, job.repeats, _RUN_NS, together=True)
+    repeats = job.options.repeats
+    laps = clock.timed(one.run, repeats, _RUN_NS, together=True)
     f_us, r_us, b_us, w_us = laps.us
     if job.split and not one.wants_input_gradients:
         b_us = 0.0
-    held = one.bytes([job.on[edge.source] == job.on[stage] for edge in stages.incoming(stage)])
+    held = one.bytes([job.rank_of(edge.source) == job.rank_of(stage) for edge in stages.incoming(stage)])
     part_peaks = peaks(one.run, one.device)
     module = stages[stage]
     state, step_us = optimizer_costs(
-        module, job.optimizer, lambda run: clock.timed(run, job.repeats, _RUN_NS, together=True)
+        module, job.options.optimizer, lambda run: clock.timed(run, repeats, _RUN_NS, together=True)
     )
     return StageCosts(
         tuple(map(round, (f_us, r_us, b_us, w_us))),

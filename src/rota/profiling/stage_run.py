@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple, final
+from typing import Any, NamedTuple, TypeAlias, final
 
 import torch
 
 from rota.models import Stages, collect_losses
 from rota.models.sequence_chunks import Chunk
+from rota.profiling.clocks import Laps, Run
 from rota.profiling.peak_memory import StorageWatch, copier
 from rota.runtime.device.choosing import device_at
 from rota.runtime.device.protocol import Device
@@ -25,8 +26,12 @@ from rota.runtime.gradients.forward_backward import (
 from rota.runtime.gradients.recompute import Again, without_activations
 from rota.runtime.gradients.split_backward import Gradients, WeightWork
 from rota.runtime.losses import LossFn, loss_of
+from rota.runtime.memory_watch import storages
 from rota.runtime.messages import flatten, hand_over, over_tensors
 from rota.runtime.precision import ambient_autocast, without_autocast
+from rota.torch_internals import address_of
+
+MakeOptimizer: TypeAlias = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
 
 
 class Given(NamedTuple):
@@ -235,6 +240,47 @@ def static_bytes(module: torch.nn.Module) -> int:
 def state_bytes(module: torch.nn.Module) -> int:
     """Bytes of parameters and buffers, which a checkpoint holds besides an optimizer's state."""
     return num_bytes([*module.parameters(), *module.buffers()])
+
+
+# --- the optimizer ----------------------------------------------------------------------------------------------------
+
+
+class OptimizerCosts(NamedTuple):
+    """`bytes_of`: the state's bytes per parameter of the module; `us`: the time of a step."""
+
+    bytes_of: list[int]
+    us: float
+
+
+def optimizer_costs(
+    module: torch.nn.Module, make: MakeOptimizer | None, measure: Callable[[Run], Laps]
+) -> OptimizerCosts:
+    """Costs of an optimizer of the module's trainable parameters, which are changed; zeros without an optimizer.
+
+    `measure` measures the time of a step.
+    """
+    parameters = [*module.parameters()]
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    if make is None or not trained:
+        return OptimizerCosts([0] * len(parameters), 0.0)
+    optimizer = make(trained)
+    for parameter in trained:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()  # the first step makes its state
+
+    def run(mark: Callable[[], None]) -> None:
+        mark()
+        optimizer.step()
+        mark()
+
+    state: dict[Any, Any] = optimizer.state
+    bytes_of = [_state_bytes(state.get(parameter, {})) for parameter in parameters]
+    return OptimizerCosts(bytes_of, measure(run).us[0])
+
+
+def _state_bytes(state: Any) -> int:
+    return sum({address_of(storage): storage.nbytes() for storage in storages(state)}.values())
 
 
 def _nothing() -> None:

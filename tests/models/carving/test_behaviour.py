@@ -16,9 +16,9 @@ from torch.nn import functional as F
 from rota import PipelineError, SplitError, Stages, split
 from rota.models import finest
 from rota.models.carving.on_meta import OnMeta
-from rota.profiling import profile, profile_layers
 from rota.runtime import materialize
 from support.hf_models import CASES, gpt2
+from support.profiles import profile, profile_layers
 
 from .test_models import assert_as_whole
 

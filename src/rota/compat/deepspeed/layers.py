@@ -12,9 +12,9 @@ from torch import nn
 
 from rota.compat.deepspeed.utils import call_to_str
 from rota.core.errors import SplitError
-from rota.cutting import balanced, by_parameters, by_regex, uniform
+from rota.cutting import balanced, by_regex, uniform
 from rota.models import Stages
-from rota.profiling import profile
+from rota.profiling import StageProfileOptions, profile
 from rota.runtime.process_group import on_first
 
 _REPEATS = 5
@@ -151,7 +151,7 @@ def partition(layers: Sequence[Layer], method: str, num_parts: int, profile_inpu
         return uniform(len(layers), num_parts)
     if quantity == "parameters":
         modules = map(on_meta, layers)
-        return by_parameters([0 if module is None else _num_trainable(module) for module in modules], num_parts)
+        return balanced([0 if module is None else _num_trainable(module) for module in modules], num_parts)
     if quantity == "type":
         return by_regex([_name(layer) for layer in layers], pattern, num_parts)
     if quantity == "profile":
@@ -176,7 +176,7 @@ def _measured_here_us(layers: Sequence[Layer], profile_input: Any) -> list[int]:
     with torch.random.fork_rng(devices=[]):
         tied: dict[str, nn.Module] = {}
         stages = Stages([_Called(*build(layer, tied)) for layer in layers])
-    costs = profile(stages, (profile_input,), repeats=_REPEATS, here=True)
+    costs = profile(stages, (profile_input,), options=StageProfileOptions(repeats=_REPEATS, here=True))
     return [forward + backward for forward, backward in zip(costs.forward_us, costs.backward_us, strict=True)]
 
 

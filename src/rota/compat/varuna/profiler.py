@@ -23,7 +23,7 @@ from rota.core.errors import FormatError, PipelineError, PlacementError
 from rota.core.whole_numbers import Positive, Whole
 from rota.core.writing import write_text
 from rota.models import split
-from rota.profiling import measure_links, profile
+from rota.profiling import StageProfileOptions, measure_links, profile
 from rota.runtime.process_group import on_first
 
 _REPEATS = 5
@@ -158,7 +158,7 @@ class Profiler:
         with autocast(self._fp16):
             num_pieces = dry_run(self._model, inputs, rows) + 1
             stages = split(self._model, num_pieces, example=inputs, direct_skips=True)
-            costs = profile(stages, inputs, repeats=_REPEATS, here=True).as_chain()
+            costs = profile(stages, inputs, options=StageProfileOptions(repeats=_REPEATS, here=True)).as_chain()
         reduced = tuple(_num_bytes([p for p in piece.parameters() if p.requires_grad]) for piece in stages.modules)
         static = zip(costs.static_bytes, reduced, strict=True)
         with_state = tuple(num_bytes + round(self._state_share * part) for num_bytes, part in static)

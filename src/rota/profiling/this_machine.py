@@ -1,9 +1,13 @@
-"""What a profile was made on, by name: this machine's CPU, or accelerators."""
+"""What a profile was made on: this machine's CPU or accelerators, by name, and how busy other programs keep it."""
 
 from __future__ import annotations
 
+import os
 import platform
+import resource
+import time
 from pathlib import Path
+from typing import final
 
 import torch
 
@@ -11,6 +15,10 @@ from rota.core.errors import UsageError
 from rota.models import Stages
 from rota.profiling.devices import device_named
 from rota.runtime.host_memory import total_bytes
+
+_STAT = Path("/proc/stat")
+_LEAST_S = 0.5  # without which missing cores are not judged: the system counts in ticks of 10 ms
+_BUSY = (0, 1, 2, 5, 6, 7)  # of a line of /proc/stat: user, nice, system, irq, softirq, steal
 
 
 def place_name(stages: Stages) -> str:
@@ -34,8 +42,8 @@ def is_here(name: str) -> bool:
         kind = torch.device(name).type
     except RuntimeError:  # such as "h100"
         return False
-    there = torch.accelerator.current_accelerator(check_available=True)
-    if kind not in ("cpu", "" if there is None else there.type):
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if kind not in ("cpu", "" if accelerator is None else accelerator.type):
         raise UsageError(
             f"device {name!r}: PyTorch finds none on this machine; give cpu, or one to estimate for, such as h100"
         )
@@ -82,3 +90,35 @@ def cpu_name() -> str:
         lines = []
     names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     return next(names, platform.processor() or platform.machine())
+
+
+# --- other programs ---------------------------------------------------------------------------------------------------
+
+
+@final
+class OtherPrograms:
+    """Counts, from when it is made, what is neither this process's nor its children's that have ended."""
+
+    def __init__(self) -> None:
+        self._began_s, self._others_s = time.monotonic(), _others_s()
+
+    def num_cores(self) -> float:
+        """How many cores they used on average since then; 0.0 where the system does not tell."""
+        elapsed_s = time.monotonic() - self._began_s
+        return max(0.0, _others_s() - self._others_s) / elapsed_s if elapsed_s else 0.0
+
+    def missing_cores(self, num_processes: int) -> float:
+        """How many cores they took from `num_processes` processes of one thread; 0.0 for less than half a second."""
+        if time.monotonic() - self._began_s < _LEAST_S:
+            return 0.0
+        return max(0.0, self.num_cores() + num_processes - (os.cpu_count() or 1))
+
+
+def _others_s() -> float:
+    """CPU seconds that other programs have used since the machine started."""
+    if not _STAT.exists():
+        return 0.0
+    fields = _STAT.read_text().split("\n", 1)[0].split()[1:]
+    busy_s = sum(int(fields[i]) for i in _BUSY) / os.sysconf("SC_CLK_TCK")
+    of_ours = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return busy_s - sum(usage.ru_utime + usage.ru_stime for usage in of_ours)
