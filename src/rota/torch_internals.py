@@ -222,12 +222,12 @@ class StorageReference:
     """Does not keep a storage alive, but keeps its address from being used again. Relies on `StorageWeakRef`."""
 
     def __init__(self, storage: torch.UntypedStorage) -> None:
-        self._reference = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+        self._reference = StorageWeakRef(storage)
 
     @property
     def is_expired(self) -> bool:
         """Whether nothing uses the storage any more."""
-        return bool(self._reference.expired())  # type: ignore[no-untyped-call]
+        return bool(self._reference.expired())
 
 
 def tensors_anywhere(value: Any) -> Iterator[torch.Tensor]:

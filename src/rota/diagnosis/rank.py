@@ -162,7 +162,7 @@ def train(plan: Plan, device: torch.device) -> float:
             inputs, targets = torch.randn(shape, dtype=torch.float64, generator=generator)
             loss = pipeline.step(inputs.to(device), targets.to(device))
             expected = functional.mse_loss(unsplit(inputs), targets)
-            expected.backward()  # type: ignore[no-untyped-call]
+            expected.backward()
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad()

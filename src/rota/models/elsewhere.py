@@ -33,7 +33,7 @@ def free_elsewhere(stages: Stages, local: Iterable[int]) -> None:
                 replace(parameter, torch.empty_like(parameter, device="meta"), holders)
     refusal = _Refusal({parameter for parameter in model.parameters() if parameter not in here})
     model.register_forward_pre_hook(refusal.of_forward)
-    model.register_state_dict_pre_hook(refusal.of_state_dict)  # type: ignore[no-untyped-call]
+    model.register_state_dict_pre_hook(refusal.of_state_dict)
 
 
 def refuse_incomplete(model: nn.Module) -> None:

@@ -28,7 +28,7 @@ def replace(tensor: torch.Tensor, other: torch.Tensor, holders: Iterable[nn.Modu
                     setattr(module, name, other)
         return
     try:
-        torch.utils.swap_tensors(tensor, other)  # type: ignore[no-untyped-call]
+        torch.utils.swap_tensors(tensor, other)
     except RuntimeError as error:
         raise PipelineError(
             f"a weight of shape {list(tensor.shape)} is in use ({error}): materialize or move the stages before "

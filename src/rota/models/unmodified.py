@@ -216,7 +216,7 @@ def carve(
         [*positional, *(name for name in inputs if name not in positional)],
         optional,
     )
-    stages.cuts = tuple(recording.cut_name(start) for start in starts)
+    stages.cuts, stages.unsplit = tuple(recording.cut_name(start) for start in starts), model
     stages.known_inputs, stages.carried = frozenset(inputs), tuple(_carried(cutting))
     return stages
 

@@ -40,7 +40,7 @@ class HfModel:
         for auto in (transformers.AutoModelForCausalLM, transformers.AutoModelForSeq2SeqLM):
             if kind in auto._model_mapping:
                 how = {"dtype": self.config.dtype or torch.float32, "trust_remote_code": False}
-                model: nn.Module = auto.from_config(self.config, **how)  # type: ignore[no-untyped-call]
+                model: nn.Module = auto.from_config(self.config, **how)
                 return model.train()
         raise FormatError(
             f"{self.path}: transformers has no language model for model_type {self.config.model_type!r}; write a "

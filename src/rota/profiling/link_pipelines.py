@@ -90,7 +90,7 @@ class _Sender(nn.Module):
 
     def forward(self, *values: torch.Tensor) -> Any:
         """A tensor that depends on the stage's weight and all that it gets."""
-        return _Message.apply(self._work, self._num_numbers, self._weight, *values)  # type: ignore[no-untyped-call]
+        return _Message.apply(self._work, self._num_numbers, self._weight, *values)
 
 
 class _Graph(NamedTuple):

@@ -19,7 +19,7 @@ class StorageWatch(TorchDispatchMode):
     """Counts in `live` every storage that an operation makes while it is entered."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.live = LiveStorages()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

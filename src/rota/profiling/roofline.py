@@ -31,7 +31,7 @@ class Roofline(TorchDispatchMode):
     """A clock that advances by the estimated time of each operation that runs while it is entered; see `Clock`."""
 
     def __init__(self, device: DeviceModel) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.num_flops, self.us = 0, 0.0
         self.device = device
         self._uncounted: dict[str, None] = {}

@@ -73,7 +73,7 @@ class MemoryWatch(TorchDispatchMode):
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.ops: list[OpMemory] = []
         self._parameters = list(parameters)
         self._live = LiveStorages()

@@ -68,7 +68,7 @@ class ForComparison(TorchDispatchMode):
     """
 
     def __init__(self, without_dropout: bool, in_float64: bool) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._without_dropout, self._in_float64 = without_dropout, in_float64
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -9,6 +9,7 @@ from typing import Any, TypeVar, final
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from rota.core.cluster import Cluster
 from rota.core.costs import Costs
@@ -38,7 +39,7 @@ def pipeline_of(stages: Stages, loss_fn: LossFn, num_microbatches: int) -> Itera
     """All stages as a Pipeline in this process, which is in no process group, or alone in one."""
     is_alone = not dist.is_initialized()
     if is_alone:
-        dist.init_process_group(group_backend(), store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group(group_backend(), store=HashStore(), rank=0, world_size=1)
     elif dist.get_world_size() > 1:
         raise PipelineError(
             f"this is one of {dist.get_world_size()} processes, and stages are verified in one; give verify a Pipeline"

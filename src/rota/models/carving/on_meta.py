@@ -25,7 +25,7 @@ def is_on_meta(model: nn.Module) -> bool:
 
 
 @final
-class OnMeta(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class OnMeta(TorchDispatchMode):
     """Lets tensors with and without data be used together."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -207,7 +207,7 @@ def _record(model: nn.Module, blocks: Sequence[str], opened: Set[str], inputs: M
         flow.added = stack.enter_context(collect_losses())
         stack.enter_context(flow.modules_watched({*model.modules()} - {*copied.modules()}))
         if is_on_meta(model):
-            stack.enter_context(OnMeta())  # type: ignore[no-untyped-call]
+            stack.enter_context(OnMeta())
         stack.enter_context(flow)
         stack.enter_context(_ValuesRead(flow))
         for name, value in inputs.items():
@@ -221,11 +221,11 @@ def _record(model: nn.Module, blocks: Sequence[str], opened: Set[str], inputs: M
 
 
 @final
-class _Flow(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Flow(TorchDispatchMode):
     """Labels what every operation makes."""
 
     def __init__(self, recording: Recording, model: nn.Module) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.recording, self._model = recording, model
         self.call: int | None = None  # of the unit that runs
         self.added = AddedLosses()

@@ -166,7 +166,7 @@ class CarvedStage(nn.Module):
         return self
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> CarvedStage:
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        super()._apply(fn, recurse)
         self._change_absents(fn)
         return self
 
