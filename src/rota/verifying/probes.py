@@ -146,10 +146,10 @@ def rows_differ(one: list[Rows | None], other: list[Rows | None]) -> bool:
         return bool(here or there)
     rounding = max(rows.rounding for rows in (*here, *there))
     these, those = _joined(here), _joined(there)
-    if these is not None and those is not None and these.shape == those.shape:
-        if len({rows.row_shape for rows in (*here, *there)}) == 1:
-            scale = max(rows.scale for rows in (*here, *there))
-            return bool((these - those).abs().max() > rounding * max(scale, 1e-30))
+    has_rows_alike = len({rows.row_shape for rows in (*here, *there)}) == 1
+    if has_rows_alike and these is not None and those is not None and these.shape == those.shape:
+        scale = max(rows.scale for rows in (*here, *there))
+        return bool((these - those).abs().max() > rounding * max(scale, 1e-30))
     whole, parts = _total(here), _total(there)
     return differ(whole, parts, rounding) and differ(mean(whole), mean(parts), rounding)
 
