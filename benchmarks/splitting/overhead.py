@@ -74,7 +74,7 @@ def print_table() -> None:
 
 def recorded(model: nn.Module, batch: dict[str, Tensor]) -> None:
     """Recording alone, as `split` does it first."""
-    from rota.models.carving.recording import record
+    from rota.models.carving.recorder import record
 
     record(model, [f"model.layers.{number}" for number in range(model.config.num_hidden_layers)], batch)
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from rota.models.carving.module_units import DROPOUTS, NORMS
+from rota.models.carving.units import DROPOUTS, NORMS
 
 _RATES = ("drop", "jitter", "noise")  # parts of the names of attributes with a rate
 

@@ -28,6 +28,11 @@ def user_place(frames: Iterable[tuple[FrameType, int]]) -> str:
     return "an unknown line"
 
 
+def place_now() -> str:
+    """The place in the user's code that is running."""
+    return user_place(traceback.walk_stack(None))
+
+
 def is_users(file: str) -> bool:
     """Whether a file of Python code is neither torch's nor Rota's."""
     return not file.startswith(NOT_THE_USERS)

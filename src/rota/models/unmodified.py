@@ -15,10 +15,11 @@ from typing import Any, final
 from torch import Tensor, nn
 
 from rota.core.errors import SplitError
-from rota.models.carving.module_units import units_at
-from rota.models.carving.recording import Recording, record
+from rota.models.carving.cutting import Cutting, cut_recording
+from rota.models.carving.recorder import record
+from rota.models.carving.recording import Recording
 from rota.models.carving.stage import CarvedStage, LeftOut, StageInputs
-from rota.models.carving.stage_parts import Cutting, cut_recording, output_of
+from rota.models.carving.units import units_at
 from rota.models.cutpoint import find_cut_points
 from rota.models.stage_edges import StageEdge
 from rota.models.stages import Carried, Stages
@@ -225,11 +226,11 @@ def _carried(cutting: Cutting) -> Iterator[Carried]:
     for source, part in enumerate(cutting.parts):
         for target, values in part.sent.items():
             for value in values:
-                leaf = output_of(cutting.recording, value).leaves[value.leaf]
+                leaf = cutting.recording.output_of(value).leaves[value.leaf]
                 assert leaf.dtype is not None
                 num_bytes = math.prod(leaf.shape) * leaf.dtype.itemsize
                 dtype = str(leaf.dtype).removeprefix("torch.")
-                yield Carried(source, target, cutting.value_name(value), leaf.shape, dtype, num_bytes)
+                yield Carried(source, target, cutting.recording.value_name(value), leaf.shape, dtype, num_bytes)
 
 
 def _stage_inputs(cutting: Cutting, inputs: Mapping[str, Any]) -> list[StageInputs]:

@@ -15,7 +15,7 @@ from torch import nn
 from rota.core.errors import EstimateError, PipelineError
 from rota.models import Stages
 from rota.models.carving.copies import deep_copy
-from rota.models.carving.on_meta import OnMeta
+from rota.models.carving.operations import OnMeta
 from rota.models.cut_table import holds
 from rota.models.randomness import random_state_kept
 from rota.profiling.clocks import Clocks, Laps, Run, launch_text

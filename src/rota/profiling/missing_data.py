@@ -7,7 +7,7 @@ from traceback import walk_tb
 import torch
 from torch import nn
 
-from rota.models.carving.on_meta import OnMeta
+from rota.models.carving.operations import OnMeta
 from rota.models.source_places import user_place
 from rota.torch_internals import ITEM, full_name_of, lacks_data
 

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from rota import PipelineError, SplitError, Stages, split
 from rota.models import finest
-from rota.models.carving.on_meta import OnMeta
+from rota.models.carving.operations import OnMeta
 from rota.runtime import materialize
 from support.hf_models import CASES, gpt2
 from support.profiles import profile, profile_layers

@@ -1,19 +1,26 @@
-"""Absent: a tensor of another stage, with shape, dtype and device but no data."""
+"""Absent: a tensor of another stage, with shape, dtype and device but no data; and what units make of such tensors."""
 
 from __future__ import annotations
 
+import contextvars
+import copy
 import threading
 import traceback
-from collections.abc import Callable
-from typing import Any, final
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeAlias, final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from rota.core.errors import PipelineError
-from rota.models.carving.operations import is_shape_only, leaves_of, mapped, run_on_meta
-from rota.models.source_places import user_place
-from rota.torch_internals import WITHOUT_TORCH_FUNCTION, name_of, written_arguments
+from rota.models.carving.operations import is_shape_only, leaves_of, mapped, run_on_meta, shape_of
+from rota.models.carving.recording import Output
+from rota.models.carving.units import PLAIN, flatten
+from rota.models.randomness import random_state_kept
+from rota.models.source_places import place_now, user_place
+from rota.torch_internals import WITHOUT_TORCH_FUNCTION, name_of, run_uncompiled, written_arguments
 
 _NEEDS_VALUES = (
     "so what the forward does there depends on values that live on another stage, which the example did not show: "
@@ -135,11 +142,6 @@ def absent_like(tensor: Tensor) -> Absent:
     return absent(tuple(tensor.shape), tensor.dtype, tensor.device, tensor.requires_grad)
 
 
-def place_now() -> str:
-    """The place in the user's code that is running."""
-    return user_place(traceback.walk_stack(None))
-
-
 def _zeros(leaf: Any) -> Any:
     if not isinstance(leaf, Absent):
         return leaf
@@ -147,8 +149,128 @@ def _zeros(leaf: Any) -> Any:
 
 
 def _shape_of(leaf: Any) -> Any:
-    if isinstance(leaf, Absent):
-        return leaf.meta
-    if isinstance(leaf, Tensor):
-        return leaf.detach().to("meta") if leaf.device.type != "meta" else leaf
-    return torch.device("meta") if isinstance(leaf, torch.device) else leaf
+    return leaf.meta if isinstance(leaf, Absent) else shape_of(leaf)
+
+
+# --- outputs of units of other stages ---------------------------------------------------------------------------------
+
+_MOST_SIGNATURES = 256
+ModuleCall: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]  # its arguments
+
+
+def _signature(values: Iterable[Any], signature: list[Any]) -> list[Any]:
+    """What shapes may depend on, appended: shapes and dtypes of tensors, plain values, the types of others."""
+    for value in values:
+        if isinstance(value, Tensor):
+            signature += (value.shape, value.dtype)
+        elif isinstance(value, (tuple, list)):
+            signature.append(len(value))
+            _signature(value, signature)
+        elif isinstance(value, dict):
+            signature += value
+            _signature(value.values(), signature)
+        else:
+            signature.append(value if type(value) in PLAIN else type(value))
+    return signature
+
+
+@final
+class OutputShapes:
+    """Absents for the outputs of units of one kind, by signature; units of one kind share it."""
+
+    def __init__(self) -> None:
+        self._known: dict[Any, list[Any]] = {}
+
+    def clear(self) -> None:
+        """Forget all shapes, as after a change of device or dtype."""
+        self._known.clear()
+
+    def find(
+        self, module: nn.Module, forward: Callable[..., Any], output: Output, call: ModuleCall, mode: Any
+    ) -> list[Any]:
+        """An Absent for each leaf of the output that is a tensor. `mode`: what else the shapes may depend on."""
+        args, kwargs = call
+        key = (mode, *_signature(kwargs.values(), _signature(args, [])))
+        if key not in self._known:
+            if len(self._known) >= _MOST_SIGNATURES:
+                self._known.clear()
+            self._known[key] = _run_absent(module, forward, output, call, mode[0])
+        return self._known[key]
+
+
+def _run_absent(
+    module: nn.Module,
+    forward: Callable[..., Any],
+    output: Output,
+    call: ModuleCall,
+    device: torch.device,
+) -> list[Any]:
+    try:
+        with _AbsentCopies():
+            args, kwargs = copy.deepcopy(call)
+        # In a context of its own, without hooks, so that nothing that collects outputs on the side sees these.
+        with _without_hooks(module), torch.no_grad(), random_state_kept(module), _only_shapes(), run_uncompiled():
+            made = contextvars.Context().run(forward, *args, **kwargs)
+        leaves: list[Any] = []
+        if flatten(made, leaves) != output.structure:
+            raise PipelineError("a different structure")
+    except Exception as error:
+        arguments: list[Any] = []
+        flatten(call, arguments)
+        return [_argument_shaped(module, leaf, arguments, device, error) for leaf in output.leaves]
+    return [absent_like(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+
+
+def _argument_shaped(module: nn.Module, leaf: Any, arguments: list[Any], device: torch.device, error: Exception) -> Any:
+    """An Absent like the argument of the same shape in the recording; for a forward that needs values (MoE routers)."""
+    if not leaf.is_tensor or leaf.argument is not None:
+        return None
+    if leaf.same_shape_argument is None:
+        place = user_place(reversed([*traceback.walk_tb(error.__traceback__)]))
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise PipelineError(
+            f"this stage needs the shape of what {type(module).__name__} returns on another stage, but its forward "
+            f"fails without values at {place} ({reason}): let the stage before end with it, or return something of the "
+            "shape of an argument"
+        ) from error
+    return absent(tuple(arguments[leaf.same_shape_argument].shape), leaf.dtype, device)
+
+
+@final
+class _AbsentCopies(TorchFunctionMode):
+    """Inside the context, deep copies have Absents instead of tensors."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        del types
+        if func is Tensor.__deepcopy__:
+            return args[1].setdefault(id(args[0]), absent_like(args[0]))
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def _only_shapes() -> Iterator[None]:
+    thread_state.only_shapes = True
+    try:
+        yield
+    finally:
+        thread_state.only_shapes = False
+
+
+@contextmanager
+def _without_hooks(module: nn.Module) -> Iterator[None]:
+    held = [
+        (hooks, dict(hooks)) for inner in module.modules() for hooks in (inner._forward_hooks, inner._forward_pre_hooks)
+    ]
+    for hooks, _ in held:
+        hooks.clear()
+    try:
+        yield
+    finally:
+        for hooks, before in held:
+            hooks.update(before)
+
+
+def kind_of(module: nn.Module, recorded: Any) -> Any:
+    """Modules of equal kinds return equal shapes for equal signatures. `recorded`: what it returned in the example."""
+    tensors = [*module.named_parameters(), *module.named_buffers()]
+    return type(module), repr(module), tuple((name, t.shape, t.dtype) for name, t in tensors), recorded

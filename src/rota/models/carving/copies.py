@@ -63,7 +63,7 @@ def _copied(name: str, value: Any, memo: dict[int, Any]) -> Any:
     if type(value) in _SIMPLE:
         return memo.get(id(value), value) if isinstance(value, Tensor) else value
     if name in ("_parameters", "_buffers", "_modules"):
-        return type(value)((key, copy.deepcopy(one, memo)) for key, one in value.items())
+        return type(value)((key, copy.deepcopy(item, memo)) for key, item in value.items())
     if not value and type(value) in (dict, set, list, OrderedDict):
         return memo.setdefault(id(value), type(value)())  # hooks may hold the same list
     return copy.deepcopy(value, memo)
@@ -77,7 +77,7 @@ def _is_plain(kind: type[nn.Module]) -> bool:
 def refuse_original(copied: nn.Module, called: nn.Module) -> NoReturn:
     """Raise SplitError: the copy called this module of the model itself."""
     path, forward = next(
-        ((path, one.forward) for path, one in copied.named_modules() if "forward" in vars(one)), ("", None)
+        ((path, inner.forward) for path, inner in copied.named_modules() if "forward" in vars(inner)), ("", None)
     )
     name = f"model.{path}".rstrip(".")
     how = f"the attribute {name}.forward ({describe_function(forward)})" if forward is not None else "its forward"

@@ -157,8 +157,7 @@ class DrawnNumber:
     def _matters(self, *_: Any, **__: Any) -> NoReturn:
         _refuse(self._model, [*traceback.walk_stack(sys._getframe())])
 
-    __hash__ = None  # type: ignore[assignment]
-    __eq__ = __ne__ = __bool__ = __float__ = __int__ = __index__ = _matters
+    __hash__ = __eq__ = __ne__ = __bool__ = __float__ = __int__ = __index__ = _matters
     __neg__ = __pos__ = __abs__ = __round__ = __trunc__ = __floor__ = __ceil__ = _matters
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _matters
     __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = __pow__ = __rpow__ = __divmod__ = __rdivmod__ = _matters

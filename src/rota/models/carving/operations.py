@@ -1,29 +1,32 @@
-"""PyTorch's operations as a dispatch mode sees them: which are random, write, or read only shapes."""
+"""PyTorch's operations as a dispatch mode sees them: which are random, or read only shapes; and running them on meta.
+
+A forward of a model on the meta device gets a batch that has data. What is computed from the batch alone, such as masks
+and positions, has data, so the forward can branch on it. What is computed from weights has only a shape. So has a large
+tensor made from nothing, such as the causal mask that attention makes for itself in each layer: with data, those of a
+long sample would fill the memory.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from functools import cache
+from typing import Any, final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from rota.torch_internals import GROUPED_MM, address_of, name_of
+from rota.torch_internals import GROUPED_MM, TorchDispatchMode, address_of, name_of
 
-_SHAPE_ONLY = frozenset(
-    f"{prefix}_{what}" if prefix == "new" else f"{what}_{prefix}"
-    for prefix, whats in {"new": ("zeros", "ones", "full", "empty"), "like": ("zeros", "ones", "full", "empty")}.items()
-    for what in whats
-)
-_known: dict[Any, bool] = {}
+_META, _CPU = torch.device("meta"), torch.device("cpu")
+_MOST_ELEMENTS = 2**22  # of a tensor that is made from nothing and has data
+_MADE = ("zeros", "ones", "full", "empty")
+_SHAPE_ONLY = frozenset((*(f"new_{what}" for what in _MADE), *(f"{what}_like" for what in _MADE)))
 
 
+@cache
 def is_shape_only(func: Any) -> bool:
     """Whether an operation reads only shape, dtype and device of its tensors."""
-    found = _known.get(func)
-    if found is None:
-        found = _known[func] = name_of(func) in _SHAPE_ONLY
-    return found
+    return name_of(func) in _SHAPE_ONLY
 
 
 def is_random(func: Any) -> bool:
@@ -75,3 +78,38 @@ def run_on_meta(func: Any, args: Any, kwargs: Any) -> Any:
 
 def _as_bfloat16(leaf: Any) -> Any:
     return leaf.to(torch.bfloat16) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
+
+
+def shape_of(leaf: Any) -> Any:
+    """A tensor or a device on meta."""
+    if isinstance(leaf, Tensor):
+        return leaf if leaf.is_meta else leaf.detach().to("meta")
+    return _META if isinstance(leaf, torch.device) else leaf
+
+
+def is_on_meta(model: nn.Module) -> bool:
+    """Whether a weight of the model has no memory."""
+    return any(parameter.is_meta for parameter in model.parameters())
+
+
+@final
+class OnMeta(TorchDispatchMode):
+    """Lets tensors with and without data be used together."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run the operation on data if all its tensors have it, else on shapes."""
+        del types
+        kwargs = kwargs or {}
+        read = [leaf for leaf in leaves_of((args, kwargs)) if isinstance(leaf, Tensor)]
+        if any(tensor.is_meta for tensor in read):
+            args, kwargs = mapped(shape_of, args), mapped(shape_of, kwargs)
+            return run_on_meta(func, args, kwargs)
+        if not read and "device" in kwargs:
+            made = func(*args, **{**kwargs, "device": _META})
+            if isinstance(made, Tensor) and made.numel() > _MOST_ELEMENTS:
+                return made
+        return func(*mapped(_on_cpu, args), **mapped(_on_cpu, kwargs))
+
+
+def _on_cpu(leaf: Any) -> Any:
+    return _CPU if leaf == _META and isinstance(leaf, torch.device) else leaf

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Set
 from operator import is_
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
 
 from rota.core.errors import PipelineError, SplitError
-from rota.models.carving.absent import Absent, place_now, thread_state
-from rota.models.carving.absent_shapes import OutputShapes, kind_of
-from rota.models.carving.module_units import intercept, units_at
-from rota.models.carving.recording import Output, Returned
-from rota.models.carving.stage_parts import Cutting
-from rota.models.carving.structure import PLAIN, flatten, rebuild
+from rota.models.carving.absent import Absent, ModuleCall, OutputShapes, kind_of, thread_state
+from rota.models.carving.cutting import Cutting, StagePart
+from rota.models.carving.recording import Output, Recording, Returned
+from rota.models.carving.units import PLAIN, flatten, intercept, rebuild, units_at
+from rota.models.source_places import place_now
 
 AS_RECORDED = "split with an example that does what this batch does, in the same mode"
 
@@ -63,30 +63,70 @@ class Run:
 def install(root: nn.Module, cutting: Cutting, stage: int, run: Run) -> list[OutputShapes]:
     """Intercept the units of a stage's copy of the model. Returns the shape caches."""
     recording, part = cutting.recording, cutting.parts[stage]
-    mutated = {one for one in recording.in_set(recording.mutated) if isinstance(one, Returned)}
+    mutated = {label for label in recording.in_set(recording.mutated) if isinstance(label, Returned)}
     leaving = {value for values in part.sent.values() for value in values if part.begin <= value.call}
     calls_of: defaultdict[int, list[int]] = defaultdict(list)
-    for call, called in enumerate(recording.calls):
-        calls_of[called].append(call)
+    for call, unit_number in enumerate(recording.calls):
+        calls_of[unit_number].append(call)
     shapes: defaultdict[Any, OutputShapes] = defaultdict(OutputShapes)
-    for unit_number, (path, module) in enumerate(zip(recording.units, units_at(root, recording.units), strict=True)):
-        calls = calls_of[unit_number]
+    for number, module in enumerate(units_at(root, recording.units)):
+        outputs = [recording.outputs[call] for call in calls_of[number]]
         recorded = tuple(
-            (one.structure, tuple((leaf.argument, leaf.shape, leaf.dtype) for leaf in one.leaves))
-            for one in map(recording.outputs.__getitem__, calls)
+            (output.structure, tuple((leaf.argument, leaf.shape, leaf.dtype) for leaf in output.leaves))
+            for output in outputs
         )
-        unit = _Unit(module, path, unit_number, run, cutting, stage, shapes[kind_of(module, recorded)])
-        for call in calls:
-            inner = [value for value in leaving if value.call == call and value.inner]
-            unit.add_call(call, recording.outputs[call], mutated, leaving)
-            for value in inner:
-                _Inner.of(module.get_submodule(value.inner), value.inner, run).add(value, value in mutated)
-            if call < part.begin:
-                unit.add_inner_answers(call, [v for v in part.needed if v.call == call and v.inner], recording)
+        known_shapes = shapes[kind_of(module, recorded)]
+        calls = {call: _recorded_call(recording, part, call, mutated, leaving) for call in calls_of[number]}
+        unit = _Unit(module, number, run, cutting, stage, calls, known_shapes)
+        for value in leaving:
+            if value.call in calls and value.inner:
+                _Inner.at(module.get_submodule(value.inner), value.inner, run).add(value, value in mutated)
         if any(call < part.begin for call in calls):
             vars(module)["forward"] = unit.answer_now
         intercept(module, unit)
     return [*shapes.values()]
+
+
+class _Call(NamedTuple):
+    """What was recorded of one call of a unit, for one stage: of each leaf that it returned, and of modules in it."""
+
+    output: Output
+    values: list[Returned]
+    mutated: list[bool]
+    leaving: list[bool]
+    gives_back: bool  # any of its arguments
+    overwrites: bool  # any of its arguments
+    inner: list[tuple[str, Output]]  # of modules in the unit, whose outputs hooks take out of it, in the order of calls
+
+
+def _recorded_call(
+    recording: Recording, part: StagePart, call: int, mutated: Set[Returned], leaving: Set[Returned]
+) -> _Call:
+    output = recording.outputs[call]
+    values = [Returned(call, leaf) for leaf in range(len(output.leaves))]
+    inner: list[tuple[str, Output]] = []
+    if call < part.begin:
+        for leaf in output.leaves:
+            if not leaf.is_tensor and leaf.argument is None and type(leaf.value) not in PLAIN:
+                raise SplitError(
+                    f"{recording.units[recording.calls[call]]} returns a {type(leaf.value).__name__}, which cannot be "
+                    "sent to other stages: cut inside that module, or return tensors, tuples, lists and dicts"
+                )
+        needed = {value for value in part.needed if value.call == call and value.inner}
+        inner = [
+            (path, inner_output)
+            for (called, path, _), inner_output in recording.inner_outputs.items()
+            if called == call and any(leaf.inner in needed for leaf in inner_output.leaves)
+        ]
+    return _Call(
+        output,
+        values,
+        [value in mutated for value in values],
+        [value in leaving for value in values],
+        any(leaf.argument is not None for leaf in output.leaves),
+        any(leaf.overwritten is not None for leaf in output.leaves),
+        inner,
+    )
 
 
 @final
@@ -96,50 +136,23 @@ class _Unit:
     def __init__(
         self,
         module: nn.Module,
-        path: str,
         number: int,
         run: Run,
         cutting: Cutting,
         stage: int,
+        calls: dict[int, _Call],
         shapes: OutputShapes,
     ) -> None:
-        part = cutting.parts[stage]
+        recording, part = cutting.recording, cutting.parts[stage]
         self._base, self._patched = type(module), vars(module).get("forward")
-        self._module = module
-        self._path, self._number, self._run, self._shapes = path, number, run, shapes
-        self._name = f"{path} ({type(module).__name__}) on stage {stage}"
-        self._order, self._begin, self._end = tuple(cutting.recording.calls), part.begin, part.end
-        self._paths = cutting.recording.units
-        self._calls: dict[int, _Call] = {}
-        called = {call for call, unit in enumerate(self._order) if unit == number}
-        self._is_elsewhere = bool(called) and called.isdisjoint(range(part.begin, part.end))
-        self._ends_stage = number in cutting.recording.cut_points and stage < len(cutting.parts) - 1
+        self._module, self._number, self._run, self._calls, self._shapes = module, number, run, calls, shapes
+        self._path = recording.units[number]
+        self._name = f"{self._path} ({type(module).__name__}) on stage {stage}"
+        self._order, self._paths = tuple(recording.calls), recording.units
+        self._begin, self._end = part.begin, part.end
+        self._is_elsewhere = bool(calls) and calls.keys().isdisjoint(range(part.begin, part.end))
+        self._ends_stage = number in recording.cut_points and stage < len(cutting.parts) - 1
         self._pending: list[Any] = []  # answers that hooks have yet to see
-
-    def add_call(self, call: int, output: Output, mutated: set[Returned], leaving: set[Returned]) -> None:
-        """Add one of the unit's calls."""
-        values = [Returned(call, leaf) for leaf in range(len(output.leaves))]
-        self._calls[call] = _Call(
-            output,
-            values,
-            [value in mutated for value in values],
-            [value in leaving for value in values],
-            any(leaf.argument is not None for leaf in output.leaves),
-        )
-        if call < self._begin:
-            for leaf in output.leaves:
-                if not leaf.is_tensor and leaf.argument is None and type(leaf.value) not in PLAIN:
-                    raise SplitError(
-                        f"{self._path} returns a {type(leaf.value).__name__}, which cannot be sent to other stages: "
-                        "cut inside that module, or return tensors, tuples, lists and dicts"
-                    )
-
-    def add_inner_answers(self, call: int, values: list[Returned], recording: Any) -> None:
-        """Add the outputs of modules in the unit that hooks take out of it in this call."""
-        needed = {*values}
-        for (called, path, _), output in recording.inner_outputs.items():  # in the order of their calls
-            if called == call and any(leaf.inner in needed for leaf in output.leaves):
-                self._calls[call].inner.append((path, output))
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         run = self._run
@@ -160,24 +173,24 @@ class _Unit:
             raise Stopped
         run.call = call + 1
         if call >= self._begin:
-            output = self._run_own(module, self._calls[call], args, kwargs)
+            output = self._run_own(module, self._calls[call], (args, kwargs))
             if self._ends_stage and run.call == self._end:  # no unit may be called after it
                 raise Stopped
             return output
-        return self._answer(module, self._calls[call], args, kwargs)
+        return self._answer(module, self._calls[call], (args, kwargs))
 
-    def _run_own(self, module: nn.Module, call: _Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run_own(self, module: nn.Module, call: _Call, given: ModuleCall) -> Any:
         run = self._run
         run.is_inside, thread_state.inside = True, self._name
         run.nth.clear()
-        output = self._base.__call__(module, *args, **kwargs)
+        output = self._base.__call__(module, *given[0], **given[1])
         run.is_inside, thread_state.inside = False, None
         leaves: list[Any] = []
         if flatten(output, leaves) != call.output.structure:
             raise run.deviation(f"{self._name} returns a different structure")
         arguments: list[Any] = []
         if call.gives_back:
-            flatten((args, kwargs), arguments)
+            flatten(given, arguments)
         for leaf, recorded, returned, leaves_stage, is_mutated in zip(
             leaves, call.output.leaves, call.values, call.leaving, call.mutated, strict=True
         ):
@@ -196,14 +209,14 @@ class _Unit:
 
     # --- calls of other stages ------------------------------------------------------------------------------------
 
-    def _answer(self, module: nn.Module, call: _Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _answer(self, module: nn.Module, call: _Call, given: ModuleCall) -> Any:
         for path, output in call.inner:
-            self._show_hooks(module.get_submodule(path), output, (args, kwargs))
-        answer = self._answered(module, call, args, kwargs)
+            self._show_hooks(module.get_submodule(path), output, given)
+        answer = self._answered(module, call, given)
         if not (module._forward_hooks or module._forward_pre_hooks):
             return answer
         self._pending.append(answer)
-        return self._base.__call__(module, *args, **kwargs)
+        return self._base.__call__(module, *given[0], **given[1])
 
     def answer_now(self, *args: Any, **kwargs: Any) -> Any:
         """The unit's forward: returns the pending answer, so that hooks see it, if there is one."""
@@ -212,53 +225,45 @@ class _Unit:
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         return self._patched(*args, **kwargs) if self._patched else self._base.forward(self._module, *args, **kwargs)
 
-    def _answered(self, module: nn.Module, call: _Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _answered(self, module: nn.Module, call: _Call, given: ModuleCall) -> Any:
         received = self._run.received
         leaves: list[Any] = []
-        arguments: list[Any] | None = None
+        arguments: list[Any] = []
+        if call.gives_back or call.overwrites:
+            flatten(given, arguments)
         absents: list[Any] | None = None
         for number, recorded in enumerate(call.output.leaves):
             if recorded.argument is None and not recorded.is_tensor:
                 leaves.append(recorded.value)
-                continue
-            value = received.get(call.values[number])
-            if value is not None:
+            elif (value := received.get(call.values[number])) is not None:
                 leaves.append(value.clone() if call.mutated[number] else value)
-                continue
-            if recorded.argument is not None:
-                if arguments is None:
-                    arguments = []
-                    flatten((args, kwargs), arguments)
+            elif recorded.argument is not None:
                 leaves.append(arguments[recorded.argument])
-                continue
-            if absents is None:
-                absents = self._absents(module, call, args, kwargs)
-            leaves.append(absents[number])
-        if call.overwrites:
-            for number, recorded in enumerate(call.output.leaves):
-                if recorded.overwritten is not None:
-                    self._refuse_overwritten(recorded.overwritten, args, kwargs, leaves[number])
+            else:
+                if absents is None:
+                    absents = self._absents(module, call, given)
+                leaves.append(absents[number])
+            if recorded.overwritten is not None and not isinstance(arguments[recorded.overwritten], Absent):
+                self._refuse_overwriting(leaves[-1])
         return leaves[0] if call.output.structure is None else rebuild(call.output.structure, iter(leaves))
 
-    def _absents(self, module: nn.Module, call: _Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    def _absents(self, module: nn.Module, call: _Call, given: ModuleCall) -> list[Any]:
         """An Absent per output tensor; reused from the last unit if that was of its kind and got the same objects."""
-        values = [*args, *kwargs.values()]
-        shapes, last_values, found = self._run.last
+        values = [*given[0], *given[1].values()]
+        shapes, last_values, absents = self._run.last
         if shapes is not self._shapes or len(values) != len(last_values) or not all(map(is_, values, last_values)):
-            found = self._shapes.find(module, self._forward, call.output, args, kwargs, self._run.mode)
-            self._run.last = self._shapes, values, found
-        return found
+            absents = self._shapes.find(module, self._forward, call.output, given, self._run.mode)
+            self._run.last = self._shapes, values, absents
+        return absents
 
-    def _refuse_overwritten(self, argument: int, args: tuple[Any, ...], kwargs: dict[str, Any], value: Any) -> None:
-        arguments: list[Any] = []
-        flatten((args, kwargs), arguments)
-        if not isinstance(arguments[argument], Absent) and not isinstance(value, Absent):
+    def _refuse_overwriting(self, value: Any) -> None:
+        if not isinstance(value, Absent):
             raise PipelineError(
                 f"{self._path} writes into its argument, whose earlier value later stages already hold: let it make a "
                 "new tensor, or cut elsewhere, so that both are on one stage"
             )
 
-    def _show_hooks(self, inner: nn.Module, output: Output, given: tuple[tuple[Any, ...], dict[str, Any]]) -> None:
+    def _show_hooks(self, inner: nn.Module, output: Output, given: ModuleCall) -> None:
         """Let the hooks of a module in the unit, which was given these arguments, see what it returned."""
         arguments: list[Any] = []
         flatten(given, arguments)
@@ -279,25 +284,10 @@ def _is_given_back(leaf: Any, argument: Any) -> bool:
     """Whether a unit returns its argument. FSDP's hooks make another tensor of it, in the same memory."""
     if leaf is argument:
         return True
-    if any(not isinstance(one, Tensor) or isinstance(one, Absent) for one in (leaf, argument)):
+    if any(not isinstance(value, Tensor) or isinstance(value, Absent) for value in (leaf, argument)):
         return False
     same_memory: bool = leaf.data_ptr() == argument.data_ptr()
     return same_memory and leaf.shape == argument.shape and leaf.stride() == argument.stride()
-
-
-@final
-class _Call:
-    """What was recorded of one call of a unit, for one stage."""
-
-    __slots__ = ("gives_back", "inner", "leaving", "mutated", "output", "overwrites", "values")
-
-    def __init__(
-        self, output: Output, values: list[Returned], mutated: list[bool], leaving: list[bool], gives_back: bool
-    ) -> None:
-        self.output, self.values, self.mutated, self.leaving = output, values, mutated, leaving
-        self.gives_back = gives_back
-        self.overwrites = any(leaf.overwritten is not None for leaf in output.leaves)
-        self.inner: list[tuple[str, Output]] = []
 
 
 @final
@@ -309,14 +299,14 @@ class _Inner:
         self._leaving: dict[tuple[int, int], list[tuple[Returned, bool]]] = defaultdict(list)
 
     @staticmethod
-    def of(module: nn.Module, path: str, run: Run) -> _Inner:
+    def at(module: nn.Module, path: str, run: Run) -> _Inner:
         """The interceptor of this module, installed if it has none."""
-        found = vars(module).get("_rota_interceptor")
-        if found is None:
-            found = _Inner(type(module), path, run)
-            intercept(module, found)
-        assert isinstance(found, _Inner)
-        return found
+        interceptor = vars(module).get("_rota_interceptor")
+        if interceptor is None:
+            interceptor = _Inner(type(module), path, run)
+            intercept(module, interceptor)
+        assert isinstance(interceptor, _Inner)
+        return interceptor
 
     def add(self, value: Returned, is_mutated: bool) -> None:
         """Add a value to send."""

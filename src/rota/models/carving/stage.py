@@ -17,11 +17,10 @@ from torch import Tensor, nn
 from rota.core.errors import PipelineError
 from rota.models.carving.absent import Absent, absent, absent_like
 from rota.models.carving.copies import copy_sharing
-from rota.models.carving.module_units import note_names, show_whole
+from rota.models.carving.cutting import Cutting
 from rota.models.carving.recording import Returned
 from rota.models.carving.running import Run, Stopped, install
-from rota.models.carving.stage_parts import Cutting
-from rota.models.carving.structure import flatten, paths, rebuild
+from rota.models.carving.units import flatten, note_names, paths, rebuild, show_whole
 from rota.models.randomness import RandomStates
 from rota.torch_internals import compile_alike
 
@@ -55,11 +54,11 @@ class CarvedStage(nn.Module):
         self._draws_idly = recording.draws_idly
         self._can_train, self._is_last = recording.training, stage == len(cutting.parts) - 1
         self._arriving = [
-            [(cutting.value_name(value), value) for value in cutting.parts[source].sent[stage]]
+            [(recording.value_name(value), value) for value in cutting.parts[source].sent[stage]]
             for source in stage_inputs.sources
         ]
         self._leaving = {
-            target: [(cutting.value_name(value), value) for value in values] for target, values in part.sent.items()
+            target: [(recording.value_name(value), value) for value in values] for target, values in part.sent.items()
         }
         self._sizes, self._needed = tuple(sizes), frozenset(part.needed)
         # Caches: the last stage has all of one or a part, which depends on the cut, so none is returned.

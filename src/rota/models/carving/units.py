@@ -1,4 +1,4 @@
-"""Units: the modules whose calls a stage runs or answers, and how their calls are intercepted.
+"""Units: the modules whose calls a stage runs or answers, how calls are intercepted, and what goes in and out of them.
 
 model ─┬─ embed         unit: has parameters
        ├─ layers ─┬─ 0  unit: a block, where a stage may begin
@@ -10,9 +10,13 @@ model ─┬─ embed         unit: has parameters
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
-from typing import Any, Protocol
+import dataclasses
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterator, Sequence
+from functools import cache
+from typing import Any, Protocol, TypeAlias
 
+import torch
 from torch import Tensor, nn
 
 from rota.models.cutpoint import find_cut_points
@@ -25,11 +29,8 @@ NORMS = (
 )
 
 
-class Interceptor(Protocol):
-    """Gets the calls of a module."""
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return the call's result."""
+#: Gets a module and the arguments of its call, and returns the call's result.
+Interceptor: TypeAlias = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Any]
 
 
 def find_units(model: nn.Module, blocks: Collection[str], opened: Collection[str] = ()) -> list[str]:
@@ -52,14 +53,14 @@ def find_units(model: nn.Module, blocks: Collection[str], opened: Collection[str
         is_unit = path in blocks or not is_opened(path, inside, module)
         if is_unit and (path in blocks or cut_points or _has_state(module)):
             yield path
-        elif not is_unit or any(isinstance(one, (*DROPOUTS, *NORMS)) for one in module.modules()):
+        elif not is_unit or any(isinstance(inner, (*DROPOUTS, *NORMS)) for inner in module.modules()):
             for name, child in module.named_children():
                 yield from visit(inside + name, child)
 
-    found: dict[nn.Module, str] = {}
+    units: dict[nn.Module, str] = {}
     for path in visit("", model):
-        found.setdefault(model.get_submodule(path), path)
-    return [*(found | cut_points).values()]
+        units.setdefault(model.get_submodule(path), path)
+    return [*(units | cut_points).values()]
 
 
 def _has_state(module: nn.Module) -> bool:
@@ -123,13 +124,8 @@ def _whole(
             yield f"{path}.{name}" if path else name, tensor
 
 
-_made: dict[type[nn.Module], type[nn.Module]] = {}
-
-
+@cache
 def _intercepted(base: type[nn.Module]) -> type[nn.Module]:
-    if base in _made:
-        return _made[base]
-
     class Intercepted(base):  # type: ignore[misc, valid-type]
         _rota_base = base
 
@@ -138,16 +134,12 @@ def _intercepted(base: type[nn.Module]) -> type[nn.Module]:
             return base.__call__(self, *args, **kwargs) if interceptor is None else interceptor(self, args, kwargs)
 
         def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Any]]:
-            activity = vars(self).get("_rota_activity")
-            if activity is None or not activity.active:
-                return base.named_parameters(self, *args, **kwargs)
-            return _whole("_parameters", self, *args, **kwargs)
+            of_stage = None if _shows_whole(self) else base.named_parameters(self, *args, **kwargs)
+            return of_stage or _whole("_parameters", self, *args, **kwargs)
 
         def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Any]]:
-            activity = vars(self).get("_rota_activity")
-            if activity is None or not activity.active:
-                return base.named_buffers(self, *args, **kwargs)
-            return _whole("_buffers", self, *args, **kwargs)
+            of_stage = None if _shows_whole(self) else base.named_buffers(self, *args, **kwargs)
+            return of_stage or _whole("_buffers", self, *args, **kwargs)
 
         def __reduce_ex__(self, protocol: Any) -> Any:  # a class made here cannot be imported
             del protocol
@@ -155,10 +147,65 @@ def _intercepted(base: type[nn.Module]) -> type[nn.Module]:
 
     Intercepted.__name__, Intercepted.__qualname__ = base.__name__, base.__qualname__
     Intercepted.__module__ = base.__module__
-    _made[base] = Intercepted
     return Intercepted
+
+
+def _shows_whole(module: nn.Module) -> bool:
+    activity = vars(module).get("_rota_activity")
+    return activity is not None and activity.active
 
 
 def _new(base: type[nn.Module]) -> nn.Module:
     made = _intercepted(base)
     return made.__new__(made)
+
+
+# --- arguments and results --------------------------------------------------------------------------------------------
+
+Structure: TypeAlias = Any  # None for a leaf, else (how, type, keys, structures of the items)
+
+PLAIN = frozenset({type(None), bool, int, float, str, torch.dtype, torch.device, torch.Size})
+
+
+def flatten(value: Any, leaves: list[Any]) -> Structure:
+    """Append the leaves of `value` and return its structure. Whatever is not a known container is a leaf."""
+    kind = type(value)
+    if kind is Tensor or kind in PLAIN:
+        leaves.append(value)
+        return None
+    if kind is tuple or kind is list:
+        return "sequence", kind, None, tuple([flatten(item, leaves) for item in value])
+    if isinstance(value, dict) and (dataclasses.is_dataclass(value) or kind in (dict, OrderedDict)):
+        how = "fields" if dataclasses.is_dataclass(value) else "mapping"
+        return how, kind, tuple(value), tuple([flatten(item, leaves) for item in value.values()])
+    if dataclasses.is_dataclass(value):
+        names = tuple(field.name for field in dataclasses.fields(value) if field.init)
+        return "fields", kind, names, tuple([flatten(getattr(value, name), leaves) for name in names])
+    if isinstance(value, tuple) and hasattr(value, "_make"):
+        return "named", kind, None, tuple([flatten(item, leaves) for item in value])
+    leaves.append(value)
+    return None
+
+
+def rebuild(structure: Structure, leaves: Iterator[Any]) -> Any:
+    """The value of that structure with these leaves."""
+    if structure is None:
+        return next(leaves)
+    how, kind, keys, inner = structure
+    items = [rebuild(item, leaves) for item in inner]
+    if how == "sequence":
+        return kind(items)
+    if how == "named":
+        return kind._make(items)
+    named = zip(keys, items, strict=True)
+    return kind(**dict(named)) if how == "fields" else kind(named)
+
+
+def paths(structure: Structure, prefix: str = "") -> Iterator[str]:
+    """Where each leaf is: `""`, `[0]`, `.logits`."""
+    if structure is None:
+        yield prefix
+        return
+    how, _, keys, inner = structure
+    for key, item in zip(keys or range(len(inner)), inner, strict=True):
+        yield from paths(item, f"{prefix}.{key}" if how == "fields" else f"{prefix}[{key!r}]")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from rota.core.errors import SplitError
 from rota.models.carving.draws import IN_A_MODULE, remedy
-from rota.models.carving.recording import Drawn, FromInput, FromModel, Output, Recording, Returned, Within
+from rota.models.carving.recording import Drawn, FromInput, FromModel, Recording, Returned, Within
 
 CUT_ELSEWHERE = "cut elsewhere, so that both are on one stage"
 
@@ -31,21 +31,6 @@ class Cutting:
     recording: Recording
     parts: tuple[StagePart, ...]
 
-    def value_name(self, value: Returned) -> str:
-        """The name of a value that crosses a cut: its module, and its place in what the module returned."""
-        recording = self.recording
-        name = recording.call_name(value.call) + (f".{value.inner}" if value.inner else "")
-        if value.nth:
-            name += f"#{value.nth + 1}"
-        return name if len(output_of(recording, value).leaves) == 1 else f"{name}[{value.leaf}]"
-
-
-def output_of(recording: Recording, value: Returned) -> Output:
-    """The output that contains the value."""
-    if value.inner:
-        return recording.inner_outputs[value.call, value.inner, value.nth]
-    return recording.outputs[value.call]
-
 
 def cut_recording(
     recording: Recording, starts: Sequence[int], names: Collection[str], *, relay: bool = True
@@ -64,18 +49,18 @@ def cut_recording(
     _refuse(recording, reads, ranges)
     _refuse_shared_memory(recording, reads, starts)
     needed = [
-        tuple(one for one in recording.in_set(labels) if isinstance(one, Returned) and one.call not in calls)
+        tuple(value for value in recording.in_set(labels) if isinstance(value, Returned) and value.call not in calls)
         for labels, calls in zip(reads, ranges, strict=True)
     ]
-    owned = [{one.name for one in recording.in_set(labels) if isinstance(one, FromModel)} for labels in reads]
+    owned = [{label.name for label in recording.in_set(labels) if isinstance(label, FromModel)} for labels in reads]
     for name in set(names).difference(*owned):
         owned[_home(recording, name, ranges)].add(name)
     parts = []
     for stage, calls in enumerate(ranges):
         later = range(stage + 1, len(ranges))
-        sent = {target: tuple(one for one in needed[target] if one.call in calls) for target in later}
+        sent = {target: tuple(value for value in needed[target] if value.call in calls) for target in later}
         if relay and later:
-            passing = {one for target in later for one in needed[target] if one.call < calls.stop}
+            passing = {value for target in later for value in needed[target] if value.call < calls.stop}
             sent = {stage + 1: tuple(sorted(passing))}
         parts.append(
             StagePart(
@@ -84,11 +69,11 @@ def cut_recording(
                 needed[stage],
                 {target: values for target, values in sent.items() if values},
                 frozenset(owned[stage]),
-                frozenset(one.name for one in recording.in_set(reads[stage]) if isinstance(one, FromInput)),
+                frozenset(label.name for label in recording.in_set(reads[stage]) if isinstance(label, FromInput)),
             )
         )
     for stage, part in enumerate(parts[:-1]):
-        if not any(one.call in ranges[stage] for values in part.sent.values() for one in values):
+        if not any(value.call in ranges[stage] for values in part.sent.values() for value in values):
             raise SplitError(
                 f"nothing that stage {stage} makes, before {recording.cut_name(part.end)}, is used after it: cut "
                 "elsewhere"
@@ -101,18 +86,18 @@ def _reads(recording: Recording, calls: range, is_last: bool) -> int:
 
     The latter are values inspected by code between units, which every stage runs up to its own end.
     """
-    found = recording.result if is_last else 0
+    labels = recording.result if is_last else 0
     for call in calls:
-        found |= recording.reads[call]
+        labels |= recording.reads[call]
     for inspection in recording.inspections:
         if is_last or inspection.before <= calls.stop:
-            found |= inspection.seen
-    return found
+            labels |= inspection.seen
+    return labels
 
 
 def _add_writes(recording: Recording, reads: list[int], ranges: list[range]) -> None:
     """If a stage has a tensor that code between units writes into, it also needs what is written, if not drawn."""
-    drawn = sum(1 << bit for bit, one in enumerate(recording.labels) if isinstance(one, Drawn))
+    drawn = sum(1 << bit for bit, label in enumerate(recording.labels) if isinstance(label, Drawn))
     for stage, calls in enumerate(ranges):
         changed = True
         while changed:
@@ -121,7 +106,7 @@ def _add_writes(recording: Recording, reads: list[int], ranges: list[range]) -> 
                 source = write.source & ~drawn
                 if write.before > calls.stop or not source & ~reads[stage]:
                     continue
-                if all(_has(one, reads[stage], recording, calls) for one in recording.in_set(write.target)):
+                if all(_has(label, reads[stage], recording, calls) for label in recording.in_set(write.target)):
                     reads[stage] |= source
                     changed = True
 
@@ -129,13 +114,15 @@ def _add_writes(recording: Recording, reads: list[int], ranges: list[range]) -> 
 def _has(label: object, reads: int, recording: Recording, calls: range) -> bool:
     if isinstance(label, (Returned, Within)) and label.call in calls:
         return True
-    return isinstance(label, Drawn) or any(label == one for one in recording.in_set(reads))
+    return isinstance(label, Drawn) or label in recording.in_set(reads)
 
 
 def _with_whole_inner(recording: Recording, labels: int) -> int:
     """Add all that a module with hooks returned if any of it is read, since hooks get the whole output."""
-    bits = {one: 1 << bit for bit, one in enumerate(recording.labels) if isinstance(one, Returned) and one.inner}
-    wanted = {one for one in recording.in_set(labels) if one in bits}
+    bits = {
+        label: 1 << bit for bit, label in enumerate(recording.labels) if isinstance(label, Returned) and label.inner
+    }
+    wanted = {label for label in recording.in_set(labels) if label in bits}
     changed = bool(wanted)
     while changed:
         changed = False
@@ -151,8 +138,8 @@ def _with_whole_inner(recording: Recording, labels: int) -> int:
                 )
             changed = changed or not values <= wanted
             wanted |= values
-    for one in wanted:
-        labels |= bits[one]
+    for value in wanted:
+        labels |= bits[value]
     return labels
 
 
@@ -163,28 +150,28 @@ def _refuse(recording: Recording, reads: list[int], ranges: list[range]) -> None
             "loss: call it in the forward of a module that has weights and no cut inside"
         )
     for stage, (labels, calls) in enumerate(zip(reads, ranges, strict=True)):
-        for one in recording.in_set(labels):
-            if isinstance(one, Within) and one.call not in calls:
+        for label in recording.in_set(labels):
+            if isinstance(label, Within) and label.call not in calls:
                 raise SplitError(
-                    f"stage {stage} reads what {recording.call_name(one.call)} makes, which neither it nor a module in "
-                    f"it returns: {CUT_ELSEWHERE}, or return it from that module's forward"
+                    f"stage {stage} reads what {recording.call_name(label.call)} makes, which neither it nor a module "
+                    f"in it returns: {CUT_ELSEWHERE}, or return it from that module's forward"
                 )
-            if isinstance(one, Returned) and one.call not in calls and one.call in recording.functions:
-                function = recording.functions[one.call]
+            if isinstance(label, Returned) and label.call not in calls and label.call in recording.functions:
+                function = recording.functions[label.call]
                 how = "checkpoint with use_reentrant=False, or " if function == "CheckpointFunction" else ""
                 raise SplitError(
-                    f"stage {stage} reads what {recording.call_name(one.call)} returns inside the autograd function "
+                    f"stage {stage} reads what {recording.call_name(label.call)} returns inside the autograd function "
                     f"{function}, which would have no gradient for it: {how}cut before the modules that this function "
                     "calls, or after the next module that reads its result"
                 )
-            if isinstance(one, Drawn) and sum(one in [*recording.in_set(other)] for other in reads) > 1:
+            if isinstance(label, Drawn) and sum(label in [*recording.in_set(other)] for other in reads) > 1:
                 raise SplitError(
-                    f"stages read random numbers that the forward draws between modules, {one.by}, and each stage "
-                    f"would draw its own: {remedy(one.rates, IN_A_MODULE)}, or {CUT_ELSEWHERE}"
+                    f"stages read random numbers that the forward draws between modules, {label.by}, and each stage "
+                    f"would draw its own: {remedy(label.rates, IN_A_MODULE)}, or {CUT_ELSEWHERE}"
                 )
-            if isinstance(one, FromModel) and any(write.into == one.name for write in recording.writes):
+            if isinstance(label, FromModel) and any(write.into == label.name for write in recording.writes):
                 raise SplitError(
-                    f"the forward writes into {one.name} between modules, which every stage would repeat: do it "
+                    f"the forward writes into {label.name} between modules, which every stage would repeat: do it "
                     "in the forward of a module that is on one stage"
                 )
 
@@ -198,7 +185,7 @@ def _refuse_shared_memory(recording: Recording, reads: list[int], starts: Sequen
         cut_point = start - 1
         if cut_point not in recording.changed_after:
             continue
-        kept = sum(1 << bit for bit, one in enumerate(recording.labels) if not isinstance(one, FromModel))
+        kept = sum(1 << bit for bit, label in enumerate(recording.labels) if not isinstance(label, FromModel))
         if any(labels & recording.reads[cut_point] & kept for labels in reads[stage:]):
             raise SplitError(
                 f"what CutPoint {recording.call_name(cut_point)} is given is read after it too, by another name, and "
