@@ -7,9 +7,8 @@ head.weight = nn.Parameter(embed.weight.data)   two Parameters on one memory: re
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,20 +19,11 @@ from rota.torch_internals import address_of
 _NO_TENSORS = frozenset((type(None), bool, int, float, str, dict, OrderedDict, set))
 
 
-class _Region(NamedTuple):
-    """The bytes of a tensor: from `begin` to before `end`, in one address space."""
-
-    space: tuple[str, int]
-    begin: int
-    end: int
-
-
 @dataclass(slots=True)
 class _Held:
     """A tensor, and its name in each stage that has it, registered or as a plain attribute."""
 
     tensor: Tensor
-    region: _Region
     registered: dict[int, str] = field(default_factory=dict)
     plain: dict[int, str] = field(default_factory=dict)
 
@@ -57,9 +47,7 @@ def tensors_of(module: nn.Module) -> Iterator[tuple[str, Tensor, bool]]:
             if isinstance(value, Tensor):
                 yield f"{prefix}{name}", value, False
             elif isinstance(value, list | tuple):
-                yield from (
-                    (f"{prefix}{name}[{i}]", one, False) for i, one in enumerate(value) if isinstance(one, Tensor)
-                )
+                yield from ((f"{prefix}{name}[{i}]", t, False) for i, t in enumerate(value) if isinstance(t, Tensor))
 
 
 def refuse_aliases(modules: Sequence[nn.Module], name_in_model: Callable[[int, str], str]) -> None:
@@ -71,18 +59,17 @@ def refuse_aliases(modules: Sequence[nn.Module], name_in_model: Callable[[int, s
     by_id: dict[int, _Held] = {}
     for stage, module in enumerate(modules):
         for name, tensor, is_registered in tensors_of(module):
-            if id(tensor) not in by_id:
-                region = _region_of(tensor)
-                if region is None:
-                    continue
-                by_id[id(tensor)] = _Held(tensor, region)
-            held = by_id[id(tensor)]
+            held = by_id.setdefault(id(tensor), _Held(tensor))
             (held.registered if is_registered else held.plain).setdefault(stage, name)
-    for overlapping in _overlapping(by_id.values()):
-        for weight in (held for held in overlapping if held.is_trained):
-            for other in overlapping:
+    by_storage: dict[int, list[_Held]] = {}
+    for held in by_id.values():
+        if (storage := _storage(held.tensor)) is not None:
+            by_storage.setdefault(storage, []).append(held)
+    for sharing in by_storage.values():
+        for weight in (held for held in sharing if held.is_trained):
+            for other in sharing:
                 at = _elsewhere(weight, other)
-                if at is not None and _share_elements(weight, other):
+                if at is not None and _share_elements(_local(weight.tensor), _local(other.tensor)):
                     raise SplitError(_refusal(weight, other, at, name_in_model))
 
 
@@ -122,24 +109,16 @@ def _refusal(weight: _Held, other: _Held, stage: int, name_in_model: Callable[[i
     )
 
 
-def _region_of(tensor: Tensor) -> _Region | None:
-    """None if it has no memory that is known, as a sparse tensor, one without elements, or of another kind."""
+def _storage(tensor: Tensor) -> int | None:
+    """What tensors on one memory have in common; None without memory, as of a sparse tensor, or one without elements.
+
+    On meta, all addresses are 0, but each storage is an object of its own.
+    """
     try:
-        tensor = _local(tensor)
-        storage = tensor.untyped_storage()
-        # On meta, all addresses are 0; the storage is what weights on one memory share.
-        space, start = (("meta", address_of(storage)), 0)
-        if storage.device.type != "meta":
-            space, start = (storage.device.type, storage.device.index or 0), storage.data_ptr()
-            if not start:
-                return None
+        local = _local(tensor)
+        return address_of(local.untyped_storage()) if local.numel() else None
     except (NotImplementedError, RuntimeError, ValueError):
         return None
-    if not tensor.numel():
-        return None
-    begin = start + int(tensor.storage_offset()) * tensor.itemsize
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return _Region(space, begin, begin + (last + 1) * tensor.itemsize)
 
 
 def _local(tensor: Tensor) -> Tensor:
@@ -147,32 +126,29 @@ def _local(tensor: Tensor) -> Tensor:
     return shard.detach()
 
 
-def _overlapping(tensors: Iterable[_Held]) -> Iterator[list[_Held]]:
-    """Tensors by the memory that they cover without a gap."""
-    covered: list[_Held] = []
-    space, end = None, 0
-    for held in sorted(tensors, key=lambda held: held.region):
-        if held.region.space != space or held.region.begin >= end:
-            yield covered
-            covered, space, end = [], held.region.space, 0
-        covered.append(held)
-        end = max(end, held.region.end)
-    yield covered
-
-
-def _share_elements(a: _Held, b: _Held) -> bool:
-    """Whether they have an element in common; columns of one matrix have none, though their regions overlap."""
-    if a.region.end <= b.region.begin or b.region.end <= a.region.begin:
+def _share_elements(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors on one memory have an element in common; columns of one matrix have none, unlike a row."""
+    spans = [_span_bytes(tensor) for tensor in (a, b)]
+    if spans[0].stop <= spans[1].start or spans[1].stop <= spans[0].start:
         return False
-    tensors = [_local(held.tensor) for held in (a, b)]
-    if a.region.begin == b.region.begin or all(tensor.is_contiguous() for tensor in tensors):
+    if a.is_contiguous() and b.is_contiguous():
         return True
-    begin = min(a.region.begin, b.region.begin)
-    taken = torch.zeros(max(a.region.end, b.region.end) - begin, dtype=torch.bool, device="cpu")
+    begin = min(span.start for span in spans)
+    taken = torch.zeros(max(span.stop for span in spans) - begin, dtype=torch.bool, device="cpu")
+    in_a, in_b = (
+        taken.as_strided(
+            [*tensor.shape, tensor.itemsize],
+            [*(step * tensor.itemsize for step in tensor.stride()), 1],
+            span.start - begin,
+        )
+        for tensor, span in zip((a, b), spans, strict=True)
+    )
+    in_a.fill_(True)
+    return bool(in_b.any())
 
-    def bytes_of(held: _Held, tensor: Tensor) -> Tensor:
-        size, stride = tensor.itemsize, [step * tensor.itemsize for step in tensor.stride()]
-        return taken.as_strided([*tensor.shape, size], [*stride, 1], held.region.begin - begin)
 
-    bytes_of(a, tensors[0]).fill_(True)
-    return bool(bytes_of(b, tensors[1]).any())
+def _span_bytes(tensor: Tensor) -> range:
+    """From its first to its last byte in the storage."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    begin = int(tensor.storage_offset()) * tensor.itemsize
+    return range(begin, begin + (last + 1) * tensor.itemsize)

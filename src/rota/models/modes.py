@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -54,22 +53,10 @@ def _names_of_dependent(modules: Sequence[nn.Module]) -> Iterator[str]:
 
 
 def _depends_on_mode(module: nn.Module) -> bool:
+    """Whether it is a dropout or a norm, or has a rate of its own, as attention and RNNs have."""
     if isinstance(module, DROPOUTS):
         return module.p > 0
     if isinstance(module, NORMS):
         return module.track_running_stats
-    if isinstance(module, (nn.RNNBase, nn.MultiheadAttention)):
-        return module.dropout > 0
-    if isinstance(module, nn.RReLU):
-        return True
-    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
-    if code is None or "training" not in code.co_names:
-        return False
-    rates: list[Any] = [value for name, value in vars(module).items() if isinstance(value, Real) and _is_rate(name)]
-    rates += [child.p for child in module.children() if isinstance(child, DROPOUTS)]
-    # Without a rate of its own, `training` may only choose whether activations are checkpointed.
-    return any(rates) if rates else not hasattr(module, "gradient_checkpointing")
-
-
-def _is_rate(name: str) -> bool:
-    return any(part in name for part in _RATES)
+    rates: list[Any] = [value for name, value in vars(module).items() if any(part in name for part in _RATES)]
+    return any(isinstance(rate, Real) and not isinstance(rate, bool) and rate > 0 for rate in rates)

@@ -50,7 +50,7 @@ def pack_samples(
     like = samples[0]
     ids = torch.cat([*(sample[:-1] for sample in samples), like.new_zeros(padding)])
     targets = torch.cat([*(sample[1:] for sample in samples), like.new_full((padding,), _IGNORED)])
-    places = torch.cat([torch.arange(each, device=like.device) for each in (*lengths, padding)])
+    places = torch.cat([torch.arange(length, device=like.device) for length in (*lengths, padding)])
     return {"input_ids": ids[None], "position_ids": places[None]}, targets[None]
 
 
@@ -85,7 +85,7 @@ def packed_attention(
             f"packed attention gets a query of shape {list(query.shape)} and a key of shape {list(key.shape)} for "
             f"{sum(lengths)} positions; give one row, without keys of earlier calls"
         )
-    parts = zip(*(each.split_with_sizes(lengths, -2) for each in (query, key, value)), strict=True)
+    parts = zip(*(tensor.split_with_sizes(lengths, -2) for tensor in (query, key, value)), strict=True)
     shares = query.shape[1] != key.shape[1]
     return torch.cat(
         [
@@ -116,36 +116,29 @@ def use_packed_attention(model: nn.Module) -> None:
             f"its attention"
         )
     AttentionInterface.register(_NAME, _of_transformers)
-    model.set_attn_implementation(_NAME)  # type: ignore[operator]
+    set_implementation: Any = model.set_attn_implementation
+    set_implementation(_NAME)
 
 
 def _of_transformers(
-    module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    *,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    position_ids: torch.Tensor | None = None,
-    **others: Any,
+    module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, **options: Any
 ) -> tuple[torch.Tensor, None]:
     """As transformers calls an attention function; the result is [1, length, heads, width]."""
-    unknown = [name for name, given in others.items() if given is not None and name not in _HARMLESS]
-    unknown += ["attention_mask"] if attention_mask is not None else []
+    scale, dropout, position_ids = (options.pop(name, None) for name in ("scaling", "dropout", "position_ids"))
+    unknown = [name for name, option in options.items() if option is not None and name not in _HARMLESS]
+    unknown += ["attention_mask"] if mask is not None else []
     if unknown or not getattr(module, "is_causal", True):
-        told = ", ".join(unknown) or "attention that is not causal"
+        what = ", ".join(unknown) or "attention that is not causal"
         raise PipelineError(
-            f"{type(module).__name__} has {told}, which packed attention does not do; pad the samples of this model"
+            f"{type(module).__name__} has {what}, which packed attention does not do; pad the samples of this model"
         )
     if position_ids is None:
         raise PipelineError(
             f"{type(module).__name__} does not pass position_ids on, or the batch has none, so where samples begin is "
             f"unknown; give the batches of rota.pack_samples, or pad the samples of this model"
         )
-    found = packed_attention(query, key, value, position_ids, dropout_p=dropout, scale=scaling)
-    return found.transpose(1, 2).contiguous(), None
+    attended = packed_attention(query, key, value, position_ids, dropout_p=dropout or 0.0, scale=scale)
+    return attended.transpose(1, 2).contiguous(), None
 
 
 def _lengths_of(position_ids: torch.Tensor) -> list[int]:
