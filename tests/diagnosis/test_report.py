@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from rota.core.errors import PipelineError
-from rota.diagnosis import Finding, Report, examination, examine, software
+from rota.diagnosis import Finding, Report, examination, examine
 from rota.runtime.launching import launch as launching
 from support import ROOT
 from support.json_schema import violations
@@ -94,7 +94,7 @@ def test_what_fails_is_a_problem_and_what_follows_is_skipped(examined: Callable[
 
 def test_without_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)
-    versions, error = software.versions()
+    versions, error = examination.find_versions()
     assert versions["torch"] is None
     report = examination._report(versions, error, {}, "there is no PyTorch")
     levels = {each.about: each.level for each in report.findings}

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from rota.core.errors import PipelineError, SplitError
 from rota.models import CutPoint, StageEdge, Stages, split
-from rota.models.cut_table import condense
+from rota.models.stages import condense
 from support.networks import batch_of, graph_of_layers
 
 

@@ -1,16 +1,24 @@
-"""The whole examination: the versions here, then what ranks on this machine find together."""
+"""The whole examination: the versions here, then what ranks on this machine find together.
+
+PyTorch is imported here, and may be missing.
+"""
 
 from __future__ import annotations
 
+import importlib
+import importlib.metadata
 import json
 import math
+import platform
+import re
+import warnings
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from rota.core.errors import PipelineError
 from rota.core.units import count_text, size_text, time_text
-from rota.diagnosis import software
 from rota.diagnosis.report import Finding, Report, say
 
 #: In float64, relative to the largest element of each weight.
@@ -22,6 +30,7 @@ _FAILED = (
     "see above for the ranks' output; NCCL_DEBUG=WARN shows what NCCL says; if a rank was killed, `dmesg` says whether "
     "memory ran out"
 )
+_NAMES = {"cuda": "CUDA", "rocm": "ROCm", "xpu": "XPU", "nccl": "NCCL"}  # of libraries that PyTorch was built with
 _WRONG = "do not train here: report it, with the versions above"
 
 
@@ -31,7 +40,7 @@ def examine(num_ranks: int | None = None) -> Report:
     Args:
         num_ranks: How many. None: one per accelerator; without accelerators one per core, at least 2 and at most 4.
     """
-    versions, error = software.versions()
+    versions, error = find_versions()
     if error:
         return _report(versions, error, {}, "there is no PyTorch")
     from rota.diagnosis import rank
@@ -59,7 +68,7 @@ def examine_launched() -> Report | None:
 
     results: dict[str, Any] = {}
     examine_together(lambda name, result: results.update({name: result}))
-    return _report(*software.versions(), results) if results else None
+    return _report(*find_versions(), results) if results else None
 
 
 def _default_ranks() -> int:
@@ -76,7 +85,7 @@ def _default_ranks() -> int:
 
 def _report(versions: Mapping[str, str | None], error: str, results: Mapping[str, Any], failure: str = "") -> Report:
     """The report; `failure` says why not all `results` are there."""
-    findings = software.findings(versions, error)
+    findings = _of_versions(versions, error)
     to_lines: dict[str, Callable[[Any], list[Finding]]] = {
         "ranks": _of_ranks,
         "links": _of_links,
@@ -96,6 +105,61 @@ def _report(versions: Mapping[str, str | None], error: str, results: Mapping[str
     facts = {"software": dict(versions), "ranks": results.get("ranks", []), "links": results.get("links", [])}
     facts["self_test"] = None if difference is None else _judged(difference)
     return Report(tuple(findings), facts)
+
+
+# --- versions ---------------------------------------------------------------------------------------------------------
+
+
+def find_versions() -> tuple[dict[str, str | None], str]:
+    """The versions by name, None where there is none; and why PyTorch cannot be imported, "" if it can."""
+    found = {"python": platform.python_version(), "rota": _installed("rota"), "torch": None}
+    found |= dict.fromkeys(_NAMES)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            torch: Any = importlib.import_module("torch")
+    except Exception as error:  # a library that is missing raises OSError, a broken installation anything
+        return found, f"{type(error).__name__}: {error}"
+    built_with = torch.version
+    found |= {"torch": str(torch.__version__), "cuda": built_with.cuda, "rocm": built_with.hip}
+    found["xpu"] = getattr(built_with, "xpu", None)
+    with suppress(Exception):  # builds without it raise various errors
+        found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+    return found, ""
+
+
+def _of_versions(versions: Mapping[str, str | None], error: str) -> list[Finding]:
+    lines = [
+        Finding("ok", "Python", f"{versions['python']}"),
+        Finding("ok", "Rota", versions["rota"] or "not installed, but run from its sources"),
+    ]
+    if error:
+        lines.append(
+            Finding("problem", "PyTorch", f"it cannot be imported: {error}", "install it: pip install 'rota[torch]'")
+        )
+    else:
+        tested = _tested_versions()
+        lines.append(Finding("ok", "PyTorch", f"{versions['torch']}{tested and f' (Rota is made for {tested})'}"))
+    lines += [Finding("ok", _NAMES[name], versions[name] or "") for name in _NAMES if versions[name]]
+    return lines
+
+
+def _installed(package: str) -> str | None:
+    with suppress(importlib.metadata.PackageNotFoundError):
+        return importlib.metadata.version(package)
+    return None
+
+
+def _tested_versions() -> str:
+    """The versions of PyTorch that Rota's package asks for, such as ">=2.10,<2.16"; "" if it is not installed."""
+    with suppress(importlib.metadata.PackageNotFoundError):
+        for requirement in importlib.metadata.requires("rota") or ():
+            if match := re.match(r"torch\b(?!-)\s*\(?([<>=!~\d.,\s]+)", requirement):
+                return match[1].strip()
+    return ""
+
+
+# --- what ranks found -------------------------------------------------------------------------------------------------
 
 
 def _of_ranks(ranks: list[dict[str, Any]]) -> list[Finding]:

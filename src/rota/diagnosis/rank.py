@@ -39,17 +39,17 @@ _REPEATS = 7
 _STEPS, _ROWS, _WIDTH = 3, 4, 32
 
 #: Called on the first rank with the name of a result, and the result.
-Tell = Callable[[str, Any], None]
+Note = Callable[[str, Any], None]
 
 
-def examine_together(tell: Tell) -> None:
+def examine_together(write: Note) -> None:
     """Name the devices, measure links, and run the self-test. Collective: the ranks of `rota run` or torchrun."""
     owns = join()
     is_first = dist.get_rank() == 0
 
     def note(name: str, result: Any) -> None:
         if is_first:
-            tell(name, result)
+            write(name, result)
 
     if is_first:
         say("devices, and messages between them")
@@ -187,7 +187,7 @@ def _relative(value: torch.Tensor, expected: torch.Tensor) -> float:
 def main(path: str) -> None:
     """On one of the ranks that `examination` starts."""
     with Path(path).open("a") as results:
-        examine_together(lambda *told: print(json.dumps(told), file=results, flush=True))
+        examine_together(lambda *result: print(json.dumps(result), file=results, flush=True))
 
 
 if __name__ == "__main__":

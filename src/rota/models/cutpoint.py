@@ -24,19 +24,19 @@ class CutPoint(nn.Module):
 
 def find_cut_points(module: nn.Module) -> dict[CutPoint, str]:
     """All cut points that `module` holds, registered or in plain attributes, with their attribute paths."""
-    found: dict[CutPoint, str] = {}
+    cut_points: dict[CutPoint, str] = {}
     seen: set[int] = set()  # attributes may lead back to a parent
 
     def visit(value: object, path: str) -> None:
         if isinstance(value, CutPoint):
-            found.setdefault(value, path)
+            cut_points.setdefault(value, path)
         elif isinstance(value, nn.Module | list | tuple | dict) and id(value) not in seen:
             seen.add(id(value))
             for step, child in _children(value):
                 visit(child, (path + step).lstrip("."))
 
     visit(module, "")
-    return found
+    return cut_points
 
 
 def _children(holder: nn.Module | list[Any] | tuple[Any, ...] | dict[Any, Any]) -> Iterator[tuple[str, object]]:

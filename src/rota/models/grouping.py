@@ -45,12 +45,12 @@ def grouped(stages: Stages, boundaries: Sequence[int]) -> Stages:
 
 def _parcels(stages: Stages, group_of: dict[int, int]) -> dict[tuple[int, int], tuple[Value, ...]]:
     """For two groups the values that one sends the other, each once."""
-    found: dict[tuple[int, int], dict[Value, None]] = {}
+    parcels: dict[tuple[int, int], dict[Value, None]] = {}
     for edge in stages.edges:
         pair = group_of[edge.source], group_of[edge.target]
         if pair[0] != pair[1]:
-            found.setdefault(pair, {})[edge.source, edge.key] = None
-    return {pair: tuple(values) for pair, values in found.items()}
+            parcels.setdefault(pair, {})[edge.source, edge.key] = None
+    return {pair: tuple(values) for pair, values in parcels.items()}
 
 
 def _inputs(stages: Stages, run: range) -> tuple[Input, ...]:
@@ -86,7 +86,7 @@ class _Group(nn.Module):
     def forward(self, *values: Any) -> Any:
         """The group's output, given the parcels of its incoming edges and its inputs."""
         inputs = values[len(self._received) :]
-        there = {
+        received = {
             value: item
             for parcel, items in zip(self._received, values, strict=False)
             for value, item in zip(parcel, items, strict=True)
@@ -95,7 +95,7 @@ class _Group(nn.Module):
 
         def read(value: Value) -> Any:
             source, key = value
-            return there[value] if value in there else StageEdge(source, -1, key).take(outputs[source])
+            return received[value] if value in received else StageEdge(source, -1, key).take(outputs[source])
 
         for number, reads, positions in self._members:
             arguments = (*map(read, reads), *(inputs[position] for position in positions))

@@ -116,8 +116,8 @@ def use_packed_attention(model: nn.Module) -> None:
             f"its attention"
         )
     AttentionInterface.register(_NAME, _of_transformers)
-    set_implementation: Any = model.set_attn_implementation
-    set_implementation(_NAME)
+    pretrained: Any = model
+    pretrained.set_attn_implementation(_NAME)
 
 
 def _of_transformers(

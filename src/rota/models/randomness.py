@@ -49,17 +49,17 @@ class RandomStates:
 
     def first_change(self, run: Callable[[], Any], is_users: Callable[[str], bool]) -> tuple[FrameType, int] | None:
         """The first line of this thread, in files for which `is_users`, that changes a state while `run` runs."""
-        found: list[tuple[FrameType, int]] = []
+        changes: list[tuple[FrameType, int]] = []
         last: tuple[FrameType, int] | None = None
 
         def look(frame: FrameType, event: str, argument: Any) -> Any:
             nonlocal last
             del event, argument
             file = frame.f_code.co_filename
-            if found or not is_users(file) or os.path.dirname(file) == _STDLIB:  # which draws for the user's line
+            if changes or not is_users(file) or os.path.dirname(file) == _STDLIB:  # which draws for the user's line
                 return None
             if last is not None and self.changed():
-                found.append(last)
+                changes.append(last)
             last = frame, frame.f_lineno
             return look
 
@@ -72,7 +72,7 @@ class RandomStates:
             sys.settrace(tracing_before)
             if collecting_before:
                 gc.enable()
-        return found[0] if found else None
+        return changes[0] if changes else None
 
 
 @contextmanager

@@ -134,9 +134,8 @@ def _matching_cuts(cut: int | str, possible: Mapping[int, str]) -> list[int]:
         pattern = _plain(cut)
         names = {number: _plain(name) for number, name in possible.items()}
         alike = {number: name for number, name in names.items() if name.count(".") == pattern.count(".")}
-        found = [number for number, name in alike.items() if fnmatchcase(name, pattern)]
-        if found:
-            return found
+        if numbers := [number for number, name in alike.items() if fnmatchcase(name, pattern)]:
+            return numbers
     return [_find(cut, possible, _listed(possible))]
 
 
@@ -202,9 +201,9 @@ def _split_stages(stages: Stages, num_stages: int, cuts: Cuts | None) -> Stages:
     """Runs of stages made by hand, cut before some of them."""
     possible = _made_cuts(stages)
     chosen = _choose(num_stages, cuts, possible, "stage but the first")
-    found = grouped(stages, [0, *chosen, len(stages)])
-    found.cuts = tuple(possible[stage] for stage in chosen)
-    return found
+    fewer = grouped(stages, [0, *chosen, len(stages)])
+    fewer.cuts = tuple(possible[stage] for stage in chosen)
+    return fewer
 
 
 def _split_sequential(model: nn.Module, num_stages: int, cuts: Cuts | None) -> Stages:
@@ -212,12 +211,12 @@ def _split_sequential(model: nn.Module, num_stages: int, cuts: Cuts | None) -> S
         return _whole(model, cuts)
     _refuse_patches(model)
     names = tuple(_signature(model))
-    children = [*model._modules.items()]  # named_children would leave out the second place of a child
+    children: list[Any] = [*model._modules.items()]  # named_children would leave out the second place of a child
     possible = _made_cuts(model)
     starts = _choose(num_stages, cuts, possible, "child after the first")
     modules = []
     for begin, end in zip([0, *starts], [*starts, len(children)], strict=True):
-        stage = nn.Sequential(OrderedDict(children[begin:end]))  # type: ignore[arg-type]
+        stage = nn.Sequential(OrderedDict(children[begin:end]))
         stage.training = model.training
         modules.append(stage)
     stages = Stages(modules, inputs={0: names}, input_names=names)
@@ -271,13 +270,13 @@ def _choose(
         if loads:
             return [numbers[boundary - 1] for boundary in balanced(loads, num_stages)[1:-1]]
         return [numbers[stage * num_pieces // num_stages - 1] for stage in range(1, num_stages)]
-    given = [*cuts]
-    chosen = [_find(cut, possible, names) for cut in given]
-    if len(given) != needed:
-        raise SplitError(f"cuts {given} are {len(given)}, but {num_stages} stages need {needed}: give as many")
+    cuts = [*cuts]
+    chosen = [_find(cut, possible, names) for cut in cuts]
+    if len(cuts) != needed:
+        raise SplitError(f"cuts {cuts} are {len(cuts)}, but {num_stages} stages need {needed}: give as many")
     if len(set(chosen)) < len(chosen):
-        twice = next(cut for cut, number in zip(given, chosen, strict=True) if chosen.count(number) > 1)
-        raise SplitError(f"cuts {given} have {twice!r} twice: give {needed} different ones of {names}")
+        twice = next(cut for cut, number in zip(cuts, chosen, strict=True) if chosen.count(number) > 1)
+        raise SplitError(f"cuts {cuts} have {twice!r} twice: give {needed} different ones of {names}")
     return sorted(chosen)
 
 

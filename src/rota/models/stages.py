@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
@@ -13,13 +14,17 @@ from torch import nn
 
 from rota.core.errors import PipelineError, SplitError
 from rota.models.aliases import refuse_aliases
-from rota.models.cut_table import cut_table
+from rota.models.carving.stage import CarvedStage
 from rota.models.replacing import move
 from rota.models.stage_edges import StageEdge, parse_edges, topological_order
 
 Input: TypeAlias = int | str
 Tie: TypeAlias = tuple[tuple[int, str], ...]
 Inputs: TypeAlias = Sequence[Input | Iterable[Input]] | Mapping[int, Input | Iterable[Input]]
+
+
+_HEADER = ("stage", "holds", "parameters", "bytes", "reads", "sends to")  # of `Stages.table`
+_NUMBERED = re.compile(r"((?:.*\.)?)(\d+)")
 
 
 class Carried(NamedTuple):
@@ -142,7 +147,7 @@ class Stages:
         for stage, module in enumerate(self.modules):
             for name, parameter in module.named_parameters():
                 places.setdefault(parameter, []).append((stage, name))
-        return tuple(tuple(of_one) for of_one in places.values() if len(of_one) > 1)
+        return tuple(tuple(tied) for tied in places.values() if len(tied) > 1)
 
     def repeated(self, times: int) -> Stages:
         """The components of a bidirectional plan: `times` copies that share all weights.
@@ -218,8 +223,11 @@ class Stages:
         num_stages = len(self) // self.num_components
         first = stage - stage % num_stages
         others = (s for s in range(first, first + num_stages) if s != stage)
-        mine, theirs = ({self._name_and_position(i) for s in of for i in self.inputs[s]} for of in ([stage], others))
-        return not mine.isdisjoint(theirs)
+        own, of_others = (
+            {self._name_and_position(wanted) for reader in readers for wanted in self.inputs[reader]}
+            for readers in ([stage], others)
+        )
+        return not own.isdisjoint(of_others)
 
     def call(self, stage: int, edge_values: Iterable[Any], batch: Any) -> Any:
         """The output of `stage`, given the values of its incoming edges and the batch."""
@@ -329,7 +337,7 @@ class Stages:
 
         Below it `carried`, one line per value.
         """
-        return "\n".join([cut_table(self.modules, self.edges, self.inputs), *map(str, self.carried)])
+        return "\n".join([_cut_table(self.modules, self.edges, self.inputs), *map(str, self.carried)])
 
 
 def _check_modules(modules: Iterable[nn.Module]) -> tuple[nn.Module, ...]:
@@ -351,7 +359,7 @@ def _parse_names(
         return None
     if isinstance(names, str):
         raise SplitError(f"names is the text {names!r}: give a list with one entry per stage")
-    parsed = tuple({"": given} if isinstance(given, str) else dict(given) for given in names)
+    parsed = tuple({"": paths} if isinstance(paths, str) else dict(paths) for paths in names)
     if len(parsed) != len(modules):
         raise SplitError(f"names has {len(parsed)} entries for {len(modules)} stages: give one per stage")
     for stage, (paths, module) in enumerate(zip(parsed, modules, strict=True)):
@@ -377,10 +385,70 @@ def _parse_inputs(inputs: Inputs, num_stages: int, names: tuple[str, ...]) -> tu
     for stage in inputs:
         if not 0 <= stage < num_stages:
             raise SplitError(f"inputs names stage {stage!r}: use stages 0 to {num_stages - 1}")
-    read = {stage: (given,) if isinstance(given, int | str) else tuple(given) for stage, given in inputs.items()}
-    for stage, wanted in ((stage, wanted) for stage, given in read.items() for wanted in given):
+    read = {stage: (one,) if isinstance(one, int | str) else tuple(one) for stage, one in inputs.items()}
+    for stage, wanted in ((stage, wanted) for stage, several in read.items() for wanted in several):
         if not isinstance(wanted, int | str) or (isinstance(wanted, int) and wanted < 0):
             raise SplitError(f"inputs[{stage}] has {wanted!r}: give positions (0, 1, ...) or names")
         if isinstance(wanted, str) and names and wanted not in names:
             raise SplitError(f"inputs[{stage}] has {wanted!r}, which is not one of input_names {names}")
     return tuple(read.get(stage, ()) for stage in range(num_stages))
+
+
+# --- the cut as text --------------------------------------------------------------------------------------------------
+
+
+def _cut_table(modules: Sequence[nn.Module], edges: Iterable[StageEdge], inputs: Sequence[Sequence[int | str]]) -> str:
+    """What each stage holds, its parameters and their bytes, the inputs it reads and the stages it sends to."""
+    targets: list[list[str]] = [[] for _ in modules]
+    for edge in edges:
+        targets[edge.source].append(str(edge.target))
+    rows = [_HEADER]
+    for stage, module in enumerate(modules):
+        num_bytes = sum(parameter.numel() * parameter.element_size() for parameter in module.parameters())
+        rows.append(
+            (
+                str(stage),
+                holds(module),
+                f"{sum(parameter.numel() for parameter in module.parameters()):,}",
+                f"{num_bytes:,}",
+                ", ".join(map(str, inputs[stage])) or "-",
+                ", ".join(targets[stage]) or "-",
+            )
+        )
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+
+
+def holds(module: nn.Module) -> str:
+    """What a stage holds, by name: `embed, blocks.0-2`; its class if nothing in it has a name."""
+    if isinstance(module, CarvedStage):
+        return ", ".join(condense(module.holds)) or "-"
+    if not any(module.children()):
+        return type(module).__name__
+    return ", ".join(condense(_names(module))) or "-"
+
+
+def _names(module: nn.Module, prefix: str = "") -> Iterator[str]:
+    """Names of what a stage holds, looking through modules that only contain others, as ModuleList does."""
+    yield from (prefix + name for name, _ in module.named_parameters(recurse=False))
+    for name, child in module.named_children():
+        if type(child) in (nn.Module, nn.ModuleList, nn.ModuleDict):
+            yield from _names(child, f"{prefix}{name}.")
+        else:
+            yield prefix + name
+
+
+def condense(names: Iterable[str]) -> list[str]:
+    """Runs of numbered neighbours as one: a, b.0, b.1, b.2 -> a, b.0-2."""
+    runs: list[tuple[str, int | None, int | None]] = []  # what comes before the number; first and last number
+    for name in names:
+        match = _NUMBERED.fullmatch(name)
+        before, number = (match[1], int(match[2])) if match else (name, None)
+        if runs and number is not None and (runs[-1][0], runs[-1][2]) == (before, number - 1):
+            runs[-1] = (before, runs[-1][1], number)
+        else:
+            runs.append((before, number, number))
+    return [
+        before if first is None else f"{before}{first}" if first == last else f"{before}{first}-{last}"
+        for before, first, last in runs
+    ]

@@ -36,28 +36,27 @@ def find_blocks(model: nn.Module) -> list[str]:
     """
     for least in (2, 1):
         for container in (nn.ModuleList, nn.ModuleDict, nn.Sequential):
-            found = _in_containers(model, container, least)
-            if found:
-                return found
+            if blocks := _in_containers(model, container, least):
+                return blocks
     return []
 
 
 def _in_containers(module: nn.Module, container: type[nn.Module], least: int, path: str = "") -> list[str]:
-    found: list[str] = []
+    blocks: list[str] = []
     for name, child in module.named_children():
         inside = f"{path}.{name}".lstrip(".")
-        having = {key: one for key, one in child.named_children() if any(True for _ in one.parameters())}
+        having = {key: block for key, block in child.named_children() if any(True for _ in block.parameters())}
         if len(having) >= least and _holds_blocks(child, container, len({*map(type, having.values())}) == 1):
-            found += [f"{inside}.{key}" for key in having]
+            blocks += [f"{inside}.{key}" for key in having]
         else:
-            found += _in_containers(child, container, least, inside)
-    return found
+            blocks += _in_containers(child, container, least, inside)
+    return blocks
 
 
 def _holds_blocks(module: nn.Module, container: type[nn.Module], is_of_one_class: bool) -> bool:
     if isinstance(module, container):
         return is_of_one_class or not isinstance(module, nn.ModuleDict)
-    has_one_inside = any(isinstance(each, container) for each in module.modules())
+    has_one_inside = any(isinstance(inner, container) for inner in module.modules())
     return is_of_one_class and isinstance(module, (nn.ModuleDict, nn.Sequential)) and has_one_inside
 
 
@@ -69,24 +68,24 @@ def matching(model: nn.Module, patterns: Sequence[str]) -> list[str]:
     Raises SplitError if a pattern names no module, or if one of these modules is inside another.
     """
     names = [name for name, _ in model.named_modules() if name]
-    found: dict[str, str] = {}  # the first pattern that names each path
+    pattern_of: dict[str, str] = {}  # the first one that names each path
     for pattern in patterns:
         path = pattern.partition("#")[0].replace("[", ".").replace("]", "")
-        of_one = [name for name in names if name.count(".") == path.count(".") and fnmatchcase(name, path)]
-        if not of_one:
+        named = [name for name in names if name.count(".") == path.count(".") and fnmatchcase(name, path)]
+        if not named:
             raise SplitError(
                 f"cuts has {pattern!r}, which names no module of {type(model).__name__}{_near(path, names)}"
             )
-        for name in of_one:
-            found.setdefault(name, pattern)
-    for name, pattern in found.items():
-        outer = next((other for other in found if name.startswith(f"{other}.")), None)
+        for name in named:
+            pattern_of.setdefault(name, pattern)
+    for name, pattern in pattern_of.items():
+        outer = next((other for other in pattern_of if name.startswith(f"{other}.")), None)
         if outer is not None:
             raise SplitError(
-                f"cuts has {found[outer]!r} and {pattern!r}, but {name} is inside {outer}, and modules that may start "
-                f"a stage must not contain each other: leave out one of the two, or name only parts of {outer}"
+                f"cuts has {pattern_of[outer]!r} and {pattern!r}, but {name} is inside {outer}, and modules that may "
+                f"start a stage must not contain each other: leave out one of the two, or name only parts of {outer}"
             )
-    return [*found]
+    return [*pattern_of]
 
 
 def _near(path: str, names: Sequence[str]) -> str:
@@ -179,8 +178,8 @@ class Candidates:
 
 
 def _num_multiplied(module: nn.Module) -> int:
-    inner = (each for each in module.modules() if not isinstance(each, (nn.Embedding, nn.EmbeddingBag)))
-    return sum(parameter.numel() for each in inner for parameter in each.parameters(recurse=False))
+    inside = (inner for inner in module.modules() if not isinstance(inner, (nn.Embedding, nn.EmbeddingBag)))
+    return sum(parameter.numel() for inner in inside for parameter in inner.parameters(recurse=False))
 
 
 def candidate_paths(model: nn.Module, cuts: Iterable[int | str] | None) -> list[str]:
@@ -196,7 +195,7 @@ def carve(
     names = [name for name, _ in [*model.named_parameters(), *model.named_buffers()]]
     cutting = cut_recording(recording, starts, names, relay=relay)
     signature = inspect.signature(model.forward).parameters
-    positional = [one.name for one in signature.values() if one.kind is Parameter.POSITIONAL_OR_KEYWORD]
+    positional = [name for name, p in signature.items() if p.kind is Parameter.POSITIONAL_OR_KEYWORD]
     inputs_of_stages = _stage_inputs(cutting, inputs)
     modules = [
         CarvedStage(model, cutting, stage, stage_inputs, _sizes_for(stage, inputs_of_stages))
@@ -237,7 +236,7 @@ def _stage_inputs(cutting: Cutting, inputs: Mapping[str, Any]) -> list[StageInpu
     """What each stage is called with. It gets the shapes of tensors that it does not read, from its first source."""
     inputs_of_stages = []
     for stage, part in enumerate(cutting.parts):
-        sources = tuple(source for source, one in enumerate(cutting.parts) if stage in one.sent)
+        sources = tuple(source for source, earlier in enumerate(cutting.parts) if stage in earlier.sent)
         sized = {
             name: value.dtype
             for name, value in inputs.items()

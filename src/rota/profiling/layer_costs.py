@@ -9,7 +9,7 @@ from torch import nn
 
 from rota.core.layers import LayerCosts, Shared
 from rota.models import StageEdge, Stages
-from rota.models.cut_table import holds
+from rota.models.stages import holds
 from rota.profiling.kept_storages import Name, gradient_of, one_name, sharing
 from rota.profiling.layer_measurement import Layer
 

@@ -16,8 +16,8 @@ from rota.core.errors import EstimateError, PipelineError
 from rota.models import Stages
 from rota.models.carving.copies import deep_copy
 from rota.models.carving.operations import OnMeta
-from rota.models.cut_table import holds
 from rota.models.randomness import random_state_kept
+from rota.models.stages import holds
 from rota.profiling.clocks import Clocks, Laps, Run, launch_text
 from rota.profiling.devices import DeviceModel
 from rota.profiling.kept_storages import KeptStorages, Name, kept_storages_of, place_of
