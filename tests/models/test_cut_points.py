@@ -189,19 +189,3 @@ def test_change_in_place_of_what_stages_share() -> None:
         ):
             split(model, 3, example=(x,))
         assert torch.equal(split(model, 2, cuts=[1], example=(x,)).run(x), model(x))
-
-
-def test_random_numbers_that_two_stages_would_draw() -> None:
-    def drops(model: Model, x: Tensor) -> Tensor:
-        return F.dropout(x, 0.5, model.training)
-
-    x = torch.randn(3, 2)
-    assert len(split(Model(drops), 3, example=(x,))) == 3  # one stage draws: what it makes crosses the next cut
-
-    class DrawsEarly(Model):
-        def forward(self, x: Tensor) -> Tensor:
-            kept = torch.rand(x.shape)
-            return self.last(self.cuts[0](self.first(x) * kept) * kept)
-
-    with pytest.raises(SplitError, match="stages read random numbers that the forward draws between modules"):
-        split(DrawsEarly(drops), 2, example=(x,))

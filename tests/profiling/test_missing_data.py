@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
@@ -124,55 +123,3 @@ def test_other_errors_stay_what_they_are() -> None:
         model = Model(refuse)
     with pytest.raises(NotImplementedError, match="only for pairs"):
         profile_layers(model, torch.zeros(3, 4), device="h100")
-
-
-_FILE = """
-import torch
-from torch import nn
-
-
-class Moe(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.expert = nn.Linear(4, 4)
-
-    def forward(self, x):
-        token, = torch.where(x[:, 0] > 0)
-        return x.index_add(0, token, self.expert(x[token]))
-
-
-class Model(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList([nn.Linear(4, 4), Moe(), nn.Linear(4, 4)])
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = layer(x)
-        return x
-
-
-def make_model():
-    return Model()
-
-
-def make_batch(rows):
-    return torch.randn(rows, 4), torch.randn(rows, 4)
-
-
-loss_fn = nn.functional.mse_loss
-"""
-
-
-@pytest.mark.parametrize("command", ["profile", "autoplan --ranks 2 --batch 8"])
-def test_commands_print_one_line(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from rota.cli.main import main
-
-    file = tmp_path / "model.py"
-    file.write_text(_FILE)
-    name, *options = command.split()
-    assert main([name, str(file), "--device", "h100", *options]) == 2
-    error = capsys.readouterr().err.strip().splitlines()[-1]
-    assert error.startswith(f"rota {name}: error: layers.1: it cannot be estimated, because the shape of what aten::")
-    assert "grouped_mm" in error
-    assert f"{file}:12 (token, = torch.where(x[:, 0] > 0))" in error

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,7 +11,7 @@ from torch import Tensor, nn
 from rota import Stages
 from rota.profiling.peak_memory import StorageWatch
 from rota.runtime.gradients.forward_backward import backward_inputs, forward
-from support.odd_stages import ROWS, STAGES, WIDTH, Calls
+from support.odd_stages import ROWS, STAGES, WIDTH
 from support.profiles import profile, profile_layers
 
 LENGTH, HIDDEN = 5, 8
@@ -39,39 +38,6 @@ def test_stages_of_all_sorts(name: str) -> None:
         costs = profile(stages, batch, None, sum_of, split_backward=True, recompute=recompute, repeats=1, here=True)
         assert costs.num_stages == 2
     assert profile_layers(stages, batch, None, sum_of, repeats=1).num_layers == 2
-
-
-# --- real models ------------------------------------------------------------------------------------------------------
-
-
-def gpt2(transformers: Any) -> tuple[list[nn.Module], Tensor]:
-    config = transformers.GPT2Config(vocab_size=11, n_positions=LENGTH, n_embd=HIDDEN, n_layer=2, n_head=2)
-    model = transformers.GPT2Model(config)
-    embed = Calls(lambda s, x: s.tokens(x) + s.positions(torch.arange(LENGTH)), tokens=model.wte, positions=model.wpe)
-    return [embed, *model.h, model.ln_f], torch.randint(11, (2, LENGTH))
-
-
-def t5(transformers: Any) -> tuple[list[nn.Module], Tensor]:
-    sizes = {"d_model": HIDDEN, "d_kv": 4, "d_ff": 16, "num_layers": 2, "num_heads": 2}
-    model = transformers.T5EncoderModel(transformers.T5Config(vocab_size=11, **sizes, use_cache=False))
-    blocks = [Calls(lambda s, x: s.block(x)[0], block=block) for block in model.encoder.block]
-    return [model.shared, *blocks, model.encoder.final_layer_norm], torch.randint(11, (2, LENGTH))
-
-
-def vit(transformers: Any) -> tuple[list[nn.Module], Tensor]:
-    sizes = {"hidden_size": HIDDEN, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16}
-    model = transformers.ViTModel(transformers.ViTConfig(**sizes, image_size=4, patch_size=2))
-    return [model.embeddings, *model.layers, model.layernorm], torch.randn(2, 3, 4, 4, dtype=torch.float64)
-
-
-@pytest.mark.parametrize("make", [gpt2, t5, vit])
-def test_transformers(make: Callable[[Any], tuple[list[nn.Module], Tensor]]) -> None:
-    torch.manual_seed(3)
-    modules, batch = make(pytest.importorskip("transformers"))
-    stages = Stages([module.double() for module in modules])
-    costs = profile(stages, batch, None, sum_of, split_backward=True, repeats=1, here=True)
-    assert costs.weight_us is not None
-    assert profile_layers(stages, batch, None, sum_of, repeats=1).num_layers == len(stages)
 
 
 def test_a_storage_watch_changes_no_gradient() -> None:

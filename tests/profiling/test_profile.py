@@ -5,17 +5,14 @@ from __future__ import annotations
 import copy
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from rota import Cluster, Costs, PipelineError, Stages
+from rota import Costs, PipelineError, Stages
 from rota.core.units import count_text
 from rota.profiling import clocks
 from support.profiles import profile
@@ -55,29 +52,6 @@ def test_inputs_and_weights_apart() -> None:
     assert costs.activation_bytes == (hidden, boundary + hidden, boundary)
     # W keeps all of it, the layers' inputs, and on top the gradients of their outputs.
     assert costs.freed_by_input == (-boundary, -(hidden + boundary), -boundary)
-
-
-def test_inputs_free_what_weights_do_not_need() -> None:
-    layers = [nn.Tanh(), nn.Sigmoid(), nn.Tanh(), nn.Linear(8, 8)]
-    costs = profile(
-        Stages([nn.Linear(8, 8), nn.Sequential(*layers)]), torch.zeros(5, 8), repeats=1, split_backward=True
-    )
-    boundary = 5 * 8 * 4
-    assert costs.activation_bytes[1] == 3 * boundary
-    assert costs.freed_by_input[1] == boundary  # W keeps the layer's input and the gradient of its output
-
-
-class Views(nn.Module):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = x * 2  # keeps nothing: the factor is a number
-        return y[:1].sigmoid().sum() + (y[1:] * y[:-1]).sum()  # keeps y, by three views, and the sigmoid
-
-
-def test_views_of_one_storage_count_once() -> None:
-    stages = Stages([nn.Linear(4, 4), Views()])
-    costs = profile(stages, torch.zeros(6, 4), repeats=1)
-    received, y, sigmoid = 6 * 4 * 4, 6 * 4 * 4, 1 * 4 * 4
-    assert costs.activation_bytes[1] == received + y + sigmoid
 
 
 def test_integers_travel_but_have_no_gradient() -> None:
@@ -210,14 +184,3 @@ def test_recomputed_stages_an_optimizer_and_the_spread() -> None:
 def test_stages_without_numbers_cannot_be_measured() -> None:
     with pytest.raises(PipelineError, match=r"stage 1 is on meta; .* Estimate with profile_layers"):
         profile(Stages([nn.Linear(2, 2), nn.Linear(2, 2, device="meta")]), torch.zeros(1, 2))
-
-
-@pytest.mark.sweep
-def test_links_of_processes_of_the_command_line(tmp_path: Path) -> None:
-    options = ["--processes", "2", "--repeats", "2", "-o", "cluster.json"]
-    command = [sys.executable, "-m", "rota", "profile", "links", *options]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stderr
-    assert "\n0 ↔ 1: 4.1 kB " in f"\n{done.stdout}"
-    assert done.stderr.startswith("rota profile links: measuring the links between 2 processes")
-    assert Cluster.from_json((tmp_path / "cluster.json").read_text()).num_ranks == 2

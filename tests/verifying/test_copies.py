@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from rota import PipelineError, split, verify
-from support.hf_models import CASES
 from verifying.test_verify import WIDTH, by_hand, sequential
 
 
@@ -47,28 +46,6 @@ def test_a_model_that_fails_in_its_own_dtype_too_raises() -> None:
         verify(by_hand(nn.Sequential(*model, Failing()), *model), x, torch.zeros(8, 4), functional.mse_loss)
 
 
-def experts_with_grouped_products() -> nn.Module:
-    """transformers' default experts, whose `grouped_mm` has no float64 on CPUs."""
-    model = CASES["qwen3_moe"].make_model()
-    model.config._experts_implementation = "grouped_mm"
-    return model.float()
-
-
-def logits_loss(output: Any, targets: Tensor) -> Tensor:
-    return functional.cross_entropy(output.logits.flatten(0, 1), targets.flatten())
-
-
-def test_experts_whose_products_have_no_float64() -> None:
-    model = experts_with_grouped_products()
-    tokens = torch.randint(3, 61, (4, 6), generator=torch.Generator().manual_seed(0))
-    batch = {"input_ids": tokens}
-    stages = split(model, 2, example=batch)
-    found = verify(stages, batch, tokens, logits_loss, against="microbatches")
-    assert found.exact, found.to_text()
-    assert [each.dtype for each in found.comparisons] == ["float32"]
-    assert ["float64 fails, RuntimeError: " in note for note in found.notes] == [True]
-
-
 class Keeping(nn.Module):
     """Keeps what it has computed, and with it the graph: directly, and in a list."""
 
@@ -84,25 +61,14 @@ class Keeping(nn.Module):
         return self.last.tanh()
 
 
-class Layers(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([Keeping(), Keeping()])
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x
-
-
 def test_what_an_earlier_forward_has_kept_does_not_matter() -> None:
     torch.manual_seed(0)
-    model, x = Layers(), torch.randn(4, WIDTH)
+    model, x = nn.Sequential(Keeping(), Keeping()), torch.randn(4, WIDTH)
     model(x)
-    kept = model.layers[0].last
-    found = verify(split(model, 2, example=x), x, x, functional.mse_loss)
+    kept = model[0].last
+    found = verify(split(model, 2), x, x, functional.mse_loss)
     assert found.exact, found.to_text()
-    assert model.layers[0].last is kept
+    assert model[0].last is kept
 
 
 class NotCopied(nn.Linear):

@@ -237,27 +237,6 @@ def test_all_hidden_states() -> None:
         assert torch.equal(one, other)
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # Dynamo of PyTorch 2.15 looks at it
-def test_compiled_blocks() -> None:
-    class Block(nn.Linear):
-        def forward(self, x: Tensor) -> Tensor:
-            return super().forward(x).relu()
-
-    model, compiled = Blocks(layer=Block), []
-
-    def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
-        compiled.append(inputs)
-        return graph.forward
-
-    for layer in model.layers:
-        layer.compile(backend=backend)
-    stages = split(model, 2, example={"x": rows()})
-    stages.run({"x": rows()})
-    assert compiled
-    same(model, stages, {"x": rows()})
-    assert [layer._compiled_call_impl is not None for layer in stages[1].layers] == [False, False, True, True]
-
-
 # --- refused ----------------------------------------------------------------------------------------------------------
 
 

@@ -337,27 +337,24 @@ class Compiled(nn.Linear):
         return super().forward(x).relu()
 
 
-def test_a_stage_compiles_the_modules_that_run_on_it() -> None:
-    class Embedding(Blocks):
-        def __init__(self, **options: Any) -> None:
-            super().__init__(**options)
-            self.embed = nn.Embedding(9, WIDTH)
-
-        def forward(self, ids: Tensor) -> Tensor:  # type: ignore[override]
-            return super().forward(self.embed(ids))
-
-    model, ids, compiled = Embedding(layer=Compiled), torch.arange(6).reshape(2, 3), []
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # Dynamo of PyTorch 2.15 looks at it
+@pytest.mark.parametrize("is_before", [False, True])
+def test_modules_are_compiled_before_the_split_or_by_their_stage(is_before: bool) -> None:
+    model, compiled = Blocks(layer=Compiled), []
 
     def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
         compiled.append(inputs)
         return graph.forward
 
-    stages = split(model, 2, example={"ids": ids})
-    for stage in stages.modules:
+    for layer in model.layers if is_before else ():
+        layer.compile(backend=backend)
+    stages = split(model, 2, example={"x": rows()})
+    for stage in () if is_before else stages.modules:
         stage.compile(backend=backend)
     with torch.no_grad():
-        same(model, stages, {"ids": ids})
+        same(model, stages, {"x": rows()})
     assert compiled
+    assert [layer._compiled_call_impl is not None for layer in stages[1].layers] == [False, False, True, True]
 
 
 def test_the_error_of_a_forward_that_needs_values_is_told() -> None:
