@@ -2,8 +2,8 @@
 
 A forward of a model on the meta device gets a batch that has data. What is computed from the batch alone, such as masks
 and positions, has data, so the forward can branch on it. What is computed from weights has only a shape. So has a large
-tensor made from nothing, such as the causal mask that attention makes for itself in each layer: with data, those of a
-long sample would fill the memory.
+tensor, such as the causal mask that attention makes for itself in each layer: with data, those of a long sample would
+fill the memory.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from rota.torch_internals import GROUPED_MM, TorchDispatchMode, address_of, name_of
 
 _META, _CPU = torch.device("meta"), torch.device("cpu")
-_MOST_ELEMENTS = 2**22  # of a tensor that is made from nothing and has data
+_MOST_ELEMENTS = 2**22  # of a tensor that is made and has data
+_FEW_ELEMENTS = 2**10  # broadcasting no two tensors of so many makes one of more than _MOST_ELEMENTS
 _MADE = ("zeros", "ones", "full", "empty")
 _SHAPE_ONLY = frozenset((*(f"new_{what}" for what in _MADE), *(f"{what}_like" for what in _MADE)))
 
@@ -102,10 +103,10 @@ class OnMeta(TorchDispatchMode):
         kwargs = kwargs or {}
         read = [leaf for leaf in leaves_of((args, kwargs)) if isinstance(leaf, Tensor)]
         if any(tensor.is_meta for tensor in read):
-            args, kwargs = mapped(shape_of, args), mapped(shape_of, kwargs)
-            return run_on_meta(func, args, kwargs)
-        if not read and "device" in kwargs:
-            made = func(*args, **{**kwargs, "device": _META})
+            return run_on_meta(func, mapped(shape_of, args), mapped(shape_of, kwargs))
+        may_be_large = any(tensor.numel() > _FEW_ELEMENTS for tensor in read) if read else "device" in kwargs
+        if may_be_large and not needs_numbers(func, args):
+            made = run_on_meta(func, mapped(shape_of, args), mapped(shape_of, kwargs))
             if isinstance(made, Tensor) and made.numel() > _MOST_ELEMENTS:
                 return made
         return func(*mapped(_on_cpu, args), **mapped(_on_cpu, kwargs))
