@@ -7,14 +7,12 @@ A branch ends if the remaining layers cannot fit, or if a state with at least as
 before. The decision is NP-hard (partition is a special case), so the tree has a limited number of nodes. The answer
 comes with the lower bound that is proven by then.
 
-`_Counts` gives lower bounds by counting. Each layer has a number of quanta of q µs, rounded down. A rank with h quanta
-of layers in v runs takes at least as long as the v cheapest runs with h quanta, wherever these are; and all ranks
-together have all quanta. So the bound sees that equal layers do not divide evenly among the ranks; the mean does not.
+Counting gives lower bounds: each layer has a number of quanta of q µs, rounded down, and all ranks together must fit
+all quanta. So the bound sees that equal layers do not divide evenly among the ranks; the mean does not.
 """
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from itertools import accumulate, pairwise
@@ -29,7 +27,6 @@ _MAX_FAILURES = 48  # failed states remembered per (stage, first layer)
 _NUM_NODE_QUANTA = 3  # quanta by which each node of the tree is bounded
 _NUM_DECISIONS = 4  # one decision may use this fraction of the nodes
 _MAX_QUANTA = 24  # of a rank's time
-_SMALLEST = (0, 1, 2)  # ranks, among the distinct layer times, of those that become the quantum of a table
 
 
 class _OutOfNodes(Exception):
@@ -46,9 +43,8 @@ def cut_virtual_stages(problem: CutProblem, first: list[int], num_nodes: int) ->
     # A layer's least time over the stages: these differ by whether they recompute.
     steps = ([after - before for before, after in pairwise(prefix)] for prefix in problem.prefixes)
     times_us = list(map(min, *steps))
-    counts = _Counts(problem, times_us)
-    tree = _Tree(problem, counts, times_us, num_nodes)
-    low = least(0, problem.upper_bound, counts.is_possible)
+    tree = _Tree(problem, times_us, num_nodes)
+    low = least(0, problem.upper_bound, tree.is_possible)
     best = _first_fit(problem, first, tree)
     if best is None:
         return None, low if tree.was_cut_short else problem.upper_bound + 1
@@ -82,70 +78,26 @@ def _first_fit(problem: CutProblem, first: list[int], tree: _Tree) -> list[int] 
     return None if found is None else rebalance(problem, found)
 
 
-@final
-class _Counts:
-    """Bounds by counting quanta; `times_us[layer]` is a lower bound on the layer's time."""
+def _spare_quanta(problem: CutProblem, times_us: Sequence[int], bound: int) -> Iterator[tuple[int, int]]:
+    """(spare quanta of all ranks, quantum in µs), for quanta that the fastest rank can just not fit once more.
 
-    def __init__(self, problem: CutProblem, times_us: Sequence[int]) -> None:
-        self._problem, self._times_us = problem, times_us
-        largest, small = max(times_us), sorted({time for time in times_us if time})
-        chosen = [small[i] for i in (*_SMALLEST, len(small) // 8) if i < len(small)]
-        quanta = {quantum for quantum in chosen if largest < _MAX_QUANTA * quantum}
-        self._tables = [(quantum, self._cheapest_us(quantum)) for quantum in sorted(quanta)]
-
-    def is_possible(self, bound: int) -> bool:
-        """False if provably no cut keeps all ranks within `bound`."""
-        budgets_us = self._problem.budgets_us(bound)
-        if any(spare < 0 for spare, _ in self.spare_quanta(bound)):
-            return False
-        for quantum, cheapest_us in self._tables:
-            most = (self._max_quanta(us, quantum, cheapest_us) for us in budgets_us)
-            if sum(most) < sum(time // quantum for time in self._times_us):
-                return False
-        return True
-
-    def spare_quanta(self, bound: int) -> Iterator[tuple[int, int]]:
-        """(spare quanta of all ranks, quantum in µs), for quanta that the fastest rank can just not fit once more."""
-        budgets_us = self._problem.budgets_us(bound)
-        for num_quanta in range(_MAX_QUANTA):
-            quantum = max(budgets_us) // (num_quanta + 1) + 1
-            needed = sum(time // quantum for time in self._times_us)
-            yield sum(us // quantum for us in budgets_us) - needed, quantum
-        yield sum(budgets_us) - sum(self._times_us), 1
-
-    def _max_quanta(self, budget_us: int, quantum: int, cheapest_us: Sequence[int]) -> int:
-        """Upper bound on the quanta that a rank fits into its budget."""
-        count = bisect_right(cheapest_us, budget_us) - 1
-        return count if count + 1 < len(cheapest_us) else budget_us // quantum
-
-    def _cheapest_us(self, quantum: int) -> list[int]:
-        """Entry h: the least time of as many runs as a rank has stages that have at least h quanta."""
-        counts = [time // quantum for time in self._times_us]
-        num_runs = self._problem.num_stages // self._problem.num_ranks
-        most = 2 * -(-sum(counts) // self._problem.num_ranks) + 1
-        outside = [[math.inf] * (most + 1) for _ in range(num_runs + 1)]  # [runs begun][quanta], layer by layer
-        inside = [list(row) for row in outside]
-        outside[0][0] = 0
-        for time, count in zip(self._times_us, counts, strict=True):
-            for run in range(num_runs, 0, -1):  # last runs first: a run begins after the one before it has ended
-                row = [math.inf] * (most + 1)
-                for have, (going_on, begun) in enumerate(zip(inside[run], outside[run - 1], strict=True)):
-                    us = min(going_on, begun) + time
-                    if us < row[min(have + count, most)]:
-                        row[min(have + count, most)] = us
-                inside[run] = row
-                outside[run] = list(map(min, outside[run], row))
-        cheapest = list(map(min, *outside))
-        cheapest = [*accumulate(reversed(cheapest), min)][::-1]  # more quanta also count
-        return [int(us) for us in cheapest if us < math.inf]
+    `times_us[layer]` is a lower bound on the layer's time. If any number of spare quanta is negative, no cut keeps all
+    ranks within `bound`.
+    """
+    budgets_us = problem.budgets_us(bound)
+    for num_quanta in range(_MAX_QUANTA):
+        quantum = max(budgets_us) // (num_quanta + 1) + 1
+        needed = sum(time // quantum for time in times_us)
+        yield sum(us // quantum for us in budgets_us) - needed, quantum
+    yield sum(budgets_us) - sum(times_us), 1
 
 
 @final
 class _Tree:
     """Finds boundaries within a bound, or proves that there are none."""
 
-    def __init__(self, problem: CutProblem, counts: _Counts, times_us: Sequence[int], num_nodes: int) -> None:
-        self._problem, self._counts, self._times_us = problem, counts, times_us
+    def __init__(self, problem: CutProblem, times_us: Sequence[int], num_nodes: int) -> None:
+        self._problem, self._times_us = problem, times_us
         self._num_nodes = self._left_nodes = num_nodes
         self._stop_at = 0  # a decision is given up when this many nodes are left
         self.was_cut_short = False
@@ -160,9 +112,13 @@ class _Tree:
         self._peak_bytes: list[int] = []
         self._failed: dict[tuple[int, int], list[tuple[int, ...]]] = {}
 
+    def is_possible(self, bound: int) -> bool:
+        """False if counting proves that no cut keeps all ranks within `bound`."""
+        return all(spare >= 0 for spare, _ in _spare_quanta(self._problem, self._times_us, bound))
+
     def decide(self, bound: int) -> list[int] | None:
         """Boundaries within the bound, or None if there are none. Raises _OutOfNodes."""
-        if not self._counts.is_possible(bound):
+        if not self.is_possible(bound):
             return None
         problem = self._problem
         self._budgets_us = problem.budgets_us(bound)
@@ -172,7 +128,7 @@ class _Tree:
         self._peak_bytes = [0] * problem.num_ranks
         self._failed = {}
         self._quanta = []
-        for _, quantum in sorted(self._counts.spare_quanta(bound))[:_NUM_NODE_QUANTA]:
+        for _, quantum in sorted(_spare_quanta(self._problem, self._times_us, bound))[:_NUM_NODE_QUANTA]:
             counts = accumulate(us // quantum for us in reversed(self._times_us))
             self._quanta.append((quantum, [0, *counts][::-1]))
         self._stop_at = max(self._left_nodes - self._num_nodes // _NUM_DECISIONS, 0)
