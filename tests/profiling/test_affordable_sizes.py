@@ -29,12 +29,12 @@ def test_the_most_important_sizes_that_fit(seconds: float, rows: list[int], monk
     """Each row takes a second."""
     now_s, measured = [0.0], list[int]()
 
-    def of_size(given: Any, how: Any, names: Any, count: int, *_: object) -> Any:
-        measured.append(count)
-        now_s[0] += count
-        return layer_costs(count)
+    def measure(given: Any, *_: object) -> Any:
+        measured.append(len(given.batch))
+        now_s[0] += len(given.batch)
 
-    monkeypatch.setattr(layer_profile, "_measured", of_size)
+    monkeypatch.setattr(layer_profile, "_measured", measure)
+    monkeypatch.setattr(layer_profile, "costs_of", lambda stages, layers, names, count, note: layer_costs(count))
     monkeypatch.setattr(layer_profile.time, "monotonic", lambda: now_s[0])  # type: ignore[attr-defined]
     profile = profile_model(STAGES, batch_of, SIZES, nn.functional.mse_loss, within_s=seconds)
     assert (measured, [*profile]) == (rows, sorted(rows))

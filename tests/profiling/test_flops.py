@@ -14,6 +14,7 @@ from torch.nn import functional
 from torch.utils.flop_counter import flop_registry, register_flop_formula
 
 from rota import LayerCosts, PlacementError
+from rota.models.carving.operations import OnMeta
 from rota.profiling import DEVICES
 from rota.profiling.roofline import Roofline
 from support.profiles import profile_layers
@@ -29,7 +30,7 @@ def meta(*shape: int, dtype: torch.dtype = torch.bfloat16, trained: bool = True)
 def flops(forward: Callable[[], Tensor]) -> tuple[int, int]:
     """Of a forward and of its backward; none of the operators is one whose operations are unknown."""
     clock = Roofline(H100)
-    with clock:
+    with OnMeta(), clock:
         out = forward()
         first = clock.num_flops
         if out.requires_grad:
