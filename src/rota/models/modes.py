@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from numbers import Real
 from typing import Any
 
 from torch import nn
@@ -59,4 +58,4 @@ def _depends_on_mode(module: nn.Module) -> bool:
     if isinstance(module, NORMS):
         return module.track_running_stats
     rates: list[Any] = [value for name, value in vars(module).items() if any(part in name for part in _RATES)]
-    return any(isinstance(rate, Real) and not isinstance(rate, bool) and rate > 0 for rate in rates)
+    return any(type(rate) in (int, float) and rate > 0 for rate in rates)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -109,7 +109,8 @@ def measure_layers(given: Given, options: ProfileOptions, estimated_for: DeviceM
                 here, move = on_device_of(layer, given) if roofline is None else (given, lambda value: value)
                 received = [move(edge.take(outputs[edge.source])) for edge in stages.incoming(layer)]
                 apart = here._replace(stages=_with_a_copy(stages, layer, on_meta=roofline is not None))
-                measured, outputs[layer], values = _measured(apart, layer, received, options.optimizer, measure)
+                with nullcontext() if roofline is None else OnMeta():
+                    measured, outputs[layer], values = _measured(apart, layer, received, options.optimizer, measure)
             names += [StorageReference(t.untyped_storage()) for value in values for t in tensors_of(value)]
             del received, apart, values
             outputs = {source: value for source, value in outputs.items() if last_reader.get(source, 0) > layer}
@@ -142,7 +143,6 @@ def _set_up(stages: Stages, repeats: int, roofline: Roofline | None) -> Iterator
         stack.callback(torch.set_num_threads, torch.get_num_threads())
         torch.set_num_threads(1)
         if roofline is not None:
-            stack.enter_context(OnMeta())
             stack.enter_context(Kernels(roofline.device))
             yield lambda run, _: roofline.timed(run, repeats, _RUN_NS, together=False)
         else:

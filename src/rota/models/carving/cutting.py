@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from rota.core.errors import SplitError
 from rota.models.carving.draws import IN_A_MODULE, remedy
-from rota.models.carving.recording import Drawn, FromInput, FromModel, Recording, Returned, Within
+from rota.models.carving.recording import Drawn, FromInput, FromModel, Label, Recording, Returned, Within
 
 CUT_ELSEWHERE = "cut elsewhere, so that both are on one stage"
 
@@ -111,7 +111,7 @@ def _add_writes(recording: Recording, reads: list[int], ranges: list[range]) -> 
                     changed = True
 
 
-def _has(label: object, reads: int, recording: Recording, calls: range) -> bool:
+def _has(label: Label, reads: int, recording: Recording, calls: range) -> bool:
     if isinstance(label, (Returned, Within)) and label.call in calls:
         return True
     return isinstance(label, Drawn) or label in recording.in_set(reads)

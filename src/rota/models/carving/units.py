@@ -13,7 +13,6 @@ from __future__ import annotations
 import dataclasses
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Sequence
-from functools import cache
 from typing import Any, Protocol, TypeAlias
 
 import torch
@@ -124,8 +123,13 @@ def _whole(
             yield f"{path}.{name}" if path else name, tensor
 
 
-@cache
+_made: dict[type[nn.Module], type[nn.Module]] = {}
+
+
 def _intercepted(base: type[nn.Module]) -> type[nn.Module]:
+    if base in _made:
+        return _made[base]
+
     class Intercepted(base):  # type: ignore[misc, valid-type]
         _rota_base = base
 
@@ -147,6 +151,7 @@ def _intercepted(base: type[nn.Module]) -> type[nn.Module]:
 
     Intercepted.__name__, Intercepted.__qualname__ = base.__name__, base.__qualname__
     Intercepted.__module__ = base.__module__
+    _made[base] = Intercepted
     return Intercepted
 
 
