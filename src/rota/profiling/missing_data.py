@@ -7,7 +7,7 @@ from traceback import walk_tb
 import torch
 from torch import nn
 
-from rota.models.carving.operations import OnMeta
+from rota.models.carving.operations import run_on_meta
 from rota.models.source_places import user_place
 from rota.torch_internals import ITEM, full_name_of, lacks_data
 
@@ -17,7 +17,7 @@ _ON_DEVICE = "measure on the device itself, where --device is cuda or left out"
 def why_not_estimated(error: Exception) -> str:
     """What needed data that the meta device does not have, where, and what to do; "" if `error` has another cause."""
     frames = [frame for frame, _ in walk_tb(error.__traceback__)]
-    operations = [frame.f_locals["func"] for frame in frames if frame.f_code is OnMeta.__torch_dispatch__.__code__]
+    operations = [frame.f_locals["func"] for frame in frames if frame.f_code is run_on_meta.__code__]
     operation = operations[0] if operations and (isinstance(error, NotImplementedError) or lacks_data(error)) else None
     if operation is None and not lacks_data(error):
         return ""
