@@ -26,7 +26,6 @@ REASONS: dict[str, tuple[Callable[[Tensor], object], str]] = {
     "branch": (lambda x: 1 if x.sum() > 0 else 2, r"asks for a number that depends on data \(aten::"),
     "list": (lambda x: x.argmax(-1).tolist(), "cannot be estimated, because"),
     "numpy": (lambda x: x.detach().numpy(), "cannot be estimated, because"),
-    "copy": (lambda x: x.cpu(), "cannot be estimated, because"),
 }
 
 
