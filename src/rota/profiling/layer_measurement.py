@@ -15,12 +15,12 @@ from torch import nn
 from rota.core.errors import EstimateError, PipelineError
 from rota.models import Stages
 from rota.models.carving.copies import deep_copy
-from rota.models.carving.operations import OnMeta
 from rota.models.randomness import random_state_kept
 from rota.models.stages import holds
 from rota.profiling.clocks import Clocks, Laps, Run, launch_text
 from rota.profiling.devices import DeviceModel
 from rota.profiling.kept_storages import KeptStorages, Name, kept_storages_of, place_of
+from rota.profiling.known_numbers import KnownNumbers
 from rota.profiling.missing_data import module_that_raised, why_not_estimated
 from rota.profiling.peak_memory import peaks
 from rota.profiling.roofline import Kernels, Roofline
@@ -98,7 +98,9 @@ def measure_layers(given: Given, options: ProfileOptions, estimated_for: DeviceM
 
     Raises PipelineError if a layer fails, with its number and contents; EstimateError if it needs data.
     """
-    stages = given.stages
+    stages, known = given.stages, KnownNumbers()
+    if estimated_for is not None:
+        given = given._replace(batch=known.on_meta(given.batch), target=known.on_meta(given.target))
     outputs: dict[int, Any] = {}
     last_reader = {edge.source: max(e.target for e in stages.outgoing(edge.source)) for edge in stages.edges}
     names: list[StorageReference] = []  # addresses that are names must not be used again
@@ -109,7 +111,7 @@ def measure_layers(given: Given, options: ProfileOptions, estimated_for: DeviceM
                 here, move = on_device_of(layer, given) if roofline is None else (given, lambda value: value)
                 received = [move(edge.take(outputs[edge.source])) for edge in stages.incoming(layer)]
                 apart = here._replace(stages=_with_a_copy(stages, layer, on_meta=roofline is not None))
-                with nullcontext() if roofline is None else OnMeta():
+                with nullcontext() if roofline is None else known:
                     measured, outputs[layer], values = _measured(apart, layer, received, options.optimizer, measure)
             names += [StorageReference(t.untyped_storage()) for value in values for t in tensors_of(value)]
             del received, apart, values

@@ -113,4 +113,4 @@ class OnMeta(TorchDispatchMode):
 
 
 def _on_cpu(leaf: Any) -> Any:
-    return _CPU if leaf == _META and isinstance(leaf, torch.device) else leaf
+    return _CPU if isinstance(leaf, torch.device) and leaf == _META else leaf
