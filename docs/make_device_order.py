@@ -12,8 +12,8 @@ from matplotlib.axes import Axes
 from matplotlib.patches import FancyArrowPatch, Rectangle
 
 from rota import Cluster, Costs, Kind, Op, place
-from rota.core.notebook import COLORS
 from rota.core.programs.device_steps import DeviceProgram, Step, device_programs
+from rota.drawing.looks import COLORS
 from rota.schedules import one_f_one_b
 
 PICTURE = Path(__file__).parent / "pictures" / "device_order.png"

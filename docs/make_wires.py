@@ -12,8 +12,8 @@ from matplotlib.axes import Axes
 from matplotlib.patches import Rectangle
 
 from rota import Cluster, Kind, Link, Op, Placement, Plan, SharedLink, Task, Timeline, simulate
-from rota.core.notebook import COLORS
-from rota.core.placement import Edge
+from rota.core.tasks import Edge
+from rota.drawing.looks import COLORS
 
 PICTURE = Path(__file__).parent / "pictures" / "wires.png"
 MESSAGE, GAP, SERVICE, WAITING, LINE = "#DDD9D0", "#F4F2EE", "#6B6F76", "#332288", "#6B6F76"

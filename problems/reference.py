@@ -16,8 +16,8 @@ from rota.core import reading, writing
 from rota.core.errors import FormatError
 from rota.core.placement import Placement
 from rota.core.plan import Plan, PlanFile
+from rota.core.reading import Whole
 from rota.core.simulation import simulate
-from rota.core.whole_numbers import Whole
 from rota.search import SearchResult, bounds
 from rota.search.bounds import Proof
 from rota.search.problem import Problem

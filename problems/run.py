@@ -22,8 +22,8 @@ from typing import Any, NamedTuple
 
 from reference import Reference, bound_of
 
-from rota.core.checking import check
 from rota.core.errors import FormatError, RotaError, SearchError
+from rota.core.simulation import check
 from rota.search import find_plan
 
 FOLDER = Path(__file__).parent

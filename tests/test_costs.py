@@ -70,7 +70,7 @@ def test_json_round_trip(given: Costs) -> None:
 
 
 def test_fields_with_a_default_may_be_left_out() -> None:
-    assert Costs.from_json('{"rota": "costs", "forward_us": [1, 2], "backward_us": 3}') == Costs((1, 2), (3, 3))
+    assert Costs.from_json('{"rota": "costs", "forward_us": [1, 2], "backward_us": [3, 4]}') == Costs((1, 2), (3, 4))
 
 
 def changed(**fields: object) -> str:
@@ -85,13 +85,17 @@ def changed(**fields: object) -> str:
         (changed(rota="plan"), 'not a costs file: it says "rota": "plan"'),
         (changed(forward_us=[1, True, 3]), "costs.forward_us[1] is true; expected a whole number"),
         (changed(forward_us=[1, 2.0, 3]), "costs.forward_us[1] is 2.0; expected a whole number"),
-        (changed(backward_us=-1), "costs.backward_us[0] is -1; expected 0 or more"),
+        (changed(backward_us=[1, 2, -1]), "costs.backward_us[2] is -1; expected 0 or more"),
+        (changed(backward_us=4), "costs.backward_us is 4; expected a list"),
         (changed(backward_us="4"), 'costs.backward_us is "4"; expected a list'),
         (changed(backward_us=None), "costs.backward_us is null; expected a list"),
         (changed(static_bytes=False), "costs.static_bytes is false; expected a list"),
         (changed(edges=[[0, 1], 2]), "costs.edges[1] is 2; expected a list"),
         (changed(edges=[[0, 1], [2]]), "costs.edges[1] is [2]; expected a list of length 2"),
-        (changed(reduce_us=10**15 + 1), "costs.reduce_us[0] is 1000000000000001; expected 1000000000000000 or less"),
+        (
+            changed(reduce_us=[10**15 + 1] * 3),
+            "costs.reduce_us[0] is 1000000000000001; expected 1000000000000000 or less",
+        ),
     ],
 )
 def test_what_is_wrong_is_told_with_place_and_value(text: str, told: str) -> None:

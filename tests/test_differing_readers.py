@@ -18,12 +18,11 @@ from rota.cli import main
 from rota.core.cluster import Cluster, Link
 from rota.core.costs import Costs
 from rota.core.errors import PlacementError
-from rota.core.figures import values_of
 from rota.core.placement import Placement
 from rota.core.placing import place
 from rota.core.plan import Plan
 from rota.core.simulation import simulate
-from rota.core.tasks import Task
+from rota.core.tasks import Task, values_of
 from rota.core.timeline import Timeline
 from support.core_strategies import differing_plans
 from support.sampling import some
@@ -68,7 +67,6 @@ def test_explained_compared_and_drawn(plan: Plan) -> None:
     drawing.to_text(timeline)
     drawing.to_html(timeline)
     drawing.to_chrome_trace(timeline)
-    plan._repr_html_()
 
 
 @given(differing_plans())

@@ -17,8 +17,11 @@ from support.layers import (
     complaints,
     contracted,
     imports_of,
+    longest_chain,
     page,
 )
+
+MOST_FILES = 28  # in a chain of imports
 
 
 def test_every_module_imports_only_what_its_row_allows() -> None:
@@ -70,6 +73,10 @@ def circle(graph: dict[str, set[str]]) -> list[str]:
 
 def test_a_circle_is_found() -> None:
     assert sorted(circle({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}})[1:]) == ["a", "b", "c"]
+
+
+def test_no_chain_of_imports_is_long() -> None:
+    assert max(len(longest_chain(module)) for module in MODULES) <= MOST_FILES
 
 
 def test_contributing_shows_the_table() -> None:

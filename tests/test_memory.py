@@ -7,11 +7,11 @@ from hypothesis import given, settings
 from rota import schedules
 from rota.core.cluster import Cluster, Link, SharedLink
 from rota.core.costs import Costs
-from rota.core.placement import Edge, Placement
+from rota.core.placement import Placement
 from rota.core.placing import place
 from rota.core.plan import Plan
 from rota.core.simulation import simulate
-from rota.core.tasks import Kind, Op, Task
+from rota.core.tasks import Edge, Kind, Op, Task
 from rota.core.timeline import Timeline
 from support.core_strategies import differing_plans, plans, wired_plans
 from support.recount import figure_of, recount

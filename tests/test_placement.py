@@ -12,9 +12,10 @@ from rota.core import reading
 from rota.core.cluster import Cluster, Link, SharedLink
 from rota.core.costs import Costs
 from rota.core.errors import PlacementError
-from rota.core.placement import Edge, Placement, PlacementFile, Route, StepEnd
+from rota.core.placement import Placement
+from rota.core.placement_file import PlacementFile, placement_fields, read_placement
 from rota.core.placing import bidirectional, interleaved, place, wave
-from rota.core.tasks import Kind, Task
+from rota.core.tasks import Edge, Kind, Route, StepEnd, Task
 from support.core_strategies import costs, placements
 
 F, B, I, W = Kind.F, Kind.B, Kind.I, Kind.W  # noqa: E741
@@ -184,8 +185,8 @@ def test_forward_only_keeps_forwards_that_hold_nothing() -> None:
 
 @given(placements)
 def test_text_round_trip(placement: Placement) -> None:
-    text = reading.dump("plan", PlacementFile(**placement.to_file()))
-    again = Placement.from_file(reading.parse(text, "plan").read(PlacementFile), "plan")
+    text = reading.dump("plan", PlacementFile(**placement_fields(placement)))
+    again = read_placement(reading.parse(text, "plan").read(PlacementFile), "plan")
     assert again == placement
     assert (again.routes, again.component_of, again.index) == (
         placement.routes,

@@ -12,12 +12,12 @@ import pytest
 from hypothesis import given, settings
 
 from rota import schedules
-from rota.core.checking import check
 from rota.core.cluster import Cluster, Link, SharedLink
 from rota.core.costs import Costs
 from rota.core.errors import FormatError, PlanError, RotaError
 from rota.core.placing import place
 from rota.core.plan import Plan
+from rota.core.simulation import check
 from rota.core.tasks import Op, Transfer
 from support.core_strategies import every_op, plans, read_by, wired_plans
 from support.sampling import some
@@ -55,7 +55,7 @@ def test_the_wire_order_holds_everything_after_what_it_needs(plan: Plan) -> None
 def test_each_rank_sends_in_the_order_of_service(plan: Plan) -> None:
     sent_us = plan.earliest.starts_us
     for nodes in plan.served:
-        transfers = dict(plan.services.transfers())
+        transfers = dict(plan.shared_transfers.transfers())
         by_sender: dict[int, list[Transfer]] = {}
         for node in nodes:
             by_sender.setdefault(transfers[node].sender, []).append(transfers[node])
@@ -70,7 +70,7 @@ def hosted(num_microbatches: int = 2) -> Plan:
     host = SharedLink("host a", 1, (0, 1), (0, 1))
     cluster = Cluster((None, None), Link(1, 2), shared=(host,))
     plan = schedules.gpipe(place(Costs.uniform(2, boundary_bytes=8), cluster), num_microbatches)
-    transfers = dict(plan.services.transfers())
+    transfers = dict(plan.shared_transfers.transfers())
     return replace(plan, service_orders=(tuple(transfers[node] for node in plan.served[0]),))
 
 

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from rota import FormatError, PipelineError, PlacementError
-from rota.core.layers import LayerCosts
-from rota.core.profiles import Profile
+from rota.core.layers import LayerCosts, Profile
 
 
 def layers(num_layers: int = 3, rows: int = 2, **columns: Any) -> LayerCosts:

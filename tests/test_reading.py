@@ -16,10 +16,9 @@ import rota
 from planning.test_autoplan import layer_costs
 from rota.core import reading
 from rota.core.errors import FormatError
-from rota.core.profiles import Profile
-from rota.core.reading import Field
-from rota.core.usage import Usage
-from rota.core.whole_numbers import Positive
+from rota.core.layers import Profile
+from rota.core.plan import Usage
+from rota.core.reading import Field, Positive
 from support import schemas
 from support.problem_library import Reference
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from rota import AllReduceTimes, Cluster, Costs, Link, Placement, Plan, SharedLink, place, schedules
+from rota.core.plan import Usage
 from rota.core.tasks import Kind
-from rota.core.usage import Usage
 from rota.planning.machine import Machine
 from rota.runtime.execution import forwards_of
 from rota.schedules import NAMED
@@ -55,8 +55,8 @@ def plan() -> Plan:
     placements[1] = replace(placements[1], tasks=tasks)
     placement = Placement.of_classes(placements, (0, 1, 0, 1), sample_of=(0, 0, 1, 1))
     made = schedules.seq1f1b(placement, 4)
-    served = (tuple(transfer for _, transfer in made.services.transfers()),)
-    usage = Usage(("a", "b", "c"), 2, 2, (1, 1, 1, 1), "measured", 4, True, True, ("a", "b", "c"))
+    served = (tuple(transfer for _, transfer in made.shared_transfers.transfers()),)
+    usage = Usage(("a", "b", "c"), 2, 2, (1, 1, 1, 1), "measured")
     return replace(made, usage=usage, service_orders=served)
 
 

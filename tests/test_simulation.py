@@ -9,11 +9,11 @@ from hypothesis import given, settings
 from rota import schedules
 from rota.core.cluster import Cluster, Link, SharedLink
 from rota.core.costs import Costs
-from rota.core.placement import Edge, Placement, StepEnd
+from rota.core.placement import Placement
 from rota.core.placing import place
 from rota.core.plan import Plan
 from rota.core.simulation import simulate
-from rota.core.tasks import Kind, Op, Task
+from rota.core.tasks import Edge, Kind, Op, StepEnd, Task
 from rota.core.timeline import Timeline
 from support import recount as counting
 from support.core_strategies import differing_plans, plans, wired_plans
@@ -56,7 +56,7 @@ def test_the_order_of_first_come_first_served_written_down_changes_nothing(plan:
     plan = replace(plan, service_orders=())
     found = [[(time, node) for node in nodes for time in [plan.earliest.starts_us[node]]] for nodes in plan.served]
     assert all(order == sorted(order) for order in found)
-    nodes = dict(plan.services.transfers())
+    nodes = dict(plan.shared_transfers.transfers())
     written = replace(plan, service_orders=tuple(tuple(nodes[node] for node in order) for order in plan.served))
     assert simulate(written).ends_us == simulate(plan).ends_us
     assert simulate(written).sent_us == simulate(plan).sent_us

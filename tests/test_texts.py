@@ -11,7 +11,7 @@ import pytest
 
 import rota
 from planning.test_autoplan import UNEVEN, layer_costs
-from rota.core.profiles import Profile
+from rota.core.layers import Profile
 from rota.core.programs.device_order import check_device_order
 from rota.diagnosis.report import Finding, Report
 from rota.planning.planner import PlannedBatch

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rota.cli.common import parse_memory
-from rota.core.units import count_text, exact_size_text
+from rota.core.text import count_text, exact_size_text
 
 
 @pytest.mark.parametrize("num_bytes", [1, 999, 1000, 1500, 4_003_000, 70 * 10**9, 3 * 10**12, 10**15])

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 import rota
-from rota.core.units import count_text
+from rota.core.text import count_text
 from rota.demo.model import GPT, NUM_BYTES, loss_fn
 from rota.planning.step_times import StepTimes, difference
 from rota.planning.trials import Trial, run_trials

@@ -32,7 +32,7 @@ from trainings import (
 )
 
 from rota import Cluster, Costs, Plan, place
-from rota.core.units import count_text
+from rota.core.text import count_text
 from rota.schedules import gpipe
 
 NUM_STAGES, SAVE_EVERY = 4, 20

@@ -46,7 +46,7 @@ def _service_orders(plan: Plan) -> tuple[tuple[Transfer, ...], ...]:
     """First come, first served, written down."""
     transfers = {
         first + k: plan.placement.transfer(route, microbatch)
-        for route, first in plan.services.first.items()
+        for route, first in plan.shared_transfers.first.items()
         for k, microbatch in enumerate(plan.microbatches_on(route))
     }
     return tuple(tuple(transfers[node] for node in nodes) for nodes in plan.served)

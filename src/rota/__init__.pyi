@@ -13,7 +13,6 @@ from .calibration import (
     calibrated as calibrated,
     fit_sizes as fit_sizes,
 )
-from .core.checking import check as check
 from .core.cluster import AllReduceTimes as AllReduceTimes, Cluster as Cluster, Link as Link, SharedLink as SharedLink
 from .core.costs import Costs as Costs
 from .core.errors import (
@@ -27,15 +26,14 @@ from .core.errors import (
     SearchError as SearchError,
     SplitError as SplitError,
 )
-from .core.layers import LayerCosts as LayerCosts
-from .core.placement import Edge as Edge, Placement as Placement, StepEnd as StepEnd
+from .core.layers import LayerCosts as LayerCosts, Profile as Profile
+from .core.placement import Placement as Placement
 from .core.placing import bidirectional as bidirectional, interleaved as interleaved, place as place, wave as wave
 from .core.plan import Plan as Plan
-from .core.profiles import Profile as Profile
 from .core.programs.device_order import DeviceOrder as DeviceOrder, check_device_order as check_device_order
-from .core.simulation import simulate as simulate
+from .core.simulation import check as check, simulate as simulate
 from .core.sizes import Curve as Curve, Size as Size, SizeModel as SizeModel
-from .core.tasks import Kind as Kind, Op as Op, Task as Task, Transfer as Transfer
+from .core.tasks import Edge as Edge, Kind as Kind, Op as Op, StepEnd as StepEnd, Task as Task, Transfer as Transfer
 from .core.timeline import Span as Span, Timeline as Timeline
 from .drawing import draw as draw
 from .models import (

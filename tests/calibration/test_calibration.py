@@ -14,18 +14,15 @@ from cli.test_cli import run
 from rota import schedules
 from rota.calibration import Calibration, calibrate, calibrated, costs_of, median_us
 from rota.calibration.measured_times import fit_link
-from rota.calibration.planning_again import commands
 from rota.core.cluster import Cluster, Link, SharedLink
-from rota.core.contention import service_starts_us
 from rota.core.costs import Costs
 from rota.core.errors import PlacementError, PlanError, RotaError
-from rota.core.placement import Edge, Placement, StepEnd
+from rota.core.placement import Placement
 from rota.core.placing import place
-from rota.core.plan import Plan
+from rota.core.plan import Plan, Usage
 from rota.core.simulation import simulate
-from rota.core.tasks import Kind, Op, Task
+from rota.core.tasks import Edge, Kind, Op, StepEnd, Task
 from rota.core.timeline import Timeline
-from rota.core.usage import Usage
 from support.core_strategies import Chooser, placed, plans, wired_plans
 from support.measured import measured_like
 from support.sampling import some
@@ -138,7 +135,7 @@ def test_waiting_for_a_shared_link_is_not_part_of_a_link() -> None:
 
     def measured(*arrived_us: int) -> Timeline:
         arrived = tuple((us,) for us in arrived_us)
-        starts_us = service_starts_us(planned.plan, ((10,), (10,)), arrived)
+        starts_us = planned.plan.shared_transfers.starts_us(((10,), (10,)), arrived)
         return replace(planned, sent_us=starts_us, arrived_us=arrived)
 
     assert calibrated(measured(33, 33)).routes == placement.routes
@@ -245,25 +242,8 @@ def test_one_schedule_may_be_asked_for_and_the_search_may_join() -> None:
 def test_a_rank_with_too_much_to_do_is_told() -> None:
     timeline = measured_by(schedules.gpipe(OLD, 8), (100, 100, 240, 100))
     assert "Rank 2 has 26% more work than the mean" in calibrate([timeline]).verdict()
-    assert commands(timeline.plan) == (
-        "rota profile MODEL.py --rows 1,2,4,8 -o profile.json",
-        "rota profile links --processes 4 -o cluster.json",
-        "rota autoplan --profile profile.json --links cluster.json --ranks 4 --pipeline 4 --batch ROWS -o better.json",
-    )
     even = calibrate([measured_by(schedules.gpipe(OLD, 8), (100, 100, 110, 100))])
     assert "more work" not in even.to_text()
-
-
-def test_the_command_that_cuts_again_keeps_the_trainer_and_the_ranks_per_pipeline() -> None:
-    usage = Usage(("b.1", "b.2", "b.4"), 4, 2, (1, 1, 2, 1), "", 4, True, True, ("b.1", "b.2", "b.3", "b.4", "head"))
-    plan = Plan.from_json(replace(schedules.gpipe(OLD, 8), usage=usage).to_json())
-    assert plan.usage == usage
-    profile, _, again = commands(plan)
-    assert profile == "rota profile MODEL.py --cuts 'b.*,head' --rows 2,4,8 -o profile.json"
-    assert "--ranks 8 --pipeline 4 --batch 64 --exportable --whole-backward -o better.json" in again
-    limited = replace(OLD, cluster=replace(OLD.cluster, limit_bytes=(9000,) * 4))
-    plan = replace(schedules.gpipe(limited, 8), usage=Usage(("a", "b", "c"), 4, 2, (1, 1, 2, 1)))
-    assert commands(plan)[-1].endswith(" --ranks 8 --memory 9kB --batch 64 -o better.json")
 
 
 def test_schedules_that_do_not_fit_in_memory_are_left_out() -> None:

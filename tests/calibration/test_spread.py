@@ -5,24 +5,20 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 from rota import schedules
 from rota.accounting import explain
 from rota.calibration import calibrate
-from rota.calibration.planning_again import commands, free_name
 from rota.calibration.spread import Spread, copies, have_same_layers, num_left_out
-from rota.core.cluster import Cluster, Link
+from rota.core.cluster import Cluster
 from rota.core.costs import Costs
 from rota.core.placing import bidirectional, place
-from rota.core.plan import Plan
+from rota.core.plan import Plan, Usage
 from rota.core.tasks import Kind, Op
 from rota.core.timeline import Timeline
-from rota.core.usage import Usage
 from support.measured import timed
-from support.parsing import parse
 
 
 def chain(num_microbatches: int = 8) -> Plan:
@@ -97,8 +93,8 @@ def test_it_is_said_that_the_ops_differ_too_much() -> None:
     explanation = explain(timeline)
     assert cuts(timeline) == []
     assert explanation.doubts == (
-        "stage 2: 115% longer than the mean with the median times, but its ops differ too much to tell whether another "
-        "cut helps: 2F took 100 µs to 600 µs",
+        "stage 2 (all from b to before c) takes 115% longer than the mean: move 175 µs (25%) of its work, 1 of its 4 "
+        "layers, to stage 1: 20.5% shorter with the median times, but not with all times that the measured ops allow",
     )
     assert f"Too uncertain to advise: {explanation.doubts[0]}." in explanation.to_text()
     assert "more work" not in calibrate([timeline], "1f1b").verdict()
@@ -122,7 +118,7 @@ def test_where_ranks_share_cores_ops_do_not_tell_which_rank_has_more_work() -> N
     assert cuts(replace(timeline, num_cores=4))
     found = explain(timeline)
     assert cuts(timeline) == []
-    assert (found.doubts, found.imbalance) == ((), None)
+    assert (found.doubts, found.imbalance) == ((), "")
     text = found.to_text()
     assert "4 ranks shared 2 cores" in text
     assert "Use no more ranks than cores before you judge the ranks' work and idle times below." in text
@@ -188,57 +184,3 @@ def test_work_is_moved_in_all_copies_of_a_stage() -> None:
     measured = timed(plan, lambda op: 300 if op.stage in (1, 5) else 100)
     assert all(words.startswith("stages 1 and 5 (all from a to before b) take 100% longer") for words in cuts(measured))
     assert any("to stages 0 and 4" in words or "to stages 2 and 6" in words for words in cuts(measured))
-
-
-# --- commands ---------------------------------------------------------------------------------------------------------
-
-
-def test_the_commands_run_as_printed_and_overwrite_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    for name in ("profile.json", "better.json", "better2.json"):
-        (tmp_path / name).touch()
-    assert free_name("better.json") == "better3.json"
-    usage = Usage(("a", "b", "c"), 4, 2, (1, 1, 2, 1), pipeline_ranks=4, exportable=True)
-    plan = replace(chain(), usage=usage)
-    plan = replace(plan, placement=replace(plan.placement, cluster=Cluster.uniform(4, latency_us=3)))
-    assert commands(plan) == (
-        "rota profile MODEL.py --rows 2,4,8 -o profile2.json",
-        "rota profile links --processes 8 -o cluster.json",
-        "rota autoplan --profile profile2.json --links cluster.json --ranks 8 --pipeline 4 --batch 64 --exportable "
-        "-o better3.json",
-    )
-    for command in commands(plan):
-        parse(command.split()[1:])
-    assert " --copies " in commands(both_ways())[-1]
-
-
-@pytest.mark.parametrize(
-    ("cluster", "links"),
-    [
-        (Cluster.uniform(4, latency_us=5, bytes_per_us=300_000), " --link 5us,300GB/s"),
-        (Cluster.uniform(4, latency_us=5), " --link 5us"),
-        (Cluster.uniform(4), ""),
-        (replace(Cluster.uniform(4), links=((0, 1, Link(9, 100)),)), " --links LINKS.json"),
-    ],
-)
-def test_estimates_for_a_device_are_estimated_again_with_its_links(
-    cluster: Cluster, links: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    plan = replace(chain(), usage=Usage(("a", "b", "c"), 4, 1, note="estimated for h100"))
-    plan = replace(plan, placement=replace(plan.placement, cluster=cluster))
-    first, *others = commands(plan)
-    assert first == "rota profile MODEL.py --device h100 --rows 2,4,8 -o profile.json"
-    assert others == [f"rota autoplan --profile profile.json{links} --ranks 4 --batch 32 -o better.json"]
-    for command in commands(plan):
-        parse(command.split()[1:])
-
-
-def test_another_device_than_this_machines_cpu_is_kept_or_nothing_is_measured() -> None:
-    def first(note: str) -> str:
-        return next(iter(commands(replace(chain(), usage=Usage(("a", "b", "c"), 4, 1, note=note)))), "")
-
-    assert " --device DEVICE --rows" in first("measured on NVIDIA H200, one layer after another")
-    assert "--device" not in first("measured on AMD EPYC, 1 thread, one layer after another")
-    assert "--device" not in first("measured on CPU, 1 thread per rank; 2 ranks on 2 cores")
-    assert first("estimated from old tables") == ""

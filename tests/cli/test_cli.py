@@ -18,7 +18,7 @@ from rota import Cluster, Costs, Plan, Timeline, place, simulate
 from rota.cli import main
 from rota.cli.common import parse_bytes
 from rota.cli.main import COMMANDS
-from rota.core.usage import Usage
+from rota.core.plan import Usage
 from rota.interop.torch_order import derived
 from rota.schedules import FAMILIES, NAMED
 from support import ROOT

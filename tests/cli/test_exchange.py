@@ -13,7 +13,7 @@ import pytest
 from cli.test_cli import run
 from rota import Cluster, Costs, Plan, interleaved, place
 from rota.core.costs import assumed_costs
-from rota.core.usage import Usage
+from rota.core.plan import Usage
 from rota.schedules import NAMED
 
 MODEL = """

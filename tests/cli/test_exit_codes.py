@@ -11,7 +11,7 @@ import pytest
 import rota
 from cli.test_cli import run
 from planning.test_autoplan import UNEVEN, layer_costs
-from rota.core.profiles import Profile
+from rota.core.layers import Profile
 from support.model_file import MODEL
 
 _PLAN = "--ranks 2 --microbatches 4 --activation 1GB --limit 500MB"

@@ -12,7 +12,7 @@ import pytest
 import rota
 from planning.test_autoplan import UNEVEN, layer_costs
 from rota.cli import main
-from rota.core.profiles import Profile
+from rota.core.layers import Profile
 from support.model_file import MODEL
 from support.parsing import ALL
 

@@ -10,7 +10,7 @@ import torch
 
 from rota import FormatError, Size, SizeModel, split
 from rota.cli import main
-from rota.core.profiles import Profile
+from rota.core.layers import Profile
 from rota.planning.model_file import load_model_file, profile_file
 from rota.planning.request import Measuring
 from rota.profiling.clocks import Laps, Run, WallClock

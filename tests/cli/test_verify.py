@@ -12,7 +12,7 @@ import pytest
 
 import rota
 from rota.cli import main
-from rota.core.usage import Usage
+from rota.core.plan import Usage
 
 pytestmark = pytest.mark.dist
 

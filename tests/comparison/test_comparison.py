@@ -12,11 +12,11 @@ from rota.accounting.comparison import Comparison, KindRow, Part, _parts_us, com
 from rota.core.cluster import Cluster, Link, SharedLink
 from rota.core.costs import Costs
 from rota.core.errors import PlanError
-from rota.core.placement import Edge, Placement
+from rota.core.placement import Placement
 from rota.core.placing import place
 from rota.core.plan import Plan
 from rota.core.simulation import simulate
-from rota.core.tasks import Kind, Op, Task
+from rota.core.tasks import Edge, Kind, Op, Task
 from rota.core.timeline import Timeline
 from support.core_strategies import Chooser, plans, wired_plans
 from support.measured import measured_like
@@ -209,6 +209,8 @@ def test_text() -> None:
     assert lines["slower"][:4] == ["slower", "ops", "+200", "µs"]
     assert lines["1F"][1:] == ["100", "150", "150%", "150", "150", "4"]
     assert "Longest overruns: 1F0 (+50 µs), 1F1 (+50 µs), 1F2 (+50 µs)" in text
+    assert "+0 µs" not in text
+    assert "Where the difference" not in compare(PLANNED, PLANNED).to_text()
 
 
 @pytest.mark.parametrize(

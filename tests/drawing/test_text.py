@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 import rota
-from rota.core.units import size_text, time_text
+from rota.core.text import size_text, time_text
 from rota.drawing import to_text
 from support.sampling import some
 

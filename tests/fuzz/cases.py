@@ -23,8 +23,7 @@ from rota import Cluster, Plan, RotaError, Timeline
 from rota.cli import files
 from rota.compat.tessel.schedule.schedplan import SchedPlan
 from rota.core import reading
-from rota.core.layers import LayerCosts
-from rota.core.profiles import Profile
+from rota.core.layers import LayerCosts, Profile
 from rota.interop import ImportedTrace, deepspeed, import_traces, megatron, torchtitan
 
 _HANG_S = 20.0  # of a processor's time; the slowest good case takes well below a second

@@ -12,14 +12,12 @@ from tempfile import TemporaryDirectory
 from rota import schedules
 from rota.core.cluster import AllReduceTimes, Cluster, Link, SharedLink
 from rota.core.costs import Costs
-from rota.core.layers import LayerCosts
-from rota.core.placement import StepEnd
+from rota.core.layers import LayerCosts, Profile
 from rota.core.placing import bidirectional, interleaved, place
-from rota.core.plan import Plan
-from rota.core.profiles import Profile
+from rota.core.plan import Plan, Usage
 from rota.core.simulation import simulate
+from rota.core.tasks import StepEnd
 from rota.core.timeline import Timeline
-from rota.core.usage import Usage
 from rota.interop import torchtitan
 from support.measured import measured_like
 from support.trace_files import written
@@ -63,7 +61,7 @@ def plans() -> tuple[Plan, ...]:
 
 def _served(plan: Plan) -> Plan:
     """With the order of service that first come, first served gives."""
-    transfers = dict(plan.services.transfers())
+    transfers = dict(plan.shared_transfers.transfers())
     return replace(plan, service_orders=tuple(tuple(transfers[node] for node in nodes) for nodes in plan.served))
 
 
@@ -75,7 +73,7 @@ def plan_texts() -> tuple[str, ...]:
 @cache
 def csv_texts() -> tuple[str, ...]:
     chains = [plans()[i] for i in (0, 2, 5, 7)]
-    forms = ({}, {"communication": True}, {"overlap": True}, {"communication": True, "overlap": True})
+    forms = ({}, {"communication": True})
     return tuple(plan.to_csv(**form) for plan in chains for form in forms)
 
 

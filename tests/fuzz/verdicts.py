@@ -17,9 +17,8 @@ from rota.accounting import explain
 from rota.compat.tessel.schedule.schedplan import SchedPlan
 from rota.core.cluster import Cluster
 from rota.core.costs import Costs
-from rota.core.layers import LayerCosts
+from rota.core.layers import LayerCosts, Profile
 from rota.core.placing import place
-from rota.core.profiles import Profile
 from rota.core.tasks import Op
 from rota.drawing import to_chrome_trace, to_html, to_text
 from rota.interop import ImportedTrace, deepspeed, megatron, torchtitan
@@ -52,8 +51,7 @@ def of_plan(loaded: Plan | Timeline, chooser: Random) -> str:
     text = loaded.to_json()
     assert Plan.from_json(text) == loaded
     assert Plan.from_json(text).to_json() == text
-    loaded._repr_html_()
-    again = [tried(partial(csv_and_back, loaded, form)) for form in ({}, {"communication": True}, {"overlap": True})]
+    again = [tried(partial(csv_and_back, loaded, form)) for form in ({}, {"communication": True})]
     try:
         check(loaded)
     except RotaError as error:
@@ -94,7 +92,6 @@ def use(timeline: Timeline, chooser: Random) -> None:
     if chooser.random() < _SLOW:
         tried(lambda: to_html(timeline))
         tried(lambda: to_chrome_trace(timeline))
-        tried(lambda: timeline._repr_html_())
         if (told := tried(lambda: explain(timeline))) is not None:
             assert sum(told.by_cause.values()) == sum(timeline.idle_us)
             told.to_text()

@@ -12,7 +12,7 @@ from torch import nn
 
 from rota import Cluster, Plan, RotaError
 from rota.core.costs import Costs
-from rota.core.usage import Usage
+from rota.core.plan import Usage
 from rota.interop import torchtitan, with_plan
 from rota.schedules import NAMED
 from support.plain_gpt import GPT

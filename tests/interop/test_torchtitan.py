@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from fuzz.mutating import json_mutants, text_mutants
 from rota import Cluster, Costs, Plan, RotaError, Stages, interleaved, place
-from rota.core.usage import Usage
+from rota.core.plan import Usage
 from rota.interop import module_parts, parts_beginning_with, torchtitan
 from rota.models import CutPoint, split
 from rota.schedules import NAMED

@@ -11,11 +11,10 @@ import torch
 from torch import nn
 
 from planning.test_autoplan import LONG_S, UNEVEN, layer_costs
-from rota.core.checking import check
 from rota.core.cluster import Link
 from rota.core.errors import PipelineError
-from rota.core.simulation import simulate
-from rota.core.units import time_text
+from rota.core.simulation import check, simulate
+from rota.core.text import time_text
 from rota.planning import Answer, Choices, Machine, autoplan, confirmation, finalists, trials
 from rota.planning.confirmation import Training
 from rota.planning.evaluation import Contender

@@ -10,8 +10,7 @@ import torch
 from torch import nn
 
 from planning.test_autoplan import LONG_S, UNEVEN, layer_costs
-from rota.core.layers import LayerCosts
-from rota.core.profiles import Profile
+from rota.core.layers import LayerCosts, Profile
 from rota.models import Stages
 from rota.planning import Machine, autoplan
 from rota.profiling import this_machine

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from rota import Costs, PipelineError, Stages
-from rota.core.units import count_text
+from rota.core.text import count_text
 from rota.profiling import clocks
 from support.profiles import profile
 

@@ -12,13 +12,11 @@ from hypothesis import given, strategies as st
 
 from rota.core.cluster import Cluster
 from rota.core.costs import Costs
-from rota.core.placement import Edge
 from rota.core.placing import place
 from rota.core.plan import Plan
-from rota.core.programs.actions import Action, compile_program
-from rota.core.programs.prefetch_receives import NUM_OPS_AHEAD, prefetch_receives
+from rota.core.programs.actions import NUM_OPS_AHEAD, Action, compile_program, prefetch_receives
 from rota.core.simulation import simulate
-from rota.core.tasks import Kind, Op
+from rota.core.tasks import Edge, Kind, Op
 from rota.schedules import gpipe, one_f_one_b
 from support.random_plans import random_plan, with_random_wires
 

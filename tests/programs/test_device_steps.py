@@ -8,14 +8,13 @@ import pytest
 
 from rota.core.cluster import Cluster
 from rota.core.costs import Costs
-from rota.core.placement import Edge, Placement
+from rota.core.placement import Placement
 from rota.core.placing import place
 from rota.core.plan import Plan
-from rota.core.programs.actions import compile_programs
+from rota.core.programs.actions import compile_programs, prefetch_receives
 from rota.core.programs.device_steps import DeviceProgram, device_programs
-from rota.core.programs.prefetch_receives import prefetch_receives
 from rota.core.simulation import simulate
-from rota.core.tasks import Transfer
+from rota.core.tasks import Edge, Transfer
 from rota.schedules import gpipe, one_f_one_b
 from support.random_plans import random_plan, with_random_wires
 

@@ -12,9 +12,8 @@ from rota.core.costs import Costs
 from rota.core.errors import PipelineError
 from rota.core.placement import Placement
 from rota.core.placing import bidirectional, place
-from rota.core.plan import Plan
+from rota.core.plan import Plan, Usage
 from rota.core.tasks import Kind, Op
-from rota.core.usage import Usage
 from rota.models import Stages, split
 from rota.runtime.plans import refuse_other_cuts, refuse_unsupported
 from rota.schedules import forward_only, gpipe

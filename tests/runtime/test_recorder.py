@@ -13,11 +13,11 @@ from rota.accounting.comparison import Part, compare
 from rota.calibration import calibrated
 from rota.core.cluster import Cluster, Link, SharedLink
 from rota.core.costs import Costs
-from rota.core.placement import Edge, Placement
+from rota.core.placement import Placement
 from rota.core.placing import place
 from rota.core.plan import Plan
 from rota.core.simulation import simulate
-from rota.core.tasks import Kind, Op, Task
+from rota.core.tasks import Edge, Kind, Op, Task
 from rota.core.timeline import Timeline
 from rota.runtime.recorder import Record, merge
 from rota.schedules import forward_only, gpipe

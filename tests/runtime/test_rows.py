@@ -14,7 +14,7 @@ from torch import Tensor
 
 from rota import Cluster, Costs, FormatError, Pipeline, PlacementError, Plan, Timeline, compare, place
 from rota.calibration.placement_costs import costs_of
-from rota.core.usage import Usage
+from rota.core.plan import Usage
 from rota.schedules import forward_only, one_f_one_b
 from support.networks import WIDTH, chain, loss_fn
 from support.pool import Pool

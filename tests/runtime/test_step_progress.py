@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 import rota
-from rota.core.usage import Usage
+from rota.core.plan import Usage
 from rota.runtime.environment import PROGRESS
 from rota.runtime.step_progress import StepProgress, progress_of
 

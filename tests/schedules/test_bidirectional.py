@@ -8,14 +8,13 @@ from collections.abc import Callable, Iterator
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from rota.core.checking import check
 from rota.core.cluster import Cluster
 from rota.core.costs import Costs
 from rota.core.errors import ScheduleError
 from rota.core.placement import Placement
 from rota.core.placing import bidirectional, place, wave
 from rota.core.plan import Plan
-from rota.core.simulation import simulate
+from rota.core.simulation import check, simulate
 from rota.core.tasks import Op
 from rota.core.timeline import Timeline
 from rota.schedules.chimera import chimera

@@ -7,13 +7,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from rota.core.checking import check
 from rota.core.cluster import Cluster
 from rota.core.costs import Costs
 from rota.core.errors import ScheduleError
 from rota.core.placing import bidirectional, wave
 from rota.core.plan import Plan
-from rota.core.simulation import simulate
+from rota.core.simulation import check, simulate
 from rota.core.tasks import Kind, Op
 from rota.schedules import FAMILIES, NAMED, Family, PipeSchedule, zb_h1, zb_h2
 from rota.schedules.table import best, compare_schedules, to_json, to_text

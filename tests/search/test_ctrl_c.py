@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from rota.core.checking import check
 from rota.core.cluster import Cluster
 from rota.core.costs import Costs
 from rota.core.placement import Placement
 from rota.core.placing import wave
+from rota.core.simulation import check
 from rota.search import find_plan, finding, portfolio
 from rota.search.budget import Budget
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from rota.core.checking import check
 from rota.core.cluster import Cluster
 from rota.core.costs import Costs
 from rota.core.placing import place
+from rota.core.simulation import check
 from rota.search import find_plan
 
 REFERENCE = json.loads((Path(__file__).parent / "zero_bubble_reference.json").read_text())["rows"]

@@ -38,7 +38,7 @@ def test_the_simulator_and_the_search_agree(placement: Placement, count: int, se
     sequence = strategies.linear_extension(placement, count, random.Random(seed), in_order=True)
     plan = strategies.deal(placement, count, sequence)
     if is_given:
-        transfers = dict(plan.services.transfers())
+        transfers = dict(plan.shared_transfers.transfers())
         plan = replace(plan, service_orders=tuple(tuple(transfers[node] for node in nodes) for nodes in plan.served))
     problem, timeline = Problem(plan.placement, plan.num_microbatches), simulate(plan)
     orders = problem.to_orders(plan)

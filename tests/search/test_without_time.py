@@ -11,12 +11,11 @@ from typing import Any, Literal
 import pytest
 from numba.core import errors
 
-from rota.core.checking import check
 from rota.core.cluster import Cluster
 from rota.core.costs import Costs
 from rota.core.placement import Placement
 from rota.core.placing import place, wave
-from rota.core.simulation import simulate
+from rota.core.simulation import check, simulate
 from rota.schedules.families import named_plans
 from rota.search import find_plan, portfolio
 

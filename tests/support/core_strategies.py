@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 
 from rota.core.cluster import AllReduceTimes, Cluster, Link, SharedLink
 from rota.core.costs import Costs
-from rota.core.placement import Edge, Placement, StepEnd
+from rota.core.placement import Placement
 from rota.core.placing import place
 from rota.core.plan import Plan
-from rota.core.tasks import Kind, Op, Task, Transfer
+from rota.core.tasks import Edge, Kind, Op, StepEnd, Task, Transfer
 
 Chooser = random.Random
 Drawn = TypeVar("Drawn")

@@ -1,6 +1,6 @@
 """Who may import whom: the table that tests/test_layers.py checks and CONTRIBUTING.md shows.
 
-PYTHONPATH=tests python -m support.layers      writes the table into CONTRIBUTING.md
+PYTHONPATH=tests python -m support.layers      writes it into CONTRIBUTING.md, prints the longest chain of imports
 """
 
 from __future__ import annotations
@@ -143,6 +143,14 @@ def complaints(module: str, source: str) -> list[str]:
     return found
 
 
+@cache
+def longest_chain(module: str) -> tuple[str, ...]:
+    """The longest chain of files that loading `module` loads, each because the one before it imports it."""
+    tree = ast.parse(MODULES[module].read_text(encoding="utf-8"))
+    targets = {name for name, lazy in imports(tree) if name in MODULES and name != module and not lazy}
+    return (module, *max(map(longest_chain, targets), key=len, default=()))
+
+
 # --- rooms for people -------------------------------------------------------------------------------------------------
 
 #: Rooms that have sub-rooms of their own, which must not import each other in a circle.
@@ -215,3 +223,5 @@ def page() -> str:
 
 if __name__ == "__main__":
     PAGE.write_text(page())
+    longest = max(map(longest_chain, MODULES), key=len)
+    print(f"the longest chain of imports has {len(longest)} files:", *longest, sep="\n  ")

@@ -6,10 +6,9 @@ import random
 from collections.abc import Callable
 from dataclasses import replace
 
-from rota.core.figures import same_or_per_class
 from rota.core.plan import Plan
 from rota.core.simulation import simulate
-from rota.core.tasks import Op
+from rota.core.tasks import Op, amount_of
 from rota.core.timeline import Timeline
 
 
@@ -65,7 +64,7 @@ def timed(plan: Plan, duration_us: Callable[[Op], int]) -> Timeline:
     """The timeline of a run in which each op takes the given time, and everything else what is planned."""
     every = range(plan.num_microbatches)
     tasks = tuple(
-        replace(task, duration_us=same_or_per_class(duration_us(Op(task.stage, task.kind, m)) for m in every))
+        replace(task, duration_us=amount_of(duration_us(Op(task.stage, task.kind, m)) for m in every))
         for task in plan.placement.tasks
     )
     truth = simulate(replace(plan, placement=replace(plan.placement, tasks=tasks, class_of=tuple(every))))

@@ -9,7 +9,8 @@ from types import ModuleType
 from typing import Any
 
 from rota.core import reading
-from rota.core.placement import Placement, PlacementFile
+from rota.core.placement import Placement
+from rota.core.placement_file import PlacementFile, placement_fields
 from support import ROOT
 
 FOLDER = ROOT / "problems"
@@ -36,7 +37,7 @@ Reference: Any = script("reference").Reference
 
 def proven_us(placement: Placement, num_microbatches: int, certificate: dict[str, Any]) -> int | None:
     """The bound that the checker recomputes."""
-    file = reading.to_fields(PlacementFile(**placement.to_file()))
+    file = reading.to_fields(PlacementFile(**placement_fields(placement)))
     fields = json.loads(json.dumps({"num_microbatches": num_microbatches, **file}))
     found: int | None = certificates.proven_us(check.Problem(fields), json.loads(json.dumps(certificate)))
     return found

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from rota import Cluster, Costs, Kind, Placement, Plan, place
 from rota.core.cluster import Link, SharedLink
-from rota.core.placement import Edge
+from rota.core.tasks import Edge
 from support.core_strategies import deal, linear_extension, served_in_any_order
 
 Edges = list[tuple[int, int]]

@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from rota.core.cluster import Cluster, Link
-from rota.core.figures import PerClass
 from rota.core.placement import Placement
 from rota.core.plan import Plan
-from rota.core.tasks import Kind, Op, Transfer
+from rota.core.tasks import Kind, Op, PerClass, Transfer
 
 _NEVER_US = 10**6
 

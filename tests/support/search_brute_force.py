@@ -7,10 +7,10 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from rota.core.cluster import Cluster, Link
-from rota.core.placement import Edge, Placement, StepEnd
+from rota.core.placement import Placement
 from rota.core.plan import Plan
 from rota.core.simulation import simulate
-from rota.core.tasks import Kind, Op, Task
+from rota.core.tasks import Edge, Kind, Op, StepEnd, Task
 from support.core_strategies import chunks_before
 
 _MOST_PLANS = 400

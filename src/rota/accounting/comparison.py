@@ -16,17 +16,14 @@ from statistics import median
 from typing import final
 
 from rota.accounting.delays import Place, Readiness
-from rota.accounting.snippets import snippet
-from rota.core import notebook
-from rota.core.contention import Contention
 from rota.core.errors import PlanError
 from rota.core.plan import Plan
+from rota.core.shared_links import Contention
 from rota.core.simulation import timeline_of
-from rota.core.tables import fitted, table_lines
 from rota.core.taskgraph import TaskGraph
-from rota.core.tasks import Kind, Op
+from rota.core.tasks import Amount, Kind, Op
+from rota.core.text import angle_repr, count_text, fitted, table_lines, time_text
 from rota.core.timeline import Timeline
-from rota.core.units import angle_repr, count_text, time_text
 
 
 class Part(StrEnum):
@@ -37,7 +34,7 @@ class Part(StrEnum):
     ARRIVALS = "later arrivals"  #: measured durations of transfers
     SHARED_LINKS = "busy links"  #: a transfer on shared links starts some time after it was handed over
     SENDS = "late sends"  #: a transfer starts some time after its data was ready
-    LAUNCH = "launch gaps"  #: an op starts some time after its inputs arrived, or the ranks of a task start apart
+    LAUNCH = "late starts"  #: an op starts some time after its inputs arrived, or the ranks of a task start apart
     STEP_END = "step end"  #: measured starts and durations of reductions and optimizer steps
     CLOCK = "clocks"  #: according to the clocks, something was read before it arrived
 
@@ -122,12 +119,7 @@ class Comparison:
             f"{'bubble':<12}{planned.bubble_fraction:>11.1%}{measured.bubble_fraction:>12.1%}"
             f"{100 * (measured.bubble_fraction - planned.bubble_fraction):>+8.1f} pts",
             "",
-            fitted("Where the difference in makespan comes from (negative: faster than planned):", width),
-            *(
-                fitted(f"  {part:<16}{us:>+12,} µs   ({_DESCRIPTIONS[part]})", width, 37)
-                for part, us in self.parts_us.items()
-            ),
-            "",
+            *self._part_lines(width),
             *(fitted(line, width) for line in self._core_lines()),
             *self._op_table(width),
         ]
@@ -136,6 +128,16 @@ class Comparison:
             longest = ", ".join(f"{d.op} (+{d.longer_us:,} µs)" for d in worst if d.longer_us > 0)
             lines += ["", fitted(f"Longest overruns: {longest}", width)]
         return "\n".join(lines)
+
+    def _part_lines(self, width: int | None) -> list[str]:
+        """Each cause of the difference in makespan, with what it means."""
+        lines = [
+            fitted(f"  {part:<16}{us:>+12,} µs   ({_DESCRIPTIONS[part]})", width, 37)
+            for part, us in self.parts_us.items()
+            if us
+        ]
+        title = "Where the difference in makespan comes from (negative: faster than planned):"
+        return [fitted(title, width), *lines, ""] if lines else []
 
     def _core_lines(self) -> list[str]:
         """Why ops took longer than planned, where there were fewer cores than ranks."""
@@ -163,13 +165,6 @@ class Comparison:
         ]
         header = ("  op", "planned µs", "median µs", "of plan", "min µs", "max µs", "ops")
         return table_lines(header, rows, left={"  op"}, width=width, optional=("ops", "of plan"))
-
-    def _repr_html_(self) -> str:
-        """Both timelines on one scale, and the report."""
-        until = max(self.planned.makespan_us, self.measured.makespan_us)
-        planned = snippet(self.planned, "Planned", until)
-        measured = snippet(self.measured, "Measured", until, self.planned)
-        return notebook.document(planned, measured, notebook.preformatted(self.to_text()))
 
 
 def _other_rows(planned: Plan, measured: Plan) -> list[str]:
@@ -332,25 +327,24 @@ class _Replay:
     @cached_property
     def _first_service(self) -> dict[int, int]:
         """The first node of the transfers on each route that uses shared links."""
-        moved = (
-            len(self._places) + 2 * len(self._plan.step_end_ranks) - min(self._plan.services.first.values(), default=0)
-        )
-        return {route: first + moved for route, first in self._plan.services.first.items()}
+        first_nodes = self._plan.shared_transfers.first
+        moved = len(self._places) + 2 * len(self._plan.step_end_ranks) - min(first_nodes.values(), default=0)
+        return {route: first + moved for route, first in first_nodes.items()}
 
     @property
     def _services_us(self) -> list[int]:
         """How long each transfer occupies its shared links."""
         plan = self._plan
         routes, column = plan.placement.routes, plan.placement.column
-        return [us for r in plan.services.first for us in column(routes[r].service_us, plan.microbatches_on(r))]
+        return [us for r in plan.shared_transfers.first for us in column(routes[r].service_us, plan.microbatches_on(r))]
 
     def _service_inputs(self, handed_over: Callable[[int, int], int]) -> list[list[tuple[int, int]]]:
         """For each transfer on shared links its maker, and the one before it in each order of service."""
         plan, inputs = self._plan, []
-        for r in plan.services.first:
+        for r in plan.shared_transfers.first:
             for k in range(len(plan.microbatches_on(r))):
                 inputs.append([(self._node(self._place_of_maker(r, k)), handed_over(r, k))])
-        first, moved = min(plan.services.first.values()), min(self._first_service.values())
+        first, moved = min(plan.shared_transfers.first.values()), min(self._first_service.values())
         for order in plan.served:
             for before, node in pairwise(order):
                 inputs[node - first].append((before - first + moved, 0))
@@ -461,9 +455,9 @@ class _Replay:
 
         return us
 
-    def _value(self, figure: int, route: int, k: int) -> int:
-        """A figure of a route for its k-th transfer."""
-        return self._plan.placement.value(figure, self._plan.microbatches_on(route)[k])
+    def _value(self, amount: Amount, route: int, k: int) -> int:
+        """An amount of a route for its k-th transfer."""
+        return self._plan.placement.value(amount, self._plan.microbatches_on(route)[k])
 
     # --- shared resources -------------------------------------------------------------------------------------------
 

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from rota.accounting.causes import Cause
-from rota.core.contention import Contention
 from rota.core.errors import PlanError
+from rota.core.shared_links import Contention
 from rota.core.tasks import Op, Transfer
 from rota.core.timeline import Timeline
 

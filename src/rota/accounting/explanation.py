@@ -11,18 +11,14 @@ from typing import Any
 
 from rota.accounting.causes import DESCRIPTIONS, Cause, Idle
 from rota.accounting.idle_time import idle
-from rota.accounting.imbalance import Imbalance, imbalance, rank_work_us
-from rota.accounting.snippets import snippet_of
-from rota.accounting.suggestions import Suggestion, advice, with_measured_times
+from rota.accounting.suggestions import Suggestion, advice, imbalance, rank_work_us, with_measured_times
 from rota.calibration.spread import Spread
-from rota.core import notebook
-from rota.core.contention import Contention
 from rota.core.plan import Plan
+from rota.core.shared_links import Contention
 from rota.core.simulation import simulate, timeline_of
-from rota.core.tables import fitted
 from rota.core.tasks import Kind, Op, Transfer
+from rota.core.text import angle_repr, count_text, fitted, time_text
 from rota.core.timeline import StepEndWork, Timeline
-from rota.core.units import angle_repr, count_text, time_text
 
 _NUM_WAITS = 8  # longest waits in a report
 _MAX_ROWS = 16  # ranks in the table; if there are more, the idlest
@@ -61,12 +57,13 @@ class Explanation:
         idles: Every idle interval with its cause, sorted by rank and start.
         model_us: Makespan in µs of the plan simulated with the median times of the timeline's ops, and messages as
             planned; suggestions are compared with it. For a simulated timeline it is its own makespan; for a measured
-            one it lacks launch gaps and ops slower than the median. It assumes a core per rank.
+            one it lacks late starts, late messages, and ops slower than the median. It assumes a core per rank.
         work_us: Work of each rank in µs, with the median times of the timeline's ops.
         suggestions: Changes that would shorten the step, the largest gain first.
         num_cores: CPU cores that all ranks shared; None if they shared none, or it is not known.
         doubts: What the measured ops are too far apart to tell, in words.
-        imbalance: How uneven the ranks' work is, where no other cut is suggested; None if it is not.
+        imbalance: What it costs that the ranks' work is uneven, in words, where no other cut is suggested; "" if it is
+            even.
     """
 
     timeline: Timeline
@@ -76,7 +73,7 @@ class Explanation:
     suggestions: tuple[Suggestion, ...]
     num_cores: int | None = None
     doubts: tuple[str, ...] = ()
-    imbalance: Imbalance | None = None
+    imbalance: str = ""
 
     def __str__(self) -> str:
         """One line."""
@@ -123,23 +120,6 @@ class Explanation:
         cores = Contention(ops, self.num_cores)
         return sum(cores.lost_us(start, end) for start, end in ops)
 
-    @property
-    def core_use(self) -> float | None:
-        """The share of the makespan in which ops used the shared cores, averaged over these; None if none were shared.
-
-        It counts no more ops at a time than there are cores. No plan with the same work can take less than this share
-        of the makespan on these cores.
-        """
-        if self.num_cores is None or not self.timeline.makespan_us:
-            return None
-        used_us = sum(self.timeline.busy_us) - self.lost_to_cores_us
-        return used_us / (self.num_cores * self.timeline.makespan_us)
-
-    @property
-    def _least_on_cores_us(self) -> int:
-        """The shortest step, in µs, with the same work on the cores that the ranks shared."""
-        return round(min(self.core_use or 0.0, 1.0) * self.timeline.makespan_us)
-
     def to_text(self, width: int | None = None) -> str:
         """The report that `rota explain` prints, in lines of at most `width` characters; None: of any length."""
         timeline, total = self.timeline, sum(self.timeline.idle_us)
@@ -169,19 +149,14 @@ class Explanation:
 
     def _core_lines(self) -> list[str]:
         """What it means that there were fewer cores than ranks."""
-        timeline, lost_us = self.timeline, self.lost_to_cores_us
-        busy_us = sum(timeline.busy_us)
-        if not lost_us or self.core_use is None:
+        lost_us, busy_us = self.lost_to_cores_us, sum(self.timeline.busy_us)
+        if not lost_us:
             return []
-        ranks, cores = count_text(timeline.num_ranks, "rank"), count_text(self.num_cores or 0, "core")
-        least_us = self._least_on_cores_us
+        ranks, cores = count_text(self.timeline.num_ranks, "rank"), count_text(self.num_cores or 0, "core")
         return [
-            f"{ranks} shared {cores}, in use {self.core_use:.0%} of the time: with the same work on these cores, a "
-            f"step takes {time_text(least_us)} or more, so it can be at most "
-            f"{1 - least_us / timeline.makespan_us:.0%} shorter.",
-            f"Of the {time_text(busy_us)} that all ops took together, they waited {time_text(lost_us)} "
-            f"({lost_us / busy_us:.0%}) for a core. Use no more ranks than cores before you judge the ranks' work and "
-            f"idle times below.",
+            f"{ranks} shared {cores}: of the {time_text(busy_us)} that all ops took together, they waited "
+            f"{time_text(lost_us)} ({lost_us / busy_us:.0%}) for a core. Use no more ranks than cores before you judge "
+            f"the ranks' work and idle times below."
         ]
 
     def _order_lines(self) -> list[str]:
@@ -223,18 +198,18 @@ class Explanation:
         lines, lost = [], self.timeline.makespan_us - self.model_us
         model, shared_cores = time_text(self.model_us), bool(self.lost_to_cores_us)
         if shared_cores:
-            cores = count_text(self.num_cores or 0, "core")
             lines.append(
                 f"With a core per rank, and the median of each op's measured times (which include waiting for a core), "
-                f"the plan takes {model}; on {cores}, it takes {time_text(self._least_on_cores_us)} or more."
+                f"the plan takes {model}."
             )
         elif lost > 0:
             lines.append(
                 f"With the median time of each op, and messages as planned, the plan takes {model}; the other "
-                f"{time_text(lost)} are launch gaps, later arrivals and ops slower than the median."
+                f"{time_text(lost)} went to ops that ran longer than the median, to ops that started late although "
+                f"they were ready, and to messages that took longer than planned."
             )
-        if self.imbalance is not None:
-            lines.append(self.imbalance.to_text())
+        if self.imbalance:
+            lines.append(self.imbalance)
         doubts = [f"Too uncertain to advise: {doubt}." for doubt in self.doubts]
         if not self.suggestions:
             helps = "is certain to help" if doubts else "would help"
@@ -253,9 +228,6 @@ class Explanation:
                 lines.append("Run them where the plan is to run: they measure the machine that they run on.")
         return lines
 
-    def _repr_html_(self) -> str:
-        return notebook.document(snippet_of(self.timeline, self.idles), notebook.preformatted(self.to_text()))
-
     def to_json(self) -> str:
         """The totals, the longest waits and the suggestions, as JSON."""
         fields: dict[str, Any] = {
@@ -271,10 +243,9 @@ class Explanation:
             "model_us": self.model_us,
             "num_cores": self.num_cores,
             "lost_to_cores_us": self.lost_to_cores_us,
-            "core_use": self.core_use,
             "suggestions": [one._asdict() for one in self.suggestions],
             "doubts": list(self.doubts),
-            "imbalance": None if self.imbalance is None else self.imbalance._asdict(),
+            "imbalance": self.imbalance,
         }
         return json.dumps(fields, indent=2, ensure_ascii=False) + "\n"
 
@@ -300,21 +271,27 @@ def explain(
     idles = idle(timeline, planned, num_cores)
     model = with_measured_times(timeline)
     spread = Spread.of([timeline], model.placement)
-    found, doubts, doubts_cut = advice(model, spread)
-    uneven = None
+    changes = advice(model, spread)
+    uneven = ""
     if num_cores is not None and timeline.num_ranks > num_cores:
         # Ops' times contain waiting for a core, so they do not tell which rank or stage has more work.
-        found, doubts = tuple(one for one in found if one.what != "cut"), doubts[doubts_cut:]
-    elif not any(one.what == "cut" for one in found):
+        changes = [change for change in changes if change.what != "cut"]
+    elif not any(change.what == "cut" and change.is_certain for change in changes):
         uneven = imbalance(model, spread)
+    model_us = simulate(model).makespan_us
     return Explanation(
         timeline,
         idles,
-        simulate(model).makespan_us,
+        model_us,
         tuple(rank_work_us(model)),
-        found,
+        tuple(change for change in changes if change.is_certain),
         num_cores,
-        doubts,
+        tuple(
+            f"{change.words}: {change.gain_us / model_us:.1%} shorter with the median times, but not with all times "
+            f"that the measured ops allow"
+            for change in changes
+            if not change.is_certain
+        ),
         uneven,
     )
 

@@ -15,10 +15,10 @@ from typing import NamedTuple
 
 from rota.accounting.causes import Cause, Idle
 from rota.accounting.delays import Arrival, Overruns, Place, Readiness
-from rota.core.contention import Contention
 from rota.core.plan import Plan
+from rota.core.shared_links import Contention
 from rota.core.simulation import timeline_of
-from rota.core.tasks import Kind, Op, Transfer
+from rota.core.tasks import Kind, Op, Transfer, scalar
 from rota.core.timeline import Span, StepEndWork, Timeline
 
 
@@ -203,14 +203,10 @@ class _MemoryHeadroom:
         self._limit = self._placement.cluster.limit_bytes[rank]
         if self._limit is None:
             return
-        self._times, levels = [0], [self._placement.static_bytes[rank]]
+        self._times, self._levels = [0], [self._placement.static_bytes[rank]]
         for key, change in timeline.memory_events(rank):
             self._times.append(key // 4)
-            levels.append(levels[-1] + change)
-        self._max: list[list[int]] = [levels]  # sparse table: _max[p][i] == max(levels[i : i + 2**p])
-        while (width := 1 << len(self._max)) <= len(levels):
-            last = self._max[-1]
-            self._max.append(list(map(max, last, last[width // 2 :])))
+            self._levels.append(self._levels[-1] + change)
 
     def fits(self, op: Op, from_us: int, start_us: int) -> bool:
         """Whether `op`, which started at `start_us`, could have run at `from_us` and held its bytes since."""
@@ -218,13 +214,10 @@ class _MemoryHeadroom:
             return True
         placement = self._placement.for_microbatch(op.microbatch)
         task = placement.tasks[placement.index[op.stage, op.kind]]
-        kept, left = max(task.held_bytes, 0), bisect_right(self._times, from_us) - 1
-        running = self._max[0][left] + kept + task.peak_bytes
-        return max(running, self._max_within(left, bisect_left(self._times, start_us)) + kept) <= self._limit
-
-    def _max_within(self, left: int, right: int) -> int:
-        power = max(right - left, 1).bit_length() - 1
-        return max(self._max[power][left], self._max[power][max(left, right - (1 << power))])
+        kept, first = max(scalar(task.held_bytes), 0), bisect_right(self._times, from_us) - 1
+        running = self._levels[first] + kept + scalar(task.peak_bytes)
+        until = max(bisect_left(self._times, start_us), first + 1)
+        return max(running, max(self._levels[first:until]) + kept) <= self._limit
 
 
 # --- intervals ----------------------------------------------------------------------------------------------------

@@ -1,27 +1,25 @@
-"""What would make a step shorter. Each change is simulated; its gain is the simulated one."""
+"""What would make a step shorter: each change is simulated, and its gain is the simulated one; or uneven ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from operator import add, sub
 from statistics import mean
 from typing import NamedTuple
 
+from rota.calibration.best_plan import OVERLOADED
 from rota.calibration.measured_times import median_us, step_ends_us, with_durations
-from rota.calibration.planning_again import commands
-from rota.calibration.spread import Spread, copies, have_same_layers, with_equal_copies
+from rota.calibration.spread import Spread, copies, have_same_layers, rank_loads, with_equal_copies
 from rota.core.cluster import Link
 from rota.core.errors import RotaError
-from rota.core.figures import each
-from rota.core.placement import Placement, StepEnd
-from rota.core.plan import Plan
+from rota.core.placement import Placement
+from rota.core.plan import Plan, Usage
 from rota.core.simulation import simulate
-from rota.core.tasks import Kind
+from rota.core.tasks import Amount, Kind, StepEnd, by_class, scalar
+from rota.core.text import exact_size_text, size_text, time_text
 from rota.core.timeline import Timeline
-from rota.core.units import size_text, time_text
-from rota.core.usage import Usage
 from rota.schedules import NAMED
 
 _SLOW_STAGE = 1.02  # a stage is slow if it takes more than this times the mean
@@ -36,6 +34,7 @@ class Suggestion(NamedTuple):
         makespan_us: The simulated makespan with the change.
         commands: The commands that make it, in order; none if there are none.
         what: What is changed: "cut", "order", "memory" (with an order), "transfers" or "step ends".
+        is_certain: Whether it helps with all times that the measured ops leave possible.
     """
 
     words: str
@@ -43,20 +42,7 @@ class Suggestion(NamedTuple):
     makespan_us: int
     commands: tuple[str, ...] = ()
     what: str = ""
-
-
-class Advice(NamedTuple):
-    """What helps, and what the measured times are too far apart to tell.
-
-    Attributes:
-        suggestions: Changes that shorten the step, the largest gain first.
-        doubts: What is uncertain, in words.
-        doubts_cut: Whether the first of the doubts is about another cut.
-    """
-
-    suggestions: tuple[Suggestion, ...]
-    doubts: tuple[str, ...]
-    doubts_cut: bool
+    is_certain: bool = True
 
 
 class _Change(NamedTuple):
@@ -75,27 +61,25 @@ def with_measured_times(timeline: Timeline) -> Plan:
     return replace(plan, placement=replace(plan.placement, tasks=tasks, step_ends=ends))
 
 
-def advice(plan: Plan, spread: Spread) -> Advice:
-    """Changes that shorten the step, each tried alone, also with other times of ops that `spread` leaves possible."""
-    before_us = simulate(plan).makespan_us
-    found = [
-        Suggestion(words, gain_us, before_us - gain_us, commands(plan), "cut")
+def advice(plan: Plan, spread: Spread) -> list[Suggestion]:
+    """Changes that shorten the step, each tried alone, the largest gain first.
+
+    Those that do not help with all times of ops that `spread` leaves possible are not certain.
+    """
+    before_us, commands = simulate(plan).makespan_us, _commands_to_cut(plan)
+    is_certain = _is_slowest_for_sure(plan.placement, spread)
+    suggestions = [
+        Suggestion(words, gain_us, before_us - gain_us, commands, "cut", is_certain)
         for words, gain_us in _gains_of_cuts(plan)
-    ]
-    doubts: tuple[str, ...] = ()
-    doubts_cut = bool(found) and not _is_slowest_for_sure(plan.placement, spread)
-    if doubts_cut:
-        found, doubts = [], (_doubt_text(plan, spread),)
+    ][: None if is_certain else 1]
     for change in (*_changes(plan), *_other_orders(plan, before_us)):
         after_us = simulate(change.changed(plan)).makespan_us
-        if after_us >= before_us:
-            continue
-        if spread.holds(plan, change.changed):
-            found.append(Suggestion(change.words, before_us - after_us, after_us, what=change.what))
-        else:
-            gain = f"{(before_us - after_us) / before_us:.1%}"
-            doubts += (f"{change.words}: {gain} shorter with the median times, but not with all possible times",)
-    return Advice(tuple(sorted(found, key=lambda one: -one.gain_us)), doubts, doubts_cut)
+        if after_us < before_us:
+            holds = spread.holds(plan, change.changed)
+            suggestions.append(
+                Suggestion(change.words, before_us - after_us, after_us, what=change.what, is_certain=holds)
+            )
+    return sorted(suggestions, key=lambda suggestion: -suggestion.gain_us)
 
 
 def _changes(plan: Plan) -> Iterator[_Change]:
@@ -141,7 +125,7 @@ def _loads(placement: Placement) -> list[float]:
     loads: dict[int, float] = dict.fromkeys(placement.stages[: copies(placement)], 0)
     for task in tasks:
         if task.stage in loads:
-            loads[task.stage] += task.duration_us
+            loads[task.stage] += scalar(task.duration_us)
     return [*loads.values()]
 
 
@@ -153,17 +137,6 @@ def _slowest(placement: Placement) -> int:
 
 def _is_slowest_for_sure(placement: Placement, spread: Spread) -> bool:
     return spread.is_exact or spread.longest_part(_loads, _slowest(placement))
-
-
-def _doubt_text(plan: Plan, spread: Spread) -> str:
-    """That the slowest stage may not be slow."""
-    placement = plan.placement
-    loads, slow = _loads(placement), _slowest(placement)
-    mine = placement.stages[slow :: copies(placement)]
-    return (
-        f"{_stages_text(placement, slow)}: {loads[slow] / mean(loads) - 1:.0%} longer than the mean with the median "
-        f"times, but its ops differ too much to tell whether another cut helps: {spread.text(mine)}"
-    )
 
 
 def _stages_text(placement: Placement, index: int) -> str:
@@ -213,13 +186,13 @@ def _rebalanced(placement: Placement, usage: Usage | None) -> Iterator[tuple[str
 def _moved(placement: Placement, slow: int, fast: int, fraction: float) -> Placement:
     """Move a fraction of each task of stage `slow` to the task of the same kind of stage `fast`."""
     moved = {
-        task.kind: each(lambda us: round(us * fraction), task.duration_us)
+        task.kind: by_class(lambda us: round(us * fraction), task.duration_us)
         for task in placement.tasks
         if task.stage == slow
     }
     by_stage = {slow: sub, fast: add}
     times = [
-        each(by_stage[task.stage], task.duration_us, moved.get(task.kind, 0))
+        by_class(by_stage[task.stage], task.duration_us, moved.get(task.kind, 0))
         if task.stage in by_stage
         else task.duration_us
         for task in placement.tasks
@@ -229,15 +202,60 @@ def _moved(placement: Placement, slow: int, fast: int, fraction: float) -> Place
 
 def _all_equal(placement: Placement) -> Placement:
     means = {
-        kind: each(lambda *us: round(mean(us)), *(task.duration_us for task in placement.tasks if task.kind is kind))
+        kind: by_class(
+            lambda *us: round(mean(us)), *(task.duration_us for task in placement.tasks if task.kind is kind)
+        )
         for kind in {task.kind for task in placement.tasks}
     }
     return _with_times(placement, [means[task.kind] for task in placement.tasks])
 
 
-def _with_times(placement: Placement, times_us: list[int]) -> Placement:
+def _with_times(placement: Placement, times_us: Sequence[Amount]) -> Placement:
     tasks = zip(placement.tasks, times_us, strict=True)
     return replace(placement, tasks=tuple(replace(task, duration_us=time) for task, time in tasks))
+
+
+def _commands_to_cut(plan: Plan) -> tuple[str, ...]:
+    """What cuts the model again: MODEL.py stands for its file, ROWS for the rows of a step where they are unknown."""
+    usage, rows = plan.usage, plan.microbatch_rows
+    if usage is not None and usage.is_estimate:
+        return ()
+    replicas = 1 if usage is None else usage.num_replicas
+    num_ranks, limits = plan.num_ranks * replicas, {*plan.placement.cluster.limit_bytes}
+    limit = limits.pop() if len(limits) == 1 else None
+    links = plan.placement.routes
+    return (
+        "rota profile MODEL.py -o profile.json",
+        *((f"rota profile links --processes {num_ranks} -o cluster.json",) if links else ()),
+        f"rota autoplan --profile profile.json{' --links cluster.json' if links else ''} --ranks {num_ranks}"
+        f"{'' if limit is None else f' --memory {exact_size_text(limit)}'}"
+        f" --batch {'ROWS' if rows is None else rows * plan.num_microbatches * replicas} -o better.json",
+    )
+
+
+def rank_work_us(plan: Plan) -> list[int]:
+    """The work of each rank in a step in µs."""
+    return [sum(map(plan.duration_us, order)) for order in plan.orders]
+
+
+def imbalance(plan: Plan, spread: Spread) -> str:
+    """What it costs that one rank has much more work than the mean; "" if none has, or none for sure.
+
+    "" too where all ranks hold the same layers: they do the same work, whatever the cuts.
+    """
+    work_us = rank_work_us(plan)
+    average_us = mean(work_us)
+    busiest = work_us.index(max(work_us))
+    if work_us[busiest] <= OVERLOADED * average_us or have_same_layers(plan.placement):
+        return ""
+    if not spread.is_exact and not spread.longest_part(rank_loads, busiest):
+        return ""
+    return (
+        f"The work of the ranks is uneven: rank {busiest} has {work_us[busiest] / average_us - 1:.0%} more than the "
+        f"mean. A step takes at least as long as its work, {time_text(work_us[busiest])}; with as much work in all, "
+        f"but the same on every rank, it could take {time_text(int(average_us))} at best. Try fewer stages, of more "
+        f"layers each, or more places to cut, inside the blocks (`--cuts`, or rota.CutPoint in the model)."
+    )
 
 
 # --- other orders -----------------------------------------------------------------------------------------------------
@@ -284,6 +302,6 @@ def _excess_bytes(timeline: Timeline) -> int | None:
 def _microbatch_bytes(placement: Placement, rank: int) -> int:
     """Bytes that the forwards of one micro-batch, the largest, hold on a rank."""
     return max(
-        sum(max(task.held_bytes, 0) for task in each.tasks if task.kind is Kind.F and rank in task.ranks)
-        for each in placement.classes
+        sum(max(scalar(task.held_bytes), 0) for task in alike.tasks if task.kind is Kind.F and rank in task.ranks)
+        for alike in placement.classes
     )

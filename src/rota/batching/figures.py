@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from heapq import heappop, heappush
-from typing import Any
 
 import numpy as np
 
@@ -14,10 +13,9 @@ from rota.batching.problem import NO_LIMIT, BatchProblem, Floats, Integers
 from rota.core.cluster import Cluster
 from rota.core.costs import Costs
 from rota.core.errors import SearchError
-from rota.core.figures import PerClass
-from rota.core.placement import Placement, StepEnd, with_figures
+from rota.core.placement import Placement, with_amounts
 from rota.core.sizes import CURVES, Curve, Size, SizeModel
-from rota.core.tasks import Kind, Task
+from rota.core.tasks import Kind, StepEnd, Task, amount_of
 
 Place = Callable[[Costs, Cluster], Placement]
 
@@ -86,10 +84,10 @@ class Layout:
         columns = [a[rows].T.tolist() for a in (problem.durations_us, problem.held_bytes, problem.peak_bytes)]
         tasks = list(self.placement.tasks)
         for task, *figures in zip(self.sorted_tasks, *columns, strict=True):
-            tasks[task] = with_figures(self.placement.tasks[task], map(_figure, figures))
+            tasks[task] = with_amounts(self.placement.tasks[task], map(amount_of, figures))
         edge_columns = problem.edge_bytes[rows].T.tolist()
         edges = [
-            edge._replace(num_bytes=_figure(column))
+            edge._replace(num_bytes=amount_of(column))
             for edge, column in zip(self.placement.edges, edge_columns, strict=True)
         ]
         classes = tuple(class_of[size] for size in in_order) if len(rows) > 1 else ()
@@ -273,8 +271,3 @@ def _undominated(forms: Floats) -> Floats:
         if not any(j != i and (form <= other).all() for j, other in enumerate(distinct))
     ]
     return np.array(kept)
-
-
-def _figure(values: list[int]) -> Any:
-    """One number per class, or one for all."""
-    return values[0] if len({*values}) == 1 else PerClass(values)

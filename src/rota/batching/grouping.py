@@ -19,7 +19,7 @@ from rota.batching.problem import Floats, Integers
 from rota.compiled import inner, loop
 from rota.core.errors import NothingFitsError, SearchError
 from rota.core.sizes import Size
-from rota.core.units import size_text
+from rota.core.text import size_text
 
 _NUM_LIMITS = 8  # largest times that are tried
 #: Micro-batches per rank that the memory has room for, if it is limited.

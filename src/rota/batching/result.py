@@ -9,9 +9,8 @@ from rota.batching.bounds import ALL_ORDERS, BatchBound
 from rota.core.plan import Plan
 from rota.core.simulation import simulate
 from rota.core.sizes import Size
-from rota.core.tables import fitted
+from rota.core.text import angle_repr, count_text, fitted, time_text
 from rota.core.timeline import Timeline
-from rota.core.units import angle_repr, count_text, time_text
 
 
 @dataclass(frozen=True)

@@ -9,15 +9,12 @@ from statistics import mean, median
 from typing import NamedTuple
 
 from rota.calibration.measured_times import calibrated
-from rota.calibration.spread import Spread, with_equal_copies
-from rota.core.checking import check
+from rota.calibration.spread import Spread, rank_loads
 from rota.core.errors import PlanError
-from rota.core.placement import Placement
 from rota.core.plan import Plan
-from rota.core.simulation import simulate
-from rota.core.tables import fitted, table_lines
+from rota.core.simulation import check, simulate
+from rota.core.text import angle_repr, count_text, fitted, table_lines, time_text
 from rota.core.timeline import Timeline
-from rota.core.units import angle_repr, count_text, time_text
 from rota.schedules import NAMED
 from rota.schedules.families import named_plans
 
@@ -89,7 +86,7 @@ class Calibration:
 
         Copies of a stage have the same layers, and count as equally long.
         """
-        loads = _loads(self.plan.placement)
+        loads = rank_loads(self.plan.placement)
         most = max(range(len(loads)), key=loads.__getitem__)
         return most, loads[most] / mean(loads) if any(loads) else 1.0
 
@@ -132,19 +129,13 @@ class Calibration:
         else:
             text = "Keep the plan's orders: no other schedule fits this placement."
         rank, share = self.unevenness
-        is_certain = self.spread is None or self.spread.is_exact or self.spread.longest_part(_loads, rank)
+        is_certain = self.spread is None or self.spread.is_exact or self.spread.longest_part(rank_loads, rank)
         if share <= OVERLOADED or not is_certain:
             return text
         return (
             f"{text}\nRank {rank} has {share - 1:.0%} more work than the mean, which no order can fix: "
             f"`rota explain` says how to cut the model again."
         )
-
-
-def _loads(placement: Placement) -> list[int]:
-    """The work of each rank per micro-batch in µs."""
-    tasks = with_equal_copies(placement).average.tasks
-    return [sum(task.duration_us for task in tasks if rank in task.ranks) for rank in range(placement.num_ranks)]
 
 
 def calibrate(

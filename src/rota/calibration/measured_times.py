@@ -9,9 +9,8 @@ from statistics import median, median_low
 
 from rota.core.cluster import Cluster, Link
 from rota.core.errors import PlanError
-from rota.core.figures import same_or_per_class, value_in
-from rota.core.placement import Placement, StepEnd
-from rota.core.tasks import Kind, Op, Task
+from rota.core.placement import Placement
+from rota.core.tasks import Amount, Kind, Op, StepEnd, Task, amount_of, value_in
 from rota.core.timeline import Timeline
 
 
@@ -39,16 +38,16 @@ def calibrated(*timelines: Timeline) -> Placement:
     return replace(placement, tasks=tasks, cluster=_cluster(timelines), step_ends=_step_ends(timelines))
 
 
-def median_us(timelines: Iterable[Timeline]) -> dict[tuple[int, Kind], int]:
+def median_us(timelines: Iterable[Timeline]) -> dict[tuple[int, Kind], Amount]:
     """(stage, kind) -> the median of its ops' durations in µs; of several ranks the slowest counts.
 
-    Where micro-batches differ, it is one per class, a `rota.core.figures.PerClass`; a class that none had is as
+    Where micro-batches differ, it is one per class, a `rota.core.tasks.PerClass`; a class that none had is as
     planned.
     """
     timelines = [*timelines]
     planned = {(task.stage, task.kind): task.duration_us for one in timelines for task in one.plan.placement.tasks}
     return {
-        task: same_or_per_class(
+        task: amount_of(
             round(median(times[c])) if c in times else value_in(planned[task], c)
             for c in range(timelines[0].plan.placement.num_classes)
         )
@@ -70,7 +69,7 @@ def op_times_us(timelines: Iterable[Timeline]) -> dict[tuple[int, Kind], dict[in
     return seen
 
 
-def with_durations(tasks: Iterable[Task], durations_us: Mapping[tuple[int, Kind], int]) -> tuple[Task, ...]:
+def with_durations(tasks: Iterable[Task], durations_us: Mapping[tuple[int, Kind], Amount]) -> tuple[Task, ...]:
     """The tasks with the given durations by (stage, kind); others stay as they are."""
     return tuple(
         replace(task, duration_us=durations_us.get((task.stage, task.kind), task.duration_us)) for task in tasks

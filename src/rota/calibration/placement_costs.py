@@ -9,7 +9,7 @@ from rota.core.costs import Costs
 from rota.core.errors import PlacementError
 from rota.core.placement import Placement
 from rota.core.placing import place
-from rota.core.tasks import Kind, Task
+from rota.core.tasks import Kind, Task, scalar
 
 _REMEDY = "only placements that rota.place made for training can be turned back into costs"
 
@@ -37,27 +37,30 @@ def costs_of(placement: Placement, note: str = "") -> Costs:
     backward = [_task(placement, stage, Kind.I if is_split else Kind.B) for stage in stages]
     weight = [_task(placement, stage, Kind.W) for stage in stages] if is_split else []
     again = [placement.task(stage, Kind.R) for stage in stages]
-    held = [-task.held_bytes - (weight[s].held_bytes if is_split else 0) for s, task in enumerate(backward)]
+    freed = _column(backward, "held_bytes")
+    kept_for_weight = _column(weight, "held_bytes") or (0,) * len(stages)
     ends = {end.stage: end for end in placement.step_ends}
     edges, sizes, gradient_sizes = _edges(placement)
     costs = Costs(
-        forward_us=tuple(task.duration_us for task in forward),
-        backward_us=tuple(task.duration_us for task in backward),
-        weight_us=tuple(task.duration_us for task in weight) if is_split else None,
-        activation_bytes=tuple(held),
-        input_frees_bytes=tuple(-task.held_bytes for task in backward) if is_split else None,
+        forward_us=_column(forward, "duration_us"),
+        backward_us=_column(backward, "duration_us"),
+        weight_us=_column(weight, "duration_us") if is_split else None,
+        activation_bytes=tuple(-a - b for a, b in zip(freed, kept_for_weight, strict=True)),
+        input_frees_bytes=tuple(-size for size in freed) if is_split else None,
         boundary_bytes=sizes,
         gradient_bytes=gradient_sizes,
-        forward_peak_bytes=tuple(task.peak_bytes for task in forward),
-        backward_peak_bytes=tuple(task.peak_bytes for task in backward),
-        weight_peak_bytes=tuple(task.peak_bytes for task in weight) or (0,) * len(stages),
+        forward_peak_bytes=_column(forward, "peak_bytes"),
+        backward_peak_bytes=_column(backward, "peak_bytes"),
+        weight_peak_bytes=_column(weight, "peak_bytes"),
         static_bytes=_per_stage(placement, "static_bytes"),
         state_bytes=_per_stage(placement, "state_bytes"),
         snapshot_bytes=_per_stage(placement, "snapshot_bytes"),
         reduce_us=tuple(ends[stage].reduce_us if stage in ends else 0 for stage in stages),
         optimizer_us=tuple(ends[stage].optimizer_us if stage in ends else 0 for stage in stages),
-        recompute_us=tuple(None if task is None else task.duration_us for task in again) if any(again) else None,
-        checkpoint_bytes=tuple(0 if r is None else f.held_bytes for f, r in zip(forward, again, strict=True)),
+        recompute_us=tuple(None if task is None else scalar(task.duration_us) for task in again)
+        if any(again)
+        else None,
+        checkpoint_bytes=tuple(0 if r is None else scalar(f.held_bytes) for f, r in zip(forward, again, strict=True)),
         edges=edges,
         note=note,
         microbatch_rows=placement.microbatch_rows,
@@ -73,10 +76,15 @@ def _task(placement: Placement, stage: int, kind: Kind) -> Task:
     return task
 
 
+def _column(tasks: Sequence[Task], name: str) -> tuple[int, ...]:
+    return tuple(scalar(getattr(task, name)) for task in tasks)
+
+
 def _edges(placement: Placement) -> tuple[tuple[tuple[int, int], ...], tuple[int, ...], tuple[int, ...]]:
     """Pairs of stages, and the bytes forward and backward along each."""
     forward, back = [], []
-    for source, target, size in placement.edges:
+    for source, target, num_bytes in placement.edges:
+        size = scalar(num_bytes)
         a, b = placement.tasks[source], placement.tasks[target]
         if a.kind is b.kind is Kind.F:
             forward.append(((a.stage, b.stage), size))

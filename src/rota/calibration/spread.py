@@ -7,28 +7,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import comb
-from typing import NamedTuple
 
 from rota.calibration.measured_times import op_times_us, with_durations
-from rota.core.figures import each, same_or_per_class, value_in
 from rota.core.placement import Placement
 from rota.core.plan import Plan
 from rota.core.simulation import simulate
-from rota.core.tasks import Kind, Task
+from rota.core.tasks import Amount, Kind, Task, amount_of, by_class, scalar, value_in
 from rota.core.timeline import Timeline
-from rota.core.units import time_text
 
 _DOUBT = 0.1  # probability that a median lies outside of what is said of it, where there are values enough
 _FEWEST = 4  # ops; how far fewer are apart says little
 _NUM_DRAWS = 10
-
-
-class Range(NamedTuple):
-    """How many ops of a task were measured in µs, and the shortest and the longest of them."""
-
-    num_ops: int
-    least_us: int
-    most_us: int
 
 
 @dataclass(frozen=True)
@@ -38,12 +27,10 @@ class Spread:
     Attributes:
         shortest: The placement with each task at the lower end of its range.
         longest: The placement with each task at the upper end.
-        ranges: (stage, kind) -> all measured ops.
     """
 
     shortest: Placement
     longest: Placement
-    ranges: dict[tuple[int, Kind], Range]
 
     @classmethod
     def of(cls, timelines: Sequence[Timeline], placement: Placement) -> Spread:
@@ -52,25 +39,18 @@ class Spread:
         A task whose ops all took as long as planned was simulated, and has no spread. Of fewer than four ops of a task
         (and class of micro-batches), nothing is known: the range is from 0 to twice the longest.
         """
-        low: dict[tuple[int, Kind], int] = {}
-        high: dict[tuple[int, Kind], int] = {}
-        ranges = {}
+        low: dict[tuple[int, Kind], Amount] = {}
+        high: dict[tuple[int, Kind], Amount] = {}
         planned = {(task.stage, task.kind): task for task in timelines[0].plan.placement.tasks}
         for key, of_class in op_times_us(timelines).items():
             ends = []
             for c in range(placement.num_classes):
                 us = value_in(planned[key].duration_us, c)
                 ends.append(_median_range(of_class.get(c, [us]), us))
-            low[key] = same_or_per_class(a for a, _ in ends)
-            high[key] = same_or_per_class(b for _, b in ends)
-            times = [us for of in of_class.values() for us in of]
-            ranges[key] = Range(len(times), min(times), max(times))
+            low[key] = amount_of(a for a, _ in ends)
+            high[key] = amount_of(b for _, b in ends)
         shortest, longest = (with_durations(placement.tasks, bound) for bound in (low, high))
-        return cls(
-            replace(placement, tasks=shortest),
-            replace(placement, tasks=longest),
-            ranges,
-        )
+        return cls(replace(placement, tasks=shortest), replace(placement, tasks=longest))
 
     @property
     def is_exact(self) -> bool:
@@ -85,7 +65,9 @@ class Spread:
 
         def draw(a: Task, b: Task) -> Task:
             share = chooser.random()
-            return replace(a, duration_us=each(lambda x, y: round(x + share * (y - x)), a.duration_us, b.duration_us))
+            return replace(
+                a, duration_us=by_class(lambda x, y: round(x + share * (y - x)), a.duration_us, b.duration_us)
+            )
 
         return tuple(replace(self.shortest, tasks=tuple(draw(*pair) for pair in pairs)) for _ in range(_NUM_DRAWS))
 
@@ -110,12 +92,6 @@ class Spread:
         """
         others = [us for part, us in enumerate(loads(self.longest)) if part != most]
         return bool(others) and loads(self.shortest)[most] * len(others) > sum(others)
-
-    def text(self, stages: Sequence[int]) -> str:
-        """The task of these stages whose ops differ most, such as "2F took 47.1 ms to 137 ms"."""
-        found = {key: one for key, one in self.ranges.items() if key[0] in stages}
-        (stage, kind), widest = max(found.items(), key=lambda entry: entry[1].most_us - entry[1].least_us)
-        return f"{stage}{kind} took {time_text(widest.least_us)} to {time_text(widest.most_us)}"
 
 
 def _median_range(times_us: Sequence[int], planned_us: int) -> tuple[int, int]:
@@ -156,10 +132,10 @@ def with_equal_copies(placement: Placement) -> Placement:
     period = copies(placement)
     if period == placement.num_stages:
         return placement
-    of_span: dict[tuple[int, Kind], list[int]] = {}
+    of_span: dict[tuple[int, Kind], list[Amount]] = {}
     for task in placement.tasks:
         of_span.setdefault((task.stage % period, task.kind), []).append(task.duration_us)
-    means = {key: each(lambda *us: round(sum(us) / len(us)), *figures) for key, figures in of_span.items()}
+    means = {key: by_class(lambda *us: round(sum(us) / len(us)), *amounts) for key, amounts in of_span.items()}
     tasks = (replace(task, duration_us=means[task.stage % period, task.kind]) for task in placement.tasks)
     return replace(placement, tasks=tuple(tasks))
 
@@ -169,3 +145,12 @@ def have_same_layers(placement: Placement) -> bool:
     period = copies(placement)
     held = {frozenset(s % period for s in placement.stages_on(rank)) for rank in range(placement.num_ranks)}
     return period < placement.num_stages and len(held) == 1
+
+
+def rank_loads(placement: Placement) -> list[int]:
+    """The work of each rank per micro-batch in µs; copies of a stage count as equally long."""
+    loads = [0] * placement.num_ranks
+    for task in with_equal_copies(placement).average.tasks:
+        for rank in task.ranks:
+            loads[rank] += scalar(task.duration_us)
+    return loads

@@ -13,7 +13,7 @@ from rota.core.cluster import Cluster
 from rota.core.costs import Costs, assumed_costs
 from rota.core.errors import PlacementError
 from rota.core.placement import Placement
-from rota.core.units import count_text, size_text
+from rota.core.text import count_text, size_text
 from rota.shapes import SHAPES
 
 if TYPE_CHECKING:

@@ -11,9 +11,8 @@ from contextlib import contextmanager
 
 from rota.core.placement import Placement
 from rota.core.plan import Plan
-from rota.core.tables import fitted
+from rota.core.text import count_text, fitted, size_text, time_text
 from rota.core.timeline import Timeline
-from rota.core.units import count_text, size_text, time_text
 
 #: What the characters of charts and units become where the output's encoding has none of them.
 _ASCII = str.maketrans(

@@ -15,9 +15,8 @@ import msgspec
 
 from rota.core import reading
 from rota.core.errors import PlacementError
-from rota.core.reading import Name
-from rota.core.units import angle_repr, count_text, limit_text, size_text, time_text
-from rota.core.whole_numbers import Positive, Whole, whole
+from rota.core.reading import Name, Positive, Whole, whole
+from rota.core.text import angle_repr, count_text, limit_text, size_text, time_text
 
 
 @dataclass(frozen=True, slots=True)

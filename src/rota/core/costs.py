@@ -14,14 +14,13 @@ from typing import Any
 
 from rota.core import reading
 from rota.core.errors import PlacementError
-from rota.core.units import angle_repr, count_text, time_text
-from rota.core.whole_numbers import Positive, Signed, Whole, whole, whole_rows
+from rota.core.reading import Positive, Signed, Whole, whole, whole_rows
+from rota.core.text import angle_repr, count_text, time_text
 
 #: States that `rota run --max-restarts` keeps of each rank: one stays whole while the other one is written.
 NUM_SNAPSHOTS = 2
 
 _SIGNED = ("input_frees_bytes",)
-_WHOLE_NUMBERS = ("forward_us", "boundary_bytes", "gradient_bytes", "microbatch_rows")  # in a file
 _OPTIONAL = (  # None has a meaning of its own
     "weight_us",
     "input_frees_bytes",
@@ -36,7 +35,7 @@ _OPTIONAL = (  # None has a meaning of its own
 class Costs:
     """Time and memory of each stage.
 
-    Each field has one entry per stage; a single number is used for all of them.
+    Each field has one entry per stage; a single number is used for all of them, and 0 if there is none.
 
     Attributes:
         forward_us: Time of F.
@@ -72,20 +71,20 @@ class Costs:
     forward_us: tuple[Whole, ...]
     backward_us: tuple[Whole, ...]
     weight_us: tuple[Whole, ...] | None = None
-    activation_bytes: tuple[Whole, ...] = 0  # type: ignore[assignment]  # a number is spread over the stages below
+    activation_bytes: tuple[Whole, ...] = ()
     input_frees_bytes: tuple[Signed, ...] | None = None
     boundary_bytes: tuple[Whole, ...] | Whole = 0
     gradient_bytes: tuple[Whole, ...] | Whole | None = None
-    forward_peak_bytes: tuple[Whole, ...] = 0  # type: ignore[assignment]
-    backward_peak_bytes: tuple[Whole, ...] = 0  # type: ignore[assignment]
-    weight_peak_bytes: tuple[Whole, ...] = 0  # type: ignore[assignment]
-    static_bytes: tuple[Whole, ...] = 0  # type: ignore[assignment]
-    state_bytes: tuple[Whole, ...] = 0  # type: ignore[assignment]
-    snapshot_bytes: tuple[Whole, ...] = 0  # type: ignore[assignment]
-    reduce_us: tuple[Whole, ...] = 0  # type: ignore[assignment]
-    optimizer_us: tuple[Whole, ...] = 0  # type: ignore[assignment]
+    forward_peak_bytes: tuple[Whole, ...] = ()
+    backward_peak_bytes: tuple[Whole, ...] = ()
+    weight_peak_bytes: tuple[Whole, ...] = ()
+    static_bytes: tuple[Whole, ...] = ()
+    state_bytes: tuple[Whole, ...] = ()
+    snapshot_bytes: tuple[Whole, ...] = ()
+    reduce_us: tuple[Whole, ...] = ()
+    optimizer_us: tuple[Whole, ...] = ()
     recompute_us: tuple[Whole | None, ...] | None = None
-    checkpoint_bytes: tuple[Whole, ...] = 0  # type: ignore[assignment]
+    checkpoint_bytes: tuple[Whole, ...] = ()
     edges: tuple[tuple[Whole, Whole], ...] | None = None
     note: str = ""
     microbatch_rows: Positive | None = None
@@ -106,6 +105,8 @@ class Costs:
         num_edges = len(forward) - 1 if edges is None else len(edges)
         for field in fields(self):
             value = getattr(self, field.name)
+            if value == field.default == ():
+                value = 0
             if field.name in ("edges", "note") or (value is None and field.name in _OPTIONAL):
                 continue
             if field.name == "microbatch_rows":
@@ -195,9 +196,9 @@ class Costs:
             raise PlacementError(f"num_stages is {num_stages}: a pipeline needs at least 1 stage")
         return cls(
             forward_us=(forward_us,) * num_stages,
-            backward_us=backward_us,  # type: ignore[arg-type]
-            weight_us=weight_us,  # type: ignore[arg-type]
-            activation_bytes=activation_bytes,  # type: ignore[arg-type]
+            backward_us=(backward_us,) * num_stages,
+            weight_us=None if weight_us is None else (weight_us,) * num_stages,
+            activation_bytes=(activation_bytes,) * num_stages,
             boundary_bytes=boundary_bytes,
             **others,
         )
@@ -239,14 +240,7 @@ class Costs:
     @classmethod
     def from_json(cls, text: str) -> Costs:
         """Read what `to_json` wrote. Raises FormatError or PlacementError, which name the field."""
-        document = reading.parse(text, "costs")
-        forward = document["forward_us"].value
-        num_stages = len(forward) if isinstance(forward, list) else 1
-        values = {  # one number stands for all stages
-            name: [value] * num_stages if type(value) is int and name not in _WHOLE_NUMBERS else value
-            for name, value in document.value.items()
-        }
-        return reading.Field(document.path, values).read(cls)
+        return reading.parse(text, "costs").read(cls)
 
 
 def _spread(name: str, value: object, count: int, gaps: bool = False, signed: bool = False) -> tuple[int | None, ...]:

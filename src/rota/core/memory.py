@@ -12,10 +12,9 @@ from collections.abc import Iterable, Sequence
 from itertools import chain
 from operator import add, itemgetter, lt, neg
 
-from rota.core.figures import each, value_in
 from rota.core.placement import Placement
 from rota.core.plan import Plan
-from rota.core.tasks import Kind
+from rota.core.tasks import Amount, Kind, by_class, value_in
 
 # Events at one instant come in this order.
 _TRANSFER_ENDS, _OP_ENDS, _TRANSFER_STARTS, _OP = range(4)
@@ -85,7 +84,7 @@ def _transfer_events(
     plan: Plan, rank: int, ends_us: Sequence[int], sent_us: Columns, arrived_us: Columns
 ) -> tuple[Events, Events]:
     """The ends and the starts of a rank's transfers."""
-    end_of = dict(zip(plan.nodes[rank], ends_us, strict=True)) if plan.services.first else {}
+    end_of = dict(zip(plan.nodes[rank], ends_us, strict=True)) if plan.shared_transfers.first else {}
     freed: tuple[list[int], list[int]] = [], []
     taken: tuple[list[int], list[int]] = [], []
     for r, (route, starts, ends) in enumerate(zip(plan.placement.routes, sent_us, arrived_us, strict=True)):
@@ -108,28 +107,28 @@ def _op_changes(plan: Plan, rank: int) -> tuple[list[int], list[int]]:
     placement, num_classes = plan.placement, plan.placement.num_classes
     at_start: dict[int, int] = {}  # by variant
     at_end: dict[int, int] = {}
-    for task, figures in task_changes(placement, rank).items():
+    for task, amounts in task_changes(placement, rank).items():
         first = placement.index[task] * num_classes
-        for changes, figure in zip((at_start, at_end), figures, strict=True):
-            changes.update((first + c, value_in(figure, c)) for c in range(num_classes))
+        for changes, amount in zip((at_start, at_end), amounts, strict=True):
+            changes.update((first + c, value_in(amount, c)) for c in range(num_classes))
     variants = [*map(plan.variants.__getitem__, plan.nodes[rank])]
     return [*map(at_start.__getitem__, variants)], [*map(at_end.__getitem__, variants)]
 
 
-def task_changes(placement: Placement, rank: int) -> dict[tuple[int, Kind], tuple[int, int]]:
-    """(stage, kind) -> change of the bytes held on `rank` at the start and at the end of an op, as figures."""
+def task_changes(placement: Placement, rank: int) -> dict[tuple[int, Kind], tuple[Amount, Amount]]:
+    """(stage, kind) -> change of the bytes held on `rank` at the start and at the end of an op."""
     here = {i: task for i, task in enumerate(placement.tasks) if rank in task.ranks}
-    received = dict.fromkeys(here, 0)
+    received: dict[int, Amount] = dict.fromkeys(here, 0)
     for route in placement.routes:
         if route.receiver == rank:
-            received[route.target] = each(add, received[route.target], route.num_bytes)
-    return {
-        (task.stage, task.kind): (
-            each(lambda held, peak: max(held, 0) + peak, task.held_bytes, task.peak_bytes),
-            each(lambda held, peak, read: min(held, 0) - peak - read, task.held_bytes, task.peak_bytes, received[i]),
-        )
-        for i, task in here.items()
-    }
+            received[route.target] = by_class(add, received[route.target], route.num_bytes)
+    changes = {}
+    for i, task in here.items():
+        own = task.held_bytes, task.peak_bytes
+        at_start = by_class(lambda held, peak: max(held, 0) + peak, *own)
+        at_end = by_class(lambda held, peak, read: min(held, 0) - peak - read, *own, received[i])
+        changes[task.stage, task.kind] = at_start, at_end
+    return changes
 
 
 def is_op_event(key: int) -> bool:

@@ -1,80 +1,40 @@
 """A placement: the tasks of one micro-batch, the edges between them, and the ranks that run them.
 
-Micro-batches that differ belong to classes: a figure of a task or an edge is then a `PerClass`, one number per class.
+Micro-batches that differ belong to classes: a duration or size is then a `PerClass`, with one number per class.
 Micro-batches that are chunks of one sample are related: see `Placement.sample_of`.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from itertools import chain
-from operator import mul
-from typing import Annotated, Any, NamedTuple, TypeAlias
 
-import msgspec
-from msgspec import Meta
-
-from rota.core import reading
-from rota.core.cluster import Cluster, ClusterFile
-from rota.core.errors import FormatError, PlacementError
-from rota.core.figures import PerClass, as_figure, each, value_in, values_of, values_or_number
+from rota.core.cluster import Cluster
+from rota.core.errors import PlacementError
+from rota.core.reading import whole, whole_rows
 from rota.core.taskgraph import CycleError, TaskGraph
-from rota.core.tasks import Kind, Op, Task, Transfer
-from rota.core.units import angle_repr, count_text
-from rota.core.whole_numbers import Positive, Signed, Whole, whole, whole_rows
+from rota.core.tasks import (
+    Amount,
+    Edge,
+    Kind,
+    Op,
+    PerClass,
+    Route,
+    StepEnd,
+    Task,
+    Transfer,
+    amount_of,
+    by_class,
+    scalar,
+    value_in,
+    values_of,
+)
+from rota.core.text import angle_repr, count_text
 
-_TASK_FIGURES = ("duration_us", "held_bytes", "peak_bytes")
+_TASK_AMOUNTS = ("duration_us", "held_bytes", "peak_bytes")
 _SHAPE = ("tasks or ranks", "edges", "clusters", "static_bytes", "step_ends")
-
-
-class Edge(NamedTuple):
-    """The task with index `target` reads `num_bytes` of the output of the task with index `source`.
-
-    Where micro-batches differ, `num_bytes` may be a `rota.core.figures.PerClass`.
-    """
-
-    source: int
-    target: int
-    num_bytes: int = 0
-
-
-class Route(NamedTuple):
-    """The transfer of an edge to one of its target's ranks: from rank `sender` to rank `receiver`.
-
-    It takes `duration_us` if it never waits. For the first `service_us` of these it occupies the shared links with the
-    indices `shared` in the cluster, all of them at once. Its figures are `PerClass` where its edge's bytes are.
-    """
-
-    source: int
-    target: int
-    sender: int
-    receiver: int
-    num_bytes: int
-    duration_us: int
-    service_us: int = 0
-    shared: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class StepEnd:
-    """What follows a stage's last gradient, on each of its ranks.
-
-    Attributes:
-        stage: The stage.
-        reduce_us: Duration of the reduction of gradients over replicas.
-        optimizer_us: Duration of the optimizer step, which comes after it.
-    """
-
-    stage: int
-    reduce_us: int
-    optimizer_us: int
-
-    def __post_init__(self) -> None:
-        for name in ("reduce_us", "optimizer_us"):
-            object.__setattr__(self, name, whole(f"{name} of stage {self.stage}", getattr(self, name)))
 
 
 @dataclass(frozen=True)
@@ -94,14 +54,14 @@ class Placement:
             memory. Empty: not counted.
         step_ends: Reductions and optimizer steps; at most one entry per stage.
         microbatch_rows: Examples in the micro-batch whose costs these are. None: unknown.
-        class_of: The class of each micro-batch of a step, where micro-batches differ: figures of tasks and edges may
-            then be `rota.core.figures.PerClass`, with one number per class. Empty: all are alike.
+        class_of: The class of each micro-batch of a step, where micro-batches differ: amounts of tasks and edges may
+            then be `rota.core.tasks.PerClass`, with one number per class. Empty: all are alike.
         sample_of: The sample that each micro-batch of a step is a chunk of, where samples are cut along their length.
             Chunks of a sample are in the order of their micro-batches: every stage runs their forwards in this order
             and their backwards (B or I) in reverse. Empty: no sample is cut.
 
     Raises:
-        PlacementError: A task or an edge is invalid, the edges form a cycle, or figures, classes and samples do not fit
+        PlacementError: A task or an edge is invalid, the edges form a cycle, or amounts, classes and samples do not fit
             together.
     """
 
@@ -142,8 +102,8 @@ class Placement:
         for edge in self.edges:
             if not (0 <= edge.source < len(self.tasks) and 0 <= edge.target < len(self.tasks)):
                 raise PlacementError(f"{edge} points outside the {len(self.tasks)} tasks")
-            name = f"num_bytes of the edge {self.tasks[edge.source]} -> {self.tasks[edge.target]}"
-            edges.append(edge._replace(num_bytes=each(partial(whole, name), edge.num_bytes)))
+            size = by_class(partial(whole, self._size_name(edge)), edge.num_bytes)
+            edges.append(edge._replace(num_bytes=size))
         object.__setattr__(self, "edges", tuple(edges))
         object.__setattr__(self, "class_of", self._checked_classes())
         object.__setattr__(self, "sample_of", self._checked_samples())
@@ -156,14 +116,12 @@ class Placement:
         self._refuse_cycles()
 
     def _checked_classes(self) -> tuple[int, ...]:
-        """`class_of`; empty where no figure differs."""
-        figures = chain.from_iterable(map(_figures_of, self.tasks))
-        if not any(isinstance(figure, PerClass) for figure in chain(figures, (edge.num_bytes for edge in self.edges))):
-            return ()
+        """`class_of`; empty where no amount differs."""
         lengths: dict[int, str] = {}
-        for name, figure in self._figures():
-            if isinstance(figure, PerClass):
-                lengths.setdefault(len(figure.values), name)
+        for name, amount in self._differing_amounts():
+            lengths.setdefault(len(amount.values), name)
+        if not lengths:
+            return ()
         (num_classes, first), *others = lengths.items()
         if others:
             raise PlacementError(
@@ -200,13 +158,18 @@ class Placement:
                 )
         return samples
 
-    def _figures(self) -> Iterator[tuple[str, int]]:
-        """Every figure, with its name."""
+    def _differing_amounts(self) -> Iterator[tuple[str, PerClass]]:
+        """Every amount that is not the same in all classes, with its name."""
         for task in self.tasks:
-            for name in _TASK_FIGURES:
-                yield f"{name} of task {task}", getattr(task, name)
+            for name, amount in zip(_TASK_AMOUNTS, amounts_of(task), strict=True):
+                if isinstance(amount, PerClass):
+                    yield f"{name} of task {task}", amount
         for edge in self.edges:
-            yield f"num_bytes of the edge {self.tasks[edge.source]} -> {self.tasks[edge.target]}", edge.num_bytes
+            if isinstance(edge.num_bytes, PerClass):
+                yield self._size_name(edge), edge.num_bytes
+
+    def _size_name(self, edge: Edge) -> str:
+        return f"num_bytes of the edge {self.tasks[edge.source]} -> {self.tasks[edge.target]}"
 
     def _refuse_cycles(self) -> None:
         inputs: list[list[tuple[int, int]]] = [[] for _ in self.tasks]
@@ -232,10 +195,10 @@ class Placement:
             sample_of: [num_microbatches]: the sample that each of them is a chunk of; empty: no sample is cut.
 
         Returns:
-            The placement; where no figure differs and no sample is cut, the first one.
+            The placement; where no amount differs and no sample is cut, the first one.
 
         Raises:
-            PlacementError: The placements differ in more than figures, one of them has classes or chunks already, or
+            PlacementError: The placements differ in more than amounts, one of them has classes or chunks already, or
                 `class_of` names other classes.
         """
         if not placements or not class_of:
@@ -255,11 +218,11 @@ class Placement:
         if wrong is not None:
             raise PlacementError(f"class_of[{wrong}] is {class_of[wrong]}, but there are {len(placements)} placements")
         tasks = [
-            replace(same[0], **{name: PerClass(getattr(task, name) for task in same) for name in _TASK_FIGURES})
+            with_amounts(same[0], (amount_of(map(scalar, row)) for row in zip(*map(amounts_of, same), strict=True)))
             for same in zip(*(placement.tasks for placement in placements), strict=True)
         ]
         edges = [
-            same[0]._replace(num_bytes=PerClass(edge.num_bytes for edge in same))
+            same[0]._replace(num_bytes=amount_of(scalar(edge.num_bytes) for edge in same))
             for same in zip(*(placement.edges for placement in placements), strict=True)
         ]
         rows = {placement.microbatch_rows for placement in placements}
@@ -275,27 +238,28 @@ class Placement:
     @cached_property
     def num_classes(self) -> int:
         """Number of classes of micro-batches; 1 where all are alike."""
-        return max(len(values_of(figure)) for _, figure in self._figures())
+        return max((len(amount.values) for _, amount in self._differing_amounts()), default=1)
 
     @cached_property
     def classes(self) -> tuple[Placement, ...]:
         """For each class a placement whose micro-batches are alike, with plain ints; where all are, itself."""
         if self.is_alike:
             return (self,)
-        return tuple(self._of_class(c) for c in range(self.num_classes))
+        return tuple(self._alike(partial(value_in, class_=c)) for c in range(self.num_classes))
 
-    def _of_class(self, c: int) -> Placement:
-        tasks = [with_figures(task, (value_in(figure, c) for figure in _figures_of(task))) for task in self.tasks]
-        edges = [edge._replace(num_bytes=value_in(edge.num_bytes, c)) for edge in self.edges]
-        return replace(self, tasks=tuple(tasks), edges=tuple(edges), class_of=(), sample_of=())
+    def _alike(self, value: Callable[[Amount], int]) -> Placement:
+        """The placement of micro-batches that are alike, with this value of each amount."""
+        tasks = tuple(with_amounts(task, map(value, amounts_of(task))) for task in self.tasks)
+        edges = tuple(edge._replace(num_bytes=value(edge.num_bytes)) for edge in self.edges)
+        return replace(self, tasks=tasks, edges=edges, class_of=(), sample_of=())
 
     def for_microbatch(self, microbatch: int) -> Placement:
-        """The placement with one micro-batch's figures, as plain ints; itself where all are alike."""
+        """The placement with one micro-batch's amounts, as plain ints; itself where all are alike."""
         return self.classes[self.class_in(microbatch)]
 
     @cached_property
     def average(self) -> Placement:
-        """A placement whose micro-batches are alike, with the mean figures of the step's; where they are, itself.
+        """A placement whose micro-batches are alike, with the mean amounts of the step's; where they are, itself.
 
         It is for choices that need a typical size, such as the order in which a named schedule starts ops.
         """
@@ -303,16 +267,12 @@ class Placement:
             return self
         weights = [self.class_of.count(c) for c in range(self.num_classes)]
 
-        def mean(figure: int) -> int:
-            return (
-                round(sum(map(mul, weights, values_of(figure))) / sum(weights))
-                if isinstance(figure, PerClass)
-                else figure
-            )
+        def mean(amount: Amount) -> int:
+            if isinstance(amount, PerClass):
+                return round(sum(a * b for a, b in zip(weights, amount.values, strict=True)) / sum(weights))
+            return amount
 
-        tasks = [with_figures(task, map(mean, _figures_of(task))) for task in self.tasks]
-        edges = [edge._replace(num_bytes=mean(edge.num_bytes)) for edge in self.edges]
-        return replace(self, tasks=tuple(tasks), edges=tuple(edges), class_of=(), sample_of=())
+        return self._alike(mean)
 
     @property
     def is_alike(self) -> bool:
@@ -381,15 +341,15 @@ class Placement:
         """The class of a micro-batch, an index into `classes`; 0 where all are alike."""
         return self.class_of[microbatch] if self.class_of else 0
 
-    def value(self, figure: int, microbatch: int) -> int:
-        """The number of one micro-batch of a figure of a task, an edge or a route."""
-        return value_in(figure, self.class_of[microbatch]) if self.class_of else figure
+    def value(self, amount: Amount, microbatch: int) -> int:
+        """The number of one micro-batch of an amount of a task, an edge or a route."""
+        return amount.values[self.class_of[microbatch]] if isinstance(amount, PerClass) else amount
 
-    def column(self, figure: int, microbatches: Sequence[int]) -> list[int]:
+    def column(self, amount: Amount, microbatches: Sequence[int]) -> list[int]:
         """`value` for several micro-batches."""
-        if isinstance(figure, PerClass):
-            return [figure.values[self.class_of[m]] for m in microbatches]
-        return [figure] * len(microbatches)
+        if isinstance(amount, PerClass):
+            return [amount.values[self.class_of[m]] for m in microbatches]
+        return [amount] * len(microbatches)
 
     # --- tasks, stages and ranks ----------------------------------------------------------------------------------
 
@@ -511,14 +471,14 @@ class Placement:
         rate = min((self.cluster.shared[i].bytes_per_us for i in shared), default=None)
         size = edge.num_bytes
         if rate is None:
-            return Route(*edge[:2], sender, receiver, size, each(link.transfer_us, size))
-        service_us = each(lambda num_bytes: -(-num_bytes // rate), size)
+            return Route(*edge[:2], sender, receiver, size, by_class(link.transfer_us, size))
+        service_us = by_class(lambda num_bytes: -(-num_bytes // rate), size)
         if service_us != 0 and 0 in values_of(service_us):
             raise PlacementError(
                 f"the edge {self.tasks[edge.source]} -> {self.tasks[edge.target]} has 0 bytes for some classes of "
                 f"micro-batches and uses a shared link for others; give at least 1 byte everywhere"
             )
-        duration_us = each(
+        duration_us = by_class(
             lambda num_bytes, service: max(link.transfer_us(num_bytes), link.latency_us + service), size, service_us
         )
         return Route(*edge[:2], sender, receiver, size, duration_us, service_us, shared if service_us != 0 else ())
@@ -536,75 +496,15 @@ class Placement:
         more = sorted({*stages} - {end.stage for end in self.step_ends})
         return replace(self, step_ends=(*self.step_ends, *(StepEnd(stage, 0, 0) for stage in more))) if more else self
 
-    def to_file(self) -> dict[str, Any]:
-        """The fields of a `PlacementFile`."""
-        names = [*map(str, self.tasks)]
-        return {
-            "tasks": tuple(map(_row_of, self.tasks)),
-            "edges": tuple((names[a], names[b], values_or_number(size)) for a, b, size in self.edges),
-            "cluster": self.cluster.to_file(),
-            "step_ends": tuple((end.stage, end.reduce_us, end.optimizer_us) for end in self.step_ends),
-            **{name: getattr(self, name) for name in _SAME_IN_FILES},
-        }
 
-    @classmethod
-    def from_file(cls, file: PlacementFile, path: str) -> Placement:
-        """What `to_file` wrote, at this path of a document. Raises FormatError or PlacementError."""
-        tasks = tuple(
-            Task(int(name[:-1]), Kind(name[-1:]), ranks, as_figure(duration), as_figure(held), as_figure(peak))
-            for name, ranks, duration, held, peak in file.tasks
-        )
-        index = {str(task): i for i, task in enumerate(tasks)}
-        for i, (*ends, _) in enumerate(file.edges):
-            if unknown := [end for end in ends if end not in index]:
-                raise FormatError(
-                    f"{path}.edges[{i}] has {reading.short(unknown[0])}; expected the name of a task, such as "
-                    + next(iter(index), "0F")
-                )
-        edges = tuple(Edge(index[source], index[target], as_figure(size)) for source, target, size in file.edges)
-        step_ends = tuple(StepEnd(*end) for end in file.step_ends)
-        same = {name: getattr(file, name) for name in _SAME_IN_FILES}
-        return cls(tasks, edges, Cluster.from_file(file.cluster), step_ends=step_ends, **same)
-
-
-_Figure: TypeAlias = Signed | Annotated[tuple[Signed, ...], Meta(min_length=1)]  # one number, or one per class
-_TaskName: TypeAlias = Annotated[str, Meta(pattern=r"^[0-9]{1,9}[FBIWR]$")]  # a stage and a kind
-
-
-class PlacementFile(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """A placement in JSON.
-
-    A row of `tasks` has a stage and a kind, such as "0F", its ranks, duration_us, held_bytes and peak_bytes; a row of
-    `edges` two of these names and bytes; a row of `step_ends` a stage, reduce_us and optimizer_us.
-    """
-
-    tasks: tuple[tuple[_TaskName, tuple[Whole, ...], _Figure, _Figure, _Figure], ...]
-    edges: tuple[tuple[str, str, _Figure], ...]
-    cluster: ClusterFile
-    static_bytes: tuple[Whole, ...]
-    step_ends: tuple[tuple[Whole, Whole, Whole], ...]
-    microbatch_rows: Positive | None = None
-    class_of: tuple[Whole, ...] = ()
-    sample_of: tuple[Whole, ...] = ()
-    state_bytes: tuple[Whole, ...] = ()
-    snapshot_bytes: tuple[Whole, ...] = ()
-
-
-_SAME_IN_FILES = ("static_bytes", "microbatch_rows", "class_of", "sample_of", "state_bytes", "snapshot_bytes")
-
-
-def _row_of(task: Task) -> tuple[str, tuple[int, ...], _Figure, _Figure, _Figure]:
-    duration, held, peak = map(values_or_number, _figures_of(task))
-    return str(task), task.ranks, duration, held, peak
-
-
-def _figures_of(task: Task) -> tuple[int, int, int]:
+def amounts_of(task: Task) -> tuple[Amount, Amount, Amount]:
+    """The task's duration, held bytes and peak bytes."""
     return task.duration_us, task.held_bytes, task.peak_bytes
 
 
-def with_figures(task: Task, figures: Iterable[int]) -> Task:
-    """The task with another duration, held bytes and peak bytes, which may be per class of micro-batches."""
-    duration_us, held_bytes, peak_bytes = figures
+def with_amounts(task: Task, amounts: Iterable[Amount]) -> Task:
+    """The task with another duration, held bytes and peak bytes."""
+    duration_us, held_bytes, peak_bytes = amounts
     return replace(task, duration_us=duration_us, held_bytes=held_bytes, peak_bytes=peak_bytes)
 
 

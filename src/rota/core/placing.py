@@ -8,8 +8,8 @@ from itertools import pairwise
 from rota.core.cluster import Cluster
 from rota.core.costs import Costs
 from rota.core.errors import PlacementError
-from rota.core.placement import Edge, Placement, StepEnd
-from rota.core.tasks import Kind, Task
+from rota.core.placement import Placement
+from rota.core.tasks import Edge, Kind, StepEnd, Task
 
 
 def place(

@@ -3,27 +3,80 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from itertools import chain, pairwise, repeat, zip_longest
+from itertools import accumulate, chain, pairwise, zip_longest
 from operator import sub
 from typing import Any, TypeVar
 
-from rota.core import notebook, reading, schedule_csv, services
-from rota.core.errors import FormatError, PlanError
-from rota.core.figures import each, value_in
-from rota.core.placement import Placement, PlacementFile
-from rota.core.services import Services
+from rota.core import reading, schedule_csv, shared_links
+from rota.core.errors import FormatError, PlacementError, PlanError
+from rota.core.layers import ESTIMATED
+from rota.core.orders import first_nodes, nodes_of
+from rota.core.placement import Placement
+from rota.core.placement_file import PlacementFile, placement_fields, read_placement
+from rota.core.reading import Name, Positive
+from rota.core.shared_links import SharedTransfers
 from rota.core.taskgraph import CycleError, Earliest, Edges, TaskGraph
-from rota.core.tasks import Kind, Op, Transfer
-from rota.core.units import angle_repr, count_text
-from rota.core.usage import Usage
-from rota.core.whole_numbers import Positive
+from rota.core.tasks import Amount, Op, Transfer, by_class, parse_ops, value_in
+from rota.core.text import angle_repr, count_text
 
 _MAX_CYCLE_WAITS = 12  # waits of a cycle in an error message
 _MAX_TRANSFERS = 10_000_000  # in a plan from a file
+_FROM_RUN = "measured in a run"
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Cuts, micro-batch size and replicas of a plan.
+
+    Attributes:
+        cuts: Where `rota.split` cuts the model.
+        microbatch_rows: Examples in one micro-batch of one replica.
+        num_replicas: Number of pipelines in a step, each with the plan's micro-batches.
+        num_layers: Number of layers of each stage; a layer is what is between two adjacent places where the model may
+            be cut. Empty: unknown.
+        note: Where the times of the plan come from, such as "estimated for h100".
+    """
+
+    cuts: tuple[Name, ...]
+    microbatch_rows: Positive
+    num_replicas: Positive = 1
+    num_layers: tuple[Positive, ...] = ()
+    note: str = ""
+
+    def __post_init__(self) -> None:
+        if self.num_layers and len(self.num_layers) != len(self.cuts) + 1:
+            raise PlacementError(
+                f"num_layers is {self.num_layers}; give one number for each of the {len(self.cuts) + 1} stages that "
+                f"the cuts make"
+            )
+
+    @property
+    def is_estimate(self) -> bool:
+        """Whether nothing was measured: the plan's times were computed from what a device can do."""
+        return self.note.startswith(ESTIMATED)
+
+    @property
+    def is_from_run(self) -> bool:
+        """Whether the plan's times were measured in a run of its ranks, which `rota calibrate` put into it."""
+        return self.note.startswith(_FROM_RUN)
+
+    def measured_in(self, num_steps: int) -> Usage:
+        """This usage for a plan with the times that a run of its ranks took, in so many recorded steps."""
+        return replace(self, note=f"{_FROM_RUN}, in {count_text(num_steps, 'recorded step')}")
+
+    @property
+    def boundaries(self) -> tuple[int, ...] | None:
+        """The stages' boundaries as in `rota.cutting`: 0, the first layer of each later stage, the number of layers."""
+        return tuple(accumulate(self.num_layers, initial=0)) if self.num_layers else None
+
+    def span_text(self, stage: int) -> str:
+        """What a stage has of the model, by the names of the cuts: "all from layers.2 to before layers.5"."""
+        begin = f"from {self.cuts[stage - 1]}" if stage else ""
+        end = f"before {self.cuts[stage]}" if stage < len(self.cuts) else "on" if begin else ""
+        return " ".join(filter(None, ("all", begin, "to" if begin and end != "on" else "", end)))
 
 
 @dataclass(frozen=True)
@@ -79,10 +132,7 @@ class Plan:
     @cached_property
     def first_node(self) -> tuple[int, ...]:
         """The first node of each task, and as the last entry the number of ops."""
-        first = [0]
-        for task in self.placement.tasks:
-            first.append(first[-1] + len(self.placement.microbatches(task.stage, self.num_microbatches)))
-        return tuple(first)
+        return first_nodes(self.placement, self.num_microbatches)
 
     @property
     def num_ops(self) -> int:
@@ -103,50 +153,7 @@ class Plan:
     @cached_property
     def nodes(self) -> tuple[tuple[int, ...], ...]:
         """`orders` as nodes. Raises PlanError unless each rank has exactly the ops that are placed on it."""
-        if self.num_microbatches < 1:
-            raise PlanError(f"num_microbatches is {self.num_microbatches}; a step needs at least 1", "missing")
-        given = self.placement.given_microbatches
-        if given not in (None, self.num_microbatches):
-            raise PlanError(
-                f"num_microbatches is {self.num_microbatches}, but the placement has the sizes of {given} "
-                f"micro-batches; give as many",
-                "unknown",
-            )
-        if self.num_ranks != self.placement.num_ranks:
-            raise PlanError(
-                f"the plan has {self.num_ranks} rank orders, but its placement has {self.placement.num_ranks} ranks; "
-                f"give one order per rank, an empty one for a rank without ops",
-                "unknown",
-            )
-        nodes = tuple(self._nodes_on(rank) for rank in range(self.num_ranks))
-        # Only now, because an op on the wrong rank is also missing on the right one.
-        for rank in range(self.num_ranks):
-            self._require_complete(rank, nodes[rank])
-        if self.placement.sample_of:
-            self._require_chunks_in_order()
-        return nodes
-
-    def _nodes_on(self, rank: int) -> tuple[int, ...]:
-        tasks = [t for t, task in enumerate(self.placement.tasks) if rank in task.ranks]
-        if sum(len(self.microbatches_of(t)) for t in tasks) != len(self.orders[rank]):
-            # Not complete. A file may claim more micro-batches than fit in memory, so only the ops it has are listed.
-            return tuple(self._node_of(op, rank) for op in self.orders[rank])
-        here: dict[tuple[int, Kind, int], int] = {}
-        for t in tasks:
-            task = self.placement.tasks[t]
-            ops = zip(repeat(task.stage), repeat(task.kind), self.microbatches_of(t))
-            here.update(zip(ops, range(self.first_node[t], self.first_node[t + 1]), strict=True))
-        nodes = tuple(map(here.get, self.orders[rank]))
-        if None in nodes:
-            raise self._misplaced(self.orders[rank][nodes.index(None)], rank)
-        return nodes  # type: ignore[return-value]
-
-    def _node_of(self, op: Op, rank: int) -> int:
-        """The node of an op, which must be one of the rank's."""
-        t = self.placement.index.get(op[:2])
-        if t is None or rank not in self.placement.tasks[t].ranks or op.microbatch not in self.microbatches_of(t):
-            raise self._misplaced(op, rank)
-        return self.first_node[t] + self.microbatches_of(t).index(op.microbatch)
+        return nodes_of(self.placement, self.num_microbatches, self.orders)
 
     @cached_property
     def variants(self) -> tuple[int, ...]:
@@ -156,53 +163,6 @@ class Plan:
             first, batches = t * num_classes, self.microbatches_of(t)
             variants += [first] * len(batches) if num_classes == 1 else [first + class_in(m) for m in batches]
         return tuple(variants)
-
-    def _require_complete(self, rank: int, nodes: Sequence[int]) -> None:
-        if len(set(nodes)) != len(nodes):
-            twice = next(op for op, count in Counter(self.orders[rank]).items() if count > 1)
-            raise PlanError(f"rank {rank} does {twice} twice; remove one of them", "duplicate")
-        tasks = [task for task in self.placement.tasks if rank in task.ranks]
-        here = [(task, self.placement.microbatches(task.stage, self.num_microbatches)) for task in tasks]
-        expected = sum(len(batches) for _, batches in here)
-        if len(nodes) != expected:
-            planned = set(self.orders[rank])
-            every = (Op(task.stage, task.kind, m) for task, batches in here for m in batches)
-            first = next(op for op in every if op not in planned)
-            more = f" and {expected - len(nodes) - 1} more" if expected - len(nodes) > 1 else ""
-            raise PlanError(f"rank {rank} never does {first}{more}; add it there, or lower num_microbatches", "missing")
-
-    def _require_chunks_in_order(self) -> None:
-        """Refuse a rank that runs chunks of a sample in another order than forwards first to last, backwards back."""
-        chunk_before = {m: before for row in self.placement.chunks for before, m in pairwise(row)}
-        chunk_after = {before: m for m, before in chunk_before.items()}
-        for rank, order in enumerate(self.orders):
-            done: set[Op] = set()
-            for op in order:
-                needs = chunk_before if op.kind is Kind.F else chunk_after if op.kind in (Kind.B, Kind.I) else {}
-                if op.microbatch in needs and (first := op._replace(microbatch=needs[op.microbatch])) not in done:
-                    which = "an earlier" if op.kind is Kind.F else "a later"
-                    raise PlanError(
-                        f"rank {rank} does {op} before {first}, {which} chunk of the same sample; do chunks forward "
-                        f"in order and backward in reverse",
-                        "chunks",
-                    )
-                done.add(op)
-
-    def _misplaced(self, op: Op, rank: int) -> PlanError:
-        does = f"rank {rank} does {op}"
-        task = self.placement.task(op.stage, op.kind)
-        if task is None:
-            kinds = sorted(t.kind for t in self.placement.tasks if t.stage == op.stage)
-            there = f"there are {self.placement.num_stages} stages"
-            has = f"stage {op.stage} has {' '.join(kinds)}" if kinds else there
-            return PlanError(f"{does}, which the placement does not know ({has})", "unknown")
-        batches = self.placement.microbatches(op.stage, self.num_microbatches)
-        if op.microbatch not in batches:
-            there = f"{batches[0]} to {batches[-1]}" if batches else "none"
-            step = f" in steps of {batches.step}" if batches.step > 1 else ""
-            return PlanError(f"{does}, but stage {op.stage} has the micro-batches {there}{step}", "unknown")
-        ranks = ", ".join(map(str, task.ranks))
-        return PlanError(f"{does}, but stage {op.stage} is on rank {ranks}; move it there", "wrong rank")
 
     def _last_gradient(self, stage: int, rank: int) -> int:
         """Position in the rank's order of the op that completes the stage's gradients; -1 if it makes none."""
@@ -222,20 +182,22 @@ class Plan:
         return tuple(sorted(pairs, key=lambda pair: (pair[1], self._last_gradient(ends[pair[0]].stage, pair[1]))))
 
     @cached_property
-    def services(self) -> Services:
+    def shared_transfers(self) -> SharedTransfers:
         """The transfers on shared links. Raises PlanError as `nodes` does."""
         if not any(route.shared for route in self.placement.routes):
-            return Services(self.placement, self.num_microbatches, self.num_ops)
+            return SharedTransfers(self.placement, self.num_microbatches, self.num_ops)
         _ = self.nodes  # which refuses orders that are too few, and a num_microbatches that is too large
-        return Services(self.placement, self.num_microbatches, self.num_ops + 2 * len(self.step_end_ranks))
+        return SharedTransfers(self.placement, self.num_microbatches, self.num_ops + 2 * len(self.step_end_ranks))
 
     @cached_property
     def served(self) -> tuple[tuple[int, ...], ...]:
         """For each shared link the nodes of its transfers in order of service. Raises PlanError for a wrong order."""
         if self.service_orders:
-            return self.services.nodes_of(self.service_orders)
+            return self.shared_transfers.nodes_of(self.service_orders)
         starts_us = self.earliest.starts_us
-        return tuple(tuple(sorted(nodes, key=lambda node: (starts_us[node], node))) for nodes in self.services.of_links)
+        return tuple(
+            tuple(sorted(nodes, key=lambda node: (starts_us[node], node))) for nodes in self.shared_transfers.of_links
+        )
 
     def duration_us(self, op: Op) -> int:
         """How long an op runs."""
@@ -253,7 +215,7 @@ class Plan:
     @cached_property
     def graph(self) -> TaskGraph:
         """Ops, step ends and transfers on shared links, and what each waits for. Raises PlanError as `nodes` does."""
-        if not self.services.first and not self.service_orders:
+        if not self.shared_transfers.first and not self.service_orders:
             return self._unserved_graph
         graph = self._unserved_graph
         edges, previous = [*graph.edges], [*graph.previous]
@@ -274,11 +236,11 @@ class Plan:
     def earliest(self) -> Earliest:
         """Earliest start and end of each node. Raises PlanError; for a cycle it names the waits."""
         try:
-            if self.services.first and not self.service_orders:
+            if self.shared_transfers.first and not self.service_orders:
                 routes = self.placement.routes
                 servers = {
                     first + k: routes[r].shared
-                    for r, first in self.services.first.items()
+                    for r, first in self.shared_transfers.first.items()
                     for k in range(len(self.microbatches_on(r)))
                 }
                 return self._unserved_graph.first_come(servers)
@@ -309,7 +271,7 @@ class Plan:
 
     def _service_wait(self, node: int, before: int) -> str:
         """Why one node of a cycle waits for another, of which at least one is the service of a transfer."""
-        transfers = dict(self.services.transfers())
+        transfers = dict(self.shared_transfers.transfers())
         if node in transfers and before in transfers:
             for link, nodes in zip(self.placement.cluster.shared, self.served, strict=True):
                 if (before, node) in pairwise(nodes):
@@ -338,7 +300,7 @@ class Plan:
         outgoing: list[list[int]] = [[] for _ in self.placement.tasks]
         for i, route in enumerate(self.placement.routes):
             outgoing[route.source].append(i)
-        starts_on = [[starts[node] for node in nodes] for nodes in self.nodes] if self.services.first else []
+        starts_on = [[starts[node] for node in nodes] for nodes in self.nodes] if self.shared_transfers.first else []
         for t, task in enumerate(self.placement.tasks):
             component, first = self.placement.component_of[t], self.first_node[t]
             for k in range(self.first_node[t + 1] - first):
@@ -346,7 +308,10 @@ class Plan:
                 actions.append((starts[node], position[node], -1, -1, op))
                 for i in outgoing[t]:
                     since, after, served = ends[node], float(position[node]), 0
-                    if i in self.services.first and (served := starts[self.services.first[i] + k]) > since:
+                    if (
+                        i in self.shared_transfers.first
+                        and (served := starts[self.shared_transfers.first[i] + k]) > since
+                    ):
                         sender = self.placement.routes[i].sender
                         running = bisect_right(starts_on[sender], served) - 1
                         there = self.nodes[sender][running]
@@ -362,21 +327,19 @@ class Plan:
         """All transfers in the order in which they are sent."""
         return tuple(action for action in self.wire_order if isinstance(action, Transfer))
 
-    # --- text and notebooks -------------------------------------------------------------------------------------------
+    # --- text and files -------------------------------------------------------------------------------------------
 
-    def to_csv(self, *, communication: bool = False, overlap: bool = False) -> str:
+    def to_csv(self, *, communication: bool = False) -> str:
         """The plan as PyTorch's schedule CSV, such as "0F0,0B0"; see `rota.core.schedule_csv`.
 
         Args:
             communication: Include sends, receives and reductions.
-            overlap: Combine a forward and the next backward into OVERLAP_F_B where possible.
 
         Raises:
             ScheduleError: The CSV cannot express the plan.
         """
         schedule_csv.require_chain(self.placement)
-        wire = self.wire_order if communication or overlap else ()
-        return schedule_csv.write(self.orders, wire, communication, overlap)
+        return schedule_csv.write(self.orders, self.wire_order if communication else None)
 
     @classmethod
     def from_csv(cls, text: str, placement: Placement) -> Plan:
@@ -397,9 +360,9 @@ class Plan:
         return {
             "num_microbatches": self.num_microbatches,
             "orders": tuple(" ".join(map(str, order)) for order in self.orders),
-            "service_orders": tuple(services.to_texts(self.placement, self.service_orders)),
+            "service_orders": tuple(shared_links.to_texts(self.placement, self.service_orders)),
             "usage": self.usage,
-            **self.placement.to_file(),
+            **placement_fields(self.placement),
         }
 
     def __str__(self) -> str:
@@ -416,19 +379,6 @@ class Plan:
         chunks = self.placement.chunks
         return f"{text} ({sum(map(len, chunks))} chunks of {count_text(len(chunks), 'sample')})" if chunks else text
 
-    def _repr_html_(self) -> str:
-        """A picture of the simulated plan, or why it cannot run."""
-        try:
-            starts, ends = self.earliest.starts_us, self.earliest.ends_us
-        except PlanError as error:
-            return notebook.document(notebook.heading("Plan", ["cannot run"]), notebook.preformatted(str(error)))
-        columns = [[[times[node] for node in nodes] for nodes in self.nodes] for times in (starts, ends)]
-        last = max(ends, default=0)
-        facts = [count_text(self.num_ranks, "rank"), self.step_text]
-        facts.append(f"makespan {last:,} µs")
-        rows = notebook.op_bars(self.orders, *columns)
-        return notebook.document(notebook.heading("Plan", facts), notebook.chart(rows, last))
-
     @classmethod
     def from_json(cls, text: str) -> Plan:
         """Read what `to_json` wrote. Raises FormatError or PlacementError, which name the field."""
@@ -443,13 +393,12 @@ class Plan:
     def from_file(cls, file: PlanFile, path: str) -> Plan:
         """What `to_file` wrote, at this path of a document. Raises FormatError or PlacementError."""
         orders = tuple(
-            tuple(schedule_csv.parse_ops(order.split(), f"{path}.orders[{i}], op"))
-            for i, order in enumerate(file.orders)
+            tuple(parse_ops(order.split(), f"{path}.orders[{i}], op")) for i, order in enumerate(file.orders)
         )
-        plan = cls(Placement.from_file(file, path), file.num_microbatches, orders, file.usage)
+        plan = cls(read_placement(file, path), file.num_microbatches, orders, file.usage)
         plan._limit_transfers(path)
         rows = [
-            services.read(plan.placement, plan.num_microbatches, row, f"{path}.service_orders[{i}]")
+            shared_links.read(plan.placement, plan.num_microbatches, row, f"{path}.service_orders[{i}]")
             for i, row in enumerate(file.service_orders)
         ]
         return replace(plan, service_orders=tuple(rows)) if rows else plan
@@ -490,7 +439,7 @@ def _graph_of(plan: Plan, orders: Sequence[Sequence[int]], gradients: Sequence[i
     placement, first_node = plan.placement, plan.first_node
     durations: list[int] = []
     edges: list[Edges] = []
-    inputs = _task_inputs(placement, first_node, plan.services.first)
+    inputs = _task_inputs(placement, first_node, plan.shared_transfers.first)
     for t, (task, sources, first) in enumerate(zip(placement.tasks, inputs, first_node, strict=False)):
         batches = plan.microbatches_of(t)
         durations += placement.column(task.duration_us, batches)
@@ -501,7 +450,7 @@ def _graph_of(plan: Plan, orders: Sequence[Sequence[int]], gradients: Sequence[i
     previous = [-1] * len(durations)
     _add_orders(orders, edges, previous)
     _add_step_ends(placement, orders, plan.step_end_ranks, gradients, durations, edges)
-    for r, first in plan.services.first.items():
+    for r, first in plan.shared_transfers.first.items():
         route, batches = placement.routes[r], plan.microbatches_on(r)
         durations += placement.column(route.service_us, batches)
         edges += [((first - first_node[route.source], 0),)] * len(batches)
@@ -511,18 +460,18 @@ def _graph_of(plan: Plan, orders: Sequence[Sequence[int]], gradients: Sequence[i
 
 def _task_inputs(
     placement: Placement, first_node: Sequence[int], first_service: Mapping[int, int]
-) -> list[list[tuple[int, int]]]:
-    """For each task the first nodes of its inputs, with the lags of the transfers, which are figures."""
-    lags: dict[tuple[int, int], int] = {(edge.source, edge.target): 0 for edge in placement.edges}
-    sources: list[list[tuple[int, int]]] = [[] for _ in placement.tasks]
+) -> list[list[tuple[int, Amount]]]:
+    """For each task the first nodes of its inputs, with the lags of the transfers."""
+    lags: dict[tuple[int, int], Amount] = {(edge.source, edge.target): 0 for edge in placement.edges}
+    sources: list[list[tuple[int, Amount]]] = [[] for _ in placement.tasks]
     for r, route in enumerate(placement.routes):
         if r in first_service:
-            sources[route.target].append((first_service[r], each(sub, route.duration_us, route.service_us)))
+            sources[route.target].append((first_service[r], by_class(sub, route.duration_us, route.service_us)))
             lags.pop((route.source, route.target), None)
     for r, route in enumerate(placement.routes):
         if r not in first_service:
             edge = route.source, route.target
-            lags[edge] = each(max, lags.get(edge, 0), route.duration_us)
+            lags[edge] = by_class(max, lags.get(edge, 0), route.duration_us)
     for (source, target), lag in lags.items():
         sources[target].append((first_node[source], lag))
     return sources

@@ -18,9 +18,10 @@ from typing import Annotated, Any, TypeAlias, TypeVar, overload
 
 import msgspec
 
-from rota.core.errors import FormatError, RotaError
-from rota.core.whole_numbers import LARGEST as LARGEST
+from rota.core.errors import FormatError, PlacementError, RotaError
 
+#: What a file may hold: a petabyte, or 31 years in µs; sums of many still fit into 64 bits.
+LARGEST = 10**15
 LARGEST_BYTES = 256 * 1024**2  # per file
 LONGEST_NAME = 1000  # characters
 _PIECE_BYTES = 1024**2  # Python allocates the requested size in advance
@@ -153,7 +154,32 @@ Name: TypeAlias = Annotated[
         pattern="^[^\\x00-\\x1f\\x7f-\\xa0\\xad\\u061c\\u200b-\\u200f\\u2028-\\u202f\\u205f-\\u206f\\ud800-\\uf8ff\\ufeff\\ufff0-\\ufffb\U000e0000-\U0010ffff]+$",
     ),
 ]
+#: Whole microseconds and whole bytes, so that every part of Rota agrees exactly.
+Whole: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=LARGEST)]
+Positive: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=LARGEST)]
+Signed: TypeAlias = Annotated[int, msgspec.Meta(ge=-LARGEST, le=LARGEST)]
 _T = TypeVar("_T")
+
+
+def whole(name: str, value: object, signed: bool = False) -> int:
+    """`value` as an int if it is a whole number of 0 or more (any whole number if `signed`).
+
+    Raises:
+        PlacementError: It is not such a number; the message calls it `name`.
+    """
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    if not isinstance(value, int) or isinstance(value, bool) or (value < 0 and not signed):
+        wanted = "a whole number" if signed else "a whole number of 0 or more"
+        raise PlacementError(f"{name} is {value!r}: give {wanted} (whole microseconds, whole bytes)")
+    return value
+
+
+def whole_rows(value: object) -> int:
+    """The examples of a micro-batch. Raises PlacementError unless it is a whole number of 1 or more."""
+    if (found := whole("microbatch_rows", value)) < 1:
+        raise PlacementError("microbatch_rows is 0: give the examples of one micro-batch, or None")
+    return found
 
 
 @dataclass(frozen=True, slots=True)

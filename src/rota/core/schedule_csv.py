@@ -101,11 +101,6 @@ def stage_ranks(orders: Orders) -> list[int]:
     return [ranks[stage] for stage in range(len(ranks))]
 
 
-def parse_ops(words: Iterable[str], where: str) -> tuple[Op, ...]:
-    """Read one op per word. Raises FormatError, which names `where` and the number of the word."""
-    return tuple(_parse_at(f"{where} {number}", Op.parse, word) for number, word in enumerate(words, 1))
-
-
 def _parse_at(where: str, parse: Callable[[str], Parsed], text: str) -> Parsed:
     try:
         return parse(text)
@@ -187,88 +182,40 @@ def _message_problem(message: Message, ranks: Sequence[int], done: set[Op | Mess
 # --- writing ----------------------------------------------------------------------------------------------------------
 
 
-class _Step(NamedTuple):
-    """One op, or an overlapped pair, and the messages before the next op; the first step of a program has no op."""
-
-    ops: tuple[Op, ...]
-    messages: list[Message | str]
-
-    def cells(self, communication: bool) -> list[str]:
-        ops = ";".join(map(str, self.ops))
-        action = f"({ops})OVERLAP_F_B" if len(self.ops) > 1 else ops
-        return [action] * bool(self.ops) + [str(message) for message in self.messages if communication]
-
-
-def write(orders: Orders, wire: Wire = (), communication: bool = False, overlap: bool = False) -> str:
+def write(orders: Orders, wire: Wire | None = None) -> str:
     """Write a schedule CSV.
 
     Args:
         orders: Each rank's ops.
-        wire: All ops and transfers in one global order; needed for `communication` and `overlap`.
-        communication: Write PyTorch's "compute_comms", with sends, receives, and REDUCE_GRAD for each stage, without
-            which PyTorch would neither scale nor reduce its gradients. It has no UNSHARD, which
-            `rota.interop.keep_order` adds for sharded stages (FSDP), and no waits, which it adds for PyTorch 2.15.
-        overlap: Combine a forward and the next backward into OVERLAP_F_B where possible.
+        wire: All ops and transfers in one global order: PyTorch's "compute_comms" is written, with sends, receives, and
+            REDUCE_GRAD for each stage, without which PyTorch would neither scale nor reduce its gradients. It has no
+            UNSHARD, which `rota.interop.keep_order` adds for sharded stages (FSDP), and no waits, which it adds for
+            PyTorch 2.15. None: only ops.
     """
-    if not communication and not overlap:
-        return "".join(",".join(map(str, order)) + "\n" for order in orders)
-    programs = _programs(wire, stage_ranks(orders), len(orders))
-    if overlap:
-        programs = [_paired(program) for program in programs]
-    for program in programs:
-        _add_reductions(program)
-    lines = ([cell for step in program for cell in step.cells(communication)] for program in programs)
+    lines = [[*map(str, order)] for order in orders] if wire is None else _with_communication(orders, wire)
     return "".join(",".join(line) + "\n" for line in lines)
 
 
-def _programs(wire: Wire, ranks: Sequence[int], num_ranks: int) -> list[list[_Step]]:
-    """The actions of `wire` on each rank."""
-    programs = [[_Step((), [])] for _ in range(num_ranks)]
+def _with_communication(orders: Orders, wire: Wire) -> list[list[str]]:
+    """Each rank's cells; reductions come after the messages of the last gradient, which other ranks wait for."""
+    ranks, lines = stage_ranks(orders), [list[str]() for _ in orders]
+    last_gradients = {op.stage: op for order in orders for op in order if op.kind.makes_weight_gradients}
+    due: dict[int, str] = {}  # by rank, the reduction that follows
     for action in wire:
         if isinstance(action, Op):
-            programs[ranks[action.stage]].append(_Step((action,), []))
+            rank = ranks[action.stage]
+            lines[rank] += [due.pop(rank)] if rank in due else []
+            lines[rank].append(str(action))
+            if last_gradients.get(action.stage) == action:
+                due[rank] = f"{action.stage}REDUCE_GRAD"
         else:
             source, _, sender, receiver, _ = action
             message = Message(source.stage, True, source.kind is Kind.F, source.microbatch)
-            programs[sender][-1].messages.append(message)
-            programs[receiver][-1].messages.append(message.other)
-    return programs
-
-
-def _paired(program: Sequence[_Step]) -> list[_Step]:
-    """Combine F with the B, or the I and W, right after it into a pair, if the backward's input arrived before F.
-
-    Messages keep their order, after the pair, so an order that all ranks agree on stays one.
-    """
-    result: list[_Step] = []
-    at = 0
-    while at < len(program):
-        pair = next((steps for steps in (program[at : at + 2], program[at : at + 3]) if _may_overlap(steps)), ())
-        if pair:
-            forward, backward = pair[0].ops[0], pair[1].ops[0]._replace(kind=Kind.B)
-            messages = [message for step in pair for message in step.messages]
-        result.append(_Step((forward, backward), messages) if pair else program[at])
-        at += len(pair) or 1
-    return result
-
-
-def _may_overlap(steps: Sequence[_Step]) -> bool:
-    ops = [op for step in steps for op in step.ops]
-    if len(ops) < len(steps) or [op.kind for op in ops] not in ([Kind.F, Kind.B], [Kind.F, Kind.I, Kind.W]):
-        return False
-    (forward, first), *backward = [(op.stage, op.microbatch) for op in ops]
-    needed = Message(backward[0][0], False, False, backward[0][1])
-    return len(set(backward)) == 1 and (forward, first) != backward[0] and needed not in steps[0].messages
-
-
-def _add_reductions(program: Sequence[_Step]) -> None:
-    """Add REDUCE_GRAD after each stage's last gradient, and after its messages, which other ranks wait for."""
-    reduced: set[int] = set()
-    for step in reversed(program):
-        for op in step.ops:
-            if op.kind.makes_weight_gradients and op.stage not in reduced:
-                reduced.add(op.stage)
-                step.messages.append(f"{op.stage}REDUCE_GRAD")
+            lines[sender].append(str(message))
+            lines[receiver].append(str(message.other))
+    for rank, cell in due.items():
+        lines[rank].append(cell)
+    return lines
 
 
 # --- what it cannot express -------------------------------------------------------------------------------------------

@@ -12,8 +12,8 @@ from msgspec import Meta
 from rota.core import reading
 from rota.core.costs import Costs
 from rota.core.errors import PlacementError
-from rota.core.units import angle_repr, count_text
-from rota.core.whole_numbers import Whole
+from rota.core.reading import Whole
+from rota.core.text import angle_repr, count_text
 
 _Number: TypeAlias = Annotated[float, Meta(ge=-1e15, le=1e15)]
 

@@ -1,19 +1,77 @@
-"""Kinds of work, tasks (the work of every micro-batch on one stage), ops (a task of one micro-batch), and transfers.
+"""What a placement is made of: kinds of work, tasks and the edges between them; and ops, the tasks of one micro-batch.
 
-`Op` is a named tuple, not a dataclass, because plans hold hundreds of thousands of them, also as dictionary keys.
+Durations and sizes are whole numbers, or `PerClass` where micro-batches differ: one number per class of them. `Op` is
+a named tuple, not a dataclass, because plans hold hundreds of thousands of them, also as dictionary keys.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from rota.core.errors import FormatError, PlacementError
-from rota.core.figures import each
-from rota.core.whole_numbers import whole
+from rota.core.reading import whole
+
+
+@dataclass(frozen=True, slots=True)
+class PerClass:
+    """A duration or a size that is not the same for all classes of micro-batches.
+
+    Attributes:
+        values: [num_classes]: the number of each class.
+
+    Raises:
+        PlacementError: There is no number.
+    """
+
+    values: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "values", tuple(self.values))
+        if not self.values:
+            raise PlacementError("an amount per class of micro-batches has no number; give one per class")
+
+    def __bool__(self) -> bool:
+        raise TypeError(f"{self!r} is neither 0 nor another number: read one from placement.for_microbatch(microbatch)")
+
+
+#: A duration or a size of a task, an edge or a route: one number, or one number per class of micro-batches.
+Amount: TypeAlias = int | PerClass
+
+
+def by_class(function: Callable[..., int], *amounts: Amount) -> Amount:
+    """`function` of amounts, class by class."""
+    if not any(isinstance(amount, PerClass) for amount in amounts):
+        return function(*amounts)
+    num_classes = max(len(values_of(amount)) for amount in amounts)
+    return amount_of(function(*(value_in(amount, c) for amount in amounts)) for c in range(num_classes))
+
+
+def amount_of(values: Iterable[int]) -> Amount:
+    """The amount with one number per class: an int where all are the same."""
+    values = tuple(values)
+    return values[0] if len({*values}) == 1 else PerClass(values)
+
+
+def values_of(amount: Amount) -> tuple[int, ...]:
+    """All numbers of an amount: one, or one per class."""
+    return amount.values if isinstance(amount, PerClass) else (amount,)
+
+
+def value_in(amount: Amount, class_: int) -> int:
+    """An amount's number for one class."""
+    return amount.values[class_] if isinstance(amount, PerClass) else amount
+
+
+def scalar(amount: Amount) -> int:
+    """The number of micro-batches that are all alike. Raises TypeError if there is one per class."""
+    if isinstance(amount, PerClass):
+        raise TypeError(f"micro-batches differ: {amount}; read one number from placement.for_microbatch(microbatch)")
+    return amount
 
 
 class Kind(StrEnum):
@@ -77,6 +135,17 @@ class Op(NamedTuple):
         return cls(int(stage), Kind(kind), int(microbatch))
 
 
+def parse_ops(words: Iterable[str], where: str) -> tuple[Op, ...]:
+    """Read one op per word. Raises FormatError, which names `where` and the number of the word."""
+    ops = []
+    for number, word in enumerate(words, 1):
+        try:
+            ops.append(Op.parse(word))
+        except FormatError as error:
+            raise FormatError(f"{where} {number}: {error}") from None
+    return tuple(ops)
+
+
 class Transfer(NamedTuple):
     """The transfer of the output of op `source` from rank `sender` to rank `receiver`, where op `target` reads it."""
 
@@ -94,9 +163,6 @@ class Transfer(NamedTuple):
 class Task:
     """The work of every micro-batch for one (stage, kind).
 
-    Where micro-batches differ, `duration_us`, `held_bytes` and `peak_bytes` may be `rota.core.figures.PerClass`: one
-    number per class of micro-batches.
-
     Attributes:
         stage: The stage, counted from 0.
         kind: What the task computes.
@@ -112,9 +178,9 @@ class Task:
     stage: int
     kind: Kind
     ranks: tuple[int, ...]
-    duration_us: int
-    held_bytes: int = 0
-    peak_bytes: int = 0
+    duration_us: Amount
+    held_bytes: Amount = 0
+    peak_bytes: Amount = 0
 
     def __post_init__(self) -> None:
         if self.stage < 0:
@@ -122,8 +188,8 @@ class Task:
         if not self.ranks or len(set(self.ranks)) != len(self.ranks) or min(self.ranks) < 0:
             raise PlacementError(f"task {self}: ranks {self.ranks} must be one or more different ranks, counted from 0")
         for name in ("duration_us", "peak_bytes"):
-            object.__setattr__(self, name, each(partial(whole, f"{name} of task {self}"), getattr(self, name)))
-        object.__setattr__(self, "held_bytes", each(self._whole_held_bytes, self.held_bytes))
+            object.__setattr__(self, name, by_class(partial(whole, f"{name} of task {self}"), getattr(self, name)))
+        object.__setattr__(self, "held_bytes", by_class(self._whole_held_bytes, self.held_bytes))
 
     def _whole_held_bytes(self, value: object) -> int:
         if not isinstance(value, int):
@@ -132,3 +198,47 @@ class Task:
 
     def __str__(self) -> str:
         return f"{self.stage}{self.kind}"
+
+
+class Edge(NamedTuple):
+    """The task with index `target` reads `num_bytes` of the output of the task with index `source`."""
+
+    source: int
+    target: int
+    num_bytes: Amount = 0
+
+
+class Route(NamedTuple):
+    """The transfer of an edge to one of its target's ranks: from rank `sender` to rank `receiver`.
+
+    It takes `duration_us` if it never waits. For the first `service_us` of these it occupies the shared links with the
+    indices `shared` in the cluster, all of them at once.
+    """
+
+    source: int
+    target: int
+    sender: int
+    receiver: int
+    num_bytes: Amount
+    duration_us: Amount
+    service_us: Amount = 0
+    shared: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class StepEnd:
+    """What follows a stage's last gradient, on each of its ranks.
+
+    Attributes:
+        stage: The stage.
+        reduce_us: Duration of the reduction of gradients over replicas.
+        optimizer_us: Duration of the optimizer step, which comes after it.
+    """
+
+    stage: int
+    reduce_us: int
+    optimizer_us: int
+
+    def __post_init__(self) -> None:
+        for name in ("reduce_us", "optimizer_us"):
+            object.__setattr__(self, name, whole(f"{name} of stage {self.stage}", getattr(self, name)))

@@ -11,13 +11,12 @@ from typing import Annotated, Literal, NamedTuple, TypeAlias
 
 import msgspec
 
-from rota.core import memory, notebook, reading
+from rota.core import memory, reading
 from rota.core.errors import FormatError
-from rota.core.figures import each
 from rota.core.plan import Plan, PlanFile, read_file
-from rota.core.tasks import Op, Transfer
-from rota.core.units import angle_repr, count_text, size_text, time_text
-from rota.core.whole_numbers import Positive
+from rota.core.reading import Positive
+from rota.core.tasks import Op, Transfer, by_class
+from rota.core.text import angle_repr, time_text
 
 
 class StepEndWork(NamedTuple):
@@ -189,10 +188,10 @@ class Timeline:
             node = plan.num_ops + 2 * j
             starts[node : node + 2], ends[node : node + 2] = self.step_ends_us[j][::2], self.step_ends_us[j][1::2]
             ranks[node : node + 2] = rank, rank
-        for r, first in plan.services.first.items():
+        for r, first in plan.shared_transfers.first.items():
             route, after = plan.placement.routes[r], first + len(self.sent_us[r])
             starts[first:after] = self.sent_us[r]
-            rest_us = plan.placement.column(each(sub, route.duration_us, route.service_us), plan.microbatches_on(r))
+            rest_us = plan.placement.column(by_class(sub, route.duration_us, route.service_us), plan.microbatches_on(r))
             ends[first:after] = map(sub, self.arrived_us[r], rest_us)
             ranks[first:after] = [route.sender] * (after - first)
         path = plan.graph.critical_path(starts, ends)
@@ -212,7 +211,7 @@ class Timeline:
             j, is_optimizer = divmod(node - plan.num_ops, 2)
             stage = plan.placement.step_ends[plan.step_end_ranks[j][0]].stage
             return Span(rank, start_us, end_us, StepEndWork(stage, "optimizer" if is_optimizer else "reduce"))
-        r, first = next((r, first) for r, first in reversed([*plan.services.first.items()]) if first <= node)
+        r, first = next((r, first) for r, first in reversed([*plan.shared_transfers.first.items()]) if first <= node)
         transfer = plan.placement.transfer(r, plan.microbatches_on(r)[node - first])
         return Span(rank, start_us, self.arrived_us[r][node - first], transfer)
 
@@ -235,39 +234,18 @@ class Timeline:
                     yield Span(transfer.sender, self.sent_us[last][k], end, transfer)
             yield span
 
-    # --- text and notebooks -------------------------------------------------------------------------------------------
+    # --- text and files -------------------------------------------------------------------------------------------
 
     def to_json(self) -> str:
         """The text of a "timeline" file, with the plan, which `from_json` reads."""
         file = TimelineFile(**{name: getattr(self, name) for name in _SAME_IN_FILES}, **self.plan.to_file())
         return reading.dump("timeline", file, Timeline.from_json)
 
-    def to_snippet(
-        self, name: str = "Timeline", until_us: int | None = None, gaps: Sequence[Sequence[notebook.Gap]] = ()
-    ) -> str:
-        """A small static picture as HTML, for notebooks, from 0 to `until_us` (default: the makespan).
-
-        `gaps` are each rank's idle intervals with their causes.
-        """
-        facts = [count_text(self.num_ranks, "rank"), self.plan.step_text]
-        facts += [f"makespan {self.makespan_us:,} µs", f"bubble {self.bubble_fraction:.1%}"]
-        if any(self.peak_memory_bytes):
-            facts.append(f"at most {size_text(max(self.peak_memory_bytes))} per rank")
-        rows = notebook.op_bars(self.plan.orders, self.starts_us, self.ends_us)
-        for span in self.step_end_spans():
-            assert isinstance(span.work, StepEndWork)
-            rows[span.rank].append(notebook.Bar(span.start_us, span.end_us, span.work.what, "", str(span.work)))
-        chart = notebook.chart(rows, self.makespan_us if until_us is None else until_us, gaps)
-        return notebook.document(notebook.heading(name, facts), chart)
-
     def __str__(self) -> str:
         """One line."""
         return f"Timeline of a {self.plan}: {time_text(self.makespan_us)}, bubble {self.bubble_fraction:.1%}"
 
     __repr__ = angle_repr
-
-    def _repr_html_(self) -> str:
-        return self.to_snippet()
 
     @classmethod
     def from_json(cls, text: str) -> Timeline:

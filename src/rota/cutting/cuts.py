@@ -11,7 +11,7 @@ from typing import final, overload
 
 from rota.core.errors import SplitError
 from rota.core.layers import LayerCosts
-from rota.core.units import count_text
+from rota.core.text import count_text
 from rota.cutting.chain import cut_chain
 from rota.cutting.cut_problem import CutProblem, StageMemory
 from rota.cutting.virtual_stages import cut_virtual_stages

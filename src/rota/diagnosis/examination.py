@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from rota.core.errors import PipelineError
-from rota.core.units import count_text, size_text, time_text
+from rota.core.text import count_text, size_text, time_text
 from rota.diagnosis.report import Finding, Report, say
 
 #: In float64, relative to the largest element of each weight.

@@ -8,8 +8,7 @@ from typing import Any, Literal, TypeAlias, final
 
 from rota.core import reading
 from rota.core.reading import printable
-from rota.core.tables import fitted
-from rota.core.units import count_text
+from rota.core.text import count_text, fitted
 
 Level: TypeAlias = Literal["ok", "skipped", "problem"]
 

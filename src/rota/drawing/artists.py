@@ -17,7 +17,6 @@ from matplotlib.colors import to_rgb
 from matplotlib.font_manager import FontProperties
 from matplotlib.text import Text
 
-from rota.core.notebook import white_shares
 from rota.core.tasks import Transfer
 from rota.core.timeline import Timeline
 from rota.drawing.looks import (
@@ -28,6 +27,7 @@ from rota.drawing.looks import (
     SERVICE_COLOR,
     TRANSFER_COLOR,
     look_key,
+    white_shares,
 )
 
 Array = npt.NDArray[np.float64]

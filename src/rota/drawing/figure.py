@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from rota.core.errors import RotaError
 from rota.core.plan import Plan
 from rota.core.simulation import timeline_of
+from rota.core.text import size_text, time_unit
 from rota.core.timeline import Timeline
-from rota.core.units import size_text, time_unit
 from rota.drawing.looks import LOOKS, MEMORY_COLOR, PATH_COLOR, SERVICE_COLOR, look_keys, utilisation
 from rota.drawing.text import summary
 

@@ -18,8 +18,8 @@ from rota.accounting import idle
 from rota.accounting.causes import COLORS, DESCRIPTIONS
 from rota.core.plan import Plan
 from rota.core.simulation import timeline_of
+from rota.core.text import size_text
 from rota.core.timeline import Timeline
-from rota.core.units import size_text
 from rota.drawing.looks import LOOKS, utilisation
 from rota.drawing.packing import CAUSES, Columns, pack_timeline
 from rota.drawing.text import summary

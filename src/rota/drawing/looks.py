@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
-from rota.core.notebook import COLORS
 from rota.core.tasks import Kind, Op, Transfer
 from rota.core.timeline import StepEndWork, Timeline
 
 Work = Op | Transfer | StepEndWork
+
+
+#: Okabe and Ito's palette, which colour-blind people can tell apart; F and B differ in lightness too.
+COLORS = {
+    "F": "#0072B2",
+    "B": "#E69F00",
+    "I": "#D55E00",
+    "W": "#009E73",
+    "R": "#56B4E9",
+    "reduce": "#CC79A7",
+    "optimizer": "#666666",
+}
 
 
 class Look(NamedTuple):
@@ -33,6 +45,11 @@ LOOKS: dict[str, Look] = {
 
 PATH_COLOR, TRANSFER_COLOR, MEMORY_COLOR, LIMIT_COLOR = "#1C2024", "#6B6F76", "#B9BDC3", "#6B6F76"
 SERVICE_COLOR = "#6B6F76"  # of a shared link while it serves
+
+
+def white_shares(stages: Sequence[int]) -> dict[int, float]:
+    """How pale the ops of each of a rank's stages are, from 0 for the first to 0.5 for the last."""
+    return {stage: 0.5 * i / max(1, len(stages) - 1) for i, stage in enumerate(stages)}
 
 
 def utilisation(timeline: Timeline) -> list[tuple[str, float]]:

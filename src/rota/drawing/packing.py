@@ -11,9 +11,8 @@ from itertools import chain, pairwise
 from typing import Any, final
 
 from rota.accounting import Cause, Idle
-from rota.core.figures import values_of
 from rota.core.memory import task_changes
-from rota.core.tasks import Op, Transfer
+from rota.core.tasks import Op, Transfer, values_of
 from rota.core.timeline import StepEndWork, Timeline
 
 CAUSES = tuple(Cause)  # the page refers to a cause by its index here

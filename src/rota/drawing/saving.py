@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 from rota.core.errors import RotaError
 from rota.core.plan import Plan
 from rota.core.simulation import timeline_of
+from rota.core.text import SIZE_UNITS, time_unit
 from rota.core.timeline import Timeline
-from rota.core.units import SIZE_UNITS, time_unit
 from rota.core.writing import whole_file, write_text
 from rota.drawing.chrome_trace import to_chrome_trace
 from rota.drawing.figure import draw, figure_inches, require_matplotlib

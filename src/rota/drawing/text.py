@@ -17,8 +17,8 @@ from rota.core.errors import RotaError
 from rota.core.plan import Plan
 from rota.core.simulation import timeline_of
 from rota.core.tasks import Op
+from rota.core.text import count_text, size_text, time_text, time_unit
 from rota.core.timeline import Span, Timeline
-from rota.core.units import count_text, size_text, time_text, time_unit
 from rota.drawing.looks import LOOKS, Work, look_key, look_keys, utilisation
 
 _MIN_WIDTH = 20

@@ -14,8 +14,7 @@ from rota.core.cluster import Cluster
 from rota.core.costs import Costs
 from rota.core.placing import place
 from rota.core.plan import Plan
-from rota.core.reading import Field
-from rota.core.whole_numbers import Whole
+from rota.core.reading import Field, Whole
 from rota.interop.layer_boundaries import has_order_of, require_boundaries, stage_costs
 from rota.schedules import NAMED
 from rota.schedules.common import require_chain_on

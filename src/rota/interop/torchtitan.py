@@ -20,17 +20,16 @@ from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
 from rota.core import reading, schedule_csv
-from rota.core.checking import check
 from rota.core.cluster import Cluster
 from rota.core.costs import Costs, assumed_costs
 from rota.core.errors import FormatError, ScheduleError, SplitError
 from rota.core.placement import Placement
 from rota.core.placing import place
 from rota.core.plan import Plan
-from rota.core.reading import Field, short
+from rota.core.reading import Field, Positive, short
+from rota.core.simulation import check
 from rota.core.tasks import Kind
-from rota.core.units import count_text
-from rota.core.whole_numbers import Positive
+from rota.core.text import count_text
 from rota.interop.layer_boundaries import MOST_LAYERS, stage_costs
 
 Parts: TypeAlias = tuple[tuple[str, ...], ...]

@@ -7,13 +7,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from rota.accounting.snippets import snippet
-from rota.core import notebook
 from rota.core.cluster import Cluster
 from rota.core.plan import Plan
-from rota.core.tables import fitted, table_lines
+from rota.core.text import angle_repr, count_text, fitted, size_text, table_lines, time_text
 from rota.core.timeline import Timeline
-from rota.core.units import angle_repr, count_text, size_text, time_text
 from rota.planning.choosing import LEAST_TOLERANCE, why_preferred
 from rota.planning.evaluation import SEARCHED, Contender, Misfit
 from rota.planning.plan_text import NEGLIGIBLE, details, fullest, memory_text, ranks_text, short_ops, why_slower
@@ -133,10 +130,6 @@ class Answer:
         return f"{self.best.schedule}: {time_text(self.best.step_us)} per step, {_rate(self.rows_per_s)} rows/s"
 
     __repr__ = angle_repr
-
-    def _repr_html_(self) -> str:
-        """The best plan as a picture, and the table."""
-        return notebook.document(snippet(self.timeline, "Best plan"), notebook.preformatted(self.to_text()))
 
 
 # --- the verdict ------------------------------------------------------------------------------------------------------

@@ -7,11 +7,11 @@ from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import replace
 
-from rota.core.checking import check
 from rota.core.errors import NothingFitsError, SearchError
 from rota.core.layers import LayerCosts
+from rota.core.simulation import check
 from rota.core.stopping import Stopped, ended_by_ctrl_c, watched
-from rota.core.units import count_text, size_text
+from rota.core.text import count_text, size_text
 from rota.planning.answer import Answer, Counts
 from rota.planning.candidate import Candidate
 from rota.planning.choosing import recommended
@@ -50,7 +50,7 @@ def autoplan(
     every time.
 
     Args:
-        profiles: The model's layers by rows per micro-batch, such as a `rota.core.profiles.Profile`.
+        profiles: The model's layers by rows per micro-batch, such as a `rota.core.layers.Profile`.
         machine: The processes, their memory, speed and links.
         batch_rows: Rows of a step, over all replicas.
         choices: What may be chosen.

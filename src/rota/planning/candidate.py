@@ -13,7 +13,7 @@ from rota.core.costs import Costs
 from rota.core.layers import LayerCosts
 from rota.core.placement import Placement
 from rota.core.placing import bidirectional, place
-from rota.core.usage import Usage
+from rota.core.plan import Usage
 from rota.planning.layouts import Layout
 from rota.planning.request import Request
 
@@ -38,10 +38,8 @@ class Candidate:
     def usage(self) -> Usage:
         """How a training script uses the plan: its cuts, rows per micro-batch, replicas and layers per stage."""
         num_layers = tuple(b - a for a, b in pairwise(self.boundaries))
-        cuts, note = self.layers.cuts_at(self.boundaries), self.layers.note
-        layout, choices = self.layout, self.request.choices
-        asked = choices.pipeline_ranks, not (choices.recompute or choices.copies), not choices.split_backward
-        return Usage(cuts, layout.rows, layout.num_replicas, num_layers, note, *asked, self.layers.cuts)
+        cuts, layout = self.layers.cuts_at(self.boundaries), self.layout
+        return Usage(cuts, layout.rows, layout.num_replicas, num_layers, self.layers.note)
 
     def recomputing(self, stages: Collection[int]) -> Candidate:
         """This candidate with exactly `stages` recomputed."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol, TypeVar
 
-from rota.core.units import count_text
+from rota.core.text import count_text
 from rota.planning.evaluation import SIMPLER
 from rota.planning.step_times import FAR, StepTimes, difference, ratios_of_rounds
 

@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from rota.calibration import calibrated
-from rota.core.checking import check
 from rota.core.errors import NothingFitsError, PipelineError, PlanError
-from rota.core.units import count_text, time_text
+from rota.core.simulation import check
+from rota.core.text import count_text, time_text
 from rota.models import Stages, split
 from rota.planning.answer import Answer
 from rota.planning.choosing import LEAST_TOLERANCE, recommended, spread_between

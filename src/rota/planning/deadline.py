@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import NamedTuple, final
 
 from rota.core.stopping import guarded
-from rota.core.units import count_text, time_text
+from rota.core.text import count_text, time_text
 
 _EVERY_S = 0.2  # between reports where nothing better was found
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from rota.core.errors import SearchError
 from rota.core.stopping import ended_by_ctrl_c
-from rota.core.units import count_text
+from rota.core.text import count_text
 from rota.planning.candidate import Candidate
 from rota.planning.evaluation import SEARCHED, Contender
 from rota.planning.layout_bounds import placement_bound_us

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from rota.core.layers import LayerCosts
 from rota.core.placement import Placement
 from rota.core.taskgraph import TaskGraph
-from rota.core.tasks import Kind
+from rota.core.tasks import Kind, scalar
 from rota.planning.layouts import Layout
 from rota.planning.request import Request
 
@@ -71,7 +71,7 @@ def _reduced_us(request: Request, layout: Layout, layers: LayerCosts) -> float:
 def placement_bound_us(placement: Placement, num_microbatches: int) -> int:
     """A lower bound on every order of this placement's ops."""
     lags = [(edge.source, edge.target, 0) for edge in placement.edges]
-    lags += [(route.source, route.target, route.duration_us) for route in placement.routes]
+    lags += [(route.source, route.target, scalar(route.duration_us)) for route in placement.routes]
     heads, tails = _longest_paths(placement, lags), _longest_paths(placement, [(b, a, lag) for a, b, lag in lags])
     ends = {end.stage: (end.reduce_us, end.optimizer_us) for end in placement.step_ends}
     counts = {s: len(placement.microbatches(s, num_microbatches)) for s in placement.stages}
@@ -81,12 +81,12 @@ def placement_bound_us(placement: Placement, num_microbatches: int) -> int:
     ]
     # Of several data streams, some have no micro-batch in a very short step.
     tasks = [t for t, task in enumerate(placement.tasks) if counts[task.stage]]
-    longest = max(heads[t] + placement.tasks[t].duration_us + tails[t] for t in tasks)
+    longest = max(heads[t] + scalar(placement.tasks[t].duration_us) + tails[t] for t in tasks)
     for rank in range(placement.num_ranks):
         here = [t for t in tasks if rank in placement.tasks[t].ranks]
         if here:
             optimizers = sum(us for s, (_, us) in ends.items() if rank in placement.gradient_ranks(s))
-            work = sum(counts[placement.tasks[t].stage] * placement.tasks[t].duration_us for t in here)
+            work = sum(counts[placement.tasks[t].stage] * scalar(placement.tasks[t].duration_us) for t in here)
             # After its last op come the reduction of that op's stage and then all optimizer steps.
             last = min(max(tails[t], reduction[t] + optimizers) for t in _last(placement, here))
             longest = max(longest, min(heads[t] for t in here) + work + last)
@@ -105,7 +105,7 @@ def _longest_paths(placement: Placement, lags: Sequence[tuple[int, int, int]]) -
     inputs: list[list[tuple[int, int]]] = [[] for _ in placement.tasks]
     for source, target, lag in lags:
         inputs[target].append((source, lag))
-    return TaskGraph.of([task.duration_us for task in placement.tasks], inputs).earliest().starts_us
+    return TaskGraph.of([scalar(task.duration_us) for task in placement.tasks], inputs).earliest().starts_us
 
 
 def least_bytes(*placements: Placement) -> list[int]:
@@ -119,7 +119,7 @@ def least_bytes(*placements: Placement) -> list[int]:
     for source, target in sorted(first.stage_edges):
         before[target] |= {source} | before[source]
     on = {task.stage: task.ranks for task in first.tasks}
-    held = [{(t.stage, t.kind): max(t.held_bytes, 0) for t in placement.tasks} for placement in placements]
+    held = [{(t.stage, t.kind): max(scalar(t.held_bytes), 0) for t in placement.tasks} for placement in placements]
     kept = {stage: min(of[stage, Kind.F] for of in held) for stage in first.stages}
     others = {stage: sum(kept[b] for b in before[stage] if on[b] == on[stage]) for stage in first.stages}
     alone = [_alone(placement, of, others) for placement, of in zip(placements, held, strict=True)]
@@ -134,7 +134,7 @@ def _alone(placement: Placement, held: Mapping[tuple[int, Kind], int], others: M
     """For each stage the most that its tasks hold, one after another, on top of what `others` keep."""
     most = dict.fromkeys(placement.stages, 0)
     for task in placement.tasks:
-        alive = task.peak_bytes
+        alive = scalar(task.peak_bytes)
         if task.kind is not Kind.W:  # which the backwards of the stages before it need not wait for
             alive += others[task.stage] + held[task.stage, Kind.F]
             alive += held.get((task.stage, Kind.R), 0) if task.kind is not Kind.F else 0

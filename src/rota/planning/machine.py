@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from rota.core.cluster import AllReduceTimes, Cluster, Link, SharedLink, of_at_most
 from rota.core.errors import PlacementError
-from rota.core.units import angle_repr, count_text, limit_text
-from rota.core.whole_numbers import whole
+from rota.core.reading import whole
+from rota.core.text import angle_repr, count_text, limit_text
 
 _ANY_LINK = Link()  # infinitely fast
 _MOST_RANKS = 100_000  # more than any machine has; the time to look at a layout grows with them

@@ -22,7 +22,7 @@ from torch import nn
 from rota.calibration.size_fit import fit_sizes
 from rota.core import reading
 from rota.core.errors import FormatError, RotaError
-from rota.core.profiles import Profile
+from rota.core.layers import Profile
 from rota.core.sizes import Size, SizeModel
 from rota.cutting import cut
 from rota.models import Stages

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from rota.core.errors import PipelineError
-from rota.core.profiles import Profile
+from rota.core.layers import Profile
 from rota.planning.answer import Answer
 from rota.planning.autoplanning import autoplan
 from rota.planning.deadline import Deadline

@@ -7,8 +7,8 @@ from itertools import pairwise
 from statistics import median
 from typing import NamedTuple
 
-from rota.core.tasks import Kind
-from rota.core.units import count_text, size_text, time_text
+from rota.core.tasks import Kind, scalar
+from rota.core.text import count_text, size_text, time_text
 from rota.planning.choosing import SLOWER_BY_ROUNDS, advantage
 from rota.planning.evaluation import Contender
 from rota.planning.layouts import Layout
@@ -81,8 +81,8 @@ def short_ops(plan: Contender) -> str:
     placement = plan.plan.placement
     if not placement.routes:
         return ""
-    op_us = median(task.duration_us for task in placement.tasks)
-    message_us = median(route.duration_us for route in placement.routes)
+    op_us = median(scalar(task.duration_us) for task in placement.tasks)
+    message_us = median(scalar(route.duration_us) for route in placement.routes)
     if op_us >= message_us:
         return ""
     return f"; its ops take {time_text(round(op_us))}, less than their messages, {time_text(round(message_us))}"
@@ -131,7 +131,7 @@ def parts_of(plan: Contender) -> StepParts:
     timeline, ranks, count = plan.timeline, plan.plan.num_ranks, plan.plan.num_microbatches
     last_us = max((ends[-1] for ends in timeline.ends_us if ends), default=0)
     recompute = sum(
-        len(task.ranks) * task.duration_us * len(plan.plan.placement.microbatches(task.stage, count))
+        len(task.ranks) * scalar(task.duration_us) * len(plan.plan.placement.microbatches(task.stage, count))
         for task in plan.plan.placement.tasks
         if task.kind is Kind.R
     )

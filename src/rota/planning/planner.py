@@ -25,7 +25,7 @@ from typing import Any, final
 from rota.core.errors import PipelineError, RotaError
 from rota.core.plan import Plan
 from rota.core.sizes import SizeModel
-from rota.core.units import angle_repr, count_text, time_text
+from rota.core.text import angle_repr, count_text, time_text
 from rota.runtime import Pipeline
 from rota.runtime.faults.watchdog import PATIENT
 from rota.runtime.json_messages import all_gather_json, broadcast_json

@@ -11,8 +11,8 @@ from typing import Any
 
 from rota.core.errors import PlacementError
 from rota.core.layers import ESTIMATED, LayerCosts
-from rota.core.units import count_text
-from rota.core.whole_numbers import whole
+from rota.core.reading import whole
+from rota.core.text import count_text
 from rota.planning.machine import Machine
 
 _MOST_ROWS = 10_000_000  # of a step

@@ -15,7 +15,7 @@ from typing import final
 
 from rota.core.errors import PlacementError
 from rota.core.stopping import Stopped, look
-from rota.core.units import count_text
+from rota.core.text import count_text
 from rota.planning import evaluation
 from rota.planning.candidate import Candidate
 from rota.planning.deadline import Deadline

@@ -21,8 +21,8 @@ import torch.distributed as dist
 
 from rota.core.plan import Plan
 from rota.core.simulation import simulate
+from rota.core.text import count_text
 from rota.core.timeline import Timeline
-from rota.core.units import count_text
 from rota.models import Stages
 from rota.planning.choosing import NOISY
 from rota.planning.step_times import FAR, StepTimes, difference, of_starts

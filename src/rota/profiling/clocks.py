@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias, final
 import torch
 
 from rota.core.errors import PipelineError
-from rota.core.units import time_text
+from rota.core.text import time_text
 from rota.runtime.device.protocol import Device, QueuedDevice, is_queued
 from rota.torch_internals import sleep_kernel
 

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from rota.core.errors import PipelineError, RotaError, error_text
-from rota.core.units import count_text
+from rota.core.text import count_text
 from rota.runtime.environment import end_with_parent, meeting_environments, shared_cores
 from rota.runtime.host_memory import keep_freed_memory
 

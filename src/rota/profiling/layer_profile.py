@@ -12,9 +12,8 @@ from typing import Any
 from torch import nn
 
 from rota.core.errors import EstimateError, PipelineError
-from rota.core.layers import ESTIMATED, LayerCosts
-from rota.core.profiles import Profile
-from rota.core.units import count_text, time_text
+from rota.core.layers import ESTIMATED, LayerCosts, Profile
+from rota.core.text import count_text, time_text
 from rota.models import Stages, finest, is_sequential
 from rota.profiling.devices import DeviceModel, device_named
 from rota.profiling.layer_costs import costs_of

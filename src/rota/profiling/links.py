@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from rota.core.cluster import AllReduceTimes, Cluster, Link, SharedLink
 from rota.core.errors import PipelineError
-from rota.core.units import size_text, time_text
+from rota.core.text import size_text, time_text
 from rota.profiling.link_pipelines import LEVEL_SIZES, SIZES, Pair, messages_alone, messages_at_once
 from rota.runtime.device.choosing import device_at
 from rota.runtime.device.local import current_device

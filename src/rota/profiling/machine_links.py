@@ -17,8 +17,8 @@ import torch.distributed as dist
 from rota.core import reading
 from rota.core.cluster import Cluster, ClusterFile
 from rota.core.errors import PipelineError, RotaError, UsageError
-from rota.core.units import count_text
-from rota.core.whole_numbers import Whole
+from rota.core.reading import Whole
+from rota.core.text import count_text
 from rota.core.writing import write_text
 from rota.profiling.forked import run_forked
 from rota.profiling.links import REPEATS, MeasuredLinks, Report, measure_links

@@ -15,8 +15,7 @@ import torch
 
 from rota.core import reading, writing
 from rota.core.errors import FormatError, RotaError, UsageError
-from rota.core.layers import LayerCosts
-from rota.core.profiles import Profile
+from rota.core.layers import LayerCosts, Profile
 from rota.models import Stages
 from rota.runtime.messages import describe, flatten
 from rota.runtime.precision import ambient_autocast

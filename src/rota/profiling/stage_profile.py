@@ -14,7 +14,7 @@ from torch import nn
 
 from rota.core.costs import Costs
 from rota.core.errors import PipelineError, error_text
-from rota.core.units import count_text
+from rota.core.text import count_text
 from rota.models import Stages
 from rota.models.carving.copies import deep_copy
 from rota.models.randomness import random_state_kept

@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from rota.core.errors import PipelineError
 from rota.core.plan import Plan
-from rota.core.units import count_text
+from rota.core.text import count_text
 from rota.models import Stages
 from rota.runtime.compute import Batch
 from rota.runtime.device.choosing import Placed, describe_placed, refuse_mixed

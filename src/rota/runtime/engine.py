@@ -16,9 +16,9 @@ from typing import Literal, NamedTuple, TypedDict, final
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from rota.core.checking import check
 from rota.core.errors import LostRankError, PipelineError, error_text, failed_before, is_on_all_ranks
 from rota.core.plan import Plan
+from rota.core.simulation import check
 from rota.models import Stages
 from rota.models.elsewhere import free_elsewhere
 from rota.runtime.agreement import Agreement, Begun, Brought, Call, refuse_differences

@@ -11,7 +11,7 @@ from pathlib import Path
 from uuid import uuid4
 
 from rota.core.errors import PipelineError
-from rota.core.units import count_text
+from rota.core.text import count_text
 
 STORE = "ROTA_STORE"  # the file in which the ranks meet
 FOLDER = "ROTA_FOLDER"  # the run's, with its plan, its script and the ranks' records

@@ -19,9 +19,8 @@ import torch
 
 from rota.core.errors import PipelineError
 from rota.core.plan import Plan
-from rota.core.programs.actions import Action, Message, ValueKey, compile_program
+from rota.core.programs.actions import Action, Message, ValueKey, compile_program, prefetch_receives
 from rota.core.programs.device_steps import COMPUTE, Step, device_program
-from rota.core.programs.prefetch_receives import prefetch_receives
 from rota.core.simulation import simulate
 from rota.core.tasks import Kind, Op
 from rota.models import Stages

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from rota.core import reading
 from rota.core.errors import FormatError, PipelineError
 from rota.core.plan import Plan
-from rota.core.units import count_text
+from rota.core.text import count_text
 from rota.runtime.environment import FOLDER, KEPT_MEMORY, RESTART, TIMEOUT_S
 from rota.runtime.recorder import Record
 

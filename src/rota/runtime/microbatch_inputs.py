@@ -12,7 +12,7 @@ import torch
 
 from rota.core.errors import PipelineError
 from rota.core.plan import Plan
-from rota.core.units import count_text
+from rota.core.text import count_text
 from rota.models import Stages
 from rota.runtime.compute import Batch
 from rota.runtime.device.protocol import Number

@@ -16,10 +16,10 @@ from itertools import pairwise, zip_longest
 from typing import final
 from weakref import WeakKeyDictionary
 
-from rota.core.checking import check
 from rota.core.errors import PipelineError
 from rota.core.placement import Placement
 from rota.core.plan import Plan
+from rota.core.simulation import check
 from rota.core.tasks import Kind
 from rota.models import Stages
 from rota.runtime.compute import Compute

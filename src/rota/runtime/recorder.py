@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 import msgspec
 
 from rota.core import reading
-from rota.core.contention import service_starts_us
 from rota.core.plan import Plan
+from rota.core.reading import Positive, Whole
 from rota.core.tasks import Op
 from rota.core.timeline import Timeline
-from rota.core.whole_numbers import Positive, Whole
 
 if TYPE_CHECKING:  # the launcher reads records without torch
     from rota.runtime.device.protocol import Device, Mark
@@ -102,7 +101,7 @@ def merge(plan: Plan, records: list[Record]) -> Timeline:
 
     Measured reductions are shown even if the plan's costs have none: they become step ends of zero length in the plan.
     A rank knows when it sent a message, and not how long the message then waited for shared links; see
-    `service_starts_us` for how that is found.
+    `SharedTransfers.starts_us` for how that is found.
     """
     records = sorted(records, key=lambda record: record.rank)
     reduced = {stage for record in records for stage, _, _ in record.reductions}
@@ -143,7 +142,7 @@ def merge(plan: Plan, records: list[Record]) -> Timeline:
     for i, rank in plan.step_end_ranks:
         free = max([*ends[rank][-1:], *(end for _, end in reductions[rank].values())], default=0)
         step_ends.append((*reductions[rank].get(plan.placement.step_ends[i].stage, (free, free)), free, free))
-    served = service_starts_us(plan, sent, arrived)
+    served = plan.shared_transfers.starts_us(sent, arrived)
     return Timeline(plan, starts, ends, served, tuple(arrived), tuple(step_ends), records[0].num_cores)
 
 

@@ -13,7 +13,7 @@ from typing import final
 
 from rota.core.plan import Plan
 from rota.core.simulation import simulate
-from rota.core.units import size_text, time_text
+from rota.core.text import size_text, time_text
 from rota.runtime.environment import PROGRESS, processes_here, shared_cores
 
 _EVERY_S = 10.0

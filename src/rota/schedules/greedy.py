@@ -18,7 +18,7 @@ from heapq import heappop, heappush
 from rota.core.placement import Placement
 from rota.core.plan import Plan
 from rota.core.stopping import Stopped, look
-from rota.core.tasks import Kind, Op
+from rota.core.tasks import Kind, Op, scalar
 from rota.schedules.common import BACKWARD_KINDS
 
 _WEIGHT = -1  # instead of a leg: the oldest W that was postponed
@@ -48,7 +48,7 @@ def path_through(placement: Placement, postpones_weights: bool) -> list[Leg]:
     lags_us: dict[tuple[int, int], int] = {}
     for route in placement.routes:
         ends = placement.tasks[route.source].stage, placement.tasks[route.target].stage
-        lags_us[ends] = max(route.duration_us, lags_us.get(ends, 0))
+        lags_us[ends] = max(scalar(route.duration_us), lags_us.get(ends, 0))
     legs, path = [], forward + backward
     for (stage, kinds), (following, _) in zip(path, [*path[1:], path[-1]], strict=True):
         tasks = [placement.index[stage, kind] for kind in kinds]
@@ -58,10 +58,10 @@ def path_through(placement: Placement, postpones_weights: bool) -> list[Leg]:
                 rank=placement.tasks[tasks[0]].ranks[0],
                 stage=stage,
                 kinds=kinds,
-                duration_us=sum(placement.tasks[task].duration_us for task in tasks),
+                duration_us=sum(scalar(placement.tasks[task].duration_us) for task in tasks),
                 lag_us=lags_us.get((stage, following), 0),
                 postpones_weight=weight is not None,
-                weight_us=0 if weight is None else placement.tasks[weight].duration_us,
+                weight_us=0 if weight is None else scalar(placement.tasks[weight].duration_us),
                 is_forward=kinds == (Kind.F,),
             )
         )

@@ -9,14 +9,12 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from statistics import mean
 
-from rota.core.checking import check
 from rota.core.cluster import Cluster
 from rota.core.costs import Costs
 from rota.core.errors import PlanError, RotaError
-from rota.core.simulation import simulate
-from rota.core.tables import fitted, table_lines
+from rota.core.simulation import check, simulate
+from rota.core.text import fitted, size_text, table_lines, time_text
 from rota.core.timeline import Timeline
-from rota.core.units import size_text, time_text
 from rota.schedules.families import FAMILIES, Family, Sizes
 
 

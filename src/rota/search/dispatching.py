@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from rota.compiled import inner, int64, quick
 from rota.core.stopping import look
-from rota.core.tasks import Kind
+from rota.core.tasks import Kind, scalar
 from rota.search.problem import NO_LIMIT, Floats, Integers, Orders, Problem, Rows
 from rota.search.timing import Tables
 
@@ -198,6 +198,10 @@ def one_at_a_time(problem: Problem) -> tuple[int, ...]:
     sets, only the best one is followed.
     """
     tasks, limits = problem.placement.tasks, problem.limits_bytes.tolist()
+    held, peak = ([scalar(getattr(task, name)) for task in tasks] for name in ("held_bytes", "peak_bytes"))
+    held, peak = ([scalar(getattr(task, name)) for task in tasks] for name in ("held_bytes", "peak_bytes"))
+    held, peak = ([scalar(getattr(task, name)) for task in tasks] for name in ("held_bytes", "peak_bytes"))
+    held, peak = ([scalar(getattr(task, name)) for task in tasks] for name in ("held_bytes", "peak_bytes"))
     outputs: list[list[int]] = [[] for _ in tasks]
     needs = [0] * len(tasks)  # sets of tasks are bits
     for source, target in problem.lags_us:
@@ -218,14 +222,14 @@ def one_at_a_time(problem: Problem) -> tuple[int, ...]:
             heap.clear()
         overs = {}
         for t in ready:
-            need = max(tasks[t].held_bytes, 0) + tasks[t].peak_bytes
+            need = max(held[t], 0) + peak[t]
             overs[t] = max(over, *(levels[rank] + need - limits[rank] for rank in tasks[t].ranks))
-        harmless = [t for t in ready if tasks[t].held_bytes <= 0 and overs[t] <= over]  # doing it later is no better
+        harmless = [t for t in ready if held[t] <= 0 and overs[t] <= over]  # doing it later is no better
         for t in harmless[:1] or ready:
             now_done = done | 1 << t
             after = list(levels)
             for rank in tasks[t].ranks:
-                after[rank] += tasks[t].held_bytes
+                after[rank] += held[t]
             now_ready = [o for o in outputs[t] if not needs[o] & ~now_done] + [other for other in ready if other != t]
             state = now_done, tuple(after), tuple(now_ready), (*order, t)
             heappush(heap, (overs[t], -len(state[-1]), next(tie_breaker), *state))

@@ -12,11 +12,10 @@ from dataclasses import replace
 from fractions import Fraction
 from typing import get_args
 
-from rota.core.checking import check
 from rota.core.errors import SearchError
 from rota.core.placement import Placement
 from rota.core.plan import Plan
-from rota.core.simulation import simulate
+from rota.core.simulation import check, simulate
 from rota.core.stopping import ended_by_ctrl_c, guarded
 from rota.schedules.families import named_plans
 from rota.search.budget import Budget

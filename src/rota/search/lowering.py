@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from rota.core.cluster import Cluster
-from rota.core.placement import Edge, Placement, Route
-from rota.core.tasks import Kind, Task
+from rota.core.placement import Placement
+from rota.core.tasks import Edge, Kind, Route, Task, scalar
 
 
 class Instant(NamedTuple):
@@ -73,26 +73,27 @@ def _lags_us(given: Placement, task_of: dict[int, int]) -> dict[tuple[int, int],
     for r, route in enumerate(given.routes):
         if r in task_of:
             through[route.source, task_of[r]] = 0
-            through[task_of[r], route.target] = route.duration_us - route.service_us
+            through[task_of[r], route.target] = scalar(route.duration_us) - scalar(route.service_us)
             lags.pop((route.source, route.target), None)  # follows from these two
     for r, route in enumerate(given.routes):
         if r not in task_of:
             edge = route.source, route.target
-            lags[edge] = max(lags.get(edge, 0), route.duration_us)
+            lags[edge] = max(lags.get(edge, 0), scalar(route.duration_us))
     return lags | through
 
 
 def _carried(route: Route, service: int | None) -> tuple[Carried, Carried]:
     """On the sender from the op's end until the data arrives; on the receiver from the transfer's start."""
+    num_bytes, duration_us, service_us = map(scalar, (route.num_bytes, route.duration_us, route.service_us))
     made = sent = Instant(route.source, 0)
-    arrived = Instant(route.source, route.duration_us)
+    arrived = Instant(route.source, duration_us)
     if service is not None:
-        sent = Instant(service, -route.service_us)
-        arrived = Instant(service, route.duration_us - route.service_us)
+        sent = Instant(service, -service_us)
+        arrived = Instant(service, duration_us - service_us)
     read = Instant(route.target, 0)
     return (
-        Carried(route.sender, route.num_bytes, made, arrived, True),
-        Carried(route.receiver, route.num_bytes, sent, read, False),
+        Carried(route.sender, num_bytes, made, arrived, True),
+        Carried(route.receiver, num_bytes, sent, read, False),
     )
 
 

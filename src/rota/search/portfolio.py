@@ -17,12 +17,11 @@ from typing import Literal
 
 import numpy as np
 
-from rota.core.checking import check
 from rota.core.errors import NothingFitsError, PlanError
 from rota.core.plan import Plan
-from rota.core.simulation import simulate
+from rota.core.simulation import check, simulate
 from rota.core.stopping import Stopped, look, watched
-from rota.core.units import size_text
+from rota.core.text import size_text
 from rota.schedules.families import named_plans
 from rota.search import bounds, exact
 from rota.search.bounds.memory_bounds import period_reason, refuse_too_little_memory

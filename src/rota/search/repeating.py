@@ -29,6 +29,7 @@ from rota.core.placement import Placement
 from rota.core.plan import Plan
 from rota.core.simulation import simulate
 from rota.core.stopping import Stopped, ended_by_ctrl_c, look, watched
+from rota.core.tasks import scalar
 from rota.search.budget import Budget
 from rota.search.critical_path import CriticalPath
 from rota.search.exact import cpsat, whole_step
@@ -201,7 +202,7 @@ def _at_flat_starts(steady: Steady, rounds: int, is_least: bool) -> Repeating | 
     for task, start, turn in zip(lowered.tasks, starts, turns, strict=True):
         model.add_linear_constraint(turn - first, 0, rounds - 1)
         for rank in task.ranks:
-            model.add_linear_constraint(start - T * turn - cuts[rank], 0, T - task.duration_us)
+            model.add_linear_constraint(start - T * turn - cuts[rank], 0, T - scalar(task.duration_us))
     status, solver = cpsat.solve(model, Budget(_CUT_S, deterministic=True))
     if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
         return None

@@ -7,13 +7,10 @@ from fractions import Fraction
 from functools import cached_property
 from typing import Literal, NamedTuple
 
-from rota.accounting.snippets import snippet
-from rota.core import notebook
 from rota.core.plan import Plan
 from rota.core.simulation import simulate
-from rota.core.tables import fitted, table_lines
+from rota.core.text import angle_repr, fitted, size_text, table_lines, time_text
 from rota.core.timeline import Timeline
-from rota.core.units import angle_repr, size_text, time_text
 
 Objective = Literal["makespan", "span", "period"]
 KEPT_SEQUENCE = "these micro-batches in this sequence"  #: every task takes them in turn
@@ -171,10 +168,6 @@ class SearchResult:
         return f"{self.plan}: {self.objective} {_us(self.value_us)}, {proof}"
 
     __repr__ = angle_repr
-
-    def _repr_html_(self) -> str:
-        """The plan as a picture, and how good it is."""
-        return notebook.document(snippet(self.timeline, "Found plan"), notebook.preformatted(self.to_text()))
 
 
 def _us(value: Fraction) -> str:

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from rota.compiled import inner, int64, quick
+from rota.core.tasks import scalar
 from rota.search.problem import NO_LIMIT, Integers, Orders, Problem
 from rota.search.timing import Tables
 
@@ -129,13 +130,14 @@ def counting_transfers(problem: Problem) -> Problem:
     received = [dict.fromkeys(task.ranks, 0) for task in placement.tasks]
     sent = [dict.fromkeys(task.ranks, 0) for task in placement.tasks]
     for route in placement.routes:
-        received[route.target][route.receiver] += route.num_bytes
-        if route.duration_us:
-            sent[route.source][route.sender] += route.num_bytes
+        received[route.target][route.receiver] += scalar(route.num_bytes)
+        if route.duration_us != 0:
+            sent[route.source][route.sender] += scalar(route.num_bytes)
     tasks = []
     for task, here, away in zip(placement.tasks, received, sent, strict=True):
-        held = max(task.held_bytes, 0)
-        needed = (max(held + task.peak_bytes + here[r], task.held_bytes + away[r]) for r in task.ranks)
+        left, peak = scalar(task.held_bytes), scalar(task.peak_bytes)
+        held = max(left, 0)
+        needed = (max(held + peak + here[r], left + away[r]) for r in task.ranks)
         tasks.append(replace(task, peak_bytes=min(needed) - held))  # a task's peak is the same on all its ranks
     counted = replace(placement, tasks=tuple(tasks))
     return replace(problem, given=counted)

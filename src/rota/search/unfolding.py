@@ -21,9 +21,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 
-from rota.core.placement import Edge, Placement
+from rota.core.placement import Placement
 from rota.core.plan import Plan
-from rota.core.tasks import Kind, Op, Transfer
+from rota.core.tasks import Edge, Kind, Op, Transfer
 from rota.search.problem import Problem
 
 
@@ -118,8 +118,8 @@ class Unfolding:
         """The same plan of the unfolded step; transfers on shared links are served as the plan simulates them."""
         orders = tuple(tuple(self._unfolded(op) for op in order) for order in plan.orders)
         served: tuple[tuple[Transfer, ...], ...] = ()
-        if plan.services.first:
-            transfers = dict(plan.services.transfers())
+        if plan.shared_transfers.first:
+            transfers = dict(plan.shared_transfers.transfers())
             served = tuple(
                 tuple(self._with(transfers[node], self._unfolded) for node in nodes) for nodes in plan.served
             )

@@ -7,6 +7,7 @@ from decimal import Decimal
 
 from rota.core.errors import SearchError
 from rota.core.placement import Placement
+from rota.core.tasks import scalar
 
 _TOO_LARGE = 1 << 53  # of µs and bytes: numbers up to here are exact in floats, and their sums fit into 64 bits
 _MOST_OPS = 10_000_000  # these need a few GB of memory
@@ -86,8 +87,8 @@ def refuse_too_large(placement: Placement, num_microbatches: int) -> None:
         )
     ranks = range(placement.num_ranks)
     ends_us = sum(end.reduce_us + end.optimizer_us for end in placement.step_ends) * len(ranks)
-    path_us = sum(task.duration_us for task in placement.tasks)
-    path_us += sum(route.duration_us for route in placement.routes)
+    path_us = sum(scalar(task.duration_us) for task in placement.tasks)
+    path_us += sum(scalar(route.duration_us) for route in placement.routes)
     if (most_us := path_us * num_microbatches + ends_us) >= _TOO_LARGE:
         raise SearchError(
             f"durations are too large to search: {len(ranks)} ranks x {num_microbatches} micro-batches could take up "
@@ -96,10 +97,10 @@ def refuse_too_large(placement: Placement, num_microbatches: int) -> None:
     sizes = [0 for _ in ranks]  # of a micro-batch, on each rank
     for task in placement.tasks:
         for rank in task.ranks:
-            sizes[rank] += abs(task.held_bytes) + task.peak_bytes
+            sizes[rank] += abs(scalar(task.held_bytes)) + scalar(task.peak_bytes)
     for route in placement.routes:
-        sizes[route.sender] += route.num_bytes
-        sizes[route.receiver] += route.num_bytes
+        sizes[route.sender] += scalar(route.num_bytes)
+        sizes[route.receiver] += scalar(route.num_bytes)
     for rank, (size, static) in enumerate(zip(sizes, placement.static_bytes, strict=True)):
         if (most := size * num_microbatches + static) >= _TOO_LARGE:
             raise SearchError(

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from rota.core.units import angle_repr, count_text
+from rota.core.text import angle_repr, count_text
 
 EXACT = 1e-10  # in float64, relative
 _MOST_ROWS = 8

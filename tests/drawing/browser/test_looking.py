@@ -28,7 +28,7 @@ def test_pointing_at_an_op_tells_it(open_page):
     assert lines[1] == "rank 2 · 0.200 ms"
     assert lines[2] == f"from {span.start_us / 1000:.3f} ms to {span.end_us / 1000:.3f} ms"
     held = [level for time, level in timeline.memory(2) if time <= span.start_us][-1]
-    assert lines[3] == f"memory: up to {rota.core.units.size_text(held)} of 8 GB"
+    assert lines[3] == f"memory: up to {rota.core.text.size_text(held)} of 8 GB"
 
 
 def test_pointing_at_a_gap_tells_its_cause_and_what_it_waits_for(open_page):

@@ -12,11 +12,11 @@ import pytest
 from rota import schedules
 from rota.core.cluster import Cluster, Link
 from rota.core.costs import Costs
-from rota.core.placement import Edge, Placement, StepEnd
+from rota.core.placement import Placement
 from rota.core.placing import bidirectional, place, wave
 from rota.core.plan import Plan
 from rota.core.simulation import simulate
-from rota.core.tasks import Kind, Op, Task
+from rota.core.tasks import Edge, Kind, Op, StepEnd, Task
 from rota.search import bounds
 from rota.search.problem import Problem
 from support.sampling import IS_WHOLE, some

@@ -8,12 +8,11 @@ from itertools import product
 
 import pytest
 
-from rota.core.checking import check
 from rota.core.cluster import Cluster
 from rota.core.costs import Costs
 from rota.core.placement import Placement
 from rota.core.placing import place
-from rota.core.simulation import simulate
+from rota.core.simulation import check, simulate
 from rota.search.budget import Budget
 from rota.search.exact import Exact, cpsat, solve
 from rota.search.problem import Problem

@@ -10,13 +10,12 @@ from random import Random
 import pytest
 
 from rota import shapes
-from rota.core.checking import check
 from rota.core.cluster import Cluster
 from rota.core.costs import Costs
-from rota.core.placement import Edge, Placement
+from rota.core.placement import Placement
 from rota.core.placing import place
-from rota.core.simulation import simulate
-from rota.core.tasks import Kind, Task
+from rota.core.simulation import check, simulate
+from rota.core.tasks import Edge, Kind, Task
 from rota.search import bounds, exact
 from rota.search.budget import Budget
 from rota.search.exact.rounds import Rounds

@@ -6,9 +6,8 @@ from functools import partial
 
 import pytest
 
-from rota.core.checking import check
 from rota.core.errors import SearchError
-from rota.core.simulation import simulate
+from rota.core.simulation import check, simulate
 from rota.search import bounds, find_plan
 from rota.search.budget import Budget
 from rota.search.exact import longest_us, solve

@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from rota.core.checking import check
 from rota.core.cluster import Cluster
 from rota.core.costs import Costs
-from rota.core.simulation import simulate
+from rota.core.simulation import check, simulate
 from rota.search.budget import Budget
 from rota.search.critical_path import CriticalPath
 from rota.search.local.neighbourhood import improve

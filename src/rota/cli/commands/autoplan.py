@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 import click
 
-from rota.calibration.planning_again import free_name
 from rota.cli import common, files, reports
 from rota.cli.command import Options, Value, command
 from rota.cli.common import COUNTS, LINK, MEMORY
@@ -17,8 +16,8 @@ from rota.cli.requirements import InputError, require
 from rota.cli.screen import print_timeline, progress_line, terminal_columns
 from rota.core.cluster import Cluster, Link
 from rota.core.errors import PipelineError, PlacementError
-from rota.core.profiles import Profile
-from rota.core.units import size_text
+from rota.core.layers import Profile
+from rota.core.text import size_text
 
 if TYPE_CHECKING:
     from rota.planning import Answer, Machine
@@ -220,8 +219,7 @@ def _next_commands(answer: Answer, options: Options) -> str:
     if not options.inference:
         lines.insert(0, f"  rota verify {plan} {model}    # check that the split model is exact")
         if options.exportable:
-            titan = free_name("titan")
-            export = f"rota export torchtitan {plan} --model {model}:make_model -o {titan}"
+            export = f"rota export torchtitan {plan} --model {model}:make_model -o titan"
             lines.append(f"  {export}    # or megatron, deepspeed")
     lines += [
         f"In {script}, plan = rota.given_plan() is this plan, and its stages are",

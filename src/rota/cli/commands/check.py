@@ -15,15 +15,14 @@ from rota.cli.screen import (
     progress_line,
     report_columns,
 )
-from rota.core import checking, simulation
+from rota.core import simulation
 from rota.core.costs import ASSUMED_COSTS
 from rota.core.errors import PlanError
 from rota.core.plan import Plan
 from rota.core.programs import device_order, torch_order
 from rota.core.programs.device_order import DeviceOrder
-from rota.core.tables import fitted
+from rota.core.text import count_text, fitted
 from rota.core.timeline import Timeline
-from rota.core.units import count_text
 
 if TYPE_CHECKING:
     from rota.search import Bound
@@ -50,7 +49,7 @@ def check(options: Options) -> None:
     """Prove that a plan is complete, cannot deadlock and fits in memory, and how close it is to the optimum."""
     loaded = files.read_plan_or_timeline(options.plan, options.costs)
     planned = loaded.plan if isinstance(loaded, Timeline) else loaded
-    checking.check(planned)
+    simulation.check(planned)
     timeline = simulation.simulate(planned)
     if options.json:
         print_json(_fields(options, planned, timeline))

@@ -16,7 +16,7 @@ from rota.cli.requirements import require
 from rota.cli.screen import note, print_text, progress_line
 from rota.core.errors import PipelineError, RotaError
 from rota.core.reading import printable, read_text
-from rota.core.units import count_text, size_text
+from rota.core.text import count_text, size_text
 
 if TYPE_CHECKING:
     from rota.runtime.checkpoints.manifest import Saved

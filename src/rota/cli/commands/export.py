@@ -15,11 +15,11 @@ from rota.cli.common import WORDS, parse_words
 from rota.cli.reports import print_json
 from rota.cli.requirements import InputError, require
 from rota.cli.screen import print_text, progress_line
-from rota.core import checking
+from rota.core import simulation
 from rota.core.errors import FormatError, PipelineError, SplitError
 from rota.core.plan import Plan
 from rota.core.tasks import Kind
-from rota.core.units import count_text
+from rota.core.text import count_text
 
 if TYPE_CHECKING:
     from rota.interop.modules import Parts
@@ -79,7 +79,7 @@ def _boundaries(default: str) -> Decorator[Any]:
 def _checked_plan(options: Options) -> Plan:
     """The plan to export. Raises PlanError if it must not run, PlacementError if its micro-batches differ."""
     planned = files.read_plan(options.plan)
-    checking.check(planned)
+    simulation.check(planned)
     planned.placement.require_alike("rota export")
     return planned
 

@@ -12,11 +12,11 @@ from rota.cli import common, files, reports
 from rota.cli.command import Group, Options, combined, command
 from rota.cli.reports import print_json
 from rota.cli.screen import print_text, print_timeline, progress_line, report_columns
-from rota.core import checking, reading
+from rota.core import reading, simulation
 from rota.core.costs import Costs, assumed_costs
 from rota.core.plan import Plan
 from rota.core.simulation import simulate
-from rota.core.units import count_text
+from rota.core.text import count_text
 
 
 @click.group("import", cls=Group)
@@ -117,7 +117,7 @@ def _costs(options: Options) -> Costs | None:
 
 def _check_and_write(options: Options, planned: Plan, boundaries: Sequence[int], contents: Sequence[str]) -> None:
     """Check the plan, report it, with what each stage holds (empty: unknown), and write it."""
-    checking.check(planned)
+    simulation.check(planned)
     timeline = simulate(planned)
     if options.json:
         fields = {"boundaries": list(boundaries), "contents": list(contents)}

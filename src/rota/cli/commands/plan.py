@@ -19,7 +19,7 @@ from rota.cli.screen import (
     report_columns,
     terminal_columns,
 )
-from rota.core import checking, simulation
+from rota.core import simulation
 from rota.core.costs import Costs
 from rota.core.plan import Plan
 from rota.core.tasks import Kind
@@ -134,7 +134,7 @@ def _named(options: Options) -> tuple[Plan, dict[str, Any]]:
     cluster = cluster_of(options, costs.num_stages, options.limit)
     placement = family.place(costs, cluster).in_chunks(options.chunks or 1, options.microbatches)
     planned = family(placement, options.microbatches)
-    checking.check(planned)
+    simulation.check(planned)
     timeline, assumed = simulation.simulate(planned), _assumed(stage_costs, costs)
     if options.json:
         return planned, {"assumed": assumed, **reports.of_timeline(timeline)}

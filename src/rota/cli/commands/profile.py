@@ -13,11 +13,9 @@ from rota.cli.reports import print_json
 from rota.cli.requirements import InputError, require
 from rota.cli.screen import note, print_text, progress_line, report_columns
 from rota.core import reading
-from rota.core.layers import LayerCosts
-from rota.core.profiles import Profile
+from rota.core.layers import LayerCosts, Profile
 from rota.core.sizes import SizeModel
-from rota.core.tables import fitted, table_lines
-from rota.core.units import count_text, size_text, time_text
+from rota.core.text import count_text, fitted, size_text, table_lines, time_text
 
 LINKS = "links"
 _REPEATS = 7

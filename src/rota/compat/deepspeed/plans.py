@@ -16,13 +16,13 @@ from itertools import pairwise
 from typing import TypeAlias, final
 
 from rota.compat.deepspeed import schedule as ds
-from rota.core.checking import check
 from rota.core.cluster import Cluster
 from rota.core.costs import Costs
 from rota.core.errors import ScheduleError
 from rota.core.placement import Placement
 from rota.core.placing import place
 from rota.core.plan import Plan
+from rota.core.simulation import check
 from rota.core.tasks import Kind, Op
 
 #: Returns the schedule of one stage: a `PipeSchedule` subclass, or anything that is called like one.

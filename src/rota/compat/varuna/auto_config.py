@@ -9,11 +9,10 @@ from typing import NamedTuple, final
 
 from rota.compat.varuna.cutting import plan_of, stage_costs
 from rota.compat.varuna.profiler import Profile
-from rota.core.checking import check
 from rota.core.cluster import Cluster
 from rota.core.costs import Costs
 from rota.core.errors import NothingFitsError, PlanError, SearchError
-from rota.core.simulation import simulate
+from rota.core.simulation import check, simulate
 
 
 class _Choice(NamedTuple):

@@ -20,7 +20,7 @@ from rota.core import reading
 from rota.core.cluster import Link
 from rota.core.costs import Costs
 from rota.core.errors import FormatError, PipelineError, PlacementError
-from rota.core.whole_numbers import Positive, Whole
+from rota.core.reading import Positive, Whole
 from rota.core.writing import write_text
 from rota.models import split
 from rota.profiling import StageProfileOptions, measure_links, profile

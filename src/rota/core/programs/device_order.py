@@ -23,7 +23,7 @@ from rota.core.errors import PlanError
 from rota.core.plan import Plan
 from rota.core.programs.device_steps import Communicator, DeviceProgram, Step, device_programs
 from rota.core.tasks import Transfer
-from rota.core.units import count_text
+from rota.core.text import count_text
 
 _MAX_WAITS = 12  # of a cycle in an error message
 _MAX_BETWEEN = 3  # kernels of a wait

@@ -21,8 +21,15 @@ from itertools import count
 from typing import Literal, NamedTuple, TypeAlias
 
 from rota.core.plan import Plan
-from rota.core.programs.actions import Action, Message, Program, compile_programs, last_gradients
-from rota.core.programs.prefetch_receives import NUM_OPS_AHEAD, prefetch_receives
+from rota.core.programs.actions import (
+    NUM_OPS_AHEAD,
+    Action,
+    Message,
+    Program,
+    compile_programs,
+    last_gradients,
+    prefetch_receives,
+)
 from rota.core.simulation import simulate
 from rota.core.tasks import Op, Transfer
 from rota.core.timeline import Timeline

@@ -20,7 +20,7 @@ from rota.core.programs.device_order import DeviceOrder, prove
 from rota.core.programs.device_steps import COMPUTE, DeviceProgram, Step, What, channel
 from rota.core.schedule_csv import Message
 from rota.core.tasks import Kind, Op, Transfer
-from rota.core.units import count_text
+from rota.core.text import count_text
 
 #: In which setting a cycle is looked for: stream per pair or not, in the order of launch or not; from where most runs
 #: are to the strictest, which has the waits of the others.

@@ -12,13 +12,12 @@ from typing import NamedTuple
 from rota.core.cluster import Cluster, Link
 from rota.core.costs import Costs
 from rota.core.errors import FormatError
-from rota.core.placement import StepEnd
 from rota.core.placing import place
 from rota.core.plan import Plan
 from rota.core.reading import LARGEST
-from rota.core.tasks import Kind, Op
+from rota.core.tasks import Kind, Op, StepEnd
+from rota.core.text import count_text
 from rota.core.timeline import Timeline
-from rota.core.units import count_text
 from rota.interop.traces.actions import Ran, Step, steps_of
 from rota.interop.traces.trace_files import RankTrace, read_trace
 

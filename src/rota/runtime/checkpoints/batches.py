@@ -18,8 +18,7 @@ import msgspec
 import torch
 
 from rota.core.errors import PipelineError
-from rota.core.reading import LARGEST, Field
-from rota.core.whole_numbers import Positive, Whole
+from rota.core.reading import LARGEST, Field, Positive, Whole
 from rota.runtime.checkpoints.random_states import random_state, set_random_state
 from rota.runtime.compute import seed_of
 from rota.runtime.fingerprints import fingerprint

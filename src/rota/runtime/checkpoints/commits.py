@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from rota.core.errors import PipelineError
 from rota.core.simulation import simulate
-from rota.core.units import size_text
+from rota.core.text import size_text
 from rota.runtime.checkpoints.checkpoint_folder import say
 from rota.runtime.checkpoints.manifest import require_json, require_step
 from rota.runtime.checkpoints.snapshots import Snapshots

@@ -21,7 +21,7 @@ from msgspec import Meta
 
 from rota.core import reading
 from rota.core.errors import FormatError, PipelineError
-from rota.core.whole_numbers import Positive, Whole
+from rota.core.reading import Positive, Whole
 
 MANIFEST = "rota.json"
 FORMAT = 5

@@ -17,8 +17,7 @@ from msgspec import Meta
 from torch.optim import Optimizer
 
 from rota.core.errors import PipelineError
-from rota.core.reading import LONGEST_NAME, Field, Name, printable, short
-from rota.core.whole_numbers import Whole
+from rota.core.reading import LONGEST_NAME, Field, Name, Whole, printable, short
 from rota.runtime.checkpoints.values import from_json, to_json
 
 #: Where a value per group is in a scheduler's state: ("base_lrs",), or ("_schedulers", 0, …) in a nested scheduler.

@@ -25,8 +25,7 @@ from torch.distributed.tensor import DTensor
 
 from rota.core import reading
 from rota.core.errors import FormatError
-from rota.core.reading import Field, short
-from rota.core.whole_numbers import Whole
+from rota.core.reading import Field, Whole, short
 from rota.runtime.checkpoints.manifest import File
 from rota.runtime.checkpoints.values import Size, bytes_of, dtype_name, dtype_named, require_countable
 

@@ -18,8 +18,7 @@ import torch
 from msgspec import Meta
 
 from rota.core.errors import FormatError, PipelineError
-from rota.core.reading import Field, short
-from rota.core.whole_numbers import Whole
+from rota.core.reading import Field, Whole, short
 
 _LONGEST_BITS = 4096  # of an integer; Python parses about 14,000
 _MOST_PAIRS = 10_000  # of keys and values; those of a file may be made to have one hash, which makes a dict slow

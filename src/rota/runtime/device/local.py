@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from rota.core.errors import PipelineError, UsageError
-from rota.core.units import count_text
+from rota.core.text import count_text
 from rota.runtime.environment import DEVICE
 
 AUTO, CPU = "auto", "cpu"

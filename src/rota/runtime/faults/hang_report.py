@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple, TypeVar
 import msgspec
 
 from rota.core import reading
-from rota.core.units import count_text
+from rota.core.text import count_text
 
 Report = TypeVar("Report")
 

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from rota.core.errors import LostRankError, PipelineError, error_text
 from rota.core.plan import Plan
 from rota.core.simulation import simulate
-from rota.core.units import count_text
+from rota.core.text import count_text
 from rota.runtime import control
 from rota.runtime.faults.hang_report import (
     Doing,

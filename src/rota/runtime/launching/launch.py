@@ -14,11 +14,11 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple, final
 
-from rota.core.checking import check
 from rota.core.errors import PipelineError
 from rota.core.plan import Plan
+from rota.core.simulation import check
+from rota.core.text import count_text
 from rota.core.timeline import Timeline
-from rota.core.units import count_text
 from rota.runtime.environment import KEPT_MEMORY, MESH, RESTART, TIMEOUT_S, meeting_environments
 from rota.runtime.host_memory import HUGE_PAGES
 from rota.runtime.launcher_files import (

@@ -16,7 +16,8 @@ import numpy as np
 
 from rota.core.errors import NothingFitsError
 from rota.core.placement import Placement
-from rota.core.units import size_text
+from rota.core.tasks import scalar
+from rota.core.text import size_text
 from rota.search.problem import NO_LIMIT, Integers, Problem, without_common_tasks
 
 _MOST_SETS = 20_000  # closed sets of a rank's tasks that are looked at for its least memory
@@ -72,9 +73,9 @@ def _carried_byte_us(problem: Problem, rank: int, whole_step: bool) -> int:
     for route in problem.given.routes:
         if route.receiver == rank:
             read_us = int(problem.durations_us[route.target])
-            total += route.num_bytes * (route.duration_us * whole_step + read_us)
+            total += scalar(route.num_bytes) * (scalar(route.duration_us) * whole_step + read_us)
         if route.sender == rank:
-            total += route.num_bytes * route.duration_us * whole_step
+            total += scalar(route.num_bytes) * scalar(route.duration_us) * whole_step
     return total
 
 
@@ -237,9 +238,9 @@ def _changes(problem: Problem, rank: int, tasks: list[int]) -> tuple[list[int], 
     received, sent = dict.fromkeys(tasks, 0), dict.fromkeys(tasks, 0)
     for route in problem.given.routes:
         if route.receiver == rank and route.target in received:
-            received[route.target] += route.num_bytes
-        if route.sender == rank and route.source in sent and route.duration_us:
-            sent[route.source] += route.num_bytes
+            received[route.target] += scalar(route.num_bytes)
+        if route.sender == rank and route.source in sent and route.duration_us != 0:
+            sent[route.source] += scalar(route.num_bytes)
     held, peak = problem.held_bytes.tolist(), problem.peak_bytes.tolist()
     return [max(held[t], 0) + peak[t] + received[t] for t in tasks], [held[t] + sent[t] for t in tasks]
 

@@ -10,6 +10,7 @@ import numpy as np
 from ortools.sat.python import cp_model
 
 from rota.core.stopping import look
+from rota.core.tasks import scalar
 from rota.search.budget import Budget
 from rota.search.critical_path import CriticalPath, last_gradients
 from rota.search.exact import cpsat
@@ -139,7 +140,7 @@ def _count_transfers(ordering: Ordering, gaps: Gaps, problem: Problem) -> None:
     """Limits levels by time on each rank with a limit where transfers hold bytes."""
     window, model = ordering.window, ordering.model
     longest = ordering.certain.most
-    most_us = longest + max((route.duration_us for route in problem.given.routes), default=0)
+    most_us = longest + max((scalar(route.duration_us) for route in problem.given.routes), default=0)
     points = StepPoints(ordering, gaps, most_us)
     times = Times(
         model,

@@ -8,6 +8,7 @@ from functools import cached_property
 import numpy as np
 
 from rota.core.placement import Placement
+from rota.core.tasks import scalar
 from rota.search.lowering import Carried
 from rota.search.problem import NO_LIMIT, Integers, Problem
 
@@ -37,7 +38,7 @@ class Loop:
     @cached_property
     def durations_us(self) -> tuple[int, ...]:
         """The duration of each task, in µs."""
-        return tuple(task.duration_us for task in self.placement.tasks)
+        return tuple(scalar(task.duration_us) for task in self.placement.tasks)
 
     @cached_property
     def tasks_on(self) -> tuple[tuple[int, ...], ...]:
@@ -60,7 +61,7 @@ class Loop:
 
     def left_bytes(self, rank: int) -> int:
         """Bytes that each micro-batch leaves behind on a rank; more than 0 will exceed any limit in the end."""
-        return sum(self.placement.tasks[i].held_bytes for i in self.tasks_on[rank])
+        return sum(scalar(self.placement.tasks[i].held_bytes) for i in self.tasks_on[rank])
 
     # --- what waits for what ---------------------------------------------------------------------------------------
 

@@ -10,8 +10,8 @@ from math import gcd
 from rota.core.errors import NothingFitsError
 from rota.core.placement import Placement
 from rota.core.stopping import ended_by_ctrl_c, guarded, watched
-from rota.core.tables import fitted, table_lines
-from rota.core.units import angle_repr, count_text, exact_size_text, size_text
+from rota.core.tasks import scalar
+from rota.core.text import angle_repr, count_text, exact_size_text, fitted, size_text, table_lines
 from rota.search.bounds.memory_bounds import least_memory, period_bound
 from rota.search.budget import Budget
 from rota.search.periodic.steady import SteadyResult, find_steady
@@ -186,7 +186,8 @@ class _Curve:
         free = find_steady(unlimited, self._share(), microbatches_per_period=1)
         most = max(max(free.steady.most_bytes()) if free is not None else least, least)
         sizes = [size for task in self.placement.tasks for size in (task.held_bytes, task.peak_bytes)]
-        step = gcd(*sizes, *(route.num_bytes for route in self.placement.routes)) or 1
+        sizes += [route.num_bytes for route in self.placement.routes]
+        step = gcd(*map(scalar, sizes)) or 1
         step *= max(-(-(most - least) // step // _MOST_POINTS), 1)
         return [*range(least, most, step), most]
 

@@ -17,6 +17,7 @@ from typing import Any, Literal, NamedTuple
 from ortools.sat.python import cp_model
 
 from rota.core.stopping import look
+from rota.core.tasks import scalar
 from rota.search.budget import Budget
 from rota.search.exact import cpsat
 from rota.search.exact.transfer_memory import After, Carry, Level, PointOrder, TimePoint, Times
@@ -137,7 +138,7 @@ class Period:
         tasks, limits = self.loop.placement.tasks, self.loop.limits_bytes
         on = self.loop.tasks_on
         return not any(
-            limit is not None and sum(tasks[i].held_bytes for i in part if i in on[rank])
+            limit is not None and sum(scalar(tasks[i].held_bytes) for i in part if i in on[rank])
             for rank, limit in enumerate(limits)
         )
 
@@ -199,8 +200,8 @@ class Period:
         if self.loop.left_bytes(rank) or (limit is None and self.goal != "memory"):
             return  # growing levels are refused elsewhere; shrinking ones are highest at the beginning
         tasks, nodes = self.loop.placement.tasks, self.interval.nodes(self.loop.tasks_on[rank])
-        held = {i: tasks[i // u].held_bytes for i in nodes}
-        peak = {i: tasks[i // u].peak_bytes for i in nodes}
+        held = {i: scalar(tasks[i // u].held_bytes) for i in nodes}
+        peak = {i: scalar(tasks[i // u].peak_bytes) for i in nodes}
         carries = [
             Carry(
                 carried.num_bytes,

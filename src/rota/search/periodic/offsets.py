@@ -12,6 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from rota.compiled import copy, inner, loop
+from rota.core.tasks import scalar
 from rota.search.budget import Budget
 from rota.search.periodic.modulo import Interval, rhythm_of
 from rota.search.periodic.retiming import Rhythm
@@ -88,10 +89,11 @@ def _tables(interval: Interval) -> _Tables:
     for task in range(loop.num_tasks):
         for j in range(u - 1):
             wait(task * u + j, task * u + j + 1, loop.durations_us[task])
-    frees = [i for i, task in enumerate(tasks) if task.held_bytes < 0]
+    frees = [i for i, task in enumerate(tasks) if scalar(task.held_bytes) < 0]
     is_late = [all(loop.apart_us(free, i) is None for free in frees) for i in range(loop.num_tasks)]
     limited = [None if loop.left_bytes(rank) else limit for rank, limit in enumerate(loop.limits_bytes)]
-    largest = [max((abs(tasks[i].held_bytes) + tasks[i].peak_bytes for i in on), default=0) for on in loop.tasks_on]
+    needed = [abs(scalar(task.held_bytes)) + scalar(task.peak_bytes) for task in tasks]
+    largest = [max((needed[i] for i in on), default=0) for on in loop.tasks_on]
     into, out_of = Rows.of(inputs), Rows.of(outputs)
     on = Rows.of([interval.nodes(on) for on in loop.tasks_on])
     ranks = Rows.of([tasks[node // u].ranks for node in range(num_nodes)])

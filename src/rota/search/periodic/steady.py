@@ -23,6 +23,7 @@ from rota.core.placement import Placement
 from rota.core.plan import Plan
 from rota.core.simulation import simulate
 from rota.core.stopping import Stopped
+from rota.core.tasks import scalar
 from rota.core.timeline import Timeline
 from rota.search.bounds.memory_bounds import period_bound
 from rota.search.budget import Budget
@@ -87,7 +88,7 @@ class Steady:
     def latency_us(self) -> int:
         """Time from the first start to the last end of a period's micro-batches: fill and drain."""
         tasks = self._problem.placement.tasks
-        return max(max(starts) + task.duration_us for task, starts in zip(tasks, self.starts_us, strict=True))
+        return max(max(starts) + scalar(task.duration_us) for task, starts in zip(tasks, self.starts_us, strict=True))
 
     def flat_starts(self, num_microbatches: int) -> list[list[int]]:
         """[num_tasks][...]: µs at which each task starts its micro-batches; fill and drain have the same gaps."""
@@ -148,7 +149,7 @@ class Steady:
                 (service_of[r], 0) if r in service_of else (route.source, problem.durations_us[route.source])
             )
             sent.append(tuple(start + int(after_us) for start in flat[task]))
-            arrived.append(tuple(start + route.duration_us for start in sent[-1]))
+            arrived.append(tuple(start + scalar(route.duration_us) for start in sent[-1]))
         starts_us, ends_us = (tuple(tuple(us[row].tolist()) for row in rows) for us in (starts, ends))
         return Timeline(plan, starts_us, ends_us, tuple(sent), tuple(arrived), ())
 
@@ -190,10 +191,10 @@ class Steady:
         tasks, flat = problem.placement.tasks, self.flat_starts(timeline.plan.num_microbatches)
         for (source, target), lag in problem.lags_us.items():
             for made, read in zip(flat[source], flat[target], strict=True):
-                if read < made + tasks[source].duration_us + lag:
+                if read < made + scalar(tasks[source].duration_us) + lag:
                     raise PlanError(f"{tasks[target]} starts at {read} µs, before {tasks[source]} has arrived", "cycle")
         for rank, here in enumerate(problem.tasks_on):
-            times = sorted((s, s + tasks[task].duration_us) for task in here.tolist() for s in flat[task])
+            times = sorted((s, s + scalar(tasks[task].duration_us)) for task in here.tolist() for s in flat[task])
             if any(start < end for (_, end), (start, _) in pairwise(times)):
                 raise PlanError(f"what {problem.rank_name(rank)} does overlaps in the steady state", "cycle")
         for rank, (peak, limit) in enumerate(zip(self.peak_bytes, self.placement.cluster.limit_bytes, strict=True)):

@@ -21,11 +21,10 @@ import msgspec
 from rota.core import reading
 from rota.core.cluster import Cluster
 from rota.core.errors import FormatError, ScheduleError
-from rota.core.placement import Edge, Placement
+from rota.core.placement import Placement
 from rota.core.plan import Plan
-from rota.core.reading import Field, short
-from rota.core.tasks import Kind, Op, Task
-from rota.core.whole_numbers import Positive, Whole
+from rota.core.reading import Field, Positive, Whole, short
+from rota.core.tasks import Edge, Kind, Op, Task, scalar
 from rota.core.writing import write_text
 from rota.schedules.common import depth
 
@@ -482,7 +481,7 @@ def _plan(placement: Placement, ends: dict[tuple[int, int], int]) -> Plan:
         task = tasks[i]
         op = Op(task.stage, task.kind, mid * num_components + whole.component_of[i])
         for rank in task.ranks:
-            rows[rank].append((end - task.duration_us, task.duration_us > 0, i, op))
+            rows[rank].append((end - scalar(task.duration_us), task.duration_us != 0, i, op))
     return Plan(whole, nmicros * num_components, tuple(tuple(op for *_, op in sorted(row)) for row in rows))
 
 

@@ -1,4 +1,4 @@
-"""Figures of micro-batches that differ: what they refuse, and placements and plans that hold them."""
+"""Micro-batches that differ: durations and sizes per class of them, and placements and plans that hold these."""
 
 from __future__ import annotations
 
@@ -12,16 +12,14 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from rota import schedules
-from rota.core.checking import check
 from rota.core.cluster import Cluster, Link, SharedLink
 from rota.core.costs import Costs
 from rota.core.errors import FormatError, PlacementError, PlanError
-from rota.core.figures import PerClass, each, value_in
-from rota.core.placement import Edge, Placement
+from rota.core.placement import Placement
 from rota.core.placing import place
 from rota.core.plan import Plan
-from rota.core.simulation import simulate
-from rota.core.tasks import Kind, Task
+from rota.core.simulation import check, simulate
+from rota.core.tasks import Edge, Kind, PerClass, Task, by_class, scalar, value_in
 from rota.core.timeline import Timeline
 from support.core_strategies import differing, differing_plans, plans
 from support.sampling import some
@@ -55,27 +53,23 @@ def short_and_long(class_of: tuple[int, ...] = (0, 1, 1, 0), num_stages: int = 2
         lambda: [0][TWO],
         lambda: range(TWO),
         lambda: json.dumps([TWO]),
+        lambda: scalar(TWO),
     ],
 )
-def test_a_figure_per_class_is_not_computed_with_by_mistake(wrong: Callable[[], Any]) -> None:
+def test_an_amount_per_class_is_not_computed_with_by_mistake(wrong: Callable[[], Any]) -> None:
     with pytest.raises(TypeError):
         wrong()
 
 
-def test_numpy_does_not_take_it_for_a_number_or_a_row() -> None:
-    np = pytest.importorskip("numpy")
-    for figures in (TWO, [TWO], [1, TWO]):
-        with pytest.raises(TypeError, match="for_microbatch"):
-            np.array(figures, dtype=np.int64)
-
-
 @given(st.lists(st.integers(), min_size=1), st.integers())
-def test_each_computes_class_by_class_and_is_one_number_where_all_are_the_same(values: list[int], other: int) -> None:
-    found = each(operator.sub, PerClass(values), other)
+def test_by_class_computes_class_by_class_and_is_one_number_where_all_are_the_same(
+    values: list[int], other: int
+) -> None:
+    found = by_class(operator.sub, PerClass(values), other)
     assert [value_in(found, c) for c in range(len(values))] == [value - other for value in values]
     assert isinstance(found, int) == (len({*values}) == 1)
-    assert each(operator.sub, values[0], other) == values[0] - other
-    assert isinstance(each(lambda *_: other, PerClass(values)), int)
+    assert by_class(operator.sub, values[0], other) == values[0] - other
+    assert isinstance(by_class(lambda *_: other, PerClass(values)), int)
 
 
 @given(differing())
