@@ -1,20 +1,17 @@
-"""The tests on accelerators, tried on the CPU: ranks are started, failures are told, and the result is written."""
+"""The tests on accelerators, tried on the CPU: the result has what they have seen."""
 
 from __future__ import annotations
 
 import ast
 import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 from xml.etree import ElementTree
 
 import pytest
 
 from support import ROOT
-from support.gpu.ranks import RankFailed, results_of, run_ranks
 
 pytestmark = pytest.mark.dist
 
@@ -48,31 +45,3 @@ def test_the_result_has_what_the_tests_have_seen(tmp_path: Path) -> None:
 
 def properties_of(element: ElementTree.Element) -> dict[str, str]:
     return {each.get("name", ""): each.get("value", "") for each in element.iterfind("properties/property")}
-
-
-@pytest.mark.sweep
-def test_without_accelerators_all_are_skipped_with_the_reason() -> None:
-    printed = run_gpu_tests("-rs")
-    assert "needs accelerators, and PyTorch" in printed or "run by `make test-gpu` alone" in printed
-    assert "passed" not in printed
-
-
-def does(rank: int, device: Any, what: str) -> int:
-    if rank == 1 and what == "raises":
-        raise ValueError("broken on purpose")
-    if rank == 1 and what == "is killed":
-        os.kill(os.getpid(), signal.SIGKILL)
-    if rank == 1 and what == "hangs":
-        signal.pause()
-    assert device.type == "cpu"
-    return rank * 10
-
-
-@pytest.mark.sweep
-def test_ranks_that_fail_are_told_and_ended(tmp_path: Path) -> None:
-    with pytest.raises(RankFailed, match=r"rank 1: exit code 1\n(.|\n)*ValueError: broken on purpose"):
-        results_of(tmp_path / "b", 2, "cpu", does, "raises")
-    assert [one.exit_code for one in run_ranks(tmp_path / "c", 2, "cpu", does, "is killed")] == [0, -signal.SIGKILL]
-    hung = run_ranks(tmp_path / "d", 2, "cpu", does, "hangs", expected=[0])[1]
-    assert hung.exit_code is None
-    assert "in does" in hung.stderr  # where it hung

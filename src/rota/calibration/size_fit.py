@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import chain, combinations
+from typing import Any
 
 from rota.core.costs import Costs
 from rota.core.errors import PlacementError
@@ -49,7 +50,7 @@ def fit_sizes(measured: Sequence[tuple[Size, Costs]]) -> SizeModel:
             raise PlacementError(f"the costs at {size} have other stages, edges or backwards than those at {sizes[0]}")
         if costs.recompute_us is not None and any(us is not None for us in costs.recompute_us):
             raise PlacementError(f"the costs at {size} have recompute_us, which a model of sizes has no term for")
-    curves: dict[str, tuple[Curve, ...] | None] = {}
+    curves: dict[str, Any] = {}
     error = 0.0
     for name in CURVES:
         columns = _columns(name, [costs for _, costs in measured])
@@ -64,7 +65,7 @@ def fit_sizes(measured: Sequence[tuple[Size, Costs]]) -> SizeModel:
             )
     last = max(measured, key=lambda entry: entry[0].tokens)[1]
     return SizeModel(
-        **curves,  # type: ignore[arg-type]
+        **curves,
         static_bytes=tuple(map(max, *(costs.static_bytes for _, costs in measured))),
         reduce_us=last.reduce_us,
         optimizer_us=last.optimizer_us,

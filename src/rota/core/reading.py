@@ -234,7 +234,7 @@ class Field:
         try:
             return msgspec.convert(value, into)
         except msgspec.ValidationError as error:
-            message, path = _PLACE.fullmatch(str(error)).groups(default="")  # type: ignore[union-attr]
+            message, path = _PLACE.findall(str(error))[0]
             field = Field(self.path + path, _inside(self.value, path))
             if missing := re.fullmatch(r"Object missing required field `(\w+)`?", message):
                 field[missing[1]]
@@ -260,7 +260,7 @@ class Field:
 
 
 #: An error of msgspec's: what it expects, and where; of a wrong name in an object, the object's place.
-_PLACE = re.compile(r"(.*?)(?: - at `(?:key` in `)?\$(.*)`)?", re.DOTALL)
+_PLACE = re.compile(r"\A(.*?)(?: - at `(?:key` in `)?\$(.*)`)?\Z", re.DOTALL)
 #: What msgspec expects, in our words.
 _WORDS = (
     (r"`\w+` >= (\S+)", r"\1 or more"),
