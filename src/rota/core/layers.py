@@ -346,12 +346,7 @@ class LayerCosts:
     @classmethod
     def from_json(cls, text: str) -> LayerCosts:
         """Read what `to_json` wrote. Raises FormatError or PlacementError, which name the field."""
-        return cls.from_fields(reading.parse(text, "layers"))
-
-    @classmethod
-    def from_fields(cls, document: reading.Field) -> LayerCosts:
-        """Read what `to_fields` wrote. Raises FormatError or PlacementError."""
-        return document.read(cls)
+        return reading.parse(text, "layers").read(cls)
 
 
 def _layers_text(layers: Sequence[str]) -> str:

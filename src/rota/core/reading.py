@@ -170,16 +170,16 @@ def whole(name: str, value: object, signed: bool = False) -> int:
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     if not isinstance(value, int) or isinstance(value, bool) or (value < 0 and not signed):
-        wanted = "a whole number" if signed else "a whole number of 0 or more"
-        raise PlacementError(f"{name} is {value!r}: give {wanted} (whole microseconds, whole bytes)")
+        expected = "a whole number" if signed else "a whole number of 0 or more"
+        raise PlacementError(f"{name} is {value!r}: give {expected} (whole microseconds, whole bytes)")
     return value
 
 
 def whole_rows(value: object) -> int:
     """The examples of a micro-batch. Raises PlacementError unless it is a whole number of 1 or more."""
-    if (found := whole("microbatch_rows", value)) < 1:
+    if (rows := whole("microbatch_rows", value)) < 1:
         raise PlacementError("microbatch_rows is 0: give the examples of one micro-batch, or None")
-    return found
+    return rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -297,12 +297,12 @@ def to_fields(file: msgspec.Struct) -> dict[str, Any]:
 def parse(text: str, *types: str) -> Field:
     """The document in a JSON text whose type is one of `types` ("plan", "timeline", …). Raises FormatError if not."""
     value = load(text)
-    found = value.get("rota") if isinstance(value, dict) else None
-    if found not in types:
-        reason = f'it has no "rota": "{types[0]}"' if found is None else f'it says "rota": {short(found)}'
-        use = f" ({_USES[found]})" if isinstance(found, str) and found in _USES else ""
+    kind = value.get("rota") if isinstance(value, dict) else None
+    if kind not in types:
+        reason = f'it has no "rota": "{types[0]}"' if kind is None else f'it says "rota": {short(kind)}'
+        use = f" ({_USES[kind]})" if isinstance(kind, str) and kind in _USES else ""
         raise FormatError(f"not a {' or '.join(types)} file: {reason}{use}; {_REMEDIES[types[0]]}")
-    return Field(found, value)
+    return Field(kind, value)
 
 
 def load(text: str) -> Any:
@@ -332,11 +332,11 @@ def _number(text: str) -> float:
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    fields_by_name = dict(pairs)
+    if len(fields_by_name) < len(pairs):
         twice, _ = Counter(name for name, _ in pairs).most_common(1)[0]
         raise FormatError(f"it has an object with two fields {short(twice)}; remove one of them")
-    return found
+    return fields_by_name
 
 
 def dump(what: str, content: dict[str, Any] | msgspec.Struct, read: Callable[[str], object] | None = None) -> str:
