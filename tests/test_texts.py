@@ -53,7 +53,7 @@ NOUNS: dict[str, Any] = {
     "Op": PLAN.orders[0][0],
     "Placement": PLACEMENT,
     "Plan": PLAN,
-    "PlannedBatch": PlannedBatch([0] * MANY, None, PLAN, GROUPS, GROUPS, 5, 4, 3, False, 2),
+    "PlannedBatch": PlannedBatch([0] * MANY, None, PLAN, GROUPS, GROUPS, 5, 4, 3, 2),
     "Profile": Profile((LAYERS,)),
     "SearchResult": rota.SearchResult(PLAN, "makespan", Fraction(9), Fraction(9), "a proof", "a rule", None, (), 1.0),
     "SharedLink": rota.SharedLink("uplink", 100, (0,), (1,)),
