@@ -416,7 +416,7 @@ class Pipeline:
     def trial(self) -> Iterator[None]:
         """For trial steps: outputs are kept, and weights may have another dtype in this context. On all ranks."""
         engine = self._engine
-        before = self._num_steps, engine.watched.step, self._warns_of_mode
+        before = self._num_steps, engine.watched.step, self._warns_of_mode, engine.step_end.metrics
         self._keeps_outputs, self._warns_of_mode = True, False
         engine.plans.base.execution.forget()
         engine.updates.begin_again()
@@ -424,7 +424,7 @@ class Pipeline:
             yield
         finally:
             self._keeps_outputs = False
-            self._num_steps, engine.watched.step, self._warns_of_mode = before
+            self._num_steps, engine.watched.step, self._warns_of_mode, engine.step_end.metrics = before
             engine.updates.begin_again()
             engine.compute.outputs = {}
             engine.plans.base.execution.forget()
