@@ -127,6 +127,7 @@ def test_accepted(pool: Pool, case: str) -> None:
 
 def test_verify_refuses_it() -> None:
     stages = chain(2)
+    stages.unsplit = nn.Sequential(*stages.modules)
     loss = Projected()
     with pytest.raises(PipelineError, match="belongs to no stage"):
         rota.verify(stages, *batch_of(2), loss_fn=lambda o, t: loss(o, t))
