@@ -23,10 +23,8 @@ unexport PYTHONDONTWRITEBYTECODE
 
 # In one command, as each of its processes reads all tests first: half a minute of CPU time. Three processes for two
 # cores, as tests of processes wait now and then.
-# Meanwhile the loops of searches are compiled, once, to be loaded from disk.
 test: $(READY) browser ## run every test
-	@$(BIN)/python -c 'from rota.search import compiling; compiling.wait_for(*compiling.Part)' & \
-	$(BIN)/pytest -rs -m "not faults and not sweep" --numprocesses 3 --dist worksteal; code=$$?; wait; exit $$code
+	$(BIN)/pytest -rs -m "not faults and not sweep" --numprocesses 3 --dist worksteal
 
 test-core: $(READY) ## run the tests of which none starts processes, side by side
 	$(BIN)/pytest -rs -m "not dist and not faults and not sweep" --numprocesses auto --dist worksteal
