@@ -121,7 +121,7 @@ def test_commands_read_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[st
         ["check", plan, "--bound"],
     ):
         assert main([*map(str, command)]) == 0, (command, capsys.readouterr())
-    assert main(["export", "deepspeed", str(plan), "--layers", "A,B", "-o", str(tmp_path / "parts.json")]) != 0
+    assert main(["export", "deepspeed", str(plan), "--boundaries", "0,1,2", "-o", str(tmp_path / "parts.json")]) != 0
     assert "rota export takes micro-batches that are all alike" in capsys.readouterr().err
     assert page.stat().st_size > 1000
     assert picture.stat().st_size > 1000
