@@ -43,17 +43,17 @@ MOSTLY_LARGER = [*batch(22)[0].split([6, 6, 4, 6])], [*batch(22)[1].split([6, 6,
 LARGER = [*batch(22)[0].split([6, 6, 5, 5])], [*batch(22)[1].split([6, 6, 5, 5])]
 CASES: dict[str, tuple[Plan, list[Any], str]] = {
     "as planned": (plan_for(5), [batch(20), batch(40)], ""),
-    "others": (plan_for(5), [batch(40)] * 2, "for micro-batches of 5 rows, but this step's have 10, so the plan's"),
-    "one row": (plan_for(1), [batch(8)], "for micro-batches of 1 row, but this step's have 2, so"),
+    "others": (plan_for(5), [batch(40)] * 2, "for micro-batches of 5 rows, but this step's have up to 10, so"),
+    "one row": (plan_for(1), [batch(8)], "for micro-batches of 1 row, but this step's have up to 2, so"),
     "unknown": (plan_for(None), [batch(40)], ""),
     "by autoplan": (
         plan_for(None, Usage(("a", "b"), 5)),
         [batch(8)],
-        "for micro-batches of 5 rows, but this step's have 2",
+        "for micro-batches of 5 rows, but this step's have up to 2",
     ),
     "some are as planned": (plan_for(4), [RAGGED], ""),
-    "one is as planned": (plan_for(4), [MOSTLY_LARGER], "of 4 rows, but 3 of this step's 4 have 6, so the plan's"),
-    "none is as planned": (plan_for(4), [LARGER], "for micro-batches of 4 rows, but this step's have 5 to 6, so the"),
+    "one is as planned": (plan_for(4), [MOSTLY_LARGER], "of 4 rows, but this step's have up to 6, so"),
+    "none is as planned": (plan_for(4), [LARGER], "for micro-batches of 4 rows, but this step's have up to 6, so"),
 }
 
 
@@ -91,7 +91,7 @@ def inference(rank: int, plan: Plan) -> str:
 
 def test_only_a_plan_of_forwards_is_for_evaluation(pool: Pool) -> None:
     forwards = forward_only(plan_for(5).placement.forward_only(), 4)
-    assert [told.count("this step's have 2") for told in pool.run(3, inference, forwards)] == [1, 0, 0]
+    assert [told.count("this step's have up to 2") for told in pool.run(3, inference, forwards)] == [1, 0, 0]
     assert pool.run(3, inference, plan_for(5)) == [""] * 3
 
 

@@ -179,7 +179,7 @@ class MicrobatchInputs:
         others = [rows for rows in batch.rows if rows != planned]
         if planned is not None and self._is_first_reader and 2 * len(others) > len(batch.rows):
             print(
-                f"rota: the plan is for micro-batches of {count_text(planned, 'row')}, but this step has some of "
+                f"rota: the plan is for micro-batches of {count_text(planned, 'row')}, but this step's have up to "
                 f"{max(others)}, so the plan's times and memory do not hold; give {planned * self._num_microbatches} "
                 f"rows per step, or profile with micro-batches of {max(others)} and plan again",
                 file=sys.stderr,
