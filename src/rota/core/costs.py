@@ -35,7 +35,8 @@ _OPTIONAL = (  # None has a meaning of its own
 class Costs:
     """Time and memory of each stage.
 
-    Each field has one entry per stage; a single number is used for all of them, and 0 if there is none.
+    Each field has one entry per stage; it is 0 for all of them if there is none. In Python, a single number is used for
+    all stages.
 
     Attributes:
         forward_us: Time of F.

@@ -94,6 +94,11 @@ def error_text(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
 
+def error_line(error: BaseException) -> str:
+    """`error_text` without line breaks, for a part of a sentence."""
+    return " ".join(error_text(error).split())
+
+
 def failed_before(error: str) -> str:
     """Why a rank makes no more calls: an `error` of its own, as `error_text` has it, in the middle of one."""
     return (

@@ -20,7 +20,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
-from rota.core.errors import PipelineError, SplitError
+from rota.core.errors import PipelineError, SplitError, error_line
 from rota.models import Stages
 from rota.models.carving.stage import CarvedStage
 from rota.runtime.messages import tensors_in
@@ -262,4 +262,4 @@ def _text_of(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     frame = next((frame for frame in reversed(frames) if not frame.filename.startswith(_NOT_THE_MODELS)), None)
     where = f' in "{frame.line}" ({Path(frame.filename).name}:{frame.lineno})' if frame else ""
-    return " ".join(f"{type(error).__name__}: {error}".split())[:300] + where
+    return error_line(error)[:300] + where

@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
-from rota.core.errors import EstimateError, PipelineError
+from rota.core.errors import EstimateError, PipelineError, error_line
 from rota.models import Stages
 from rota.models.carving.copies import deep_copy
 from rota.models.randomness import random_state_kept
@@ -133,7 +133,7 @@ def _named_in_errors(stages: Stages, layer: int) -> Iterator[None]:
             raise EstimateError(
                 ": ".join(filter(None, (called(stages, layer), module_that_raised(error), why)))
             ) from error
-        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        reason = error_line(error)
         raise PipelineError(f"{called(stages, layer)} failed while profiling: {reason}") from error
 
 

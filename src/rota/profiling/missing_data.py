@@ -7,6 +7,7 @@ from traceback import walk_tb
 import torch
 from torch import nn
 
+from rota.core.errors import error_line
 from rota.models.carving.operations import run_on_meta
 from rota.models.source_places import user_place
 from rota.torch_internals import ITEM, full_name_of, lacks_data
@@ -56,5 +57,5 @@ def module_that_raised(error: Exception) -> str:
 
 def _one_line(error: Exception) -> str:
     """The beginning of the message: PyTorch goes on about how to build it otherwise."""
-    text = " ".join(f"{type(error).__name__}: {error}".split())
+    text = error_line(error)
     return text.split(". ")[0].rstrip(".")

@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeAlias, final
 import torch
 from torch import nn
 
-from rota.core.errors import PipelineError
+from rota.core.errors import PipelineError, error_line
 from rota.models import Stages
 from rota.runtime import Pipeline
 from rota.runtime.faults.watchdog import PATIENT
@@ -203,7 +203,7 @@ class _Verifier:
             except Exception as error:
                 if not in_float64:
                     raise
-                return [False, False, " ".join(f"{type(error).__name__}: {error}".split())]
+                return [False, False, error_line(error)]
             return [draws, still_draws, None]
 
         draws, still_draws, failure = split.first("the unsplit model's step", run_unsplit)

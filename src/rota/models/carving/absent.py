@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from rota.core.errors import PipelineError
+from rota.core.errors import PipelineError, error_line
 from rota.models.carving.operations import is_shape_only, leaves_of, mapped, run_on_meta, shape_of
 from rota.models.carving.recording import Output
 from rota.models.carving.units import PLAIN, flatten
@@ -113,7 +113,7 @@ class Absent(Tensor):
         try:
             made = run_on_meta(func, mapped(_shape_of, args), mapped(_shape_of, kwargs))
         except (RuntimeError, NotImplementedError) as error:
-            reason = " ".join(f"{type(error).__name__}: {error}".split())
+            reason = error_line(error)
             raise PipelineError(
                 f"{name_of(func)} at {place_now()} does not run on a tensor of another stage, of which only the shape "
                 f"is known here ({reason}): split with an example that takes this path, or cut so that both are on one "
@@ -227,7 +227,7 @@ def _argument_shaped(module: nn.Module, leaf: Any, arguments: list[Any], device:
         return None
     if leaf.same_shape_argument is None:
         place = user_place(reversed([*traceback.walk_tb(error.__traceback__)]))
-        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        reason = error_line(error)
         raise PipelineError(
             f"this stage needs the shape of what {type(module).__name__} returns on another stage, but its forward "
             f"fails without values at {place} ({reason}): let the stage before end with it, or return something of the "
