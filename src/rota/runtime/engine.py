@@ -157,8 +157,8 @@ class Engine:
                     handle = self.step_end.hand_over(call, ready, batch, self.watched.step)
                 if handle is None or handle.is_done:
                     execution.settle()
-                    if execution.trains and call.syncs:
-                        self.updates.end(self.step_end.loss_scale.is_on)
+                    if execution.trains and call.syncs and not self.step_end.loss_scale.is_on:
+                        self.updates.watch_gradients()
         except BaseException as error:
             execution.forget()
             if execution.trains:
@@ -291,7 +291,7 @@ def build(stages: Stages, plan: Plan, loss_fn: LossFn | None, options: Options) 
                 record.offset_ns = clock_offset_ns(processes.pipeline)
         named = dict(stages.named_parameters(local))
         counts, stops = LossCounts(named.values()), StopRequests(processes.is_first)
-        updates = Updates(named.items(), device, compares=len(watched.names) > 1)
+        updates = Updates(named.items(), reports_clipping=len(watched.names) > 1)
         life.at_end(updates.close)
         allows_nonfinite_loss = options.get("allow_nonfinite_loss", False)
         step_end = StepEnd(plan, here, processes, counts, stops, watchdog, allows_nonfinite_loss)

@@ -73,9 +73,6 @@ class Sums:
         return row
 
 
-MOST_BITS = 2**63 - 1
-
-
 def bits_of(number: float) -> int:
     """The bits of a number of 0 or more, as an int: in the numbers' order, with nan above them all."""
     bits: int = struct.unpack("<q", struct.pack("<d", abs(number)))[0]
