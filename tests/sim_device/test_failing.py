@@ -5,44 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rota import Cluster, Costs, Pipeline, PipelineError, place
+from rota import Cluster, Costs, Pipeline, place
 from rota.runtime.transport import collective
-from rota.schedules import gpipe, one_f_one_b
+from rota.schedules import one_f_one_b
 from support.networks import batch_of, chain, loss_fn
 from support.pool import Pool
 from support.sim_device import SimDevice
 from support.sim_device.pool import pipelines_on_sim
 
 PLAN = one_f_one_b(place(Costs.uniform(2, 10, 20, boundary_bytes=8), Cluster.uniform(2)), 4)
-
-
-@pytest.mark.usefixtures("alone", "device")
-def test_no_step_follows_one_that_failed() -> None:
-    plan = gpipe(place(Costs.uniform(2), Cluster.uniform(1), [0, 0]), 4)
-    fails = False
-
-    def may_fail(*_: object) -> None:
-        if fails:
-            raise ValueError("the second step")
-
-    stages = chain(2).to("sim")
-    stages[1].register_forward_pre_hook(may_fail)
-    with Pipeline(stages, plan, loss_fn) as pipeline:
-        with pytest.raises(PipelineError, match="inputs=None"):
-            pipeline.step()  # refused before anything was enqueued
-        pipeline.step(*batch_of(4))
-        pipeline._engine.watched.names = [
-            "rank 0",
-            "rank 1",
-        ]  # as if there were others, which would wait for this step's messages
-        fails = True
-        with pytest.raises(ValueError, match="the second step"):
-            pipeline.step(*batch_of(4))
-        fails = False
-        told = r"^an earlier call failed on this rank \(ValueError: the second step\).*start all ranks again from a ch"
-        for call in (pipeline.step, pipeline.evaluate):
-            with pytest.raises(PipelineError, match=told):
-                call(*batch_of(4))
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("by 2 GiB"), torch.AcceleratorError("an assert", 1)])

@@ -130,31 +130,23 @@ def reductions_are_packed_on_the_compute_stream() -> Any:
     return patch.object(replicas.GradientAllReduce, "_packed", packed)
 
 
-def test_nothing_is_found_where_nothing_is_left_out(pool: Pool) -> None:
-    assert pool.run(4, errors_with, [(0, nullcontext)]) == [[""]] * 4
+HOLDS = (
+    sent_values_are_not_held,
+    copies_for_sending_are_made_on_the_compute_stream,
+    reductions_are_packed_on_the_compute_stream,
+)
 
 
-def test_each_wait_is_needed(pool: Pool) -> None:
-    mutations = [(rank, partial(without_wait, what, before)) for what, before, rank in WAITS]
-    by_process = pool.run(4, errors_with, mutations)
-    for i, (what, before, rank) in enumerate(WAITS):
+def test_each_wait_hold_and_stream_is_needed(pool: Pool) -> None:
+    """And nothing is found where nothing is left out."""
+    mutations: list[tuple[str, int, Callable[[], Any]]] = [("nothing", -1, nullcontext)]
+    mutations += [(f"{what} for {before}", rank, partial(without_wait, what, before)) for what, before, rank in WAITS]
+    mutations += [(mutated.__name__, rank, mutated) for mutated in HOLDS for rank in (0, 1)]
+    by_process = pool.run(4, errors_with, [(rank, mutated) for _, rank, mutated in mutations])
+    for i, (name, rank, mutated) in enumerate(mutations):
         for process, errors in enumerate(by_process):
             is_its_own = process % 2 == rank
-            assert bool(errors[i]) == is_its_own, f"{what} without its wait for {before} on rank {rank}: {errors[i]!r}"
-            if is_its_own:
-                assert errors[i].startswith(("RaceError", "FreedTooEarlyError"))
-
-
-@pytest.mark.parametrize(
-    "mutated",
-    [
-        sent_values_are_not_held,
-        copies_for_sending_are_made_on_the_compute_stream,
-        reductions_are_packed_on_the_compute_stream,
-    ],
-    ids=lambda mutated: mutated.__name__,
-)
-def test_each_hold_and_stream_is_needed(pool: Pool, mutated: Callable[[], Any]) -> None:
-    by_process = pool.run(4, errors_with, [(0, mutated), (1, mutated)])
-    for process, errors in enumerate(by_process):
-        assert errors[process % 2], f"nothing was found on rank {process % 2}"
+            if mutated in HOLDS and not is_its_own:
+                continue
+            assert bool(errors[i]) == is_its_own, f"{name} on rank {rank}: {errors[i]!r}"
+            assert errors[i].startswith(("RaceError", "FreedTooEarlyError") if is_its_own else "")
