@@ -75,7 +75,7 @@ browser:
 
 # An hour for 2,000 plans: no limit of time, but an end.
 fuzz: $(READY) ## read wrong files and checkpoints, run 2,000 random plans, and prove the device order of 40,000
-	PYTHONPATH=tests $(BIN)/python -m fuzz
+	ROTA_FUZZ=1 $(BIN)/pytest --timeout 3600 --numprocesses auto tests/fuzz
 	ROTA_RANDOM_PLANS=2000 $(BIN)/pytest --timeout 3600 "tests/runtime/test_random_orders.py::test_random_orders[3]"
 	ROTA_RANDOM_DEVICE_ORDERS=40000 $(BIN)/pytest --timeout 3600 --numprocesses auto tests/programs
 
@@ -114,7 +114,7 @@ package: $(READY) ## build wheel and sdist, install the wheel into an empty envi
 	$(BIN)/python packaging/check.py
 
 clean: ## remove all that the other targets made, .venv included
-	rm -rf .venv .venv-newest .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist site rota-demo*/ fuzz-failures
+	rm -rf .venv .venv-newest .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist site rota-demo*/
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # pip first: the one that comes with Python 3.11 knows neither --group nor --build-constraint.

@@ -6,15 +6,11 @@ A target is a type of file, or the folder of a checkpoint.
 from __future__ import annotations
 
 import gzip
-import signal
-import traceback
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from random import Random
-from types import FrameType
 from typing import Any
 
 from fuzz import checkpoints, seeds, verdicts
@@ -25,8 +21,6 @@ from rota.compat.tessel.schedule.schedplan import SchedPlan
 from rota.core import reading
 from rota.core.layers import LayerCosts, Profile
 from rota.interop import ImportedTrace, deepspeed, import_traces, megatron, torchtitan
-
-_HANG_S = 20.0  # of a processor's time; the slowest good case takes well below a second
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,8 +106,9 @@ CHECKPOINTS = "checkpoints"
 NAMES = (*TARGETS, CHECKPOINTS)
 
 
-class Hang(BaseException):
-    """A case takes far too long. No Exception, so that nothing takes it for an error in a file."""
+def num_cases(target: str) -> int:
+    """How many of a target `make fuzz` makes."""
+    return NUM_FOLDERS if target == CHECKPOINTS else TARGETS[target].num_cases
 
 
 def mutant(target: str, seed: int, number: int) -> bytes:
@@ -140,50 +135,17 @@ def mutant(target: str, seed: int, number: int) -> bytes:
 
 def run(target: str, seed: int, number: int, folder: Path) -> str:
     """How a case ends: "accepted…", or how it is refused. Anything else is raised."""
-    if target == CHECKPOINTS:
-        chooser = Random(f"{target} {seed} {number}")
-        files = checkpoints.mutant(chooser)
-        with _limited():
-            return checkpoints.use(files, chooser)
-    chooser, path = Random(f"{target} {seed} {number}"), folder / TARGETS[target].name  # chooses the text again first
-    path.write_bytes(mutant(target, seed, number))
-    with _limited():
+    chooser = Random(f"{target} {seed} {number}")  # which chooses the same text as `mutant` first
+    try:
+        if target == CHECKPOINTS:
+            return checkpoints.use(checkpoints.mutant(chooser), chooser)
+        path = folder / TARGETS[target].name
+        path.write_bytes(mutant(target, seed, number))
         try:
             made = TARGETS[target].read(path, chooser)
         except RotaError as error:
             return verdicts.refused(error)
         return TARGETS[target].use(made, chooser)
-
-
-@contextmanager
-def _limited() -> Iterator[None]:
-    """Processor time, not time: a busy machine is no hang."""
-
-    def stop(number: int, frame: FrameType | None) -> None:
-        raise Hang(f"still busy after {_HANG_S:g} s")
-
-    before = signal.signal(signal.SIGVTALRM, stop)
-    signal.setitimer(signal.ITIMER_VIRTUAL, _HANG_S)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-        signal.signal(signal.SIGVTALRM, before)
-
-
-def keep(target: str, seed: int, number: int, folder: Path) -> Path:
-    """Write the mutant of a case into a folder; returns where it is."""
-    if target == CHECKPOINTS:
-        checkpoints.write(checkpoints.mutant(Random(f"{target} {seed} {number}")), path := folder / f"{seed}-{number}")
-        return path
-    path = folder / f"{seed}-{number}-{TARGETS[target].name}"
-    path.write_bytes(mutant(target, seed, number))
-    return path
-
-
-def failure(target: str, seed: int, number: int, folder: Path) -> tuple[str, str | None]:
-    """A case's end, and what was raised where it ended badly."""
-    try:
-        return run(target, seed, number, folder), None
-    except (Exception, Hang):
-        return "failed", traceback.format_exc()
+    except BaseException as error:
+        error.add_note(f"case {number} of {target}, seed {seed}: fuzz.cases.run({target!r}, {seed}, {number}, folder)")
+        raise
