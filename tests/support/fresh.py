@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from multiprocessing.connection import wait
@@ -12,9 +11,6 @@ from time import monotonic
 from typing import Any
 
 from support.pool import LIMIT_S, forking_context
-
-#: Begins a line of stderr that `mark` has written.
-MARK = "marked at "
 
 
 @dataclass(frozen=True)
@@ -38,15 +34,19 @@ def run_fresh(
     *args: Any,
     expected: Collection[int] | None = None,
     timeout_s: float = LIMIT_S,
+    context: Any = None,
+    joins: bool = True,
 ) -> list[Ended]:
-    """`function(rank, *args)` on new processes that share a Gloo group.
+    """`function(rank, *args)` on new processes that share a Gloo group, unless they join one by themselves.
 
     Those left when the `expected` ranks (default: all) have ended, or after `timeout_s`, are killed: exit code None.
     """
-    context = forking_context()
+    context = context or forking_context()
     files = [folder / f"stderr{rank}" for rank in range(num_ranks)]
     processes = [
-        context.Process(target=_child, args=(rank, num_ranks, folder / "store", files[rank], function, args))
+        context.Process(
+            target=_child, args=(rank, num_ranks, folder / "store" if joins else None, files[rank], function, args)
+        )
         for rank in range(num_ranks)
     ]
     started = monotonic()
@@ -69,18 +69,19 @@ def run_fresh(
     return results
 
 
-def mark() -> None:
-    """From now on the process's time counts."""
-    print(f"{MARK}{monotonic()}", file=sys.stderr, flush=True)
-
-
 def _child(
-    rank: int, num_ranks: int, store: Path, file: Path, function: Callable[..., Any], args: tuple[Any, ...]
+    rank: int,
+    num_ranks: int,
+    store: Path | None,
+    file: Path,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
 ) -> None:
     os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT), 2)
-    import torch
-    import torch.distributed as dist
+    if store is not None:
+        import torch
+        import torch.distributed as dist
 
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=num_ranks)
+        torch.set_num_threads(1)
+        dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=num_ranks)
     function(rank, *args)

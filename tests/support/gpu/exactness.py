@@ -51,17 +51,17 @@ def compared(
     *,
     context: Callable[[], AbstractContextManager[Any]] = nullcontext,
     change: Callable[[Stages], Any] = nothing,
-    **options: Any,
+    **sizes: int,
 ) -> float:
     """The largest relative difference of losses and of this rank's gradients, over some steps.
 
     `change` is done to the stages of the pipeline alone, after they have been moved.
     """
     whole, found = make().to(device), 0.0
-    with pipeline_on(device, make(), plan, **options) as pipeline:
+    with pipeline_on(device, make(), plan) as pipeline:
         change(pipeline.stages)
         for seed in range(NUM_STEPS):
-            batch = batch_of(plan.num_microbatches, device, seed, dtype)
+            batch = batch_of(plan.num_microbatches, device, seed, dtype, **sizes)
             for parameter in pipeline.parameters():
                 parameter.grad = None
             clear(whole)
@@ -279,30 +279,11 @@ class Scale(nn.Module):
         return x * self.weight.cos()
 
 
-def messages(rank: int, device: torch.device, sizes: list[int]) -> dict[str, tuple[float, float]]:
-    """By bytes of a message: the largest difference of gradients, and µs from both sides' being ready to its arrival.
-
-    Two ranks exchange messages in both directions.
-    """
+def messages(rank: int, device: torch.device, sizes: list[int]) -> dict[str, float]:
+    """By bytes of a message: the largest difference of gradients. Two ranks exchange messages in both directions."""
     found = {}
     for num_bytes in sizes:
         plan, size = named("1f1b", 2), num_bytes // 4
         make = lambda n=size: Stages([Scale(n) for _ in range(2)])  # noqa: E731
-        whole = make().to(device)
-        with pipeline_on(device, make(), plan) as pipeline:
-            for seed in range(3):
-                batch = batch_of(plan.num_microbatches, device, seed, rows=1, width=size)
-                clear(whole)
-                for parameter in pipeline.parameters():
-                    parameter.grad = None
-                pipeline.step(*batch)
-            unsplit_step(whole, batch, plan.num_microbatches)
-            difference = worst(local_gradients(pipeline), all_of(whole))
-            timeline = pipeline.timeline()
-            took = [
-                end - start
-                for begun, arrived in zip(timeline.sent_us, timeline.arrived_us, strict=True)
-                for start, end in zip(begun, arrived, strict=True)
-            ]
-        found[str(num_bytes)] = difference, sorted(took)[len(took) // 2]
+        found[str(num_bytes)] = compared(device, plan, make, torch.float32, rows=1, width=size)
     return found

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from support.fresh import mark
 from support.gpu.exactness import named
 from support.gpu.models import batch_of, blocks, pipeline_on
 
@@ -23,7 +22,6 @@ def a_rank_is_killed(rank: int, device: torch.device, num_ranks: int, where: str
         forwards = 0
 
         def kill(*_: Any) -> None:
-            mark()
             os.kill(os.getpid(), signal.SIGKILL)
 
         def count(*_: Any) -> None:
@@ -35,8 +33,6 @@ def a_rank_is_killed(rank: int, device: torch.device, num_ranks: int, where: str
         if rank == num_ranks - 1 and where == "in a step":
             next(iter(pipeline.local_stages.values())).register_forward_pre_hook(count)
         for step in range(20):
-            if step == 2:
-                mark()
-                if rank == num_ranks - 1 and where == "between steps":
-                    kill()
+            if step == 2 and rank == num_ranks - 1 and where == "between steps":
+                kill()
             pipeline.step(*batch_of(plan.num_microbatches, device, step))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import platform
 import subprocess
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -113,30 +112,6 @@ def steps_without_waits(rank: int, device: torch.device, num_ranks: int, kind: s
             for parameter in pipeline.parameters():
                 parameter.grad = None
         return [one if isinstance(one, float) else one.wait() for one in begun]
-
-
-def enqueue_time(rank: int, device: torch.device, num_ranks: int, width: int, rows: int) -> dict[str, float]:
-    """Of big stages: how long the host takes to enqueue a step, and the device to run it, in µs; medians of five."""
-    plan = named("1f1b", num_ranks)
-    with pipeline_on(device, blocks(plan.num_stages, width=width), plan) as pipeline:
-        batch = batch_of(plan.num_microbatches, device, rows=rows, width=width)
-        for _ in range(3):
-            pipeline.step(*batch)
-        host_us, device_us = [], []
-        for _ in range(5):
-            began_ns = time.monotonic_ns()
-            handle = pipeline.begin_step(*batch)
-            host_us.append((time.monotonic_ns() - began_ns) / 1000)
-            handle.wait()
-            device_us.append(float(pipeline.timeline().makespan_us))
-        num_ops = len(plan.orders[pipeline.rank])
-        median = lambda values: sorted(values)[len(values) // 2]  # noqa: E731
-        return {
-            "enqueue_us": median(host_us),
-            "device_us": median(device_us),
-            "num_ops": num_ops,
-            "enqueue_us_per_op": median(host_us) / num_ops,
-        }
 
 
 # --- memory -----------------------------------------------------------------------------------------------------------
