@@ -45,12 +45,17 @@ def tried(function: Callable[[], Made]) -> Made | None:
         return None
 
 
+def assert_read_back(made: Plan | Timeline | Costs | Profile | LayerCosts | Cluster) -> None:
+    text = made.to_json()
+    again = type(made).from_json(text)
+    assert again == made
+    assert again.to_json() == text
+
+
 def of_plan(loaded: Plan | Timeline, chooser: Random) -> str:
     if isinstance(loaded, Timeline):
         return of_timeline(loaded, chooser)
-    text = loaded.to_json()
-    assert Plan.from_json(text) == loaded
-    assert Plan.from_json(text).to_json() == text
+    assert_read_back(loaded)
     again = [tried(partial(csv_and_back, loaded, form)) for form in ({}, {"communication": True})]
     try:
         check(loaded)
@@ -74,9 +79,7 @@ def csv_and_back(plan: Plan, form: dict[str, bool]) -> Plan:
 
 
 def of_timeline(timeline: Timeline, chooser: Random) -> str:
-    text = timeline.to_json()
-    assert Timeline.from_json(text) == timeline
-    assert Timeline.from_json(text).to_json() == text
+    assert_read_back(timeline)
     assert timeline.makespan_us >= max(timeline.busy_us)
     found = compare(timeline.plan, timeline)
     assert found.difference_us == sum(found.parts_us.values())
@@ -131,9 +134,7 @@ def assert_fits(timeline: Timeline) -> None:
 
 
 def of_costs(costs: Costs, chooser: Random) -> str:
-    text = costs.to_json()
-    assert Costs.from_json(text) == costs
-    assert Costs.from_json(text).to_json() == text
+    assert_read_back(costs)
     placement = tried(lambda: place(costs, Cluster.uniform(costs.num_stages)))
     return "accepted" if placement is None else "accepted and placed"
 
@@ -153,18 +154,14 @@ def of_schedule(schedule: SchedPlan, chooser: Random) -> str:
 
 
 def of_profile(profile: Profile, chooser: Random) -> str:
-    text = profile.to_json()
-    assert Profile.from_json(text) == profile
-    assert Profile.from_json(text).to_json() == text
+    assert_read_back(profile)
     assert [profile[rows].rows for rows in profile] == [*profile]
     return max(of_layers(layers, chooser) for layers in profile.layers)
 
 
 def of_layers(layers: LayerCosts, chooser: Random) -> str:
     """Stages of any uniform cut are the sums of their layers, or are refused: bytes that are shared may be too many."""
-    text = layers.to_json()
-    assert LayerCosts.from_json(text) == layers
-    assert LayerCosts.from_json(text).to_json() == text
+    assert_read_back(layers)
     cut = True
     for num_stages in range(1, layers.num_layers + 1):
         boundaries = cutting.uniform(layers.num_layers, num_stages)
@@ -178,9 +175,7 @@ def of_layers(layers: LayerCosts, chooser: Random) -> str:
 
 
 def of_cluster(cluster: Cluster, chooser: Random) -> str:
-    text = cluster.to_json()
-    assert Cluster.from_json(text) == cluster
-    assert Cluster.from_json(text).to_json() == text
+    assert_read_back(cluster)
     for sender, receiver, _ in cluster.links:
         assert cluster.link_between(sender, receiver).transfer_us(10) >= 0
     placed = tried(lambda: place(Costs.uniform(cluster.num_ranks), cluster))

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from collections import UserDict
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
 import rota
 from rota import Pipeline, Plan, Stages
-from rota.core.programs.actions import Message
-from rota.runtime.transport import Transport
 from support.fresh import run_fresh
 from support.networks import (
     StepResult,
@@ -45,55 +40,28 @@ def tensors(*shape: int, seed: int = 0) -> tuple[Tensor, Tensor]:
     return inputs, targets
 
 
-def steps_told(rank: int, stages: Stages, plan: Plan, batches: list[Any], **options: Any) -> Any:
-    """Each step's result, and whether layouts were sent ahead in it; only those who need it are given the batch."""
-    results, told, post = [], [], Transport.post
-
-    def noted_post(transport: Transport, message: Message, with_layout: bool) -> None:
-        told.append((len(results), with_layout))
-        post(transport, message, with_layout)
-
-    loss = options.pop("loss", loss_fn)
-    with patch.object(Transport, "post", noted_post), Pipeline(stages, plan, loss, **options) as pipeline:
-        for inputs, targets in batches:
-            given = inputs if rank == 0 else None, targets if rank == 2 else None
-            results.append(cleared_step(pipeline, *given))
-    fresh = [{flag for step, flag in told if step == number} for number in range(len(results))]
-    assert all(len(flags) == 1 for flags in fresh)  # never told for some messages alone
-    return results, [True in flags for flags in fresh]
-
-
 def mean_or_zero(output: Tensor, target: Tensor) -> Tensor:
     """Also of no rows."""
     return loss_fn(output, target) if len(output) else output.sum() * 0
 
 
-def steps_also_without_rows(rank: int, stages: Stages, plan: Plan, batches: list[Any]) -> Any:
-    return steps_told(rank, stages, plan, batches, loss=mean_or_zero)
-
-
-def check_steps(pool: Pool, plan: Plan, batches: list[Any], serial: list[Any], fresh: list[bool]) -> None:
-    by_rank = pool.run(3, steps_also_without_rows, chain(3), plan, batches)
-    for step, batch in enumerate(serial):
-        assert_equal_steps([results[step] for results, _ in by_rank], serial_step(chain(3), *batch))
-    assert all(told == fresh for _, told in by_rank)
-
-
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-def test_ragged_microbatches_are_weighted_by_examples(pool: Pool, schedule: str) -> None:
-    batches, whole = [], []
-    for step, sizes in enumerate([[3, 1, 5, 2], [3, 1, 5, 2], [1, 5, 2, 3], [4, 4, 4, 4], [4, 0, 5, 1]]):
-        x, target = tensors(sum(sizes), seed=step)
-        batches.append(([*x.split(sizes)], [*target.split(sizes)]))
-        whole.append((x, target))
-    check_steps(pool, plan_for(3, schedule), batches, whole, fresh=[True, False, True, True, True])
+def steps_of(rank: int, stages: Stages, batches: list[Any], loss: Any, **options: Any) -> list[StepResult]:
+    """Only the ranks that need a batch get it."""
+    with Pipeline(stages, plan_for(3), loss, **options) as pipeline:
+        return [cleared_step(pipeline, x if rank == 0 else None, y if rank == 2 else None) for x, y in batches]
 
 
 def test_shapes_may_change_from_step_to_step_and_back(pool: Pool) -> None:
+    """Whole batches, and lists of uneven micro-batches, which are weighted by their examples."""
     shapes = [(8,), (8,), (8, 3), (8, 5), (16, 5), (16, 5), (8,), (8,)]
-    batches = [tensors(*shape, seed=seed) for seed, shape in enumerate(shapes)]
-    fresh = [True, False, True, True, True, False, True, False]
-    check_steps(pool, plan_for(3), batches, batches, fresh)
+    whole = [tensors(*shape, seed=seed) for seed, shape in enumerate(shapes)]
+    batches: list[Any] = [*whole]
+    for sizes in ([3, 1, 5, 2], [3, 1, 5, 2], [1, 5, 2, 3], [4, 4, 4, 4], [4, 0, 5, 1]):
+        whole.append(tensors(sum(sizes), seed=len(whole)))
+        batches.append([[*part.split(sizes)] for part in whole[-1]])
+    by_rank = pool.run(3, steps_of, chain(3), batches, mean_or_zero)
+    for step, batch in enumerate(whole):
+        assert_equal_steps([results[step] for results in by_rank], serial_step(chain(3), *batch))
 
 
 def pair_in_training(linear: nn.Linear, x: Any) -> Any:
@@ -142,55 +110,13 @@ def kept_loss(output: tuple[Tensor, int], target: Tensor) -> Tensor:
 def test_shapes_may_depend_on_the_data(pool: Pool) -> None:
     stages, batches = stages_of(keep, use, use), [tensors(12, seed=seed) for seed in range(4)]
     batches[1][0][:3].abs_().neg_()  # a micro-batch of which nothing is kept
-    by_rank = pool.run(3, dynamic_steps, stages, plan_for(3), batches)
-    for step, (x, target) in enumerate(batches):
-        serial = serial_microbatches(stages, (x, target), 4, kept_loss)
-        assert_equal_steps([results[step] for results, _ in by_rank], serial)
+    by_rank = pool.run(3, dynamic_steps, stages, batches)
+    for step, batch in enumerate(batches):
+        assert_equal_steps([results[step] for results in by_rank], serial_microbatches(stages, batch, 4, kept_loss))
 
 
-def dynamic_steps(rank: int, stages: Stages, plan: Plan, batches: list[Any]) -> Any:
-    return steps_told(rank, stages, plan, batches, loss=kept_loss, dynamic_shapes=True)
-
-
-def scaled(linear: nn.Linear, x: Tensor, number: Any) -> Tensor:
-    """Reads a number beside the rows."""
-    return linear(x) * (number if isinstance(number, float) else 1.0)
-
-
-def layer(linear: nn.Linear, x: Tensor) -> Tensor:
-    return linear(x)
-
-
-def steps_with_numbers(rank: int, numbers: list[Any]) -> tuple[list[bool], list[str]]:
-    """Whether layouts were sent ahead in each step, and what was refused."""
-    stages = stages_of(scaled, layer, layer, inputs={0: [0, 1]})
-    x, targets = tensors(8)
-    batches = [((x, number), targets) for number in numbers]
-    refused = []
-    _, fresh = steps_told(rank, stages, plan_for(3), batches, allow_nonfinite_loss=True)
-    with Pipeline(stages, plan_for(3), loss_fn) as pipeline:
-        for inputs in ((x, np.arange(4.0)), (x, {"rate": np.float64(1)})) if rank == 0 else ():
-            refused.append(refusal(pipeline.step, inputs))
-        pipeline.step((x, 1.0), targets)
-    return fresh, refused
-
-
-@pytest.mark.parametrize(
-    ("numbers", "fresh"),
-    [
-        ([1.0, 0.5, math.nan, math.nan, 0.25], [True, False, False, False, False]),
-        ([1, 2, 3], [True] * 3),
-        ([1, 1, 2, 3, 3], [True, False, True, True, False]),
-        (["a", "a", "b", True, None, 1.0], [True, False, True, True, True, True]),
-    ],
-    ids=["floats", "ints", "some ints", "types"],
-)
-def test_numbers_beside_the_tensors(pool: Pool, numbers: list[Any], fresh: list[bool]) -> None:
-    for rank, (found, refused) in enumerate(pool.run(3, steps_with_numbers, numbers)):
-        assert found == fresh
-        if rank == 0:
-            assert "inputs[1] is a numpy.ndarray, which is not split into micro-batches; give torch.as" in refused[0]
-            assert "inputs[1]['rate'] is a numpy.float64" in refused[1]
+def dynamic_steps(rank: int, stages: Stages, batches: list[Any]) -> Any:
+    return steps_of(rank, stages, batches, kept_loss, dynamic_shapes=True)
 
 
 def mend_the_batch(rank: int, stages: Stages, plan: Plan, batch: Any) -> Any:
@@ -220,11 +146,6 @@ def test_batch_that_does_not_fit_is_refused_before_anything_is_sent(pool: Pool) 
 # --- batches of ranks that do not fit together ------------------------------------------------------------------------
 
 
-def both_read() -> Stages:
-    """The first stage and the last one read the inputs."""
-    return Stages([*chain(3).modules], inputs={0: 0, 2: 0})
-
-
 def step_with(rank: int, stages: Stages, given: dict[int, tuple[Any, Any]]) -> None:
     with Pipeline(stages, plan_for(3), loss_fn) as pipeline:
         pipeline.step(*given.get(rank, (None, None)))
@@ -236,12 +157,6 @@ UNFIT: dict[str, tuple[Stages, dict[int, tuple[Any, Any]], str]] = {
         chain(3),
         {0: (X, None), 2: (None, TARGETS[:12])},
         "The size of tensor a (4) must match the size of tensor b (3) at non-singleton dimension 0",
-    ),
-    "inputs": (
-        both_read(),
-        {0: (X, None), 2: (X[:8], TARGETS)},
-        "rank 0 and rank 2 are of one pipeline, but were given different inputs[0] (first in micro-batch 0), so inputs "
-        "and targets would belong to different rows",
     ),
     "dtype": (
         chain(3),
@@ -261,8 +176,6 @@ def test_batches_that_do_not_fit_together_are_told_on_all_ranks(tmp_path: Path, 
     if case == "dtype":  # the error stays the user's, and says where it was
         assert "rota: in 0F0 on rank 0, stage 0 (Layer)" in ended[0].stderr
         assert "RuntimeError: mat1" in ended[0].stderr
-    elif case == "inputs":  # seen before anything runs
-        assert all("PipelineError: rank 0 and rank 2" in each.last_line for each in ended)
     else:
         assert "rota: in 2F0 on rank 2, stage 2 (Layer), which received float64[4, 6]" in ended[2].stderr
         assert "LostRankError" in ended[0].last_line
@@ -347,8 +260,7 @@ def steps(rank: int, plan: Plan, all_rows: list[int], whole: bool) -> list[Any]:
     return results
 
 
-@pytest.mark.parametrize("whole", [True, False])
-@pytest.mark.parametrize("kind", ["1f1b", "I and W", "R"])
+@pytest.mark.parametrize(("kind", "whole"), [("1f1b", False), ("I and W", True), ("R", True)])
 def test_encodings_of_any_number_of_rows(pool: Pool, kind: str, whole: bool) -> None:
     plans = {
         "1f1b": plan_for(2),
@@ -404,20 +316,17 @@ def test_what_a_rank_does_not_read_does_not_count(pool: Pool) -> None:
     assert len({*pool.run(3, beside_junk)}) == 1
 
 
-def writes(_: Any, x: Tensor, positions: Tensor) -> Tensor:
+def writes(stage: Any, x: Tensor, positions: Tensor) -> Tensor:
     positions += 1
-    return x + positions
+    return stage.linear(x) + positions
 
 
-def writing_step(rank: int) -> None:
-    stages = Stages([Calls(writes), nn.Linear(WIDTH, WIDTH)], inputs={0: [0, 1]})
-    with Pipeline(stages, plan_for(2), loss_fn) as pipeline:
-        pipeline.step((torch.ones(8, WIDTH), torch.ones(1, WIDTH)), torch.ones(8, WIDTH))
+def writing_step(rank: int) -> str:
+    stages = Stages([Calls(writes, linear=nn.Linear(WIDTH, WIDTH))], inputs={0: [0, 1]})
+    with Pipeline(stages, plan_for(1), loss_fn) as pipeline:
+        return refusal(pipeline.step, (torch.ones(8, WIDTH), torch.ones(1, WIDTH)), torch.ones(8, WIDTH))
 
 
-@pytest.mark.dist
-def test_what_all_microbatches_get_must_not_be_written_to(tmp_path: Path) -> None:
-    ended = run_fresh(tmp_path, 2, writing_step)
-    assert all(each.exit_code == 1 for each in ended)
-    told = "PipelineError: a stage writes into inputs[1] (shape [1, 6]), which is the same for all micro-batches"
-    assert told in ended[0].last_line
+def test_what_all_microbatches_get_must_not_be_written_to(pool: Pool) -> None:
+    told = "a stage writes into inputs[1] (shape [1, 6]), which is the same for all micro-batches"
+    assert told in pool.run(1, writing_step)[0]

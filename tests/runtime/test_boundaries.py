@@ -195,9 +195,9 @@ def steps_or_error(rank: int, stages: Stages, plan: Plan, batch: Any) -> str | S
         return str(error)
 
 
-@pytest.mark.parametrize("split", [False, True], ids=["B", "I and W"])
-@pytest.mark.parametrize("ranks", [[0, 0, 0], [0, 1, 0]], ids=["on its rank", "elsewhere"])
-@pytest.mark.parametrize("others_read", [False, True])
+@pytest.mark.parametrize(
+    ("ranks", "others_read", "split"), [([0, 0, 0], False, True), ([0, 0, 0], True, False), ([0, 1, 0], True, True)]
+)
 def test_writing_into_what_is_received(pool: Pool, ranks: list[int], others_read: bool, split: bool) -> None:
     edges = [(0, 1), (1, 2), (0, 2)] if others_read else [(0, 1), (1, 2)]
     costs = Costs.uniform(3, weight_us=1 if split else None)

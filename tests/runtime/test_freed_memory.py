@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -54,14 +53,6 @@ def test_the_user_s_own_settings_are_left_as_they_are() -> None:
 
 # --- huge pages -------------------------------------------------------------------------------------------------------
 
-_ALLOWED = Path("/sys/kernel/mm/transparent_hugepage/enabled")
-_ALLOCATE = """
-import torch
-kept = torch.zeros(16 << 20)
-with open("/proc/self/smaps_rollup") as file:
-    print(next(line.split()[1] for line in file if line.startswith("AnonHugePages")))
-"""
-
 
 def test_ranks_ask_for_huge_pages_unless_the_user_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
     ((name, value),) = HUGE_PAGES.items()
@@ -69,18 +60,3 @@ def test_ranks_ask_for_huge_pages_unless_the_user_does_not(monkeypatch: pytest.M
     assert launch._inherited()[name] == value
     monkeypatch.setenv(name, "0")
     assert launch._inherited()[name] == "0"
-
-
-@pytest.mark.sweep
-@pytest.mark.skipif(
-    not _ALLOWED.exists() or "[madvise]" not in _ALLOWED.read_text(), reason="the system gives none when asked"
-)
-def test_pytorch_still_reads_the_variable() -> None:
-    """64 MB are in huge pages if it is set, and are not by themselves."""
-    others = {name: value for name, value in os.environ.items() if name not in HUGE_PAGES}
-    command = sys.executable, "-c", _ALLOCATE
-    without, with_it = (
-        int(subprocess.run(command, env=others | of, capture_output=True, text=True, check=True).stdout)
-        for of in ({}, HUGE_PAGES)
-    )
-    assert with_it >= without + 32_000  # kB

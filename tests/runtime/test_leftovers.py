@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from contextlib import ExitStack, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -17,9 +17,6 @@ import rota
 from rota import Pipeline, PipelineError, Plan, Stages
 from rota.core.errors import LostRankError
 from rota.runtime import engine, pipeline as pipeline_module
-from rota.runtime.meshes import Processes
-from rota.runtime.reducing.gradient_sync import GradientSync
-from runtime.reducing.test_shared_weights import STREAMS
 from support.fresh import run_fresh
 from support.networks import Layer, batch_of, chain, loss_fn, plan_for, refusal
 from support.pool import Pool
@@ -58,12 +55,12 @@ _OTHERS = 3
 NUM_PIPELINES = 12
 
 
-def many_pipelines(rank: int, stages: Stages, plan: Plan, batch: Any, mesh: dict[str, int]) -> list[dict[str, int]]:
-    """What is held after the second pipeline and after the last."""
+def many_pipelines(rank: int, stages: Stages, plan: Plan, batch: Any) -> list[dict[str, int]]:
+    """What is held after the second pipeline of two replicas, and after the last."""
     counts = []
-    by_name = rota.mesh(**mesh) if mesh else None
+    mesh = rota.mesh(pp=2, dp=2)
     for _ in range(NUM_PIPELINES):
-        with Pipeline(stages, plan, loss_fn, mesh=by_name, check_data="never") as pipeline:
+        with Pipeline(stages, plan, loss_fn, mesh=mesh, check_data="never") as pipeline:
             pipeline.step(*batch)
         torch.distributed.barrier()
         counts.append(held())
@@ -71,15 +68,8 @@ def many_pipelines(rank: int, stages: Stages, plan: Plan, batch: Any, mesh: dict
     return [counts[1], counts[-1]]
 
 
-@pytest.mark.parametrize("case", ["alone", "two replicas", "shared weights"])
-def test_pipelines_made_one_after_another_leave_nothing(pool: Pool, case: str) -> None:
-    stages, plan, mesh = chain(NUM_RANKS), PLAN, {}
-    if case == "two replicas":
-        stages, plan, mesh = chain(2), plan_for(2), {"pp": 2, "dp": 2}
-    elif case == "shared weights":
-        stages, plan = chain(4), STREAMS["chimera on 4"]
-    num_ranks = plan.placement.num_ranks * mesh.get("dp", 1)
-    for early, late in pool.run(num_ranks, many_pipelines, stages, plan, batch_of(8), mesh):
+def test_pipelines_made_one_after_another_leave_nothing(pool: Pool) -> None:
+    for early, late in pool.run(4, many_pipelines, chain(2), plan_for(2), batch_of(8)):
         assert not grown(early, late, NUM_PIPELINES - 2), (early, late)
 
 
@@ -125,21 +115,13 @@ def fail(*_: Any, **__: Any) -> Any:
     raise OSError("no space left on device")
 
 
-#: What a pipeline calls while it is made, first to last.
-STEPS: list[tuple[Any, str]] = [
-    *((engine, name) for name in ("Watchdog", "refuse_differences", "Processes")),
-    (Processes, "_across_replicas"),  # some groups are made
-    *((engine, name) for name in ("GradientSync", "Transport", "ReadyPlans", "clock_offset_ns", "Agreement")),
-]
-
-
 def make_with_failures(rank: int, stages: Stages, plan: Plan) -> list[str]:
-    """What is left of a pipeline whose making fails at each of its steps, on all ranks."""
+    """What is left of a pipeline whose making fails on all ranks, early or late."""
     left = []
-    for owner, name in STEPS:
+    for name in ("Processes", "ReadyPlans"):
         threads, before = rotas_threads(), groups()
         # A rank that is still connecting may notice first that another one has failed.
-        with patch.object(owner, name, fail), pytest.raises((OSError, LostRankError)):
+        with patch.object(engine, name, fail), pytest.raises((OSError, LostRankError)):
             Pipeline(stages, plan, loss_fn)
         if rotas_threads() - threads or groups() != before:
             left.append(f"{name}: {rotas_threads() - threads} {groups() - before}")
@@ -171,14 +153,14 @@ def test_a_pipeline_that_cannot_be_made_leaves_its_processes(tmp_path: Path) -> 
 
 
 def close_with_failures(rank: int, stages: Stages, plan: Plan) -> list[str]:
-    """One end fails after another: the others come all the same."""
+    """One end fails, Rota's own or one that the user has added: the others come all the same."""
     told = []
-    for owner, name in ((pipeline_module, "leave_record"), (GradientSync, "close"), (ExitStack, "callback")):
+    for is_own in (True, False):
         threads, before, ended = rotas_threads(), groups(), []
-        with nullcontext() if owner is ExitStack else patch.object(owner, name, fail):
+        with patch.object(pipeline_module, "leave_record", fail) if is_own else nullcontext():
             pipeline = Pipeline(stages, plan, loss_fn)
             pipeline.before_close.callback(ended.append, "checkpoint")
-            if owner is ExitStack:
+            if not is_own:
                 pipeline.before_close.callback(fail)
             assert not pipeline.should_stop  # from now on it handles signals
             pipeline.step(*batch_of(4))
@@ -195,9 +177,9 @@ def close_with_failures(rank: int, stages: Stages, plan: Plan) -> list[str]:
 
 
 def test_what_fails_in_close_keeps_nothing_else_open(pool: Pool) -> None:
-    for told in pool.run(NUM_RANKS, close_with_failures, chain(NUM_RANKS), PLAN):
-        assert told[0].startswith("PipelineError: the last step's record for `rota run --timeline` was not written")
-        assert told[1:] == ["OSError: no space left on device"] * 2
+    for own, added in pool.run(NUM_RANKS, close_with_failures, chain(NUM_RANKS), PLAN):
+        assert own.startswith("PipelineError: the last step's record for `rota run --timeline` was not written")
+        assert added == "OSError: no space left on device"
 
 
 def divide_by_zero(stages: Stages, plan: Plan) -> None:

@@ -96,33 +96,35 @@ def one_step(case: str, weight_us: int | None) -> None:
         pipeline.step(*batch_of(2))
 
 
-def error_of(rank: int, case: str, weight_us: int | None) -> str:
-    return refusal(one_step, case, weight_us)
+def errors_of(rank: int, cases: list[tuple[str, int | None]]) -> list[str]:
+    return [refusal(one_step, *case) for case in cases]
 
 
-@pytest.mark.parametrize(("case", "weight_us"), [*((case, None) for case in REFUSED), ("module", 1)])
-def test_refused_at_the_latest_in_the_first_step(pool: Pool, case: str, weight_us: int | None) -> None:
-    (error,) = pool.run(1, error_of, case, weight_us)
-    assert re.search(REFUSED[case][1], error)
-    assert "make it the model's last module" in error
+def test_refused_at_the_latest_in_the_first_step(pool: Pool) -> None:
+    cases = [*((case, None) for case in REFUSED), ("module", 1)]
+    for (case, _), error in zip(cases, pool.run(1, errors_of, cases)[0], strict=True):
+        assert re.search(REFUSED[case][1], error)
+        assert "make it the model's last module" in error
 
 
-def loss_and_gradients(rank: int, case: str) -> tuple[float, list[Tensor]]:
-    stages = chain(2)
-    with Pipeline(stages, plan_on(1), ACCEPTED[case](stages)) as pipeline:
-        return pipeline.step(*batch_of(2)), [parameter.grad for parameter in pipeline.parameters()]
+def losses_and_gradients(rank: int) -> dict[str, tuple[float, list[Tensor]]]:
+    found = {}
+    for case, make in ACCEPTED.items():
+        stages = chain(2)
+        with Pipeline(stages, plan_on(1), make(stages)) as pipeline:
+            found[case] = pipeline.step(*batch_of(2)), [parameter.grad for parameter in pipeline.parameters()]
+    return found
 
 
-@pytest.mark.parametrize("case", ACCEPTED)
-def test_accepted(pool: Pool, case: str) -> None:
-    ((loss, gradients),) = pool.run(1, loss_and_gradients, case)
-    stages = chain(2)
-    x, target = batch_of(2)
-    expected = ACCEPTED[case](stages)(stages.run(x), target)
-    expected.backward()
-    assert loss == pytest.approx(expected.item(), rel=1e-10)
-    serial = [parameter.grad for module in stages.modules for parameter in module.parameters()]
-    torch.testing.assert_close(gradients, serial, rtol=1e-10, atol=1e-10)
+def test_accepted(pool: Pool) -> None:
+    for case, (loss, gradients) in pool.run(1, losses_and_gradients)[0].items():
+        stages = chain(2)
+        x, target = batch_of(2)
+        expected = ACCEPTED[case](stages)(stages.run(x), target)
+        expected.backward()
+        assert loss == pytest.approx(expected.item(), rel=1e-10)
+        serial = [parameter.grad for module in stages.modules for parameter in module.parameters()]
+        torch.testing.assert_close(gradients, serial, rtol=1e-10, atol=1e-10)
 
 
 def test_verify_refuses_it() -> None:

@@ -5,10 +5,7 @@ Steps with plans of their own hold no more than these plans say, wherever the lo
 
 from __future__ import annotations
 
-import gc
-import math
 import time
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -17,13 +14,11 @@ from unittest.mock import patch
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
 
 import rota
 from rota import (
     Cluster,
     Costs,
-    Kind,
     Op,
     Pipeline,
     Placement,
@@ -37,7 +32,7 @@ from rota import (
 )
 from rota.runtime.memory_watch import MemoryWatch
 from rota.schedules import NAMED
-from support.networks import batch_of, clear, loss_fn, stages_of
+from support.networks import clear, loss_fn
 from support.pool import Pool
 from support.profiles import profile
 from support.text_models import LONGEST, WIDTH as TEXT_WIDTH, gpt_stages, summed_loss, tokens
@@ -109,8 +104,7 @@ def patient(allowed_bytes: float) -> Callable[[MemoryWatch, Op], None]:
     return wait
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb_h1", "interleaved_1f1b"])
+@pytest.mark.parametrize(("schedule", "num_ranks"), [("1f1b", 4), ("zb_h1", 2), ("interleaved_1f1b", 2)])
 def test_kept_activations_and_buffers_are_as_planned(pool: Pool, schedule: str, num_ranks: int) -> None:
     plan = plan_for(schedule, num_ranks)
     stages = Stages(Wide().double() for _ in range(plan.num_stages))
@@ -121,14 +115,6 @@ def test_kept_activations_and_buffers_are_as_planned(pool: Pool, schedule: str, 
         assert tuple(ops) == plan.orders[rank]
         assert abs(most_held - planned[rank]) <= _A_FEW, (rank, found, planned)
         assert peak >= most_held
-
-
-def test_an_op_that_keeps_more_than_planned_is_seen(pool: Pool) -> None:
-    plan = plan_for("1f1b", 2)
-    of_less = simulate(plan).peak_memory_bytes
-    stages = Stages([nn.Sequential(Wide(), Wide()).double(), Wide().double()])
-    found = pool.run(2, watched, stages, plan, [math.inf] * 2)
-    assert found[0][0] > 1.5 * of_less[0]
 
 
 # --- plans per step ---------------------------------------------------------------------------------------------------
@@ -181,86 +167,13 @@ def with_one_long(model: SizeModel, schedule: str, where: int) -> Job:
     return replace(plan, placement=replace(placement, cluster=limited)), sizes
 
 
-def planned_batch(model: SizeModel, lengths: list[int]) -> Job:
-    """A planned batch, in little more memory than the longest sample needs alone."""
-    with pytest.raises(rota.SearchError, match=f"sample 0 of length {LONGEST} fits in no micro-batch") as refusal:
-        rota.plan_batch(model, Cluster.uniform(NUM_RANKS, max(model.static_bytes)), lengths)
-    need = int(str(refusal.value).split("alone it needs ")[1].split()[0])
-    cluster = Cluster.uniform(NUM_RANKS, need + need // 4, latency_us=100)
-    found = rota.plan_batch(model, cluster, lengths, tries=200)
-    assert all(peak <= limit for peak, limit in zip(found.timeline.peak_memory_bytes, cluster.limit_bytes, strict=True))
-    return found.plan, [(len(group), max(lengths[i] for i in group)) for group in found.groups]
-
-
 def test_limits_hold_wherever_the_longest_sample_is(pool: Pool) -> None:
     model = measured_model()
     places = [(schedule, where) for schedule in ("1f1b", "gpipe") for where in range(5)]
     jobs = [with_one_long(model, *place) for place in places]
     peaks = [simulate(plan).peak_memory_bytes[0] for plan, _ in jobs]
     assert len({*peaks[:5]}) > 1  # there is a worst place
-    jobs.append(planned_batch(model, [LONGEST, *range(4, 20)]))
     base = NAMED["1f1b"](place(model.costs(Size(1, 1)), Cluster.uniform(NUM_RANKS)), 2)
     for rank, of_rank in enumerate(pool.run(NUM_RANKS, held_in_steps, base, jobs)):
         for (planned, limit, held), (_, sizes) in zip(of_rank, jobs, strict=True):
             assert 0.6 * planned <= held <= limit + slack_bytes(sizes), (rank, sizes, planned, limit, held)
-
-
-# --- what was sent or read is let go at once: a rank holds what the plan says, not what a step has seen ---------------
-
-NUM_NOTING = 3
-
-#: Storages that crossed a boundary, of each kind, in this process.
-crossed: defaultdict[str, list[StorageWeakRef]] = defaultdict(list)
-
-
-def note(kind: str, tensor: Tensor) -> None:
-    crossed[kind].append(StorageWeakRef(tensor.untyped_storage()))
-
-
-def alive(kind: str) -> int:
-    return sum(not storage.expired() for storage in crossed[kind])
-
-
-def noting(linear: nn.Linear, x: Tensor) -> Tensor:
-    """Saves its input for the backward but not its output."""
-    note("received", x)
-    y: Tensor = linear(x)
-    note("sent", y)
-    if x.requires_grad:
-        x.register_hook(lambda gradient: note("gradients sent", gradient))
-    y.register_hook(lambda gradient: note("gradients received", gradient))
-    return y
-
-
-def noting_plan(schedule: str, num_microbatches: int) -> Plan:
-    costs = NAMED[schedule].adapted(Costs.uniform(NUM_NOTING, 10, 20))
-    return NAMED[schedule](place(costs, Cluster.uniform(NUM_NOTING)), num_microbatches)
-
-
-def alive_after_a_step(rank: int, stages: Stages, plan: Plan, batch: Any) -> dict[str, int]:
-    """For each kind those that are alive after the second step."""
-    with Pipeline(stages, plan, loss_fn) as pipeline:
-        pipeline.step(*batch)
-        crossed.clear()
-        pipeline.step(*batch)
-        gc.collect()
-        after = {kind: alive(kind) for kind in crossed if not (kind == "received" and rank == 0)}
-    assert len(crossed["sent"]) == sum(op.kind in (Kind.F, Kind.R) for op in plan.orders[rank])
-    return after
-
-
-def noting_stages() -> Stages:
-    return stages_of(*[noting] * NUM_NOTING)
-
-
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb_h1", "varuna"])
-def test_nothing_that_crossed_a_boundary_outlives_the_step(pool: Pool, schedule: str) -> None:
-    by_rank = pool.run(NUM_NOTING, alive_after_a_step, noting_stages(), noting_plan(schedule, 6), batch_of(6))
-    assert not any(any(after.values()) for after in by_rank), by_rank
-
-
-def test_outputs_between_stages_of_one_rank_are_freed_too(pool: Pool) -> None:
-    """The second stage's input is the first one's output: alive until the second's backward, then gone."""
-    placement = place(Costs.uniform(3, 10, 20), Cluster.uniform(2), [0, 0, 1])
-    by_rank = pool.run(2, alive_after_a_step, noting_stages(), NAMED["gpipe"](placement, 4), batch_of(4))
-    assert not any(by_rank[0].values()), by_rank

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, strategies as st
+from hypothesis import given, settings, strategies as st
 
 from rota.core.errors import PipelineError
 from rota.runtime.messages import (
@@ -24,6 +24,7 @@ from rota.runtime.messages import (
     unflatten,
     with_tensors,
 )
+from support.sampling import some
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.bool, torch.uint8]
 sizes = st.lists(st.integers(0, 3), max_size=3)
@@ -50,6 +51,7 @@ def same(a: Any, b: Any) -> bool:
 
 
 @given(values)
+@settings(max_examples=some(100))
 def test_round_trip(value: object) -> None:
     found, layout = flatten(value, "stage 0")
     assert same(unflatten(iter(found), layout), value)

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from rota.core.errors import PipelineError
-from rota.runtime.messages import describe_value
 from rota.runtime.microbatches import refuse_writes_to_shared, shares_of, to_microbatches
 
 
@@ -32,13 +31,6 @@ def test_tuples_and_dicts_are_split_leaf_by_leaf_and_the_rest_is_handed_to_all()
 @pytest.mark.parametrize("batch", [None, (), {}, (1, "a"), {"a": 1}])
 def test_batch_without_tensors_goes_to_all(batch: object) -> None:
     assert to_microbatches("inputs", batch, 3).values == [batch] * 3
-
-
-def test_list_is_taken_as_it_is() -> None:
-    parts = [rows(2), rows(5), rows(1)]
-    made = to_microbatches("inputs", parts, 3)
-    assert all(one is other for one, other in zip(made.values, parts, strict=True))
-    assert made.sizes == (2, 5, 1)
 
 
 def test_rows_that_do_not_divide_are_spread() -> None:
@@ -128,9 +120,3 @@ def test_shares_are_equal_unless_sizes_say_otherwise() -> None:
 )
 def test_sizes(batch: object, sizes: tuple[int, ...]) -> None:
     assert to_microbatches("targets", batch, 2).sizes == sizes
-
-
-def test_describe() -> None:
-    assert describe_value({"x": rows(2, 3), "pair": (rows(1), None), 1: [2.0]}) == (
-        "{x: float32[2, 3], pair: (float32[1], None), 1: (float)}"
-    )

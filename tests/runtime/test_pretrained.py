@@ -13,17 +13,13 @@ from torch import nn
 from transformers import (
     AutoModelForCausalLM,
     CLIPVisionConfig,
-    DetrConfig,
-    DetrForObjectDetection,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
     LlavaConfig,
     LlavaForConditionalGeneration,
-    MixtralConfig,
     OlmoeConfig,
-    ResNetConfig,
 )
 
 import rota
@@ -139,20 +135,9 @@ def llava() -> nn.Module:
     )
 
 
-def detr() -> nn.Module:
-    backbone = ResNetConfig(embedding_size=8, hidden_sizes=[8, 8], depths=[1, 1], out_features=["stage2"])
-    sizes = {
-        f"{part}_{size}": 2 for part in ("encoder", "decoder") for size in ("layers", "ffn_dim", "attention_heads")
-    }
-    none = {"use_timm_backbone": False, "use_pretrained_backbone": False, "backbone": None}
-    return DetrForObjectDetection(DetrConfig(d_model=16, num_queries=3, backbone_config=backbone, **sizes, **none))
-
-
 RENAMED = {
     "llava": llava,
-    "detr": detr,
     "olmoe": lambda: mixture(OlmoeConfig, num_experts=3, num_experts_per_tok=2),
-    "mixtral": lambda: mixture(MixtralConfig, num_local_experts=2),
 }
 
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from rota import Kind, Plan, Stages
-from support.networks import assert_as_unsplit, batch_of, graph_of_layers, trains
+from rota import Plan, Stages
+from support.networks import assert_as_unsplit, batch_of, graph_of_layers
 from support.pool import Pool
 from support.random_plans import random_plan, with_random_wires
 from support.sampling import some
@@ -51,23 +51,3 @@ def test_random_orders(pool: Pool, num_ranks: int) -> None:
 
 def run_and_compare(pool: Pool, num_ranks: int, seeds: range) -> None:
     assert_as_unsplit(pool, num_ranks, [random_case(seed, num_ranks) for seed in seeds])
-
-
-def test_the_random_plans_are_odd_enough() -> None:
-    drawn = [random_plan(seed, 3) for seed in range(60)]
-    plans = [plan for _, plan in drawn]
-    assert sum(any(len(task.ranks) > 1 for task in plan.placement.tasks) for plan in plans) > 15
-    assert max(plan.num_stages for plan in plans) == 8
-    assert any(not order for plan in plans for order in plan.orders)  # an idle rank
-    assert any(len(plan.placement.stages_on(rank)) > 1 for plan in plans for rank in range(3))
-    assert sum(not trains(plan) for plan in plans) > 1
-    kinds = [{str(task.kind) for task in plan.placement.tasks} for plan in plans]
-    assert min(sum(kind in of_plan for of_plan in kinds) for kind in "BIWR") > 20
-    assert sum({"B", "I"} <= of_plan for of_plan in kinds) > 15
-    assert sum(len({a for a, _ in edges}) < len(edges) for edges, _ in drawn) > 10  # an output with several readers
-    out_of_order = 0
-    for plan in plans:
-        for order in plan.orders:
-            forwards = [op.microbatch for op in order if op.kind is Kind.F and op.stage == order[0].stage]
-            out_of_order += forwards != sorted(forwards)
-    assert out_of_order > 20

@@ -116,13 +116,12 @@ def other_plan_on(rank: int, odd_rank: int, plan: Plan, odd_plan: Plan) -> str:
 
 OTHER_PLANS = {
     "order": gpipe(PLAN.placement, 4),
-    "number of micro-batches": plan_for(NUM_RANKS, num_microbatches=5),
     "times alone": one_f_one_b(place(Costs.uniform(NUM_RANKS, 7), Cluster.uniform(NUM_RANKS)), 4),
     "number of ranks": one_f_one_b(place(Costs.uniform(NUM_RANKS), Cluster.uniform(4), [0, 1, 3]), 4),
 }
 
 
-@pytest.mark.parametrize(("other", "odd_rank"), [*zip(OTHER_PLANS, (0, 1, 2, 1), strict=True)])
+@pytest.mark.parametrize(("other", "odd_rank"), [*zip(OTHER_PLANS, (0, 2, 1), strict=True)])
 def test_another_plan_on_one_rank_is_told_on_all(pool: Pool, other: str, odd_rank: int) -> None:
     for told in pool.run(NUM_RANKS, other_plan_on, odd_rank, PLAN, OTHER_PLANS[other]):
         assert told.startswith("PipelineError: rank "), told

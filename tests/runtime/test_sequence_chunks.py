@@ -83,8 +83,8 @@ def uneven(values: torch.Tensor) -> list[torch.Tensor]:
     return [part for row, of in zip(values.split(1), lengths, strict=True) for part in row.split(of, 1)]
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
-def test_gradients_are_those_of_the_whole_samples(pool: Pool, num_ranks: int) -> None:
+def test_gradients_are_those_of_the_whole_samples(pool: Pool) -> None:
+    num_ranks = 2
     given = plans(num_ranks)
     inputs, targets = tokens(ROWS, LENGTH)
     by_rank = pool.run(num_ranks, steps, given, {1: (uneven(inputs), uneven(targets))})
@@ -107,8 +107,7 @@ def plan_steps(rank: int, base: Plan, given: list[list[Plan]], recompute: Any, d
     return results
 
 
-@pytest.mark.parametrize("recompute", ["none", "full"])
-@pytest.mark.parametrize("dp", [1, 2])
+@pytest.mark.parametrize(("dp", "recompute"), [(1, "none"), (2, "full")])
 def test_plans_per_step_of_replicas_that_have_other_chunks(pool: Pool, dp: int, recompute: str) -> None:
     """Between steps, the chunks change, and there are steps without any."""
     mixed, whole_ones = (0, 0, 1, 2, 2, 2, 2), (0, 1, 2)
@@ -122,22 +121,21 @@ def test_plans_per_step_of_replicas_that_have_other_chunks(pool: Pool, dp: int, 
         assert all(abs(of_process[i][1] - whole.loss) < 1e-10 for of_process in by_process)
 
 
-def verified(rank: int, plan: Plan, dp: int) -> list[Any]:
+def verified(rank: int, plan: Plan) -> list[Any]:
     """Whether verify finds the pipeline equal to the same model and to another one, and how outputs differ."""
     found = []
-    with Pipeline(gpt_stages(2), plan, summed_loss, mesh=rota.mesh(pp=2, dp=dp)) as pipeline:
+    with Pipeline(gpt_stages(2), plan, summed_loss) as pipeline:
         for stages in (gpt_stages(2), gpt_stages(2, is_causal=False)):
-            batch = tokens(2 * ROWS, LENGTH, seed=pipeline.replica)
+            batch = tokens(2 * ROWS, LENGTH)
             pipeline.stages.unsplit = Unsplit(stages)
             report = rota.verify(pipeline, *batch)
             found.append((report.exact, [each.output_difference for each in report.comparisons]))
     return found
 
 
-@pytest.mark.parametrize("dp", [1, pytest.param(2, marks=pytest.mark.sweep)])
-def test_verify_compares_whole_samples(pool: Pool, dp: int) -> None:
+def test_verify_compares_whole_samples(pool: Pool) -> None:
     samples = (0, 0, 0, 1, 1, 2)
-    for good, bad in pool.run(2 * dp, verified, schedules.seq1f1b(placement(2, samples), len(samples)), dp):
+    for good, bad in pool.run(2, verified, schedules.seq1f1b(placement(2, samples), len(samples))):
         assert good[0]
         assert all(difference is not None and difference < 1e-4 for difference in good[1])
         assert not bad[0]
@@ -235,14 +233,11 @@ def watched(rank: int, plan: Plan, length: int) -> int:
         return watch.peak_bytes + plan.placement.static_bytes[rank]
 
 
-@pytest.mark.parametrize("splits", [False, True])
-def test_what_chunks_hold_is_as_profiled(pool: Pool, splits: bool) -> None:
+def test_what_chunks_hold_is_as_profiled(pool: Pool) -> None:
     """Keys, values and their gradients are part of what each place in a sample is planned to hold."""
     length, num_chunks = 24, 3
     inputs, targets = tokens(1, length)
-    costs = profile_chunks(
-        gpt_stages(2), inputs, targets, summed_loss, num_chunks=num_chunks, split_backward=splits, repeats=1
-    )
+    costs = profile_chunks(gpt_stages(2), inputs, targets, summed_loss, num_chunks=num_chunks, repeats=1)
     later = [each.activation_bytes[1] for each in costs]
     assert later[0] < later[1]  # which joins keys and values of both
     places = [place(each, Cluster.uniform(2)) for each in costs]

@@ -44,19 +44,14 @@ def test_what_snapshots_cost_is_told_at_the_end(capsys: pytest.CaptureFixture[st
     )
 
 
-def test_the_median_of_few_steps_is_not_told(capsys: pytest.CaptureFixture[str]) -> None:
-    progress = StepProgress(PLAN, lambda: 1.0)
-    for step in range(1, 6):
-        progress.done(step, 0.0, 2.0)
-    progress.end()
-    assert capsys.readouterr().err == ""
-
-
-def test_assumed_costs_are_no_prediction(capsys: pytest.CaptureFixture[str]) -> None:
+def test_assumed_costs_are_no_prediction_and_the_median_of_few_steps_is_not_told(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     clock_s = [0.0]
     progress = StepProgress(PLAN, lambda: clock_s[0])
     clock_s[0] = 11.0
     progress.done(1, 0.0, math.nan)
+    progress.end()
     assert capsys.readouterr().err == "rota run: step 1: 11 s per step (the plan has no measured costs)\n"
 
 

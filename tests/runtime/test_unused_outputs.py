@@ -98,7 +98,7 @@ def graph_case(seed: int, num_ranks: int) -> tuple[Stages, Plan, list[Any]]:
 
 
 def test_random_graphs(pool: Pool) -> None:
-    run_and_compare(pool, 3, range(some(80)))
+    run_and_compare(pool, 3, range(some(48)))
 
 
 # --- transitions ------------------------------------------------------------------------------------------------------

@@ -45,23 +45,16 @@ def test_each_process_has_the_device_of_its_number(monkeypatch: pytest.MonkeyPat
     assert local.current_device("cpu") == torch.device("cpu")
 
 
-def test_a_process_that_nobody_started_has_the_first_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    Accelerators(monkeypatch, "xpu", 1)
-    assert rota.local_device() == torch.device("xpu", 0)
-
-
-def test_without_an_accelerator_it_is_the_cpu(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("kind", "number", "expected"),
+    [("xpu", 1, "xpu:0"), ("cuda", 0, "cpu"), ("mps", 1, "cpu")],  # mps has no messages of its own
+)
+def test_a_process_that_nobody_started_has_the_first_one(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], kind: str, number: int, expected: str
 ) -> None:
-    Accelerators(monkeypatch, "cuda", 0).process(0, 2)
-    assert rota.local_device() == torch.device("cpu")
+    Accelerators(monkeypatch, kind, number)
+    assert str(rota.local_device()) == expected
     assert capsys.readouterr().err == ""
-
-
-def test_an_accelerator_without_messages_of_its_own_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    Accelerators(monkeypatch, "mps", 1)
-    assert rota.local_device() == torch.device("cpu")
-    assert group_backend() == "gloo"
 
 
 def test_too_few_are_reported_once_by_the_first_process(

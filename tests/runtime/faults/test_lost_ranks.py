@@ -82,33 +82,11 @@ def test_stage_that_raises(tmp_path: Path, where: str, microbatch: int, first: l
     assert_lost(ended[2], "a rank" if last == [LOSSES] else "rank 1", *last)
 
 
-def broken_loss(output: Tensor, target: Tensor) -> Tensor:
-    return output - target
-
-
-def test_a_loss_fn_that_returns_no_number_is_told_rank_after_rank(tmp_path: Path) -> None:
-    ended = run_fresh(tmp_path, NUM_RANKS, steps, stages_with(Layer(), 0), plan_for(), 1, broken_loss)
-    assert_told(ended[2], r"PipelineError: loss_fn returned shape \[5, 6\]; it must return a tensor with one element")
-    first = "rank 2: PipelineError: loss_fn returned shape"
-    assert_lost(ended[1], "rank 2", "sending 1F1→2F1", "waiting for 2B0→1B0", first=first)
-    assert_lost(ended[0], "rank 1", "sending 0F2→1F2", "waiting for 1B0→0B0", first=first)
-
-
-def test_rank_that_only_sends_is_told_too(tmp_path: Path) -> None:
-    """Rank 1 has posted its receives as far as that of 1F3."""
-    plan = plan_for("forward_only", 8)
-    ended = run_fresh(tmp_path, NUM_RANKS, steps, stages_with(Fails(break_on_purpose, "forward", 8 + 1), 1), plan, 2)
-    assert_told(ended[1], "ValueError: broken on purpose")
-    assert_lost(ended[0], "rank 1", "sending 0F[2-7]→1F[2-7]")
-    assert_lost(ended[2], "rank 1", "waiting for 1F[1-3]→2F[1-3]")
-
-
 @pytest.mark.parametrize(
     ("then", "doing"),
     [
         ("step", "waiting for the others to begin the step"),
         ("loss", LOSSES),
-        ("timeline", "gathering the timeline"),
     ],
 )
 def test_rank_that_is_gone_between_two_steps(tmp_path: Path, then: str, doing: str) -> None:
@@ -168,37 +146,6 @@ def step_with_parts(rank: int, where: str, kind: type[nn.Module], plan: Plan) ->
     group = spmd.group((0, 1))
     last = BreaksInOnePart(where, kind(0, group), group)
     steps(rank, Stages([Layer().double(), last]), plan, 1)
-
-
-# --- shapes that depend on the data -----------------------------------------------------------------------------------
-
-
-class KeepPositive(Layer):
-    def forward(self, *values: Tensor) -> Tensor:
-        output = super().forward(*values)
-        return output[values[0].sum(1) > 0]
-
-
-def mean_of_output(output: Tensor, target: Tensor) -> Tensor:
-    return output.mean()
-
-
-def steps_of_other_data(rank: int, stages: Stages, plan: Plan) -> None:
-    """Far from zero, so that whatever the weights are a row's sign stays; in the second step one is negative."""
-    rows = torch.full((20, 6), 10, dtype=torch.float64)
-    with Pipeline(stages, plan, mean_of_output) as pipeline:
-        pipeline.step(rows, torch.zeros(4))
-        rows[7] *= -1
-        pipeline.step(rows, torch.zeros(4))
-
-
-def test_shapes_that_depend_on_the_data_are_told_by_the_sender(tmp_path: Path) -> None:
-    ended = run_fresh(tmp_path, NUM_RANKS, steps_of_other_data, stages_with(KeepPositive(), 1), plan_for())
-    made = r"stage 1 made float64\[4, 6\] with gradient, after float64\[5, 6\] with gradient in an earlier step"
-    assert_told(ended[1], rf"PipelineError: 1F1→2F1: {made} .* use Pipeline\(…, dynamic_shapes=True\)$")
-    first = "rank 1: PipelineError: 1F1→2F1: stage 1 made"
-    assert_lost(ended[0], "rank 1", "sending 0F2→1F2", "waiting for 1B0→0B0", "waiting for 1B1→0B1", first=first)
-    assert_lost(ended[2], "rank 1", "sending 2B0→1B0", "waiting for 1F1→2F1", "waiting for 1F2→2F2", first=first)
 
 
 # --- a script that goes on --------------------------------------------------------------------------------------------
@@ -277,26 +224,6 @@ def test_calls_follow_one_that_was_refused_on_all_ranks(pool: Pool) -> None:
         assert losses[0] == losses[1]
 
 
-class MakesASet(Layer):
-    def forward(self, *values: Tensor) -> Any:
-        return {"a set"}
-
-
-def forward_what_cannot_be_sent(rank: int) -> list[str]:
-    told = []
-    plan = plan_for("forward_only")
-    with Pipeline(stages_with(MakesASet(), 2), plan, None, timeout_s=math.inf) as pipeline:
-        for _ in range(2):
-            told.append(error_of(pipeline.forward, batch_of(4)[0]))
-    return told
-
-
-def test_all_that_ask_learn_that_an_output_cannot_be_sent(pool: Pool) -> None:
-    for told in pool.run(NUM_RANKS, forward_what_cannot_be_sent):
-        assert "set" in told[0]
-        assert told[0] == told[1]
-
-
 # --- a rank that ends before the others -------------------------------------------------------------------------------
 
 
@@ -317,7 +244,6 @@ def step_as_often(rank: int, num_steps: list[int], then: str) -> str:
     [
         ([3, 2, 3], "", "waiting for the others to begin the step"),
         ([2, 2, 2], "clip_grad_norm_", "adding up the gradients' norm"),
-        ([2, 2, 2], "timeline", "gathering the timeline"),
     ],
 )
 def test_rank_that_runs_out_of_batches_first_is_not_lost(

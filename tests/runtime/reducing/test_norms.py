@@ -127,8 +127,8 @@ def clipped_complex(rank: int, num_replicas: int) -> list[Clipped]:
     return found
 
 
-@pytest.mark.parametrize("num_replicas", [1, 2])
-def test_complex_weights(pool: Pool, num_replicas: int) -> None:
+def test_complex_weights(pool: Pool) -> None:
+    num_replicas = 2
     by_process = pool.run(2 * num_replicas, clipped_complex, num_replicas)
     for case, norm_type in enumerate(NORM_TYPES * 2):
         stages = complex_stages()

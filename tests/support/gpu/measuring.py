@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import platform
-import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -22,38 +21,14 @@ from support.gpu.models import batch_of, blocks, on_one_rank, pipeline_on
 
 
 def machine(rank: int, device: torch.device) -> dict[str, Any]:
-    """What a result is read with: hardware, driver and versions."""
-    found: dict[str, Any] = {
-        "device_type": device.type,
-        "devices": [],
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "rota": rota.__version__,
-        "system": platform.platform(),
-        "processor": platform.processor() or platform.machine(),
-    }
-    if device.type == "cpu":
-        return found
-    module: Any = torch.get_device_module(device)
-    for number in range(torch.accelerator.device_count()):
-        # Rota itself needs none of them.
-        properties = module.get_device_properties(number) if hasattr(module, "get_device_properties") else None
-        capability = f"{getattr(properties, 'major', '')}.{getattr(properties, 'minor', '')}"
-        name, memory_bytes = getattr(properties, "name", ""), getattr(properties, "total_memory", None)
-        found["devices"].append({"name": name, "capability": capability, "memory_bytes": memory_bytes})
+    """What a result is read with: hardware and versions."""
+    found: dict[str, Any] = {"device_type": device.type, "torch": torch.__version__, "rota": rota.__version__}
+    found |= {"python": platform.python_version(), "system": platform.platform()}
     if device.type == "cuda":
-        found |= {"cuda": torch.version.cuda, "hip": torch.version.hip, "driver": driver()}
+        found["devices"] = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
+        found |= {"cuda": torch.version.cuda, "hip": torch.version.hip}
         found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
     return found
-
-
-def driver() -> str:
-    """As nvidia-smi tells it; "" without it."""
-    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.split("\n")[0]
-    except (OSError, subprocess.SubprocessError):
-        return ""
 
 
 # --- the host ---------------------------------------------------------------------------------------------------------

@@ -7,9 +7,9 @@
         with device.use(channel):
             x.mul_(2)                           # RaceError: no event orders it after the fill of x on compute
 
-Each simulated rank has a `SimDevice` of its own. Ranks may be threads of one process, or processes: a message is a
-kernel on its channel's stream on both sides (`sent_from`, `receive_into`), and its values travel by any means. From the
-import on `sim` is the accelerator of the process, which changes nothing for tensors on the CPU.
+Each simulated rank has a `SimDevice` of its own: a message is a kernel on its channel's stream on both sides, and its
+values travel by Gloo. From the import on `sim` is the accelerator of the process, which changes nothing for tensors on
+the CPU.
 
 What it does not see: a host that reads a copy with `non_blocking=True` too early. Where it is too strict: a block is
 one piece, so kernels on disjoint views of it need an order too. Errors in a backward are raised after it.
@@ -25,7 +25,7 @@ from support.sim_device.device import (
     Stream,
     current_device,
 )
-from support.sim_device.tensors import MixedDevicesError, SimTensor, receive_into, sent_from
+from support.sim_device.tensors import MixedDevicesError, SimTensor
 
 __all__ = [
     "Block",
@@ -38,6 +38,4 @@ __all__ = [
     "SimTensor",
     "Stream",
     "current_device",
-    "receive_into",
-    "sent_from",
 ]

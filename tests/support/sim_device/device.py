@@ -60,17 +60,9 @@ class Stream:
             _merge(self.clock, event.clock)
             self.free_ns = max(self.free_ns, event.time_ns)
 
-    def wait_stream(self, other: Stream) -> None:
-        """Kernels that come from now on start after all that `other` has got so far."""
-        self.wait_event(other.record_event())
-
     def record_event(self) -> Event:
         """An event behind all kernels so far."""
         return Event(self)
-
-    def synchronize(self) -> None:
-        """The host waits for all kernels so far."""
-        self.device.host_waits(self.clock, f"synchronize({self})", self.free_ns)
 
     def __repr__(self) -> str:
         return self.name
@@ -90,7 +82,7 @@ class Event:
         """Whether the device has got there, as far as the host knows then."""
         device = self._device
         with device.lock:
-            if device.is_fast or (device.cost_ns is not None and device.now_ns >= self.time_ns):
+            if device.cost_ns is not None and device.now_ns >= self.time_ns:
                 _merge(device.host, self.clock)
             return _covers(device.host, self.clock)
 
@@ -130,24 +122,23 @@ class Block:
 class SimDevice:
     """One rank's device and host.
 
-    `is_fast`: an event is done as soon as anyone asks; else only when the host has waited for it, as on a device that
-    is far behind its host. `goes_on`: errors are raised by `check` alone, not by the kernel that makes them, so that
-    other ranks do not wait in vain. `cost_ns`: what each kernel lasts, by its name and the blocks that it writes to.
-    With it kernels of a stream run one after another, and events have times. The device runs in real time beside its
-    host, or in a time of its own, in which the host takes `host_ns` for a kernel, however busy the machine is.
+    An event is done only when the host has waited for it, as on a device that is far behind its host. `goes_on`: errors
+    are raised by `check` alone, not by the kernel that makes them, so that other ranks do not wait in vain. `cost_ns`:
+    what each kernel lasts, by its name and the blocks that it writes to. With it kernels of a stream run one after
+    another, and events have times: in a time of the device's own, in which the host takes `host_ns` for a kernel,
+    however busy the machine is.
     """
 
     def __init__(
         self,
         name: str = "sim",
         *,
-        is_fast: bool = False,
         goes_on: bool = False,
         cost_ns: Callable[[str, Sequence[Block]], int] | None = None,
         host_ns: int | None = None,
     ) -> None:
         self._host_ns, self._own_ns = host_ns, 0
-        self.name, self.is_fast, self.goes_on, self.cost_ns = name, is_fast, goes_on, cost_ns
+        self.name, self.goes_on, self.cost_ns = name, goes_on, cost_ns
         self.lock = threading.RLock()
         self.host: Clock = {}  # what the host has waited for
         self.default = Stream(self, "compute")

@@ -94,22 +94,6 @@ class SimTensor(torch.Tensor):
         self.inner, self.block = other.inner, other.block
 
 
-# --- messages ---------------------------------------------------------------------------------------------------------
-
-
-def sent_from(tensor: SimTensor, name: str, stream: Stream) -> torch.Tensor:
-    """The sending side of a message, as a kernel on its channel's stream: the values, on the CPU."""
-    tensor.block.device.launch(name, [tensor.block], [], stream)
-    return tensor.inner.detach().clone()
-
-
-def receive_into(buffer: SimTensor, values: torch.Tensor, name: str, stream: Stream) -> None:
-    """The receiving side: `values` are what the sender's kernel read."""
-    buffer.block.device.launch(name, [], [buffer.block], stream)
-    with torch.no_grad():
-        buffer.inner.copy_(values)
-
-
 # --- operations -------------------------------------------------------------------------------------------------------
 
 
