@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
-from itertools import pairwise
 
 import pytest
 from hypothesis import HealthCheck, assume, given, settings, strategies as st
@@ -17,7 +16,7 @@ from rota.core.placement import Placement
 from rota.core.placing import bidirectional, interleaved, place
 from rota.core.plan import Plan
 from rota.core.simulation import check, simulate
-from rota.core.tasks import Kind, Op
+from rota.core.tasks import Kind
 from rota.search import find_plan
 from support.core_strategies import deal, differing_plans
 from support.sampling import some
@@ -124,9 +123,7 @@ def test_refused() -> None:
         (lambda: schedules.seq1f1b(chain(2, ()), 4), "no sample is cut into chunks"),
         (lambda: simulate(schedules.one_f_one_b(placement, 4)), "rank 0 does 0B0 before 0B1, a later chunk"),
         (lambda: check(schedules.seq1f1b(placement, 2)), "has the sizes of 4 micro-batches"),
-        (lambda: placement.in_chunks(3, 4), "give a multiple of 3"),
         (lambda: placement.require_alike("this"), "this does not support chunks of samples"),
-        (lambda: replace(placement, sample_of=(0, -1, 0)), r"sample_of\[1\]"),
         (lambda: Placement.of_classes([placement], (0, 0)), "has classes or chunks"),
         (
             lambda: Placement.of_classes(
@@ -138,13 +135,3 @@ def test_refused() -> None:
         with pytest.raises(RotaError, match=message):
             wrong()
     assert chain(2, (0, 1, 2)).is_alike  # a chunk each
-
-
-def test_words() -> None:
-    plan = schedules.seq1f1b(chain(2, (0, 0, 1, 2, 2, 2)), 6)
-    assert "6 micro-batches (5 chunks of 2 samples)" in str(plan)
-    assert plan.placement.backward_sequence(range(6)) == [1, 0, 2, 5, 4, 3]
-    first = [op.microbatch for op in plan.orders[1] if op.kind is Kind.B]
-    assert first == [1, 0, 2, 5, 4, 3]
-    assert all(a != b for a, b in pairwise(first))
-    assert Op(1, Kind.B, 5) in plan.orders[1]

@@ -39,16 +39,11 @@ def short_and_long(class_of: tuple[int, ...] = (0, 1, 1, 0), num_stages: int = 2
     [
         lambda: TWO + 1,
         lambda: 1 + TWO,
-        lambda: 2 * TWO,
-        lambda: TWO // 2,
         lambda: max(TWO, 0),
-        lambda: sum([TWO]),
         lambda: sorted([TWO, TWO]),
         lambda: -TWO,
         lambda: bool(TWO),
-        lambda: 1 if TWO else 0,
         lambda: int(TWO),
-        lambda: float(TWO),
         lambda: f"{TWO:,}",
         lambda: [0][TWO],
         lambda: range(TWO),
@@ -99,7 +94,6 @@ def test_classes_that_do_not_fit_together_are_refused() -> None:
     one, three = (place(Costs.uniform(n), Cluster.uniform(n)) for n in (1, 3))
     longer = replace(one, tasks=tuple(replace(task, duration_us=9) for task in one.tasks))
     for wrong, message in [
-        (lambda: Placement.of_classes([], [0]), "at least one placement"),
         (lambda: Placement.of_classes([one], []), "the class of each micro-batch"),
         (lambda: Placement.of_classes([one, three], [0, 1]), r"placements\[1\] have different tasks or ranks"),
         (lambda: Placement.of_classes([one, replace(one, static_bytes=(1,))], [0]), "different static_bytes"),
@@ -107,11 +101,8 @@ def test_classes_that_do_not_fit_together_are_refused() -> None:
         (lambda: Placement.of_classes([short_and_long()] * 2, [0]), "has classes or chunks of micro-batches itself"),
         (lambda: replace(short_and_long(), class_of=()), "class_of is empty"),
         (lambda: replace(short_and_long(), class_of=(0, 2)), r"class_of\[1\] is 2, but there are 2 classes"),
-        (lambda: replace(short_and_long(), class_of=(0, -1)), r"class_of\[1\] is -1"),
         (lambda: replace(short_and_long(), edges=(Edge(0, 1, PerClass((1, 2, 3))),)), "but num_bytes of the edge"),
         (lambda: Task(0, F, (0,), PerClass((1, -1))), "duration_us of task 0F is -1"),
-        (lambda: Task(0, F, (0,), 1, PerClass((1, 0.5))), "held_bytes of task 0F is 0.5"),
-        (lambda: PerClass(()), "has no number"),
     ]:
         with pytest.raises(PlacementError, match=message):
             wrong()
@@ -168,14 +159,9 @@ def test_a_plan_for_another_number_of_micro_batches_is_refused() -> None:
         (lambda f: f["tasks"][0].__setitem__(2, [1, 2, 3]), "numbers for 3 classes of micro-batches, but"),
         (lambda f: f["tasks"][0].__setitem__(2, []), r"tasks\[0\]\[2\] is \[\]; expected a list of length >= 1"),
         (lambda f: f["tasks"][0].__setitem__(2, [1, None]), "expected a whole number"),
-        (lambda f: f["tasks"][0].__setitem__(2, [1, [2]]), "expected a whole number"),
         (lambda f: f["tasks"][0].__setitem__(2, [1, -2]), "duration_us of task 0F is -2"),
-        (lambda f: f["edges"][0].__setitem__(2, [1, -2]), "num_bytes of the edge 0F -> 1F is -2"),
         (lambda f: f.pop("class_of"), "class_of is empty"),
         (lambda f: f.update(class_of=[0, 1, 1, 7]), r"class_of\[3\] is 7"),
-        (lambda f: f.update(class_of=[0, 1, 1, -1]), "expected 0 or more"),
-        (lambda f: f.update(class_of=3), "expected a list"),
-        (lambda f: f.update(class_of=[[0]]), "expected a whole number"),
     ],
 )
 def test_files_with_other_classes_are_refused(change: Callable[[dict[str, Any]], object], message: str) -> None:

@@ -54,14 +54,6 @@ def test_clusters_round_trip_in_json(given: Cluster) -> None:
             "cluster.shared[0].name is",
         ),
         (
-            {"shared": [{"name": "host", "bytes_per_us": 0, "senders": [0], "receivers": [0]}]},
-            "cluster.shared[0].bytes_per_us is 0; expected 1 or more",
-        ),
-        (
-            {"shared": [{"name": "host", "bytes_per_us": 1, "senders": [0, 0], "receivers": [0]}]},
-            "senders of the shared link host is (0, 0): give different ranks, from 0",
-        ),
-        (
             {"shared": [{"name": "host", "bytes_per_us": 1, "senders": [0], "receivers": [2]}]},
             "the shared link host has rank 2, outside the cluster of 2 ranks",
         ),
@@ -78,25 +70,19 @@ def test_wrong_cluster_files_are_told_with_place_and_value(fields: dict[str, obj
     ("make", "told"),
     [
         (lambda: Cluster.uniform(0), "num_ranks is 0: a cluster needs at least 1 rank"),
-        (lambda: Cluster(()), "limit_bytes is empty"),
         (lambda: Cluster((None, -1)), "limit_bytes[1] is -1"),
         (lambda: Cluster((None,), Link(), ((0, 1, Link()),)), "link 0 -> 1 leaves the cluster of 1 ranks"),
         (lambda: Link(-1), "latency_us is -1"),
         (lambda: SharedLink("host", 0, (0,), (1,)), "bytes_per_us of host is 0: nothing would arrive"),
         (lambda: SharedLink("host", 1, (), (1,)), "senders of the shared link host is (): give different ranks"),
-        (lambda: SharedLink("host", 1, (0,), (0.5,)), "a rank in receivers of host is 0.5"),
         (lambda: AllReduceTimes(1, ((1, 2),)), "all-reduces of 1 ranks take ((1, 2),): give 2 ranks or more"),
-        (lambda: AllReduceTimes(2, ()), "all-reduces of 2 ranks take ()"),
         (lambda: AllReduceTimes(2, ((0, 2),)), "ascending sizes from 1 byte"),
         (lambda: AllReduceTimes(2, ((1, 5), (2, 4))), "with times that do not fall"),
-        (lambda: AllReduceTimes(2, ((1, 0.5),)), "a number of all-reduces is 0.5"),
         (lambda: Cluster((None,), all_reduces=(AllReduceTimes(2, ((1, 2),)),)), "all_reduces are of [2] ranks: give"),
-        (lambda: Cluster((None,) * 2, all_reduces=(AllReduceTimes(2, ((1, 2),)),) * 2), "are of [2, 2] ranks: give"),
         (
             lambda: Cluster((None,), shared=(SharedLink("host", 1, (0,), (1,)),)),
             "the shared link host has rank 1, outside the cluster of 1 ranks",
         ),
-        (lambda: Link(0.5), "latency_us is 0.5"),
         (lambda: Link(0, 0), "bytes_per_us is 0: nothing would arrive; use None for no limit, else 1 or more"),
     ],
 )

@@ -9,11 +9,10 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 
-import rota
 from rota import drawing, schedules
 from rota.accounting import explain
 from rota.accounting.comparison import compare
-from rota.calibration import calibrate, calibrated, costs_of
+from rota.calibration import calibrated, costs_of
 from rota.cli import main
 from rota.core.cluster import Cluster, Link
 from rota.core.costs import Costs
@@ -85,27 +84,11 @@ def test_calibration_finds_the_time_of_each_class(plan: Plan) -> None:
             assert found == 2 * before
 
 
-def test_calibrate_offers_other_plans() -> None:
-    found = calibrate([replace(slower(PLAN), plan=PLAN)])
-    assert found.predicted_us > simulate(PLAN).makespan_us
-    assert found.candidates
-    assert found.to_text()
-
-
 def test_what_takes_one_size_refuses_several() -> None:
     split = [Costs.uniform(2, 10 * s, 20 * s, 10 * s) for s in (1, 2)]
     placement = Placement.of_classes([place(each, Cluster.uniform(2)) for each in split], (0, 1))
     with pytest.raises(PlacementError, match="costs_of takes micro-batches that are all alike"):
         costs_of(placement)
-
-
-def test_named_schedules() -> None:
-    """Orders by number do not depend on sizes; those that simulate take the average."""
-    placement = two_sizes(4, (0, 1, 0, 0, 1, 1, 0, 1))
-    for name in ("gpipe", "1f1b", "eager_1f1b"):
-        plan = schedules.NAMED[name](placement, 8)
-        assert plan.orders == schedules.NAMED[name](placement.average, 8).orders
-        rota.check(plan)
 
 
 def test_commands_read_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,13 +5,12 @@ from __future__ import annotations
 from hypothesis import given, settings
 
 from rota import schedules
-from rota.core.cluster import Cluster, Link, SharedLink
+from rota.core.cluster import Cluster
 from rota.core.costs import Costs
-from rota.core.placement import Placement
 from rota.core.placing import place
 from rota.core.plan import Plan
 from rota.core.simulation import simulate
-from rota.core.tasks import Edge, Kind, Op, Task
+from rota.core.tasks import Kind
 from rota.core.timeline import Timeline
 from support.core_strategies import differing_plans, plans, wired_plans
 from support.recount import figure_of, recount
@@ -90,29 +89,3 @@ def test_gpipe_holds_every_micro_batch_and_1f1b_few() -> None:
     placement = place(Costs.uniform(4, activation_bytes=100, static_bytes=7), Cluster.uniform(4))
     assert simulate(schedules.gpipe(placement, 8)).peak_memory_bytes == (807,) * 4
     assert simulate(schedules.one_f_one_b(placement, 8)).peak_memory_bytes == (407, 307, 207, 107)
-
-
-def test_a_forward_holds_from_its_start_and_a_backward_frees_at_its_end() -> None:
-    placement = place(
-        Costs((3,), (4,), activation_bytes=10, forward_peak_bytes=1, backward_peak_bytes=5), Cluster((None,))
-    )
-    timeline = simulate(schedules.gpipe(placement, 2))
-    assert timeline.memory(0) == [(0, 11), (3, 21), (6, 25), (10, 15), (14, 0)]
-    assert timeline.peak_memory_bytes == (25,)
-
-
-def test_received_bytes_stay_from_the_transfers_start_to_the_readers_end_and_sent_ones_until_it_ends() -> None:
-    tasks = (Task(0, F, (0,), 1), Task(1, F, (1,), 3))
-    placement = Placement(tasks, (Edge(0, 1, 8),), Cluster((None, None), Link(1, 4)), (100, 200))
-    timeline = simulate(Plan(placement, 1, ((Op(0, F, 0),), (Op(1, F, 0),))))
-    assert timeline.memory(0) == [(0, 100), (1, 108), (4, 100)]
-    assert timeline.memory(1) == [(0, 200), (1, 208), (4, 208), (7, 200)]
-
-
-def test_a_sender_holds_its_bytes_while_they_wait_for_a_shared_link() -> None:
-    tasks = tuple(Task(stage, F, (stage,), 1) for stage in range(3))
-    host = SharedLink("host", 4, (0,), (1, 2))
-    placement = Placement(tasks, (Edge(0, 1, 8), Edge(0, 2, 8)), Cluster((None,) * 3, shared=(host,)))
-    timeline = simulate(Plan(placement, 1, tuple((Op(stage, F, 0),) for stage in range(3))))
-    assert timeline.memory(0) == [(0, 0), (1, 16), (3, 8), (5, 0)]
-    assert timeline.memory(2) == [(0, 0), (3, 8), (5, 8), (6, 0)]  # from when it is served

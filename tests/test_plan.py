@@ -1,11 +1,10 @@
-"""Plans: their graph, their text, and the certificate that they cannot wait in a cycle."""
+"""Plans: their graph, orders of service, and their text."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from itertools import pairwise
 
 import pytest
@@ -18,7 +17,7 @@ from rota.core.errors import FormatError, PlanError, RotaError
 from rota.core.placing import place
 from rota.core.plan import Plan
 from rota.core.simulation import check
-from rota.core.tasks import Op, Transfer
+from rota.core.tasks import Transfer
 from support.core_strategies import every_op, plans, read_by, wired_plans
 from support.sampling import some
 
@@ -132,110 +131,7 @@ def test_an_order_of_service_without_a_shared_link_is_refused() -> None:
         check(replace(PLAN, service_orders=((),)))
 
 
-# --- the certificate --------------------------------------------------------------------------------------------------
-# Ranks as sequential processes: each has a program, a list of actions (indexes into `wire_order`), and looks at nothing
-# else. An op is done by all its ranks together. Each unordered pair of ranks is one stream of transfers, in the order
-# in which either side comes to them; where the two sides disagree, the stream stands still.
-
-
-def programs(plan: Plan) -> list[list[int]]:
-    """`wire_order` restricted to each rank."""
-    ranks = enumerate(map(partial(ranks_of, plan), plan.wire_order))
-    taking_part = [(action, rank) for action, those in ranks for rank in those]
-    return [[action for action, rank in taking_part if rank == mine] for mine in range(plan.num_ranks)]
-
-
-def ranks_of(plan: Plan, action: Op | Transfer) -> tuple[int, ...]:
-    if isinstance(action, Transfer):
-        return action.sender, action.receiver
-    return plan.placement.tasks[plan.placement.index[action.stage, action.kind]].ranks
-
-
-def finishes(plan: Plan, programs: Sequence[Sequence[int]], posted: bool = False) -> bool:
-    """Whether all ranks get to the end. A transfer, like an op, needs all its ranks to stand at it at the same time;
-    a `posted` receive lets its rank go on, and the op that reads it waits."""
-    actions = plan.wire_order
-    needs: list[set[int]] = [set() for _ in actions]  # op: what it reads; transfer: the one before it in its stream
-    for program in programs:
-        last: dict[frozenset[int], int] = {}
-        for i in program:
-            action = actions[i]
-            if isinstance(action, Transfer):
-                pair = frozenset(ranks_of(plan, action))
-                needs[i] |= {last[pair]} if pair in last else set()
-                last[pair] = i
-            else:
-                needs[i] |= {j for j, t in enumerate(actions) if isinstance(t, Transfer) and t.target == action}
-    place = [{i: k for k, i in enumerate(program)} for program in programs]
-    at, done = [0] * len(programs), set[int]()
-    while True:
-        for rank, program in enumerate(programs):
-            while at[rank] < len(program):
-                i = program[at[rank]]
-                passes = posted and isinstance(actions[i], Transfer) and actions[i].receiver == rank
-                if i not in done and not passes:
-                    break
-                at[rank] += 1
-        ready = {
-            i
-            for i, action in enumerate(actions)
-            if i not in done and needs[i] <= done and all(place[r][i] <= at[r] for r in ranks_of(plan, action))
-        }
-        if not ready:
-            return len(done) == len(actions)
-        done |= ready
-
-
-def hoisted(plan: Plan, far: bool) -> list[list[int]]:
-    """Each receive before the op in front of it, or (`far`) right behind the transfer in front of it."""
-    result = []
-    for rank, program in enumerate(programs(plan)):
-        early: list[int] = []
-        for i in program:
-            action, at = plan.wire_order[i], len(early)
-            if isinstance(action, Transfer) and action.receiver == rank:
-                while at and isinstance(plan.wire_order[early[at - 1]], Op) and (far or at == len(early)):
-                    at -= 1
-            early.insert(at, i)
-        result.append(early)
-    return result
-
-
-@given(plans() | wired_plans())
-@settings(max_examples=some(300))
-def test_a_checked_plan_finishes(plan: Plan) -> None:
-    check(plan)
-    assert finishes(plan, programs(plan)), "where every send waits for its receive"
-    assert finishes(plan, hoisted(plan, far=False), posted=True), "with receives posted one op early"
-    assert finishes(plan, hoisted(plan, far=True), posted=True), "with receives posted as early as their order allows"
-
-
-def test_the_interpreter_sees_a_hang() -> None:
-    plan = schedules.one_f_one_b(place(Costs.uniform(2), Cluster.uniform(2)), 3)
-    number = {action: i for i, action in enumerate(plan.wire_order)}
-    careless: list[list[int]] = [[], []]
-    for rank, order in enumerate(plan.orders):
-        for op in order:
-            received = [t for t in plan.transfers if t.target == op]
-            sent = [t for t in plan.transfers if t.source == op]
-            careless[rank] += [number[action] for action in (*received, op, *sent)]
-    assert not finishes(plan, careless)  # rank 0 sends 0F1 while rank 1 sends 1B0
-
-    crossed = programs(plan)
-    crossed[1].remove(number[plan.transfers[0]])
-    crossed[1].insert(crossed[1].index(number[plan.transfers[1]]) + 1, number[plan.transfers[0]])
-    assert not finishes(plan, crossed, posted=True)
-
-
 # --- text -------------------------------------------------------------------------------------------------------------
-
-
-@given(plans() | wired_plans())
-@settings(max_examples=some(300))
-def test_text_round_trips(plan: Plan) -> None:
-    text = plan.to_json()
-    assert Plan.from_json(text) == plan
-    assert Plan.from_json(text).to_json() == text
 
 
 def changed(**fields: object) -> str:
@@ -246,17 +142,11 @@ def changed(**fields: object) -> str:
     ("text", "told"),
     [
         ("[1, 2", "not JSON: Expecting ',' delimiter at line 1, column 6"),
-        ("[]", 'not a plan file: it has no "rota": "plan"'),
         (changed(rota="costs"), 'not a plan file: it says "rota": "costs"'),
         (changed(num_microbatches=0), "plan.num_microbatches is 0; expected 1 or more"),
-        (changed(num_microbatches=True), "plan.num_microbatches is true; expected a whole number"),
-        (changed(num_microbatches=3.0), "plan.num_microbatches is 3.0; expected a whole number"),
-        (changed(num_microbatches="3"), 'plan.num_microbatches is "3"; expected a whole number'),
-        (changed(orders=["0F0 0F1", 5]), "plan.orders[1] is 5; expected a text"),
         (changed(orders=["0F0", "1F0 1Q0"]), "plan.orders[1], op 2: '1Q0' is not an op"),
         (changed(tasks=[["0F", [0], 1, 0]]), 'plan.tasks[0] is ["0F", [0], 1, 0]; expected a list of length 5'),
         (changed(tasks=[["0F", [0], -1, 0, 0]]), "duration_us of task 0F is -1"),
-        (changed(tasks=[["0F", [-1], 1, 0, 0]]), "plan.tasks[0][1][0] is -1; expected 0 or more"),
         (changed(usge={}), 'plan has the field "usge", which is not known there; remove or rename it'),
         (
             changed(usage={"cuts": [], "microbatch_rows": 1, "num_replica": 2}),
@@ -265,15 +155,6 @@ def changed(**fields: object) -> str:
         (changed(edges=[["0F", "7F", 0]]), 'plan.edges[0] has "7F"; expected the name of a task, such as 0F'),
         (changed(edges=[["0F", "1F", -4]]), "num_bytes of the edge 0F -> 1F is -4: give a whole number of 0 or more"),
         (changed(cluster={"limit_bytes": [1]}), "plan.cluster has no field 'link'; it has limit_bytes"),
-        (
-            changed(cluster={"limit_bytes": [1], "link": [0], "links": []}),
-            "plan.cluster.link is [0]; expected a list of length 2",
-        ),
-        (
-            changed(cluster={"limit_bytes": [1], "link": [0, 1], "links": [[0, 1, 2]]}),
-            "plan.cluster.links[0] is [0, 1, 2]; expected a list of length 4",
-        ),
-        (changed(static_bytes={}), "plan.static_bytes is {}; expected a list"),
     ],
 )
 def test_what_is_wrong_is_told_with_place_and_value(text: str, told: str) -> None:
@@ -282,9 +163,7 @@ def test_what_is_wrong_is_told_with_place_and_value(text: str, told: str) -> Non
     assert told in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    "entry", ["0F0>1F0", "0F0>1F0@0", "0F0>1F0@1#1", "0F0>1F1@1", "0F7>1F7@1", "0F0>1B0@1", "0F0@1", "0F0>1F0>1B0@1"]
-)
+@pytest.mark.parametrize("entry", ["0F0>1F0", "0F0>1F0@1#1", "0F0>1F1@1", "0F0>1B0@1", "0F0>1F0>1B0@1"])
 def test_what_is_no_transfer_is_refused_with_one_that_is(entry: str) -> None:
     document = json.loads(hosted().to_json()) | {"service_orders": [entry]}
     with pytest.raises(FormatError) as caught:

@@ -20,14 +20,12 @@ from rota.core.simulation import check
 from rota.core.tasks import Edge, Kind, Op, Task
 from rota.schedules.gpipe import forward_only, gpipe
 from rota.schedules.one_f_one_b import one_f_one_b
-from rota.schedules.zero_bubble import zb_h1
 from support.core_strategies import clusters, plans
 from support.sampling import some
 from support.torch_orders import simulates, theirs
 
 FORMS = [{"communication": c} for c in (False, True)]
 PLAN = one_f_one_b(place(Costs.uniform(3), Cluster.uniform(3)), 4)
-SPLIT = zb_h1(place(Costs.uniform(2, weight_us=1), Cluster.uniform(2)), 3)
 
 
 def test_the_forms() -> None:
@@ -150,7 +148,6 @@ def test_no_message_may_be_missing_or_there_twice_or_elsewhere(plan: Plan, choos
             "0F0,0SEND_F0,,0B0\n1RECV_F0,1F0,1B0",
             "line 1, cell 4: 0B0 runs before its input has arrived; put 0RECV_B0 before it",
         ),
-        ("0F0,0SEND_F0,0SEND_F0\n1RECV_F0,1F0", "line 1, cell 3: 0SEND_F0 appears twice; remove one of them"),
         (
             "0F0,1RECV_F0\n0SEND_F0,1F0",
             "line 1, cell 2: 1RECV_F0 is on rank 0, but stage 1 runs on rank 1; move it to line 2",
@@ -161,14 +158,10 @@ def test_no_message_may_be_missing_or_there_twice_or_elsewhere(plan: Plan, choos
         ),
         ("0F0,1F0,0SEND_F0,1RECV_F0", "line 1, cell 3: 0SEND_F0 stays on rank 0, where stage 1 is too; remove it"),
         ("0F0,0SEND_F0\n1RECV_F0,1F0,1SEND_F0", "line 2, cell 3: 1SEND_F0 has no stage 2 at its other end; remove it"),
-        ("0RECV_F0,0F0", "line 1, cell 1: 0RECV_F0 has no stage -1 at its other end; remove it"),
         ("0F0,3SEND_F0", "line 1, cell 2: 3SEND_F0 belongs to stage 3, which no line runs; remove it"),
         ("0F0,0SEND_F0\n2F0", "the CSV never runs stage 1, but runs stage 2; stages count from 0"),
         ("0F0,0SEND_X0", "line 1, cell 2: '0SEND_X0' is not an op"),
-        ("0F0,0SEND_F", "line 1, cell 2: '0SEND_F' is not an op"),
         ("0F0\n(0F1;0SEND_F0)OVERLAP_F_B", "line 2, cell 1: '0SEND_F0' is not an op"),
-        ("()OVERLAP_F_B", "line 1, cell 1: '' is not an op"),
-        ("(0F0;0B0", "line 1, cell 1: '(0F0;0B0' is not an op"),
     ],
 )
 def test_a_wrong_cell_is_told(text: str, told: str) -> None:

@@ -7,13 +7,12 @@ from dataclasses import replace
 from hypothesis import given, settings
 
 from rota import schedules
-from rota.core.cluster import Cluster, Link, SharedLink
+from rota.core.cluster import Cluster, Link
 from rota.core.costs import Costs
-from rota.core.placement import Placement
 from rota.core.placing import place
 from rota.core.plan import Plan
 from rota.core.simulation import simulate
-from rota.core.tasks import Edge, Kind, Op, StepEnd, Task
+from rota.core.tasks import Kind, Op
 from rota.core.timeline import Timeline
 from support import recount as counting
 from support.core_strategies import differing_plans, plans, wired_plans
@@ -63,21 +62,6 @@ def test_the_order_of_first_come_first_served_written_down_changes_nothing(plan:
     assert written.served == plan.served
 
 
-def test_a_shared_link_by_hand() -> None:
-    """Rank 0 sends 8 bytes to rank 1 and 8 to rank 2 over one host: 4 bytes per µs, and 1 µs until they arrive."""
-    tasks = tuple(Task(stage, F, (stage,), 3) for stage in range(3))
-    host = SharedLink("host", 4, (0,), (1, 2))
-    placement = Placement(tasks, (Edge(0, 1, 8), Edge(0, 2, 8)), Cluster((None,) * 3, Link(1, 8), shared=(host,)))
-    plan = Plan(placement, 1, tuple((Op(stage, F, 0),) for stage in range(3)))
-    timeline = simulate(plan)
-    assert (timeline.sent_us, timeline.arrived_us) == (((3,), (5,)), ((6,), (8,)))
-    assert timeline.makespan_us == 11
-    swapped = replace(plan, service_orders=((plan.placement.transfer(1, 0), plan.placement.transfer(0, 0)),))
-    assert simulate(swapped).sent_us == ((5,), (3,))
-    path = [(str(span.work), span.start_us, span.end_us) for span in timeline.critical_path()]
-    assert path == [("0F0", 0, 3), ("0F0→1F0", 3, 5), ("0F0→2F0", 5, 8), ("2F0", 8, 11)]
-
-
 def test_a_chain_by_hand() -> None:
     costs = Costs((2, 3), (4, 5), boundary_bytes=10, reduce_us=1, optimizer_us=(1, 2))
     placement = place(costs, Cluster((None, None), Link(1, 4)))  # 1 + ceil(10 / 4) = 4
@@ -92,14 +76,3 @@ def test_a_chain_by_hand() -> None:
     assert timeline.busy_us == (12, 16)
     assert timeline.idle_us == (20, 16)
     assert timeline.bubble_fraction == 36 / 64
-
-
-def test_reductions_follow_each_other_beside_the_ops_and_optimizer_steps_come_last() -> None:
-    tasks = tuple(Task(stage, kind, (0,), 1) for stage in (0, 1) for kind in (F, B))
-    ends = (StepEnd(0, 10, 1), StepEnd(1, 2, 2))
-    edges = (Edge(0, 1), Edge(2, 3), Edge(0, 2))
-    placement = Placement(tasks, edges, Cluster.uniform(1), step_ends=ends)
-    order = tuple(Op(stage, kind, 0) for stage, kind in ((0, F), (1, F), (1, B), (0, B)))
-    plan = Plan(placement, 1, (order,))
-    assert plan.step_end_ranks == ((1, 0), (0, 0))  # as their last gradients follow each other
-    assert simulate(plan).step_ends_us == ((3, 5, 15, 17), (5, 15, 17, 18))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings, strategies as st
@@ -76,72 +75,6 @@ def test_slack_is_how_much_longer_a_node_may_take(graph: TaskGraph) -> None:
     for node, slack in enumerate(slack_us(graph, earliest)):
         assert latest[node] == earliest.ends_us[node] + slack
         assert makespan(graph, node, slack) == makespan(graph) < makespan(graph, node, slack + 1)
-
-
-@given(graphs())
-@settings(max_examples=some(200))
-def test_the_critical_path_is_a_chain_without_gaps_or_slack(graph: TaskGraph) -> None:
-    earliest = graph.earliest()
-    starts, ends = earliest.starts_us, earliest.ends_us
-    path = graph.critical_path(starts, ends)
-    assert starts[path[0]] == 0
-    assert ends[path[-1]] == makespan(graph)
-    for before, node in pairwise(path):
-        assert starts[node] - ends[before] in [lag for source, lag in graph.inputs(node) if source == before]
-    slack = slack_us(graph, earliest)
-    assert all(slack[node] == 0 for node in path)
-
-
-@given(graphs(cyclic=True), guesses)
-@settings(max_examples=some(200))
-def test_a_cycle_is_found_and_told_as_who_waits_for_whom(graph: TaskGraph, guess: list[int]) -> None:
-    guess = [node for node in guess if node < len(graph.durations_us)]
-    if not has_cycle(graph):
-        assert len(graph.earliest(guess).sequence) == len(graph.durations_us)
-        return
-    with pytest.raises(CycleError) as caught:
-        graph.earliest(guess)
-    nodes = caught.value.nodes
-    assert len(set(nodes)) == len(nodes)
-    for node, awaited in zip(nodes, nodes[1:] + nodes[:1], strict=True):
-        assert awaited in [before for before, _ in graph.inputs(node)]
-    assert str(nodes) in str(caught.value)
-
-
-def has_cycle(graph: TaskGraph) -> bool:
-    """Whether nodes are left when those that wait for nobody left are taken away, again and again."""
-    left = set(range(len(graph.durations_us)))
-    while free := {node for node in left if not any(before in left for before, _ in graph.inputs(node))}:
-        left -= free
-    return bool(left)
-
-
-@st.composite
-def served_graphs(draw: st.DrawFn) -> tuple[TaskGraph, dict[int, tuple[int, ...]]]:
-    """A graph, and of some nodes the servers. What is served takes time."""
-    graph = draw(graphs())
-    which = st.lists(st.integers(0, 2), max_size=2, unique=True).map(tuple)
-    servers = {node: draw(which) for node in range(len(graph.durations_us))}
-    served = {node: found for node, found in servers.items() if found}
-    durations = [max(us, 1) if node in served else us for node, us in enumerate(graph.durations_us)]
-    return replace(graph, durations_us=durations), served
-
-
-@given(served_graphs())
-@settings(max_examples=some(300))
-def test_who_comes_first_is_served_first(given_graph: tuple[TaskGraph, dict[int, tuple[int, ...]]]) -> None:
-    graph, served = given_graph
-    earliest = graph.first_come(served)
-    starts, ends = earliest.starts_us, earliest.ends_us
-    ready = [max([0, *(ends[before] + lag for before, lag in inputs)]) for inputs in inputs_of(graph)]
-    for node, duration in enumerate(graph.durations_us):
-        assert ends[node] == starts[node] + duration
-        others = [other for other in served if other != node and {*served[other]} & {*served.get(node, ())}]
-        earlier = [other for other in others if (ready[other], other) < (ready[node], node)]
-        assert starts[node] == max([ready[node], *(ends[other] for other in earlier)])
-    position = {node: i for i, node in enumerate(earliest.sequence)}
-    assert len(position) == len(graph.durations_us)
-    assert all(position[before] < position[node] for node, edges in enumerate(inputs_of(graph)) for before, _ in edges)
 
 
 def test_a_cycle_beside_servers_is_found() -> None:

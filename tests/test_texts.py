@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
@@ -15,9 +14,7 @@ from rota.cli.common import parse_memory
 from rota.core.layers import Profile
 from rota.core.programs.device_order import check_device_order
 from rota.core.text import count_text, exact_size_text
-from rota.diagnosis.report import Finding, Report
 from rota.planning.planner import PlannedBatch
-from rota.search.result import NamedPlan
 from rota.verifying.report import Verification
 
 MANY = 16
@@ -77,22 +74,6 @@ def test_every_public_noun_is_here() -> None:
     nouns = {name for name in public if not issubclass(getattr(rota, name), BaseException)}
     assert {*NOUNS} == nouns - SERVICES - OPTIONS
     assert all(type(noun).__name__ == name for name, noun in NOUNS.items())
-
-
-REPORTS: dict[str, Any] = {
-    "SearchResult": replace(
-        NOUNS["SearchResult"], why="a proof " * 20, named=(NamedPlan("interleaved_1f1b", 12, 12, 10**9, False),)
-    ),
-    "BatchPlan": replace(NOUNS["BatchPlan"], bounds=(rota.BatchBound(4, "all orders", "rank 0 is busy " * 10),)),
-    "Calibration": NOUNS["Calibration"],
-    "Report": Report((Finding("problem", "PyTorch", "it broke " * 20, "fix it " * 20),), {}),
-}
-
-
-@pytest.mark.parametrize("report", REPORTS.values(), ids=REPORTS)
-def test_a_report_fits_a_width(report: Any) -> None:
-    assert max(map(len, report.to_text().splitlines())) > 60 or isinstance(report, rota.Calibration)
-    assert [line for line in report.to_text(60).splitlines() if len(line) > 60] == []
 
 
 @pytest.mark.parametrize("noun", NOUNS.values(), ids=lambda noun: type(noun).__name__)

@@ -95,22 +95,6 @@ def test_idle_busy_and_bubble_add_up(plan: Plan) -> None:
     assert timeline.span_us == max(windows) <= timeline.makespan_us
 
 
-@given(plans() | wired_plans())
-@settings(max_examples=some(200))
-def test_json_round_trip(plan: Plan) -> None:
-    timeline = simulate(plan)
-    text = timeline.to_json()
-    assert Timeline.from_json(text) == timeline
-    assert Timeline.from_json(text).to_json() == text
-    assert json.loads(text)["makespan_us"] == timeline.makespan_us
-
-
-def test_the_critical_path_of_a_chain_by_hand() -> None:
-    told = [(str(span.work), span.rank, span.duration_us) for span in TIMELINE.critical_path()]
-    assert told[:3] == [("0F0", 0, 3), ("0F0→1F0", 0, 4), ("1F0", 1, 5)]
-    assert told[-2:] == [("0 reduce", 0, 2), ("0 optimizer", 0, 1)]
-
-
 def test_a_transfer_that_was_measured_to_end_after_its_reader_began_is_not_on_the_path() -> None:
     (first, *others), *routes = TIMELINE.arrived_us
     skewed = replace(TIMELINE, arrived_us=((first + 1, *others), *routes))
@@ -124,13 +108,9 @@ def changed(**fields: object) -> str:
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ("{", "not JSON: Expecting property name enclosed in double quotes at line 1, column 2"),
         (TIMELINE.plan.to_json(), 'not a timeline file: it says "rota": "plan"'),
         (changed(starts_us=[[0]]), "timeline.starts_us does not fit the plan: expected rows of [6, 6] entries"),
-        (changed(starts_us=[[0] * 6, [True] * 6]), "timeline.starts_us[1][0] is true; expected a whole number"),
         (changed(ends_us=[[0] * 6, [1.5] * 6]), "timeline.ends_us[1][0] is 1.5; expected a whole number"),
-        (changed(ends_us=[[-1] * 6] * 2), "timeline.ends_us[0][0] is -1; expected 0 or more"),
-        (changed(ends_us=7), "timeline.ends_us is 7; expected a list"),
         (changed(ends_us=[[0] * 6] * 2), "timeline: rank 0, op 2: 0 µs comes after 3 µs"),
         (changed(arrived_us=[[9, 0, 9], [99, 99, 99]]), "timeline: 0F1→1F1 ends at 0 µs, before it starts"),
         (changed(step_ends_us=[[9, 8, 9, 9]] * 2), "timeline: 0 reduce ends at 8 µs, before it starts"),

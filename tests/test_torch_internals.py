@@ -379,10 +379,9 @@ def private_uses(source: str) -> list[str]:
             private = (p for p in paths if p.startswith("torch.") and ("._" in p or p.split(".")[-1] in _TYPES))
             found += [path for path in private if not path.startswith("torch.__")]
         elif isinstance(node, ast.Attribute):
-            whole = ast.unparse(node)
-            of_torch = whole.startswith(("torch.", "dist.")) and node.attr[0] == "_" and node.attr[:2] != "__"
-            if of_torch or node.attr in _ATTRIBUTES:
-                found.append(whole)
+            is_private = node.attr[0] == "_" and node.attr[:2] != "__"
+            if node.attr in _ATTRIBUTES or (is_private and ast.unparse(node).startswith(("torch.", "dist."))):
+                found.append(ast.unparse(node))
         elif isinstance(node, ast.Constant) and node.value in _TYPES:
             found.append(str(node.value))
     return found

@@ -171,16 +171,6 @@ def test_every_microsecond_has_the_cause_that_the_definitions_give(plan: Plan, s
 # --- by hand ----------------------------------------------------------------------------------------------------------
 
 
-def test_warm_up_waiting_and_drain() -> None:
-    #  rank 0  0F0 .  .  .  .  0B0 0B0
-    #  rank 1  .   1F0 1B0 1B0 .  .          a link that takes 1 µs each way is drawn as nothing here
-    assert told(idle(simulate(plan_of("0F0 0B0", "1F0 1B0")))) == [
-        "0 1-4 waiting 1B0",
-        "1 0-1 warm-up 0F0",
-        "1 4-6 drain 0B0",
-    ]
-
-
 def test_waiting_for_a_shared_link_is_told_apart_from_the_transfer() -> None:
     tasks = tuple(Task(stage, Kind.F, (stage,), 3) for stage in range(3))
     host = SharedLink("host", 4, (0,), (1, 2))
@@ -189,13 +179,6 @@ def test_waiting_for_a_shared_link_is_told_apart_from_the_transfer() -> None:
     text = explain(plan).to_text()
     assert "link      an input waits for a link that others are using" in text
     assert "rank 2: 2 µs while 0F→2F waits for a shared link" in text
-
-
-def test_an_op_that_was_ready_and_would_have_been_done_in_time_is_a_matter_of_order() -> None:
-    assert told(idle(simulate(plan_of("0F0 0B0 0F1 0B1", "1F0 1B0 1F1 1B1"))))[0] == "0 1-4 order 1B0 | 0F1"
-    long = Costs((4, 1), (2, 2))  # 0F1 would delay 0B0
-    plan = plan_of("0F0 0B0 0F1 0B1", "1F0 1B0 1F1 1B1", costs=long)
-    assert told(idle(simulate(plan)))[0] == "0 4-7 waiting 1B0"
 
 
 def test_an_op_that_was_ready_but_would_not_fit_is_a_matter_of_memory() -> None:
@@ -339,18 +322,6 @@ def test_only_whole_layers_are_moved(num_layers: tuple[int, ...], advice: set[st
     assert (command in explain(plan).to_text().split("\n")) is bool(advice)
 
 
-def test_the_work_of_each_rank_is_shown_beside_its_idle_time() -> None:
-    lines = explain(uneven_plan()).to_text(60).split("\n")
-    first = next(i for i, line in enumerate(lines) if line.startswith("  rank   work   idle"))
-    assert [line.split()[:2] for line in lines[first + 1 : first + 5]] == [
-        ["0", "91%"],
-        ["1", "91%"],
-        ["2", "91%"],
-        ["3", "127%"],
-    ]
-    assert max(map(len, lines)) <= 60
-
-
 @pytest.mark.parametrize(
     ("limit_bytes", "words"),
     [
@@ -392,27 +363,3 @@ def test_names_of_ops_and_transfers_have_a_key() -> None:
     assert "\n  (1B: backward of stage 1)\n" in explain(uneven_plan()).to_text()
     tasks = {stretch.waits_for: stretch.tasks for stretch in explain(plan).worst}
     assert (tasks["1B"], tasks["1B→0B"]) == (((1, Kind.B),), ((1, Kind.B), (0, Kind.B)))
-
-
-def test_step_ends_name_no_op() -> None:
-    costs = replace(Costs.uniform(2, 100, 200), reduce_us=(50, 500), optimizer_us=(5, 5))
-    worst = explain(schedules.gpipe(place(costs, Cluster.uniform(2)), 2)).worst
-    ends = [stretch for stretch in worst if stretch.waits_for.startswith("stage ")]
-    assert ends
-    assert all(stretch.tasks == () for stretch in ends)
-
-
-def test_a_step_without_idle_time_says_so() -> None:
-    assert (
-        explain(schedules.gpipe(place(Costs.uniform(1), Cluster.uniform(1)), 4)).to_text().endswith("No rank is idle.")
-    )
-
-
-def test_16384_ops_take_time_in_proportion() -> None:
-    """Not timed: a quarter of the micro-batches makes a quarter of the stretches, of which each takes as long."""
-    cluster = Cluster.uniform(64, latency_us=5)
-    placement = place(Costs.uniform(64, 100, 200, boundary_bytes=100), cluster)
-    few, many = (simulate(schedules.one_f_one_b(placement, number)) for number in (32, 128))
-    assert many.plan.num_ops == 16_384
-    assert_whole(many, idle(many))
-    assert len(idle(many)) < 5 * len(idle(few))

@@ -38,25 +38,6 @@ def model(num_stages: int, split: bool, seed: int = 0) -> SizeModel:
     )
 
 
-@pytest.mark.parametrize("split", [False, True])
-@pytest.mark.parametrize(("place", "stages"), [(rota.place, 3), (rota.interleaved, 6), (rota.wave, 6)])
-def test_figures_are_those_of_the_placement_of_each_size(place, stages: int, split: bool) -> None:  # type: ignore[no-untyped-def]
-    sizes = [Size.padded([3, 9, 4]), Size(1, 1), Size.packed([30, 2])]
-    cluster = Cluster.uniform(3, 10_000, latency_us=2, bytes_per_us=3)
-    costs = model(stages, split)
-    layout = Layout.of(costs, cluster, place)
-    problem = layout.problem(sizes)
-    for m, size in enumerate(sizes):
-        placement = place(costs.costs(size), cluster)
-        tasks = [placement.tasks[i] for i in layout.sorted_tasks]
-        assert problem.durations_us[m].tolist() == [task.duration_us for task in tasks]
-        assert problem.held_bytes[m].tolist() == [task.held_bytes for task in tasks]
-        assert problem.peak_bytes[m].tolist() == [task.peak_bytes for task in tasks]
-        assert problem.edge_bytes[m].tolist() == [edge.num_bytes for edge in placement.edges]
-        lags = {(route.source, route.target): route.duration_us for route in placement.routes}
-        assert problem.lags_us[m].tolist() == [lags.get(edge[:2], 0) for edge in placement.edges]
-
-
 @settings(max_examples=some(25))
 @given(st.data())
 def test_random_batches(data: st.DataObject) -> None:
@@ -144,12 +125,3 @@ def test_replicas_get_batches_of_about_the_same_time() -> None:
         assert plan.sizes == tuple(Size.padded([lengths[i] for i in group]) for group in plan.groups)
     with pytest.raises(SearchError, match="at least one"):
         rota.plan_replicas(costs, Cluster.uniform(3), [5], 2)
-
-
-def test_the_text_says_what_each_bound_is_proven_among() -> None:
-    found = rota.plan_batch(model(3, False), Cluster.uniform(3, 4_000), [*range(1, 40)], tries=20)
-    text = found.to_text()
-    assert "39 samples" in text
-    assert "all orders of this grouping" in text
-    assert "this sequence of micro-batches on all ranks" in text
-    assert 0 <= found.gap <= found.gap_of_all_orders

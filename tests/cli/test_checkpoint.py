@@ -116,7 +116,6 @@ def test_verify_finds_what_does_not_belong_together(
     text = path.read_text()
     for was, becomes, told in (
         ('"0.linear.weight": 1', '"0.linear.weight": 2', "0.linear.weight#0 has no tensor"),
-        ('"1.scale": 1', '"1.scale": 1, "ghost": 1', "ghost has no tensor"),
         ('"1.scale": 1', '"1.scale": 1, "ghost": 1000000000000', "ghost#0 has no tensor"),
         ('"1.scale": 1,', "", '"model/1.scale" is a tensor that nothing uses'),
     ):
@@ -133,8 +132,6 @@ def test_verify_finds_what_does_not_belong_together(
     [
         ("[6, 6], [0, 0], [6, 6]]", "[6, 7], [0, 0], [6, 6]]", "no parts cover "),
         ("[6, 6], [0, 0], [6, 6]]", "[6, 6], [1, 0], [6, 6]]", "expected offsets and sizes inside of the tensor"),
-        ("[6, 6], [0, 0], [6, 6]]", "[6, 6], [0], [6, 6]]", "expected offsets and sizes inside of the tensor"),
-        ("[6, 6], [0, 0], [6, 6]]", "[6, 6], [0, 0], [6, true]]", "expected a whole number"),
         ("[6, 6], [0, 0], [6, 6]]", "[6, 6], [0, 0], [5, 6]]", "its tensors do not fill"),
         ('"float64"', '"float32"', "its tensors do not fill"),
         ('"float64"', '"Tensor"', "expected a dtype that PyTorch has"),

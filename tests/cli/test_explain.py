@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import subprocess
 import sys
 from pathlib import Path
 
@@ -20,7 +19,6 @@ from rota.core.placing import place
 from rota.core.plan import Plan
 from rota.core.simulation import simulate
 from rota.core.timeline import Timeline
-from rota.drawing import to_chrome_trace
 from support.measured import measured_like
 
 PLAN = schedules.one_f_one_b(place(Costs((100, 140), (200, 280)), Cluster.uniform(2, latency_us=9)), 4)
@@ -42,14 +40,6 @@ def test_explain_says_why_against_the_timelines_own_plan(
     assert (code, out) == (0, explain(MEASURED, PLAN).to_text() + COUNTED)
     assert "slower" in out
     assert run(capsys, "explain", measured_file, "--cores", 1)[1] == explain(MEASURED, PLAN, 1).to_text() + COUNTED
-
-
-def test_check_tells_the_plan_s_makespan_and_the_measured_one(
-    measured_file: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    out = run(capsys, "check", measured_file)[1]
-    assert f"makespan {simulate(PLAN).makespan_us:,} µs" in out
-    assert f"the measured step took {MEASURED.makespan_us:,} µs" in out
 
 
 def test_which_step_a_measured_timeline_has_is_told(
@@ -135,24 +125,12 @@ def test_what_is_no_trace_is_told(measured_file: Path, tmp_path: Path, capsys: p
     code, out, error = run(capsys, "import", "trace", measured_file)
     assert (code, out, error.count("\n")) == (2, "", 1)
     assert "measured.json: not a trace of torch.profiler" in error
-    code, _, error = run(capsys, "import", "trace", measured_file, "-o", tmp_path / "absent" / "x.json")
-    assert code == 2
-    assert "its folder does not exist" in error
-
-
-def test_show_writes_a_trace_for_perfetto(
-    measured_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    code, out, _ = run(capsys, "show", measured_file, "-o", tmp_path / "trace.json")
-    assert (code, out) == (0, f"Wrote {tmp_path / 'trace.json'}.\n")
-    assert (tmp_path / "trace.json").read_text() == to_chrome_trace(MEASURED)
 
 
 @pytest.mark.parametrize(
     ("terminal", "no_color", "term", "colored"),
     [
         (True, None, "xterm", True),
-        (True, "", "xterm", True),
         (True, "1", "xterm", False),
         (True, None, "dumb", False),
         (False, None, "xterm", False),
@@ -173,8 +151,3 @@ def test_color_where_there_is_one_and_the_user_did_not_say_no(
     if no_color is not None:
         monkeypatch.setenv("NO_COLOR", no_color)
     assert ("\x1b[" in run(capsys, "show", measured_file)[1]) == colored
-
-
-def test_importing_traces_needs_no_torch() -> None:
-    code = "import sys, rota.interop; rota.interop.import_traces; sys.exit('torch' in sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=200)

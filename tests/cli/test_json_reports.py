@@ -62,31 +62,11 @@ def test_plans(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.usefixtures("folder")
-def test_layouts_of_other_trainers(capsys: pytest.CaptureFixture[str]) -> None:
-    exported = report(capsys, "export", "megatron", "plan.json", "--boundaries", "0,3,4,6", "-o", "layout.txt")
-    assert exported["layout"] == Path("layout.txt").read_text().strip()
-    imported = report(capsys, "import", "megatron", "layout.txt", "--ranks", "3", "--microbatches", "4")
-    assert (imported["boundaries"], imported["num_microbatches"]) == ([0, 3, 4, 6], 4)
-    assert len(imported["contents"]) == 3
-    exported = report(capsys, "export", "deepspeed", "plan.json", "--boundaries", "0,3,4,6", "-o", "parts.json")
-    assert exported["boundaries"] == [0, 3, 4, 6]
-    imported = report(capsys, "import", "deepspeed", "parts.json", "--microbatches", "4")
-    assert imported["boundaries"] == [0, 3, 4, 6]
-
-
-@pytest.mark.usefixtures("folder")
 def test_profiles(capsys: pytest.CaptureFixture[str]) -> None:
     Path("model.py").write_text(MODEL)
     profile = report(capsys, "profile", "model.py", "--device", "h100", "--rows", "1,2", "-o", "profile.json")
     assert [layers["rows"] for layers in profile["layers"]] == [1, 2]
     assert profile["layers"][0]["forward_us"] == list(Profile.from_json(Path("profile.json").read_text())[1].forward_us)
-
-
-@pytest.mark.usefixtures("folder")
-def test_pytorchs_engine(capsys: pytest.CaptureFixture[str]) -> None:
-    Path("plan.csv").write_text(PLAN.to_csv(communication=True))
-    checked = report(capsys, "check", "plan.csv", "--torch")
-    assert (checked["torch_kernels"] > 0, checked["torch_derives_messages"]) == (True, False)
 
 
 @pytest.mark.usefixtures("folder")

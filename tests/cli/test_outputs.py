@@ -45,15 +45,12 @@ def files(capsys: pytest.CaptureFixture[str]) -> None:
     [
         "plan gpipe --ranks 2 --microbatches 2 -o there.json",
         "show plan.json --timeline there.json",
-        "show plan.json -o there.html",
         "compare plan.json measured.json -o there.svg",
         "run --timeline there.json plan.json train.py",
         "import trace trace.json -o there.json",
-        "plan search --frontier --ranks 2 -o there.png",
         "checkpoint export run -o there.safetensors",
         "demo -o there",
         "calibrate measured.json --costs there.json",
-        "export megatron plan.json --boundaries 0,2,4,6 -o there.txt",
     ],
 )
 @pytest.mark.usefixtures("files")
@@ -76,13 +73,10 @@ def test_what_is_there_is_written_over_by_force_alone(command: str, capsys: pyte
 @pytest.mark.parametrize(
     "command",
     [
-        "plan search --ranks 2 --microbatches 2 -o PLACE/x.json",
         "autoplan model.py --ranks 2 --batch 2 -o PLACE/x.json",
         "show plan.json --bound -o PLACE/x.html",
-        "compare plan.json measured.json -o PLACE/x.html",
         "calibrate measured.json --costs PLACE/x.json",
         "plan search --frontier --ranks 2 -o PLACE/x.png",
-        "run --timeline PLACE/x.json plan.json train.py",
         "import trace trace.json -o PLACE/x.json",
         "export megatron plan.json -o PLACE/x.txt",
         "checkpoint export run -o PLACE/x.safetensors",
@@ -124,10 +118,7 @@ def test_force_does_not_write_over_what_the_command_reads(capsys: pytest.Capture
         ("plan 1f1b --ranks 3 --microbatches 4 -o plan.html", "not as plan.html; `rota show` draws pictures"),
         ("show plan.json --timeline x.csv", "a timeline is written as .json, not as x.csv; `rota show` draws pictures"),
         ("import trace trace.json -o x.html", "a timeline is written as .json, not as x.html"),
-        ("run --timeline x.PNG plan.json train.py", "a timeline is written as .json, not as x.PNG"),
         ("compare measured.json plan.json", "give the plan first, as in `rota compare plan.json measured.json`"),
-        ("compare measured.json planned.json", "measured.json has measured times, and planned.json has planned times"),
-        ("show absent/plan.json", "cannot read absent/plan.json: No such file or directory; check the path"),
         (f"show plan.json --timeline {'x' * 300}.json", "File name too long"),
     ],
 )
@@ -177,12 +168,6 @@ def test_links_are_followed_and_modes_are_the_usual_ones() -> None:
 
 
 @pytest.mark.usefixtures("files")
-def test_no_file_is_written_over_that_is_none(capsys: pytest.CaptureFixture[str]) -> None:
-    assert rota(capsys, "show plan.json --timeline /dev/null")[0] == 0
-    assert Path("/dev/null").is_char_device()
-
-
-@pytest.mark.usefixtures("files")
 def test_a_pipe_is_written_into(capsys: pytest.CaptureFixture[str]) -> None:
     reader, writer = os.pipe()
     assert rota(capsys, f"export megatron plan.json --boundaries 0,1,2,3 -o /dev/fd/{writer}")[0] == 0
@@ -205,9 +190,7 @@ def test_two_things_do_not_go_into_one_file(capsys: pytest.CaptureFixture[str]) 
 @pytest.mark.parametrize(
     ("command", "code"),
     [
-        ("plan 1f1b --ranks 3 --microbatches 4 -o written.json", 0),
         ("show plan.json --timeline written.json", 0),
-        ("calibrate measured.json --costs written.json", 0),
         ("check refused.csv", 1),  # nothing is written, and the exit code is that of the check
     ],
 )

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rota import FormatError, Size, SizeModel, split
+from rota import Size, SizeModel, split
 from rota.cli import main
 from rota.core.layers import Profile
 from rota.planning.model_file import load_model_file, profile_file
@@ -140,9 +140,6 @@ def test_the_cache_is_used_and_refreshed(model: Path, tmp_path: Path, capsys: py
     assert "optimizer was" not in file.read_text() != before
 
 
-LAYERS = "nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))"
-
-
 @pytest.mark.parametrize(
     ("source", "told"),
     [
@@ -150,10 +147,7 @@ LAYERS = "nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))"
             MODEL.replace("def make_batch", "def batches"),
             "no function make_batch; it needs:\n    def make_model",
         ),
-        ("import nothing_there", "cannot be run: ModuleNotFoundError: No module named 'nothing_there' (line 1)"),
         (MODEL.replace("nn.Linear(4, 8)", "nn.Linear(4, -8)"), "make_model failed: RuntimeError: "),
-        (MODEL.replace("return nn.Sequential", "return str"), "make_model failed: TypeError"),
-        (MODEL.replace(LAYERS, "3"), "make_model returned a int; return an nn.Module"),
         (MODEL.replace("return torch.zeros(rows, 4), ", "return "), "make_batch(2) did not return a pair"),
         (MODEL.replace("torch.zeros(rows, 4)", "torch.zeros(3, 4)"), "the batch for 2 rows has 3; return 2"),
     ],
@@ -187,30 +181,17 @@ def test_times_that_say_nothing_are_told(
 
 def test_options_that_do_not_belong_are_refused(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for arguments, told in (
-        ((model, "--processes", 3), "--processes is for `rota profile links`"),
         (("links", "--rows", "2"), "--rows is for a model"),
         (
             ("links", "--device", "h100"),
             "device 'h100': PyTorch finds no accelerator on this machine; give auto or cpu",
         ),
         ((model, "--device", "h10"), "did you mean h100?"),
-        (
-            (model, "--device", "xpu:1"),
-            "device 'xpu:1': PyTorch finds none on this machine; give cpu, or one to estimate for",
-        ),
-        (("nowhere.py",), "cannot read nowhere.py"),
     ):
         code, out, error = run(capsys, *arguments)
         assert code in (1, 2)
         assert out == ""
         assert told in error
-
-
-def test_a_file_that_is_no_python(tmp_path: Path) -> None:
-    path = tmp_path / "model.txt"
-    path.write_text(MODEL)
-    with pytest.raises(FormatError, match=r"is not a Python file; give one that ends in \.py"):
-        load_model_file(str(path))
 
 
 def test_a_file_may_import_its_neighbours(model: Path) -> None:

@@ -91,21 +91,6 @@ def refused(
     return code, error
 
 
-def run_script(folder: Path, body: str) -> subprocess.CompletedProcess[str]:
-    write_plan(folder)
-    (folder / "train.py").write_text(SCRIPT.format(body=body))
-    return rota(folder, "run", "plan.json", "train.py", "hello")
-
-
-def test_a_device_that_is_not_there_starts_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    write_plan(tmp_path)
-    code, error = refused(tmp_path, monkeypatch, capfd, "--device", "gaudi", "plan.json", "train.py")
-    assert (code, error.count("\n")) == (2, 1)
-    assert "device 'gaudi': " in error
-
-
 def test_every_option_after_the_script_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -220,7 +205,6 @@ def test_the_page_on_meshes_does_what_it_says(pool: Pool, tmp_path: Path) -> Non
     ("options", "told"),
     [
         (["--mesh", "pp=3"], "--mesh pp=3: plan.json is for 2 ranks; leave pp out"),
-        (["--mesh", "pp=2,dp=0"], "'pp=2,dp=0' is not a mesh: 'dp=0' is wrong; write, for example, pp=4,dp=2,tp=1"),
     ],
 )
 def test_a_mesh_that_does_not_fit(

@@ -11,7 +11,6 @@ import pytest
 
 from cli.test_cli import run
 from rota import Costs, Plan, check, simulate
-from rota.cli import screen
 from rota.cli.files import read_plan
 
 pytestmark = pytest.mark.usefixtures("time_is_work")
@@ -31,7 +30,7 @@ def test_plan_search_writes_what_it_proves(tmp_path: Path, capsys: Capsys) -> No
     assert simulate(plan).makespan_us == 2700
 
 
-@pytest.mark.parametrize(("shape", "num_stages"), [("v", 4), ("m", 5), ("nn", 6), ("k", 5), ("x", 8), ("wave", 8)])
+@pytest.mark.parametrize(("shape", "num_stages"), [("v", 4), ("k", 5), ("wave", 8)])
 def test_shapes(shape: str, num_stages: int, tmp_path: Path, capsys: Capsys) -> None:
     path = tmp_path / "plan.json"
     arguments = ("--shape", shape, "--ranks", 4, "--microbatches", 6, "--time-limit", 1, "-o", path)
@@ -95,19 +94,14 @@ def test_default_costs_distort_nothing(tmp_path: Path, capsys: Capsys) -> None:
     ("arguments", "code", "told"),
     [
         ("plan search --microbatches 4", 2, "how many stages? give --ranks, --stages or --costs"),
-        ("plan search --ranks 3 --shape k --microbatches 4", 2, "even number of ranks"),
         ("plan search --ranks 3 --microbatches 4 --time-limit 0", 2, "'--time-limit': 0.0 is not in the range"),
-        ("plan search --ranks 3 --microbatches 4 --limit 0B", 1, "rank 0 needs at least 1000 bytes"),
         ("plan 1f1b --ranks 3 --microbatches 4 --objective span", 2, "--objective is for `rota plan search`"),
-        ("plan serch --ranks 3 --microbatches 4", 2, "did you mean search?"),
-        ("plan search --frontier --ranks 2 -o nowhere/f.png", 2, "cannot write nowhere/f.png"),
         ("plan 1f1b --frontier --ranks 2", 2, "--frontier is for `rota plan search`; leave it out for 1f1b"),
         (
             "plan search --frontier --ranks 2 --microbatches 4",
             2,
             "--microbatches is of one plan, but --frontier",
         ),
-        ("check nothing.json --bound", 2, "cannot read nothing.json"),
     ],
 )
 def test_errors(arguments: str, code: int, told: str, capsys: Capsys) -> None:
@@ -117,19 +111,11 @@ def test_errors(arguments: str, code: int, told: str, capsys: Capsys) -> None:
     assert len(err.strip().splitlines()) == 1
 
 
-@pytest.mark.parametrize("shape", ["k", "wave", "x"])
+@pytest.mark.parametrize("shape", ["k", "x"])
 def test_shapes_are_told_as_typed(shape: str, capsys: Capsys) -> None:
     code, _, err = run(capsys, "plan", "search", "--shape", shape, "--ranks", 3, "--stages", 4, "--microbatches", 4)
     assert code == 2
     assert err.startswith(f"rota plan: error: --shape {shape}: ")
-
-
-def test_progress_fits_into_the_terminal(monkeypatch: pytest.MonkeyPatch, capsys: Capsys) -> None:
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    monkeypatch.setattr(screen, "_columns", lambda: 20)
-    with screen.progress_line() as show:
-        show("x" * 100)
-    assert capsys.readouterr().err == "\r\x1b[K" + "x" * 19 + "\r\x1b[K"
 
 
 @pytest.mark.parametrize("module", ["rota.schedules", "numba.core.types", "ortools.sat.python.cp_model"])

@@ -38,10 +38,6 @@ HOST = SharedLink("host a", 40, (0, 1), (0, 1))
             Cluster((None, None), Link(5, 100), shared=(HOST,)),
             "Included in the times: latency (5 µs), rate (100 MB/s), host a (2 ranks share 40 MB/s).",
         ),
-        (
-            Cluster((None, None), shared=(HOST,)),
-            "Included in the times: host a (2 ranks share 40 MB/s).",
-        ),
     ],
 )
 def test_what_a_plan_counts(cluster: Cluster, line: str) -> None:
@@ -118,13 +114,6 @@ def test_links_that_do_not_fit_are_refused(
     links.write_text(Cluster.uniform(2).to_json())
     code, _, errors = run(capsys, "plan", "1f1b", "--microbatches", "4", *options, links)
     assert (code != 0, told in errors) == (True, True)
-
-
-def test_how_far_measured_times_are_apart_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    costs = tmp_path / "costs.json"
-    costs.write_text(Costs.uniform(2, 100, 200, spread_us=(9, 30)).to_json())
-    said = run(capsys, "plan", "1f1b", "--ranks", "2", "--microbatches", "4", "--costs", costs)[1]
-    assert "The measured times of a stage vary by 10% at most (interquartile range)." in said
 
 
 def test_snapshots_that_costs_count_are_planned_and_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

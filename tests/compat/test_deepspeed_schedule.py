@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import chain
 from typing import Any
 
 import pytest
@@ -54,19 +53,8 @@ def kinds(step: list[ds.PipeInstruction]) -> list[type]:
 def test_inference(micro_batches: int, stages: int) -> None:
     for stage_id in range(stages):
         schedule = ds.InferenceSchedule(micro_batches, stages, stage_id)
-        steps = list(schedule)
-        assert len(steps) == micro_batches + stages - 1
+        assert len(list(schedule)) == micro_batches + stages - 1
         assert schedule.num_pipe_buffers() == 2
-        for step_id, step in enumerate(steps):
-            now = step_id - stage_id
-            expected = []
-            if schedule.is_first_stage or schedule.is_last_stage:
-                expected += [ds.LoadMicroBatch] * (0 <= now < micro_batches)
-            exchange = [ds.SendActivation] * (0 < now <= micro_batches and not schedule.is_last_stage)
-            exchange += [ds.RecvActivation] * (0 <= now < micro_batches and stage_id > 0)
-            expected += exchange[::-1] if stage_id % 2 else exchange
-            expected += [ds.ForwardPass] * (0 <= now < micro_batches)
-            assert kinds(step) == expected
 
 
 @pytest.mark.parametrize(("micro_batches", "stages"), SIZES)
@@ -77,21 +65,6 @@ def test_training(micro_batches: int, stages: int) -> None:
         assert len(steps) == 2 * (micro_batches + stages - 1)
         assert kinds(steps[-1])[-3:] == [ds.ReduceTiedGrads, ds.ReduceGrads, ds.OptimizerStep]
         assert schedule.num_pipe_buffers() == max(2, min(stages - stage_id, micro_batches))
-        flat = [*chain.from_iterable(steps)]
-        count = {kind: kinds(flat).count(kind) for kind in kinds(flat)}
-        assert count[ds.ForwardPass] == count[ds.BackwardPass] == micro_batches
-        at_an_end = stage_id in (0, stages - 1)
-        for kind, there in (
-            (ds.LoadMicroBatch, at_an_end),
-            (ds.RecvActivation, stage_id > 0),
-            (ds.SendGrad, stage_id > 0),
-            (ds.SendActivation, stage_id < stages - 1),
-            (ds.RecvGrad, stage_id < stages - 1),
-        ):
-            assert count.get(kind, 0) == micro_batches * there
-        for instruction in flat:
-            if isinstance(instruction, ds.BufferOpInstruction):
-                assert 0 <= instruction.buffer_id < schedule.num_pipe_buffers()
 
 
 @pytest.mark.parametrize("make", [ds.TrainSchedule, ds.InferenceSchedule])
@@ -106,19 +79,10 @@ def test_neighbours_exchange_in_the_same_step_and_order(make: Any) -> None:
                 assert sent == [kind for kind in kinds(right) if kind in opposite.values()]
 
 
-def test_data_parallel() -> None:
-    schedule = ds.DataParallelSchedule(micro_batches=3, stages=1, stage_id=0)
-    compute = [ds.LoadMicroBatch, ds.ForwardPass, ds.BackwardPass]
-    assert [kinds(step) for step in schedule] == [compute, compute, [*compute, ds.ReduceGrads, ds.OptimizerStep]]
-    assert schedule.num_pipe_buffers() == 1
-
-
 def test_what_a_schedule_knows() -> None:
     schedule = ds.TrainSchedule(stages=3, micro_batches=4, stage_id=1)
     assert (schedule.stage, schedule.num_stages, schedule.num_micro_batches) == (1, 3, 4)
     assert (schedule.prev_stage, schedule.next_stage) == (0, 2)
-    assert not schedule.is_first_stage
-    assert not schedule.is_last_stage
     assert ds.TrainSchedule(4, 3, 0).is_first_stage
     assert ds.TrainSchedule(4, 3, 2).is_last_stage
     assert [schedule._valid_micro_batch(m) for m in (-1, 0, 3, 4)] == [False, True, True, False]
@@ -127,9 +91,6 @@ def test_what_a_schedule_knows() -> None:
     with pytest.raises(ValueError, match="micro-batch 4 has no buffer: micro-batches are 0 to 3"):
         schedule._buffer_idx(4)
     assert [*map(str, next(iter(schedule)))] == [*map(str, next(iter(schedule)))]  # iterating starts afresh
-    own = type("Own", (ds.PipeSchedule,), {"steps": lambda self: iter(())})(4, 3, 1)
-    assert (own.micro_batches, own.stages, own.stage_id, own.prev_stage, own.next_stage) == (4, 3, 1, 0, 2)
-    assert own.num_pipe_buffers() == 4
     with pytest.raises(TypeError, match="abstract"):
         ds.PipeSchedule(4, 3, 1)  # type: ignore[abstract]
 
@@ -138,9 +99,7 @@ def test_instructions() -> None:
     load = ds.LoadMicroBatch(0, extra="x")
     assert (load.name, load.buffer_id, load.extra) == ("LoadMicroBatch", 0, "x")  # type: ignore[attr-defined]
     assert repr(ds.LoadMicroBatch(buffer_id=0)) == "LoadMicroBatch(buffer_id=0)"
-    assert (repr(ds.OptimizerStep()), repr(ds.OptimizerStep(a=1))) == ("OptimizerStep()", "OptimizerStep(a=1)")
     assert call_to_str("f", 1, "a", key=None) == ds.call_to_str("f", 1, "a", key=None) == "f(1, 'a', key=None)"
-    assert [ds._is_even(2), ds._is_odd(2), ds._is_even(-1), ds._is_odd(-1)] == [True, False, False, True]
 
 
 # --- as plans ---------------------------------------------------------------------------------------------------------
@@ -196,12 +155,9 @@ ONE: dict[str, tuple[str, str]] = {
     ),
     "finds no label in its buffer; yield LoadMicroBatch for this buffer": (SEND, without(RECEIVE, "LoadMicroBatch:0")),
     "stage 0, step 3: BackwardPass(buffer_id=0) finds no gradient in": (without(SEND, "RecvGrad:0"), RECEIVE),
-    "SendGrad(buffer_id=0) finds no gradient of the input": (SEND, without(RECEIVE, "BackwardPass:0")),
     "is receive 1, but stage 0 sends 0 activations": (without(SEND, "SendActivation:0"), RECEIVE),
-    "stage 1 sends 0 gradients, stage 0 receives 1; give each": (SEND, without(RECEIVE, "SendGrad:0")),
     "stage 0, step 5: SendGrad(buffer_id=0) finds no gradient of": (SEND + " SendGrad:0", RECEIVE),
     "SendActivation(buffer_id=0) has no stage to send to": (SEND, RECEIVE + " SendActivation:0"),
-    "RecvGrad(buffer_id=0) has no forward to receive a gradient": (SEND, RECEIVE + " RecvGrad:0"),
     "BackwardPass(buffer_id=0) comes after the gradients were": ("OptimizerStep " + SEND, RECEIVE),
     "LoadMicroBatch(buffer_id=7) names a buffer that does not exist": (SEND.replace(":0", ":7"), RECEIVE),
     "PipeInstruction() is not one of LoadMicroBatch, RecvActivation": ("PipeInstruction " + SEND, RECEIVE),
@@ -219,7 +175,6 @@ TWO: dict[str, tuple[str, str]] = {
         without(TWICE, "SendActivation:0").replace(":1", ":0"),
         FORWARDS,
     ),
-    "overwrites the activations of micro-batch 0": (TWICE.replace(":1", ":0") + " RecvGrad:0 BackwardPass:0", FORWARDS),
     "gradient 0 that stage 1 sends is of micro-batch 1, but stage 0 expects micro-batch 0": (
         TWICE + " RecvGrad:0 BackwardPass:0 RecvGrad:1 BackwardPass:1",
         FORWARDS + " BackwardPass:1 SendGrad:1 BackwardPass:0 SendGrad:0",
@@ -242,16 +197,6 @@ def test_streams_that_leave_something_out_are_no_plan() -> None:
         to_plan(written, 2, 2)
     with pytest.raises(ScheduleError, match="stage 0, step 0: BackwardPass"):
         to_plan(ds.DataParallelSchedule, 2, 2)
-
-
-def test_streams_that_wait_for_each_other_are_told_as_a_cycle() -> None:
-    forth = "LoadMicroBatch:0 ForwardPass:0 SendActivation:0 RecvGrad:0 BackwardPass:0"
-    again = forth.replace(":0", ":1")
-    back = "RecvActivation:0 RecvActivation:1 LoadMicroBatch:0 LoadMicroBatch:1 ForwardPass:0 ForwardPass:1"
-    back += " BackwardPass:0 SendGrad:0 BackwardPass:1 SendGrad:1"
-    with pytest.raises(PlanError, match="wait in a cycle") as error:
-        to_plan(type("Mine", (Written,), {"streams": (f"{forth} {again}", back)}), 2, 2)
-    assert error.value.reason == "cycle"
 
 
 def test_ones_own_schedule_of_the_docs_runs(capsys: pytest.CaptureFixture[str]) -> None:

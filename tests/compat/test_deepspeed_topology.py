@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import subprocess
-import sys
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -20,16 +16,9 @@ from rota.compat.deepspeed.topology import (
     PipeDataParallelTopology,
     PipeModelDataParallelTopology,
     ProcessTopology,
-    _prime_factors,
 )
 from rota.compat.deepspeed.utils import partition_balanced, partition_uniform, prefix_sum_inc
 from rota.core.errors import FormatError, SplitError
-
-
-def test_importing_the_door_loads_no_torch() -> None:
-    code = "import sys, rota.compat.deepspeed.schedule; print('torch' in sys.modules)"
-    assert subprocess.check_output([sys.executable, "-c", code], text=True, timeout=200).strip() == "False"
-
 
 # --- topology ---------------------------------------------------------------------------------------------------------
 
@@ -44,7 +33,6 @@ def test_ranks_count_row_by_row() -> None:
         assert coord == topology.ProcessCoord(rank // 12, rank // 4 % 3, rank % 4)
         assert topology.get_rank(**coord._asdict()) == rank
     assert topology.get_coord(rank=5).b == 1
-    assert str(ProcessTopology(["a"], [1])) == "{ProcessCoord(a=0): 0}"
 
 
 def test_ranks_that_match() -> None:
@@ -54,10 +42,8 @@ def test_ranks_that_match() -> None:
     assert topology.filter_match(pipe=1, data=1, model=1) == [7]
     assert topology.filter_match(data=5) == []
     assert topology.get_axis_list(axis="pipe", idx=1) == [4, 5, 6, 7]
-    assert topology.get_axis_list("data", 0) == [0, 1, 4, 5]
     assert topology.get_axis_comm_lists("pipe") == [[0, 4], [1, 5], [2, 6], [3, 7]]
     assert topology.get_axis_comm_lists("data") == [[0, 2], [1, 3], [4, 6], [5, 7]]
-    assert topology.get_axis_comm_lists("model") == [[0, 1], [2, 3], [4, 5], [6, 7]]
     assert topology.get_axis_comm_lists("no such axis") == []
     assert PipeDataParallelTopology(num_pp=3, num_dp=2).dims == [3, 2]
 
@@ -66,10 +52,6 @@ def test_ranks_as_text() -> None:
     topology = ProcessTopology(axes=["a", "b"], dims=[2, 2])
     assert [topology.get_rank_repr(rank) for rank in range(4)] == ["a_00-b_00", "a_00-b_01", "a_01-b_00", "a_01-b_01"]
     assert topology.get_rank_repr(rank=3, inner_sep="+", outer_sep="_x_") == "a+01_x_b+01"
-    topology = PipeModelDataParallelTopology(num_pp=2, num_mp=2, num_dp=2)
-    assert [topology.get_rank_repr(rank) for rank in (0, 7)] == ["model_00", "model_01"]
-    assert topology.get_rank_repr(5, omit_axes=["pipe"]) == "data_00-model_01"
-    assert topology.get_rank_repr(5, omit_axes=[]) == "pipe_01-data_00-model_01"
     assert PipeDataParallelTopology(2, 2).get_rank_repr(3) == ""
 
 
@@ -80,44 +62,24 @@ def test_what_is_not_there_is_told() -> None:
         (lambda: topology.get_rank(pipe=0, data=2), "outside of the topology's dims"),
         (lambda: topology.get_coord(4), "rank 4 is not in the topology: it has 0 to 3"),
         (lambda: topology.filter_match(model=0), "no axis 'model'; it has"),
-        (lambda: _prime_factors(0), "0 has no prime factors"),
     ):
         with pytest.raises(ValueError, match=told):
             ask()
 
 
-def test_prime_factors() -> None:
-    for number in range(1, 200):
-        factors = _prime_factors(number)
-        assert math.prod(factors) == number
-        assert factors == sorted(factors)
-        assert all(_prime_factors(factor) == [factor] for factor in factors)
-
-
 # --- cuts -------------------------------------------------------------------------------------------------------------
-
-BERT = [52559872, *[12596224] * 24, 0, 52559872]
 
 
 @pytest.mark.parametrize(
     ("weights", "num_parts", "boundaries"),
     [
-        ([1] * 10, 1, [0, 10]),
         ([1, 1], 4, [0, 1, 2, 2, 2]),
-        ([1] * 8, 4, [0, 2, 4, 6, 8]),
         ([0, 1, 2, 3, 3, 3], 4, [0, 3, 4, 5, 6]),
-        ([0.0, 1.1, 1.9, 3.0, 3.0, 3.0], 4, [0, 3, 4, 5, 6]),
         ([0.0, 1.1, 1.9, 3.0, 30.0], 2, [0, 4, 5]),
-        ([0.0, 1.1, 30, 3.0], 3, [0, 2, 3, 4]),
     ],
 )
 def test_balanced_parts(weights: list[float], num_parts: int, boundaries: list[int]) -> None:
     assert partition_balanced(weights, num_parts) == boundaries
-
-
-def test_bert_in_eight_parts() -> None:
-    boundaries = partition_balanced(BERT, 8)
-    assert max(sum(BERT[a:b]) for a, b in pairwise(boundaries)) == 52559872 + 0  # no part beyond its largest layer
 
 
 def test_uniform_parts_and_sums() -> None:
@@ -143,7 +105,6 @@ LAYERS: list[Any] = [
         ("uniform", [0, 2, 4, 6]),
         ("parameters", [0, 1, 3, 6]),
         ("type:linear", [0, 3, 5, 6]),
-        ("type:^(Embedding|LayerNorm)$", [0, 4, 6, 6]),
         ("type:relu", [0, 6, 6, 6]),
     ],
 )
@@ -216,7 +177,6 @@ def test_specs_that_do_not_fit(use: Any, told: str) -> None:
     ("config", "num_microbatches"),
     [
         ({}, 1),
-        ({"gradient_accumulation_steps": 4}, 4),
         ({"train_batch_size": 32, "train_micro_batch_size_per_gpu": 4}, 4),
         ({"train_batch_size": 32, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 8}, 8),
     ],

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from compat.test_deepspeed_schedule import AllForwardsFirst
-from rota import PipelineError, SplitError
+from rota import PipelineError
 from rota.compat.deepspeed import LayerSpec, PipelineModule, TiedLayerSpec, initialize
 from rota.compat.deepspeed.schedule import TrainSchedule
 from rota.compat.deepspeed.topology import (
@@ -259,16 +259,11 @@ def grids(rank: int) -> None:
     assert [grid.stage_to_global(stage_id=1, data=i) for i in (0, 1)] == [2, 3]
     assert [grid.stage_to_global(stage_id=stage) for stage in (0, 1)] == [rank % 2, 2 + rank % 2]
     assert grid.p2p_groups == [[0, 2], [1, 3], [2, 0], [3, 1]]
-    assert (grid.get_pipe_parallel_rank(), grid.get_pipe_parallel_world_size()) == (rank // 2, 2)
-    assert (grid.get_data_parallel_rank(), grid.get_data_parallel_world_size()) == (rank % 2, 2)
-    assert (grid.get_model_parallel_rank(), grid.get_model_parallel_world_size()) == (rank // 2, 2)
     assert grid.mesh.mesh_dim_names == ("pp", "dp")
-    assert grid.topology() is grid._topo
     assert PipelineParallelGrid().topology().dims == [2, 2]
     grid = PipelineParallelGrid(PipeModelDataParallelTopology(num_pp=2, num_mp=2, num_dp=1))
     assert (grid.get_slice_parallel_rank(), grid.get_slice_parallel_world_size()) == (rank % 2, 2)
     assert (grid.get_model_parallel_rank(), grid.get_model_parallel_world_size()) == (rank, 4)
-    assert grid.slice_group == [rank // 2 * 2, rank // 2 * 2 + 1]
     dist.barrier()  # who leaves early would close connections that others are still making
 
 
@@ -294,13 +289,11 @@ def cuts_and_refusals(rank: int) -> list[int]:
             PipelineError,
             "the topology has 2; give",
         ),
-        (lambda: PipelineModule([nn.ReLU()], topology=PipeDataParallelTopology(4, 1)), PipelineError, "start 4"),
         (
             lambda: module_of(2, partition_method="profile", profile_input=sample.double()),
             PipelineError,
             "measuring the layers failed on the first process",
         ),
-        (lambda: module_of(2, partition_method="best"), SplitError, "partition_method is 'best'"),
         (lambda: measured.train_batch(), PipelineError, f"stage {rank} reads the batch, but data_iter is None"),
     ):
         with pytest.raises(error, match=told):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 from collections.abc import Iterator
 from itertools import pairwise, product
@@ -125,30 +124,7 @@ def test_an_unknown_algorithm_schedules_nothing() -> None:
         PipelineVisualizer(dag)
 
 
-def test_changed_durations() -> None:
-    dag = uniform(GPipe, 2, 2)
-    dag.schedule()
-    next(dag.insts).duration = 10
-    dag.annotate_nodes()
-    assert dag.total_execution_time == 18
-    assert not dag.scheduled
-
-
 # --- the critical path ------------------------------------------------------------------------------------------------
-
-
-def test_the_critical_path_of_the_picture() -> None:
-    """Down to the slowest stage, along it, and up again: of all paths, the one with least stage changes."""
-    dag = ReneDAG(Synchronous1F1B, 4, 8, PICTURE)
-    path = require_path(dag)
-    stages = [inst.stage_id for inst in path]
-    assert [stage for i, stage in enumerate(stages) if i == 0 or stage != stages[i - 1]] == [0, 1, 2, 3, 2, 3, 2, 1, 0]
-    assert sum(inst.duration for inst in path) == pytest.approx(34.6)
-
-
-def test_the_number_of_critical_paths_costs_no_time() -> None:
-    """16 x 32 has more of them than could be walked one by one."""
-    assert sum(inst.duration for inst in require_path(uniform(Synchronous1F1B, 16, 32))) == 47 * 3
 
 
 @settings(max_examples=some(60), deadline=None)
@@ -200,19 +176,7 @@ def unannotated(inst1, inst2):
     return False
 
 
-def half(inst1: Forward, inst2):
-    return False
-
-
-def three(inst1: Forward, inst2: Forward, inst3: Forward) -> bool:
-    return False
-
-
 def of_numbers(inst1: int, inst2: Forward) -> bool:
-    return False
-
-
-def unknown(inst1: Nowhere, inst2: Forward) -> bool:  # noqa: F821
     return False
 
 
@@ -224,11 +188,7 @@ def one(inst1: Forward, inst2: Forward) -> int:
     ("rule", "told"),
     [
         (unannotated, "argument inst1 of dependency rule unannotated has no annotation; annotate its type"),
-        (half, "argument inst2 of dependency rule half has no annotation"),
-        (three, "dependency rule three has 3 arguments; it takes two instructions"),
         (of_numbers, "argument inst1 of dependency rule of_numbers is annotated <class 'int'>; use Instruction"),
-        (unknown, "annotations of dependency rule unknown cannot be read: name 'Nowhere' is not defined"),
-        (functools.partial(forward_dep), "is not a function; write it as def rule"),
         (one, r"dependency rule one returned 1 for Forward\(S0B0\) and Forward\(S0B0\); return True or False"),
     ],
 )
@@ -243,23 +203,11 @@ def test_rules_that_are_refused(rule: Any, told: str) -> None:
         ({Forward: [1, 1], Backward: [1]}, r"durations\[Backward\] is for 1 stages, not for num_stages=2"),
         ({Forward: [1, 1]}, r"durations has nothing for Backward, which Backward\(S0B1\) is; add it"),
         ({Forward: [1, -1], Backward: [1, 1]}, r"the duration of Forward\(S1B0\) is -1; give a number of 0 or more"),
-        ({Forward: [1, float("nan")], Backward: [1, 1]}, r"the duration of Forward\(S1B0\) is nan"),
-        ({Forward: [1, None], Backward: [1, 1]}, r"the duration of Forward\(S1B0\) is None"),
     ],
 )
 def test_durations_that_are_refused(durations: Any, told: str) -> None:
     with pytest.raises(ReneError, match=told):
         ReneDAG(GPipe, 2, 2, durations)
-
-
-def test_schedules_that_are_refused() -> None:
-    with pytest.raises(ReneError, match="the schedule yielded 3; let it yield instances of Instruction"):
-        ReneDAG(lambda *_: [3], 1, 1)
-    with pytest.raises(ReneError, match=r"yielded Forward\(S2B0\), but stages are 0 to 1"):
-        ReneDAG(lambda *_: [Forward(2, 0)], 2, 1)
-    same = Forward(0, 0)
-    with pytest.raises(ReneError, match="the same instance twice"):
-        ReneDAG(lambda *_: [same, same], 1, 1)
 
 
 # --- pictures ---------------------------------------------------------------------------------------------------------
@@ -292,39 +240,6 @@ def test_the_picture_of_1f1b_with_its_critical_path(tmp_path: Path) -> None:
     assert not ax.axison
 
 
-def test_a_second_draw_takes_the_place_of_the_first() -> None:
-    dag = uniform(GPipe, 3, 2)
-    dag.schedule()
-    vis, ax = PipelineVisualizer(dag), axes()
-    theirs = ax.axvline(3)
-    for _ in range(2):
-        vis.draw(ax, draw_time_axis=True)
-        vis.draw_critical_path(ax)
-        assert ax.get_ylim() == (3, 0)
-        assert len(boxes(ax)) == len(ax.texts) == 12
-        assert len(ax.lines) == 2
-        assert theirs in ax.lines
-    vis.draw(ax)
-    assert not ax.axison
-    vis.draw(ax, draw_time_axis=True)
-    assert ax.axison
-
-
-@pytest.mark.parametrize("scale", [1e-4, 37.0])
-def test_ticks_suit_the_whole(scale: float) -> None:
-    dag = uniform(GPipe, 4, 4, scale, 2 * scale)
-    dag.schedule()
-    ax = axes()
-    PipelineVisualizer(dag).draw(ax, draw_time_axis=True)
-    ticks = list(ax.get_xticks())
-    assert 4 <= len(ticks) <= 10
-    assert (ticks[0], ticks[-1]) == (0, dag.total_execution_time)
-    ax.figure.canvas.draw()
-    labels = [label.get_text() for label in ax.get_xticklabels()]
-    assert len(set(labels)) == len(labels)
-    assert ax.get_xlabel() == "Time (s)"
-
-
 class Send(Instruction):
     """A type that nobody has given a style."""
 
@@ -349,29 +264,6 @@ def test_types_of_one_s_own() -> None:
     assert {to_hex(patch.get_facecolor()) for patch in ax.patches} == {DEFAULT_RECTANGLE_ARGS[Instruction]["facecolor"]}
 
 
-def test_styles_and_words() -> None:
-    dag = uniform(GPipe, 1, 1)
-    dag.schedule()
-    ax = axes()
-    vis = PipelineVisualizer(
-        dag,
-        rectangle_args={Forward: {"facecolor": "#ff0000", "hatch": "//"}},
-        annotation_args={Backward: {"fontsize": 7.0}},
-        line_args={"linewidth": 2.0},
-        annotation_hook=repr,
-    )
-    vis.draw(ax)
-    vis.draw_critical_path(ax)
-    assert [to_hex(patch.get_facecolor()) for patch in ax.patches] == [
-        "#ff0000",
-        DEFAULT_RECTANGLE_ARGS[Backward]["facecolor"].lower(),
-    ]
-    assert ax.patches[0].get_hatch() == "//"
-    assert [text.get_text() for text in ax.texts] == ["Forward(S0B0)", "Backward(S0B0)"]
-    assert [text.get_fontsize() for text in ax.texts] == [10.0, 7.0]
-    assert ax.lines[0].get_linewidth() == 2.0
-
-
 # --- power and the frontier -------------------------------------------------------------------------------------------
 
 CHOICES = [(1.0, 100.0, 1700), (1.5, 60.0, 1200), (2.0, 50.0, 900), (1.8, 90.0, 1000)]
@@ -390,14 +282,11 @@ def test_power_colors() -> None:
     first.duration, first.cost, first.frequency = CHOICES[0]
     dag.annotate_nodes()
     dag.schedule()
-    for normalizer, reds in ((None, [1.0, 0.25]), (Normalize(0, 200), [0.5, 0.125])):
-        ax = axes()
-        PipelineVisualizer(dag, power_color="gray", normalizer=normalizer).draw(ax)
-        found = [patch.get_facecolor()[0] for patch in ax.patches]
-        assert found[0] == pytest.approx(reds[0], abs=0.01)
-        assert found[1:] == pytest.approx([reds[1]] * 3, abs=0.01)
-        assert ax.texts[1].get_color() == "#ffffff", "white on a dark colour"
-    assert ax.texts[0].get_color() in ("#000000", "#ffffff")
+    ax = axes()
+    PipelineVisualizer(dag, power_color="gray", normalizer=Normalize(0, 200)).draw(ax)
+    found = [patch.get_facecolor()[0] for patch in ax.patches]
+    assert found == pytest.approx([0.5, 0.125, 0.125, 0.125], abs=0.01)
+    assert ax.texts[1].get_color() == "#ffffff", "white on a dark colour"
     without = uniform(GPipe, 1, 1)
     without.schedule()
     with pytest.raises(ReneError, match=r"Forward\(S0B0\) has no cost, so no power"):
@@ -407,8 +296,6 @@ def test_power_colors() -> None:
 def test_time_costs_that_are_refused() -> None:
     with pytest.raises(ReneError, match="both given"):
         ReneDAG(GPipe, 1, 1, {Forward: [1]}, time_costs={Forward: {0: CHOICES}})
-    with pytest.raises(ReneError, match=r"time_costs has no \(duration, cost, frequency\) for Forward\(S0B0\)"):
-        ReneDAG(GPipe, 1, 1, time_costs={Forward: {0: []}, Backward: {0: CHOICES}})
     with pytest.raises(ReneError, match=r"time_costs\[Forward\] is for 1 stages, not for num_stages=2"):
         ReneDAG(GPipe, 2, 1, time_costs={Forward: {0: CHOICES}})
 
@@ -462,9 +349,6 @@ def test_frontiers_that_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     find_spec = importlib.util.find_spec
     there = lambda name: name == "lowtime" or find_spec(name)  # noqa: E731
     monkeypatch.setattr("rota.compat.rene.energy.find_spec", there)
-    for unit_time in (0, -1.0, float("inf"), "1"):
-        with pytest.raises(ReneError, match=f"unit_time is {unit_time!r}; give the time unit"):
-            dag.frontier(unit_time)
     with pytest.raises(ReneError, match=r"Forward\(S0B0\) has nothing to choose from; give ReneDAG time_costs"):
         uniform(GPipe, 1, 1).frontier(1)
     monkeypatch.setattr("rota.compat.rene.energy.find_spec", lambda name: None)

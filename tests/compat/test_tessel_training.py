@@ -94,21 +94,3 @@ def test_gradients_are_the_unsplit_model_s(trained: list[dict[str, Any]], shape:
         if parameter.requires_grad
     }
     assert seen == trainable
-
-
-def infer(rank: int, plans: dict[str, Plan], batches: dict[str, Any]) -> dict[str, Any]:
-    found = {}
-    for shape, plan in plans.items():
-        with Pipeline(stages_for(shape, plan, parallel=True), plan, None) as pipeline:
-            found[shape] = pipeline.forward(batches[shape][0], outputs=rank == 0)
-    return found
-
-
-def test_inference(pool: Pool) -> None:
-    plans = {shape: plan_of(shape, 2, train=False) for shape in ("vshape", "mshape", "alphafold", "kshape")}
-    batches = {shape: batch_of(plan.num_microbatches) for shape, plan in plans.items()}
-    outputs = pool.run(2, infer, plans, batches)[0]
-    for shape, plan in plans.items():
-        with torch.no_grad():
-            expected = stages_for(shape, plan, parallel=False).run(batches[shape][0])
-        torch.testing.assert_close(torch.cat(outputs[shape]), expected, rtol=1e-10, atol=1e-10)

@@ -31,6 +31,7 @@ from support.cut_point_models import (
     tied,
     train_serially,
 )
+from support.pages import python_blocks
 from support.pool import Pool
 from support.sampling import IS_WHOLE
 
@@ -292,9 +293,13 @@ def whole_life(rank: int, folder: Path) -> None:
         varuna.to("cuda:0")
     varuna.close()
 
-    profiler = Profiler(GPT(), get_batch_fn, out_folder=folder)
+    model = GPT()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    profiler = Profiler(model, get_batch_fn, out_folder=folder)
     costs = profiler.profile_all([1, 2])
     assert {size: of.num_stages for size, of in costs.items()} == {1: NUM_BLOCKS + 1, 2: NUM_BLOCKS + 1}
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(p.grad is None for p in model.parameters())
     dist.barrier()
     profile = Profile.load(folder)
     assert profile.costs == costs
@@ -336,3 +341,18 @@ def test_evaluating_batches_of_many_sizes_leaves_nothing_behind(pool: Pool) -> N
         expected = [model(**batch(0, size)).item() for size in (2, 4, 6, 10, 14, 2, BATCH_SIZE)]
         assert losses == pytest.approx(expected, rel=TOLERANCE)
         assert loss == pytest.approx(expected[-1], rel=TOLERANCE)
+
+
+def run_example(rank: int, folder: Path, example: str) -> tuple[float, float]:
+    names: dict[str, Any] = {"__name__": "example"}
+    exec(compile(example.replace('"checkpoints"', repr(str(folder))), "example", "exec"), names)
+    return names["loss"], names["norm"]
+
+
+def test_the_example_of_the_docs(pool: Pool, tmp_path: Path) -> None:
+    (example,) = python_blocks("coming-from-earlier-systems.md#Varuna")
+    one, other = pool.run(2, run_example, tmp_path, example)
+    assert one == other
+    assert 0 < one[0] < 4
+    assert one[1] > 0
+    assert [path.name for path in tmp_path.glob("step-*")] == ["step-3"]

@@ -10,7 +10,7 @@ from hypothesis import given, strategies as st
 
 from rota.core.costs import Costs
 from rota.core.errors import PlacementError, SplitError
-from rota.cutting import balanced, by_regex, merge, uniform
+from rota.cutting import balanced, merge, uniform
 
 WHOLE = st.lists(st.integers(0, 9), max_size=8)
 FLOATS = st.lists(st.floats(0, 1e12, allow_subnormal=False), max_size=7)
@@ -80,16 +80,6 @@ def test_no_parts_are_refused() -> None:
     for cut in (lambda: balanced([1], 0), lambda: uniform(1, 0)):
         with pytest.raises(SplitError, match="num_parts is 0: give at least 1"):
             cut()
-
-
-def test_layers_are_shared_out_by_name() -> None:
-    names = ["Embedding", "Block", "Norm", "block", "Block", "BLOCK", "Linear"]
-    assert by_regex(names, "block", 2) == [0, 4, 7]
-    assert by_regex(names, "^(Embedding|Linear)$", 2) == [0, 6, 7]
-    with pytest.raises(SplitError, match="'Conv' matches none of the layers, which are A, B; give one that does"):
-        by_regex(["A", "B", "A"], "Conv", 2)
-    with pytest.raises(SplitError, match=r"pattern '\(' is not a regular expression: missing \)"):
-        by_regex(["A"], "(", 1)
 
 
 def test_costs_of_merged_layers() -> None:

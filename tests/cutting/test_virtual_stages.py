@@ -221,13 +221,6 @@ def test_equal_layers_are_proven_at_once() -> None:
     assert (found.gap, found.rank_us) == (0, (4800,) * 8)
 
 
-def test_a_hundred_and_twenty_eight_layers_on_sixty_four_ranks() -> None:
-    times = [300 + i * 7919 % 101 for i in range(128)]
-    found = cut(chain_of(times, kept=1), 64, limit_bytes=200, slowdowns=[1 + rank % 3 / 10 for rank in range(64)])
-    assert found.gap == 0
-    assert len(found) == 65
-
-
 def test_a_cut_is_its_boundaries() -> None:
     layer_costs = chain_of([300] * 4)
     found = cut(layer_costs, 2)
@@ -245,12 +238,9 @@ def test_a_cut_is_its_boundaries() -> None:
         ({"ranks": [0, 0, 1, 1]}, r"ranks is \[0, 0, 1, 1\]: .* in rounds that have every rank once"),
         ({"ranks": 5}, "4 layers for 5 stages: give fewer ranks"),
         ({"limit_bytes": [1]}, "limit_bytes has 1 entries for 2 ranks"),
-        ({"limit_bytes": [None] * 3}, "limit_bytes has 3 entries for 2 ranks"),
-        ({"in_flight": [1]}, r"in_flight is \[1\]: give 2 numbers of micro-batches"),
         ({"in_flight": [1, -1]}, r"in_flight is \[1, -1\]: give 2 numbers of micro-batches"),
         ({"slowdowns": [1]}, "slowdowns has 1 entries for 2 ranks"),
         ({"slowdowns": [1, 0]}, r"slowdowns\[1\] is 0: give a number above 0"),
-        ({"slowdowns": [float("nan"), 1]}, r"slowdowns\[0\] is nan: give a number above 0"),
         ({"recompute": [2]}, "recompute has stage 2; the stages are 0 to 1"),
         ({"limit_bytes": 1}, r"no cut of 4 layers into 2 stages on 2 ranks within limit_bytes 1: raise the limit"),
     ],

@@ -88,13 +88,3 @@ def test_model_and_loop_in_one_file(tmp_path: Path) -> None:
     script.write_text("import argparse\nargparse.ArgumentParser().parse_args(['--steps', '3'])\n")
     with pytest.raises(FormatError, match=r"cannot be run: it ends the process \(line 2\), but is run here for"):
         load_model_file(str(script))
-
-
-@pytest.mark.dist
-@pytest.mark.sweep  # in processes of its own
-def test_the_file_is_verified(pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "train.py").write_text(AFTER)
-    output_of(pool, tmp_path, PLANNING)
-    _, verifying, *_ = commands(PAGE)
-    assert "exact" in output_of(pool, tmp_path, verifying)

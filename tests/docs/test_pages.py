@@ -120,11 +120,6 @@ def test_make_targets_exist(page: Path) -> None:
         assert target in targets, target
 
 
-@pytest.mark.parametrize("page", PAGES, ids=IDS)
-def test_no_merge_conflict_was_committed(page: Path) -> None:
-    assert re.findall(r"^(?:<{7}|>{7}|={7}$).*", text_of(page), flags=re.MULTILINE) == []
-
-
 def test_results_are_those_of_the_benchmarks() -> None:
     """Claims, and results where no output is recorded: `python benchmarks/results.py --claims` writes them."""
     spec = importlib.util.spec_from_file_location("benchmark_results", ROOT / "benchmarks" / "results.py")

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import pydoc
 import re
-import runpy
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from inspect import isclass, isfunction
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, get_args, get_type_hints
 
 import rota
@@ -64,13 +61,3 @@ def test_the_reference_has_all_schedules() -> None:
     named = re.findall(r"^::: rota\.schedules\.\w+\.(\w+)$", page, flags=re.M)
     functions = {name for name in schedules.__all__ if isfunction(getattr(schedules, name))}
     assert Counter(named) == Counter(functions - {"compare_schedules"})
-
-
-def test_a_picture_with_a_dark_version_is_replaced_by_it_in_the_dark_theme(tmp_path: Path) -> None:
-    change = runpy.run_path(str(ROOT / "docs" / "site_hooks.py"))["on_page_markdown"]
-    (tmp_path / "both.dark.png").touch()
-    page = SimpleNamespace(file=SimpleNamespace(src_uri="index.md", abs_src_path=str(tmp_path / "index.md")))
-    changed = change("![two](both.png) ![one](light.png)", page, SimpleNamespace(nav=[]))
-    assert changed == "![two](both.png#only-light)![two](both.dark.png#only-dark) ![one](light.png)"
-    for picture in (ROOT / "docs" / "pictures").glob("*.dark.png"):
-        assert picture.with_name(picture.name.replace(".dark", "")).exists()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import re
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -12,66 +10,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from torch import nn
 
 from rota import Cluster, Costs
-from rota.cli import main
 from rota.core.errors import SplitError
 from rota.interop import torchtitan
 from rota.schedules import NAMED
 from support.pages import python_blocks
 
-MODEL, CONFIG, OWN_CONFIG = python_blocks("torchtitan.md")
-SMALL = {"DIM": 64, "NUM_LAYERS": 8, "NUM_HEADS": 4, "NUM_KV_HEADS": 2, "HIDDEN": 96, "VOCABULARY": 4096, "LENGTH": 16}
-
-
-def small_model() -> str:
-    names, sizes = ", ".join(SMALL), ", ".join(map(str, SMALL.values()))
-    small, replaced = re.subn(rf"^{names} = .*$", f"{names} = {sizes}", MODEL, flags=re.MULTILINE)
-    assert replaced == 1
-    return small
-
-
-@pytest.mark.sweep  # of smaller models in interop/test_torchtitan.py
-def test_llama_is_planned_and_exported(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("llama.py").write_text(small_model())
-    profile = ["llama.py", "--cuts", "layers.*", "--rows", "1", "--device", "h100", "-o", "profile.json"]
-    assert main(["profile", *profile]) == 0
-    machine = ["--ranks", "4", "--pipeline", "4", "--batch", "8", "--memory", "70GB", "--link", "5us,300GB/s"]
-    limit = ["--exportable", "--time-limit", "600"]
-    assert main(["autoplan", "--profile", "profile.json", *machine, *limit, "-o", "plan.json"]) == 0
-    assert main(["export", "torchtitan", "plan.json", "--model", "llama.py:make_model", "-o", "titan"]) == 0
-    config = json.loads(Path("titan/parallelism.json").read_text())
-    parts = config["pipeline_parallel_module_fqns_per_model_part"]
-    assert [name for part in parts for name in part] == [
-        "tok_embeddings",
-        *(f"layers.{i}" for i in range(8)),
-        "norm",
-        "lm_head",
-    ]
-    assert main(["check", "titan/schedule_comms.csv", "--torch"]) == 0
-    assert "cannot" in capsys.readouterr().out
-
-
-def test_the_model_keeps_complex_buffers() -> None:
-    space: dict[str, Any] = {}
-    exec(small_model(), space)
-    without_rope = space["Llama"]
-
-    def with_rope() -> nn.Module:
-        model: nn.Module = without_rope()
-        model.register_buffer("freqs_cis", torch.polar(torch.ones(4), torch.ones(4)))
-        return model
-
-    space["Llama"] = with_rope
-    model = space["make_model"]()
-    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
-    assert model.freqs_cis.dtype == torch.complex64
-    assert model.freqs_cis.imag.abs().min() > 0
+_, CONFIG, OWN_CONFIG = python_blocks("torchtitan.md")
 
 
 @dataclass

@@ -102,16 +102,6 @@ def test_arrows_go_from_makers_through_transfers_to_readers() -> None:
         assert [event["ts"] for event in flow] == sorted(event["ts"] for event in flow)
 
 
-def test_memory_counts_up_and_down_below_its_limit() -> None:
-    counters: dict[tuple[int, str], list[tuple[int, int]]] = {}
-    for event in events_of(TIMELINE):
-        if event["ph"] == "C":
-            counters.setdefault((event["pid"] - 1, event["name"]), []).append((event["ts"], event["args"]["bytes"]))
-    for rank in range(2):
-        assert counters[rank, "memory"] == TIMELINE.memory(rank)
-        assert counters[rank, "memory limit"] == [(0, 20), (TIMELINE.makespan_us, 20)]
-
-
 def names_of(timeline: Timeline) -> dict[tuple[int, int | None], str]:
     """Of processes and their tracks."""
     return {

@@ -135,31 +135,8 @@ def test_the_title_tells_the_gap_to_the_bound():
     assert title(3300) == "makespan 3.3 ms · bubble 27.3% · proven optimal"
 
 
-def test_a_plan_is_simulated(tmp_path):
-    drawn = timeline()
-    assert boxes(part(draw(drawn.plan, axes()), "ops")) == boxes(part(draw(drawn, axes()), "ops"))
-    assert to_text(drawn.plan) == to_text(drawn)
-    save(drawn.plan, tmp_path / "plan.png")
-    assert (tmp_path / "plan.png").stat().st_size > 2000
-
-
 def test_every_shape_can_be_saved(shape, tmp_path):
     save(shape, tmp_path / "shape.png")
-
-
-def test_rank_0_is_on_top_and_time_starts_at_0():
-    ax = draw(with_gaps(timeline()), axes())
-    assert ax.get_ylim() == (3.5, -0.5)
-    assert ax.get_xlim() == (0, timeline().makespan_us)
-
-
-def test_title_axis_and_row_labels():
-    ax = draw(timeline(activation_bytes=GB), axes(), title="1F1B")
-    assert ax.get_title(loc="left") == "1F1B\nmakespan 3.3 ms · bubble 27.3%"
-    assert ax.get_xlabel() == "time (ms)"
-    assert ax.xaxis.get_major_formatter()(1500, 0) == "1.5"
-    assert [label.get_text() for label in ax.get_yticklabels()][:2] == ["rank 0 · 4 GB", "rank 1 · 3 GB"]
-    assert draw(timeline(), axes()).get_yticklabels()[0].get_text() == "rank 0"
 
 
 def test_legend_has_what_occurs():
@@ -180,25 +157,6 @@ def test_legend_has_what_occurs():
     assert words(with_recompute()) == ["F forward", "B backward", "R recompute", "critical path"]
 
 
-def test_legend_and_title_lie_above_the_bars_one_above_the_other():
-    ax = draw(two_stages_per_rank(), axes(4, 4))
-    ax.figure.draw_without_rendering()
-    legend, title = ax.get_legend().get_window_extent(), ax._left_title.get_window_extent()
-    assert ax.bbox.y1 <= legend.y0
-    assert legend.y1 <= title.y0
-    assert legend.x1 <= ax.figure.bbox.x1
-
-
-def test_colours_tell_kinds_and_the_stages_of_a_rank():
-    drawn = two_stages_per_rank()
-    ops = part(draw(drawn, axes()), "ops")
-    colors = {}
-    for span, color in zip(drawn.op_spans(), map(tuple, ops.get_facecolors()), strict=True):
-        assert colors.setdefault((span.rank, span.work.stage, span.work.kind), color) == color
-    assert len({color for (rank, *_), color in colors.items() if rank == 0}) == 6
-    assert sum(colors[0, 0, "F"]) < sum(colors[0, 3, "F"])
-
-
 def test_drawing_again_replaces_the_first_drawing():
     ax = axes()
     ax.plot([0, 10], [0, 1], label="a line of the user's")
@@ -209,13 +167,6 @@ def test_drawing_again_replaces_the_first_drawing():
     assert len(ax.lines) == 1
     assert ax.get_xlim() == (0, timeline(num_stages=2, num_microbatches=3).makespan_us)
     assert ax.get_ylim() == (1.5, -0.5)
-
-
-def test_only_the_given_axes_are_touched():
-    left, right = Figure().subplots(1, 2)
-    before = right.get_xlim(), right.get_title(loc="left"), len(right.get_children())
-    assert draw(timeline(), left) is left
-    assert (right.get_xlim(), right.get_title(loc="left"), len(right.get_children())) == before
 
 
 @pytest.mark.parametrize("longer_first", [True, False])
@@ -252,11 +203,6 @@ def written(ax):
     return points, set(indices.tolist())
 
 
-def test_all_numbers_are_written_where_there_is_room():
-    points, indices = written(draw(timeline(), axes()))
-    assert (points, indices) == (9, set(range(64)))
-
-
 @pytest.mark.parametrize("width", [3, 12])
 @pytest.mark.parametrize("num_microbatches", [20, 120])
 def test_numbers_fit_into_their_bars(width, num_microbatches):
@@ -270,22 +216,6 @@ def test_numbers_fit_into_their_bars(width, num_microbatches):
         assert text.get_window_extent().width < right - left
         text.remove()
     assert len(indices) < len(spans) or num_microbatches < 120
-
-
-def test_zooming_in_makes_room_for_numbers():
-    ax = draw(timeline(num_microbatches=200), axes())
-    _, before = written(ax)
-    ax.set_xlim(0, 1000)
-    _, after = written(ax)
-    in_sight = {i for i, span in enumerate(timeline(num_microbatches=200).op_spans()) if span.end_us <= 1000}
-    assert not in_sight <= before
-    assert in_sight <= after
-    assert len(after) < 2 * len(in_sight)
-
-
-def test_flat_rows_and_too_many_numbers_stay_blank():
-    assert written(draw(timeline(num_stages=100, num_microbatches=2), axes(40, 3)))[1] == set()
-    assert written(draw(timeline("gpipe", 64, 40), axes(300, 30)))[1] == set()
 
 
 # --- files ------------------------------------------------------------------------------------------------------------

@@ -16,8 +16,6 @@ import rota
 from drawing.test_text import SHAPES, timeline
 from rota.drawing import html, save, to_html
 
-PAGE = Path(rota.__file__).parent / "drawing" / "page"
-
 
 def stretched(planned: rota.Timeline) -> rota.Timeline:
     """As if measured: every op takes about a tenth more or less, every transfer a little more."""
@@ -94,9 +92,3 @@ def test_a_page_is_the_same_each_time() -> None:
 def test_save_writes_a_page(tmp_path: Path) -> None:
     save(timeline(), tmp_path / "x.html", title="µs")
     assert (tmp_path / "x.html").read_text(encoding="utf-8") == to_html(timeline(), title="µs")
-
-
-def test_the_pages_modules_are_small() -> None:
-    sizes = {path.name: len(path.read_text().splitlines()) for path in PAGE.iterdir()}
-    assert max(sizes.values()) <= 300
-    assert len([name for name in sizes if name.endswith(".js")]) > 10

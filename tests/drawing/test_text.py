@@ -149,14 +149,6 @@ def test_chart():
     ]
 
 
-def test_names_where_there_is_room_else_kinds():
-    wide = charts(to_text(timeline(num_microbatches=12), 400))
-    assert [cells.count(name) for cells in wide for name in ("F0", "F11", "B7", "B11")] == [1] * 16
-    narrow = to_text(timeline(num_microbatches=200), 60)
-    assert set(charts(narrow)[0]) == {"═", "·"}  # backwards fill most of every column
-    assert narrow.endswith(f"{8 * 200 - sum(cells.count('═') for cells in charts(narrow)):,} ops not shown")
-
-
 def test_of_a_long_step_the_beginning_is_drawn_if_it_may_be() -> None:
     long = timeline(num_microbatches=64)
     text = to_text(long, 100, may_cut=True)
@@ -182,41 +174,9 @@ def test_stages_are_told_where_a_rank_has_several():
     assert re.search(r"F0.*F2.*I0.*W2.*r", charts(to_text(two_stages_per_rank(), 80))[0])
 
 
-def test_every_op_has_as_much_of_its_name_as_fits() -> None:
-    """Where most ops are too narrow for a stage, or for a micro-batch, the others keep theirs."""
-    uneven = rota.Costs(forward_us=(100, 100, 300, 100), backward_us=(100, 100, 800, 100))
-    placement = rota.interleaved(uneven, rota.Cluster.uniform(2))
-    top = charts(to_text(rota.simulate(rota.schedules.interleaved_one_f_one_b(placement, 4)), 90))[0]
-    assert "2B0" in top
-    assert re.search(r"0F0|F0", top)
-    assert not re.search(r"\d\d[FB]", top)  # filling keeps apart a micro-batch and the stage after it
-
-
-def test_stages_of_a_rank_have_shades() -> None:
-    text = to_text(two_stages_per_rank(), 250, color=True)
-    forwards = set(re.findall(r"\x1b\[30;48;5;(\d+)m(\d)F", text))
-    assert len({color for color, stage in forwards if stage in "03"}) == 2  # both on rank 0
-
-
 def test_kinds_differ_without_colour():
     (cells,) = charts(to_text(with_recompute(), 100))
     assert re.fullmatch(r"F0─+F1─+R0~+B0═+R1~+B1═+", cells)
-
-
-def test_what_ends_the_step_is_seen_only_beside_no_op():
-    _, bottom = charts(to_text(two_stages_per_rank(reduce_us=1000), 250))
-    assert re.search(r"2W2┄+1I0.*1W2┄+reduce-+reduce-+o-+o-+$", bottom.rstrip("·"))
-
-
-def test_every_rank_is_there():
-    lines = to_text(timeline(num_stages=64, num_microbatches=8), 80).splitlines()
-    assert [line[:8] for line in lines if line.startswith("rank")] == [f"rank {rank:>2} " for rank in range(64)]
-    idle = to_text(timeline("gpipe", 2, 3, ranks=[0, 2], num_ranks=4), 80).splitlines()
-    assert re.fullmatch(r"rank 1 ·+  100.0%", next(line for line in idle if line.startswith("rank 1")))
-
-
-def test_nothing_takes_time_is_all_idle():
-    assert {cell for cells in charts(to_text(nothing_takes_time())) for cell in cells} == {"·"}
 
 
 @pytest.mark.parametrize("width", [19, 0, -5])

@@ -31,14 +31,9 @@ def test_boundaries_are_read_as_written(counts: list[int]) -> None:
     [
         ("[0, 4,", "not JSON: "),
         ('{"parts": [0, 4]}', "boundaries is"),
-        ("[0, 4.5]", "boundaries[1] is 4.5; expected a whole number"),
         ("[0, true]", "boundaries[1] is true"),
-        ("[0, -1]", "boundaries[1] is -1; expected 0 or more"),
-        ("[1, 4]", "must begin with 0"),
-        ("[0]", "must begin with 0 and end with the number of layers"),
         ("[0, 0]", "must begin with 0 and end with the number of layers"),
         ("[0, 5, 4]", "fall from 5 to 4 at entry 2; sort them"),
-        ("[0, 100000000000]", "10,000 at most"),
         (f"[0, {'1, ' * 400_000}1]", "10,000 at most"),
     ],
 )

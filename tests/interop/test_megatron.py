@@ -44,12 +44,6 @@ def test_megatrons_examples(text: str, num_ranks: int, told: dict[tuple[int, int
     assert read_layout(write_layout(layout), num_ranks, layout.num_virtual) == layout
 
 
-def test_the_documents_example_is_written_as_it_is_there() -> None:
-    layout = read_layout("Et*3|(tt|)*29,m|L", 16)
-    assert (layout.num_virtual, layout.num_layers, layout.boundaries[:3]) == (2, 61, (0, 4, 6))
-    assert write_layout(layout) == "Et*3|(tt|)*29,m|L"
-
-
 def as_megatron_reads(text: str) -> list[str]:
     """Commas are taken out, then groups are unrolled from left to right, then single characters."""
     text = text.replace(",", "")
@@ -102,23 +96,12 @@ def test_any_text_is_read_as_megatron_does_or_refused(text: str) -> None:
     ("text", "told"),
     [
         ("Ett|tX", "character 6: 'X' is not E, t, m, L or |, alone or as in t*3, nor a group without groups in it"),
-        ("E t|L", "character 2: ' t|L' is not"),
         ("E(t(t)*2)*2|L", "character 2: '(t(t)*2)*2|L' is not"),
         ("E(tt|L", "character 2: '(tt|L'"),
-        ("Ett)*2|L", "character 4: ')*2|L'"),
-        ("E()*2|L", "character 2: '()*2|L'"),
-        ("E(tt)t|L", "character 2: '(tt)t|L'"),
-        ("E(tt)", "character 2: '(tt)'"),
         ("Et*|L", "character 2: 't*|L'"),
-        ("E*t|L", "character 1: 'E*t|L'"),
-        ("*3E|L", "character 1: '*3E|L'"),
-        ("E,t*2,*3|L", "character 3: 't*2*3|L'"),
         ("E(t,t*)*2|L", "character 5: 't*'"),
-        ("Et*²|L", "character 2: 't*²|L'"),
         ("", "0 E (embedding); it needs exactly one"),
-        ("tt|L", "0 E (embedding)"),
         ("Et|tLL", "2 L (loss)"),
-        ("tE|L", "E (embedding) must be first in the first stage, which is 't' there"),
         ("Et|L|", "L (loss) must be last in the last stage, which is '' there"),
         ("Em|tL", "a t (transformer layer) comes after an m (MTP)"),
         ("Et|m|mL", "m (MTP) is in the stages 1, 2; put all of them into one"),
@@ -146,9 +129,7 @@ def test_layouts_that_do_not_fit_the_ranks() -> None:
         "Et*1000000000|L",
         f"Et*{'9' * 5000}|L",
         "E(t*9999|)*9999|L",
-        f"E{'(t*10000)*1' * 5000}|L",
         f"E{'(' * 50000}",
-        "t" * 10**7,
     ],
 )
 def test_a_short_text_fills_no_memory(text: str) -> None:

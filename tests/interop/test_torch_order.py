@@ -249,9 +249,7 @@ def refused(rank: int, paths: list[str], how: str) -> str:
             next(stages[-1].submod.layers.children()).compile(backend="eager")
             schedule_from(paths[0], stages, NUM_MICROBATCHES, loss_fn)
         else:
-            schedule_from(
-                paths[rank if how == "differs" else -1], stages, NUM_MICROBATCHES + (how == "micro-batches"), loss_fn
-            )
+            schedule_from(paths[rank if how == "differs" else -1], stages, NUM_MICROBATCHES, loss_fn)
     except RotaError as error:
         return str(error)
     return "accepted"
@@ -261,9 +259,7 @@ def refused(rank: int, paths: list[str], how: str) -> str:
     ("how", "told"),
     [
         ("compiled", " splits backwards into I and W, which PyTorch cannot do in a compiled module, and 'layers."),
-        ("plain", "the CSV has no communication; write it by"),
         ("another schedule", "a Schedule1F1B runs no schedule CSV with communication; make one by"),
-        ("micro-batches", "has micro-batches 6, but PyTorch's schedule 7; export the plan that runs"),
         ("stages", "has stages 4, but PyTorch's schedule 2"),
         ("differs", "is not the same file on all ranks of the pipeline"),
         ("forwards", 'PyTorch refuses the CSV: "Invalid backward microbatches for stage 0'),
@@ -273,7 +269,6 @@ def refused(rank: int, paths: list[str], how: str) -> str:
 def test_what_would_go_wrong_is_refused(pool: Pool, tmp_path: Path, how: str, told: str) -> None:
     plan = a_plan("zb_h1" if how == "compiled" else "1f1b", 2, 2)
     text = {
-        "plain": [plan.to_csv()],
         "blocks": [derived(plan.to_csv(), defers_receives=True)],
         "forwards": [forwards_of(plan).to_csv(communication=True)],
         "differs": [plan.to_csv(communication=True), derived(plan.to_csv())],

@@ -64,7 +64,6 @@ def test_processes_without_a_trace_are_told(tmp_path: Path) -> None:
         (["here"] * 3, False, 2, False),
         (["here"] * 3, True, None, False),
         (["here", "here", "there"], False, None, False),
-        (["", "", ""], False, None, False),
     ],
 )
 def test_unknown_cores_of_one_machine_are_asked_for(
@@ -178,16 +177,10 @@ def trace(**fields: object) -> str:
     ("text", "told"),
     [
         ("", "not JSON: Expecting value at line 1, column 1"),
-        ("[" * 100_000, "nested too deep"),
-        ("\xff", "not JSON"),
         ("[]", "no list of traceEvents"),
-        ('{"rota": "plan"}', "no list of traceEvents"),
         (trace(traceEvents=[7]), "traceEvents[0] is not an object"),
         (trace(traceEvents=[]), "no action of PyTorch's pipeline engine is named in it"),
         (trace(traceEvents=[{**event("cpu_op", "x", 0, 1), "ts": "0"}]), "traceEvents[0] needs a name, and ts and dur"),
-        (trace(traceEvents=[{**event("cpu_op", "x", 0, 1), "ts": float("nan")}]), "traceEvents[0] needs a name"),
-        (trace(traceEvents=[event("cpu_op", "x", 2, 1)]), "traceEvents[0] needs a name"),
-        (trace(baseTimeNanoseconds="now"), "baseTimeNanoseconds or distributedInfo.rank is not a whole number"),
         (trace(distributedInfo={"rank": -1}), "baseTimeNanoseconds or distributedInfo.rank is not a whole number"),
         (trace(traceEvents=[event("user_annotation", "PP:1F0", 0, 5)]), "no trace runs stage 0, but one runs stage 1"),
         (trace(traceEvents=[event("user_annotation", "PP:0F3", 0, 5)]), "rank 0 never does 0F0 and 2 more"),

@@ -42,10 +42,6 @@ def transposed(layers: Any) -> None:
     layers[3].weight = nn.Parameter(layers[0].weight.data.t())
 
 
-def a_part(layers: Any) -> None:
-    layers[3].bias = nn.Parameter(layers[0].weight.data[1])
-
-
 def crossing(layers: Any) -> None:
     """A column and a row of one matrix."""
     both = torch.ones(WIDTH, WIDTH)
@@ -78,11 +74,6 @@ def frozen(layers: Any) -> None:
     layers[3].weight = nn.Parameter(layers[0].weight.data)
     for layer in layers:
         layer.requires_grad_(False)
-
-
-def rows(layers: Any) -> None:
-    both = torch.ones(2 * WIDTH, WIDTH)
-    layers[0].weight, layers[3].weight = map(nn.Parameter, both.chunk(2))
 
 
 def columns(layers: Any) -> None:
@@ -134,7 +125,7 @@ WAYS = [carved, at_cut_points, sequential, by_hand, on_meta, without_memory]
 
 
 @pytest.mark.parametrize("make", WAYS)
-@pytest.mark.parametrize("tie", [by_data, transposed, a_part, crossing, a_buffer])
+@pytest.mark.parametrize("tie", [by_data, transposed, crossing, a_buffer])
 def test_memory_of_two_stages_is_refused(make: Callable[..., Stages], tie: Callable[[Any], None]) -> None:
     with pytest.raises(SplitError) as refused:
         make(tie)
@@ -151,7 +142,7 @@ def test_what_is_not_registered_is_refused(tie: Callable[[Any], None]) -> None:
 
 
 @pytest.mark.parametrize("make", WAYS)
-@pytest.mark.parametrize("share", [one_parameter, within_a_stage, frozen, rows, columns, buffers, normalised])
+@pytest.mark.parametrize("share", [one_parameter, within_a_stage, frozen, columns, buffers, normalised])
 def test_what_trains_as_the_unsplit_model_does_is_split(
     make: Callable[..., Stages], share: Callable[[Any], None]
 ) -> None:

@@ -43,7 +43,6 @@ def told(*modules: nn.Module) -> list[str]:
     "module",
     [
         nn.Dropout(0.1),
-        nn.FeatureAlphaDropout(0.1),
         nn.BatchNorm1d(2),
         nn.LSTM(2, 2, num_layers=2, dropout=0.1),
         nn.MultiheadAttention(2, 1, dropout=0.1),
@@ -62,8 +61,6 @@ def test_modules_that_depend_on_the_mode(module: nn.Module) -> None:
     [
         nn.Dropout(0.0),
         nn.BatchNorm1d(2, track_running_stats=False),
-        nn.LayerNorm(2),
-        nn.LSTM(2, 2),
         nn.MultiheadAttention(2, 1),
         Functional(0.0),
     ],

@@ -18,8 +18,7 @@ from rota.core.text import time_text
 from rota.planning import Answer, Choices, Machine, autoplan, confirmation, finalists, trials
 from rota.planning.confirmation import Training
 from rota.planning.evaluation import Contender
-from rota.planning.layouts import Layout
-from rota.planning.plan_text import layout_text, ranks_text
+from rota.planning.plan_text import ranks_text
 from rota.planning.step_times import StepTimes, of_starts
 from rota.planning.trials import Trial, run_trials
 from rota.runtime import environment
@@ -96,36 +95,6 @@ def test_one_process_is_recommended_where_it_is_faster(confirmed: Confirm, answe
     assert "per step), but holds" in told.to_text()
 
 
-def test_one_process_is_predicted_to_be_faster_where_ops_are_shorter_than_messages(
-    confirmed: Confirm, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(finalists, "can_search", lambda: False)
-    slow = {1: layer_costs(1, UNEVEN, parameters=8)}, Machine(2, None, Link(50_000, 1))
-
-    def told(found: Answer) -> str:
-        assert found.best.steps is None
-        return found.to_text()
-
-    short = "; its ops take"
-    free, asked = (
-        autoplan(*slow, 16, time_limit_s=LONG_S),
-        autoplan(*slow, 16, Choices(pipeline_ranks=2), time_limit_s=LONG_S),
-    )
-    assert free.best.num_processes == 1
-    assert any(found.num_processes > 1 for found in free.candidates)
-    assert "One process is predicted to be faster than several: " in told(free)
-    assert asked.one_process is not None
-    is_faster = f"One process is predicted to be faster ({time_text(asked.one_process.makespan_us)} per step), but"
-    assert f"{is_faster} a pipeline of 2 ranks was asked for{short}" in told(asked)
-    small = autoplan(slow[0], replace(slow[1], limit_bytes=(170, 170)), 16, time_limit_s=LONG_S)
-    assert f"{is_faster} holds" in told(small)
-    fast = autoplan(slow[0], Machine(2, None, Link(1, 100)), 16, Choices(pipeline_ranks=2), time_limit_s=LONG_S)
-    assert "One process" not in told(fast)
-    # With more ranks than cores, stages are measured, and no steps are run.
-    predicted = confirmed(lambda _: [], asked, elsewhere="its ranks are on several nodes")
-    assert f"{is_faster} a pipeline of 2 ranks was asked for{short}" in told(predicted)
-
-
 def test_a_plan_on_more_processes_must_be_faster_by_more_than_the_spread(confirmed: Confirm) -> None:
     def tried(apart: float) -> Callable[[Sequence[Trial]], list[StepTimes]]:
         def steps(trials: Sequence[Trial]) -> list[StepTimes]:
@@ -145,30 +114,6 @@ def test_a_plan_on_more_processes_must_be_faster_by_more_than_the_spread(confirm
     assert "Trial steps (5 rounds) measure differences to within 1.0%; of equally fast plans, the " in quiet.to_text()
     assert noisy.plan.num_ranks * noisy.best.candidate.layout.num_replicas == 1
     assert quiet.plan.num_ranks * quiet.best.candidate.layout.num_replicas == 2
-
-
-def test_figures_that_disagree_are_told(confirmed: Confirm, answer: Answer) -> None:
-    def tried(times: float) -> Callable[[Sequence[Trial]], list[StepTimes]]:
-        def steps(trials: Sequence[Trial]) -> list[StepTimes]:
-            slower = []
-            for trial in trials:
-                tasks = tuple(
-                    replace(task, duration_us=round(task.duration_us * times)) for task in trial.plan.placement.tasks
-                )
-                plan = replace(trial.plan, placement=replace(trial.plan.placement, tasks=tasks))
-                slower.append(StepTimes((10**6,) * 3, (simulate(plan),), num_starts=3, rounds_us=(10**6,) * 3))
-            return slower
-
-        return steps
-
-    (told,) = [line for line in confirmed(tried(3.0)).remarks if "times apart" in line]
-    plans = confirmed(tried(3.0)).candidates
-    figures = [(time_text(plan.by_layers_us), time_text(plan.makespan_us)) for plan in plans]
-    assert any(
-        f"predict {layers} per step" in told and f"in place, {stages} (3.0 times" in told for layers, stages in figures
-    )
-    assert "may be ranked wrongly: plan again on an idle machine with a longer --time-limit" in told
-    assert not any("times apart" in line for line in confirmed(tried(1.2)).remarks)
 
 
 def test_with_fewer_cores_than_ranks_the_figures_are_for_a_core_each(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -193,34 +138,6 @@ def test_with_fewer_cores_than_ranks_the_figures_are_for_a_core_each(monkeypatch
     assert f"per step; compare it with {layers}, the best plan's step from layer times" in text
     (apart,) = [line for line in told.remarks if "times apart" in line]
     assert "but its stages, timed one after another, each with a whole core, " in apart
-
-
-def test_the_verdict_has_the_figures_of_the_table(answer: Answer) -> None:
-    """Where 1F1B was measured as the best plan was, both are compared by that; else by the layers, which is said."""
-    usual = answer.usual
-    assert isinstance(usual, Contender)
-    best = next(found for found in answer.candidates if not found.is_as(usual))
-    slower = _three_times_as_slow(usual)
-    measured = replace(best, layers_us=best.makespan_us)
-    told = replace(answer, candidates=(measured,), usual=slower).to_text().split("\n")
-    times = slower.makespan_us / best.makespan_us
-    assert f"  vs. 1F1B with equal layers   {times:.2f} times as fast" in told
-    assert any(f"1F1B with equal layers: {times - 1:+.1%}: " in line for line in told)
-    told = replace(answer, candidates=(measured,), usual=usual).to_text().split("\n")
-    times = usual.makespan_us / best.makespan_us
-    assert f"  vs. 1F1B with equal layers   {times:.2f} times as fast, according to the layers' times" in told
-
-
-def test_why_a_slower_plan_is_recommended_is_in_the_verdict(answer: Answer) -> None:
-    best = answer.best
-    tasks = tuple(replace(task, duration_us=task.duration_us * 99 // 100) for task in best.plan.placement.tasks)
-    faster = replace(best, plan=replace(best.plan, placement=replace(best.plan.placement, tasks=tasks)), schedule="x")
-    assert "why best" not in answer.to_text()
-    layout = replace(best.candidate.layout, num_replicas=2 * best.candidate.layout.num_replicas)
-    faster = replace(faster, candidate=replace(best.candidate, layout=layout))
-    told = replace(answer, candidates=(best, faster), tolerance=0.018).to_text().split("\n")
-    why = f"  why best    x takes {time_text(faster.step_us)}, but differences are known only to within 1.8%"
-    assert f"{why}, and this plan uses fewer processes" in told[:6]
 
 
 def _three_times_as_slow(found: Contender) -> Contender:
@@ -289,16 +206,6 @@ def test_plans_that_divide_the_processes_differently_are_measured_before_others(
     assert {"2 ranks", "1 rank x 2 replicas"} <= measured
 
 
-def test_two_layouts_of_one_schedule_are_told_apart(answer: Answer) -> None:
-    (pipeline,) = [found for found in answer.candidates if found.candidate.layout.num_ranks == 2][:1]
-    layouts = Layout(2, 1, 1, 16, "bidirectional"), Layout(2, 1, 1, 16)
-    candidates = [replace(pipeline.candidate, layout=layout, boundaries=(0, 4, 8)) for layout in layouts]
-    alike = [replace(pipeline, schedule="gpipe", candidate=candidate) for candidate in candidates]
-    both_ways, chain = map(layout_text, alike)
-    assert both_ways.startswith("gpipe on 2 ranks (bidirectional: all weights held twice, ")
-    assert chain == both_ways.replace("bidirectional: all weights held twice, ", "")
-
-
 def test_with_little_time_the_plans_that_matter_are_started_once(
     confirmed: Confirm, answer: Answer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -321,21 +228,6 @@ def test_with_little_time_the_plans_that_matter_are_started_once(
     assert "for lack of time, 2 plans started only once" in told.to_text()
     assert "left out for lack of time: running steps of" in told.to_text()
     assert "started only once" not in confirmed(lambda trials: [steps_of(trial) for trial in trials]).to_text()
-
-
-def test_1f1b_on_equal_layers_is_recommended_where_its_steps_are_the_fastest(
-    confirmed: Confirm, answer: Answer
-) -> None:
-    usual = next(found for found in answer.candidates if not found.is_as(answer.best))
-
-    def steps(trials: Sequence[Trial]) -> list[StepTimes]:
-        return [steps_of(trial, 0.1 if trial.plan.orders == usual.plan.orders else 1.0) for trial in trials]
-
-    others = tuple(found for found in answer.candidates if found is not usual)
-    told = confirmed(steps, replace(answer, usual=usual, candidates=others))
-    assert told.best.is_as(usual)
-    assert told.best.steps is not None
-    check(told.plan)
 
 
 def test_why_nothing_was_run(confirmed: Confirm, answer: Answer) -> None:

@@ -65,11 +65,9 @@ def test_an_estimate_holds_no_weights_and_knows_flash_attention(tmp_path: Path) 
     ("config", "words"),
     [
         ({**GPT2, "auto_map": {"AutoModelForCausalLM": "modeling.Evil"}}, "names code of its own"),
-        ({**GPT2, "text_config": {"auto_map": {"AutoConfig": "x.y"}}}, "names code of its own"),
         ({**GPT2, "attn_implementation": "kernels-community/flash-attn"}, "would be downloaded"),
         ({**GPT2, "quantization_config": {"bits": 4}}, "its weights are quantized"),
         ({"model_type": "nonsense"}, "transformers does not accept it"),
-        ({"vocab_size": 3}, "has no model_type"),
         ([], "has no model_type"),
     ],
 )

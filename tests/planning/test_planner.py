@@ -234,7 +234,6 @@ def differing(rank: int, how: str) -> str:
     [
         ("lengths", "samples of different lengths"),
         ("fewer", "differ in their number of batches"),
-        ("more", "differ in their number of batches"),
     ],
 )
 def test_loaders_that_differ_are_refused_on_all_ranks(pool: Pool, how: str, told: str) -> None:

@@ -54,11 +54,6 @@ def test_the_files_are_what_make_makes() -> None:
         assert reference.is_of(placement, num_microbatches), name
 
 
-def test_a_name_that_says_nothing_is_refused() -> None:
-    with pytest.raises(ValueError, match="is no name of a problem"):
-        script("make").problem("wave-16")
-
-
 def test_the_checker_needs_the_standard_library_alone_and_is_short() -> None:
     for name in ("check.py", "certificates.py"):
         text = (FOLDER / name).read_text()

@@ -13,7 +13,6 @@ from planning.test_autoplan import LONG_S, UNEVEN, layer_costs
 from rota.core.layers import LayerCosts, Profile
 from rota.models import Stages
 from rota.planning import Machine, autoplan
-from rota.profiling import this_machine
 from rota.profiling.this_machine import OtherPrograms
 from support.profiles import profile_model
 
@@ -64,18 +63,3 @@ def test_autoplan_says_so() -> None:
         "cores; the same goes for 1 other size. Another run may cut the model elsewhere: stop other programs, and "
         "profile again (--refresh)"
     )
-
-
-def test_missing_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    others = OtherPrograms()
-    monkeypatch.setattr(OtherPrograms, "num_cores", lambda _: 1.25)
-    monkeypatch.setattr(this_machine.os, "cpu_count", lambda: 2)  # type: ignore[attr-defined]
-    assert others.missing_cores(1) == 0.0  # too short to tell
-    monkeypatch.setattr(this_machine, "_LEAST_S", 0.0)
-    assert [others.missing_cores(count) for count in (0, 1, 2)] == [0.0, 0.25, 1.25]
-
-
-def test_estimates_are_never_disturbed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(OtherPrograms, "missing_cores", lambda *_: 1.0)
-    profile = profile_model(STAGES, batch_of, [4], nn.functional.mse_loss, device="h100")
-    assert not profile[4].why_doubtful

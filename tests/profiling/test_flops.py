@@ -62,25 +62,6 @@ def test_a_grouped_product_counts_as_one_by_one(name: str) -> None:
     assert grouped == batched == one_by_one == (2 * GROUPS * M * K * N, 4 * GROUPS * M * K * N)
 
 
-def test_products_in_place_and_with_a_wider_result_count_as_plain_ones() -> None:
-    a, b, batch_a, batch_b = meta(8, 16), meta(16, 32), meta(2, 8, 16), meta(2, 16, 32)
-    plain, batched = 2 * 8 * 16 * 32, 2 * 2 * 8 * 16 * 32
-    with torch.no_grad():
-        assert flops(lambda: a @ b) == (plain, 0)
-        assert flops(lambda: meta(8, 32).addmm_(a, b)) == (plain, 0)
-        assert flops(lambda: meta(2, 8, 32).baddbmm_(batch_a, batch_b)) == (batched, 0)
-        assert flops(lambda: torch.addbmm(meta(8, 32), batch_a, batch_b)) == (batched, 0)
-        assert flops(lambda: torch.mv(a, meta(16))) == (2 * 8 * 16, 0)
-        assert flops(lambda: torch.addmv(meta(8), a, meta(16))) == (2 * 8 * 16, 0)
-        assert flops(lambda: torch.dot(meta(16), meta(16))) == (2 * 16, 0)
-        wide: Any = {"out_dtype": torch.float32}
-        assert flops(lambda: torch.mm(a, b, **wide)) == (plain, 0)
-        assert flops(lambda: torch.bmm(batch_a, batch_b, **wide)) == (batched, 0)
-        assert flops(lambda: torch.addmm(meta(8, 32, dtype=torch.float32), a, b, **wide)) == (plain, 0)
-        complex_a, complex_b = meta(8, 16, dtype=torch.complex64), meta(16, 32, dtype=torch.complex64)
-        assert flops(lambda: complex_a @ complex_b) == (4 * plain, 0)
-
-
 def test_products_of_few_bits_count_at_their_own_speed() -> None:
     size = 4096
     a, b = (meta(size, size, dtype=torch.float8_e4m3fn, trained=False) for _ in range(2))
@@ -100,14 +81,6 @@ def test_products_of_few_bits_count_at_their_own_speed() -> None:
     a100 = DEVICES["a100-80gb"]
     assert a100.op_us(10**12, 1, torch.float8_e5m2) == a100.op_us(10**12, 1, torch.bfloat16)
     assert H100.op_us(10**12, 1, torch.complex64) == H100.op_us(10**12, 1, torch.float32)
-
-
-def test_scaled_groups_count_as_plain_products() -> None:
-    a = meta(GROUPS * M, K, dtype=torch.float8_e4m3fn, trained=False)
-    b = meta(GROUPS, N, K, dtype=torch.float8_e4m3fn, trained=False).transpose(-2, -1)
-    scales = [meta(*shape, dtype=torch.float32, trained=False) for shape in ((GROUPS * M,), (GROUPS, N))]
-    scaled = flops(lambda: torch._scaled_grouped_mm(a, b, *scales, offs=offsets(GROUPS), out_dtype=torch.bfloat16))
-    assert scaled == (2 * GROUPS * M * K * N, 0)
 
 
 @pytest.mark.parametrize("bias", [False, True])

@@ -35,11 +35,6 @@ def test_every_cut_is_found_and_split_takes_its_name(name: str) -> None:
         assert len(split(of.model, 2, [cut], example=of.batch)) == 2
 
 
-def test_a_model_without_places_to_cut_is_one_layer() -> None:
-    layers = profile_layers(nn.Linear(3, 3), torch.zeros(2, 3), repeats=1)
-    assert (layers.num_layers, layers.cuts, layers.rows) == (1, (), 2)
-
-
 class Draws(nn.Module):
     """By Python's generator and NumPy's, as layers that are dropped at random do."""
 

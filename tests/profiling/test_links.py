@@ -9,7 +9,6 @@ from rota import Cluster, Link, PipelineError
 from rota.profiling.link_pipelines import LEVEL_SIZES, SIZES
 from rota.profiling.links import (
     SUM_SIZES,
-    _pairs_of,
     cluster_of,
     line_through,
     link_of,
@@ -18,7 +17,6 @@ from rota.profiling.links import (
     numbers_of,
     unsteady,
 )
-from rota.profiling.machine_links import links_of_started
 from support.pool import Pool
 
 
@@ -33,23 +31,6 @@ def test_times_on_a_line_are_met_exactly(latency_us: int, bytes_per_us: int) -> 
     assert us == pytest.approx(latency_us, rel=1e-6, abs=1e-3)
     assert per_byte * bytes_per_us == pytest.approx(1)
     assert link_of([messages(latency_us, bytes_per_us)]) == Link(latency_us, bytes_per_us)
-
-
-@pytest.mark.parametrize(
-    ("points", "line"),
-    [
-        ([(1, 10.0), (100, 10.0)], (10.0, 0.0)),
-        ([(1, 10.0), (100, 5.0)], (6.0, 0.0)),  # the shorter time has four times the weight
-        ([(10, 0.1), (1000, 100.0)], (0.0, 110 / 10_100)),  # no message begins to arrive before it is sent
-        ([(8, 4.0)], (4.0, 0.0)),
-    ],
-)
-def test_no_part_of_a_line_is_negative(points: list[tuple[int, float]], line: tuple[float, float]) -> None:
-    assert line_through(points) == pytest.approx(line, rel=0.05)
-
-
-def test_bytes_that_take_no_time_have_no_rate() -> None:
-    assert link_of([[[7.0]] * len(SIZES)]) == Link(7, None)
 
 
 def test_pairs_of_two_hosts_have_one_link_unless_they_differ() -> None:
@@ -76,23 +57,12 @@ def test_a_cluster_has_the_most_frequent_link_and_a_rate_per_host() -> None:
     ]
 
 
-def test_few_pairs_of_two_hosts_are_measured_neighbours_first() -> None:
-    assert _pairs_of([0, 0, 0]) == [(0, 1), (1, 2), (0, 2)]
-    assert _pairs_of([0] * 8) == [(rank, rank + 1) for rank in range(6)]
-    assert _pairs_of([0, 0, 2, 2]) == [(0, 1), (1, 2), (2, 3), (0, 2), (1, 3), (0, 3)]
-
-
 def test_times_that_vary_much_are_doubted() -> None:
     steady = {(0, 1): [[300.0, 301.0, 302.0, 499.0]] * len(SIZES)}
     assert unsteady(steady) == ""
     assert unsteady({(0, 1): [*steady[0, 1][1:], [300.0, 300.0, 900.0, 900.0, 900.0, 900.0]]}) == ""
     told = unsteady({(0, 1): [*steady[0, 1][1:], [300.0, 300.0, 300.0, 900.0, 900.0, 900.0, 900.0]]})
     assert told.startswith("16.8 MB between ranks 0 and 1 took 900 µs, but 300 µs or less in a quarter of the repeats")
-
-
-@pytest.mark.parametrize(("size", "numbers"), [(2, [2]), (3, [2, 3]), (4, [2, 4]), (7, [2, 4, 7])])
-def test_sums_are_of_all_and_of_powers_of_two(size: int, numbers: list[int]) -> None:
-    assert [*numbers_of(size)] == numbers
 
 
 # --- real processes ---------------------------------------------------------------------------------------------------
@@ -109,15 +79,6 @@ def refuse_wrong_structure(cluster: Cluster, text: str, num_ranks: int) -> None:
     assert all([size for size, _ in of.times_us] == [*SUM_SIZES] for of in cluster.all_reduces)
     assert cluster.link.transfer_us(1 << 24) > 100  # 16 MB cannot be there at once
     assert all(f"\n{a} ↔ {a + 1}: 4.1 kB " in f"\n{text}" for a in range(num_ranks - 1))
-
-
-@pytest.mark.dist
-@pytest.mark.sweep  # `rota plan` and the README's autoplan measure so
-def test_two_processes_are_started_and_measured() -> None:
-    lines: list[str] = []
-    found = links_of_started(2, "cpu", 2, lines.append)
-    refuse_wrong_structure(found.cluster, found.text, 2)
-    assert lines == ["measuring the links between 2 processes"]
 
 
 def found_by(rank: int) -> tuple[Cluster, str, list[str]]:

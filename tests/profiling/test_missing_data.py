@@ -17,11 +17,7 @@ Tensor = torch.Tensor
 
 REASONS: dict[str, tuple[Callable[[Tensor], object], str]] = {
     "nonzero": (lambda x: x.nonzero(), "shape of what aten::nonzero makes depends on data"),
-    "where": (lambda x: torch.where(x > 0), "shape of what aten::nonzero"),
     "mask": (lambda x: x[x > 0], "shape of what aten::index"),
-    "masked_select": (lambda x: x.masked_select(x > 0), "shape of what aten::masked_select"),
-    "unique": (lambda x: x.unique(), "shape of what aten::_unique2"),
-    "bincount": (lambda x: x.argmax(-1).bincount(), "shape of what aten::bincount"),
     "repeat": (lambda x: x.repeat_interleave(x.argmax(-1), 0), "depends on data"),
     "branch": (lambda x: 1 if x.sum() > 0 else 2, r"asks for a number that depends on data \(aten::"),
     "list": (lambda x: x.argmax(-1).tolist(), "cannot be estimated, because"),

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import pytest
-
 from rota.core.cluster import Cluster
 from rota.core.costs import Costs
 from rota.core.placement import Placement
@@ -117,10 +115,3 @@ def test_an_edge_that_a_placement_has_twice_is_two_messages() -> None:
     programs = device_programs(gpipe(twice, 2))
     assert sum(step.what == "send" for step in programs[0].steps) == 4
     assert sum(step.what == "release" for step in programs[0].steps) == 4
-
-
-@pytest.mark.parametrize("num_microbatches", [1, 3])
-def test_one_rank_enqueues_ops_alone(num_microbatches: int) -> None:
-    plan = gpipe(place(Costs.uniform(2), Cluster.uniform(1), [0, 0]), num_microbatches)
-    (device,) = device_programs(plan, replicas=False)
-    assert {step.what for step in device.steps} == {"run", "join"}

@@ -8,11 +8,8 @@ from collections.abc import Callable
 
 import pytest
 
-from rota.core.cluster import Cluster
-from rota.core.costs import Costs
-from rota.core.placing import place
-from rota.core.programs.device_steps import DeviceProgram, device_programs
-from rota.schedules import FAMILIES, Family, one_f_one_b
+from rota.core.programs.device_steps import device_programs
+from rota.schedules import FAMILIES, Family
 from support import fake_nccl
 from support.device_orders import (
     Programs,
@@ -24,7 +21,6 @@ from support.device_orders import (
     with_early_receives,
     with_pair_communicators,
 )
-from support.fake_nccl import HangError
 from support.random_plans import random_plan
 
 pytestmark = pytest.mark.sampled
@@ -86,16 +82,3 @@ def test_families(family: Family) -> None:
         programs = device_programs(plan)
         for queue_length in (1, 3, 10**9):
             fake_nccl.run(programs, serial=True, queue_length=queue_length)
-
-
-def early_one_f_one_b(num_bytes: int) -> list[DeviceProgram]:
-    costs = Costs.uniform(2, 10, 20, boundary_bytes=num_bytes)
-    plan = one_f_one_b(place(costs, Cluster.uniform(2)), 3)
-    return [with_early_receives(program) for program in device_programs(plan)]
-
-
-def test_a_short_queue_of_the_host_hangs_it_too() -> None:
-    """Streams that are independent do not help where the host cannot enqueue what the others wait for."""
-    fake_nccl.run(early_one_f_one_b(100))
-    with pytest.raises(HangError):
-        fake_nccl.run(early_one_f_one_b(100), queue_length=1)

@@ -149,20 +149,6 @@ def test_uneven_costs_are_cut_among_a_ranks_stages() -> None:
     assert halves.static_bytes == (50, 25, 25, 50)
 
 
-def test_what_a_rank_does_is_dealt_to_its_stages_without_a_rest() -> None:
-    """Rounded up, the work of a rank would grow with its stages, and families with several would look slow."""
-    costs = Costs((7, 9), (15, 11), activation_bytes=(5, 1), static_bytes=(3, 0))
-    for family in FAMILIES:
-        if family.stages_per_rank > 1:
-            cut = family.costs_from(costs)
-            stages = [
-                [s for s in range(4) if s in (rank, 3 - rank if family.place is wave else rank + 2)] for rank in (0, 1)
-            ]
-            for name in ("forward_us", "activation_bytes", "static_bytes"):
-                column = getattr(cut, name)
-                assert tuple(sum(column[s] for s in on) for on in stages) == getattr(costs, name), family.name
-
-
 def test_times_that_stages_cannot_share_are_refused() -> None:
     rows = compare_schedules(Costs.uniform(4, 1, 2), Cluster.uniform(4), 8)
     problems = {row.name: row.problem for row in rows if row.stages_per_rank == 2 and row.makespan_us is None}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from itertools import permutations
 
 import numpy as np
 from hypothesis import given, settings, strategies as st
@@ -14,7 +13,6 @@ from rota.search.problem import NO_LIMIT, Problem
 from rota.search.timing import fits, peaks, score
 from support import core_strategies as strategies
 from support.core_strategies import with_limits
-from support.sampling import some
 
 
 def tightest(plan: Plan) -> Problem:
@@ -47,25 +45,6 @@ def test_any_priorities_make_orders_that_fit(plan: Plan, seed: int, patience: fl
             continue
         assert fits(problem, orders)
         assert score(problem, orders) is not None
-
-
-@given(strategies.plans(most_microbatches=1))
-@settings(deadline=None, max_examples=some(50))
-def test_serial_needs_least_memory(plan: Plan) -> None:
-    """Against every order of one micro-batch, where all ranks have the same limit."""
-    tasks, static = plan.placement.tasks, plan.placement.static_bytes
-    if len(tasks) > 6:
-        return
-    problem = Problem(with_limits(plan, static).placement, 1)
-    before = {(edge.source, edge.target) for edge in plan.placement.edges}
-    least = []
-    for order in permutations(range(len(tasks))):
-        if all(order.index(a) < order.index(b) for a, b in before):
-            rows = [[t for t in order if r in tasks[t].ranks] for r in range(plan.num_ranks)]
-            least.append(peaks(problem, np.array([t for row in rows for t in row], np.int32)).max())
-    stream = [t for t in range(len(tasks)) if plan.placement.component_of[t] == 0]
-    if len(stream) == len(tasks):
-        assert peaks(problem, serial(problem)).max() == min(least)
 
 
 @given(strategies.plans(), st.integers(0, 2**16))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from random import Random
 
 import pytest
@@ -156,12 +155,6 @@ def test_progress() -> None:
     assert told[-1].best == result.value_us
     assert {"list scheduling", "local search", "steady state"} <= {p.doing for p in told}
     assert f"gap {told[-1].gap:.2%}" in str(told[-1])
-
-
-def test_a_rank_without_a_task() -> None:
-    placement = replace(tessel("v", 2), cluster=Cluster.uniform(3), static_bytes=())
-    found, expected = (find_plan(on, 4, deterministic=True) for on in (placement, tessel("v", 2)))
-    assert found.makespan_us == expected.makespan_us
 
 
 def test_inference() -> None:

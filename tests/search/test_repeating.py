@@ -11,8 +11,7 @@ from hypothesis import assume, given, settings
 
 from rota import Cluster, Costs, SearchError, check, find_plan, place, simulate
 from rota.core.placing import bidirectional
-from rota.search import Repeating, bounds_of, find_repeating, find_steady
-from rota.search.budget import Budget
+from rota.search import Repeating, bounds_of, find_repeating
 from rota.search.problem import Problem
 from support.core_strategies import placed
 from support.sampling import some
@@ -82,18 +81,6 @@ def test_inference_repeats_with_one_micro_batch_as_each_rank_may_be_a_stage_late
     assert (step.period_us, step.makespan_us) == (1, 4)
     assert step.unroll(100).makespan_us == 103
     require_true(step.unroll(100))
-
-
-def test_with_fewer_micro_batches_in_flight_a_period_is_longer() -> None:
-    placement = tessel("m", 4, 6)
-    periods = []
-    for in_flight in range(1, 7):
-        result = find_steady(placement, Budget(10, True), microbatches_per_period=1, in_flight=in_flight)
-        assert result is not None
-        assert result.proven_for
-        result.steady.verify()
-        periods.append(result.steady.period_us)
-    assert periods == [18, 11, 10, 8, 7, 6]
 
 
 def test_lags_and_step_ends() -> None:

@@ -201,11 +201,6 @@ def test_named_plans_are_improved_by_their_order_of_service() -> None:
     assert one_f_one_b(placement, 4).service_orders == ()
 
 
-def test_without_wires_a_search_works_on_the_placement_as_it_is() -> None:
-    placement = place(Costs.uniform(3, 3, 2, 2, boundary_bytes=4), Cluster.uniform(3, latency_us=2, bytes_per_us=3))
-    assert Problem(placement, 4).placement is placement
-
-
 @pytest.mark.parametrize("objective", ["makespan", "span", "period"])
 def test_a_shared_link_that_nothing_uses_changes_no_answer(objective: Objective) -> None:
     cluster = Cluster.uniform(4, 14, latency_us=3)

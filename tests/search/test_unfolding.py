@@ -199,13 +199,6 @@ def test_a_better_sequence_is_found_and_proven() -> None:
     assert not keeps_sequence(free.plan)
 
 
-def test_several_stages_per_rank_and_step_ends() -> None:
-    placement = mixed(2, (2, 1, 3), num_stages=4)
-    found = find_plan(placement, 3, time_limit_s=2, deterministic=True)
-    assert simulate(found.plan).makespan_us == found.value_us
-    assert found.value_us >= found.bound_us
-
-
 def test_searches_for_alike_micro_batches_refuse_others() -> None:
     placement = mixed(2, (1, 2))
     for refused, message in [

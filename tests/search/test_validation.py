@@ -50,14 +50,6 @@ def test_options(name: str, values: list[Any], told: str) -> None:
         assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("value", [0, -1, 1.5, "2", True, 1000])
-def test_microbatches_per_period(value: Any) -> None:
-    with pytest.raises(SearchError, match=f"microbatches_per_period is {value!r}; give a whole number from 1 to 64"):
-        validation.refuse_wrong_curve(CHAIN, value)
-    validation.refuse_wrong_curve(CHAIN, 64)
-    validation.refuse_wrong_curve(CHAIN, None)
-
-
 @pytest.mark.parametrize("size", [10**18, 10**19, 10**400])
 @pytest.mark.parametrize(
     ("costs", "cluster", "told"),

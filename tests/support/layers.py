@@ -103,9 +103,9 @@ def home(module: str) -> str | None:
 
 
 @cache
-def imports_of(path: Path) -> tuple[str, ...]:
-    """All modules that a file imports, in functions too."""
-    return tuple(name for name, _ in imports(ast.parse(path.read_text(encoding="utf-8"))))
+def imports_of(path: Path) -> tuple[tuple[str, bool], ...]:
+    """All modules that a file imports, and whether only a function or a type checker does."""
+    return tuple(imports(ast.parse(path.read_text(encoding="utf-8"))))
 
 
 def imports(tree: ast.AST, lazy: bool = False) -> Iterator[tuple[str, bool]]:
@@ -124,31 +124,22 @@ def imports(tree: ast.AST, lazy: bool = False) -> Iterator[tuple[str, bool]]:
 
 
 def is_for_types(node: ast.AST) -> bool:
-    return isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+    return isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
 
 
-def complaints(module: str, source: str) -> list[str]:
-    """What `source` imports against the table."""
-    tree = ast.parse(source)
+def complaints(module: str) -> list[str]:
+    """What a module imports against the table."""
     mine = home(module) or module
     if mine not in TABLE:
         return [f"{module} has no row in TABLE"]
     row, found = TABLE[mine], []
-    for name, lazy in imports(tree):
+    for name, lazy in imports_of(MODULES[module]):
         top = name.split(".")[0]
         target = (home(name) or name) if top == "rota" else top
         allowed = target == mine or target in row.top or (lazy and target in row.lazy)
         if top not in (*sys.stdlib_module_names, *EVERYWHERE) and not allowed:
             found.append(f"{module} imports {name}" + (" in a function" if lazy else ""))
     return found
-
-
-@cache
-def longest_chain(module: str) -> tuple[str, ...]:
-    """The longest chain of files that loading `module` loads, each because the one before it imports it."""
-    tree = ast.parse(MODULES[module].read_text(encoding="utf-8"))
-    targets = {name for name, lazy in imports(tree) if name in MODULES and name != module and not lazy}
-    return (module, *max(map(longest_chain, targets), key=len, default=()))
 
 
 # --- rooms for people -------------------------------------------------------------------------------------------------
@@ -192,7 +183,7 @@ def contracted(room: str) -> dict[str, set[str]]:
     found: dict[str, set[str]] = {}
     for module, path in MODULES.items():
         if module.startswith(f"rota.{room}."):
-            targets = {name for name in imports_of(path) if name.startswith(f"rota.{room}.")}
+            targets = {name for name, _ in imports_of(path) if name.startswith(f"rota.{room}.")}
             found.setdefault(part(module), set()).update(part(name) for name in targets if name in MODULES)
     return {name: targets - {name} for name, targets in found.items()}
 
@@ -223,5 +214,3 @@ def page() -> str:
 
 if __name__ == "__main__":
     PAGE.write_text(page())
-    longest = max(map(longest_chain, MODULES), key=len)
-    print(f"the longest chain of imports has {len(longest)} files:", *longest, sep="\n  ")

@@ -41,20 +41,6 @@ def test_a_link_shows_what_its_sender_saw(open_page):
     assert other.ask("() => window.rota.view.picked") is None
 
 
-def test_a_link_entered_while_the_page_is_about_to_write_its_own_is_followed(open_page):
-    it = open_page(one_f_one_b())
-    it.ask(
-        """() => {
-            setTimeout(() => { location.hash = "batch=1&t=10-500"; }, 150);
-            window.rota.draw(); // writes the hash after 150 ms, too
-            const began = performance.now();
-            while (performance.now() < began + 300);
-        }"""
-    )
-    it.page.wait_for_function("() => window.rota.view.batch === 1")
-    assert it.view() == [10, 500]
-
-
 @pytest.mark.parametrize("fragment", ["#batch=999&stage=x&cause=77", "#op=zz.9&hide=Q", "#%%%"])
 def test_links_without_sense_show_everything(open_page, fragment):
     timeline = one_f_one_b()
@@ -97,22 +83,6 @@ def test_a_cause_is_picked_out(open_page):
     assert it.ask("() => window.rota.view.cause") is None
 
 
-def test_idle_bars_tell_the_shares_of_the_causes(open_page):
-    timeline = measured(one_f_one_b())
-    page = open_page(timeline).page
-    totals = {}
-    for piece in rota.idle(timeline):
-        totals[str(piece.cause)] = totals.get(str(piece.cause), 0) + piece.duration_us
-    seen = {cause: us for cause, us in totals.items() if 2000 * us >= timeline.makespan_us * timeline.num_ranks}
-    worst = sorted(seen, key=lambda cause: -seen[cause])
-    texts = [entry.inner_text().split() for entry in page.locator(".cause").all()]
-    assert [" ".join(words[:-1]) for words in texts] == worst
-    for words, cause in zip(texts, worst, strict=True):
-        assert float(words[-1].rstrip("%")) == pytest.approx(
-            100 * totals[cause] / timeline.makespan_us / timeline.num_ranks, abs=0.051
-        )
-
-
 def test_two_timelines_are_aligned_and_told_against_each_other(open_page):
     planned = one_f_one_b()
     seen = measured(planned)
@@ -132,12 +102,3 @@ def test_two_timelines_are_aligned_and_told_against_each_other(open_page):
     causes = it.ask("() => window.rota.sections.map(({ totals }) => Array.from(totals.all))")
     for found, told in zip(causes, (rota.idle(planned), rota.idle(seen, planned)), strict=True):
         assert found == [sum(p.duration_us for p in told if p.cause is cause) for cause in CAUSES]
-
-
-def test_other_schedules_can_be_compared(open_page):
-    costs = rota.Costs.uniform(4, 100, 200)
-    placement = rota.place(costs, rota.Cluster.uniform(4))
-    plans = [rota.schedules.NAMED[name](placement, 6) for name in ("gpipe", "1f1b")]
-    it = open_page(plans[1], above=plans[0], names=("GPipe", "1F1B"))
-    assert it.page.title() == "GPipe over 1F1B"
-    assert it.point(0, 50, section=1)[-2].startswith("GPipe: 0.100 ms")

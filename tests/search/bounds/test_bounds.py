@@ -141,13 +141,6 @@ def test_no_bound_is_above_the_best_of_all_orders_of_many_more() -> None:
     assert sum(check_against_every_plan(seed, most=60)[0] for seed in range(1_000, 9_000)) > 30_000
 
 
-def test_a_bound_that_is_too_high_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    honest = bounds.every
-    monkeypatch.setattr(bounds, "every", lambda *given: [replace(b, us=b.us + 1) for b in honest(*given)])
-    with pytest.raises(AssertionError):
-        check_against_every_plan(5, most=120)
-
-
 @pytest.mark.parametrize("num_ranks", [1, 2, 4, 8])
 @pytest.mark.parametrize("num_microbatches", [1, 6, 30])
 def test_1f1b_on_a_chain_is_proven_optimal(num_ranks: int, num_microbatches: int) -> None:
@@ -259,11 +252,6 @@ def test_the_least_memory_names_rank_and_task() -> None:
     # Rank 0 holds what it sends, and the gradient that it receives; rank 1 what it received while F runs.
     assert told == [(0, 13, "0F"), (1, 27, "1B")]
     assert needs == bounds.least_memory(Problem(placement, 1))
-
-
-def test_never_freed_bytes_add_up() -> None:
-    placement = Placement((Task(0, Kind.F, (0,), 1, 2),), (), Cluster.uniform(1))
-    assert bounds.least_memory(Problem(placement, 5)) == [bounds.Need(0, 10, -1)]
 
 
 def test_a_step_of_step_ends_and_of_nothing() -> None:

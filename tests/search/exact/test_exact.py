@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
-from itertools import product
 
 import pytest
 
 from rota.core.cluster import Cluster
 from rota.core.costs import Costs
 from rota.core.placement import Placement
-from rota.core.placing import place
 from rota.core.simulation import check, simulate
 from rota.search.budget import Budget
 from rota.search.exact import Exact, cpsat, solve
@@ -19,7 +17,7 @@ from rota.search.problem import Problem
 from rota.search.timing import score
 from rota.shapes import k_shape, m_shape, nn_shape, v_shape, x_shape
 from support.sampling import some
-from support.search_brute_force import Case, best_of, every_plan, tiny_cases
+from support.search_brute_force import Case, tiny_cases
 
 _UNIT = {"forward_us": 1, "backward_us": 3, "activation_bytes": 1}
 
@@ -88,18 +86,6 @@ def test_shapes_are_proven(placement: Placement, num_microbatches: int, makespan
     problem = Problem(placement, num_microbatches)
     found = solve(problem, "makespan", None, 0, Budget(30, deterministic=True))
     assert _proven(problem, "makespan", found) == makespan_us
-
-
-def test_optimizer_steps_follow_the_last_gradients() -> None:
-    """Two stages on a rank; the long reduction, or the long optimizer step, of the one or of the other."""
-    for reduce_us, optimizer_us in product([(0, 9), (9, 0), (7, 7)], [(5, 1), (1, 5)]):
-        costs = Costs((1, 2), (2, 1), edges=((0, 1),), reduce_us=reduce_us, optimizer_us=optimizer_us)
-        placement = place(costs, Cluster.uniform(1), [0, 0])
-        plans, problem = every_plan(placement, 2), Problem(placement, 2)
-        assert plans is not None
-        best = best_of(plans)
-        assert best is not None
-        assert _proven(problem, "makespan", solve(problem, "makespan", None, 0, Budget(10))) == best.makespan_us
 
 
 def test_leaves_room() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from fractions import Fraction
-from itertools import pairwise
 from random import Random
 
 import pytest
@@ -136,21 +135,6 @@ def test_a_few_rounds_bound_long_steps(shape: str, num_ranks: int, limit: int) -
     us = [rounds.together_us + rounds.unit_us * bound for bound in seen]
     assert max(us) <= exact_us
     assert us[-1] >= Fraction(99, 100) * exact_us
-
-
-def test_the_end_is_in_sight_before_it_is_reached(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rota.search.exact.rounds._AT_ONCE", 50)
-    rounds = Rounds(Problem(tessel("nn", 4, 3), 128))
-    exploring, afterwards = [], []
-    while True:
-        rounds.run(1 << 60, Budget(1e-6, deterministic=True))
-        if rounds.is_over:
-            break
-        (exploring if rounds.values is None else afterwards).append(rounds.left_s())
-    assert exploring[0] is None
-    assert exploring[-1] is not None
-    assert all(late < early for early, late in pairwise(afterwards))
-    assert rounds.left_s() is None
 
 
 @pytest.mark.parametrize("limit", [None, 30])

@@ -7,18 +7,15 @@ from typing import Literal
 
 import numpy as np
 import pytest
-from hypothesis import given, settings, strategies as st
 
 from rota.core.cluster import Cluster
 from rota.core.costs import Costs
-from rota.core.simulation import check, simulate
+from rota.core.simulation import check
 from rota.search.budget import Budget
-from rota.search.critical_path import CriticalPath
 from rota.search.local.neighbourhood import improve
 from rota.search.problem import Orders, Problem
 from rota.search.timing import score
 from rota.shapes import v_shape
-from support.core_strategies import plans
 from support.sampling import some
 from support.search_brute_force import tiny_cases
 
@@ -40,25 +37,6 @@ def _value(problem: Problem, orders: Orders, objective: str = "makespan") -> int
     timed = score(problem, orders)
     assert timed is not None
     return timed.makespan_us if objective == "makespan" else timed.span_us
-
-
-@given(plans(most_microbatches=4), st.sampled_from(["makespan", "span"]))
-@settings(max_examples=some(40), deadline=None)
-def test_heads_and_tails(plan: object, objective: str) -> None:
-    """Each way through a node is as long as its head, its length and its tail, and the longest is what is measured."""
-    problem = Problem(plan.placement, plan.num_microbatches)  # type: ignore[attr-defined]
-    orders, critical_path = _serial(problem), CriticalPath(problem, objective == "span")
-    paths = critical_path.paths(orders)
-    assert paths is not None
-    timeline = simulate(problem.to_plan(orders))
-    assert paths.value_us == (timeline.span_us if objective == "span" else timeline.makespan_us)
-    assert (paths.starts // critical_path.ticks).tolist() == list(
-        timeline.plan.earliest.starts_us[: timeline.plan.num_ops]
-    )
-    through = paths.starts + critical_path.lengths[problem.task_of] + paths.tails
-    assert (through // critical_path.ticks <= paths.value_us).all()
-    if not problem.placement.step_ends or objective == "span":
-        assert (through // critical_path.ticks).max() == paths.value_us
 
 
 @pytest.mark.parametrize("objective", ["makespan", "span"])

@@ -8,7 +8,6 @@ from rota.core.placing import wave
 from rota.search.local.policies import Climb
 from rota.search.problem import Problem
 from rota.search.timing import fits, score
-from support.tessel_shapes import tessel
 
 
 def half_memory(num_ranks: int, num_microbatches: int) -> Problem:
@@ -30,13 +29,6 @@ def test_what_is_found_fits_and_lasts_as_long_as_is_said() -> None:
     assert climb.key is not None
     assert fits(climb.problem, climb.orders)
     assert score(climb.problem, climb.orders) == climb.key
-
-
-def test_nn_on_eight_ranks_with_caps() -> None:
-    """Byte limits alone did not get below 731 in half a minute."""
-    climb = climbed(Problem(tessel("nn", 8, 6), 64), 600)
-    assert climb.key is not None
-    assert climb.key[0] <= 715
 
 
 def test_caps_that_fill_the_memory_of_each_rank_keep_a_wave_busy() -> None:

@@ -10,7 +10,6 @@ from rota.search.budget import Budget
 from rota.search.periodic.loop import Loop
 from rota.search.periodic.modulo import Interval, Period
 from rota.search.periodic.offsets import anneal_offsets
-from rota.search.periodic.retiming import Wait, retime
 from rota.search.periodic.steady import Steady
 from support.core_strategies import placed
 from support.sampling import some
@@ -18,25 +17,6 @@ from support.sampling import some
 
 def v_loop(num_ranks: int, limit: int | None) -> Loop:
     return Loop(place(Costs.uniform(num_ranks, 1, 3), Cluster.uniform(num_ranks, limit)))
-
-
-def test_the_period_of_fixed_orders_is_the_largest_ratio_of_time_to_rounds():
-    waits = [Wait(0, 1, 5, 0), Wait(1, 0, 6, 2), Wait(1, 2, 1, 0), Wait(2, 1, 3, 1)]
-    rhythm = retime(3, waits)
-    assert rhythm is not None
-    assert rhythm.period_us == 6  # 11 / 2, in whole µs
-    for source, target, least, rounds in waits:
-        assert rhythm.starts_us[target] >= rhythm.starts_us[source] + least - rhythm.period_us * rounds
-
-
-def test_a_cycle_within_one_round_has_no_period():
-    assert retime(2, [Wait(0, 1, 1, 0), Wait(1, 0, 1, 0)]) is None
-
-
-def test_at_the_same_instant_who_is_waited_for_comes_first():
-    rhythm = retime(3, [Wait(2, 1, 0, 0), Wait(1, 0, 0, 0), Wait(0, 2, 4, 1)])
-    assert rhythm is not None
-    assert rhythm.ties[2] < rhythm.ties[1] < rhythm.ties[0]
 
 
 @pytest.mark.parametrize(("limit", "period"), [(4, 4), (3, 8), (2, 8), (1, 16)])

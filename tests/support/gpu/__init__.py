@@ -2,5 +2,5 @@
 
 A *job* is a function `job(rank, device, …)` that one rank runs; it returns plain numbers. `tests/gpu` runs the jobs on
 accelerators. Elsewhere the same jobs run on simulated devices (`tests/sim_device/test_gpu_jobs.py`) and on the CPU
-(`tests/test_gpu_tests.py`), so that it is known that the tests themselves work.
+(`ROTA_GPU_TESTS=cpu`), so that it is known that the tests themselves work.
 """
