@@ -44,7 +44,7 @@ def test_rota_and_its_core_load_nothing_heavy() -> None:
         "rota.check(rota.schedules.gpipe(rota.place(rota.Costs.uniform(2), rota.Cluster.uniform(2)), 2)); "
         "found = {name for name in HEAVY if name in sys.modules}; "
         "import rota.interop, rota.compat.deepspeed.schedule; rota.interop.import_traces; rota.autoplan, rota.Machine; "
-        "found |= {'torch', 'numpy', 'ortools'} & {*sys.modules}; "
+        "found |= {'torch', 'numpy', 'ortools'} & {*sys.modules}"
     )
     code = f"import sys, rota; HEAVY = {HEAVY}; {use}; print(*found)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=200)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -15,7 +16,7 @@ from rota.core.placing import wave
 from rota.core.stopping import Stopped, look, watched
 from rota.schedules import NAMED
 from rota.schedules.families import named_plans
-from rota.search import find_frontier, find_repeating
+from rota.search import Progress, find_frontier, find_repeating
 from rota.search.budget import Budget
 
 MOST_CALLS = 60_000  # of Python functions between two looks: some hundredths of a second
@@ -132,6 +133,17 @@ def test_a_search_that_is_stopped_anywhere_has_a_plan(name: str, last: int, monk
     with budgets_watched_by(looks, monkeypatch):
         check(SEARCHES[name]())
     assert looks.num_looks < last + 40  # it does not go on
+
+
+@pytest.mark.parametrize("doing", ["list scheduling", "local search", "steady state"])
+def test_ctrl_c_ends_a_search_with_its_best_plan(doing: str) -> None:
+    def press(progress: Progress) -> None:
+        if progress.doing == doing:
+            signal.raise_signal(signal.SIGINT)
+
+    result = find_plan(split_chain(8, 12), 24, time_limit_s=600, progress=press)
+    check(result.plan)
+    assert result.stopped_by == "Ctrl-C"
 
 
 def fails(told: object) -> None:

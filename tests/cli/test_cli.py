@@ -308,16 +308,6 @@ def test_help_teaches_by_example_and_says_every_default(
     assert [line for line in run(capsys, *name.split(), "--help")[1].splitlines() if len(line) > 60] == []
 
 
-@pytest.mark.parametrize("arguments", [(), ("--help",)])
-def test_the_first_help_fits_the_terminal(
-    arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("COLUMNS", "60")
-    code, out, _ = run(capsys, *arguments)
-    assert code == 0
-    assert max(map(len, out.splitlines())) <= 60
-
-
 def test_the_page_of_commands_has_all() -> None:
     page = (ROOT / "docs" / "commands.md").read_text()
     assert [name for name in COMMANDS if f"`rota {name}" not in page] == []

@@ -28,15 +28,17 @@ def _python(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.dist
-def test_a_cpu_machine(tmp_path: Path) -> None:
+def test_a_cpu_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "doctor.json"
-    done = _python("-m", "rota", "doctor", "--ranks", "2", "-o", str(path))
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert re.search(r"^ok +PyTorch +2\.", done.stdout, flags=re.MULTILINE)
-    assert re.search(r"^ok +link 0-1 +\S+ .B/s, \d+ .s$", done.stdout, flags=re.MULTILINE)
-    assert re.search(r"^ok +self-test +training gives the losses and weights", done.stdout, flags=re.MULTILINE)
-    assert "Rota runs here." in done.stdout
-    assert "rota doctor: starting 2 processes\n" in done.stderr  # also where it is no terminal
+    for name, value in WITHOUT_DEVICES.items():
+        monkeypatch.setenv(name, value)
+    assert main(["doctor", "--ranks", "2", "-o", str(path)]) == 0
+    out, error = capfd.readouterr()
+    assert re.search(r"^ok +PyTorch +2\.", out, flags=re.MULTILINE)
+    assert re.search(r"^ok +link 0-1 +\S+ .B/s, \d+ .s$", out, flags=re.MULTILINE)
+    assert re.search(r"^ok +self-test +training gives the losses and weights", out, flags=re.MULTILINE)
+    assert "Rota runs here." in out
+    assert "rota doctor: starting 2 processes\n" in error  # also where it is no terminal
     report = json.loads(path.read_text())
     assert [*violations(report, SCHEMA)] == []
     assert report["self_test"]["exact"]

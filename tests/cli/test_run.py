@@ -41,7 +41,7 @@ def blocks_of(markdown: Path, language: str) -> list[str]:
 
 
 def test_the_readme_does_what_it_says(tmp_path: Path) -> None:
-    """With a smaller model, and a link that is given: test_doctor measures one."""
+    """With a smaller model, one size of micro-batch, and a link that is given: test_doctor measures one."""
     model, train = blocks_of(ROOT / "README.md", "python")
     assert '"n_embd": 192, "n_layer": 8' in model
     model = model.replace('"n_embd": 192, "n_layer": 8', '"n_embd": 96, "n_layer": 4')
@@ -49,7 +49,7 @@ def test_the_readme_does_what_it_says(tmp_path: Path) -> None:
     (tmp_path / "model.py").write_text(model)
     outputs = {}
     for command in re.findall(r"^    rota (.*?)(?: +#.*)?$", (ROOT / "README.md").read_text(), flags=re.MULTILINE):
-        done = rota(tmp_path, *command.replace("-o plan", "--link 20us,2GB/s --time-limit 6 -o plan").split())
+        done = rota(tmp_path, *command.replace("-o plan", "--rows 4 --link 20us,2GB/s --time-limit 6 -o plan").split())
         assert done.returncode == 0, done.stderr
         outputs[command.split()[0]] = done.stdout
     assert list(outputs) == ["autoplan", "run", "compare", "explain"]

@@ -11,6 +11,7 @@ import pytest
 
 from cli.test_cli import run
 from rota import Costs, Plan, check, simulate
+from rota.cli import screen
 from rota.cli.files import read_plan
 
 pytestmark = pytest.mark.usefixtures("time_is_work")
@@ -143,3 +144,17 @@ def test_snapshots_are_for_restarts(tmp_path: Path, capsys: Capsys) -> None:
     code, _, err = run(capsys, "run", "--snapshot-folder", "x", plan, script)
     assert code == 2
     assert "--snapshot-folder x needs --max-restarts" in err
+
+
+# --- progress on standard error ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("every_s", "printed"), [(1e6, ""), (-1.0, "starting\nplanning\n")])
+def test_progress_without_a_terminal(
+    every_s: float, printed: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(screen, "_EVERY_S", every_s)
+    with screen.progress_line() as show:
+        show("  starting")
+        show("planning")
+    assert capsys.readouterr().err == printed

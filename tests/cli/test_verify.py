@@ -7,6 +7,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -90,8 +91,15 @@ def test_an_exact_model_and_the_report_as_json(plan: str, tmp_path: Path, capfd:
     assert "rota verify: float64: the unsplit model" in told.err
 
 
-def test_a_missing_gradient_is_in_the_report(plan: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    model = tmp_path / "model.py"
+def on_one_rank(folder: Path, **usage: Any) -> str:
+    costs = rota.Costs.uniform(2, 10, 20)
+    planned = rota.schedules.gpipe(rota.place(costs, rota.Cluster.uniform(1), (0, 0)), 2)
+    (folder / "plan.json").write_text(replace(planned, **usage).to_json())
+    return str(folder / "plan.json")
+
+
+def test_a_missing_gradient_is_in_the_report(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    plan, model = on_one_rank(tmp_path), tmp_path / "model.py"
     detached = BY_HAND.replace("super().forward(x) + 0.1", "nn.functional.linear(x, self.weight.detach(), self.bias)")
     model.write_text(detached)
     assert main(["verify", plan, str(model), "--json"]) == 1
@@ -122,12 +130,9 @@ def test_a_run_verifies_before_its_first_step(plan: str, tmp_path: Path) -> None
 
 
 def test_a_plan_whose_cuts_the_model_lacks_is_wrong_input(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    costs = rota.Costs.uniform(2, 10, 20)
-    planned = rota.schedules.gpipe(rota.place(costs, rota.Cluster.uniform(2)), 2)
-    path, model = tmp_path / "plan.json", tmp_path / "model.py"
-    path.write_text(replace(planned, usage=Usage(("blocks.4",), 1)).to_json())
+    plan, model = on_one_rank(tmp_path, usage=Usage(("blocks.4",), 1)), tmp_path / "model.py"
     model.write_text(MODEL.format(extra=""))
-    assert main(["verify", str(path), str(model)]) == 2
+    assert main(["verify", plan, str(model)]) == 2
     told = capfd.readouterr().err  # Triton may add lines of its own
     assert f"rota verify: error: {model} cannot be cut as the plan says: " in told
     assert "Traceback" not in told

@@ -21,7 +21,7 @@ from rota.models.sequence_chunks import Chunk
 from rota.schedules import one_f_one_b
 from support import ROOT
 from support.device_orders import with_early_receives
-from support.pages import DOCS, python_blocks, run, text_of
+from support.pages import python_blocks, run, text_of
 
 pytestmark = pytest.mark.usefixtures("time_is_work")
 
@@ -164,12 +164,6 @@ def test_the_install_line_of_the_readme_brings_what_its_example_imports() -> Non
     }
     assert "transformers" in imported
     assert imported - set(sys.stdlib_module_names) <= installed
-
-
-def test_every_picture_is_there() -> None:
-    for page in [DOCS.parent / "README.md", *DOCS.glob("*.md")]:
-        for picture in re.findall(r"!\[[^]]*\]\(([^)]*)\)", page.read_text()):
-            assert (page.parent / picture).is_file(), f"{page.name}: {picture}"
 
 
 def test_the_verification_of_the_docs_runs(told: Told) -> None:

@@ -267,9 +267,8 @@ def test_16384_ops_are_pixels_without_seams(tmp_path):
     assert len(ops.get_edgecolors()) == 0
     assert len(ops.get_paths()) == 16384
     assert "marks" not in parts(ax)
-    for suffix in ("png", "svg"):
-        save(drawn, tmp_path / f"large.{suffix}")
-        assert 10_000 < (tmp_path / f"large.{suffix}").stat().st_size < 2_000_000
+    save(drawn, tmp_path / "large.svg")
+    assert 10_000 < (tmp_path / "large.svg").stat().st_size < 2_000_000
 
 
 def test_two_timelines_are_drawn_one_above_the_other(tmp_path):

@@ -156,6 +156,13 @@ def test_no_plan_beats_a_bound(request: Request) -> None:
 UNEVEN = (2, 10, 10, 10, 10, 10, 10, 25)
 
 
+@pytest.fixture
+def named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Named schedules will do, and take no time to be searched."""
+    monkeypatch.setattr(finalists, "can_search", lambda: False)
+
+
+@pytest.mark.usefixtures("named")
 def test_as_little_is_recomputed_as_lets_it_fit() -> None:
     layers, layout = layer_costs(1, kept=20), Layout(4, 1, 1, 8)
 
@@ -179,6 +186,7 @@ def test_as_little_is_recomputed_as_lets_it_fit() -> None:
     assert not any(found.candidate.recomputed for found in answer.candidates)
 
 
+@pytest.mark.usefixtures("named")
 def test_stages_are_on_two_ranks_only_where_it_is_wanted_and_their_sums_have_a_price() -> None:
     def shapes(machine: Machine, copies: bool = True) -> set[str]:
         request = Request({1: layer_costs()}, machine, 8, Choices(copies=copies))
@@ -204,6 +212,7 @@ def test_stages_are_on_two_ranks_only_where_it_is_wanted_and_their_sums_have_a_p
     assert both_ways.plan.num_stages == 2
 
 
+@pytest.mark.usefixtures("named")
 @pytest.mark.parametrize("inference", [False, True])
 def test_nothing_fits_and_what_would(inference: bool) -> None:
     profiles = {rows: layer_costs(rows, parameters=1000) for rows in (1, 2)}
@@ -219,6 +228,7 @@ def test_nothing_fits_and_what_would(inference: bool) -> None:
     assert answer.best.peak_bytes <= enough
 
 
+@pytest.mark.usefixtures("named")
 def test_the_parts_of_a_step_add_up_and_reasons_name_what_is_longer() -> None:
     profiles = {rows: layer_costs(rows, UNEVEN, parameters=8) for rows in (1, 2)}
     answer = autoplan(profiles, Machine(4, None, Link(1, 4)), 16, Choices(copies=True), time_limit_s=LONG_S)
@@ -244,6 +254,7 @@ def test_the_answer_is_the_same_on_every_run() -> None:
     assert first.candidates == second.candidates
 
 
+@pytest.mark.usefixtures("named")
 def test_a_slow_rank_gets_fewer_layers_and_slow_replicas_hold_up_the_others() -> None:
     layers = layer_costs(1, (10,) * 12, parameters=10**6)
     machine = Machine(3, 13 * 10**6, slowdowns=(1, 1, 2))
@@ -256,6 +267,7 @@ def test_a_slow_rank_gets_fewer_layers_and_slow_replicas_hold_up_the_others() ->
     assert Machine(4, None, slowdowns=(1, 1, 1, 3)).slowdowns_of(2, 2) == (1, 3)
 
 
+@pytest.mark.usefixtures("named")
 def test_replicas_are_offered_only_where_their_all_reduces_have_a_price() -> None:
     profiles = {1: layer_costs(1, parameters=8)}
 
@@ -295,6 +307,7 @@ def test_sums_take_the_time_of_their_messages_and_of_what_these_share() -> None:
     assert Machine(4, None, Cluster((None,) * 4, COSTLY, shared=(others,))).reduce_us(2000, [0, 1]) == 2 * 280
 
 
+@pytest.mark.usefixtures("named")
 def test_no_backward_is_split_if_it_must_be_whole() -> None:
     profiles, machine = {1: layer_costs(1, UNEVEN, parameters=8)}, Machine(4, None, Link(1, 100))
     either = autoplan(profiles, machine, 16, Choices(pipeline_ranks=4), time_limit_s=LONG_S)
@@ -308,11 +321,9 @@ def test_no_backward_is_split_if_it_must_be_whole() -> None:
     assert either.best.makespan_us <= whole.best.makespan_us
 
 
-def test_a_plan_that_is_as_fast_with_less_memory_is_kept_beside_a_faster_one_of_its_kind(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+@pytest.mark.usefixtures("named")
+def test_a_plan_that_is_as_fast_with_less_memory_is_kept_beside_a_faster_one_of_its_kind() -> None:
     """1F1B and eager 1F1B are alike but for memory: the one faster by less than the profile's spread is not better."""
-    monkeypatch.setattr(finalists, "can_search", lambda: False)
     layers = layer_costs(1, (500,) * 4, kept=100, boundary=100)
     machine = Machine(4, 1000, Link(5, 100))  # too little memory for GPipe
     choices = Choices(pipeline_ranks=4, split_backward=False, recompute=False)

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import rota
+from rota import Cluster, Costs, FormatError, place, schedules
 from support.problem_library import FOLDER, PATHS, Reference, check, script
 
 MOST_BYTES = 15_000_000
@@ -61,3 +62,38 @@ def test_the_checker_needs_the_standard_library_alone_and_is_short() -> None:
         nodes = [node for node in ast.walk(ast.parse(text)) if isinstance(node, (ast.Import, ast.ImportFrom))]
         modules = [node.module if isinstance(node, ast.ImportFrom) else node.names[0].name for node in nodes]
         assert {str(module).split(".")[0] for module in modules} <= {*sys.stdlib_module_names, "certificates", "check"}
+
+
+# --- what is written and read -----------------------------------------------------------------------------------------
+
+
+REFERENCE = Reference(
+    "chain-2x3",
+    "chain",
+    schedules.gpipe(place(Costs.uniform(2, boundary_bytes=3), Cluster.uniform(2, 50, 4, 2)), 3),
+    "gpipe",
+    12,
+    {"argument": "load", "rank": 0, "before": "first@0 0F0", "after": "first@0 0F0"},
+)
+
+
+def test_what_was_written_is_read_again(tmp_path: Path) -> None:
+    REFERENCE.write(tmp_path / "chain-2x3.json")
+    assert Reference.read(tmp_path / "chain-2x3.json") == REFERENCE
+    assert REFERENCE.is_of(REFERENCE.placement, 3)
+    assert not REFERENCE.is_of(REFERENCE.placement, 4)
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"certificate": {}}, "problem.certificate has no field 'argument'"),
+        ({"bound_us": -1}, "problem.bound_us is -1; expected 0 or more"),
+        ({"name": "a\nb"}, "problem.name"),
+        ({"orders": ["0F0 0X1", ""]}, "'0X1' is not an op"),
+    ],
+)
+def test_wrong_fields_are_named(changed: dict[str, object], said: str) -> None:
+    with pytest.raises(FormatError) as error:
+        Reference.from_json(json.dumps(json.loads(REFERENCE.to_json()) | changed))
+    assert said in str(error.value)

@@ -68,24 +68,6 @@ def test_what_is_known_is_listed_without_a_search(tmp_path: Path, capsys: Capsys
     assert "done" not in out
 
 
-def test_wrong_names_files_and_bounds(tmp_path: Path) -> None:
-    path = write_poor(tmp_path, "poor", bound_us=2101)
-    with pytest.raises(SystemExit, match="there is no problem whose name matches wave-"):
-        RUN.main(["wave-*"], tmp_path)
-    with pytest.raises(SystemExit, match="the bound of 2101 µs is wrong: the search found a plan that takes 2100 µs"):
-        RUN.main(["--time-limit", "5"], tmp_path)
-    fields = json.loads(path.read_text())
-    for changed, said in (
-        ({"rota": "plan"}, 'it says "rota": "plan"'),
-        ({"certificate": {}}, "problem.certificate has no field 'argument'"),
-        ({"orders": ["0F0", "", "", ""]}, "never does"),
-        ({"cluster": {**fields["cluster"], "limit_bytes": [1, None, None, None]}}, "over its limit"),
-    ):
-        path.write_text(json.dumps(fields | changed))
-        with pytest.raises(SystemExit, match=said):
-            RUN.main([], tmp_path)
-
-
 def test_a_bound_that_counts_transfers_is_in_words(tmp_path: Path, capsys: Capsys) -> None:
     """A certificate knows nothing of what ops read and send, so it would prove less than the bound."""
     name = "transfers-chain-4x4-whole-room2-rate4"

@@ -1,9 +1,10 @@
-"""A busy machine is noticed while layers are measured: by other programs' time on the cores, and by uneven timings."""
+"""What a profile of several sizes measures: on a busy machine, and in a given time."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from planning.test_autoplan import LONG_S, UNEVEN, layer_costs
 from rota.core.layers import LayerCosts, Profile
 from rota.models import Stages
 from rota.planning import Machine, autoplan
+from rota.profiling import layer_profile
 from rota.profiling.this_machine import OtherPrograms
 from support.profiles import profile_model
 
@@ -63,3 +65,32 @@ def test_autoplan_says_so() -> None:
         "cores; the same goes for 1 other size. Another run may cut the model elsewhere: stop other programs, and "
         "profile again (--refresh)"
     )
+
+
+# --- sizes that are measured in a given time --------------------------------------------------------------------------
+
+
+SIZES = [8, 1, 4, 2]  # the most important first
+
+
+@pytest.mark.parametrize(
+    ("seconds", "rows"),
+    [(15, [1, 8, 4, 2]), (14, [1, 8, 4]), (12, [1, 8]), (9, [1, 8]), (8.5, [1]), (0, [1]), (1e9, [1, 8, 4, 2])],
+)
+def test_the_most_important_sizes_that_fit(seconds: float, rows: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each row takes a second."""
+    now_s, measured = [0.0], list[int]()
+
+    def measure(given: Any, *_: object) -> Any:
+        measured.append(len(given.batch))
+        now_s[0] += len(given.batch)
+
+    monkeypatch.setattr(layer_profile, "_measured", measure)
+    monkeypatch.setattr(layer_profile, "costs_of", lambda stages, layers, names, count, note: layer_costs(count))
+    monkeypatch.setattr(layer_profile.time, "monotonic", lambda: now_s[0])  # type: ignore[attr-defined]
+    profile = profile_model(STAGES, batch_of, SIZES, nn.functional.mse_loss, within_s=seconds)
+    assert (measured, [*profile]) == (rows, sorted(rows))
+
+
+def test_without_a_limit_all_sizes_are_measured() -> None:
+    assert [*profile_model(STAGES, batch_of, SIZES, nn.functional.mse_loss, repeats=1)] == [1, 2, 4, 8]

@@ -21,7 +21,7 @@ Programs = Sequence[DeviceProgram]
 
 #: Chunks of samples need a model whose attention knows them.
 OF_ANY_MODEL = [family for family in FAMILIES if family.name != "seq1f1b"]
-NUMBERS_OF_RANKS = range(2, 9) if IS_WHOLE else (2, 4, 7)
+NUMBERS_OF_RANKS = range(2, 9) if IS_WHOLE else (2, 4, 5)
 
 
 def family_plans(families: Sequence[Family] = FAMILIES, ranks: Sequence[int] = NUMBERS_OF_RANKS) -> Iterator[Plan]:

@@ -64,10 +64,10 @@ def check_against_every_plan(seed: int, most: int) -> tuple[int, int]:
 
 
 def test_the_bound_is_never_above_the_best_of_all_orders_and_exact_without_transfers_and_step_ends() -> None:
-    counts = [check_against_every_plan(seed, most=120) for seed in range(80)]
+    counts = [check_against_every_plan(seed, most=120) for seed in range(40)]
     checked, met = map(sum, zip(*counts, strict=True))
-    assert checked > 30
-    assert met > 5
+    assert checked > 15
+    assert met > 2
 
 
 @pytest.mark.sweep
