@@ -75,17 +75,6 @@ def test_seq1f1b_at_every_size(weight_us: int | None) -> None:
                 assert held == tuple(min(count, len(samples)) for count in most)
 
 
-def test_seq1f1b_with_whole_samples_beside_chunks_is_1f1b_of_chunks() -> None:
-    """4 samples in chunks of half the time: the bubble of 1F1B with as many samples shrinks by half."""
-    whole = simulate(schedules.one_f_one_b(chain(4, ()), 8))
-    halves = replace(chain(4, ()), tasks=tuple(replace(t, duration_us=t.duration_us // 2) for t in chain(4, ()).tasks))
-    cut = simulate(schedules.seq1f1b(halves.in_chunks(2, 16), 16))
-    work_us = 8 * 30
-    assert whole.makespan_us - work_us == 3 * 30
-    assert cut.makespan_us - work_us < 0.7 * 3 * 30
-    assert max(cut.peak_memory_bytes) == 4 + 1  # of half a sample each, not 4 whole ones
-
-
 def test_the_search_beats_seq1f1b_within_the_constraint() -> None:
     costs = [Costs.uniform(3, 10 + 4 * c, 20 + 8 * c, activation_bytes=1) for c in range(2)]
     placement = Placement.of_classes([place(each, Cluster.uniform(3, 5)) for each in costs], (0, 1, 0, 1), (0, 0, 1, 1))

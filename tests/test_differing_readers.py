@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +13,7 @@ from rota.accounting import explain
 from rota.accounting.comparison import compare
 from rota.calibration import calibrated, costs_of
 from rota.cli import main
-from rota.core.cluster import Cluster, Link
+from rota.core.cluster import Cluster
 from rota.core.costs import Costs
 from rota.core.errors import PlacementError
 from rota.core.placement import Placement
@@ -92,26 +91,10 @@ def test_what_takes_one_size_refuses_several() -> None:
 
 
 def test_commands_read_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    plan, page, picture, trace = (tmp_path / name for name in ("plan.json", "page.html", "plan.png", "trace.json"))
+    plan = tmp_path / "plan.json"
     plan.write_text(PLAN.to_json())
-    for command in (
-        ["check", plan],
-        ["show", plan],
-        ["show", plan, "-o", page],
-        ["show", plan, "-o", picture],
-        ["show", plan, "-o", trace],
-        ["explain", plan],
-        ["check", plan, "--bound"],
-    ):
+    for command in (["check", plan, "--bound"], ["show", plan, "-o", tmp_path / "plan.png"], ["explain", plan]):
         assert main([*map(str, command)]) == 0, (command, capsys.readouterr())
     assert main(["export", "deepspeed", str(plan), "--boundaries", "0,1,2", "-o", str(tmp_path / "parts.json")]) != 0
     assert "rota export takes micro-batches that are all alike" in capsys.readouterr().err
-    assert page.stat().st_size > 1000
-    assert picture.stat().st_size > 1000
-    assert json.loads(trace.read_text())
     assert "Traceback" not in capsys.readouterr().err
-
-
-def test_a_link_of_two_classes_is_measured_by_size() -> None:
-    measured = simulate(replace(PLAN, placement=replace(PLAN.placement, cluster=Cluster.uniform(2, latency_us=5))))
-    assert calibrated(replace(measured, plan=PLAN)).cluster.link_between(0, 1) == Link(5)

@@ -14,10 +14,10 @@ from rota.core.cluster import Cluster
 from rota.core.costs import Costs
 from rota.core.errors import FormatError, PlanError, ScheduleError
 from rota.core.placement import Placement
-from rota.core.placing import bidirectional, place, wave
+from rota.core.placing import bidirectional, place
 from rota.core.plan import Plan
 from rota.core.simulation import check
-from rota.core.tasks import Edge, Kind, Op, Task
+from rota.core.tasks import Edge, Kind, Task
 from rota.schedules.gpipe import forward_only, gpipe
 from rota.schedules.one_f_one_b import one_f_one_b
 from support.core_strategies import clusters, plans
@@ -37,15 +37,6 @@ def test_the_forms() -> None:
     )
     forward = forward_only(plan.placement.forward_only(), 2)
     assert forward.to_csv(communication=True) == "0F0,0SEND_F0,0F1,0SEND_F1\n1RECV_F0,1F0,1RECV_F1,1F1\n"
-
-
-def test_pairs() -> None:
-    placement = wave(Costs.uniform(4), Cluster.uniform(2))
-    text = "0F0,0F1,3F0,(3F1;3B0)OVERLAP_F_B,( 0F2 ; 0B0 )OVERLAP_F_B\n1F0,2F0,1F1,2F1,(1F2;2B0)OVERLAP_F_B,1B0\n"
-    assert Plan.from_csv(text, placement).orders == (
-        tuple(map(Op.parse, ("0F0", "0F1", "3F0", "3F1", "3B0", "0F2", "0B0"))),
-        tuple(map(Op.parse, ("1F0", "2F0", "1F1", "2F1", "1F2", "2B0", "1B0"))),
-    )
 
 
 def test_the_command_line_reads_both_forms(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

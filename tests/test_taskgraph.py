@@ -12,8 +12,6 @@ from support.sampling import some
 
 Inputs = list[list[tuple[int, int]]]
 
-guesses = st.lists(st.integers(-1, 7), max_size=12)  #: of `earliest`: some nodes, some of them twice, and none
-
 
 @st.composite
 def graphs(draw: st.DrawFn, cyclic: bool = False) -> TaskGraph:
@@ -34,10 +32,6 @@ def graphs(draw: st.DrawFn, cyclic: bool = False) -> TaskGraph:
     return replace(graph, previous=previous)
 
 
-def inputs_of(graph: TaskGraph) -> Inputs:
-    return [[*graph.inputs(node)] for node in range(len(graph.durations_us))]
-
-
 def paths_to(graph: TaskGraph, node: int) -> list[int]:
     """The length of every path that ends with `node`."""
     before = [length + lag for source, lag in graph.inputs(node) for length in paths_to(graph, source)]
@@ -54,17 +48,6 @@ def makespan(graph: TaskGraph, node: int = 0, longer_us: int = 0) -> int:
 def slack_us(graph: TaskGraph, earliest: Earliest) -> list[int]:
     """How much each node alone may be delayed."""
     return [late - end for late, end in zip(graph.latest_ends(earliest), earliest.ends_us, strict=True)]
-
-
-@given(graphs(), guesses)
-@settings(max_examples=some(200))
-def test_each_node_ends_with_the_longest_path_to_it(graph: TaskGraph, guess: list[int]) -> None:
-    earliest = graph.earliest(node for node in guess if node < len(graph.durations_us))
-    for node, duration in enumerate(graph.durations_us):
-        assert earliest.ends_us[node] == max(paths_to(graph, node)) == earliest.starts_us[node] + duration
-    position = {node: i for i, node in enumerate(earliest.sequence)}
-    assert len(position) == len(graph.durations_us)
-    assert all(position[before] < position[node] for node, edges in enumerate(inputs_of(graph)) for before, _ in edges)
 
 
 @given(graphs())

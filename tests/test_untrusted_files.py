@@ -115,12 +115,6 @@ def test_a_byte_order_mark_is_no_part_of_a_text(tmp_path: Path) -> None:
         reading.read_text(path)
 
 
-def test_misspelled_costs_are_told() -> None:
-    text = Costs.uniform(2).to_json().replace('"activation_bytes"', '"activation_byte"')
-    with pytest.raises(FormatError, match='costs has the field "activation_byte" = '):
-        Costs.from_json(text)
-
-
 @pytest.mark.parametrize("name", ["0F1", " 0F", "0F ", "F", "0X", "+1F", "1_0F", "\u0663F", "1000000000F"])
 def test_a_task_has_exactly_its_name(name: str) -> None:
     with pytest.raises(FormatError, match=r"plan.tasks\[0\]\[0\] is .*; expected a stage and one of F B I W R"):

@@ -357,14 +357,6 @@ def test_an_explanation_adds_up_and_says_the_worst_first() -> None:
     assert fields["worst"][0]["us"] == explanation.worst[0].total_us
 
 
-def test_names_of_ops_and_transfers_have_a_key() -> None:
-    plan = schedules.gpipe(place(Costs.uniform(2, 100, 200), Cluster.uniform(2, latency_us=60)), 2)
-    assert "\n  (1B: backward of stage 1; F: forward; 1B→0B: transfer between the two)\n" in explain(plan).to_text()
-    assert "\n  (1B: backward of stage 1)\n" in explain(uneven_plan()).to_text()
-    tasks = {stretch.waits_for: stretch.tasks for stretch in explain(plan).worst}
-    assert (tasks["1B"], tasks["1B→0B"]) == (((1, Kind.B),), ((1, Kind.B), (0, Kind.B)))
-
-
 # --- uneven work that no cut balances ---------------------------------------------------------------------------------
 
 

@@ -144,14 +144,6 @@ def test_waiting_for_a_shared_link_is_not_part_of_a_link() -> None:
     assert {route.duration_us for route in calibrated(slow).routes} == {33 - 16, 43 - 16}
 
 
-@given(st.integers(0, 99), st.integers(1, 99), st.integers(1, 99))
-def test_a_link_within_a_slower_shared_one_is_found(latency_us: int, rate: int, shared_rate: int) -> None:
-    truth, slowest = Link(latency_us, rate), Link(latency_us, min(rate, shared_rate))
-    times = {size: [slowest.transfer_us(size)] for size in (10, 1000, 5000)}
-    found = fit_link(times, truth, shared_rate)
-    assert found == truth
-
-
 # --- costs again ----------------------------------------------------------------------------------------------------
 
 

@@ -48,18 +48,6 @@ def cuts(timeline: Timeline) -> list[str]:
     return [one.words for one in explain(timeline).suggestions if one.what == "cut"]
 
 
-@pytest.mark.parametrize(("count", "told"), [(8, (20, 70)), (3, (0, 60))])
-def test_the_range_of_a_median(count: int, told: tuple[int, int]) -> None:
-    """Of 8 ops, the second and seventh: the true median is outside with a probability of 18 / 256."""
-    plan = schedules.gpipe(place(Costs.uniform(1, 7, 100), Cluster.uniform(1)), count)
-    measured = timed(plan, lambda op: 10 * (op.microbatch + 1) if op.kind is Kind.F else 100)
-    spread = Spread.of([measured], plan.placement)
-    shortest, longest = (one.tasks[0].duration_us for one in (spread.shortest, spread.longest))
-    assert (shortest, longest) == told
-    assert [one.tasks[1].duration_us for one in (spread.shortest, spread.longest)] == [100, 100]  # as planned: exact
-    assert not spread.is_exact
-
-
 def test_equal_stages_with_differing_ops_are_never_cut_again() -> None:
     for seed in range(12):
         timeline = noisy(chain(), 3.0, seed)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -17,11 +15,6 @@ from rota.cli.common import parse_link
 from rota.core.errors import PipelineError
 from rota.core.layers import Profile
 from rota.core.plan import Usage
-from rota.planning import Machine
-from rota.planning.deadline import Deadline
-from rota.planning.on_this_machine import confirmed_in_time, with_links
-from rota.planning.request import MEASURED_HERE
-from rota.profiling.links import MeasuredLinks
 from rota.runtime import host_memory
 from rota.runtime.launching.launch import Launch, Run
 
@@ -109,22 +102,6 @@ def test_the_rows_may_be_chosen_and_inference_has_forwards_alone(
     assert "--rows 3: " in capsys.readouterr().err
 
 
-def test_the_time_limit_counts_the_making_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    now_s = [0.0]
-
-    def make_model() -> None:
-        now_s[0] += 40
-
-    def confirm(*_: object, time_limit_s: float, **__: object) -> float:
-        return time_limit_s
-
-    monkeypatch.setattr("rota.planning.deadline.time", SimpleNamespace(monotonic=lambda: now_s[0]))
-    monkeypatch.setattr("rota.planning.confirmation.confirm", confirm)
-    made = SimpleNamespace(make_batch=None, loss_fn=None, make_optimizer=None, make_model=make_model)
-    given: Any = None, made, Deadline(60, None), lambda _: None
-    assert confirmed_in_time(*given) == 20
-
-
 @pytest.mark.dist  # measuring stages starts processes
 def test_links_that_cannot_be_measured_are_counted_as_free(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -143,25 +120,6 @@ def test_links_that_cannot_be_measured_are_counted_as_free(
     once = " ".join(told.split())  # whatever the width of the terminal
     assert once.startswith(f"Transfers are counted as free, {because}; give --link or --links")
     assert once.count("counted as free") == 1
-
-
-def test_links_are_those_between_cpus_on_which_plans_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    sums = rota.AllReduceTimes(2, ((1000, 90),))
-    cluster = rota.Cluster((None,) * 2, rota.Link(0, None), all_reduces=(sums,))
-    asked: list[tuple[int, str]] = []
-
-    def links(num_ranks: int, *, device: str, **_: object) -> MeasuredLinks:
-        asked.append((num_ranks, device))
-        return MeasuredLinks(cluster, "a table", "others took 40%")
-
-    monkeypatch.setattr("rota.profiling.machine_links.links_of_this_machine", links)
-    for time_limit_s in (600.0, 0.001):  # what is measured depends on nothing but what is kept
-        deadline = Deadline(time_limit_s, None)
-        machine, why_not, remarks = with_links(Machine(2), MEASURED_HERE, deadline, lambda _: None)
-        assert not why_not
-        assert machine.reduce_us(1000, [0, 1]) == 90
-        assert remarks == ["links were measured on a busy machine: others took 40%"]
-    assert asked == [(2, "cpu")] * 2
 
 
 BLOCKS = """

@@ -239,11 +239,3 @@ def test_export_tells_all_that_can_go_wrong(
     code, out, err = cli(capsys, "export", folder, "-o", exported)
     assert (code, "it was saved by an earlier version of Rota" in err) == (0, True)
     assert exported.exists()
-
-
-def test_the_command_line_says_what_it_needs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code, _, err = cli(capsys, "export", tmp_path)
-    assert (code, err.startswith("rota checkpoint export: error: Missing option '-o'")) == (2, True)
-    assert cli(capsys, "ls", tmp_path, "-o", "x")[0] == 2
-    code, _, err = cli(capsys, "verify", tmp_path)
-    assert (code, f"no whole checkpoint in {tmp_path}" in err) == (2, True)

@@ -18,7 +18,6 @@ from rota import Cluster, Costs, Plan, Timeline, place, simulate
 from rota.cli import main
 from rota.cli.common import parse_bytes
 from rota.cli.main import COMMANDS
-from rota.core.plan import Usage
 from rota.interop.torch_order import derived
 from rota.schedules import FAMILIES, NAMED
 from support import ROOT
@@ -274,15 +273,6 @@ def test_bad_files(
     assert error.count("\n") == 1
     for words in told:
         assert words in error
-
-
-def test_of_replicas_one_is_checked(plan_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    plan = Plan.from_json(plan_file.read_text())
-    for num_replicas, told in ((1, ""), (3, "one of 3 replicas: all of them run the same pipeline.\n")):
-        plan_file.write_text(replace(plan, usage=Usage(("a", "b"), 1, num_replicas)).to_json())
-        code, out, _ = run(capsys, "check", plan_file)
-        assert code == 0
-        assert out.partition("This checked ")[2] == told
 
 
 OPTIONAL = {  # without these, there is one thing less to read or to write

@@ -168,15 +168,6 @@ def test_links_are_followed_and_modes_are_the_usual_ones() -> None:
 
 
 @pytest.mark.usefixtures("files")
-def test_a_pipe_is_written_into(capsys: pytest.CaptureFixture[str]) -> None:
-    reader, writer = os.pipe()
-    assert rota(capsys, f"export megatron plan.json --boundaries 0,1,2,3 -o /dev/fd/{writer}")[0] == 0
-    os.close(writer)
-    with os.fdopen(reader) as pipe:
-        assert pipe.read() == "E|t|L\n"
-
-
-@pytest.mark.usefixtures("files")
 def test_two_things_do_not_go_into_one_file(capsys: pytest.CaptureFixture[str]) -> None:
     code, error = rota(capsys, "calibrate measured.json -o a.json --costs ./a.json --force")
     assert (code, error) == (

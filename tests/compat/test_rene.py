@@ -11,12 +11,11 @@ from typing import Any
 import pytest
 from hypothesis import example, given, settings, strategies as st
 from matplotlib.axes import Axes
-from matplotlib.colors import Normalize, to_hex
+from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 
 from rota import Cluster, Costs, RotaError, place, schedules, simulate
 from rota.compat.rene import (
-    DEFAULT_RECTANGLE_ARGS,
     Backward,
     EarlyRecomputation1F1B,
     Forward,
@@ -28,8 +27,6 @@ from rota.compat.rene import (
     ReneDAG,
     ReneError,
     Synchronous1F1B,
-    backward_dep,
-    forward_dep,
 )
 from support.sampling import some
 
@@ -143,22 +140,6 @@ def test_it_is_as_long_as_the_whole(num_stages: int, num_micro_batches: int, tim
 # --- rules ------------------------------------------------------------------------------------------------------------
 
 
-def test_rules_are_tried_on_the_pairs_that_their_types_fit() -> None:
-    pairs = []
-
-    def rule(inst1: Forward, inst2: Backward) -> bool:
-        pairs.append((inst1, inst2))
-        return inst1.stage_id == inst2.stage_id == 1 and inst1.micro_batch_id == inst2.micro_batch_id + 1
-
-    durations = {Forward: [1, 1], Backward: [1, 1]}
-    free = ReneDAG(Synchronous1F1B, 2, 2, durations, [])
-    with pytest.raises(ReneError, match="wait for each other"):
-        ReneDAG(Synchronous1F1B, 2, 2, durations, [forward_dep, backward_dep, rule])
-    assert len(pairs) == 16
-    assert {(type(a), type(b)) for a, b in pairs} == {(Forward, Backward)}
-    assert free.total_execution_time == 4
-
-
 def test_a_cycle_is_told() -> None:
     def back(inst1: Backward, inst2: Forward) -> bool:
         return inst1.stage_id == inst2.stage_id == 0 and inst1.micro_batch_id == inst2.micro_batch_id == 0
@@ -240,30 +221,6 @@ def test_the_picture_of_1f1b_with_its_critical_path(tmp_path: Path) -> None:
     assert not ax.axison
 
 
-class Send(Instruction):
-    """A type that nobody has given a style."""
-
-
-class Marked(Forward):
-    def draw(self, ax: Axes, rectangle_args: Any, annotation_args: Any) -> None:
-        ax.plot([self.actual_start], [self.stage_id], marker="x")
-
-
-def test_types_of_one_s_own() -> None:
-    """They look as what they are derived from, and may draw themselves."""
-
-    def schedule(num_stages: int, num_micro_batches: int, stage_id: int) -> Iterator[Instruction]:
-        for m in range(num_micro_batches):
-            yield from (Marked(stage_id, m, 1.0), Send(stage_id, m, 0.5))
-
-    dag = ReneDAG(schedule, 2, 2, dependency_rules=[])
-    dag.schedule()
-    ax = axes()
-    PipelineVisualizer(dag, rectangle_args={Forward: {"facecolor": "#ff0000"}}).draw(ax)
-    assert len(ax.lines) == len(ax.patches) == 4
-    assert {to_hex(patch.get_facecolor()) for patch in ax.patches} == {DEFAULT_RECTANGLE_ARGS[Instruction]["facecolor"]}
-
-
 # --- power and the frontier -------------------------------------------------------------------------------------------
 
 CHOICES = [(1.0, 100.0, 1700), (1.5, 60.0, 1200), (2.0, 50.0, 900), (1.8, 90.0, 1000)]
@@ -326,22 +283,6 @@ def test_the_frontier() -> None:
         assert sum(inst.cost for inst in dag.insts) == point.cost
         assert all((i.duration, i.cost, i.frequency) in CHOICES for i in dag.insts)
         require_path(dag)
-
-
-def test_a_frontier_spends_nothing_beside_the_critical_path() -> None:
-    """At the least time, a fast instruction that others wait for anyway is slow."""
-    pytest.importorskip("lowtime", reason="the extra `energy` is not installed")
-    dag = ReneDAG(lambda *a: [Forward(a[2], 0)], 3, 1, dependency_rules=[last], time_costs={Forward: STAGES})
-    fastest = dag.frontier(1)[0]
-    assert (fastest.total_execution_time, fastest.cost) == (6, 10 + 10 + 4)
-    assert [option.frequency for option in fastest.options] == ["slow", "fast", "fast"]
-
-
-STAGES = {0: [(1, 10.0, "fast"), (3, 4.0, "slow")], 1: [(3, 10.0, "fast"), (5, 4.0, "slow")], 2: [(3, 10.0, "fast")]}
-
-
-def last(inst1: Forward, inst2: Forward) -> bool:
-    return inst1.stage_id < 2 == inst2.stage_id
 
 
 def test_frontiers_that_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -248,29 +248,6 @@ def test_a_schedule_by_hand_is_a_plan() -> None:
 FB = [(1, "forward"), (-1, "backward")]
 
 
-def test_schedules_that_are_no_plans() -> None:
-    no_gid = SchedPlan(1)
-    no_gid.add_block_seq([Block(0, 1, 0, "forward"), Block(1, 1, 0, "forward")], [[0], [0]])
-    with pytest.raises(ScheduleError, match="f0 has no gid; give all blocks of one sub-graph the same number"):
-        no_gid.to_plan()
-    gap = SchedPlan(1)
-    gap.add_block_seq([Block(0, 1, 0, "forward", 0), Block(2, 1, 0, "forward", 0)], [[0], [0]])
-    with pytest.raises(ScheduleError, match="sub-graph 0 has no block for micro-batch 1 of 0 to 2"):
-        gap.to_plan()
-
-
-def test_what_cannot_be_unrolled() -> None:
-    schedule = composed("vshape", 4, 4).copy()
-    with pytest.raises(ScheduleError, match="nmicros is 3, but the schedule has 4 micro-batches"):
-        schedule.unroll(3)
-    schedule.repeated, schedule.repetend = None, (0, 1)
-    with pytest.raises(ScheduleError, match=r"the repetend \(0, 1\) has no block of sub-graph 1; make it longer"):
-        schedule.unroll(5)
-    schedule.repetend = None
-    with pytest.raises(ScheduleError, match="has no repetend; set it"):
-        schedule.unroll(5)
-
-
 # --- files and the command --------------------------------------------------------------------------------------------
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fractions import Fraction
-from itertools import combinations, pairwise
+from itertools import combinations
 from typing import Any
 from unittest import mock
 
@@ -16,7 +16,6 @@ from rota.core.layers import LayerCosts
 from rota.core.placing import place
 from rota.core.tasks import Kind
 from rota.cutting import Cut, cut
-from rota.cutting.cut_problem import StageMemory
 from support.sampling import some
 
 
@@ -161,21 +160,6 @@ def test_no_cut_that_fits_is_better(question: tuple[LayerCosts, dict[str, Any]])
     if len(ranks) == max(ranks) + 1:
         squares = [sum(time**2 for time in each) for each in possible if max(each) == found.slowest_us]
         assert sum(time**2 for time in found.rank_us) == min(squares)
-
-
-@given(layers(), st.data())
-def test_a_stage_holds_what_its_costs_say(layer_costs: LayerCosts, data: st.DataObject) -> None:
-    n = layer_costs.num_layers
-    boundaries = [0, *sorted(data.draw(st.sets(st.integers(1, n - 1), max_size=n - 1))), n]
-    stages = range(len(boundaries) - 1)
-    recompute = data.draw(st.sets(st.sampled_from(stages)))
-    costs = layer_costs.stages(boundaries, recompute=recompute)
-    memory = StageMemory(layer_costs, [None], [1] * len(stages), recompute)
-    for stage, run in enumerate(pairwise(boundaries)):
-        held, kept = costs.activation_bytes[stage], costs.checkpoint_bytes[stage]
-        again = held - kept if stage in recompute else 0
-        peak = max(costs.forward_peak_bytes[stage], costs.backward_peak_bytes[stage])
-        assert memory.needed(stage, *run) == (costs.static_bytes[stage] + held - again, again + peak)
 
 
 @given(questions(), st.integers(0, 40))

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from rota.diagnosis.examination import TOLERANCE
-from rota.diagnosis.rank import examine_together, measure_links, pairs_of, plan_of, train
+from rota.diagnosis.rank import examine_together, measure_links, plan_of, train
 from support.pool import Pool
 
 CPU = torch.device("cpu")
@@ -40,11 +40,6 @@ def test_each_pair_is_measured(pool: Pool) -> None:
     assert others == [first] * 2
     assert [link["ranks"] for link in first] == [[0, 1], [0, 2], [1, 2]]
     assert min(min(link["latency_ns"], link["bytes_per_s"]) for link in first) > 0
-
-
-def test_of_many_ranks_neighbours_alone_are_measured() -> None:
-    assert len(pairs_of(16)) == 120
-    assert pairs_of(17) == [(rank, rank + 1) for rank in range(16)]
 
 
 def wrongly(rank: int, on: int, factor: float) -> float:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from rota.core.errors import PipelineError
-from rota.diagnosis import Finding, Report, examination, examine
+from rota.diagnosis import Finding, Report, examine
 from rota.runtime.launching import launch as launching
 from support import ROOT
 from support.json_schema import violations
@@ -90,17 +89,6 @@ def test_what_fails_is_a_problem_and_what_follows_is_skipped(examined: Callable[
     ]
     assert report.exit_code == 1
     assert "NCCL_DEBUG=WARN" in report.to_text()
-
-
-def test_without_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "torch", None)
-    versions, error = examination.find_versions()
-    assert versions["torch"] is None
-    report = examination._report(versions, error, {}, "there is no PyTorch")
-    levels = {each.about: each.level for each in report.findings}
-    assert levels["PyTorch"] == "problem"
-    assert levels["ranks"] == levels["links"] == levels["self-test"] == "skipped"
-    assert report.exit_code == 1
 
 
 def test_each_finding_is_a_line_with_its_remedy_below() -> None:

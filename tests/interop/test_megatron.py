@@ -137,17 +137,6 @@ def test_a_short_text_fills_no_memory(text: str) -> None:
         read_layout(text, 1)
 
 
-def test_cuts_that_are_no_layout() -> None:
-    with pytest.raises(SplitError, match="3 layers cannot be E, 2 MTP layers and L"):
-        layout_of([0, 2, 3], 1, num_mtp=2)
-    with pytest.raises(SplitError, match="fall from 4 to 3 at entry 2"):
-        layout_of([0, 4, 3, 6], 1)
-    with pytest.raises(SplitError, match="must begin with 0"):
-        layout_of([1, 4], 1)
-    with pytest.raises(SplitError, match="at most"):
-        layout_of([0, 10**12], 1)
-
-
 # --- plans ------------------------------------------------------------------------------------------------------------
 
 

@@ -39,17 +39,6 @@ def test_collected_in_order_and_trained() -> None:
     assert all(parameter.grad is not None for parameter in model.parameters())
 
 
-def test_the_innermost_collector_gets_it() -> None:
-    with rota.collect_losses() as outer:
-        with rota.collect_losses() as inner:
-            Balanced()(torch.ones(2, 3))
-        Balanced()(torch.ones(2, 3))
-    assert (len(inner.losses), len(outer.losses)) == (1, 1)
-    with rota.collect_losses() as none:
-        pass
-    assert (none.total, none.weighted_total) == (0.0, 0.0)
-
-
 def test_lost_losses_are_said_where_they_would_train() -> None:
     with pytest.warns(UserWarning, match="rota.add_loss is called outside of a Pipeline"):
         Balanced()(torch.ones(2, 3))

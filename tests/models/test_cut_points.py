@@ -126,24 +126,6 @@ def test_cut_points_inside_a_block() -> None:
         torch.testing.assert_close(model.get_parameter(name).grad, parameter.grad, rtol=1e-12, atol=1e-12)
 
 
-def test_a_model_whose_parts_are_called_one_by_one() -> None:
-    class Outer(nn.Module):
-        """It never calls the inner model itself."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner, self.cut = Model(branches), CutPoint()
-            self.inner.cuts = []
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.inner.last(self.cut(self.inner.act(self.inner.first(x))))
-
-    model, x = Outer(), torch.randn(3, 2)
-    stages = split(model, 2, example=(x,))
-    assert [stage.holds for stage in stages] == [("inner.first", "inner.act"), ("inner.scale", "inner.last")]
-    assert torch.equal(stages.run(x), model(x))
-
-
 def test_a_cut_point_that_is_called_again_is_another_cut() -> None:
     model, x = Model(lambda model, x: model.cuts[0](model.act(x))), torch.randn(3, 2)
     stages = split(model, 3, ["cuts[0]", "cuts[0]#2"], example=(x,))
@@ -157,17 +139,6 @@ def test_cut_points_that_are_not_called_do_not_count() -> None:
 
     with pytest.raises(SplitError, match=r"there are 1 possible .*forward calls: 0 \(cuts\[1\]\)"):
         split(Early(branches), 3, example=(torch.randn(3, 2),))
-
-
-def test_a_last_stage_without_modules() -> None:
-    class Ends(Model):
-        def forward(self, x: Tensor) -> Tensor:
-            return (self.cuts[0](self.first(x)) * self.scale).sum()
-
-    model, x = Ends(branches), torch.randn(3, 2)
-    stages = split(model, 2, example=(x,))
-    assert torch.equal(stages.run(x), model(x))
-    assert [name for name, _ in stages[1].named_parameters()] == ["scale", "last.weight", "last.bias"]
 
 
 def test_stage_whose_work_is_not_used() -> None:

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 import rota
-from rota.core.cluster import AllReduceTimes, Cluster, Link, SharedLink
+from rota.core.cluster import AllReduceTimes, Cluster, Link
 from rota.core.errors import PlacementError, RotaError, SearchError
 from rota.core.layers import LayerCosts
 from rota.core.simulation import check, simulate
@@ -289,22 +289,6 @@ def test_replicas_are_offered_only_where_their_all_reduces_have_a_price() -> Non
     assert measured.reduce_us(4, [0, 1, 2]) == 20  # as of 4
     nothing_to_sum = autoplan({1: layer_costs(1)}, Machine(4), 8, time_limit_s=LONG_S)
     assert "Replicas are not considered" not in nothing_to_sum.to_text()
-
-
-COSTLY = Link(80, 5)
-
-
-def test_sums_take_the_time_of_their_messages_and_of_what_these_share() -> None:
-    alone = Machine(2, None, Cluster((None,) * 2, COSTLY))
-    assert alone.prices_sums
-    assert alone.reduce_us(2000, [0, 1]) == 2 * (80 + 200)  # two parts of 1,000 bytes
-    host = SharedLink("host", 4, (0, 1), (0, 1))
-    together = Machine(2, None, Cluster((None,) * 2, COSTLY, shared=(host,)))
-    assert together.reduce_us(2000, [0, 1]) == 2 * (80 + 500)  # the host serves both parts
-    latency = Machine(2, None, Cluster((None,) * 2, Link(7, 5), shared=(host,)))
-    assert latency.reduce_us(2000, [0, 1]) == 2 * (7 + 500)
-    others = SharedLink("host", 1, (2, 3), (2, 3))
-    assert Machine(4, None, Cluster((None,) * 4, COSTLY, shared=(others,))).reduce_us(2000, [0, 1]) == 2 * 280
 
 
 @pytest.mark.usefixtures("named")

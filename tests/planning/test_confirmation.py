@@ -18,7 +18,6 @@ from rota.core.text import time_text
 from rota.planning import Answer, Choices, Machine, autoplan, confirmation, finalists, trials
 from rota.planning.confirmation import Training
 from rota.planning.evaluation import Contender
-from rota.planning.plan_text import ranks_text
 from rota.planning.step_times import StepTimes, of_starts
 from rota.planning.trials import Trial, run_trials
 from rota.runtime import environment
@@ -191,19 +190,6 @@ def test_steps_that_do_not_end_are_left_out(
     for num_ended in (0, 1):
         assert len(run_trials(given, nn.functional.mse_loss, None, LONG_S)) == num_ended
     assert "not run     no step ended within the time limit" in confirmed(lambda _: []).to_text()
-
-
-def test_plans_that_divide_the_processes_differently_are_measured_before_others(
-    confirmed: Confirm, answer: Answer
-) -> None:
-    pipeline = next(found for found in answer.candidates if found.candidate.layout.num_ranks == 2)
-    replicas = next(found for found in answer.candidates if found.candidate.layout.num_replicas == 2)
-    alike = tuple(replace(pipeline, schedule=f"{pipeline.schedule} {i}") for i in range(3))
-    told = confirmed(
-        lambda trials: [steps_of(trial) for trial in trials], replace(answer, candidates=(*alike, replicas))
-    )
-    measured = {ranks_text(plan) for plan in told.candidates}
-    assert {"2 ranks", "1 rank x 2 replicas"} <= measured
 
 
 def test_with_little_time_the_plans_that_matter_are_started_once(

@@ -55,19 +55,6 @@ def test_nothing_is_written_that_the_checker_refuses(tmp_path: Path, monkeypatch
     assert path.read_text() == before
 
 
-def test_what_is_known_is_listed_without_a_search(tmp_path: Path, capsys: Capsys) -> None:
-    write_poor(tmp_path, "poor")
-    write_poor(tmp_path, "nearly", bound_us=2390)
-    write_poor(tmp_path, "done", bound_us=2400)
-    out = run(capsys, tmp_path, "--list")
-    assert "1 closed, 1 within 1%, 1 open" in out
-    assert "Open: poor (100.0%)" in out
-    assert "bound by words" in out
-    out = run(capsys, tmp_path, "--list", "--open")
-    assert "nearly " in out
-    assert "done" not in out
-
-
 def test_a_bound_that_counts_transfers_is_in_words(tmp_path: Path, capsys: Capsys) -> None:
     """A certificate knows nothing of what ops read and send, so it would prove less than the bound."""
     name = "transfers-chain-4x4-whole-room2-rate4"

@@ -145,20 +145,6 @@ def test_flops_of_a_gpt_block_are_those_of_the_formula() -> None:
     assert clock.num_flops - forward == 2 * linear + attention * 5 // 2
 
 
-def test_an_operation_takes_what_its_slowest_part_does() -> None:
-    device = DEVICES["a100-80gb"]
-    assert device.op_us(10**12, 1, torch.bfloat16) == pytest.approx(1e6 / (312 * 0.65))
-    assert device.op_us(10**12, 1, torch.float32) == pytest.approx(1e6 / (19.5 * 0.65))
-    assert device.op_us(1, 2039 * 10**6, torch.float32) == pytest.approx(1000 / 0.8)
-    assert device.op_us(1, 1, torch.float32) == device.least_op_us
-    with Roofline(device) as clock:
-        x = torch.empty(1000, 1000, device="meta")
-        y = x.t()[:10].view(10, 1000)  # views take no time
-        assert clock.us == device.least_op_us
-        y + y.expand(10, 1000)
-    assert clock.us == 2 * device.least_op_us
-
-
 def test_large_layers_are_faster_where_the_device_is() -> None:
     model = nn.Sequential(*(nn.Linear(4096, 4096, device="meta", dtype=torch.bfloat16) for _ in range(2)))
     batch = torch.empty(2048, 4096, dtype=torch.bfloat16)

@@ -93,21 +93,6 @@ def test_the_directions_mirror_each_other(schedule: Schedule) -> None:
 
 
 @pytest.mark.parametrize("num_ranks", EVEN)
-def test_chimeras_bubble(num_ranks: int) -> None:
-    """Published: p/2 - 1 forwards and as many backwards in equal slots. If B = 2F: a path of p F and 2p - 2 B."""
-    for forward_us, backward_us in ((1, 1), (1, 2), (2, 3)):
-        placement = both_ways(num_ranks, forward_us, backward_us)
-        timeline = simulate(chimera(placement, num_ranks))
-        assert timeline.makespan_us == num_ranks * forward_us + (2 * num_ranks - 2) * backward_us
-        if forward_us == backward_us:
-            assert bubble_us(timeline) == (num_ranks // 2 - 1) * (forward_us + backward_us)
-        between = (num_ranks - 2) * (backward_us - forward_us)  # bubbles from one unit to the next, none in equal slots
-        for num_units in (2, 3):
-            following = simulate(chimera(placement, num_units * num_ranks))
-            assert bubble_us(following) == bubble_us(timeline) + (num_units - 1) * between
-
-
-@pytest.mark.parametrize("num_ranks", EVEN)
 def test_chimeras_memory(num_ranks: int) -> None:
     """Published: activations of p/2 + 1 to p micro-batches, where 1F1B has 1 to p."""
     for num_microbatches in range(num_ranks, 25, 2):

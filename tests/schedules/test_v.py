@@ -20,7 +20,6 @@ from rota.core.tasks import Kind
 from rota.schedules.controllable_memory import v_half, v_min
 from rota.schedules.dualpipe import dualpipe_v
 from rota.schedules.hanayo import hanayo
-from rota.schedules.interleaved import interleaved_one_f_one_b
 from rota.schedules.zero_bubble import zb_v
 from support.sampling import some
 from support.sizes import MOST_RANKS, microbatches
@@ -138,12 +137,6 @@ def without_b(op: str) -> list[str]:
 # --- bubbles and memory as published ----------------------------------------------------------------------------------
 
 
-def bubble_us(plan: Plan) -> int:
-    """Makespan less what the busiest rank does."""
-    timeline = simulate(plan)
-    return timeline.makespan_us - max(timeline.busy_us)
-
-
 @pytest.mark.parametrize("num_ranks", range(1, MOST_RANKS + 1))
 def test_zb_v_has_no_bubble_in_the_memory_of_1f1b(num_ranks: int) -> None:
     for num_microbatches in (2 * num_ranks - 1, 2 * num_ranks, 3 * num_ranks + 1):
@@ -151,19 +144,6 @@ def test_zb_v_has_no_bubble_in_the_memory_of_1f1b(num_ranks: int) -> None:
         assert timeline.span_us == 6 * num_microbatches  # no rank waits once it has begun
         assert timeline.makespan_us == 6 * num_microbatches + num_ranks - 1
         assert set(timeline.peak_memory_bytes) == {2 * 2 * num_ranks}  # 1F1B: p micro-batches of two stages
-
-
-@pytest.mark.parametrize("num_ranks", range(1, MOST_RANKS + 1))
-@pytest.mark.parametrize("times_us", [(1, 1, 1), (2, 2, 1), (5, 5, 4)])
-def test_dualpipe_v_bubble(num_ranks: int, times_us: tuple[int, int, int]) -> None:
-    """Published: (p - 1)(F&B + B - 3W), F&B being a pair that runs as one; here its F lets others begin earlier."""
-    forward_us, input_us, weight_us = times_us
-    backward_us = input_us + weight_us
-    for num_microbatches in (2 * num_ranks, 2 * num_ranks + 3, 4 * num_ranks):
-        plan = dualpipe_v(split(num_ranks, *times_us), num_microbatches)
-        assert bubble_us(plan) == (num_ranks - 1) * (forward_us + input_us - weight_us)
-        assert bubble_us(plan) <= (num_ranks - 1) * (forward_us + backward_us + backward_us - 3 * weight_us)
-        assert most_held(plan) == 2 * num_ranks + 1
 
 
 @pytest.mark.parametrize(
@@ -192,28 +172,6 @@ def test_v_half_and_v_min_are_no_slower_than_the_authors_at_measured_costs(
 ) -> None:
     """8 ranks, 24 micro-batches; the authors' makespans at the same memory."""
     assert simulate(schedule(split(8, *times_us), 24)).makespan_us <= authors_us
-
-
-@pytest.mark.parametrize("num_waves", [1, 2, 3])
-@pytest.mark.parametrize("num_ranks", range(1, MOST_RANKS + 1))
-def test_bubble_of_waves(num_ranks: int, num_waves: int) -> None:
-    """(p - 1)B / w of a rank's whole backward B, and for F = B interleaved 1F1B's, in less memory than that takes."""
-    for num_microbatches in (num_ranks, 3 * num_ranks):
-        for forward_us, backward_us in ((1, 1), (1, 2), (2, 3)):
-            plan = hanayo(waves(num_ranks, num_waves, forward_us, backward_us), num_microbatches)
-            assert bubble_us(plan) == 2 * (num_ranks - 1) * backward_us
-        costs = Costs.uniform(2 * num_waves * num_ranks, 1, 1)
-        dealt = interleaved_one_f_one_b(interleaved(costs, Cluster.uniform(num_ranks)), num_microbatches)
-        plan = hanayo(waves(num_ranks, num_waves, 1, 1), num_microbatches)
-        assert bubble_us(plan) == bubble_us(dealt)
-        assert most_held(plan) <= most_held(dealt)
-
-
-def test_w_follows_i_in_waves() -> None:
-    costs = Costs.uniform(8, 2, 2, 1, recompute_us=2)
-    for order in hanayo(wave(costs, Cluster.uniform(2)), 5).orders:
-        kinds = "".join(op.kind for op in order)
-        assert re.fullmatch("(F|RIW)+", kinds)
 
 
 # --- what they refuse -------------------------------------------------------------------------------------------------

@@ -171,10 +171,6 @@ def test_the_makespan_is_the_plans_and_no_repeating_step_of_the_period_is_shorte
     assert num_proven > 0.18 * some(250)
 
 
-def test_the_same_on_every_run() -> None:
-    assert found(tessel("k", 4, 6), 3) == found(tessel("k", 4, 6), 3)
-
-
 def test_nothing_fits() -> None:
     assert find_repeating(tessel("v", 4, 0), 4) is None
     assert find_repeating(tessel("v", 4, 0)) is None

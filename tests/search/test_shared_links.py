@@ -191,16 +191,6 @@ def test_a_repeating_step_knows_shared_links() -> None:
     check(longer.plan)
 
 
-def test_named_plans_are_improved_by_their_order_of_service() -> None:
-    """The plan that is found serves what is urgent first, though it came later."""
-    placement = _chain(4, 12)
-    result = find_plan(placement, 4, time_limit_s=2, deterministic=True)
-    as_it_comes = simulate(replace(result.plan, service_orders=()))
-    assert result.makespan_us <= as_it_comes.makespan_us
-    assert result.makespan_us < min(named.makespan_us for named in result.named)
-    assert one_f_one_b(placement, 4).service_orders == ()
-
-
 @pytest.mark.parametrize("objective", ["makespan", "span", "period"])
 def test_a_shared_link_that_nothing_uses_changes_no_answer(objective: Objective) -> None:
     cluster = Cluster.uniform(4, 14, latency_us=3)

@@ -73,16 +73,6 @@ def test_filters_pale_what_they_leave_out_and_make_nothing_idle(open_page):
     assert it.drawn(1) == before
 
 
-def test_a_cause_is_picked_out(open_page):
-    it = open_page(one_f_one_b())
-    first = it.page.locator(".cause").first
-    first.click()
-    assert it.ask("() => window.rota.view.cause") == int(first.get_attribute("data-cause"))
-    assert first.get_attribute("aria-pressed") == "true"
-    first.click()
-    assert it.ask("() => window.rota.view.cause") is None
-
-
 def test_two_timelines_are_aligned_and_told_against_each_other(open_page):
     planned = one_f_one_b()
     seen = measured(planned)

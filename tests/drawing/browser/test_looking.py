@@ -63,42 +63,6 @@ def test_the_wheel_zooms_at_the_pointer(open_page):
     it.page.wait_for_function("(full) => window.rota.view.t1 - window.rota.view.t0 === full", arg=timeline.makespan_us)
 
 
-def test_buttons_and_keys_zoom_and_move(open_page):
-    timeline = one_f_one_b()
-    it, full = open_page(timeline), timeline.makespan_us
-    it.page.click("#zoom-in")
-    t0, t1 = it.view()
-    assert (t0, t1) == pytest.approx((full / 4, 3 * full / 4))
-    it.page.keyboard.press("ArrowRight")
-    assert it.view()[0] > t0
-    assert it.view()[1] - it.view()[0] == pytest.approx(full / 2)
-    it.page.keyboard.press("0")
-    assert it.view() == [0, full]
-    it.page.keyboard.press("-")
-    assert it.view() == [0, full]
-
-
-TIME_AT = """(x) => {
-    const { view, layout } = window.rota;
-    return view.t0 + ((x - 76) / layout.plot) * (view.t1 - view.t0);
-}"""
-
-
-def test_dragging_moves_by_what_was_dragged(open_page):
-    it = open_page(one_f_one_b())
-    it.page.click("#zoom-in")
-    x, y = it.place(1, sum(it.view()) / 2)
-    grasped = it.ask(TIME_AT, x)
-    it.page.mouse.move(x, y)
-    it.page.mouse.down()
-    it.page.mouse.move(x + 120, y, steps=4)
-    it.page.mouse.up()
-    it.settle()
-    after = it.ask(TIME_AT, x + 120)
-    assert after == pytest.approx(grasped, rel=1e-9)
-    assert it.ask("() => window.rota.view.picked") is None
-
-
 def test_keys_walk_from_op_to_op_and_follow_a_micro_batch(open_page):
     timeline = one_f_one_b()
     it = open_page(timeline)
@@ -119,12 +83,3 @@ def test_keys_walk_from_op_to_op_and_follow_a_micro_batch(open_page):
     assert it.ask("() => window.rota.view.batch") == op.microbatch + 1
     it.page.keyboard.press("Escape")
     assert it.ask("() => [window.rota.view.batch, window.rota.view.picked]") == [None, None]
-
-
-def test_following_a_micro_batch_shows_it(open_page):
-    timeline = one_f_one_b(4, 64)
-    it = open_page(timeline, "#t=0-300")
-    it.page.fill("#follow", "60")
-    t0, t1 = it.view()
-    spans = [span for span in timeline.op_spans() if span.work.microbatch == 60]
-    assert any(t0 <= span.start_us and span.end_us <= t1 for span in spans)

@@ -57,22 +57,3 @@ def test_dark_and_light(open_page):
     light.page.keyboard.press("d")
     assert light.ask(ground) == colors[1]
     assert light.drawn(1)[3::4] == dark.drawn(1)[3::4]
-
-
-def test_help_opens_and_closes(open_page):
-    page = open_page(one_f_one_b()).page
-    page.keyboard.press("?")
-    assert page.locator("#help").is_visible()
-    page.keyboard.press("Escape")
-    assert not page.locator("#help").is_visible()
-
-
-def test_many_ranks_scroll(open_page):
-    timeline = one_f_one_b(128, 4)
-    it = open_page(timeline)
-    assert it.ask("() => window.rota.layout.maxScroll") > 100
-    it.page.keyboard.press("ArrowDown")
-    it.settle()
-    assert it.ask("() => window.rota.view.scroll") == 60
-    lines = it.point(40, timeline.starts_us[40][0] + 50)
-    assert lines[0].startswith("40F0")

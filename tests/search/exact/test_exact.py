@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from dataclasses import replace
 
 import pytest
 
@@ -88,27 +87,11 @@ def test_shapes_are_proven(placement: Placement, num_microbatches: int, makespan
     assert _proven(problem, "makespan", found) == makespan_us
 
 
-def test_leaves_room() -> None:
-    placement = v_shape(Costs.uniform(2, **_UNIT), Cluster.uniform(2, 3))
-    full, less = Problem(placement, 4), Problem(placement, 4, reserved_bytes=(2, 0))
-    limited = Problem(replace(placement, cluster=Cluster((1, 3))), 4)
-    values = [_proven(p, "makespan", solve(p, "makespan", None, 0, Budget(10))) for p in (full, less, limited)]
-    assert values[0] < values[1] == values[2]
-
-
 def test_without_time_nothing_is_claimed() -> None:
     problem = Problem(v_shape(Costs.uniform(4, **_UNIT), Cluster.uniform(4, 4)), 8)
     found = solve(problem, "makespan", None, 5, Budget(0))
     assert found.orders is None
     assert 5 <= found.bound_us <= 44
-
-
-def test_is_the_same_on_every_run() -> None:
-    problem = Problem(m_shape(_shared(5, 0), Cluster.uniform(4, 6)), 5)
-    first, second = (solve(problem, "makespan", None, 0, Budget(0.3, deterministic=True), seed=3) for _ in range(2))
-    assert first.bound_us == second.bound_us
-    assert (first.orders is None) == (second.orders is None)
-    assert first.orders is None or second.orders is None or (first.orders == second.orders).all()
 
 
 def test_a_solver_that_does_not_end_in_time_raises_no_bound(monkeypatch: pytest.MonkeyPatch) -> None:

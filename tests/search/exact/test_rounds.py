@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from fractions import Fraction
 from random import Random
 
 import pytest
@@ -118,23 +117,6 @@ def test_times_that_are_no_small_numbers() -> None:
     assert proven.bound_us == found.bound_us
     assert found.orders is not None
     assert simulate(problem.to_plan(found.orders)).makespan_us == found.bound_us
-
-
-@pytest.mark.parametrize(("shape", "num_ranks", "limit"), [("x", 4, 2), ("nn", 4, 3)])
-def test_a_few_rounds_bound_long_steps(shape: str, num_ranks: int, limit: int) -> None:
-    num_microbatches = 300
-    problem = Problem(tessel(shape, num_ranks, limit), num_microbatches)
-    exact_us = solved(problem).bound_us
-    rounds = Rounds(problem)
-    while rounds.values is None:
-        rounds.run(1 << 60, Budget(0.001, deterministic=True))
-    seen = []
-    for _ in range(40):
-        rounds.values.go_on()
-        seen.append(rounds.values.bound(num_microbatches))
-    us = [rounds.together_us + rounds.unit_us * bound for bound in seen]
-    assert max(us) <= exact_us
-    assert us[-1] >= Fraction(99, 100) * exact_us
 
 
 @pytest.mark.parametrize("limit", [None, 30])

@@ -63,10 +63,3 @@ def test_no_worse_than_zero_bubble_by_hand(limit_bytes: int) -> None:
         assert other is not None
         assert timed.span_us <= other.span_us
     assert fits(problem, found)
-
-
-def test_the_same_every_time() -> None:
-    problem = uneven(8)
-    budgets = [Budget(0.2, deterministic=True) for _ in range(2)]
-    found = [improve(Climb(problem, False, 3), serial(problem), 0, budget, 3) for budget in budgets]
-    assert (found[0] == found[1]).all()

@@ -52,10 +52,3 @@ def test_finds_the_best_of_tiny_steps(objective: Literal["makespan", "span"]) ->
         assert least <= _value(problem, better, objective) <= _value(problem, orders, objective)
         if objective == "makespan":  # windows of a span leave the first starts where they are
             assert _value(problem, better) == least
-
-
-def test_stops_at_the_bound() -> None:
-    problem = _v()
-    orders, budget = _serial(problem), Budget(20, deterministic=True)
-    assert improve(problem, orders, "makespan", _value(problem, orders), budget) is orders
-    assert budget.spent_s == 0
