@@ -5,32 +5,15 @@ from __future__ import annotations
 import random
 from typing import Literal
 
-import numpy as np
 import pytest
 
-from rota.core.cluster import Cluster
-from rota.core.costs import Costs
 from rota.core.simulation import check
 from rota.search.budget import Budget
 from rota.search.local.neighbourhood import improve
 from rota.search.problem import Orders, Problem
 from rota.search.timing import score
-from rota.shapes import v_shape
 from support.sampling import some
 from support.search_brute_force import tiny_cases
-
-
-def _serial(problem: Problem) -> Orders:
-    """One micro-batch after the other."""
-    tasks = problem.placement.tasks
-    ops = sorted((k, place, t) for place, t in enumerate(problem.topological) for k in range(problem.counts[t]))
-    rows = [[t for _, _, t in ops if rank in tasks[t].ranks] for rank in range(problem.placement.num_ranks)]
-    return np.array([t for row in rows for t in row], dtype=np.int32)
-
-
-def _v(num_ranks: int = 4, limit: int = 4, num_microbatches: int = 6) -> Problem:
-    costs = Costs.uniform(num_ranks, 1, 3, activation_bytes=1)
-    return Problem(v_shape(costs, Cluster.uniform(num_ranks, limit)), num_microbatches)
 
 
 def _value(problem: Problem, orders: Orders, objective: str = "makespan") -> int:
