@@ -118,11 +118,14 @@ SEARCHES: dict[str, Callable[[], Any]] = {
     "name", [pytest.param(name, marks=[pytest.mark.sweep] * (name in ("span", "frontier"))) for name in SEARCHES]
 )
 def test_every_part_of_a_search_looks_often(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    SEARCHES[name]()  # what it needs is compiled by now
-    looks = Looks()
-    with budgets_watched_by(looks, monkeypatch), looks.counted():
-        assert SEARCHES[name]() is not None
-    assert looks.most_calls < MOST_CALLS
+    SEARCHES[name]()  # most of what it needs is compiled or loaded by now
+    for _ in range(2):
+        looks = Looks()
+        with monkeypatch.context() as patch, budgets_watched_by(looks, patch), looks.counted():
+            assert SEARCHES[name]() is not None
+        if looks.most_calls < MOST_CALLS:
+            return
+    raise AssertionError(f"{looks.most_calls:,} calls between two looks")
 
 
 @pytest.mark.parametrize("last", [30, 200, 1000])
