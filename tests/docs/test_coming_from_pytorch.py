@@ -15,7 +15,7 @@ from rota.core.errors import FormatError, PipelineError
 from rota.planning.model_file import load_exported_model, load_model_file
 from support.commands import output_of
 from support.pages import commands, python_blocks, text_of
-from support.pool import Pool, WorkerFailed
+from support.pool import Pool
 
 PAGE = "coming-from-pytorch.md"
 BEFORE, AFTER, STARTING, LOADING = python_blocks(PAGE)
@@ -62,15 +62,6 @@ def test_training_and_weights_are_those_of_the_plain_loop(
     torch.testing.assert_close(space["model"].state_dict(), plain, rtol=0, atol=1e-10)
     exec(STARTING, space)
     torch.testing.assert_close(space["make_model"]().state_dict(), plain, rtol=0, atol=0)
-
-
-@pytest.mark.dist
-def test_pytorchs_function_clips_by_the_norm_of_one_rank_and_is_refused(pool: Pool, tmp_path: Path) -> None:
-    wrong = exact(AFTER).replace("pipeline.clip_grad_norm_(", "nn.utils.clip_grad_norm_(pipeline.parameters(), ")
-    (tmp_path / "train.py").write_text(wrong)
-    output_of(pool, tmp_path, PLANNING)
-    with pytest.raises(WorkerFailed, match=r"pipeline\.clip_grad_norm_"):
-        output_of(pool, tmp_path, "rota run plan.json train.py")
 
 
 def test_model_and_loop_in_one_file(tmp_path: Path) -> None:

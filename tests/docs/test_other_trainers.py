@@ -83,7 +83,7 @@ def test_the_page(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatc
 # --- docs/torchtitan.md -----------------------------------------------------------------------------------------------
 
 
-_, CONFIG, OWN_CONFIG = python_blocks("torchtitan.md")
+_, PLANNED, OWN_CONFIG = python_blocks("torchtitan.md")
 
 
 @dataclass
@@ -120,7 +120,7 @@ def test_what_is_launched_has_the_plan(tmp_path: Path, monkeypatch: pytest.Monke
     for name, content in stand_ins.items():
         monkeypatch.setitem(sys.modules, name, SimpleNamespace(**content))
     space: dict[str, Any] = {}
-    exec(compile(CONFIG, "docs/torchtitan.md", "exec"), space)
+    exec(compile(PLANNED, "docs/torchtitan.md", "exec"), space)
     assert space["llama3_8b_planned"]() is config
     assert config.training == SimpleNamespace(local_batch_size=6, disable_cuda_graphs=True)
     assert config.parallelism.pipeline_parallel_schedule_csv == "titan/schedule.csv"

@@ -24,6 +24,8 @@ from support.pool import Pool
 pytestmark = pytest.mark.dist
 
 # What makes the tutorial's training smaller and shorter.
+SMALLER = {"WIDTH, NUM_BLOCKS, VOCABULARY = 64, 192, 8, 1024": "WIDTH, NUM_BLOCKS, VOCABULARY = 64, 48, 4, 256"}
+FEWER = {'glob("*.py"))': 'glob("*.py"))[:3]', "range(1, 41)": "range(1, 21)"}
 
 
 def outputs(pool: Pool, folder: Path, page: str) -> list[str]:
@@ -105,6 +107,24 @@ def test_losses(pool: Pool, tmp_path: Path) -> None:
     assert float(loss) == pytest.approx(space["loss"].item(), abs=2e-3)
     right, count = space["loss_fn"](space["output"], space["labels"])["accuracy"]
     assert float(accuracy) == pytest.approx(100 * (right / count).item(), abs=0.6)
+
+
+@pytest.mark.sweep  # test_run runs the same commands as the README has them
+def test_the_tutorial(pool: Pool, tmp_path: Path) -> None:
+    model, train = python_blocks("tutorial.md")
+    for old, new in (SMALLER | FEWER).items():
+        assert (model + train).count(old) == 1
+        model, train = model.replace(old, new), train.replace(old, new)
+    (tmp_path / "model.py").write_text(model)
+    (tmp_path / "train.py").write_text(train)
+    # Instead of autoplan's plan, which takes a minute.
+    output_of(pool, tmp_path, "rota plan 1f1b --ranks 2 --microbatches 8 -o plan.json")
+    verify, running, explain = (commands("tutorial.md", f"rota {word}")[0] for word in ("verify", "run", "explain"))
+    assert "exact" in output_of(pool, tmp_path, verify)
+    first, last = losses_in(output_of(pool, tmp_path, running.replace("--timeline measured.json ", "")))
+    assert last < first
+    output_of(pool, tmp_path, "rota show plan.json --timeline measured.json")
+    assert "Causes, summed over all ranks" in output_of(pool, tmp_path, explain)
 
 
 @pytest.mark.sweep
