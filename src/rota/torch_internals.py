@@ -167,14 +167,15 @@ def writable(leaf: torch.Tensor) -> torch.Tensor:
 _unsafe_view = torch.ops.aten._unsafe_view.default  # found once: looking it up takes half as long as calling it
 
 
-def count_writes(leaves: Iterable[torch.Tensor], entered: Iterable[torch.Tensor]) -> None:
+def count_writes(leaves: Iterable[torch.Tensor], entered: Iterable[torch.Tensor]) -> bool:
     """Count writes into the tensors of `writable` as writes into the leaves, whose versions autograd checks.
 
-    Relies on `Tensor._version`.
+    Returns whether there are any. Relies on `Tensor._version`.
     """
-    for leaf, same in zip(leaves, entered, strict=True):
-        if same is not leaf and same._version:
-            torch.autograd.graph.increment_version(leaf)
+    written = [leaf for leaf, same in zip(leaves, entered, strict=True) if same is not leaf and same._version]
+    for leaf in written:
+        torch.autograd.graph.increment_version(leaf)
+    return bool(written)
 
 
 def is_view(tensor: torch.Tensor) -> bool:

@@ -60,15 +60,15 @@ def held_by_a_run(of: Case, stages: Stages, stage: int, costs: Costs) -> dict[Ki
     """Bytes alive after each op of the second micro-batch; gradients of parameters are there since the first one."""
     placement = place(costs, Cluster.uniform(len(stages)))
     compute = Compute(stages, placement, of.loss_fn)
-    compute.begin(Batch(Microbatches([of.batch] * 2), Microbatches([of.target] * 2), [0.5] * 2), seed=0)
+    batch = Batch(Microbatches([of.batch] * 2), Microbatches([of.target] * 2), [0.5] * 2)
     values = arriving(stages, stage, of.batch)
     kinds = [kind for kind in (Kind.F, Kind.R, Kind.B, Kind.I, Kind.W) if placement.task(stage, kind)]
     found: dict[Kind, int] = {}
     for microbatch in range(2):
         alive = Alive()
-        with alive:
+        with compute.step(batch, seed=0), alive:
             for kind in kinds:
-                compute.run(Op(stage, kind, microbatch), received(stages, stage, kind, values, of.batch))
+                compute.bind(Op(stage, kind, microbatch))(received(stages, stage, kind, values, of.batch))
                 found[kind] = alive.num_bytes()
     return found
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from rota import Stages
 from rota.profiling.peak_memory import StorageWatch
-from rota.runtime.gradients.forward_backward import backward_inputs, forward
+from rota.runtime.gradients.forward_backward import StageForward, backward_inputs
 from support.odd_stages import ROWS, STAGES, WIDTH
 from support.profiles import profile, profile_layers
 
@@ -49,7 +49,7 @@ def test_a_storage_watch_changes_no_gradient() -> None:
     expected = [x.grad, *(parameter.grad for parameter in module.parameters())]
     module.zero_grad(set_to_none=True)
     with StorageWatch():
-        _, _, kept = forward(Stages([nn.Identity(), module, nn.Identity()]), 1, [x], None, split=True)
+        _, _, kept = StageForward(Stages([nn.Identity(), module, nn.Identity()]), 1, split=True)([x], None)
         (of_inputs,), work = backward_inputs(kept, [[gradient]])
         work.run()
     found = [*of_inputs, *(parameter.grad for parameter in module.parameters())]

@@ -118,11 +118,12 @@ def prepare(fault: Fault, pipeline: Pipeline, stages: Stages) -> None:
     if fault.when in _MOMENTS:
         _MOMENTS[fault.when](pipeline, stages[pipeline.rank], act)
         return
-    reductions = pipeline._engine.plans.base.reductions
-    hooks = reductions.after if fault.when.startswith("after ") else reductions.before
+    base = pipeline._engine.plans.base
+    hooks = base.reductions.hooks.after if fault.when.startswith("after ") else base.reductions.hooks.before
     op = Op.parse(fault.when.removeprefix("after "))
     assert op in pipeline.plan.orders[pipeline.rank]
     hooks[op] = act
+    base.execution._actions.clear()  # bound again, with this hook
 
 
 def _raises(error: BaseException) -> Callable[..., Any]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from itertools import chain
 from typing import Any, Final, NamedTuple, TypeAlias, final
 
@@ -232,29 +231,27 @@ class Stages:
     def call(self, stage: int, edge_values: Iterable[Any], batch: Any) -> Any:
         """The output of `stage`, given the values of its incoming edges and the batch."""
         arguments = (*edge_values, *self.pick_inputs(stage, batch))
-        with self.explaining_arguments(stage, arguments):
-            return self.modules[stage](*arguments)
-
-    @contextmanager
-    def explaining_arguments(self, stage: int, arguments: Sequence[Any]) -> Iterator[None]:
-        """Raises PipelineError if the forward of `stage` does not take these arguments, with what they are."""
         try:
-            yield
+            return self.modules[stage](*arguments)
         except TypeError as error:
-            module = self.modules[stage]
-            try:
-                inspect.signature(module.forward).bind(*arguments)
-            except (TypeError, ValueError) as mismatch:
-                values = [f"what stage {edge.source} returns" for edge in self.incoming(stage)]
-                values += [f"input {name!r}" for name in self.inputs[stage]]
-                hint = ""
-                if any(isinstance(value, tuple) for value in arguments[: len(self.incoming(stage))]):
-                    hint = "; a tuple that a stage returns is one argument, so unpack it in the forward: a, b = values"
-                raise PipelineError(
-                    f"stage {stage} ({type(module).__name__}) is called with {', '.join(values) or 'nothing'}, which "
-                    f"its forward does not take ({mismatch}){hint}"
-                ) from error
+            self.explain_arguments(error, stage, arguments)
             raise
+
+    def explain_arguments(self, error: TypeError, stage: int, arguments: Sequence[Any]) -> None:
+        """Raises PipelineError if the forward of `stage` does not take these arguments, with what they are."""
+        module = self.modules[stage]
+        try:
+            inspect.signature(module.forward).bind(*arguments)
+        except (TypeError, ValueError) as mismatch:
+            values = [f"what stage {edge.source} returns" for edge in self.incoming(stage)]
+            values += [f"input {name!r}" for name in self.inputs[stage]]
+            hint = ""
+            if any(isinstance(value, tuple) for value in arguments[: len(self.incoming(stage))]):
+                hint = "; a tuple that a stage returns is one argument, so unpack it in the forward: a, b = values"
+            raise PipelineError(
+                f"stage {stage} ({type(module).__name__}) is called with {', '.join(values) or 'nothing'}, which "
+                f"its forward does not take ({mismatch}){hint}"
+            ) from error
 
     def run(self, batch: Any) -> Any:
         """Run all stages here, one after another, on one batch; return the sink's output."""

@@ -34,7 +34,7 @@ from rota.profiling.stage_run import (
 )
 from rota.profiling.this_machine import accelerators_of, place_name
 from rota.runtime.gradients.chunks import leaves_of, length_of
-from rota.runtime.gradients.forward_backward import forward
+from rota.runtime.gradients.forward_backward import StageForward
 from rota.runtime.losses import LossFn
 from rota.runtime.messages import hand_over
 from rota.runtime.microbatches import num_examples, to_chunks
@@ -322,7 +322,7 @@ def _received(of_all: Given, stage: int, read: dict[int, Earlier]) -> tuple[Give
         # With split=True, as a stage may then write into its inputs.
         start, passed_on = read.get(before, Earlier(0, []))
         chunk = None if of_all.earlier is None else Chunk(start, passed_on)
-        outputs[before] = hand_over(forward(stages, before, received, given.batch, split=True, chunk=chunk)[0])
+        outputs[before] = hand_over(StageForward(stages, before, split=True)(received, given.batch, chunk=chunk)[0])
         if chunk is not None and stage < 0:
             length = length_of((*received, *stages.pick_inputs(before, given.batch)), f"stage {before}")
             read[before] = Earlier(start + length, [*passed_on, leaves_of(chunk.passed_on())])

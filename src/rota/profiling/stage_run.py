@@ -16,9 +16,9 @@ from rota.runtime.device.protocol import Device
 from rota.runtime.gradients.chunks import leaves_of
 from rota.runtime.gradients.forward_backward import (
     Kept,
+    StageForward,
     backward,
     backward_inputs,
-    forward,
     gradient_edges,
     keep_loss,
     pass_on,
@@ -84,6 +84,7 @@ class StageRun:
         self._earlier = earlier
         self.stage, self.received, self.split, self.recompute = stage, received, split, recompute
         self._given = given
+        self._forwards = {is_split: StageForward(given.stages, stage, split=is_split) for is_split in (False, True)}
         self.device = device_of_tensors((*self._module().parameters(), *tensors_of(received)))
         #: The stage's output, and the value that leaves by each outgoing edge.
         self.output, self.values, kept = self._forward(self._leaves(), split=True)
@@ -137,11 +138,13 @@ class StageRun:
         _, values, kept = self._forward(received, split=self.split, buffers=buffers)
         return values, kept
 
-    def _forward(self, received: list[Any], **options: Any) -> tuple[Any, list[Any], Kept]:
+    def _forward(
+        self, received: list[Any], *, split: bool, buffers: dict[str, torch.Tensor] | None = None
+    ) -> tuple[Any, list[Any], Kept]:
         given = self._given
         chunk = None if self._earlier is None else Chunk(self._earlier.start, self._earlier.passed_on)
         with collect_losses() as added:
-            output, values, kept = forward(given.stages, self.stage, received, given.batch, chunk=chunk, **options)
+            output, values, kept = self._forwards[split](received, given.batch, buffers=buffers, chunk=chunk)
         if chunk is not None:
             leaves = leaves_of(chunk.passed_on())
             for leaf in leaves if given.has_later else ():

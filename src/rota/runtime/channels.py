@@ -12,8 +12,9 @@ messages all share one stream per pair, and both directions would wait for each 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, final
 
 import torch
@@ -101,7 +102,7 @@ class Channels:
         self._buffers[passage] = buffers, form, mark
         return mark
 
-    def receive(self, passage: Passage, with_layout: bool, stream: Any) -> Mark:  # noqa: ARG002 - known by now
+    def receive(self, passage: Passage, stream: Any) -> Mark:
         """Enqueue the receive; returns the mark behind it."""
         buffers, form, allocated = self._buffers.pop(passage)
         value = passage.value
@@ -130,15 +131,21 @@ class Channels:
             return buffers
         return self._hosts.flags.read(key[0], self._hosts.take_flags(*self._flags.pop(key)), buffers)
 
-    def send_value(self, passage: Passage, value: Any, with_layout: bool, stream: Any) -> Mark:
-        """Enqueue the send of an activation; returns the mark behind it."""
+    def sending(self, passage: Passage, with_layout: bool) -> Callable[[Any, Any], Mark]:
+        """What enqueues the send of a value on a stream in each step, and returns the mark behind it."""
+        return (
+            partial(self._send_gradients, passage)
+            if passage.value[1]
+            else partial(self._send_value, passage, with_layout)
+        )
+
+    def _send_value(self, passage: Passage, with_layout: bool, value: Any, stream: Any) -> Mark:
         layout, tensors = outgoing(self.formats, passage.message, value, with_layout)
         if layout is not None:
             self._hosts.send_layout(passage.message, layout)
         return self._send(passage, tensors, stream)
 
-    def send_gradients(self, passage: Passage, gradients: Gradients, stream: Any) -> Mark:
-        """Enqueue the send of gradients; returns the mark behind it."""
+    def _send_gradients(self, passage: Passage, gradients: Gradients, stream: Any) -> Mark:
         with self._use(stream):  # zeros are made by a kernel of this stream
             flags, tensors = outgoing_gradients(
                 self._hosts.flags, self.formats, passage.message, gradients, self._where
@@ -162,7 +169,7 @@ class Channels:
         self._sent[passage] = held
         return end
 
-    def release(self, passage: Passage, with_layout: bool, stream: Any) -> None:  # noqa: ARG002
+    def release(self, passage: Passage, stream: Any) -> None:  # noqa: ARG002 - it has waited
         """Let go of what was sent; the compute stream has waited for the send."""
         del self._sent[passage]
 

@@ -7,9 +7,10 @@ F ──Kept──▶ I ──WeightWork──▶ W
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, final
 
 import torch
@@ -18,15 +19,16 @@ from rota.core.errors import PipelineError
 from rota.core.placement import Placement
 from rota.core.tasks import Kind, Op
 from rota.models import AddedLoss, Stages, collect_losses
+from rota.models.added_losses import AddedLosses
 from rota.models.sequence_chunks import Chunk
 from rota.runtime.device.numbers import number_in
 from rota.runtime.device.protocol import Device, HostDevice, Number
 from rota.runtime.gradients.chunks import PassedOn
 from rota.runtime.gradients.forward_backward import (
     Kept,
+    StageForward,
     backward,
     backward_inputs,
-    forward,
     keep_loss,
     pass_on,
     refuse_modes_without_gradients,
@@ -37,8 +39,6 @@ from rota.runtime.losses import LossFn, MicrobatchLoss, Weighed, ends_of, loss_o
 from rota.runtime.messages import hand_over
 from rota.runtime.microbatches import Microbatches
 from rota.runtime.precision import Autocast, ambient_autocast, without_autocast
-
-_F, _B, _R, _W = Kind.F, Kind.B, Kind.R, Kind.W  # Python 3.11 takes 0.25 µs to look up a member of an enum
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +115,7 @@ def seed_of(*numbers: int) -> int:
 
 @final
 class Compute:
-    """Runs ops of any stage.
+    """Computes the ops of any stage.
 
     `losses` and `outputs` of the last stage are by micro-batch, `added` losses by stage and micro-batch.
 
@@ -136,46 +136,64 @@ class Compute:
         self._trains = any(task.kind.makes_weight_gradients for task in placement.tasks)
         self._loss_is_checked = not self._trains
         self._split = {task.stage for task in placement.tasks if task.kind is Kind.I}
-        self._recomputed = {task.stage for task in placement.tasks if task.kind is Kind.R}.union(recompute)
+        self._recomputed_late = frozenset(recompute)
+        self._recomputed = {task.stage for task in placement.tasks if task.kind is Kind.R} | self._recomputed_late
         self._sharing = {stage for stage in placement.stages if stages.shares_inputs(stage)}
         self._sinks = {*stages.sinks}
         self._num_stages = len(stages) // stages.num_components  # of one copy of the model
+        self._forwards: dict[int, StageForward] = {}
         self._kept: dict[tuple[int, int], Kept | Again | WeightWork] = {}
         self._batch = Batch(Microbatches([]), Microbatches([]), [])
         self._chunks = PassedOn()
-        self._seed = 0
+        self._seed, self._learns = 0, True
         self._autocast: Autocast = ()
+        self._collector = AddedLosses()
         self.losses: dict[int, MicrobatchLoss] = {}
         self.added: dict[tuple[int, int], list[Weighed]] = {}
         self.outputs: dict[int, Any] = {}
 
-    def begin(self, batch: Batch, seed: int) -> None:
-        """Begin a step, and drop what the one before left."""
+    @contextmanager
+    def step(self, batch: Batch, seed: int, learns: bool = True) -> Iterator[None]:
+        """Around the ops of a step. `learns`: see `StageForward`."""
         if self._trains:
             refuse_modes_without_gradients()
-        self._batch, self._seed = batch, seed
+        self._batch, self._seed, self._learns = batch, seed, learns
         self._autocast = ambient_autocast()
         self._kept.clear()
         self._chunks.begin(batch.chunks)
         self.losses, self.added, self.outputs = {}, {}, {}
+        with collect_losses() as self._collector:
+            yield
 
-    def run(self, op: Op, received: list[Any]) -> list[Any]:
-        """Run one op on what its stage received, and return what the stage sends.
+    def bind(self, op: Op) -> Callable[[list[Any]], list[Any]]:
+        """The function that computes one op in each step.
 
         F takes the values of the stage's incoming edges and returns those of its outgoing ones; B and I take gradients
         of the outgoing edges and return those of the incoming ones; R and W take and return nothing.
         """
-        if op.kind is _F:
-            run = self._recomputable_forward if op.stage in self._recomputed else self._forward
-            return run(op, received)
-        if isinstance(self._kept[op.stage, op.microbatch], Again):  # at R, or at the backward itself
-            self._recompute(op)
-        if op.kind is _R:
-            return []
+        stage = op.stage
+        if stage not in self._forwards:
+            self._forwards[stage] = StageForward(self._stages, stage, split=stage in self._split)
+        if op.kind is Kind.F:
+            return partial(self._recomputable_forward if stage in self._recomputed else self._forward, op)
+        if op.kind is Kind.R:
+            return partial(self._recompute, op)
+        computes = {Kind.B: self._whole_backward, Kind.I: self._input_backward, Kind.W: self._weight_backward}[op.kind]
+        recomputes = stage in self._recomputed_late and op.kind is not Kind.W
+        return partial(self._backward, op, computes, recomputes)
+
+    # --- backwards ------------------------------------------------------------------------------------------------
+
+    def _backward(
+        self, op: Op, computes: Callable[[Op, list[Any]], list[Any]], recomputes: bool, received: list[Any]
+    ) -> list[Any]:
+        if recomputes:
+            self._recompute(op, [])
         try:
-            # A checkpointed block runs its forward again, which must not add its losses again.
-            with without_autocast(self._autocast), collect_losses():
-                return self._backward(op, received)
+            if not self._autocast:
+                return computes(op, received)
+            with without_autocast(self._autocast):
+                return computes(op, received)
         except RuntimeError as error:
             if "backward through the graph a second time" in str(error):
                 raise PipelineError(
@@ -185,25 +203,34 @@ class Compute:
                 ) from error
             raise
 
-    def _recompute(self, op: Op) -> None:
+    def _whole_backward(self, op: Op, received: list[Any]) -> list[Any]:
+        kept = self._kept.pop((op.stage, op.microbatch))
+        assert isinstance(kept, Kept)
+        gradients = backward(kept, received)
+        self._chunks.release(op.stage, op.microbatch)
+        return gradients
+
+    def _input_backward(self, op: Op, received: list[Any]) -> list[Any]:
+        kept = self._kept.pop((op.stage, op.microbatch))
+        assert isinstance(kept, Kept)
+        gradients, self._kept[op.stage, op.microbatch] = backward_inputs(kept, received)
+        self._chunks.release(op.stage, op.microbatch)
+        return gradients
+
+    def _weight_backward(self, op: Op, _: list[Any]) -> list[Any]:
+        work = self._kept.pop((op.stage, op.microbatch))
+        assert isinstance(work, WeightWork)
+        work.run()
+        return []
+
+    # --- forwards -------------------------------------------------------------------------------------------------
+
+    def _recompute(self, op: Op, _: list[Any]) -> list[Any]:
         again = self._kept.pop((op.stage, op.microbatch))
         assert isinstance(again, Again)
         with drawing_again(self._stages[op.stage], again):
             self._forward(op, again.received, again.buffers)
-
-    def _backward(self, op: Op, received: list[Any]) -> list[Any]:
-        kept = self._kept.pop((op.stage, op.microbatch))
-        if op.kind is _W:
-            assert isinstance(kept, WeightWork)
-            kept.run()
-            return []
-        assert isinstance(kept, Kept)
-        if op.kind is _B:
-            gradients = backward(kept, received)
-        else:
-            gradients, self._kept[op.stage, op.microbatch] = backward_inputs(kept, received)
-        self._chunks.release(op.stage, op.microbatch)
-        return gradients
+        return []
 
     def _recomputable_forward(self, op: Op, received: list[Any]) -> list[Any]:
         inputs = self._stages.pick_inputs(op.stage, self._batch.inputs[op.microbatch])
@@ -216,38 +243,37 @@ class Compute:
         stage, _, m = op
         # By step, stage and micro-batch, not by the order or the rank: R draws what F drew.
         self._device.seed(seed_of(self._seed, stage % self._num_stages, m))
-        batch = self._batch
-        versions = self._versions_of_shared(stage, m)
-        chunk = self._open_chunk(stage, m, received) if m in self._chunks else None
-        with collect_losses() as added:
-            output, values, kept = forward(
-                self._stages,
-                stage,
-                received,
-                batch.inputs[m],
-                split=stage in self._split,
-                buffers=buffers,
-                chunk=chunk,
-            )
-        if chunk is not None:
+        self._collector.losses.clear()  # a checkpointed block runs its forward again in a backward, and adds them again
+        batch, forward = self._batch, self._forwards[stage]
+        versions = self._versions_of_shared(stage, m) if stage in self._sharing else None
+        if m in self._chunks:
+            chunk = self._open_chunk(stage, m, received)
+            output, values, kept = forward(received, batch.inputs[m], buffers=buffers, chunk=chunk)
             pass_on(kept, chunk.passed_on(), self._chunks.close(stage, m, chunk))
-        if versions != self._versions_of_shared(stage, m):
+        else:
+            output, values, kept = forward(received, batch.inputs[m], buffers=buffers, learns=self._learns)
+        if versions is not None and versions != self._versions_of_shared(stage, m):
             raise PipelineError(
                 f"stage {stage} writes into an input that other stages read too, which on another rank would have it "
                 f"unchanged; let it begin with an operation that is not in place"
             )
         if stage in self._sinks:
-            targets = batch.targets[m]
-            if self._loss_fn is not None and (targets is not None or batch.loss_of_output):
-                self._take_loss(kept, m, *self._loss_of(self._loss_fn, output, targets, stage))
-            if batch.keeps_outputs and not batch.is_padding(m):
-                self.outputs[m] = hand_over(output)
-        if added.losses:
-            self._take_added(kept, stage, m, added.losses)
+            self._take_output(kept, stage, m, output)
+        if self._collector.losses:
+            self._take_added(kept, stage, m, self._collector.losses)
         if torch.is_grad_enabled():
-            self._refuse_lost_gradients(stage, kept)
+            if not (kept.losses or any(kept.outputs)):
+                self._refuse_lost_gradients(stage, kept)
             self._kept[stage, m] = kept
         return values
+
+    def _take_output(self, kept: Kept, stage: int, m: int, output: Any) -> None:
+        batch = self._batch
+        target = batch.targets[m]
+        if self._loss_fn is not None and (target is not None or batch.loss_of_output):
+            self._take_loss(kept, m, *self._loss_of(self._loss_fn, output, target, stage))
+        if batch.keeps_outputs and not batch.is_padding(m):
+            self.outputs[m] = hand_over(output)
 
     def _open_chunk(self, stage: int, m: int, received: list[Any]) -> Chunk:
         """What the forward of a chunk reads of earlier ones."""
@@ -291,8 +317,6 @@ class Compute:
 
     def _refuse_lost_gradients(self, stage: int, kept: Kept) -> None:
         """Raises PipelineError if no path leads from the loss to a stage, whose gradients would then be zeros."""
-        if kept.losses or any(kept.outputs):
-            return
         received = kept.leaves if kept.entries is None else kept.entries
         if stage not in self._sinks:
             for edge, wanting in zip(self._stages.incoming(stage), received, strict=True):
@@ -308,6 +332,4 @@ class Compute:
             )
 
     def _versions_of_shared(self, stage: int, microbatch: int) -> list[int]:
-        if stage not in self._sharing:
-            return []
         return versions_in(self._stages.pick_inputs(stage, self._batch.inputs[microbatch]))

@@ -27,7 +27,7 @@ from rota.runtime.compute import Batch, Compute, step_seed
 from rota.runtime.device.choosing import device_of
 from rota.runtime.device.protocol import is_queued
 from rota.runtime.environment import cores_of
-from rota.runtime.execution import Hooks, ThisRank
+from rota.runtime.execution import ThisRank
 from rota.runtime.faults.watchdog import PATIENT, Describe, Watchdog, Watched, limit_s
 from rota.runtime.gradients.recompute import recomputed_by_backward
 from rota.runtime.losses import LossFn, refuse_weights
@@ -184,12 +184,12 @@ class Engine:
         return begun._replace(batch=replace(begun.batch, per_count=self.loss_counts.begin(begun.count_flags)))
 
     def _run_ops(self, call: Call, ready: ReadyPlan, begun: Begun, watch: MemoryWatch | None) -> Batch:
-        execution, batch, hooks = ready.execution, begun.batch, Hooks()
+        execution, batch = ready.execution, begun.batch
         if execution.trains and ready.reductions is not None:
-            hooks = self.gradients.begin(ready.reductions, call.syncs, begun.with_layouts)
+            self.gradients.begin(ready.reductions, call.syncs, begun.with_layouts)
         seed = begun.seed + self.processes.replica
         with self.updates.refused() if call.is_step else nullcontext():
-            execution.run(batch, seed, begun.with_layouts, self.watchdog.tick, hooks._replace(watch=watch))
+            execution.run(batch, seed, begun.with_layouts, self.watchdog.tick, watch)
         ready.inputs.refuse_writes(batch)
         self.gradients.finish(execution, call.syncs)
         return batch

@@ -8,21 +8,21 @@ On the CPU the loop goes over the actions of `rota.core.programs.actions`. On a 
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict, deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from types import FrameType
-from typing import Any, Literal, NamedTuple, TypeAlias, final
+from typing import Any, Literal, NamedTuple, final
 
 import torch
 
 from rota.core.errors import PipelineError
 from rota.core.plan import Plan
-from rota.core.programs.actions import Action, Message, ValueKey, compile_program, prefetch_receives
+from rota.core.programs.actions import Action, Message, Program, ValueKey, compile_program, prefetch_receives
 from rota.core.programs.device_steps import COMPUTE, Step, device_program
 from rota.core.simulation import simulate
-from rota.core.tasks import Kind, Op
+from rota.core.tasks import Kind, Op, Transfer
 from rota.models import Stages
 from rota.runtime.channels import Channels, Passage
 from rota.runtime.compute import Batch, Compute
@@ -32,26 +32,20 @@ from rota.runtime.layouts import KnownLayouts, Layouts, Size
 from rota.runtime.memory_watch import MemoryWatch
 from rota.runtime.messages import Format, describe_value, flatten, hand_over, tensors_in
 from rota.runtime.recorder import Marks, Record
-from rota.runtime.transport import Transport
+from rota.runtime.transport import Receive, Transport
 from rota.torch_internals import version_of
-
-Read: TypeAlias = tuple[ValueKey, bool]  # (value, arrives by message)
-Makes: TypeAlias = tuple[ValueKey, int, bool]  # (value, uses here, only its gradient is sent)
-Do: TypeAlias = Callable[[Any, bool], None]  # (argument, send layouts)
-Enqueue: TypeAlias = Callable[[Any, bool, Any], Mark]  # (argument, send layouts, stream); the result is behind it
 
 
 class Hooks(NamedTuple):
-    """What happens around the ops of a run.
+    """What happens around the ops of a plan.
 
     `before` an op runs, and `after` its outputs are sent. On a queued device `after` and `sums` (of the gradients of
-    tied weights, by ranks) enqueue on the stream that they get, and return the mark behind. `watch` sees each op's end.
+    tied weights, by ranks) enqueue on the stream that they get, and return the mark behind.
     """
 
     before: Mapping[Op, Callable[[], None]] = {}
     after: Mapping[Op, Callable[[Any], Mark]] = {}
     sums: Mapping[tuple[int, ...], Callable[[Any], Mark]] = {}
-    watch: MemoryWatch | None = None
 
 
 _NO_HOOKS = Hooks()
@@ -73,23 +67,11 @@ class ThisRank:
     tied: Sequence[tuple[int, ...]] = ()
 
 
-class _Prepared(NamedTuple):
-    """An op, what it reads and what it makes: the same in every step, so they are found once."""
+class Bound(NamedTuple):
+    """An action, or a step of a queued device's program, and the function that does it."""
 
-    op: Op
-    reads: list[Read]
-    makes: list[Makes]
-    lent: list[int]  # positions in `reads` of values that other ops on this rank read or send too
-
-
-class _Enqueued(NamedTuple):
-    """A step of a queued device's program, and how to enqueue it."""
-
-    step: Step
-    enqueue: Enqueue
-    what: Any  # the argument of `enqueue`
-    stream: str
-    waits: tuple[int, ...]
+    what: Action | Step
+    act: Callable[[], None]
 
 
 @final
@@ -106,6 +88,7 @@ class Execution:
         plan: Plan,
         compute: Compute,
         here: ThisRank,
+        hooks: Hooks = _NO_HOOKS,
         sizes: Sequence[Size] = (),
         known: KnownLayouts | None = None,
     ) -> None:
@@ -114,108 +97,32 @@ class Execution:
         self.marks = Marks()
         #: Whether the last run has reached its end.
         self.complete, self._is_settled = False, True
-        self._stages, self._transport, self._device, self._channels = stages, here.transport, here.device, here.channels
-        edge_index = {(edge.source, edge.target): i for i, edge in enumerate(stages.edges)}
-        self._edges = [edge[:2] for edge in stages.edges]
+        self._stages, self._here, self._hooks = stages, here, hooks
+        self._transport, self._device, self._channels = here.transport, here.device, here.channels
         self._order = plan.orders[here.rank]
-        self._positions = {op: position for position, op in enumerate(self._order)}
+        edge_index = {(edge.source, edge.target): i for i, edge in enumerate(stages.edges)}
         self._program = compile_program(plan, edge_index, here.rank)
-        sent = (action.message.value for action in self._program.actions if action.what == "send" and action.message)
-        self._num_gradients = Counter(edge for edge, is_gradient, _ in sent if is_gradient)
-        self._prepared = {op: self._prepare(op, stages, edge_index) for op in self._order}
-        # Each action with the function that does it and its argument. A run with layouts waits for each layout, so it
-        # keeps the strict order.
-        self._strict, self._early = self._host_actions() if here.channels is None else ([], [])
-        self._strict_steps, self._early_steps = self._device_steps(here.tied) if here.channels is not None else ([], [])
-        self._take = (here.channels or here.transport).take
-        self._mark = here.device.mark
+        self._values_of = {op: _values_of(op, stages, edge_index) for op in self._order}
         modules = [stages[stage] for stage in plan.placement.stages_on(here.rank)]
         known = known if sizes and known is not None else KnownLayouts()
         self._layouts = Layouts(modules, sizes, known, self._keys_elsewhere())
+        #: What a run does, by whether it learns layouts: then it waits for each, so it keeps the strict order.
+        self._actions: dict[bool, list[Bound]] = {}
+        self._slots: dict[ValueKey, int] = {}  # of values that are made here
         # --- the run that goes on, or the last one
-        self._hooks = Hooks()
-        self._made: dict[ValueKey, tuple[Any, int]] = {}  # with how often it will still be used
-        self._action: Action | None = None  # None before the first and after the last
+        self._values: list[Any] = []  # by slot
+        self._mark = here.device.mark
+        self._at: Action | Step | None = None  # None before the first and after the last
         self._awaited = ""  # what the rank waits for outside of its actions
+        self._steps: list[Step] = []
         #: By position in the program of a queued device: the mark behind each step; None if it has none, or none yet.
         self._behind: list[Mark] = []
-        self._steps: list[_Enqueued] = []
-        self._step: Step | None = None
-
-    def _prepare(self, op: Op, stages: Stages, edge_index: dict[tuple[int, int], int]) -> _Prepared:
-        incoming = [edge_index[e[:2]] for e in stages.incoming(op.stage)]
-        outgoing = [edge_index[e[:2]] for e in stages.outgoing(op.stage)]
-        back = op.kind is not Kind.F
-        reads, makes = (outgoing, incoming) if back else (incoming, outgoing)
-        if op.kind in (Kind.R, Kind.W):
-            reads, makes = [], []
-        num_uses, unsent = self._program.num_uses, self._program.unsent
-        keys = [(edge, back, op.microbatch) for edge in reads]
-        num_readers = [len(stages.outgoing(edge.source)) for edge in stages.incoming(op.stage)] if not back else []
-        lent = [
-            i
-            for i, n in enumerate(num_readers)
-            if keys[i] not in self._program.arriving and (n > 1 or num_uses[keys[i][:2]] > 1)
-        ]
-        return _Prepared(
-            op,
-            [(key, key in self._program.arriving) for key in keys],
-            [((e, back, op.microbatch), num_uses.get((e, back), 0), not back and e in unsent) for e in makes],
-            lent,
-        )
-
-    # --- the lists ----------------------------------------------------------------------------------------------------
-
-    def _host_actions(self) -> Iterator[list[tuple[Action, Do, Any]]]:
-        strict = self._program.actions
-        for actions in (strict, prefetch_receives(self.plan, self._program.rank, strict)):
-            yield [(action, *self._doing_of(action)) for action in actions]
-
-    def _doing_of(self, action: Action) -> tuple[Do, Any]:
-        if action.message is None:
-            return self._run, self._prepared[action.op]
-        if action.what == "receive":
-            return self._transport.post, action.message
-        return (self._send_gradients if action.message.value[1] else self._send_value), action.message
-
-    def _device_steps(self, tied: Sequence[tuple[int, ...]]) -> Iterator[list[_Enqueued]]:
-        timeline = simulate(self.plan)
-        for is_early in (False, True):
-            program = device_program(timeline, self._program, tied=tied, allocates_early=is_early)
-            under_way: defaultdict[Message, deque[Passage]] = defaultdict(deque)
-            yield [
-                _Enqueued(step, *self._enqueueing_of(step, under_way), step.stream, step.waits)
-                for step in program.steps
-            ]
-
-    def _enqueueing_of(self, step: Step, under_way: Mapping[Message, deque[Passage]]) -> tuple[Enqueue, Any]:
-        """How to enqueue a step, and the argument. `under_way`: messages that were allocated or sent, but not ended."""
-        channels = self._channel
-        enqueue: dict[str, Enqueue] = {
-            "allocate": channels.allocate,
-            "receive": channels.receive,
-            "run": self._enqueue_op,
-            "send": self._enqueue_send,
-            "release": channels.release,
-            "reduce": self._reduce,
-            "sum": self._sum,
-            "join": self._join,
-        }
-        if step.message is None:
-            if step.what == "run" and isinstance(step.subject, Op):
-                return enqueue["run"], self._prepared[step.subject]
-            return enqueue[step.what], step.subject
-        passages = under_way[step.message]
-        if step.what not in ("allocate", "send"):
-            return enqueue[step.what], passages.popleft()
-        position = self._positions[step.message.transfer.source] if step.what == "send" else -1
-        passages.append(channels.passage(step.message, position))
-        return enqueue[step.what], passages[-1]
 
     def _keys_elsewhere(self) -> Iterator[ValueKey]:
         """The values that another rank makes or reads, and those of which only the gradient comes from there."""
         yield from (action.message.value for action in self._program.actions if action.message is not None)
-        yield from (key for made in self._prepared.values() for key, _, is_unsent in made.makes if is_unsent)
+        for op, (_, made) in self._values_of.items():
+            yield from (key for key in made if op.kind is Kind.F and key[0] in self._program.unsent)
 
     @property
     def formats(self) -> dict[ValueKey, Format]:
@@ -241,154 +148,194 @@ class Execution:
     # --- one run ------------------------------------------------------------------------------------------------------
 
     def run(
-        self, batch: Batch, seed: int, with_layouts: bool, tick: Callable[[], None], hooks: Hooks = _NO_HOOKS
+        self,
+        batch: Batch,
+        seed: int,
+        with_layouts: bool,
+        tick: Callable[[], None],
+        watch: MemoryWatch | None = None,
     ) -> None:
         """Run all actions; `with_layouts`: values are sent with their layouts. `tick` is called before each action.
 
-        On a queued device they have been enqueued when it returns.
+        `watch` sees each op's end. On a queued device all actions have been enqueued when it returns.
         """
-        self._begin(batch, seed, with_layouts, hooks)
+        if with_layouts not in self._actions:
+            bind = self._host_actions if self._channels is None else self._device_steps
+            self._actions[with_layouts] = [*bind(with_layouts)]
+        actions = self._actions[with_layouts]
+        self._begin(batch, with_layouts, actions)
         torch.clear_autocast_cache()  # it may hold weights from before an optimizer's step
-        with torch.set_grad_enabled(self.trains):
-            if self._channels is None:
-                self._act(self._strict if with_layouts else self._early, with_layouts, tick)
-            else:
-                self._enqueue(self._strict_steps if with_layouts else self._early_steps, with_layouts, tick)
-        self._action = self._step = None
+        with self.compute.step(batch, seed, with_layouts), torch.set_grad_enabled(self.trains):
+            for self._at, act in actions:
+                tick()
+                act()
+                if watch is not None and self._at.what == "run":  # here, where the op's own variables are gone
+                    watch.op_ended(_op_of(self._at))
+        self._at = None
         (self._channels or self._transport).drain()
         if self.trains:
-            self._transport.flags.end(self._edges, self._num_gradients)
+            edges = [edge[:2] for edge in self._stages.edges]
+            self._transport.flags.end(edges, self._program.num_gradients_sent)
         if with_layouts:
             self._layouts.learn()
         self.complete, self._is_settled = True, False
 
-    def _begin(self, batch: Batch, seed: int, with_layouts: bool, hooks: Hooks) -> None:
-        self.marks, self._hooks = Marks(), hooks
-        self._device.begin()
-        if self._channels is None:
-            self._transport.begin(self.marks, self.formats)
-        else:
-            self._channels.begin(self.marks, self.formats)
-        self.complete = False
+    def _begin(self, batch: Batch, with_layouts: bool, actions: list[Bound]) -> None:
+        self.marks, self.complete = Marks(), False
         self.record.microbatch_rows = batch.rows[0] if len({*batch.rows}) == 1 else None
-        self._made.clear()
+        self._values[:] = [None] * len(self._slots)
+        self._device.begin()
+        (self._channels or self._transport).begin(self.marks, self.formats)
+        if self._channels is not None:
+            self._mark = partial(self._queue.mark_on, self._queue.stream(COMPUTE))
+            self._steps = [what for what, _ in actions if isinstance(what, Step)]
+            self._behind[:] = [None] * len(actions)
         if self.trains:
             self._transport.flags.begin(with_layouts)
-        self.compute.begin(batch, seed)
-
-    def _act(self, actions: list[tuple[Action, Do, Any]], with_layouts: bool, tick: Callable[[], None]) -> None:
-        before, after, _, watch = self._hooks
-        hooked = bool(before or after or watch is not None)
-        due: Callable[[Any], Mark] = _nothing
-        for action, do, what in actions:
-            self._action = action
-            tick()
-            if not hooked or action.what != "run":
-                do(what, with_layouts)
-                continue
-            due(None)
-            before.get(action.op, _nothing)()
-            do(what, with_layouts)
-            due = after.get(action.op, _nothing)
-            if watch is not None:  # here, where the op's own variables are gone
-                watch.op_ended(action.op)
-        due(None)
 
     def settle(self) -> None:
         """Put the times of the last run into `record`. On a queued device the host waits for the run to end."""
         if not self._is_settled:
             self.record.settle(self.marks, self._device)
-            self._is_settled, self._behind = True, []
+            self._is_settled, self._behind[:] = True, []
 
-    def _run(self, prepared: _Prepared, with_layouts: bool) -> None:
-        op, reads, makes, lent = prepared
-        take, mark = self._take, self._mark
-        received = [take(key) if arrives else self._from_here(key) for key, arrives in reads]
-        versions = _versions(received, lent) if lent else None
-        start = mark()
-        try:
-            made = self.compute.run(op, received)
-        except Exception as error:
-            if not isinstance(error, PipelineError):
+    # --- binding: each action becomes a function without arguments, once per plan -------------------------------------
+
+    def _host_actions(self, with_layouts: bool) -> Iterator[Bound]:
+        strict = self._program.actions
+        actions = strict if with_layouts else prefetch_receives(self.plan, self._program.rank, strict)
+        uses, receives = _Uses(self._program, self._slots, self._values), dict[ValueKey, Receive]()
+        after: Bound | None = None  # what follows the last op and its messages
+        for action in actions:
+            message = action.message
+            if message is None:
+                if after is not None:
+                    yield after
+                hook = self._hooks.after.get(action.op)
+                after = None if hook is None else Bound(action, partial(hook, None))
+                takes = {key: receives[key].take for key in self._values_of[action.op][0] if key in receives}
+                yield Bound(action, self._bind(action.op, takes, uses, with_layouts))
+            elif action.what == "receive":
+                receives[message.value] = self._transport.receive(message, with_layouts)
+                yield Bound(action, receives[message.value].post)
+            else:
+                send = self._transport.sending(message, with_layouts)
+                yield Bound(action, partial(_pass, uses.of(message.value), send))
+        if after is not None:
+            yield after
+
+    def _bind(
+        self, op: Op, takes: Mapping[ValueKey, Callable[[], Any]], uses: _Uses, with_layouts: bool
+    ) -> Callable[[], None]:
+        """The function that runs an op. `takes`: of the values that arrive."""
+        read, made = self._values_of[op]
+        reads = [takes[key] if key in takes else uses.here(key) for key in read]
+        slots = [(i, slot) for i, key in enumerate(made) if (slot := uses.slot(key)) is not None]
+        unsent = [(i, key) for i, key in enumerate(made) if op.kind is Kind.F and key[0] in self._program.unsent]
+        unsent = unsent if with_layouts else []
+        compute, values, before = self.compute.bind(op), self._values, self._hooks.before.get(op)
+        if lent := self._lent(op):
+            compute = partial(_refusing_writes, op, compute, lent)
+
+        def run() -> None:
+            if before is not None:
+                before()
+            received = [take() for take in reads]
+            mark = self._mark
+            start = mark()
+            try:
+                outputs = compute(received)
+            except PipelineError:
+                raise
+            except Exception as error:
                 self._add_place(error, op, received)
-            raise
-        self.marks.ends.append(mark())
-        self.marks.starts.append(start)
-        if lent and versions != _versions(received, lent):
-            raise PipelineError(
-                f"stage {op.stage} writes into what it receives, which other stages read too; let it begin with an "
-                f"operation that is not in place"
-            )
-        for (key, num_uses, is_unsent), value in zip(makes, made, strict=True):
-            if num_uses:
-                self._made[key] = value, num_uses
-            if with_layouts and is_unsent:
-                self.formats[key] = Format(flatten(value, f"stage {op.stage}")[1])
+                raise
+            self.marks.ends.append(mark())
+            self.marks.starts.append(start)
+            for i, slot in slots:
+                values[slot] = outputs[i]
+            for i, key in unsent:
+                self.formats[key] = Format(flatten(outputs[i], f"stage {op.stage}")[1])
+
+        return run
+
+    def _lent(self, op: Op) -> list[int]:
+        """The positions of values that F reads, and that other ops on this rank read or send too."""
+        if op.kind is not Kind.F:
+            return []
+        read, _ = self._values_of[op]
+        num_readers = [len(self._stages.outgoing(edge.source)) for edge in self._stages.incoming(op.stage)]
+        uses, arriving = self._program.num_uses, self._program.arriving
+        return [
+            i
+            for i, (key, n) in enumerate(zip(read, num_readers, strict=True))
+            if key not in arriving and (n > 1 or uses[key[:2]] > 1)
+        ]
 
     def _add_place(self, error: Exception, op: Op, received: list[Any]) -> None:
         """Add to the error which stage raised it, and what that stage received."""
         name = type(self._stages[op.stage]).__name__
         where = f"rota: in {op} on rank {self.record.rank}, stage {op.stage} ({name})"
-        given = f", which received {', '.join(map(describe_value, received))}" if received else ""
-        error.add_note(f"{where}{given}")
+        error.add_note(f"{where}, which received {', '.join(map(describe_value, received))}" if received else where)
 
-    def _send_value(self, message: Message, with_layouts: bool) -> None:
-        self._transport.send_value(message, self._use(message.value), with_layouts)
+    # --- binding, on a queued device ----------------------------------------------------------------------------------
 
-    def _send_gradients(self, message: Message, with_layouts: bool) -> None:  # noqa: ARG002 - flags know
-        self._transport.send_gradients(message, self._use(message.value))
+    def _device_steps(self, with_layouts: bool) -> Iterator[Bound]:
+        timeline = simulate(self.plan)
+        tied = self._here.tied
+        program = device_program(timeline, self._program, tied=tied, allocates_early=not with_layouts)
+        uses = _Uses(self._program, self._slots, self._values)
+        under_way: defaultdict[Message, deque[Passage]] = defaultdict(deque)
+        for position, step in enumerate(program.steps):
+            enqueue = self._enqueueing(step, under_way, uses, with_layouts)
+            yield Bound(step, partial(self._enqueue, position, step.stream, step.waits, enqueue))
 
-    def _from_here(self, key: ValueKey) -> Any:
-        value = self._use(key)
-        return value if key[1] else hand_over(value)
+    def _enqueue(self, position: int, name: str, waits: tuple[int, ...], enqueue: Callable[[Any], Mark]) -> None:
+        """Let the stream of this name wait for earlier steps, and give it this one."""
+        device, behind = self._queue, self._behind
+        stream = device.stream(name)
+        for before in waits:
+            if (mark := behind[before]) is not None:
+                device.wait(stream, mark)
+        behind[position] = enqueue(stream)
 
-    def _use(self, key: ValueKey) -> Any:
-        """A value that was made here; its last use releases it."""
-        value, num_uses = self._made.pop(key)
-        if num_uses > 1:
-            self._made[key] = value, num_uses - 1
-        return value
+    def _enqueueing(
+        self, step: Step, under_way: Mapping[Message, deque[Passage]], uses: _Uses, with_layouts: bool
+    ) -> Callable[[Any], Mark]:
+        """What gives a step to its stream. `under_way`: messages that were allocated or sent, but not ended."""
+        channels, hooks, message = self._channel, self._hooks, step.message
+        match step.what:
+            case "run":
+                assert isinstance(step.subject, Op)
+                return partial(
+                    self._enqueue_op, self._bind(step.subject, self._takes(step.subject), uses, with_layouts)
+                )
+            case "reduce":
+                assert isinstance(step.subject, Op)
+                return hooks.after.get(step.subject, _nothing)
+            case "sum":
+                assert isinstance(step.subject, tuple)
+                assert not isinstance(step.subject, (Op, Transfer))
+                return hooks.sums.get(step.subject, _nothing)
+            case "join":
+                return self._queue.record
+        assert message is not None
+        passages = under_way[message]
+        if step.what in ("receive", "release"):
+            return partial(channels.receive if step.what == "receive" else channels.release, passages.popleft())
+        position = self._order.index(message.transfer.source) if step.what == "send" else -1
+        passages.append(channels.passage(message, position))
+        if step.what == "allocate":
+            return partial(channels.allocate, passages[-1], with_layouts)
+        return partial(_pass_on, uses.of(message.value), channels.sending(passages[-1], with_layouts))
 
-    # --- on a queued device -------------------------------------------------------------------------------------------
+    def _takes(self, op: Op) -> dict[ValueKey, Callable[[], Any]]:
+        read, _ = self._values_of[op]
+        return {key: partial(self._channel.take, key) for key in read if key in self._program.arriving}
 
-    def _enqueue(self, steps: list[_Enqueued], with_layouts: bool, tick: Callable[[], None]) -> None:
-        device = self._queue
-        wait, streams = device.wait, {name: device.stream(name) for name in {step.stream for step in steps}}
-        self._mark = partial(device.mark_on, device.stream(COMPUTE))
-        self._steps, self._behind = steps, [None] * len(steps)
-        behind = self._behind
-        for position, (step, enqueue, what, name, waits) in enumerate(steps):
-            self._step = step
-            tick()
-            stream = streams[name]
-            for before in waits:
-                if (mark := behind[before]) is not None:
-                    wait(stream, mark)
-            behind[position] = enqueue(what, with_layouts, stream)
-
-    def _enqueue_op(self, prepared: _Prepared, with_layouts: bool, stream: Any) -> Mark:  # noqa: ARG002 - is current
-        before, _, _, watch = self._hooks
-        if before:
-            before.get(prepared.op, _nothing)()
-        self._run(prepared, with_layouts)
-        if watch is not None:
-            watch.op_ended(prepared.op)
+    def _enqueue_op(self, run: Callable[[], None], _: Any) -> Mark:
+        run()
         return self.marks.ends[-1]
-
-    def _enqueue_send(self, passage: Passage, with_layouts: bool, stream: Any) -> Mark:
-        value = self._use(passage.value)
-        if passage.value[1]:
-            return self._channel.send_gradients(passage, value, stream)
-        return self._channel.send_value(passage, value, with_layouts, stream)
-
-    def _reduce(self, op: Op, with_layouts: bool, stream: Any) -> Mark:  # noqa: ARG002
-        return self._hooks.after.get(op, _nothing)(stream)
-
-    def _sum(self, ranks: tuple[int, ...], with_layouts: bool, stream: Any) -> Mark:  # noqa: ARG002
-        return self._hooks.sums.get(ranks, _nothing)(stream)
-
-    def _join(self, _: None, with_layouts: bool, stream: Any) -> Mark:  # noqa: ARG002
-        return self._queue.record(stream)
 
     @property
     def _queue(self) -> QueuedDevice:
@@ -415,10 +362,9 @@ class Execution:
         """The first step of each stream that the device has not ended, and whether it waits for another one's."""
         steps, done = self._steps, [mark is None or self._queue.is_done(mark) for mark in [*self._behind]]
         first: dict[str, tuple[Step, bool]] = {}
-        for enqueued, is_done in zip(steps, done, strict=False):  # none is unfinished once the times are known
+        for step, is_done in zip(steps, done, strict=False):  # none is unfinished once the times are known
             if not is_done:
-                waits = not all(done[before] for before in enqueued.waits)
-                first.setdefault(enqueued.stream, (enqueued.step, waits))
+                first.setdefault(step.stream, (step, not all(done[before] for before in step.waits)))
         return [*first.values()]
 
     def awaits(self, words: str) -> None:
@@ -427,22 +373,21 @@ class Execution:
 
     def doing(self, frames: list[FrameType]) -> Doing:
         """What the run is doing, or what it waits for, by the stack of the thread that runs it."""
-        action, oldest = self._action, self._transport.oldest
-        if self._step is None and (on_device := self.doing_on_device()) is not None:
+        at, oldest = self._at, self._transport.oldest
+        if not isinstance(at, Step) and (on_device := self.doing_on_device()) is not None:
             return on_device
         if (message := self._transport.awaited(frames)) is not None:
             return Doing(True, f"waits for {message.transfer} from rank {message.transfer.sender}")
-        if action is None and oldest is not None:
+        if at is None and oldest is not None:
             return Doing(True, f"waits for rank {oldest.receiver} to receive {oldest}")
         waits = is_in_a_collective(frames)
-        if self._step is not None:
-            return Doing(waits, f"enqueues {self._step}")
-        if action is None:
+        if at is None:
             return Doing(waits, f"waits for {self._awaited}" if waits else f"keeps others waiting for {self._awaited}")
-        if action.what == "run":
-            return Doing(waits, f"waits for other ranks in {action.op}" if waits else f"is at {action.op}")
-        assert action.message is not None
-        transfer = action.message.transfer
+        if isinstance(at, Step):
+            return Doing(waits, f"enqueues {at}")
+        if at.message is None:
+            return Doing(waits, f"waits for other ranks in {at.op}" if waits else f"is at {at.op}")
+        transfer = at.message.transfer
         return Doing(waits, f"is at {transfer} between rank {transfer.sender} and rank {transfer.receiver}")
 
     def last(self) -> str:
@@ -451,8 +396,81 @@ class Execution:
         return f"after {self._order[num_ended - 1]}" if num_ended else "before its first op"
 
 
-def _nothing(*_: object) -> None:
+@final
+class _Uses:
+    """Who reads the values that a rank makes, in the order in which its actions are bound; the last use lets go."""
+
+    def __init__(self, program: Program, slots: dict[ValueKey, int], values: list[Any]) -> None:
+        self._num_uses, self._slots, self._values = program.num_uses, slots, values
+        self._left: dict[ValueKey, int] = {}
+
+    def slot(self, made: ValueKey) -> int | None:
+        """Where a value is kept that is made now; None if it is neither read nor sent here."""
+        self._left[made] = self._num_uses.get(made[:2], 0)
+        return self._slots.setdefault(made, len(self._slots)) if self._left[made] else None
+
+    def of(self, key: ValueKey) -> Callable[[], Any]:
+        """What gives the value to its next user."""
+        self._left[key] -= 1
+        slot = self._slots[key]
+        return partial(self._values.__getitem__, slot) if self._left[key] else partial(_take, self._values, slot)
+
+    def here(self, key: ValueKey) -> Callable[[], Any]:
+        """What gives it to a stage on the same rank."""
+        return self.of(key) if key[1] else partial(_handed_over, self.of(key))
+
+
+def _take(values: list[Any], slot: int) -> Any:
+    value, values[slot] = values[slot], None
+    return value
+
+
+def _handed_over(take: Callable[[], Any]) -> Any:
+    return hand_over(take())
+
+
+def _pass(take: Callable[[], Any], send: Callable[[Any], None]) -> None:
+    send(take())
+
+
+def _pass_on(take: Callable[[], Any], send: Callable[[Any, Any], Mark], stream: Any) -> Mark:
+    return send(take(), stream)
+
+
+def _nothing(_: Any) -> None:
     pass
+
+
+def _values_of(op: Op, stages: Stages, edge_index: dict[tuple[int, int], int]) -> tuple[list[ValueKey], list[ValueKey]]:
+    """The values that an op reads and makes."""
+    if op.kind in (Kind.R, Kind.W):
+        return [], []
+    back = op.kind is not Kind.F
+    incoming, outgoing = (
+        [(edge_index[edge[:2]], back, op.microbatch) for edge in edges]
+        for edges in (stages.incoming(op.stage), stages.outgoing(op.stage))
+    )
+    return (outgoing, incoming) if back else (incoming, outgoing)
+
+
+def _op_of(what: Action | Step) -> Op:
+    op = what.op if isinstance(what, Action) else what.subject
+    assert isinstance(op, Op)
+    return op
+
+
+def _refusing_writes(
+    op: Op, compute: Callable[[list[Any]], list[Any]], lent: list[int], received: list[Any]
+) -> list[Any]:
+    """Compute an op, and refuse that it writes into values that others read too."""
+    versions = _versions(received, lent)
+    outputs = compute(received)
+    if versions != _versions(received, lent):
+        raise PipelineError(
+            f"stage {op.stage} writes into what it receives, which other stages read too; let it begin with an "
+            f"operation that is not in place"
+        )
+    return outputs
 
 
 def _doing_on_device(unfinished: list[tuple[Step, bool]]) -> Doing:

@@ -97,15 +97,17 @@ class ReadyPlans:
             forwards = forwards_of(training.plan)
             compute = Compute(self._stages, forwards.placement, self._loss_fn, device=self._here.device)
             here = replace(self._here, record=Record(self._here.rank), tied=())
-            execution = Execution(self._stages, forwards, compute, here, training.sizes, self._known_in_evaluation)
+            known = self._known_in_evaluation
+            execution = Execution(self._stages, forwards, compute, here, sizes=training.sizes, known=known)
             self._forwards[training] = replace(training, plan=forwards, execution=execution, reductions=None)
         return self._forwards[training]
 
     def _make(self, plan: Plan, number: int, sizes: tuple[Size, ...]) -> ReadyPlan:
         rank, device = self._here.rank, self._here.device.torch_device
-        execution = Execution(self._stages, plan, self._compute, self._here, sizes, self._known)
+        reductions = self._sync.reductions(plan)
+        execution = Execution(self._stages, plan, self._compute, self._here, reductions.hooks, sizes, self._known)
         inputs = MicrobatchInputs(self._stages, plan, rank, device, self._takes_target, warns=not number)
-        return ReadyPlan(plan, number, sizes, execution, inputs, self._sync.reductions(plan))
+        return ReadyPlan(plan, number, sizes, execution, inputs, reductions)
 
 
 def _number_of(plan: Plan, sizes: tuple[Size, ...]) -> int:

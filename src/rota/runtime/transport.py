@@ -1,8 +1,8 @@
 """Values between ranks on `torch.distributed`.
 
-`Transport` runs the messages of a plan: it posts receives, and releases sent tensors as soon as they are through. If
+`Transport` makes the messages of a plan: it posts receives, and releases sent tensors as soon as they are through. If
 shapes may be new, a step sends each activation's layout first; other steps send only tensors, into buffers that the
-receiver allocates when it posts. `GradientFlags` says which gradients have flags before them.
+receiver allocates when it posts.
 
 `send_value` and `receive_value` send any value outside of a plan, such as the outputs of the last stage:
 
@@ -15,12 +15,13 @@ import json
 import queue
 import threading
 import time
-from collections import Counter, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from types import FrameType
 from typing import Any, final
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -28,6 +29,7 @@ import torch.distributed as dist
 from rota.core.errors import LostRankError, PipelineError
 from rota.core.programs.actions import Message, ValueKey
 from rota.core.tasks import Transfer
+from rota.runtime.gradient_flags import GradientFlags, with_zeros
 from rota.runtime.gradients.split_backward import Gradients
 from rota.runtime.messages import (
     Format,
@@ -52,7 +54,7 @@ class Transport:
         self._backend, self._everyone = cpu_backend(group), cpu_backend(everyone)
         self.formats: dict[ValueKey, Format] = {}  # of activations, by (edge, False, micro-batch)
         self.flags = GradientFlags()
-        self._arriving: dict[ValueKey, tuple[Message, list[Any], list[torch.Tensor], Format]] = {}
+        self._receives: WeakSet[Receive] = WeakSet()
         self.sent: dict[tuple[int, int], int] = {}
         self.through: dict[tuple[int, int], int] = {}
         # Gloo reports the end of a send only to whoever waits for it, so a thread waits, and releases the tensors.
@@ -72,32 +74,24 @@ class Transport:
         """A new step; `marks` gets the times of its messages."""
         self.formats, self.sent, self.through = formats, marks.sent, marks.through
 
-    def post(self, message: Message, with_layout: bool) -> None:
-        """Start to receive; `with_layout`: wait for the layout, which comes first.
-
-        Buffers are new ones each time: autograd, hooks and modules may hold on to them, and must not see them change.
-        """
-        if with_layout and not message.value[1]:
-            self.formats[message.value] = Format(self.receive_layout(message))
-        form, wanted = expected(self.formats, message.value)
-        if message.value[1] and self.flags.travel(message.value[0], len(wanted)):
-            wanted = [((len(wanted),), torch.uint8), *wanted]
-        buffers = [torch.empty(shape, dtype=dtype, device="cpu") for shape, dtype in wanted]
-        works = [self._receive(buffer, message) for buffer in buffers]
-        self._arriving[message.value] = message, works, buffers, form
+    def receive(self, message: Message, with_layout: bool) -> Receive:
+        """A message that arrives here in each step; `with_layout`: of an activation, after its layout."""
+        receive = Receive(self, message, with_layout and not message.value[1])
+        self._receives.add(receive)
+        return receive
 
     def receive_layout(self, message: Message) -> Layout:
         """Wait for the layout of an activation."""
         size = torch.empty(1, dtype=torch.int64, device="cpu")
-        _wait(self._receive(size, message), message)
+        _wait(self.post(size, message), message)
         data = torch.empty(int(size), dtype=torch.uint8, device="cpu")
-        _wait(self._receive(data, message), message)
+        _wait(self.post(data, message), message)
         return from_bytes(data)
 
     def post_flags(self, message: Message, form: Format) -> tuple[torch.Tensor, Any]:
         """Start to receive the flags of gradients alone; returns the buffer and the work, for `take_flags`."""
         flags = torch.empty(len(form.gradients), dtype=torch.uint8, device="cpu")
-        return flags, self._receive(flags, message)
+        return flags, self.post(flags, message)
 
     def take_flags(self, message: Message, posted: tuple[torch.Tensor, Any]) -> torch.Tensor:
         """Wait for the flags that `post_flags` receives."""
@@ -105,7 +99,8 @@ class Transport:
         _wait(work, message)
         return flags
 
-    def _receive(self, buffer: torch.Tensor, message: Message) -> Any:
+    def post(self, buffer: torch.Tensor, message: Message) -> Any:
+        """Start to receive a tensor of the message; returns the work to wait for."""
         try:
             return self._backend.recv([as_sent(buffer)], message.transfer.sender, 0)
         except RuntimeError as error:
@@ -113,39 +108,34 @@ class Transport:
 
     def awaited(self, frames: list[FrameType]) -> Message | None:
         """The message that a thread with this stack waits for, from the frames of `take` and `_wait`; None if none."""
-        codes = Transport.take.__code__, _wait.__code__
+        codes = Receive.take.__code__, _wait.__code__
         return next((frame.f_locals.get("message") for frame in frames if frame.f_code in codes), None)
-
-    def take(self, key: ValueKey) -> Any:
-        """Wait for a posted value: an activation (tensors that need a gradient are leaves) or a list of gradients.
-
-        A gradient that is missing is None.
-        """
-        message, works, buffers, form = self._arriving.pop(key)
-        try:
-            while works:  # an error's traceback must not keep any of them, see `close`
-                works.pop().wait()
-        except RuntimeError as error:
-            raise lost(message.transfer.sender, message) from error
-        if not key[1]:
-            return activation(buffers, form)
-        return buffers if len(buffers) == len(form.gradients) else self.flags.read(key[0], buffers[0], buffers[1:])
 
     # --- sending --------------------------------------------------------------------------------------------------
 
-    def send_value(self, message: Message, value: Any, with_layout: bool) -> None:
-        """Send an activation; `with_layout`: after its layout, else its layout must be the same as before."""
+    def sending(self, message: Message, with_layout: bool) -> Callable[[Any], None]:
+        """What sends the message's value in each step.
+
+        That is an activation, `with_layout` after its layout, else its layout must be the same as before; or the
+        gradients of an edge's tensors, back to the rank that computed these tensors.
+        """
+        return (
+            partial(self._send_gradients, message)
+            if message.value[1]
+            else partial(self._send_value, message, with_layout)
+        )
+
+    def _send_value(self, message: Message, with_layout: bool, value: Any) -> None:
         layout, tensors = outgoing(self.formats, message, value, with_layout)
         self._send(message, tensors if layout is None else [*_as_tensors(layout), *tensors])
+
+    def _send_gradients(self, message: Message, gradients: Gradients) -> None:
+        flags, tensors = outgoing_gradients(self.flags, self.formats, message, gradients, _CPU)
+        self._send(message, tensors if flags is None else [flags, *tensors])
 
     def send_layout(self, message: Message, layout: Layout) -> None:
         """Send the layout of an activation alone."""
         self._send(message, _as_tensors(layout))
-
-    def send_gradients(self, message: Message, gradients: Gradients) -> None:
-        """Send the gradients of an edge's tensors back to the rank that computed these tensors, without a layout."""
-        flags, tensors = outgoing_gradients(self.flags, self.formats, message, gradients, _CPU)
-        self._send(message, tensors if flags is None else [flags, *tensors])
 
     def send_flags(self, message: Message, flags: torch.Tensor) -> None:
         """Send the flags of gradients alone."""
@@ -207,8 +197,62 @@ class Transport:
         """Stop the thread that waits for sends, and release the process groups."""
         self._wake.put(False)
         self._reaper.join(timeout=1)  # stuck only if a peer does not receive
-        self._arriving.clear()  # what a failed step has posted keeps the connections open, too
+        for receive in self._receives:  # what a failed step has posted keeps the connections open, too
+            receive.drop()
         del self._backend, self._everyone
+
+
+@final
+class Receive:
+    """A message that arrives in each step: `post` starts to receive it, `take` waits for it."""
+
+    __slots__ = ("__weakref__", "_buffers", "_form", "_learns", "_message", "_transport", "_works")
+
+    def __init__(self, transport: Transport, message: Message, learns: bool) -> None:
+        # `learns`: wait for the layout, which comes first.
+        self._transport, self._message, self._learns = transport, message, learns
+        self.drop()
+
+    def drop(self) -> None:
+        """Let go of what was posted."""
+        self._works: list[Any] = []
+        self._buffers: list[torch.Tensor] = []
+        self._form: Format | None = None
+
+    def post(self) -> None:
+        """Start to receive.
+
+        Buffers are new ones each time: autograd, hooks and modules may hold on to them, and must not see them change.
+        """
+        transport, message = self._transport, self._message
+        edge, is_gradient, _ = message.value
+        if self._learns:
+            transport.formats[message.value] = Format(transport.receive_layout(message))
+        self._form, wanted = expected(transport.formats, message.value)
+        if is_gradient and transport.flags.travel(edge, len(wanted)):
+            wanted = [((len(wanted),), torch.uint8), *wanted]
+        self._buffers = [torch.empty(shape, dtype=dtype, device="cpu") for shape, dtype in wanted]
+        self._works = [transport.post(buffer, message) for buffer in self._buffers]
+
+    def take(self) -> Any:
+        """Wait for the value: an activation (tensors that need a gradient are leaves) or a list of gradients.
+
+        A gradient that is missing is None.
+        """
+        message, works, buffers, form = self._message, self._works, self._buffers, self._form
+        assert form is not None
+        self._buffers = []
+        try:
+            while works:  # an error's traceback must not keep any of them, see `Transport.close`
+                works.pop().wait()
+        except RuntimeError as error:
+            raise lost(message.transfer.sender, message) from error
+        edge, is_gradient, _ = message.value
+        if not is_gradient:
+            return activation(buffers, form)
+        if len(buffers) == len(form.gradients):
+            return buffers
+        return self._transport.flags.read(edge, buffers[0], buffers[1:])
 
 
 _PAUSE_S = 0.001
@@ -388,80 +432,3 @@ def receive_value(sender: int, group: dist.ProcessGroup, device: torch.device) -
     placed = (t if on_host else t.to(device) for t, on_host in zip(tensors, head["on_host"], strict=True))
     wanting = (t.requires_grad_(wants) for t, (*_, wants) in zip(placed, tensor_layouts(layout), strict=True))
     return unflatten(wanting, layout)
-
-
-# --- gradients that are missing ---------------------------------------------------------------------------------------
-
-
-@final
-class GradientFlags:
-    """Which gradients of the values between ranks there are: a value that nobody used has none, rather than zeros.
-
-    run with layouts    a flag per tensor, then the gradients     of every edge
-    later runs          a flag per tensor, then the gradients     of the edges on which one was missing in that run
-                        the gradients                             of all others
-
-    Zeros travel in the place of a missing gradient, as its receiver has a buffer for it already. Both ranks of an edge
-    know whether its messages have flags.
-    """
-
-    def __init__(self) -> None:
-        #: Whether a run with layouts has ended since the last run that failed.
-        self.are_known = False
-        self._on_all_edges = False
-        self._edges: set[int] = set()
-        self._zeros: Counter[tuple[int, int]] = Counter()  # by edge and tensor, those sent without a flag
-
-    def begin(self, with_layouts: bool) -> None:
-        """A new run that trains."""
-        self._on_all_edges = with_layouts
-        self._zeros.clear()
-        if with_layouts:
-            self.are_known = False
-            self._edges.clear()
-
-    def travel(self, edge: int, num_gradients: int) -> bool:
-        """Whether the gradients of a message have flags."""
-        return num_gradients > 0 and (self._on_all_edges or edge in self._edges)
-
-    def of(self, edge: int, gradients: Gradients) -> torch.Tensor:
-        """The flags to send before the gradients."""
-        are_present = [gradient is not None for gradient in gradients]
-        if not all(are_present):
-            self._edges.add(edge)
-        return torch.tensor(are_present, dtype=torch.uint8, device="cpu")
-
-    def note_zeros(self, edge: int, gradients: Gradients) -> None:
-        """Some of these gradients are missing, but have no flags."""
-        self._zeros.update((edge, i) for i, gradient in enumerate(gradients) if gradient is None)
-
-    def read(self, edge: int, flags: torch.Tensor, gradients: list[torch.Tensor]) -> list[torch.Tensor | None]:
-        """The received gradients, None for those that are missing."""
-        are_present = flags.tolist()
-        if not all(are_present):
-            self._edges.add(edge)
-        return [gradient if is_present else None for gradient, is_present in zip(gradients, are_present, strict=True)]
-
-    def end(self, edges: Sequence[tuple[int, int]], num_sent: Counter[int]) -> None:
-        """The run has ended. `edges`: their stages; `num_sent`: by edge, the messages with gradients sent here.
-
-        Raises:
-            PipelineError: zeros were sent for a tensor in all micro-batches.
-        """
-        for (edge, i), num_zeros in self._zeros.items():
-            if num_zeros == num_sent[edge]:
-                source, target = edges[edge]
-                raise PipelineError(
-                    f"what stage {source} sends to stage {target} got no gradient in any micro-batch of this step "
-                    f"(tensor {i} of those that want one), unlike in an earlier step, so weights would get gradients "
-                    f"of zeros, not None; if it is not used in each step, use Pipeline(…, dynamic_shapes=True)"
-                )
-        self.are_known = True
-
-
-def with_zeros(gradients: Gradients, form: Format, device: torch.device) -> list[torch.Tensor]:
-    """The gradients that travel."""
-    return [
-        torch.zeros(shape, dtype=dtype, device=device) if gradient is None else gradient
-        for gradient, (shape, dtype) in zip(gradients, form.gradients, strict=True)
-    ]

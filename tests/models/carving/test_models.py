@@ -10,7 +10,7 @@ from torch import nn
 
 from rota import Stages, split
 from rota.models import finest
-from rota.runtime.gradients.forward_backward import backward, forward, keep_loss
+from rota.runtime.gradients.forward_backward import StageForward, backward, keep_loss
 from rota.runtime.messages import hand_over
 from support.hf_models import CASES, ModelCase
 
@@ -20,7 +20,7 @@ def staged_step(stages: Stages, case: ModelCase, batch: dict[str, Any]) -> float
     kept, values, gradients, loss = {}, {}, {}, 0.0
     for stage in stages.order():
         received = [hand_over(values[edge]) for edge in stages.incoming(stage)]
-        output, made, kept[stage] = forward(stages, stage, received, batch)
+        output, made, kept[stage] = StageForward(stages, stage)(received, batch)
         values |= zip(stages.outgoing(stage), made, strict=True)
         if stage == stages.sink:
             root = case.loss_fn(output, case.make_targets(batch))

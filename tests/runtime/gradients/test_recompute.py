@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from rota import Cluster, Costs, Kind, Pipeline, PipelineError, Plan, Stages, bidirectional, place
-from rota.runtime.gradients.forward_backward import forward
+from rota.runtime.gradients.forward_backward import StageForward
 from rota.runtime.gradients.recompute import drawing_again, without_activations
 from rota.schedules import NAMED, chimera, forward_only, gpipe
 from support.networks import WIDTH, batch_of, gradients_of, loss_fn, plan_for, refusal
@@ -156,7 +156,7 @@ def test_differentiating_inside_is_refused() -> None:
         pytest.raises(PipelineError, match="differentiates inside its forward; plan without recomputation"),
         without_activations(stages[0], [x], (), "stage 0"),
     ):
-        forward(stages, 0, [x], ())
+        StageForward(stages, 0)([x], ())
 
 
 class DropsLayers(nn.Module):
@@ -181,11 +181,11 @@ def test_what_was_drawn_is_drawn_again() -> None:
     stages = Stages([module], inputs=[()])
     for _ in range(5):
         with without_activations(module, [x], (), "stage 0") as again:
-            first, _, _ = forward(stages, 0, [x], ())
-        forward(stages, 0, [x], ())  # another micro-batch draws meanwhile
+            first, _, _ = StageForward(stages, 0)([x], ())
+        StageForward(stages, 0)([x], ())  # another micro-batch draws meanwhile
         now = random.getstate(), module.generator.get_state()
         with drawing_again(module, again):
-            second, _, _ = forward(stages, 0, again.received, ())
+            second, _, _ = StageForward(stages, 0)(again.received, ())
         assert torch.equal(first, second)
         assert random.getstate() == now[0]
         assert torch.equal(module.generator.get_state(), now[1])

@@ -12,7 +12,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from rota.models import Stages
-from rota.runtime.gradients.forward_backward import Kept, backward, backward_inputs, forward, keep_loss
+from rota.runtime.gradients.forward_backward import Kept, StageForward, backward, backward_inputs, keep_loss
 from rota.runtime.gradients.split_backward import WeightWork
 from rota.runtime.messages import flatten, over_tensors
 from support.odd_stages import IN_PLACE, ROWS, STAGES, WIDTH, Calls, Counted, linear, weight
@@ -43,7 +43,7 @@ def middle_stage(module: nn.Module) -> Stages:
 def split(module: nn.Module, *received: Any) -> tuple[Kept, WeightWork, list[Tensor], dict[str, Tensor]]:
     """I alone: what is kept, the work for W, the gradients of what was received, and the weights' so far."""
     torch.manual_seed(7)
-    _, (value,), kept = forward(middle_stage(module), 1, [*received], None, split=True)
+    _, (value,), kept = StageForward(middle_stage(module), 1, split=True)([*received], None)
     gradients = random_like(value)
     del value
     (of_inputs,), work = backward_inputs(kept, [gradients])
@@ -94,7 +94,7 @@ def test_one_backward_is_the_whole(name: str, wants_gradient: bool) -> None:
     expected_inputs, expected = whole(module, received_tensor(wants_gradient))
     for _ in range(2):
         torch.manual_seed(7)
-        _, (value,), kept = forward(middle_stage(module), 1, [received_tensor(wants_gradient)], None)
+        _, (value,), kept = StageForward(middle_stage(module), 1)([received_tensor(wants_gradient)], None)
         (of_inputs,) = backward(kept, [random_like(value)])
         assert_same((of_inputs, gradients_of(module)), (expected_inputs, expected))
 
@@ -110,12 +110,12 @@ def test_writing_into_what_is_received_copies_nothing_and_is_counted(name: str, 
         seen.append(x.data_ptr())
         return IN_PLACE[name](x)
 
-    forward(middle_stage(Calls(write)), 1, [received], None, split=split)
+    StageForward(middle_stage(Calls(write)), 1, split=split)([received], None)
     assert seen == [received.data_ptr()]
     assert not torch.equal(received, start)
     assert received._version > version
     version = received._version
-    forward(middle_stage(Calls(lambda _, x: x * 2)), 1, [received], None, split=split)
+    StageForward(middle_stage(Calls(lambda _, x: x * 2)), 1, split=split)([received], None)
     assert received._version == version
 
 
@@ -124,7 +124,7 @@ def test_a_sparse_value_between_stages_of_one_rank() -> None:
     stages = Stages([nn.Identity(), product])
     dense = torch.tensor([[0, 1.5, 0, 2], [3, 0, 0, 0]], dtype=torch.float64)
     leaf = dense.to_sparse().requires_grad_()
-    output, _, kept = forward(stages, 1, [leaf], None)
+    output, _, kept = StageForward(stages, 1)([leaf], None)
     keep_loss(kept, output.square().sum(), 1.0)
     ((gradient,),) = backward(kept, [])
     expected = dense.clone().requires_grad_()
@@ -223,7 +223,7 @@ def test_inputs_let_go_of_what_weights_do_not_need() -> None:
     module = nn.Sequential(*[part for layer in layers for part in (layer, Watch(seen, next(names)))]).double()
     received = received_tensor()
     seen["received"] = StorageWeakRef(received.untyped_storage())
-    _, (value,), kept = forward(middle_stage(module), 1, [received], None, split=True)
+    _, (value,), kept = StageForward(middle_stage(module), 1, split=True)([received], None)
     gradients = random_like(value)
     del received, value
 

@@ -13,6 +13,7 @@ another have the same order on both sides; the messages back are ordered separat
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -53,6 +54,7 @@ class Program:
 
     `arriving`: values that come by message. `num_uses`: by (edge, is gradient), how often a value made here is sent or
     read here. `unsent`: edges whose values stay on this rank, though messages have their gradients.
+    `num_gradients_sent`: by edge, the messages with gradients that are sent here.
     """
 
     rank: int
@@ -60,6 +62,7 @@ class Program:
     arriving: set[ValueKey] = field(default_factory=set)
     num_uses: dict[tuple[int, bool], int] = field(default_factory=dict)
     unsent: set[int] = field(default_factory=set)
+    num_gradients_sent: Counter[int] = field(default_factory=Counter)
 
 
 def compile_program(plan: Plan, edge_index: dict[tuple[int, int], int], rank: int) -> Program:
@@ -87,6 +90,8 @@ def compile_programs(plan: Plan, edge_index: dict[tuple[int, int], int], ranks: 
     for program in programs.values():
         program.num_uses = _num_uses(plan.placement, edge_index, program.rank)
         values = {a.message.value[:2] for a in program.actions if a.message}
+        sent = (action.message.value for action in program.actions if action.what == "send" and action.message)
+        program.num_gradients_sent = Counter(edge for edge, is_gradient, _ in sent if is_gradient)
         program.unsent = {edge for edge, is_gradient in values if is_gradient and (edge, False) not in values}
     return [*programs.values()]
 

@@ -10,10 +10,9 @@ backward is split (see `split_backward`), inputs are held by their gradient edge
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, final
 
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
@@ -25,6 +24,8 @@ from rota.runtime.device.protocol import Number
 from rota.runtime.gradients.split_backward import Gradients, WeightWork, enter, input_gradients
 from rota.runtime.messages import flatten, over_tensors, tensors_in
 from rota.torch_internals import count_writes, run_backward, writable
+
+_WRITES = "let it begin with an operation that is not in place, or use Pipeline(…, dynamic_shapes=True)"
 
 
 @dataclass(slots=True)
@@ -44,38 +45,78 @@ class Kept:
     earlier: list[tuple[GradientEdge, torch.Tensor]] = field(default_factory=list)
 
 
-def forward(
-    stages: Stages,
-    stage: int,
-    received: list[Any],
-    batch: Any,
-    *,
-    split: bool = False,
-    buffers: Mapping[str, torch.Tensor] | None = None,
-    chunk: Chunk | None = None,
-) -> tuple[Any, list[Any], Kept]:
-    """The stage's output, the value for each of its outgoing edges, and what to keep.
+@final
+class StageForward:
+    """The forward of one stage. `split`: for `backward_inputs` rather than `backward`."""
 
-    `received`: the values of the incoming edges; their tensors that require a gradient must be leaves, and the stage
-    may write into them. `split`: for `backward_inputs` rather than `backward`. `buffers` stand in for the module's own
-    of these names. `chunk`: what it reads of earlier chunks of its sample.
-    """
-    entered = [_entered(value, enter if split else writable) for value in received]
-    # The edges now: the stage may write into the tensors, which changes where their gradients go.
-    entries = [[*map(get_gradient_edge, stand_ins)] for _, stand_ins, _ in entered] if split else None
-    kept = Kept([] if split else [leaves for leaves, _, _ in entered], [], entries)
-    module, arguments = stages[stage], (*(value for *_, value in entered), *stages.pick_inputs(stage, batch))
-    if chunk is not None and split:
-        chunk.enter = partial(_enter_earlier, kept)
-    with nullcontext() if chunk is None else chunk, stages.explaining_arguments(stage, arguments):
-        output = torch.func.functional_call(module, dict(buffers), arguments) if buffers else module(*arguments)
-    if not split:
-        for leaves, stand_ins, _ in entered:
-            count_writes(leaves, stand_ins)
-    values = [edge.take(output) for edge in stages.outgoing(stage)]
-    where = f"stage {stage} ({type(module).__name__})"
-    kept.outputs = [gradient_edges(value, where) for value in values]
-    return output, values, kept
+    def __init__(self, stages: Stages, stage: int, *, split: bool = False) -> None:
+        self._stages, self._stage, self._split = stages, stage, split
+        self._module = stages[stage]
+        self._where = f"stage {stage} ({type(self._module).__name__})"
+        self._outgoing = stages.outgoing(stage)
+        self._reads_inputs = bool(stages.inputs[stage])
+        #: Whether it was seen to write into a received tensor that wants a gradient.
+        self._writes = False
+
+    def __call__(
+        self,
+        received: list[Any],
+        batch: Any,
+        *,
+        buffers: Mapping[str, torch.Tensor] | None = None,
+        chunk: Chunk | None = None,
+        learns: bool = True,
+    ) -> tuple[Any, list[Any], Kept]:
+        """Run it for one micro-batch.
+
+        Args:
+            received: the values of the incoming edges; their tensors that require a gradient must be leaves.
+            batch: the micro-batch.
+            buffers: stand in for the module's own of these names.
+            chunk: what it reads of earlier chunks of its sample.
+            learns: whether it may write into what it receives for the first time. If not, and it never has, autograd
+                refuses that.
+
+        Returns:
+            The stage's output, the value for each of its outgoing edges, and what to keep.
+        """
+        split, module = self._split, self._module
+        enter_as = enter if split else writable if learns or self._writes else None
+        entered = [_entered(value, enter_as) for value in received]
+        # The edges now: the stage may write into the tensors, which changes where their gradients go.
+        entries = [[*map(get_gradient_edge, stand_ins)] for _, stand_ins, _ in entered] if split else None
+        kept = Kept([] if split else [leaves for leaves, _, _ in entered], [], entries)
+        arguments = [value for *_, value in entered]
+        if self._reads_inputs:
+            arguments += self._stages.pick_inputs(self._stage, batch)
+        try:
+            if chunk is not None:
+                output = self._call_for_chunk(chunk, kept, arguments, buffers)
+            else:
+                output = (
+                    torch.func.functional_call(module, dict(buffers), (*arguments,)) if buffers else module(*arguments)
+                )
+        except TypeError as error:
+            self._stages.explain_arguments(error, self._stage, arguments)
+            raise
+        except RuntimeError as error:
+            if enter_as is None and "leaf Variable" in str(error):
+                error.add_note(f"rota: {self._where} writes into what it receives, unlike in the first step; {_WRITES}")
+            raise
+        if enter_as is writable:
+            for leaves, stand_ins, _ in entered:
+                self._writes |= count_writes(leaves, stand_ins)
+        values = [output if edge.key is None else edge.take(output) for edge in self._outgoing]
+        kept.outputs = [gradient_edges(value, self._where) for value in values]
+        return output, values, kept
+
+    def _call_for_chunk(
+        self, chunk: Chunk, kept: Kept, arguments: list[Any], buffers: Mapping[str, torch.Tensor] | None
+    ) -> Any:
+        if self._split:
+            chunk.enter = partial(_enter_earlier, kept)
+        with chunk:
+            return torch.func.functional_call(self._module, dict(buffers or {}), (*arguments,))
 
 
 def _enter_earlier(kept: Kept, leaf: torch.Tensor) -> torch.Tensor:
@@ -94,16 +135,18 @@ def pass_on(kept: Kept, values: Iterable[torch.Tensor], leaves: Iterable[torch.T
 
 
 def _entered(
-    value: Any, entering: Callable[[torch.Tensor], torch.Tensor]
+    value: Any, enter_as: Callable[[torch.Tensor], torch.Tensor] | None
 ) -> tuple[list[torch.Tensor], list[torch.Tensor], Any]:
     """The tensors of a received value that require a gradient, what stands in for them, and the value with that."""
     if isinstance(value, torch.Tensor):  # as most are
         if not value.requires_grad:
             return [], [], value
-        entered = entering(value)
+        entered = value if enter_as is None else enter_as(value)
         return [value], [entered], entered
     leaves = [tensor for tensor in tensors_in(value) if tensor.requires_grad]
-    stand_ins = [*map(entering, leaves)]
+    if enter_as is None:
+        return leaves, leaves, value
+    stand_ins = [*map(enter_as, leaves)]
     of_leaves = iter(stand_ins)
     return leaves, stand_ins, over_tensors(lambda tensor: next(of_leaves) if tensor.requires_grad else tensor, value)
 

@@ -13,7 +13,7 @@ from torch import nn
 from rota.core.errors import PipelineError
 from rota.core.plan import Plan
 from rota.core.programs.actions import last_gradients
-from rota.core.tasks import Kind, Op
+from rota.core.tasks import Kind
 from rota.models import Stages
 from rota.runtime.device.protocol import Device, Mark, Number, is_queued
 from rota.runtime.execution import Execution, Hooks
@@ -32,13 +32,12 @@ from rota.runtime.reducing.shared_weights import SharedWeight, SharedWeights
 
 
 class Reductions(NamedTuple):
-    """What comes before and after the ops of a plan, see `Hooks`.
+    """What is reduced in a step of a plan, and when.
 
     `last_tied`: the stage with the last gradients of tied weights; the timeline shows their sum there.
     """
 
-    before: dict[Op, Callable[[], None]]
-    after: dict[Op, Callable[[Any], Mark]]
+    hooks: Hooks
     last_tied: int | None
 
 
@@ -79,6 +78,7 @@ class GradientSync:
         tied = {*self._shared.tied}
         self._with_tied = {stage for stage in last if tied & {*stages[stage].parameters()}}
         self._last_tied: int | None = None
+        self._syncs = True  # in this step
         self._sums = {ranks: partial(self._sum_tied, ranks) for ranks in self.tied_ranks}
         self._absent = AbsentGradients(device) if is_queued(device) else None
         #: When each stage's reduction began and ended in the last step.
@@ -97,15 +97,14 @@ class GradientSync:
                 f"the plan of this step completes the gradients of rank {self._processes.rank}'s stages in the order "
                 f"{order}, the pipeline's plan in the order {self._reduced}, in which all replicas reduce them; keep it"
             )
-        return Reductions(
-            {
-                op: partial(self._sharded.gather, op.stage)
-                for op in plan.orders[self._processes.rank]
-                if op.kind is Kind.W and op.stage in self._sharded
-            },
-            {op: partial(self._reduce, stage) for stage, op in last.items() if stage in self._reduced},
-            next((stage for stage in reversed(last) if stage in self._with_tied), None),
-        )
+        before = {
+            op: partial(self._sharded.gather, op.stage)
+            for op in plan.orders[self._processes.rank]
+            if op.kind is Kind.W and op.stage in self._sharded
+        }
+        after = {op: partial(self._reduce, stage) for stage, op in last.items() if stage in self._reduced}
+        last_tied = next((stage for stage in reversed(last) if stage in self._with_tied), None)
+        return Reductions(Hooks(before, after, self._sums), last_tied)
 
     @property
     def tied_ranks(self) -> list[tuple[int, ...]]:
@@ -114,6 +113,8 @@ class GradientSync:
 
     def _reduce(self, stage: int, stream: Any) -> Mark:
         """Start the stage's reduction, after its last gradient; on a queued device, all of it is put on `stream`."""
+        if not self._syncs:
+            return None
         if stage in self._sharded:
             self._sharded.reduce(stage, self._device)
         if stage not in self._all_reduces:
@@ -125,6 +126,8 @@ class GradientSync:
 
     def _sum_tied(self, ranks: tuple[int, ...], stream: Any) -> Mark:
         """On a queued device."""
+        if not self._syncs:
+            return None
         assert self._absent is not None
         begun, done = self._shared.enqueue_sum(ranks, stream, self._absent)
         if self._last_tied is not None:
@@ -132,14 +135,14 @@ class GradientSync:
             self._reductions[self._last_tied] = begun, done
         return done
 
-    def begin(self, reductions: Reductions, sync: bool, may_differ: bool) -> Hooks:
+    def begin(self, reductions: Reductions, sync: bool, may_differ: bool) -> None:
         """Prepare a step that trains. `may_differ`: it may train other parameters than the last step."""
+        self._syncs = sync
         if may_differ and self._processes.replicas is not None:
             refuse_other_tensors(self._whole, self._processes.replicas)
         self._shared.begin()
         self._sharded.begin()
         self._reductions, self._last_tied = {}, reductions.last_tied
-        return Hooks(reductions.before, reductions.after, self._sums) if sync else Hooks(reductions.before)
 
     def finish(self, execution: Execution, sync: bool) -> None:
         """Complete the gradients after a step, unless a later step with `sync` reduces them."""
