@@ -9,36 +9,29 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 import rota
-from rota import Cluster, Costs, Pipeline, PipelineError, Plan, Stages, bidirectional, place, spmd
-from rota.schedules import chimera, gpipe
+from rota import Cluster, Costs, Pipeline, PipelineError, Stages, place, spmd
+from rota.schedules import gpipe
 from support.meshed import on_each, part_of
 from support.networks import batch_of, chain, loss_fn, refusal
 from support.parallel_modules import Normed, ParallelLayer, assert_equal_normed, normed_step
 from support.pool import Pool
 
 
-def step_with_replicas(rank: int, streams: bool) -> list[Normed]:
-    """Of two streams that share weights, or of a stage on both ranks of the plan."""
-    mesh = rota.mesh(pp=2, dp=2)
-    stages = chain(2) if streams else on_both_ranks(spmd.group([0, 1], mesh))
-    with Pipeline(stages, placed(streams), loss_fn, mesh=mesh) as pipeline:
-        return [normed_step(pipeline, *part_of(batch_of(8), pipeline))]
-
-
 def on_both_ranks(group: spmd.Group) -> Stages:
     return Stages([ParallelLayer(0, group), ParallelLayer(1, None)])
 
 
-def placed(streams: bool) -> Plan:
-    costs, cluster = Costs.uniform(2), Cluster.uniform(2)
-    return chimera(bidirectional(costs, cluster), 4) if streams else gpipe(place(costs, cluster, [(0, 1), 1]), 4)
+def step_with_replicas(rank: int) -> list[Normed]:
+    """Of a stage on both ranks of the plan."""
+    mesh = rota.mesh(pp=2, dp=2)
+    plan = gpipe(place(Costs.uniform(2), Cluster.uniform(2), [(0, 1), 1]), 4)
+    with Pipeline(on_both_ranks(spmd.group([0, 1], mesh)), plan, loss_fn, mesh=mesh) as pipeline:
+        return [normed_step(pipeline, *part_of(batch_of(8), pipeline))]
 
 
-@pytest.mark.parametrize("streams", [False, True], ids=["a stage on two ranks", "two streams"])
-def test_shared_weights_of_replicas(pool: Pool, streams: bool) -> None:
-    by_process = pool.run(4, step_with_replicas, streams)
-    serial = chain(2) if streams else on_both_ranks(None)
-    assert_equal_normed(by_process, serial, [batch_of(8)], lambda process, _: process % 2)
+def test_shared_weights_of_replicas(pool: Pool) -> None:
+    by_process = pool.run(4, step_with_replicas)
+    assert_equal_normed(by_process, on_both_ranks(None), [batch_of(8)], lambda process, _: process % 2)
 
 
 # --- meshes -----------------------------------------------------------------------------------------------------------

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import math
-import sys
 import time
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -17,8 +14,7 @@ from torch import Tensor
 from rota import Cluster, Costs, Kind, Op, Pipeline, Plan, Stages, Timeline, compare, place, simulate
 from rota.runtime import process_group
 from rota.schedules import NAMED, gpipe
-from support.fresh import run_fresh
-from support.networks import Layer, batch_of, chain, graph_of_layers, loss_fn, plan_for, refusal
+from support.networks import Layer, batch_of, chain, graph_of_layers, loss_fn, refusal
 from support.pool import Pool
 from support.random_plans import random_plan
 from support.sampling import some
@@ -147,20 +143,6 @@ def test_each_span_holds_what_its_op_did_and_takes_no_less_than_that(pool: Pool)
         assert span.duration_us >= expected.duration_us - 1
     for row in compare(planned, measured).rows:
         assert row.median_us >= row.planned_us - 1
-
-
-def step_and_compare_modules(rank: int, plan: Plan) -> None:
-    with Pipeline(chain(2), plan, loss_fn) as pipeline:
-        before = {*sys.modules}
-        pipeline.step(*batch_of(plan.num_microbatches))
-        assert not {*sys.modules} - before
-
-
-@pytest.mark.dist
-def test_first_step_loads_nothing(tmp_path: Path) -> None:
-    """Torch loads hundreds of modules at the first backward, which would make its time."""
-    for ended in run_fresh(tmp_path, 2, step_and_compare_modules, plan_for(2)):
-        assert ended.exit_code == 0, ended
 
 
 # --- when there is none -----------------------------------------------------------------------------------------------

@@ -15,10 +15,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import rota
-from rota import Cluster, Costs, Pipeline, PipelineError, Plan, Stages
-from rota.schedules import NAMED
-from support.networks import WIDTH, loss_fn
-from support.odd_stages import Calls
+from rota import Cluster, Costs, PipelineError, Plan, Stages
 from support.pool import Pool
 
 IDS = torch.arange(8).reshape(4, 2)
@@ -137,47 +134,3 @@ def _keep_all(rank: int) -> None:
 
 def test_nothing_is_freed_where_a_rank_has_all_stages_or_they_are_made_by_hand(pool: Pool) -> None:
     pool.run(2, _keep_all)
-
-
-# --- names ------------------------------------------------------------------------------------------------------------
-
-
-def alike() -> Stages:
-    """Stages whose parameters have the same names."""
-    return Stages([nn.Linear(WIDTH, WIDTH).double() for _ in range(4)])
-
-
-def tied() -> Stages:
-    """The first stage's weight is the last one's too, under another name; the ones between have names of their own."""
-    first = Calls(lambda s, x: s.embedding(x), embedding=nn.Linear(WIDTH, WIDTH)).double()
-    last = Calls(lambda s, x: s.head(x), head=nn.Linear(WIDTH, WIDTH, bias=False)).double()
-    last.head.weight = first.embedding.weight
-    middle = [nn.Sequential(nn.Tanh(), *[nn.Identity()] * i, nn.Linear(WIDTH, WIDTH)).double() for i in range(2)]
-    return Stages([first, *middle, last])
-
-
-def names_here(rank: int, cases: list[tuple[Any, Plan, Any]]) -> list[list[str]]:
-    found = []
-    for make, plan in cases:
-        stages = make()
-        with Pipeline(stages, plan, loss_fn) as pipeline:
-            named = [*pipeline.named_parameters()]
-            assert [*map(id, pipeline.parameters())] == [id(parameter) for _, parameter in named]
-            assert {id(p) for _, p in named} == {
-                id(p) for module in pipeline.local_stages.values() for p in module.parameters()
-            }
-            found.append([name for name, _ in named])
-    return found
-
-
-def test_names_are_those_of_the_whole_model(pool: Pool) -> None:
-    two_each = NAMED["interleaved_1f1b"](rota.interleaved(Costs.uniform(4), Cluster.uniform(2)), 2)
-    mirrored = NAMED["chimera"](rota.bidirectional(Costs.uniform(4), Cluster.uniform(4)), 4)
-    cases = [(alike, two_each), (tied, two_each)]
-    by_rank = pool.run(2, names_here, cases)
-    assert by_rank[0][0] == ["0.weight", "0.bias", "2.weight", "2.bias"]
-    assert by_rank[1][0] == ["1.weight", "1.bias", "3.weight", "3.bias"]
-    assert by_rank[0][1] == ["embedding.weight", "embedding.bias", "2.weight", "2.bias"]
-    assert by_rank[1][1] == ["embedding.weight", "1.weight", "1.bias"]
-    by_rank = pool.run(4, names_here, [(alike, mirrored)])
-    assert by_rank[0] == by_rank[3] == [["0.weight", "0.bias", "3.weight", "3.bias"]]

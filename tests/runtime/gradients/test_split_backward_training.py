@@ -42,7 +42,7 @@ def test_no_family_is_left_out() -> None:
     "num_ranks", [pytest.param(2, marks=pytest.mark.sweep), 3, pytest.param(4, marks=pytest.mark.sweep)]
 )
 def test_families(pool: Pool, num_ranks: int) -> None:
-    sizes = (2 * num_ranks, 3 * num_ranks) if IS_WHOLE else (3 * num_ranks,)
+    sizes = (2 * num_ranks, 3 * num_ranks) if IS_WHOLE else (2 * num_ranks,)
     plans = [plan_for(name, num_ranks, m) for name in SPLIT for m in sizes]
     assert all(has(plan, "FIW") for plan in plans)
     plans += [plan_for("varuna", num_ranks, m) for m in (1, 2, 5)]
