@@ -14,7 +14,7 @@ from random import Random
 from typing import Any
 
 from fuzz import checkpoints, seeds, verdicts
-from fuzz.mutating import byte_mutants, csv_mutants, json_mutants, piece_mutants, text_mutants
+from fuzz.mutating import byte_mutant, csv_mutant, json_mutant, piece_mutant, text_mutant
 from rota import Cluster, Plan, RotaError, Timeline
 from rota.cli import files
 from rota.compat.tessel.schedule.schedplan import SchedPlan
@@ -118,18 +118,18 @@ def mutant(target: str, seed: int, number: int) -> bytes:
     text, form = chooser.choice(texts), chooser.random()
     others = [text for of in TARGETS.values() for text in of.texts()] if chooser.random() < 0.02 else texts
     if form < 0.08:
-        (mutated,) = text_mutants(text, 1, chooser, others)
+        mutated = text_mutant(text, chooser, others)
     elif TARGETS[target].name.endswith(".txt"):
-        (mutated,) = piece_mutants(text, 1, chooser)
+        mutated = piece_mutant(text, chooser)
     elif TARGETS[target].name.endswith(".csv"):
-        (mutated,) = csv_mutants(text, 1, chooser, others)
+        mutated = csv_mutant(text, chooser, others)
     else:
-        (mutated,) = json_mutants(text, 1, chooser, [other for other in others if other.startswith("{")])
+        mutated = json_mutant(text, chooser, [other for other in others if other.startswith("{")])
     data = mutated.encode(errors="surrogatepass")
     if target == "traces" and chooser.random() < 0.3:
         data = gzip.compress(data, 1, mtime=0)
     if chooser.random() < 0.05:
-        (data,) = byte_mutants(data, 1, chooser)
+        data = byte_mutant(data, chooser)
     return data
 
 

@@ -35,7 +35,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fuzz import verdicts
-from fuzz.mutating import byte_mutants, json_mutants, text_mutants
+from fuzz.mutating import byte_mutant, json_mutant, text_mutant
 from rota import Checkpoints, Cluster, Costs, Pipeline, PipelineError, RotaError, Stages, place
 from rota.cli.command import Options
 from rota.cli.commands.checkpoint import checkpoint
@@ -206,9 +206,7 @@ def mutant(chooser: Random) -> Files:
 def _changed(text: str, chooser: Random) -> str:
     """A JSON text with something wrong in it."""
     others = [text, whole()["rota.json"].decode()] if chooser.random() < 0.1 else [text]
-    made = text_mutants if chooser.random() < 0.1 else json_mutants
-    (changed,) = made(text, 1, chooser, others)
-    return changed
+    return (text_mutant if chooser.random() < 0.1 else json_mutant)(text, chooser, others)
 
 
 def _change_index(files: Files, chooser: Random) -> None:
@@ -254,7 +252,7 @@ def _change_bytes(files: Files, chooser: Random) -> None:
         at = chooser.randrange(len(data))
         files[name] = data[:at] + bytes([data[at] ^ 1 << chooser.randrange(8)]) + data[at + 1 :]
     else:
-        (files[name],) = byte_mutants(data, 1, chooser)
+        files[name] = byte_mutant(data, chooser)
 
 
 def _change_random_state(files: Files, chooser: Random) -> None:

@@ -24,16 +24,15 @@ _CELLS = (
 # --- JSON -------------------------------------------------------------------------------------------------------------
 
 
-def json_mutants(text: str, count: int, chooser: Random, others: Sequence[str] = ()) -> Iterator[str]:
-    """`count` documents with one or two changes; values may come from `others` too."""
-    for _ in range(count):
-        document = json.loads(text)
-        for _ in range(chooser.choice((1, 1, 1, 2, 3))):
-            places = list(_places(document))
-            if places:
-                _change(*chooser.choice(places), places, others, chooser)
-        mutant = json.dumps(document)
-        yield mutant if chooser.random() < 0.97 else _field_twice(mutant, chooser)
+def json_mutant(text: str, chooser: Random, others: Sequence[str] = ()) -> str:
+    """A document with one to three changes; values may come from `others` too."""
+    document = json.loads(text)
+    for _ in range(chooser.choice((1, 1, 1, 2, 3))):
+        places = list(_places(document))
+        if places:
+            _change(*chooser.choice(places), places, others, chooser)
+    mutant = json.dumps(document)
+    return mutant if chooser.random() < 0.97 else _field_twice(mutant, chooser)
 
 
 def _change(holder: Any, key: Any, places: list[tuple[Any, Any]], others: Sequence[str], chooser: Random) -> None:
@@ -95,13 +94,12 @@ def _values(value: Any) -> Iterator[Any]:
 # --- lines and cells --------------------------------------------------------------------------------------------------
 
 
-def csv_mutants(text: str, count: int, chooser: Random, others: Sequence[str] = ()) -> Iterator[str]:
-    """`count` tables with one to three changes; lines may come from `others` too."""
-    for _ in range(count):
-        lines = text.split("\n")
-        for _ in range(chooser.choice((1, 1, 2, 3))):
-            _change_line(lines, others, chooser)
-        yield chooser.choice(("\n", "\n", "\n", "\r\n")).join(lines)
+def csv_mutant(text: str, chooser: Random, others: Sequence[str] = ()) -> str:
+    """A table with one to three changes; lines may come from `others` too."""
+    lines = text.split("\n")
+    for _ in range(chooser.choice((1, 1, 2, 3))):
+        _change_line(lines, others, chooser)
+    return chooser.choice(("\n", "\n", "\n", "\r\n")).join(lines)
 
 
 def _change_line(lines: list[str], others: Sequence[str], chooser: Random) -> None:
@@ -137,35 +135,30 @@ def _change_cell(cells: list[str], another: str, chooser: Random) -> None:
 # --- characters and bytes ---------------------------------------------------------------------------------------------
 
 
-def text_mutants(text: str, count: int, chooser: Random, others: Sequence[str] = ()) -> Iterator[str]:
-    """`count` texts in which a slice has become a scrap, or that end as one of `others`."""
-    for _ in range(count):
-        start = chooser.randint(0, len(text))
-        if others and chooser.random() < 0.2:
-            other = chooser.choice(others)
-            yield text[:start] + other[chooser.randint(0, len(other)) :]
-        else:
-            yield text[:start] + chooser.choice(_SCRAPS) + text[start + chooser.randint(0, 5) :]
+def text_mutant(text: str, chooser: Random, others: Sequence[str] = ()) -> str:
+    """A text in which a slice has become a scrap, or that ends as one of `others`."""
+    start = chooser.randint(0, len(text))
+    if others and chooser.random() < 0.2:
+        other = chooser.choice(others)
+        return text[:start] + other[chooser.randint(0, len(other)) :]
+    return text[:start] + chooser.choice(_SCRAPS) + text[start + chooser.randint(0, 5) :]
 
 
-def piece_mutants(text: str, count: int, chooser: Random) -> Iterator[str]:
-    """`count` texts of which one to three short pieces are gone, there twice or elsewhere."""
-    for _ in range(count):
-        mutant = text
-        for _ in range(chooser.choice((1, 1, 2, 3))):
-            start, to = chooser.randint(0, len(mutant)), chooser.randint(0, len(mutant))
-            piece = mutant[start : start + chooser.choice((1, 1, 2, 4))]
-            if chooser.random() < 0.6:
-                mutant = mutant[:start] + mutant[start + len(piece) :]
-            if chooser.random() < 0.7:
-                mutant = mutant[:to] + piece + mutant[to:]
-        yield mutant
+def piece_mutant(text: str, chooser: Random) -> str:
+    """A text of which one to three short pieces are gone, there twice or elsewhere."""
+    for _ in range(chooser.choice((1, 1, 2, 3))):
+        start, to = chooser.randint(0, len(text)), chooser.randint(0, len(text))
+        piece = text[start : start + chooser.choice((1, 1, 2, 4))]
+        if chooser.random() < 0.6:
+            text = text[:start] + text[start + len(piece) :]
+        if chooser.random() < 0.7:
+            text = text[:to] + piece + text[to:]
+    return text
 
 
-def byte_mutants(data: bytes, count: int, chooser: Random) -> Iterator[bytes]:
-    """`count` files in which a byte, or a piece, is another, there twice or gone."""
-    for _ in range(count):
-        start = chooser.randint(0, len(data))
-        end = min(start + chooser.choice((0, 1, 1, 2, 50)), len(data))
-        middle = chooser.choice((b"", data[start:end] * 2, chooser.randbytes(1), chooser.choice(_RAW)))
-        yield data[:start] + middle + data[end:]
+def byte_mutant(data: bytes, chooser: Random) -> bytes:
+    """A file in which a byte, or a piece, is another, there twice or gone."""
+    start = chooser.randint(0, len(data))
+    end = min(start + chooser.choice((0, 1, 1, 2, 50)), len(data))
+    middle = chooser.choice((b"", data[start:end] * 2, chooser.randbytes(1), chooser.choice(_RAW)))
+    return data[:start] + middle + data[end:]
