@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from rota import Cluster, Costs, Pipeline, Plan, Stages, Timeline, bidirectional, place
+from rota import Cluster, Costs, Pipeline, Plan, Stages, bidirectional, place
 from rota.schedules import NAMED, chimera, dualpipe, gpipe
 from support.networks import batch_of, chain, loss_fn, refusal
 from support.parallel_modules import Normed, assert_equal_normed, normed_step
@@ -115,22 +115,3 @@ def with_statistics(rank: int, plan: Plan) -> str:
         for module in stages.modules:
             module[0].train()
         return refusal(pipeline.step, *batch_of(4))
-
-
-def test_the_sums_are_in_the_timeline(pool: Pool) -> None:
-    """One on each rank, behind its last op, of the stage whose gradients were there last."""
-    for timeline in pool.run(4, timeline_of_one, chain(4), STREAMS["chimera on 4"]):
-        spans = {span.rank: span for span in timeline.step_end_spans()}
-        assert len(spans) == len([*timeline.step_end_spans()]) == 4
-        for rank, span in spans.items():
-            assert span.start_us >= timeline.ends_us[rank][-1]
-            assert span.work.what == "reduce"
-            assert span.work.stage == timeline.plan.orders[rank][-1].stage
-        assert max(span.end_us for span in spans.values()) == timeline.makespan_us
-
-
-def timeline_of_one(rank: int, stages: Stages, plan: Plan) -> Timeline:
-    with Pipeline(stages, plan, loss_fn) as pipeline:
-        for _ in range(2):
-            pipeline.step(*batch_of(plan.num_microbatches))
-        return pipeline.timeline()

@@ -140,33 +140,6 @@ def autocast(rank: int, device: torch.device, num_ranks: int, dtype: str) -> flo
     return compared(device, plan, lambda: blocks(plan.num_stages), torch.float32, context=context)
 
 
-def scaler(rank: int, device: torch.device, num_ranks: int) -> tuple[float, list[float], list[float]]:
-    """The largest difference of weights after training with a scaler, and its scales here and for the unsplit model.
-
-    In the second step a gradient of the last stage overflows, and no other: every rank must skip it.
-    """
-    plan, overflows = named("1f1b", num_ranks), 1
-    whole = blocks(plan.num_stages).to(device)
-    scalers = [torch.amp.GradScaler(device.type, init_scale=2.0**8, growth_interval=2) for _ in range(2)]
-    scales: tuple[list[float], list[float]] = ([], [])
-    with pipeline_on(device, blocks(plan.num_stages), plan) as pipeline:
-        optimizers = [torch.optim.SGD([*of.values()], lr=0.1) for of in parameters_of(pipeline, whole)]
-        for step in range(4):
-            batch = batch_of(plan.num_microbatches, device, step)
-            last = [stages[-1].layers[-1].bias for stages in (pipeline.stages.modules, whole.modules)]  # type: ignore[union-attr, index]
-            hooks = [bias.register_hook(lambda g: g * torch.inf) for bias in last if step == overflows]  # type: ignore[union-attr]
-            pipeline.step(*batch, scaler=scalers[0])
-            unsplit_step(whole, batch, plan.num_microbatches, scalers[1])
-            for hook in hooks:
-                hook.remove()
-            for one, optimizer, seen in zip(scalers, optimizers, scales, strict=True):
-                one.step(optimizer)
-                one.update()
-                optimizer.zero_grad()
-                seen.append(one.get_scale())
-        return worst_weight(pipeline, whole), *scales
-
-
 # --- recomputation, compiled stages, steps that overlap ---------------------------------------------------------------
 
 

@@ -52,14 +52,12 @@ def batch_of(
     return x.to(device), target.to(device)
 
 
-def unsplit_step(
-    stages: Stages, batch: tuple[Tensor, Tensor], num_microbatches: int, scaler: torch.amp.GradScaler | None = None
-) -> float:
+def unsplit_step(stages: Stages, batch: tuple[Tensor, Tensor], num_microbatches: int) -> float:
     """The unsplit model, micro-batch by micro-batch; gradients are added to `.grad`."""
     total = 0.0
     for x, target in zip(*(part.chunk(num_microbatches) for part in batch), strict=True):
         loss = loss_fn(stages.run(x), target) / num_microbatches
-        (loss if scaler is None else scaler.scale(loss)).backward()
+        loss.backward()
         total += loss.item()
     return total
 
