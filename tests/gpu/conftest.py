@@ -46,7 +46,7 @@ def machine(
     tmp_path_factory: pytest.TempPathFactory,
     record_testsuite_property: Callable[[str, object], None],
 ) -> None:
-    from support.gpu.measuring import machine
+    from support.gpu.jobs import machine
 
     (found,) = results_of(tmp_path_factory.mktemp("machine"), 1, device_type, machine)
     for name, value in found.items():

@@ -6,11 +6,30 @@ from collections.abc import Callable
 
 import pytest
 
-from gpu.parameters import UP_TO_FOUR
 from runtime import test_inference, test_random_orders, test_random_state, test_spmd, test_step_handles
 from runtime.gradients import test_recompute
 from runtime.reducing import test_replicas, test_shared_weights
 from support.gpu.ranks import RankPool
+from support.networks import assert_as_unsplit, family_cases
+
+UP_TO_FOUR = [pytest.param(number, marks=pytest.mark.gpu(number)) for number in (1, 2, 4)]
+
+
+@pytest.mark.parametrize("num_ranks", UP_TO_FOUR[1:])
+@pytest.mark.parametrize(
+    "environment",
+    [
+        {},
+        # One queue in hardware: kernels start in the order of their launch, so a wrong order would hang.
+        pytest.param({"CUDA_DEVICE_MAX_CONNECTIONS": "1"}, marks=pytest.mark.cuda),
+        # PyTorch raises where two streams touch memory unordered. It does not see into NCCL's kernels.
+        pytest.param({"TORCH_CUDA_SANITIZER": "1"}, marks=pytest.mark.cuda),
+    ],
+    ids=str,
+)
+def test_every_family(rank_pool: RankPool, num_ranks: int, environment: dict[str, str]) -> None:
+    rank_pool.environment = environment
+    assert_as_unsplit(rank_pool, num_ranks, family_cases(num_ranks))
 
 
 @pytest.mark.parametrize("num_ranks", UP_TO_FOUR)

@@ -6,7 +6,6 @@ from collections.abc import Callable
 
 import pytest
 
-from rota.core.placing import bidirectional
 from runtime import (
     test_boundaries,
     test_inference,
@@ -17,8 +16,7 @@ from runtime import (
 )
 from runtime.gradients import test_recompute
 from runtime.reducing import test_replicas, test_shared_weights
-from support.device_orders import OF_ANY_MODEL, family_plans
-from support.networks import assert_as_unsplit, batch_of, chain, pipeline_steps, plan_for
+from support.networks import assert_as_unsplit, batch_of, chain, family_cases, pipeline_steps, plan_for
 from support.pool import Pool
 from support.sampling import some
 from support.sim_device.pool import SimPool
@@ -38,10 +36,7 @@ def sim_pool(pool: Pool) -> SimPool:
 @pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.sweep)])
 def test_every_family(sim_pool: SimPool, num_ranks: int) -> None:
     """Those of two streams are in `test_both_directions`."""
-    of_one_stream = [family for family in OF_ANY_MODEL if family.place is not bidirectional]
-    plans = [[*family_plans([family], [num_ranks])][:2][-1] for family in of_one_stream]
-    cases = [(chain(plan.num_stages), plan, [batch_of(plan.num_microbatches, s) for s in (1, 2)]) for plan in plans]
-    assert_as_unsplit(sim_pool, num_ranks, cases)
+    assert_as_unsplit(sim_pool, num_ranks, family_cases(num_ranks))
 
 
 def test_processes_that_have_run_tests_of_the_cpu_can_run_these(pool: Pool, sim_pool: SimPool) -> None:

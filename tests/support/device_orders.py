@@ -19,8 +19,6 @@ from support.sampling import IS_WHOLE
 
 Programs = Sequence[DeviceProgram]
 
-#: Chunks of samples need a model whose attention knows them.
-OF_ANY_MODEL = [family for family in FAMILIES if family.name != "seq1f1b"]
 NUMBERS_OF_RANKS = range(2, 9) if IS_WHOLE else (2, 4, 5)
 
 

@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-from rota import Cluster, Costs, Kind, Pipeline, PipelineError, Plan, Stages, place
-from rota.schedules import NAMED
+from rota import Cluster, Costs, Kind, Pipeline, PipelineError, Plan, Stages, bidirectional, place
+from rota.schedules import FAMILIES, NAMED
+from support.device_orders import family_plans
 from support.pool import LIMIT_S
 
 ROWS, WIDTH = 5, 6
@@ -136,6 +137,13 @@ Cases = Sequence[tuple[Stages, Plan, Sequence[Any]]]  # with the batches of a ca
 
 def steps_of_each(rank: int, cases: Cases, options: dict[str, Any]) -> list[list[StepResult]]:
     return [pipeline_steps(rank, *case, **options) for case in cases]
+
+
+def family_cases(num_ranks: int) -> Cases:
+    """A case of each family of one stream, but for chunks of samples, which need a model whose attention knows them."""
+    families = [family for family in FAMILIES if family.name != "seq1f1b" and family.place is not bidirectional]
+    plans = [[*family_plans([family], [num_ranks])][:2][-1] for family in families]
+    return [(chain(plan.num_stages), plan, [batch_of(plan.num_microbatches, s) for s in (1, 2)]) for plan in plans]
 
 
 def trains(plan: Plan) -> bool:

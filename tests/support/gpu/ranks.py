@@ -58,12 +58,14 @@ class RankPool:
 
     def __init__(self, folder: Path, device_type: str) -> None:
         self._folder, self._device_type, self._jobs = folder, device_type, 0
+        self.environment: dict[str, str] = {}
 
     def run(self, num_ranks: int, function: Callable[..., Any], *args: Any, timeout_s: float = 60) -> Any:
         self._jobs += 1
         folder = self._folder / f"job{self._jobs}"
         # Of a new interpreter the start alone takes seconds.
-        return results_of(folder, num_ranks, self._device_type, moved, function, *args, timeout_s=60 + timeout_s)
+        options = {"timeout_s": 60 + timeout_s, "environment": self.environment}
+        return results_of(folder, num_ranks, self._device_type, moved, function, *args, **options)
 
     def renew(self) -> None:
         """All processes are new."""
