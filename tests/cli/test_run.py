@@ -40,22 +40,26 @@ def blocks_of(markdown: Path, language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", markdown.read_text(), flags=re.DOTALL)
 
 
-def test_the_readme_does_what_it_says(tmp_path: Path) -> None:
+def test_the_readme_does_what_it_says(pool: Pool, tmp_path: Path) -> None:
     """With a smaller model, one size of micro-batch, and a link that is given: test_doctor measures one."""
     model, train = blocks_of(ROOT / "README.md", "python")
     assert '"n_embd": 192, "n_layer": 8' in model
-    model = model.replace('"n_embd": 192, "n_layer": 8', '"n_embd": 96, "n_layer": 4')
-    (tmp_path / "train.py").write_text(train.replace("range(1, 61)", "range(1, 13)").replace("step % 10", "step % 2"))
+    model = model.replace('"n_embd": 192, "n_layer": 8', '"n_embd": 48, "n_layer": 4')
+    (tmp_path / "train.py").write_text(train.replace("range(1, 61)", "range(1, 7)").replace("step % 10", "step % 2"))
     (tmp_path / "model.py").write_text(model)
     outputs = {}
     for command in re.findall(r"^    rota (.*?)(?: +#.*)?$", (ROOT / "README.md").read_text(), flags=re.MULTILINE):
-        done = rota(tmp_path, *command.replace("-o plan", "--rows 4 --link 20us,2GB/s --time-limit 6 -o plan").split())
-        assert done.returncode == 0, done.stderr
-        outputs[command.split()[0]] = done.stdout
+        words = command.replace("-o plan", "--rows 4 --link 20us,2GB/s --time-limit 6 -o plan").split()
+        if words[0] in ("autoplan", "run"):
+            done = rota(tmp_path, *words)
+            assert done.returncode == 0, done.stderr
+            outputs[words[0]] = done.stdout
+        else:
+            outputs[words[0]] = output_of(pool, tmp_path, f"rota {command}")
     assert list(outputs) == ["autoplan", "run", "compare", "explain"]
     assert re.search(r"^▸ .* MB$", outputs["autoplan"], flags=re.MULTILINE)
     losses = [float(loss) for loss in re.findall(r"loss (\d\.\d{3})", outputs["run"])]
-    assert len(losses) == 6
+    assert len(losses) == 3
     assert losses[-1] < losses[0]
     assert "slower ops" in outputs["compare"]
     plan = Plan.from_json((tmp_path / "plan.json").read_text())

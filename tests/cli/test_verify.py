@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import subprocess
 import sys
 from dataclasses import replace
@@ -14,6 +15,8 @@ import pytest
 import rota
 from rota.cli import main
 from rota.core.plan import Usage
+from support.commands import output_of
+from support.pool import Pool
 
 pytestmark = pytest.mark.dist
 
@@ -98,6 +101,19 @@ def on_one_rank(folder: Path, **usage: Any) -> str:
     return str(folder / "plan.json")
 
 
+@pytest.fixture
+def on_pool(pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ranks are processes of the pool, and plan.json their plan."""
+
+    def launch(_: rota.Plan, script: str, arguments: list[str], *__: object) -> None:
+        output_of(pool, tmp_path, shlex.join(["rota", "run", "plan.json", script, *arguments]))
+        if not Path(arguments[0]).with_name("report.json").exists():
+            raise rota.PipelineError("no rank has written the report")
+
+    monkeypatch.setattr("rota.planning.verify_on_ranks.launch", launch)
+
+
+@pytest.mark.usefixtures("on_pool")
 def test_a_missing_gradient_is_in_the_report(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     plan, model = on_one_rank(tmp_path), tmp_path / "model.py"
     detached = BY_HAND.replace("super().forward(x) + 0.1", "nn.functional.linear(x, self.weight.detach(), self.bias)")
@@ -129,6 +145,7 @@ def test_a_run_verifies_before_its_first_step(plan: str, tmp_path: Path) -> None
     assert "the split model is not exact, so nothing is trained" in told.stderr
 
 
+@pytest.mark.usefixtures("on_pool")
 def test_a_plan_whose_cuts_the_model_lacks_is_wrong_input(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     plan, model = on_one_rank(tmp_path, usage=Usage(("blocks.4",), 1)), tmp_path / "model.py"
     model.write_text(MODEL.format(extra=""))

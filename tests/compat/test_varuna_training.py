@@ -6,6 +6,7 @@ import math
 import threading
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -239,6 +240,7 @@ def test_fp16(pool: Pool, tmp_path: Path) -> None:
     assert one["scales"][0] == one["scales"][1] > 1
 
 
+@mock.patch("rota.profiling.stage_profile._RUN_NS", 0)
 def whole_life(rank: int, folder: Path) -> None:
     """What else there is, on two stages."""
     for layout, told in (("0;1;2;", "there are 2 processes; name each once"), ("1;0;", "list them in ascending order")):
