@@ -188,6 +188,13 @@ def contracted(room: str) -> dict[str, set[str]]:
     return {name: targets - {name} for name, targets in found.items()}
 
 
+@cache
+def longest_chain(module: str) -> tuple[str, ...]:
+    """The longest chain of files that loading `module` loads, each because the one before it imports it."""
+    targets = {name for name, lazy in imports_of(MODULES[module]) if name in MODULES and name != module and not lazy}
+    return (module, *max(map(longest_chain, targets), key=len, default=()))
+
+
 def table() -> str:
     """The rooms from the bottom up, as a Markdown table."""
     lines = ["| room | what it is for | may import |", "|---|---|---|"]
@@ -214,3 +221,5 @@ def page() -> str:
 
 if __name__ == "__main__":
     PAGE.write_text(page())
+    longest = max(map(longest_chain, MODULES), key=len)
+    print(f"the longest chain of imports has {len(longest)} files:", *longest, sep="\n  ")

@@ -190,8 +190,6 @@ class Compute:
         if recomputes:
             self._recompute(op, [])
         try:
-            if not self._autocast:
-                return computes(op, received)
             with without_autocast(self._autocast):
                 return computes(op, received)
         except RuntimeError as error:
@@ -202,6 +200,8 @@ class Compute:
                     f"one micro-batch to the next ({str(error).partition('.')[0]})"
                 ) from error
             raise
+        finally:
+            self._collector.losses.clear()  # a checkpointed block has run its forward again, which adds them again
 
     def _whole_backward(self, op: Op, received: list[Any]) -> list[Any]:
         kept = self._kept.pop((op.stage, op.microbatch))
@@ -243,7 +243,6 @@ class Compute:
         stage, _, m = op
         # By step, stage and micro-batch, not by the order or the rank: R draws what F drew.
         self._device.seed(seed_of(self._seed, stage % self._num_stages, m))
-        self._collector.losses.clear()  # a checkpointed block runs its forward again in a backward, and adds them again
         batch, forward = self._batch, self._forwards[stage]
         versions = self._versions_of_shared(stage, m) if stage in self._sharing else None
         if m in self._chunks:
@@ -261,6 +260,7 @@ class Compute:
             self._take_output(kept, stage, m, output)
         if self._collector.losses:
             self._take_added(kept, stage, m, self._collector.losses)
+            self._collector.losses.clear()
         if torch.is_grad_enabled():
             if not (kept.losses or any(kept.outputs)):
                 self._refuse_lost_gradients(stage, kept)
