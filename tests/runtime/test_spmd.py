@@ -69,7 +69,6 @@ def test_one_dropout_on_all_ranks_of_a_stage(pool: Pool) -> None:
 
 
 TIES = {
-    "the same ranks": ([(0, 1, 2, 3), (1,), (3, 2, 1, 0)], None),
     "other ranks": ([(0, 1), (1,), (2, 3)], None),
     "one more": ([(0, 1), (1,), (2, 3, 1)], r"'down' of stage 0 on \[0, 1\], 'down' of stage 2 on \[1, 2, 3\]"),
     "one rank with two TP shards": ([(0, 1), (0,), (1, 2)], "ranks that do not match one to one"),

@@ -84,7 +84,6 @@ def two_streams(schedule: Callable[..., Plan], num_ranks: int, num_microbatches:
 
 
 STREAMS = {
-    "chimera on 4": two_streams(chimera, 4, 8),
     "chimera on 2": two_streams(chimera, 2, 4),
     "dualpipe": two_streams(dualpipe, 4, 8, weight_us=1),
     "gpipe on 3": two_streams(gpipe, 3, 5),  # rank 1 holds both copies of stage 1
