@@ -369,7 +369,10 @@ def private_uses(source: str) -> list[str]:
             found += [path for path in private if not path.startswith("torch.__")]
         elif isinstance(node, ast.Attribute):
             is_private = node.attr[0] == "_" and node.attr[:2] != "__"
-            if node.attr in _ATTRIBUTES or (is_private and ast.unparse(node).startswith(("torch.", "dist."))):
+            is_own = isinstance(node.value, ast.Name) and node.value.id == "self"
+            if (node.attr in _ATTRIBUTES and not is_own) or (
+                is_private and ast.unparse(node).startswith(("torch.", "dist."))
+            ):
                 found.append(ast.unparse(node))
         elif isinstance(node, ast.Constant) and node.value in _TYPES:
             found.append(str(node.value))
