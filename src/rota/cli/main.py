@@ -89,10 +89,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         written, 2 for arguments, files or devices that cannot be used, 130 for Ctrl-C; `rota run` also returns 128 +
         the number of the signal that ended the run.
     """
-    if argv is None:  # the process is this command's own: what it measures lies in memory as in a run
-        from rota.runtime.host_memory import HUGE_PAGES
-
-        os.environ.update(HUGE_PAGES | os.environ)
+    if argv is None:  # the process is this command's own
         if _COMPLETE in os.environ:
             root.main(prog_name="rota", complete_var=_COMPLETE)
         _buffer_output()

@@ -21,7 +21,6 @@ import torch.distributed as dist
 from rota.core.errors import PipelineError, RotaError, error_text
 from rota.core.text import count_text
 from rota.runtime.environment import end_with_parent, meeting_environments, shared_cores
-from rota.runtime.host_memory import keep_freed_memory
 
 _TICK_S = 1.0
 _OF_ANOTHER_RUN = ("ROTA_", "TORCHELASTIC_")  # the first letters of environment variables
@@ -117,7 +116,6 @@ def _main(
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent too, which ends this process
     end_with_parent(parent)
     torch.set_num_threads(1)  # as in a run; and a forked process must not use the parent's thread pool
-    keep_freed_memory()
     for name in [name for name in os.environ if name.startswith(_OF_ANOTHER_RUN)]:
         del os.environ[name]
     os.environ.update(environment)

@@ -20,7 +20,6 @@ from rota.core.simulation import check
 from rota.core.text import count_text
 from rota.core.timeline import Timeline
 from rota.runtime.environment import KEPT_MEMORY, MESH, RESTART, TIMEOUT_S, meeting_environments
-from rota.runtime.host_memory import HUGE_PAGES
 from rota.runtime.launcher_files import (
     State,
     collect,
@@ -154,7 +153,6 @@ def launch(
 def _inherited() -> dict[str, str]:
     """This process's variables. If it runs under torchrun, its ranks do not."""
     return {
-        **HUGE_PAGES,
         **{name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC_")},
         "OMP_NUM_THREADS": "1",
         # Otherwise OpenBLAS may start threads when the supervisor imports NumPy, and a fork loses them.

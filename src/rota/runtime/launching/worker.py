@@ -18,7 +18,6 @@ from typing import NoReturn
 from rota.core.errors import LostRankError, RotaError
 from rota.runtime import control
 from rota.runtime.environment import end_with_parent
-from rota.runtime.host_memory import keep_freed_memory
 from rota.runtime.launcher_files import is_first_to_say, keep_sockets_in_run_folder, kept_script
 from rota.runtime.process_group import meet_by_environment
 
@@ -28,7 +27,6 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # ends a rank at once, even inside a wait
     _write_whole_lines()
     sys.excepthook = _write_traceback
-    keep_freed_memory()
     end_with_parent(control.connect())
     meet_by_environment()
     keep_sockets_in_run_folder()
