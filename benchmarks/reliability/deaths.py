@@ -24,7 +24,7 @@ from torch import nn
 
 from rota import Pipeline
 from rota.runtime import checkpoints as checkpoints_room
-from rota.runtime.checkpoints import snapshots
+from rota.runtime.checkpoints import snapshots, state
 
 
 @final
@@ -50,7 +50,7 @@ class Deaths:
             if all(before) and before:
                 if phase == "joining":
                     self._die(number)
-                snapshots.Kept.restore = partial(self._die, number)  # type: ignore[assignment, method-assign]
+                state.Restoring.finish = partial(self._die, number)  # type: ignore[assignment, method-assign]
 
     def watch(self, pipeline: Pipeline) -> None:
         """Know the pipeline."""

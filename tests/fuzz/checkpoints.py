@@ -39,9 +39,8 @@ from fuzz.mutating import byte_mutant, json_mutant, text_mutant
 from rota import Checkpoints, Cluster, Costs, Pipeline, PipelineError, RotaError, Stages, place
 from rota.cli.command import Options
 from rota.cli.commands.checkpoint import checkpoint
-from rota.runtime.checkpoints.contents import damages, find
-from rota.runtime.checkpoints.manifest import digest
-from rota.runtime.checkpoints.rank_file import head_bytes
+from rota.runtime.checkpoints.saved import digest
+from rota.runtime.checkpoints.values import DTYPES
 from rota.schedules import gpipe
 
 Files = dict[str, bytes | Callable[[Path], object]]  # by name: contents, or what makes something else of the name
@@ -213,33 +212,34 @@ def _change_index(files: Files, chooser: Random) -> None:
     files["rota.json"] = _changed(whole()["rota.json"].decode(), chooser).encode(errors="surrogatepass")
 
 
-def _change_part(name: str) -> Callable[[Files, Random], None]:
-    """What the index has of the training, or its plan."""
-
-    def change(files: Files, chooser: Random) -> None:
-        document = json.loads(whole()["rota.json"])
-        try:
-            document[name] = json.loads(_changed(json.dumps(document[name]), chooser))
-            files["rota.json"] = json.dumps(document).encode()
-        except (ValueError, RecursionError):
-            return
-
-    return change
+def _change_plan(files: Files, chooser: Random) -> None:
+    document = json.loads(whole()["rota.json"])
+    try:
+        document["plan"] = json.loads(_changed(json.dumps(document["plan"]), chooser))
+        files["rota.json"] = json.dumps(document).encode()
+    except (ValueError, RecursionError):
+        return
 
 
 def _change_head(files: Files, chooser: Random) -> None:
     """All of the header, or what Rota reads in it."""
-    data = whole()[_RANK]
-    end = head_bytes(data, len(data))
-    text = data[8:end].decode()
-    if chooser.random() < 0.3:
-        text = _changed(text, chooser)
+    if chooser.random() < 0.15:
+        _put_head(files, _changed(_head().decode(), chooser))
     else:
-        header = json.loads(text)
-        header["__metadata__"]["tensors"] = _changed(header["__metadata__"]["tensors"], chooser)
-        text = json.dumps(header)
+        header = json.loads(_head())
+        part = chooser.choice(("tensors", "training", "training"))
+        header["__metadata__"][part] = _changed(header["__metadata__"][part], chooser)
+        _put_head(files, json.dumps(header))
+
+
+def _head() -> bytes:
+    data = whole()[_RANK]
+    return data[8 : 8 + int.from_bytes(data[:8], "little")]
+
+
+def _put_head(files: Files, text: str) -> None:
     head = text.encode(errors="surrogatepass")
-    files[_RANK] = struct.pack("<Q", len(head)) + head + data[end:]
+    files[_RANK] = struct.pack("<Q", len(head)) + head + whole()[_RANK][8 + len(_head()) :]
 
 
 _RANK = "rank-0.safetensors"
@@ -257,13 +257,15 @@ def _change_bytes(files: Files, chooser: Random) -> None:
 
 def _change_random_state(files: Files, chooser: Random) -> None:
     """Of PyTorch, which is bytes in base64."""
-    document = json.loads(whole()["rota.json"])
-    drawn = document["training"]["random"]
-    data = bytearray(base64.b64decode(drawn["torch"]))
+    header = json.loads(_head())
+    training = json.loads(header["__metadata__"]["training"])
+    drawn = training["random"]["cpu"]["$tensor"]
+    data = bytearray(base64.b64decode(drawn[2]))
     for _ in range(chooser.choice((1, 1, 2, 8))):
         data[chooser.choice((chooser.randrange(len(data)), chooser.randrange(28)))] = chooser.randrange(256)
-    drawn["torch"] = base64.b64encode(data).decode()
-    files["rota.json"] = json.dumps(document).encode()
+    drawn[2] = base64.b64encode(data).decode()
+    header["__metadata__"]["training"] = json.dumps(training)
+    _put_head(files, json.dumps(header))
 
 
 def _swap(files: Files, chooser: Random) -> None:
@@ -310,9 +312,8 @@ def _link_to(target: str) -> Callable[[Path], object]:
 
 _CHANGES: tuple[tuple[Callable[[Files, Random], None], float], ...] = (
     (_change_index, 0.18),
-    (_change_part("training"), 0.24),
-    (_change_part("plan"), 0.06),
-    (_change_head, 0.18),
+    (_change_plan, 0.06),
+    (_change_head, 0.42),
     (_change_bytes, 0.1),
     (_change_random_state, 0.03),
     (_swap, 0.04),
@@ -329,7 +330,7 @@ def _fit_checksums(files: Files) -> None:
     try:
         (length,) = struct.unpack_from("<Q", data)
         chunks = json.loads(json.loads(data[8 : 8 + length])["__metadata__"]["tensors"])
-        counts = [math.prod(sizes) * getattr(torch, dtype).itemsize for _, dtype, _, _, sizes in chunks]
+        counts = [math.prod(sizes) * DTYPES[dtype].itemsize for _, dtype, _, _, sizes in chunks]
         ends = [*accumulate(counts, initial=8 + length)]
         document["files"][0][2] = [zlib.crc32(data[begin:end]) for begin, end in pairwise(ends)]
     except (AttributeError, IndexError, KeyError, TypeError, ValueError, RecursionError, struct.error):
@@ -390,17 +391,20 @@ class Stranger:
     @classmethod
     def of(cls, path: Path) -> Stranger:
         tensors: dict[str, torch.Tensor] = {}
-        for file in path.glob("rank-*.safetensors"):
-            data = file.read_bytes()
+        trainings = []
+        for number in range(len(json.loads((path / "rota.json").read_text())["files"])):
+            data = (path / f"rank-{number}.safetensors").read_bytes()
             end = 8 + int.from_bytes(data[:8], "little")
-            for key, dtype, size, offsets, sizes in json.loads(json.loads(data[8:end])["__metadata__"]["tensors"]):
-                part = tensors.setdefault(key, torch.empty(size, dtype=getattr(torch, dtype)))
+            metadata = json.loads(data[8:end])["__metadata__"]
+            trainings.append(json.loads(metadata["training"]))
+            for key, dtype, size, offsets, sizes in json.loads(metadata["tensors"]):
+                part = tensors.setdefault(key, torch.empty(size, dtype=DTYPES[dtype]))
                 for dimension, (offset, length) in enumerate(zip(offsets, sizes, strict=True)):
                     part = part.narrow(dimension, offset, length)
                 begin, end = end, end + part.numel() * part.itemsize
                 if part.numel():
                     part.copy_(torch.frombuffer(bytearray(data[begin:end]), dtype=part.dtype).reshape(sizes))
-        return cls(tensors, json.loads((path / "rota.json").read_text())["training"])
+        return cls(tensors, trainings[0])
 
 
 def use(files: Files, chooser: Random) -> str:
@@ -425,7 +429,9 @@ def use(files: Files, chooser: Random) -> str:
 def _read(folder: Path, before: str, chooser: Random) -> str:
     if chooser.random() < 0.2:
         _act("ls", folder)
-    is_whole = _act(chooser.choice(("verify", "export")), folder) == 0 or _has_parts(folder)
+    if chooser.random() < 0.5:
+        _act("export", folder)
+    is_whole = _act("verify", folder) == 0
     try:
         found = training().checkpoints.load()
     except PipelineError as refusal:
@@ -464,19 +470,13 @@ def _act(action: str, folder: Path) -> int | None:
     return ended
 
 
-def _has_parts(folder: Path) -> bool:
-    """Weights in parts are not exported, though they are whole."""
-    told = verdicts.tried(lambda: [*find(folder)[0][-1:]])
-    return bool(told) and any(parts > 1 for parts in told[0].manifest.weights.values()) and not damages(told[0])
-
-
 def _compare(found: Stranger) -> None:
     """What was loaded is what the files say."""
     model, optimizer, scheduler = training().model, training().optimizer, training().scheduler
     for name, tensor in model.state_dict().items():
         assert _same(tensor, found.tensors[f"model/{name}"]), f"{name} was not loaded right"
     records = {
-        key: (shared, *own) for shared, of_weights in found.training["records"] for key, own in of_weights.items()
+        key: (group, *_plain(state)) for group in found.training["groups"] for key, state in group["weights"].items()
     }
     for name, parameter in model.named_parameters():
         state, (shared, tensors, values) = optimizer.state[parameter], records[name]
@@ -487,14 +487,20 @@ def _compare(found: Stranger) -> None:
         for key, value in shared["options"].items():
             if isinstance(value, (int, float, str)):
                 assert repr(group[key]) == repr(value), f"{key} of {name} is {group[key]}, saved as {value}"
-    for key, value in found.training["scheduler"]["state"].items():
+    for key, value in _plain(found.training["scheduler"])[1].items():
         if isinstance(value, (int, float, str)):
             assert repr(scheduler.state_dict()[key]) == repr(value)
     drawn = found.training["random"]
-    assert base64.b64decode(drawn["torch"]) == torch.get_rng_state().numpy().tobytes()
+    assert base64.b64decode(drawn["cpu"]["$tensor"][2]) == torch.get_rng_state().numpy().tobytes()
     _, (*words, position), _ = random.getstate()
-    assert base64.b64decode(drawn["python"]["words"]) == struct.pack("<624I", *words)
-    assert drawn["python"]["position"] == position
+    of_python = _plain(drawn["python"])
+    assert base64.b64decode(of_python[0]["$tensor"][2]) == struct.pack("<624I", *words)
+    assert of_python[1] == position
+
+
+def _plain(value: Any) -> Any:
+    """The entries of a list or a tuple."""
+    return value["$tuple"] if isinstance(value, dict) else value
 
 
 def _same(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import threading
 from collections.abc import Callable
 from contextlib import closing
@@ -16,6 +15,7 @@ from torch import nn
 import rota
 from rota import Cluster, Costs, Pipeline, PipelineError, Plan, Stages, place
 from rota.models.randomness import RandomStates
+from rota.runtime.checkpoints.tensors import read_file
 from rota.schedules import NAMED, gpipe, one_f_one_b
 from support.checkpoint_runs import Run, Training, memory, model, serial_losses, stored
 from support.networks import (
@@ -387,8 +387,9 @@ def test_the_devices_random_state_goes_on_or_is_seeded(pool: Pool, tmp_path: Pat
         (drawn,) = pool.run(1, simulated, saved_states, tmp_path / where, where)
         (same,) = pool.run(1, simulated, loaded_states, tmp_path / where, where)
         assert torch.equal(same, drawn)
-        of_device = json.loads((tmp_path / where / "step-1" / "rota.json").read_text())["training"]["random"]["device"]
-        assert (of_device and of_device["kind"]) == named
+        _, training = read_file(tmp_path / where / "step-1" / "rank-0.safetensors", None)
+        of_device = training["random"]["device"].value
+        assert (of_device and of_device["$tuple"][0]) == named
     onto = [pool.run(1, simulated, loaded_states, tmp_path / "cpu", "sim")[0] for _ in range(2)]
     assert torch.equal(onto[0], onto[1])  # by the checkpoint alone
     pool.run(1, simulated, loaded_states, tmp_path / "sim", "cpu")

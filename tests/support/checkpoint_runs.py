@@ -155,8 +155,9 @@ def serial_losses(num_steps: int) -> list[float]:
 
 
 def stored(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """All tensors of a checkpoint by name, and what else it has as plain JSON; Rota's own reader takes no part."""
+    """All tensors of a checkpoint by name, and the records of all weights; Rota's own reader takes no part."""
     tensors: dict[str, torch.Tensor] = {}
+    records: dict[str, Any] = {}
     for file in sorted(path.glob("rank-*.safetensors")):
         data = file.read_bytes()
         (length,) = struct.unpack_from("<Q", data)
@@ -169,7 +170,10 @@ def stored(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
             for dimension, offset in enumerate(offsets[key]["saved_offsets"]):
                 of = of.narrow(dimension, offset, value.shape[dimension])
             of.copy_(value)
-    return tensors, json.loads((path / "rota.json").read_text())["training"]
+        for group in json.loads(header["__metadata__"]["training"])["groups"]:
+            shared = {name: value for name, value in group.items() if name != "weights"}
+            records |= {key: [shared, state] for key, state in group["weights"].items()}
+    return tensors, records
 
 
 TWO = Run("1f1b", 2)

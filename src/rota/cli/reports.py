@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from rota.interop.traces import ImportedTrace
     from rota.planning import Answer
     from rota.planning.evaluation import Contender
-    from rota.runtime.checkpoints.manifest import Saved
+    from rota.runtime.checkpoints.saved import Saved
     from rota.search import Frontier, SearchResult
 
 
@@ -94,7 +94,7 @@ def of_checkpoint(saved: Saved) -> dict[str, Any]:
     return {
         "name": saved.path.name,
         **_figures(manifest, "step", "num_ranks", "num_replicas"),
-        "num_weights": len(manifest.weights),
+        "num_weights": len(manifest.names),
         "num_files": len(manifest.files),
         "num_bytes": saved.num_bytes,
         "extra": manifest.extra,

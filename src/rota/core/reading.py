@@ -133,7 +133,8 @@ def printable(text: str) -> str:
 def short(value: object) -> str:
     """A value in one line of at most 60 printable characters, for error messages."""
     try:
-        text = json.dumps(value) if isinstance(value, (str, int, float, bool, list, dict, type(None))) else repr(value)
+        is_json = isinstance(value, (str, int, float, bool, list, dict, type(None)))
+        text = json.dumps(value, default=repr) if is_json else printable(repr(value))
     except RecursionError:
         text = "nested too deep"
     return text if len(text) <= 60 else text[:57] + "..."

@@ -23,8 +23,8 @@ from torch import nn
 from rota.core import reading
 from rota.core.errors import FormatError
 from rota.models import Stages
-from rota.runtime.checkpoints.manifest import naming
-from rota.runtime.checkpoints.rank_file import SAFETENSORS
+from rota.runtime.checkpoints.tensors import naming
+from rota.runtime.checkpoints.values import DTYPES
 from rota.runtime.checkpoints.weights import few, names_of
 from rota.runtime.conversions import Source, converted
 from rota.runtime.materializing import Init, give_memory
@@ -138,7 +138,7 @@ def _header(path: Path) -> Iterator[_Stored]:
     with _opened(path) as file:
         for name in file.keys():  # noqa: SIM118
             part = file.get_slice(name)
-            yield _Stored(path, name, tuple(part.get_shape()), SAFETENSORS.get(part.get_dtype(), part.get_dtype()))
+            yield _Stored(path, name, tuple(part.get_shape()), DTYPES.get(part.get_dtype(), part.get_dtype()))
 
 
 @contextmanager

@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from rota.runtime.checkpoints.tensors import Chunk, chunks_of
 
 from rota.runtime.checkpoints import snapshots
-from rota.runtime.checkpoints.rank_file import Chunk, chunks_of, head_bytes
 from rota.runtime.checkpoints.snapshots import PARTIAL, Snapshots
 from rota.runtime.launcher_files import State, states_in
 
@@ -87,7 +87,7 @@ def in_folder(memory: Memory) -> Iterator[Path]:
 def writer(folder: Path) -> Snapshots:
     """What a rank writes with."""
     made = Snapshots.__new__(Snapshots)
-    made.folder, made._training, made._files = folder, TRAINING, {}
+    made.folder, made._training, made._mapped = folder, TRAINING, {}
     return made
 
 
@@ -100,7 +100,7 @@ def memory_in(folder: Path) -> Memory:
     found = []
     for path in folder.iterdir():
         data = path.read_bytes()
-        begin = head_bytes(data, len(data))
+        begin = 8 + int.from_bytes(data[:8], "little")
         found.append((path.name, tuple(torch.frombuffer(bytearray(data[begin:]), dtype=torch.int64).tolist())))
     return frozenset(found)
 

@@ -122,7 +122,7 @@ def test_where_all_are_damaged_nothing_starts_from_the_beginning(pool: Pool, thr
         flip_last(tmp_path / f"step-{step}" / "rank-1.safetensors")
     for step, words in pool.run(2, load_with_words, tmp_path):
         assert step is None
-        assert "step-1/rank-1.safetensors has changed since it was saved" in words
+        assert "step-1/rank-1.safetensors: it has changed since it was saved" in words
         assert "no other checkpoint is whole" in words
     for step in (1, 2, 3):
         truncate(tmp_path / f"step-{step}" / "rota.json")

@@ -16,18 +16,9 @@ import torch
 from rota import PipelineError
 from rota.core.errors import FormatError
 from rota.core.reading import Field
-from rota.runtime.checkpoints.random_states import OnDevice, random_state, read_random_state, set_random_state
-from rota.runtime.checkpoints.rank_file import (
-    LENGTH,
-    chunks_of,
-    head_bytes,
-    head_of,
-    padded,
-    read_head,
-    starts_of,
-    write_file,
-)
-from rota.runtime.checkpoints.values import DTYPES, bytes_of
+from rota.runtime.checkpoints.random_states import RandomState, random_state, require_random_state, set_random_state
+from rota.runtime.checkpoints.tensors import chunks_of, head_of, padded, read_file, read_values, write_file
+from rota.runtime.checkpoints.values import DTYPES, bytes_of, from_json, to_json
 from rota.runtime.launcher_files import states_in
 from support.checkpoint_runs import TWO, Training, memory
 from support.pool import Pool
@@ -43,11 +34,12 @@ def draw() -> list[Any]:
 
 def test_random_states_come_back_to_the_bit() -> None:
     for _ in range(3):  # each time with another half of a pair of normal numbers
-        state = msgspec.structs.replace(random_state(CPU), device=OnDevice("cuda", bytes(range(16))))
+        state = msgspec.structs.replace(random_state(CPU), device=("cuda", torch.arange(16, dtype=torch.uint8)))
         drawn = draw()
-        found = read_random_state(Field("random", json.loads(msgspec.json.encode(state))))
-        assert found == state
-        set_random_state(found, CPU)
+        written = json.dumps(to_json(msgspec.structs.asdict(state), "state"))
+        read = Field("random", from_json(Field("random", json.loads(written)))).read(RandomState)
+        require_random_state(read, CPU)
+        set_random_state(read, CPU)
         assert draw() == drawn
 
 
@@ -58,54 +50,55 @@ def test_a_generator_of_numpys_that_cannot_be_saved_is_refused(monkeypatch: pyte
 
 
 def test_a_file_is_safetensors_whatever_the_dtype(tmp_path: Path) -> None:
-    """What the format does not know is in it as bytes, or as pairs."""
     tensors = {name: torch.arange(48, dtype=torch.uint8).view(dtype) for name, dtype in DTYPES.items()}
-    tensors |= {"bool": torch.tensor([True, False]), "none": torch.empty(3, 0), "one": torch.tensor(3)}
+    tensors |= {"BOOL": torch.tensor([True, False]), "none": torch.empty(3, 0), "one": torch.tensor(3)}
     tensors |= {"turned": torch.rand(4, 3).T, "conjugate": torch.rand(3, dtype=torch.complex64).conj()}
     data = chunks_of(tensors)
-    told = write_file(tmp_path / "file", [*data.items()])
-    whole = (tmp_path / "file").read_bytes()
-    assert len(whole) == told.num_bytes
-    chunks, _ = read_head(whole[: head_bytes(whole, len(whole))])
-    assert chunks == tuple(data)
-    assert {chunk.key: (chunk.dtype, chunk.size) for chunk in chunks} == {
-        key: (tensor.dtype, tuple(tensor.shape)) for key, tensor in tensors.items()
-    }
-    found = safetensors.torch.load(whole)
-    for key, tensor in tensors.items():
-        assert bytes(bytes_of(found[key])) == bytes(bytes_of(tensor)), key
-    assert found["complex128"].shape == (*tensors["complex128"].shape, 2)
+    file = write_file(path := tmp_path / "file", data, {"more": [1]})
+    parts, training = read_file(path, file)
+    assert tuple(part.chunk for part in parts) == tuple(data)
+    assert training.value == {"more": [1]}
+    stored = safetensors.torch.load_file(path)
+    assert stored.keys() == tensors.keys()
+    for part in parts:
+        key = part.chunk.key
+        for value in (read_values(part), stored[key]):
+            assert (value.dtype, value.shape) == (tensors[key].dtype, tensors[key].shape)
+            assert bytes(bytes_of(value)) == bytes(bytes_of(tensors[key])), key
 
 
-def test_a_wrong_head_is_refused() -> None:
-    chunks = tuple(chunks_of({"a": torch.ones(2, 3), "b": torch.ones(2).half()}))
-    head = head_of(chunks, {"more": [1]})
+def test_a_wrong_head_is_refused(tmp_path: Path) -> None:
+    data = chunks_of({"a": torch.ones(2, 3), "b": torch.ones(2).half()})
+    head, path = head_of(tuple(data), {"more": [1]}), tmp_path / "file"
+    values = b"".join(bytes(bytes_of(tensor)) for tensor in data.values())
     for whole in (head, padded(head, 4096)):
-        found, beside = read_head(whole)
-        assert (found, beside["more"].value, len(whole) % 64) == (chunks, [1], 0)
-    text = head[LENGTH.size :].decode()
+        path.write_bytes(whole + values)
+        parts, training = read_file(path, None)
+        assert ([part.chunk for part in parts], training.value, len(whole) % 64) == ([*data], {"more": [1]}, 0)
+    text = head[8:].decode()
     for was, becomes in (
         (", [2, 3], [0, 0], [2, 3]]", ", [2, 3], [1, 0], [2, 3]]"),
         (", [2, 3], [0, 0], [2, 3]]", ", [2, 3], [0, 0]]"),
-        (r"\"float32\"", r"\"Tensor\""),
+        (r"\"F32\"", r"\"Tensor\""),
+        (r"\"F32\"", r"\"F64\""),
         (r"[[\"a\"", r"[[\"b\""),
         (r"[[\"a\"", r"[[3"),
         ('"tensors"', '"tensor"'),
         ('"__metadata__"', '"__metadata"'),
         (text, "[]"),
-        (text, '{"__metadata__": {"tensors": "[]", "beside": 3}}'),
-        (text, '{"__metadata__": {"tensors": "[]", "beside": "{"}}'),
+        (text, '{"__metadata__": {"tensors": "[]", "training": 3}}'),
+        (text, '{"__metadata__": {"tensors": "[]", "training": "{"}}'),
+        (text, "\xff"),
     ):
         assert was in text
-        changed = text.replace(was, becomes, 1).encode()
-        with pytest.raises(FormatError):
-            read_head(LENGTH.pack(len(changed)) + changed)
-    for begin in (b"", b"1234567", LENGTH.pack(2**63), LENGTH.pack(993)):
-        with pytest.raises(FormatError):
-            head_bytes(begin, 1000)
-    with pytest.raises(FormatError, match="UTF-8"):
-        read_head(LENGTH.pack(1) + b"\xff")
-    assert starts_of(chunks, 64) == [64, 88, 92]
+        changed = text.replace(was, becomes, 1).encode("latin-1")
+        path.write_bytes(len(changed).to_bytes(8, "little") + changed + values)
+        with pytest.raises(FormatError, match="file"):
+            read_file(path, None)
+    for begin in (b"", b"1234567", (2**63).to_bytes(8, "little"), (10).to_bytes(8, "little")):
+        path.write_bytes(begin)
+        with pytest.raises(FormatError, match="header"):
+            read_file(path, None)
 
 
 def commit_and_read(rank: int, folder: Path) -> None:

@@ -36,10 +36,9 @@ def freed() -> torch.Tensor:
 
 
 ODD: dict[str, Callable[[], torch.Tensor]] = {
-    "of bits8; use one of float64, float32": lambda: torch.zeros(4, dtype=torch.uint8).view(torch.bits8),
-    "of int4; use one of float64, float32": lambda: torch.zeros(4, dtype=torch.uint8).view(torch.int4),
+    "of torch.complex128; use one of int8": lambda: torch.zeros(4, dtype=torch.complex128),
+    "of torch.int4; use one of int8": lambda: torch.zeros(4, dtype=torch.uint8).view(torch.int4),
     "whose layout is torch.sparse_coo; make it dense": lambda: torch.eye(3).to_sparse(),
-    "which has 33 dims; make it one of at most 32": lambda: torch.zeros([1] * 33),
     "is expanded, so that several elements are one number": lambda: torch.zeros(1).expand(3),
     "was freed, so it has no values": freed,
 }

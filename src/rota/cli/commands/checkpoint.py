@@ -19,7 +19,7 @@ from rota.core.reading import printable, read_text
 from rota.core.text import count_text, size_text
 
 if TYPE_CHECKING:
-    from rota.runtime.checkpoints.manifest import Saved
+    from rota.runtime.checkpoints.saved import Saved
 
 
 @click.group(cls=Group)
@@ -50,7 +50,7 @@ def ls(options: Options) -> None:
         line = (
             f"{_name(saved.path)}  {count_text(manifest.num_ranks, 'rank')} × "
             f"{count_text(manifest.num_replicas, 'replica')}  "
-            f"{len(manifest.weights):,} weights and buffers  {saved.num_bytes:,} bytes  {extra}"
+            f"{len(manifest.names):,} weights and buffers  {saved.num_bytes:,} bytes  {extra}"
         )
         print_text(line.rstrip())
 
@@ -61,13 +61,13 @@ def ls(options: Options) -> None:
 def verify(options: Options) -> None:
     """Compare every file with its hash, and check that every tensor is complete."""
     checkpoints = _read(options)
-    from rota.runtime.checkpoints.contents import damages
+    from rota.runtime.checkpoints.saved import damage
 
     damages_of: dict[str, list[str]] = {}
     for saved in checkpoints.readable:
         with progress_line() as show:
             show(f"reading {printable(saved.path.name)} ({size_text(saved.num_bytes)}) …")
-            damages_of[saved.path.name] = damages(saved)
+            damages_of[saved.path.name] = [*filter(None, [damage(saved)])]
         if not options.json:
             files_text = count_text(len(saved.manifest.files), "file")
             whole_text = f"complete: {files_text}, {count_text(saved.num_bytes, 'byte')}"
@@ -97,9 +97,9 @@ def export(options: Options) -> None:
     """Write the model of a checkpoint, or of the newest one in FOLDER, as one safetensors file."""
     require("torch", "torch")
     require("safetensors", "checkpoint")
-    from rota.runtime.checkpoints import contents
+    from rota.runtime.checkpoints import checkpoint_folder, saved
 
-    readable, damaged = contents.find(Path(options.folder))
+    readable, damaged = checkpoint_folder.find(Path(options.folder))
     if not readable:
         raise damaged[0][1]
     for _, error in damaged:
@@ -111,7 +111,7 @@ def export(options: Options) -> None:
         path /= "model.safetensors"
     with progress_line() as show:
         show(f"writing {printable(str(path))} ({size_text(newest.num_bytes)} to read) …")
-        num_tensors = contents.export(newest, path)
+        num_tensors = saved.export(newest, path)
     if options.config is not None:
         files.write(str(path.with_name("config.json")), config, quietly=options.json)
     if options.json:
@@ -125,27 +125,21 @@ class _Checkpoints(NamedTuple):
 
     readable: Sequence[Saved]
     unreadable: Sequence[tuple[Path, RotaError]]
-    unfinished: Sequence[Path]
 
     def to_fields(self) -> dict[str, Any]:
         return {
             "checkpoints": [reports.of_checkpoint(saved) for saved in self.readable],
             "unreadable": [{"name": path.name, "error": str(error)} for path, error in self.unreadable],
-            "unfinished": [path.name for path in self.unfinished],
         }
 
 
 def _read(options: Options) -> _Checkpoints:
     """All checkpoints in the folder; prints a line for each that cannot be read, unless --json is given."""
     require("torch", "torch")
-    from rota.runtime.checkpoints.checkpoint_folder import unfinished_ones
-    from rota.runtime.checkpoints.contents import find
+    from rota.runtime.checkpoints.checkpoint_folder import find
 
-    folder = Path(options.folder)
-    checkpoints = _Checkpoints(*find(folder), [*unfinished_ones(folder)])
+    checkpoints = _Checkpoints(*find(Path(options.folder)))
     if not options.json:
-        for path in checkpoints.unfinished:
-            print_text(f"{_name(path)}  incomplete, ignored by load")
         for path, error in checkpoints.unreadable:
             print_text(f"{_name(path)}  unreadable: {printable(str(error))}")
     return checkpoints

@@ -1,7 +1,10 @@
 """Checkpoints: the state of a training run under the whole model's names, so that any other plan can resume it.
 
-every rank   its share of the tensors ─────────────────────────▶ step-20.partial/rank-0.safetensors …
-first rank   all other state, and the files with their digests ──▶ rota.json ── rename ──▶ step-20/
+every rank   its share of the tensors, and all other state ──▶ step-20.partial/rank-0.safetensors …
+first rank   the plan, and the files with their digests ──▶ rota.json ── read again, as by load ── rename ──▶ step-20/
+
+Read next: state, what a rank saves and restores; tensors, a rank's file; saved, a checkpoint on disk; its folder,
+checkpoint_folder; snapshots, what `commit` does.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
+from functools import partial
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple, final
@@ -27,17 +31,14 @@ from rota.core.reading import Field
 from rota.runtime import control, launcher_files
 from rota.runtime.agreement import Call
 from rota.runtime.checkpoints import checkpoint_folder
-from rota.runtime.checkpoints.all_ranks import DamagedError, Ranks
 from rota.runtime.checkpoints.batches import Batches
 from rota.runtime.checkpoints.checkpoint_folder import say
-from rota.runtime.checkpoints.commits import Commits
-from rota.runtime.checkpoints.contents import read_contents
-from rota.runtime.checkpoints.manifest import MANIFEST, File, Manifest, file_of, read_saved, require_json, require_step
 from rota.runtime.checkpoints.optimizer_state import refuse_inner_optimizers
-from rota.runtime.checkpoints.rank_file import Chunk, chunks_of, write_file
-from rota.runtime.checkpoints.snapshots import Snapshots
-from rota.runtime.checkpoints.state import Merged, Restoring, Trained, merge
-from rota.runtime.checkpoints.tensors import Reader, copied, share_out
+from rota.runtime.checkpoints.ranks import DamagedError, Ranks
+from rota.runtime.checkpoints.saved import Manifest, file_of, read_contents, read_saved
+from rota.runtime.checkpoints.snapshots import Commits, Snapshots
+from rota.runtime.checkpoints.state import Restoring, Trained
+from rota.runtime.checkpoints.tensors import Chunk, File, chunks_of, copied, share_out, write_file
 from rota.runtime.checkpoints.weights import Weights
 from rota.runtime.faults.watchdog import PATIENT
 from rota.runtime.json_messages import all_gather_json
@@ -108,7 +109,7 @@ class Checkpoints:
         self._lock = ExitStack()
         self._commits: Commits | None = None  # if a supervisor has given this rank room for its states in memory
         if (room := launcher_files.snapshot_folder()) is not None:
-            snapshots = Snapshots(room, self._trained, path, self._training)
+            snapshots = Snapshots(room, path, self._training)
             self._commits = Commits(pipeline, self._trained, snapshots, self._share)
         self._newest_at_load = 0  # the number of the newest checkpoint when one was loaded last
         with pipeline.watching("the other ranks to make their Checkpoints", PATIENT):
@@ -137,7 +138,6 @@ class Checkpoints:
             # Under torchrun, the first rank of before may be on a machine that is lost, whose lock a server of files
             # frees later.
             self._lock.enter_context(checkpoint_folder.locked(self._folder, _LEFT_LOCK_S if is_restart() else 0))
-            checkpoint_folder.recover_folder(self._folder)
 
     # --- the loop -------------------------------------------------------------------------------------------------
 
@@ -227,14 +227,12 @@ class Checkpoints:
         self._pipeline.meet(Call.SAVE, awaited)
         with self._pipeline.watching(awaited, PATIENT):
             self.wait()
-            data, small = self._ranks.agreed("collecting the state", lambda: self._collect(step, extra))
-            gathered = self._ranks.gather(small)
-            merged = self._ranks.agreed("comparing the ranks' states", lambda: merge(gathered))
+            data, state = self._ranks.agreed("collecting the state", lambda: self._collect(step, extra))
             if self._thread is None:
-                self._write(data, merged, lambda: None)
+                self._write(data, state, lambda: None)
             else:
                 data, wait = self._ranks.agreed("copying the state", lambda: copied(data, self._pipeline.device_queue))
-                self._writing = self._thread.submit(self._write, data, merged, wait)
+                self._writing = self._thread.submit(self._write, data, state, wait)
 
     def wait(self) -> None:
         """Wait until the last `save` is complete on disk. Raises its error if it failed."""
@@ -266,47 +264,39 @@ class Checkpoints:
             self._pipeline.close()
 
     def _collect(self, step: int, extra: dict[str, Any]) -> tuple[dict[Chunk, torch.Tensor], dict[str, Any]]:
-        require_step(step)
-        require_json(extra)
         self._trained.weights.require_all()
-        tensors, small = self._trained.collect(with_buffers=self._pipeline.replica == 0)
-        return chunks_of(tensors), {**small, "given": {"step": step, "extra": extra}}
+        with_buffers = self._pipeline.replica == 0
+        tensors, state = self._trained.collect(step, extra, self._newest_at_load, with_buffers)
+        return chunks_of(tensors), state
 
-    def _write(self, data: dict[Chunk, torch.Tensor], merged: Merged, wait: Callable[[], Any]) -> None:
+    def _write(self, data: dict[Chunk, torch.Tensor], state: dict[str, Any], wait: Callable[[], Any]) -> None:
         """Write and publish, after `wait`; on the thread if asynchronous, so it has a process group of its own."""
         ranks, begin = self._ranks, checkpoint_folder.begin
-        partial = self._folder / ranks.first("making the folder", lambda: begin(self._folder, merged.step).name)
+        folder = self._folder / ranks.first("making the folder", lambda: begin(self._folder, state["step"]).name)
         ranks.agreed("copying the state", wait)
-        shares = share_out(ranks.gather([chunk.to_json() for chunk in data]))
-        share = [(chunk, data[chunk]) for chunk in shares[ranks.rank]]
-        path = partial / file_of(ranks.rank)
-        written = ranks.gather(ranks.agreed(f"writing {partial}", lambda: write_file(path, share)))
-        ranks.first("finishing", lambda: self._publish(partial, merged, written))
+        share = {chunk: data[chunk] for chunk in share_out(ranks.gather([*data]))[ranks.rank]}
+        path = folder / file_of(ranks.rank)
+        written = ranks.gather(ranks.agreed(f"writing {folder}", lambda: write_file(path, share, state)))
+        ranks.first("finishing", lambda: self._publish(folder, state, written))
 
-    def _publish(self, partial: Path, merged: Merged, written: list[Any]) -> None:
+    def _publish(self, folder: Path, state: dict[str, Any], written: list[Any]) -> None:
         weights = self._trained.weights.all
-        manifest = Manifest(
-            number=checkpoint_folder.next_number(self._folder),
-            step=merged.step,
-            extra=merged.extra,
-            num_ranks=self._pipeline.plan.num_ranks,
-            num_replicas=self._pipeline.num_replicas,
-            weights={weight.names[0]: merged.num_tp_shards[weight.names[0]] for weight in weights},
-            aliases={alias: weight.names[0] for weight in weights for alias in weight.names[1:]},
-            files=tuple(File(*file) for file in written),
-            plan=self._pipeline.plan.to_fields(),
-            training=merged.training,
-        )
-        checkpoint_folder.write_synced(partial / MANIFEST, manifest.to_json().encode())
-        try:
-            read_contents(read_saved(partial))
-        except FormatError as error:
-            raise PipelineError(
-                f"step {merged.step} is not saved, because it could not be read again, from a folder that all ranks "
-                f"must share: {error}"
-            ) from None
-        checkpoint_folder.publish(partial, self._keep)
-        control.report("saves", step=merged.step, training=self._training)
+
+        def manifest(number: int) -> Manifest:
+            return Manifest(
+                number=number,
+                step=state["step"],
+                extra=state["extra"],
+                num_ranks=self._pipeline.plan.num_ranks,
+                num_replicas=self._pipeline.num_replicas,
+                names=tuple(weight.names[0] for weight in weights),
+                aliases={alias: weight.names[0] for weight in weights for alias in weight.names[1:]},
+                files=tuple(File(*file) for file in written),
+                plan=self._pipeline.plan.to_fields(),
+            )
+
+        checkpoint_folder.publish(folder, manifest, self._keep)
+        control.report("saves", step=state["step"], training=self._training)
 
     # --- in memory ------------------------------------------------------------------------------------------------
 
@@ -336,12 +326,16 @@ class Checkpoints:
         if step < 0 or (step < newest_saved and snapshots.newest_at_load(step) < self._newest_at_load):
             snapshots.forget_all_but(None)
             return None
-        kept = self._ranks.agreed(f"looking at step {step} in memory", lambda: snapshots.prepare(step))
-        self._ranks.agreed(f"setting the state of step {step} in memory", kept.restore)
+
+        def prepare() -> tuple[Checkpoint, Restoring]:
+            restoring = snapshots.prepare(step, self._trained)
+            return Checkpoint(step, restoring.training.first.extra, self._pipeline.plan, None), restoring
+
+        checkpoint = self._restore(f"step {step} in memory", prepare)
         snapshots.forget_all_but(step)
         commits.last_step = step
         self._report(f"training resumes from step {step} in memory")
-        return Checkpoint(step, kept.extra, self._pipeline.plan, None)
+        return checkpoint
 
     # --- loading --------------------------------------------------------------------------------------------------
 
@@ -372,15 +366,16 @@ class Checkpoints:
             if (kept := self._load_from_memory(self._commits, newest_saved)) is not None:
                 return kept
         for name, before in zip_longest(names, names[1:]):
+            path = self._folder / name
             try:
-                checkpoint = self._load(self._folder / name)
+                checkpoint = self._restore(str(path), partial(self._prepare, path))
             except DamagedError as error:
                 if before is None:
                     raise PipelineError(f"{error}; {_remedy(step)}") from None
                 self._report(f"{error}; going back to {self._folder / before}")
             else:
                 if self._trained.optimizer is not None:
-                    self._report(f"training resumes from {checkpoint.path}")
+                    self._report(f"training resumes from {path}")
                 if self._commits is not None:  # no restart may lead back to later steps of before
                     self._commits.last_step = -1
                     self._commits.snapshots.forget_all_but(None)
@@ -411,21 +406,19 @@ class Checkpoints:
             self._report(f"{error}; left out")
         return names, max((saved.manifest.number for saved in whole), default=0)
 
-    def _load(self, path: Path) -> Checkpoint:
-        """Load the checkpoint in `path`. Raises DamagedError, on all ranks, if one of them finds damage."""
-        checkpoint, restoring, reader = self._ranks.agreed(f"comparing with {path}", lambda: self._prepare(path))
-        self._ranks.agreed(f"reading {path}", reader.fill)
-        self._ranks.agreed(f"setting the state of {path}", restoring.finish)
+    def _restore(self, source: str, prepare: Callable[[], tuple[Checkpoint, Restoring]]) -> Checkpoint:
+        """Restore what `prepare` has compared. Raises DamagedError, on all ranks, if one of them finds damage."""
+        checkpoint, restoring = self._ranks.agreed(f"comparing with {source}", prepare)
+        self._ranks.agreed(f"reading {source}", restoring.reader.fill)
+        self._ranks.agreed(f"setting the state of {source}", restoring.finish)
         return checkpoint
 
-    def _prepare(self, path: Path) -> tuple[Checkpoint, Restoring, Reader]:
-        manifest = (saved := read_saved(path)).manifest
-        contents = read_contents(saved)
-        chunks = {key: parts[0].chunk for key, parts in contents.index.items()}
-        restoring = self._trained.prepare(manifest.weights, contents.training, chunks)
-        reader = Reader(contents.index, restoring.tensors)
-        reader.check()
-        return Checkpoint(manifest.step, manifest.extra, contents.plan, path), restoring, reader
+    def _prepare(self, path: Path) -> tuple[Checkpoint, Restoring]:
+        contents = read_contents(read_saved(path))
+        restoring = self._trained.prepare(contents.num_tp_shards, contents.training, contents.index)
+        restoring.reader.check()
+        first = contents.training.first
+        return Checkpoint(first.step, first.extra, contents.plan, path), restoring
 
 
 def _remedy(step: int | None) -> str:

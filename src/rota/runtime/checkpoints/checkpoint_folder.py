@@ -17,15 +17,15 @@ import socket
 import stat
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
 from rota.core.errors import FormatError, PipelineError
 from rota.core.reading import printable
-from rota.runtime.checkpoints.manifest import MANIFEST, Saved, file_of, read_saved
+from rota.runtime.checkpoints.saved import MANIFEST, Manifest, Saved, file_of, read_contents, read_saved
 
 LOCK = ".rota.lock"
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
@@ -36,38 +36,41 @@ _INSIDE = re.compile(r"rota\.json|rank-[0-9]+\.safetensors|\..+")  # file system
 
 
 def readable_ones(folder: Path) -> tuple[list[Saved], list[tuple[Path, FormatError]]]:
-    """Whole checkpoints whose manifest can be read, in the order they were saved, and those whose manifest cannot."""
+    """Whole checkpoints whose manifest can be read, in the order they were saved, and those whose manifest cannot.
+
+    A checkpoint of Rota's that has lost its manifest is among the latter. A missing folder has none. Raises FormatError
+    if the folder cannot be read.
+    """
     whole, damaged = [], []
-    for path in whole_paths(folder):
-        try:
-            whole.append(read_saved(path))
-        except FormatError as error:
-            damaged.append((path, error))
+    numbered = [(int(match[1]), folder / name) for name in _names_in(folder) if (match := _WHOLE.fullmatch(name))]
+    for _, path in sorted(numbered):
+        if is_checkpoint(path) or os.path.lexists(path / file_of(0)):
+            try:
+                whole.append(read_saved(path))
+            except FormatError as error:
+                damaged.append((path, error))
     return sorted(whole, key=lambda saved: (saved.manifest.number, saved.manifest.step)), damaged
 
 
-def whole_paths(folder: Path) -> list[Path]:
-    """Paths of whole checkpoints, sorted by step, not read yet; a missing folder has none. Raises FormatError.
+def find(path: Path) -> tuple[list[Saved], list[tuple[Path, FormatError]]]:
+    """The checkpoint `path`, or all in the folder `path` in the order they were saved; and those that cannot be read.
 
-    A checkpoint of Rota's that has lost its manifest is included, so that it is reported.
+    Raises FormatError if there are none.
     """
-    numbered = [(int(match[1]), folder / name) for name in _names_in(folder) if (match := _WHOLE.fullmatch(name))]
-    return [path for _, path in sorted(numbered) if _was_whole(path)]
-
-
-def _was_whole(path: Path) -> bool:
-    return is_checkpoint(path) or os.path.lexists(path / file_of(0))
+    if not is_checkpoint(path):
+        whole, damaged = readable_ones(path)
+        if not (whole or damaged):
+            raise FormatError(f"no whole checkpoint in {path}; give a folder that has a step-N, or a step-N itself")
+        return whole, damaged
+    try:
+        return [read_saved(path)], []
+    except FormatError as error:
+        return [], [(path, error)]
 
 
 def is_checkpoint(path: Path) -> bool:
     """Whether `path` is a folder with an entry `rota.json`, of any kind."""
     return os.path.lexists(path / MANIFEST)
-
-
-def unfinished_ones(folder: Path) -> list[Path]:
-    """Paths of saves that were interrupted or are still running, and of interrupted copies. Raises FormatError."""
-    paths = [folder / name for name in sorted(_names_in(folder)) if name.startswith("step-")]
-    return [path for path in paths if not (_WHOLE.fullmatch(path.name) and _was_whole(path))]
 
 
 def _names_in(folder: Path) -> list[str]:
@@ -79,6 +82,9 @@ def _names_in(folder: Path) -> list[str]:
         raise FormatError(f"cannot read {folder}: {error.strerror}") from None
     except ValueError:  # a null character
         raise FormatError(f"cannot read {str(folder)!r}: not a valid path") from None
+
+
+# --- saving -----------------------------------------------------------------------------------------------------------
 
 
 def recover_folder(folder: Path) -> None:
@@ -111,9 +117,25 @@ def begin(folder: Path, step: int) -> Path:
     return partial
 
 
-def publish(partial: Path, keep: int | None) -> None:
-    """Make a fully written folder the newest whole checkpoint, then keep only the `keep` newest."""
+def publish(partial: Path, manifest: Callable[[int], Manifest], keep: int | None) -> None:
+    """Make a folder that all ranks have written the newest whole checkpoint, then keep only the `keep` newest.
+
+    `manifest`: that of a save with this number. Raises PipelineError, and leaves what was there, if `load` would refuse
+    the checkpoint.
+    """
     path, replaced = partial.with_suffix(""), partial.with_suffix(".replaced")
+    before, _ = readable_ones(path.parent)
+    number = 1 + max((saved.manifest.number for saved in before), default=0)
+    with (partial / MANIFEST).open("w") as file:
+        file.write(manifest(number).to_json())
+        file.flush()
+        os.fsync(file.fileno())
+    try:
+        read_contents(read_saved(partial))
+    except FormatError as error:
+        raise PipelineError(
+            f"{path} is not saved, because it could not be read again, from a folder that all ranks must share: {error}"
+        ) from None
     _sync(partial)
     if path.exists():
         path.rename(replaced)
@@ -121,21 +143,9 @@ def publish(partial: Path, keep: int | None) -> None:
     _sync(path.parent)
     if replaced.exists():
         shutil.rmtree(replaced)
-    for saved in readable_ones(path.parent)[0][: -keep if keep is not None else 0]:
-        _retire(saved.path)
-
-
-def next_number(folder: Path) -> int:
-    """The number of the next save."""
-    return 1 + max((saved.manifest.number for saved in readable_ones(folder)[0]), default=0)
-
-
-def write_synced(path: Path, data: bytes) -> None:
-    """Write a file so that it is still there after a power cut."""
-    with path.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
+    others = [saved.path for saved in before if saved.path != path]
+    for other in others[: max(len(others) + 1 - keep, 0)] if keep is not None else ():
+        _retire(other)
 
 
 def _retire(path: Path) -> None:
@@ -215,22 +225,21 @@ def _lock(folder: Path, patience_s: float) -> int:
 
 def _take(folder: Path, lock: int, patience_s: float) -> None:
     """Raises PipelineError if somebody else holds the lock for longer than `patience_s`, OSError if there are none."""
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        holder = printable(os.pread(lock, 200, 0).decode(errors="replace"))
-        in_use = f"{folder} is in use by another job ({holder})"
-    else:
-        return
-    if patience_s:
-        say(f"{in_use}; waiting up to {patience_s:.0f} s for it")
-    until_s = time.monotonic() + patience_s
-    while time.monotonic() < until_s:
-        time.sleep(_LOOK_S)
-        with suppress(BlockingIOError):
+    until_s, is_waiting = time.monotonic() + patience_s, False
+    while True:
+        try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = printable(os.pread(lock, 200, 0).decode(errors="replace"))
+            in_use = f"{folder} is in use by another job ({holder})"
+        else:
             return
-    raise PipelineError(f"{in_use}; end that job, or save into another folder")
+        if time.monotonic() >= until_s:
+            raise PipelineError(f"{in_use}; end that job, or save into another folder")
+        if not is_waiting:
+            say(f"{in_use}; waiting up to {patience_s:.0f} s for it")
+        is_waiting = True
+        time.sleep(_LOOK_S)
 
 
 def _leave_to_the_parent() -> None:

@@ -1,140 +1,53 @@
 """Optimizer and scheduler state under the whole model's names: each weight has its own state and options.
 
-Values per group, of an optimizer (`lr`, `betas`, …) or a scheduler (`base_lrs`, …), are saved for each weight of the
-group. So ranks may hold other weights after a resume; only the groups must be made by the same rule.
+Values per group, of an optimizer (`lr`, `betas`, …) or a scheduler (`base_lrs`, …), belong to each weight of the group.
+So ranks may hold other weights after a resume; only the groups must be made by the same rule.
 """
 
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Iterable, Mapping
-from typing import Annotated, Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
 import torch
-from msgspec import Meta
 from torch.optim import Optimizer
 
-from rota.core.errors import PipelineError
-from rota.core.reading import LONGEST_NAME, Field, Name, Whole, printable, short
-from rota.runtime.checkpoints.values import from_json, to_json
+from rota.core.errors import FormatError, PipelineError
+from rota.core.reading import LONGEST_NAME, Name, printable, short
+from rota.runtime.checkpoints.values import different
 
-#: Where a value per group is in a scheduler's state: ("base_lrs",), or ("_schedulers", 0, …) in a nested scheduler.
-Place: TypeAlias = tuple[str | int, ...]
+
+class Group(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A group of an optimizer's: its class, what all of the group's weights share, and what each has.
+
+    `scheduled`: the scheduler's values for the group, by their places. `weights`: by their keys, the names of state
+    tensors, and all other state.
+    """
+
+    optimizer: Name
+    options: dict[str, Any]
+    scheduled: dict[str, Any]
+    weights: dict[Name, tuple[tuple[Name, ...], dict[str, Any]]]
 
 
 class Record(NamedTuple):
-    """What is saved of a weight besides its tensors; all but `tensors` and `values` is that of its group.
+    """What is saved of a weight besides its tensors: that of its group; names of state tensors; all other state."""
 
-    `optimizer`: its class. `scheduled`: the scheduler's values. `tensors`: names of state tensors; `values`: all other
-    state.
-    """
-
-    optimizer: str
-    options: dict[str, Any]
-    scheduled: dict[Place, Any]
+    group: Group
     tensors: tuple[str, ...]
     values: dict[str, Any]
 
 
+#: A scheduler's class, and its state without values per group.
+SavedScheduler: TypeAlias = tuple[Name, dict[str, Any]]
+#: Where a value per group is in a scheduler's state: ("base_lrs",), or ("_schedulers", 0, …) in a nested scheduler.
+Place: TypeAlias = tuple[str | int, ...]
+
 _OPTIMIZER = "optimizer/"
 _OF_THE_RANK = ("params", "param_names")  # of a group; all other entries are options
 _BY_GROUP = ("base_lrs", "_last_lr", "lr_lambdas", "min_lrs", "max_lrs", "base_momentums", "max_momentums")
-
-
-def records_of(
-    optimizer: Optimizer, by_group: Mapping[Place, list[Any]], keys: Mapping[torch.Tensor, str]
-) -> tuple[list[Any], dict[str, torch.Tensor]]:
-    """What to save of this rank's optimizer and scheduler: records as JSON, and state tensors by tensor key.
-
-    The JSON has, for each group, what its weights share, and what each has of its own, by its key. `by_group`: the
-    scheduler's values per group, see `split_scheduler`.
-
-    Raises PipelineError if the optimizer has state that is not of a weight, or that could not be restored.
-    """
-    if beside := [key for key in optimizer.state if not isinstance(key, torch.Tensor)]:
-        raise PipelineError(
-            f"{type(optimizer).__name__}'s state has the key {short(beside[0])}, which is not a weight, so it would be "
-            f"lost; keep it in the options of a group, or in the state of a weight"
-        )
-    kind = type(optimizer).__name__
-    groups: list[Any] = []
-    tensors: dict[str, torch.Tensor] = {}
-    for index, group in enumerate(optimizer.param_groups):
-        of_weights: dict[str, Any] = {}
-        for parameter in group["params"]:
-            key = _key_of(parameter, index, keys)
-            state, path = optimizer.state.get(parameter, {}), f"{kind}'s state of {key}"
-            names = [name for name, value in state.items() if isinstance(value, torch.Tensor)]
-            for name in names:
-                if type(name) is not str or not (name.isprintable() and 1 <= len(name) <= LONGEST_NAME):
-                    raise PipelineError(f"{path} has the key {short(name)}; use a string of printable characters")
-                tensors[tensor_key(key, name)] = state[name]
-            of_weights[key] = [names, to_json({k: value for k, value in state.items() if k not in names}, path)]
-        if of_weights:
-            options = {name: value for name, value in group.items() if name not in _OF_THE_RANK}
-            scheduled = [
-                [[*place], to_json(values[index], f"the scheduler's {place[-1]}")] for place, values in by_group.items()
-            ]
-            shared = {
-                "optimizer": kind,
-                "options": to_json(options, f"the options of {kind}'s group {index}"),
-                "scheduled": scheduled,
-            }
-            groups.append([shared, of_weights])
-    return groups, tensors
-
-
-class _Group(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What the weights of a group share, as `records_of` writes it."""
-
-    optimizer: Name
-    options: Any
-    scheduled: tuple[tuple[Annotated[tuple[Name | Whole, ...], Meta(min_length=1)], Any], ...]
-
-
-_Written: TypeAlias = list[tuple[_Group, dict[Name, tuple[tuple[Name, ...], Any]]]]
-
-
-def read_records(field: Field) -> dict[str, Record]:
-    """The records that `records_of` wrote, by weight. Raises FormatError that names the field."""
-    records: dict[str, Record] = {}
-    for group, of_weights in field.read(_Written):
-        options = _dict(Field(f"{field.path}, options", group.options))
-        if not options.keys().isdisjoint(_OF_THE_RANK):
-            raise field.wrong(f"options without {' and '.join(_OF_THE_RANK)}, which differ between ranks")
-        scheduled = {place: from_json(Field(f"{field.path}, scheduled", value)) for place, value in group.scheduled}
-        for key, (tensors, state) in of_weights.items():
-            values = _dict(Field(f"{field.path}, {short(key)}", state))
-            if key in records or len({*tensors, *values}) < len(tensors) + len(values):
-                raise field.wrong(f"weights and names that occur once, not twice as in {short(key)}")
-            records[key] = Record(group.optimizer, options, scheduled, tensors, values)
-    return records
-
-
-def _dict(field: Field) -> dict[str, Any]:
-    if type(value := from_json(field)) is not dict:
-        raise field.wrong("a dict")
-    return value
-
-
-def refuse_inner_optimizers(optimizer: Optimizer) -> None:
-    """Raises PipelineError if the state is that of another optimizer inside this one: it would be lost."""
-    for name, value in vars(optimizer).items():
-        for inner in _each(value):
-            if isinstance(inner, Optimizer) and inner.state is not optimizer.state:
-                raise PipelineError(
-                    f"the optimizer, a {type(optimizer).__name__}, keeps its state in another one, a "
-                    f"{type(inner).__name__} ({name}), where it would be lost; give an optimizer with a state of its "
-                    f"own (fully_shard divides that among replicas)"
-                )
-
-
-def _each(value: Any) -> Iterable[Any]:
-    if isinstance(value, dict):
-        return value.values()
-    return value if isinstance(value, (list, tuple)) else (value,)
 
 
 def tensor_key(key: str, name: str) -> str:
@@ -147,6 +60,60 @@ def is_tensor_key(key: str) -> bool:
     return key.startswith(_OPTIMIZER)
 
 
+# --- saving -----------------------------------------------------------------------------------------------------------
+
+
+def groups_of(
+    optimizer: Optimizer, by_group: Mapping[Place, list[Any]], keys: Mapping[torch.Tensor, str]
+) -> tuple[list[dict[str, Any]], dict[str, torch.Tensor]]:
+    """This rank's groups, each as the fields of a `Group`; and all state tensors by tensor key.
+
+    `by_group`: the scheduler's values per group, see `split_scheduler`. Raises PipelineError if there is state that is
+    not of a weight.
+    """
+    kind = type(optimizer).__name__
+    if beside := [key for key in optimizer.state if not isinstance(key, torch.Tensor)]:
+        raise PipelineError(
+            f"{kind}'s state has the key {short(beside[0])}, which is not a weight, so it would be lost; keep it in "
+            f"the options of a group, or in the state of a weight"
+        )
+    groups: list[dict[str, Any]] = []
+    tensors: dict[str, torch.Tensor] = {}
+    for index, group in enumerate(optimizer.param_groups):
+        weights: dict[str, Any] = {}
+        for parameter in group["params"]:
+            key, state = _key_of(parameter, index, keys), optimizer.state.get(parameter, {})
+            names = [name for name, value in state.items() if isinstance(value, torch.Tensor)]
+            for name in state:
+                if type(name) is not str or not (name.isprintable() and 1 <= len(name) <= LONGEST_NAME):
+                    raise PipelineError(
+                        f"{kind}'s state of {key} has the key {short(name)}; use a string of printable characters"
+                    )
+            tensors |= {tensor_key(key, name): state[name] for name in names}
+            weights[key] = names, {name: value for name, value in state.items() if name not in names}
+        if weights:
+            options = {name: value for name, value in group.items() if name not in _OF_THE_RANK}
+            scheduled = {_text_of(place): values[index] for place, values in by_group.items()}
+            groups.append({"optimizer": kind, "options": options, "scheduled": scheduled, "weights": weights})
+    return groups, tensors
+
+
+def _text_of(place: Place) -> str:
+    return ".".join(map(str, place))
+
+
+def refuse_inner_optimizers(optimizer: Optimizer) -> None:
+    """Raises PipelineError if the state is that of another optimizer inside this one: it would be lost."""
+    for name, value in vars(optimizer).items():
+        for inner in (value, *_entries(value).values()):
+            if isinstance(inner, Optimizer) and inner.state is not optimizer.state:
+                raise PipelineError(
+                    f"the optimizer, a {type(optimizer).__name__}, keeps its state in another one, a "
+                    f"{type(inner).__name__} ({name}), where it would be lost; give an optimizer with a state of its "
+                    f"own (fully_shard divides that among replicas)"
+                )
+
+
 def _key_of(parameter: torch.Tensor, group: int, keys: Mapping[torch.Tensor, str]) -> str:
     if parameter not in keys:
         raise PipelineError(
@@ -156,33 +123,69 @@ def _key_of(parameter: torch.Tensor, group: int, keys: Mapping[torch.Tensor, str
     return keys[parameter]
 
 
+# --- loading ----------------------------------------------------------------------------------------------------------
+
+
+def records_of(groups_of_ranks: Iterable[list[Group]]) -> dict[str, Record]:
+    """The records of all ranks by weight. Raises FormatError if two ranks differ in one, or if one is malformed."""
+    records: dict[str, Record] = {}
+    for rank, groups in enumerate(groups_of_ranks):
+        seen: set[str] = set()
+        for group in groups:
+            if not group.options.keys().isdisjoint(_OF_THE_RANK):
+                raise FormatError(f"process {rank} has options with {' or '.join(_OF_THE_RANK)}, which are no options")
+            for key, (tensors, values) in group.weights.items():
+                if key in seen or len({*tensors, *values}) < len(tensors) + len(values):
+                    raise FormatError(f"process {rank} has {short(key)}, or a state of it, twice")
+                seen.add(key)
+                own = Record(group, tensors, values)
+                _require_equal(rank, key, records.setdefault(key, own), own)
+    return records
+
+
+def _require_equal(rank: int, key: str, known: Record, own: Record) -> None:
+    """Raises FormatError if a rank has another record of a weight than a rank before."""
+    for was, now in zip(_parts(known), _parts(own), strict=True):
+        if was is not now and (name := different(was, now)) is not None:
+            raise FormatError(
+                f"process {rank} has {_shown(name)} = {_shown(now.get(name))} for {_shown(key)}, and another has "
+                f"{_shown(was.get(name))}; train it the same way on all ranks that hold it"
+            )
+
+
+def _parts(record: Record) -> tuple[dict[str, Any], ...]:
+    kinds = {"optimizer": record.group.optimizer, "state": record.tensors}
+    return kinds, record.group.options, record.group.scheduled, record.values
+
+
 def require_records(
     optimizer: Optimizer, keys: Mapping[torch.Tensor, str], records: Mapping[str, Record]
-) -> list[Record | None]:
-    """The record of each group's weights, None for an empty group. Raises PipelineError if they do not fit."""
-    by_group: list[Record | None] = []
+) -> list[Group | None]:
+    """The saved group of each group's weights, None for an empty one. Raises PipelineError if they do not fit."""
+    saved_groups: list[Group | None] = []
     wanted = set()
     for index, group in enumerate(optimizer.param_groups):
-        of_group = [_key_of(parameter, index, keys) for parameter in group["params"]]
-        for key in of_group:
+        first: tuple[str, Group] | None = None
+        for parameter in group["params"]:
+            wanted.add(key := _key_of(parameter, index, keys))
             if key not in records:
                 raise PipelineError(f"{key} had no optimizer when it was saved; leave it out of this one, too")
-            if records[key].optimizer != type(optimizer).__name__:
-                raise PipelineError(f"saved with {records[key].optimizer}, but this is {type(optimizer).__name__}")
-            _require_one_group(index, of_group[0], key, records)
-        first = records[of_group[0]] if of_group else None
-        for name, value in first.options.items() if first is not None else ():
-            _require_like(group.get(name), value, f"{of_group[0]}'s {_shown(name)}")
-        by_group.append(first)
-        wanted |= {*of_group}
+            saved = records[key].group
+            if saved.optimizer != type(optimizer).__name__:
+                raise PipelineError(f"saved with {saved.optimizer}, but this is {type(optimizer).__name__}")
+            if first is None:
+                first = key, saved
+                for name, value in saved.options.items():
+                    _require_like(group.get(name), value, f"{key}'s {_shown(name)}")
+            _require_one_group(index, *first, key, saved)
+        saved_groups.append(first and first[1])
     if left := [key for key in keys.values() if key in records and key not in wanted]:
         raise PipelineError(f"{left[0]} was in the optimizer when it was saved, but is not in this one; add it")
-    return by_group
+    return saved_groups
 
 
-def _require_one_group(index: int, key: str, other_key: str, records: Mapping[str, Record]) -> None:
-    a, b = records[key], records[other_key]
-    for was, now in ((a.options, b.options), (a.scheduled, b.scheduled)):
+def _require_one_group(index: int, key: str, group: Group, other_key: str, other: Group) -> None:
+    for was, now in ((group.options, other.options), (group.scheduled, other.scheduled)):
         if was is not now and (name := different(was, now)) is not None:
             raise PipelineError(
                 f"{key} and {other_key} are in one group, {index}, but were saved with different {_shown(name)} "
@@ -208,26 +211,21 @@ def restore_optimizer(
             record = records[keys[parameter]]
             state = {name: tensors[tensor_key(keys[parameter], name)] for name in record.tensors}
             if state or record.values:
-                optimizer.state[parameter] = {**_beside_all(parameter, record.values), **state}
+                optimizer.state[parameter] = {**_beside(parameter, record.values), **state}
         if group["params"]:  # which all have the same options
             before = {name: group.pop(name) for name in [*group] if name not in _OF_THE_RANK}
-            group.update({name: _beside(before.get(name), value) for name, value in record.options.items()})
+            group.update({name: _beside(before.get(name), value) for name, value in record.group.options.items()})
 
 
 def _beside(before: Any, value: Any) -> Any:
-    """A copy of an option or a state, on the device of the value it replaces."""
-    if isinstance(value, torch.Tensor) and isinstance(before, torch.Tensor):
-        return value.to(before.device, copy=True)
-    return copy.deepcopy(value)
-
-
-def _beside_all(parameter: torch.Tensor, value: Any) -> Any:
-    """A copy of an optimizer's state of a weight, with all tensors inside on the weight's device."""
+    """A copy of what was saved, with all tensors inside on the device of the tensor that is there now, if it is one."""
     if type(value) is dict:
-        return {key: _beside_all(parameter, item) for key, item in value.items()}
+        return {key: _beside(before, item) for key, item in value.items()}
     if type(value) in (list, tuple):
-        return type(value)(_beside_all(parameter, item) for item in value)
-    return _beside(parameter, value)
+        return type(value)(_beside(before, item) for item in value)
+    if isinstance(value, torch.Tensor):
+        return value.to(before.device if isinstance(before, torch.Tensor) else value.device, copy=True)
+    return copy.deepcopy(value)
 
 
 _KINDS: tuple[tuple[type, ...], ...] = ((bool,), (int, float, torch.Tensor), (str,), (list, tuple), (dict,))
@@ -267,13 +265,6 @@ def _entries(value: Any) -> Mapping[Any, Any]:
 # --- schedulers -------------------------------------------------------------------------------------------------------
 
 
-class SavedScheduler(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A scheduler's class, and its state without values per group."""
-
-    scheduler: Name
-    state: dict[str, Any]
-
-
 def split_scheduler(scheduler: Any, num_groups: int) -> tuple[SavedScheduler | None, dict[Place, list[Any]]]:
     """Split a scheduler's state into the part equal on all ranks, and values per group; (None, {}) if it is None."""
     if scheduler is None:
@@ -288,58 +279,50 @@ def split_scheduler(scheduler: Any, num_groups: int) -> tuple[SavedScheduler | N
             return [common(value, (*place, i)) for i, value in enumerate(state)]
         return {key: common(value, (*place, key)) for key, value in state.items()} if type(state) is dict else state
 
-    return SavedScheduler(type(scheduler).__name__, common(scheduler.state_dict(), ())), by_group
+    return (type(scheduler).__name__, common(scheduler.state_dict(), ())), by_group
 
 
-def scheduler_state(scheduler: Any, saved: SavedScheduler | None, of_groups: list[Record | None]) -> Any:
+def scheduler_state(scheduler: Any, saved: SavedScheduler | None, of_groups: list[Group | None]) -> Any:
     """The state to load into a scheduler; a group without weights keeps its values. Raises PipelineError.
 
     PyTorch's schedulers turn every entry of their state into an attribute. So an entry that would hide a method is
     refused, and a value whose kind differs from that of the one in use.
     """
-    was = "no scheduler" if saved is None else saved.scheduler
+    was = "no scheduler" if saved is None else saved[0]
     now = "no scheduler" if scheduler is None else type(scheduler).__name__
     if was != now:
         raise PipelineError(f"saved with {was}, but this rank's optimizer has {now}; give Checkpoints the same kind")
     if saved is None:
         return None
-    state = copy.deepcopy(saved.state)
+    state = copy.deepcopy(saved[1])
     _, in_use = split_scheduler(scheduler, len(of_groups))
-    for place in {*in_use, *(place for record in of_groups if record for place in record.scheduled)}:
-        name = f"{was}'s {_shown('.'.join(map(str, place)))}"
-        values = [*in_use.get(place, [None] * len(of_groups))]
-        for index, record in enumerate(of_groups):
-            if record is not None:
-                if place not in record.scheduled:
-                    raise PipelineError(f"{name} was saved for no group; make as many groups as when it was saved")
-                value, current = record.scheduled[place], values[index]
-                if place[-1] == "lr_lambdas" and (value is None) is not (current is None):
-                    raise PipelineError(f"{name} was saved {'without' if value is None else 'with'} a state of its own")
-                values[index] = _beside(current, value)
+    for place, current in in_use.items():
+        name = f"{was}'s {_text_of(place)}"
         *path, last = place
         inner: Any = state
         for step in path:
             inner = _entries(inner).get(step)
         if not isinstance(inner, dict) or inner.get(last, "") is not None:
             raise PipelineError(f"{name} is not in the checkpoint; load it with the version of PyTorch that saved it")
-        inner[last] = values
+        inner[last] = [
+            value if group is None else _scheduled(name, value, group.scheduled, _text_of(place))
+            for value, group in zip(current, of_groups, strict=True)
+        ]
+    for group in filter(None, of_groups):
+        if others := group.scheduled.keys() - {_text_of(place) for place in in_use}:
+            raise PipelineError(
+                f"{was}'s {_shown(min(others))} was saved for each group, and is not here; make as many groups as when "
+                f"it was saved"
+            )
     _require_like(scheduler.state_dict(), state, f"{was}'s state", type(scheduler))
     return state
 
 
-def different(a: Mapping[Any, Any], b: Mapping[Any, Any]) -> Any:
-    """The first key whose values differ, None if all are the same."""
-    return next((key for key in {**a, **b} if key not in a or key not in b or not same(a[key], b[key])), None)
-
-
-def same(a: Any, b: Any) -> bool:
-    """Whether two values are exactly equal, including all tensors inside."""
-    if type(a) is not type(b):
-        return False
-    if isinstance(a, torch.Tensor):
-        return a.dtype == b.dtype and torch.equal(a, b)
-    if isinstance(a, Mapping):
-        return different(a, b) is None
-    if isinstance(a, list | tuple):
-        return len(a) == len(b) and all(map(same, a, b))
-    return bool(a == b) or (isinstance(a, float) and math.isnan(a) and math.isnan(b))
+def _scheduled(name: str, current: Any, saved: Mapping[str, Any], place: str) -> Any:
+    """A group's value at a place, which is `current` now."""
+    if place not in saved:
+        raise PipelineError(f"{name} was saved for no group; make as many groups as when it was saved")
+    value = saved[place]
+    if place.rpartition(".")[2] == "lr_lambdas" and (value is None) is not (current is None):
+        raise PipelineError(f"{name} was saved {'without' if value is None else 'with'} a state of its own")
+    return _beside(current, value)

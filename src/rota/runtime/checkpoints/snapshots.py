@@ -1,7 +1,7 @@
 """A rank's states after its last steps, in files in memory that outlive the rank: what a restarted rank goes on from.
 
 after optimizer.step   tensors, and all else in the header ──▶ partial ── rename ──▶ TRAINING-STEP.safetensors
-after a restart        the newest step that every rank has whole ──copy──▶ tensors, optimizer, generators
+after a restart        the newest step that every rank has whole ──▶ tensors, optimizer, generators
 
 The file of the older one of two states is written again: its memory is there, and mapped. `docs/elastic.md` has the
 protocol: when a step counts as committed, and why no step is lost or done twice.
@@ -10,73 +10,38 @@ protocol: when a step counts as committed, and why no step is lost or done twice
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, final
 
 import torch
+import torch.distributed as dist
 
 from rota.core.costs import NUM_SNAPSHOTS
-from rota.core.errors import FormatError, PipelineError
-from rota.core.reading import Field
-from rota.runtime.checkpoints.rank_file import (
-    ALIGNED,
-    Chunk,
-    chunks_of,
-    head_bytes,
-    head_of,
-    padded,
-    read_head,
-    starts_of,
-)
-from rota.runtime.checkpoints.state import Restoring, Trained, TrainingState
-from rota.runtime.launcher_files import State, states_in
+from rota.core.errors import PipelineError
+from rota.core.simulation import simulate
+from rota.core.text import size_text
+from rota.runtime.checkpoints.checkpoint_folder import say
+from rota.runtime.checkpoints.state import Restoring, Trained, TrainingState, read_training, require_step
+from rota.runtime.checkpoints.tensors import Chunk, Part, chunks_of, head_of, index_of, padded, read_file, starts_of
+from rota.runtime.checkpoints.values import DTYPES
+from rota.runtime.host_memory import available_bytes
+from rota.runtime.launcher_files import State, is_restart, states_in
+from rota.runtime.pipeline import Pipeline
+from rota.runtime.reducing.sharded_stages import is_sharded, unreduced
 
 PARTIAL = "partial"  # what a state is named while it is written
 _HEAD_BYTES = 1 << 16  # room for a header that grows, in which numbers become longer
 
 
-class _File(NamedTuple):
-    """A mapped file: its bytes, where its tensors begin, and the place of each one's values."""
+class _Mapped(NamedTuple):
+    """A mapped file: its bytes, what it has, the bytes of its head, and the place of each chunk's values."""
 
     memory: torch.Tensor
     chunks: tuple[Chunk, ...]
-    begin: int
-    values: list[torch.Tensor]
-
-    @classmethod
-    def over(cls, memory: torch.Tensor, chunks: tuple[Chunk, ...], begin: int) -> _File:
-        """The places of these chunks in the memory."""
-        places = zip(chunks, starts_of(chunks, begin), strict=False)
-        values = [
-            _plain(memory[start : start + chunk.num_bytes].view(chunk.dtype).view(chunk.box[1]))
-            for chunk, start in places
-        ]
-        return cls(memory, chunks, begin, values)
-
-
-def _memory_of(path: Path) -> torch.Tensor:
-    """The bytes of a file, mapped."""
-    return torch.from_file(str(path), shared=True, size=path.stat().st_size, dtype=torch.uint8)
-
-
-def _plain(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor that can be copied, as those of some dtypes of one byte cannot be."""
-    return tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
-
-
-class Kept(NamedTuple):
-    """A state that fits, which is not set yet: `restore` does that. `extra` is what `commit` was given."""
-
-    extra: dict[str, Any]
-    restoring: Restoring
-    values: list[tuple[torch.Tensor, torch.Tensor]]
-
-    def restore(self) -> None:
-        """Set weights, buffers, optimizer, scheduler and random states."""
-        for tensor, value in self.values:
-            _plain(tensor).copy_(value)
-        self.restoring.finish()
+    head_bytes: int
+    places: list[torch.Tensor]
 
 
 @final
@@ -90,12 +55,11 @@ class Snapshots:
     #: Which of these objects keeps its states in this process's memory, and its checkpoints.
     _writer: ClassVar[tuple[object, str] | None] = None
 
-    def __init__(self, folder: Path, trained: Trained, checkpoints: str, training: str) -> None:
-        self.folder, self._trained = folder, trained
-        self._checkpoints, self._training = checkpoints, training
+    def __init__(self, folder: Path, checkpoints: str, training: str) -> None:
+        self.folder, self._training = folder, training
         self._me = object(), checkpoints
         self._has_kept = False
-        self._files: dict[int, _File] = {}  # by their numbers in the file system
+        self._mapped: dict[State, _Mapped] = {}  # of the states that this object has written
         self._common: int | None = None  # the step from which all ranks have gone on
 
     @property
@@ -108,136 +72,236 @@ class Snapshots:
         """Bytes of the host's memory that the files take already."""
         return sum(512 * entry.stat().st_blocks for entry in os.scandir(self.folder))
 
-    def newest_at_load(self, step: int) -> int:
-        """The number of the newest checkpoint when the training of a state last loaded one.
-
-        A training may have gone back: those are not newer than its state, even if their steps are higher.
-        """
-        return self._read(step)[1]["newest_at_load"].read(int)
-
     @property
     def disk_bytes(self) -> int:
         """Bytes that the file system of the folder has for more states."""
         system = os.statvfs(self.folder)
         return system.f_bavail * system.f_frsize
 
-    def count(self) -> tuple[int, int]:
-        """Bytes of the host's memory for two states as they are now, and of two copies of their tensors."""
-        tensors, _ = self._trained.collect(with_buffers=True)
-        tensor_bytes = sum(chunk.num_bytes for chunk in chunks_of(tensors))
-        return NUM_SNAPSHOTS * (tensor_bytes + 2 * _HEAD_BYTES), NUM_SNAPSHOTS * tensor_bytes
-
     # --- writing ------------------------------------------------------------------------------------------------------
 
-    def keep(self, step: int, extra: dict[str, Any], newest_at_load: int) -> None:
-        """Copy the state, which becomes that of `step`, instead of the older one of two.
+    def keep(self, step: int, data: Mapping[Chunk, torch.Tensor], training: dict[str, Any]) -> None:
+        """Copy a state, which becomes that of `step`, into the file of the older one of two; `training`: as JSON.
 
-        Raises PipelineError if a tensor cannot be kept, OSError if there is not enough memory.
+        Raises PipelineError if another training has taken the memory, OSError if there is not enough of it.
         """
-        tensors, small = self._trained.collect(with_buffers=True)
-        data = chunks_of(tensors)
-        beside = {"newest_at_load": newest_at_load, "extra": extra, "training": small["training"]}
         self._take_memory()
-        self._write(State(self._training, step), data, beside)
+        self._write(State(self._training, step), data, training)
 
-    def _write(self, state: State, data: dict[Chunk, torch.Tensor], beside: dict[str, Any]) -> None:
+    def _write(self, state: State, data: Mapping[Chunk, torch.Tensor], training: dict[str, Any]) -> None:
         chunks, path = tuple(data), self.folder / PARTIAL
         held = sorted(states_in(self.folder), key=lambda held: held.step)
+        mapped = None
         if len(held) >= NUM_SNAPSHOTS:
             os.rename(self.folder / held[0].file, path)
-        head = head_of(chunks, beside)
-        file = self._mapped(path, chunks, head)
-        head = padded(head, file.begin)
-        file.memory[: len(head)].copy_(torch.frombuffer(bytearray(head), dtype=torch.uint8))
-        for place, tensor in zip(file.values, data.values(), strict=True):
-            place.copy_(_plain(tensor))
+            mapped = self._mapped.pop(held[0], None)
+        head = head_of(chunks, training)
+        if mapped is None or mapped.chunks != chunks or mapped.head_bytes < len(head):
+            mapped = self._allocate(path, chunks, len(padded(head, len(head) + _HEAD_BYTES)))
+        head = padded(head, mapped.head_bytes)
+        mapped.memory[: len(head)].copy_(torch.frombuffer(bytearray(head), dtype=torch.uint8))
+        for place, tensor in zip(mapped.places, data.values(), strict=True):
+            place.copy_(tensor)
         os.rename(path, self.folder / state.file)
+        self._mapped[state] = mapped
 
-    def _mapped(self, path: Path, chunks: tuple[Chunk, ...], head: bytes) -> _File:
-        """The file for these chunks and this head: the one that is there, if it fits."""
-        end = starts_of(chunks, 0)[-1]
-        begin = path.stat().st_size - end if path.exists() else 0
-        if not len(head) <= begin <= len(head) + 2 * _HEAD_BYTES or begin % ALIGNED:
-            begin = len(padded(head, max(len(head), _HEAD_BYTES) + _HEAD_BYTES))
-            self._allocate(path, begin + end)
-        number = path.stat().st_ino
-        file = self._files.get(number)
-        if file is None or file.chunks != chunks:
-            memory = _memory_of(path) if file is None else file.memory
-            file = self._files[number] = _File.over(memory, chunks, begin)
-        return file
-
-    def _allocate(self, path: Path, num_bytes: int) -> None:
-        """Make the file with all of its memory. A page that is missing later would end the process."""
+    def _allocate(self, path: Path, chunks: tuple[Chunk, ...], head_bytes: int) -> _Mapped:
+        """A new file with all of its memory: a page that is missing later would end the process."""
+        *starts, num_bytes = starts_of(chunks, head_bytes)
         path.unlink(missing_ok=True)
-        numbers = {entry.inode() for entry in os.scandir(self.folder)}
-        self._files = {number: file for number, file in self._files.items() if number in numbers}
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
             os.posix_fallocate(file, 0, num_bytes)
         finally:
             os.close(file)
+        memory = torch.from_file(str(path), shared=True, size=num_bytes, dtype=torch.uint8)
+        places = [
+            memory[start : start + chunk.num_bytes].view(DTYPES[chunk.dtype]).view(chunk.sizes)
+            for chunk, start in zip(chunks, starts, strict=True)
+        ]
+        return _Mapped(memory, chunks, head_bytes, places)
 
     def _take_memory(self) -> None:
-        """Forget what no restart may mix with this training: others' states, and steps that nobody has gone on from.
-
-        Raises PipelineError if another training has taken the memory since.
-        """
+        """Forget what no restart may mix with this training: others' states, and steps that nobody has gone on from."""
         if self._writer is self._me:
             return
         if self._has_kept and self._writer is not None:
             raise PipelineError(
-                f"commit for {self._checkpoints} after one for {self._writer[1]}: the memory has room for one "
-                f"training, so that a restart would take the other from its last checkpoint; leave out commit for "
-                f"both, or end one before the other begins"
+                f"commit for {self._me[1]} after one for {self._writer[1]}: the memory has room for one training, so "
+                f"that a restart would take the other from its last checkpoint; leave out commit for both, or end one "
+                f"before the other begins"
             )
         Snapshots._writer, self._has_kept = self._me, True
         self._drop(states_in(self.folder) - {State(self._training, -1 if self._common is None else self._common)})
 
     def _drop(self, states: Iterable[State]) -> None:
         for state in states:
-            os.rename(self.folder / state.file, self.folder / PARTIAL)
+            self._mapped.pop(state, None)
+            os.unlink(self.folder / state.file)
 
     def give_up(self) -> None:
         """Forget the states that this object has kept, and give their memory back."""
         if self._writer is self._me:
-            self._files.clear()
+            self._mapped.clear()
             for entry in os.scandir(self.folder):
                 os.unlink(entry)
 
     # --- reading ------------------------------------------------------------------------------------------------------
 
-    def _read(self, step: int) -> tuple[_File, Field]:
-        """The state after a step, and what is beside its tensors. Raises FormatError."""
-        memory = _memory_of(self.folder / State(self._training, step).file)
-        data = memory.numpy().data
-        head = bytes(data[: head_bytes(data, len(data))])
-        chunks, beside = read_head(head)
-        if (end := starts_of(chunks, len(head))[-1]) != len(data):
-            raise FormatError(f"the state in memory has {len(data):,} bytes, but its tensors end at byte {end:,}")
-        return _File.over(memory, chunks, len(head)), beside
+    def newest_at_load(self, step: int) -> int:
+        """The number of the newest checkpoint when the training of a state last loaded one.
 
-    def prepare(self, step: int) -> Kept:
+        A training may have gone back: those are not newer than its state, even if their steps are higher.
+        """
+        return self._read(step)[1].first.newest_at_load
+
+    def _read(self, step: int) -> tuple[list[Part], TrainingState]:
+        parts, of_rank = read_file(self.folder / State(self._training, step).file, None)
+        return parts, read_training([of_rank])
+
+    def prepare(self, step: int, trained: Trained) -> Restoring:
         """Check that the state after `step` fits, before anything changes. Raises PipelineError, FormatError."""
-        file, beside = self._read(step)
-        trained = self._trained
+        parts, training = self._read(step)
         shards = {weight.names[0]: weight.num_tp_shards for weight in trained.weights.all}
-        training = TrainingState.from_json(beside["training"])
-        try:
-            restoring = trained.prepare(shards, training, {chunk.key: chunk for chunk in file.chunks})
-        except KeyError as error:
-            raise PipelineError(f"the state in memory has no {error.args[0]}; make the same model") from None
-        own, kept = chunks_of(restoring.tensors), dict(zip(file.chunks, file.values, strict=True))
-        for chunk in own.keys() ^ kept.keys():
-            was, now = ([part.box for part in chunks if part.key == chunk.key] for chunks in (kept, own))
+        restoring = trained.prepare(shards, training, index_of(parts))
+        kept = {part.chunk for part in parts}
+        for chunk in chunks_of(restoring.tensors).keys() ^ kept:
+            was = [(part.offsets, part.sizes) for part in kept if part.key == chunk.key]
             raise PipelineError(
-                f"this process had {was} (offsets and sizes) of {chunk.key}, but has {now} of it now; make the same "
-                f"model, and shard the model and the optimizer's state alike"
+                f"this process had {was} (offsets and sizes) of {chunk.key}, but has another part of it now; make the "
+                f"same model, and shard the model and the optimizer's state alike"
             )
-        values = [(tensor, kept[chunk]) for chunk, tensor in own.items()]
-        return Kept(beside["extra"].value, restoring, values)
+        return restoring
 
     def forget_all_but(self, step: int | None) -> None:
         """Steps of this training that not all ranks have are not committed: drop them."""
         self._common = step
         self._drop(State(self._training, other) for other in self.steps if other != step)
+
+
+# --- when they are kept, and if they fit ------------------------------------------------------------------------------
+
+_INSTEAD = "a restart goes on from the last checkpoint"
+
+
+@final
+class Commits:
+    """Keeps this rank's states in `snapshots`.
+
+    `share`: all processes' JSON values, given what they wait for and this process's own. Collective.
+    """
+
+    def __init__(
+        self, pipeline: Pipeline, trained: Trained, snapshots: Snapshots, share: Callable[[str, Any], list[Any]]
+    ) -> None:
+        self.snapshots = snapshots
+        #: What `commit` was given last, or the step that a restart has gone on from; -1 if there is none.
+        self.last_step = -1
+        self._pipeline, self._trained, self._share = pipeline, trained, share
+        self._is_sharded = any(map(is_sharded, pipeline.parameters()))
+        self._num_commits = 0
+        self._num_steps = -1  # of the pipeline's, at the last commit
+        self._most_bytes = 0  # of memory for the states of one rank
+        self._has_room = True  # if not, no rank keeps any
+        self._has_room_here = True  # if not, this rank keeps none until all ranks count again
+
+    def commit(self, step: int, extra: dict[str, Any], newest_at_load: int) -> None:
+        """See `Checkpoints.commit`, and `Snapshots.keep`."""
+        if not self._has_room:
+            return
+        begun_s, pipeline = time.monotonic(), self._pipeline
+        self._refuse_gradients()
+        require_step(step)
+        if step <= self.last_step and pipeline.num_steps != self._num_steps:
+            raise PipelineError(
+                f"commit({step}) after commit({self.last_step}) and more steps: a restart could not tell which state "
+                f"is newer; give the number of steps done"
+            )
+        has_begun_steps = pipeline.has_begun_steps
+        pipeline.settle_begun_steps()  # the weights of a step that is refused must not be kept
+        tensors, training = self._trained.collect(step, extra, newest_at_load)
+        data = chunks_of(tensors)
+        self._num_commits += 1
+        if self._num_commits & (self._num_commits - 1) == 0:  # commits 1, 2, 4, 8, …: an optimizer's state grows
+            self._has_room = self._count(data)
+        if not self._has_room:
+            self.snapshots.give_up()
+            return
+        if has_begun_steps or pipeline.num_steps == self._num_steps:
+            # No rank may be two steps ahead of another, and no step has made them wait for each other.
+            self._share(f"the other ranks to commit step {step}", None)
+        self._num_steps, self.last_step = pipeline.num_steps, step
+        if not self._has_room_here:
+            return
+        try:
+            self.snapshots.keep(step, data, training)
+        except OSError as error:
+            self._has_room_here = False
+            self.snapshots.give_up()
+            say(
+                f"process {dist.get_rank()} keeps no states in memory from step {step} on: its state has grown, and "
+                f"this machine lacks memory for it ({error.strerror}); {_INSTEAD}"
+            )
+        else:
+            if pipeline.progress is not None:
+                pipeline.progress.committed(begun_s, self._most_bytes)
+
+    def _refuse_gradients(self) -> None:
+        """Raises PipelineError if a weight has a gradient. No optimizer has buffers, so theirs do not count."""
+        weights = [weight for weight, _ in self._trained.weights.local() if not weight.is_buffer]
+        for weight in weights:
+            if weight.tensor.grad is not None:
+                raise PipelineError(
+                    f"{weight.names[0]} has a gradient, which a restart from memory would lose; call commit after "
+                    f"optimizer.step() and optimizer.zero_grad(), without set_to_none=False"
+                )
+        if self._is_sharded and (held_back := unreduced(self._pipeline.local_stages.values())):
+            name = next(weight.names[0] for weight in weights if weight.tensor in held_back)
+            raise PipelineError(
+                f"{name} has a gradient of a step with sync=False, which FSDP keeps until a step with sync=True, and "
+                f"which a restart from memory would lose; call commit after a step with sync=True, optimizer.step() "
+                f"and optimizer.zero_grad()"
+            )
+
+    def _count(self, chunks: Iterable[Chunk]) -> bool:
+        """Whether the states of all ranks fit, as they are now. Says what they need, and what there is. Collective."""
+        self._trained.weights.require_all()
+        tensor_bytes = NUM_SNAPSHOTS * sum(chunk.num_bytes for chunk in chunks)
+        needed_bytes = tensor_bytes + 2 * NUM_SNAPSHOTS * _HEAD_BYTES
+        disk_bytes, host_bytes = self.snapshots.disk_bytes, available_bytes()
+        taken_bytes = min(needed_bytes, self.snapshots.allocated_bytes)
+        free_bytes = disk_bytes if host_bytes is None else min(disk_bytes, host_bytes)
+        problem = None
+        if self._is_over_limit(tensor_bytes):
+            problem = f"has no room for {size_text(needed_bytes)} in the plan's limit"
+        elif not self._has_room_here:
+            problem = "ran out of memory for its state"
+        of_processes = self._share(
+            f"the other ranks' commit number {self._num_commits}",
+            [needed_bytes, taken_bytes, disk_bytes, free_bytes, problem],
+        )
+        needed, taken, on_disk, free, problems = zip(*of_processes, strict=True)
+        self._most_bytes = max(needed)
+        room_bytes = sum(taken) + min(free)
+        reason = next((f"process {process} {text}" for process, text in enumerate(problems) if text), None)
+        fits = reason is None and sum(needed) <= room_bytes
+        if reason is None and not fits and min(on_disk) == min(free):
+            where = self.snapshots.folder.parent.parent
+            reason = f"{where} has {size_text(room_bytes)}: enlarge it, or name another tmpfs by --snapshot-folder"
+        elif reason is None:
+            reason = f"this machine has {size_text(room_bytes)} for them"
+        if self._pipeline.processes.is_first:
+            if not fits:
+                say(f"states are not kept in memory: they need {size_text(sum(needed))}, and {reason}; {_INSTEAD}")
+            elif self._num_commits == 2 and not is_restart():  # the first step has made the optimizer's state
+                say(f"states are kept in memory: they need {size_text(sum(needed))}, and {reason}")
+        return fits
+
+    def _is_over_limit(self, tensor_bytes: int) -> bool:
+        """Whether this process would need more than its memory limit, which counts the host's memory on a CPU alone."""
+        placement, rank = self._pipeline.plan.placement, self._pipeline.rank
+        limit_bytes = placement.cluster.limit_bytes[rank]
+        if limit_bytes is None or self._pipeline.device.type != "cpu":
+            return False
+        counted_bytes = placement.snapshot_bytes[rank] if placement.snapshot_bytes else 0
+        return simulate(self._pipeline.plan).peak_memory_bytes[rank] - counted_bytes + tensor_bytes > limit_bytes

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -12,49 +11,75 @@ import msgspec
 import torch
 from torch.optim import Optimizer
 
-from rota.core.errors import PipelineError
-from rota.core.reading import Field
+from rota.core.errors import FormatError, PipelineError
+from rota.core.reading import LARGEST, Field, Whole, short
 from rota.runtime.checkpoints.optimizer_state import (
+    Group,
     Record,
     SavedScheduler,
-    different,
+    groups_of,
     is_tensor_key,
-    read_records,
     records_of,
     require_records,
     restore_optimizer,
-    same,
     scheduler_state,
     split_scheduler,
     tensor_key,
 )
-from rota.runtime.checkpoints.random_states import (
-    RandomState,
-    random_state,
-    read_random_state,
-    require_random_state,
-    set_random_state,
-)
-from rota.runtime.checkpoints.rank_file import Chunk, Tensors
-from rota.runtime.checkpoints.values import from_json, require_readable, to_json
+from rota.runtime.checkpoints.random_states import RandomState, random_state, require_random_state, set_random_state
+from rota.runtime.checkpoints.tensors import Chunk, Index, Reader, Tensors
+from rota.runtime.checkpoints.values import DTYPES, from_json, require_readable, same, to_json
 from rota.runtime.checkpoints.weights import Weight, Weights, few, model_key
 from rota.runtime.reducing.norms import local
 
+_CPU = torch.device("cpu")
 
-class TrainingState(NamedTuple):
-    """All state of a training besides tensors; `records` are by weight."""
 
-    records: dict[str, Record]
+class OfRank(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """All that a rank's file has besides tensors.
+
+    `step` and `extra` are what `save` or `commit` was given; `newest_at_load` is the number of the newest checkpoint
+    when the training loaded last.
+    """
+
+    step: Whole
+    extra: dict[str, Any]
+    newest_at_load: Whole
+    groups: list[Group]
     scheduler: SavedScheduler | None
     random: RandomState
 
-    @classmethod
-    def from_json(cls, field: Field) -> TrainingState:
-        """The state with this JSON, in which every field is checked. Raises FormatError that names the field."""
-        field.refuse_others(cls._fields)
-        if (scheduler := from_json(field["scheduler"])) is not None:
-            scheduler = Field(f"{field.path}.scheduler", scheduler).read(SavedScheduler)
-        return cls(read_records(field["records"]), scheduler, read_random_state(field["random"]))
+
+class TrainingState(NamedTuple):
+    """All state of a training besides tensors: what the first rank has; the records of all weights; the scheduler's."""
+
+    first: OfRank
+    records: dict[str, Record]
+    scheduler: SavedScheduler | None
+
+
+def read_training(of_ranks: Sequence[Field]) -> TrainingState:
+    """The state of a training from what its ranks have written; the random state is the first one's.
+
+    Raises:
+        FormatError: a field is wrong, or the ranks differ where they must be equal.
+    """
+    ranks: list[OfRank] = [Field(field.path, from_json(field)).read(OfRank) for field in of_ranks]
+    first = ranks[0]
+    scheduler = next((rank.scheduler for rank in ranks if rank.scheduler is not None), None)
+    for number, rank in enumerate(ranks):
+        if rank.step != first.step or not same(rank.extra, first.extra):
+            raise FormatError(
+                f"process {number} has saved step {rank.step} with {short(rank.extra)}, but process 0 step "
+                f"{first.step} with {short(first.extra)}; save the same on all"
+            )
+        if rank.scheduler is not None and not same(rank.scheduler, scheduler):
+            raise FormatError(
+                f"process {number}'s scheduler is in another state, {short(rank.scheduler[1])}, than those of earlier "
+                f"processes, {short(scheduler and scheduler[1])}; step it equally often on all"
+            )
+        require_random_state(rank.random, _CPU)
+    return TrainingState(first, records_of(rank.groups for rank in ranks), scheduler)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,149 +91,108 @@ class Trained:
     scheduler: Any
     device: torch.device
 
-    def collect(self, with_buffers: bool) -> tuple[Tensors, dict[str, Any]]:
-        """This rank's tensors, not copied, and all other state as JSON; only the first replica saves buffers.
+    def collect(
+        self, step: int, extra: dict[str, Any], newest_at_load: int, with_buffers: bool = True
+    ) -> tuple[Tensors, dict[str, Any]]:
+        """This rank's tensors, not copied, and all other state as the JSON of `OfRank`.
 
         Raises PipelineError if some of it could not be restored.
         """
+        require_step(step)
         tensors: Tensors = {}
         keys: dict[torch.Tensor, str] = {}
-        num_tp_shards: dict[str, int] = {}
         for weight, tp_shard in self.weights.local():
             keys[weight.tensor] = key = weight.key(weight.names[0], tp_shard)
-            num_tp_shards[weight.names[0]] = weight.num_tp_shards
             if with_buffers or not weight.is_buffer:
                 tensors[model_key(key)] = weight.tensor.detach()
-        training = {"records": [], "scheduler": None, "random": msgspec.to_builtins(random_state(self.device))}
+        scheduler: SavedScheduler | None = None
+        groups: list[dict[str, Any]] = []
         if self.optimizer is not None:
-            saved, by_group = split_scheduler(self.scheduler, len(self.optimizer.param_groups))
-            if saved is not None:
-                training["scheduler"] = to_json(msgspec.structs.asdict(saved), "the scheduler's state")
-            training["records"], states = records_of(self.optimizer, by_group, keys)
+            scheduler, by_group = split_scheduler(self.scheduler, len(self.optimizer.param_groups))
+            groups, states = groups_of(self.optimizer, by_group, keys)
             tensors |= states
         for key, tensor in tensors.items():
             part = tensor if type(tensor) is torch.Tensor else local(tensor)  # a shard of a DTensor
             require_readable(key, part)
             if not part.is_contiguous() and not is_tensor_key(key):  # the optimizer gets new tensors
                 _require_writable(key, part)
-        return tensors, {"training": training, "num_tp_shards": num_tp_shards}
+        random = msgspec.structs.asdict(random_state(self.device))
+        state = to_json({"groups": groups, "scheduler": scheduler, "random": random}, "the training's state")
+        return tensors, {"step": step, "extra": to_json(extra, "extra"), "newest_at_load": newest_at_load, **state}
 
-    def prepare(
-        self, num_tp_shards: Mapping[str, int], training: TrainingState, chunks: Mapping[str, Chunk]
-    ) -> Restoring:
-        """Check that a checkpoint fits, before anything changes. Raises PipelineError.
+    def prepare(self, num_tp_shards: Mapping[str, int], training: TrainingState, index: Index) -> Restoring:
+        """Check that what was saved fits, before anything changes. Raises PipelineError.
 
-        `num_tp_shards`: of each weight and buffer of the whole model. `chunks`: one of each tensor that was saved.
+        `num_tp_shards`: of each weight and buffer of the whole model. `index`: where the tensors are.
         """
         names = _stored_names(self.weights.all, num_tp_shards)
         tensors: Tensors = {}
         keys: dict[torch.Tensor, str] = {}
         for weight, tp_shard in self.weights.local():
-            _require_tp_shards(weight, num_tp_shards[names[weight.names[0]]])
-            keys[weight.tensor] = key = weight.key(names[weight.names[0]], tp_shard)
+            name = names[weight.names[0]]
+            if (
+                weight.num_tp_shards != num_tp_shards[name]
+            ):  # of others' weights not known: they may wrap them otherwise
+                raise PipelineError(
+                    f"{name} was saved in {num_tp_shards[name]} TP shards, but has {weight.num_tp_shards} here; TP "
+                    f"shards are not joined or cut again: resume on as many tensor-parallel ranks as it was saved on"
+                )
+            keys[weight.tensor] = key = weight.key(name, tp_shard)
             tensors[model_key(key)] = weight.tensor.detach()
-            _require_alike(key, weight.tensor, chunks[model_key(key)])
+            _require_alike(key, weight.tensor, _chunk(index, model_key(key)))
         state = None
         if self.optimizer is not None:
             of_groups = require_records(self.optimizer, keys, training.records)
             state = scheduler_state(self.scheduler, training.scheduler, of_groups)
             for parameter, key in keys.items():
                 if key in training.records:
-                    tensors |= _state_tensors(parameter, key, training.records[key], chunks)
-        require_random_state(training.random, self.device)
-        return Restoring(self, tensors, keys, training, state)
+                    tensors |= _state_tensors(parameter, key, training.records[key], index)
+        require_random_state(training.first.random, self.device)
+        return Restoring(self, tensors, keys, training, state, Reader(index, tensors))
 
 
 @dataclass(frozen=True, slots=True)
 class Restoring:
-    """A checkpoint that fits: the caller fills `tensors`, then `finish` sets the rest."""
+    """A state that fits: `reader` fills `tensors`, then `finish` sets the rest."""
 
     trained: Trained
     tensors: Tensors
     keys: dict[torch.Tensor, str]
     training: TrainingState
     scheduler_state: Any
+    reader: Reader
 
     def finish(self) -> None:
-        """Set the states of the optimizer, the scheduler and the random generators from the checkpoint."""
+        """Set the states of the optimizer, the scheduler and the random generators."""
         optimizer, scheduler = self.trained.optimizer, self.trained.scheduler
         if optimizer is not None:
             restore_optimizer(optimizer, self.keys, self.training.records, self.tensors)
         if scheduler is not None:
             scheduler.load_state_dict(self.scheduler_state)
-        set_random_state(self.training.random, self.trained.device)
+        set_random_state(self.training.first.random, self.trained.device)
 
 
-class Merged(NamedTuple):
-    """The state of all ranks besides tensors, as JSON; the arguments of `save`, and weights' numbers of TP shards."""
-
-    training: dict[str, Any]
-    step: int
-    extra: dict[str, Any]
-    num_tp_shards: dict[str, int]
+def require_step(step: object) -> None:
+    """Raises PipelineError if it is not the number of a step, or too large to be read again."""
+    if type(step) is not int or not 0 <= step <= LARGEST:
+        raise PipelineError(f"step={step!r}; give a whole number from 0 to {LARGEST:,}")
 
 
-def merge(of_ranks: Sequence[dict[str, Any]]) -> Merged:
-    """Merge what all ranks have collected; the random state is the first one's.
-
-    Raises:
-        PipelineError: the ranks differ where they must be equal.
-    """
-    groups: dict[str, tuple[Any, dict[str, Any]]] = {}
-    known: dict[str, tuple[Any, Any]] = {}
-    num_tp_shards: dict[str, int] = {}
-    arguments = of_ranks[0]["given"]
-    scheduler = next(filter(None, (small["training"]["scheduler"] for small in of_ranks)), None)
-    for rank, small in enumerate(of_ranks):
-        if not same(small["given"], arguments):
-            raise PipelineError(
-                f"process {rank} saves {small['given']}, but process 0 {arguments}; save the same on all"
-            )
-        num_tp_shards |= small["num_tp_shards"]
-        for shared, of_weights in small["training"]["records"]:
-            _, merged = groups.setdefault(json.dumps(shared), (shared, {}))
-            for key, own in of_weights.items():
-                if key in known:
-                    _require_equal(rank, key, known[key], (shared, own))
-                else:
-                    known[key] = shared, own
-                    merged[key] = own
-        of_rank = small["training"]["scheduler"]
-        if of_rank is not None and not same(of_rank, scheduler):
-            raise PipelineError(
-                f"process {rank}'s scheduler is in another state ({of_rank}) than those of earlier "
-                f"processes ({scheduler}); step it equally often on all"
-            )
-    records = sorted((group for group in groups.values() if group[1]), key=lambda group: min(group[1]))
-    training = {**of_ranks[0]["training"], "records": records, "scheduler": scheduler}
-    return Merged(training, arguments["step"], arguments["extra"], num_tp_shards)
-
-
-def _require_equal(rank: int, key: str, known: tuple[Any, Any], other: tuple[Any, Any]) -> None:
-    """Raises PipelineError if a rank has another record of a weight, in JSON, than a rank before."""
-    for first, of_rank in zip(_parts(*known), _parts(*other), strict=True):
-        if (name := different(first, of_rank)) is not None:
-            raise PipelineError(
-                f"process {rank} has {name} = {of_rank.get(name)} for {key}, and another has {first.get(name)}; train "
-                f"it the same way on all ranks that hold it"
-            )
-
-
-def _parts(shared: dict[str, Any], own: list[Any]) -> tuple[dict[str, Any], ...]:
-    """What must be equal on all ranks that hold a weight."""
-    return shared["options"], {str(place): value for place, value in shared["scheduled"]}, own[1]
+def _chunk(index: Index, key: str) -> Chunk:
+    """One of the chunks of a tensor."""
+    if key not in index:
+        raise PipelineError(f"{short(key)} was not saved; make the model that was")
+    return index[key][0].chunk
 
 
 def _stored_names(weights: list[Weight], saved: Mapping[str, int]) -> dict[str, str]:
     """The saved name of each weight, by its first name. Raises PipelineError if the checkpoint is of another model."""
-    stored: dict[str, str] = {}
-    missing = []
-    for weight in weights:
-        name = next((name for name in weight.names if name in saved), None)
-        if name is None:
-            missing.append(weight.names[0])
-        else:
-            stored[weight.names[0]] = name
+    stored = {
+        weight.names[0]: name
+        for weight in weights
+        if (name := next((name for name in weight.names if name in saved), None)) is not None
+    }
+    missing = [weight.names[0] for weight in weights if weight.names[0] not in stored]
     known = {*stored.values()}
     extra = [name for name in saved if name not in known]
     if missing or extra:
@@ -229,32 +213,24 @@ def _require_writable(key: str, tensor: torch.Tensor) -> None:
         )
 
 
-def _require_tp_shards(weight: Weight, num_tp_shards: int) -> None:
-    """Each rank checks only weights of its own stages: other ranks may wrap theirs in another way."""
-    if weight.num_tp_shards != num_tp_shards:
-        raise PipelineError(
-            f"{weight.names[0]} was saved in {num_tp_shards} TP shards, but has {weight.num_tp_shards} here; TP shards "
-            f"are not joined or cut again: resume on as many tensor-parallel ranks as it was saved on"
-        )
-
-
 def _require_alike(key: str, tensor: torch.Tensor, stored: Chunk) -> None:
-    was, now = (list(stored.size), stored.dtype), (list(tensor.shape), tensor.dtype)
+    was, now = (list(stored.size), DTYPES[stored.dtype]), (list(tensor.shape), tensor.dtype)
     if was != now:
         raise PipelineError(f"{key} was saved as {was[0]} of {was[1]}, but is {now[0]} of {now[1]}; make both equal")
 
 
-def _state_tensors(parameter: torch.Tensor, key: str, record: Record, chunks: Mapping[str, Chunk]) -> Tensors:
+def _state_tensors(parameter: torch.Tensor, key: str, record: Record, index: Index) -> Tensors:
     """Tensors to read an optimizer's state of one weight into."""
     tensors: Tensors = {}
     for name in record.tensors:
-        stored = chunks[full := tensor_key(key, name)]
-        if _is_on_host(name, stored, record.options):
-            tensors[full] = torch.empty(stored.size, dtype=stored.dtype, device="cpu")
+        stored = _chunk(index, full := tensor_key(key, name))
+        dtype = DTYPES[stored.dtype]
+        if _is_on_host(name, stored, record.group.options):
+            tensors[full] = torch.empty(stored.size, dtype=dtype, device="cpu")
         elif stored.size == tuple(parameter.shape):
-            tensors[full] = torch.empty_like(parameter, dtype=stored.dtype, requires_grad=False)
+            tensors[full] = torch.empty_like(parameter, dtype=dtype, requires_grad=False)
         else:
-            tensors[full] = torch.empty(stored.size, dtype=stored.dtype, device=parameter.device)
+            tensors[full] = torch.empty(stored.size, dtype=dtype, device=parameter.device)
     return tensors
 
 

@@ -1,7 +1,10 @@
-"""The tensors of a checkpoint: which rank writes which part, where each part is, and reading them again.
+"""The tensors of a training in files: a rank's file, which rank writes what, and filling tensors from the files.
 
-rank 0   rank-0.safetensors   │ model/a, rows 0–3 │ model/b │ optimizer/a/exp_avg, rows 0–3 │
-rank 1   rank-1.safetensors   │ model/a, rows 4–7 │ optimizer/a/exp_avg, rows 4–7 │
+rank 0   rank-0.safetensors   │ header │ model/a, rows 0–3 │ model/b │ optimizer/a/exp_avg, rows 0–3 │
+rank 1   rank-1.safetensors   │ header │ model/a, rows 4–7 │ optimizer/a/exp_avg, rows 4–7 │
+
+A checkpoint is a folder of such files, and a snapshot is one alone. None of them is trusted. A header says what is
+where, for safetensors, for PyTorch's reader and for Rota, and has all other state of the training.
 
 A tensor is in one or more chunks, which are boxes of a grid. The planner of `torch.distributed.checkpoint` chooses the
 chunks that a rank reads, so DTensors of any layout load into any other layout.
@@ -10,15 +13,22 @@ chunks that a rank reads, so DTensors of any layout load into any other layout.
 from __future__ import annotations
 
 import hashlib
-import math
+import json
+import os
+import struct
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from itertools import groupby
+from contextlib import contextmanager
+from functools import lru_cache
+from io import FileIO
+from itertools import accumulate, groupby
+from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import Annotated, Any, NamedTuple, TypeAlias
 
 import torch
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from msgspec import Meta
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -26,34 +36,228 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.tensor import DTensor
 
 from rota.core import reading
 from rota.core.errors import FormatError, PipelineError
-from rota.runtime.checkpoints.manifest import File, Saved, file_of, naming, opened, pieces
-from rota.runtime.checkpoints.rank_file import (
-    LENGTH,
-    Box,
-    Chunk,
-    Tensors,
-    head_bytes,
-    read_chunks,
-    read_head,
-    starts_of,
-)
-from rota.runtime.checkpoints.values import are_of, dtype_name, tensor_of
+from rota.core.reading import Field, Whole, short
+from rota.runtime.checkpoints.values import DTYPES, NAMES, Size, bytes_of, dtype_named, require_countable, tensor_of
 from rota.runtime.device.protocol import Device, is_queued
+
+Tensors: TypeAlias = dict[str, torch.Tensor]
+
+_LENGTH = struct.Struct("<Q")  # of the header, before it
+ALIGNED = 64  # bytes at which the tensors begin; large elements come first, so each is aligned
+
+
+class File(NamedTuple):
+    """A rank's file as it was written: its size, its header's SHA-256 in hexadecimal digits, each tensor's CRC-32."""
+
+    num_bytes: Whole
+    head_sha256: str
+    crc32: tuple[Annotated[int, Meta(ge=0, lt=2**32)], ...]
+
+
+class Chunk(NamedTuple):
+    """A box of a tensor of this `size`: all of it, or what one rank has of a DTensor. `dtype`: as safetensors names it.
+
+    As JSON it is a list.
+    """
+
+    key: str
+    dtype: str
+    size: Size
+    offsets: tuple[Whole, ...]
+    sizes: tuple[Whole, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the box."""
+        return prod(self.sizes) * DTYPES[self.dtype].itemsize
 
 
 class Part(NamedTuple):
-    """A chunk in a file: where its bytes begin, and their CRC-32."""
+    """A chunk in a file: where its bytes begin, and their CRC-32; a snapshot's is not known."""
 
     chunk: Chunk
     path: Path
     position: int
-    crc32: int
+    crc32: int | None
 
 
 Index: TypeAlias = dict[str, list[Part]]  # by the tensor's key
+
+
+def read_chunks(field: Field) -> list[Chunk]:
+    """Chunks from JSON. Raises FormatError that names the field."""
+    chunks: list[Chunk] = field.read(list[Chunk])
+    for key, dtype, size, offsets, sizes in chunks:
+        is_inside = len(size) == len(offsets) == len(sizes) and all(
+            offset + length <= whole for whole, offset, length in zip(size, offsets, sizes, strict=True)
+        )
+        if not is_inside:
+            raise field.wrong(f"offsets and sizes inside of the tensor {short(key)}")
+        require_countable(field, size)
+        dtype_named(field, dtype)
+    return chunks
+
+
+def chunks_of(tensors: Tensors) -> dict[Chunk, torch.Tensor]:
+    """What this process has of each tensor, not copied, in the order of a file."""
+    chunks: dict[Chunk, torch.Tensor] = {}
+    sharded: Tensors = {}
+    for key, tensor in tensors.items():
+        if isinstance(tensor, DTensor):
+            sharded[key] = tensor
+        else:
+            size = tuple(tensor.shape)
+            chunks[Chunk(key, NAMES[tensor.dtype], size, (0,) * len(size), size)] = tensor.detach()
+    if sharded:
+        planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        planner.set_up_planner(sharded)
+        for item in planner.create_local_plan().items:
+            held, data = item.tensor_data, planner.resolve_data(item)
+            assert held is not None
+            assert isinstance(data, torch.Tensor)
+            size, offsets, sizes = map(tuple, (held.size, held.chunk.offsets, held.chunk.sizes))
+            if not prod(size):
+                offsets, sizes = (0,) * len(size), size
+            if prod(sizes) or not prod(size):
+                chunks[Chunk(item.index.fqn, NAMES[data.dtype], size, offsets, sizes)] = data.detach()
+    return {chunk: chunks[chunk] for chunk in in_order(chunks)}
+
+
+def in_order(chunks: Iterable[Chunk]) -> list[Chunk]:
+    """In the order of a file."""
+    return sorted(chunks, key=lambda chunk: -DTYPES[chunk.dtype].itemsize)
+
+
+def starts_of(chunks: Iterable[Chunk], first: int) -> list[int]:
+    """Where each chunk starts in a file whose tensors begin at `first`; and where the last one ends."""
+    return [*accumulate((chunk.num_bytes for chunk in chunks), initial=first)]
+
+
+# --- writing ----------------------------------------------------------------------------------------------------------
+
+
+def head_of(chunks: tuple[Chunk, ...], training: dict[str, Any]) -> bytes:
+    """All that is in a file before its tensors; `training` is all other state, as JSON."""
+    metadata, entries = _texts(chunks)
+    own = json.dumps(json.dumps(training, check_circular=False))
+    text = f'{{"__metadata__": {{{metadata}, "training": {own}}}{entries}}}'.encode()
+    return padded(_LENGTH.pack(0) + text, _LENGTH.size + len(text))
+
+
+def padded(head: bytes, num_bytes: int) -> bytes:
+    """A head in at least `num_bytes`, which are no fewer than what it has."""
+    length = num_bytes + -num_bytes % ALIGNED - _LENGTH.size
+    return _LENGTH.pack(length) + head[_LENGTH.size :].ljust(length)
+
+
+@lru_cache(maxsize=8)
+def _texts(chunks: tuple[Chunk, ...]) -> tuple[str, str]:
+    """Of a header: the metadata for Rota and for PyTorch, and the entries of safetensors."""
+    offsets, entries, begin = {}, [], 0
+    for chunk in chunks:
+        offsets[chunk.key] = {"saved_offsets": chunk.offsets}
+        end = begin + chunk.num_bytes
+        entry = {"dtype": chunk.dtype, "shape": chunk.sizes, "data_offsets": [begin, end]}
+        entries.append(f", {json.dumps(chunk.key)}: {json.dumps(entry)}")
+        begin = end
+    texts = {"DCP_SHARDING_INFO": json.dumps(offsets), "tensors": json.dumps(chunks)}
+    return json.dumps({"format": "pt", **texts})[1:-1], "".join(entries)
+
+
+def write_file(path: Path, data: Mapping[Chunk, torch.Tensor], training: dict[str, Any]) -> File:
+    """Write a rank's file, and flush it to disk."""
+    head, checksums = head_of(tuple(data), training), []
+    with path.open("xb") as file:
+        file.write(head)
+        for tensor in data.values():
+            values = bytes_of(tensor)
+            checksums.append(zlib.crc32(values))
+            file.write(values)
+        file.flush()
+        os.fsync(file.fileno())
+        return File(file.tell(), hashlib.sha256(head).hexdigest(), tuple(checksums))
+
+
+# --- reading ----------------------------------------------------------------------------------------------------------
+
+
+def read_file(path: Path, written: File | None) -> tuple[list[Part], Field]:
+    """Where a file's tensors are, and all other state as JSON, by its header. Raises FormatError.
+
+    `written`: what the index says of the file; a snapshot has none.
+    """
+    with opened(path) as file, naming(path):
+        num_bytes = os.fstat(file.fileno()).st_size
+        if written is not None and num_bytes != written.num_bytes:
+            raise FormatError(f"it has {num_bytes:,} bytes instead of {written.num_bytes:,}")
+        begin = file.read(_LENGTH.size)
+        if len(begin) < _LENGTH.size:
+            raise FormatError("it is too short for a header")
+        (length,) = _LENGTH.unpack(begin)
+        if length > min(num_bytes - _LENGTH.size, reading.LARGEST_BYTES):
+            raise FormatError(f"its header would have {length:,} bytes")
+        text = reading.read_bytes(file.read, length - 1)
+        if written is not None and hashlib.sha256(begin + text).hexdigest() != written.head_sha256:
+            raise FormatError("it has changed since it was saved, in its header")
+        chunks, training = _read_head(text)
+        *positions, end = starts_of(chunks, len(begin) + length)
+        checksums = [None] * len(chunks) if written is None else written.crc32
+        if len(chunks) != len(checksums) or end != num_bytes:
+            raise FormatError(f"its tensors do not fill its {num_bytes:,} bytes")
+    places = zip(chunks, positions, checksums, strict=True)
+    parts = [Part(chunk, path, position, crc32) for chunk, position, crc32 in places]
+    return parts, Field(f"{path.name}: training", training.value)
+
+
+def _read_head(text: bytearray) -> tuple[list[Chunk], Field]:
+    """The chunks, by what is written for Rota, and all other state."""
+    try:
+        metadata = Field("header", reading.load(text.decode()))["__metadata__"]
+    except UnicodeDecodeError as error:
+        raise FormatError(f"its header is not a text in UTF-8 (byte {error.start})") from None
+    tensors, training = (Field(name, reading.load(metadata[name].read(str))) for name in ("tensors", "training"))
+    chunks = read_chunks(tensors)
+    if len({chunk.key for chunk in chunks}) < len(chunks):
+        raise tensors.wrong("tensors that occur only once")
+    return chunks, training
+
+
+def read_values(part: Part) -> torch.Tensor:
+    """The values of a part. Raises FormatError if they have changed since they were saved."""
+    chunk, data, num_read = part.chunk, torch.empty(part.chunk.num_bytes, dtype=torch.uint8, device="cpu"), 0
+    view = data.numpy().data
+    with opened(part.path) as file:
+        file.seek(part.position)
+        while count := file.readinto(view[num_read:]):
+            num_read += count
+    if num_read < len(view) or part.crc32 not in (None, zlib.crc32(view)):
+        raise FormatError(f"{part.path}: it has changed since it was saved, in {short(chunk.key)}")
+    return tensor_of(Field(f"{part.path}: {short(chunk.key)}", chunk.dtype), data, DTYPES[chunk.dtype], chunk.sizes)
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[FileIO]:
+    """Open a regular file to read it. Raises FormatError for anything else, also for a link to one."""
+    try:
+        with reading.open_file(path, follow=False) as file:
+            yield file
+    except FileNotFoundError:
+        raise FormatError(f"{path} is missing") from None
+    except OSError as error:
+        raise FormatError(f"cannot read {path}: {error.strerror}") from None
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Puts the file's path in front of FormatErrors that are raised inside."""
+    try:
+        yield
+    except FormatError as error:
+        raise FormatError(f"{path}: {error}") from None
 
 
 # --- who writes what --------------------------------------------------------------------------------------------------
@@ -65,15 +269,13 @@ def copied(data: Mapping[Chunk, torch.Tensor], device: Device) -> tuple[dict[Chu
     On an accelerator, they are copied on the caller's stream, before whatever the caller enqueues later, to pinned
     memory; the host goes on at once.
     """
-    copies = {chunk: _copy_on_host(tensor) for chunk, tensor in data.items()}
+    copies = {
+        chunk: tensor.clone() if tensor.device.type == "cpu" else tensor.to("cpu", non_blocking=True)
+        for chunk, tensor in data.items()
+    }
     if is_queued(device):
         return copies, device.read(torch.zeros(1, device=device.torch_device))  # it comes after all of them
     return copies, lambda: None
-
-
-def _copy_on_host(tensor: torch.Tensor) -> torch.Tensor:
-    """In pinned memory if the tensor is on an accelerator, as `to` makes it where it need not wait."""
-    return tensor.clone() if tensor.device.type == "cpu" else tensor.to("cpu", non_blocking=True)
 
 
 def share_out(of_ranks: Iterable[Any]) -> list[list[Chunk]]:
@@ -83,12 +285,12 @@ def share_out(of_ranks: Iterable[Any]) -> list[list[Chunk]]:
     shares: list[list[Chunk]] = []
     for rank, chunks in enumerate(of_ranks):
         shares.append([])
-        for chunk in read_chunks(reading.Field("chunks", chunks)):
+        for chunk in read_chunks(Field("chunks", chunks)):
             other = known.setdefault(chunk.key, chunk)
             if (other.dtype, other.size) != (chunk.dtype, chunk.size):
                 raise PipelineError(
-                    f"process {rank} has {chunk.key} as {list(chunk.size)} of {dtype_name(chunk.dtype)}, and another "
-                    f"as {list(other.size)} of {dtype_name(other.dtype)}; make it the same on all"
+                    f"process {rank} has {chunk.key} as {list(chunk.size)} of {chunk.dtype}, and another as "
+                    f"{list(other.size)} of {other.dtype}; make it the same on all"
                 )
             holders.setdefault(chunk, []).append(rank)
     loads = [0] * len(shares)
@@ -96,44 +298,35 @@ def share_out(of_ranks: Iterable[Any]) -> list[list[Chunk]]:
         rank = min(ranks, key=lambda rank: loads[rank])
         loads[rank] += chunk.num_bytes
         shares[rank].append(chunk)
-    return [sorted(share, key=lambda chunk: -chunk.dtype.itemsize) for share in shares]
+    return [*map(in_order, shares)]
 
 
 # --- what is where ----------------------------------------------------------------------------------------------------
 
 
-def read_index(saved: Saved) -> Index:
-    """Where a checkpoint's tensors are, by the headers of its files. Raises FormatError unless each is complete."""
+def index_of(parts: Iterable[Part]) -> Index:
+    """The parts by tensor. Raises FormatError if they are of different ones."""
     index: Index = {}
-    for rank, file in enumerate(saved.manifest.files):
-        for part in _parts(saved.path / file_of(rank), file):
-            index.setdefault(part.chunk.key, []).append(part)
-    for key, parts in index.items():
-        if len({(part.chunk.dtype, part.chunk.size) for part in parts}) > 1:
-            raise FormatError(f"{parts[-1].path}: {reading.short(key)} differs from another file's")
-        size = parts[0].chunk.size
-        if not _is_covered(size, [part.chunk.box for part in parts]):
-            raise FormatError(f"{saved.path}: no parts cover {reading.short(key)}, of size {list(size)}, once")
+    for part in parts:
+        parts_of_tensor = index.setdefault(part.chunk.key, [])
+        parts_of_tensor.append(part)
+        if parts_of_tensor[0].chunk[1:3] != part.chunk[1:3]:
+            raise FormatError(f"{part.path}: {short(part.chunk.key)} differs from another file's")
     return index
 
 
-def _parts(path: Path, file: File) -> list[Part]:
-    with opened(path) as opened_file, naming(path):
-        begin = opened_file.read(LENGTH.size)
-        head = begin + b"".join(map(bytes, pieces(opened_file, head_bytes(begin, file.num_bytes) - len(begin))))
-    if hashlib.sha256(head).hexdigest() != file.head_sha256:
-        raise FormatError(f"{path} has changed since it was saved, in its header")
-    with naming(path):
-        chunks, _ = read_head(head)
-        *positions, end = starts_of(chunks, len(head))
-        if len(chunks) != len(file.crc32) or end != file.num_bytes:
-            raise FormatError(f"its tensors do not fill its {file.num_bytes:,} bytes")
-    return [Part(chunk, path, *where) for chunk, *where in zip(chunks, positions, file.crc32, strict=True)]
+def require_covered(index: Index) -> None:
+    """Raises FormatError unless the parts of each tensor cover it once."""
+    for key, parts in index.items():
+        size = parts[0].chunk.size
+        if not _is_covered(size, [part.chunk[3:] for part in parts]):
+            where = parts[0].path.parent
+            raise FormatError(f"{where}: no parts cover {short(key)}, of size {list(size)}, once")
 
 
-def _is_covered(size: tuple[int, ...], boxes: list[Box]) -> bool:
+def _is_covered(size: tuple[int, ...], boxes: list[tuple[Any, ...]]) -> bool:
     """Whether the boxes are the cells of a grid over a tensor, each exactly once."""
-    if not math.prod(size):
+    if not prod(size):
         return boxes == [((0,) * len(size), size)]
     num_cells = 1
     for dimension, length in enumerate(size):
@@ -153,35 +346,14 @@ def _without_equals(values: Iterable[Any]) -> list[Any]:
 # --- reading ----------------------------------------------------------------------------------------------------------
 
 
-def check(parts: Iterable[Part]) -> None:
-    """Read these parts. Raises FormatError if one has changed since it was saved."""
-    for part in parts:
-        for _ in _pieces(part):
-            pass
-
-
-def _pieces(part: Part) -> Iterator[memoryview]:
-    """A part's bytes in pieces. Raises FormatError, at the end, if they have changed since they were saved."""
-    (key, dtype, *_), path, crc32 = part.chunk, part.path, 0
-    with opened(path) as file:
-        file.seek(part.position)
-        for piece in pieces(file, part.chunk.num_bytes):
-            crc32 = zlib.crc32(piece, crc32)
-            if not are_of(piece, dtype):
-                raise FormatError(f"{path}: {reading.short(key)} holds bytes that are not {dtype_name(dtype)} values")
-            yield piece
-    if crc32 != part.crc32:
-        raise FormatError(f"{path} has changed since it was saved, in {reading.short(key)}")
-
-
 class Reader:
-    """Fills `tensors`, which may be DTensors, from a checkpoint that has all of them."""
+    """Fills `tensors`, which may be DTensors, from parts of all of them."""
 
     def __init__(self, index: Index, tensors: Tensors) -> None:
         self._planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self._planner.set_up_planner(tensors, _metadata({key: index[key] for key in tensors}))
+        self._planner.set_up_planner(tensors, Metadata({key: _metadata(index[key]) for key in tensors}))
         wanted: dict[Part, list[ReadItem]] = {}
-        parts = {(key, part.chunk.box[0]): part for key in tensors for part in index[key]}
+        parts = {(key, part.chunk.offsets): part for key in tensors for part in index[key]}
         for item in self._planner.create_local_plan().items:
             assert item.storage_index.offset is not None
             wanted.setdefault(parts[item.storage_index.fqn, tuple(item.storage_index.offset)], []).append(item)
@@ -190,15 +362,13 @@ class Reader:
 
     def check(self) -> None:
         """Read all that `fill` will read, and change nothing. Raises FormatError if a part has changed."""
-        check(part for part, _ in self._wanted)
+        for part, _ in self._wanted:
+            read_values(part)
 
     def fill(self) -> None:
         """Fill the tensors. Raises FormatError as `check` does: a file may change in between."""
         for part, items in self._wanted:
-            data = bytearray()
-            for piece in _pieces(part):
-                data += piece
-            whole = tensor_of(data, part.chunk.dtype, part.chunk.box[1])
+            whole = read_values(part)
             for item in items:
                 value = whole
                 for dimension, (offset, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
@@ -208,15 +378,8 @@ class Reader:
                 self._planner.commit_tensor(item, target)
 
 
-def _metadata(index: Index) -> Metadata:
-    """The index as PyTorch's planner expects it."""
-    return Metadata(
-        {
-            key: TensorStorageMetadata(
-                TensorProperties(dtype=parts[0].chunk.dtype),
-                torch.Size(parts[0].chunk.size),
-                [ChunkStorageMetadata(*map(torch.Size, part.chunk.box)) for part in parts],
-            )
-            for key, parts in index.items()
-        }
-    )
+def _metadata(parts: list[Part]) -> TensorStorageMetadata:
+    """A tensor as PyTorch's planner expects it."""
+    first, chunks = parts[0].chunk, [part.chunk for part in parts]
+    boxes = [ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes)) for chunk in chunks]
+    return TensorStorageMetadata(TensorProperties(dtype=DTYPES[first.dtype]), torch.Size(first.size), boxes)

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import base64
 import math
-from collections import Counter, OrderedDict
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, TypeAlias
 
 import torch
@@ -23,11 +23,10 @@ from rota.core.reading import Field, Whole, short
 _LONGEST_BITS = 4096  # of an integer; Python parses about 14,000
 _MOST_PAIRS = 10_000  # of keys and values; those of a file may be made to have one hash, which makes a dict slow
 _DEEPEST = 64  # levels of lists and dicts
-_MOST_DIMENSIONS = 32
+_MOST_DIMENSIONS = 64  # PyTorch's kernels take no more
 _MOST_ELEMENTS = 2**58  # of a tensor, dimensions of length 0 left out: strides in bytes then fit into 64 bits
 _FLOATS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
-_MAPPINGS: dict[type, str] = {dict: "$dict", OrderedDict: "$ordered", Counter: "$counter"}
-_SEQUENCES: dict[type, str] = {tuple: "$tuple", torch.Size: "$size"}
+_MAPPINGS: dict[type, str] = {dict: "$dict", Counter: "$counter"}
 _KEYS = (type(None), bool, int, float, str)
 
 Size: TypeAlias = Annotated[tuple[Whole, ...], Meta(max_length=_MOST_DIMENSIONS)]  # of a tensor in a file
@@ -35,34 +34,28 @@ Size: TypeAlias = Annotated[tuple[Whole, ...], Meta(max_length=_MOST_DIMENSIONS)
 #: What names a value in errors: a text, or what names the value that it is in, and its place there.
 Path: TypeAlias = "str | tuple[Path, object]"
 
-#: Dtypes with whole bytes per element. Any bytes are valid elements, except those of bools, which are checked.
+#: Dtypes by their names in safetensors. Any bytes are valid elements, except those of bools, which are checked.
 DTYPES: dict[str, torch.dtype] = {
-    name: getattr(torch, name)
-    for name in (
-        *("float64", "float32", "float16", "bfloat16", "complex32", "complex64", "complex128"),
-        *("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu", "float4_e2m1fn_x2"),
-        *("int64", "int32", "int16", "int8", "uint64", "uint32", "uint16", "uint8", "bool"),
-    )
+    **{f"{kind[0].upper()}{n}": getattr(torch, f"{kind}{n}") for kind in ("int", "uint") for n in (8, 16, 32, 64)},
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "C64": torch.complex64,
+    "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
 }
-_NAMES = {dtype: name for name, dtype in DTYPES.items()}
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """The dtype's name without its module, such as "float32"."""
-    return _NAMES.get(dtype) or str(dtype).removeprefix("torch.")
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def require_readable(key: str, tensor: torch.Tensor) -> None:
     """Raises PipelineError that names the `key` of a tensor of this process that could not be read again."""
-    if tensor.dtype not in _NAMES:
-        dtype = dtype_name(tensor.dtype)
-        raise PipelineError(f"checkpoints cannot hold {key}, of {dtype}; use one of {', '.join(DTYPES)}")
+    if tensor.dtype not in NAMES:
+        usable = ", ".join(str(dtype).removeprefix("torch.") for dtype in NAMES)
+        raise PipelineError(f"checkpoints cannot hold {key}, of {tensor.dtype}; use one of {usable}")
     if tensor.layout is not torch.strided:
         raise PipelineError(f"checkpoints cannot hold {key}, whose layout is {tensor.layout}; make it dense")
-    if tensor.dim() > _MOST_DIMENSIONS:
-        raise PipelineError(
-            f"checkpoints cannot hold {key}, which has {tensor.dim()} dims; make it one of at most {_MOST_DIMENSIONS}"
-        )
     if type(tensor) in (torch.Tensor, torch.nn.Parameter) and not tensor.data_ptr() and tensor.numel():
         raise PipelineError(
             f"the memory of {key} was freed, so it has no values to keep; give it memory again before that"
@@ -81,26 +74,24 @@ def to_json(value: Any, path: Path, depth: int = 0) -> Any:
         return value
     if kind is float:
         return value if math.isfinite(value) else {"$float": str(value)}
-    if kind is list:
-        return [to_json(item, (path, at), inner) for at, item in enumerate(value)]
-    if kind in _SEQUENCES:
-        return {_SEQUENCES[kind]: [to_json(item, (path, at), inner) for at, item in enumerate(value)]}
+    if kind in (list, tuple):
+        items = [to_json(item, (path, at), inner) for at, item in enumerate(value)]
+        return items if kind is list else {"$tuple": items}
     if kind is dict and all(type(key) is str and not key.startswith("$") for key in value):
         return {key: to_json(item, (path, key), inner) for key, item in value.items()}
     if kind in _MAPPINGS and len(value) <= _MOST_PAIRS and all(type(key) in _KEYS for key in value):
-        items = value.items()
+        pairs = value.items()
         return {
-            _MAPPINGS[kind]: [[to_json(key, path, inner), to_json(item, (path, key), inner)] for key, item in items]
+            _MAPPINGS[kind]: [[to_json(key, path, inner), to_json(item, (path, key), inner)] for key, item in pairs]
         }
-    if kind is torch.dtype and value in _NAMES:
-        return {"$dtype": dtype_name(value)}
-    if kind is torch.Tensor and value.dtype in _NAMES and value.layout is torch.strided:
-        elements = base64.b64encode(bytes_of(value)).decode()
-        return {"$tensor": [dtype_name(value.dtype), list(value.shape), elements]}
+    if kind is torch.dtype and value in NAMES:
+        return {"$dtype": NAMES[value]}
+    if kind is torch.Tensor and value.dtype in NAMES and value.layout is torch.strided:
+        return {"$tensor": [NAMES[value.dtype], list(value.shape), base64.b64encode(bytes_of(value)).decode()]}
     text = f"{kind.__name__} of {value.bit_length():,} bits" if kind is int else f"{kind.__name__}, {short(str(value))}"
     raise PipelineError(
-        f"{_text_of(path)} is a {text}, but checkpoints hold only numbers, strings and tensors, in lists, tuples and "
-        f"dicts with numbers or strings as keys; leave it out of the state"
+        f"{_text_of(path)} is a {text}, but checkpoints hold only numbers (not complex ones), strings and tensors, in "
+        f"lists, tuples and dicts with numbers or strings as keys; leave it out of the state"
     )
 
 
@@ -139,25 +130,22 @@ def _float(field: Field, _depth: int) -> float:
     return _FLOATS[field.value]
 
 
-def _mapping(made: Callable[[dict[Any, Any]], Any]) -> Callable[[Field, int], Any]:
-    def read(field: Field, depth: int) -> Any:
-        if len(field.read(list[tuple[Any, Any]])) > _MOST_PAIRS:
-            raise field.wrong(f"at most {_MOST_PAIRS:,} pairs")
-        mapping: dict[Any, Any] = {}
-        for key, value in field:
-            name = from_json(key, depth)
-            if type(name) not in _KEYS or name in mapping:
-                raise key.wrong("a number or a string that occurs only once")
-            mapping[name] = from_json(value, depth)
-        return made(mapping)
-
-    return read
+def _mapping(field: Field, depth: int) -> dict[Any, Any]:
+    if len(field.read(list[tuple[Any, Any]])) > _MOST_PAIRS:
+        raise field.wrong(f"at most {_MOST_PAIRS:,} pairs")
+    mapping: dict[Any, Any] = {}
+    for key, value in field:
+        name = from_json(key, depth)
+        if type(name) not in _KEYS or name in mapping:
+            raise key.wrong("a number or a string that occurs only once")
+        mapping[name] = from_json(value, depth)
+    return mapping
 
 
 def dtype_named(field: Field, name: str) -> torch.dtype:
     """The dtype of this name. Raises FormatError."""
     if name not in DTYPES:
-        raise field.wrong("a dtype that PyTorch has")
+        raise field.wrong("a dtype that safetensors has")
     return DTYPES[name]
 
 
@@ -167,33 +155,50 @@ def require_countable(field: Field, size: tuple[int, ...]) -> None:
         raise field.wrong("fewer elements")
 
 
-def are_of(data: bytes | bytearray | memoryview, dtype: torch.dtype) -> bool:
-    """Whether the bytes are valid elements of a dtype: a bool must be 0 or 1, other dtypes allow all bytes."""
-    return dtype is not torch.bool or not bytes(data).translate(None, b"\0\1")
-
-
-def tensor_of(data: bytearray, dtype: torch.dtype, size: tuple[int, ...]) -> torch.Tensor:
-    """The tensor with the elements `data`; it shares the memory."""
-    raw = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
-    return raw.view(dtype).reshape(size)
+def tensor_of(field: Field, data: torch.Tensor, dtype: torch.dtype, size: tuple[int, ...]) -> torch.Tensor:
+    """The tensor whose bytes are `data`, in the same memory. Raises FormatError if a bool is neither 0 nor 1."""
+    if dtype is torch.bool and bool((data > 1).any()):
+        raise field.wrong("bools that are 0 or 1")
+    return data.view(dtype).view(size)
 
 
 def _tensor(field: Field, _depth: int) -> torch.Tensor:
     name, size, data = field.read(tuple[str, Size, bytes])  # which are written in base64
     dtype = dtype_named(field, name)
     require_countable(field, size)
-    if len(data) != math.prod(size) * dtype.itemsize or not are_of(data, dtype):
+    if len(data) != math.prod(size) * dtype.itemsize:
         raise field.wrong(f"the elements of a {name} tensor of size {list(size)}")
-    return tensor_of(bytearray(data), dtype, size)
+    # `frombuffer` takes no empty buffer.
+    raw = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+    return tensor_of(field, raw, dtype, size)
 
 
 _KINDS: dict[str, Callable[[Field, int], Any]] = {
     "$float": _float,
     "$tuple": lambda field, depth: tuple(from_json(item, depth) for item in field),
-    "$size": lambda field, _depth: torch.Size(field.read(tuple[Whole, ...])),
-    "$dict": _mapping(dict),
-    "$ordered": _mapping(OrderedDict),
-    "$counter": _mapping(Counter),
+    "$dict": _mapping,
+    "$counter": lambda field, depth: Counter(_mapping(field, depth)),
     "$dtype": lambda field, _depth: dtype_named(field, field.read(str)),
     "$tensor": _tensor,
 }
+
+
+# --- comparing --------------------------------------------------------------------------------------------------------
+
+
+def different(a: Mapping[Any, Any], b: Mapping[Any, Any]) -> Any:
+    """The first key whose values differ, None if all are the same."""
+    return next((key for key in {**a, **b} if key not in a or key not in b or not same(a[key], b[key])), None)
+
+
+def same(a: Any, b: Any) -> bool:
+    """Whether two values are exactly equal, including all tensors inside."""
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, torch.Tensor):
+        return a.dtype == b.dtype and torch.equal(a, b)
+    if isinstance(a, Mapping):
+        return different(a, b) is None
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(map(same, a, b))
+    return bool(a == b) or (isinstance(a, float) and math.isnan(a) and math.isnan(b))
