@@ -18,10 +18,10 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from rota.runtime.checkpoints.tensors import Chunk, chunks_of
 
 from rota.runtime.checkpoints import snapshots
 from rota.runtime.checkpoints.snapshots import PARTIAL, Snapshots
+from rota.runtime.checkpoints.tensors import Chunk, chunks_of
 from rota.runtime.launcher_files import State, states_in
 
 TRAINING = "0123456789abcdef"
