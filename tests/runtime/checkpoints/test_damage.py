@@ -131,28 +131,6 @@ def test_where_all_are_damaged_nothing_starts_from_the_beginning(pool: Pool, thr
         assert "no other checkpoint is whole" in words
 
 
-def test_an_old_one_that_is_damaged_does_not_stop_a_training(pool: Pool, three: Path, tmp_path: Path) -> None:
-    shutil.copytree(three, tmp_path, dirs_exist_ok=True)
-    flip(tmp_path / "step-1" / "rota.json")
-    (tmp_path / "step-5.partial").write_text("a user's")
-    (zero, said), (one, _) = pool.run(2, load_with_words, tmp_path)
-    assert (zero, one) == (3, 3)
-    assert "step-1/rota.json" in said
-    assert pool.run(2, go_on, tmp_path) == [3, 3]
-    assert (tmp_path / "step-4" / "rota.json").exists()
-    assert (tmp_path / "step-5.partial").read_text() == "a user's"
-
-
-def go_on(rank: int, folder: Path) -> int:
-    training = Training(TWO)
-    with training.pipeline:
-        checkpoints = training.checkpoints(folder)
-        found = checkpoints.load()
-        training.steps(range(3, 4))
-        checkpoints.save(4)
-        return found.step
-
-
 # --- other jobs -------------------------------------------------------------------------------------------------------
 
 

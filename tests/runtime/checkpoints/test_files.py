@@ -70,15 +70,12 @@ def test_a_manifest_comes_back_as_it_was() -> None:
     ("was", "becomes", "told"),
     [
         ('"format": 6', '"format": 7', "checkpoint.format is 7; expected 6; it was saved by a later version of Rota"),
-        ('"format": 6', '"format": 5', "it was saved by an earlier version of Rota; use it with that version"),
         ('"step": 20', '"step": 21', "it has changed since it was saved"),
         ('"position": [3', '"position": [2', "it has changed since it was saved"),
         ('"step": 20', '"step": 20, "steps": 2', 'checkpoint has the field "steps", which is not known there'),
         ('"step": 20', '"step": -1', "checkpoint.step is -1; expected 0 or more"),
         ('{"c": "b"}', '{"c": "d"}', 'checkpoint.aliases is {"c": "d"}; expected other names of the weights'),
-        ('{"c": "b"}', '{"b": "b"}', 'checkpoint.aliases is {"b": "b"}; expected other names of the weights'),
         ('"number": 1,', "", "checkpoint has no field 'number'"),
-        ('"rota": "checkpoint"', '"rota": "plan"', 'it says "rota": "plan"'),
         ('{"c": "b"}', '{"c": 3}', 'checkpoint.aliases[...] is {"c": 3}; expected a text'),
         ('"files": [', '"files": [], "file": [', "expected a list of length >= 1"),
     ],
@@ -171,6 +168,9 @@ def test_what_rota_did_not_make_stays(tmp_path: Path) -> None:
     for name in NOT_OURS:
         (tmp_path / name).mkdir()
         (tmp_path / name / "notes").write_text("of a user")
+    for name in ("step-3.partial", "step-4.partial", "step-1.replaced"):  # but these were cut off
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "rank-0.safetensors").write_bytes(b"abc")
     (tmp_path / "step-1.partial").write_text("a file")
     (tmp_path / "step-9.partial").symlink_to(tmp_path / "step-x")
     for step in (1, 7, 9):
@@ -185,16 +185,6 @@ def test_what_rota_did_not_make_stays(tmp_path: Path) -> None:
     assert (tmp_path / "step-1.partial").read_text() == "a file"
     assert (tmp_path / "step-9.partial").is_symlink()
     assert len([*tmp_path.iterdir()]) == len(NOT_OURS) + 2 + 2
-
-
-def test_what_was_cut_off_is_removed(tmp_path: Path) -> None:
-    save(tmp_path, 1)
-    (tmp_path / "step-3.partial").mkdir()
-    for name in ("step-4.partial", "step-1.replaced"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "rank-0.safetensors").write_bytes(b"abc")
-    checkpoint_folder.recover_folder(tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == ["step-1"]
 
 
 def test_a_damaged_one_stands_in_nobodys_way(tmp_path: Path) -> None:
@@ -362,22 +352,17 @@ PYTHON, NUMPY = ("random", "python", "$tuple"), ("random", "numpy", "$tuple")
     ("place", "value", "told"),
     [
         (CPU_STATE, {"$tensor": ["U8", [1], "AA=="]}, "random.cpu is not a random state"),
-        (CPU_STATE, {"$tensor": ["F32", [1], "AAAAAA=="]}, "random.cpu is not a random state"),
         (CPU_STATE, 3, "expected Tensor"),
         ((*PYTHON, 0), {"$tensor": ["U32", [1], "AAAAAA=="]}, "random.python has not 624 words"),
         ((*PYTHON, 2), "x", "expected a number"),
         ((*NUMPY, 1), 625, "expected 624 or less"),  # NumPy would read beyond its words
-        (("random", "cuda"), 3, 'the field "cuda", which is not known'),
         (("random", "device"), ["cuda"], "expected a list of length 2"),
         (("scheduler", "$tuple", 1), 3, "expected an object"),
-        (("scheduler",), [], "expected a list of length 2"),
         (("step",), -1, "expected 0 or more"),
-        (("groups",), 3, "expected a list"),
         (("groups", 0, "weights", "x"), 3, "expected a list"),
         (("groups", 0, "weights", "b"), [["s", "s"], {}], 'process 0 has "b", or a state of it, twice'),
         (("groups", 1, "weights", "a"), [[], {}], 'process 0 has "a", or a state of it, twice'),
         (("groups", 0, "options", "params"), 3, "process 0 has options with params"),
-        (("groups", 0, "options"), [], "expected an object"),
         (("groups", 0, "optimizer"), "\x1b", "expected a name"),
         (("groups", 0, "more"), 1, 'the field "more", which is not known'),
     ],

@@ -19,9 +19,6 @@ from rota.core.reading import Field
 from rota.runtime.checkpoints.random_states import RandomState, random_state, require_random_state, set_random_state
 from rota.runtime.checkpoints.tensors import chunks_of, head_of, padded, read_file, read_values, write_file
 from rota.runtime.checkpoints.values import DTYPES, bytes_of, from_json, to_json
-from rota.runtime.launcher_files import states_in
-from support.checkpoint_runs import TWO, Training, memory
-from support.pool import Pool
 
 CPU = torch.device("cpu")
 
@@ -99,21 +96,3 @@ def test_a_wrong_head_is_refused(tmp_path: Path) -> None:
         path.write_bytes(begin)
         with pytest.raises(FormatError, match="header"):
             read_file(path, None)
-
-
-def commit_and_read(rank: int, folder: Path) -> None:
-    with memory() as kept:
-        training = Training(TWO)
-        with training.pipeline:
-            checkpoints = training.checkpoints(folder)
-            training.steps(range(1))
-            checkpoints.commit(1)
-            (state,) = states_in(kept)
-            found = safetensors.torch.load_file(kept / state.file)
-            name, weight = next(iter(training.pipeline.named_parameters()))
-            assert torch.equal(found[f"model/{name}"], weight)
-
-
-@pytest.mark.dist
-def test_a_snapshot_is_the_same_file(pool: Pool, tmp_path: Path) -> None:
-    pool.run(2, commit_and_read, tmp_path)

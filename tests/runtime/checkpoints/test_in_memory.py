@@ -15,10 +15,9 @@ import torch
 
 from rota import Checkpoints, PipelineError, split
 from rota.core.simulation import simulate
-from rota.runtime import launcher_files
 from rota.runtime.checkpoints import Checkpoint, snapshots
 from rota.runtime.checkpoints.tensors import chunks_of
-from rota.runtime.environment import KEPT_MEMORY, PROGRESS
+from rota.runtime.environment import PROGRESS
 from rota.runtime.launcher_files import states_in
 from support.checkpoint_runs import TWO, Training, memory, model, steps_in
 from support.networks import refusal
@@ -311,8 +310,3 @@ def grow_on_one(rank: int, folder: Path) -> None:
 
 def test_a_rank_without_memory_for_more_ends_no_run(pool: Pool, tmp_path: Path) -> None:
     pool.run(2, grow_on_one, tmp_path)
-
-
-def test_without_a_supervisor_nothing_is_kept() -> None:
-    assert KEPT_MEMORY not in os.environ
-    assert launcher_files.snapshot_folder() is None

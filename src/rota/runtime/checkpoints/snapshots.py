@@ -52,12 +52,11 @@ class Snapshots:
     other. `training` is a short name for that.
     """
 
-    #: Which of these objects keeps its states in this process's memory, and its checkpoints.
-    _writer: ClassVar[tuple[object, str] | None] = None
+    #: Which of these objects keeps its states in this process's memory.
+    _writer: ClassVar[Snapshots | None] = None
 
     def __init__(self, folder: Path, checkpoints: str, training: str) -> None:
-        self.folder, self._training = folder, training
-        self._me = object(), checkpoints
+        self.folder, self._checkpoints, self._training = folder, checkpoints, training
         self._has_kept = False
         self._mapped: dict[State, _Mapped] = {}  # of the states that this object has written
         self._common: int | None = None  # the step from which all ranks have gone on
@@ -123,15 +122,16 @@ class Snapshots:
 
     def _take_memory(self) -> None:
         """Forget what no restart may mix with this training: others' states, and steps that nobody has gone on from."""
-        if self._writer is self._me:
+        writer = Snapshots._writer
+        if writer is self:
             return
-        if self._has_kept and self._writer is not None:
+        if self._has_kept and writer is not None:
             raise PipelineError(
-                f"commit for {self._me[1]} after one for {self._writer[1]}: the memory has room for one training, so "
-                f"that a restart would take the other from its last checkpoint; leave out commit for both, or end one "
-                f"before the other begins"
+                f"commit for {self._checkpoints} after one for {writer._checkpoints}: the memory has room for one "
+                f"training, so that a restart would take the other from its last checkpoint; leave out commit for "
+                f"both, or end one before the other begins"
             )
-        Snapshots._writer, self._has_kept = self._me, True
+        Snapshots._writer, self._has_kept = self, True
         self._drop(states_in(self.folder) - {State(self._training, -1 if self._common is None else self._common)})
 
     def _drop(self, states: Iterable[State]) -> None:
@@ -141,7 +141,7 @@ class Snapshots:
 
     def give_up(self) -> None:
         """Forget the states that this object has kept, and give their memory back."""
-        if self._writer is self._me:
+        if Snapshots._writer is self:
             self._mapped.clear()
             for entry in os.scandir(self.folder):
                 os.unlink(entry)
