@@ -75,7 +75,7 @@ def _of_python(state: Twister) -> tuple[Any, ...]:
 
 
 def require_random_state(state: RandomState, device: torch.device) -> None:
-    """Raises FormatError if a state is none that a generator of this process takes. Changes nothing."""
+    """Raises FormatError if a generator of this process would not take a state. Changes nothing."""
     for name, of_library in (("python", state.python), ("numpy", state.numpy)):
         if of_library is not None and (of_library[0].dtype, of_library[0].shape) != (torch.uint32, (_NUM_WORDS,)):
             raise FormatError(f"random.{name} has not {_NUM_WORDS} words; it is not a random state")
