@@ -167,15 +167,14 @@ def writable(leaf: torch.Tensor) -> torch.Tensor:
 _unsafe_view = torch.ops.aten._unsafe_view.default  # found once: looking it up takes half as long as calling it
 
 
-def count_writes(leaves: Iterable[torch.Tensor], entered: Iterable[torch.Tensor]) -> bool:
+def count_writes(leaves: Iterable[torch.Tensor], entered: Iterable[torch.Tensor]) -> None:
     """Count writes into the tensors of `writable` as writes into the leaves, whose versions autograd checks.
 
-    Returns whether there are any. Relies on `Tensor._version`.
+    Relies on `Tensor._version`.
     """
-    written = [leaf for leaf, same in zip(leaves, entered, strict=True) if same is not leaf and same._version]
-    for leaf in written:
-        torch.autograd.graph.increment_version(leaf)
-    return bool(written)
+    for leaf, same in zip(leaves, entered, strict=True):
+        if same is not leaf and same._version:
+            torch.autograd.graph.increment_version(leaf)
 
 
 def is_view(tensor: torch.Tensor) -> bool:

@@ -145,7 +145,7 @@ class Compute:
         self._kept: dict[tuple[int, int], Kept | Again | WeightWork] = {}
         self._batch = Batch(Microbatches([]), Microbatches([]), [])
         self._chunks = PassedOn()
-        self._seed, self._learns = 0, True
+        self._seed = 0
         self._autocast: Autocast = ()
         self._collector = AddedLosses()
         self.losses: dict[int, MicrobatchLoss] = {}
@@ -153,17 +153,20 @@ class Compute:
         self.outputs: dict[int, Any] = {}
 
     @contextmanager
-    def step(self, batch: Batch, seed: int, learns: bool = True) -> Iterator[None]:
-        """Around the ops of a step. `learns`: see `StageForward`."""
+    def step(self, batch: Batch, seed: int) -> Iterator[None]:
+        """Around the ops of a step."""
         if self._trains:
             refuse_modes_without_gradients()
-        self._batch, self._seed, self._learns = batch, seed, learns
+        self._batch, self._seed = batch, seed
         self._autocast = ambient_autocast()
         self._kept.clear()
         self._chunks.begin(batch.chunks)
         self.losses, self.added, self.outputs = {}, {}, {}
         with collect_losses() as self._collector:
-            yield
+            try:
+                yield
+            finally:
+                self._collector.losses.clear()
 
     def bind(self, op: Op) -> Callable[[list[Any]], list[Any]]:
         """The function that computes one op in each step.
@@ -250,7 +253,7 @@ class Compute:
             output, values, kept = forward(received, batch.inputs[m], buffers=buffers, chunk=chunk)
             pass_on(kept, chunk.passed_on(), self._chunks.close(stage, m, chunk))
         else:
-            output, values, kept = forward(received, batch.inputs[m], buffers=buffers, learns=self._learns)
+            output, values, kept = forward(received, batch.inputs[m], buffers=buffers)
         if versions is not None and versions != self._versions_of_shared(stage, m):
             raise PipelineError(
                 f"stage {stage} writes into an input that other stages read too, which on another rank would have it "

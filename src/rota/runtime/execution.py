@@ -117,6 +117,8 @@ class Execution:
         self._steps: list[Step] = []
         #: By position in the program of a queued device: the mark behind each step; None if it has none, or none yet.
         self._behind: list[Mark] = []
+        for with_layouts in (False, True):
+            self._bound(with_layouts)
 
     def _keys_elsewhere(self) -> Iterator[ValueKey]:
         """The values that another rank makes or reads, and those of which only the gradient comes from there."""
@@ -159,13 +161,10 @@ class Execution:
 
         `watch` sees each op's end. On a queued device all actions have been enqueued when it returns.
         """
-        if with_layouts not in self._actions:
-            bind = self._host_actions if self._channels is None else self._device_steps
-            self._actions[with_layouts] = [*bind(with_layouts)]
-        actions = self._actions[with_layouts]
+        actions = self._bound(with_layouts)
         self._begin(batch, with_layouts, actions)
         torch.clear_autocast_cache()  # it may hold weights from before an optimizer's step
-        with self.compute.step(batch, seed, with_layouts), torch.set_grad_enabled(self.trains):
+        with self.compute.step(batch, seed), torch.set_grad_enabled(self.trains):
             for self._at, act in actions:
                 tick()
                 act()
@@ -201,6 +200,12 @@ class Execution:
 
     # --- binding: each action becomes a function without arguments, once per plan -------------------------------------
 
+    def _bound(self, with_layouts: bool) -> list[Bound]:
+        if with_layouts not in self._actions:
+            bind = self._host_actions if self._channels is None else self._device_steps
+            self._actions[with_layouts] = [*bind(with_layouts)]
+        return self._actions[with_layouts]
+
     def _host_actions(self, with_layouts: bool) -> Iterator[Bound]:
         strict = self._program.actions
         actions = strict if with_layouts else prefetch_receives(self.plan, self._program.rank, strict)
@@ -212,7 +217,7 @@ class Execution:
                 if after is not None:
                     yield after
                 hook = self._hooks.after.get(action.op)
-                after = None if hook is None else Bound(action, partial(hook, None))
+                after = None if hook is None else Bound(Action("reduce", action.op), partial(hook, None))
                 takes = {key: receives[key].take for key in self._values_of[action.op][0] if key in receives}
                 yield Bound(action, self._bind(action.op, takes, uses, with_layouts))
             elif action.what == "receive":

@@ -106,7 +106,7 @@ class Pipeline:
             plan: a plan for a batch of its own: the same tasks on the same ranks as in the pipeline's plan. The number
                 of micro-batches, their times and bytes, and all orders may differ.
             sizes: for each micro-batch its rows and whatever else determines shapes, such as (rows, length). Ranks
-                learn how layouts follow from sizes, and then exchange no layouts for new sizes.
+                exchange layouts at the first step with a new size, and none at sizes that were there.
 
         Raises:
             PlanError: `check` refuses the plan.

@@ -105,7 +105,7 @@ class Updates:
         if self._hook is None:
             self._hook = register_optimizer_step_pre_hook(self._before_update)
         self._versions = versions_of(self._parameters)
-        self._has_stepped, self._stranger, self._is_running = False, "", True
+        self._has_stepped, self._stranger, self._is_running, self._gradients = False, "", True, []
         try:
             yield
         finally:

@@ -41,9 +41,9 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """Post a receive, run an op, or send; `op` is the op that reads, runs or made the value."""
+    """Post a receive, run an op, send, or reduce gradients; `op` is the op that reads, runs, or made what travels."""
 
-    what: Literal["receive", "run", "send"]
+    what: Literal["receive", "run", "send", "reduce"]
     op: Op
     message: Message | None = None
 

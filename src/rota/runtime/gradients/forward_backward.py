@@ -25,8 +25,6 @@ from rota.runtime.gradients.split_backward import Gradients, WeightWork, enter, 
 from rota.runtime.messages import flatten, over_tensors, tensors_in
 from rota.torch_internals import count_writes, run_backward, writable
 
-_WRITES = "let it begin with an operation that is not in place, or use Pipeline(…, dynamic_shapes=True)"
-
 
 @dataclass(slots=True)
 class Kept:
@@ -55,8 +53,6 @@ class StageForward:
         self._where = f"stage {stage} ({type(self._module).__name__})"
         self._outgoing = stages.outgoing(stage)
         self._reads_inputs = bool(stages.inputs[stage])
-        #: Whether it was seen to write into a received tensor that wants a gradient.
-        self._writes = False
 
     def __call__(
         self,
@@ -65,24 +61,21 @@ class StageForward:
         *,
         buffers: Mapping[str, torch.Tensor] | None = None,
         chunk: Chunk | None = None,
-        learns: bool = True,
     ) -> tuple[Any, list[Any], Kept]:
         """Run it for one micro-batch.
 
         Args:
-            received: the values of the incoming edges; their tensors that require a gradient must be leaves.
+            received: the values of the incoming edges; their tensors that require a gradient must be leaves, and the
+                stage may write into them.
             batch: the micro-batch.
             buffers: stand in for the module's own of these names.
             chunk: what it reads of earlier chunks of its sample.
-            learns: whether it may write into what it receives for the first time. If not, and it never has, autograd
-                refuses that.
 
         Returns:
             The stage's output, the value for each of its outgoing edges, and what to keep.
         """
         split, module = self._split, self._module
-        enter_as = enter if split else writable if learns or self._writes else None
-        entered = [_entered(value, enter_as) for value in received]
+        entered = [_entered(value, enter if split else writable) for value in received]
         # The edges now: the stage may write into the tensors, which changes where their gradients go.
         entries = [[*map(get_gradient_edge, stand_ins)] for _, stand_ins, _ in entered] if split else None
         kept = Kept([] if split else [leaves for leaves, _, _ in entered], [], entries)
@@ -99,13 +92,9 @@ class StageForward:
         except TypeError as error:
             self._stages.explain_arguments(error, self._stage, arguments)
             raise
-        except RuntimeError as error:
-            if enter_as is None and "leaf Variable" in str(error):
-                error.add_note(f"rota: {self._where} writes into what it receives, unlike in the first step; {_WRITES}")
-            raise
-        if enter_as is writable:
+        if not split:
             for leaves, stand_ins, _ in entered:
-                self._writes |= count_writes(leaves, stand_ins)
+                count_writes(leaves, stand_ins)
         values = [output if edge.key is None else edge.take(output) for edge in self._outgoing]
         kept.outputs = [gradient_edges(value, self._where) for value in values]
         return output, values, kept
@@ -135,17 +124,15 @@ def pass_on(kept: Kept, values: Iterable[torch.Tensor], leaves: Iterable[torch.T
 
 
 def _entered(
-    value: Any, enter_as: Callable[[torch.Tensor], torch.Tensor] | None
+    value: Any, enter_as: Callable[[torch.Tensor], torch.Tensor]
 ) -> tuple[list[torch.Tensor], list[torch.Tensor], Any]:
     """The tensors of a received value that require a gradient, what stands in for them, and the value with that."""
     if isinstance(value, torch.Tensor):  # as most are
         if not value.requires_grad:
             return [], [], value
-        entered = value if enter_as is None else enter_as(value)
+        entered = enter_as(value)
         return [value], [entered], entered
     leaves = [tensor for tensor in tensors_in(value) if tensor.requires_grad]
-    if enter_as is None:
-        return leaves, leaves, value
     stand_ins = [*map(enter_as, leaves)]
     of_leaves = iter(stand_ins)
     return leaves, stand_ins, over_tensors(lambda tensor: next(of_leaves) if tensor.requires_grad else tensor, value)
