@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from pathlib import Path
+from textwrap import fill
 
 from rota import Cluster, Costs, Plan, simulate
 from rota.drawing import save
@@ -13,6 +14,7 @@ from rota.schedules.table import to_text
 
 FOLDER = Path(__file__).parent
 NUM_RANKS, NUM_MICROBATCHES = 8, 24
+WIDTH = 140  # of the page
 #: For each family the paper, and when it is a good choice.
 PAPER_AND_USE = {
     "gpipe": (
@@ -84,9 +86,31 @@ PAPER_AND_USE = {
         "Long samples of a causal model: less memory and less bubble than 1f1b with whole samples.",
     ),
     "forward_only": (
-        "inference",
+        "none",
         "Inference and evaluation.",
     ),
+}
+ZERO_BUBBLE = 'Qi, Wan, Huang and Lin, "Zero Bubble Pipeline Parallelism", 2023'
+#: The citations of families that share a file with families of other papers. The others cite in their file's docstring.
+CITATIONS = {
+    "1f1b": 'Narayanan et al., "PipeDream: Generalized Pipeline Parallelism for DNN Training", 2019, section 3.2, in '
+    'the synchronous form of Narayanan et al., "Memory-Efficient Pipeline-Parallel DNN Training" (PipeDream-Flush), '
+    "2021, section 3.3.",
+    "eager_1f1b": 'Zhuang et al., "On Optimizing the Communication of Model Parallelism", 2022, section 4: twice as '
+    "many forwards in the warm-up hide transfers.",
+    "seq1f1b": 'Sun et al., "Seq1F1B: Efficient Sequence-Level Pipeline Parallelism for Large Language Model '
+    'Training", 2024, section 3.2: the queue between forwards and backwards gives back the earliest sample, and of '
+    "that sample the last chunk.",
+    "interleaved_1f1b": 'Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using '
+    'Megatron-LM", 2021, section 2.2.',
+    "looped_bfs": 'Lamy-Poirier, "Breadth-First Pipeline Parallelism", 2023, section 4.',
+    "interleaved_zb": f"{ZERO_BUBBLE}, section 2: W fills what is left.",
+    "zb_h1": f"{ZERO_BUBBLE}, section 2: H1 keeps the memory of 1F1B.",
+    "zb_h2": f"{ZERO_BUBBLE}, section 2: H2 takes up to twice as much memory as 1F1B, and has no bubble at all when "
+    "F = I = W.",
+    "zb_v": f"{ZERO_BUBBLE}, section 6. The chain runs down the ranks and back up. The rank that a micro-batch enters "
+    "first is the one that it leaves last, and both its backwards start early.",
+    "forward_only": "Not from a paper.",
 }
 HEAD = f"""<!-- Written by `make docs`; change docs/make_schedules.py instead. -->
 # The named schedules
@@ -127,13 +151,16 @@ times.
 
 
 def main() -> None:
-    costs = Costs.uniform(NUM_RANKS, 1000, 1000, 1000, activation_bytes=2000)
-    table = to_text(compare_schedules(costs, Cluster.uniform(NUM_RANKS), NUM_MICROBATCHES))
-    parts = [HEAD.format(table=table, overview=overview())]
     for family in FAMILIES:
         picture(family)
-        parts.append(section(family))
-    (FOLDER / "schedules.md").write_text("\n".join(parts))
+    (FOLDER / "schedules.md").write_text(page())
+
+
+def page() -> str:
+    """The text of docs/schedules.md."""
+    costs = Costs.uniform(NUM_RANKS, 1000, 1000, 1000, activation_bytes=2000)
+    table = to_text(compare_schedules(costs, Cluster.uniform(NUM_RANKS), NUM_MICROBATCHES))
+    return "\n".join([HEAD.format(table=table, overview=overview()), *map(section, FAMILIES)])
 
 
 def overview() -> str:
@@ -152,21 +179,21 @@ def overview() -> str:
 
 
 def section(family: Family) -> str:
-    """The family's own words: the docstrings of its module and function."""
+    """What the function's docstring says, when to use it, and its paper."""
     module = sys.modules[family.schedule.__module__].__doc__ or ""
-    citation = module.strip().partition("\n\n")[2].partition("\n\n")[0]
+    citation = CITATIONS.get(family.name) or module.strip().split("\n\n")[1]
     summary, _, sections = (family.schedule.__doc__ or "").partition("Args:")
-    says = " ".join(summary.split())
-    arguments = {name: " ".join(text.split()) for name, text in re.findall(r"(\w+): (.*(?:\n {12}.*)*)", sections)}
-    use_when = PAPER_AND_USE[family.name][1]
-    cite = " ".join(citation.split())
-    return (
-        f"## {family.name}\n\n{says}\n\n**When to use it:** {use_when}\n\n"
-        f"**Paper:** {cite}\n\n**Placement:** {arguments['placement']} "
-        f"**Micro-batches:** {arguments['num_microbatches']} "
-        f"**Function:** `rota.schedules.{family.schedule.__name__}`.\n\n"
-        f"![{family.name}](pictures/{family.name}.png)\n"
-    )
+    arguments = dict(re.findall(r"(\w+): (.*(?:\n {12}.*)*)", sections))
+    paragraphs = [
+        summary,
+        f"**When to use it:** {PAPER_AND_USE[family.name][1]}",
+        f"**Paper:** {citation}",
+        f"**Placement:** {arguments['placement']} **Micro-batches:** {arguments['num_microbatches']} "
+        f"**Function:** `rota.schedules.{family.schedule.__name__}`.",
+        f"![{family.name}](pictures/{family.name}.png)",
+    ]
+    wrapped = [fill(" ".join(text.split()), WIDTH, break_on_hyphens=False) for text in paragraphs]
+    return "\n\n".join([f"## {family.name}", *wrapped]) + "\n"
 
 
 def small_plan(family: Family) -> Plan:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib.util
 import re
+import runpy
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
@@ -136,3 +137,7 @@ def test_results_are_those_of_the_benchmarks() -> None:
         assert ("**Output.**" in section, "**Measured in.**" in section) in (
             [(True, True)] if has_parts else [(True, False), (False, True)]
         )
+
+
+def test_the_page_of_schedules_is_what_make_docs_writes() -> None:
+    assert runpy.run_path(str(ROOT / "docs" / "make_schedules.py"))["page"]() == text_of("schedules.md")
