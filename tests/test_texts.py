@@ -14,7 +14,7 @@ from rota.cli.common import parse_memory
 from rota.core.layers import Profile
 from rota.core.programs.device_order import check_device_order
 from rota.core.text import count_text, exact_size_text
-from rota.planning.planner import PlannedBatch
+from rota.planning.batch_planner import PlannedBatch
 from rota.verifying.report import Verification
 
 MANY = 16

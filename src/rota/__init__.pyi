@@ -49,7 +49,7 @@ from .models import (
     with_earlier_chunks as with_earlier_chunks,
 )
 from .planning import Choices as Choices, Machine as Machine, autoplan as autoplan
-from .planning.planner import PlannedBatch as PlannedBatch, Planner as Planner
+from .planning.batch_planner import PlannedBatch as PlannedBatch, Planner as Planner
 from .profiling import (
     ProfileOptions as ProfileOptions,
     StageProfileOptions as StageProfileOptions,
