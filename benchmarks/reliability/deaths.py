@@ -178,7 +178,7 @@ def _reducing(here: Here) -> None:
 
 
 def _exchanging_losses(here: Here) -> None:
-    here.pipeline._engine.step_end._totals = here.die  # type: ignore[assignment]
+    here.pipeline._engine.step_results._totals = here.die  # type: ignore[assignment]
 
 
 def _before_optimizer(here: Here) -> None:

@@ -187,7 +187,7 @@ def _in_reduction(pipeline: Pipeline, stage: nn.Module, act: Callable[[], Any]) 
 
 def _in_losses(pipeline: Pipeline, stage: nn.Module, act: Callable[[], Any]) -> None:
     """All micro-batches' losses are there, and are not added up over the ranks yet."""
-    pipeline._engine.step_end._totals = act  # type: ignore[assignment]
+    pipeline._engine.step_results._totals = act  # type: ignore[assignment]
 
 
 def _in(name: str) -> Callable[[Pipeline, nn.Module, Callable[[], Any]], None]:

@@ -4,4 +4,4 @@ from .launcher_files import given_plan as given_plan
 from .materializing import materialize as materialize, meta_init as meta_init
 from .meshes import local_stages as local_stages, mesh as mesh
 from .pipeline import Pipeline as Pipeline
-from .step_end import StepHandle as StepHandle
+from .step_results import StepHandle as StepHandle

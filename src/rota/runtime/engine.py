@@ -40,8 +40,8 @@ from rota.runtime.reducing.gradient_sync import GradientSync
 from rota.runtime.reducing.loss_counts import NUM_FLAGS, LossCounts
 from rota.runtime.reducing.sharded_stages import refuse_wrapped
 from rota.runtime.reducing.shared_weights import shared_weights
-from rota.runtime.step_end import StepEnd, StepHandle
 from rota.runtime.step_losses import StepLoss
+from rota.runtime.step_results import StepHandle, StepResults
 from rota.runtime.stop_requests import StopRequests
 from rota.runtime.transport import Transport, collective
 from rota.runtime.updates import Report, Updates
@@ -131,7 +131,7 @@ class Engine:
     loss_counts: LossCounts
     updates: Updates
     stops: StopRequests
-    step_end: StepEnd
+    step_results: StepResults
     agreement: Agreement
     watched: Watched
     watchdog: Watchdog
@@ -152,12 +152,12 @@ class Engine:
                 is_here_alone = False
                 loss = StepLoss.none()
                 if call.waits:
-                    loss = self.step_end.finish(call, ready, batch)
+                    loss = self.step_results.finish(call, ready, batch)
                 else:
-                    handle = self.step_end.hand_over(call, ready, batch, self.watched.step)
+                    handle = self.step_results.hand_over(call, ready, batch, self.watched.step)
                 if handle is None or handle.is_done:
                     execution.settle()
-                    if execution.trains and call.syncs and not self.step_end.loss_scale.is_on:
+                    if execution.trains and call.syncs and not self.step_results.loss_scale.is_on:
                         self.updates.watch_gradients()
         except BaseException as error:
             execution.forget()
@@ -168,11 +168,11 @@ class Engine:
             raise
         if execution.trains and call.waits and not math.isfinite(loss.mean):
             with self.together(execution.doing):
-                self.step_end.refuse_nonfinite(ready, batch, loss.mean, self.watched.step)
+                self.step_results.refuse_nonfinite(ready, batch, loss.mean, self.watched.step)
         return Ran(loss, begun.asking, handle)
 
     def _agree(self, call: Call, ready: ReadyPlan, batch: Batch, seed: int, scale: float) -> Begun:
-        steps = self.step_end.begun
+        steps = self.step_results.begun
         report = self.updates.report() if call.is_step else Report()
         trains = ready.execution.trains
         flags = self.loss_counts.flags(batch.targets, report.has_changed) if trains else [0] * NUM_FLAGS
@@ -294,9 +294,9 @@ def build(stages: Stages, plan: Plan, loss_fn: LossFn | None, options: Options) 
         updates = Updates(named.items(), reports_clipping=len(watched.names) > 1)
         life.at_end(updates.close)
         allows_nonfinite_loss = options.get("allow_nonfinite_loss", False)
-        step_end = StepEnd(plan, here, processes, counts, stops, watchdog, allows_nonfinite_loss)
+        step_results = StepResults(plan, here, processes, counts, stops, watchdog, allows_nonfinite_loss)
         is_dynamic = options.get("dynamic_shapes", False)
-        agreement = Agreement(processes, transport, step_end.loss_scale, watched, is_dynamic, check_data)
+        agreement = Agreement(processes, transport, step_results.loss_scale, watched, is_dynamic, check_data)
         free_elsewhere(stages, local)
     except BaseException as error:
         life.end(error)
@@ -312,7 +312,7 @@ def build(stages: Stages, plan: Plan, loss_fn: LossFn | None, options: Options) 
         loss_counts=counts,
         updates=updates,
         stops=stops,
-        step_end=step_end,
+        step_results=step_results,
         agreement=agreement,
         watched=watched,
         watchdog=watchdog,

@@ -34,8 +34,8 @@ from rota.runtime.meshes import Processes
 from rota.runtime.plans import ReadyPlan
 from rota.runtime.precision import LossScale
 from rota.runtime.recorder import Record, merge
-from rota.runtime.step_end import StepHandle
 from rota.runtime.step_progress import StepProgress, progress_of
+from rota.runtime.step_results import StepHandle
 from rota.runtime.transport import bring_outputs, collective
 
 
@@ -144,7 +144,7 @@ class Pipeline:
 
         After `begin_step` they are those of the last step whose handle was waited for.
         """
-        return self._engine.step_end.metrics
+        return self._engine.step_results.metrics
 
     @property
     def outputs(self) -> dict[int, Any]:
@@ -195,7 +195,7 @@ class Pipeline:
     @property
     def has_begun_steps(self) -> bool:
         """Whether there are steps of `begin_step` that may not have ended on all ranks."""
-        return self._engine.step_end.begun.num_open > 0
+        return self._engine.step_results.begun.num_open > 0
 
     @property
     def processes(self) -> Processes:
@@ -210,7 +210,7 @@ class Pipeline:
     @property
     def loss_scale(self) -> LossScale:
         """The scale of the gradient scaler that `step` is given."""
-        return self._engine.step_end.loss_scale
+        return self._engine.step_results.loss_scale
 
     @property
     def num_steps(self) -> int:
@@ -315,7 +315,7 @@ class Pipeline:
         if not isinstance(scale, Real) or not 0 < scale < math.inf:
             raise PipelineError(f"scale is {scale!r}; give a number above 0, such as 1/k to accumulate over k steps")
         trains = ready.execution.trains
-        factor = scale * engine.step_end.loss_scale.begin(scaler)
+        factor = scale * engine.step_results.loss_scale.begin(scaler)
         keeps_outputs = self._keeps_outputs or not trains
         batch = ready.inputs.take(inputs, targets, has_loss=trains, scale=factor, keeps_outputs=keeps_outputs)
         ready.inputs.warn_of_other_rows(batch)
@@ -394,7 +394,7 @@ class Pipeline:
         engine = self._engine
         if not engine.plans.base.execution.trains:
             ready.inputs.warn_of_other_rows(batch)
-        engine.step_end.loss_scale.begin(None)
+        engine.step_results.loss_scale.begin(None)
         random_state = engine.here.device.random_state()
         try:
             with evaluating([*self.local_stages.values()]):
@@ -416,7 +416,7 @@ class Pipeline:
     def trial(self) -> Iterator[None]:
         """For trial steps: outputs are kept, and weights may have another dtype in this context. On all ranks."""
         engine = self._engine
-        before = self._num_steps, engine.watched.step, self._warns_of_mode, engine.step_end.metrics
+        before = self._num_steps, engine.watched.step, self._warns_of_mode, engine.step_results.metrics
         self._keeps_outputs, self._warns_of_mode = True, False
         engine.plans.base.execution.forget()
         engine.updates.begin_again()
@@ -424,7 +424,7 @@ class Pipeline:
             yield
         finally:
             self._keeps_outputs = False
-            self._num_steps, engine.watched.step, self._warns_of_mode, engine.step_end.metrics = before
+            self._num_steps, engine.watched.step, self._warns_of_mode, engine.step_results.metrics = before
             engine.updates.begin_again()
             engine.compute.outputs = {}
             engine.plans.base.execution.forget()
@@ -464,7 +464,7 @@ class Pipeline:
             return device.numbers(agreement.share(Call.CLIP_GRAD_NORM, doing, float(norm)))
         numbers = device.numbers([0.0 for _ in agreement.share(Call.CLIP_GRAD_NORM, doing)])
         numbers[dist.get_rank()].add_(norm)
-        self._engine.step_end.all_reduce(numbers, dist.ReduceOp.SUM, doing)
+        self._engine.step_results.all_reduce(numbers, dist.ReduceOp.SUM, doing)
         return numbers
 
     # --- afterwards -----------------------------------------------------------------------------------------------
@@ -517,7 +517,7 @@ class Pipeline:
     def settle_begun_steps(self) -> None:
         """Raise the errors of steps of `begin_step` that nobody has been told yet."""
         if not self._engine.life.has_failed:
-            self._engine.stops.agreed |= self._engine.step_end.begun.settle()
+            self._engine.stops.agreed |= self._engine.step_results.begun.settle()
 
     def _leave_record(self) -> None:
         engine, last = self._engine, self._last.execution

@@ -21,7 +21,7 @@ from rota.core.reading import Field
 from rota.runtime.checkpoints import checkpoint_folder
 from rota.runtime.checkpoints.optimizer_state import (
     Group,
-    Record,
+    WeightRecord,
     groups_of,
     require_records,
     restore_optimizer,
@@ -467,5 +467,5 @@ def test_a_count_of_steps_stays_on_the_cpu_unless_the_device_counts(
     sizes = {"step": (), "exp_avg": size, "exp_avg_sq": size}
     chunks = {tensor_key("w", name): Chunk(name, "F32", of, (), ()) for name, of in sizes.items()}
     index = {key: [Part(chunk, Path(), 0, None)] for key, chunk in chunks.items()}
-    found = _state_tensors(weight, "w", Record(Group("Adam", options, {}, {}), (*sizes,), {}), index)
+    found = _state_tensors(weight, "w", WeightRecord(Group("Adam", options, {}, {}), (*sizes,), {}), index)
     assert [found[tensor_key("w", name)].device.type for name in sizes] == [of_count, "meta", "meta"]

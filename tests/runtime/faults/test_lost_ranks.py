@@ -101,7 +101,7 @@ def step_and_go(rank: int, stages: Stages, plan: Plan, then: str) -> None:
     """Rank 1 goes before it does what the others do `then`."""
     with Pipeline(stages, plan, loss_fn) as pipeline:
         if rank == 1 and then == "loss":
-            pipeline._engine.step_end.finish = lambda *_, **__: os._exit(9)  # type: ignore[method-assign]
+            pipeline._engine.step_results.finish = lambda *_, **__: os._exit(9)  # type: ignore[method-assign]
         pipeline.step(*batch_of(4))
         if rank == 1:
             os._exit(9)

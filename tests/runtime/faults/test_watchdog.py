@@ -137,7 +137,7 @@ def test_rank_that_hangs_before_the_losses(tmp_path: Path) -> None:
     """It is still inside of the step, so it is the one that makes no progress."""
     losses = "waits for the other ranks' losses.* in step 2"
     assert_one_report(
-        hang_before(tmp_path, "_engine.step_end.finish", {0: losses, 1: "hang", 2: losses}),
+        hang_before(tmp_path, "_engine.step_results.finish", {0: losses, 1: "hang", 2: losses}),
         "rota: no progress for 100 s, so all ranks end: rank 1 makes no progress",
         "rank 0 waits for the other ranks' losses for ",
         "rank 2 waits for the other ranks' losses for ",

@@ -32,7 +32,7 @@ class Group(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     weights: dict[Name, tuple[tuple[Name, ...], dict[str, Any]]]
 
 
-class Record(NamedTuple):
+class WeightRecord(NamedTuple):
     """What is saved of a weight besides its tensors: that of its group; names of state tensors; all other state."""
 
     group: Group
@@ -126,9 +126,9 @@ def _key_of(parameter: torch.Tensor, group: int, keys: Mapping[torch.Tensor, str
 # --- loading ----------------------------------------------------------------------------------------------------------
 
 
-def records_of(groups_of_ranks: Iterable[list[Group]]) -> dict[str, Record]:
+def records_of(groups_of_ranks: Iterable[list[Group]]) -> dict[str, WeightRecord]:
     """The records of all ranks by weight. Raises FormatError if two ranks differ in one, or if one is malformed."""
-    records: dict[str, Record] = {}
+    records: dict[str, WeightRecord] = {}
     for rank, groups in enumerate(groups_of_ranks):
         seen: set[str] = set()
         for group in groups:
@@ -138,12 +138,12 @@ def records_of(groups_of_ranks: Iterable[list[Group]]) -> dict[str, Record]:
                 if key in seen or len({*tensors, *values}) < len(tensors) + len(values):
                     raise FormatError(f"process {rank} has {short(key)}, or a state of it, twice")
                 seen.add(key)
-                own = Record(group, tensors, values)
+                own = WeightRecord(group, tensors, values)
                 _require_equal(rank, key, records.setdefault(key, own), own)
     return records
 
 
-def _require_equal(rank: int, key: str, known: Record, own: Record) -> None:
+def _require_equal(rank: int, key: str, known: WeightRecord, own: WeightRecord) -> None:
     """Raises FormatError if a rank has another record of a weight than a rank before."""
     for was, now in zip(_parts(known), _parts(own), strict=True):
         if was is not now and (name := different(was, now)) is not None:
@@ -153,13 +153,13 @@ def _require_equal(rank: int, key: str, known: Record, own: Record) -> None:
             )
 
 
-def _parts(record: Record) -> tuple[dict[str, Any], ...]:
+def _parts(record: WeightRecord) -> tuple[dict[str, Any], ...]:
     kinds = {"optimizer": record.group.optimizer, "state": record.tensors}
     return kinds, record.group.options, record.group.scheduled, record.values
 
 
 def require_records(
-    optimizer: Optimizer, keys: Mapping[torch.Tensor, str], records: Mapping[str, Record]
+    optimizer: Optimizer, keys: Mapping[torch.Tensor, str], records: Mapping[str, WeightRecord]
 ) -> list[Group | None]:
     """The saved group of each group's weights, None for an empty one. Raises PipelineError if they do not fit."""
     saved_groups: list[Group | None] = []
@@ -201,7 +201,7 @@ def _shown(value: Any) -> str:
 def restore_optimizer(
     optimizer: Optimizer,
     keys: Mapping[torch.Tensor, str],
-    records: Mapping[str, Record],
+    records: Mapping[str, WeightRecord],
     tensors: Mapping[str, torch.Tensor],
 ) -> None:
     """Set options and state. Does not use `load_state_dict`, which converts state to the dtype of the weights."""

@@ -15,8 +15,8 @@ from rota.core.errors import FormatError, PipelineError
 from rota.core.reading import LARGEST, Field, Whole, short
 from rota.runtime.checkpoints.optimizer_state import (
     Group,
-    Record,
     SavedScheduler,
+    WeightRecord,
     groups_of,
     is_tensor_key,
     records_of,
@@ -54,7 +54,7 @@ class TrainingState(NamedTuple):
     """All state of a training besides tensors: what the first rank has; the records of all weights; the scheduler's."""
 
     first: OfRank
-    records: dict[str, Record]
+    records: dict[str, WeightRecord]
     scheduler: SavedScheduler | None
 
 
@@ -219,7 +219,7 @@ def _require_alike(key: str, tensor: torch.Tensor, stored: Chunk) -> None:
         raise PipelineError(f"{key} was saved as {was[0]} of {was[1]}, but is {now[0]} of {now[1]}; make both equal")
 
 
-def _state_tensors(parameter: torch.Tensor, key: str, record: Record, index: Index) -> Tensors:
+def _state_tensors(parameter: torch.Tensor, key: str, record: WeightRecord, index: Index) -> Tensors:
     """Tensors to read an optimizer's state of one weight into."""
     tensors: Tensors = {}
     for name in record.tensors:

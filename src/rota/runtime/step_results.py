@@ -1,4 +1,4 @@
-"""The end of a run, when its ops are done: its loss on all ranks, gradients divided by its count, scalers that agree.
+"""The result of a run whose ops are done: its loss on all ranks, gradients divided by its count, scalers that agree.
 
     step(…)               sums of all ranks ──▶ read ──▶ gradients divided ──▶ scalers agree ──▶ the loss, or an error
     begin_step            sums of all ranks ──▶ gradients divided ──▶ scalers agree ──▶ a handle, which reads the loss
@@ -36,8 +36,8 @@ from rota.runtime.transport import collective
 
 
 @final
-class StepEnd:
-    """Ends the runs of one rank's pipeline. Methods that get a ready plan are collective."""
+class StepResults:
+    """What the runs of one rank's pipeline result in. Methods that get a ready plan are collective."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class StepEnd:
     # --- at once --------------------------------------------------------------------------------------------------
 
     def finish(self, call: Call, ready: ReadyPlan, batch: Batch) -> StepLoss:
-        """End a run that waits. Raises PipelineError, on all ranks, if the losses do not fit together."""
+        """The loss of a run that waits. Raises PipelineError, on all ranks, if the losses do not fit together."""
         loss = StepLoss.none()
         if call.has_loss:
             loss = self._read(self._totals(ready, batch), AT_ONCE)
@@ -87,7 +87,7 @@ class StepEnd:
     # --- with a handle --------------------------------------------------------------------------------------------
 
     def hand_over(self, call: Call, ready: ReadyPlan, batch: Batch, number: int) -> StepHandle:
-        """End a step that does not wait. What is wrong with its loss is left to the handle."""
+        """The handle of a step that does not wait, which also tells what is wrong with its loss."""
         execution = ready.execution
         if is_queued(self._device) and self._knows_forms(execution):
             return self._hand_over_later(call, ready, batch, number)
