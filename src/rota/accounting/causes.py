@@ -3,9 +3,7 @@
 If several causes hold at the same time, `idle_time` decides by the order in which it lays intervals over each other: a
 later call of `_overlaid` hides what is there. `delays.Overruns` divides an overrun into CORES and SLOWER.
 
-To add one: add it to `Cause` and to `DESCRIPTIONS`; find it in `idle_time`, or in `delays` if ops upstream cause it;
-give it a phrase in `explanation._describe` and a color in `COLORS`; define it in `docs/explain.md` and in
-`cause_at` of `tests/accounting/test_accounting.py`. The columns of `explanation` have room for eight letters.
+CONTRIBUTING.md says how to add one.
 """
 
 from __future__ import annotations
