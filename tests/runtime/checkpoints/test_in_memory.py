@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import errno
+import math
 import os
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -125,10 +128,26 @@ def no_step_of_before_if_the_script_does_not_load(rank: int, folder: Path) -> No
         assert steps_in(file) == [1]  # and not 3, which the script has not gone on from
 
 
+def any_values_of_a_script(rank: int, folder: Path) -> None:
+    given = {"best": torch.tensor(math.nan), "mean": np.float64(0.5), "seen": OrderedDict(a=True)}
+    given["small"] = torch.ones(2).to(torch.float8_e4m3fn)
+    with memory():
+        with trained(folder) as (first, kept):
+            first.steps(range(1))
+            kept.commit(1, **given)
+        with resumed(folder) as (_, found):
+            extra = found.extra
+    assert found.path is None
+    assert math.isnan(extra["best"])
+    assert (extra["mean"], extra["seen"]) == (0.5, {"a": True})
+    assert extra["small"].float().tolist() == [1, 1]
+
+
 @pytest.mark.parametrize(
     "what",
     [
         the_newest_step,
+        any_values_of_a_script,
         the_newest_step_since_going_back,
         the_newest_step_that_all_ranks_have,
         a_later_checkpoint,

@@ -363,8 +363,12 @@ class Checkpoints:
         names, self._newest_at_load = self._ranks.first("looking for checkpoints", lambda: self._find(step))
         if self._commits is not None and step is None:
             newest_saved = int(names[0].removeprefix("step-")) if names else -1
-            if (kept := self._load_from_memory(self._commits, newest_saved)) is not None:
-                return kept
+            try:
+                if (kept := self._load_from_memory(self._commits, newest_saved)) is not None:
+                    return kept
+            except DamagedError as error:
+                self._report(f"{error}; going on from the checkpoints")
+                self._commits.snapshots.forget_all_but(None)
         for name, before in zip_longest(names, names[1:]):
             path = self._folder / name
             try:

@@ -32,8 +32,8 @@ from rota.runtime.checkpoints.tensors import (
     index_of,
     naming,
     read_file,
-    read_values,
     require_covered,
+    require_unchanged,
 )
 from rota.runtime.checkpoints.values import DTYPES
 from rota.runtime.checkpoints.weights import model_key
@@ -164,7 +164,7 @@ def read_contents(saved: Saved) -> Contents:
 
 def _keys_of(name: str, index: Index) -> list[str]:
     shards = [*takewhile(index.__contains__, (model_key(f"{name}#{shard}") for shard in count()))]
-    return shards if shards and model_key(name) not in index else [model_key(name)]
+    return shards if len(shards) > 1 and model_key(name) not in index else [model_key(name)]
 
 
 # --- in a single process ----------------------------------------------------------------------------------------------
@@ -175,7 +175,7 @@ def damage(saved: Saved) -> str | None:
     try:
         for parts in read_contents(saved).index.values():
             for part in parts:
-                read_values(part)
+                require_unchanged(part)
     except FormatError as error:
         return str(error)
     return None

@@ -96,6 +96,7 @@ class Snapshots:
             mapped = self._mapped.pop(held[0], None)
         head = head_of(chunks, training)
         if mapped is None or mapped.chunks != chunks or mapped.head_bytes < len(head):
+            mapped = None  # its memory is free before there is more
             mapped = self._allocate(path, chunks, len(padded(head, len(head) + _HEAD_BYTES)))
         head = padded(head, mapped.head_bytes)
         mapped.memory[: len(head)].copy_(torch.frombuffer(bytearray(head), dtype=torch.uint8))
@@ -131,6 +132,8 @@ class Snapshots:
                 f"training, so that a restart would take the other from its last checkpoint; leave out commit for "
                 f"both, or end one before the other begins"
             )
+        if writer is not None:
+            writer._mapped.clear()
         Snapshots._writer, self._has_kept = self, True
         self._drop(states_in(self.folder) - {State(self._training, -1 if self._common is None else self._common)})
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -64,7 +65,10 @@ def read_training(of_ranks: Sequence[Field]) -> TrainingState:
     Raises:
         FormatError: a field is wrong, or the ranks differ where they must be equal.
     """
-    ranks: list[OfRank] = [Field(field.path, from_json(field)).read(OfRank) for field in of_ranks]
+    try:
+        ranks: list[OfRank] = [Field(field.path, from_json(field)).read(OfRank) for field in of_ranks]
+    except IndexError:  # msgspec takes a tensor for a mapping
+        raise FormatError("a tensor is where an object must be") from None
     first = ranks[0]
     scheduler = next((rank.scheduler for rank in ranks if rank.scheduler is not None), None)
     for number, rank in enumerate(ranks):
@@ -118,7 +122,12 @@ class Trained:
                 _require_writable(key, part)
         random = msgspec.structs.asdict(random_state(self.device))
         state = to_json({"groups": groups, "scheduler": scheduler, "random": random}, "the training's state")
-        return tensors, {"step": step, "extra": to_json(extra, "extra"), "newest_at_load": newest_at_load, **state}
+        return tensors, {
+            "step": step,
+            "extra": to_json(_plain(extra), "extra"),
+            "newest_at_load": newest_at_load,
+            **state,
+        }
 
     def prepare(self, num_tp_shards: Mapping[str, int], training: TrainingState, index: Index) -> Restoring:
         """Check that what was saved fits, before anything changes. Raises PipelineError.
@@ -202,6 +211,20 @@ def _stored_names(weights: list[Weight], saved: Mapping[str, int]) -> dict[str, 
             "same model, cut elsewhere by hand, name its weights as when it was saved: Stages(…, names=[…])"
         )
     return stored
+
+
+def _plain(value: Any) -> Any:
+    """The value of a script with numbers, texts and dicts of other classes, such as numpy.float64, as Python's own."""
+    if isinstance(value, dict) and type(value) is not Counter:
+        return {_plain(key): _plain(item) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(map(_plain, value))
+    if isinstance(value, bool):
+        return value
+    for kind, as_own in ((float, float.__float__), (int, int.__int__), (str, str.__str__)):
+        if isinstance(value, kind):
+            return as_own(value)  # type: ignore[arg-type]
+    return value
 
 
 def _require_writable(key: str, tensor: torch.Tensor) -> None:

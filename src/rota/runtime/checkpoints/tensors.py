@@ -47,6 +47,7 @@ from rota.runtime.device.protocol import Device, is_queued
 Tensors: TypeAlias = dict[str, torch.Tensor]
 
 _LENGTH = struct.Struct("<Q")  # of the header, before it
+_PIECE_BYTES = 4 * 2**20
 ALIGNED = 64  # bytes at which the tensors begin; large elements come first, so each is aligned
 
 
@@ -122,8 +123,7 @@ def chunks_of(tensors: Tensors) -> dict[Chunk, torch.Tensor]:
             size, offsets, sizes = map(tuple, (held.size, held.chunk.offsets, held.chunk.sizes))
             if not prod(size):
                 offsets, sizes = (0,) * len(size), size
-            if prod(sizes) or not prod(size):
-                chunks[Chunk(item.index.fqn, NAMES[data.dtype], size, offsets, sizes)] = data.detach()
+            chunks[Chunk(item.index.fqn, NAMES[data.dtype], size, offsets, sizes)] = data.detach()
     return {chunk: chunks[chunk] for chunk in in_order(chunks)}
 
 
@@ -226,6 +226,23 @@ def _read_head(text: bytearray) -> tuple[list[Chunk], Field]:
     return chunks, training
 
 
+def require_unchanged(part: Part) -> None:
+    """Raises FormatError if the values of a part have changed since they were saved; reads it piece by piece."""
+    left, crc32 = part.chunk.num_bytes, 0
+    with opened(part.path) as file:
+        file.seek(part.position)
+        while piece := file.read(min(left, _PIECE_BYTES)):
+            left, crc32 = left - len(piece), zlib.crc32(piece, crc32)
+            if part.chunk.dtype == "BOOL" and max(piece) > 1:
+                raise Field(f"{part.path}: {short(part.chunk.key)}", part.chunk.dtype).wrong("bools that are 0 or 1")
+    if left or part.crc32 not in (None, crc32):
+        raise _changed(part)
+
+
+def _changed(part: Part) -> FormatError:
+    return FormatError(f"{part.path}: it has changed since it was saved, in {short(part.chunk.key)}")
+
+
 def read_values(part: Part) -> torch.Tensor:
     """The values of a part. Raises FormatError if they have changed since they were saved."""
     chunk, data, num_read = part.chunk, torch.empty(part.chunk.num_bytes, dtype=torch.uint8, device="cpu"), 0
@@ -235,7 +252,7 @@ def read_values(part: Part) -> torch.Tensor:
         while count := file.readinto(view[num_read:]):
             num_read += count
     if num_read < len(view) or part.crc32 not in (None, zlib.crc32(view)):
-        raise FormatError(f"{part.path}: it has changed since it was saved, in {short(chunk.key)}")
+        raise _changed(part)
     return tensor_of(Field(f"{part.path}: {short(chunk.key)}", chunk.dtype), data, DTYPES[chunk.dtype], chunk.sizes)
 
 
@@ -292,7 +309,8 @@ def share_out(of_ranks: Iterable[Any]) -> list[list[Chunk]]:
                     f"process {rank} has {chunk.key} as {list(chunk.size)} of {chunk.dtype}, and another as "
                     f"{list(other.size)} of {other.dtype}; make it the same on all"
                 )
-            holders.setdefault(chunk, []).append(rank)
+            if prod(chunk.sizes) or not prod(chunk.size):
+                holders.setdefault(chunk, []).append(rank)
     loads = [0] * len(shares)
     for chunk, ranks in holders.items():
         rank = min(ranks, key=lambda rank: loads[rank])
@@ -363,7 +381,7 @@ class Reader:
     def check(self) -> None:
         """Read all that `fill` will read, and change nothing. Raises FormatError if a part has changed."""
         for part, _ in self._wanted:
-            read_values(part)
+            require_unchanged(part)
 
     def fill(self) -> None:
         """Fill the tensors. Raises FormatError as `check` does: a file may change in between."""
