@@ -23,6 +23,7 @@ from rota.core.programs.actions import Action, Message, Program, ValueKey, compi
 from rota.core.programs.device_steps import COMPUTE, Step, device_program
 from rota.core.simulation import simulate
 from rota.core.tasks import Kind, Op, Transfer
+from rota.core.timeline import Timeline
 from rota.models import Stages
 from rota.runtime.channels import Channels, Passage
 from rota.runtime.compute import Batch, Compute
@@ -117,8 +118,7 @@ class Execution:
         self._steps: list[Step] = []
         #: By position in the program of a queued device: the mark behind each step; None if it has none, or none yet.
         self._behind: list[Mark] = []
-        for with_layouts in (False, True):
-            self._bound(with_layouts)
+        self.bind()
 
     def _keys_elsewhere(self) -> Iterator[ValueKey]:
         """The values that another rank makes or reads, and those of which only the gradient comes from there."""
@@ -161,7 +161,7 @@ class Execution:
 
         `watch` sees each op's end. On a queued device all actions have been enqueued when it returns.
         """
-        actions = self._bound(with_layouts)
+        actions = self._actions[with_layouts]
         self._begin(batch, with_layouts, actions)
         torch.clear_autocast_cache()  # it may hold weights from before an optimizer's step
         with self.compute.step(batch, seed), torch.set_grad_enabled(self.trains):
@@ -200,11 +200,15 @@ class Execution:
 
     # --- binding: each action becomes a function without arguments, once per plan -------------------------------------
 
-    def _bound(self, with_layouts: bool) -> list[Bound]:
-        if with_layouts not in self._actions:
-            bind = self._host_actions if self._channels is None else self._device_steps
-            self._actions[with_layouts] = [*bind(with_layouts)]
-        return self._actions[with_layouts]
+    def bind(self) -> None:
+        """Bind all actions, with the hooks as they are now."""
+        if self._channels is None:
+            self._actions = {with_layouts: [*self._host_actions(with_layouts)] for with_layouts in (False, True)}
+            return
+        timeline = simulate(self.plan)
+        positions = {op: position for position, op in enumerate(self._order)}
+        for with_layouts in (False, True):
+            self._actions[with_layouts] = [*self._device_steps(timeline, positions, with_layouts)]
 
     def _host_actions(self, with_layouts: bool) -> Iterator[Bound]:
         strict = self._program.actions
@@ -285,14 +289,14 @@ class Execution:
 
     # --- binding, on a queued device ----------------------------------------------------------------------------------
 
-    def _device_steps(self, with_layouts: bool) -> Iterator[Bound]:
-        timeline = simulate(self.plan)
+    def _device_steps(self, timeline: Timeline, positions: dict[Op, int], with_layouts: bool) -> Iterator[Bound]:
         tied = self._here.tied
         program = device_program(timeline, self._program, tied=tied, allocates_early=not with_layouts)
         uses = _Uses(self._program, self._slots, self._values)
         under_way: defaultdict[Message, deque[Passage]] = defaultdict(deque)
         for position, step in enumerate(program.steps):
-            enqueue = self._enqueueing(step, under_way, uses, with_layouts)
+            made_at = positions[step.message.transfer.source] if step.what == "send" and step.message else -1
+            enqueue = self._enqueueing(step, made_at, under_way, uses, with_layouts)
             yield Bound(step, partial(self._enqueue, position, step.stream, step.waits, enqueue))
 
     def _enqueue(self, position: int, name: str, waits: tuple[int, ...], enqueue: Callable[[Any], Mark]) -> None:
@@ -305,9 +309,12 @@ class Execution:
         behind[position] = enqueue(stream)
 
     def _enqueueing(
-        self, step: Step, under_way: Mapping[Message, deque[Passage]], uses: _Uses, with_layouts: bool
+        self, step: Step, made_at: int, under_way: Mapping[Message, deque[Passage]], uses: _Uses, with_layouts: bool
     ) -> Callable[[Any], Mark]:
-        """What gives a step to its stream. `under_way`: messages that were allocated or sent, but not ended."""
+        """What gives a step to its stream.
+
+        `made_at`: see `Passage.position`. `under_way`: messages that were allocated or sent, but not ended.
+        """
         channels, hooks, message = self._channel, self._hooks, step.message
         match step.what:
             case "run":
@@ -321,15 +328,14 @@ class Execution:
             case "sum":
                 assert isinstance(step.subject, tuple)
                 assert not isinstance(step.subject, (Op, Transfer))
-                return hooks.sums.get(step.subject, _nothing)
+                return hooks.sums.get(step.subject, _nothing) if self.trains else _nothing
             case "join":
                 return self._queue.record
         assert message is not None
         passages = under_way[message]
         if step.what in ("receive", "release"):
             return partial(channels.receive if step.what == "receive" else channels.release, passages.popleft())
-        position = self._order.index(message.transfer.source) if step.what == "send" else -1
-        passages.append(channels.passage(message, position))
+        passages.append(channels.passage(message, made_at))
         if step.what == "allocate":
             return partial(channels.allocate, passages[-1], with_layouts)
         return partial(_pass_on, uses.of(message.value), channels.sending(passages[-1], with_layouts))

@@ -59,16 +59,21 @@ class TrainingState(NamedTuple):
     scheduler: SavedScheduler | None
 
 
+def _of_rank(field: Field) -> OfRank:
+    try:
+        of_rank: OfRank = Field(field.path, from_json(field)).read(OfRank)
+    except IndexError as error:  # msgspec takes a tensor for a mapping
+        raise FormatError(f"{field.path} has a tensor where an object must be ({error})") from None
+    return of_rank
+
+
 def read_training(of_ranks: Sequence[Field]) -> TrainingState:
     """The state of a training from what its ranks have written; the random state is the first one's.
 
     Raises:
         FormatError: a field is wrong, or the ranks differ where they must be equal.
     """
-    try:
-        ranks: list[OfRank] = [Field(field.path, from_json(field)).read(OfRank) for field in of_ranks]
-    except IndexError:  # msgspec takes a tensor for a mapping
-        raise FormatError("a tensor is where an object must be") from None
+    ranks = [*map(_of_rank, of_ranks)]
     first = ranks[0]
     scheduler = next((rank.scheduler for rank in ranks if rank.scheduler is not None), None)
     for number, rank in enumerate(ranks):

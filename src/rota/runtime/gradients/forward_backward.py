@@ -10,6 +10,7 @@ backward is split (see `split_backward`), inputs are held by their gradient edge
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, final
@@ -82,10 +83,10 @@ class StageForward:
         arguments = [value for *_, value in entered]
         if self._reads_inputs:
             arguments += self._stages.pick_inputs(self._stage, batch)
+        if chunk is not None and split:
+            chunk.enter = partial(_enter_earlier, kept)
         try:
-            if chunk is not None:
-                output = self._call_for_chunk(chunk, kept, arguments, buffers)
-            else:
+            with nullcontext() if chunk is None else chunk:
                 output = (
                     torch.func.functional_call(module, dict(buffers), (*arguments,)) if buffers else module(*arguments)
                 )
@@ -98,14 +99,6 @@ class StageForward:
         values = [output if edge.key is None else edge.take(output) for edge in self._outgoing]
         kept.outputs = [gradient_edges(value, self._where) for value in values]
         return output, values, kept
-
-    def _call_for_chunk(
-        self, chunk: Chunk, kept: Kept, arguments: list[Any], buffers: Mapping[str, torch.Tensor] | None
-    ) -> Any:
-        if self._split:
-            chunk.enter = partial(_enter_earlier, kept)
-        with chunk:
-            return torch.func.functional_call(self._module, dict(buffers or {}), (*arguments,))
 
 
 def _enter_earlier(kept: Kept, leaf: torch.Tensor) -> torch.Tensor:

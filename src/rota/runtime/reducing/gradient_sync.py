@@ -104,8 +104,7 @@ class GradientSync:
         }
         after = {op: partial(self._reduce, stage) for stage, op in last.items() if stage in self._reduced}
         last_tied = next((stage for stage in reversed(last) if stage in self._with_tied), None)
-        trains = any(task.kind.makes_weight_gradients for task in plan.placement.tasks)
-        return Reductions(Hooks(before, after, self._sums if trains else {}), last_tied)
+        return Reductions(Hooks(before, after, self._sums), last_tied)
 
     @property
     def tied_ranks(self) -> list[tuple[int, ...]]:
