@@ -146,7 +146,7 @@ def overtaken_on_a_channel(programs: Programs, rng: random.Random) -> Programs |
     sends = [
         (p.rank, [i for i, s in enumerate(p.steps) if s.what == "send" and s.stream == stream])
         for p in programs
-        for stream in p.streams
+        for stream in dict.fromkeys(step.stream for step in p.steps)
     ]
     sends = [(rank, of) for rank, of in sends if len(of) > 1]
     if not sends:

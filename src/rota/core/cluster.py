@@ -6,7 +6,7 @@ checker and solver agree exactly.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -46,11 +46,11 @@ class Link:
         return self.latency_us + (-(-num_bytes // self.bytes_per_us) if self.bytes_per_us else 0)
 
 
-def _rate(name: str, rate: object) -> int:
+def _rate(name: str, value: object) -> int:
     """A rate in bytes per µs. Raises PlacementError if nothing would ever arrive."""
-    if (found := whole(name, rate)) == 0:
+    if (rate := whole(name, value)) == 0:
         raise PlacementError(f"{name} is 0: nothing would arrive; use None for no limit, else 1 or more")
-    return found
+    return rate
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,11 +128,6 @@ class AllReduceTimes:
         return points[0][1] if num_bytes <= points[0][0] else -(-points[-1][1] * num_bytes // points[-1][0])
 
 
-def of_at_most(all_reduces: Sequence[AllReduceTimes], num_ranks: int) -> tuple[AllReduceTimes, ...]:
-    """The measured all-reduces that a cluster of `num_ranks` ranks can have."""
-    return tuple(measured for measured in all_reduces if measured.num_ranks <= num_ranks)
-
-
 @dataclass(frozen=True)
 class Cluster:
     """The ranks, their memory, and the links between them.
@@ -169,7 +164,7 @@ class Cluster:
                 raise PlacementError(
                     f"the shared link {shared.name} has rank {rank}, outside the cluster of {self.num_ranks} ranks"
                 )
-        numbers = [of.num_ranks for of in self.all_reduces]
+        numbers = [measured.num_ranks for measured in self.all_reduces]
         if numbers != sorted({*numbers}) or max(numbers, default=0) > self.num_ranks:
             raise PlacementError(
                 f"all_reduces are of {numbers} ranks: give each number once, ascending, up to {self.num_ranks}"
@@ -205,12 +200,8 @@ class Cluster:
 
     def shared_between(self, sender: int, receiver: int) -> tuple[int, ...]:
         """Indices in `shared` of what a transfer from `sender` to `receiver` uses."""
-        sides = enumerate(self._shared_sides)
-        return tuple(i for i, (senders, receivers) in sides if sender in senders and receiver in receivers)
-
-    @cached_property
-    def _shared_sides(self) -> list[tuple[frozenset[int], frozenset[int]]]:
-        return [(frozenset(shared.senders), frozenset(shared.receivers)) for shared in self.shared]
+        links = enumerate(self.shared)
+        return tuple(i for i, link in links if sender in link.senders and receiver in link.receivers)
 
     @cached_property
     def _differing(self) -> Mapping[tuple[int, int], Link]:

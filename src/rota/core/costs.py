@@ -1,13 +1,9 @@
-"""What a pipeline costs: `Costs` of each stage.
-
-Times are whole microseconds and sizes are whole bytes, rounded once, where they are measured, so that simulator,
-checker and solver agree exactly.
-"""
+"""What a pipeline costs: `Costs` of each stage."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from itertools import zip_longest
 from operator import add, sub
 from typing import Any
@@ -19,16 +15,6 @@ from rota.core.text import angle_repr, count_text, time_text
 
 #: States that `rota run --max-restarts` keeps of each rank: one stays whole while the other one is written.
 NUM_SNAPSHOTS = 2
-
-_SIGNED = ("input_frees_bytes",)
-_OPTIONAL = (  # None has a meaning of its own
-    "weight_us",
-    "input_frees_bytes",
-    "gradient_bytes",
-    "recompute_us",
-    "spread_us",
-    "microbatch_rows",
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,28 +94,25 @@ class Costs:
             value = getattr(self, field.name)
             if value == field.default == ():
                 value = 0
-            if field.name in ("edges", "note") or (value is None and field.name in _OPTIONAL):
+            if field.name in ("edges", "note") or value is field.default is None:  # None has a meaning of its own
                 continue
             if field.name == "microbatch_rows":
                 object.__setattr__(self, field.name, whole_rows(value))
                 continue
             if field.name in ("boundary_bytes", "gradient_bytes"):
                 # A single number stays a number: the edges may be unknown until the stages are placed.
-                value = whole(field.name, value) if isinstance(value, int) else _spread(field.name, value, num_edges)
+                value = whole(field.name, value) if isinstance(value, int) else _column(field.name, value, num_edges)
             else:
-                gaps, signed = field.name == "recompute_us", field.name in _SIGNED
-                value = _spread(field.name, value, len(forward), gaps, signed)
+                gaps, signed = field.name == "recompute_us", field.name == "input_frees_bytes"
+                value = _column(field.name, value, len(forward), gaps, signed)
             object.__setattr__(self, field.name, value)
-        for stage, (freed, held) in enumerate(zip(self.freed_by_input, self.activation_bytes, strict=True)):
-            if freed > held:
-                raise PlacementError(
-                    f"input_frees_bytes[{stage}] is {freed}, more than activation_bytes[{stage}] = {held}"
-                )
-        for stage, (kept, held) in enumerate(zip(self.checkpoint_bytes, self.activation_bytes, strict=True)):
-            if self.recompute_us is not None and kept > held:
-                raise PlacementError(
-                    f"checkpoint_bytes[{stage}] is {kept}, more than activation_bytes[{stage}] = {held}"
-                )
+        parts = {"input_frees_bytes": self.freed_by_input}
+        if self.recompute_us is not None:
+            parts["checkpoint_bytes"] = self.checkpoint_bytes
+        for name, column in parts.items():
+            for stage, (part, held) in enumerate(zip(column, self.activation_bytes, strict=True)):
+                if part > held:
+                    raise PlacementError(f"{name}[{stage}] is {part}, more than activation_bytes[{stage}] = {held}")
 
     def __str__(self) -> str:
         """One line."""
@@ -227,16 +210,13 @@ class Costs:
 
     def repeated(self, times: int, edges: Sequence[tuple[int, int]]) -> Costs:
         """Copies of the same stages, connected by `edges`; a chain's boundary sizes are repeated for each copy."""
-        values: dict[str, Any] = {"edges": tuple(edges)}
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if isinstance(value, tuple) and field.name != "edges":
-                values[field.name] = value * times
+        columns = {name: column for name, column in asdict(self).items() if isinstance(column, tuple)}
+        values: dict[str, Any] = {name: column * times for name, column in columns.items()} | {"edges": tuple(edges)}
         return replace(self, **values)
 
     def to_json(self) -> str:
         """The text of a "costs" file, one line per field, which `from_json` reads."""
-        return reading.dump("costs", {field.name: getattr(self, field.name) for field in fields(self)}, Costs.from_json)
+        return reading.dump("costs", asdict(self), Costs.from_json)
 
     @classmethod
     def from_json(cls, text: str) -> Costs:
@@ -244,7 +224,7 @@ class Costs:
         return reading.parse(text, "costs").read(cls)
 
 
-def _spread(name: str, value: object, count: int, gaps: bool = False, signed: bool = False) -> tuple[int | None, ...]:
+def _column(name: str, value: object, count: int, gaps: bool = False, signed: bool = False) -> tuple[int | None, ...]:
     """A tuple with `count` entries from one number or a sequence; `gaps` allows None, `signed` numbers below 0."""
     if not isinstance(value, Sequence):
         return (whole(name, value, signed),) * count
@@ -259,6 +239,6 @@ def _spread(name: str, value: object, count: int, gaps: bool = False, signed: bo
 ASSUMED_COSTS = {"forward_us": 1000, "backward_us": 2000, "activation_bytes": 1000}
 
 
-def assumed_costs(num_stages: int, **given: int) -> Costs:
-    """Costs of equal stages: the `given` fields, and assumed values for the others."""
-    return Costs.uniform(num_stages, **(ASSUMED_COSTS | given))
+def assumed_costs(num_stages: int, **costs: int) -> Costs:
+    """Costs of equal stages: these fields, and assumed values for the others."""
+    return Costs.uniform(num_stages, **(ASSUMED_COSTS | costs))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from itertools import pairwise
 from typing import Annotated, Any, TypeAlias, final
 
@@ -125,12 +125,12 @@ class LayerCosts:
         for name in ("changed_bytes", "snapshot_bytes"):
             if not getattr(self, name):
                 object.__setattr__(self, name, (0,) * self.num_layers)
-        for name in (*_BY_LAYER, *_BY_EDGE, "snapshot_bytes"):
+        for name in (field.name for field in fields(self) if field.name.endswith(("_us", "_bytes"))):
             column, count = getattr(self, name), len(self.edges) if name in _BY_EDGE else self.num_layers
             if len(column) != count:
                 raise PlacementError(f"{name} has {len(column)} entries, expected {count}")
             object.__setattr__(self, name, tuple(whole(f"{name}[{i}]", entry) for i, entry in enumerate(column)))
-        pairs = [entry[:2] for name in _PAIRS for entry in getattr(self, name)]
+        pairs = [entry[:2] for entry in (*self.shared, *self.waiting_shared, *self.tied)]
         for layer, operator in self.uncounted:
             if not 0 <= layer < self.num_layers:
                 raise PlacementError(f"uncounted has {operator!r} in layer {layer}, and there are {self.num_layers}")
@@ -171,11 +171,11 @@ class LayerCosts:
         for layer, operator in self.uncounted:
             held = f" ({self.contents[layer]})" if self.contents else ""
             layers_of.setdefault(operator, []).append(f"{layer + 1}{held}")
-        found = "; ".join(f"{operator} in {_layers_text(layers)}" for operator, layers in layers_of.items())
+        operators = "; ".join(f"{operator} in {_layers_text(layers)}" for operator, layers in layers_of.items())
         return (
             "the floating-point operations of some operators are unknown, so only the bytes that they move count: "
-            f"{found}. Register them by torch.utils.flop_counter.register_flop_formula in the model's file, or measure "
-            "on the device itself"
+            f"{operators}. Register them by torch.utils.flop_counter.register_flop_formula in the model's file, or "
+            "measure on the device itself"
         )
 
     @property
@@ -237,9 +237,9 @@ class LayerCosts:
         checkpoints = [a + b for a, b in zip(received, old, strict=True)]
         for stage in recompute:  # R computes with the old values of the buffers
             held[stage] = max(held[stage] + old[stage], checkpoints[stage])
-        again = total("recompute_us")
+        again_us = total("recompute_us")
         edges = sorted(crossing)
-        whole = {"backward_us": total("backward_us"), "backward_peak_bytes": self._backward_peaks(boundaries)}
+        unsplit = {"backward_us": total("backward_us"), "backward_peak_bytes": self._backward_peaks(boundaries)}
         return Costs(
             forward_us=total("forward_us"),
             activation_bytes=tuple(held),
@@ -250,12 +250,12 @@ class LayerCosts:
             state_bytes=total("state_bytes"),
             snapshot_bytes=total("snapshot_bytes"),
             optimizer_us=total("optimizer_us"),
-            recompute_us=tuple(us if s in recompute else None for s, us in enumerate(again)) if recompute else None,
+            recompute_us=tuple(us if s in recompute else None for s, us in enumerate(again_us)) if recompute else None,
             checkpoint_bytes=tuple(min(*pair) for pair in zip(checkpoints, held, strict=True)),
             edges=tuple(edges),
             note=self.note,
             microbatch_rows=self.rows,
-            **(self._split(boundaries, crossing, held, old) if split_backward else whole),
+            **(self._split(boundaries, crossing, held, old) if split_backward else unsplit),
         )
 
     def _split(
@@ -336,8 +336,7 @@ class LayerCosts:
 
     def to_fields(self) -> dict[str, Any]:
         """The fields in JSON."""
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        return {name: value for name, value in values.items() if name not in _OMITTED or value}
+        return {name: value for name, value in asdict(self).items() if name not in _OMITTED or value}
 
     def to_json(self) -> str:
         """The text of a "layers" file, one line per field, which `from_json` reads."""
@@ -354,15 +353,8 @@ def _layers_text(layers: Sequence[str]) -> str:
     return f"layer{'s' if len(layers) > 1 else ''} {', '.join(layers[:_MOST_NAMED])}{more}"
 
 
-_PAIRS = ("shared", "waiting_shared", "tied")
 _OMITTED = ("missing_cores", "contents", "uncounted")  # in JSON, if they say nothing
 _BY_EDGE = ("boundary_bytes", "boundary_gradient_bytes", "received_bytes")
-_BY_LAYER = (
-    *("forward_us", "backward_us", "input_us", "weight_us", "recompute_us", "optimizer_us"),
-    *("kept_bytes", "waiting_bytes", "changed_bytes"),
-    *("forward_peak_bytes", "backward_peak_bytes", "input_peak_bytes", "weight_peak_bytes"),
-    *("parameter_bytes", "gradient_bytes", "buffer_bytes", "optimizer_bytes"),
-)
 
 
 # --- profiles ---------------------------------------------------------------------------------------------------------
@@ -407,10 +399,10 @@ class Profile(Mapping[int, LayerCosts]):
     __repr__ = angle_repr
 
     def __getitem__(self, rows: int) -> LayerCosts:
-        found = next((layers for layers in self.layers if layers.rows == rows), None)
-        if found is None:
-            raise KeyError(rows)
-        return found
+        for layers in self.layers:
+            if layers.rows == rows:
+                return layers
+        raise KeyError(rows)
 
     def __iter__(self) -> Iterator[int]:
         return (layers.rows for layers in self.layers)

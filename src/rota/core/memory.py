@@ -40,10 +40,10 @@ def events(
         (key, change in bytes), in ascending order; key // 4 is the time in µs.
     """
     kinds = _events_of_each_kind(plan, rank, starts_us, ends_us, sent_us, arrived_us)
-    every = [
-        (4 * time + kind, change) for kind, events in enumerate(kinds) for time, change in zip(*events, strict=True)
+    keyed = [
+        (4 * time + kind, change) for kind, columns in enumerate(kinds) for time, change in zip(*columns, strict=True)
     ]
-    return sorted(every, key=itemgetter(0))  # stable: ops at one instant stay in the rank's order
+    return sorted(keyed, key=itemgetter(0))  # stable: ops at one instant stay in the rank's order
 
 
 def peak_bytes(
@@ -117,16 +117,16 @@ def _op_changes(plan: Plan, rank: int) -> tuple[list[int], list[int]]:
 
 def task_changes(placement: Placement, rank: int) -> dict[tuple[int, Kind], tuple[Amount, Amount]]:
     """(stage, kind) -> change of the bytes held on `rank` at the start and at the end of an op."""
-    here = {i: task for i, task in enumerate(placement.tasks) if rank in task.ranks}
-    received: dict[int, Amount] = dict.fromkeys(here, 0)
+    tasks = {i: task for i, task in enumerate(placement.tasks) if rank in task.ranks}
+    received: dict[int, Amount] = dict.fromkeys(tasks, 0)
     for route in placement.routes:
         if route.receiver == rank:
             received[route.target] = by_class(add, received[route.target], route.num_bytes)
     changes = {}
-    for i, task in here.items():
-        own = task.held_bytes, task.peak_bytes
-        at_start = by_class(lambda held, peak: max(held, 0) + peak, *own)
-        at_end = by_class(lambda held, peak, read: min(held, 0) - peak - read, *own, received[i])
+    for i, task in tasks.items():
+        amounts = task.held_bytes, task.peak_bytes
+        at_start = by_class(lambda held, peak: max(held, 0) + peak, *amounts)
+        at_end = by_class(lambda held, peak, read: min(held, 0) - peak - read, *amounts, received[i])
         changes[task.stage, task.kind] = at_start, at_end
     return changes
 
@@ -138,8 +138,8 @@ def is_op_event(key: int) -> bool:
 
 def levels(static_bytes: int, events: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
     """(time in µs, bytes held from then on): a step function; at one instant the last level counts."""
-    curve = {0: static_bytes}
     level = static_bytes
+    curve = {0: level}
     for key, change in events:
         level += change
         curve[key // 4] = level

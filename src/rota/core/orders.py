@@ -81,12 +81,10 @@ class _Step:
             raise self._misplaced(next(op for op in order if op not in node_of), rank) from None
 
     def _node(self, op: Op, rank: int) -> int:
-        t, batches = self._placement.index.get(op[:2]), range(0)
-        if t is not None:
-            batches = self._microbatches(op.stage)
-        if t is None or t not in self._tasks_on[rank] or op.microbatch not in batches:
+        t = self._placement.index.get(op[:2])
+        if t is None or t not in self._tasks_on[rank] or op.microbatch not in self._microbatches(op.stage):
             raise self._misplaced(op, rank)
-        return self._first[t] + batches.index(op.microbatch)
+        return self._first[t] + self._microbatches(op.stage).index(op.microbatch)
 
     def _misplaced(self, op: Op, rank: int) -> PlanError:
         does, placement = f"rank {rank} does {op}", self._placement
@@ -126,10 +124,9 @@ def _require_chunks_in_order(placement: Placement, orders: Orders) -> None:
         for op in order:
             needs = chunk_before if op.kind is Kind.F else chunk_after if op.kind in (Kind.B, Kind.I) else {}
             if op.microbatch in needs and (first := op._replace(microbatch=needs[op.microbatch])) not in done:
-                which = "an earlier" if op.kind is Kind.F else "a later"
                 raise PlanError(
-                    f"rank {rank} does {op} before {first}, {which} chunk of the same sample; do chunks forward "
-                    f"in order and backward in reverse",
+                    f"rank {rank} does {op} before {first}, {'an earlier' if op.kind is Kind.F else 'a later'} chunk "
+                    f"of the same sample; do chunks forward in order and backward in reverse",
                     "chunks",
                 )
             done.add(op)

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from itertools import count
 
 from rota.core.cluster import Cluster
 from rota.core.errors import PlacementError
@@ -34,7 +35,6 @@ from rota.core.tasks import (
 from rota.core.text import angle_repr, count_text
 
 _TASK_AMOUNTS = ("duration_us", "held_bytes", "peak_bytes")
-_SHAPE = ("tasks or ranks", "edges", "clusters", "static_bytes", "step_ends")
 
 
 @dataclass(frozen=True)
@@ -108,8 +108,8 @@ class Placement:
         object.__setattr__(self, "class_of", self._checked_classes())
         object.__setattr__(self, "sample_of", self._checked_samples())
         ending = [end.stage for end in self.step_ends]
-        if unknown := [stage for stage in ending if stage not in self._tasks_of]:
-            raise PlacementError(f"step_ends names stage {unknown[0]}, which has no task")
+        if unknown := {*ending} - {*self.stages}:
+            raise PlacementError(f"step_ends names stage {min(unknown)}, which has no task")
         if len({*ending}) < len(ending):
             often, _ = Counter(ending).most_common(1)[0]
             raise PlacementError(f"step_ends names stage {often} twice; a stage ends once, so remove one of them")
@@ -208,12 +208,12 @@ class Placement:
                 raise PlacementError(
                     f"placements[{c}] has classes or chunks of micro-batches itself; give one placement per class"
                 )
-            for what, one, other in zip(_SHAPE, _shape_of(placements[0]), _shape_of(placement), strict=True):
-                if one != other:
-                    raise PlacementError(
-                        f"placements[0] and placements[{c}] have different {what}; give placements in which only "
-                        f"durations and sizes differ"
-                    )
+            shape = _shape_of(placement)
+            if differing := [name for name, part in _shape_of(placements[0]).items() if part != shape[name]]:
+                raise PlacementError(
+                    f"placements[0] and placements[{c}] have different {differing[0]}; give placements in which only "
+                    f"durations and sizes differ"
+                )
         wrong = next((m for m, c in enumerate(class_of) if not 0 <= c < len(placements)), None)
         if wrong is not None:
             raise PlacementError(f"class_of[{wrong}] is {class_of[wrong]}, but there are {len(placements)} placements")
@@ -407,40 +407,31 @@ class Placement:
     @cached_property
     def component_of(self) -> tuple[int, ...]:
         """For each task the index of its connected component, a data stream."""
-        parent = list(range(len(self.tasks)))
-
-        def root(i: int) -> int:
-            while parent[i] != i:
-                parent[i] = parent[parent[i]]
-                i = parent[i]
-            return i
-
-        for edge in self.edges:
-            parent[root(edge.source)] = root(edge.target)
-        for task in range(len(self.tasks)):  # a stage's tasks belong together even without an edge
-            parent[root(task)] = root(min(self._tasks_of[self.tasks[task].stage]))
-        lowest: dict[int, int] = {}
-        for i, task_ in enumerate(self.tasks):
-            lowest[root(i)] = min(task_.stage, lowest.get(root(i), task_.stage))
-        rank = {component: c for c, component in enumerate(sorted(lowest, key=lowest.__getitem__))}
-        return tuple(rank[root(i)] for i in range(len(self.tasks)))
+        return tuple(self._component_of_stage[task.stage] for task in self.tasks)
 
     @cached_property
-    def _tasks_of(self) -> Mapping[int, list[int]]:
-        tasks: dict[int, list[int]] = {}
-        for i, task in enumerate(self.tasks):
-            tasks.setdefault(task.stage, []).append(i)
-        return tasks
+    def _component_of_stage(self) -> Mapping[int, int]:
+        connected = {stage: [stage] for stage in self.stages}  # the stages of its component
+        for edge in self.edges:
+            first, second = (connected[self.tasks[task].stage] for task in edge[:2])
+            if first is not second:
+                first += second
+                connected.update(dict.fromkeys(second, first))
+        components: dict[int, int] = {}
+        indexes = count()
+        for stage in self.stages:  # in ascending order
+            if stage not in components:
+                components.update(dict.fromkeys(connected[stage], next(indexes)))
+        return components
 
     @cached_property
     def num_components(self) -> int:
         """Number of connected components (data streams)."""
-        return max(self.component_of) + 1
+        return max(self._component_of_stage.values()) + 1
 
     def microbatches(self, stage: int, num_microbatches: int) -> range:
         """The micro-batches, of a step with `num_microbatches`, that `stage` runs."""
-        component = self.component_of[self._tasks_of[stage][0]]
-        return range(component, num_microbatches, self.num_components)
+        return range(self._component_of_stage[stage], num_microbatches, self.num_components)
 
     @cached_property
     def routes(self) -> tuple[Route, ...]:
@@ -458,6 +449,10 @@ class Placement:
                 if sender != receiver:
                     routes.append(self._route(edge, sender, receiver))
         return tuple(routes)
+
+    def microbatches_on(self, route: int, num_microbatches: int) -> range:
+        """The micro-batches, of a step with `num_microbatches`, whose data travels on `routes[route]`."""
+        return self.microbatches(self.tasks[self.routes[route].source].stage, num_microbatches)
 
     def transfer(self, route: int, microbatch: int) -> Transfer:
         """The transfer of a micro-batch on `routes[route]`."""
@@ -485,10 +480,10 @@ class Placement:
 
     def forward_only(self) -> Placement:
         """The same stages for inference: only F tasks, which hold no bytes after they end."""
-        kept = [i for i, task in enumerate(self.tasks) if task.kind is Kind.F]
-        new = {old: i for i, old in enumerate(kept)}
-        edges = tuple(Edge(new[a], new[b], size) for a, b, size in self.edges if a in new and b in new)
-        tasks = tuple(replace(self.tasks[i], held_bytes=0) for i in kept)
+        forwards = [i for i, task in enumerate(self.tasks) if task.kind is Kind.F]
+        index = {task: i for i, task in enumerate(forwards)}
+        edges = tuple(Edge(index[a], index[b], size) for a, b, size in self.edges if a in index and b in index)
+        tasks = tuple(replace(self.tasks[i], held_bytes=0) for i in forwards)
         return replace(self, tasks=tasks, edges=edges, step_ends=())
 
     def with_step_ends(self, stages: Iterable[int]) -> Placement:
@@ -508,8 +503,12 @@ def with_amounts(task: Task, amounts: Iterable[Amount]) -> Task:
     return replace(task, duration_us=duration_us, held_bytes=held_bytes, peak_bytes=peak_bytes)
 
 
-def _shape_of(placement: Placement) -> tuple[object, ...]:
-    """What all classes of micro-batches have in common, in the order of `_SHAPE`."""
-    tasks = [(task.stage, task.kind, task.ranks) for task in placement.tasks]
-    edges = [edge[:2] for edge in placement.edges]
-    return tasks, edges, placement.cluster, placement.static_bytes, placement.step_ends
+def _shape_of(placement: Placement) -> dict[str, object]:
+    """What all classes of micro-batches have in common."""
+    return {
+        "tasks or ranks": [(task.stage, task.kind, task.ranks) for task in placement.tasks],
+        "edges": [edge[:2] for edge in placement.edges],
+        "clusters": placement.cluster,
+        "static_bytes": placement.static_bytes,
+        "step_ends": placement.step_ends,
+    }

@@ -121,8 +121,8 @@ class Plan:
     @property
     def microbatch_rows(self) -> int | None:
         """The examples of the micro-batch that its times and bytes are for. None: unknown."""
-        known = self.placement.microbatch_rows
-        return self.usage.microbatch_rows if known is None and self.usage is not None else known
+        rows = self.placement.microbatch_rows
+        return self.usage.microbatch_rows if rows is None and self.usage is not None else rows
 
     # --- the plan as a graph -------------------------------------------------------------------------------------
     # Nodes: the ops of task t are first_node[t], first_node[t] + 1, …, one per micro-batch of its data stream. After
@@ -146,7 +146,7 @@ class Plan:
 
     def op(self, node: int) -> Op:
         """The op of a node."""
-        task = next(t for t, first in enumerate(self.first_node[1:]) if node < first)
+        task = bisect_right(self.first_node, node) - 1
         stage, kind = self.placement.tasks[task].stage, self.placement.tasks[task].kind
         return Op(stage, kind, self.placement.microbatches(stage, self.num_microbatches)[node - self.first_node[task]])
 
@@ -164,13 +164,6 @@ class Plan:
             variants += [first] * len(batches) if num_classes == 1 else [first + class_in(m) for m in batches]
         return tuple(variants)
 
-    def _last_gradient(self, stage: int, rank: int) -> int:
-        """Position in the rank's order of the op that completes the stage's gradients; -1 if it makes none."""
-        order = self.orders[rank]
-        kinds = [task.kind for task in self.placement.tasks if task.stage == stage and task.kind.makes_weight_gradients]
-        last = ((i, order[i]) for i in range(len(order) - 1, -1, -1))
-        return next((i for i, op in last if op.stage == stage and op.kind in kinds), -1)
-
     @cached_property
     def step_end_ranks(self) -> tuple[tuple[int, int], ...]:
         """(index into `placement.step_ends`, rank) of every reduction and optimizer step, in graph order.
@@ -179,7 +172,7 @@ class Plan:
         """
         ends = self.placement.step_ends
         pairs = [(i, rank) for i, end in enumerate(ends) for rank in self.placement.gradient_ranks(end.stage)]
-        return tuple(sorted(pairs, key=lambda pair: (pair[1], self._last_gradient(ends[pair[0]].stage, pair[1]))))
+        return tuple(sorted(pairs, key=lambda pair: (pair[1], _last_gradient(self, ends[pair[0]].stage, pair[1]))))
 
     @cached_property
     def shared_transfers(self) -> SharedTransfers:
@@ -206,7 +199,7 @@ class Plan:
 
     def microbatches_on(self, route: int) -> range:
         """The micro-batches whose data travels on `placement.routes[route]`."""
-        return self.microbatches_of(self.placement.routes[route].source)
+        return self.placement.microbatches_on(route, self.num_microbatches)
 
     def microbatches_of(self, task: int) -> range:
         """The micro-batches of `placement.tasks[task]`, in the order of its nodes."""
@@ -225,12 +218,7 @@ class Plan:
     @cached_property
     def _unserved_graph(self) -> TaskGraph:
         """The graph in which transfers do not wait for each other."""
-        # Orders come first, because they refuse a num_microbatches that would make the graph too large for memory.
-        orders = self.nodes
-        ends = [(self.placement.step_ends[i].stage, rank) for i, rank in self.step_end_ranks]
-        last = [self._last_gradient(*end) for end in ends]
-        gradients = [orders[rank][k] if k >= 0 else None for k, (_, rank) in zip(last, ends, strict=True)]
-        return _graph_of(self, orders, gradients)
+        return _graph_of(self)
 
     @cached_property
     def earliest(self) -> Earliest:
@@ -313,12 +301,11 @@ class Plan:
                         and (served := starts[self.shared_transfers.first[i] + k]) > since
                     ):
                         sender = self.placement.routes[i].sender
-                        running = bisect_right(starts_on[sender], served) - 1
-                        there = self.nodes[sender][running]
-                        if ends[there] > served:
-                            since, after = starts[there], position[there] - 0.5
+                        running = self.nodes[sender][bisect_right(starts_on[sender], served) - 1]
+                        if ends[running] > served:
+                            since, after = starts[running], position[running] - 0.5
                         else:
-                            since, after = served, position[there] + 0.5
+                            since, after = served, position[running] + 0.5
                     actions.append((since, after, served, i, self.placement.transfer(i, op.microbatch)))
         return tuple(action for *_, action in sorted(actions, key=lambda entry: entry[:4]))
 
@@ -434,8 +421,9 @@ def read_file(document: reading.Field, into: type[_File]) -> _File:
 # --- building the graph -----------------------------------------------------------------------------------------------
 
 
-def _graph_of(plan: Plan, orders: Sequence[Sequence[int]], gradients: Sequence[int | None]) -> TaskGraph:
-    """`Plan._unserved_graph`. `gradients[j]`: the node, if any, that completes those of `plan.step_end_ranks[j]`."""
+def _graph_of(plan: Plan) -> TaskGraph:
+    """`Plan._unserved_graph`."""
+    orders = plan.nodes  # first, because they refuse a num_microbatches that would make the graph too large for memory
     placement, first_node = plan.placement, plan.first_node
     durations: list[int] = []
     edges: list[Edges] = []
@@ -449,7 +437,7 @@ def _graph_of(plan: Plan, orders: Sequence[Sequence[int]], gradients: Sequence[i
         edges += [of_class[placement.class_of[m]] for m in batches] if placement.class_of else of_class * len(batches)
     previous = [-1] * len(durations)
     _add_orders(orders, edges, previous)
-    _add_step_ends(placement, orders, plan.step_end_ranks, gradients, durations, edges)
+    _add_step_ends(plan, durations, edges)
     for r, first in plan.shared_transfers.first.items():
         route, batches = placement.routes[r], plan.microbatches_on(r)
         durations += placement.column(route.service_us, batches)
@@ -488,26 +476,27 @@ def _add_orders(orders: Sequence[Sequence[int]], edges: list[Edges], previous: l
                 edges[node] += ((node - before, 0),)
 
 
-def _add_step_ends(
-    placement: Placement,
-    orders: Sequence[Sequence[int]],
-    step_end_ranks: Sequence[tuple[int, int]],
-    gradients: Sequence[int | None],
-    durations: list[int],
-    edges: list[Edges],
-) -> None:
+def _last_gradient(plan: Plan, stage: int, rank: int) -> int:
+    """Position in the rank's order of the op that completes the stage's gradients; -1 if it makes none."""
+    order = plan.orders[rank]
+    last = (i for i in reversed(range(len(order))) if order[i].stage == stage and order[i].kind.makes_weight_gradients)
+    return next(last, -1)
+
+
+def _add_step_ends(plan: Plan, durations: list[int], edges: list[Edges]) -> None:
     """Append step ends: a rank's reductions in sequence, each after its stage's gradients, then its optimizer steps."""
     first: dict[int, int] = {}  # rank -> node of its first, and of its last reduction
     last: dict[int, int] = {}
-    for j, (_, rank) in enumerate(step_end_ranks):
+    for j, (_, rank) in enumerate(plan.step_end_ranks):
         first.setdefault(rank, len(durations) + 2 * j)
         last[rank] = len(durations) + 2 * j
-    for (i, rank), made in zip(step_end_ranks, gradients, strict=True):
-        end, reduction = placement.step_ends[i], len(durations)
+    for i, rank in plan.step_end_ranks:
+        end, reduction = plan.placement.step_ends[i], len(durations)
         durations += [end.reduce_us, end.optimizer_us]
-        to_reduce = [] if made is None else [made]
+        gradient = _last_gradient(plan, end.stage, rank)
+        to_reduce = [plan.nodes[rank][gradient]] if gradient >= 0 else []
         if reduction == first[rank]:
-            to_optimize = [*orders[rank][-1:], last[rank]]
+            to_optimize = [*plan.nodes[rank][-1:], last[rank]]
         else:
             to_reduce, to_optimize = [*to_reduce, reduction - 2], [reduction - 1]
         for node, inputs in ((reduction, to_reduce), (reduction + 1, to_optimize)):

@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 from rota.core.errors import FormatError, ScheduleError
 from rota.core.placement import Placement
@@ -24,7 +24,6 @@ _MESSAGE = re.compile(r"(\d{1,9})(SEND|RECV)_([FB])(\d{1,9})", re.ASCII)
 _PAIR = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
 _DROPPED = re.compile(r"\d{1,9}(UNSHARD|RESHARD|(?:WAIT_)?REDUCE_GRAD|WAIT_SEND_[FB])\d{0,9}", re.ASCII)
 
-Parsed = TypeVar("Parsed")
 Orders = Sequence[Sequence[Op]]
 #: An op, or (source, target, sender, receiver, bytes) of a transfer.
 Wire = Iterable[Op | tuple[Op, Op, int, int, int]]
@@ -72,10 +71,10 @@ def read(text: str, placement: Placement | None = None) -> tuple[tuple[Op, ...],
     """
     lines = read_actions(text, 0 if placement is None else placement.num_ranks)
     orders = tuple(tuple(action for action in line if isinstance(action, Op)) for line in lines)
-    if placement is not None and any(len(order) < len(line) for order, line in zip(orders, lines, strict=True)):
-        require_chain(placement)
     if placement is None:
         return orders
+    if any(len(order) < len(line) for order, line in zip(orders, lines, strict=True)):
+        require_chain(placement)
     return tuple(tuple(part for op in order for part in _as_placed(op, placement)) for order in orders)
 
 
@@ -101,18 +100,14 @@ def stage_ranks(orders: Orders) -> list[int]:
     return [ranks[stage] for stage in range(len(ranks))]
 
 
-def _parse_at(where: str, parse: Callable[[str], Parsed], text: str) -> Parsed:
-    try:
-        return parse(text)
-    except FormatError as error:
-        raise FormatError(f"{where}: {error}") from None
-
-
 def _read_line(line: str, number: int) -> list[_Cell]:
     cells = []
-    for at, text in enumerate(line.split(","), 1):
-        where = f"line {number}, cell {at}"
-        cells += [_Cell(action, where) for action in _parse_at(where, _parse_cell, text.strip())]
+    for column, text in enumerate(line.split(","), 1):
+        where = f"line {number}, cell {column}"
+        try:
+            cells += [_Cell(action, where) for action in _parse_cell(text.strip())]
+        except FormatError as error:
+            raise FormatError(f"{where}: {error}") from None
     return cells
 
 
@@ -165,7 +160,7 @@ def _op_problem(op: Op, ranks: Sequence[int], done: set[Op | Message]) -> str:
 def _message_problem(message: Message, ranks: Sequence[int], done: set[Op | Message], messages: set[Message]) -> str:
     other = message.other
     kinds = (Kind.F,) if message.forward else (Kind.B, Kind.I)
-    made = [Op(message.stage, kind, message.microbatch) for kind in kinds]
+    sources = [Op(message.stage, kind, message.microbatch) for kind in kinds]
     if message in done:
         return "appears twice; remove one of them"
     if not 0 <= other.stage < len(ranks):
@@ -174,8 +169,8 @@ def _message_problem(message: Message, ranks: Sequence[int], done: set[Op | Mess
         return f"stays on rank {ranks[other.stage]}, where stage {other.stage} is too; remove it"
     if other not in messages:
         return f"has no {other}; put it into line {ranks[other.stage] + 1}"
-    if message.sends and done.isdisjoint(made):
-        return f"sends what is not made yet; put it after {' or '.join(map(str, made))}"
+    if message.sends and done.isdisjoint(sources):
+        return f"sends what is not made yet; put it after {' or '.join(map(str, sources))}"
     return ""
 
 
@@ -253,10 +248,10 @@ def _differences_from_chain(placement: Placement) -> Iterator[str]:
                 "number and split them like that"
             )
     names = [str(task) for task in placement.tasks]
-    have = Counter((names[edge.source], names[edge.target]) for edge in placement.edges)
-    wanted = Counter(_chain_edges(flows))
-    for odd, problem in ((have - wanted, "this one also has"), (wanted - have, "this one lacks")):
-        for source, target in odd:
+    edges = Counter((names[edge.source], names[edge.target]) for edge in placement.edges)
+    chain = Counter(_chain_edges(flows))
+    for odd_edges, problem in ((edges - chain, "this one also has"), (chain - edges, "this one lacks")):
+        for source, target in odd_edges:
             yield f"is for a chain, but {problem} {source} -> {target}: place one (`rota autoplan --exportable`)"
 
 
@@ -267,5 +262,5 @@ def _chain_edges(flows: Sequence[Sequence[Kind]]) -> Iterator[tuple[str, str]]:
         yield from pairwise(f"{stage}{kind}" for kind in flow)
         if stage > 0:
             yield f"{stage - 1}F", f"{stage}F"
-        if stage > 0 and any(len(each) > 1 for each in flows):
+        if stage > 0 and any(len(kinds) > 1 for kinds in flows):
             yield backs[stage], backs[stage - 1]

@@ -62,10 +62,6 @@ class SharedTransfers:
     def __init__(self, placement: Placement, num_microbatches: int, following: int) -> None:
         self._placement, self._num_microbatches, self._following = placement, num_microbatches, following
 
-    def microbatches_on(self, route: int) -> range:
-        """The micro-batches whose data travels on `placement.routes[route]`."""
-        return microbatches_on(self._placement, self._num_microbatches, route)
-
     @cached_property
     def first(self) -> Mapping[int, int]:
         """The first node of the transfers on each route that uses shared links."""
@@ -73,13 +69,13 @@ class SharedTransfers:
         for r, route in enumerate(self._placement.routes):
             if route.shared:
                 first[r] = following
-                following += len(self.microbatches_on(r))
+                following += len(self._placement.microbatches_on(r, self._num_microbatches))
         return first
 
     def transfers(self) -> Iterator[tuple[int, Transfer]]:
         """All transfers on shared links, with their nodes."""
         for r, first in self.first.items():
-            for k, m in enumerate(self.microbatches_on(r)):
+            for k, m in enumerate(self._placement.microbatches_on(r, self._num_microbatches)):
                 yield first + k, self._placement.transfer(r, m)
 
     @cached_property
@@ -88,7 +84,7 @@ class SharedTransfers:
         nodes: list[list[int]] = [[] for _ in self._placement.cluster.shared]
         for r, first in self.first.items():
             for i in self._placement.routes[r].shared:
-                nodes[i] += range(first, first + len(self.microbatches_on(r)))
+                nodes[i] += range(first, first + len(self._placement.microbatches_on(r, self._num_microbatches)))
         return nodes
 
     def nodes_of(self, orders: Orders) -> tuple[tuple[int, ...], ...]:
@@ -151,12 +147,14 @@ class SharedTransfers:
         Returns:
             The starts, by route and position.
         """
-        begun = [[*column] for column in sent_us]
+        starts_us = [[*column] for column in sent_us]
         routes, value = self._placement.routes, self._placement.value
         spans: list[list[tuple[int, int]]] = [[] for _ in self._placement.cluster.shared]
         served = []  # by the end of service; after it, the latency is left
         for r in self.first:
-            times = zip(self.microbatches_on(r), sent_us[r], arrived_us[r], strict=True)
+            times = zip(
+                self._placement.microbatches_on(r, self._num_microbatches), sent_us[r], arrived_us[r], strict=True
+            )
             for k, (m, sent, arrived) in enumerate(times):
                 duration_us, service_us = value(routes[r].duration_us, m), value(routes[r].service_us, m)
                 served.append((arrived - duration_us + service_us, r, k, arrived - duration_us, service_us))
@@ -168,15 +166,10 @@ class SharedTransfers:
             sent, arrived, shared = sent_us[r][k], arrived_us[r][k], routes[r].shared
             in_turn_us = max(sent, min(latest_us, max(free_us[i] for i in shared)))
             lost_us = max(links[i].lost_us(sent, arrived) for i in shared)
-            begun[r][k] = max(in_turn_us, min(latest_us, sent + lost_us))
+            starts_us[r][k] = max(in_turn_us, min(latest_us, sent + lost_us))
             for i in shared:
                 free_us[i] = min(in_turn_us + service_us, arrived)
-        return tuple(map(tuple, begun))
-
-
-def microbatches_on(placement: Placement, num_microbatches: int, route: int) -> range:
-    """The micro-batches, of a step with `num_microbatches`, whose data travels on `placement.routes[route]`."""
-    return placement.microbatches(placement.tasks[placement.routes[route].source].stage, num_microbatches)
+        return tuple(map(tuple, starts_us))
 
 
 # --- in a plan's file -------------------------------------------------------------------------------------------------
@@ -209,12 +202,12 @@ def read(placement: Placement, num_microbatches: int, row: str, path: str) -> tu
         pair = parse_ops(ops.split(">"), path)
         names = [f"{op.stage}{op.kind}" for op in pair]
         route = routes.get((names[0], names[1], at + receiver)) if len(pair) == 2 else None
-        batches = range(0) if route is None else microbatches_on(placement, num_microbatches, route)
+        batches = range(0) if route is None else placement.microbatches_on(route, num_microbatches)
         if route is None or pair[0].microbatch != pair[1].microbatch or pair[0].microbatch not in batches:
             expected = "the plan has none"
             if routes:
                 (a, b, to), first = next(iter(routes.items()))
-                m = next(iter(microbatches_on(placement, num_microbatches, first)), 0)
+                m = next(iter(placement.microbatches_on(first, num_microbatches)), 0)
                 expected = f"expected one such as {a}{m}>{b}{m}{to}"
             raise FormatError(f"{path}: {reading.short(text)} is not a transfer; {expected}")
         transfers.append(placement.transfer(route, pair[0].microbatch))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from typing import Annotated, Any, NamedTuple, TypeAlias
 
 from msgspec import Meta
@@ -133,7 +133,7 @@ class SizeModel:
         values: dict[str, Any] = {name: getattr(self, name) for name in (*_WHOLE, "edges", "note")}
         for name in CURVES:
             curves = getattr(self, name)
-            rounded = rounded_us if name.endswith("_us") else rounded_bytes
+            rounded = _nearest_us if name.endswith("_us") else math.ceil
             values[name] = None if curves is None else tuple(rounded(curve.at(size)) for curve in curves)
         if values["input_frees_bytes"] is not None:
             held = values["activation_bytes"]
@@ -142,13 +142,9 @@ class SizeModel:
 
     def to_json(self) -> str:
         """The text of a "sizes" file, one line per stage and figure, which `from_json` reads."""
-        found = {field.name: getattr(self, field.name) for field in fields(self)}
-        return reading.dump(
-            "sizes",
-            {name: found[name] and [*found[name]] for name in found if name in CURVES}
-            | {name: value for name, value in found.items() if name not in CURVES},
-            SizeModel.from_json,
-        )
+        values = asdict(self)
+        curves = {name: values.pop(name) for name in CURVES}
+        return reading.dump("sizes", curves | values, SizeModel.from_json)
 
     @classmethod
     def from_json(cls, text: str) -> SizeModel:
@@ -161,11 +157,5 @@ _WHOLE = ("static_bytes", "reduce_us", "optimizer_us")
 CURVES = tuple(field.name for field in fields(SizeModel) if field.name not in (*_WHOLE, "edges", "error", "note"))
 
 
-def rounded_us(value: float) -> int:
-    """A time as whole µs, the nearest; no time is below 0."""
-    return max(math.floor(value + 0.5), 0)
-
-
-def rounded_bytes(value: float) -> int:
-    """A size as whole bytes, rounded up."""
-    return math.ceil(value)
+def _nearest_us(value: float) -> int:
+    return max(math.floor(value + 0.5), 0)  # no time is below 0

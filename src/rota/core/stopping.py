@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from typing import Protocol, TypeVar
 
-_Told = TypeVar("_Told")
+_Report = TypeVar("_Report")
 
 
 class Stoppable(Protocol):
@@ -66,14 +66,14 @@ def ended_by_ctrl_c(search: Stoppable) -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
-def guarded(progress: Callable[[_Told], None] | None, search: Stoppable) -> Callable[[_Told], None]:
+def guarded(progress: Callable[[_Report], None] | None, search: Stoppable) -> Callable[[_Report], None]:
     """Wrap `progress`: an error in it stops the search, is reported as a warning, and is kept in `progress_error`."""
 
-    def tell(told: _Told) -> None:
+    def tell(report: _Report) -> None:
         if progress is None or search.progress_error is not None:
             return
         try:
-            progress(told)
+            progress(report)
         except Exception as error:
             search.progress_error = error
             search.stopped_by = f"{type(error).__name__} in progress: {error}"

@@ -185,12 +185,12 @@ class TaskGraph:
         for edges, alike in groupby(self.edges):
             after = first + len([*alike])
             for edge in edges:
-                there = slice(first - edge[0], after - edge[0])
-                before = readers[there]
+                sources = slice(first - edge[0], after - edge[0])
+                before = readers[sources]
                 if before.count(before[0]) == len(before):
-                    readers[there] = [(*before[0], edge)] * len(before)
+                    readers[sources] = [(*before[0], edge)] * len(before)
                 else:
-                    readers[there] = [(*pairs, edge) for pairs in before]
+                    readers[sources] = [(*pairs, edge) for pairs in before]
             first = after
         return readers
 

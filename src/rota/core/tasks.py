@@ -187,14 +187,9 @@ class Task:
             raise PlacementError(f"task {self}: stage {self.stage} is negative; stages count from 0")
         if not self.ranks or len(set(self.ranks)) != len(self.ranks) or min(self.ranks) < 0:
             raise PlacementError(f"task {self}: ranks {self.ranks} must be one or more different ranks, counted from 0")
-        for name in ("duration_us", "peak_bytes"):
-            object.__setattr__(self, name, by_class(partial(whole, f"{name} of task {self}"), getattr(self, name)))
-        object.__setattr__(self, "held_bytes", by_class(self._whole_held_bytes, self.held_bytes))
-
-    def _whole_held_bytes(self, value: object) -> int:
-        if not isinstance(value, int):
-            raise PlacementError(f"held_bytes of task {self} is {value!r}: give a whole number of bytes")
-        return value
+        for name in ("duration_us", "held_bytes", "peak_bytes"):
+            checked = partial(whole, f"{name} of task {self}", signed=name == "held_bytes")
+            object.__setattr__(self, name, by_class(checked, getattr(self, name)))
 
     def __str__(self) -> str:
         return f"{self.stage}{self.kind}"

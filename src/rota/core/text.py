@@ -39,10 +39,10 @@ def angle_repr(noun: object) -> str:
 
 def limit_text(limits: Sequence[int | None]) -> str:
     """The memory limits of ranks, in few words."""
-    given = [limit for limit in limits if limit is not None]
-    if not given:
+    sizes = [limit for limit in limits if limit is not None]
+    if not sizes:
         return "no memory limit"
-    least, most = size_text(min(given)), size_text(max(given))
+    least, most = size_text(min(sizes)), size_text(max(sizes))
     return f"memory limit {least}" if least == most else f"memory limits {least} to {most}"
 
 

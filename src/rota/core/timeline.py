@@ -136,22 +136,19 @@ class Timeline:
 
     def handed_over_us(self, route: int) -> tuple[int, ...]:
         """When each transfer on `placement.routes[route]` could begin: its op had ended."""
-        plan, sender = self.plan, self.plan.placement.routes[route].sender
-        source = plan.placement.routes[route].source
+        plan, (source, _, sender, *_) = self.plan, self.plan.placement.routes[route]
         ends = dict(zip(plan.nodes[sender], self.ends_us[sender], strict=True))
-        made = [ends[node] for node in range(plan.first_node[source], plan.first_node[source + 1])]
-        return tuple(min(pair) for pair in zip(made, self.sent_us[route], strict=True))
+        made_us = [ends[node] for node in range(plan.first_node[source], plan.first_node[source + 1])]
+        return tuple(map(min, zip(made_us, self.sent_us[route], strict=True)))
 
     def service_spans(self, shared: int) -> Iterator[Span]:
         """Spans for which transfers occupy the cluster's shared link with this index, by plan from their start on."""
-        spans = []
-        for r, route in enumerate(self.plan.placement.routes):
+        spans, plan, placement = [], self.plan, self.plan.placement
+        for r, route in enumerate(placement.routes):
             if shared in route.shared:
-                for m, start, end in zip(
-                    self.plan.microbatches_on(r), self.sent_us[r], self.arrived_us[r], strict=True
-                ):
-                    end_us = min(start + self.plan.placement.value(route.service_us, m), max(start, end))
-                    spans.append(Span(route.sender, start, end_us, self.plan.placement.transfer(r, m)))
+                for m, start, end in zip(plan.microbatches_on(r), self.sent_us[r], self.arrived_us[r], strict=True):
+                    end_us = min(start + placement.value(route.service_us, m), max(start, end))
+                    spans.append(Span(route.sender, start, end_us, placement.transfer(r, m)))
         yield from sorted(spans, key=lambda span: span.start_us)
 
     def step_end_spans(self) -> Iterator[Span]:
@@ -196,17 +193,16 @@ class Timeline:
             ranks[first:after] = [route.sender] * (after - first)
         path = plan.graph.critical_path(starts, ends)
         spans = [self._span(node, ranks[node], starts[node], ends[node]) for node in path]
-        for i, (one, following) in enumerate(pairwise(spans)):
-            if isinstance(one.work, Transfer) and isinstance(following.work, Transfer):  # it waits for the link alone
-                spans[i] = one._replace(end_us=max(one.start_us, ends[path[i]]))
+        for i, (span, following) in enumerate(pairwise(spans)):
+            if isinstance(span.work, Transfer) and isinstance(following.work, Transfer):  # it waits for the link alone
+                spans[i] = span._replace(end_us=max(span.start_us, ends[path[i]]))
         return tuple(self._with_transfers(spans))
 
     def _span(self, node: int, rank: int, start_us: int, end_us: int) -> Span:
         """The span of a node of the plan's graph."""
         plan = self.plan
         if node < plan.num_ops:
-            op = plan.op(node)
-            return Span(rank, start_us, end_us, op)
+            return Span(rank, start_us, end_us, plan.op(node))
         if node < plan.num_ops + 2 * len(plan.step_end_ranks):
             j, is_optimizer = divmod(node - plan.num_ops, 2)
             stage = plan.placement.step_ends[plan.step_end_ranks[j][0]].stage
@@ -230,7 +226,7 @@ class Timeline:
                 end, last = max(arrived, key=itemgetter(0), default=(0, -1))
                 # No transfer if the reader is on the sender's rank too, or if a rank's order bound as late as data.
                 if last >= 0 and self.sent_us[last][k] < end <= span.start_us:
-                    transfer = self.plan.placement.transfer(last, work.microbatch)
+                    transfer = placement.transfer(last, work.microbatch)
                     yield Span(transfer.sender, self.sent_us[last][k], end, transfer)
             yield span
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from rota.core.cluster import AllReduceTimes, Cluster, Link, SharedLink, of_at_most
+from rota.core.cluster import AllReduceTimes, Cluster, Link, SharedLink
 from rota.core.errors import PlacementError
 from rota.core.reading import whole
 from rota.core.text import angle_repr, count_text, limit_text
@@ -151,7 +151,7 @@ class Machine:
                 link = _slowest({self.between(start + a, start + b) for start in starts}) if a != b else most
                 if link != most:
                     links.append((a, b, link))
-        all_reduces = of_at_most(self.all_reduces, num_ranks)
+        all_reduces = tuple(measured for measured in self.all_reduces if measured.num_ranks <= num_ranks)
         return Cluster(tuple(limits), most, tuple(links), self._shared(num_ranks, num_replicas), all_reduces)
 
     def _shared(self, num_ranks: int, num_replicas: int) -> tuple[SharedLink, ...]:

@@ -72,7 +72,11 @@ def compile_program(plan: Plan, edge_index: dict[tuple[int, int], int], rank: in
 
 def compile_programs(plan: Plan, edge_index: dict[tuple[int, int], int], ranks: Iterable[int]) -> list[Program]:
     """The programs of some ranks, in one pass over the plan's order."""
-    columns = _columns(plan)
+    columns = {
+        plan.placement.transfer(route, m): (route, k)
+        for route in range(len(plan.placement.routes))
+        for k, m in enumerate(plan.microbatches_on(route))
+    }
     programs = {rank: Program(rank) for rank in ranks}
     for action in plan.wire_order:
         if isinstance(action, Op):
@@ -114,15 +118,6 @@ def value_key(a: Op, b: Op, edge_index: dict[tuple[int, int], int]) -> ValueKey:
     if a.kind is Kind.F:
         return edge_index[a.stage, b.stage], False, a.microbatch
     return edge_index[b.stage, a.stage], True, a.microbatch
-
-
-def _columns(plan: Plan) -> dict[Transfer, tuple[int, int]]:
-    """(route, position) of each transfer: the index of its times in a timeline."""
-    columns = {}
-    for r in range(len(plan.placement.routes)):
-        for k, m in enumerate(plan.microbatches_on(r)):
-            columns[plan.placement.transfer(r, m)] = (r, k)
-    return columns
 
 
 def last_gradients(plan: Plan, rank: int) -> dict[int, Op]:

@@ -17,11 +17,12 @@ from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from graphlib import CycleError, TopologicalSorter
+from itertools import accumulate, pairwise, zip_longest
 from typing import NamedTuple
 
 from rota.core.errors import PlanError
 from rota.core.plan import Plan
-from rota.core.programs.device_steps import Communicator, DeviceProgram, Step, device_programs
+from rota.core.programs.device_steps import Communicator, DeviceProgram, device_programs
 from rota.core.tasks import Transfer
 from rota.core.text import count_text
 
@@ -126,17 +127,12 @@ def _refuse_different_orders(
         (rank, [programs[rank].steps[i] for i in positions]) for rank, positions in sides.items()
     )
     for rank, steps in others:
-        for k in range(max(len(expected), len(steps))):
-            a, b = (of[k] if k < len(of) else None for of in (expected, steps))
+        for number, (a, b) in enumerate(zip_longest(expected, steps), 1):
             if a is None or b is None or a.subject != b.subject:
                 raise _refusal(
-                    f"{communicator}: operation {k + 1} is {_or_none(a)} on rank {first}, but {_or_none(b)} on rank "
+                    f"{communicator}: operation {number} is {a or 'none'} on rank {first}, but {b or 'none'} on rank "
                     f"{rank}; both sides of a communicator must enqueue in the same order"
                 )
-
-
-def _or_none(step: Step | None) -> str:
-    return "none" if step is None else str(step)
 
 
 def _refusal(message: str) -> PlanError:
@@ -159,10 +155,8 @@ class _Graph:
 
     def __init__(self, programs: Sequence[DeviceProgram], meetings: Meetings, serial: bool) -> None:
         self._programs, self._serial = programs, serial
-        first = [0]
-        for program in programs:
-            first.append(first[-1] + len(program.steps))
-        self._node = [[*range(a, a + len(program.steps))] for a, program in zip(first, programs, strict=False)]
+        firsts = accumulate((len(program.steps) for program in programs), initial=0)
+        self._node = [[*range(first, end)] for first, end in pairwise(firsts)]
         self._meeting: set[int] = set()
         for sides in meetings.values():
             for together in zip(*([(rank, i) for i in positions] for rank, positions in sides.items()), strict=True):

@@ -102,11 +102,6 @@ class DeviceProgram:
         """The steps after which an event is recorded on their stream, because later ones wait for them."""
         return frozenset(before for step in self.steps for before in step.waits)
 
-    @property
-    def streams(self) -> tuple[str, ...]:
-        """The streams in the order of their first use."""
-        return tuple(dict.fromkeys(step.stream for step in self.steps))
-
 
 def channel(transfer: Transfer) -> Communicator:
     """The communicator of a transfer: of the directed pair of its ranks."""
@@ -187,13 +182,13 @@ def _early_allocations(plan: Plan, program: Program) -> dict[int, list[Message]]
 
 
 def _num_ops_before_receives(actions: Iterable[Action]) -> list[tuple[Message, int]]:
-    num_ops, found = 0, []
+    num_ops, receives = 0, []
     for action in actions:
         if action.what == "receive":
             assert action.message is not None
-            found.append((action.message, num_ops))
+            receives.append((action.message, num_ops))
         num_ops += action.what == "run"
-    return found
+    return receives
 
 
 def _releases(timeline: Timeline, program: Program) -> dict[int, list[Message]]:

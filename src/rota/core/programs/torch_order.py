@@ -72,12 +72,13 @@ def has_communication(text: str) -> bool:
 
 def first_differences(text: str, other: str) -> str:
     """Where two CSVs with communication have messages in different orders, in words; "" if nowhere."""
-    found = []
+    differences = []
     for rank, lines in enumerate(zip(*map(schedule_csv.read_actions, (text, other)), strict=True)):
         a, b = ([action for action in line if isinstance(action, Message)] for line in lines)
-        found += [f"rank {rank}: {one} for {two}" for one, two in zip(a, b, strict=True) if one != two][:1]
-    more = f", and on {count_text(len(found) - 2, 'rank')} more" * (len(found) > 2)
-    return ", ".join(found[:2]) + more
+        if first := next(((x, y) for x, y in zip(a, b, strict=True) if x != y), None):
+            differences.append(f"rank {rank}: {first[0]} for {first[1]}")
+    more = f", and on {count_text(len(differences) - 2, 'rank')} more" * (len(differences) > 2)
+    return ", ".join(differences[:2]) + more
 
 
 def torch_programs(text: str, *, by_pair: bool) -> list[DeviceProgram]:
