@@ -7,7 +7,7 @@ from hypothesis import given, settings, strategies as st
 
 from rota import Cluster, Curve, Size, SizeModel, place
 from rota.batching.figures import Layout
-from rota.batching.grouping import Grouper
+from rota.batching.grouping import Grouper, _split
 from support.sampling import some
 
 LIMIT_BYTES = 100_000  # of each rank, without what is static
@@ -39,7 +39,7 @@ def test_groups_take_the_least_time(lengths: list[int], packed: bool, num_in_fli
     model = SizeModel((curve,) * 2, (Curve(0),) * 2, activation_bytes=(Curve(0, 10),) * 2, boundary_bytes=(Curve(0),))
     layout = Layout.of(model, Cluster.uniform(2, LIMIT_BYTES), place)
     grouper = Grouper(layout, lengths, packed)
-    starts = grouper._split(float(limit_us), num_in_flight)
+    starts = _split(grouper._groups(float(limit_us), num_in_flight))
     room_bytes = (LIMIT_BYTES - 2 * len(layout.sorted_tasks)) / num_in_flight
     expected_us = least_us(sorted(lengths, reverse=True), curve, packed, room_bytes, limit_us)
     sizes = grouper.sizes(starts)

@@ -10,7 +10,6 @@ import rota
 from rota import Cluster, Curve, SearchError, SharedLink, Size, SizeModel
 from rota.batching.dispatching import by_policy, falling
 from rota.batching.figures import Layout
-from rota.batching.grouping import Grouper
 from support.recount import recount, step_end_times
 from support.sampling import some
 
@@ -107,8 +106,12 @@ def test_a_few_giants_and_little_memory() -> None:
     stages = SizeModel((stage,) * 8, (stage,) * 8, (stage,) * 8, activation_bytes=(Curve(0, 1_000),) * 8)
     cluster = Cluster.uniform(8, 8 * 6_144_000)
     layout = Layout.of(stages, cluster, rota.place)
-    grouper = Grouper(layout, lengths, packed=False)
-    filled = layout.problem(grouper.sizes(grouper.within(6_144)))
+    groups: list[list[int]] = [[]]
+    for length in sorted(lengths, reverse=True):
+        if groups[-1] and (len(groups[-1]) + 1) * groups[-1][0] > 6_144:
+            groups.append([])
+        groups[-1].append(length)
+    filled = layout.problem([*map(Size.padded, groups)])
     simple = by_policy(filled, falling(filled))
     assert simple is not None
     assert rota.plan_batch(stages, cluster, lengths).makespan_us <= simple.makespan_us

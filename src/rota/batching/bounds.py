@@ -47,7 +47,7 @@ def of_grouping(problem: BatchProblem) -> list[BatchBound]:
     np.minimum.at(after, problem.rank_of, tails.min(axis=0))
     around = before + after
     works = around + tables.loads_us - tables.tails_us
-    areas = around + _areas_us(problem, _turns(tables, problem.roles)) if problem.has_one_stage_per_rank else None
+    areas = around + _areas_us(problem, turnarounds(tables, problem.roles)) if problem.has_one_stage_per_rank else None
     for rank in np.flatnonzero(np.bincount(problem.rank_of, minlength=problem.num_ranks)).tolist():
         why = f"the work of rank {rank}, what comes before it and after it"
         bounds.append(BatchBound(int(works[rank]), ALL_ORDERS, why))
@@ -62,11 +62,11 @@ def of_any_sequence(problem: BatchProblem) -> list[BatchBound]:
     if not problem.has_one_stage_per_rank or (problem.roles[:, 2] >= 0).any():
         return []  # weight gradients fill the time of turnarounds
     heads, tails = _longest_paths(problem.tables)
-    turns = _turns(problem.tables, problem.roles)
+    turns = turnarounds(problem.tables, problem.roles)
     bounds = []
     for rank in np.flatnonzero(problem.limits_bytes < NO_LIMIT).tolist():
-        own = problem.roles[rank, :2]
-        work = int(heads[:, own].min() + problem.durations_us[:, own].sum() + tails[:, own].min())
+        tasks = problem.roles[rank, :2]
+        work = int(heads[:, tasks].min() + problem.durations_us[:, tasks].sum() + tails[:, tasks].min())
         why = f"on rank {rank} memory has too little room beside large micro-batches to work until they come back"
         bounds.append(BatchBound(work + _lost_us(problem, rank, turns[rank]), ANY_SEQUENCE, why))
     return bounds
@@ -92,7 +92,7 @@ def _longest_paths(tables: Tables) -> tuple[Integers, Integers]:
 
 
 @loop
-def _turns(tables: Tables, roles: Integers) -> Integers:
+def turnarounds(tables: Tables, roles: Integers) -> Integers:
     """int64[num_ranks, num_microbatches]: the longest path from the end of each rank's F to its B or I."""
     durations, lags, first_in, in_task = tables.durations_us, tables.lags_us, tables.first_in, tables.in_task
     count, num_tasks = durations.shape

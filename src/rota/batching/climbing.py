@@ -63,8 +63,8 @@ def climb(
     dice = np.array([88172645463325252], np.uint64)
     best_us = dispatch.makespan_us
     while tries > 0 and most_ops > 0 and best_us > goal_us and not is_over():
-        some = min(most_ops, _OPS_PER_CALL)
-        best_us, tried, timed = _climb(problem.tables, problem.limits_bytes, best, goal_us, tries, some, dice)
+        ops = min(most_ops, _OPS_PER_CALL)
+        best_us, tried, timed = _climb(problem.tables, problem.limits_bytes, best, goal_us, tries, ops, dice)
         tries, most_ops = tries - tried, most_ops - timed
     best_us = replay(problem.tables, best.sequence, best.orders, best.starts, 1 << 60)
     return best.sequence, Dispatch(best_us, best.starts, best.orders)

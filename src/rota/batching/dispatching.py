@@ -62,11 +62,6 @@ class Dispatch(NamedTuple):
     starts_us: Integers
     orders: Orders
 
-    @property
-    def is_complete(self) -> bool:
-        """Whether all ops were started."""
-        return self.makespan_us < NEVER
-
 
 def dispatch(problem: BatchProblem, sequence: Integers, policy: Policy) -> Dispatch:
     """The orders of one sequence and policy; `sequence`: int64[num_microbatches]."""
@@ -108,14 +103,12 @@ def by_policy(problem: BatchProblem, sequence: Integers) -> Dispatch | None:
             keys = [(*chosen[:i], k, *chosen[i + 1 :]) for k in range(len(options))]
             chosen = [*min(keys, key=value)]
     best = tried[tuple(chosen)]
-    return best if best.is_complete else None
+    return best if best.makespan_us < NEVER else None
 
 
 def _forward_levels(problem: BatchProblem) -> Floats:
     """Bytes per rank that fall from the first rank to the last as in 1F1B."""
-    held = np.maximum(problem.held_bytes, 0).mean(axis=0)
-    of_rank = np.bincount(problem.rank_of, weights=held, minlength=problem.num_ranks)
-    room = np.minimum(problem.limits_bytes, 2 * of_rank * problem.num_ranks)
+    room = np.minimum(problem.limits_bytes, 2 * problem.mean_held_bytes * problem.num_ranks)
     return room * np.arange(problem.num_ranks, 0, -1) / problem.num_ranks
 
 

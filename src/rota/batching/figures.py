@@ -63,9 +63,9 @@ class Layout:
         edges = np.array([[position[a], position[b]] for a, b in zip(sources, targets, strict=True)], np.int64)
         limits = zip(placement.cluster.limit_bytes, placement.static_bytes, strict=True)
         return BatchProblem(
-            durations_us=_columns([self._duration(values, task) for task in tasks]),
+            durations_us=_columns([values[_DURATION[task.kind]][:, self._stage_of(task)] for task in tasks]),
             held_bytes=_columns([self._held(values, task) for task in tasks]),
-            peak_bytes=_columns([self._peak(values, task) for task in tasks]),
+            peak_bytes=_columns([values[_PEAK[task.kind]][:, self._stage_of(task)] for task in tasks]),
             lags_us=lags,
             edge_bytes=edge_bytes,
             edges=edges.reshape(-1, 2),
@@ -98,7 +98,7 @@ class Layout:
         forms = np.zeros((self.placement.num_ranks, _FORM_LENGTH))
         for task in self.placement.tasks:
             forms[task.ranks[0]] += self._form(_DURATION[task.kind], task.stage)
-        return _undominated(forms)
+        return undominated(forms)
 
     def needs(self, rank: int) -> Floats:
         """float64[num_forms, 3]: bytes that a rank needs for one micro-batch alone; the largest counts."""
@@ -116,7 +116,7 @@ class Layout:
             forms.append(level + np.maximum(held, 0) + self._form(_PEAK[task.kind], task.stage) + received)
             level = level + held
             forms.append(level + sent)
-        return _undominated(np.array(forms))
+        return undominated(np.array(forms))
 
     # --- the fields of Costs behind each task and edge ---------------------------------------------------------------
 
@@ -146,12 +146,6 @@ class Layout:
     def _stage_of(self, task: Task) -> int:
         """The stage in the model: copies of a stage have its figures."""
         return task.stage % self.model.num_stages
-
-    def _duration(self, values: dict[str, Integers], task: Task) -> Integers:
-        return values[_DURATION[task.kind]][:, self._stage_of(task)]
-
-    def _peak(self, values: dict[str, Integers], task: Task) -> Integers:
-        return values[_PEAK[task.kind]][:, self._stage_of(task)]
 
     def _held(self, values: dict[str, Integers], task: Task) -> Integers:
         stage = self._stage_of(task)
@@ -209,10 +203,9 @@ class Layout:
 
     def _tails(self) -> Integers:
         """What comes at least after a rank's last op: the reduction of its stage, and all optimizer steps."""
-        tails = np.zeros(self.placement.num_ranks, np.int64)
-        for rank, ends in enumerate(self._step_ends):
-            tails[rank] = min((end.reduce_us for end in ends), default=0) + sum(end.optimizer_us for end in ends)
-        return tails
+        reductions_us = [min((end.reduce_us for end in ends), default=0) for ends in self._step_ends]
+        optimizers_us = [sum(end.optimizer_us for end in ends) for ends in self._step_ends]
+        return np.array(reductions_us, np.int64) + np.array(optimizers_us, np.int64)
 
     @property
     def has_exact_tails(self) -> bool:
@@ -262,12 +255,7 @@ def _columns(columns: Sequence[Integers]) -> Integers:
     return np.ascontiguousarray(np.stack(columns, axis=1))
 
 
-def _undominated(forms: Floats) -> Floats:
-    """The forms that are not below another one in every coefficient."""
+def undominated(forms: Floats) -> Floats:
+    """The rows that are not below another one in every entry."""
     distinct = np.unique(forms, axis=0)
-    kept = [
-        form
-        for i, form in enumerate(distinct)
-        if not any(j != i and (form <= other).all() for j, other in enumerate(distinct))
-    ]
-    return np.array(kept)
+    return distinct[[(row <= distinct).all(axis=1).sum() == 1 for row in distinct]]

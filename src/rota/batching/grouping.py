@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rota.batching.figures import Layout
+from rota.batching.figures import Layout, undominated
 from rota.batching.problem import Floats, Integers
 from rota.compiled import inner, loop
 from rota.core.errors import NothingFitsError, SearchError
@@ -70,22 +70,6 @@ class Grouper:
         self._needs, self._rooms = _needs(layout)
         self._refuse_what_does_not_fit(layout)
 
-    @property
-    def num_tokens(self) -> int:
-        """The tokens of all samples."""
-        return int(self._lengths.sum())
-
-    def within(self, most_tokens: float) -> Integers:
-        """Groups of neighbours in the sorted samples, with at most so many tokens or one sample; as `groupings`."""
-        starts, tokens, lengths = [0], 0, self._lengths.tolist()
-        for i, length in enumerate(lengths):
-            grown = tokens + length if self._packed else (i - starts[-1] + 1) * lengths[starts[-1]]
-            if i > starts[-1] and grown > most_tokens:
-                starts.append(i)
-                grown = length
-            tokens = grown
-        return np.array(starts, np.int64)
-
     def groupings(self) -> list[Integers]:
         """Different groupings, for several largest times, and for several numbers of them in flight.
 
@@ -94,9 +78,9 @@ class Grouper:
         _, tokens, squares = self._sums
         total = float(self._curve @ [self._num_ranks, tokens[-1], squares[-1]])
         limits = np.geomspace(total / (_MOST * self._num_ranks), total / (_FEWEST * self._num_ranks), _NUM_LIMITS)
-        groupings = [self._split(limit, 1.0) for limit in limits.tolist()]
+        groupings = [_split(self._groups(limit, 1.0)) for limit in limits.tolist()]
         if len(self._needs):
-            groupings += [self._split(np.inf, max(share * self._num_ranks, 1.0)) for share in _IN_FLIGHT]
+            groupings += [_split(self._groups(np.inf, max(share * self._num_ranks, 1.0))) for share in _IN_FLIGHT]
             groupings.append(_fill(self._groups(np.inf, self._num_ranks)))
         return [*{starts.tobytes(): starts for starts in groupings}.values()]
 
@@ -114,9 +98,6 @@ class Grouper:
         """The samples of each micro-batch of a grouping, rising."""
         return [tuple(sorted(group.tolist())) for group in np.split(self._order, starts[1:])]
 
-    def _split(self, limit_us: float, num_in_flight: float) -> Integers:
-        return _split(self._groups(limit_us, num_in_flight))
-
     def _groups(self, limit_us: float, num_in_flight: float) -> _Groups:
         rooms = self._rooms / num_in_flight
         return _Groups(*self._sums, self._curve, self._needs, rooms, limit_us, self._packed)
@@ -124,12 +105,13 @@ class Grouper:
     def _refuse_what_does_not_fit(self, layout: Layout) -> None:
         """The longest sample is the first."""
         length = int(self._lengths[0])
-        if not (self._needs @ np.array([1.0, length, length * length]) > self._rooms).any():
+        size = np.array([1.0, length, length * length])
+        if not (self._needs @ size > self._rooms).any():
             return
         for rank, (limit, static) in enumerate(
             zip(layout.placement.cluster.limit_bytes, layout.placement.static_bytes, strict=True)
         ):
-            need = static + int(np.ceil((layout.needs(rank) @ np.array([1.0, length, length * length])).max()))
+            need = static + int(np.ceil((layout.needs(rank) @ size).max()))
             if limit is not None and need > limit:
                 raise NothingFitsError(
                     f"sample {self._order[0]} of length {length} fits in no micro-batch: alone it needs {need} bytes "
@@ -140,23 +122,15 @@ class Grouper:
 
 def _needs(layout: Layout) -> tuple[Floats, Floats]:
     """(forms, rooms): forms of the bytes that a micro-batch alone needs on some rank, and what the rank has for it."""
-    forms, rooms = [np.zeros((0, 3))], [np.zeros(0)]
+    rows = [np.zeros((0, 4))]
     limits = zip(layout.placement.cluster.limit_bytes, layout.placement.static_bytes, strict=True)
     for rank, (limit, static) in enumerate(limits):
         if limit is not None:
             needs = layout.needs(rank)
-            forms.append(needs)
-            rooms.append(np.full(len(needs), limit - static - 2.0 * len(layout.sorted_tasks)))  # bytes are rounded up
-    all_forms, all_rooms = np.concatenate(forms), np.concatenate(rooms)
-    keep = [
-        i for i in range(len(all_forms))
-        if not any(
-            (all_forms[i] <= all_forms[j]).all() and all_rooms[i] >= all_rooms[j]
-            and (j < i or (all_forms[i] < all_forms[j]).any() or all_rooms[i] > all_rooms[j])
-            for j in range(len(all_forms)) if j != i
-        )
-    ]  # fmt: skip
-    return all_forms[keep], all_rooms[keep]
+            room = limit - static - 2.0 * len(layout.sorted_tasks)  # bytes are rounded up
+            rows.append(np.column_stack([needs, np.full(len(needs), -room)]))  # less room is as more needs
+    strictest = undominated(np.concatenate(rows))
+    return strictest[:, :3].copy(), -strictest[:, 3]
 
 
 @loop

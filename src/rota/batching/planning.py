@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from heapq import heapify, heapreplace
-from itertools import chain, pairwise
+from heapq import heapreplace
+from itertools import chain, count, pairwise
 from typing import NamedTuple, TypedDict, Unpack
 
 import numpy as np
@@ -62,9 +62,8 @@ class _Candidate(NamedTuple):
     @property
     def is_tight(self) -> bool:
         """Whether memory has no room for as many micro-batches as ranks, so that the bound is far from any plan."""
-        held = np.maximum(self.problem.held_bytes, 0).mean(axis=0)
-        of_rank = np.bincount(self.problem.rank_of, weights=held, minlength=self.problem.num_ranks)
-        return bool((of_rank * self.problem.num_ranks > self.problem.limits_bytes).any())
+        problem = self.problem
+        return bool((problem.mean_held_bytes * problem.num_ranks > problem.limits_bytes).any())
 
 
 class _Step(NamedTuple):
@@ -183,11 +182,10 @@ def _shares_of(layout: Layout, lengths: Sequence[int], num_replicas: int) -> lis
     """Each replica's samples, by the rule of `plan_replicas`. Raises SearchError if a replica gets none."""
     if not 1 <= num_replicas <= len(lengths):
         raise SearchError(f"num_replicas is {num_replicas} for {len(lengths)} samples; give each replica at least one")
-    given = np.array(lengths, np.float64)
-    times = (layout.work()[:, 1:] @ np.stack([given, given * given])).max(axis=0)
+    tokens = np.array(lengths, np.float64)
+    times = (layout.work()[:, 1:] @ np.stack([tokens, tokens * tokens])).max(axis=0)
     shares: list[list[int]] = [[] for _ in range(num_replicas)]
-    loads = [(0.0, replica) for replica in range(num_replicas)]
-    heapify(loads)
+    loads = [(0.0, replica) for replica in range(num_replicas)]  # a heap
     for sample in np.argsort(-times, kind="stable").tolist():
         load, replica = loads[0]
         heapreplace(loads, (load + float(times[sample]), replica))
@@ -229,13 +227,8 @@ class _Effort(NamedTuple):
     def part(self, begin: float, end: float) -> _Effort:
         """The part of it between two shares of it."""
         share, span = end - begin, self.end - self.begin
-        return _Effort(
-            int(self.tries * share),
-            int(self.ops * share),
-            self.clock,
-            self.begin + begin * span,
-            self.begin + end * span,
-        )
+        tries, ops = int(self.tries * share), int(self.ops * share)
+        return _Effort(tries, ops, self.clock, self.begin + begin * span, self.begin + end * span)
 
     def is_over(self) -> bool:
         """Whether its time is over."""
@@ -370,16 +363,9 @@ def _plan(layout: Layout, step: _Step) -> Plan:
     placement = layout.placed(problem, sizes, step.sequence)
     keys = [(placement.tasks[i].stage, placement.tasks[i].kind) for i in layout.sorted_tasks]
     orders = []
-    for row in step.dispatch.orders.tolist():
-        begun = [0] * len(keys)
-        order = []
-        for task in row:
-            if task < 0:
-                break
-            stage, kind = keys[task]
-            order.append(Op(stage, kind, begun[task]))
-            begun[task] += 1
-        orders.append(tuple(order))
+    for row in step.dispatch.orders:
+        microbatches = [count() for _ in keys]
+        orders.append(tuple(Op(*keys[task], next(microbatches[task])) for task in map(int, row[row >= 0])))
     return Plan(placement, problem.num_microbatches, tuple(orders))
 
 

@@ -102,14 +102,21 @@ class BatchProblem:
     @cached_property
     def roles(self) -> Integers:
         """int64[num_ranks, 3]: each rank's F, its B or I, and its W or -1. All -1 where a rank has other tasks."""
-        found = np.full((self.num_ranks, 3), -1)
+        roles = np.full((self.num_ranks, 3), -1)
         for rank in range(self.num_ranks):
-            choices = self.choice_of[self.rank_of == rank].tolist()
+            tasks = np.flatnonzero(self.rank_of == rank)
+            choices = self.choice_of[tasks].tolist()
             if sorted(choices) not in ([0, 1], [0, 1, 2]):
-                return np.full((self.num_ranks, 3), -1)
-            for task in np.flatnonzero(self.rank_of == rank).tolist():
-                found[rank, (1, 0, 2)[self.choice_of[task]]] = task
-        return found
+                return np.full_like(roles, -1)
+            roles[rank, [(1, 0, 2)[choice] for choice in choices]] = tasks
+        return roles
+
+    @property
+    def mean_held_bytes(self) -> Floats:
+        """float64[num_ranks]: what a rank holds of a micro-batch, on average."""
+        held = np.zeros(self.num_ranks)
+        np.add.at(held, self.rank_of, np.maximum(self.held_bytes, 0).mean(axis=0))
+        return held
 
     @property
     def has_one_stage_per_rank(self) -> bool:

@@ -20,10 +20,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+from rota.batching.bounds import turnarounds
+from rota.batching.dispatching import NEVER
 from rota.batching.problem import BatchProblem, Integers
 from rota.compiled import inner, int64, loop
 
-_NEVER = 1 << 61
 _MOST_ROUNDS = 8  # of windows, per makespan that is tried
 _STATES_PER_BOUND = 2_000_000  # looked at, about 10 ns each
 _FINENESS = 11  # binary digits: 0.05% more tells nobody anything
@@ -36,6 +37,7 @@ class _Step(NamedTuple):
     held_bytes: Integers  #: int64[num_tasks, num_microbatches]
     peak_bytes: Integers  #: int64[num_tasks, num_microbatches]
     lags_us: Integers  #: int64[num_edges, num_microbatches]
+    turns: Integers  #: int64[num_ranks, num_microbatches]: the longest path from the end of a forward to its backward
     roles: Integers  #: int64[num_ranks, 3], as `BatchProblem.roles`
     first_in: Integers
     in_edge: Integers
@@ -56,7 +58,6 @@ class _States(NamedTuple):
     """What is known of the states (i, j) of a rank, and of all ranks what they follow from."""
 
     lowest: Integers  #: int64[num_ranks, count + 1]: see `_lowest`
-    turns: Integers  #: int64[num_ranks, count]: the longest path from the end of a forward to its backward
     earliest: Integers  #: the least time at which the state can be reached
     unfilled: Integers  #: the least of it that weight gradients cannot have used
     left: Integers  #: the least time from there to the end of the step
@@ -81,11 +82,11 @@ def sequence_bound_us(
         is_over: Asked before each makespan that is tried, whether there is no time for it.
     """
     tables = problem.tables
+    columns = tables.durations_us, tables.held_bytes, tables.peak_bytes, tables.lags_us
+    durations, held, peaks, lags = (np.ascontiguousarray(column[sequence].T) for column in columns)
     step = _Step(
-        np.ascontiguousarray(tables.durations_us[sequence].T),
-        np.ascontiguousarray(tables.held_bytes[sequence].T),
-        np.ascontiguousarray(tables.peak_bytes[sequence].T),
-        np.ascontiguousarray(tables.lags_us[sequence].T),
+        *(durations, held, peaks, lags),
+        np.ascontiguousarray(turnarounds(tables, problem.roles)[:, sequence]),
         problem.roles,
         *(tables.first_in, tables.in_edge, tables.in_task, tables.rank_of),
         problem.limits_bytes,
@@ -113,7 +114,6 @@ def _refutes(step: _Step, windows: _Windows, target: int) -> tuple[bool, int]:
     num_ranks = len(step.limits_bytes)
     states = _States(
         np.zeros((num_ranks, count + 1), np.int64),
-        np.zeros((num_ranks, count), np.int64),
         np.zeros((count + 1, count + 1), np.int64),
         np.zeros((count + 1, count + 1), np.int64),
         np.zeros((count + 1, count + 1), np.int64),
@@ -121,7 +121,6 @@ def _refutes(step: _Step, windows: _Windows, target: int) -> tuple[bool, int]:
     num_states, spent, before = 0, 0, -1
     for r in range(num_ranks):
         num_states += _lowest(step, r, states.lowest[r])
-        _turnarounds(step, r, states.turns[r])
     for _ in range(_MOST_ROUNDS):
         _follow(step, states.lowest, windows)
         for t in range(num_tasks):
@@ -157,27 +156,6 @@ def _lowest(step: _Step, r: int, lowest: Integers) -> int:
         lowest[i + 1] = j
         states += i + 2 - j
     return states
-
-
-@inner
-def _turnarounds(step: _Step, r: int, turns: Integers) -> None:
-    """turns[k]: the longest path from the end of the rank's forward of k to its backward; tasks are sorted."""
-    durations, lags, first_in = step.durations_us, step.lags_us, step.first_in
-    f, b = step.roles[r, 0], step.roles[r, 1]
-    num_tasks, count = durations.shape
-    far = np.zeros(num_tasks, np.int64)
-    for k in range(count):
-        for t in range(f):
-            far[t] = -_NEVER
-        far[f] = 0  # to the end of the task
-        for t in range(f + 1, b + 1):
-            far[t] = -_NEVER
-            for i in range(first_in[t], first_in[t + 1]):
-                u = step.in_task[i]
-                if far[u] >= 0:
-                    own = 0 if t == b else durations[t, k]
-                    far[t] = max(far[t], far[u] + lags[step.in_edge[i], k] + own)
-        turns[k] = max(far[b], 0)
 
 
 @inner
@@ -219,7 +197,7 @@ def _follow(step: _Step, lowest: Integers, windows: _Windows) -> None:
 def _interleave(step: _Step, r: int, states: _States, windows: _Windows, target: int) -> bool:
     """Whether no way through a rank's states meets the target; if one does, its ops' heads and tails are raised."""
     durations, held, peaks = step.durations_us, step.held_bytes, step.peak_bytes
-    limit, tail, lowest, turns = step.limits_bytes[r], step.tails_us[r], states.lowest[r], states.turns[r]
+    limit, tail, lowest, turns = step.limits_bytes[r], step.tails_us[r], states.lowest[r], step.turns[r]
     earliest, unfilled, left = states.earliest, states.unfilled, states.left
     heads, outs = windows
     f, b, w = step.roles[r, 0], step.roles[r, 1], step.roles[r, 2]
@@ -236,13 +214,13 @@ def _interleave(step: _Step, r: int, states: _States, windows: _Windows, target:
         level_b[k + 1] = level_b[k] + held[b, k]
         work_f[k + 1] = work_f[k] + durations[f, k]
         work_b[k + 1] = work_b[k] + durations[b, k]
-    first_end = np.full(count, _NEVER)  # of each forward
+    first_end = np.full(count, NEVER)  # of each forward
     for i in range(count + 1):
         for j in range(lowest[i], i + 1):
-            at, spare = _NEVER, _NEVER
+            at, spare = NEVER, NEVER
             if i == 0:
                 at = spare = 0
-            if i > 0 and j < i and j >= lowest[i - 1] and earliest[i - 1, j] < _NEVER:
+            if i > 0 and j < i and j >= lowest[i - 1] and earliest[i - 1, j] < NEVER:
                 k = i - 1
                 must = level_f[k] + level_b[j] + held[f, k] + peaks[f, k] - limit
                 start = max(earliest[k, j], heads[f, k])
@@ -252,7 +230,7 @@ def _interleave(step: _Step, r: int, states: _States, windows: _Windows, target:
                     at = start + durations[f, k]
                     spare = max(unfilled[k, j], start - weights[j]) + durations[f, k]
                     first_end[k] = min(first_end[k], at)
-            if j > lowest[i] and earliest[i, j - 1] < _NEVER:
+            if j > lowest[i] and earliest[i, j - 1] < NEVER:
                 k = j - 1
                 must = level_f[i] + level_b[k] + max(held[b, k], 0) + peaks[b, k] - limit
                 start = max(earliest[i, k], heads[b, k], first_end[k] + turns[k])
@@ -261,21 +239,21 @@ def _interleave(step: _Step, r: int, states: _States, windows: _Windows, target:
                 if must - frees[k] <= 0 and start + durations[b, k] + outs[b, k] <= target:
                     at = min(at, start + durations[b, k])
                     spare = min(spare, max(unfilled[i, k], start - weights[k]) + durations[b, k])
-            if at < _NEVER:
+            if at < NEVER:
                 rest = work_f[count] - work_f[i] + work_b[count] - work_b[j] + weights[count]
                 if spare + rest + tail > target:
-                    at = _NEVER
+                    at = NEVER
             earliest[i, j], unfilled[i, j] = at, spare
-    if earliest[count, count] == _NEVER:
+    if earliest[count, count] == NEVER:
         return True
-    start_f, start_b = np.full(count, _NEVER), np.full(count, _NEVER)
-    after_f, after_b = np.full(count, _NEVER), np.full(count, _NEVER)
+    start_f, start_b = np.full(count, NEVER), np.full(count, NEVER)
+    after_f, after_b = np.full(count, NEVER), np.full(count, NEVER)
     for i in range(count, -1, -1):
         for j in range(i, lowest[i] - 1, -1):
-            least = _NEVER
+            least = NEVER
             if i == count and j == count:
                 least = tail
-            if i < count and j >= lowest[i + 1] and left[i + 1, j] < _NEVER and earliest[i, j] < _NEVER:
+            if i < count and j >= lowest[i + 1] and left[i + 1, j] < NEVER and earliest[i, j] < NEVER:
                 must = level_f[i] + level_b[j] + held[f, i] + peaks[f, i] - limit
                 start = max(earliest[i, j], heads[f, i])
                 if w >= 0 and must > 0:
@@ -284,7 +262,7 @@ def _interleave(step: _Step, r: int, states: _States, windows: _Windows, target:
                 if must - frees[j] <= 0 and start + durations[f, i] + after <= target:
                     least = after + durations[f, i]
                     start_f[i], after_f[i] = min(start_f[i], start), min(after_f[i], after)
-            if j < i and left[i, j + 1] < _NEVER and earliest[i, j] < _NEVER:
+            if j < i and left[i, j + 1] < NEVER and earliest[i, j] < NEVER:
                 must = level_f[i] + level_b[j] + max(held[b, j], 0) + peaks[b, j] - limit
                 start = max(earliest[i, j], heads[b, j], first_end[j] + turns[j])
                 if w >= 0 and must > 0:
@@ -293,9 +271,9 @@ def _interleave(step: _Step, r: int, states: _States, windows: _Windows, target:
                 if must - frees[j] <= 0 and start + durations[b, j] + after <= target:
                     least = min(least, after + durations[b, j])
                     start_b[j], after_b[j] = min(start_b[j], start), min(after_b[j], after)
-            left[i, j] = least if earliest[i, j] < _NEVER else _NEVER
+            left[i, j] = least if earliest[i, j] < NEVER else NEVER
     for k in range(count):
-        if start_f[k] == _NEVER or start_b[k] == _NEVER:
+        if start_f[k] == NEVER or start_b[k] == NEVER:
             return True
         heads[f, k], heads[b, k] = max(heads[f, k], start_f[k]), max(heads[b, k], start_b[k])
         outs[f, k], outs[b, k] = max(outs[f, k], after_f[k]), max(outs[b, k], after_b[k])

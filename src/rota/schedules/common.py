@@ -16,19 +16,13 @@ BACKWARD_KINDS = (Kind.R, Kind.B, Kind.I, Kind.W)
 
 def depth(placement: Placement) -> dict[int, int]:
     """For each stage, the number of edges on its longest path forward to a last stage."""
-    after = stages_after(placement)
+    after: dict[int, list[int]] = {stage: [] for stage in placement.stages}
+    for source, target in placement.stage_edges:
+        after[source].append(target)
     depths: dict[int, int] = {}
     for stage in TopologicalSorter(after).static_order():  # last stages first
         depths[stage] = max((depths[target] + 1 for target in after[stage]), default=0)
     return depths
-
-
-def stages_after(placement: Placement) -> dict[int, list[int]]:
-    """For each stage, the stages that its forward edges lead to."""
-    after: dict[int, list[int]] = {stage: [] for stage in placement.stages}
-    for source, target in placement.stage_edges:
-        after[source].append(target)
-    return after
 
 
 def backward_ops(placement: Placement, stage: int, microbatch: int) -> list[Op]:

@@ -65,7 +65,7 @@ def dualpipe_v(placement: Placement, num_microbatches: int) -> Plan:
 
 
 def _steps(rank: int, p: int, num_microbatches: int) -> list[str]:
-    """The eight steps, for `zb_v.count_off`: 0 is the stage nearer to the start of its chain, 1 the other one.
+    """The eight steps, for `count_off`: 0 is the stage nearer to the start of its chain, 1 the other one.
 
     They are for a rank of a V over `p` ranks, or of one half of a bidirectional pipeline over 2p ranks.
     """

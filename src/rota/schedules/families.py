@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 from rota.core.cluster import Cluster
@@ -25,10 +25,9 @@ from rota.schedules.zero_bubble import zb_h1, zb_h2, zb_v
 
 
 class Sizes(NamedTuple):
-    """p ranks, m micro-batches, v stages per rank, and a rank's F, whole backward and W time per micro-batch in µs."""
+    """p ranks, v stages per rank, and a rank's F, whole backward and W time per micro-batch in µs."""
 
     p: int
-    m: int
     v: int
     f: float
     b: float
@@ -123,9 +122,8 @@ def _cut(costs: Costs, parts: int, up_and_down: bool) -> Costs:
     n = costs.num_stages
     ranks = [s % n if not up_and_down or s // n % 2 == 0 else n - 1 - s % n for s in range(n * parts)]
     values: dict[str, Any] = {}
-    for name in _PER_STAGE:
-        column: Sequence[int | None] | None = getattr(costs, name)
-        if column is None:
+    for name, column in asdict(costs).items():
+        if column is None or name in _NOT_PER_STAGE:
             continue
         for rank, size in enumerate(column):
             if name.endswith("_us") and name != "spread_us" and 0 < (size or 0) < parts:
@@ -144,11 +142,7 @@ def _largest(sizes: tuple[int, ...] | int) -> int:
     return sizes if isinstance(sizes, int) else max(sizes, default=0)
 
 
-_PER_STAGE = (
-    *("forward_us", "backward_us", "weight_us", "activation_bytes", "input_frees_bytes", "forward_peak_bytes"),
-    *("backward_peak_bytes", "weight_peak_bytes", "static_bytes", "state_bytes", "snapshot_bytes"),
-    *("reduce_us", "optimizer_us", "recompute_us", "checkpoint_bytes", "spread_us"),
-)
+_NOT_PER_STAGE = ("boundary_bytes", "gradient_bytes", "edges", "note", "microbatch_rows")
 
 _1F1B = Bubble("(p−1)(F+B)", lambda s: (s.p - 1) * (s.f + s.b))
 _INTERLEAVED = Bubble("(p−1)(F+B)/v", lambda s: (s.p - 1) * (s.f + s.b) / s.v)

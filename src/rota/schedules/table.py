@@ -14,7 +14,6 @@ from rota.core.costs import Costs
 from rota.core.errors import PlanError, RotaError
 from rota.core.simulation import check, simulate
 from rota.core.text import fitted, size_text, table_lines, time_text
-from rota.core.timeline import Timeline
 from rota.schedules.families import FAMILIES, Family, Sizes
 
 
@@ -99,8 +98,7 @@ def _row(family: Family, costs: Costs, cluster: Cluster, num_microbatches: int) 
         problem = ""
     except PlanError as error:
         problem = str(error)
-    static = placement.static_bytes
-    held = max(peak - there for peak, there in zip(timeline.peak_memory_bytes, static, strict=True))
+    held = max(peak - static for peak, static in zip(timeline.peak_memory_bytes, placement.static_bytes, strict=True))
     return Row(
         family.name,
         len(placement.stages_on(0)),
@@ -109,26 +107,21 @@ def _row(family: Family, costs: Costs, cluster: Cluster, num_microbatches: int) 
         timeline.bubble_fraction,
         held,
         family.bubble.text if family.bubble else "",
-        _published_us(family, costs, num_microbatches),
-        _bubble_us(family, timeline),
+        _published_us(family, costs),
+        (timeline.span_us if family.of_span else timeline.makespan_us) - max(timeline.busy_us),
         not problem,
         problem,
     )
 
 
-def _published_us(family: Family, costs: Costs, num_microbatches: int) -> float | None:
+def _published_us(family: Family, costs: Costs) -> float | None:
     if family.bubble is None:
         return None
     forward, backward = mean(costs.forward_us), mean(costs.backward_us)
     weight = mean(costs.weight_us) if costs.weight_us is not None else backward // 2
     whole = backward + weight if costs.weight_us is not None else backward
-    sizes = Sizes(costs.num_stages, num_microbatches, family.stages_per_rank, forward, whole, weight)
+    sizes = Sizes(costs.num_stages, family.stages_per_rank, forward, whole, weight)
     return family.bubble.us(sizes)
-
-
-def _bubble_us(family: Family, timeline: Timeline) -> int:
-    """The idle time of the rank that idles least, within the makespan or the span as its paper counts it."""
-    return (timeline.span_us if family.of_span else timeline.makespan_us) - max(timeline.busy_us)
 
 
 _HEADER = (
@@ -170,17 +163,13 @@ def to_text(rows: list[Row], limit_bytes: int | None = None, width: int | None =
     if missing := [row for row in rows if row.makespan_us is None]:
         names = max(len(row.name) for row in missing)
         lines += ["", "Not possible here:"]
-        lines += [_problem_line(row, names, width) for row in missing]
+        for row in missing:
+            problem = row.problem.removeprefix(f"{row.name}: ")  # errors of a schedule begin with its name
+            lines.append(fitted(f"  {row.name:<{names}}  {problem}", width, names + 4))
     if winner is not None:
         within = "" if limit_bytes is None else f" within {size_text(limit_bytes)} per rank"
         lines += ["", f"▸ fastest{within}: {winner.name}, {time_text(winner.makespan_us or 0)} per step"]
     return "\n".join(lines)
-
-
-def _problem_line(row: Row, name_width: int, width: int | None) -> str:
-    """Why a schedule has no figures; its error may begin with its name."""
-    problem = row.problem.removeprefix(f"{row.name}: ")
-    return fitted(f"  {row.name:<{name_width}}  {problem}", width, name_width + 4)
 
 
 def _cells(row: Row, is_best: bool, one_f_one_b: int | None) -> tuple[str, ...]:

@@ -37,11 +37,11 @@ def varuna(placement: Placement, num_microbatches: int) -> Plan:
     p = placement.num_ranks
     require_chain_on("varuna", placement, range(p), "rota.place(costs, cluster)")
     for stage in range(p):
-        wanted = {Kind.F, Kind.B} if stage == p - 1 else {Kind.F, Kind.R, Kind.B}
+        needed = {Kind.F, Kind.B} if stage == p - 1 else {Kind.F, Kind.R, Kind.B}
         kinds = {task.kind for task in placement.tasks if task.stage == stage}
-        if kinds != wanted:
+        if kinds != needed:
             raise ScheduleError(
-                f"varuna: stage {stage} has {' '.join(sorted(kinds))}, but needs {' '.join(sorted(wanted))}; give the "
+                f"varuna: stage {stage} has {' '.join(sorted(kinds))}, but needs {' '.join(sorted(needed))}; give the "
                 f"costs recompute_us with None for the last stage, and no weight_us"
             )
     return Plan(placement, num_microbatches, _orders_by_ticks(p, num_microbatches))
