@@ -37,7 +37,7 @@ def grouped(stages: Stages, boundaries: Sequence[int]) -> Stages:
     runs = [range(*pair) for pair in pairwise(boundaries)]
     group_of = {stage: group for group, run in enumerate(runs) for stage in run}
     parcels = _parcels(stages, group_of)
-    inputs = [_inputs(stages, run) for run in runs]
+    inputs = [tuple(dict.fromkeys(wanted for stage in run for wanted in stages.inputs[stage])) for run in runs]
     modules = [_Group(stages, run, parcels, inputs[group], group) for group, run in enumerate(runs)]
     edges = [(*pair, pair[1]) for pair in sorted(parcels)]
     return Stages(modules, edges, inputs, stages.input_names, stages.input_defaults)
@@ -51,10 +51,6 @@ def _parcels(stages: Stages, group_of: dict[int, int]) -> dict[tuple[int, int], 
         if pair[0] != pair[1]:
             parcels.setdefault(pair, {})[edge.source, edge.key] = None
     return {pair: tuple(values) for pair, values in parcels.items()}
-
-
-def _inputs(stages: Stages, run: range) -> tuple[Input, ...]:
-    return tuple(dict.fromkeys(wanted for stage in run for wanted in stages.inputs[stage]))
 
 
 @final

@@ -34,7 +34,12 @@ def warn_of_eval_mode(modules: Sequence[nn.Module]) -> None:
     """
     if any(module.training for module in modules):
         return
-    names = [*_names_of_dependent(modules)]
+    names = [
+        f"{type(inner).__name__} {path or 'itself'} of stage {stage}"
+        for stage, module in enumerate(modules)
+        for path, inner in module.named_modules()
+        if _depends_on_mode(inner)
+    ]
     if names:
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
         warnings.warn(
@@ -42,13 +47,6 @@ def warn_of_eval_mode(modules: Sequence[nn.Module]) -> None:
             f"transformers returns models so); call model.train() before rota.split to train as usual",
             stacklevel=3,
         )
-
-
-def _names_of_dependent(modules: Sequence[nn.Module]) -> Iterator[str]:
-    for stage, module in enumerate(modules):
-        for path, inner in module.named_modules():
-            if _depends_on_mode(inner):
-                yield f"{type(inner).__name__} {path or 'itself'} of stage {stage}"
 
 
 def _depends_on_mode(module: nn.Module) -> bool:

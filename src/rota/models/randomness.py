@@ -114,12 +114,12 @@ def _generators(model: nn.Module) -> Iterator[_Generator]:
                 yield _Generator(partial(getattr, bits, "state"), partial(setattr, bits, "state"))
 
 
-def _equal(one: Any, other: Any) -> bool:
-    if isinstance(one, torch.Tensor):
-        return torch.equal(one, other)
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(_equal(value, other[key]) for key, value in one.items())
-    if isinstance(one, (tuple, list)):
-        return len(one) == len(other) and all(map(_equal, one, other))
-    same = one == other
+def _equal(state: Any, other: Any) -> bool:
+    if isinstance(state, torch.Tensor):
+        return torch.equal(state, other)
+    if isinstance(state, dict):
+        return state.keys() == other.keys() and all(_equal(value, other[key]) for key, value in state.items())
+    if isinstance(state, (tuple, list)):
+        return len(state) == len(other) and all(map(_equal, state, other))
+    same = state == other
     return bool(same.all()) if hasattr(same, "all") else bool(same)  # all elements of an array of NumPy's

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from inspect import Parameter
+from itertools import pairwise
 from typing import Any, TypeAlias
 
 from torch import nn
@@ -136,13 +137,13 @@ def _matching_cuts(cut: int | str, possible: Mapping[int, str]) -> list[int]:
         alike = {number: name for number, name in names.items() if name.count(".") == pattern.count(".")}
         if numbers := [number for number, name in alike.items() if fnmatchcase(name, pattern)]:
             return numbers
-    return [_find(cut, possible, _listed(possible))]
+    return [_find(cut, possible)]
 
 
 def is_sequential(model: nn.Module) -> bool:
     """Whether it is cut between its children, without an example: an `nn.Sequential` without CutPoints."""
-    is_one = isinstance(model, nn.Sequential) and type(model).forward is nn.Sequential.forward
-    return is_one and not find_cut_points(model)
+    runs_children = isinstance(model, nn.Sequential) and type(model).forward is nn.Sequential.forward
+    return runs_children and not find_cut_points(model)
 
 
 def _example_for(model: nn.Module, example: Any) -> dict[str, Any]:
@@ -215,7 +216,7 @@ def _split_sequential(model: nn.Module, num_stages: int, cuts: Cuts | None) -> S
     possible = _made_cuts(model)
     starts = _choose(num_stages, cuts, possible, "child after the first")
     modules = []
-    for begin, end in zip([0, *starts], [*starts, len(children)], strict=True):
+    for begin, end in pairwise([0, *starts, len(children)]):
         stage = nn.Sequential(OrderedDict(children[begin:end]))
         stage.training = model.training
         modules.append(stage)
@@ -271,7 +272,7 @@ def _choose(
             return [numbers[boundary - 1] for boundary in balanced(loads, num_stages)[1:-1]]
         return [numbers[stage * num_pieces // num_stages - 1] for stage in range(1, num_stages)]
     cuts = [*cuts]
-    chosen = [_find(cut, possible, names) for cut in cuts]
+    chosen = [_find(cut, possible) for cut in cuts]
     if len(cuts) != needed:
         raise SplitError(f"cuts {cuts} are {len(cuts)}, but {num_stages} stages need {needed}: give as many")
     if len(set(chosen)) < len(chosen):
@@ -284,7 +285,7 @@ def _listed(possible: Mapping[int, str]) -> str:
     return ", ".join(f"{number} ({name})" for number, name in possible.items()) or "none"
 
 
-def _find(cut: int | str, possible: Mapping[int, str], names: str) -> int:
+def _find(cut: int | str, possible: Mapping[int, str]) -> int:
     if isinstance(cut, int):
         if cut in possible:
             return cut
@@ -295,7 +296,7 @@ def _find(cut: int | str, possible: Mapping[int, str], names: str) -> int:
             return by_name[_plain(cut)]
         close = get_close_matches(_plain(cut), by_name, n=1)
         hint = f", did you mean {possible[by_name[close[0]]]!r}?" if close else "."
-    raise SplitError(f"cuts has {cut!r}, which is not a possible cut{hint} Possible cuts are: {names}")
+    raise SplitError(f"cuts has {cut!r}, which is not a possible cut{hint} Possible cuts are: {_listed(possible)}")
 
 
 def _plain(path: str) -> str:

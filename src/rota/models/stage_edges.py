@@ -24,9 +24,8 @@ class StageEdge(NamedTuple):
         """What of the source's output travels along this edge."""
         if self.key is None:
             return output
-        keys = (
-            [*output] if isinstance(output, dict) else [*range(len(output))] if isinstance(output, tuple | list) else []
-        )
+        positions = range(len(output)) if isinstance(output, tuple | list) else ()
+        keys = [*output] if isinstance(output, dict) else [*positions]
         if self.key in keys:
             return output[self.key]
         raise PipelineError(
@@ -39,10 +38,10 @@ def parse_edges(edges: Iterable[Sequence[Any]], num_stages: int) -> tuple[StageE
     """Edges as given, `(source, target)` or `(source, target, key)`, checked: in range, one per pair of stages."""
     parsed: list[StageEdge] = []
     pairs: set[tuple[int, int]] = set()
-    for position, given in enumerate(edges):
-        if not 2 <= len(given) <= 3:
-            raise SplitError(f"edges[{position}] is {given!r}: give (source, target) or (source, target, key)")
-        edge = StageEdge(*given)
+    for position, ends in enumerate(edges):
+        if not 2 <= len(ends) <= 3:
+            raise SplitError(f"edges[{position}] is {ends!r}: give (source, target) or (source, target, key)")
+        edge = StageEdge(*ends)
         for stage in edge[:2]:
             if not isinstance(stage, int) or not 0 <= stage < num_stages:
                 raise SplitError(

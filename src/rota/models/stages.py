@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import chain
+from itertools import chain, pairwise
 from typing import Any, Final, NamedTuple, TypeAlias, final
 
 import torch
@@ -77,15 +77,14 @@ class Stages:
     ) -> None:
         self.modules: Final = _check_modules(modules)
         self._names = _parse_names(names, self.modules)
-        chain = [(stage, stage + 1) for stage in range(len(self.modules) - 1)]
-        self.edges: Final = parse_edges(chain if edges is None else edges, len(self.modules))
         numbers = range(len(self.modules))
+        self.edges: Final = parse_edges(pairwise(numbers) if edges is None else edges, len(self.modules))
         self._incoming: Final = [tuple(edge for edge in self.edges if edge.target == stage) for stage in numbers]
         self._outgoing: Final = [tuple(edge for edge in self.edges if edge.source == stage) for stage in numbers]
         self._order: Final = topological_order(self.edges, len(self.modules))
         self.input_names: Final = (input_names,) if isinstance(input_names, str) else tuple(input_names or ())
         self.input_defaults: Final = dict(input_defaults or {})
-        roots = {stage: 0 for stage in range(len(self.modules)) if not self.incoming(stage)}
+        roots = {stage: 0 for stage in numbers if not self._incoming[stage]}
         self.inputs: Final = _parse_inputs(roots if inputs is None else inputs, len(self.modules), self.input_names)
         #: The number of copies of one model that these stages are, see `repeated`.
         self.num_components = 1
@@ -161,26 +160,29 @@ class Stages:
             self.input_names,
             self.input_defaults,
         )
-        copies.num_components = times * self.num_components
         return copies._known_as(self)
 
     def with_modules(self, modules: Iterable[nn.Module]) -> Stages:
         """The same stages with other modules, as when each is wrapped."""
-        others = Stages(modules, self.edges, self.inputs, self.input_names, self.input_defaults)
-        others.num_components = self.num_components
-        return others._known_as(self)
+        return Stages(modules, self.edges, self.inputs, self.input_names, self.input_defaults)._known_as(self)
 
     def _known_as(self, other: Stages) -> Stages:
+        times = len(self) // len(other)
+        self._names = None if other._names is None else other._names * times
+        self.num_components, self.unsplit = times * other.num_components, other.unsplit
         self.cuts, self.carried, self.known_inputs = other.cuts, other.carried, other.known_inputs
-        self.unsplit = other.unsplit
-        if other._names is not None:
-            self._names = other._names * (len(self) // len(other))
         return self
 
     def pick_inputs(self, stage: int, batch: Any) -> tuple[Any, ...]:
         """What `stage` reads of a batch: a lone tensor, a tuple of inputs, or a dict of inputs by name."""
         if self.known_inputs is not None and isinstance(batch, Mapping) and not batch.keys() <= self.known_inputs:
-            self._refuse_unknown(batch)
+            unknown = [name for name in batch if name not in self.known_inputs and batch[name] is not None]
+            if unknown:
+                raise PipelineError(
+                    f"the batch has {', '.join(map(repr, unknown))}, which the example that the model was split with "
+                    f"did not have ({', '.join(map(repr, sorted(self.known_inputs)))}), so no stage reads it: add it "
+                    "to the example, or leave it out"
+                )
         return tuple([self._pick(stage, wanted, batch) for wanted in self.inputs[stage]])  # a list, as it is faster
 
     def _pick(self, stage: int, wanted: Input, batch: Any) -> Any:
@@ -201,16 +203,6 @@ class Stages:
             f"{', '.join(map(repr, self.input_names)) or 'not given'}): add it to the batch, or give it a default "
             "in input_defaults"
         )
-
-    def _refuse_unknown(self, batch: Mapping[str, Any]) -> None:
-        assert self.known_inputs is not None
-        unknown = [name for name in batch if name not in self.known_inputs and batch[name] is not None]
-        if unknown:
-            raise PipelineError(
-                f"the batch has {', '.join(map(repr, unknown))}, which the example that the model was split with did "
-                f"not have ({', '.join(map(repr, sorted(self.known_inputs)))}), so no stage reads it: add it to the "
-                "example, or leave it out"
-            )
 
     def _name_and_position(self, wanted: Input) -> tuple[str | None, int | None]:
         if isinstance(wanted, str):
@@ -304,13 +296,13 @@ class Stages:
                 return ".".join([*filter(None, [path]), *steps[length:]])
         return name
 
-    def named_parameters(self, of: Iterable[int] | None = None) -> Iterator[tuple[str, nn.Parameter]]:
+    def named_parameters(self, stages: Iterable[int] | None = None) -> Iterator[tuple[str, nn.Parameter]]:
         """Every parameter once, and its name in the first stage that has it, the same whichever rank asks.
 
         Where a name stands for several parameters, all names get their stage in front, `0.weight`.
 
         Args:
-            of: The stages whose parameters are given; all by default.
+            stages: The stages whose parameters are given; all by default.
 
         Returns:
             The names and parameters, in the order of the stages.
@@ -321,9 +313,8 @@ class Stages:
             for name, parameter in module.named_parameters()
         ]
         clash = len({name for _, name, _ in named}) < len({(name, parameter) for _, name, parameter in named})
-        left = {
-            parameter for stage in (range(len(self)) if of is None else of) for parameter in self[stage].parameters()
-        }
+        modules = self.modules if stages is None else [self.modules[stage] for stage in stages]
+        left = {parameter for module in modules for parameter in module.parameters()}
         for stage, name, parameter in named:
             if parameter in left:
                 left.remove(parameter)
@@ -334,7 +325,21 @@ class Stages:
 
         Below it `carried`, one line per value.
         """
-        return "\n".join([_cut_table(self.modules, self.edges, self.inputs), *map(str, self.carried)])
+        rows = [_HEADER]
+        for stage, module in enumerate(self.modules):
+            rows.append(
+                (
+                    str(stage),
+                    holds(module),
+                    f"{self.num_parameters(stage):,}",
+                    f"{sum(parameter.nbytes for parameter in module.parameters()):,}",
+                    ", ".join(map(str, self.inputs[stage])) or "-",
+                    ", ".join(str(edge.target) for edge in self.outgoing(stage)) or "-",
+                )
+            )
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = ("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+        return "\n".join([*lines, *map(str, self.carried)])
 
 
 def _check_modules(modules: Iterable[nn.Module]) -> tuple[nn.Module, ...]:
@@ -360,9 +365,7 @@ def _parse_names(
     if len(parsed) != len(modules):
         raise SplitError(f"names has {len(parsed)} entries for {len(modules)} stages: give one per stage")
     for stage, (paths, module) in enumerate(zip(parsed, modules, strict=True)):
-        own = {path for path, _ in module.named_modules(remove_duplicate=False)} | {
-            n for n, _ in module.named_parameters()
-        }
+        own = {path for path, _ in (*module.named_modules(remove_duplicate=False), *module.named_parameters())}
         if unknown := sorted(paths.keys() - own):
             raise SplitError(
                 f"names[{stage}] has {unknown[0]!r}, which is not a module or weight of stage {stage}, a "
@@ -382,8 +385,8 @@ def _parse_inputs(inputs: Inputs, num_stages: int, names: tuple[str, ...]) -> tu
     for stage in inputs:
         if not 0 <= stage < num_stages:
             raise SplitError(f"inputs names stage {stage!r}: use stages 0 to {num_stages - 1}")
-    read = {stage: (one,) if isinstance(one, int | str) else tuple(one) for stage, one in inputs.items()}
-    for stage, wanted in ((stage, wanted) for stage, several in read.items() for wanted in several):
+    read = {stage: (reads,) if isinstance(reads, int | str) else tuple(reads) for stage, reads in inputs.items()}
+    for stage, wanted in ((stage, wanted) for stage, reads in read.items() for wanted in reads):
         if not isinstance(wanted, int | str) or (isinstance(wanted, int) and wanted < 0):
             raise SplitError(f"inputs[{stage}] has {wanted!r}: give positions (0, 1, ...) or names")
         if isinstance(wanted, str) and names and wanted not in names:
@@ -391,29 +394,7 @@ def _parse_inputs(inputs: Inputs, num_stages: int, names: tuple[str, ...]) -> tu
     return tuple(read.get(stage, ()) for stage in range(num_stages))
 
 
-# --- the cut as text --------------------------------------------------------------------------------------------------
-
-
-def _cut_table(modules: Sequence[nn.Module], edges: Iterable[StageEdge], inputs: Sequence[Sequence[int | str]]) -> str:
-    """What each stage holds, its parameters and their bytes, the inputs it reads and the stages it sends to."""
-    targets: list[list[str]] = [[] for _ in modules]
-    for edge in edges:
-        targets[edge.source].append(str(edge.target))
-    rows = [_HEADER]
-    for stage, module in enumerate(modules):
-        num_bytes = sum(parameter.numel() * parameter.element_size() for parameter in module.parameters())
-        rows.append(
-            (
-                str(stage),
-                holds(module),
-                f"{sum(parameter.numel() for parameter in module.parameters()):,}",
-                f"{num_bytes:,}",
-                ", ".join(map(str, inputs[stage])) or "-",
-                ", ".join(targets[stage]) or "-",
-            )
-        )
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+# --- what a stage holds, as text --------------------------------------------------------------------------------------
 
 
 def holds(module: nn.Module) -> str:

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from rota.core.errors import SplitError
 from rota.models.carving.cutting import Cutting, cut_recording
 from rota.models.carving.recorder import record
-from rota.models.carving.recording import Recording
 from rota.models.carving.stage import CarvedStage, LeftOut, StageInputs
 from rota.models.carving.units import units_at
 from rota.models.cutpoint import find_cut_points
@@ -119,10 +118,11 @@ class Candidates:
     """A model, recorded, with its CutPoints, or else the modules that a stage may begin with."""
 
     def __init__(self, model: nn.Module, cuts: Iterable[int | str] | None, inputs: Mapping[str, Any]) -> None:
-        cuts = None if cuts is None else [*cuts]
         self._model, self._inputs = model, inputs
-        self.blocks = [] if find_cut_points(model) else candidate_paths(model, cuts)
-        self._names_calls = any(isinstance(cut, str) and "#" in cut for cut in cuts or ())
+        named = [cut for cut in cuts or () if isinstance(cut, str)]
+        self._names_calls = any("#" in cut for cut in named)
+        #: The modules that a stage may begin with, none inside another: those that `cuts` names, or `find_blocks`.
+        self.blocks = [] if find_cut_points(model) else matching(model, named) if named else find_blocks(model)
         self._recording = record(model, self.blocks, inputs)
 
     def called(self) -> dict[int, str]:
@@ -173,52 +173,35 @@ class Candidates:
         return [1 + sum(of_calls[begin:end]) for begin, end in pairwise([0, *starts, len(of_calls)])]
 
     def split(self, calls: Sequence[int], *, relay: bool = True) -> Stages:
-        """Stages that begin at these calls."""
-        return carve(self._model, self._recording, calls, self._inputs, relay)
+        """Stages that begin at these calls. `relay`: see `cut_recording`."""
+        model, recording, inputs = self._model, self._recording, self._inputs
+        names = [name for name, _ in [*model.named_parameters(), *model.named_buffers()]]
+        cutting = cut_recording(recording, calls, names, relay=relay)
+        signature = inspect.signature(model.forward).parameters
+        positional = [name for name, p in signature.items() if p.kind is Parameter.POSITIONAL_OR_KEYWORD]
+        optional = [name for name in inputs if name not in signature or signature[name].default is not Parameter.empty]
+        inputs_of_stages = _stage_inputs(cutting, inputs)
+        modules, edges = [], []
+        for stage, stage_inputs in enumerate(inputs_of_stages):
+            # The shapes of inputs that later stages do not read: each of them gets these from its first source.
+            sizes = {name for later in inputs_of_stages if later.sources[:1] == (stage,) for name in later.sized}
+            modules.append(CarvedStage(model, cutting, stage, stage_inputs, sorted(sizes)))
+            edges += [StageEdge(source, stage, stage) for source in stage_inputs.sources]
+        stages = Stages(
+            modules,
+            edges,
+            [stage_inputs.inputs for stage_inputs in inputs_of_stages],
+            [*positional, *(name for name in inputs if name not in positional)],
+            dict.fromkeys(optional, LeftOut),
+        )
+        stages.cuts, stages.unsplit = tuple(recording.cut_name(call) for call in calls), model
+        stages.known_inputs, stages.carried = frozenset(inputs), tuple(_carried(cutting))
+        return stages
 
 
 def _num_multiplied(module: nn.Module) -> int:
     inside = (inner for inner in module.modules() if not isinstance(inner, (nn.Embedding, nn.EmbeddingBag)))
     return sum(parameter.numel() for inner in inside for parameter in inner.parameters(recurse=False))
-
-
-def candidate_paths(model: nn.Module, cuts: Iterable[int | str] | None) -> list[str]:
-    """The modules that a stage may begin with: those that `cuts` names, or `find_blocks`; none is inside another."""
-    named = [cut for cut in cuts or () if isinstance(cut, str)]
-    return matching(model, named) if named else find_blocks(model)
-
-
-def carve(
-    model: nn.Module, recording: Recording, starts: Sequence[int], inputs: Mapping[str, Any], relay: bool
-) -> Stages:
-    """Stages of `model` that begin at these calls. `inputs`: the recorded batch. `relay`: see `cut_recording`."""
-    names = [name for name, _ in [*model.named_parameters(), *model.named_buffers()]]
-    cutting = cut_recording(recording, starts, names, relay=relay)
-    signature = inspect.signature(model.forward).parameters
-    positional = [name for name, p in signature.items() if p.kind is Parameter.POSITIONAL_OR_KEYWORD]
-    inputs_of_stages = _stage_inputs(cutting, inputs)
-    modules = [
-        CarvedStage(model, cutting, stage, stage_inputs, _sizes_for(stage, inputs_of_stages))
-        for stage, stage_inputs in enumerate(inputs_of_stages)
-    ]
-    edges = [
-        StageEdge(source, target, target)
-        for target, stage_inputs in enumerate(inputs_of_stages)
-        for source in stage_inputs.sources
-    ]
-    optional = {
-        name: LeftOut for name in inputs if name not in signature or signature[name].default is not Parameter.empty
-    }
-    stages = Stages(
-        modules,
-        edges,
-        [stage_inputs.inputs for stage_inputs in inputs_of_stages],
-        [*positional, *(name for name in inputs if name not in positional)],
-        optional,
-    )
-    stages.cuts, stages.unsplit = tuple(recording.cut_name(start) for start in starts), model
-    stages.known_inputs, stages.carried = frozenset(inputs), tuple(_carried(cutting))
-    return stages
 
 
 def _carried(cutting: Cutting) -> Iterator[Carried]:
@@ -245,14 +228,3 @@ def _stage_inputs(cutting: Cutting, inputs: Mapping[str, Any]) -> list[StageInpu
         read = tuple(name for name in inputs if name not in sized)
         inputs_of_stages.append(StageInputs(sources, read, sized))
     return inputs_of_stages
-
-
-def _sizes_for(stage: int, inputs_of_stages: list[StageInputs]) -> list[str]:
-    """The inputs whose shapes some stage gets from this one."""
-    wanted = {
-        name
-        for stage_inputs in inputs_of_stages
-        if stage_inputs.sources and stage_inputs.sources[0] == stage
-        for name in stage_inputs.sized
-    }
-    return sorted(wanted)

@@ -79,8 +79,7 @@ class Absent(Tensor):
     def changed(self, change: Callable[[Tensor], Tensor]) -> Absent:
         """What `change` makes of it, such as one of another dtype."""
         made = absent_like(change(self))
-        if made.requires_grad != self.requires_grad:
-            made = absent(tuple(made.shape), made.dtype, made.device, self.requires_grad)
+        made.requires_grad = self.requires_grad
         return made
 
     def tolist(self) -> Any:
@@ -199,24 +198,18 @@ class OutputShapes:
 
 
 def _run_absent(
-    module: nn.Module,
-    forward: Callable[..., Any],
-    output: Output,
-    call: ModuleCall,
-    device: torch.device,
+    module: nn.Module, forward: Callable[..., Any], output: Output, call: ModuleCall, device: torch.device
 ) -> list[Any]:
     try:
         with _AbsentCopies():
             args, kwargs = copy.deepcopy(call)
         # In a context of its own, without hooks, so that nothing that collects outputs on the side sees these.
         with _without_hooks(module), torch.no_grad(), random_state_kept(module), _only_shapes(), run_uncompiled():
-            made = contextvars.Context().run(forward, *args, **kwargs)
-        leaves: list[Any] = []
-        if flatten(made, leaves) != output.structure:
+            structure, leaves = flatten(contextvars.Context().run(forward, *args, **kwargs))
+        if structure != output.structure:
             raise PipelineError("a different structure")
     except Exception as error:
-        arguments: list[Any] = []
-        flatten(call, arguments)
+        _, arguments = flatten(call)
         return [_argument_shaped(module, leaf, arguments, device, error) for leaf in output.leaves]
     return [absent_like(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from rota.core.errors import SplitError
 from rota.models.carving.draws import IN_A_MODULE, remedy
@@ -40,9 +41,7 @@ def cut_recording(
     `relay`: values from non-adjacent stages are passed on by those in between, so that the stages are a chain;
     otherwise they are sent directly.
     """
-    num_calls = len(recording.calls)
-    begins, ends = [0, *starts], [*starts, num_calls]
-    ranges = [range(begin, end) for begin, end in zip(begins, ends, strict=True)]
+    ranges = [range(*ends) for ends in pairwise([0, *starts, len(recording.calls)])]
     reads = [_reads(recording, calls, is_last=calls is ranges[-1]) for calls in ranges]
     _add_writes(recording, reads, ranges)
     reads = [_with_whole_inner(recording, labels) for labels in reads]

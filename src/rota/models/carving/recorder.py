@@ -9,7 +9,8 @@ import sys
 import traceback
 from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack, contextmanager
-from functools import partial
+from functools import partial, reduce
+from operator import or_
 from typing import Any, final
 
 import torch
@@ -43,7 +44,7 @@ from rota.models.carving.recording import (
     Within,
     Write,
 )
-from rota.models.carving.units import PLAIN, find_units, flatten, intercept, is_dropout, rebuild, units_at
+from rota.models.carving.units import DROPOUTS, PLAIN, find_units, flatten, intercept, rebuild, units_at
 from rota.models.cutpoint import CutPoint
 from rota.models.randomness import random_state_kept
 from rota.models.source_places import autograd_function_now, place_now
@@ -61,16 +62,9 @@ def record(model: nn.Module, blocks: Sequence[str], inputs: Mapping[str, Any]) -
     while not recording.bypassed <= opened:
         opened |= recording.bypassed
         recording = _record(model, blocks, opened, inputs)
-    labels = recording.in_set(_used(recording))
-    drawing = {label.module for label in labels if isinstance(label, Drawn) and label.module}
+    used = reduce(or_, (*recording.reads, *(inspection.seen for inspection in recording.inspections)), recording.result)
+    drawing = {label.module for label in recording.in_set(used) if isinstance(label, Drawn) and label.module}
     return _record(model, [*blocks, *sorted(drawing)], opened, inputs) if drawing else recording
-
-
-def _used(recording: Recording) -> LabelSet:
-    labels = recording.result
-    for part in (*recording.reads, *(inspection.seen for inspection in recording.inspections)):
-        labels |= part
-    return labels
 
 
 def _record(model: nn.Module, blocks: Sequence[str], opened: Set[str], inputs: Mapping[str, Any]) -> Recording:
@@ -81,7 +75,8 @@ def _record(model: nn.Module, blocks: Sequence[str], opened: Set[str], inputs: M
     copied = copy_sharing(model, buffers)
     recorder = _Recorder(recording, copied)
     for name, tensor in [*copied.named_parameters(), *copied.named_buffers()]:
-        recorder.label_weight(tensor, name)
+        recorder.label(tensor, FromModel(name))
+        recorder.weights[storage_of(tensor)] = name
     for number, unit in enumerate(units_at(copied, units)):
         intercept(unit, partial(recorder.run_unit, number, type(unit)))
         recorder.add_inner(unit, units[number])
@@ -120,7 +115,7 @@ class _Recorder(TorchDispatchMode):
         self._alive: list[Any] = []  # keeps tensors alive, so that no other tensor gets the id of one
         self._bits: dict[Label, int] = {}
         self._num_drawn = 0
-        self._weights: dict[int, str] = {}  # by storage
+        self.weights: dict[int, str] = {}  # names of parameters and buffers, by storage
         self._passed: dict[int, set[int]] = {}  # by storage: the calls of CutPoints that have returned it
         self._paths = {module: path for path, module in model.named_modules()}
         self._running: list[nn.Module] = []  # between units: the modules whose forwards run
@@ -144,16 +139,9 @@ class _Recorder(TorchDispatchMode):
         if (storage := storage_of(tensor)) in self._written:
             self._written[storage] = self.bit(label)
 
-    def label_weight(self, tensor: Tensor, name: str) -> None:
-        """Label a parameter or a buffer."""
-        self.label(tensor, FromModel(name))
-        self._weights[storage_of(tensor)] = name
-
     def label_input(self, name: str, value: Any) -> None:
         """Label all tensors of an input."""
-        leaves: list[Any] = []
-        flatten(value, leaves)
-        for leaf in leaves:
+        for leaf in flatten(value)[1]:
             if isinstance(leaf, Tensor):  # which may be a parameter, or given under two names
                 self._set(leaf, self._sets.get(id(leaf), 0) | self.bit(FromInput(name)))
 
@@ -174,10 +162,7 @@ class _Recorder(TorchDispatchMode):
         del types
         kwargs = kwargs or {}
         arguments = [leaf for leaf in leaves_of((args, kwargs)) if isinstance(leaf, Tensor)]
-        labels = 0
-        if not is_shape_only(func):
-            for tensor in arguments:
-                labels |= self.labels_of(tensor)
+        labels = 0 if is_shape_only(func) else reduce(or_, map(self.labels_of, arguments), 0)
         made = func(*args, **kwargs)
         if self.call is None:
             labels = self._between_units(func, args, labels, made)
@@ -199,7 +184,9 @@ class _Recorder(TorchDispatchMode):
                 self._draws.add(id(made))
             rates = rates_read(self._model, traceback.walk_stack(sys._getframe()))
             by = f"{name_of(func)} at {place_now()}"
-            return labels | self.bit(Drawn(self._num_drawn, by, self._drawing_module(), rates))
+            path = self._paths.get(self._running[-1], "") if self._running else ""
+            module = "" if any(unit.startswith(f"{path}.") for unit in self.recording.units) else path
+            return labels | self.bit(Drawn(self._num_drawn, by, module, rates))
         if func is torch.ops.aten.detach.default and id(args[0]) in self._draws:
             self._draws.add(id(made))  # torch.rand itself may detach what it has drawn
         if is_certain(func, args, self._draws):
@@ -209,10 +196,6 @@ class _Recorder(TorchDispatchMode):
             if torch.Tag.data_dependent_output in func.tags:
                 self._decisions.append((before, place_now(), labels))
         return labels
-
-    def _drawing_module(self) -> str:
-        path = self._paths.get(self._running[-1], "") if self._running else ""
-        return "" if any(unit.startswith(f"{path}.") for unit in self.recording.units) else path
 
     def show_values(self, tensor: Tensor) -> None:
         """Python reads all numbers of a tensor, without an operation."""
@@ -229,7 +212,7 @@ class _Recorder(TorchDispatchMode):
         self.recording.mutated |= before
         self.recording.changed_after |= self._passed.get(storage_of(written), set())
         if self.call is None:
-            into = self._weights.get(storage_of(written))
+            into = self.weights.get(storage_of(written))
             self.recording.writes.append(Write(len(self.recording.calls), before, labels & ~before, into))
         storage = storage_of(written)
         self._written[storage] = self._written.get(storage, 0) | labels
@@ -271,8 +254,7 @@ class _Recorder(TorchDispatchMode):
         if path is None or not module._forward_hooks:  # only hooks take an output out of a unit
             return
         nth = self._nth[path] = self._nth.get(path, -1) + 1
-        leaves: list[Any] = []
-        structure = flatten(output, leaves)
+        structure, leaves = flatten(output)
         recorded = []
         for number, leaf in enumerate(leaves):
             inner, argument = None, _position(leaf, self._arguments)
@@ -292,8 +274,7 @@ class _Recorder(TorchDispatchMode):
         """Run a call of a unit, whose class is `base`, and record it."""
         if self.call is not None:
             return base.__call__(module, *args, **kwargs)
-        self._arguments = []
-        flatten((args, kwargs), self._arguments)
+        _, self._arguments = flatten((args, kwargs))
         self.call = len(self.recording.calls)
         self.recording.calls.append(unit)
         self.recording.reads.append(0)
@@ -302,7 +283,7 @@ class _Recorder(TorchDispatchMode):
         if (function := autograd_function_now()) is not None:
             self.recording.functions[self.call] = function.__qualname__
         output = base.__call__(module, *args, **kwargs)
-        always_new = is_dropout(module) or isinstance(module, CutPoint)
+        always_new = isinstance(module, (CutPoint, *DROPOUTS))
         if always_new:
             output = _as_new(output)
         self._end_call(output, always_new=always_new)
@@ -313,8 +294,7 @@ class _Recorder(TorchDispatchMode):
         """`always_new`: a tensor counts as new, even if it is an argument."""
         assert self.call is not None
         arguments = self._arguments
-        leaves: list[Any] = []
-        structure = flatten(output, leaves)
+        structure, leaves = flatten(output)
         recorded = []
         for number, leaf in enumerate(leaves):
             same = None if always_new and isinstance(leaf, Tensor) else _position(leaf, arguments)
@@ -345,15 +325,11 @@ class _Recorder(TorchDispatchMode):
             if drawn is not None and before < len(self.recording.calls):
                 refuse_decision(place, drawn.by, drawn.rates)
         self.recording.adds_losses = len(self.added.losses) > self._num_added
-        leaves: list[Any] = []
-        flatten(result, leaves)
-        for number, leaf in enumerate(leaves):
+        for number, leaf in enumerate(flatten(result)[1]):
             if isinstance(leaf, Tensor):
                 self.recording.result |= self.labels_of(leaf)
             elif type(leaf) not in PLAIN:
-                labels = 0
-                for tensor in _tensors_in_object(leaf):
-                    labels |= self.labels_of(tensor)
+                labels = reduce(or_, map(self.labels_of, _tensors_in_object(leaf)), 0)
                 if any(isinstance(label, (Returned, Within)) for label in self.recording.in_set(labels)):
                     self.recording.result_objects.append(number)
 
@@ -379,8 +355,7 @@ _SHOWING = (Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__dlpack__)
 
 def _as_new(value: Any) -> Any:
     """The value with other tensors, of the same numbers."""
-    leaves: list[Any] = []
-    structure = flatten(value, leaves)
+    structure, leaves = flatten(value)
     return rebuild(structure, iter([leaf.view_as(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]))
 
 

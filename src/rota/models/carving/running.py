@@ -87,7 +87,7 @@ def install(root: nn.Module, cutting: Cutting, stage: int, run: Run) -> list[Out
     return [*shapes.values()]
 
 
-class _Call(NamedTuple):
+class _RecordedCall(NamedTuple):
     """What was recorded of one call of a unit, for one stage: of each leaf that it returned, and of modules in it."""
 
     output: Output
@@ -101,7 +101,7 @@ class _Call(NamedTuple):
 
 def _recorded_call(
     recording: Recording, part: StagePart, call: int, mutated: Set[Returned], leaving: Set[Returned]
-) -> _Call:
+) -> _RecordedCall:
     output = recording.outputs[call]
     values = [Returned(call, leaf) for leaf in range(len(output.leaves))]
     inner: list[tuple[str, Output]] = []
@@ -118,7 +118,7 @@ def _recorded_call(
             for (called, path, _), inner_output in recording.inner_outputs.items()
             if called == call and any(leaf.inner in needed for leaf in inner_output.leaves)
         ]
-    return _Call(
+    return _RecordedCall(
         output,
         values,
         [value in mutated for value in values],
@@ -140,7 +140,7 @@ class _Unit:
         run: Run,
         cutting: Cutting,
         stage: int,
-        calls: dict[int, _Call],
+        calls: dict[int, _RecordedCall],
         shapes: OutputShapes,
     ) -> None:
         recording, part = cutting.recording, cutting.parts[stage]
@@ -179,27 +179,25 @@ class _Unit:
             return output
         return self._answer(module, self._calls[call], (args, kwargs))
 
-    def _run_own(self, module: nn.Module, call: _Call, given: ModuleCall) -> Any:
+    def _run_own(self, module: nn.Module, recorded: _RecordedCall, call: ModuleCall) -> Any:
         run = self._run
         run.is_inside, thread_state.inside = True, self._name
         run.nth.clear()
-        output = self._base.__call__(module, *given[0], **given[1])
+        output = self._base.__call__(module, *call[0], **call[1])
         run.is_inside, thread_state.inside = False, None
-        leaves: list[Any] = []
-        if flatten(output, leaves) != call.output.structure:
+        structure, leaves = flatten(output)
+        if structure != recorded.output.structure:
             raise run.deviation(f"{self._name} returns a different structure")
-        arguments: list[Any] = []
-        if call.gives_back:
-            flatten(given, arguments)
-        for leaf, recorded, returned, leaves_stage, is_mutated in zip(
-            leaves, call.output.leaves, call.values, call.leaving, call.mutated, strict=True
+        arguments = flatten(call)[1] if recorded.gives_back else []
+        for leaf, expected, returned, leaves_stage, is_mutated in zip(
+            leaves, recorded.output.leaves, recorded.values, recorded.leaving, recorded.mutated, strict=True
         ):
-            if recorded.argument is not None:
-                if not _is_given_back(leaf, arguments[recorded.argument]):
+            if expected.argument is not None:
+                if not _is_given_back(leaf, arguments[expected.argument]):
                     raise run.deviation(f"{self._name} does not return its argument")
-            elif not recorded.is_tensor:
-                if type(leaf) is not type(recorded.value) or (type(leaf) in PLAIN and leaf != recorded.value):
-                    was = type(recorded.value).__name__ if recorded.value is not None else "None"
+            elif not expected.is_tensor:
+                if type(leaf) is not type(expected.value) or (type(leaf) in PLAIN and leaf != expected.value):
+                    was = type(expected.value).__name__ if expected.value is not None else "None"
                     raise run.deviation(f"{self._name} returns a {type(leaf).__name__} ({leaf!r:.40}) instead of {was}")
             elif leaves_stage:
                 if not isinstance(leaf, Tensor) or isinstance(leaf, Absent):
@@ -209,14 +207,14 @@ class _Unit:
 
     # --- calls of other stages ------------------------------------------------------------------------------------
 
-    def _answer(self, module: nn.Module, call: _Call, given: ModuleCall) -> Any:
-        for path, output in call.inner:
-            self._show_hooks(module.get_submodule(path), output, given)
-        answer = self._answered(module, call, given)
+    def _answer(self, module: nn.Module, recorded: _RecordedCall, call: ModuleCall) -> Any:
+        for path, output in recorded.inner:
+            self._show_hooks(module.get_submodule(path), output, call)
+        answer = self._answered(module, recorded, call)
         if not (module._forward_hooks or module._forward_pre_hooks):
             return answer
         self._pending.append(answer)
-        return self._base.__call__(module, *given[0], **given[1])
+        return self._base.__call__(module, *call[0], **call[1])
 
     def answer_now(self, *args: Any, **kwargs: Any) -> Any:
         """The unit's forward: returns the pending answer, so that hooks see it, if there is one."""
@@ -225,48 +223,42 @@ class _Unit:
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         return self._patched(*args, **kwargs) if self._patched else self._base.forward(self._module, *args, **kwargs)
 
-    def _answered(self, module: nn.Module, call: _Call, given: ModuleCall) -> Any:
-        received = self._run.received
+    def _answered(self, module: nn.Module, recorded: _RecordedCall, call: ModuleCall) -> Any:
+        received, structure = self._run.received, recorded.output.structure
         leaves: list[Any] = []
-        arguments: list[Any] = []
-        if call.gives_back or call.overwrites:
-            flatten(given, arguments)
+        arguments = flatten(call)[1] if recorded.gives_back or recorded.overwrites else []
         absents: list[Any] | None = None
-        for number, recorded in enumerate(call.output.leaves):
-            if recorded.argument is None and not recorded.is_tensor:
-                leaves.append(recorded.value)
-            elif (value := received.get(call.values[number])) is not None:
-                leaves.append(value.clone() if call.mutated[number] else value)
-            elif recorded.argument is not None:
-                leaves.append(arguments[recorded.argument])
+        for number, leaf in enumerate(recorded.output.leaves):
+            if leaf.argument is None and not leaf.is_tensor:
+                leaves.append(leaf.value)
+            elif (value := received.get(recorded.values[number])) is not None:
+                leaves.append(value.clone() if recorded.mutated[number] else value)
+            elif leaf.argument is not None:
+                leaves.append(arguments[leaf.argument])
             else:
                 if absents is None:
-                    absents = self._absents(module, call, given)
+                    absents = self._absents(module, recorded.output, call)
                 leaves.append(absents[number])
-            if recorded.overwritten is not None and not isinstance(arguments[recorded.overwritten], Absent):
-                self._refuse_overwriting(leaves[-1])
-        return leaves[0] if call.output.structure is None else rebuild(call.output.structure, iter(leaves))
+            overwrites = leaf.overwritten is not None and not isinstance(arguments[leaf.overwritten], Absent)
+            if overwrites and not isinstance(leaves[-1], Absent):
+                raise PipelineError(
+                    f"{self._path} writes into its argument, whose earlier value later stages already hold: let it "
+                    "make a new tensor, or cut elsewhere, so that both are on one stage"
+                )
+        return leaves[0] if structure is None else rebuild(structure, iter(leaves))
 
-    def _absents(self, module: nn.Module, call: _Call, given: ModuleCall) -> list[Any]:
+    def _absents(self, module: nn.Module, output: Output, call: ModuleCall) -> list[Any]:
         """An Absent per output tensor; reused from the last unit if that was of its kind and got the same objects."""
-        values = [*given[0], *given[1].values()]
+        values = [*call[0], *call[1].values()]
         shapes, last_values, absents = self._run.last
         if shapes is not self._shapes or len(values) != len(last_values) or not all(map(is_, values, last_values)):
-            absents = self._shapes.find(module, self._forward, call.output, given, self._run.mode)
+            absents = self._shapes.find(module, self._forward, output, call, self._run.mode)
             self._run.last = self._shapes, values, absents
         return absents
 
-    def _refuse_overwriting(self, value: Any) -> None:
-        if not isinstance(value, Absent):
-            raise PipelineError(
-                f"{self._path} writes into its argument, whose earlier value later stages already hold: let it make a "
-                "new tensor, or cut elsewhere, so that both are on one stage"
-            )
-
-    def _show_hooks(self, inner: nn.Module, output: Output, given: ModuleCall) -> None:
-        """Let the hooks of a module in the unit, which was given these arguments, see what it returned."""
-        arguments: list[Any] = []
-        flatten(given, arguments)
+    def _show_hooks(self, inner: nn.Module, output: Output, call: ModuleCall) -> None:
+        """Let the hooks of a module in the unit, which is called like this, see what it returned."""
+        _, arguments = flatten(call)
         leaves = [
             arguments[leaf.argument]
             if leaf.argument is not None
@@ -317,8 +309,7 @@ class _Inner:
         run = self._run
         if run.active and run.is_inside:
             nth = run.nth[self._path] = run.nth.get(self._path, -1) + 1
-            leaves: list[Any] = []
-            flatten(output, leaves)
+            _, leaves = flatten(output)
             for value, is_mutated in self._leaving[run.call - 1, nth]:
                 run.sent[value] = leaves[value.leaf].clone() if is_mutated else leaves[value.leaf]
         return output

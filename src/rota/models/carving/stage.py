@@ -103,14 +103,16 @@ class CarvedStage(nn.Module):
             for arriving, value in zip(self._arriving, values, strict=False)
             for key, returned in arriving
         }
-        given = zip(stage_inputs.inputs, values[len(stage_inputs.sources) :], strict=True)
-        inputs = {name: value for name, value in given if value is not LeftOut}
-        device = _device_of([*arrived.values(), *inputs.values()])
+        named = zip(stage_inputs.inputs, values[len(stage_inputs.sources) :], strict=True)
+        inputs = {name: value for name, value in named if value is not LeftOut}
+        tensors = (value for value in (*arrived.values(), *inputs.values()) if isinstance(value, Tensor))
+        device = next((tensor.device for tensor in tensors), torch.device("cpu"))
         for name, dtype in stage_inputs.sized.items():
             if (shape := values[0][SIZES][name]) is not None:
                 inputs[name] = absent(tuple(shape), dtype, device)
-        if self._absents_on != device:
-            self._move_absents(device)
+        if self._absents_on != device:  # as where the model was split on meta, and this stage's weights alone loaded
+            self._change_absents(lambda tensor: tensor.to(device))
+            self._absents_on = device
         run.begin({returned: value for returned, value in arrived.items() if returned in self._needed}, device)
         output, has_stopped = None, False
         # Stages draw idle numbers different numbers of times, and scripts draw their batches with the same generators.
@@ -135,8 +137,7 @@ class CarvedStage(nn.Module):
         }
 
     def _checked(self, output: Any) -> Any:
-        leaves: list[Any] = []
-        structure = flatten(output, leaves)
+        structure, leaves = flatten(output)
         for number, leaf in enumerate(leaves):
             if isinstance(leaf, Absent):
                 path = [*paths(structure)][number]
@@ -186,14 +187,6 @@ class CarvedStage(nn.Module):
         for shapes in self._shapes:
             shapes.clear()
 
-    def _move_absents(self, device: torch.device) -> None:
-        """Let weights of other stages be on the device of this one: forwards move tensors to where weights are.
-
-        They may be elsewhere if the model was split on the meta device, and only this stage's weights were loaded.
-        """
-        self._change_absents(lambda tensor: tensor.to(device))
-        self._absents_on = device
-
     @contextmanager
     def absents_as(self, change: Callable[[Tensor], Tensor]) -> Iterator[None]:
         """Inside, tensors of other stages have the dtype that `change` gives them, as this stage's own may have."""
@@ -213,11 +206,6 @@ class CarvedStage(nn.Module):
     @property
     def _name(self) -> str:
         return type(self.root).__name__
-
-
-def _device_of(values: Iterable[Any]) -> torch.device:
-    tensors = (value for value in values if isinstance(value, Tensor))
-    return next((tensor.device for tensor in tensors), torch.device("cpu"))
 
 
 def _outside(model: nn.Module, owned: frozenset[str], units: set[str]) -> Iterator[str]:

@@ -26,7 +26,7 @@ NORMS = (
     *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm),
     *(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d),
 )
-
+_WITH_STATE = (*DROPOUTS, *NORMS)  # of random numbers, or running statistics
 
 #: Gets a module and the arguments of its call, and returns the call's result.
 Interceptor: TypeAlias = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Any]
@@ -50,9 +50,10 @@ def find_units(model: nn.Module, blocks: Collection[str], opened: Collection[str
     def visit(path: str, module: nn.Module) -> Iterator[str]:
         inside = path + "." if path else ""
         is_unit = path in blocks or not is_opened(path, inside, module)
-        if is_unit and (path in blocks or cut_points or _has_state(module)):
+        has_state = isinstance(module, _WITH_STATE) or any(True for _ in module.parameters())
+        if is_unit and (path in blocks or cut_points or has_state):
             yield path
-        elif not is_unit or any(isinstance(inner, (*DROPOUTS, *NORMS)) for inner in module.modules()):
+        elif not is_unit or any(isinstance(inner, _WITH_STATE) for inner in module.modules()):
             for name, child in module.named_children():
                 yield from visit(inside + name, child)
 
@@ -62,19 +63,10 @@ def find_units(model: nn.Module, blocks: Collection[str], opened: Collection[str
     return [*(units | cut_points).values()]
 
 
-def _has_state(module: nn.Module) -> bool:
-    return is_dropout(module) or isinstance(module, NORMS) or any(True for _ in module.parameters())
-
-
 def units_at(model: nn.Module, paths: Sequence[str]) -> list[nn.Module]:
     """The units at these paths; those of CutPoints may lead through lists and dicts: `cuts[0]`."""
     cut_points: dict[str, nn.Module] = {path: cut_point for cut_point, path in find_cut_points(model).items()}
     return [cut_points[path] if path in cut_points else model.get_submodule(path) for path in paths]
-
-
-def is_dropout(module: nn.Module) -> bool:
-    """Whether it is one of PyTorch's dropouts, which return their input in evaluation mode."""
-    return isinstance(module, DROPOUTS)
 
 
 def intercept(module: nn.Module, interceptor: Interceptor) -> None:
@@ -123,12 +115,12 @@ def _whole(
             yield f"{path}.{name}" if path else name, tensor
 
 
-_made: dict[type[nn.Module], type[nn.Module]] = {}
+_intercepted_classes: dict[type[nn.Module], type[nn.Module]] = {}
 
 
 def _intercepted(base: type[nn.Module]) -> type[nn.Module]:
-    if base in _made:
-        return _made[base]
+    if base in _intercepted_classes:
+        return _intercepted_classes[base]
 
     class Intercepted(base):  # type: ignore[misc, valid-type]
         _rota_base = base
@@ -151,7 +143,7 @@ def _intercepted(base: type[nn.Module]) -> type[nn.Module]:
 
     Intercepted.__name__, Intercepted.__qualname__ = base.__name__, base.__qualname__
     Intercepted.__module__ = base.__module__
-    _made[base] = Intercepted
+    _intercepted_classes[base] = Intercepted
     return Intercepted
 
 
@@ -161,8 +153,8 @@ def _shows_whole(module: nn.Module) -> bool:
 
 
 def _new(base: type[nn.Module]) -> nn.Module:
-    made = _intercepted(base)
-    return made.__new__(made)
+    intercepted = _intercepted(base)
+    return intercepted.__new__(intercepted)
 
 
 # --- arguments and results --------------------------------------------------------------------------------------------
@@ -172,22 +164,27 @@ Structure: TypeAlias = Any  # None for a leaf, else (how, type, keys, structures
 PLAIN = frozenset({type(None), bool, int, float, str, torch.dtype, torch.device, torch.Size})
 
 
-def flatten(value: Any, leaves: list[Any]) -> Structure:
-    """Append the leaves of `value` and return its structure. Whatever is not a known container is a leaf."""
+def flatten(value: Any) -> tuple[Structure, list[Any]]:
+    """The structure of `value`, and its leaves. Whatever is not a known container is a leaf."""
+    leaves: list[Any] = []
+    return _structure(value, leaves), leaves
+
+
+def _structure(value: Any, leaves: list[Any]) -> Structure:
     kind = type(value)
     if kind is Tensor or kind in PLAIN:
         leaves.append(value)
         return None
     if kind is tuple or kind is list:
-        return "sequence", kind, None, tuple([flatten(item, leaves) for item in value])
+        return "sequence", kind, None, tuple([_structure(item, leaves) for item in value])
     if isinstance(value, dict) and (dataclasses.is_dataclass(value) or kind in (dict, OrderedDict)):
         how = "fields" if dataclasses.is_dataclass(value) else "mapping"
-        return how, kind, tuple(value), tuple([flatten(item, leaves) for item in value.values()])
+        return how, kind, tuple(value), tuple([_structure(item, leaves) for item in value.values()])
     if dataclasses.is_dataclass(value):
         names = tuple(field.name for field in dataclasses.fields(value) if field.init)
-        return "fields", kind, names, tuple([flatten(getattr(value, name), leaves) for name in names])
+        return "fields", kind, names, tuple([_structure(getattr(value, name), leaves) for name in names])
     if isinstance(value, tuple) and hasattr(value, "_make"):
-        return "named", kind, None, tuple([flatten(item, leaves) for item in value])
+        return "named", kind, None, tuple([_structure(item, leaves) for item in value])
     leaves.append(value)
     return None
 
