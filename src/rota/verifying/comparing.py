@@ -8,32 +8,32 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from rota.verifying.matching import Matching, Place, equal_elements
-from rota.verifying.report import ParameterDifference, largest_of
+from rota.verifying.report import ParameterDifference, largest_of, nan_is_largest
 from rota.verifying.unsplit import Unsplit
 
 _SMALL = 1e-3  # of the largest gradient: smaller ones are rounding, such as those of a bias that softmax ignores
 
 
-def relative(one: float, other: float) -> float:
+def relative(expected: float, actual: float) -> float:
     """The difference of two numbers relative to the first. If only one of them is NaN or infinite, it is inf."""
-    if one == other or (math.isnan(one) and math.isnan(other)):
+    if expected == actual or (math.isnan(expected) and math.isnan(actual)):
         return 0.0
-    if not (math.isfinite(one) and math.isfinite(other)):
+    if not (math.isfinite(expected) and math.isfinite(actual)):
         return math.inf
-    return abs(one - other) / max(abs(one), 1e-12)
+    return abs(expected - actual) / max(abs(expected), 1e-12)
 
 
 def compare_outputs(unsplit: Sequence[Sequence[torch.Tensor]], split: Sequence[Sequence[torch.Tensor]]) -> float | None:
     """The largest relative difference of tensors with rows; None if the outputs differ in structure."""
-    if len({len(each) for each in (*unsplit, *split)}) != 1:
+    if len({len(tensors) for tensors in (*unsplit, *split)}) != 1:
         return None
-    found: list[float] = []
+    differences: list[float] = []
     for leaf in range(len(unsplit[0])):
-        one, other = (_cat([each[leaf] for each in of]) for of in (unsplit, split))
-        if one is None or other is None or one.shape != other.shape:
+        expected, actual = (_cat([tensors[leaf] for tensors in outputs]) for outputs in (unsplit, split))
+        if expected is None or actual is None or expected.shape != actual.shape:
             continue  # a number, or a tensor whose shape changes with the micro-batch
-        found.append(_difference(one, other, _largest(one)))
-    return largest_of(found) if found else None
+        differences.append(_difference(expected, actual, _largest(expected)))
+    return largest_of(differences) if differences else None
 
 
 def _cat(parts: list[torch.Tensor]) -> torch.Tensor | None:
@@ -48,22 +48,18 @@ def compare_gradients(
     """The largest difference of each parameter over its places. `split`: gradients in the order of `places`."""
     gradients = iter(split)
     largest = max((_largest(unsplit.gradient(parameter.name)) for parameter in matching.parameters), default=0.0)
-    found = []
+    differences = []
     for parameter in matching.parameters:
-        here = unsplit.gradient(parameter.name)
-        scale = max(_largest(here), _SMALL * largest)
-        differences = [
-            ParameterDifference(parameter.name, stage, _difference(here, next(gradients), scale))
+        expected = unsplit.gradient(parameter.name)
+        scale = max(_largest(expected), _SMALL * largest)
+        at_places = [
+            ParameterDifference(parameter.name, stage, _difference(expected, next(gradients), scale))
             for stage, _ in parameter.places
-        ]
-        if not differences:
-            there = 0.0 if here is None else math.inf
-            differences = [ParameterDifference(parameter.name, None, there)]
-        found.append(max(differences, key=lambda each: math.inf if math.isnan(each.relative) else each.relative))
+        ] or [ParameterDifference(parameter.name, None, 0.0 if expected is None else math.inf)]
+        differences.append(max(at_places, key=lambda difference: nan_is_largest(difference.relative)))
     for stage, name in matching.unknown:
-        gradient = next(gradients)
-        found.append(ParameterDifference(name, stage, 0.0 if gradient is None else math.inf))
-    return tuple(found)
+        differences.append(ParameterDifference(name, stage, 0.0 if next(gradients) is None else math.inf))
+    return tuple(differences)
 
 
 def places(matching: Matching) -> list[Place]:
@@ -78,13 +74,13 @@ def _largest(tensor: torch.Tensor | None) -> float:
     return float(tensor.detach().abs().nan_to_num(nan=0.0, posinf=0.0).max())
 
 
-def _difference(one: torch.Tensor | None, other: torch.Tensor | None, scale: float) -> float:
-    if one is None or other is None:  # an optimizer with weight decay changes what has zeros, not what has None
-        return 0.0 if one is other else math.inf
-    if not one.numel():
+def _difference(expected: torch.Tensor | None, actual: torch.Tensor | None, scale: float) -> float:
+    if expected is None or actual is None:  # an optimizer with weight decay changes what has zeros, not what has None
+        return 0.0 if expected is actual else math.inf
+    if not expected.numel():
         return 0.0
-    one, other = one.detach(), other.detach().to(one.device)
-    difference = float((one - other).abs().masked_fill(equal_elements(one, other), 0.0).max())
+    expected, actual = expected.detach(), actual.detach().to(expected.device)
+    difference = float((expected - actual).abs().masked_fill(equal_elements(expected, actual), 0.0).max())
     if not math.isfinite(difference):
         return math.nan  # inf says that there is no gradient
     return difference / scale if scale else (math.inf if difference else 0.0)

@@ -6,8 +6,7 @@ By identity if the stages have the model's own tensors; else by name; else, for 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from itertools import takewhile
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import nn
@@ -36,19 +35,6 @@ class Matching(NamedTuple):
     #: By stage: the name of each module in the unsplit model, by its name in the stage.
     modules: list[dict[str, str]]
 
-    def to_fields(self) -> list[Any]:
-        """The fields in JSON."""
-        return [self.parameters, self.buffers, self.unknown, self.modules]
-
-    @classmethod
-    def from_fields(cls, fields: list[Any]) -> Matching:
-        """What `to_fields` wrote."""
-        parameters, buffers = (
-            [Matched(name, tuple((stage, own) for stage, own in places), untied) for name, places, untied in column]
-            for column in fields[:2]
-        )
-        return cls(parameters, buffers, [(stage, own) for stage, own in fields[2]], fields[3])
-
 
 def match(model: nn.Module, stages: Stages) -> Matching:
     """How the tensors and modules of `model` correspond to those of `stages`."""
@@ -71,21 +57,18 @@ def _match_tensors(
     for name, tensor in of_model:
         names.setdefault(tensor, []).append(name)
     owner_by_name, are_names_ours = dict(of_model), _are_names_ours(dict(of_model), of_stages)
-    found: dict[torch.Tensor, list[tuple[Place, torch.Tensor]]] = {tensor: [] for tensor in names}
-    left = []
+    matches: dict[torch.Tensor, list[tuple[Place, torch.Tensor]]] = {tensor: [] for tensor in names}
+    unmatched: list[tuple[Place, torch.Tensor]] = []
     for place, tensor in of_stages:
         owner = tensor if tensor in names else _of_name(place, tensor, owner_by_name, are_names_ours)
-        if owner is None:
-            left.append((place, tensor))
-        else:
-            found[owner].append((place, tensor))
+        (unmatched if owner is None else matches[owner]).append((place, tensor))
     if by_values:
-        left = _match_values(found, left)
+        unmatched = _match_values(matches, unmatched)
     matched = [
         Matched(names[tensor][0], tuple(place for place, _ in places), len({id(t) for _, t in places}) > 1)
-        for tensor, places in found.items()
+        for tensor, places in matches.items()
     ]
-    return matched, [place for place, _ in left]
+    return matched, [place for place, _ in unmatched]
 
 
 def _are_names_ours(owner_by_name: dict[str, torch.Tensor], of_stages: list[tuple[Place, torch.Tensor]]) -> bool:
@@ -109,36 +92,30 @@ def _of_name(
 
 
 def _match_values(
-    found: dict[torch.Tensor, list[tuple[Place, torch.Tensor]]], left: list[tuple[Place, torch.Tensor]]
+    matches: dict[torch.Tensor, list[tuple[Place, torch.Tensor]]], unmatched: list[tuple[Place, torch.Tensor]]
 ) -> list[tuple[Place, torch.Tensor]]:
-    """Match each unmatched tensor with the first one of equal values; returns the places that remain."""
-    for owner, places in found.items():
-        if places or owner.is_meta:
-            continue
-        equal = next((i for i, (_, tensor) in enumerate(left) if _is_equal(owner, tensor)), None)
+    """Match each unmatched tensor with the first one of equal values; returns those that remain."""
+    for owner, places in matches.items():
+        equal = next((i for i, (_, tensor) in enumerate(unmatched) if not places and _is_equal(owner, tensor)), None)
         if equal is not None:
-            places.append(left.pop(equal))
+            places.append(unmatched.pop(equal))
     # A second copy of a tensor that is matched already: its tie was cut.
-    remaining = []
-    for place, tensor in left:
-        copies = (o for o, places in found.items() if places and tensor.dim() > 1 and _is_equal(o, tensor))
-        original = next(copies, None)
-        if original is None:
-            remaining.append((place, tensor))
-        else:
-            found[original].append((place, tensor))
+    remaining: list[tuple[Place, torch.Tensor]] = []
+    for place, tensor in unmatched:
+        copies = (places for o, places in matches.items() if places and tensor.dim() > 1 and _is_equal(o, tensor))
+        next(copies, remaining).append((place, tensor))
     return remaining
 
 
-def _is_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
-    if one.is_meta or other.is_meta or is_sharded(one) or is_sharded(other) or one.shape != other.shape:
+def _is_equal(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    if tensor.is_meta or other.is_meta or is_sharded(tensor) or is_sharded(other) or tensor.shape != other.shape:
         return False
-    return bool(equal_elements(one.detach(), other.detach().to(one.dtype)).all())
+    return bool(equal_elements(tensor.detach(), other.detach().to(tensor.dtype)).all())
 
 
-def equal_elements(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+def equal_elements(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """Which elements of two tensors of one shape are equal; NaN is equal to NaN here."""
-    return (one == other) | (one.isnan() & other.isnan())
+    return (a == b) | (a.isnan() & b.isnan())
 
 
 # --- modules ----------------------------------------------------------------------------------------------------------
@@ -153,23 +130,17 @@ def _match_modules(model: nn.Module, stages: Stages, parameters: Iterable[Matche
                 matched[stage][name] = names[inner]
     for parameter in parameters:
         for stage, own in parameter.places:
-            for name_there, name_here in _ancestors(parameter.name, own):
-                same_type = _same_type(model, name_there, stages[stage], name_here)
-                if same_type and name_here not in matched[stage] and name_there not in matched[stage].values():
-                    matched[stage][name_here] = name_there
+            for name, own_name in _ancestors(parameter.name, own):
+                same_type = type(model.get_submodule(name)) is type(stages[stage].get_submodule(own_name))
+                if same_type and own_name not in matched[stage] and name not in matched[stage].values():
+                    matched[stage][own_name] = name
     return matched
 
 
 def _ancestors(name: str, own: str) -> Iterator[tuple[str, str]]:
     """Pairs of modules around a tensor whose last names agree: `layers.3.attn.q.weight` and `0.attn.q.weight`."""
-    pairs = zip(reversed(name.split(".")), reversed(own.split(".")), strict=False)
-    num_common = len([*takewhile(lambda pair: pair[0] == pair[1], pairs)])
     steps, own_steps = name.split("."), own.split(".")
-    for depth in range(1, num_common + 1):
+    for depth in range(1, min(len(steps), len(own_steps))):
+        if steps[-depth] != own_steps[-depth]:
+            return
         yield ".".join(steps[:-depth]), ".".join(own_steps[:-depth])
-
-
-def _same_type(model: nn.Module, name_there: str, stage: nn.Module, name_here: str) -> bool:
-    return bool(name_there and name_here) and type(model.get_submodule(name_there)) is type(
-        stage.get_submodule(name_here)
-    )

@@ -98,11 +98,11 @@ def _bound(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     except TypeError:  # the call itself will raise it
         return {}
     bound.apply_defaults()
-    found: dict[str, Any] = {}
+    arguments: dict[str, Any] = {}
     for name, value in bound.arguments.items():
         by_keyword = signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD
-        found |= value if by_keyword else {name: value}
-    return found
+        arguments |= value if by_keyword else {name: value}
+    return arguments
 
 
 def _leaves(path: str, value: Any) -> Iterator[tuple[str, torch.Tensor | None]]:
@@ -136,22 +136,23 @@ def _rows(tensor: torch.Tensor) -> Rows:
     return Rows(tuple(tensor.shape[1:]), rounding, _sums(tensor), (rows @ weights).cpu(), scale)
 
 
-def rows_differ(one: list[Rows | None], other: list[Rows | None]) -> bool:
+def rows_differ(on_whole: list[Rows | None], on_parts: list[Rows | None]) -> bool:
     """Whether the rows of some calls differ from those of others, in which they may be divided otherwise.
 
     Values without rows, such as masks, are the same in each call, or differ.
     """
-    here, there = ([rows for rows in calls if rows is not None] for calls in (one, other))
-    if len(here) < len(one) or len(there) < len(other) or not (here and there):
-        return bool(here or there)
-    rounding = max(rows.rounding for rows in (*here, *there))
-    these, those = _joined(here), _joined(there)
-    has_rows_alike = len({rows.row_shape for rows in (*here, *there)}) == 1
-    if has_rows_alike and these is not None and those is not None and these.shape == those.shape:
-        scale = max(rows.scale for rows in (*here, *there))
-        return bool((these - those).abs().max() > rounding * max(scale, 1e-30))
-    whole, parts = _total(here), _total(there)
-    return differ(whole, parts, rounding) and differ(mean(whole), mean(parts), rounding)
+    whole, parts = ([rows for rows in calls if rows is not None] for calls in (on_whole, on_parts))
+    if len(whole) < len(on_whole) or len(parts) < len(on_parts) or not (whole and parts):
+        return bool(whole or parts)
+    calls = [*whole, *parts]
+    rounding = max(rows.rounding for rows in calls)
+    a, b = _sorted_rows(whole), _sorted_rows(parts)
+    has_rows_alike = len({rows.row_shape for rows in calls}) == 1
+    if has_rows_alike and a is not None and b is not None and a.shape == b.shape:
+        scale = max(rows.scale for rows in calls)
+        return bool((a - b).abs().max() > rounding * max(scale, 1e-30))
+    sums, other_sums = _total(whole), _total(parts)
+    return differ(sums, other_sums, rounding) and differ(mean(sums), mean(other_sums), rounding)
 
 
 def _total(calls: list[Rows]) -> list[float]:
@@ -159,8 +160,8 @@ def _total(calls: list[Rows]) -> list[float]:
     return [*(sum(rows.sums[i] for rows in calls) for i in range(3)), float(len(calls))]
 
 
-def _joined(calls: list[Rows]) -> torch.Tensor | None:
-    """The rows of all calls. In ascending order, as modules may reorder them, such as to windows or experts."""
+def _sorted_rows(calls: list[Rows]) -> torch.Tensor | None:
+    """The rows of all calls, as modules may reorder them, such as to windows or experts."""
     tensors = [rows.by_row for rows in calls if rows.by_row is not None]
     return torch.cat(tensors).sort().values if len(tensors) == len(calls) else None
 
@@ -171,7 +172,8 @@ def mean(seen: list[float]) -> list[float]:
     return [total / calls for total in sums]
 
 
-def differ(one: list[float], other: list[float], tolerance: float = _TOLERANCE) -> bool:
+def differ(sums: list[float], others: list[float], tolerance: float = _TOLERANCE) -> bool:
     """Whether sums, sums of magnitudes or sums of squares differ by more than rounding."""
-    scale, square = max(one[1], other[1], 1e-30), max(one[2], other[2], 1e-30)
-    return any(abs(one[i] - other[i]) > tolerance * largest for i, largest in ((0, scale), (1, scale), (2, square)))
+    scale, square = max(sums[1], others[1], 1e-30), max(sums[2], others[2], 1e-30)
+    limits = (tolerance * largest for largest in (scale, scale, square))
+    return any(abs(a - b) > limit for a, b, limit in zip(sums, others, limits, strict=False))

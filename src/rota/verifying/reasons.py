@@ -12,7 +12,7 @@ from torch import nn
 from rota.runtime.messages import items
 from rota.verifying.comparing import compare_gradients, compare_outputs, relative
 from rota.verifying.matching import Matched, Matching
-from rota.verifying.probes import Probes, differ, mean, rows_differ
+from rota.verifying.probes import Probes, Seen, differ, mean, rows_differ
 from rota.verifying.report import EXACT, ParameterDifference, largest_of
 from rota.verifying.unsplit import Outcome, Part, Unsplit
 
@@ -49,14 +49,15 @@ def mixing(unsplit: Unsplit, whole: Watched, by_microbatches: Watched, tolerance
     on_whole, on_parts = whole.outcome, by_microbatches.outcome
     as_split = Matching([Matched(name, ((0, name),), False) for name in whole.gradients], [], [], [])
     differences = compare_gradients(as_split, unsplit, whole.gradients.values())
-    if largest_of([*(each.relative for each in differences), relative(on_whole.loss, on_parts.loss)]) <= tolerance:
+    of_loss = relative(on_whole.loss, on_parts.loss)
+    if largest_of([of_loss, *(difference.relative for difference in differences)]) <= tolerance:
         return []
     of_outputs = compare_outputs(on_whole.outputs, on_parts.outputs)
     equal = max(tolerance, _EQUAL)
     if of_outputs is not None and of_outputs <= equal:
         return _of_loss(on_whole, on_parts, by_microbatches.parts, equal)
-    one, modules = whole.probes, dict(unsplit.module.named_modules())
-    names = _mixing_modules(one, by_microbatches.probes, len(whole.parts), len(by_microbatches.parts))
+    modules = dict(unsplit.module.named_modules())
+    names = _mixing_modules(whole.probes, by_microbatches.probes, len(whole.parts), len(by_microbatches.parts))
     if names:
         more = [f"{len(names) - _MOST} more modules mix rows"] if len(names) > _MOST else []
         return [_of_module(name, modules[name]) for name in names[:_MOST]] + more
@@ -65,18 +66,19 @@ def mixing(unsplit: Unsplit, whole: Watched, by_microbatches: Watched, tolerance
     return ["the model's own forward, outside of its modules, mixes the rows of a batch"]
 
 
-def _mixing_modules(one: Probes, other: Probes, num_whole: int, num_parts: int) -> list[str]:
+def _mixing_modules(on_whole: Probes, on_parts: Probes, num_whole: int, num_parts: int) -> list[str]:
     """The modules whose output changes with the micro-batches although their inputs do not; innermost ones only."""
     names: list[str] = []
-    for name, where in one.order:
-        if not where.startswith("out") or name in names or any(found.startswith(f"{name}.") for found in names):
+    for name, where in on_whole.order:
+        if not where.startswith("out") or name in names or any(inner.startswith(f"{name}.") for inner in names):
             continue
-        here, there = one.rows[name], other.rows.get(name, {})
-        calls = _calls_per_run(here, num_whole)
-        if calls != _calls_per_run(there, num_parts) or here.keys() != there.keys():
+        whole, parts = on_whole.rows[name], on_parts.rows.get(name, {})
+        calls = _calls_per_run(whole, num_whole)
+        if calls != _calls_per_run(parts, num_parts) or whole.keys() != parts.keys():
             calls = 1  # all of them together
         for call in range(calls):
-            changed = {path for path in here if rows_differ(here[path][call::calls], there.get(path, [])[call::calls])}
+            of_call = slice(call, None, calls)
+            changed = {path for path in whole if rows_differ(whole[path][of_call], parts.get(path, [])[of_call])}
             if where in changed and not any(path.startswith("in ") for path in changed):
                 names.append(name)
                 break
@@ -85,9 +87,9 @@ def _mixing_modules(one: Probes, other: Probes, num_whole: int, num_parts: int) 
 
 def _calls_per_run(rows: dict[str, list[Any]], num_runs: int) -> int:
     """How often a module was called in each run; 1 if that is not the same for all runs, inputs and outputs."""
-    calls = {len(each) for each in rows.values()}
-    each, left = divmod(max(calls, default=0), num_runs)
-    return each if len(calls) == 1 and not left else 1
+    calls = {len(rows_of_calls) for rows_of_calls in rows.values()}
+    per_run, remainder = divmod(max(calls, default=0), num_runs)
+    return per_run if len(calls) == 1 and not remainder else 1
 
 
 def _of_module(name: str, module: nn.Module) -> str:
@@ -106,8 +108,8 @@ def _of_module(name: str, module: nn.Module) -> str:
 
 def _of_loss(whole: Outcome, parts: Outcome, parts_run: list[Part], tolerance: float) -> list[str]:
     """The outputs are the same row by row, so it is the loss, or what modules add to it."""
-    one, other = whole.loss_without_added, parts.loss_without_added
-    added, added_by_parts = whole.loss - one, parts.loss - other
+    loss, loss_by_parts = whole.loss_without_added, parts.loss_without_added
+    added, added_by_parts = whole.loss - loss, parts.loss - loss_by_parts
     reasons = []
     if abs(added - added_by_parts) > tolerance * abs(whole.loss):
         reasons.append(
@@ -115,13 +117,13 @@ def _of_loss(whole: Outcome, parts: Outcome, parts_run: list[Part], tolerance: f
             f"it is {added:.9g} on the whole batch and {added_by_parts:.9g} on the micro-batches. Accept it, as in any "
             f"accumulation of gradients: compare with against='microbatches'"
         )
-    if relative(one, other) > tolerance or not reasons:
+    if relative(loss, loss_by_parts) > tolerance or not reasons:
         reasons.append(_of_loss_fn(whole, parts, parts_run, tolerance))
     return reasons
 
 
 def _of_loss_fn(whole: Outcome, parts: Outcome, parts_run: list[Part], tolerance: float) -> str:
-    one = whole.loss_without_added
+    on_whole = whole.loss_without_added
     if any(loss.count is not None for loss in parts.losses):
         return (
             f"loss_fn's sums and counts do not add up: for the whole batch they are {_sum_and_count(whole)}; for "
@@ -144,15 +146,16 @@ def _of_loss_fn(whole: Outcome, parts: Outcome, parts_run: list[Part], tolerance
         weighs_otherwise = any(
             relative(part.share, share) > _EQUAL for part, share in zip(parts_run, shares, strict=True)
         )
-        if weighs_otherwise and relative(one, weighted) <= tolerance:
+        if weighs_otherwise and relative(on_whole, weighted) <= tolerance:
             return (
                 f"loss_fn takes the mean over tokens, and the micro-batches have {_listed(counts)} of them ({name}): "
-                f"the mean of their means is not the mean over all tokens, {one:.9g}. Let loss_fn return (sum, count)"
+                f"the mean of their means is not the mean over all tokens, {on_whole:.9g}. Let loss_fn return (sum, "
+                f"count)"
             )
     return (
-        f"loss_fn is not a mean over rows: from equal outputs it makes {one:.9g} for the whole batch and {losses} for "
-        f"the micro-batches. If it is a mean over a part of them, such as those of a mask, let it return (sum, count); "
-        f"if it compares or mixes rows, as a contrastive loss does, {_BY_MICROBATCHES}"
+        f"loss_fn is not a mean over rows: from equal outputs it makes {on_whole:.9g} for the whole batch and "
+        f"{losses} for the micro-batches. If it is a mean over a part of them, such as those of a mask, let it return "
+        f"(sum, count); if it compares or mixes rows, as a contrastive loss does, {_BY_MICROBATCHES}"
     )
 
 
@@ -198,55 +201,50 @@ def untied(matching: Matching, is_sharded: bool) -> Iterator[str]:
 def missing(matching: Matching, differences: Iterable[ParameterDifference], unsplit: Unsplit) -> Iterator[str]:
     """Parameters that no stage has, and those that have a gradient in only one of the two models."""
     unknown = {*matching.unknown}
-    for each in differences:
-        if each.relative != math.inf:
-            continue
-        if (each.stage, each.name) in unknown:
-            yield f"stage {each.stage} trains {each.name!r}, which the unsplit model does not have"
-        elif each.stage is None:
-            yield f"no stage has the parameter {each.name!r}, which the unsplit model trains"
-        elif unsplit.gradient(each.name) is not None:
+    for name, stage in (
+        (parameter.name, parameter.stage) for parameter in differences if parameter.relative == math.inf
+    ):
+        if (stage, name) in unknown:
+            yield f"stage {stage} trains {name!r}, which the unsplit model does not have"
+        elif stage is None:
+            yield f"no stage has the parameter {name!r}, which the unsplit model trains"
+        elif unsplit.gradient(name) is not None:
             yield (
-                f"{each.name!r} gets no gradient in stage {each.stage}: the stage does not use it, or detach() or "
-                f"no_grad() cuts it off from the loss"
+                f"{name!r} gets no gradient in stage {stage}: the stage does not use it, or detach() or no_grad() cuts "
+                f"it off from the loss"
             )
         else:
-            yield (
-                f"{each.name!r} has a gradient in stage {each.stage}, but none in the unsplit model, which does not "
-                f"use it"
-            )
+            yield f"{name!r} has a gradient in stage {stage}, but none in the unsplit model, which does not use it"
 
 
 def other_values(matching: Matching, probes: Probes, of_stages: Sequence[dict[str, Any]]) -> Iterator[str]:
     """The first module whose inputs or outputs differ between its stage and the unsplit model."""
-    stage_of = {there: stage for stage, names in enumerate(matching.modules) for there in names.values()}
-    seen: dict[str, dict[str, list[float] | None]] = {}
+    stage_of = {name: stage for stage, names in enumerate(matching.modules) for name in names.values()}
+    seen: dict[str, Seen] = {}
     for of_process in of_stages:
         seen |= of_process
     for name, where in probes.order:
         if name not in seen or name not in stage_of:
             continue
-        here, there = probes.seen[name][where], seen[name].get(where)
-        if where not in seen[name]:
-            if here is None or not where.startswith("in "):
-                continue  # the stage leaves out an argument that is None by default
-            there = None
-        if here is None and there is None:
+        expected, actual = probes.seen[name][where], seen[name].get(where)
+        if where not in seen[name] and not where.startswith("in "):
             continue
-        if here is None or there is None or differ(mean(here), mean(there)):
-            yield _of_value(name, where, stage_of[name], here, there)
+        if expected is None and actual is None:  # or the stage leaves out an argument that is None by default
+            continue
+        if expected is None or actual is None or differ(mean(expected), mean(actual)):
+            yield _of_value(name, where, stage_of[name], expected, actual)
             return
 
 
-def _of_value(name: str, where: str, stage: int, here: list[float] | None, there: list[float] | None) -> str:
+def _of_value(name: str, where: str, stage: int, expected: list[float] | None, actual: list[float] | None) -> str:
     if not where.startswith("in "):
         return (
             f"{name!r} of stage {stage} returns another result than in the unsplit model, from equal inputs: check "
             f"its training mode, its buffers, and random numbers that it draws"
         )
     argument = where.removeprefix("in ")
-    got = "None, where the unsplit model passes a tensor" if there is None else "different values"
-    got = "a tensor, where the unsplit model passes None" if here is None else got
+    got = "None, where the unsplit model passes a tensor" if actual is None else "different values"
+    got = "a tensor, where the unsplit model passes None" if expected is None else got
     return f"{name!r} of stage {stage} gets a different {argument!r} than in the unsplit model: {got}"
 
 

@@ -7,11 +7,12 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import msgspec
+
 from rota.core.text import angle_repr, count_text
 
 EXACT = 1e-10  # in float64, relative
 _MOST_ROWS = 8
-_FIGURES = ("tolerance", "loss", "split_loss", "loss_difference", "output_difference", "relative")  # they may be inf
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,14 +63,14 @@ class Comparison:
     @property
     def is_equal(self) -> bool:
         """Whether loss, outputs and all gradients agree within the tolerance."""
-        found = (self.loss_difference, self.output_difference or 0.0, self.largest)
-        return all(difference <= self.tolerance for difference in found)  # false for nan
+        differences = (self.loss_difference, self.output_difference or 0.0, self.largest)
+        return all(difference <= self.tolerance for difference in differences)  # false for nan
 
     @property
     def worst(self) -> tuple[ParameterDifference, ...]:
         """The parameters that differ by more than the tolerance, worst first."""
-        differing = (each for each in self.parameters if not each.relative <= self.tolerance)
-        return tuple(sorted(differing, key=lambda each: -math.inf if math.isnan(each.relative) else -each.relative))
+        differing = (parameter for parameter in self.parameters if not parameter.relative <= self.tolerance)
+        return tuple(sorted(differing, key=lambda parameter: -nan_is_largest(parameter.relative)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,30 +123,23 @@ class Verification:
     @classmethod
     def from_fields(cls, fields: dict[str, Any]) -> Verification:
         """The report that `to_fields` wrote."""
-        comparisons = (
-            Comparison(**_figures({**each, "parameters": tuple(_parameter(p) for p in each["parameters"])}))
-            for each in fields["comparisons"]
-        )
-        return cls(tuple(comparisons), fields["by_microbatches"], tuple(fields["reasons"]), tuple(fields["notes"]))
+        return msgspec.convert(fields, cls, strict=False)  # which makes numbers of texts
 
 
 def largest_of(differences: Iterable[float]) -> float:
-    """The largest difference, 0.0 if there is none. A NaN is larger than any; `max` may pass over it."""
-    return max(differences, key=lambda difference: math.inf if math.isnan(difference) else difference, default=0.0)
+    """The largest difference, 0.0 if there is none."""
+    return max(differences, key=nan_is_largest, default=0.0)
+
+
+def nan_is_largest(difference: float) -> float:
+    """A key for `max`, which may pass over a NaN."""
+    return math.inf if math.isnan(difference) else difference
 
 
 def _in_json(fields: list[tuple[str, Any]]) -> dict[str, Any]:
     return {
         name: str(value) if isinstance(value, float) and not math.isfinite(value) else value for name, value in fields
     }
-
-
-def _figures(fields: dict[str, Any]) -> dict[str, Any]:
-    return fields | {name: float(fields[name]) for name in _FIGURES if fields.get(name) is not None}
-
-
-def _parameter(fields: dict[str, Any]) -> ParameterDifference:
-    return ParameterDifference(**_figures(fields))
 
 
 def _lines(comparison: Comparison) -> list[str]:
@@ -157,7 +151,7 @@ def _lines(comparison: Comparison) -> list[str]:
         f"(exact up to {comparison.tolerance:.0e})"
     )
     worst = comparison.worst
-    rows = [f"    {_where(each)}: {_how_far(each)}" for each in worst[:_MOST_ROWS]]
+    rows = [f"    {_where(parameter)}: {_how_far(parameter)}" for parameter in worst[:_MOST_ROWS]]
     more = [f"    and {len(worst) - _MOST_ROWS} more"] if len(worst) > _MOST_ROWS else []
     return [head, *rows, *more]
 

@@ -20,10 +20,10 @@ AGAINST = "ROTA_VERIFY"  # an environment variable, set by `rota run`: what the 
 def verify_first(pipeline: Pipeline, inputs: Any, targets: Any) -> None:
     """Compare the pipeline with the model that was split, on its first batch. Raises PipelineError, on all ranks."""
     against: Any = os.environ[AGAINST]
-    found = verify(pipeline, inputs, targets, against=against)
+    verification = verify(pipeline, inputs, targets, against=against)
     if pipeline.rank == pipeline.replica == 0:
-        print(f"rota: before the first step: {found.to_text()}", file=sys.stderr, flush=True)
-    if not found.exact:
+        print(f"rota: before the first step: {verification.to_text()}", file=sys.stderr, flush=True)
+    if not verification.exact:
         raise PipelineError("the split model is not exact, so nothing is trained; the first process has printed why")
 
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any, TypeVar, final
+from typing import Any, final
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from rota.core.cluster import Cluster
@@ -19,18 +18,17 @@ from rota.core.plan import Plan
 from rota.models import Stages
 from rota.runtime import Pipeline
 from rota.runtime.device.local import group_backend
-from rota.runtime.json_messages import all_gather_json, broadcast_json
+from rota.runtime.json_messages import all_gather_json
 from rota.runtime.losses import LossFn
 from rota.runtime.messages import tensors_in
-from rota.runtime.process_group import leave, on_first
+from rota.runtime.process_group import leave
 from rota.runtime.reducing.sharded_stages import is_sharded
 from rota.runtime.transport import receive_value, send_value
 from rota.schedules import gpipe
 from rota.verifying.apart import apart
 from rota.verifying.matching import Place
-from rota.verifying.unsplit import GivenBatch, plain
+from rota.verifying.unsplit import Batch
 
-T = TypeVar("T")
 _NO_LIMIT_S = 1e6  # a process alone waits for nobody
 
 
@@ -58,9 +56,8 @@ def pipeline_of(stages: Stages, loss_fn: LossFn, num_microbatches: int) -> Itera
 class SplitModel:
     """All processes call the same methods in the same order. `batch`: what this process gives to `step`."""
 
-    def __init__(self, pipeline: Pipeline, batch: GivenBatch, loss_fn: LossFn) -> None:
-        self._pipeline, self._batch = pipeline, GivenBatch(*map(plain, batch))
-        self.stages, self.loss_fn = pipeline.stages, loss_fn
+    def __init__(self, pipeline: Pipeline, batch: Batch, loss_fn: LossFn) -> None:
+        self.pipeline, self.loss_fn, self._batch = pipeline, loss_fn, batch
         #: Of each sample its micro-batches: one, or several chunks.
         self._samples = _samples_of(pipeline.plan)
         self.num_microbatches = len(self._samples)
@@ -71,7 +68,7 @@ class SplitModel:
         self.is_first = self._here == 0
         placement = pipeline.plan.placement
         shards = any(is_sharded(p) for stage in pipeline.local_stages.values() for p in stage.parameters())
-        everyone = self.gather([pipeline.replica, pipeline.rank, shards])
+        everyone = all_gather_json([pipeline.replica, pipeline.rank, shards])
         self.is_sharded = any(sharded for _, _, sharded in everyone)
         if len({(replica, rank) for replica, rank, _ in everyone}) < len(everyone) or any(
             len(placement.ranks_of(stage)) > 1 for stage in placement.stages
@@ -81,38 +78,21 @@ class SplitModel:
             )
         self._process_of = {(replica, rank): process for process, (replica, rank, _) in enumerate(everyone)}
 
-    def local_modules(self) -> Mapping[int, nn.Module]:
-        """The stages of this rank."""
-        return self._pipeline.local_stages
-
     @contextmanager
     def apart(self, dtype: torch.dtype | None) -> Iterator[None]:
         """See `rota.verifying.apart.apart`."""
         with ExitStack() as stack:
-            stack.enter_context(apart(self._pipeline.local_stages.values(), dtype))
-            stack.enter_context(self._pipeline.trial())
+            stack.enter_context(apart(self.pipeline.local_stages.values(), dtype))
+            stack.enter_context(self.pipeline.trial())
             yield
 
-    def first(self, doing: str, act: Callable[[], T]) -> T:
-        """What `act` returns on the first process, a JSON value, on all. Raises PipelineError on all."""
-        return on_first(doing, act)
-
-    def gather(self, value: T) -> list[T]:
-        """The values of all processes, which are JSON values."""
-        return all_gather_json(value)
-
-    def agreed(self, value: T) -> T:
-        """The first process's value, on all."""
-        agreed: T = broadcast_json(value)
-        return agreed
-
-    def batches(self) -> list[GivenBatch]:
+    def batches(self) -> list[Batch]:
         """The inputs and targets that the ranks of each replica have. Empty on all but the first process."""
-        names = self.gather([_names(part) for part in self._batch])
+        names = all_gather_json([_names(part) for part in self._batch])
         batches = []
-        for replica in range(self._pipeline.num_replicas):
+        for replica in range(self.pipeline.num_replicas):
             processes = [process for (number, _), process in self._process_of.items() if number == replica]
-            batches.append(GivenBatch(*(self._brought(part, names, processes) for part in range(2))))
+            batches.append(Batch(*(self._brought(part, names, processes) for part in range(2))))
         return batches if self.is_first else []
 
     def _brought(self, part: int, names_of: list[list[list[str] | None]], processes: list[int]) -> Any:
@@ -141,7 +121,7 @@ class SplitModel:
 
     def step(self, batch_dtype: torch.dtype | None) -> tuple[float, list[list[torch.Tensor]]]:
         """Run the stages: the mean loss, and the tensors of each micro-batch's output."""
-        pipeline = self._pipeline
+        pipeline = self.pipeline
         for parameter in pipeline.parameters():
             parameter.grad = None
         loss = pipeline.step(*self._batch.in_dtype(batch_dtype))
@@ -160,12 +140,12 @@ class SplitModel:
 
     def tensors(self, places: Iterable[Place], of_gradient: bool) -> Iterator[torch.Tensor | None]:
         """Values or gradients of parameters and buffers, sent one by one: the first process holds one at a time."""
-        placement = self._pipeline.plan.placement
+        placement = self.pipeline.plan.placement
         for stage, name in places:
             tensor: Any = None
-            if stage in self._pipeline.local_stages:
+            if stage in self.pipeline.local_stages:
                 owner, _, last = name.rpartition(".")
-                tensor = getattr(self._pipeline.local_stages[stage].get_submodule(owner), last)
+                tensor = getattr(self.pipeline.local_stages[stage].get_submodule(owner), last)
                 tensor = tensor.grad if of_gradient else tensor.detach()
                 if tensor is not None and is_sharded(tensor):
                     tensor = tensor.full_tensor()  # of all replicas together

@@ -44,22 +44,22 @@ class Outcome(NamedTuple):
     losses: list[MicrobatchLoss]
 
 
-class GivenBatch(NamedTuple):
+class Batch(NamedTuple):
     """The batch of one replica."""
 
     inputs: Any
     targets: Any
 
-    def in_dtype(self, dtype: torch.dtype | None) -> GivenBatch:
+    def in_dtype(self, dtype: torch.dtype | None) -> Batch:
         """The same batch with floating-point numbers in `dtype`, unless it is None."""
         return self._changed(lambda tensor: in_dtype(tensor, dtype))
 
-    def on(self, device: torch.device) -> GivenBatch:
+    def on(self, device: torch.device) -> Batch:
         """The same batch on `device`."""
         return self._changed(lambda tensor: tensor.to(device))
 
-    def _changed(self, change: Callable[[torch.Tensor], torch.Tensor]) -> GivenBatch:
-        return GivenBatch(*(over_tensors(change, plain(part)) for part in self))
+    def _changed(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
+        return Batch(*(over_tensors(change, part) for part in self))
 
 
 _CPU = torch.device("cpu")
@@ -158,18 +158,18 @@ def _fresh(tensor: torch.Tensor, dtype: torch.dtype | None, device: torch.device
     return nn.Parameter(data, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else data
 
 
-def whole(batches: Sequence[GivenBatch]) -> list[Part]:
+def whole(batches: Sequence[Batch]) -> list[Part]:
     """The whole batch of each replica as a part, with its share of all rows."""
     shares = shares_of([num_examples(batch.targets) or num_examples(batch.inputs) for batch in batches], len(batches))
     return [Part(*batch, share) for batch, share in zip(batches, shares, strict=True)]
 
 
-def by_microbatches(batches: Sequence[GivenBatch], num_microbatches: int) -> list[Part]:
+def by_microbatches(batches: Sequence[Batch], num_microbatches: int) -> list[Part]:
     """Each micro-batch of each replica as a part; all replicas weigh the same."""
     return [part for batch in batches for part in _parts(batch, num_microbatches, len(batches))]
 
 
-def _parts(batch: GivenBatch, num_microbatches: int, num_replicas: int) -> list[Part]:
+def _parts(batch: Batch, num_microbatches: int, num_replicas: int) -> list[Part]:
     inputs = to_microbatches("inputs", batch.inputs, num_microbatches)
     targets = to_microbatches("targets", batch.targets, num_microbatches)
     shares = shares_of(targets.sizes or inputs.sizes, num_microbatches)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias, final
 
+import msgspec
 import torch
 from torch import nn
 
@@ -14,8 +15,10 @@ from rota.core.errors import PipelineError, error_line
 from rota.models import Stages
 from rota.runtime import Pipeline
 from rota.runtime.faults.watchdog import PATIENT
+from rota.runtime.json_messages import all_gather_json, broadcast_json
 from rota.runtime.losses import LossFn, needs_target
 from rota.runtime.microbatches import num_examples
+from rota.runtime.process_group import on_first
 from rota.verifying import reasons
 from rota.verifying.apart import ForComparison
 from rota.verifying.comparing import compare_gradients, compare_outputs, places, relative
@@ -24,7 +27,7 @@ from rota.verifying.probes import Probes
 from rota.verifying.reasons import Watched
 from rota.verifying.report import EXACT, Comparison, Verification
 from rota.verifying.split_model import SplitModel, pipeline_of
-from rota.verifying.unsplit import GivenBatch, Outcome, Unsplit, by_microbatches, plain, whole
+from rota.verifying.unsplit import Batch, Outcome, Unsplit, by_microbatches, plain, whole
 
 _LOG = logging.getLogger("rota.verifying")
 
@@ -80,25 +83,19 @@ def verify(
     """
     if against not in ("batch", "microbatches"):
         raise PipelineError(f"against is {against!r}; give 'batch' or 'microbatches'")
-    given = GivenBatch(plain(batch), plain(targets))
+    loss = loss_fn or (stages.loss_fn if isinstance(stages, Pipeline) else None)
+    if loss is None:
+        raise PipelineError("there is no loss to make gradients from; give verify a loss_fn(output, target)")
+    own = Batch(plain(batch), plain(targets))
     if isinstance(stages, Pipeline):
-        loss = _needed(loss_fn or stages.loss_fn)
         with stages.watching("the other ranks to verify the model", PATIENT):
-            return _Verifier(SplitModel(stages, given, loss), fp64, against).run()
-    loss = _needed(loss_fn)
+            return _Verifier(SplitModel(stages, own, loss), fp64, against).run()
     if targets is None and needs_target(loss):
         raise PipelineError("verify got targets=None, but loss_fn takes a target; give both, or loss_fn(output)")
     if num_microbatches is None:
-        num_microbatches = 2 if num_examples(given.inputs) % 2 == 0 else 1
+        num_microbatches = 2 if num_examples(own.inputs) % 2 == 0 else 1
     with pipeline_of(stages, loss, num_microbatches) as pipeline:
-        verifier = _Verifier(SplitModel(pipeline, given, loss), fp64, against, compares_weights=True)
-        return verifier.run()
-
-
-def _needed(loss_fn: LossFn | None) -> LossFn:
-    if loss_fn is None:
-        raise PipelineError("there is no loss to make gradients from; give verify a loss_fn(output, target)")
-    return loss_fn
+        return _Verifier(SplitModel(pipeline, own, loss), fp64, against, compares_weights=True).run()
 
 
 @final
@@ -111,40 +108,42 @@ class _Verifier:
     against: Against
     compares_weights: bool = False  # whether the model has weights of its own, instead of getting those of the stages
     model: nn.Module | None = None
+    matching: Matching = field(init=False)
 
     def run(self) -> Verification:
         """Compare in each dtype, until one differs; find the reasons."""
         split = self.split
         notes: list[str] = []
         why: list[str] = []
-        matching = Matching.from_fields(split.first("matching the unsplit model and the stages", self._matched))
+        matched = on_first("matching the unsplit model and the stages", self._matched)
+        self.matching = msgspec.convert(matched, Matching)
         comparisons, is_equal_by_parts = [], None
         dtypes: list[torch.dtype | None] = [torch.float64, None] if self.fp64 and not split.is_sharded else [None]
         if self.fp64 and split.is_sharded:
             notes.append("stages that fully_shard divides are compared in their own dtype only, not in float64")
         for dtype in dtypes:
             with split.apart(dtype):
-                compared = self._compared(dtype, matching)
+                compared = self._compared(dtype)
             if isinstance(compared, str):
                 notes.append(f"compared in the model's own dtype only: the unsplit model in float64 fails, {compared}")
                 continue
             comparison, why, is_equal_by_parts, more_notes = compared
             comparisons.append(comparison)
             notes += more_notes
-            if not split.agreed(comparison.is_equal and not why):
+            if not broadcast_json(comparison.is_equal and not why):
                 break
         if self.compares_weights:
-            why += self._other_weights(matching)
-        found = Verification(
+            why += self._other_weights()
+        own = Verification(
             tuple(comparisons), is_equal_by_parts, tuple(dict.fromkeys(why)), tuple(dict.fromkeys(notes))
         )
-        return Verification.from_fields(split.agreed(found.to_fields() if split.is_first else {}))
+        return Verification.from_fields(broadcast_json(own.to_fields()))  # those of the first process
 
     # --- what is compared -----------------------------------------------------------------------------------------
 
-    def _matched(self) -> list[Any]:
+    def _matched(self) -> Matching:
         """Make the model, on the first process; how it corresponds to the stages."""
-        model = self.split.stages.unsplit
+        model = self.split.pipeline.stages.unsplit
         if not isinstance(model, nn.Module):
             if model is None:
                 raise PipelineError(
@@ -154,18 +153,18 @@ class _Verifier:
             _LOG.info("making the unsplit model")
             model = model()
         self.model = model
-        return match(model, self.split.stages).to_fields()
+        return match(model, self.split.pipeline.stages)
 
-    def _other_weights(self, matching: Matching) -> list[str]:
+    def _other_weights(self) -> list[str]:
         """A reason if the model and the stages have different weights."""
         assert self.model is not None
         own_weights = dict(self.model.named_parameters())
-        for parameter in matching.parameters:
+        for parameter in self.matching.parameters:
             for stage, name in parameter.places:
-                here, there = own_weights[parameter.name], self.split.stages[stage].get_parameter(name)
-                if here.is_meta or there.is_meta:
+                own, other = own_weights[parameter.name], self.split.pipeline.stages[stage].get_parameter(name)
+                if own.is_meta or other.is_meta:
                     continue
-                if here.shape != there.shape or not equal_elements(here, there.to(here.device)).all():
+                if own.shape != other.shape or not equal_elements(own, other.to(own.device)).all():
                     return [
                         f"{parameter.name!r} has different values in stage {stage} and in the unsplit "
                         f"model (those of the stages were compared): load both from the same checkpoint, or make both "
@@ -173,9 +172,7 @@ class _Verifier:
                     ]
         return []
 
-    def _compared(
-        self, dtype: torch.dtype | None, matching: Matching
-    ) -> tuple[Comparison, list[str], bool | None, list[str]] | str:
+    def _compared(self, dtype: torch.dtype | None) -> tuple[Comparison, list[str], bool | None, list[str]] | str:
         """In one dtype: the differences, the reasons, whether micro-batches agree, and the notes.
 
         Or why the unsplit model cannot run in float64.
@@ -183,7 +180,7 @@ class _Verifier:
         split = self.split
         in_float64 = dtype is torch.float64
         name = "float64" if in_float64 else "the model's own dtype"
-        unsplit = self._copied(dtype, matching)
+        unsplit = self._copied(dtype)
         batches = [batch.in_dtype(dtype).on(split.device) for batch in split.batches()]
         outcome: Outcome | None = None
 
@@ -206,7 +203,7 @@ class _Verifier:
                 return [False, False, error_line(error)]
             return [draws, still_draws, None]
 
-        draws, still_draws, failure = split.first("the unsplit model's step", run_unsplit)
+        draws, still_draws, failure = on_first("the unsplit model's step", run_unsplit)
         if failure is not None:
             return str(failure)
         notes = ["dropout was switched off in both models"] if draws else []
@@ -217,18 +214,17 @@ class _Verifier:
         with ForComparison(draws, in_float64):
             if split.is_first:
                 _LOG.info("%s: the split model", name)
-            loss, outputs = split.step(dtype)
-            comparison = self._comparison(dtype, matching, unsplit, outcome, loss, outputs)
-            if split.agreed(comparison.is_equal):
-                return comparison, [*reasons.untied(matching, split.is_sharded)], None, notes
-            why, is_equal_by_parts = self._reasons(dtype, matching, unsplit, batches, comparison)
+            comparison = self._comparison(dtype, unsplit, outcome)
+            if broadcast_json(comparison.is_equal):
+                return comparison, [*reasons.untied(self.matching, split.is_sharded)], None, notes
+            why, is_equal_by_parts = self._reasons(dtype, unsplit, batches, comparison)
             return comparison, ([_CANNOT_DRAW] if still_draws else []) + why, is_equal_by_parts, notes
 
-    def _runs_whole(self, batches: list[GivenBatch]) -> bool:
+    def _runs_whole(self, batches: list[Batch]) -> bool:
         """Whether the unsplit model runs on whole batches, instead of their micro-batches."""
         return self.against == "batch" and not any(isinstance(part, list) for batch in batches for part in batch)
 
-    def _copied(self, dtype: torch.dtype | None, matching: Matching) -> Unsplit | None:
+    def _copied(self, dtype: torch.dtype | None) -> Unsplit | None:
         """The copy of the unsplit model, with the stages' values; None on all but the first process."""
         unsplit: Unsplit | None = None
 
@@ -237,52 +233,43 @@ class _Verifier:
             assert self.model is not None
             unsplit = Unsplit(self.model, dtype, self.split.loss_fn, self.split.device)
 
-        self.split.first("copying the unsplit model", copy_model)
-        matched = [tensor for tensor in (*matching.parameters, *matching.buffers) if tensor.places]
+        on_first("copying the unsplit model", copy_model)
+        matched = [tensor for tensor in (*self.matching.parameters, *self.matching.buffers) if tensor.places]
         values = self.split.tensors([tensor.places[0] for tensor in matched], of_gradient=False)
         for tensor, value in zip(matched, values, strict=True):
             if unsplit is not None and value is not None:
                 unsplit.fill(tensor.name, value)
         return unsplit
 
-    def _comparison(
-        self,
-        dtype: torch.dtype | None,
-        matching: Matching,
-        unsplit: Unsplit | None,
-        outcome: Outcome | None,
-        loss: float,
-        outputs: list[list[torch.Tensor]],
-    ) -> Comparison:
-        """The comparison on the first process; a placeholder on the others, which only send their gradients."""
-        gradients = self.split.tensors(places(matching), of_gradient=True)
+    def _comparison(self, dtype: torch.dtype | None, unsplit: Unsplit | None, outcome: Outcome | None) -> Comparison:
+        """Run the stages; the comparison on the first process, a placeholder on others, which only send gradients."""
+        loss, outputs = self.split.step(dtype)
+        gradients = self.split.tensors(places(self.matching), of_gradient=True)
         if unsplit is None or outcome is None:
             for _ in gradients:
                 pass
             return Comparison("", 0.0, 0.0, 0.0, 0.0, None, ())
-        own = _own_dtype(unsplit.module)
+        floats = (p.dtype for p in unsplit.module.parameters() if p.is_floating_point())
+        own = next(floats, torch.get_default_dtype())
+        # Many models compute in float32 inside, whatever their dtype.
+        rounding = max(torch.finfo(own).eps, torch.finfo(torch.float32).eps) ** 0.5
         return Comparison(
             str(dtype or own).removeprefix("torch."),
-            EXACT if dtype is torch.float64 else _rounding(own),
+            EXACT if dtype is torch.float64 else rounding,
             outcome.loss,
             loss,
             relative(outcome.loss, loss),
             compare_outputs(outcome.outputs, outputs),
-            compare_gradients(matching, unsplit, gradients),
+            compare_gradients(self.matching, unsplit, gradients),
         )
 
     # --- why they differ ------------------------------------------------------------------------------------------
 
     def _reasons(
-        self,
-        dtype: torch.dtype | None,
-        matching: Matching,
-        unsplit: Unsplit | None,
-        batches: list[GivenBatch],
-        comparison: Comparison,
+        self, dtype: torch.dtype | None, unsplit: Unsplit | None, batches: list[Batch], comparison: Comparison
     ) -> tuple[list[str], bool]:
         """The reasons, and whether the split model equals the unsplit one by micro-batches."""
-        split, probes = self.split, Probes()
+        split, matching, probes = self.split, self.matching, Probes()
         by_parts: Watched | None = None
 
         def run_by_microbatches() -> list[str]:
@@ -293,18 +280,17 @@ class _Verifier:
             by_parts = Watched.run(unsplit, by_microbatches(batches, split.num_microbatches))
             return [] if on_whole is None else reasons.mixing(unsplit, on_whole, by_parts, comparison.tolerance)
 
-        mixed = split.first("the unsplit model's micro-batches", run_by_microbatches)
+        mixed = on_first("the unsplit model's micro-batches", run_by_microbatches)
         watched = [
             (name, module.get_submodule(own))
-            for stage, module in split.local_modules().items()
+            for stage, module in split.pipeline.local_stages.items()
             for own, name in matching.modules[stage].items()
         ]
         with probes.on(watched):
-            loss, outputs = split.step(dtype)
-        differences = self._comparison(dtype, matching, unsplit, by_parts and by_parts.outcome, loss, outputs)
-        if split.agreed(differences.is_equal):
+            differences = self._comparison(dtype, unsplit, by_parts and by_parts.outcome)
+        if broadcast_json(differences.is_equal):
             return mixed, True
-        of_stages = split.gather(probes.seen)
+        of_stages = all_gather_json(probes.seen)
         if unsplit is None or by_parts is None:
             return [], False
         why = [
@@ -335,12 +321,3 @@ def _unknown(comparison: Comparison) -> str:
         f"the stages and the unsplit model compute different results{place}, although inputs and outputs of the "
         f"modules are equal: check the code between the modules, and loss_fn"
     )
-
-
-def _rounding(own: torch.dtype) -> float:
-    """How much equal models may differ; many compute in float32 inside, whatever their dtype."""
-    return float(max(torch.finfo(own).eps, torch.finfo(torch.float32).eps) ** 0.5)
-
-
-def _own_dtype(module: nn.Module) -> torch.dtype:
-    return next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.get_default_dtype())
