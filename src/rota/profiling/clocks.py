@@ -52,12 +52,12 @@ class Laps(NamedTuple):
 
 def launch_text(kinds: Sequence[str], laps: Laps) -> str:
     """Which parts the host enqueues more slowly than the device runs them, by `kinds`, in words; "" if none."""
-    told = []
+    remarks = []
     for kind, us, host_us, is_starved in zip(kinds, laps.us, laps.host_us, laps.starved, strict=False):
         if host_us > max(us, _MARK_US):
             waits = "the device waits for it" if is_starved else f"{time_text(round(us))} to run"
-            told.append(f"{kind} takes the host {time_text(round(host_us))} to enqueue, {waits}")
-    return "; ".join(told)
+            remarks.append(f"{kind} takes the host {time_text(round(host_us))} to enqueue, {waits}")
+    return "; ".join(remarks)
 
 
 class Clock(Protocol):
@@ -75,26 +75,24 @@ class Clock(Protocol):
 class WallClock:
     """A clock for work that is done when its call returns."""
 
-    def __init__(self) -> None:
-        self._marks: list[int] = []
-
     def timed(self, run: Run, repeats: int, least_ns: int, together: bool) -> Laps:
         """See `Clock.timed`."""
-        self._laps_ns(run)
-        rounds = 1 + int(least_ns // (sum(self._laps_ns(run)) + 1))
+        _host_laps_us(run)
+        rounds = 1 + int(least_ns // (1000 * sum(_host_laps_us(run)) + 1))
         rows: list[list[float]] = []
         for i in range(repeats * rounds):
-            laps = [ns / 1000 for ns in self._laps_ns(run)]
+            laps = _host_laps_us(run)
             if together and i % rounds:
                 rows[-1] = [a + b for a, b in zip(rows[-1], laps, strict=True)]
             else:
                 rows.append(laps)
         return medians(rows, rounds if together else 1)
 
-    def _laps_ns(self, run: Run) -> list[int]:
-        marks: list[int] = []
-        run(lambda: marks.append(time.perf_counter_ns()))
-        return [end - start for start, end in pairwise(marks)]
+
+def _host_laps_us(run: Run) -> list[float]:
+    marks: list[int] = []
+    run(lambda: marks.append(time.perf_counter_ns()))
+    return [(end - start) / 1000 for start, end in pairwise(marks)]
 
 
 def medians(rows: Sequence[Sequence[float]], num_runs: int = 1) -> Laps:
@@ -177,7 +175,7 @@ class DeviceClock:
 
     def timed(self, run: Run, repeats: int, least_ns: int, together: bool) -> Laps:  # noqa: ARG002 - see _LEAST_NS
         """See `Clock.timed`."""
-        run(_nothing)
+        run(lambda: None)
         alone = [self._burst(run, 1, 0.0) for _ in range(_NUM_ALONE)]  # on an empty queue, which never blocks the host
         host_us = [min(column) for column in zip(*(burst.host_us[0] for burst in alone), strict=True)]
         run_ns = 1000 * min(sum(burst.us[0]) for burst in alone)
@@ -215,9 +213,8 @@ class DeviceClock:
         for _ in range(num_runs):
             run(mark)
         per_run = len(marks) // num_runs
-        return _Burst(
-            _laps_us(device.times_ns(marks), per_run), _laps_us(times_ns, per_run), _of_runs(is_full, per_run)
-        )
+        full = [is_full[i : i + per_run - 1] for i in range(0, len(marks), per_run)]  # not between two runs
+        return _Burst(_laps_us(device.times_ns(marks), per_run), _laps_us(times_ns, per_run), full)
 
 
 def _laps(proven: list[list[float]], parts: list[list[float]], others: list[list[float]], host_us: list[float]) -> Laps:
@@ -234,25 +231,16 @@ def _laps_us(times_ns: list[int], per_run: int) -> list[list[float]]:
     return [[(end - start) / 1000 for start, end in pairwise(run)] for run in runs]
 
 
-def _of_runs(is_full: list[bool], per_run: int) -> list[list[bool]]:
-    """By run and part: `is_full` has one more between each two runs."""
-    return [is_full[i : i + per_run - 1] for i in range(0, len(is_full) + 1, per_run)]
-
-
-def _nothing() -> None:
-    pass
-
-
 @final
 class Clocks:
     """The clock of each device, made when it is first asked for."""
 
     def __init__(self) -> None:
-        self._made: dict[torch.device, Clock] = {}
+        self._clocks: dict[torch.device, Clock] = {}
 
-    def of(self, device: Device) -> Clock:
+    def on(self, device: Device) -> Clock:
         """The clock that fits the device."""
         where = device.torch_device
-        if where not in self._made:
-            self._made[where] = DeviceClock(device) if is_queued(device) else WallClock()
-        return self._made[where]
+        if where not in self._clocks:
+            self._clocks[where] = DeviceClock(device) if is_queued(device) else WallClock()
+        return self._clocks[where]

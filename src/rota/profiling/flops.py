@@ -78,8 +78,8 @@ def _added_product(_: Tensor, a: Tensor, b: Tensor, *__: Any, **___: Any) -> int
     return _product(a, b)
 
 
-def _products(these: Sequence[Tensor], those: Sequence[Tensor], **_: Any) -> int:
-    return sum(map(_product, these, those))
+def _products(left: Sequence[Tensor], right: Sequence[Tensor], **_: Any) -> int:
+    return sum(map(_product, left, right))
 
 
 def _grouped_product(a: Tensor, b: Tensor, *_: Any, **__: Any) -> int:

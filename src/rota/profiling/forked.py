@@ -28,11 +28,8 @@ _OF_ANOTHER_RUN = ("ROTA_", "TORCHELASTIC_")  # the first letters of environment
 
 def why_not_here(num_processes: int) -> str:
     """Why so many processes cannot be measured on this machine; "" if they can."""
-    if why := shared_cores(num_processes):
-        return why
-    if dist.is_initialized():
-        return "this process is one of a process group, and cannot be forked"
-    return ""
+    in_a_group = "this process is one of a process group, and cannot be forked" if dist.is_initialized() else ""
+    return shared_cores(num_processes) or in_a_group
 
 
 def run_forked(
@@ -64,7 +61,8 @@ def run_forked(
             for number, environment in enumerate(meeting_environments(folder, num_processes)):
                 ours, theirs = context.Pipe(duplex=False)
                 process = context.Process(target=_main, args=(theirs, work, number, environment, os.getpid()))
-                _flush()
+                sys.stdout.flush()  # what is buffered here must not be written again by a child
+                sys.stderr.flush()
                 process.start()
                 theirs.close()
                 workers[ours] = number, process
@@ -87,12 +85,6 @@ def run_forked(
             for _, process in workers.values():
                 process.kill()
                 process.join()
-
-
-def _flush() -> None:
-    """What is buffered here must not be written again by a child."""
-    sys.stdout.flush()
-    sys.stderr.flush()
 
 
 def _result(pipe: Connection, number: int, process: ForkProcess) -> Any:

@@ -7,7 +7,7 @@ that passes on a received value, or a view of it, passes on the name. A gradient
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias, final
 
@@ -58,9 +58,9 @@ class _Named:
     def add(self, name: Name, tensor: torch.Tensor) -> Name:
         """Name a tensor's storage; returns its name, which is an older one if it has one."""
         address = address_of(storage := tensor.untyped_storage())
-        known = next((other for other, (at, _) in self._places.items() if at == address), None)
-        if known is not None:
-            return known
+        for older, (place, _) in self._places.items():
+            if place == address:
+                return older
         self._places[name] = address, StorageReference(storage)
         return name
 
@@ -69,13 +69,13 @@ class _Named:
         return Held(named, sum(alive.values()) - sum(named.values()))
 
 
-def kept_storages_of(one: StageRun, incoming: tuple[StageEdge, ...], outgoing: tuple[StageEdge, ...]) -> KeptStorages:
+def kept_storages_of(stage_run: StageRun) -> KeptStorages:
     """What a layer with a split backward keeps; its inputs are kept only if it saved them."""
     watch, named = StorageWatch(), _Named()
     with watch, torch.autograd.set_multithreading_enabled(False):  # a thread of a device frees its tensors late
-        kept = _forward(one, watch.live, named)
+        kept = _forward(stage_run, watch.live, named)
         held = named.held(watch.live.alive())
-        work, same = _input_backward(one, kept, named, incoming, outgoing)
+        work, same = _input_backward(stage_run, kept, named)
         del kept
         waiting = named.held(watch.live.alive())
         del work
@@ -92,13 +92,13 @@ def gradient_of(edge: StageEdge, position: int) -> Name:
     return "gradient", edge.source, edge.target, position
 
 
-def _forward(one: StageRun, live: LiveStorages, named: _Named) -> Kept:
+def _forward(stage_run: StageRun, live: LiveStorages, named: _Named) -> Kept:
     copy = copier(contiguous=False)
-    received = [over_tensors(copy, value) for value in one.received]
+    received = [over_tensors(copy, value) for value in stage_run.received]
     live.see(received)
-    _name_values(named, received, one.received)
-    values, kept = one.forward(received)
-    _name_values(named, values, one.values)
+    _name_values(named, received, stage_run.received)
+    values, kept = stage_run.forward(received)
+    _name_values(named, values, stage_run.values)
     return kept
 
 
@@ -109,33 +109,34 @@ def _name_values(named: _Named, values: list[Any], of_the_pass: list[Any]) -> No
 
 
 def _input_backward(
-    one: StageRun, kept: Kept, named: _Named, incoming: tuple[StageEdge, ...], outgoing: tuple[StageEdge, ...]
+    stage_run: StageRun, kept: Kept, named: _Named
 ) -> tuple[WeightWork | None, list[tuple[Name, Name]]]:
-    gradients = [[tensor.clone() for tensor in of] for of in one.gradients]
-    if outgoing:
-        for edge, of in zip(outgoing, gradients, strict=True):
-            for i, tensor in enumerate(of):
-                named.add(gradient_of(edge, i), tensor)
-    returned, work = one.backward(kept, gradients)
+    stages, stage = stage_run.workload.stages, stage_run.stage
+    gradients = [[*map(torch.clone, arriving)] for arriving in stage_run.gradients]
+    outgoing = stages.outgoing(stage)
+    for edge, arriving in zip(outgoing, gradients if outgoing else (), strict=True):
+        for i, gradient in enumerate(arriving):
+            named.add(gradient_of(edge, i), gradient)
+    returned, work = stage_run.backward(kept, gradients)
     same = []
-    for edge, arrived in zip(incoming, returned, strict=True):
-        for i, gradient in enumerate(arrived):
-            mine = gradient_of(edge, i)
-            if gradient is not None and (name := named.add(mine, gradient)) != mine:
-                same.append((mine, name))
+    for edge, sent in zip(stages.incoming(stage), returned, strict=True):
+        for i, tensor in enumerate(sent):
+            name = gradient_of(edge, i)
+            if tensor is not None and (older := named.add(name, tensor)) != name:
+                same.append((name, older))
     return work, same
 
 
-def sharing(held: Sequence[Held], named: Callable[[Name], Name] = lambda name: name) -> tuple[Shared, ...]:
-    """(a, b, bytes) for storages that layers a and b keep, but no layer between; `named` maps equal names to one."""
+def sharing(sizes: Iterable[Mapping[Name, int]]) -> tuple[Shared, ...]:
+    """(a, b, bytes) for what layers a and b have, but no layer between. `sizes`: of what each layer has, by name."""
     last: dict[Name, int] = {}
-    found: Counter[tuple[int, int]] = Counter()
-    for layer, of in enumerate(held):
-        for name, num_bytes in {named(name): size for name, size in of.named.items()}.items():
+    shared: Counter[tuple[int, int]] = Counter()
+    for layer, sizes_of_layer in enumerate(sizes):
+        for name, num_bytes in sizes_of_layer.items():
             if name in last:
-                found[last[name], layer] += num_bytes
+                shared[last[name], layer] += num_bytes
             last[name] = layer
-    return tuple((*pair, num_bytes) for pair, num_bytes in sorted(found.items()))
+    return tuple((*pair, num_bytes) for pair, num_bytes in sorted(shared.items()))
 
 
 def one_name(same: Iterable[tuple[Name, Name]]) -> Callable[[Name], Name]:

@@ -43,22 +43,13 @@ class KnownNumbers(TorchDispatchMode):
             if any(map(_is_countable, read)):
                 self._known = WeakIdKeyDictionary()  # views of what was written to are others, too
         elif isinstance(made, torch.Tensor) and made.is_meta and _is_countable(made):
-            self._know(made, func, args, kwargs)
+            draws = torch.Tag.nondeterministic_seeded in func.tags
+            if not draws and all(tensor in self._known for tensor in read if tensor.is_meta):
+                args, kwargs = over_tensors_anywhere(lambda tensor: self._known.get(tensor, tensor), (args, kwargs))
+                if not read or "device" in kwargs:
+                    kwargs = {**kwargs, "device": torch.device("cpu")}
+                self._known[made] = func(*args, **kwargs)
         return made
-
-    def _know(self, made: torch.Tensor, func: Any, args: Any, kwargs: dict[str, Any]) -> None:
-        read = [*tensors_anywhere((args, kwargs))]
-        draws = torch.Tag.nondeterministic_seeded in func.tags
-        if draws or any(tensor.is_meta and tensor not in self._known for tensor in read):
-            return
-        args, kwargs = over_tensors_anywhere(self._number, (args, kwargs))
-        if not read or "device" in kwargs:
-            kwargs = {**kwargs, "device": torch.device("cpu")}
-        self._known[made] = func(*args, **kwargs)
-
-    def _number(self, tensor: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = self._known.get(tensor, tensor)
-        return found
 
 
 def _laid_out_as(made: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:

@@ -25,10 +25,10 @@ from rota.profiling.missing_data import module_that_raised, why_not_estimated
 from rota.profiling.peak_memory import peaks
 from rota.profiling.roofline import Kernels, Roofline
 from rota.profiling.stage_run import (
-    Given,
     MakeOptimizer,
     OptimizerCosts,
     StageRun,
+    Workload,
     num_bytes,
     on_device_of,
     optimizer_costs,
@@ -93,14 +93,14 @@ class Layer:
     uncounted: tuple[str, ...] = ()
 
 
-def measure_layers(given: Given, options: ProfileOptions, estimated_for: DeviceModel | None) -> Iterator[Layer]:
-    """Measure each stage of `given` as a layer. The caller's modules, gradients and random state are not touched.
+def measure_layers(workload: Workload, options: ProfileOptions, estimated_for: DeviceModel | None) -> Iterator[Layer]:
+    """Measure each stage as a layer. The caller's modules, gradients and random state are not touched.
 
     Raises PipelineError if a layer fails, with its number and contents; EstimateError if it needs data.
     """
-    stages, known = given.stages, KnownNumbers()
+    stages, known = workload.stages, KnownNumbers()
     if estimated_for is not None:
-        given = given._replace(batch=known.on_meta(given.batch), target=known.on_meta(given.target))
+        workload = workload._replace(batch=known.on_meta(workload.batch), target=known.on_meta(workload.target))
     outputs: dict[int, Any] = {}
     last_reader = {edge.source: max(e.target for e in stages.outgoing(edge.source)) for edge in stages.edges}
     names: list[StorageReference] = []  # addresses that are names must not be used again
@@ -108,13 +108,13 @@ def measure_layers(given: Given, options: ProfileOptions, estimated_for: DeviceM
     with _set_up(stages, options.repeats, roofline) as measure:
         for layer in range(len(stages)):
             with _named_in_errors(stages, layer):
-                here, move = on_device_of(layer, given) if roofline is None else (given, lambda value: value)
+                placed, move = on_device_of(layer, workload) if roofline is None else (workload, lambda value: value)
                 received = [move(edge.take(outputs[edge.source])) for edge in stages.incoming(layer)]
-                apart = here._replace(stages=_with_a_copy(stages, layer, on_meta=roofline is not None))
+                placed = placed._replace(stages=_with_a_copy(stages, layer, on_meta=roofline is not None))
                 with nullcontext() if roofline is None else known:
-                    measured, outputs[layer], values = _measured(apart, layer, received, options.optimizer, measure)
+                    measured, outputs[layer], values = _measured(placed, layer, received, options.optimizer, measure)
             names += [StorageReference(t.untyped_storage()) for value in values for t in tensors_of(value)]
-            del received, apart, values
+            del received, placed, values
             outputs = {source: value for source, value in outputs.items() if last_reader.get(source, 0) > layer}
             yield measured if roofline is None else replace(measured, uncounted=roofline.take_uncounted())
 
@@ -144,12 +144,10 @@ def _set_up(stages: Stages, repeats: int, roofline: Roofline | None) -> Iterator
         stack.enter_context(random_state_kept(nn.ModuleList(stages.modules)))
         stack.callback(torch.set_num_threads, torch.get_num_threads())
         torch.set_num_threads(1)
+        clocks = Clocks()
         if roofline is not None:
             stack.enter_context(Kernels(roofline.device))
-            yield lambda run, _: roofline.timed(run, repeats, _RUN_NS, together=False)
-        else:
-            clocks = Clocks()
-            yield lambda run, device: clocks.of(device).timed(run, repeats, _RUN_NS, together=False)
+        yield lambda run, device: (roofline or clocks.on(device)).timed(run, repeats, _RUN_NS, together=False)
 
 
 def _with_a_copy(stages: Stages, layer: int, *, on_meta: bool) -> Stages:
@@ -170,12 +168,12 @@ def _on_meta(module: nn.Module) -> nn.Module:
 
 
 def _measured(
-    given: Given, layer: int, received: list[Any], optimizer: MakeOptimizer | None, measure: Measure
+    workload: Workload, layer: int, received: list[Any], optimizer: MakeOptimizer | None, measure: Measure
 ) -> tuple[Layer, Any, list[Any]]:
     """The layer, its output, and the output's values by outgoing edge."""
-    stages, module = given.stages, given.stages[layer]
-    whole = StageRun(given, layer, received)
-    halves = StageRun(given, layer, received, split=True)
+    module = workload.stages[layer]
+    whole = StageRun(workload, layer, received)
+    halves = StageRun(workload, layer, received, split=True)
     device = whole.device
     laps = measure(whole.run, device)
     f_us, _, b_us, _ = laps.us
@@ -191,8 +189,8 @@ def _measured(
         laps.spread,
         launch_text("FRBW", laps),
         [f_peak, b_peak, i_peak, w_peak],
-        kept_storages_of(halves, stages.incoming(layer), stages.outgoing(layer)),
-        num_bytes([*changed.values()]),
+        kept_storages_of(halves),
+        num_bytes(changed.values()),
         optimizer_costs(module, optimizer, lambda run: measure(run, device)),
         whole.sizes,
         [[(place_of(t), num_bytes([t])) for t in tensors_of(value) if t.requires_grad] for value in received],
@@ -201,7 +199,7 @@ def _measured(
     return measured, halves.output, halves.values  # the values whose storages have names
 
 
-def _changed_buffers(one: StageRun, module: nn.Module) -> dict[str, torch.Tensor]:
+def _changed_buffers(stage_run: StageRun, module: nn.Module) -> dict[str, torch.Tensor]:
     """Copies, from before a forward, of the buffers that it changes; on the meta device, of running statistics."""
     buffers = dict(module.named_buffers())
     if any(buffer.is_meta for buffer in buffers.values()):
@@ -209,5 +207,5 @@ def _changed_buffers(one: StageRun, module: nn.Module) -> dict[str, torch.Tensor
         running = {id(buffer) for norm in norms for buffer in norm.buffers(recurse=False)}
         return {name: buffer.clone() for name, buffer in buffers.items() if id(buffer) in running}
     before = {name: buffer.clone() for name, buffer in buffers.items()}
-    one.run(lambda: None)
+    stage_run.run(lambda: None)
     return {name: old for name, old in before.items() if not torch.equal(old, buffers[name])}

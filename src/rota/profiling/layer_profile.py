@@ -20,7 +20,7 @@ from rota.profiling.layer_costs import costs_of
 from rota.profiling.layer_measurement import Layer, ProfileOptions, called, measure_layers
 from rota.profiling.missing_data import module_that_raised, why_not_estimated
 from rota.profiling.profile_cache import ProfileCache, identity_of, inputs_of
-from rota.profiling.stage_run import Given, tensors_of
+from rota.profiling.stage_run import Workload, tensors_of
 from rota.profiling.this_machine import OtherPrograms, accelerators_of, place_name
 from rota.runtime.losses import LossFn
 
@@ -117,7 +117,7 @@ def profile_model(
             options.report(f"{count_text(count, 'row')}: from {cached.path}")
             continue
         size_began_s, others = time.monotonic(), OtherPrograms()
-        layers = _measured(Given(stages, batch, target, loss_fn), options, estimated_for)
+        layers = _measured(Workload(stages, batch, target, loss_fn), options, estimated_for)
         how = f"{ESTIMATED} for {place}" if estimated_for else f"measured on {place}, one layer after another"
         costs = costs_of(stages, layers, names, count, how)
         if not estimated_for and not accelerators_of(stages):
@@ -127,12 +127,12 @@ def profile_model(
     return cached.profile
 
 
-def _measured(given: Given, options: ProfileOptions, estimated_for: DeviceModel | None) -> list[Layer]:
+def _measured(workload: Workload, options: ProfileOptions, estimated_for: DeviceModel | None) -> list[Layer]:
     layers: list[Layer] = []
-    for layer in measure_layers(given, options, estimated_for):
+    for layer in measure_layers(workload, options, estimated_for):
         times = " ".join(f"{k} {time_text(round(us))}" for k, us in zip("FB", layer.times_us, strict=False))
         launches = f"; {layer.launches}" if layer.launches else ""
-        options.report(f"{called(given.stages, len(layers))}: {times}{launches}")
+        options.report(f"{called(workload.stages, len(layers))}: {times}{launches}")
         layers.append(layer)
     return layers
 

@@ -149,7 +149,7 @@ def messages_alone(
             last = graph.add(pair[1 - i % 2], SIZES[i + 1] if i + 1 < len(SIZES) else 4, last)
     for rank in {*range(num_ranks)} - {*graph.ranks}:  # no rank is left out of a pipeline
         last = graph.add(rank, 4, last)
-    found: dict[Pair, list[list[float]]] = {pair: [[] for _ in SIZES] for pair in pairs}
+    messages_us: dict[Pair, list[list[float]]] = {pair: [[] for _ in SIZES] for pair in pairs}
     for timeline in _timelines(graph, num_ranks, device, repeats):
         times = _times_of(timeline)
         for pair, stage in first.items():
@@ -157,8 +157,8 @@ def messages_alone(
                 a, b = stage + i, stage + i + 1
                 there_us = times[Op(b, Kind.F, 0)][0] - times[Op(a, Kind.F, 0)][1]
                 back_us = times[Op(a, Kind.B, 0)][0] - times[Op(b, Kind.B, 0)][1]
-                found[pair][i].append((there_us + back_us) / 2)
-    return found
+                messages_us[pair][i].append((there_us + back_us) / 2)
+    return messages_us
 
 
 def messages_at_once(ranks: Sequence[int], num_ranks: int, device: Device, repeats: int) -> list[float]:
@@ -181,14 +181,14 @@ def messages_at_once(ranks: Sequence[int], num_ranks: int, device: Device, repea
         source = graph.add(ranks[0], 4, *before)
     for rank in {*range(num_ranks)} - {*ranks}:
         source = graph.add(rank, 4, source)
-    rounds: list[list[float]] = [[] for _ in LEVEL_SIZES]
+    rounds_us: list[list[float]] = [[] for _ in LEVEL_SIZES]
     for timeline in _timelines(graph, num_ranks, device, repeats):
         times = _times_of(timeline)
-        for of_size, found in zip(levels, rounds, strict=True):
+        for of_size, of_size_us in zip(levels, rounds_us, strict=True):
             for before, after in pairwise(of_size):
-                found.append(_round_us(times, Kind.F, before, after))
-                found.append(_round_us(times, Kind.B, after, before))
-    return [median(found) for found in rounds]
+                of_size_us.append(_round_us(times, Kind.F, before, after))
+                of_size_us.append(_round_us(times, Kind.B, after, before))
+    return [*map(median, rounds_us)]
 
 
 def _round_us(times: dict[Op, tuple[int, int]], kind: Kind, before: list[int], after: list[int]) -> float:

@@ -6,6 +6,7 @@ import socket
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import accumulate
 from pathlib import Path
 from statistics import median, quantiles
 from typing import NamedTuple
@@ -88,8 +89,7 @@ def measure_links(
     alone, rounds = {(a, b): times for a, b, times in every[0]}, dict(every[1])
     links = links_of(alone, hosts)
     named = {f"host {shortened[host]}": (host, times) for host, times in rounds.items()}
-    cluster = cluster_of(links, hosts, named)
-    cluster = replace(cluster, all_reduces=all_reduces)
+    cluster = replace(cluster_of(links, hosts, named), all_reduces=all_reduces)
     doubt = unsteady(alone)
     return MeasuredLinks(cluster, "\n".join([*_lines(alone), *_shared_lines(cluster), *filter(None, [doubt])]), doubt)
 
@@ -116,13 +116,10 @@ def measure_all_reduces(repeats: int) -> tuple[AllReduceTimes, ...]:
         groups = [dist.new_group([*range(first, apart * together, apart)]) for first in range(apart)]
         group = groups[rank % apart] if rank < apart * together else None
         own = [_sum_times_us(group, n, repeats if n == SUM_SIZES[-1] else _SHORT * repeats) for n in SUM_SIZES]
-        times = all_gather_json(own)
-        most_us, points = 0, []
-        for i, num_bytes in enumerate(SUM_SIZES):
-            slowest = map(max, zip(*(times_of_rank[i] for times_of_rank in times), strict=True))
-            most_us = max(most_us, round(median(slowest)))
-            points.append((num_bytes, most_us))
-        measured.append(AllReduceTimes(together, tuple(points)))
+        of_sizes = zip(*all_gather_json(own), strict=True)  # for each size, the times of every rank
+        slowest = (map(max, zip(*of_ranks, strict=True)) for of_ranks in of_sizes)
+        medians_us = accumulate((round(median(times)) for times in slowest), max)
+        measured.append(AllReduceTimes(together, tuple(zip(SUM_SIZES, medians_us, strict=True))))
         if group is not None:
             dist.destroy_process_group(group)
     return tuple(measured)

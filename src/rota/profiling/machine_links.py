@@ -77,12 +77,12 @@ def links_of_this_machine(
             f"this takes about {_MEASURING_S:.0f} s, once a week on a machine, and there was no time for it; give a "
             f"longer --time-limit once, or the output of `rota profile links --processes {num_ranks}` as --links"
         )
-    found = links_of_started(num_ranks, device, repeats, report, within_s)
-    if found.doubt:
-        report(f"links are not kept: {found.doubt}")
+    links = links_of_started(num_ranks, device, repeats, report, within_s)
+    if links.doubt:
+        report(f"links are not kept: {links.doubt}")
     else:
-        _keep(found, path, key, must=cache is not None)
-    return found
+        _keep(links, path, key, must=cache is not None)
+    return links
 
 
 def links_of_started(
@@ -116,8 +116,8 @@ def links_of_started(
 
     def work(_: int) -> list[str]:
         os.environ[DEVICE] = kind
-        found = links_of_launched(repeats)
-        return [] if found is None else [found.cluster.to_json(), found.text, found.doubt]
+        links = links_of_launched(repeats)
+        return [] if links is None else [links.cluster.to_json(), links.text, links.doubt]
 
     try:
         cluster, text, doubt = run_forked(num_processes, work, within_s=None if within_s == math.inf else within_s)[0]
@@ -133,8 +133,8 @@ def links_of_launched(repeats: int = REPEATS, report: Report = lambda _: None) -
     """
     owns = join()
     try:
-        found = measure_links(repeats, device=local_device(), report=report)
-        return found if dist.get_rank() == 0 else None
+        links = measure_links(repeats, device=local_device(), report=report)
+        return links if dist.get_rank() == 0 else None
     finally:
         if owns:
             dist.destroy_process_group()
@@ -157,13 +157,9 @@ def _key(num_ranks: int, device: str, repeats: int) -> dict[str, str]:
 
 
 def _path(cache: str | None, key: dict[str, str]) -> Path:
-    if cache is None:
-        root = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-        folder = Path(root, "rota")
-    else:
-        folder = Path(cache)
-        if folder.suffix == ".json" and not folder.is_dir():
-            return folder
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "rota") if cache is None else Path(cache)
+    if folder.suffix == ".json" and not folder.is_dir():
+        return folder
     name = f"{key['host']}-{key['device']}-{key['ranks']}"
     return folder / _FILE.format(name=re.sub(r"[^A-Za-z0-9]+", "-", name).strip("-").lower())
 
@@ -175,12 +171,12 @@ def _kept(path: Path, key: dict[str, str], report: Report) -> MeasuredLinks | No
     try:
         kept = reading.parse(reading.read_text(path), _TYPE).read(_Kept)
         lines = "\n".join(map(reading.printable, kept.text))
-        found, then = MeasuredLinks(Cluster.from_file(kept.cluster), lines), kept.key
+        links, then = MeasuredLinks(Cluster.from_file(kept.cluster), lines), kept.key
     except RotaError as error:
         report(f"{path}: {error}; measuring again")
         return None
     age_s = time.time() - kept.measured_s
-    then["ranks"] = str(found.cluster.num_ranks)  # whatever the key says
+    then["ranks"] = str(links.cluster.num_ranks)  # whatever the key says
     differing = [f"{name} was {reading.short(then.get(name))}" for name, now in key.items() if then.get(name) != now]
     if differing:
         report(f"{path} has other links ({'; '.join(differing)}): measuring again")
@@ -189,7 +185,7 @@ def _kept(path: Path, key: dict[str, str], report: Report) -> MeasuredLinks | No
         report(f"{path} is {count_text(int(age_s // 86400), 'day')} old: measuring again")
         return None
     report(f"links: from {path}, measured {count_text(int(age_s // 3600), 'hour')} ago")
-    return found
+    return links
 
 
 class _Kept(msgspec.Struct):
@@ -201,9 +197,9 @@ class _Kept(msgspec.Struct):
     cluster: ClusterFile
 
 
-def _keep(found: MeasuredLinks, path: Path, key: dict[str, str], *, must: bool) -> None:
+def _keep(links: MeasuredLinks, path: Path, key: dict[str, str], *, must: bool) -> None:
     """Write the file. Raises UsageError if that fails and `must` be."""
-    kept = _Kept(key, int(time.time()), tuple(found.text.split("\n")), found.cluster.to_file())
+    kept = _Kept(key, int(time.time()), tuple(links.text.split("\n")), links.cluster.to_file())
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_text(path, reading.dump(_TYPE, kept))

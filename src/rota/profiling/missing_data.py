@@ -57,5 +57,4 @@ def module_that_raised(error: Exception) -> str:
 
 def _one_line(error: Exception) -> str:
     """The beginning of the message: PyTorch goes on about how to build it otherwise."""
-    text = error_line(error)
-    return text.split(". ")[0].rstrip(".")
+    return error_line(error).split(". ")[0].rstrip(".")

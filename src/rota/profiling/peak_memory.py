@@ -73,16 +73,12 @@ def copier(contiguous: bool) -> Callable[[Any], Any]:
             if contiguous:
                 copied = tensor.clone(memory_format=torch.contiguous_format)
             else:
-                if (address := address_of(tensor.untyped_storage())) not in made:
-                    made[address] = _whole_storage(tensor).clone()
+                storage = tensor.untyped_storage()
+                if (address := address_of(storage)) not in made:
+                    num_elements = storage.nbytes() // tensor.element_size()
+                    made[address] = tensor.detach().as_strided((num_elements,), (1,), 0).clone()  # all of the storage
                 whole = made[address].view(tensor.dtype)
                 copied = whole.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset()).detach()
         return copied.requires_grad_(tensor.requires_grad)
 
     return copy
-
-
-def _whole_storage(tensor: torch.Tensor) -> torch.Tensor:
-    """All elements of the tensor's storage, in one dim."""
-    num_elements = tensor.untyped_storage().nbytes() // tensor.element_size()
-    return tensor.detach().as_strided((num_elements,), (1,), 0)

@@ -76,14 +76,13 @@ class ProfileCache:
         """Add an entry, instead of an older one for these rows, and write the file."""
         key = {**self._identity, **inputs}
         self._known = self._known.with_layers(layers, key) if self._known else Profile((layers,), tuple(key.items()))
-        if self.path is not None:
-            try:
-                self.path.parent.mkdir(parents=True, exist_ok=True)
-                writing.write_text(self.path, self._known.to_json())
-            except OSError as error:
-                raise UsageError(
-                    f"cannot write the profile {self.path}: {error.strerror}; give another cache"
-                ) from None
+        if self.path is None:
+            return
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            writing.write_text(self.path, self._known.to_json())
+        except OSError as error:
+            raise UsageError(f"cannot write the profile {self.path}: {error.strerror}; give another cache") from None
 
     @property
     def profile(self) -> Profile:
@@ -140,11 +139,11 @@ def _sources(stages: Stages) -> str:
     return _digest(sorted(_source(cls) for cls in own))
 
 
-def _source(of: Any) -> str:
+def _source(definition: Any) -> str:
     try:
-        return f"{of.__qualname__} {inspect.getsource(of)}"
+        return f"{definition.__qualname__} {inspect.getsource(definition)}"
     except (OSError, TypeError):
-        return f"{of.__module__}.{of.__qualname__}"
+        return f"{definition.__module__}.{definition.__qualname__}"
 
 
 def _function(function: Callable[..., Any] | None) -> str:

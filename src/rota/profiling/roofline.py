@@ -38,9 +38,8 @@ class Roofline(TorchDispatchMode):
 
     def take_uncounted(self) -> tuple[str, ...]:
         """The operators since the last call whose floating-point operations are unknown: only their bytes count."""
-        found = tuple(self._uncounted)
-        self._uncounted.clear()
-        return found
+        uncounted, self._uncounted = tuple(self._uncounted), {}
+        return uncounted
 
     def timed(self, run: Run, repeats: int, least_ns: int, together: bool) -> Laps:  # noqa: ARG002 - they do not vary
         """The estimated times of the parts of `run`, which runs once."""
@@ -55,8 +54,8 @@ class Roofline(TorchDispatchMode):
         read, written = [*tensors_anywhere((args, kwargs))], [*tensors_anywhere(made)]
         if any(isinstance(tensor, Absent) for tensor in read):  # the device computes nothing for other stages' tensors
             return made
-        there = {*map(address_of, storages(read))}
-        is_view = there.issuperset(map(address_of, storages(written))) and not writes_to_arguments(func)
+        memory_read = {*map(address_of, storages(read))}
+        is_view = memory_read.issuperset(map(address_of, storages(written))) and not writes_to_arguments(func)
         if not is_view and any(tensor.is_meta for tensor in (*read, *written)):
             known = num_flops(func, args, kwargs, made)
             if known is None:

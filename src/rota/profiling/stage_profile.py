@@ -19,14 +19,14 @@ from rota.models import Stages
 from rota.models.carving.copies import deep_copy
 from rota.models.randomness import random_state_kept
 from rota.models.sequence_chunks import Chunk
-from rota.profiling.clocks import Clocks, launch_text
+from rota.profiling.clocks import Clocks, Laps, Run, launch_text
 from rota.profiling.forked import run_forked
 from rota.profiling.peak_memory import peaks
 from rota.profiling.stage_run import (
     Earlier,
-    Given,
     MakeOptimizer,
     StageRun,
+    Workload,
     on_device_of,
     optimizer_costs,
     state_bytes,
@@ -68,7 +68,7 @@ _DEFAULT = StageProfileOptions()
 class _Job(NamedTuple):
     """What to measure, and how."""
 
-    given: Given
+    workload: Workload
     split: bool
     recompute: Collection[int]
     options: StageProfileOptions
@@ -134,7 +134,7 @@ def profile(
         PipelineError: If a stage fails, with its number.
     """
     _require(stages, options.ranks, recompute)
-    job = _Job(Given(stages, batch, target, loss_fn), split_backward, recompute, options)
+    job = _Job(Workload(stages, batch, target, loss_fn), split_backward, recompute, options)
     if options.here or accelerators_of(stages):
         options.report(f"measuring {count_text(len(stages), 'stage')} on {place_name(stages)}, one after another")
         return _measured_here(job)
@@ -185,26 +185,26 @@ def profile_chunks(
     batches, targets = to_chunks("batch", batch, sample).values, to_chunks("target", target, sample).values
     costs = []
     for c in range(num_chunks):
-        given = Given(stages, batches[c], targets[c], loss_fn, tuple(batches[:c]), c + 1 < num_chunks)
-        costs.append(_measured_here(_Job(given, split_backward, (), StageProfileOptions(repeats=repeats))))
+        chunk = Workload(stages, batches[c], targets[c], loss_fn, tuple(batches[:c]), c + 1 < num_chunks)
+        costs.append(_measured_here(_Job(chunk, split_backward, (), StageProfileOptions(repeats=repeats))))
     return tuple(costs)
 
 
 def _measured_here(job: _Job) -> Costs:
-    stages = job.given.stages
+    stages = job.workload.stages
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         with random_state_kept(nn.ModuleList(stages.modules)):
-            copied = job._replace(given=job.given._replace(stages=deep_copy(stages)))
+            copied = job._replace(workload=job.workload._replace(stages=deep_copy(stages)))
             clocks = Clocks()
-            rows = [_costs(_round_of(copied, stage), copied, clocks) for stage in range(len(stages))]
+            rows = [_costs(_run_of(copied, stage), copied, clocks) for stage in range(len(stages))]
     finally:
         torch.set_num_threads(num_threads)
     where = place_name(stages) if accelerators_of(stages) else "CPU, 1 thread"
-    bound = [str(stage) for stage, row in enumerate(rows) if row.launches]
-    for stage in bound:
-        job.options.report(f"stage {stage} is bound by its launches: {rows[int(stage)].launches}")
+    bound = {str(stage): row.launches for stage, row in enumerate(rows) if row.launches}
+    for stage, launches in bound.items():
+        job.options.report(f"stage {stage} is bound by its launches: {launches}")
     note = f"; bound by launches: stage {', '.join(bound)}" if bound else ""
     return _costs_of(job, rows, f"measured on {where}, one stage after another{note}")
 
@@ -228,12 +228,12 @@ def _require(stages: Stages, ranks: Sequence[int] | None, recompute: Collection[
 
 
 def _costs_of(job: _Job, rows: list[StageCosts], note: str) -> Costs:
-    stages, split = job.given.stages, job.split
-    per_edge: dict[tuple[int, int], tuple[int, int]] = {}
-    for stage, row in enumerate(rows):
-        for edge, *sizes in zip(stages.outgoing(stage), row.boundary_bytes, row.gradient_bytes, strict=True):
-            per_edge[edge.source, edge.target] = sizes[0], sizes[1]
-    edges = [(edge.source, edge.target) for edge in stages.edges]
+    stages, split = job.workload.stages, job.split
+    sizes = {
+        edge: size
+        for stage, row in enumerate(rows)
+        for edge, *size in zip(stages.outgoing(stage), row.boundary_bytes, row.gradient_bytes, strict=True)
+    }
     forward, again, backward, weight = zip(*(row.times_us for row in rows), strict=True)
     peaks = [*zip(*(row.peaks for row in rows), strict=True)]
     costs = Costs(
@@ -242,8 +242,8 @@ def _costs_of(job: _Job, rows: list[StageCosts], note: str) -> Costs:
         weight_us=weight if split else None,
         input_frees_bytes=tuple(row.activation_bytes - row.waiting_bytes for row in rows) if split else None,
         activation_bytes=tuple(row.activation_bytes for row in rows),
-        boundary_bytes=tuple(per_edge[edge][0] for edge in edges),
-        gradient_bytes=tuple(per_edge[edge][1] for edge in edges),
+        boundary_bytes=tuple(sizes[edge][0] for edge in stages.edges),
+        gradient_bytes=tuple(sizes[edge][1] for edge in stages.edges),
         forward_peak_bytes=tuple(map(max, peaks[0], peaks[1])),  # R has no column of its own
         backward_peak_bytes=peaks[2],
         weight_peak_bytes=peaks[3],
@@ -252,9 +252,9 @@ def _costs_of(job: _Job, rows: list[StageCosts], note: str) -> Costs:
         optimizer_us=tuple(row.optimizer_us for row in rows),
         recompute_us=tuple(us if s in job.recompute else None for s, us in enumerate(again)) if job.recompute else None,
         checkpoint_bytes=tuple(row.checkpoint_bytes for row in rows),
-        edges=tuple(edges),
+        edges=tuple(edge[:2] for edge in stages.edges),
         note=note,
-        microbatch_rows=num_examples(job.given.batch) or None,
+        microbatch_rows=num_examples(job.workload.batch) or None,
         spread_us=tuple(round(row.spread * sum(row.times_us)) for row in rows),
     )
     repeats = f"interquartile range of {job.options.repeats} repeats"
@@ -275,18 +275,18 @@ def _measure_at_once(held: list[list[int]], job: _Job) -> dict[int, StageCosts]:
 def _work(stage_numbers: list[int], job: _Job, barrier: Any, still_measuring: Any) -> dict[int, dict[str, Any]]:
     stage = -1
     try:
-        rounds = []
+        runs = []
         for stage in stage_numbers:
-            rounds.append(_round_of(job, stage))
+            runs.append(_run_of(job, stage))
         barrier.wait()
         costs = {}
-        for stage, one in zip(stage_numbers, rounds, strict=True):
-            costs[stage] = asdict(_costs(one, job, Clocks()))
+        for stage, stage_run in zip(stage_numbers, runs, strict=True):
+            costs[stage] = asdict(_costs(stage_run, job, Clocks()))
         with still_measuring.get_lock():
             still_measuring.value -= 1
         while still_measuring.value > 0:  # the others measure: keep the machine as busy as in a run
-            for one in rounds:
-                one.run(lambda: None)
+            for stage_run in runs:
+                stage_run.run(lambda: None)
     except Exception as error:
         failed, last = _failed_stage(error, stage), traceback.extract_tb(error.__traceback__)[-1]
         where = f"({last.filename}:{last.lineno})"
@@ -300,49 +300,49 @@ def _failed_stage(error: Exception, stage: int) -> int:
     return frames[-1].f_locals["before"] if frames else stage
 
 
-def _round_of(job: _Job, stage: int) -> StageRun:
+def _run_of(job: _Job, stage: int) -> StageRun:
     """The stage, with the values that the stages before it send to it, on its device."""
     read: dict[int, Earlier] = {}
-    for batch in job.given.earlier or ():
-        _received(job.given._replace(batch=batch), -1, read)
-    given, received = _received(job.given, stage, read)
-    earlier = read.get(stage, Earlier(0, [])) if given.earlier is not None else None
-    return StageRun(given, stage, received, split=job.split, recompute=stage in job.recompute, earlier=earlier)
+    for batch in job.workload.earlier or ():
+        _received(job.workload._replace(batch=batch), -1, read)
+    workload, received = _received(job.workload, stage, read)
+    earlier = read.get(stage, Earlier(0, [])) if workload.earlier is not None else None
+    return StageRun(workload, stage, received, split=job.split, recompute=stage in job.recompute, earlier=earlier)
 
 
-def _received(of_all: Given, stage: int, read: dict[int, Earlier]) -> tuple[Given, list[Any]]:
+def _received(of_all: Workload, stage: int, read: dict[int, Earlier]) -> tuple[Workload, list[Any]]:
     """What a stage gets, after all stages before it have run; -1: all run. `read`: by stage, where there are chunks."""
     stages, outputs = of_all.stages, dict[int, Any]()
-    given, received = of_all, list[Any]()
+    workload, received = of_all, list[Any]()
     for before in stages.order():
-        given, move = on_device_of(before, of_all)
+        workload, move = on_device_of(before, of_all)
         received = [hand_over(move(edge.take(outputs[edge.source]))) for edge in stages.incoming(before)]
         if before == stage:
             break
         # With split=True, as a stage may then write into its inputs.
         start, passed_on = read.get(before, Earlier(0, []))
         chunk = None if of_all.earlier is None else Chunk(start, passed_on)
-        outputs[before] = hand_over(StageForward(stages, before, split=True)(received, given.batch, chunk=chunk)[0])
+        outputs[before] = hand_over(StageForward(stages, before, split=True)(received, workload.batch, chunk=chunk)[0])
         if chunk is not None and stage < 0:
-            length = length_of((*received, *stages.pick_inputs(before, given.batch)), f"stage {before}")
+            length = length_of((*received, *stages.pick_inputs(before, workload.batch)), f"stage {before}")
             read[before] = Earlier(start + length, [*passed_on, leaves_of(chunk.passed_on())])
-    return given, received
+    return workload, received
 
 
-def _costs(one: StageRun, job: _Job, clocks: Clocks) -> StageCosts:
-    stages, stage = job.given.stages, one.stage
-    clock = clocks.of(one.device)
-    repeats = job.options.repeats
-    laps = clock.timed(one.run, repeats, _RUN_NS, together=True)
+def _costs(stage_run: StageRun, job: _Job, clocks: Clocks) -> StageCosts:
+    stages, stage, clock = job.workload.stages, stage_run.stage, clocks.on(stage_run.device)
+
+    def measure(run: Run) -> Laps:
+        return clock.timed(run, job.options.repeats, _RUN_NS, together=True)
+
+    laps = measure(stage_run.run)
     f_us, r_us, b_us, w_us = laps.us
-    if job.split and not one.wants_input_gradients:
+    if job.split and not stage_run.wants_input_gradients:
         b_us = 0.0
-    held = one.bytes([job.rank_of(edge.source) == job.rank_of(stage) for edge in stages.incoming(stage)])
-    part_peaks = peaks(one.run, one.device)
+    held = stage_run.bytes([job.rank_of(edge.source) == job.rank_of(stage) for edge in stages.incoming(stage)])
+    part_peaks = peaks(stage_run.run, stage_run.device)
     module = stages[stage]
-    state, step_us = optimizer_costs(
-        module, job.options.optimizer, lambda run: clock.timed(run, repeats, _RUN_NS, together=True)
-    )
+    state, step_us = optimizer_costs(module, job.options.optimizer, measure)
     return StageCosts(
         tuple(map(round, (f_us, r_us, b_us, w_us))),
         tuple(part_peaks),
@@ -354,5 +354,5 @@ def _costs(one: StageRun, job: _Job, clocks: Clocks) -> StageCosts:
         static_bytes(module) + sum(state),
         state_bytes(module) + sum(state),
         round(step_us),
-        *one.sizes,
+        *stage_run.sizes,
     )

@@ -12,7 +12,6 @@ from rota.models.sequence_chunks import Chunk
 from rota.profiling.clocks import Laps, Run
 from rota.profiling.peak_memory import StorageWatch, copier
 from rota.runtime.device.choosing import device_at
-from rota.runtime.device.protocol import Device
 from rota.runtime.gradients.chunks import leaves_of
 from rota.runtime.gradients.forward_backward import (
     Kept,
@@ -34,7 +33,7 @@ from rota.torch_internals import address_of
 MakeOptimizer: TypeAlias = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
 
 
-class Given(NamedTuple):
+class Workload(NamedTuple):
     """What is profiled: the stages, one micro-batch, and the loss function.
 
     `earlier`: the chunks of a sample before the micro-batch, if it is a chunk, and `has_later` whether others follow.
@@ -73,7 +72,7 @@ class StageRun:
 
     def __init__(
         self,
-        given: Given,
+        workload: Workload,
         stage: int,
         received: list[Any],
         *,
@@ -83,21 +82,20 @@ class StageRun:
     ) -> None:
         self._earlier = earlier
         self.stage, self.received, self.split, self.recompute = stage, received, split, recompute
-        self._given = given
-        self._forwards = {is_split: StageForward(given.stages, stage, split=is_split) for is_split in (False, True)}
-        self.device = device_of_tensors((*self._module().parameters(), *tensors_of(received)))
+        stages, self.workload = workload.stages, workload
+        self._forwards = {is_split: StageForward(stages, stage, split=is_split) for is_split in (False, True)}
+        devices = [tensor.device for tensor in (*stages[stage].parameters(), *tensors_of(received))]
+        accelerators = (device for device in devices if device.type not in ("cpu", "meta"))
+        self.device = device_at(next(accelerators, torch.device("cpu")))
         #: The stage's output, and the value that leaves by each outgoing edge.
         self.output, self.values, kept = self._forward(self._leaves(), split=True)
         del kept
         self.output, self.values = hand_over(self.output), [hand_over(value) for value in self.values]
-        roots = self.values if given.stages.outgoing(stage) else [] if given.loss_fn else [self.output]
+        roots = self.values if stages.outgoing(stage) else [] if workload.loss_fn else [self.output]
         self.gradients = [
             [torch.randn_like(tensor) for tensor in tensors_of(value) if tensor.requires_grad] for value in roots
         ]
-        self.run(_nothing)
-
-    def _module(self) -> torch.nn.Module:
-        return self._given.stages[self.stage]
+        self.run(lambda: None)
 
     @property
     def wants_input_gradients(self) -> bool:
@@ -108,8 +106,9 @@ class StageRun:
     @property
     def sizes(self) -> tuple[list[int], list[int]]:
         """Bytes of values and of their gradients, by outgoing edge."""
-        tensors = [tensors_of(value) for value in self.values]
-        return [num_bytes(of) for of in tensors], [num_bytes([t for t in of if t.requires_grad]) for of in tensors]
+        values = [*map(tensors_of, self.values)]
+        needing_gradients = [[tensor for tensor in tensors if tensor.requires_grad] for tensors in values]
+        return [*map(num_bytes, values)], [*map(num_bytes, needing_gradients)]
 
     def run(self, mark: Callable[[], None]) -> None:
         """Run four parts: F, R, B or I, and W; parts that the stage does not have are empty."""
@@ -141,19 +140,19 @@ class StageRun:
     def _forward(
         self, received: list[Any], *, split: bool, buffers: dict[str, torch.Tensor] | None = None
     ) -> tuple[Any, list[Any], Kept]:
-        given = self._given
+        workload = self.workload
         chunk = None if self._earlier is None else Chunk(self._earlier.start, self._earlier.passed_on)
         with collect_losses() as added:
-            output, values, kept = self._forwards[split](received, given.batch, buffers=buffers, chunk=chunk)
+            output, values, kept = self._forwards[split](received, workload.batch, buffers=buffers, chunk=chunk)
         if chunk is not None:
             leaves = leaves_of(chunk.passed_on())
-            for leaf in leaves if given.has_later else ():
+            for leaf in leaves if workload.has_later else ():
                 leaf.grad = torch.zeros_like(leaf) if leaf.requires_grad else None  # as backwards of later chunks do
             pass_on(kept, chunk.passed_on(), leaves)
         for loss in added.losses:
             keep_loss(kept, loss.value, 1.0)
-        if not values and given.loss_fn is not None:
-            keep_loss(kept, loss_of(given.loss_fn, output, given.target, self.device)[0], 1.0)
+        if not values and workload.loss_fn is not None:
+            keep_loss(kept, loss_of(workload.loss_fn, output, workload.target, self.device)[0], 1.0)
         elif not values:  # without a loss, the backward starts from the last stage's output
             kept.outputs = [gradient_edges(output, f"stage {self.stage}")]
         return output, values, kept
@@ -168,8 +167,9 @@ class StageRun:
     def _first_forward(self, received: list[Any]) -> Kept | Again:
         if not self.recompute:
             return self.forward(received)[1]
-        inputs = self._given.stages.pick_inputs(self.stage, self._given.batch)
-        with without_activations(self._module(), received, inputs, f"stage {self.stage}") as again:
+        stages, stage = self.workload.stages, self.stage
+        inputs = stages.pick_inputs(stage, self.workload.batch)
+        with without_activations(stages[stage], received, inputs, f"stage {stage}") as again:
             self.forward(received)
         return again
 
@@ -196,7 +196,7 @@ class StageRun:
             held = live.num_bytes()
             if not self.split:
                 return StageBytes(held, 0, checkpoint)
-            gradients = [[*map(copier(contiguous=True), of)] for of in self.gradients]
+            gradients = [[*map(copier(contiguous=True), arriving)] for arriving in self.gradients]
             work = self.backward(kept, gradients)[1]
             del kept, gradients
             waiting = live.num_bytes()
@@ -204,25 +204,19 @@ class StageRun:
         return StageBytes(held, waiting, checkpoint)
 
 
-def device_of_tensors(tensors: Iterable[torch.Tensor]) -> Device:
-    """The device of the first tensor that is not on the CPU; the CPU if there is none, or only such on meta."""
-    found = (tensor.device for tensor in tensors if tensor.device.type not in ("cpu", "meta"))
-    return device_at(next(found, torch.device("cpu")))
-
-
-def on_device_of(stage: int, given: Given) -> tuple[Given, Callable[[Any], Any]]:
-    """What is given with the batch where the stage is, and what moves a value there, as each rank has it in a run.
+def on_device_of(stage: int, workload: Workload) -> tuple[Workload, Callable[[Any], Any]]:
+    """The workload with the batch where the stage is, and what moves a value there, as each rank has it in a run.
 
     A stage without tensors takes values where they are.
     """
-    devices = [tensor.device for tensor in given.stages[stage].state_dict().values()]
+    devices = [tensor.device for tensor in workload.stages[stage].state_dict().values()]
     if not devices:
-        return given, lambda value: value
+        return workload, lambda value: value
 
     def move(value: Any) -> Any:
         return over_tensors(lambda tensor: tensor.to(devices[0]), value)
 
-    return given._replace(batch=move(given.batch), target=move(given.target)), move
+    return workload._replace(batch=move(workload.batch), target=move(workload.target)), move
 
 
 def tensors_of(value: Any) -> list[torch.Tensor]:
@@ -230,14 +224,14 @@ def tensors_of(value: Any) -> list[torch.Tensor]:
     return flatten(value, "a stage")[0]
 
 
-def num_bytes(tensors: list[torch.Tensor]) -> int:
+def num_bytes(tensors: Iterable[torch.Tensor]) -> int:
     """Bytes of the tensors' elements, as a message carries them."""
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 def static_bytes(module: torch.nn.Module) -> int:
     """Bytes of parameters, their gradients and buffers, without an optimizer's state."""
-    return num_bytes([parameter for parameter in module.parameters() if parameter.requires_grad]) + state_bytes(module)
+    return num_bytes(parameter for parameter in module.parameters() if parameter.requires_grad) + state_bytes(module)
 
 
 def state_bytes(module: torch.nn.Module) -> int:
@@ -284,7 +278,3 @@ def optimizer_costs(
 
 def _state_bytes(state: Any) -> int:
     return sum({address_of(storage): storage.nbytes() for storage in storages(state)}.values())
-
-
-def _nothing() -> None:
-    pass

@@ -64,16 +64,16 @@ def memory_bytes_per_rank(name: str | None, ranks_per_machine: int) -> int:
         UsageError: The device or the size of its memory is unknown.
     """
     if name is not None and not is_here(name):
-        found = device_named(name).memory_bytes
+        num_bytes = device_named(name).memory_bytes
     elif name is not None and (device := torch.device(name)).type != "cpu":
         properties = getattr(torch.get_device_module(device), "get_device_properties", lambda _: None)(device)
-        found = getattr(properties, "total_memory", None)
+        num_bytes = getattr(properties, "total_memory", None)
     else:
-        found = total_bytes()
-        found = found and found // ranks_per_machine
-    if found is None:
+        num_bytes = total_bytes()
+        num_bytes = num_bytes and num_bytes // ranks_per_machine
+    if num_bytes is None:
         raise UsageError(f"the memory of {name or 'this machine'} is unknown; give the limit in GB")
-    return found
+    return num_bytes
 
 
 def device_name(device: torch.device) -> str:
