@@ -140,7 +140,7 @@ def test_a_leaf_can_be_written_into_as_writable() -> None:
     leaf = torch.ones(3, requires_grad=True)
     entered = torch_internals.writable(leaf)
     assert entered.data_ptr() == leaf.data_ptr()
-    assert not torch_internals.is_view(entered)
+    assert not entered._is_view()
     entered.mul_(2).sum().backward()
     assert leaf.tolist() == [2, 2, 2]
     assert leaf.grad is not None
@@ -229,7 +229,7 @@ def test_arguments_that_are_written_are_known() -> None:
 
 def test_the_backend_for_cpu_tensors_reduces(alone: dist.ProcessGroup) -> None:
     tensor = torch.ones(2)
-    torch_internals.cpu_backend(alone).allreduce([tensor], dist.AllreduceOptions()).wait()
+    torch_internals.backend_of(alone, torch.device("cpu")).allreduce([tensor], dist.AllreduceOptions()).wait()
     assert tensor.tolist() == [1, 1]
 
 
@@ -281,7 +281,7 @@ def test_sharded_gradients_are_kept_until_they_are_reduced(
 
 def test_the_default_limit_of_a_process_group_can_be_changed(alone: dist.ProcessGroup) -> None:
     torch_internals.set_default_timeout(timedelta(seconds=123))
-    backend = torch_internals.cpu_backend(alone)
+    backend = torch_internals.backend_of(alone, torch.device("cpu"))
     assert backend.options._timeout == timedelta(seconds=123)
 
 

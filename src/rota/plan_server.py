@@ -66,20 +66,16 @@ def by_model(model: str, cluster: str, placing: str = "place", packed: bool = Fa
     return partial(plan_replicas, costs, ranks, packed=packed, place=_PLACINGS[placing], **options)
 
 
-def by_function(name: str, options: dict[str, Any]) -> Planning:
-    """The user's own function, "module:function"."""
-    module, _, function = name.partition(":")
-    plan: Callable[..., Iterable[Grouped]] = getattr(importlib.import_module(module), function)
-    return partial(plan, **options)
-
-
 def main() -> None:
     """Answer requests until there are none."""
     requests, answers = sys.stdin, os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # other output is not for the caller
     first = json.loads(requests.readline())
-    function, options = first["function"], first["options"]
-    plan = by_model(**options) if function is None else by_function(function, options)
+    if first["function"] is None:
+        plan = by_model(**first["options"])
+    else:
+        module, _, function = first["function"].partition(":")
+        plan = partial(getattr(importlib.import_module(module), function), **first["options"])
     for line in requests:
         answers.write(f"{json.dumps(_answer(plan, json.loads(line)))}\n")
         answers.flush()

@@ -51,10 +51,10 @@ def gradients_into(
     retain_graph: bool,
 ) -> tuple[torch.Tensor | None, ...]:
     """`torch.autograd.grad` without its preparations, for `edges`; None where none arrives. See `run_backward`."""
-    found: tuple[torch.Tensor | None, ...] = _engine_run_backward(
+    arrived: tuple[torch.Tensor | None, ...] = _engine_run_backward(
         tuple(roots), tuple(gradients), retain_graph, False, tuple(edges), True, accumulate_grad=False
     )
-    return found
+    return arrived
 
 
 def is_in_backward() -> bool:
@@ -177,11 +177,6 @@ def count_writes(leaves: Iterable[torch.Tensor], entered: Iterable[torch.Tensor]
             torch.autograd.graph.increment_version(leaf)
 
 
-def is_view(tensor: torch.Tensor) -> bool:
-    """Whether autograd treats the tensor as a view of another one. Relies on `Tensor._is_view`."""
-    return bool(tensor._is_view())
-
-
 def version_of(tensor: torch.Tensor) -> int:
     """How often the tensor's memory was written to in place. Relies on `Tensor._version`."""
     return tensor._version
@@ -207,7 +202,7 @@ def norms_of_each(tensors: Sequence[torch.Tensor], norm_type: float, dtype: torc
 
 def multiply_each(tensors: Sequence[torch.Tensor], factor: float | torch.Tensor) -> None:
     """Multiply all tensors in place by one number; few kernels for many tensors. Relies on `torch._foreach_mul_`."""
-    if (isinstance(factor, torch.Tensor) and tensors) or tensors:
+    if tensors:
         torch._foreach_mul_([*tensors], factor)
 
 
@@ -250,12 +245,11 @@ def writes_to_arguments(operation: Any) -> bool:
 
 def written_arguments(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
     """The arguments that an ATen operation, as a dispatch mode gets it, writes in place. Relies on `_schema`."""
-    found = []
+    written: list[torch.Tensor] = []
     for position, argument in enumerate(operation._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
-            value = args[position] if position < len(args) else kwargs.get(argument.name)
-            found += [*tensors_anywhere(value)]
-    return found
+            written += tensors_anywhere(args[position] if position < len(args) else kwargs.get(argument.name))
+    return written
 
 
 def name_of(operation: Any) -> str:
@@ -303,8 +297,8 @@ def copies_to_meta() -> Iterator[list[str]]:
         show_other = warnings.showwarning
 
         def show(message: Warning | str, category: type[Warning], *where: Any, **how: Any) -> None:
-            if found := re.match(_IS_NOT_COPIED, str(message)):
-                names.append(found[1])
+            if match := re.match(_IS_NOT_COPIED, str(message)):
+                names.append(match[1])
             else:
                 show_other(message, category, *where, **how)
 
@@ -335,9 +329,9 @@ def compile_alike(original: nn.Module, copied: nn.Module) -> None:
 
     Relies on `Module._compiled_call_impl`, `Module._call_impl`, and on the closure of what `torch.compile` returns.
     """
-    for one, other in zip(original.modules(), copied.modules(), strict=True):
-        if one._compiled_call_impl is not None:
-            other._compiled_call_impl = _compiler_of(one._compiled_call_impl)(other._call_impl)
+    for module, twin in zip(original.modules(), copied.modules(), strict=True):
+        if module._compiled_call_impl is not None:
+            twin._compiled_call_impl = _compiler_of(module._compiled_call_impl)(twin._call_impl)
 
 
 def is_compiled_module(module: nn.Module) -> bool:
@@ -365,8 +359,8 @@ def run_uncompiled() -> AbstractContextManager[Any]:
 def _compiler_of(compiled: Any) -> Callable[..., Any]:
     from torch._dynamo.eval_frame import _TorchDynamoContext  # it is loaded by now
 
-    cells = [cell.cell_contents for cell in compiled.__closure__ or ()]
-    return next((one for one in cells if isinstance(one, _TorchDynamoContext)), torch.compile)
+    contents = (cell.cell_contents for cell in compiled.__closure__ or ())
+    return next((content for content in contents if isinstance(content, _TorchDynamoContext)), torch.compile)
 
 
 #: The kernels of `scaled_dot_product_attention`: from (query, key, value, …) to a tuple whose first item is the output.
@@ -390,24 +384,20 @@ def sleep_kernel(device: torch.device) -> Callable[[int], None] | None:
 
     None if PyTorch has no such kernel for the device. Relies on `torch.cuda._sleep`, which CUDA and ROCm have.
     """
-    found: Callable[[int], None] | None = getattr(torch.get_device_module(device), "_sleep", None)
-    return found
+    kernel: Callable[[int], None] | None = getattr(torch.get_device_module(device), "_sleep", None)
+    return kernel
 
 
 # --- process groups and FSDP ------------------------------------------------------------------------------------------
 
 
-def cpu_backend(group: dist.ProcessGroup) -> Any:
-    """The backend for CPU tensors; its `send`, `recv` and `allreduce` skip what `torch.distributed` checks per call.
+def backend_of(group: dist.ProcessGroup, device: torch.device) -> Any:
+    """The backend for tensors on `device`; the group itself if it is written in Python.
 
-    Relies on `ProcessGroup._get_backend`, `send(tensors, peer, tag)`, `recv(tensors, peer, tag)` and
+    Its `send`, `recv` and `allreduce` skip what `torch.distributed` checks per call. Relies on
+    `ProcessGroup._get_backend`, `send(tensors, peer, tag)`, `recv(tensors, peer, tag)` and
     `allreduce(tensors, options)`.
     """
-    return backend_of(group, torch.device("cpu"))
-
-
-def backend_of(group: dist.ProcessGroup, device: torch.device) -> Any:
-    """The backend for tensors on `device`, see `cpu_backend`; the group itself if it is written in Python."""
     return group if type(group) is not dist.ProcessGroup else group._get_backend(device)
 
 
@@ -474,14 +464,12 @@ def unreduced_parameters(module: Any) -> list[nn.Parameter]:
     of its `fsdp_params`. The last one is a gradient of another dtype than the weight, see `MixedPrecisionPolicy`.
     """
     group = module._get_fsdp_state()._fsdp_param_group
-    each = group.fsdp_params if group is not None else []
-    return [of.sharded_param for of in each if of.unsharded_accumulated_grad is not None or _has_gradient(of)]
-
-
-def _has_gradient(of: Any) -> bool:
-    """Whether the whole weight, which is made in the first forward, has a gradient."""
-    whole = getattr(of, "_unsharded_param", None)
-    return whole is not None and whole.grad is not None
+    unreduced = []
+    for parameter in group.fsdp_params if group is not None else ():
+        whole = getattr(parameter, "_unsharded_param", None)  # it is made in the first forward
+        if parameter.unsharded_accumulated_grad is not None or (whole is not None and whole.grad is not None):
+            unreduced.append(parameter.sharded_param)
+    return unreduced
 
 
 # --- torch.distributed.pipelining -------------------------------------------------------------------------------------

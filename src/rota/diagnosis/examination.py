@@ -112,20 +112,20 @@ def _report(versions: Mapping[str, str | None], error: str, results: Mapping[str
 
 def find_versions() -> tuple[dict[str, str | None], str]:
     """The versions by name, None where there is none; and why PyTorch cannot be imported, "" if it can."""
-    found = {"python": platform.python_version(), "rota": _installed("rota"), "torch": None}
-    found |= dict.fromkeys(_NAMES)
+    versions = {"python": platform.python_version(), "rota": _installed("rota"), "torch": None}
+    versions |= dict.fromkeys(_NAMES)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             torch: Any = importlib.import_module("torch")
     except Exception as error:  # a library that is missing raises OSError, a broken installation anything
-        return found, f"{type(error).__name__}: {error}"
+        return versions, f"{type(error).__name__}: {error}"
     built_with = torch.version
-    found |= {"torch": str(torch.__version__), "cuda": built_with.cuda, "rocm": built_with.hip}
-    found["xpu"] = getattr(built_with, "xpu", None)
+    versions |= {"torch": str(torch.__version__), "cuda": built_with.cuda, "rocm": built_with.hip}
+    versions["xpu"] = getattr(built_with, "xpu", None)
     with suppress(Exception):  # builds without it raise various errors
-        found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
-    return found, ""
+        versions["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+    return versions, ""
 
 
 def _of_versions(versions: Mapping[str, str | None], error: str) -> list[Finding]:
@@ -209,7 +209,4 @@ def _of_self_test(difference: float) -> list[Finding]:
 
 def _judged(difference: float) -> dict[str, Any]:
     """The self-test's result as a JSON object."""
-    return {
-        "exact": difference <= TOLERANCE,
-        "difference": difference if math.isfinite(difference) else None,
-    }
+    return {"exact": difference <= TOLERANCE, "difference": difference if math.isfinite(difference) else None}

@@ -12,7 +12,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable
-from itertools import combinations
+from itertools import combinations, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -38,47 +38,42 @@ _BYTES = 16_000_000  # of a large message
 _REPEATS = 7
 _STEPS, _ROWS, _WIDTH = 3, 4, 32
 
-#: Called on the first rank with the name of a result, and the result.
-Note = Callable[[str, Any], None]
 
+def examine_together(write: Callable[[str, Any], None]) -> None:
+    """Name the devices, measure links, and run the self-test. Collective: the ranks of `rota run` or torchrun.
 
-def examine_together(write: Note) -> None:
-    """Name the devices, measure links, and run the self-test. Collective: the ranks of `rota run` or torchrun."""
+    Args:
+        write: Called on the first rank with the name of a result, and the result.
+    """
     owns = join()
     is_first = dist.get_rank() == 0
-
-    def note(name: str, result: Any) -> None:
-        if is_first:
-            write(name, result)
-
+    write = write if is_first else lambda *_: None
     if is_first:
         say("devices, and messages between them")
     device = local_device()
     watchdog = Watchdog(limit_s(None))
     try:
         with watchdog.watching("the other ranks to name their devices", PATIENT):
-            note("ranks", all_gather_json(describe(device)))
+            write("ranks", all_gather_json(describe(device)))
         with watchdog.watching("messages between two ranks at a time"):
-            note("links", measure_links(device, watchdog.tick))
+            write("links", measure_links(device, watchdog.tick))
     finally:
         watchdog.close()
     if is_first:
         say("self-test")
-    differences = all_gather_json(train(plan_of(dist.get_world_size()), device))
-    note("self_test", max(differences))
+    write("self_test", max(all_gather_json(train(plan_of(dist.get_world_size()), device))))
     if owns:
         leave([dist.group.WORLD])
 
 
 def describe(device: torch.device) -> dict[str, Any]:
     """The host and the device of this rank, and the device's memory; None on the CPU."""
-    found: dict[str, Any] = {"host": socket.gethostname(), "device": str(device), "name": ""}
-    found |= {"free_bytes": None, "total_bytes": None}
+    name, memory = "", (None, None)
     if device.type != "cpu":
-        module = torch.get_device_module(device)
-        found["name"] = module.get_device_name(device)
-        found["free_bytes"], found["total_bytes"] = module.mem_get_info(device)
-    return found
+        module: Any = torch.get_device_module(device)
+        name, memory = module.get_device_name(device), module.mem_get_info(device)
+    fields = {"host": socket.gethostname(), "device": str(device), "name": name}
+    return fields | dict(zip(("free_bytes", "total_bytes"), memory, strict=True))
 
 
 # --- links ------------------------------------------------------------------------------------------------------------
@@ -96,7 +91,8 @@ def measure_links(device: torch.device, tick: Callable[[], None]) -> list[dict[s
         message.
     """
     own: dict[str, Any] = {}
-    pairs = pairs_of(dist.get_world_size())
+    ranks = range(dist.get_world_size())
+    pairs = [*(combinations(ranks, 2) if len(ranks) <= _MOST_RANKS else pairwise(ranks))]
     for a, b in pairs:
         group = dist.new_group([a, b], backend=dist.get_default_backend_for_device(device))
         if dist.get_rank() in (a, b):
@@ -109,13 +105,6 @@ def measure_links(device: torch.device, tick: Callable[[], None]) -> list[dict[s
         tick()
     of_ranks = all_gather_json(own)
     return [of_ranks[a][f"{a}-{b}"] for a, b in pairs]
-
-
-def pairs_of(num_ranks: int) -> list[tuple[int, int]]:
-    """The pairs to measure: all of them, or the neighbours in a pipeline where they are too many."""
-    if num_ranks <= _MOST_RANKS:
-        return [*combinations(range(num_ranks), 2)]
-    return [(rank, rank + 1) for rank in range(num_ranks - 1)]
 
 
 def _one_way_ns(peer: int, num_bytes: int, device: torch.device, group: dist.ProcessGroup | None) -> int:
@@ -150,7 +139,8 @@ def train(plan: Plan, device: torch.device) -> float:
     Returns:
         The largest relative difference of a loss, or of a weight of this rank at the end; inf if one is not finite.
     """
-    layers = _layers(plan.num_stages)
+    torch.manual_seed(0)  # one small layer per stage, the same on all ranks
+    layers = [nn.Sequential(nn.Linear(_WIDTH, _WIDTH, dtype=torch.float64), nn.Tanh()) for _ in range(plan.num_stages)]
     unsplit = nn.Sequential(*copy.deepcopy(layers))
     stages = Stages([layer.to(device) for layer in layers])
     generator = torch.Generator().manual_seed(0)
@@ -171,12 +161,6 @@ def train(plan: Plan, device: torch.device) -> float:
         twins = dict(zip(weights, unsplit.parameters(), strict=True))
         differences += [_relative(weight, twins[weight]) for weight in pipeline.parameters()]
     return max(differences)
-
-
-def _layers(num_stages: int) -> list[nn.Module]:
-    """One small layer per stage, the same on all ranks."""
-    torch.manual_seed(0)
-    return [nn.Sequential(nn.Linear(_WIDTH, _WIDTH, dtype=torch.float64), nn.Tanh()) for _ in range(num_stages)]
 
 
 def _relative(value: torch.Tensor, expected: torch.Tensor) -> float:

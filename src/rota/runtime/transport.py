@@ -44,14 +44,14 @@ from rota.runtime.messages import (
     unflatten,
 )
 from rota.runtime.recorder import Marks
-from rota.torch_internals import cpu_backend
+from rota.torch_internals import backend_of
 
 
 class Transport:
     """One rank's messages between CPUs."""
 
     def __init__(self, group: dist.ProcessGroup, everyone: dist.ProcessGroup) -> None:
-        self._backend, self._everyone = cpu_backend(group), cpu_backend(everyone)
+        self._backend, self._everyone = (backend_of(ranks, torch.device("cpu")) for ranks in (group, everyone))
         self.formats: dict[ValueKey, Format] = {}  # of activations, by (edge, False, micro-batch)
         self.flags = GradientFlags()
         self._receives: WeakSet[Receive] = WeakSet()
