@@ -33,7 +33,7 @@ from rota.profiling.stage_run import (
     static_bytes,
 )
 from rota.profiling.this_machine import accelerators_of, place_name
-from rota.runtime.gradients.chunks import leaves_of, length_of
+from rota.runtime.gradients.chunks import length_of
 from rota.runtime.gradients.forward_backward import StageForward
 from rota.runtime.losses import LossFn
 from rota.runtime.messages import hand_over
@@ -325,7 +325,7 @@ def _received(of_all: Workload, stage: int, read: dict[int, Earlier]) -> tuple[W
         outputs[before] = hand_over(StageForward(stages, before, split=True)(received, workload.batch, chunk=chunk)[0])
         if chunk is not None and stage < 0:
             length = length_of((*received, *stages.pick_inputs(before, workload.batch)), f"stage {before}")
-            read[before] = Earlier(start + length, [*passed_on, leaves_of(chunk.passed_on())])
+            read[before] = Earlier(start + length, [*passed_on, hand_over(chunk.passed_on())])
     return workload, received
 
 

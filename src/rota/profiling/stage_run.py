@@ -12,7 +12,6 @@ from rota.models.sequence_chunks import Chunk
 from rota.profiling.clocks import Laps, Run
 from rota.profiling.peak_memory import StorageWatch, copier
 from rota.runtime.device.choosing import device_at
-from rota.runtime.gradients.chunks import leaves_of
 from rota.runtime.gradients.forward_backward import (
     Kept,
     StageForward,
@@ -145,7 +144,7 @@ class StageRun:
         with collect_losses() as added:
             output, values, kept = self._forwards[split](received, workload.batch, buffers=buffers, chunk=chunk)
         if chunk is not None:
-            leaves = leaves_of(chunk.passed_on())
+            leaves = hand_over(chunk.passed_on())
             for leaf in leaves if workload.has_later else ():
                 leaf.grad = torch.zeros_like(leaf) if leaf.requires_grad else None  # as backwards of later chunks do
             pass_on(kept, chunk.passed_on(), leaves)

@@ -32,10 +32,10 @@ from rota.runtime.device.local import current_device
 from rota.runtime.device.numbers import bits_of, number_of
 from rota.runtime.environment import MESH
 from rota.runtime.faults.watchdog import Watched
-from rota.runtime.fingerprints import Fingerprints, refuse_other_data
+from rota.runtime.fingerprints import refuse_other_data
 from rota.runtime.json_messages import all_gather_json
 from rota.runtime.launcher_files import digest
-from rota.runtime.meshes import Processes, pipelines_of
+from rota.runtime.meshes import Processes, pipelines_of, planned_stages
 from rota.runtime.microbatch_inputs import MicrobatchInputs
 from rota.runtime.microbatches import Microbatches
 from rota.runtime.plans import ReadyPlan
@@ -51,20 +51,16 @@ from rota.runtime.updates import NUM_FLAGS as NUM_UPDATE_FLAGS, Report, refuse_d
 def refuse_differences(plan: Plan, stages: Stages, shared: list[SharedWeight], mesh: DeviceMesh | None) -> torch.device:
     """Compare what all ranks made their pipelines from, and their number with the plan's. Collective.
 
-    With a mesh, the plan's ranks are those along "pp".
-
-    Returns:
-        This process's device, if its stages have no tensors that show it: one like the others'.
-
-    Raises:
-        PipelineError: on all ranks, if their plans, edges between stages, shared weights, meshes or types of devices
-            differ, or if two processes share an accelerator.
+    With a mesh, the plan's ranks are those along "pp". Returns this process's device, if its stages have no tensors
+    that show it: one like the others'. Raises PipelineError, on all ranks, if their plans, edges between stages, shared
+    weights, meshes or types of devices differ, or if two processes share an accelerator.
     """
     layout = None if mesh is None else (mesh.mesh.tolist(), mesh.mesh_dim_names)
     joined = [[*edge] for edge in stages.edges], stages.inputs
     with collective("comparing plans"):  # before anything that could fail on one rank only
-        digests = [digest(plan), *map(_digest_of, (joined, shared, layout))]
-        of_ranks = all_gather_json([digests, describe_placed(stages, lambda: _local_stages(plan, mesh))])
+        texts = map(repr, (joined, shared, layout))  # of numbers, texts, and tuples and lists of them
+        digests = [digest(plan), *(hashlib.sha256(text.encode()).hexdigest() for text in texts)]
+        of_ranks = all_gather_json([digests, describe_placed(stages, lambda: planned_stages(plan, mesh))])
     for i, what in enumerate(("plan", "graph of stages", "set of tied and replicated weights", "mesh")):
         for rank, (other, _) in enumerate(of_ranks):
             if other[i] != of_ranks[0][0][i]:
@@ -81,18 +77,6 @@ def refuse_differences(plan: Plan, stages: Stages, shared: list[SharedWeight], m
             remedy = f"give Pipeline mesh={'rota.mesh()' if MESH in os.environ else replicas}, or {remedy}"
         raise PipelineError(f"the plan is for {count_text(plan.num_ranks, 'rank')}, but {started}; {remedy}")
     return current_device(refuse_mixed([Placed(*placed) for _, placed in of_ranks]))
-
-
-def _local_stages(plan: Plan, mesh: DeviceMesh | None) -> tuple[int, ...]:
-    """The stages of this process; none if the plan has no such rank."""
-    process = dist.get_rank()
-    rank = next(pipeline.index(process) for pipeline in pipelines_of(mesh) if process in pipeline)
-    return plan.placement.stages_on(rank) if rank < plan.num_ranks else ()
-
-
-def _digest_of(value: object) -> str:
-    """The digest of numbers, texts, and tuples and lists of them."""
-    return hashlib.sha256(repr(value).encode()).hexdigest()
 
 
 # --- calls and runs ---------------------------------------------------------------------------------------------------
@@ -206,9 +190,8 @@ class Agreement:
     def begin(self, ready: ReadyPlan, batch: Batch, brought: Brought) -> Begun:
         """Before a run: whether layouts may be new, and one seed for all.
 
-        Raises:
-            PipelineError: on all processes, if their calls, plans, scales or gradient scalers differ, or what they were
-                given does not fit together.
+        Raises PipelineError, on all processes, if their calls, plans, scales or gradient scalers differ, or if what
+        they were given does not fit together.
         """
         call, report = brought.call, brought.report
         is_new = max(ready.execution.is_new(batch), int(self._dynamic_shapes))
@@ -254,15 +237,9 @@ class Agreement:
     ) -> _Row:
         """The maxima of all processes' flags; by process what it calls, its number and its plan.
 
-        Args:
-            call: what this process calls.
-            doing: what the ranks are doing, for the error if one is lost.
-            flags: whole numbers of 64 bits, at most `_NUM_FLAGS`.
-            number: 0 or more, inf or nan.
-            plan: the number of the plan that is to run; 0 if none is, or the pipeline's own.
-
-        Raises:
-            PipelineError: on all processes, unless all make the same call.
+        `doing`: for the error if a rank is lost. `flags`: at most `_NUM_FLAGS`. `number`: 0 or more, inf or nan.
+        `plan`: the number of the plan that is to run; 0 if none is, or the pipeline's own. Raises PipelineError, on all
+        processes, unless all make the same call.
         """
         self._watched.num_calls += 1
         size = len(self._names)
@@ -319,29 +296,30 @@ class Agreement:
 
     def _compare(self, inputs: MicrobatchInputs, batch: Batch, checks: bool, call: Call) -> _Weights:
         """Gather what the others were given, and refuse what does not fit together. Collective."""
-        given_here = batch.given if inputs.reads_inputs else Microbatches([])
-        wanted_here = batch.wanted if inputs.reads_targets else Microbatches([])
-        here = _Given(
-            [*given_here.sizes],
-            [*wanted_here.sizes],
-            given_here.num_rows,
-            wanted_here.num_rows,
-            [*max(given_here.padding, wanted_here.padding, key=len)],
-            inputs.fingerprints(batch) if checks else {},
+        split_inputs = batch.split_inputs if inputs.reads_inputs else Microbatches([])
+        split_targets = batch.split_targets if inputs.reads_targets else Microbatches([])
+        own_rows = _Rows(
+            [*split_inputs.sizes],
+            [*split_targets.sizes],
+            split_inputs.num_rows,
+            split_targets.num_rows,
+            [*max(split_inputs.padding, split_targets.padding, key=len)],
         )
+        own_fingerprints = inputs.fingerprints(batch) if checks else {}
         processes = self._processes
         with collective("comparing batches"):
-            given = [_Given(*fields) for fields in all_gather_json(here, processes.everyone)]
+            gathered = all_gather_json([own_rows, own_fingerprints], processes.everyone)
             refuse_other_data(
-                [of_rank.fingerprints for of_rank in given],
+                [fingerprints for _, fingerprints in gathered],
                 processes.pipelines,
                 processes.num_tp_shards,
                 self._names,
                 compare_replicas=call.is_step,
             )
+        rows = [_Rows(*fields) for fields, _ in gathered]
         for pipeline in processes.pipelines:
-            _refuse_uneven_rows([given[process] for process in pipeline], len(batch.shares))
-        return _weights([given[process] for process in processes.pipeline_processes], inputs)
+            _refuse_uneven_rows([rows[process] for process in pipeline], len(batch.shares))
+        return _weights([rows[process] for process in processes.pipeline_processes], inputs)
 
 
 class _Row(NamedTuple):
@@ -354,7 +332,7 @@ class _Row(NamedTuple):
 
 
 def _sizes_of(batch: Batch) -> object:
-    return batch.rows, batch.target_rows, batch.given.num_rows, batch.wanted.num_rows
+    return batch.rows, batch.target_rows, batch.split_inputs.num_rows, batch.split_targets.num_rows
 
 
 def listed(names: Sequence[str]) -> str:
@@ -366,8 +344,8 @@ def listed(names: Sequence[str]) -> str:
 # --- batches ----------------------------------------------------------------------------------------------------------
 
 
-class _Given(NamedTuple):
-    """What a process was given.
+class _Rows(NamedTuple):
+    """The rows that a process was given.
 
     `sizes` of all micro-batches of inputs and targets, where a list was given or they differ; the rows of whole batches
     that were split, and which micro-batches are padding. All of it is empty for what the process does not read.
@@ -378,7 +356,6 @@ class _Given(NamedTuple):
     num_rows: int
     num_target_rows: int
     padding: list[int]
-    fingerprints: Fingerprints
 
 
 class _Weights(NamedTuple):
@@ -388,17 +365,16 @@ class _Weights(NamedTuple):
     padding: tuple[int, ...]
 
 
-def _weights(of_ranks: Sequence[_Given], inputs: MicrobatchInputs) -> _Weights:
+def _weights(by_rank: Sequence[_Rows], inputs: MicrobatchInputs) -> _Weights:
     """From the targets' sizes if any rank has them, else the inputs'."""
-    sizes = [given.target_sizes for given in of_ranks] + [given.sizes for given in of_ranks]
+    sizes = [rank.target_sizes for rank in by_rank] + [rank.sizes for rank in by_rank]
     shares = inputs.shares(next(filter(None, sizes), ()))
-    padding = next(filter(None, (given.padding for given in of_ranks)), [])
-    return _Weights(shares, tuple(padding))
+    return _Weights(shares, next((tuple(rank.padding) for rank in by_rank if rank.padding), ()))
 
 
-def _refuse_uneven_rows(of_ranks: Sequence[_Given], n: int) -> None:
+def _refuse_uneven_rows(by_rank: Sequence[_Rows], n: int) -> None:
     """Rows that do not divide evenly are split alike only if inputs and targets have the same number."""
-    rows, target_rows = max(given.num_rows for given in of_ranks), max(given.num_target_rows for given in of_ranks)
+    rows, target_rows = max(rank.num_rows for rank in by_rank), max(rank.num_target_rows for rank in by_rank)
     if rows and target_rows and rows != target_rows and (rows % n or target_rows % n):
         raise PipelineError(
             f"inputs have {rows} rows and targets {target_rows}, which do not both divide into {n} micro-batches, so "

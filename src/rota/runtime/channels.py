@@ -31,6 +31,7 @@ from rota.runtime.transport import (
     Transport,
     activation,
     as_sent,
+    as_tensors,
     collective,
     expected,
     lost,
@@ -142,7 +143,7 @@ class Channels:
     def _send_value(self, passage: Passage, with_layout: bool, value: Any, stream: Any) -> Mark:
         layout, tensors = outgoing(self.formats, passage.message, value, with_layout)
         if layout is not None:
-            self._hosts.send_layout(passage.message, layout)
+            self._hosts.send(passage.message, as_tensors(layout))
         return self._send(passage, tensors, stream)
 
     def _send_gradients(self, passage: Passage, gradients: Gradients, stream: Any) -> Mark:
@@ -151,7 +152,7 @@ class Channels:
                 self._hosts.flags, self.formats, passage.message, gradients, self._where
             )
         if flags is not None:
-            self._hosts.send_flags(passage.message, flags)
+            self._hosts.send(passage.message, [flags])
         return self._send(passage, tensors, stream)
 
     def _send(self, passage: Passage, tensors: list[torch.Tensor], stream: Any) -> Mark:

@@ -52,8 +52,8 @@ class Batch:
     for each sample that is cut, its micro-batches. `keeps_outputs`: of the last stage, in `Compute.outputs`.
     """
 
-    given: Microbatches
-    wanted: Microbatches
+    split_inputs: Microbatches
+    split_targets: Microbatches
     shares: list[float]
     padding: tuple[int, ...] = ()
     scale: Number = 1.0
@@ -69,12 +69,12 @@ class Batch:
     @property
     def inputs(self) -> list[Any]:
         """By micro-batch."""
-        return self.given.values
+        return self.split_inputs.values
 
     @property
     def targets(self) -> list[Any]:
         """By micro-batch."""
-        return self.wanted.values
+        return self.split_targets.values
 
     def is_padding(self, microbatch: int) -> bool:
         """Whether it was added because there are fewer rows than micro-batches."""

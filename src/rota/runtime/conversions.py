@@ -97,13 +97,8 @@ class _Converted:
 def converted(model: Any, stored: Mapping[str, S], known: Iterable[str]) -> dict[str, S | _Converted]:
     """The tensors by the names that `from_pretrained` gives them; as they are if `model` is not one of transformers.
 
-    Args:
-        model: The unsplit model.
-        stored: The tensors of the folder by name.
-        known: The names of all weights of the model.
-
-    Raises:
-        FormatError: Two tensors are the same weight, or shapes do not fit what transformers makes of the tensors.
+    `stored`: the tensors of the folder. `known`: the names of all weights of the model. Raises FormatError if two
+    tensors are the same weight, or if shapes do not fit what transformers makes of the tensors.
     """
     if not _is_of_transformers(model):
         return {**stored}

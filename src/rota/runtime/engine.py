@@ -24,7 +24,7 @@ from rota.models.elsewhere import free_elsewhere
 from rota.runtime.agreement import Agreement, Begun, Brought, Call, refuse_differences
 from rota.runtime.channels import Channels
 from rota.runtime.compute import Batch, Compute, step_seed
-from rota.runtime.device.choosing import device_of
+from rota.runtime.device.choosing import device_at, placed_on
 from rota.runtime.device.protocol import is_queued
 from rota.runtime.environment import cores_of
 from rota.runtime.execution import ThisRank
@@ -122,7 +122,6 @@ class Engine:
     """One rank's part of a pipeline: all that stays the same from its making to its end. `build` makes one."""
 
     stages: Stages
-    plan: Plan
     processes: Processes
     here: ThisRank
     compute: Compute
@@ -273,7 +272,7 @@ def build(stages: Stages, plan: Plan, loss_fn: LossFn | None, options: Options) 
             life.before_end(processes.abort_on_device)
             watched.names = processes.names
             local = plan.placement.stages_on(processes.rank)
-            device = device_of(stages, local, otherwise)
+            device = device_at(placed_on(stages, local) or otherwise)
             processes.open_on_device(device.backend, device.torch_device)
             gradients = GradientSync(stages, plan, shared, processes, device)
             life.at_end(gradients.close)
@@ -303,7 +302,6 @@ def build(stages: Stages, plan: Plan, loss_fn: LossFn | None, options: Options) 
         raise
     return Engine(
         stages=stages,
-        plan=plan,
         processes=processes,
         here=here,
         compute=compute,

@@ -83,8 +83,7 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 def end_with_parent(parent: int | None = None) -> None:
     """Let the kernel kill this process as soon as the thread that started it has ended.
 
-    Args:
-        parent: the process that started this one; if it is gone already this process ends here. None: not known.
+    `parent`: the process that started this one; if it is gone already this process ends here. None: not known.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -150,12 +150,7 @@ class Execution:
     # --- one run ------------------------------------------------------------------------------------------------------
 
     def run(
-        self,
-        batch: Batch,
-        seed: int,
-        with_layouts: bool,
-        tick: Callable[[], None],
-        watch: MemoryWatch | None = None,
+        self, batch: Batch, seed: int, with_layouts: bool, tick: Callable[[], None], watch: MemoryWatch | None = None
     ) -> None:
         """Run all actions; `with_layouts`: values are sent with their layouts. `tick` is called before each action.
 
@@ -229,7 +224,7 @@ class Execution:
                 yield Bound(action, receives[message.value].post)
             else:
                 send = self._transport.sending(message, with_layouts)
-                yield Bound(action, partial(_pass, uses.of(message.value), send))
+                yield Bound(action, partial(_pass, uses.taker(message.value), send))
         if after is not None:
             yield after
 
@@ -238,7 +233,7 @@ class Execution:
     ) -> Callable[[], None]:
         """The function that runs an op. `takes`: of the values that arrive."""
         read, made = self._values_of[op]
-        reads = [takes[key] if key in takes else uses.here(key) for key in read]
+        reads = [takes[key] if key in takes else uses.local_taker(key) for key in read]
         slots = [(i, slot) for i, key in enumerate(made) if (slot := uses.slot(key)) is not None]
         unsent = [(i, key) for i, key in enumerate(made) if op.kind is Kind.F and key[0] in self._program.unsent]
         unsent = unsent if with_layouts else []
@@ -315,13 +310,14 @@ class Execution:
 
         `made_at`: see `Passage.position`. `under_way`: messages that were allocated or sent, but not ended.
         """
-        channels, hooks, message = self._channel, self._hooks, step.message
+        channels, hooks, message = self._channels, self._hooks, step.message
+        assert channels is not None
         match step.what:
             case "run":
                 assert isinstance(step.subject, Op)
-                return partial(
-                    self._enqueue_op, self._bind(step.subject, self._takes(step.subject), uses, with_layouts)
-                )
+                arriving = (key for key in self._values_of[step.subject][0] if key in self._program.arriving)
+                takes = {key: partial(channels.take, key) for key in arriving}
+                return partial(self._enqueue_op, self._bind(step.subject, takes, uses, with_layouts))
             case "reduce":
                 assert isinstance(step.subject, Op)
                 return hooks.after.get(step.subject, _nothing)
@@ -338,11 +334,7 @@ class Execution:
         passages.append(channels.passage(message, made_at))
         if step.what == "allocate":
             return partial(channels.allocate, passages[-1], with_layouts)
-        return partial(_pass_on, uses.of(message.value), channels.sending(passages[-1], with_layouts))
-
-    def _takes(self, op: Op) -> dict[ValueKey, Callable[[], Any]]:
-        read, _ = self._values_of[op]
-        return {key: partial(self._channel.take, key) for key in read if key in self._program.arriving}
+        return partial(_pass_on, uses.taker(message.value), channels.sending(passages[-1], with_layouts))
 
     def _enqueue_op(self, run: Callable[[], None], _: Any) -> Mark:
         run()
@@ -353,30 +345,28 @@ class Execution:
         assert is_queued(self._device)
         return self._device
 
-    @property
-    def _channel(self) -> Channels:
-        assert self._channels is not None
-        return self._channels
-
     # --- what it does -------------------------------------------------------------------------------------------------
 
     def doing_on_device(self) -> Doing | None:
         """What the device does or waits for, if it has not ended what the host has enqueued. Any thread may ask."""
-        unfinished = self._unfinished() if self._channels is not None else []
-        return _doing_on_device(unfinished) if unfinished else None
+        if self._channels is None:
+            return None
+        steps, done = self._steps, [mark is None or self._queue.is_done(mark) for mark in [*self._behind]]
+        first: dict[str, Step] = {}  # of each stream, those that it has not ended
+        for step, is_done in zip(steps, done, strict=False):  # none is unfinished once the times are known
+            if not is_done:
+                first.setdefault(step.stream, step)
+        if not first:
+            return None
+        at = ", ".join(f"{step} on {stream}" for stream, step in first.items())
+        running = [step for step in first.values() if all(done[before] for before in step.waits)]
+        if any(step.what == "run" and step.communicator is None for step in running):
+            return Doing(False, f"has not ended on its device: {at}")
+        return Doing(True, f"waits on its device for other ranks: {at}")
 
     def num_reached(self) -> int:
         """How many kernels of the last run a queued device has ended. Any thread may ask."""
         return sum(mark is not None and self._queue.is_done(mark) for mark in [*self._behind]) if self._channels else 0
-
-    def _unfinished(self) -> list[tuple[Step, bool]]:
-        """The first step of each stream that the device has not ended, and whether it waits for another one's."""
-        steps, done = self._steps, [mark is None or self._queue.is_done(mark) for mark in [*self._behind]]
-        first: dict[str, tuple[Step, bool]] = {}
-        for step, is_done in zip(steps, done, strict=False):  # none is unfinished once the times are known
-            if not is_done:
-                first.setdefault(step.stream, (step, not all(done[before] for before in step.waits)))
-        return [*first.values()]
 
     def awaits(self, words: str) -> None:
         """From now on the rank waits for what these words say, outside of its actions."""
@@ -420,15 +410,15 @@ class _Uses:
         self._left[made] = self._num_uses.get(made[:2], 0)
         return self._slots.setdefault(made, len(self._slots)) if self._left[made] else None
 
-    def of(self, key: ValueKey) -> Callable[[], Any]:
+    def taker(self, key: ValueKey) -> Callable[[], Any]:
         """What gives the value to its next user."""
         self._left[key] -= 1
         slot = self._slots[key]
         return partial(self._values.__getitem__, slot) if self._left[key] else partial(_take, self._values, slot)
 
-    def here(self, key: ValueKey) -> Callable[[], Any]:
+    def local_taker(self, key: ValueKey) -> Callable[[], Any]:
         """What gives it to a stage on the same rank."""
-        return self.of(key) if key[1] else partial(_handed_over, self.of(key))
+        return self.taker(key) if key[1] else partial(_handed_over, self.taker(key))
 
 
 def _take(values: list[Any], slot: int) -> Any:
@@ -482,15 +472,6 @@ def _refusing_writes(
             f"operation that is not in place"
         )
     return outputs
-
-
-def _doing_on_device(unfinished: list[tuple[Step, bool]]) -> Doing:
-    """What a device does that has not ended all that its host has enqueued."""
-    running = [step for step, waits in unfinished if not waits]
-    at = ", ".join(f"{step} on {step.stream}" for step, _ in unfinished)
-    if any(step.what == "run" and step.communicator is None for step in running):
-        return Doing(False, f"has not ended on its device: {at}")
-    return Doing(True, f"waits on its device for other ranks: {at}")
 
 
 def _versions(received: list[Any], lent: list[int]) -> list[int]:

@@ -7,7 +7,7 @@ hashes.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -25,24 +25,18 @@ Fingerprints = dict[str, list[str]]
 def fingerprints(kind: str, microbatches: Sequence[Any], names: Sequence[str] = ()) -> Fingerprints:
     """Fingerprints of each part of a batch, by names such as "inputs['labels']".
 
-    Args:
-        kind: "inputs" or "targets".
-        microbatches: by number; None if this rank was given nothing.
-        names: the names of inputs given by position.
+    `kind`: "inputs" or "targets". `microbatches`: None where this rank was given nothing. `names`: of inputs by
+    position.
     """
     by_name: Fingerprints = {}
     for m, microbatch in enumerate(microbatches):
         if microbatch is None:
             continue
-        for key, value in _parts(microbatch):
+        for key, value in items(microbatch) if isinstance(microbatch, (dict, tuple)) else ((0, microbatch),):
             name = names[key] if isinstance(key, int) and key < len(names) else key
-            of_name = by_name.setdefault(f"{kind}[{name!r}]", [""] * len(microbatches))
-            of_name[m] = fingerprint(value)
+            hashes = by_name.setdefault(f"{kind}[{name!r}]", [""] * len(microbatches))
+            hashes[m] = fingerprint(value)
     return by_name
-
-
-def _parts(microbatch: Any) -> Iterator[tuple[Any, Any]]:
-    return iter(items(microbatch) if isinstance(microbatch, (dict, tuple)) else ((0, microbatch),))
 
 
 def fingerprint(value: Any) -> str:
@@ -56,7 +50,7 @@ def _update(digest: Any, value: Any) -> bool:
         if value.layout is not torch.strided or value.is_meta or value.is_nested or value.is_quantized:
             return False
         digest.update(f"{value.dtype}{list(value.shape)}".encode())
-        digest.update(_bytes_of(value))
+        digest.update(bytes_of(value))
         return True
     if isinstance(value, (dict, tuple, list)):
         digest.update(f"{type(value).__name__}{len(value)}".encode())
@@ -67,23 +61,24 @@ def _update(digest: Any, value: Any) -> bool:
     return False
 
 
-def _bytes_of(tensor: torch.Tensor) -> Any:
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a tensor's elements, in row-major order."""
     plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
     # One row has any stride and is contiguous; a view as bytes needs 1.
-    return plain.as_strided((plain.numel(),), (1,)).view(torch.uint8).numpy()
+    return plain.as_strided((plain.numel(),), (1,)).view(torch.uint8).numpy().data
 
 
 # --- comparing --------------------------------------------------------------------------------------------------------
 
 
-def _refuse_difference(given: Sequence[Fingerprints], pipeline: Sequence[int], names: Sequence[str]) -> None:
-    """Raise PipelineError if two processes of a pipeline were given different data under one name."""
+def _refuse_difference(by_process: Sequence[Fingerprints], replica: Sequence[int], names: Sequence[str]) -> None:
+    """Raise PipelineError if two processes of a replica were given different data under one name."""
     first: dict[tuple[str, int], tuple[int, str]] = {}
-    for process in pipeline:
-        for name, of_name in given[process].items():
-            for m, found in enumerate(of_name):
-                other, known = first.setdefault((name, m), (process, found)) if found else (process, found)
-                if found != known:
+    for process in replica:
+        for name, hashes in by_process[process].items():
+            for m, value in enumerate(hashes):
+                other, expected = first.setdefault((name, m), (process, value)) if value else (process, value)
+                if value != expected:
                     raise PipelineError(
                         f"{names[other]} and {names[process]} are of one pipeline, but were given different {name} "
                         f"(first in micro-batch {m}), so inputs and targets would belong to different rows. Give all "
@@ -94,49 +89,42 @@ def _refuse_difference(given: Sequence[Fingerprints], pipeline: Sequence[int], n
                     )
 
 
-def _equal_replicas(given: Sequence[Fingerprints], replicas: Sequence[Sequence[int]]) -> tuple[int, int] | None:
+def _equal_replicas(by_process: Sequence[Fingerprints], replicas: Sequence[Sequence[int]]) -> tuple[int, int] | None:
     """Two replicas that were given exactly the same data, or None. `replicas`: the processes of each."""
-    seen: dict[tuple[tuple[str, int, str], ...], int] = {}
+    first: dict[frozenset[tuple[str, int, str]], int] = {}
     for replica, processes in enumerate(replicas):
-        values = sorted(
-            {
-                (name, m, value)
-                for process in processes
-                for name, of_name in given[process].items()
-                for m, value in enumerate(of_name)
-                if value
-            }
+        values = frozenset(
+            (name, m, value)
+            for process in processes
+            for name, hashes in by_process[process].items()
+            for m, value in enumerate(hashes)
+            if value
         )
-        if values and seen.setdefault(tuple(values), replica) != replica:
-            return seen[tuple(values)], replica
+        if values and first.setdefault(values, replica) != replica:
+            return first[values], replica
     return None
 
 
 def refuse_other_data(
-    given: Sequence[Fingerprints],
+    by_process: Sequence[Fingerprints],
     pipelines: Sequence[Sequence[int]],
     num_shards: int,
     names: Sequence[str],
     *,
     compare_replicas: bool,
 ) -> None:
-    """Raise PipelineError, on all processes, unless the data fits.
+    """Raise PipelineError, on all processes, unless the data that they were given fits.
 
-    Args:
-        given: by process.
-        pipelines: the processes of each pipeline by rank, all shards of the first replica, then of the next.
-        num_shards: pipelines per replica.
-        names: the names of all processes, for messages.
-        compare_replicas: whether replicas must differ.
+    `pipelines`: the processes of each pipeline by rank, all shards of the first replica, then of the next, with
+    `num_shards` pipelines per replica. `compare_replicas`: whether replicas must differ.
     """
     replicas = [
         [process for pipeline in pipelines[i : i + num_shards] for process in pipeline]
         for i in range(0, len(pipelines), num_shards)
     ]
     for processes in replicas:
-        _refuse_difference(given, processes, names)
-    same = _equal_replicas(given, replicas) if compare_replicas else None
-    if same is not None:
+        _refuse_difference(by_process, processes, names)
+    if compare_replicas and (same := _equal_replicas(by_process, replicas)):
         raise PipelineError(
             f"replicas {same[0]} and {same[1]} were given the same data, so the second one adds nothing. With a "
             f"DataLoader, write DataLoader(dataset, batch_size=…, sampler=pipeline.sampler(dataset)); of a batch that "

@@ -44,7 +44,7 @@ class GradientFlags:
         """Whether the gradients of a message have flags."""
         return num_gradients > 0 and (self._on_all_edges or edge in self._edges)
 
-    def of(self, edge: int, gradients: Gradients) -> torch.Tensor:
+    def to_send(self, edge: int, gradients: Gradients) -> torch.Tensor:
         """The flags to send before the gradients."""
         are_present = [gradient is not None for gradient in gradients]
         if not all(are_present):
@@ -65,8 +65,7 @@ class GradientFlags:
     def end(self, edges: Sequence[tuple[int, int]], num_sent: Counter[int]) -> None:
         """The run has ended. `edges`: their stages; `num_sent`: by edge, the messages with gradients sent here.
 
-        Raises:
-            PipelineError: zeros were sent for a tensor in all micro-batches.
+        Raises PipelineError if zeros were sent for a tensor in all micro-batches.
         """
         for (edge, i), num_zeros in self._zeros.items():
             if num_zeros == num_sent[edge]:

@@ -20,31 +20,22 @@ _NUM_FIRST = 1024 - _LENGTH.size
 
 
 def all_gather_json(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """Every rank's value, in the order of the group's ranks. Collective.
+    """Every rank's value, in the order of the group's ranks, as `json` reads it; this rank's own as well. Collective.
 
-    Args:
-        value: what `json` writes: None, bool, int, float (nan and inf too), str, and lists and dicts of them with str
-            keys. Tuples arrive as lists.
-        group: the ranks that take part; the default group if None.
-
-    Returns:
-        One value per rank of the group, as `json` reads it; this rank's own as well.
-
-    Raises:
-        TypeError: `value` holds something else. The other ranks then wait: check what users give before the call.
-        ValueError: a rank sent invalid JSON.
+    `value`: what `json` writes: None, bool, int, float (nan and inf too), str, and lists and dicts of them with str
+    keys. Tuples arrive as lists. Raises TypeError for anything else, while the other ranks wait: check what users give
+    before the call.
     """
     size = dist.get_world_size(group)
     begin, rest = (part.to(_device(group)) for part in _parts(value))
     begins = [torch.empty_like(begin) for _ in range(size)]
     dist.all_gather(begins, begin, group=group)
-    num_left = [*map(_num_left, begins)]
-    padded = rest.new_zeros(max(num_left))
+    padded = rest.new_zeros(max(map(_num_left, begins)))
     padded[: len(rest)] = rest
     rests = [torch.empty_like(padded) for _ in range(size)]
     if len(padded):
         dist.all_gather(rests, padded, group=group)
-    return [_joined(begin, rest[:left]) for begin, rest, left in zip(begins, rests, num_left, strict=True)]
+    return [*map(_joined, begins, rests)]
 
 
 def broadcast_json(value: Any, source: int = 0, group: dist.ProcessGroup | None = None) -> Any:
@@ -82,9 +73,8 @@ def _length_in(begin: torch.Tensor) -> int:
 
 
 def _joined(begin: torch.Tensor, rest: torch.Tensor) -> Any:
-    num_first = min(_length_in(begin), _NUM_FIRST)
-    first = begin[_LENGTH.size : _LENGTH.size + num_first]
-    return json.loads(torch.cat([first, rest]).cpu().numpy().tobytes())
+    text = torch.cat([begin[_LENGTH.size :], rest])[: _length_in(begin)]
+    return json.loads(text.cpu().numpy().tobytes())
 
 
 def _device(group: dist.ProcessGroup | None) -> str:

@@ -8,7 +8,7 @@ import multiprocessing.util
 import os
 import re
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,7 +16,7 @@ from rota.core import reading
 from rota.core.errors import FormatError, PipelineError
 from rota.core.plan import Plan
 from rota.core.text import count_text
-from rota.runtime.environment import FOLDER, KEPT_MEMORY, RESTART, TIMEOUT_S
+from rota.runtime.environment import FOLDER, KEPT_MEMORY, RESTART
 from rota.runtime.recorder import Record
 
 _SCRIPT = "script.py"
@@ -74,11 +74,9 @@ def keep_sockets_in_run_folder() -> None:
             tempfile.tempdir = before
 
 
-def keep_script(script: str, folder: str) -> bytes:
-    """Read the script, once for all starts of the ranks, and keep it in the folder of the run; returns its text."""
-    text = Path(script).read_bytes()
-    Path(folder, _SCRIPT).write_bytes(text)
-    return text
+def keep_script(script: str, folder: str) -> None:
+    """Read the script, once for all starts of the ranks, and keep it in the folder of the run."""
+    Path(folder, _SCRIPT).write_bytes(Path(script).read_bytes())
 
 
 def kept_script() -> bytes:
@@ -107,24 +105,14 @@ def is_first_to_say(text: str) -> bool:
     name = f"said-{os.environ.get(RESTART, '0')}-{hashlib.sha256(text.encode(errors='replace')).hexdigest()}"
     try:
         Path(folder, name).touch(exist_ok=False)
-    except FileExistsError:
-        return False
-    except OSError:  # a full disk must not hide an error
-        return True
+    except OSError as error:  # a full disk must not hide an error
+        return not isinstance(error, FileExistsError)
     return True
-
-
-# --- restarts and limits of time --------------------------------------------------------------------------------------
 
 
 def is_restart() -> bool:
     """Whether `rota run` or torchrun started this process to replace one that failed."""
     return any(os.environ.get(name, "0") != "0" for name in (RESTART, "TORCHELASTIC_RESTART_COUNT"))
-
-
-def given_limit_s() -> float | None:
-    """The seconds of `rota run --timeout`, None without it."""
-    return float(os.environ[TIMEOUT_S]) if TIMEOUT_S in os.environ else None
 
 
 # --- records ----------------------------------------------------------------------------------------------------------
@@ -184,8 +172,3 @@ def states_in(folder: Path) -> set[State]:
     """The states that are whole in a rank's folder."""
     names = map(_SNAPSHOT.fullmatch, os.listdir(folder))
     return {State(match[1], int(match[2])) for match in names if match}
-
-
-def common_states(folders: Sequence[Path]) -> set[State]:
-    """The states that all ranks hold."""
-    return set.intersection(*map(states_in, folders)) if folders else set()

@@ -54,7 +54,7 @@ class Layouts:
         self._sizes, self._modules = sizes, modules
         self._parameters = [parameter for module in modules for parameter in module.parameters()]
         #: Of the last inputs, by micro-batch: their shapes, and what they held besides tensors.
-        self._given: list[Any] = []
+        self._inputs: list[Any] = []
 
     def find(self, batch: Batch) -> tuple[bool, bool]:
         """Whether all layouts are known; and whether what else they depend on is as it was, for all batches."""
@@ -64,15 +64,17 @@ class Layouts:
             ambient_autocast(),
         )
         is_same_context, self.known.context = context == self.known.context, context
-        given = [_given(value) for value in (batch.inputs[:1] if batch.alike and not self._sizes else batch.inputs)]
-        is_same, self._given = given == self._given, given
+        inputs = [
+            _structure_of(value) for value in (batch.inputs[:1] if batch.alike and not self._sizes else batch.inputs)
+        ]
+        is_same, self._inputs = inputs == self._inputs, inputs
         if self._sizes:
             return self._find_by_sizes(), is_same_context
         return is_same and is_same_context, is_same_context
 
     def _find_by_sizes(self) -> bool:
         """Whether all layouts were seen at the sizes of the micro-batches; if so, they are in `formats`."""
-        if any(self.known.inputs.get(size) != given for size, given in zip(self._sizes, self._given, strict=True)):
+        if any(self.known.inputs.get(size) != shapes for size, shapes in zip(self._sizes, self._inputs, strict=True)):
             return False
         seen = {(edge, False, m): self.known.formats.get((edge, self._sizes[m])) for edge, m in self._crossing}
         if None in seen.values():
@@ -86,11 +88,11 @@ class Layouts:
             return
         if len(self.known.inputs) > _MOST_SIZES:
             self.known.forget()
-        self.known.inputs.update(zip(self._sizes, self._given, strict=True))
+        self.known.inputs.update(zip(self._sizes, self._inputs, strict=True))
         self.known.formats.update({(edge, self._sizes[m]): self.formats[edge, False, m] for edge, m in self._crossing})
 
 
-def _given(value: Any) -> Any:
+def _structure_of(value: Any) -> Any:
     """The shapes of a micro-batch's inputs, and what they hold besides tensors."""
     plain: list[Any] = []
     return structure(value, plain), plain

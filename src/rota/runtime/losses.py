@@ -69,10 +69,8 @@ def loss_of(
 ) -> tuple[torch.Tensor, MicrobatchLoss]:
     """What the backward starts from, and its numbers. Does not wait for the device.
 
-    `takes_target`: what `needs_target` says; None: ask it.
-
-    Raises:
-        PipelineError: `loss_fn` returns something else, or a loss without gradient for an output that has one.
+    `takes_target`: what `needs_target` says; None: ask it. Raises PipelineError if `loss_fn` returns something else, or
+    a loss without gradient for an output that has one.
     """
     if takes_target is None:
         takes_target = needs_target(loss_fn)

@@ -90,8 +90,9 @@ def give_memory(
     init: Init | None = None,
 ) -> None:
     """`materialize`, but tensors in `loaded`, whose values come from elsewhere, are left without values."""
-    target = None if device is None else torch.device(device)
-    local, loaded = _checked(stages, local), {*loaded}
+    target, loaded, local = None if device is None else torch.device(device), {*loaded}, sorted({*local})
+    if wrong := [stage for stage in local if not 0 <= stage < len(stages)]:
+        raise PipelineError(f"local has stage {wrong[0]}, but the stages are 0 to {len(stages) - 1}")
     holders = [inner for module in stages.modules for inner in module.modules()]
     named = _held(stages, local)
     _refuse_shared(named)
@@ -114,18 +115,11 @@ def give_memory(
             replace(tensor, torch.empty_like(tensor, device="meta"), holders)
 
 
-def _checked(stages: Stages, local: Iterable[int]) -> list[int]:
-    chosen = sorted({*local})
-    if wrong := [stage for stage in chosen if not 0 <= stage < len(stages)]:
-        raise PipelineError(f"local has stage {wrong[0]}, but the stages are 0 to {len(stages) - 1}")
-    return chosen
-
-
-def _held(stages: Stages, which: Iterable[int]) -> dict[str, Tensor]:
+def _held(stages: Stages, numbers: Iterable[int]) -> dict[str, Tensor]:
     """All tensors of these stages by name: weights, buffers, and plain attributes of modules."""
     return {
         f"{name} of stage {stage}": tensor
-        for stage in which
+        for stage in numbers
         for name, tensor, _ in tensors_of(stages[stage])
         if not isinstance(tensor, Absent)
     }

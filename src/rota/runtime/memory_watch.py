@@ -23,7 +23,7 @@ class LiveStorages:
         self.peak_bytes = 0
 
     def see(self, made: Any, known: Any = ()) -> None:
-        """Count the storages of all tensors in `made`, except those that are in `given`: views, or written in place."""
+        """Count the storages of all tensors in `made`, except those that are in `known`: views, or written in place."""
         known_addresses = {*map(address_of, storages(known))}
         for storage in storages(made):
             if (address := address_of(storage)) not in known_addresses:

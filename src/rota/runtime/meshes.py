@@ -67,10 +67,15 @@ def local_stages(plan: Plan, mesh: DeviceMesh | None = None) -> tuple[int, ...]:
         mesh: the mesh that the pipeline gets.
     """
     join()
-    pipeline = next(pipeline for pipeline in pipelines_of(mesh) if dist.get_rank() in pipeline)
     num_stages, left = divmod(plan.placement.num_stages, plan.placement.num_components)
-    stages = plan.placement.stages_on(pipeline.index(dist.get_rank()))
-    return tuple(sorted({stage if left else stage % num_stages for stage in stages}))
+    return tuple(sorted({stage if left else stage % num_stages for stage in planned_stages(plan, mesh)}))
+
+
+def planned_stages(plan: Plan, mesh: DeviceMesh | None) -> tuple[int, ...]:
+    """The stages that the plan has on this process, of all its data streams; none if it has no such rank."""
+    process = dist.get_rank()
+    rank = next(pipeline.index(process) for pipeline in pipelines_of(mesh) if process in pipeline)
+    return plan.placement.stages_on(rank)
 
 
 def pipelines_of(mesh: DeviceMesh | None) -> list[list[int]]:
@@ -109,8 +114,6 @@ class Processes:
         #: The processes of each pipeline by rank.
         self.pipelines: Final = pipelines_of(mesh)
         self.num_tp_shards: Final = mesh["tp"].size() if mesh is not None and "tp" in (mesh.mesh_dim_names or ()) else 1
-        self.num_ranks: Final = len(self.pipelines[0])
-        self.num_pipelines: Final = len(self.pipelines)
         self.num_replicas: Final = len(self.pipelines) // self.num_tp_shards
         process = dist.get_rank()
         position = next(i for i, pipeline in enumerate(self.pipelines) if process in pipeline)
@@ -134,23 +137,14 @@ class Processes:
         """Make the groups of all processes, of this pipeline, of its replicas, and of its TP shards."""
         self.everyone: dist.ProcessGroup = self._made([[*range(dist.get_world_size())]])
         self.pipeline: dist.ProcessGroup = self.everyone if len(self.pipelines) == 1 else self._made(self.pipelines)
-        across, together_on = self._across_replicas(), self._across_tp_shards()
-        #: This process and those that hold the same weights, one per replica.
-        self.replica_processes = sorted(next(processes for processes in across if dist.get_rank() in processes))
-        self.replicas = self._made(across) if self.num_replicas > 1 else None
-        self.tp_group = self._made(together_on) if self.num_tp_shards > 1 else None
-
-    def _across_replicas(self) -> list[list[int]]:
         n = self.num_tp_shards
-        return [[*column] for i in range(n) for column in zip(*self.pipelines[i::n], strict=True)]
-
-    def _across_tp_shards(self) -> list[list[int]]:
-        n = self.num_tp_shards
-        return [
-            [*column]
-            for i in range(0, len(self.pipelines), n)
-            for column in zip(*self.pipelines[i : i + n], strict=True)
-        ]
+        #: The processes of each group that hold the same weights, one per replica; and those of this process's group.
+        self._across = [[*column] for i in range(n) for column in zip(*self.pipelines[i::n], strict=True)]
+        self.replica_processes = sorted(next(processes for processes in self._across if dist.get_rank() in processes))
+        self.replicas = self._made(self._across) if self.num_replicas > 1 else None
+        by_replica = [self.pipelines[i : i + n] for i in range(0, len(self.pipelines), n)]
+        together = [[*column] for pipelines in by_replica for column in zip(*pipelines, strict=True)]
+        self.tp_group = self._made(together) if n > 1 else None
 
     @property
     def names(self) -> list[str]:
@@ -173,7 +167,7 @@ class Processes:
             return
         self.everyone_on_device = self._opened([[*range(dist.get_world_size())]], backend, device)
         if self.num_replicas > 1:
-            self.replicas_on_device = self._opened(self._across_replicas(), backend, device)
+            self.replicas_on_device = self._opened(self._across, backend, device)
 
     def _opened(self, enumeration: list[list[int]], backend: str, device: torch.device) -> Any:
         """As `_made`. A group's first collective makes its communicator, for which the hosts wait: not in a step."""
@@ -200,9 +194,9 @@ class Processes:
     def _made(self, enumeration: list[list[int]], backend: str = _HOSTS) -> Any:
         """Make all groups, in the same order on every process; returns this process's, None if it is in none."""
         with collective("making process groups"):
-            made = [dist.new_group(processes, self._timeout, backend=backend) for processes in enumeration]
+            groups = [dist.new_group(processes, self._timeout, backend=backend) for processes in enumeration]
         process = dist.get_rank()
-        own = next((group for group, members in zip(made, enumeration, strict=True) if process in members), None)
+        own = next((group for group, members in zip(groups, enumeration, strict=True) if process in members), None)
         if own is not None:
             (self._groups if backend == _HOSTS else self._groups_on_device).append(own)
         return own

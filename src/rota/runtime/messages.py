@@ -108,18 +108,15 @@ def _flatten(value: Any, tensors: list[torch.Tensor], where: str) -> Layout:
         return ("dict", tuple((key, _flatten(item, tensors, where)) for key, item in value.items()))
     if type(value) in _PLAIN:
         return ("value", _comparable(value), type(value).__name__)
+    kind = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
     raise PipelineError(
-        f"{where} returned a {_name(type(value))}, but stages exchange tensors, tuples, lists and dicts of them, "
-        f"numbers, strings and None; {_remedy(value)}"
+        f"{where} returned a {kind}, but stages exchange tensors, tuples, lists and dicts of them, numbers, strings "
+        f"and None; {_remedy(value)}"
     )
 
 
 def _comparable(value: Any) -> Any:
     return math.nan if value != value else value
-
-
-def _name(of: type) -> str:
-    return of.__qualname__ if of.__module__ == "builtins" else f"{of.__module__}.{of.__qualname__}"
 
 
 def _remedy(value: object) -> str:
@@ -203,17 +200,13 @@ def to_bytes(layout: Layout) -> torch.Tensor:
 
 def from_bytes(data: torch.Tensor) -> Layout:
     """The layout in a uint8 tensor that `to_bytes` made."""
-    return layout_of(json.loads(data.numpy().tobytes()))
-
-
-def layout_of(written: Any) -> Layout:
-    """The layout that was written as JSON."""
-    layout: Layout = _to_tuples(written)
+    layout: Layout = layout_of(json.loads(data.numpy().tobytes()))
     return layout
 
 
-def _to_tuples(value: Any) -> Any:
-    return tuple(map(_to_tuples, value)) if isinstance(value, list) else _comparable(value)
+def layout_of(written: Any) -> Any:
+    """The layout that was written as JSON."""
+    return tuple(map(layout_of, written)) if isinstance(written, list) else _comparable(written)
 
 
 def describe(layout: Layout) -> str:

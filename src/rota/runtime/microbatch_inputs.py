@@ -82,24 +82,25 @@ class MicrobatchInputs:
                 f"rank {self._rank} holds stage {stage}, which reads the step's inputs "
                 f"{list(self._stages.inputs[stage])}, but got inputs=None; pass the batch on this rank too"
             )
-        given = self._split("inputs", inputs, needed=self.reads_inputs)
-        wanted = self._split("targets", targets, needed=bool(self._targeted))
-        missing = [m for m in self._targeted if wanted.values[m] is None]
+        split_inputs = self._split("inputs", inputs, needed=self.reads_inputs)
+        split_targets = self._split("targets", targets, needed=bool(self._targeted))
+        missing = [m for m in self._targeted if split_targets.values[m] is None]
         if has_loss and self._takes_target and missing:
             got = "targets=None" if targets is None else f"targets[{missing[0]}] = None"
             raise PipelineError(f"rank {self._rank} holds the last stage, but got {got}; pass them on this rank")
         if self._device != torch.device("cpu"):
-            given = self._moved(given, [read for m in self._read for read in self._inputs_read(given, m)])
-            wanted = self._moved(wanted, [wanted.values[m] for m in self._targeted])
+            read = [value for m in self._read for value in self._inputs_read(split_inputs, m)]
+            split_inputs = self._moved(split_inputs, read)
+            split_targets = self._moved(split_targets, [split_targets.values[m] for m in self._targeted])
         return Batch(
-            given,
-            wanted,
-            self.shares(wanted.sizes or given.sizes),
-            wanted.padding or given.padding,
+            split_inputs,
+            split_targets,
+            self.shares(split_targets.sizes or split_inputs.sizes),
+            split_targets.padding or split_inputs.padding,
             scale,
-            alike=not (isinstance(inputs, list) or self._chunks) and len({*given.sizes} - {0}) < 2,
-            rows=_rows(given, self._read),
-            target_rows=_rows(wanted, self._targeted),
+            alike=not (isinstance(inputs, list) or self._chunks) and len({*split_inputs.sizes} - {0}) < 2,
+            rows=_rows(split_inputs, self._read),
+            target_rows=_rows(split_targets, self._targeted),
             whole=(inputs, targets),
             loss_of_output=has_loss and not self._takes_target,
             chunks=self._chunks,
@@ -128,23 +129,19 @@ class MicrobatchInputs:
 
     def have_rows(self, batch: Batch, rows: Sequence[int]) -> bool:
         """Whether all micro-batches that are read here have these numbers of rows."""
-        for known, read in ((batch.rows, self._read), (batch.target_rows, self._targeted)):
-            spread = known * len(read) if len(known) == 1 else known  # one number stands for all
-            if known and [*spread] != [rows[m] for m in read]:
+        for of_batch, read in ((batch.rows, self._read), (batch.target_rows, self._targeted)):
+            spread = of_batch * len(read) if len(of_batch) == 1 else of_batch  # one number stands for all
+            if of_batch and [*spread] != [rows[m] for m in read]:
                 return False
         return True
 
     def _moved(self, microbatches: Microbatches, read: Sequence[Any]) -> Microbatches:
         """With the tensors in `read` on the device, each copied once, however many micro-batches and stages read it."""
-        wanted = {id(tensor) for value in read for tensor in tensors_in(value)}
-        moved: dict[int, torch.Tensor] = {}
+        tensors = {id(tensor): tensor for value in read for tensor in tensors_in(value)}
+        moved = {address: tensor.to(self._device, non_blocking=True) for address, tensor in tensors.items()}
 
         def on_device(tensor: torch.Tensor) -> torch.Tensor:
-            if id(tensor) not in wanted:
-                return tensor
-            if id(tensor) not in moved:
-                moved[id(tensor)] = tensor.to(self._device, non_blocking=True)
-            return moved[id(tensor)]
+            return moved.get(id(tensor), tensor)
 
         shared = ((place, on_device(tensor)) for place, tensor, _ in microbatches.shared)
         return microbatches._replace(
@@ -152,36 +149,39 @@ class MicrobatchInputs:
             shared=tuple((place, tensor, version_of(tensor)) for place, tensor in shared),
         )
 
-    def _inputs_read(self, given: Microbatches, microbatch: int) -> Iterator[Any]:
+    def _inputs_read(self, inputs: Microbatches, microbatch: int) -> Iterator[Any]:
         """What stages here read of the inputs of a micro-batch."""
         for stage, microbatches in self._reading.items():
             if microbatch in microbatches:
                 with suppress(PipelineError):  # the op itself says what the batch lacks
-                    yield self._stages.pick_inputs(stage, given.values[microbatch])
+                    yield self._stages.pick_inputs(stage, inputs.values[microbatch])
 
     def refuse_writes(self, batch: Batch) -> None:
         """Raises PipelineError if a stage of this rank has written to what all micro-batches get."""
-        refuse_writes_to_shared(batch.given)
-        refuse_writes_to_shared(batch.wanted)
+        refuse_writes_to_shared(batch.split_inputs)
+        refuse_writes_to_shared(batch.split_targets)
 
     def fingerprints(self, batch: Batch) -> Fingerprints:
         """Of all that this rank was given, {} if it reads nothing of it."""
         if not (self.reads_inputs or self.reads_targets):
             return {}
         # A batch on an accelerator comes to the host at once, rather than by micro-batches.
-        inputs, targets = (_on_host(value) for value in batch.whole)
-        given, wanted = self._split("inputs", inputs).values, self._split("targets", targets).values
-        return fingerprints("inputs", given, self._stages.input_names) | fingerprints("targets", wanted)
+        inputs, targets = (
+            self._split(name, _on_host(value)).values
+            for name, value in zip(("inputs", "targets"), batch.whole, strict=True)
+        )
+        return fingerprints("inputs", inputs, self._stages.input_names) | fingerprints("targets", targets)
 
     def warn_of_other_rows(self, batch: Batch) -> None:
         """Warn once if the plan's times and bytes are of another size of micro-batches than most of this step have."""
         planned, self._planned_rows = self._planned_rows, None
-        others = [rows for rows in batch.rows if rows != planned]
-        if planned is not None and self._is_first_reader and 2 * len(others) > len(batch.rows):
+        other_rows = [rows for rows in batch.rows if rows != planned]
+        if planned is not None and self._is_first_reader and 2 * len(other_rows) > len(batch.rows):
             print(
                 f"rota: the plan is for micro-batches of {count_text(planned, 'row')}, but this step's have up to "
-                f"{max(others)}, so the plan's times and memory do not hold; give {planned * self._num_microbatches} "
-                f"rows per step, or profile with micro-batches of {max(others)} and plan again",
+                f"{max(other_rows)}, so the plan's times and memory do not hold; give "
+                f"{planned * self._num_microbatches} rows per step, or profile with micro-batches of "
+                f"{max(other_rows)} and plan again",
                 file=sys.stderr,
                 flush=True,
             )

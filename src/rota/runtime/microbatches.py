@@ -175,8 +175,8 @@ def _split(value: Any, num_rows: int, sizes: list[int]) -> list[Any]:
 def _sizes_of_list(batch: list[Any]) -> tuple[int, ...]:
     """Rows per micro-batch; () if a micro-batch has no tensor that shows them."""
     sizes = [num_examples(microbatch) for microbatch in batch]
-    known = all(size or is_empty(given) for size, given in zip(sizes, batch, strict=True))
-    return tuple(sizes) if known else ()
+    are_known = all(size or is_empty(microbatch) for size, microbatch in zip(sizes, batch, strict=True))
+    return tuple(sizes) if are_known else ()
 
 
 def shares_of(sizes: Sequence[int], num_microbatches: int) -> list[float]:
@@ -233,19 +233,18 @@ def to_chunks(name: str, batch: Any, sample_of: Sequence[int], *, needed: bool =
     rows: dict[int, list[int]] = {}
     for m, sample in enumerate(sample_of):
         rows.setdefault(sample, []).append(m)
-    given = to_microbatches(name, batch, len(rows))
-    if given.padding:
+    samples = to_microbatches(name, batch, len(rows))
+    if samples.padding:
         raise PipelineError(
-            f"{name} has {given.num_rows} rows for {len(rows)} samples that are cut into chunks; give a row for each"
+            f"{name} has {samples.num_rows} rows for {len(rows)} samples that are cut into chunks; give a row for each"
         )
     values: list[Any] = [None] * len(sample_of)
-    for row, value in zip(rows.values(), given.values, strict=True):
+    for row, value in zip(rows.values(), samples.values, strict=True):
         parts = _cut(name, value, len(row)) if needed and len(row) > 1 else [value if needed else None] * len(row)
         for m, part in zip(row, parts, strict=True):
             values[m] = part
-    sizes = [num_examples(value) for value in given.values]
-    order = {sample: i for i, sample in enumerate(rows)}
-    return given._replace(values=values, sizes=tuple(sizes[order[sample]] for sample in sample_of))
+    sizes = dict(zip(rows, map(num_examples, samples.values), strict=True))
+    return samples._replace(values=values, sizes=tuple(sizes[sample] for sample in sample_of))
 
 
 def _cut(name: str, value: Any, num_chunks: int) -> list[Any]:

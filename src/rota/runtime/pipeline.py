@@ -352,12 +352,7 @@ class Pipeline:
         return self._evaluate(Call.EVALUATE, ready, ready.inputs.take(inputs, targets)).loss.mean
 
     def forward(
-        self,
-        inputs: Any = None,
-        *,
-        outputs: bool = True,
-        plan: Plan | None = None,
-        sizes: Sequence[Sequence[int]] = (),
+        self, inputs: Any = None, *, outputs: bool = True, plan: Plan | None = None, sizes: Sequence[Sequence[int]] = ()
     ) -> list[Any] | None:
         """Run the plan's forwards with all stages in eval() and without gradients. Collective.
 

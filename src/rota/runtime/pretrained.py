@@ -102,9 +102,9 @@ def _stored(folder: Path) -> dict[str, _Stored]:
     if not folder.is_dir():
         raise FormatError(f"{folder} is not a folder; give one with {_SINGLE} or {_INDEX}")
     if (folder / _INDEX).is_file():
-        wanted: dict[str, set[str] | None] = {**_index(folder / _INDEX)}
+        files: dict[str, set[str] | None] = {**_index(folder / _INDEX)}
     elif (folder / _SINGLE).is_file():
-        wanted = {_SINGLE: None}
+        files = {_SINGLE: None}
     else:
         pickles = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in folder.glob(pattern))
         if pickles:
@@ -114,11 +114,11 @@ def _stored(folder: Path) -> dict[str, _Stored]:
             )
         raise FormatError(f"{folder} has neither {_SINGLE} nor {_INDEX}; give a folder that save_pretrained has made")
     tensors: dict[str, _Stored] = {}
-    for file, names in wanted.items():
-        of_file = {stored.name: stored for stored in _header(folder / file)}
-        if names is not None and (lacking := sorted(names - of_file.keys())):
+    for file, names in files.items():
+        in_file = {stored.name: stored for stored in _header(folder / file)}
+        if names is not None and (lacking := sorted(names - in_file.keys())):
             raise FormatError(f"{folder / file} lacks {few(lacking)}, which {_INDEX} says is there; get it again")
-        tensors |= of_file if names is None else {name: of_file[name] for name in names}
+        tensors |= in_file if names is None else {name: in_file[name] for name in names}
     return tensors
 
 
@@ -183,7 +183,7 @@ def _renamed(known: set[str], stored: Mapping[str, Source]) -> dict[str, Source]
     ways += [{name: f"{first}.{name}" for name in stored} for first in sorted(_first_words(known))]
     ways += [{name: name.removeprefix(f"{first}.") for name in stored} for first in sorted(_first_words(stored))]
     best = max(ways, key=lambda way: len(known.intersection(way.values())))
-    return {best[name]: of for name, of in stored.items()}
+    return {best[name]: source for name, source in stored.items()}
 
 
 def _first_words(names: Iterable[str]) -> set[str]:
@@ -203,8 +203,8 @@ def _refuse_other_kinds(by_tensor: Mapping[torch.Tensor, Sequence[Source]], cast
         for stored in sources:
             if stored.shape != tuple(tensor.shape):
                 shapes.append(f"{stored.name} is {[*stored.shape]}, in the model {[*tensor.shape]}")
-            converts = cast and tensor.is_floating_point() and _is_floating_point(stored.dtype)
-            if stored.dtype != tensor.dtype and not converts:
+            are_floats = all(isinstance(t, torch.dtype) and t.is_floating_point for t in (stored.dtype, tensor.dtype))
+            if stored.dtype != tensor.dtype and not (cast and are_floats):
                 dtypes.append(f"{stored.name} is {stored.dtype}, in the model {tensor.dtype}")
     if shapes:
         raise FormatError(f"{folder} has other shapes than the model: {few(shapes)}; make the model that it is of")
@@ -213,10 +213,6 @@ def _refuse_other_kinds(by_tensor: Mapping[torch.Tensor, Sequence[Source]], cast
             f"{folder} has other dtypes than the model: {few(dtypes)}; make the model with these, or convert them by "
             "load_pretrained(…, cast=True)"
         )
-
-
-def _is_floating_point(dtype: torch.dtype | str) -> bool:
-    return isinstance(dtype, torch.dtype) and dtype.is_floating_point
 
 
 @torch.no_grad()

@@ -38,14 +38,8 @@ _num_meetings = 0
 def join(timeout_s: float | None = None) -> bool:
     """Join the other processes of the run, which `rota run` or torchrun described in the environment.
 
-    Args:
-        timeout_s: how long a rank may make no progress, as for `Pipeline`; the others have ten times that long to join.
-
-    Returns:
-        Whether this call has made the process group.
-
-    Raises:
-        PipelineError: this process was not started as one of several, or another one did not join in time.
+    `timeout_s`: as for `Pipeline`; the others have ten times that long to join. Returns whether this call has made the
+    process group. Raises PipelineError if this process was not started as one of several, or another one did not join.
     """
     if "TORCHELASTIC_RUN_ID" in os.environ:
         end_with_parent()  # torchrun ends its processes, except when it is killed itself
@@ -59,18 +53,13 @@ def join(timeout_s: float | None = None) -> bool:
     limit = _patience_s(limit_s(timeout_s))
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     control.report("joins")
+    store: Store | None = None
     if STORE in os.environ:
         store = _meet_at_launcher(rank, size, limit)
     elif os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         store = _meet_at_agent(rank, size, limit)
-    else:
-        store = None
-    if store is None:
-        dist.init_process_group(group_backend(), timeout=timedelta(seconds=limit))
-    else:
-        dist.init_process_group(
-            group_backend(), store=store, rank=rank, world_size=size, timeout=timedelta(seconds=limit)
-        )
+    timeout = timedelta(seconds=limit)
+    dist.init_process_group(group_backend(), timeout=timeout, world_size=size, rank=rank, store=store)
     # All have joined; the script's own collectives may last as long as PyTorch allows, or longer.
     set_default_timeout(group_timeout(limit_s(timeout_s)))
     return True
@@ -106,9 +95,9 @@ def meet_by_environment() -> None:
 
 
 def _handle_environment(url: str, timeout: timedelta, **_: Any) -> Iterator[tuple[Store, int, int]]:
-    given = {name: int(values[0]) for name, values in parse_qs(urlparse(url).query).items()}
-    rank = given.get("rank", int(os.environ["RANK"]))
-    size = given.get("world_size", int(os.environ["WORLD_SIZE"]))
+    query = {name: int(values[0]) for name, values in parse_qs(urlparse(url).query).items()}
+    rank = query.get("rank", int(os.environ["RANK"]))
+    size = query.get("world_size", int(os.environ["WORLD_SIZE"]))
     control.report("joins")
     yield _meet_at_launcher(rank, size, timeout.total_seconds()), rank, size
 
@@ -196,15 +185,14 @@ def on_first(doing: str, act: Callable[[], Result]) -> Result:
 
     Raises PipelineError, on all processes, if it fails.
     """
-    result: Result | None = None
+    result: Any = None
     words, failure = "", None
     if not dist.is_initialized() or dist.get_rank() == 0:
         try:
-            made = act()
-            json.dumps(made)  # a value that JSON cannot hold must fail here, not in the broadcast
-            result = made
+            result = act()
+            json.dumps(result)  # a value that JSON cannot hold must fail here, not in the broadcast
         except Exception as error:  # the others must get it, or they would wait
-            words, failure = f"{type(error).__name__}: {error}", error
+            result, words, failure = None, f"{type(error).__name__}: {error}", error
     if dist.is_initialized():
         result, words = broadcast_json([result, words])
     if words:

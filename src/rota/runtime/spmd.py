@@ -49,8 +49,8 @@ def group(ranks: Iterable[int], mesh: DeviceMesh | None = None) -> Group:
     ranks, own = sorted(ranks), None
     for pipeline in pipelines_of(mesh) if len(ranks) > 1 else ():
         processes = [pipeline[rank] for rank in ranks]
-        made = dist.new_group(processes, backend=group_backend())
-        own = made if dist.get_rank() in processes else own
+        opened = dist.new_group(processes, backend=group_backend())
+        own = opened if dist.get_rank() in processes else own
     return own
 
 
@@ -98,7 +98,7 @@ def replicated_names(module: nn.Module) -> Iterator[str]:
     """The parameters of `module` that `replicated` marks."""
     marked = [name for name, inner in module.named_modules() if _REPLICATED in vars(inner)]
     for name, _ in module.named_parameters():
-        if any(not of or name.startswith(f"{of}.") for of in marked):
+        if any(not path or name.startswith(f"{path}.") for path in marked):
             yield name
 
 

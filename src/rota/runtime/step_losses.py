@@ -57,7 +57,7 @@ class StepLoss:
         return cls(math.nan, None, {})
 
 
-class Given(NamedTuple):
+class LocalLosses(NamedTuple):
     """What a rank knows of a step's losses.
 
     `losses` by micro-batch, those of them that are `counted` here, the losses that modules `added` by stage and
@@ -94,9 +94,7 @@ class Totals:
         """The step's loss, and whether any rank asks to stop. Waits for the device.
 
         `remedy`: the end of an error's message. `together`: all ranks do it at once, as they must for new metrics.
-
-        Raises:
-            PipelineError: on all ranks, if losses with and without counts are mixed, or all counts are 0.
+        Raises PipelineError, on all ranks, if losses with and without counts are mixed, or if all counts are 0.
         """
         numbers = self._numbers()
         pairs = zip(numbers[_NUM_PLACES::2], numbers[_NUM_PLACES + 1 :: 2], strict=True)
@@ -126,23 +124,23 @@ class StepLosses:
         self._places: dict[Key, int] = {}
 
     def total(
-        self, given: Given, asks_to_stop: bool, add_up: Callable[[torch.Tensor], None], everyone: dist.ProcessGroup
+        self,
+        local: LocalLosses,
+        asks_to_stop: bool,
+        add_up: Callable[[torch.Tensor], None],
+        everyone: dist.ProcessGroup,
     ) -> Totals:
         """Add up the step's losses over all processes. Collective; does not wait for the device.
 
-        Args:
-            given: what this rank knows.
-            asks_to_stop: whether this rank asks to stop.
-            add_up: sums a tensor on the device over all processes.
-            everyone: all processes' hosts.
+        `asks_to_stop`: whether this rank does. `add_up` sums a tensor on the device over all processes.
         """
-        if given.added:
-            added = {place: losses for place, losses in given.added.items() if place[0] in self._stages}
-            given = given._replace(added=added)
-        sums = _tally(given, _NUM_PLACES + 2 * len(self._names))
+        if local.added:
+            added = {place: losses for place, losses in local.added.items() if place[0] in self._stages}
+            local = local._replace(added=added)
+        sums = _tally(local, _NUM_PLACES + 2 * len(self._names))
         known = sums.known
         known[_STOPS] = asks_to_stop
-        for key, share, value, weight in _metrics(given):
+        for key, share, value, weight in _metrics(local):
             if (place := self._places.get(key)) is None:
                 known[_NEW_NAMES] = 1.0
             else:
@@ -150,12 +148,12 @@ class StepLosses:
                 sums.add(place + 1, weight)
         row = sums.on(self._device)
         add_up(row)
-        learn_names = partial(self._learn_names, given, everyone)
+        learn_names = partial(self._learn_names, local, everyone)
         return Totals(row, self._device.read(row), self._names, self._num_pipelines, learn_names)
 
-    def _learn_names(self, given: Given, everyone: dist.ProcessGroup) -> dict[Key, tuple[float, float]]:
+    def _learn_names(self, local: LocalLosses, everyone: dist.ProcessGroup) -> dict[Key, tuple[float, float]]:
         """All ranks' metrics, gathered because some ranks have new names. Collective; waits for the device."""
-        metrics = [*_metrics(given)]
+        metrics = [*_metrics(local)]
         values = read_numbers([value for _, _, value, _ in metrics], self._device)
         weights = read_numbers([weight for *_, weight in metrics], self._device)
         here = [
@@ -182,18 +180,17 @@ def loss_of_parts(
 ) -> StepLoss:
     """The loss of micro-batches that one process ran on the CPU, without metrics; `added` is by stage and micro-batch.
 
-    Raises:
-        PipelineError: losses with and without counts are mixed, or all counts are 0.
+    Raises PipelineError if losses with and without counts are mixed, or if all counts are 0.
     """
-    sums = _tally(Given(losses, losses, added, shares), _NUM_PLACES).on(HostDevice())
+    sums = _tally(LocalLosses(losses, losses, added, shares), _NUM_PLACES).on(HostDevice())
     return _step_loss(sums.tolist(), 1, {}, AT_ONCE)
 
 
-def _tally(given: Given, num_places: int) -> Sums:
+def _tally(local: LocalLosses, num_places: int) -> Sums:
     """What a rank adds to the sums over all ranks, without metrics."""
-    losses, shares, sums = given.losses, given.shares, Sums(num_places)
+    losses, shares, sums = local.losses, local.shares, Sums(num_places)
     known = sums.known
-    for m in given.counted:
+    for m in local.counted:
         loss = losses.get(m)
         if loss is None:
             known[_MEANS] = math.nan
@@ -205,7 +202,7 @@ def _tally(given: Given, num_places: int) -> Sums:
             sums.add(_COUNTS, loss.count)
             sums.add_if_no_count(_NO_COUNTS, loss.count)
             known[_HAVE_COUNT] += 1
-    for (_, m), of_modules in given.added.items():
+    for (_, m), of_modules in local.added.items():
         for added in of_modules:
             if added.count is None:
                 sums.add(_ADDED_MEANS, added.value, shares[m])
@@ -254,12 +251,12 @@ def _step_loss(numbers: list[float], num_pipelines: int, metrics: dict[str, floa
     return StepLoss(total / numbers[_COUNTS], numbers[_COUNTS] / num_pipelines, metrics)
 
 
-def _metrics(given: Given) -> Iterator[tuple[Key, float, Number, Number]]:
+def _metrics(local: LocalLosses) -> Iterator[tuple[Key, float, Number, Number]]:
     """Each micro-batch's metrics: which one, what its value is multiplied by, the value, and the weight."""
-    for m in given.counted:
-        for name, metric in given.losses[m].metrics.items() if m in given.losses else ():
+    for m in local.counted:
+        for name, metric in local.losses[m].metrics.items() if m in local.losses else ():
             if metric.count is None:
-                yield (name, False), given.shares[m], metric.value, given.shares[m]
+                yield (name, False), local.shares[m], metric.value, local.shares[m]
             else:
                 yield (name, True), 1.0, metric.value, metric.count
 
@@ -275,18 +272,11 @@ def refuse_loss(
     empty: list[int],
     group: dist.ProcessGroup | None,
 ) -> None:
-    """Refuse a mean loss that is not finite. Collective.
+    """Refuse a mean loss that is not finite. Collective. Raises PipelineError with all losses that are not finite.
 
-    Args:
-        mean: the mean loss.
-        step: the number of the step.
-        name: this process's name, for messages.
-        by_stage: the losses that this process counts: by last stage, then by micro-batch.
-        empty: the micro-batches without rows, as this process was given them.
-        group: all processes; None: refuse it only on this rank, in begin_step.
-
-    Raises:
-        PipelineError: always, and with a group on all ranks, with all losses that are not finite.
+    `name`: of this process. `by_stage`: the losses that it counts, by last stage, then by micro-batch. `empty`: the
+    micro-batches without rows, as it was given them. `group`: all processes; None: refuse it only on this rank, in
+    begin_step.
     """
     words = "; ".join(filter(None, (_nonfinite_text(name, stage, losses) for stage, losses in by_stage.items())))
     means_of_none = [m for losses in by_stage.values() for m in losses if m in empty and math.isnan(losses[m])]
@@ -315,10 +305,9 @@ def _without_rows(microbatches: list[int]) -> str:
     """What to do about micro-batches without rows; "" if there are none."""
     if not microbatches:
         return ""
-    which = f"micro-batch{'es' if len(microbatches) > 1 else ''} {', '.join(map(str, microbatches))}"
     return (
-        f"{which} had no rows, so their mean is nan: give each micro-batch a row or more, or let loss_fn return "
-        f"output.sum() * 0 where there are none"
+        f"{_listed(microbatches)} had no rows, so their mean is nan: give each micro-batch a row or more, or let "
+        f"loss_fn return output.sum() * 0 where there are none"
     )
 
 
@@ -327,10 +316,9 @@ def _nonfinite_text(name: str, stage: int, losses: dict[int, float]) -> str:
     for microbatch, loss in losses.items():
         if not math.isfinite(loss):
             by_value.setdefault(str(loss), []).append(microbatch)
-    if not by_value:
-        return ""
-    values = (
-        f"{value} for micro-batch{'es' if len(microbatches) > 1 else ''} {', '.join(map(str, microbatches))}"
-        for value, microbatches in by_value.items()
-    )
-    return f"{', '.join(values)} at stage {stage} on {name}"
+    values = ", ".join(f"{value} for {_listed(microbatches)}" for value, microbatches in by_value.items())
+    return values and f"{values} at stage {stage} on {name}"
+
+
+def _listed(microbatches: list[int]) -> str:
+    return f"micro-batch{'es' if len(microbatches) > 1 else ''} {', '.join(map(str, microbatches))}"

@@ -36,9 +36,9 @@ class StepProgress:
 
     def __init__(self, plan: Plan, now_s: Callable[[], float] = time.monotonic) -> None:
         self._plan, self._now_s = plan, now_s
-        self._told_s = now_s()
+        self._reported_s = now_s()
         self._durations_s: list[float] = []  # of all steps
-        self._num_told = 0
+        self._num_reported = 0
         self._planned = ""
         self._commits_s: list[tuple[float, float]] = []  # begin and end of each
         self._snapshot_bytes = 0
@@ -47,22 +47,17 @@ class StepProgress:
         """Say that the ranks of this machine share its cores, if the planned times are for a core per rank."""
         usage, shared = self._plan.usage, shared_cores(processes_here())
         if shared and usage is not None and not (usage.is_from_run or usage.is_estimate):
-            self._tell(shared)
+            self._say(shared)
 
     def done(self, number: int, begun_s: float, loss: float) -> None:
-        """Report a step that has ended, if it is time to.
-
-        Args:
-            number: Of the step.
-            begun_s: When it began, by `time.monotonic`.
-            loss: Of the step; nan is not told.
-        """
+        """Report a step that began at `begun_s` (`time.monotonic`) and has ended, if it is time to; no loss of nan."""
         now_s = self._now_s()
         self._durations_s.append(now_s - begun_s)
-        if now_s - self._told_s >= _EVERY_S:
-            told_loss = "" if math.isnan(loss) else f"loss {loss:.4g}, "
-            self._tell(f"step {number}: {told_loss}{self._median_text(self._num_told)} per step{self._planned_text()}")
-            self._told_s, self._num_told = now_s, len(self._durations_s)
+        if now_s - self._reported_s >= _EVERY_S:
+            loss_text = "" if math.isnan(loss) else f"loss {loss:.4g}, "
+            duration = self._median_text(self._num_reported)
+            self._say(f"step {number}: {loss_text}{duration} per step{self._planned_text()}")
+            self._reported_s, self._num_reported = now_s, len(self._durations_s)
 
     def committed(self, begun_s: float, snapshot_bytes: int) -> None:
         """A state has been kept in memory; `snapshot_bytes`: the most memory that the states of a rank take."""
@@ -73,12 +68,12 @@ class StepProgress:
         """The run is over."""
         if len(self._durations_s) >= _FEW:
             steps = f"{len(self._durations_s):,} steps, median {self._median_text()} each"
-            self._tell(f"{steps}{self._planned_text()}")
+            self._say(f"{steps}{self._planned_text()}")
         if len(self._commits_s) >= _FEW:
             commit_s = median(ended - begun for begun, ended in self._commits_s)
             between_s = median(after - before for (_, before), (_, after) in pairwise(self._commits_s))
             share = f" ({commit_s / between_s:.1%} of the time from step to step)" if between_s else ""
-            self._tell(
+            self._say(
                 f"snapshots: median {time_text(round(1e6 * commit_s))} per step{share} on rank 0, and "
                 f"{size_text(self._snapshot_bytes)} of memory on the rank that needs most"
             )
@@ -86,7 +81,7 @@ class StepProgress:
     def _median_text(self, first: int = 0) -> str:
         return time_text(round(1e6 * median(self._durations_s[first:])))
 
-    def _tell(self, line: str) -> None:
+    def _say(self, line: str) -> None:
         print(f"rota run: {line}", file=sys.stderr, flush=True)
 
     def _planned_text(self) -> str:

@@ -30,7 +30,7 @@ from rota.runtime.meshes import Processes
 from rota.runtime.plans import ReadyPlan
 from rota.runtime.precision import LossScale, Refuse, nothing_to_refuse
 from rota.runtime.reducing.loss_counts import LossCounts, refuse_change
-from rota.runtime.step_losses import AT_ONCE, LATER, Given, StepLoss, StepLosses, Totals, refuse_loss
+from rota.runtime.step_losses import AT_ONCE, LATER, LocalLosses, StepLoss, StepLosses, Totals, refuse_loss
 from rota.runtime.stop_requests import StopRequests
 from rota.runtime.transport import collective
 
@@ -50,7 +50,7 @@ class StepResults:
         allow_nonfinite_loss: bool,
     ) -> None:
         self._device, self._transport, self._processes = here.device, here.transport, processes
-        self._losses = StepLosses(plan, here.rank, processes.num_pipelines, here.device)
+        self._losses = StepLosses(plan, here.rank, len(processes.pipelines), here.device)
         self._counts, self._stops, self._watchdog = loss_counts, stops, watchdog
         self._name, self._allow_nonfinite_loss = processes.names[dist.get_rank()], allow_nonfinite_loss
         self.loss_scale: Final = LossScale(here.device)
@@ -73,8 +73,8 @@ class StepResults:
         return loss
 
     def refuse_nonfinite(self, ready: ReadyPlan, batch: Batch, mean: float, number: int) -> None:
-        """Raises PipelineError, on all ranks, with all losses that are not finite, unless a scaler looks for that."""
-        if not math.isfinite(mean) and self._must_be_finite(ready.execution):
+        """Refuse a mean that is not finite, on all ranks, with all losses like that, unless a scaler looks for them."""
+        if self._must_be_finite(ready.execution):
             refuse_loss(mean, number, self._name, *self._nonfinite(ready, batch), self._processes.everyone)
 
     def _must_be_finite(self, execution: Execution) -> bool:
@@ -151,10 +151,10 @@ class StepResults:
         doing = "the other ranks' losses"
         execution.awaits(doing)
         counted = [m for m in ready.inputs.counted if not batch.is_padding(m)]
-        given = Given(compute.losses, counted, compute.added, batch.shares)
+        local = LocalLosses(compute.losses, counted, compute.added, batch.shares)
         add_up = partial(self.all_reduce, how=dist.ReduceOp.SUM, doing=f"waiting for {doing}")
         self._num_losses += 1
-        return self._losses.total(given, self._stops.asked(), add_up, self._processes.everyone)
+        return self._losses.total(local, self._stops.asked(), add_up, self._processes.everyone)
 
     def _read(self, totals: Totals, remedy: str) -> StepLoss:
         loss, stops = totals.read(remedy, together=True)
@@ -278,10 +278,8 @@ class BegunSteps:
     def settle(self, num_ended: int | None = None) -> bool:
         """Forget the first `num_ended` steps, or all, and wait for them; returns whether any rank asked to stop.
 
-        All ranks must settle the same steps at once.
-
-        Raises:
-            PipelineError: one was refused, which nobody has been told yet; later ones are not forgotten then.
+        All ranks must settle the same steps at once. Raises PipelineError if one was refused, which nobody has been
+        told yet; later ones are not forgotten then.
         """
         asks_to_stop = False
         while self._steps and (num_ended is None or self._steps[0]._number <= num_ended):

@@ -127,21 +127,14 @@ class Transport:
 
     def _send_value(self, message: Message, with_layout: bool, value: Any) -> None:
         layout, tensors = outgoing(self.formats, message, value, with_layout)
-        self._send(message, tensors if layout is None else [*_as_tensors(layout), *tensors])
+        self.send(message, tensors if layout is None else [*as_tensors(layout), *tensors])
 
     def _send_gradients(self, message: Message, gradients: Gradients) -> None:
         flags, tensors = outgoing_gradients(self.flags, self.formats, message, gradients, _CPU)
-        self._send(message, tensors if flags is None else [flags, *tensors])
+        self.send(message, tensors if flags is None else [flags, *tensors])
 
-    def send_layout(self, message: Message, layout: Layout) -> None:
-        """Send the layout of an activation alone."""
-        self._send(message, _as_tensors(layout))
-
-    def send_flags(self, message: Message, flags: torch.Tensor) -> None:
-        """Send the flags of gradients alone."""
-        self._send(message, [flags])
-
-    def _send(self, message: Message, tensors: list[torch.Tensor]) -> None:
+    def send(self, message: Message, tensors: list[torch.Tensor]) -> None:
+        """Send these tensors of the message: all, or on a queued device what travels between the hosts."""
         receiver = message.transfer.receiver
         self.sent[message.column] = time.monotonic_ns()
         tensors = [*map(as_sent, tensors)]
@@ -308,8 +301,7 @@ def outgoing(
 ) -> tuple[Layout | None, list[torch.Tensor]]:
     """What is sent of an activation: its layout, None if the receiver knows it, and its tensors.
 
-    Raises:
-        PipelineError: the layout is not the one that the receiver knows.
+    Raises PipelineError if the layout is not the one that the receiver knows.
     """
     if not with_layout and formats[message.value].is_of(value):
         return None, [value.detach()]
@@ -337,7 +329,7 @@ def outgoing_gradients(
 ) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
     """What is sent of gradients: flags, None if they have none, and their tensors, which zeros complete."""
     edge = message.value[0]
-    sent = flags.of(edge, gradients) if flags.travel(edge, len(gradients)) else None
+    sent = flags.to_send(edge, gradients) if flags.travel(edge, len(gradients)) else None
     present = [gradient for gradient in gradients if gradient is not None]
     if len(present) == len(gradients):
         return sent, present
@@ -346,7 +338,8 @@ def outgoing_gradients(
     return sent, with_zeros(gradients, expected(formats, message.value)[0], device)
 
 
-def _as_tensors(layout: Layout) -> list[torch.Tensor]:
+def as_tensors(layout: Layout) -> list[torch.Tensor]:
+    """The layout as `Transport.receive_layout` expects it: its size, and its bytes."""
     data = to_bytes(layout)
     return [torch.tensor([len(data)], device="cpu"), data]
 

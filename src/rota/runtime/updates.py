@@ -57,9 +57,8 @@ NUM_FLAGS = len(Report().flags())
 class Updates:
     """Watches one rank's updates, by versions and by a hook that PyTorch calls before each step of any optimizer.
 
-    Args:
-        named: The parameters of this rank's stages.
-        reports_clipping: Whether there are other ranks, whose gradients belong to the norm as well.
+    `named`: the parameters of this rank's stages. `reports_clipping`: there are other ranks, whose gradients belong to
+    the norm as well.
     """
 
     def __init__(self, named: Iterable[tuple[str, nn.Parameter]], reports_clipping: bool = True) -> None:
@@ -97,11 +96,7 @@ class Updates:
 
     @contextmanager
     def refused(self) -> Iterator[None]:
-        """While a step runs: weights must not change.
-
-        Raises:
-            PipelineError: They did.
-        """
+        """While a step runs: weights must not change. Raises PipelineError if they did."""
         if self._hook is None:
             self._hook = register_optimizer_step_pre_hook(self._before_update)
         self._versions = versions_of(self._parameters)
@@ -172,14 +167,8 @@ class Updates:
 def refuse_differences(agreed: Sequence[int], report: Report, names: Sequence[str], group: dist.ProcessGroup) -> None:
     """Refuse what the ranks have done since the last step if it does not fit together. Collective.
 
-    Args:
-        agreed: The maxima of the `flags` of all ranks' reports.
-        report: This rank's.
-        names: The processes' names.
-        group: All processes.
-
-    Raises:
-        PipelineError: On all ranks.
+    `agreed`: the maxima of the `flags` of all ranks' reports. `report`: this rank's. `group`: all processes, which have
+    these `names`. Raises PipelineError, on all ranks.
     """
     is_updated, is_idle, has_stranger = agreed
     if not (has_stranger or (is_updated and is_idle)):

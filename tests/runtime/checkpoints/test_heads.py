@@ -18,7 +18,8 @@ from rota.core.errors import FormatError
 from rota.core.reading import Field
 from rota.runtime.checkpoints.random_states import RandomState, random_state, require_random_state, set_random_state
 from rota.runtime.checkpoints.tensors import chunks_of, head_of, padded, read_file, read_values, write_file
-from rota.runtime.checkpoints.values import DTYPES, bytes_of, from_json, to_json
+from rota.runtime.checkpoints.values import DTYPES, from_json, to_json
+from rota.runtime.fingerprints import bytes_of
 
 CPU = torch.device("cpu")
 
@@ -50,6 +51,7 @@ def test_a_file_is_safetensors_whatever_the_dtype(tmp_path: Path) -> None:
     tensors = {name: torch.arange(48, dtype=torch.uint8).view(dtype) for name, dtype in DTYPES.items()}
     tensors |= {"BOOL": torch.tensor([True, False]), "none": torch.empty(3, 0), "one": torch.tensor(3)}
     tensors |= {"turned": torch.rand(4, 3).T, "conjugate": torch.rand(3, dtype=torch.complex64).conj()}
+    tensors |= {"of every fifth": torch.rand(10)[::5][:1]}  # whose stride is 5, though it has one element
     data = chunks_of(tensors)
     file = write_file(path := tmp_path / "file", data, {"more": [1]})
     parts, training = read_file(path, file)

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from rota import Pipeline, PipelineError, Stages
-from rota.runtime.device.choosing import Placed, describe_placed, device_of, placed_on, refuse_mixed
+from rota.runtime.device.choosing import Placed, describe_placed, device_at, placed_on, refuse_mixed
 from rota.runtime.device.protocol import HostDevice
 from support.networks import batch_of, chain, loss_fn, plan_for, serial_step
 from support.pool import Pool
@@ -55,7 +55,7 @@ def test_the_device_of_stages() -> None:
     stages = Stages([cpu, nn.Tanh(), meta, nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta"))])
     assert placed_on(stages, [0, 1]) == torch.device("cpu")
     assert placed_on(stages, [1]) is None
-    assert isinstance(device_of(stages, [1], torch.device("cpu")), HostDevice)
+    assert isinstance(device_at(torch.device("cpu")), HostDevice)
     assert describe_placed(stages, lambda: [0]).type == "cpu"
     assert describe_placed(stages, lambda: [1]) == Placed()
     for stage in (2, 3):

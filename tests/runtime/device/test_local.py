@@ -17,12 +17,12 @@ class Accelerators:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, kind: str, number: int) -> None:
         self.index = 0
-        monkeypatch.setattr(torch.accelerator, "is_available", lambda: number > 0)
-        monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda *_, **__: torch.device(kind))
+        device = torch.device(kind) if number else None
+        monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda *_, **__: device)
         monkeypatch.setattr(torch.accelerator, "device_count", lambda: number)
         monkeypatch.setattr(torch.accelerator, "set_device_index", self._set)
         monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: self.index)
-        monkeypatch.setattr(local, "_warned", False)
+        local._report_too_few.cache_clear()
         for name in ("ROTA_DEVICE", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
             monkeypatch.delenv(name, raising=False)
         self._monkeypatch = monkeypatch

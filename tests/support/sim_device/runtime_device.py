@@ -19,7 +19,6 @@ from rota.runtime.device import choosing
 from support.sim_device.device import Event, Stream, current_device
 from support.sim_device.tensors import SimTensor
 
-FREE_BYTES = 2_000_000
 SIM = torch.device("sim", 0)
 _END_OF_STEP = ("read", "times_ns")  # what the host may wait for, once a step has been enqueued
 
@@ -39,9 +38,6 @@ class SimRuntimeDevice:
 
     def stream(self, name: str) -> Stream:
         return self.hardware.default if name == COMPUTE else self.hardware.stream(name)
-
-    def current(self) -> Stream:
-        return self.hardware.current_stream
 
     def use(self, stream: Stream) -> AbstractContextManager[object]:
         return self.hardware.use(stream)
@@ -66,9 +62,6 @@ class SimRuntimeDevice:
 
     def peak_bytes(self) -> int:
         return self.hardware.peak_bytes
-
-    def free_bytes(self) -> int:
-        return FREE_BYTES
 
     # --- time ---------------------------------------------------------------------------------------------------------
 

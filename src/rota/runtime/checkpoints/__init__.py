@@ -123,13 +123,12 @@ class Checkpoints:
         if sys.byteorder != "little":
             raise PipelineError(f"this machine is {sys.byteorder}-endian, and checkpoints need a little-endian one")
         optimizer, scheduler = self._trained.optimizer, self._trained.scheduler
-        if optimizer is not None and not isinstance(optimizer, Optimizer):
-            raise PipelineError(
-                f"the optimizer is a {type(optimizer).__name__}; give one torch.optim.Optimizer or None"
-            )
         if optimizer is not None:
+            if not isinstance(optimizer, Optimizer):
+                kind = type(optimizer).__name__
+                raise PipelineError(f"the optimizer is a {kind}; give one torch.optim.Optimizer or None")
             refuse_inner_optimizers(optimizer)
-        if optimizer is None and scheduler is not None:
+        elif scheduler is not None:
             raise PipelineError(f"a {type(scheduler).__name__}, but no optimizer; give both, or None for both")
 
     def _open(self) -> None:
@@ -204,7 +203,7 @@ class Checkpoints:
         awaited, processes = "the other ranks' first batch", self._pipeline.processes
         self._pipeline.meet(Call.BEGIN_EPOCH, awaited)
         values = self._share(awaited, value)
-        return [values[of_rank[0]] for of_rank in processes.pipelines[:: processes.num_tp_shards]]
+        return [values[pipeline[0]] for pipeline in processes.pipelines[:: processes.num_tp_shards]]
 
     def _share(self, awaited: str, value: Any) -> list[Any]:
         """All processes' JSON values; also while a thread saves, which has a process group of its own. Collective."""
@@ -324,7 +323,6 @@ class Checkpoints:
         snapshots = commits.snapshots
         step = max(set.intersection(*map(set, self._ranks.gather(snapshots.steps))), default=-1)
         if step < 0 or (step < newest_saved and snapshots.newest_at_load(step) < self._newest_at_load):
-            snapshots.forget_all_but(None)
             return None
 
         def prepare() -> tuple[Checkpoint, Restoring]:
@@ -364,11 +362,11 @@ class Checkpoints:
         if self._commits is not None and step is None:
             newest_saved = int(names[0].removeprefix("step-")) if names else -1
             try:
-                if (kept := self._load_from_memory(self._commits, newest_saved)) is not None:
-                    return kept
+                if (checkpoint := self._load_from_memory(self._commits, newest_saved)) is not None:
+                    return checkpoint
             except DamagedError as error:
                 self._report(f"{error}; going on from the checkpoints")
-                self._commits.snapshots.forget_all_but(None)
+            self._commits.snapshots.forget_all_but(None)
         for name, before in zip_longest(names, names[1:]):
             path = self._folder / name
             try:

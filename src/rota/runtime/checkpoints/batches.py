@@ -43,23 +43,14 @@ class Position(msgspec.Struct, forbid_unknown_fields=True):
 
 @final
 class Batches:
-    """The batches of `num_epochs` epochs of `loader`; iterate once.
+    """The batches of `num_epochs` epochs of `loader`, which can be iterated again and again; iterate this once.
 
-    Args:
-        loader: a DataLoader, or anything else that can be iterated again and again.
-        num_epochs: how many epochs there are in all.
-        seed: of all that the loader draws.
-        num_replicas: of the training.
-        share: gathers a JSON value of each replica, on all processes.
+    `seed`: of all that the loader draws. `num_replicas`: of the training. `share` gathers a JSON value of each replica,
+    on all processes.
     """
 
     def __init__(
-        self,
-        loader: Any,
-        num_epochs: int,
-        seed: int,
-        num_replicas: int,
-        share: Callable[[Any], list[Any]],
+        self, loader: Any, num_epochs: int, seed: int, num_replicas: int, share: Callable[[Any], list[Any]]
     ) -> None:
         _require_again(loader)
         if type(num_epochs) is not int or num_epochs < 1:

@@ -143,16 +143,11 @@ def publish(partial: Path, manifest: Callable[[int], Manifest], keep: int | None
     _sync(path.parent)
     if replaced.exists():
         shutil.rmtree(replaced)
-    others = [saved.path for saved in before if saved.path != path]
-    for other in others[: max(len(others) + 1 - keep, 0)] if keep is not None else ():
-        _retire(other)
-
-
-def _retire(path: Path) -> None:
-    """Rename a whole checkpoint, then remove it: half of one must not be named `step-N`. A link is left alone."""
-    partial = path.with_suffix(".partial")
-    if not path.is_symlink() and not os.path.lexists(partial):
-        shutil.rmtree(path.rename(partial))
+    older = [saved.path for saved in before if saved.path != path]
+    for other in older[: max(len(older) + 1 - keep, 0)] if keep is not None else ():
+        retired = other.with_suffix(".partial")
+        if not other.is_symlink() and not os.path.lexists(retired):
+            shutil.rmtree(other.rename(retired))  # in this order: half of a checkpoint must not be named `step-N`
 
 
 def _sync(folder: Path) -> None:
@@ -229,11 +224,10 @@ def _take(folder: Path, lock: int, patience_s: float) -> None:
     while True:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
         except BlockingIOError:
             holder = printable(os.pread(lock, 200, 0).decode(errors="replace"))
-            in_use = f"{folder} is in use by another job ({holder})"
-        else:
-            return
+        in_use = f"{folder} is in use by another job ({holder})"
         if time.monotonic() >= until_s:
             raise PipelineError(f"{in_use}; end that job, or save into another folder")
         if not is_waiting:

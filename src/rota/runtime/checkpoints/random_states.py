@@ -63,15 +63,11 @@ def set_random_state(state: RandomState, device: torch.device) -> None:
             digest = hashlib.blake2b(state.cpu.numpy().tobytes(), digest_size=8).digest()
             generator.manual_seed(int.from_bytes(digest, "big") % 2**63)
     torch.set_rng_state(state.cpu)
-    random.setstate(_of_python(state.python))
+    words, position, gauss = state.python
+    random.setstate((_PYTHONS_VERSION, (*words.tolist(), position), gauss))
     if (numpy := sys.modules.get("numpy")) is not None and state.numpy is not None:
         words, position, gauss = state.numpy
         numpy.random.set_state((_TWISTER, words.numpy(), position, int(gauss is not None), gauss or 0.0))
-
-
-def _of_python(state: Twister) -> tuple[Any, ...]:
-    words, position, gauss = state
-    return _PYTHONS_VERSION, (*words.tolist(), position), gauss
 
 
 def require_random_state(state: RandomState, device: torch.device) -> None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any, TypeVar, final
 
 import torch.distributed as dist
 
 from rota.core.errors import FormatError, PipelineError, RotaError
 from rota.runtime.json_messages import all_gather_json, broadcast_json
+from rota.runtime.process_group import leave
 from rota.runtime.transport import collective
 
 Result = TypeVar("Result")
@@ -40,18 +40,20 @@ class Ranks:
         Otherwise all ranks raise PipelineError: a DamagedError if all errors are FormatErrors.
         """
         failure: Exception | None = None
+        words = ""
         try:
             result = act()
         except Exception as error:
             failure = error
+            words = str(error) if isinstance(error, RotaError) else f"{type(error).__name__}: {error}"
+        report = failure is not None, isinstance(failure, FormatError), words
         with collective(f"{doing} for a checkpoint"):
-            failures = all_gather_json(_failure_to_json(failure), self.group)
-        failed = {rank: error for rank, error in enumerate(failures) if error is not None}
+            reports = enumerate(all_gather_json(report, self.group))
+        failed = [(is_damage, rank, words) for rank, (has_failed, is_damage, words) in reports if has_failed]
         if failed:
-            other = {rank: error for rank, error in failed.items() if not error["damage"]}
-            rank, first = next(iter((other or failed).items()))
-            kind = PipelineError if other else DamagedError
-            raise kind(f"checkpoint: {doing}, process {rank}: {first['text']}") from failure
+            is_damage, rank, words = min(failed)  # other errors before damage
+            kind = DamagedError if is_damage else PipelineError
+            raise kind(f"checkpoint: {doing}, process {rank}: {words}") from failure
         return result
 
     def first(self, doing: str, act: Callable[[], Result]) -> Result:
@@ -69,13 +71,5 @@ class Ranks:
     def close(self) -> None:
         """Let go of the group, and destroy one of its own, if the caller has not; a second call does nothing."""
         group, self.group = self.group, None
-        if self._is_own and group is not None and dist.is_initialized():
-            with suppress(ValueError):  # the caller has destroyed it
-                dist.destroy_process_group(group)
-
-
-def _failure_to_json(error: Exception | None) -> dict[str, Any] | None:
-    if error is None:
-        return None
-    text = str(error) if isinstance(error, RotaError) else f"{type(error).__name__}: {error}"
-    return {"text": text, "damage": isinstance(error, FormatError)}
+        if self._is_own and group is not None:
+            leave([group])

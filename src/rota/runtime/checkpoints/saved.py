@@ -10,7 +10,7 @@ import hashlib
 import json
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import count, takewhile
+from itertools import chain, count, takewhile
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -145,17 +145,16 @@ def read_contents(saved: Saved) -> Contents:
             raise FormatError(str(error)) from None
     files = [read_file(path / file_of(rank), file) for rank, file in enumerate(manifest.files)]
     with naming(path):
-        training = read_training([of_rank for _, of_rank in files])
+        training = read_training(field for _, field in files)
         if training.first.step != manifest.step:
             raise FormatError(f"its files are of step {training.first.step}, and {MANIFEST} is of step {manifest.step}")
         index = index_of(part for parts, _ in files for part in parts)
         require_covered(index)
         keys = {name: _keys_of(name, index) for name in manifest.names}
-        expected = {key for of_weight in keys.values() for key in of_weight}
+        expected = {*chain.from_iterable(keys.values())}
         expected |= {tensor_key(key, name) for key, record in training.records.items() for name in record.tensors}
         for key in sorted(expected ^ index.keys()):
-            what = "has no tensor" if key in expected else "is a tensor that nothing uses"
-            raise FormatError(f"{short(key)} {what}")
+            raise FormatError(f"{short(key)} {'has no tensor' if key in expected else 'is a tensor that nothing uses'}")
         for key in training.records:
             if model_key(key) not in index:
                 raise FormatError(f"the optimizer has a state of {short(key)}, which is not a weight")
@@ -173,9 +172,8 @@ def _keys_of(name: str, index: Index) -> list[str]:
 def damage(saved: Saved) -> str | None:
     """What is wrong with a checkpoint, whose tensors are all read; None if nothing is wrong."""
     try:
-        for parts in read_contents(saved).index.values():
-            for part in parts:
-                require_unchanged(part)
+        for part in chain.from_iterable(read_contents(saved).index.values()):
+            require_unchanged(part)
     except FormatError as error:
         return str(error)
     return None
@@ -193,7 +191,7 @@ def export(saved: Saved, path: Path) -> int:
 
     try:
         contents = read_contents(saved)
-        chunks = {key: contents.index[key][0].chunk for keys in contents.keys.values() for key in keys}
+        chunks = {key: contents.index[key][0].chunk for key in chain.from_iterable(contents.keys.values())}
         tensors = {key: torch.empty(chunk.size, dtype=DTYPES[chunk.dtype]) for key, chunk in chunks.items()}
         Reader(contents.index, tensors).fill()
     except FormatError as error:
@@ -203,12 +201,12 @@ def export(saved: Saved, path: Path) -> int:
             f"{saved.path} has {sharded[0]} in {len(contents.keys[sharded[0]])} TP shards, and does not say how to "
             f"join them; load it on as many tensor-parallel ranks, and join them there"
         )
-    wanted = {name: tensors[model_key(name)] for name in contents.keys}
+    named = {name: tensors[model_key(name)] for name in contents.keys}
     try:
         with whole_file(path) as partial:
-            save_file(wanted, partial, metadata={**saved.manifest.aliases, "format": "pt"})
+            save_file(named, partial, metadata={**saved.manifest.aliases, "format": "pt"})
     except OSError as error:
         raise FormatError(f"cannot write {path}: {error.strerror}; give another path with -o") from None
     except (SafetensorError, KeyError, ValueError) as error:
         raise FormatError(f"{saved.path} cannot be written as safetensors: {error}") from None
-    return len(wanted)
+    return len(named)

@@ -88,12 +88,11 @@ class Snapshots:
         self._write(State(self._training, step), data, training)
 
     def _write(self, state: State, data: Mapping[Chunk, torch.Tensor], training: dict[str, Any]) -> None:
-        chunks, path = tuple(data), self.folder / PARTIAL
-        held = sorted(states_in(self.folder), key=lambda held: held.step)
-        mapped = None
-        if len(held) >= NUM_SNAPSHOTS:
-            os.rename(self.folder / held[0].file, path)
-            mapped = self._mapped.pop(held[0], None)
+        chunks, path, mapped = tuple(data), self.folder / PARTIAL, None
+        if len(states := states_in(self.folder)) >= NUM_SNAPSHOTS:
+            oldest = min(states, key=lambda state: state.step)
+            os.rename(self.folder / oldest.file, path)
+            mapped = self._mapped.pop(oldest, None)
         head = head_of(chunks, training)
         if mapped is None or mapped.chunks != chunks or mapped.head_bytes < len(head):
             mapped = None  # its memory is free before there is more
@@ -159,8 +158,8 @@ class Snapshots:
         return self._read(step)[1].first.newest_at_load
 
     def _read(self, step: int) -> tuple[list[Part], TrainingState]:
-        parts, of_rank = read_file(self.folder / State(self._training, step).file, None)
-        return parts, read_training([of_rank])
+        parts, field = read_file(self.folder / State(self._training, step).file, None)
+        return parts, read_training([field])
 
     def prepare(self, step: int, trained: Trained) -> Restoring:
         """Check that the state after `step` fits, before anything changes. Raises PipelineError, FormatError."""
@@ -169,7 +168,7 @@ class Snapshots:
         restoring = trained.prepare(shards, training, index_of(parts))
         kept = {part.chunk for part in parts}
         for chunk in chunks_of(restoring.tensors).keys() ^ kept:
-            was = [(part.offsets, part.sizes) for part in kept if part.key == chunk.key]
+            was = [(other.offsets, other.sizes) for other in kept if other.key == chunk.key]
             raise PipelineError(
                 f"this process had {was} (offsets and sizes) of {chunk.key}, but has another part of it now; make the "
                 f"same model, and shard the model and the optimizer's state alike"
@@ -279,11 +278,9 @@ class Commits:
             problem = f"has no room for {size_text(needed_bytes)} in the plan's limit"
         elif not self._has_room_here:
             problem = "ran out of memory for its state"
-        of_processes = self._share(
-            f"the other ranks' commit number {self._num_commits}",
-            [needed_bytes, taken_bytes, disk_bytes, free_bytes, problem],
-        )
-        needed, taken, on_disk, free, problems = zip(*of_processes, strict=True)
+        counts = [needed_bytes, taken_bytes, disk_bytes, free_bytes, problem]
+        by_process = self._share(f"the other ranks' commit number {self._num_commits}", counts)
+        needed, taken, on_disk, free, problems = zip(*by_process, strict=True)
         self._most_bytes = max(needed)
         room_bytes = sum(taken) + min(free)
         reason = next((f"process {process} {text}" for process, text in enumerate(problems) if text), None)

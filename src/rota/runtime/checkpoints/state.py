@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import Any, NamedTuple
@@ -36,7 +36,7 @@ from rota.runtime.reducing.norms import local
 _CPU = torch.device("cpu")
 
 
-class OfRank(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class RankState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """All that a rank's file has besides tensors.
 
     `step` and `extra` are what `save` or `commit` was given; `newest_at_load` is the number of the newest checkpoint
@@ -54,26 +54,25 @@ class OfRank(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class TrainingState(NamedTuple):
     """All state of a training besides tensors: what the first rank has; the records of all weights; the scheduler's."""
 
-    first: OfRank
+    first: RankState
     records: dict[str, WeightRecord]
     scheduler: SavedScheduler | None
 
 
-def _of_rank(field: Field) -> OfRank:
+def _rank_state(field: Field) -> RankState:
     try:
-        of_rank: OfRank = Field(field.path, from_json(field)).read(OfRank)
+        state: RankState = Field(field.path, from_json(field)).read(RankState)
     except IndexError as error:  # msgspec takes a tensor for a mapping
         raise FormatError(f"{field.path} has a tensor where an object must be ({error})") from None
-    return of_rank
+    return state
 
 
-def read_training(of_ranks: Sequence[Field]) -> TrainingState:
+def read_training(fields: Iterable[Field]) -> TrainingState:
     """The state of a training from what its ranks have written; the random state is the first one's.
 
-    Raises:
-        FormatError: a field is wrong, or the ranks differ where they must be equal.
+    Raises FormatError if a field is wrong, or if the ranks differ where they must be equal.
     """
-    ranks = [*map(_of_rank, of_ranks)]
+    ranks = [*map(_rank_state, fields)]
     first = ranks[0]
     scheduler = next((rank.scheduler for rank in ranks if rank.scheduler is not None), None)
     for number, rank in enumerate(ranks):
@@ -103,7 +102,7 @@ class Trained:
     def collect(
         self, step: int, extra: dict[str, Any], newest_at_load: int, with_buffers: bool = True
     ) -> tuple[Tensors, dict[str, Any]]:
-        """This rank's tensors, not copied, and all other state as the JSON of `OfRank`.
+        """This rank's tensors, not copied, and all other state as the JSON of `RankState`.
 
         Raises PipelineError if some of it could not be restored.
         """
@@ -123,8 +122,12 @@ class Trained:
         for key, tensor in tensors.items():
             part = tensor if type(tensor) is torch.Tensor else local(tensor)  # a shard of a DTensor
             require_readable(key, part)
-            if not part.is_contiguous() and not is_tensor_key(key):  # the optimizer gets new tensors
-                _require_writable(key, part)
+            steps = () if part.is_contiguous() or is_tensor_key(key) else zip(part.stride(), part.shape, strict=True)
+            if any(stride == 0 and size > 1 for stride, size in steps):  # the optimizer gets new tensors
+                raise PipelineError(
+                    f"{key} is expanded, so that several elements are one number in memory: nothing restores it; "
+                    f"clone() it"
+                )
         random = msgspec.structs.asdict(random_state(self.device))
         state = to_json({"groups": groups, "scheduler": scheduler, "random": random}, "the training's state")
         return tensors, {
@@ -144,9 +147,8 @@ class Trained:
         keys: dict[torch.Tensor, str] = {}
         for weight, tp_shard in self.weights.local():
             name = names[weight.names[0]]
-            if (
-                weight.num_tp_shards != num_tp_shards[name]
-            ):  # of others' weights not known: they may wrap them otherwise
+            # Of other ranks' weights it is not known: they may wrap them otherwise.
+            if weight.num_tp_shards != num_tp_shards[name]:
                 raise PipelineError(
                     f"{name} was saved in {num_tp_shards[name]} TP shards, but has {weight.num_tp_shards} here; TP "
                     f"shards are not joined or cut again: resume on as many tensor-parallel ranks as it was saved on"
@@ -156,8 +158,8 @@ class Trained:
             _require_alike(key, weight.tensor, _chunk(index, model_key(key)))
         state = None
         if self.optimizer is not None:
-            of_groups = require_records(self.optimizer, keys, training.records)
-            state = scheduler_state(self.scheduler, training.scheduler, of_groups)
+            groups = require_records(self.optimizer, keys, training.records)
+            state = scheduler_state(self.scheduler, training.scheduler, groups)
             for parameter, key in keys.items():
                 if key in training.records:
                     tensors |= _state_tensors(parameter, key, training.records[key], index)
@@ -201,21 +203,17 @@ def _chunk(index: Index, key: str) -> Chunk:
 
 def _stored_names(weights: list[Weight], saved: Mapping[str, int]) -> dict[str, str]:
     """The saved name of each weight, by its first name. Raises PipelineError if the checkpoint is of another model."""
-    stored = {
-        weight.names[0]: name
-        for weight in weights
-        if (name := next((name for name in weight.names if name in saved), None)) is not None
-    }
-    missing = [weight.names[0] for weight in weights if weight.names[0] not in stored]
-    known = {*stored.values()}
+    names = {weight.names[0]: next((name for name in weight.names if name in saved), "") for weight in weights}
+    missing = [name for name, stored in names.items() if not stored]
+    known = {*names.values()}
     extra = [name for name in saved if name not in known]
     if missing or extra:
-        what = [f"{kind} {few(names)}" for kind, names in (("lacks", missing), ("also has", extra)) if names]
+        differences = [f"{verb} {few(names)}" for verb, names in (("lacks", missing), ("also has", extra)) if names]
         raise PipelineError(
-            f"this is another model: the checkpoint {' and '.join(what)}; build the one that was saved. If it is the "
-            "same model, cut elsewhere by hand, name its weights as when it was saved: Stages(…, names=[…])"
+            f"this is another model: the checkpoint {' and '.join(differences)}; build the one that was saved. If it "
+            "is the same model, cut elsewhere by hand, name its weights as when it was saved: Stages(…, names=[…])"
         )
-    return stored
+    return names
 
 
 def _plain(value: Any) -> Any:
@@ -232,15 +230,6 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def _require_writable(key: str, tensor: torch.Tensor) -> None:
-    """Raises PipelineError if nothing can be copied into the tensor, as several of its elements are one number."""
-    steps = zip(tensor.stride(), tensor.shape, strict=True)
-    if any(stride == 0 and size > 1 for stride, size in steps):
-        raise PipelineError(
-            f"{key} is expanded, so that several elements are one number in memory: nothing restores it; clone() it"
-        )
-
-
 def _require_alike(key: str, tensor: torch.Tensor, stored: Chunk) -> None:
     was, now = (list(stored.size), DTYPES[stored.dtype]), (list(tensor.shape), tensor.dtype)
     if was != now:
@@ -249,20 +238,17 @@ def _require_alike(key: str, tensor: torch.Tensor, stored: Chunk) -> None:
 
 def _state_tensors(parameter: torch.Tensor, key: str, record: WeightRecord, index: Index) -> Tensors:
     """Tensors to read an optimizer's state of one weight into."""
-    tensors: Tensors = {}
+    tensors, options = Tensors(), record.group.options
     for name in record.tensors:
         stored = _chunk(index, full := tensor_key(key, name))
         dtype = DTYPES[stored.dtype]
-        if _is_on_host(name, stored, record.group.options):
-            tensors[full] = torch.empty(stored.size, dtype=dtype, device="cpu")
-        elif stored.size == tuple(parameter.shape):
+        # PyTorch's optimizers count steps on the host, unless their kernels read the count.
+        is_on_host = (
+            name == "step" and prod(stored.size) == 1 and not (options.get("capturable") or options.get("fused"))
+        )
+        if stored.size == tuple(parameter.shape) and not is_on_host:
             tensors[full] = torch.empty_like(parameter, dtype=dtype, requires_grad=False)
         else:
-            tensors[full] = torch.empty(stored.size, dtype=dtype, device=parameter.device)
+            device = torch.device("cpu") if is_on_host else parameter.device
+            tensors[full] = torch.empty(stored.size, dtype=dtype, device=device)
     return tensors
-
-
-def _is_on_host(name: str, stored: Chunk, options: dict[str, Any]) -> bool:
-    """Whether it is a count of steps on the host, where PyTorch's optimizers have it unless their kernels read it."""
-    is_count = name == "step" and prod(stored.size) == 1
-    return is_count and not options.get("capturable") and not options.get("fused")

@@ -17,11 +17,11 @@ import json
 import os
 import struct
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from io import FileIO
-from itertools import accumulate, groupby
+from itertools import accumulate, groupby, pairwise
 from math import prod
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, TypeAlias
@@ -41,8 +41,9 @@ from torch.distributed.tensor import DTensor
 from rota.core import reading
 from rota.core.errors import FormatError, PipelineError
 from rota.core.reading import Field, Whole, short
-from rota.runtime.checkpoints.values import DTYPES, NAMES, Size, bytes_of, dtype_named, require_countable, tensor_of
+from rota.runtime.checkpoints.values import DTYPES, NAMES, Size, dtype_named, require_countable, tensor_of
 from rota.runtime.device.protocol import Device, is_queued
+from rota.runtime.fingerprints import bytes_of
 
 Tensors: TypeAlias = dict[str, torch.Tensor]
 
@@ -157,15 +158,13 @@ def padded(head: bytes, num_bytes: int) -> bytes:
 @lru_cache(maxsize=8)
 def _texts(chunks: tuple[Chunk, ...]) -> tuple[str, str]:
     """Of a header: the metadata for Rota and for PyTorch, and the entries of safetensors."""
-    offsets, entries, begin = {}, [], 0
-    for chunk in chunks:
+    offsets, entries = {}, ""
+    for chunk, ends in zip(chunks, pairwise(starts_of(chunks, 0)), strict=True):
         offsets[chunk.key] = {"saved_offsets": chunk.offsets}
-        end = begin + chunk.num_bytes
-        entry = {"dtype": chunk.dtype, "shape": chunk.sizes, "data_offsets": [begin, end]}
-        entries.append(f", {json.dumps(chunk.key)}: {json.dumps(entry)}")
-        begin = end
+        entry = {"dtype": chunk.dtype, "shape": chunk.sizes, "data_offsets": ends}
+        entries += f", {json.dumps(chunk.key)}: {json.dumps(entry)}"
     texts = {"DCP_SHARDING_INFO": json.dumps(offsets), "tensors": json.dumps(chunks)}
-    return json.dumps({"format": "pt", **texts})[1:-1], "".join(entries)
+    return json.dumps({"format": "pt", **texts})[1:-1], entries
 
 
 def write_file(path: Path, data: Mapping[Chunk, torch.Tensor], training: dict[str, Any]) -> File:
@@ -295,15 +294,13 @@ def copied(data: Mapping[Chunk, torch.Tensor], device: Device) -> tuple[dict[Chu
     return copies, lambda: None
 
 
-def share_out(of_ranks: Iterable[Any]) -> list[list[Chunk]]:
+def share_out(by_rank: Sequence[Any]) -> list[list[Chunk]]:
     """The chunks that each rank writes of those that the ranks have, as JSON; the holder with the fewest bytes does."""
     holders: dict[Chunk, list[int]] = {}
-    known: dict[str, Chunk] = {}
-    shares: list[list[Chunk]] = []
-    for rank, chunks in enumerate(of_ranks):
-        shares.append([])
+    first: dict[str, Chunk] = {}
+    for rank, chunks in enumerate(by_rank):
         for chunk in read_chunks(Field("chunks", chunks)):
-            other = known.setdefault(chunk.key, chunk)
+            other = first.setdefault(chunk.key, chunk)
             if (other.dtype, other.size) != (chunk.dtype, chunk.size):
                 raise PipelineError(
                     f"process {rank} has {chunk.key} as {list(chunk.size)} of {chunk.dtype}, and another as "
@@ -311,7 +308,7 @@ def share_out(of_ranks: Iterable[Any]) -> list[list[Chunk]]:
                 )
             if prod(chunk.sizes) or not prod(chunk.size):
                 holders.setdefault(chunk, []).append(rank)
-    loads = [0] * len(shares)
+    shares, loads = [list[Chunk]() for _ in by_rank], [0 for _ in by_rank]
     for chunk, ranks in holders.items():
         rank = min(ranks, key=lambda rank: loads[rank])
         loads[rank] += chunk.num_bytes
@@ -370,22 +367,22 @@ class Reader:
     def __init__(self, index: Index, tensors: Tensors) -> None:
         self._planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         self._planner.set_up_planner(tensors, Metadata({key: _metadata(index[key]) for key in tensors}))
-        wanted: dict[Part, list[ReadItem]] = {}
+        items: dict[Part, list[ReadItem]] = {}
         parts = {(key, part.chunk.offsets): part for key in tensors for part in index[key]}
         for item in self._planner.create_local_plan().items:
             assert item.storage_index.offset is not None
-            wanted.setdefault(parts[item.storage_index.fqn, tuple(item.storage_index.offset)], []).append(item)
+            items.setdefault(parts[item.storage_index.fqn, tuple(item.storage_index.offset)], []).append(item)
         #: What to read of each part, in the order of the files.
-        self._wanted = sorted(wanted.items(), key=lambda entry: (entry[0].path, entry[0].position))
+        self._items = sorted(items.items(), key=lambda entry: (entry[0].path, entry[0].position))
 
     def check(self) -> None:
         """Read all that `fill` will read, and change nothing. Raises FormatError if a part has changed."""
-        for part, _ in self._wanted:
+        for part, _ in self._items:
             require_unchanged(part)
 
     def fill(self) -> None:
         """Fill the tensors. Raises FormatError as `check` does: a file may change in between."""
-        for part, items in self._wanted:
+        for part, items in self._items:
             whole = read_values(part)
             for item in items:
                 value = whole

@@ -19,6 +19,7 @@ from msgspec import Meta
 
 from rota.core.errors import FormatError, PipelineError
 from rota.core.reading import Field, Whole, short
+from rota.runtime.fingerprints import bytes_of
 
 _LONGEST_BITS = 4096  # of an integer; Python parses about 14,000
 _MOST_PAIRS = 10_000  # of keys and values; those of a file may be made to have one hash, which makes a dict slow
@@ -80,10 +81,8 @@ def to_json(value: Any, path: Path, depth: int = 0) -> Any:
     if kind is dict and all(type(key) is str and not key.startswith("$") for key in value):
         return {key: to_json(item, (path, key), inner) for key, item in value.items()}
     if kind in _MAPPINGS and len(value) <= _MOST_PAIRS and all(type(key) in _KEYS for key in value):
-        pairs = value.items()
-        return {
-            _MAPPINGS[kind]: [[to_json(key, path, inner), to_json(item, (path, key), inner)] for key, item in pairs]
-        }
+        pairs = [[to_json(key, path, inner), to_json(item, (path, key), inner)] for key, item in value.items()]
+        return {_MAPPINGS[kind]: pairs}
     if kind is torch.dtype and value in NAMES:
         return {"$dtype": NAMES[value]}
     if kind is torch.Tensor and value.dtype in NAMES and value.layout is torch.strided:
@@ -97,12 +96,6 @@ def to_json(value: Any, path: Path, depth: int = 0) -> Any:
 
 def _text_of(path: Path) -> str:
     return path if isinstance(path, str) else f"{_text_of(path[0])}[{repr(path[1])[:60]}]"
-
-
-def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a tensor's elements, in row-major order."""
-    plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
-    return plain.reshape(-1).view(torch.uint8).numpy().data
 
 
 # --- reading ----------------------------------------------------------------------------------------------------------

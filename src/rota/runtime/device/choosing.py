@@ -17,11 +17,6 @@ from rota.runtime.device.streams import StreamDevice
 MAKERS: dict[str, Callable[[torch.device], Device]] = {"cpu": lambda _: HostDevice()}
 
 
-def device_of(stages: Stages, local: Iterable[int], otherwise: torch.device) -> Device:
-    """The device of the stages `local`; `otherwise` if they have no tensors. Raises PipelineError as `placed_on`."""
-    return device_at(placed_on(stages, local) or otherwise)
-
-
 def device_at(device: torch.device) -> Device:
     """The device on which tensors of `device` are."""
     return MAKERS.get(device.type, StreamDevice)(device)
@@ -30,8 +25,7 @@ def device_at(device: torch.device) -> Device:
 def placed_on(stages: Stages, local: Iterable[int]) -> torch.device | None:
     """Where the tensors of the stages `local` are; None if they have none.
 
-    Raises:
-        PipelineError: a tensor has no memory, or two are on different devices.
+    Raises PipelineError if a tensor has no memory, or if two are on different devices.
     """
     first: tuple[str, int, torch.device] | None = None
     for stage in local:
@@ -89,12 +83,10 @@ def _unit_of(device: torch.device) -> str:
 def refuse_mixed(of_ranks: Sequence[Placed]) -> str:
     """The type of device that all ranks have, "cpu" if none has a tensor.
 
-    Raises:
-        PipelineError: a rank has no device, types differ, or two ranks share an accelerator.
+    Raises PipelineError if a rank has no device, if types differ, or if two ranks share an accelerator.
     """
-    for rank, placed in enumerate(of_ranks):
-        if placed.error:
-            raise PipelineError(f"rank {rank}: {placed.error}")
+    if refused := [f"rank {rank}: {placed.error}" for rank, placed in enumerate(of_ranks) if placed.error]:
+        raise PipelineError(refused[0])
     by_type: dict[str, list[int]] = {}
     by_unit: dict[str, int] = {}
     for rank, placed in enumerate(of_ranks):
@@ -107,13 +99,12 @@ def refuse_mixed(of_ranks: Sequence[Placed]) -> str:
                 f"stages.to(rota.local_device(), rota.local_stages(plan, mesh))"
             )
     if len(by_type) > 1:
-        told = ", ".join(f"those of {_ranks(ranks)} on {kind}" for kind, ranks in by_type.items())
+        places = ", ".join(
+            f"those of rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))} on {kind}"
+            for kind, ranks in by_type.items()
+        )
         raise PipelineError(
-            f"the ranks' stages are on devices of different types: {told}; move all: "
+            f"the ranks' stages are on devices of different types: {places}; move all: "
             f"stages.to(rota.local_device(), rota.local_stages(plan, mesh))"
         )
     return next(iter(by_type), "cpu")
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import os
 import sys
+from functools import cache
 
 import torch
 import torch.distributed as dist
 
 from rota.core.errors import PipelineError, UsageError
 from rota.core.text import count_text
-from rota.runtime.environment import DEVICE
+from rota.runtime.environment import DEVICE, processes_here
 
 AUTO, CPU = "auto", "cpu"
-_warned = False
 
 
 def local_device() -> torch.device:
@@ -28,12 +28,10 @@ def local_device() -> torch.device:
     Raises:
         PipelineError: `rota run --device` names a device that is not there, or there are too few.
     """
-    wish = os.environ.get(DEVICE, AUTO)
-    number, num_processes = (int(os.environ.get(name, of)) for name, of in (("LOCAL_RANK", 0), ("LOCAL_WORLD_SIZE", 1)))
-    kind = device_type(wish, num_processes)
+    kind, number = local_device_type(), int(os.environ.get("LOCAL_RANK", 0))
     if kind == CPU:
-        if wish == AUTO and number == 0:
-            _report_too_few(num_processes)
+        if os.environ.get(DEVICE, AUTO) == AUTO and number == 0:
+            _report_too_few(processes_here())
         return torch.device(CPU)
     if int(os.environ.get("WORLD_SIZE", 1)) > 1 and "LOCAL_RANK" not in os.environ:
         raise PipelineError(
@@ -48,8 +46,7 @@ def local_device() -> torch.device:
 def device_type(wish: str, num_processes: int) -> str:
     """The type of device that this many processes of a machine take. `wish`: "auto", "cpu", or an accelerator's type.
 
-    Raises:
-        UsageError: this machine does not have what `wish` names, or not enough of it.
+    Raises UsageError if this machine does not have what `wish` names, or not enough of it.
     """
     kind, number = _accelerators()
     if wish in (AUTO, CPU):
@@ -85,25 +82,21 @@ def group_backend() -> str:
 
 def local_device_type() -> str:
     """The type of `local_device`, without making it the current one."""
-    return device_type(os.environ.get(DEVICE, AUTO), int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+    return device_type(os.environ.get(DEVICE, AUTO), processes_here())
 
 
 def _accelerators() -> tuple[str, int]:
     """Their type and number; ("cpu", 0) if there are none that have messages of their own, which Apple's lack."""
-    if not torch.accelerator.is_available():
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None or dist.Backend.default_device_backend_map.get(accelerator.type, "gloo") == "gloo":
         return CPU, 0
-    current = torch.accelerator.current_accelerator()
-    assert current is not None
-    if dist.Backend.default_device_backend_map.get(current.type, "gloo") == "gloo":
-        return CPU, 0
-    return current.type, torch.accelerator.device_count()
+    return accelerator.type, torch.accelerator.device_count()
 
 
+@cache
 def _report_too_few(num_processes: int) -> None:
-    global _warned
     kind, number = _accelerators()
-    if number and not _warned:
-        _warned = True
+    if number:
         print(
             f"rota: {count_text(num_processes, 'process', 'es')} on this machine, but "
             f"{count_text(number, f'{kind} device')}, so rota.local_device() is the CPU; start {number} here to use "

@@ -60,15 +60,15 @@ class Sums:
         if not self._later and not self._counts:
             return device.numbers(self.known)
         added = [product for of_place in self._later.values() for product in of_place]
-        given = device.numbers([*self.known, *(weight for weight, _ in added)])
-        row = given[: len(self.known)]
+        numbers = device.numbers([*self.known, *(weight for weight, _ in added)])
+        row = numbers[: len(self.known)]
         if added:
-            products = torch.stack([number for _, number in added]) * given[len(self.known) :]
+            products = torch.stack([number for _, number in added]) * numbers[len(self.known) :]
             parts = torch.split(products, [len(of_place) for of_place in self._later.values()])
             for place, part in zip(self._later, parts, strict=True):
                 row[place].add_(part.sum())
-        for place, numbers in self._counts.items():
-            counts = torch.stack(numbers)
+        for place, of_place in self._counts.items():
+            counts = torch.stack(of_place)
             row[place].add_((counts != counts.clamp(0, sys.float_info.max)).sum())
         return row
 

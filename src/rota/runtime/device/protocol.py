@@ -69,9 +69,6 @@ class QueuedDevice(Device, Protocol):
     def stream(self, name: str) -> Any:
         """The stream of this name; `rota.core.programs.device_steps.COMPUTE` is the one that was current at `begin`."""
 
-    def current(self) -> Any:
-        """The stream that kernels go to now."""
-
     def use(self, stream: Any) -> AbstractContextManager[object]:
         """Enqueue the kernels inside the context on `stream`."""
 
@@ -98,9 +95,6 @@ class QueuedDevice(Device, Protocol):
 
     def peak_bytes(self) -> int:
         """The most bytes allocated since `reset_peak`. Does not wait."""
-
-    def free_bytes(self) -> int:
-        """Bytes that this process could still allocate."""
 
 
 def is_queued(device: Device) -> TypeGuard[QueuedDevice]:

@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, final
+from typing import Any, cast, final
 
 import torch
 import torch.distributed as dist
@@ -55,10 +55,6 @@ class StreamDevice:
             self._streams[name] = torch.Stream(self.torch_device, priority=-1)
         return self._streams[name]
 
-    def current(self) -> torch.Stream:
-        """Of this thread."""
-        return torch.accelerator.current_stream(self.torch_device)
-
     def use(self, stream: torch.Stream) -> AbstractContextManager[object]:
         """A stream is a context manager of its own."""
         return stream
@@ -90,12 +86,6 @@ class StreamDevice:
     def peak_bytes(self) -> int:
         """As PyTorch's allocator counts it."""
         return torch.accelerator.max_memory_allocated(self.torch_device)
-
-    def free_bytes(self) -> int:
-        """Free memory of the device, and what PyTorch's allocator keeps for reuse."""
-        free_bytes, _ = self._module.mem_get_info(self.torch_device)
-        kept = torch.accelerator.memory_reserved(self.torch_device)
-        return int(free_bytes) + kept - torch.accelerator.memory_allocated(self.torch_device)
 
     # --- time ---------------------------------------------------------------------------------------------------------
 
@@ -142,8 +132,7 @@ class StreamDevice:
 
         def numbers() -> list[float]:
             copied.synchronize()
-            found: list[float] = pinned.tolist()
-            return found
+            return cast("list[float]", pinned.tolist())
 
         return numbers
 

@@ -76,12 +76,12 @@ def _reason(names: Sequence[str], statuses: Mapping[int, Status]) -> str:
     if silent:
         be, it = ("is", "it") if len(silent) == 1 else ("are", "they")
         return f"{_listed(silent)} never answered; {it} {be} stopped, dead, or without a pipeline"
-    by_kind = {kind: [names[p] for p in sorted(statuses) if statuses[p].kind == kind] for kind in _KINDS}
+    outside, busy = ([names[p] for p in sorted(statuses) if statuses[p].kind == kind] for kind in ("outside", "busy"))
     if _all_outside(statuses):
         return "all ranks are outside of the pipeline's calls"
-    if outside := by_kind["outside"]:
+    if outside:
         return f"{_listed(outside)} never reached what the others wait for"
-    if busy := by_kind["busy"]:
+    if busy:
         return f"{_listed(busy)} {'makes' if len(busy) == 1 else 'make'} no progress"
     return "all wait for each other; check that all make the same calls in the same order"
 
@@ -92,7 +92,6 @@ def _all_outside(statuses: Mapping[int, Status]) -> bool:
 
 _OUTSIDE = "ranks may be outside of its calls for ten times as long, and for half an hour at least"
 _SO = ", so all ranks end: "
-_KINDS = ("waits", "busy", "outside")
 _MOST_NAMES = 8
 
 

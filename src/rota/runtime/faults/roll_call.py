@@ -126,12 +126,12 @@ class RollCall:
         if self._thread.is_alive():
             self._requests.put((act, reply))
         try:
-            found = reply.get(timeout=limit_s if self._thread.is_alive() else 0)
+            result = reply.get(timeout=limit_s if self._thread.is_alive() else 0)
         except queue.Empty:
             raise RuntimeError(f"no answer within {limit_s:g} s") from None
-        if isinstance(found, Exception):
-            raise RuntimeError(str(found)) from found
-        return found
+        if isinstance(result, Exception):
+            raise RuntimeError(str(result)) from result
+        return result
 
     def _serve(self) -> None:
         while (request := self._requests.get()) is not None:
@@ -150,10 +150,9 @@ class RollCall:
     def _answers_so_far(self) -> dict[int, Status]:
         """The status of each process that has answered."""
         for process in range(self._size):
-            if process not in self._answers and (text := self._got(_answer(process))) is not None:
-                status = decoded(text, Status)
-                if status is not None:
-                    self._answers[process] = status
+            text = None if process in self._answers else self._got(_answer(process))
+            if text is not None and (status := decoded(text, Status)) is not None:
+                self._answers[process] = status
         return self._answers
 
     def _got(self, key: str) -> str | None:

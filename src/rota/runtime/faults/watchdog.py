@@ -3,7 +3,8 @@
 main thread  step: tick, tick, tick … (stuck in native code, cannot raise)
 watchdog     …  no tick within the limit ──▶ roll call over the store ──▶ one report, exit code 70 on all
 
-Between calls, the script may load data or evaluate by itself, so a longer limit holds: see `idle_limit_s`.
+Between calls, the script may load data or evaluate by itself, so a longer limit holds: but a rank must not hang where
+nobody waits for it in a call.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from rota.core.plan import Plan
 from rota.core.simulation import simulate
 from rota.core.text import count_text
 from rota.runtime import control
+from rota.runtime.environment import TIMEOUT_S
 from rota.runtime.faults.hang_report import (
     Doing,
     Status,
@@ -36,31 +38,25 @@ from rota.runtime.faults.hang_report import (
     reason_of,
 )
 from rota.runtime.faults.roll_call import End, RollCall
-from rota.runtime.launcher_files import given_limit_s
 
 EXIT_CODE = 70  # as sysexits.h: internal failure; `rota run` shows the message above it
 _AFTER_A_FAILURE_S = 2.0  # by then, ranks that can notice by themselves that another one is gone have done so
 _FIRST_ERROR_S = 0.5  # for the rank with the first error to print it before others do
 PATIENT = 10  # times the limit, while ranks load a model or write a checkpoint, each at its own pace, or work outside
 _LEAST_S, _NUM_STEPS = 60.0, 20
-LEAST_IDLE_S = 1800.0  # as long as PyTorch lets ranks wait for each other
+_LEAST_IDLE_S = 1800.0  # as long as PyTorch lets ranks wait for each other
 
 Describe = Callable[[list[FrameType]], Doing]
 
 
 def limit_s(timeout_s: float | None, plan: Plan | None = None) -> float:
-    """How long a rank may make no progress, in seconds.
+    """How long a rank may make no progress, in seconds. Raises PipelineError if `timeout_s` is not above 0.
 
-    Args:
-        timeout_s: the script's limit; inf is no limit. None: that of `rota run --timeout`, else 20 simulated steps, but
-            at least a minute.
-        plan: whose steps are simulated; None if there is no plan yet.
-
-    Raises:
-        PipelineError: `timeout_s` is not above 0.
+    `timeout_s`: the script's limit; inf is no limit. None: that of `rota run --timeout`, else 20 simulated steps of the
+    plan, if there is one yet, but at least a minute.
     """
-    if timeout_s is None:
-        timeout_s = given_limit_s()
+    if timeout_s is None and TIMEOUT_S in os.environ:
+        timeout_s = float(os.environ[TIMEOUT_S])
     if timeout_s is None:
         step_us = simulate(plan).makespan_us if plan is not None else 0
         return max(_LEAST_S, _NUM_STEPS * step_us / 1e6)
@@ -70,14 +66,6 @@ def limit_s(timeout_s: float | None, plan: Plan | None = None) -> float:
             f"plan's simulated step"
         )
     return float(timeout_s)
-
-
-def idle_limit_s(limit: float) -> float:
-    """How long a rank may be outside of the pipeline's calls, in seconds, if it may go `limit` without progress inside.
-
-    Scripts load data or evaluate there; but a rank must not hang where nobody waits for it in a call.
-    """
-    return max(LEAST_IDLE_S, PATIENT * limit)
 
 
 class Run(Protocol):
@@ -114,7 +102,8 @@ class Watchdog:
     def __init__(self, timeout_s: float, watched: Watched | None = None) -> None:
         self._watched = watched or Watched([f"rank {process}" for process in range(dist.get_world_size())])
         self._timeout_s, self._times = timeout_s, 1
-        self._idle_limit_s = idle_limit_s(timeout_s) if dist.get_world_size() > 1 else math.inf
+        #: How long this rank may be outside of the pipeline's calls.
+        self._idle_limit_s = max(_LEAST_IDLE_S, PATIENT * timeout_s) if dist.get_world_size() > 1 else math.inf
         self._count = 0
         self._active = False
         self._thread_id: int | None = threading.get_ident()
@@ -150,7 +139,6 @@ class Watchdog:
             yield
         except LostRankError as error:
             self._active = False
-            self._leave_if_others_do(error)
             self._explain(error)
             raise
         finally:
@@ -168,15 +156,10 @@ class Watchdog:
             with suppress(RuntimeError):
                 self._roll_call.publish_end(End(words, self._watched.num_calls))
             return
-        words = error_text(error)
-        if isinstance(error, LostRankError):
-            control.report("lost")
-            with suppress(RuntimeError):
-                self._roll_call.publish("lost", f"{self.name}: {words}")
-            return
-        control.report("fails", words)
+        words, is_lost = error_text(error), isinstance(error, LostRankError)
+        control.report("lost" if is_lost else "fails", words)
         with suppress(RuntimeError):
-            self._roll_call.publish("failed", f"{self.name}: {words}")
+            self._roll_call.publish("lost" if is_lost else "failed", f"{self.name}: {words}")
 
     def close(self) -> None:
         """End the thread, and report to the supervisor that the pipeline closes."""
@@ -204,13 +187,10 @@ class Watchdog:
     def _on_device(self) -> Doing | None:
         return None if self._watched.run is None else self._watched.run.doing_on_device()
 
-    def _leave_if_others_do(self, error: LostRankError) -> None:
+    def _explain(self, error: LostRankError) -> None:
         with suppress(RuntimeError):
             if self._roll_call.published("leaves") is not None:  # then the loss is no error of that rank's own
                 self._end_after_failure(error.lost)
-
-    def _explain(self, error: LostRankError) -> None:
-        with suppress(RuntimeError):
             error.first_error = self._roll_call.published("failed") or ""
             end = self._roll_call.end()
             if end is not None and end.num_calls < self._watched.num_calls:  # else it did its part of this call
@@ -222,15 +202,16 @@ class Watchdog:
 
     def _watch(self) -> None:
         interval = min(self._timeout_s / 10, 1.0)
-        seen: object = None
+        before: object = None
         failed_s = 0.0
         while not self._stop.wait(interval):
             is_at_work = self._is_at_work
             is_idle = not any(watchdog._is_at_work for watchdog in [*_open])
             num_reached = 0 if self._watched.run is None else self._watched.run.num_reached()
-            now = is_at_work, _num_ticks() if is_idle else self._count, num_reached
-            if now != seen or not (is_at_work or is_idle):  # another pipeline of this process is at work
-                seen, self._still_s, failed_s = now, 0.0, 0.0
+            num_ticks = sum(watchdog._count for watchdog in [*_open]) if is_idle else self._count
+            state = is_at_work, num_ticks, num_reached
+            if state != before or not (is_at_work or is_idle):  # another pipeline of this process is at work
+                before, self._still_s, failed_s = state, 0.0, 0.0
             else:
                 self._still_s += interval  # not by the clock: the machine may have been asleep
             try:
@@ -312,11 +293,6 @@ class Watchdog:
 
 _open: list[Watchdog] = []  # of this process
 _ending = threading.Lock()
-
-
-def _num_ticks() -> int:
-    """How much all pipelines of this process have done."""
-    return sum(watchdog._count for watchdog in [*_open])
 
 
 def _in_a_collective(doing: str, frames: list[FrameType]) -> Doing:

@@ -19,7 +19,7 @@ from rota.core.errors import PipelineError
 from rota.models import collect_losses
 from rota.models.modes import evaluating
 from rota.models.sequence_chunks import Chunk
-from rota.runtime.messages import over_tensors, tensors_in, with_tensors
+from rota.runtime.messages import hand_over, over_tensors, tensors_in, with_tensors
 
 Leaves = list[torch.Tensor]
 
@@ -30,11 +30,6 @@ def length_of(values: Iterable[Any], where: str) -> int:
     if length is None:
         raise PipelineError(f"{where} gets no tensor of shape [rows, length, …], so the length of a chunk is unknown")
     return length
-
-
-def leaves_of(values: Iterable[torch.Tensor]) -> Leaves:
-    """What stands for values that a chunk passes on: the same memory, with gradients of its own."""
-    return [value.detach().requires_grad_(value.requires_grad) for value in values]
 
 
 @final
@@ -83,9 +78,9 @@ class PassedOn:
 
     def close(self, stage: int, microbatch: int, chunk: Chunk) -> Leaves:
         """The leaves that stand for what a chunk passes on; where its forward is run again, those of the first time."""
-        key, values = (stage, microbatch), chunk.passed_on()
+        key = stage, microbatch
         if key not in self._leaves:
-            self._leaves[key] = leaves_of(values)
+            self._leaves[key] = hand_over(chunk.passed_on())
         leaves = self._leaves[key]
         if not torch.is_grad_enabled() and microbatch == self._samples[microbatch][-1]:
             for m in self._samples[microbatch]:
@@ -109,13 +104,8 @@ def refuse_other_than_whole(module: nn.Module, where: str, first: tuple[Any, ...
     """Raises PipelineError unless the stage's outputs for two chunks are those for both at once.
 
     This finds attention that is not causal, keys and values that do not go through `rota.with_earlier_chunks`, and
-    positions that do not begin at `rota.chunk_start()`. It runs once per stage, without gradients, in eval().
-
-    Args:
-        module: The stage.
-        where: Its name, for the message.
-        first: What the stage gets for the first chunk of a sample.
-        second: The same for the second one.
+    positions that do not begin at `rota.chunk_start()`. It runs once per stage, without gradients, in eval(). `first`
+    and `second`: what the stage gets for the first two chunks of a sample.
     """
     with torch.no_grad(), evaluating([module]), _with_buffers_kept(module), collect_losses():
         length = length_of(first, where)

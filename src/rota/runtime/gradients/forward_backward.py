@@ -63,17 +63,11 @@ class StageForward:
         buffers: Mapping[str, torch.Tensor] | None = None,
         chunk: Chunk | None = None,
     ) -> tuple[Any, list[Any], Kept]:
-        """Run it for one micro-batch.
+        """Run it for one micro-batch; returns the output, the value for each outgoing edge, and what to keep.
 
-        Args:
-            received: the values of the incoming edges; their tensors that require a gradient must be leaves, and the
-                stage may write into them.
-            batch: the micro-batch.
-            buffers: stand in for the module's own of these names.
-            chunk: what it reads of earlier chunks of its sample.
-
-        Returns:
-            The stage's output, the value for each of its outgoing edges, and what to keep.
+        `received`: the values of the incoming edges; their tensors that require a gradient must be leaves, and the
+        stage may write into them. `buffers` stand in for the module's own of these names. `chunk`: what it reads of
+        earlier chunks of its sample.
         """
         split, module = self._split, self._module
         entered = [_entered(value, enter if split else writable) for value in received]

@@ -92,13 +92,13 @@ def input_gradients(
     into = [GradientEdge(weight, 0) for weight in at_once] + [edge for branch in waiting for edge in branch.edges]
     retain = bool(waiting)  # else autograd frees by itself, and compiled modules insist on that
     with _compiled_functions_run_once(after) if retain else nullcontext():
-        found = iter(gradients_into(inputs + into, roots, gradients, retain_graph=retain))
-    of_inputs: Gradients = [next(found) for _ in inputs]
+        results = iter(gradients_into(inputs + into, roots, gradients, retain_graph=retain))
+    of_inputs: Gradients = [next(results) for _ in inputs]
     with torch.no_grad():
         for weight in at_once:
-            if (gradient := next(found)) is not None:
+            if (gradient := next(results)) is not None:
                 weight(gradient)  # not by the engine, which has run the weight's hooks and would run them again
-    then = [_arrived(branch.edges, found) for branch in waiting]
+    then = [_arrived(branch.edges, results) for branch in waiting]
     if not waiting:
         return of_inputs, WeightWork([])
     kept = {node for branch in waiting for node in (*branch.nodes, *(edge.node for edge in branch.edges))}
@@ -107,9 +107,9 @@ def input_gradients(
     return of_inputs, WeightWork([(*arrived, to) for arrived, to in zip(then, weights, strict=True) if arrived[0]])
 
 
-def _arrived(edges: list[GradientEdge], found: Iterator[torch.Tensor | None]) -> tuple[list[GradientEdge], Gradients]:
+def _arrived(edges: list[GradientEdge], results: Iterator[torch.Tensor | None]) -> tuple[list[GradientEdge], Gradients]:
     """Those edges that got a gradient, and their gradients; takes one for each edge."""
-    pairs = [(edge, gradient) for edge in edges if (gradient := next(found)) is not None]
+    pairs = [(edge, gradient) for edge in edges if (gradient := next(results)) is not None]
     return [edge for edge, _ in pairs], [gradient for _, gradient in pairs]
 
 

@@ -96,7 +96,10 @@ def _be_rank(module: str, arguments: Sequence[str], environment: Mapping[str, st
             runpy.run_module(module, run_name="__main__", alter_sys=True)
             code = 0
         except SystemExit as error:
-            code = _code_of(error)
+            if error.code is None or isinstance(error.code, int):
+                code = (error.code or 0) & 0xFF
+            else:
+                print(error.code, file=sys.stderr)
         except BaseException as error:
             sys.last_value = error
             sys.excepthook(type(error), error, error.__traceback__)
@@ -105,13 +108,6 @@ def _be_rank(module: str, arguments: Sequence[str], environment: Mapping[str, st
         _flush_files()
     finally:
         os._exit(code)
-
-
-def _code_of(error: SystemExit) -> int:
-    if error.code is None or isinstance(error.code, int):
-        return (error.code or 0) & 0xFF
-    print(error.code, file=sys.stderr)
-    return 1
 
 
 def _flush_files() -> None:

@@ -20,14 +20,7 @@ from rota.core.simulation import check
 from rota.core.text import count_text
 from rota.core.timeline import Timeline
 from rota.runtime.environment import KEPT_MEMORY, MESH, RESTART, TIMEOUT_S, meeting_environments
-from rota.runtime.launcher_files import (
-    State,
-    collect,
-    common_states,
-    keep_script,
-    report_changed_script,
-    write_plan,
-)
+from rota.runtime.launcher_files import State, collect, keep_script, report_changed_script, states_in, write_plan
 from rota.runtime.launching.forking import fork, import_for_ranks
 from rota.runtime.launching.rank_processes import RankFailed, Ranks, Starter, in_new_interpreter
 from rota.runtime.launching.requests import EndedBySignal, Requests
@@ -137,8 +130,8 @@ def launch(
                     ranks.start(starter, environments)
                     ranks.wait()
             except RankFailed as error:
-                states = ranks.saved | common_states(memories)
-                restarts.count(error, states, may_restart=requests.asked is None)
+                in_memory = set.intersection(*map(states_in, memories)) if memories else set()
+                restarts.count(error, ranks.saved | in_memory, may_restart=requests.asked is None)
             else:
                 break
         if not ranks.has_pipeline:
@@ -181,13 +174,9 @@ class _Restarts:
         if newer:
             self._in_a_row = 0
         if not may_restart or self._in_a_row >= self._most:
-            raise PipelineError(error.to_text(self._so_far())) from None
+            in_all = f" without a newer checkpoint, {self.num_all} in all" if self.num_all > self._in_a_row else ""
+            after = f" after {count_text(self._in_a_row, 'restart')}{in_all}" if self.num_all else ""
+            raise PipelineError(error.to_text(after)) from None
         self.num_all += 1
         self._in_a_row += 1
         self._report(f"{error}: restart {self._in_a_row} of {self._most}")
-
-    def _so_far(self) -> str:
-        if not self.num_all:
-            return ""
-        without = f" without a newer checkpoint, {self.num_all} in all" if self.num_all > self._in_a_row else ""
-        return f" after {count_text(self._in_a_row, 'restart')}{without}"

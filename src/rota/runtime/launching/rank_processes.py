@@ -18,7 +18,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from types import TracebackType
 from typing import TypeAlias, final
 
 from rota.core.errors import PipelineError
@@ -53,12 +52,7 @@ class RankFailed(Exception):
 
 @final
 class Ranks:
-    """One start of all ranks, as a context manager: on exit it kills all processes that are left.
-
-    Args:
-        folder: of the run.
-        requests: signals to this process.
-    """
+    """One start of all ranks, as a context manager: on exit it kills all processes that are left."""
 
     def __init__(self, folder: Folder, requests: Requests) -> None:
         self._folder, self._requests = folder, requests
@@ -73,24 +67,14 @@ class Ranks:
         self.has_pipeline = False
 
     def __enter__(self) -> Ranks:
-        with ExitStack() as stack:
-            self._selector = stack.enter_context(selectors.DefaultSelector())
-            self._selector.register(self._requests, selectors.EVENT_READ)
-            stack.push(self._end)
-            self._stack = stack.pop_all()
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._requests, selectors.EVENT_READ)
         return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._stack.__exit__(kind, error, trace)
 
     def start(self, starter: Starter, environments: Sequence[Mapping[str, str]]) -> None:
         """Start one process per environment.
 
-        Raises:
-            PipelineError: the machine refuses to start one more process.
-            EndedBySignal, KeyboardInterrupt: a signal came meanwhile.
+        Raises PipelineError if the machine refuses to start one more; EndedBySignal, KeyboardInterrupt at a signal.
         """
         for number, environment in enumerate(environments):
             self._requests.end_if_asked("before they were started")
@@ -110,9 +94,8 @@ class Ranks:
     def wait(self) -> None:
         """Wait until all ranks have ended without failure.
 
-        Raises:
-            RankFailed: one of them failed; the others may still run.
-            EndedBySignal, KeyboardInterrupt: a signal to this process ends all ranks; they may still run.
+        Raises RankFailed if one of them failed; EndedBySignal, KeyboardInterrupt at a signal to this process that ends
+        all. Ranks may still run then.
         """
         while self._running:
             self._wait_for_event()
@@ -171,7 +154,7 @@ class Ranks:
         rank.code = rank.exit_code()
         if rank.code and rank.reported["lost"]:
             self._lost.append(rank)
-        elif rank.code or rank.has_open_pipeline:
+        elif rank.code or rank.reported["opens"] > rank.reported["closes"]:
             self._suspect(rank)
 
     def _suspect(self, rank: _Rank) -> None:
@@ -228,8 +211,9 @@ class Ranks:
         while self._running and time.monotonic() < self._deadline_s and not self._requests.taken():
             self._wait_for_event()
 
-    def _end(self, _: object, error: BaseException | None, __: object) -> None:
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         """Kill all ranks that are left, and all processes that they forked. Raises PipelineError if a rank stays."""
+        self._selector.close()
         for rank in self._ranks:
             rank.kill()
         deadline_s = time.monotonic() + _GONE_S
@@ -237,7 +221,8 @@ class Ranks:
         for rank in self._ranks:
             if rank not in left:
                 os.waitpid(rank.pid, 0)
-            rank.close()
+            os.close(rank.end)
+            rank.line.close()
         self._folder.guard([])
         if left:
             before = f"{error}; " if isinstance(error, RankFailed) else ""
@@ -260,18 +245,16 @@ class _Rank:
         self.failure = ""
         self.code: int | None = None
 
-    @property
-    def has_open_pipeline(self) -> bool:
-        """Whether it has made a pipeline that it has not closed."""
-        return self.reported["opens"] > self.reported["closes"]
-
     def to_text(self) -> str:
         """How it failed."""
         if self.code is None:
             return f"{self.name} failed ({self.failure})"
         if self.code == 0:
             return f"{self.name} ended with exit code 0 in the middle of its pipeline"
-        return f"{self.name} ended with {_code_text(self.code)}"
+        how = f"exit code {self.code}"
+        if (number := -self.code) > 0:
+            how = signal.Signals(number).name if number in {*signal.Signals} else f"signal {number}"
+        return f"{self.name} ended with {how}"
 
     def exit_code(self) -> int:
         """The exit code of an ended process, as `subprocess` gives it; does not reap the process."""
@@ -291,10 +274,6 @@ class _Rank:
         with suppress(ProcessLookupError):  # it may have no group of its own yet
             signal.pidfd_send_signal(self.end, signal.SIGKILL)
 
-    def close(self) -> None:
-        os.close(self.end)
-        self.line.close()
-
 
 def _started(number: int, starter: Starter, environment: Mapping[str, str]) -> _Rank:
     with ExitStack() as stack:
@@ -313,10 +292,3 @@ def in_new_interpreter(command: Sequence[str], environment: Mapping[str, str], f
     """Start Python with the arguments `command`, as a `Starter`."""
     os.set_inheritable(file, True)
     return os.posix_spawn(sys.executable, [sys.executable, *command], environment, setsid=True)
-
-
-def _code_text(exit_code: int) -> str:
-    if exit_code >= 0:
-        return f"exit code {exit_code}"
-    number = -exit_code
-    return signal.Signals(number).name if number in {*signal.Signals} else f"signal {number}"

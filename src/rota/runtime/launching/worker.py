@@ -25,7 +25,9 @@ from rota.runtime.process_group import meet_by_environment
 def main() -> None:
     """Run the script of `sys.argv` as `__main__`, and report its error to the supervisor."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # ends a rank at once, even inside a wait
-    _write_whole_lines()
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # each line in one piece, so that lines of different ranks do not mix
+            stream.reconfigure(line_buffering=True, write_through=False)
     sys.excepthook = _write_traceback
     end_with_parent(control.connect())
     meet_by_environment()
@@ -57,13 +59,6 @@ def _run(script: str, text: bytes) -> None:
     lines = [*io.StringIO(importlib.util.decode_source(text))]
     linecache.cache[script] = len(text), None, lines, script  # for tracebacks, whatever is in the file by then
     exec(compile(text, script, "exec", dont_inherit=True), vars(main))
-
-
-def _write_whole_lines() -> None:
-    """Write each line in one piece, so that lines of different ranks do not mix, and at once."""
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(line_buffering=True, write_through=False)
 
 
 def _show(error: BaseException, script: str) -> int:

@@ -79,6 +79,8 @@ class GradientSync:
         self._with_tied = {stage for stage in last if tied & {*stages[stage].parameters()}}
         self._last_tied: int | None = None
         self._syncs = True  # in this step
+        #: The ranks of each group of tied weights of this rank, in the order of their sums.
+        self.tied_ranks = self._shared.tied_ranks
         self._sums = {ranks: partial(self._sum_tied, ranks) for ranks in self.tied_ranks}
         self._absent = AbsentGradients(device) if is_queued(device) else None
         #: When each stage's reduction began and ended in the last step.
@@ -87,8 +89,7 @@ class GradientSync:
     def reductions(self, plan: Plan) -> Reductions:
         """What is reduced in a step of `plan`, and when.
 
-        Raises:
-            PipelineError: gradients of this rank's stages are complete in another order than in the pipeline's plan.
+        Raises PipelineError if gradients of this rank's stages are complete in another order than in the pipeline's.
         """
         last = last_gradients(plan, self._processes.rank)
         order = [stage for stage in last if stage in self._reduced]
@@ -105,11 +106,6 @@ class GradientSync:
         after = {op: partial(self._reduce, stage) for stage, op in last.items() if stage in self._reduced}
         last_tied = next((stage for stage in reversed(last) if stage in self._with_tied), None)
         return Reductions(Hooks(before, after, self._sums), last_tied)
-
-    @property
-    def tied_ranks(self) -> list[tuple[int, ...]]:
-        """The ranks of each group of tied weights of this rank, in the order of their sums."""
-        return self._shared.tied_ranks
 
     def _reduce(self, stage: int, stream: Any) -> Mark:
         """Start the stage's reduction, after its last gradient; on a queued device, all of it is put on `stream`."""

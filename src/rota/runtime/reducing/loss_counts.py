@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple, final
+from typing import Any, final
 
 import torch
 from torch import nn
@@ -35,19 +35,15 @@ class LossCounts:
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
         self.parameters = [*parameters]
-        self._are_means: bool | None = None  # what `loss_fn` returns; None before the first step
+        #: Whether `loss_fn` returns means; None before the first step.
+        self.are_means: bool | None = None
         self._before: dict[nn.Parameter, torch.Tensor] = {}  # what `.grad` held before the round
         self._num_steps = 0  # of the round
         self._count: Number = 0.0  # of the round
         self._per_count = 1.0
         self._is_running = False
         #: After a step without sync: each parameter's gradient, and how often it was written to.
-        self._left: _Left | None = None
-
-    @property
-    def are_means(self) -> bool | None:
-        """Whether `loss_fn` returns means; None before the first step."""
-        return self._are_means
+        self._left: list[tuple[torch.Tensor | None, int]] | None = None
 
     @property
     def is_open(self) -> bool:
@@ -59,26 +55,24 @@ class LossCounts:
 
         `targets`: those read here. `have_weights_changed`: since the last step.
         """
-        if self._are_means and self._left is None:
+        if self.are_means and self._left is None:
             return [0] * NUM_FLAGS
         flags = [0, 0, 0, sum(map(num_elements, targets))]
         if self._left is not None:
-            gradients, versions = self._left
-            had = [gradient is not None for gradient in gradients]
-            here = [
+            are_left = [
                 is_sharded(parameter) or _is_left(parameter.grad, gradient, version)
-                for parameter, gradient, version in zip(self.parameters, gradients, versions, strict=True)
+                for parameter, (gradient, version) in zip(self.parameters, self._left, strict=True)
             ]
-            flags[_KEPT] = any(here)
-            flags[_CLEARED] = any(then and not now for then, now in zip(had, here, strict=True))
+            flags[_KEPT] = any(are_left)
+            pairs = zip(self._left, are_left, strict=True)
+            flags[_CLEARED] = any(gradient is not None and not is_left for (gradient, _), is_left in pairs)
             flags[_STEPPED] = have_weights_changed
         return flags
 
     def begin(self, flags: Sequence[int]) -> float:
         """Before a step's backwards; returns what they multiply sums by.
 
-        Raises:
-            PipelineError: on all ranks, if only a part of the round's gradients is left, or weights have changed.
+        Raises PipelineError, on all ranks, if only a part of the round's gradients is left, or weights have changed.
         """
         if self._left is not None:
             self._refuse_changes(flags)
@@ -86,7 +80,7 @@ class LossCounts:
                 self._before.clear()
                 self._end()
         self._is_running = True
-        if not self._num_steps and not self._are_means:
+        if not self._num_steps and not self.are_means:
             self._per_count = 2.0 ** -round(math.log2(max(flags[_ELEMENTS], 1)))
             for parameter in self.parameters:
                 if parameter.grad is not None:
@@ -109,37 +103,30 @@ class LossCounts:
             )
 
     def finish(self, count: Number | None, sync: bool, remedy: str = AT_ONCE) -> None:
-        """After a step's reductions: divide if the round ends. Does not wait for the device.
+        """After a step's reductions: divide if the round ends, with `sync`. Does not wait for the device.
 
-        Args:
-            count: the step's count, a mean over replicas; None if `loss_fn` returns means.
-            sync: whether the round ends.
-            remedy: the end of the error's message.
-
-        Raises:
-            PipelineError: on all ranks, if `loss_fn` returned means in earlier steps and does not now, or vice versa.
+        `count`: the step's, a mean over replicas; None if `loss_fn` returns means. Raises PipelineError as
+        `refuse_change`, on all ranks; `remedy`: the end of its message.
         """
-        if self._are_means is not None:
-            refuse_change(self._are_means, count is None, remedy)
-        self._are_means, self._is_running = count is None, False
+        if self.are_means is not None:
+            refuse_change(self.are_means, count is None, remedy)
+        self.are_means, self._is_running = count is None, False
         self._num_steps += 1
         if count is not None:
             self._count = self._count + count
         if sync:
             if count is not None:
-                self._multiply(self._num_steps / (self._count * self._per_count))
+                factor = self._num_steps / (self._count * self._per_count)
+                with torch.no_grad():
+                    multiply_each([local(p.grad) for p in self.parameters if p.grad is not None], factor)
             self._end()
         elif count is not None or self._before:
-            gradients = [parameter.grad for parameter in self.parameters]
-            self._left = _Left(gradients, [*map(_version, gradients)])
-
-    def _multiply(self, factor: Number) -> None:
-        with torch.no_grad():
-            multiply_each([local(p.grad) for p in self.parameters if p.grad is not None], factor)
+            gradients = (parameter.grad for parameter in self.parameters)
+            self._left = [(gradient, 0 if gradient is None else version_of(gradient)) for gradient in gradients]
 
     def abort(self) -> None:
         """After a step that failed: if its loss may have a count, `.grad` is restored to its value before the round."""
-        if self._is_running and not self._are_means:
+        if self._is_running and not self.are_means:
             for parameter in self.parameters:
                 parameter.grad = None
             self._end()
@@ -164,15 +151,6 @@ def refuse_change(were_means: bool, are_means: bool, remedy: str) -> None:
             f"loss_fn returns {now}, after {before} in earlier steps; return the same in all steps, or make a new "
             f"Pipeline. {remedy}"
         )
-
-
-class _Left(NamedTuple):
-    gradients: list[torch.Tensor | None]
-    versions: list[int]
-
-
-def _version(gradient: torch.Tensor | None) -> int:
-    return 0 if gradient is None else version_of(gradient)
 
 
 def _is_left(gradient: torch.Tensor | None, before: torch.Tensor | None, version: int) -> bool:

@@ -58,17 +58,12 @@ def total_norm(
     gradients: list[torch.Tensor], norm_type: float, share: Callable[[Number], torch.Tensor]
 ) -> torch.Tensor:
     """The norm of all processes' `gradients`, added up in float64. Collective."""
-    norms = norm_of_each([gradient for gradient in gradients if gradient.numel()], norm_type)
+    gradients = [g for g in gradients if g.numel()]
+    norms = norms_of_each([g for g in gradients if not g.is_complex()], norm_type, torch.float64)
+    norms += norms_of_each([g for g in gradients if g.is_complex()], norm_type, torch.complex128)  # of absolute values
     if math.isinf(norm_type):
         return share(torch.stack(norms).max() if norms else 0.0).max()  # nan where one is nan
     return share((torch.stack(norms) ** norm_type).sum() if norms else 0.0).sum() ** (1 / norm_type)
-
-
-def norm_of_each(gradients: list[torch.Tensor], norm_type: float) -> list[torch.Tensor]:
-    """The norm of each gradient as a float64 scalar; of a complex one, the norm of its absolute values."""
-    of_complex = [g for g in gradients if g.is_complex()]
-    norms = norms_of_each([g for g in gradients if not g.is_complex()], norm_type, torch.float64)
-    return norms + norms_of_each(of_complex, norm_type, torch.complex128)
 
 
 def all_gather_number(number: Number, group: dist.ProcessGroup) -> torch.Tensor:

@@ -47,7 +47,7 @@ class Sharded:
     """
 
     def __init__(self, stages: Stages, placement: Placement, local: tuple[int, ...], replicas: list[int]) -> None:
-        self._roots = {stage: found for stage in local if (found := _roots(stages[stage]))}
+        self._roots = {stage: roots for stage in local if (roots := _roots(stages[stage]))}
         #: (start, end) of each stage's reduction in the last step.
         self.reductions: dict[int, tuple[Mark, Mark]] = {}
         for stage in local:

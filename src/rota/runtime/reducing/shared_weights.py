@@ -75,12 +75,7 @@ class SharedWeights:
     """This rank's shared weights. Making it and `finish` are collective."""
 
     def __init__(
-        self,
-        stages: Stages,
-        placement: Placement,
-        shared: list[SharedWeight],
-        processes: Processes,
-        device: Device,
+        self, stages: Stages, placement: Placement, shared: list[SharedWeight], processes: Processes, device: Device
     ) -> None:
         rank = processes.rank
         together_on = dict.fromkeys(weight.ranks for weight in shared)
