@@ -11,14 +11,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from statistics import median
 from typing import final
 
-from rota.accounting.delays import Place, Readiness
+from rota.accounting.delays import Place, Readiness, contention_of
 from rota.core.errors import PlanError
 from rota.core.plan import Plan
-from rota.core.shared_links import Contention
 from rota.core.simulation import timeline_of
 from rota.core.taskgraph import TaskGraph
 from rota.core.tasks import Amount, Kind, Op
@@ -112,10 +111,11 @@ class Comparison:
     def to_text(self, width: int | None = None) -> str:
         """The report that `rota compare` prints, in lines of at most `width` characters; None: of any length."""
         planned, measured = self.planned, self.measured
+        change = f"{self.difference_us / planned.makespan_us:+.1%}" if planned.makespan_us else "-"
         lines = [
             *_other_rows(planned.plan, measured.plan),
             "                 planned    measured  difference",
-            _row("makespan µs", planned.makespan_us, measured.makespan_us),
+            f"makespan µs {planned.makespan_us:>11,}{measured.makespan_us:>12,}{change:>12}",
             f"{'bubble':<12}{planned.bubble_fraction:>11.1%}{measured.bubble_fraction:>12.1%}"
             f"{100 * (measured.bubble_fraction - planned.bubble_fraction):>+8.1f} pts",
             "",
@@ -169,19 +169,14 @@ class Comparison:
 
 def _other_rows(planned: Plan, measured: Plan) -> list[str]:
     """A remedy, if the measured micro-batches are not of the size that the plan is for."""
-    expected, seen = planned.microbatch_rows, measured.microbatch_rows
-    if expected is None or seen is None or expected == seen:
+    expected, actual = planned.microbatch_rows, measured.microbatch_rows
+    if expected is None or actual is None or expected == actual:
         return []
     return [
-        f"The plan is for micro-batches of {count_text(expected, 'row')}, but those measured have {seen}: profile with "
-        f"{count_text(seen, 'row')} and plan again, or give each micro-batch {expected}.",
+        f"The plan is for micro-batches of {count_text(expected, 'row')}, but those measured have {actual}: profile "
+        f"with {count_text(actual, 'row')} and plan again, or give each micro-batch {expected}.",
         "",
     ]
-
-
-def _row(name: str, planned: int, measured: int) -> str:
-    change = f"{(measured - planned) / planned:+.1%}" if planned else "-"
-    return f"{name:<12}{planned:>11,}{measured:>12,}{change:>12}"
 
 
 def compare(planned: Timeline | Plan, measured: Timeline | Plan, num_cores: int | None = None) -> Comparison:
@@ -209,17 +204,16 @@ def compare(planned: Timeline | Plan, measured: Timeline | Plan, num_cores: int 
         op = before.work
         assert isinstance(op, Op)
         groups.setdefault((op.stage, op.kind), []).append((before.duration_us, after.duration_us))
-        ops.append(
-            OpDifference(before.rank, op, after.start_us - before.start_us, after.duration_us - before.duration_us)
-        )
+        later_us, longer_us = after.start_us - before.start_us, after.duration_us - before.duration_us
+        ops.append(OpDifference(before.rank, op, later_us, longer_us))
     rows = []
     for (stage, kind), pairs in sorted(groups.items()):
-        expected, seen = [a for a, _ in pairs], [b for _, b in pairs]
-        numbers = round(median(expected)), round(median(seen)), min(seen), max(seen)
+        planned_us, measured_us = zip(*pairs, strict=True)
+        numbers = round(median(planned_us)), round(median(measured_us)), min(measured_us), max(measured_us)
         rows.append(KindRow(stage, kind, len(pairs), *numbers))
     num_cores = num_cores or measured.num_cores
-    expected_us, seen_us = _parts_us(plan, planned, num_cores), _parts_us(plan, measured, num_cores)
-    parts = {part: seen_us[part] - expected_us[part] for part in Part}
+    planned_parts_us, measured_parts_us = (_parts_us(plan, timeline, num_cores) for timeline in (planned, measured))
+    parts = {part: measured_parts_us[part] - planned_parts_us[part] for part in Part}
     return Comparison(planned, measured, tuple(rows), tuple(ops), parts, num_cores)
 
 
@@ -247,9 +241,8 @@ def _mismatch(a: Plan, b: Plan) -> str:
 def _parts_us(plan: Plan, timeline: Timeline, num_cores: int | None) -> dict[Part, int]:
     """How much later `timeline` ends than the simulated `plan`, by cause; the parts add up exactly."""
     replay = _Replay(plan, timeline, num_cores)
-    ends = [replay.makespan_us(steps) for steps in range(len(Part))]
-    ends.append(timeline.makespan_us)
-    return {part: after - before for part, before, after in zip(Part, ends, ends[1:], strict=False)}
+    ends_us = [*map(replay.makespan_us, range(len(Part))), timeline.makespan_us]
+    return {part: after - before for part, (before, after) in zip(Part, pairwise(ends_us), strict=True)}
 
 
 @final
@@ -262,13 +255,11 @@ class _Replay:
     """
 
     def __init__(self, plan: Plan, timeline: Timeline, num_cores: int | None) -> None:
-        self._timeline, self._num_cores = timeline, num_cores
+        self._timeline, self._cores = timeline, contention_of(timeline, num_cores)
         ends = (end.stage for end in timeline.plan.placement.step_ends)
         self._plan = replace(plan, placement=plan.placement.with_step_ends(ends))
         self._readiness = Readiness(timeline)
-        self._first = [0]
-        for order in plan.orders:
-            self._first.append(self._first[-1] + len(order))
+        self._first = [0, *accumulate(map(len, plan.orders))]
         self._places = [Place(rank, i) for rank, order in enumerate(plan.orders) for i in range(len(order))]
 
     def makespan_us(self, num_steps: int) -> int:
@@ -277,17 +268,15 @@ class _Replay:
         durations, lags, handed_over = self._durations(measured), self._lags(measured), self._handing_over_us(measured)
         first_service = {} if Part.SHARED_LINKS in measured else self._first_service
         inputs: list[Sequence[tuple[int, int]]] = []
-        for place, own in zip(self._places, self._inputs, strict=True):
-            node = self._node(place) - 1
-            before = [(node, 0)] if place.position else []
-            for source, route, k in own if Part.LAUNCH in measured else self._together(place):
+        for place, arrivals in zip(self._places, self._inputs, strict=True):
+            before = [(self._node(place) - 1, 0)] if place.position else []
+            for source, route, k in arrivals if Part.LAUNCH in measured else self._together(place):
                 if route in first_service:
                     before.append((first_service[route] + k, lags(route, k)))
                 else:
                     before.append((source, 0 if route < 0 else handed_over(route, k) + lags(route, k)))
             inputs.append(before)
-        for nodes in self._step_end_inputs(Part.STEP_END not in measured):
-            inputs.append([(node, 0) for node in nodes])
+        inputs += [[(node, 0) for node in nodes] for nodes in self._step_end_inputs(Part.STEP_END not in measured)]
         if first_service:
             durations += self._services_us
             inputs += self._service_inputs(handed_over)
@@ -305,8 +294,8 @@ class _Replay:
         result = []
         for place in self._places:
             op = self._readiness.op(place)
-            arrivals = self._readiness.arrivals(place.rank, op)
-            result.append([(self._node(one.maker), one.route, op.microbatch // num_components) for one in arrivals])
+            arrivals, k = self._readiness.arrivals(place.rank, op), op.microbatch // num_components
+            result.append([(self._node(arrival.maker), arrival.route, k) for arrival in arrivals])
         return result
 
     def _together(self, place: Place) -> Iterator[tuple[int, int, int]]:
@@ -317,7 +306,7 @@ class _Replay:
             yield from self._inputs[self._node(place)]
             return
         for rank in ranks:
-            node = self._first[rank] + self._positions[rank][self._plan.node(op)]
+            node = self._first[rank] + self._readiness.positions[rank][self._plan.node(op)]
             yield from self._inputs[node]
             if node > self._first[rank]:
                 yield node - 1, -1, 0
@@ -340,10 +329,12 @@ class _Replay:
 
     def _service_inputs(self, handed_over: Callable[[int, int], int]) -> list[list[tuple[int, int]]]:
         """For each transfer on shared links its maker, and the one before it in each order of service."""
-        plan, inputs = self._plan, []
-        for r in plan.shared_transfers.first:
-            for k in range(len(plan.microbatches_on(r))):
-                inputs.append([(self._node(self._place_of_maker(r, k)), handed_over(r, k))])
+        plan = self._plan
+        inputs = [
+            [(self._node(self._place_of_maker(r, k)), handed_over(r, k))]
+            for r in plan.shared_transfers.first
+            for k in range(len(plan.microbatches_on(r)))
+        ]
         first, moved = min(plan.shared_transfers.first.values()), min(self._first_service.values())
         for order in plan.served:
             for before, node in pairwise(order):
@@ -353,11 +344,7 @@ class _Replay:
     def _place_of_maker(self, route: int, k: int) -> Place:
         """The op that makes the data of a route's k-th transfer, on the rank that sends it."""
         source, rank = self._plan.placement.routes[route].source, self._plan.placement.routes[route].sender
-        return Place(rank, self._positions[rank][self._plan.first_node[source] + k])
-
-    @cached_property
-    def _positions(self) -> list[dict[int, int]]:
-        return [{node: i for i, node in enumerate(nodes)} for nodes in self._plan.nodes]
+        return Place(rank, self._readiness.positions[rank][self._plan.first_node[source] + k])
 
     def _step_end_inputs(self, in_turn: bool) -> list[list[int]]:
         """Inputs of each reduction and optimizer step; `in_turn`: one after the other per rank, as planned."""
@@ -366,7 +353,11 @@ class _Replay:
             reduction = plan.num_ops + 2 * j
             for node in (reduction, reduction + 1):
                 before = [source for source, _ in plan.graph.inputs(node)]
-                ops = [self._first[rank] + self._positions[rank][source] for source in before if source < plan.num_ops]
+                ops = [
+                    self._first[rank] + self._readiness.positions[rank][source]
+                    for source in before
+                    if source < plan.num_ops
+                ]
                 ends = [source for source in before if source >= plan.num_ops]
                 if not in_turn:
                     ends = [reduction] if node > reduction else []
@@ -380,15 +371,15 @@ class _Replay:
         """Duration of each node, including the time by which it starts late."""
         plan, result = self._plan, []
         for place in self._places:
-            op = self._readiness.op(place)
-            us = planned = plan.duration_us(op)
+            us = planned = plan.duration_us(self._readiness.op(place))
             start, end = self._readiness.start_us(place), self._readiness.end_us(place)
             if Part.SLOWER in measured:
                 us = end - start
-            if Part.CORES not in measured:
-                us -= min(max(us - planned, 0), self._cores.lost_us(start, end) if self._cores else 0)
             full_us, late_us = self._late_us(place)
-            us += full_us if Part.CORES in measured else 0
+            if Part.CORES in measured:
+                us += full_us
+            elif self._cores:
+                us -= min(max(us - planned, 0), self._cores.lost_us(start, end))
             result.append(us + (late_us if Part.LAUNCH in measured else 0))
         for i, rank in plan.step_end_ranks:
             step_end = plan.placement.step_ends[i]
@@ -399,22 +390,18 @@ class _Replay:
         return result
 
     def _late_us(self, place: Place) -> tuple[int, int]:
-        """How long the op was ready while other ranks used all cores, and how much longer."""
-        start_us, ready_us = self._readiness.start_us(place), self._ready_us(place)
+        """How long the op was ready, and the one before it done, while other ranks used all cores; how much longer."""
+        arrivals = self._readiness.arrivals(place.rank, self._readiness.op(place))
+        free_us = self._readiness.end_us(place._replace(position=place.position - 1)) if place.position else 0
+        start_us, ready_us = self._readiness.start_us(place), max([free_us, *(a.arrived_us for a in arrivals)])
         full = self._cores.full_intervals(ready_us, start_us) if self._cores and ready_us < start_us else ()
         full_us = sum(b - a for a, b in full)
         return full_us, max(start_us - ready_us, 0) - full_us
 
-    def _ready_us(self, place: Place) -> int:
-        """When the op's inputs were there and the op before it was done."""
-        arrivals = self._readiness.arrivals(place.rank, self._readiness.op(place))
-        before = self._readiness.end_us(place._replace(position=place.position - 1)) if place.position else 0
-        return max([before, *(one.arrived_us for one in arrivals)])
-
     @cached_property
     def _step_end_us(self) -> Mapping[tuple[int, int], tuple[int, int]]:
         """(stage, rank) -> measured duration of the reduction and the optimizer step, with how late each started."""
-        found, timeline, inputs = {}, self._timeline, self._step_end_inputs(in_turn=False)
+        durations, timeline, inputs = {}, self._timeline, self._step_end_inputs(in_turn=False)
         ends = [end for column in timeline.ends_us for end in column]
         pairs = [(timeline.plan.placement.step_ends[i].stage, rank) for i, rank in timeline.plan.step_end_ranks]
         measured = dict(zip(pairs, timeline.step_ends_us, strict=True))
@@ -425,8 +412,8 @@ class _Replay:
             for node, (start, end) in zip(inputs[2 * j : 2 * j + 2], ((a, b), (c, d)), strict=True):
                 late.append(max(start - max((ends[before] for before in node), default=0), 0))
                 ends.append(end)
-            found[stage, rank] = b - a + late[0], d - c + late[1]
-        return found
+            durations[stage, rank] = b - a + late[0], d - c + late[1]
+        return durations
 
     def _lags(self, measured: Sequence[Part]) -> Callable[[int, int], int]:
         """A function of (route, k): how long the route's k-th transfer travels after it has occupied shared links."""
@@ -458,10 +445,3 @@ class _Replay:
     def _value(self, amount: Amount, route: int, k: int) -> int:
         """An amount of a route for its k-th transfer."""
         return self._plan.placement.value(amount, self._plan.microbatches_on(route)[k])
-
-    # --- shared resources -------------------------------------------------------------------------------------------
-
-    @cached_property
-    def _cores(self) -> Contention | None:
-        times = ((span.start_us, span.end_us) for span in self._timeline.op_spans())
-        return Contention(times, self._num_cores) if self._num_cores else None

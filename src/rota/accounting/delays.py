@@ -8,7 +8,7 @@ from typing import NamedTuple
 from rota.accounting.causes import Cause
 from rota.core.errors import PlanError
 from rota.core.shared_links import Contention
-from rota.core.tasks import Op, Transfer
+from rota.core.tasks import Op
 from rota.core.timeline import Timeline
 
 _LOCAL = -1  # instead of a route: the input stayed on the rank
@@ -41,7 +41,8 @@ class Readiness:
         self.timeline = timeline
         plan = self.plan = timeline.plan
         self._num_components = plan.placement.num_components
-        self._positions = [{node: i for i, node in enumerate(nodes)} for nodes in plan.nodes]
+        #: Per rank, the position of each of the plan's nodes in the rank's order.
+        self.positions = [{node: i for i, node in enumerate(nodes)} for nodes in plan.nodes]
         # (rank, task) -> for each of its inputs (source task, route or _LOCAL, rank of the maker).
         self._inputs: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
         routes: dict[tuple[int, int, int], list[int]] = {}
@@ -50,12 +51,12 @@ class Readiness:
         for t, task in enumerate(plan.placement.tasks):
             sources = sorted({edge.source for edge in plan.placement.edges if edge.target == t})
             for rank in task.ranks:
-                found = self._inputs[rank, t] = []
+                inputs = self._inputs[rank, t] = []
                 for source in sources:  # possibly along several edges
                     travelled = routes.get((source, t, rank), [])
-                    found += [(source, i, plan.placement.routes[i].sender) for i in travelled]
+                    inputs += [(source, i, plan.placement.routes[i].sender) for i in travelled]
                     if not travelled:
-                        found.append((source, _LOCAL, rank))
+                        inputs.append((source, _LOCAL, rank))
 
     def op(self, place: Place) -> Op:
         """The op at `place`."""
@@ -69,15 +70,11 @@ class Readiness:
         """When the op at `place` ended."""
         return self.timeline.ends_us[place.rank][place.position]
 
-    def transfer(self, arrival: Arrival, reader: Op) -> Transfer:
-        """The transfer that brought an input from another rank to `reader`."""
-        return self.plan.placement.transfer(arrival.route, reader.microbatch)
-
     def arrivals(self, rank: int, op: Op) -> Iterator[Arrival]:
         """Arrivals of all inputs of `op` on `rank`, without those of the task's other ranks."""
         first, k = self.plan.first_node, op.microbatch // self._num_components
         for source, route, sender in self._inputs[rank, self.plan.placement.index[op.stage, op.kind]]:
-            position = self._positions[sender][first[source] + k]
+            position = self.positions[sender][first[source] + k]
             made = self.timeline.ends_us[sender][position]
             if route < 0:
                 yield Arrival(made, made, Place(sender, position), route, made)
@@ -95,7 +92,7 @@ class Readiness:
         for other in self.plan.placement.tasks[self.plan.placement.index[op.stage, op.kind]].ranks:
             if other != rank:
                 needs += self.arrivals(other, op)
-                before = self._positions[other][self.plan.node(op)] - 1
+                before = self.positions[other][self.plan.node(op)] - 1
                 if before >= 0:
                     place = Place(other, before)
                     ended = self.end_us(place)
@@ -105,14 +102,12 @@ class Readiness:
     def ready_us(self, rank: int) -> list[int]:
         """For each op of a rank's order, when all of its inputs had arrived."""
         first, num_components = self.plan.first_node, self._num_components
-        arrived, ends, positions = self.timeline.arrived_us, self.timeline.ends_us[rank], self._positions[rank]
+        arrived, ends, positions = self.timeline.arrived_us, self.timeline.ends_us[rank], self.positions[rank]
         index, ready = self.plan.placement.index, []
         for stage, kind, microbatch in self.plan.orders[rank]:
             k, latest = microbatch // num_components, 0
             for source, route, _ in self._inputs[rank, index[stage, kind]]:
-                time = arrived[route][k] if route >= 0 else ends[positions[first[source] + k]]
-                if time > latest:
-                    latest = time
+                latest = max(latest, arrived[route][k] if route >= 0 else ends[positions[first[source] + k]])
             ready.append(latest)
         return ready
 
@@ -123,6 +118,12 @@ class Readiness:
         if arrival is None or (previous is not None and self.end_us(previous) >= arrival.arrived_us):
             return previous
         return arrival.maker
+
+
+def contention_of(timeline: Timeline, num_cores: int | None) -> Contention | None:
+    """How busy the cores are that all ranks share; None if they share none, or it is not known."""
+    times_us = ((span.start_us, span.end_us) for span in timeline.op_spans())
+    return Contention(times_us, num_cores) if num_cores else None
 
 
 class Overrun(NamedTuple):
@@ -139,15 +140,14 @@ class Overruns:
 
     def __init__(self, readiness: Readiness, planned: Timeline, cores: Contention | None) -> None:
         self._readiness, self._cores = readiness, cores
-        self._planned_us: list[dict[Op, int]] = [{} for _ in range(planned.num_ranks)]
-        for rank, order in enumerate(planned.plan.orders):
-            times = zip(order, planned.starts_us[rank], planned.ends_us[rank], strict=True)
-            self._planned_us[rank] = {op: end - start for op, start, end in times}
+        self._planned_us: list[dict[Op, int]] = []
+        for times in zip(planned.plan.orders, planned.starts_us, planned.ends_us, strict=True):
+            self._planned_us.append({op: end - start for op, start, end in zip(*times, strict=True)})
         for rank, order in enumerate(readiness.plan.orders):
-            known = self._planned_us[rank] if rank < planned.num_ranks else {}
-            if (other := next((op for op in order if op not in known), None)) is not None:
+            planned_ops = self._planned_us[rank] if rank < planned.num_ranks else {}
+            if (extra := next((op for op in order if op not in planned_ops), None)) is not None:
                 raise PlanError(
-                    f"the plan has no {other} on rank {rank}; explain a timeline by its own plan", "unknown"
+                    f"the plan has no {extra} on rank {rank}; explain a timeline by its own plan", "unknown"
                 )
 
     def upstream(self, last: Place, since_us: int) -> Iterator[Overrun]:

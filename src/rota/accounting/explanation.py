@@ -10,11 +10,11 @@ from statistics import mean
 from typing import Any
 
 from rota.accounting.causes import DESCRIPTIONS, Cause, Idle
+from rota.accounting.delays import contention_of
 from rota.accounting.idle_time import idle
 from rota.accounting.suggestions import Suggestion, advice, imbalance, rank_work_us, with_measured_times
 from rota.calibration.spread import Spread
 from rota.core.plan import Plan
-from rota.core.shared_links import Contention
 from rota.core.simulation import simulate, timeline_of
 from rota.core.tasks import Kind, Op, Transfer
 from rota.core.text import angle_repr, count_text, fitted, time_text
@@ -87,8 +87,8 @@ class Explanation:
     def by_rank(self) -> tuple[dict[Cause, int], ...]:
         """Idle time in µs by cause, per rank."""
         totals: tuple[dict[Cause, int], ...] = tuple({} for _ in range(self.timeline.num_ranks))
-        for one in self.idles:
-            totals[one.rank][one.cause] = totals[one.rank].get(one.cause, 0) + one.duration_us
+        for rank, start_us, end_us, cause, *_ in self.idles:
+            totals[rank][cause] = totals[rank].get(cause, 0) + end_us - start_us
         return totals
 
     @cached_property
@@ -101,24 +101,17 @@ class Explanation:
     def worst(self) -> tuple[Stretch, ...]:
         """What ranks wait for, the longest total first."""
         sums: dict[tuple[int, Cause, str, tuple[tuple[int, Kind], ...]], list[int]] = {}
-        for one in self.idles:
-            what = _name_of(one.waits_for), _tasks_of(one.waits_for)
-            sums.setdefault((one.rank, one.cause, *what), []).append(one.duration_us)
-        found = [Stretch(*key, sum(each), len(each)) for key, each in sums.items()]
-        return tuple(sorted(found, key=lambda stretch: (-stretch.total_us, stretch.rank)))
+        for interval in self.idles:
+            key = interval.rank, interval.cause, _name_of(interval.waits_for), _tasks_of(interval.waits_for)
+            sums.setdefault(key, []).append(interval.duration_us)
+        stretches = (Stretch(*key, sum(durations_us), len(durations_us)) for key, durations_us in sums.items())
+        return tuple(sorted(stretches, key=lambda stretch: (-stretch.total_us, stretch.rank)))
 
     @cached_property
     def lost_to_cores_us(self) -> int:
         """Time in µs that the ops of all ranks waited for a core, at fair shares of the cores."""
-        if self.num_cores is None:
-            return 0
-        ops = [
-            times
-            for starts, ends in zip(self.timeline.starts_us, self.timeline.ends_us, strict=True)
-            for times in zip(starts, ends, strict=True)
-        ]
-        cores = Contention(ops, self.num_cores)
-        return sum(cores.lost_us(start, end) for start, end in ops)
+        cores = contention_of(self.timeline, self.num_cores)
+        return sum(cores.lost_us(span.start_us, span.end_us) for span in self.timeline.op_spans()) if cores else 0
 
     def to_text(self, width: int | None = None) -> str:
         """The report that `rota explain` prints, in lines of at most `width` characters; None: of any length."""
@@ -163,22 +156,22 @@ class Explanation:
         """What another order could gain, where ORDER is a cause."""
         if Cause.ORDER not in self.by_cause:
             return []
-        gains_us = [one.gain_us for one in self.suggestions if one.what == "order"]
-        found = f"shortens the step by {gains_us[0] / self.model_us:.1%} (see below)" if gains_us else "gains nothing"
-        if not gains_us and any("the order of" in one for one in self.doubts):
-            found = "is not certain to gain anything (see below)"
+        gains_us = [suggestion.gain_us for suggestion in self.suggestions if suggestion.what == "order"]
+        gain = "gains nothing"
+        if gains_us:
+            gain = f"shortens the step by {gains_us[0] / self.model_us:.1%} (see below)"
+        elif any("the order of" in doubt for doubt in self.doubts):
+            gain = "is not certain to gain anything (see below)"
         return [
-            f"  (*) This does not mean that another order is faster: the best of the named schedules that fit {found}."
+            f"  (*) This does not mean that another order is faster: the best of the named schedules that fit {gain}."
         ]
 
     def _table(self, width: int | None) -> list[str]:
         """One row per rank, one column per cause, in % of the makespan; several tables where they are too wide."""
         makespan, causes = self.timeline.makespan_us, list(self.by_cause)
-        ranks = list(range(self.timeline.num_ranks))
-        if len(ranks) > _MAX_ROWS:
-            idle_us = self.timeline.idle_us
-            ranks = sorted(sorted(ranks, key=lambda rank: -idle_us[rank])[:_MAX_ROWS])
-        shown = f"the {_MAX_ROWS} idlest ranks, " if len(ranks) < self.timeline.num_ranks else ""
+        idle_us = self.timeline.idle_us
+        ranks = sorted(sorted(range(len(idle_us)), key=lambda rank: -idle_us[rank])[:_MAX_ROWS])
+        shown = f"the {_MAX_ROWS} idlest ranks, " if len(ranks) < len(idle_us) else ""
         average_us = mean(self.work_us) or 1
         lines = [
             f"By rank ({shown}work, by the median time of each op, in % of the mean rank's; the others in % of the "
@@ -191,7 +184,7 @@ class Explanation:
             for rank in ranks:
                 cells = (f"{self.by_rank[rank].get(cause, 0) / makespan:>{_TABLE_COLUMN}.1%}" for cause in columns)
                 work = f"{self.work_us[rank] / average_us:>6.0%}"
-                lines.append(f"  {rank:>4} {work} {self.timeline.idle_us[rank] / makespan:>6.1%}" + "".join(cells))
+                lines.append(f"  {rank:>4} {work} {idle_us[rank] / makespan:>6.1%}" + "".join(cells))
         return lines
 
     def _suggestion_lines(self) -> list[str]:
@@ -218,11 +211,11 @@ class Explanation:
             return [*lines, *doubts, f"None of the changes tried {helps}{where}: {tried}."]
         core = ", with a core per rank" if shared_cores else ""
         lines.append(f"What would help, each change on its own (simulated{core}, against {model}):")
-        for one in self.suggestions:
-            gain, share = f"-{time_text(one.gain_us)}", f"{-one.gain_us / self.model_us:+.1%}"
-            lines.append(f"  {gain:>9} {share:>7}  {one.words}")
+        for suggestion in self.suggestions:
+            gain, share = f"-{time_text(suggestion.gain_us)}", f"{-suggestion.gain_us / self.model_us:+.1%}"
+            lines.append(f"  {gain:>9} {share:>7}  {suggestion.words}")
         lines += doubts
-        if commands := next((one.commands for one in self.suggestions if one.commands), ()):
+        if commands := next((change.commands for change in self.suggestions if change.commands), ()):
             lines += ["To cut again:", *(f"  {command}" for command in commands)]
             if self.timeline.plan.usage is None or not self.timeline.plan.usage.is_estimate:
                 lines.append("Run them where the plan is to run: they measure the machine that they run on.")
@@ -243,7 +236,7 @@ class Explanation:
             "model_us": self.model_us,
             "num_cores": self.num_cores,
             "lost_to_cores_us": self.lost_to_cores_us,
-            "suggestions": [one._asdict() for one in self.suggestions],
+            "suggestions": [suggestion._asdict() for suggestion in self.suggestions],
             "doubts": list(self.doubts),
             "imbalance": self.imbalance,
         }
@@ -317,10 +310,10 @@ def _key_lines(stretches: Sequence[Stretch]) -> list[str]:
     if not stages:
         return []
     (first, stage), *others = stages.items()
-    told = [f"{stage}{first}: {first.word} of stage {stage}", *(f"{kind}: {kind.word}" for kind, _ in others)]
-    if transfer := next((one.waits_for for one in stretches if len(one.tasks) > 1), None):
-        told.append(f"{transfer}: transfer between the two")
-    return [f"  ({'; '.join(told)})"]
+    keys = [f"{stage}{first}: {first.word} of stage {stage}", *(f"{kind}: {kind.word}" for kind, _ in others)]
+    if transfer := next((stretch.waits_for for stretch in stretches if len(stretch.tasks) > 1), None):
+        keys.append(f"{transfer}: transfer between the two")
+    return [f"  ({'; '.join(keys)})"]
 
 
 def _describe(stretch: Stretch) -> str:

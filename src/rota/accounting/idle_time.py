@@ -14,9 +14,8 @@ from functools import cached_property
 from typing import NamedTuple
 
 from rota.accounting.causes import Cause, Idle
-from rota.accounting.delays import Arrival, Overruns, Place, Readiness
+from rota.accounting.delays import Arrival, Overruns, Place, Readiness, contention_of
 from rota.core.plan import Plan
-from rota.core.shared_links import Contention
 from rota.core.simulation import timeline_of
 from rota.core.tasks import Kind, Op, Transfer, scalar
 from rota.core.timeline import Span, StepEndWork, Timeline
@@ -51,8 +50,7 @@ class _Accounts:
     def __init__(self, timeline: Timeline, planned: Timeline, num_cores: int | None) -> None:
         self._timeline = timeline
         self._readiness = Readiness(timeline)
-        times = ((span.start_us, span.end_us) for span in timeline.op_spans())
-        self._cores = Contention(times, num_cores) if num_cores else None
+        self._cores = contention_of(timeline, num_cores)
         self._overruns = Overruns(self._readiness, planned, self._cores)
         self._step_ends: list[list[Span]] = [[] for _ in range(timeline.num_ranks)]
         for span in timeline.step_end_spans():
@@ -97,9 +95,11 @@ class _Accounts:
         rank, end_us = place.rank, self._readiness.start_us(place)
         times = (arrival.made_us, arrival.sent_us, arrival.arrived_us)
         made_us, sent_us, ready_us = (min(max(time, start_us), end_us) for time in times)
-        maker: Op | Transfer = self._readiness.op(arrival.maker)
+        maker = self._readiness.op(arrival.maker)
         yield Idle(rank, start_us, made_us, Cause.WAITING if place.position else Cause.WARM_UP, maker)
-        message = self._readiness.transfer(arrival, self._readiness.op(place)) if arrival.route >= 0 else maker
+        message: Op | Transfer = maker
+        if arrival.route >= 0:
+            message = self._timeline.plan.placement.transfer(arrival.route, self._readiness.op(place).microbatch)
         yield Idle(rank, made_us, sent_us, Cause.SHARED_LINK, message)
         yield Idle(rank, sent_us, ready_us, Cause.TRANSFER, message)
 
@@ -116,12 +116,12 @@ class _Accounts:
         pieces = [Idle(rank, start_us, self._timeline.makespan_us, Cause.DRAIN, work)]
         if place is not None:
             pieces = _overlaid(pieces, self._upstream_overruns(rank, place, start_us, self._timeline.makespan_us))
-        own, free_us = [], start_us
+        step_ends, free_us = [], start_us
         for span in sorted(self._step_ends[rank], key=lambda span: span.start_us):
             if span.end_us > free_us:
-                own.append(Idle(rank, max(span.start_us, free_us), span.end_us, Cause.STEP_END, span.work))
+                step_ends.append(Idle(rank, max(span.start_us, free_us), span.end_us, Cause.STEP_END, span.work))
                 free_us = span.end_us
-        return _overlaid(pieces, own)
+        return _overlaid(pieces, step_ends)
 
     @cached_property
     def _last(self) -> tuple[Place | None, Op | StepEndWork | None]:
@@ -158,14 +158,14 @@ def _later_ops(
     """For each gap, given as the position of the op after it: for each task and class, its later op ready first."""
     order, starts, ends = timeline.plan.orders[rank], timeline.starts_us[rank], timeline.ends_us[rank]
     first: dict[tuple[int, Kind, int], _LaterOp] = {}
-    found, positions, plan = {}, set(gaps), timeline.plan
+    later, positions, plan = {}, set(gaps), timeline.plan
     for i in range(len(order) - 1, -1, -1):
         if i in positions:
-            found[i] = tuple(first.values())
+            later[i] = tuple(first.values())
         key = order[i].stage, order[i].kind, plan.placement.class_in(order[i].microbatch)
         if key not in first or ready_us[i] <= first[key].ready_us:
             first[key] = _LaterOp(ready_us[i], order[i], ends[i] - starts[i], starts[i])
-    return found
+    return later
 
 
 def _passed_over(
@@ -178,11 +178,11 @@ def _passed_over(
     """
     start_us, ready_us = gap_us
     since: dict[Cause, tuple[int, Op]] = {}
-    for other in later:
-        from_us = max(start_us, other.ready_us)
-        if 0 < other.duration_us <= ready_us - from_us:
-            cause = Cause.ORDER if headroom.fits(other.op, from_us, other.start_us) else Cause.MEMORY
-            since[cause] = min(since.get(cause, (from_us, other.op)), (from_us, other.op))
+    for op_ready_us, op, duration_us, op_start_us in later:
+        from_us = max(start_us, op_ready_us)
+        if 0 < duration_us <= ready_us - from_us:
+            cause = Cause.ORDER if headroom.fits(op, from_us, op_start_us) else Cause.MEMORY
+            since[cause] = min(since.get(cause, (from_us, op)), (from_us, op))
     result, end_us = [], ready_us
     for cause in (Cause.ORDER, Cause.MEMORY):
         if cause in since and since[cause][0] < end_us:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from operator import add, sub
@@ -67,7 +67,7 @@ def advice(plan: Plan, spread: Spread) -> list[Suggestion]:
     Those that do not help with all times of ops that `spread` leaves possible are not certain.
     """
     before_us, commands = simulate(plan).makespan_us, _commands_to_cut(plan)
-    is_certain = _is_slowest_for_sure(plan.placement, spread)
+    is_certain = spread.is_exact or spread.longest_part(_loads, _slowest(plan.placement))
     suggestions = [
         Suggestion(words, gain_us, before_us - gain_us, commands, "cut", is_certain)
         for words, gain_us in _gains_of_cuts(plan)
@@ -76,9 +76,7 @@ def advice(plan: Plan, spread: Spread) -> list[Suggestion]:
         after_us = simulate(change.changed(plan)).makespan_us
         if after_us < before_us:
             holds = spread.holds(plan, change.changed)
-            suggestions.append(
-                Suggestion(change.words, before_us - after_us, after_us, what=change.what, is_certain=holds)
-            )
+            suggestions.append(Suggestion(change.words, before_us - after_us, after_us, (), change.what, holds))
     return sorted(suggestions, key=lambda suggestion: -suggestion.gain_us)
 
 
@@ -135,13 +133,9 @@ def _slowest(placement: Placement) -> int:
     return max(range(len(loads)), key=loads.__getitem__)
 
 
-def _is_slowest_for_sure(placement: Placement, spread: Spread) -> bool:
-    return spread.is_exact or spread.longest_part(_loads, _slowest(placement))
-
-
 def _stages_text(placement: Placement, index: int) -> str:
-    mine = placement.stages[index :: copies(placement)]
-    return f"stage {mine[0]}" if len(mine) == 1 else f"stages {' and '.join(map(str, mine))}"
+    stages = placement.stages[index :: copies(placement)]
+    return f"stage {stages[0]}" if len(stages) == 1 else f"stages {' and '.join(map(str, stages))}"
 
 
 def _rebalanced(placement: Placement, usage: Usage | None) -> Iterator[tuple[str, Placement]]:
@@ -185,34 +179,23 @@ def _rebalanced(placement: Placement, usage: Usage | None) -> Iterator[tuple[str
 
 def _moved(placement: Placement, slow: int, fast: int, fraction: float) -> Placement:
     """Move a fraction of each task of stage `slow` to the task of the same kind of stage `fast`."""
-    moved = {
-        task.kind: by_class(lambda us: round(us * fraction), task.duration_us)
-        for task in placement.tasks
-        if task.stage == slow
-    }
-    by_stage = {slow: sub, fast: add}
-    times = [
-        by_class(by_stage[task.stage], task.duration_us, moved.get(task.kind, 0))
-        if task.stage in by_stage
-        else task.duration_us
-        for task in placement.tasks
-    ]
-    return _with_times(placement, times)
+    durations_us: dict[tuple[int, Kind], Amount] = {}
+    for task in placement.tasks:
+        if task.stage == slow:
+            moved_us = by_class(lambda us: round(us * fraction), task.duration_us)
+            durations_us[slow, task.kind] = by_class(sub, task.duration_us, moved_us)
+            if (other := placement.task(fast, task.kind)) is not None:
+                durations_us[fast, task.kind] = by_class(add, other.duration_us, moved_us)
+    return replace(placement, tasks=with_durations(placement.tasks, durations_us))
 
 
 def _all_equal(placement: Placement) -> Placement:
-    means = {
-        kind: by_class(
-            lambda *us: round(mean(us)), *(task.duration_us for task in placement.tasks if task.kind is kind)
-        )
-        for kind in {task.kind for task in placement.tasks}
-    }
-    return _with_times(placement, [means[task.kind] for task in placement.tasks])
-
-
-def _with_times(placement: Placement, times_us: Sequence[Amount]) -> Placement:
-    tasks = zip(placement.tasks, times_us, strict=True)
-    return replace(placement, tasks=tuple(replace(task, duration_us=time) for task, time in tasks))
+    amounts: dict[Kind, list[Amount]] = {}
+    for task in placement.tasks:
+        amounts.setdefault(task.kind, []).append(task.duration_us)
+    means = {kind: by_class(lambda *us: round(mean(us)), *column) for kind, column in amounts.items()}
+    tasks = (replace(task, duration_us=means[task.kind]) for task in placement.tasks)
+    return replace(placement, tasks=tuple(tasks))
 
 
 def _commands_to_cut(plan: Plan) -> tuple[str, ...]:
@@ -291,11 +274,10 @@ def _excess_bytes(timeline: Timeline) -> int | None:
     """The largest excess over a rank's limit; None if it is more than one micro-batch holds there."""
     worst, placement = 0, timeline.plan.placement
     for rank, limit in enumerate(placement.cluster.limit_bytes):
-        if limit is not None:
-            excess = timeline.peak_memory_bytes[rank] - limit
-            if excess > _microbatch_bytes(placement, rank):
-                return None
-            worst = max(worst, excess)
+        excess = 0 if limit is None else timeline.peak_memory_bytes[rank] - limit
+        if excess > _microbatch_bytes(placement, rank):
+            return None
+        worst = max(worst, excess)
     return worst
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from statistics import mean, median
@@ -64,7 +65,7 @@ class Calibration:
     @property
     def gain(self) -> float:
         """How much faster the best candidate is, relative to `predicted_us`; 0 if none is faster."""
-        best = min((one.makespan_us for one in self.candidates), default=self.predicted_us)
+        best = min((candidate.makespan_us for candidate in self.candidates), default=self.predicted_us)
         return max(1 - best / self.predicted_us, 0.0) if self.predicted_us else 0.0
 
     @cached_property
@@ -73,7 +74,7 @@ class Calibration:
         if self.gain < MIN_GAIN:
             return False
         best = self.candidates[0].plan
-        return self.spread is None or self.spread.holds(self.plan, lambda one: replace(best, placement=one.placement))
+        return self.spread is None or self.spread.holds(self.plan, lambda plan: replace(best, placement=plan.placement))
 
     @property
     def chosen(self) -> Plan:
@@ -102,13 +103,13 @@ class Calibration:
 
     def to_text(self, width: int | None = None) -> str:
         """The report that `rota calibrate` prints, in lines of at most `width` characters; None: of any length."""
-        measured = round(median(self.measured_us))
+        measured, num_steps = round(median(self.measured_us)), len(self.measured_us)
         rows = [
             ("planned, with the old costs", self.planned_us),
-            (f"measured ({_of_steps(len(self.measured_us))})", measured),
+            (f"measured ({'one step' if num_steps == 1 else f'median of {num_steps} steps'})", measured),
             ("the same orders, with the new costs", self.predicted_us),
         ]
-        rows += [(f"  {one.name}", one.makespan_us) for one in self.candidates[:_MAX_ROWS]]
+        rows += [(f"  {name}", makespan_us) for name, _, makespan_us in self.candidates[:_MAX_ROWS]]
         cells = [(what, f"{us:,}", f"{us / measured - 1:+.1%}" if measured else "") for what, us in rows]
         lines = table_lines(("makespan", "µs", "of measured"), cells, left={"makespan"}, width=width)
         return "\n".join([*lines, "", *(fitted(line, width) for line in self.verdict().split("\n"))])
@@ -155,22 +156,14 @@ def calibrate(
         PlanError: The timelines are not of one placement, or `schedule` does not fit in memory.
         ScheduleError: `schedule` is not defined for this placement.
     """
-    placement = calibrated(*timelines)
-    old = timelines[0].plan
-    num_microbatches = old.num_microbatches
-    measured = tuple(timeline.makespan_us for timeline in timelines)
+    placement, old = calibrated(*timelines), timelines[0].plan
+    measured_us = tuple(timeline.makespan_us for timeline in timelines)
     usage = None if old.usage is None else old.usage.measured_in(len(timelines))
     plan = replace(old, placement=placement, usage=usage)
-    result = Calibration(simulate(old).makespan_us, measured, plan, (), Spread.of(timelines, placement))
+    result = Calibration(simulate(old).makespan_us, measured_us, plan, (), Spread.of(timelines, placement))
     if schedule is not None:
-        return result.with_plan(schedule, NAMED[schedule](placement, num_microbatches))
-    for name, other in named_plans(placement, num_microbatches, looking_at):
-        try:
+        return result.with_plan(schedule, NAMED[schedule](placement, old.num_microbatches))
+    for name, other in named_plans(placement, old.num_microbatches, looking_at):
+        with suppress(PlanError):  # it would not fit in memory
             result = result.with_plan(name, other)
-        except PlanError:  # it would not fit in memory
-            continue
     return result
-
-
-def _of_steps(count: int) -> str:
-    return "one step" if count == 1 else f"median of {count} steps"

@@ -45,7 +45,8 @@ def median_us(timelines: Iterable[Timeline]) -> dict[tuple[int, Kind], Amount]:
     planned.
     """
     timelines = [*timelines]
-    planned = {(task.stage, task.kind): task.duration_us for one in timelines for task in one.plan.placement.tasks}
+    tasks = (task for timeline in timelines for task in timeline.plan.placement.tasks)
+    planned = {(task.stage, task.kind): task.duration_us for task in tasks}
     return {
         task: amount_of(
             round(median(times[c])) if c in times else value_in(planned[task], c)
@@ -57,16 +58,16 @@ def median_us(timelines: Iterable[Timeline]) -> dict[tuple[int, Kind], Amount]:
 
 def op_times_us(timelines: Iterable[Timeline]) -> dict[tuple[int, Kind], dict[int, list[int]]]:
     """(stage, kind) -> class of micro-batches -> durations of its ops in µs; of several ranks the slowest counts."""
-    seen: dict[tuple[int, Kind], dict[int, list[int]]] = {}
+    times: dict[tuple[int, Kind], dict[int, list[int]]] = {}
     for timeline in timelines:
         slowest: dict[Op, int] = {}
         for span in timeline.op_spans():
             assert isinstance(span.work, Op)
             slowest[span.work] = max(slowest.get(span.work, 0), span.duration_us)
         for op, us in slowest.items():
-            of_class = seen.setdefault((op.stage, op.kind), {})
-            of_class.setdefault(timeline.plan.placement.class_in(op.microbatch), []).append(us)
-    return seen
+            by_class = times.setdefault((op.stage, op.kind), {})
+            by_class.setdefault(timeline.plan.placement.class_in(op.microbatch), []).append(us)
+    return times
 
 
 def with_durations(tasks: Iterable[Task], durations_us: Mapping[tuple[int, Kind], Amount]) -> tuple[Task, ...]:
@@ -88,19 +89,18 @@ def step_ends_us(timeline: Timeline) -> dict[int, tuple[int, int]]:
 
 def _cluster(timelines: Sequence[Timeline]) -> Cluster:
     cluster = timelines[0].plan.placement.cluster
-    seen: dict[tuple[int, int], dict[int, list[int]]] = {}  # (sender, receiver) -> bytes -> µs
+    measured: dict[tuple[int, int], dict[int, list[int]]] = {}  # (sender, receiver) -> bytes -> µs
     for timeline in timelines:
         placement = timeline.plan.placement
-        for r, (route, sent, arrived) in enumerate(
-            zip(placement.routes, timeline.sent_us, timeline.arrived_us, strict=True)
-        ):
-            by_size = seen.setdefault((route.sender, route.receiver), {})
-            for m, start, end in zip(timeline.plan.microbatches_on(r), sent, arrived, strict=True):
+        for r, route in enumerate(placement.routes):
+            by_size = measured.setdefault((route.sender, route.receiver), {})
+            batches = timeline.plan.microbatches_on(r)
+            for m, start, end in zip(batches, timeline.sent_us[r], timeline.arrived_us[r], strict=True):
                 by_size.setdefault(placement.value(route.num_bytes, m), []).append(max(end - start, 0))
     links: dict[tuple[int, int], Link] = {}
     for sender, receiver, link in cluster.links:
         links.setdefault((sender, receiver), link)  # the first entry of a pair counts
-    for pair, by_size in seen.items():
+    for pair, by_size in measured.items():
         if any(by_size.values()):
             rates = [cluster.shared[i].bytes_per_us for i in cluster.shared_between(*pair)]
             links[pair] = fit_link(by_size, cluster.link_between(*pair), min(rates, default=None))
@@ -109,24 +109,19 @@ def _cluster(timelines: Sequence[Timeline]) -> Cluster:
 
 
 def _step_ends(timelines: Sequence[Timeline]) -> tuple[StepEnd, ...]:
+    """The median of each measured time; as planned if a run does not record what its code does after the step."""
     planned: dict[int, StepEnd] = {}
-    seen: dict[int, list[tuple[int, int]]] = {}
+    measured: dict[int, list[tuple[int, int]]] = {}
     for timeline in timelines:
         longest = step_ends_us(timeline)
         for end in timeline.plan.placement.step_ends:
             planned.setdefault(end.stage, end)
-            seen.setdefault(end.stage, []).append(longest.get(end.stage, (0, 0)))
-    return tuple(_step_end(planned[stage], seen) for stage in sorted(planned))
-
-
-def _step_end(planned: StepEnd, seen: Mapping[int, Sequence[tuple[int, int]]]) -> StepEnd:
-    """The median of each measured time; as planned if a run does not record what its code does after the step."""
-    reduce_us, optimizer_us = (list(column) for column in zip(*seen[planned.stage], strict=True))
-    return StepEnd(
-        planned.stage,
-        round(median(reduce_us)) if any(reduce_us) else planned.reduce_us,
-        round(median(optimizer_us)) if any(optimizer_us) else planned.optimizer_us,
-    )
+            measured.setdefault(end.stage, []).append(longest.get(end.stage, (0, 0)))
+    result = []
+    for stage, end in sorted(planned.items()):
+        columns = zip(zip(*measured[stage], strict=True), (end.reduce_us, end.optimizer_us), strict=True)
+        result.append(StepEnd(stage, *(round(median(us)) if any(us) else planned_us for us, planned_us in columns)))
+    return tuple(result)
 
 
 def _require_one_placement(timelines: Sequence[Timeline]) -> None:
@@ -165,13 +160,12 @@ def fit_link(by_size: Mapping[int, Sequence[int]], planned: Link, shared_rate: i
         shared_rate: Bytes per µs of the slowest link that the transfers share with others; None: they share none.
     """
     points = [(size, median_low(times), len(times)) for size, times in sorted(by_size.items()) if times]
-    found = []
+    links = []
     for rate in (planned.bytes_per_us, *_rates(points), None):
-        slowest = min((each for each in (rate, shared_rate) if each is not None), default=None)
-        link = _with_rate(slowest, points)
+        link = _with_rate(shared_rate if rate is None else min(rate, shared_rate or rate), points)
         error = sum(count * abs(us - link.transfer_us(size)) for size, us, count in points)
-        found.append((error, replace(planned, latency_us=link.latency_us, bytes_per_us=rate)))
-    return min(found, key=itemgetter(0))[1]
+        links.append((error, replace(planned, latency_us=link.latency_us, bytes_per_us=rate)))
+    return min(links, key=itemgetter(0))[1]
 
 
 def _rates(points: Sequence[tuple[int, int, int]]) -> list[int]:

@@ -111,13 +111,9 @@ def _per_stage(placement: Placement, name: str) -> tuple[int, ...]:
 def _require_same(placement: Placement, costs: Costs) -> None:
     """Raise PlacementError unless `rota.place` turns the costs back into the placement."""
     again = place(costs, placement.cluster, [placement.ranks_of(stage) for stage in placement.stages])
-    for name, mine, theirs in (
-        ("tasks", again.tasks, placement.tasks),
-        ("edges", _edge_names(again), _edge_names(placement)),
-    ):
-        mine_counted: Counter[object] = Counter(mine)
-        differing: Sequence[object] = [*(mine_counted - Counter(theirs)), *(Counter(theirs) - mine_counted)]
-        if differing:
+    for name, nouns in (("tasks", (again.tasks, placement.tasks)), ("edges", map(_edge_names, (again, placement)))):
+        placed, expected = map(Counter[object], nouns)
+        if differing := [*(placed - expected), *(expected - placed)]:
             raise PlacementError(f"{name} differ from what rota.place makes, such as {differing[0]}; {_REMEDY}")
 
 

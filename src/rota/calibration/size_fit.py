@@ -12,7 +12,9 @@ seven sets of coefficients that may be other than 0 is the optimum (Lawson and H
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from itertools import chain, combinations
+from operator import mul
 from typing import Any
 
 from rota.core.costs import Costs
@@ -57,12 +59,12 @@ def fit_sizes(measured: Sequence[tuple[Size, Costs]]) -> SizeModel:
         if columns is None:
             curves[name] = None
             continue
-        fit = _fit_freed if name == "input_frees_bytes" else _non_negative if name.endswith("_us") else _fit_bytes
-        curves[name] = tuple(fit(sizes, column) for column in columns)
         if name.endswith("_us"):
-            error = max(
-                [error, *(_error(curve, sizes, of) for curve, of in zip(curves[name] or (), columns, strict=True))]
-            )
+            curves[name] = tuple(_non_negative(sizes, column) for column in columns)
+            error = max([error, *map(partial(_error, sizes), curves[name], columns)])
+        else:
+            sign = -1 if name == "input_frees_bytes" else 1
+            curves[name] = tuple(_bytes_curve(sizes, column, sign) for column in columns)
     last = max(measured, key=lambda entry: entry[0].tokens)[1]
     return SizeModel(
         **curves,
@@ -87,24 +89,17 @@ def _columns(name: str, all_costs: Sequence[Costs]) -> list[list[int]] | None:
     return [list(column) for column in zip(*rows, strict=True)]
 
 
-def _fit_bytes(sizes: Sequence[Size], values: Sequence[int]) -> Curve:
-    """Never below what was measured."""
+def _bytes_curve(sizes: Sequence[Size], values: Sequence[int], sign: int) -> Curve:
+    """Never below what was measured; with `sign` -1 never above, and negative where more is kept than freed."""
     curve = _non_negative(sizes, values)
-    short = max(value - curve.at(size) for size, value in zip(sizes, values, strict=True))
-    return curve._replace(constant=curve.constant + short) if short > 0 else curve
-
-
-def _fit_freed(sizes: Sequence[Size], values: Sequence[int]) -> Curve:
-    """Never above what was measured; negative where more is kept than freed."""
-    curve = _non_negative(sizes, values)
-    over = max(curve.at(size) - value for size, value in zip(sizes, values, strict=True))
-    return curve._replace(constant=curve.constant - over) if over > 0 else curve
+    short = max(sign * (value - curve.at(size)) for size, value in zip(sizes, values, strict=True))
+    return curve._replace(constant=curve.constant + sign * short) if short > 0 else curve
 
 
 _LEAST_US = 100  # of shorter times, what whole microseconds and interrupts make of them says nothing
 
 
-def _error(curve: Curve, sizes: Sequence[Size], values: Sequence[int]) -> float:
+def _error(sizes: Sequence[Size], curve: Curve, values: Sequence[int]) -> float:
     pairs = zip(sizes, values, strict=True)
     return max((abs(curve.at(size) - value) / value for size, value in pairs if value >= _LEAST_US), default=0.0)
 
@@ -117,32 +112,27 @@ def _non_negative(sizes: Sequence[Size], values: Sequence[int]) -> Curve:
         [weight * term / most for term, most in zip((1, *size), scale, strict=True)]
         for size, weight in zip(sizes, weights, strict=True)
     ]
-    wanted = [weight * value for weight, value in zip(weights, values, strict=True)]
-    best, least = (0.0, 0.0, 0.0), sum(value * value for value in wanted)
+    targets = [weight * value for weight, value in zip(weights, values, strict=True)]
+    best, least = [0.0, 0.0, 0.0], sum(target * target for target in targets)
     for chosen in chain.from_iterable(combinations(range(3), n) for n in (1, 2, 3)):
-        found = _least_squares([[row[i] for i in chosen] for row in rows], wanted)
-        if found is None or min(found) < 0:
+        solution = _least_squares([[row[i] for i in chosen] for row in rows], targets)
+        if solution is None or min(solution) < 0:
             continue
-        full = [0.0, 0.0, 0.0]
-        for i, value in zip(chosen, found, strict=True):
-            full[i] = value
-        residual = sum(
-            (sum(a * b for a, b in zip(row, full, strict=True)) - value) ** 2
-            for row, value in zip(rows, wanted, strict=True)
-        )
+        coefficients = [0.0, 0.0, 0.0]
+        for i, value in zip(chosen, solution, strict=True):
+            coefficients[i] = value
+        fitted = (sum(map(mul, row, coefficients)) for row in rows)
+        residual = sum((value - target) ** 2 for value, target in zip(fitted, targets, strict=True))
         if residual < least * (1 - _PIVOT):
-            best, least = (full[0], full[1], full[2]), residual
+            best, least = coefficients, residual
     return Curve(*(value / most for value, most in zip(best, scale, strict=True)))
 
 
-def _least_squares(rows: Sequence[Sequence[float]], wanted: Sequence[float]) -> list[float] | None:
+def _least_squares(rows: Sequence[Sequence[float]], targets: Sequence[float]) -> list[float] | None:
     """The solution of the normal equations by elimination; None if the columns depend on each other."""
     n = len(rows[0])
-    matrix = [
-        [sum(row[i] * row[j] for row in rows) for j in range(n)]
-        + [sum(row[i] * value for row, value in zip(rows, wanted, strict=True))]
-        for i in range(n)
-    ]
+    columns = [*zip(*rows, strict=True), targets]
+    matrix = [[sum(map(mul, column, other)) for other in columns] for column in columns[:n]]
     for i in range(n):
         pivot = max(range(i, n), key=lambda k: abs(matrix[k][i]))
         if abs(matrix[pivot][i]) <= _PIVOT * max(sum(row[i] * row[i] for row in rows), 1e-300):

@@ -81,7 +81,7 @@ class Spread:
         if self.is_exact:
             return True
         drawn = (replace(plan, placement=placement) for placement in self._draws)
-        return all(simulate(changed(one)).makespan_us < simulate(one).makespan_us for one in drawn)
+        return all(simulate(changed(before)).makespan_us < simulate(before).makespan_us for before in drawn)
 
     def longest_part(self, loads: Callable[[Placement], Sequence[float]], most: int) -> bool:
         """Whether part `most` has more work than the mean of the others, even if it is shortest and they are longest.

@@ -21,14 +21,14 @@ def rebalance(problem: CutProblem, boundaries: Sequence[int]) -> list[int]:
     num_checks = 0
     best, times, excess = list(boundaries), problem.rank_times(boundaries), problem.excess_bytes(boundaries)
     while True:
-        now = _quality(times)
+        quality = _quality(times)
         for move in _moves(problem, best, times):
-            is_faster = _quality(move.rank_times) < now
+            is_faster = _quality(move.rank_times) < quality
             if not is_faster and not excess:
                 continue
             if num_checks == _MAX_MEMORY_CHECKS:
                 return best
-            moved = _moved(best, move)
+            moved = [b + move.step if move.first <= i <= move.last else b for i, b in enumerate(best)]
             over, num_checks = problem.excess_bytes(moved), num_checks + (problem.memory is not None)
             if over < excess or (over == excess and is_faster):
                 best, times, excess = moved, list(move.rank_times), over
@@ -51,8 +51,7 @@ def balanced_memory(problem: CutProblem) -> list[int]:
         return [*result, problem.num_layers]
 
     def is_enough(limit: int) -> bool:
-        last = problem.num_stages - 1
-        return memory.fits(last, filled(limit)[last], problem.num_layers, limit)
+        return memory.fits(problem.num_stages - 1, filled(limit)[-2], problem.num_layers, limit)
 
     high = max(sum(memory.needed(stage, 0, problem.num_layers)) for stage in range(problem.num_stages))
     return filled(least(0, high, is_enough))
@@ -69,10 +68,6 @@ class _Move(NamedTuple):
 
 def _quality(rank_times: Sequence[int]) -> tuple[int, int]:
     return max(rank_times), sum(time * time for time in rank_times)
-
-
-def _moved(boundaries: Sequence[int], move: _Move) -> list[int]:
-    return [b + move.step if move.first <= i <= move.last else b for i, b in enumerate(boundaries)]
 
 
 def _moves(problem: CutProblem, boundaries: Sequence[int], rank_times: Sequence[int]) -> Iterator[_Move]:

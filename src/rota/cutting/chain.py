@@ -21,8 +21,7 @@ def cut_chain(problem: CutProblem) -> list[int] | None:
     fits = _within_limits(problem)
 
     def budgets(bound: int) -> list[int]:
-        left = problem.budgets_us(bound)
-        return [left[rank] for rank in problem.rank_of]
+        return [bound // problem.weights[rank] for rank in problem.rank_of]
 
     def cut_within(bound: int) -> list[int] | None:
         ends = balanced_ends(problem, 0, 0, budgets(bound), [0] * problem.num_stages, fits)
@@ -44,11 +43,11 @@ def cut_chain(problem: CutProblem) -> list[int] | None:
     high = max(problem.rank_times(best))
     while low < high:
         middle = (low + high) // 2
-        other = cut_within(middle)
-        if other is None:
+        boundaries = cut_within(middle)
+        if boundaries is None:
             low = middle + 1
         else:
-            best, high = other, max(problem.rank_times(other))
+            high = max(problem.rank_times(boundaries))
     return cut_within(high)
 
 

@@ -172,6 +172,4 @@ class _Runs(dict[tuple[int, int], _RunBytes]):
         return self[run]
 
 
-@lru_cache(_NUM_CACHED_TABLES)
-def _cached_runs(layers: LayerCosts, recomputed: bool) -> _Runs:
-    return _Runs(layers, recomputed)
+_cached_runs = lru_cache(_NUM_CACHED_TABLES)(_Runs)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from fractions import Fraction
 from itertools import accumulate, pairwise
+from operator import itemgetter
 from typing import Any
 
 from rota.core.costs import Costs
@@ -61,13 +62,13 @@ def by_regex(names: Sequence[str], pattern: str, num_parts: int) -> list[int]:
 def matching(names: Sequence[str], pattern: str) -> list[bool]:
     """Whether `pattern` is found in each of the names; raises SplitError as `by_regex` does."""
     try:
-        found = [bool(re.search(pattern, name, re.IGNORECASE)) for name in names]
+        matches = [bool(re.search(pattern, name, re.IGNORECASE)) for name in names]
     except re.error as error:
         raise SplitError(f"pattern {pattern!r} is not a regular expression: {error}; fix it or escape it") from None
-    if not any(found):
-        known = ", ".join(dict.fromkeys(names)) or "none"
-        raise SplitError(f"pattern {pattern!r} matches none of the layers, which are {known}; give one that does")
-    return found
+    if not any(matches):
+        layers = ", ".join(dict.fromkeys(names)) or "none"
+        raise SplitError(f"pattern {pattern!r} matches none of the layers, which are {layers}; give one that does")
+    return matches
 
 
 def merge(costs: Costs, boundaries: Sequence[int]) -> Costs:
@@ -101,16 +102,12 @@ def _sum_or_none(times_us: Sequence[int | None]) -> int | None:
     return None if None in times_us else sum(time for time in times_us if time is not None)
 
 
-def _first(values: Sequence[int]) -> int:
-    return values[0]
-
-
 _MERGED_BY: dict[str, Callable[[Any], int | None]] = {  # other fields are summed
     "forward_peak_bytes": max,
     "backward_peak_bytes": max,
     "weight_peak_bytes": max,
     "recompute_us": _sum_or_none,
-    "checkpoint_bytes": _first,
+    "checkpoint_bytes": itemgetter(0),
 }
 
 

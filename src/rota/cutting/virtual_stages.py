@@ -52,14 +52,14 @@ def cut_virtual_stages(problem: CutProblem, first: list[int], num_nodes: int) ->
     while low < high:
         middle = (low + high) // 2
         try:
-            found = tree.decide(middle)
+            boundaries = tree.decide(middle)
         except _OutOfNodes:  # unknown: a larger bound may still be decided
             low = middle + 1
             continue
-        if found is None:
+        if boundaries is None:
             proven = low = middle + 1
         else:
-            best = rebalance(problem, found)
+            best = rebalance(problem, boundaries)
             high = max(problem.rank_times(best))
     return best, min(proven, high)
 
@@ -72,10 +72,10 @@ def _first_fit(problem: CutProblem, first: list[int], tree: _Tree) -> list[int] 
     if not problem.excess_bytes(best):
         return best
     try:
-        found = tree.decide(problem.upper_bound)
+        boundaries = tree.decide(problem.upper_bound)
     except _OutOfNodes:
         return None
-    return None if found is None else rebalance(problem, found)
+    return None if boundaries is None else rebalance(problem, boundaries)
 
 
 def _spare_quanta(problem: CutProblem, times_us: Sequence[int], bound: int) -> Iterator[tuple[int, int]]:
@@ -128,7 +128,7 @@ class _Tree:
         self._peak_bytes = [0] * problem.num_ranks
         self._failed = {}
         self._quanta = []
-        for _, quantum in sorted(_spare_quanta(self._problem, self._times_us, bound))[:_NUM_NODE_QUANTA]:
+        for _, quantum in sorted(_spare_quanta(problem, self._times_us, bound))[:_NUM_NODE_QUANTA]:
             counts = accumulate(us // quantum for us in reversed(self._times_us))
             self._quanta.append((quantum, [0, *counts][::-1]))
         self._stop_at = max(self._left_nodes - self._num_nodes // _NUM_DECISIONS, 0)
@@ -147,7 +147,7 @@ class _Tree:
             return None
         left = (*self._left_us, *self._left_bytes, *(-peak for peak in self._peak_bytes))
         failed = self._failed.setdefault((stage, start), [])
-        if any(all(map(le, left, other)) for other in failed):
+        if any(all(map(le, left, earlier)) for earlier in failed):
             return None
         rank, prefix, memory = self._problem.rank_of[stage], self._problem.prefixes[stage], self._problem.memory
         for end in self._candidate_ends(stage, start):
@@ -177,8 +177,8 @@ class _Tree:
         wherever it is, that is no longer than what the rank has left.
         """
         left_us = list(self._left_us)
-        for done in range(self._last_round - self._problem.num_ranks, stage):
-            rank = self._problem.rank_of[done]
+        for earlier in range(self._last_round - self._problem.num_ranks, stage):
+            rank = self._problem.rank_of[earlier]
             i = bisect_right(self._run_times_us, left_us[rank])
             if not i:
                 return True

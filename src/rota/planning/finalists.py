@@ -79,9 +79,7 @@ def _searched(sweep: Sweep, candidate: Candidate) -> Contender | None:
     try:
         with ended_by_ctrl_c(budget):
             problem = Problem(candidate.placement, layout.num_microbatches)
-            search = Portfolio(problem, "makespan", budget, lambda _: None)
-            search.run()
-            result = search.result()
+            result = Portfolio(problem, "makespan", budget, lambda _: None).run()
     except SearchError:
         return None  # nothing fits
     deadline.stopped_by = deadline.stopped_by or budget.stopped_by

@@ -1,4 +1,4 @@
-"""When each op of given orders starts, and how long the rest of the step lasts after it: heads and tails.
+"""When each op starts in some orders, and how long the rest of the step lasts after it: heads and tails.
 
 The critical path method (Kelley and Walker, 1959). Times are in ticks. A µs has so many ticks that all ops of no
 duration, a tick each, fit into less than one µs: then an op starts later than whatever it waits for, and whole µs stay
@@ -87,10 +87,10 @@ class CriticalPath:
 
     def _add_step_ends(self, rank: int, row: Integers, tails: Integers) -> list[tuple[int, int]]:
         """(position of the last gradient in the row, step end) in order; raises the tails of these gradients."""
-        problem, own = self.problem, self.problem.step_ends.of_rank(rank)
-        position = {int(node): i for i, node in enumerate(row)} if own else {}
+        problem, ends = self.problem, self.problem.step_ends.of_rank(rank)
+        position = {int(node): i for i, node in enumerate(row)} if ends else {}
         last = []
-        for end in own:
+        for end in ends:
             places = [position[node] for node in last_gradients(problem, end) if node in position]
             last.append((max(places, default=-1), end))
         last.sort()  # as `Plan.step_end_ranks` does
@@ -105,13 +105,12 @@ class CriticalPath:
 def last_gradients(problem: Problem, end: int) -> list[int]:
     """The last node of each task that makes gradients for the `end`-th of `Problem.step_ends`."""
     tasks = problem.step_ends.gradients_of(end)
-    nodes: list[int] = (problem.first_node[tasks[problem.counts[tasks] > 0] + 1] - 1).tolist()
-    return nodes
+    return (problem.first_node[tasks[problem.counts[tasks] > 0] + 1] - 1).tolist()
 
 
 @dataclass(frozen=True)
 class Paths:
-    """Heads and tails of given orders. What is measured grows if a node ends later than its tail allows."""
+    """Heads and tails of some orders. What is measured grows if a node ends later than its tail allows."""
 
     value_us: int  #: what is measured
     starts: Integers  #: int64[num_ops], in ticks: each node starts as soon as it can

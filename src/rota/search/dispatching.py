@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from rota.compiled import inner, int64, quick
 from rota.core.stopping import look
-from rota.core.tasks import Kind, scalar
+from rota.core.tasks import Kind
 from rota.search.problem import NO_LIMIT, Floats, Integers, Orders, Problem, Rows
 from rota.search.timing import Tables
 
@@ -88,24 +88,20 @@ class DispatchState(NamedTuple):
     @classmethod
     def of(cls, tables: Tables) -> DispatchState:
         """The state before the first op."""
-
-        def zeros(size: int) -> Integers:
-            return np.zeros(size, np.int64)
-
         num_ranks, num_tasks = len(tables.first_op) - 1, len(tables.durations_us)
         is_ready = (tables.first_input[1:] == tables.first_input[:-1]) & (np.diff(tables.first_node) > 0)
         return cls(
             np.zeros(tables.first_op[-1], np.int32),
             tables.first_op[:-1].copy(),
-            zeros(num_ranks),
-            zeros(num_ranks),
-            zeros(num_tasks),
-            zeros(tables.first_node[-1]),
-            zeros(num_ranks),
-            zeros(num_ranks),
+            np.zeros(num_ranks, np.int64),
+            np.zeros(num_ranks, np.int64),
+            np.zeros(num_tasks, np.int64),
+            np.zeros(tables.first_node[-1], np.int64),
+            np.zeros(num_ranks, np.int64),
+            np.zeros(num_ranks, np.int64),
             np.full(num_ranks, -1),
             np.where(is_ready, 0, _NEVER),
-            zeros(num_tasks),
+            np.zeros(num_tasks, np.int64),
         )
 
 
@@ -162,16 +158,13 @@ class Dispatcher:
 def serial(problem: Problem) -> Orders:
     """One micro-batch at a time, or one sample whose chunks are; in the order that exceeds the limits least."""
     order, placement, joined = one_at_a_time(problem), problem.placement, _joined_streams(problem)
-    num_streams = placement.num_components
-    all_rounds, left = divmod(problem.num_microbatches, num_streams)
+    num_rounds, num_last = divmod(problem.num_microbatches, placement.num_components)
     rows: list[NDArray[np.int32]] = []
     for rank in range(placement.num_ranks):
-        here = [task for task in order if rank in placement.tasks[task].ranks]
-        turns = [
-            [task for task in here if joined[placement.component_of[task]] == stream] for stream in range(num_streams)
-        ]
-        whole, last = ([task for turn in part for task in turn] for part in (turns, turns[:left]))
-        rows += [np.tile(np.array(whole, np.int32), all_rounds), np.array(last, np.int32)]
+        tasks = [task for task in order if rank in placement.tasks[task].ranks]
+        tasks.sort(key=lambda task: joined[placement.component_of[task]])
+        last = [task for task in tasks if joined[placement.component_of[task]] < num_last]
+        rows += [np.tile(np.array(tasks, np.int32), num_rounds), np.array(last, np.int32)]
     return np.concatenate(rows)
 
 
@@ -198,10 +191,7 @@ def one_at_a_time(problem: Problem) -> tuple[int, ...]:
     sets, only the best one is followed.
     """
     tasks, limits = problem.placement.tasks, problem.limits_bytes.tolist()
-    held, peak = ([scalar(getattr(task, name)) for task in tasks] for name in ("held_bytes", "peak_bytes"))
-    held, peak = ([scalar(getattr(task, name)) for task in tasks] for name in ("held_bytes", "peak_bytes"))
-    held, peak = ([scalar(getattr(task, name)) for task in tasks] for name in ("held_bytes", "peak_bytes"))
-    held, peak = ([scalar(getattr(task, name)) for task in tasks] for name in ("held_bytes", "peak_bytes"))
+    held, peak = problem.held_bytes.tolist(), problem.peak_bytes.tolist()
     outputs: list[list[int]] = [[] for _ in tasks]
     needs = [0] * len(tasks)  # sets of tasks are bits
     for source, target in problem.lags_us:

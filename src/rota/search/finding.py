@@ -72,9 +72,7 @@ def find_plan(
         if not placement.is_alike:
             return _find_differing(placement, objective, keep_sequence, budget, guarded(progress, budget))
         problem = Problem(placement, num_microbatches)
-        search = Portfolio(problem, objective, budget, guarded(progress, budget))
-        search.run()
-        return search.result()
+        return Portfolio(problem, objective, budget, guarded(progress, budget)).run()
 
 
 def _find_differing(
@@ -85,17 +83,26 @@ def _find_differing(
     progress: Callable[[Progress], None],
 ) -> SearchResult:
     """`find_plan` for micro-batches that differ."""
-    named = [*named_plans(placement, Unfolding(placement).num_microbatches, lambda _: None)]
-    if keep_sequence:
-        unfolding = Unfolding(placement, keeps_sequence=True)
-        return _folded(unfolding, _search(unfolding, objective, budget, progress, named), named)
-    known, share = [*named], budget.share(_KEPT_SHARE * budget.seconds)
-    kept = Unfolding(placement, keeps_sequence=True)
-    with suppress(SearchError):  # another sequence may fit
-        first = _search(kept, objective, share, progress, named)
-        known.append((first.how, kept.fold(first.plan)))
-    unfolding = Unfolding(placement)
-    return _folded(unfolding, _search(unfolding, objective, budget, progress, known), named)
+    assert placement.given_microbatches is not None
+    named = [*named_plans(placement, placement.given_microbatches, lambda _: None)]
+    unfolding, plans = Unfolding(placement, keeps_sequence=True), [*named]
+    if not keep_sequence:
+        with suppress(SearchError):  # another sequence may fit
+            first = _search(unfolding, objective, budget.share(_KEPT_SHARE * budget.seconds), progress, named)
+            plans.append((first.how, unfolding.fold(first.plan)))
+        unfolding = Unfolding(placement)
+    result = _search(unfolding, objective, budget, progress, plans)
+    plan = unfolding.fold(result.plan)
+    check(plan)
+    timeline = simulate(plan)
+    names = {name for name, _ in named}
+    return replace(
+        result,
+        plan=plan,
+        value_us=Fraction(timeline.span_us if objective == "span" else timeline.makespan_us),
+        named=tuple(plan for plan in result.named if plan.name in names),
+        among=KEPT_SEQUENCE if keep_sequence else ANY_SEQUENCE,
+    )
 
 
 def _search(
@@ -103,26 +110,8 @@ def _search(
     objective: Objective,
     budget: Budget,
     progress: Callable[[Progress], None],
-    known: Iterable[tuple[str, Plan]],
+    plans: Iterable[tuple[str, Plan]],
 ) -> SearchResult:
     """The result for the unfolded step."""
-    plans = ((name, unfolding.unfold(plan)) for name, plan in known)
-    search = Portfolio(unfolding.problem, objective, budget, progress, plans)
-    search.run()
-    return search.result()
-
-
-def _folded(unfolding: Unfolding, result: SearchResult, named: Iterable[tuple[str, Plan]]) -> SearchResult:
-    """The result for the given step; its proof is among the orders that the unfolding leaves open."""
-    plan = unfolding.fold(result.plan)
-    check(plan)
-    names = {name for name, _ in named}
-    timeline = simulate(plan)
-    value_us = timeline.span_us if result.objective == "span" else timeline.makespan_us
-    return replace(
-        result,
-        plan=plan,
-        value_us=Fraction(value_us),
-        named=tuple(plan for plan in result.named if plan.name in names),
-        among=KEPT_SEQUENCE if unfolding.keeps_sequence else ANY_SEQUENCE,
-    )
+    unfolded = ((name, unfolding.unfold(plan)) for name, plan in plans)
+    return Portfolio(unfolding.problem, objective, budget, progress, unfolded).run()

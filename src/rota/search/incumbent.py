@@ -7,9 +7,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rota.core.placement import Placement
 from rota.search.problem import NO_LIMIT, Integers, Orders, Problem
-from rota.search.timing import Score, Tables, peaks, score, start_times
+from rota.search.timing import Tables, peaks, score, start_times
 from rota.search.transfer_levels import Transfers, peaks_with_transfers
 
 
@@ -25,8 +24,8 @@ class Key(NamedTuple):
 class Incumbent:
     """Takes candidates and keeps the best one that fits.
 
-    It compares makespan, then memory; or span, then makespan, then memory. What transfers hold is only known from the
-    times: where it was too much, `most_over_bytes` (int64[num_ranks]) is the most by which a limit was exceeded.
+    What transfers hold is only known from the times: where it was too much, `most_over_bytes` (int64[num_ranks]) is the
+    most by which a limit was exceeded.
     """
 
     def __init__(self, problem: Problem, of_span: bool, on_better: Callable[[], None]) -> None:
@@ -35,11 +34,14 @@ class Incumbent:
         self.orders: Orders | None = None
         self.key: Key | None = None
         self.how = ""
-        placement = problem.placement
-        limits = placement.cluster.limit_bytes
+        placement, limits = problem.placement, problem.placement.cluster.limit_bytes
         self._limits_bytes = np.array([NO_LIMIT if limit is None else limit for limit in limits], np.int64)
+        self._static_bytes = np.array(placement.static_bytes, np.int64)
         #: Whether some transfer's bytes count on a rank with a limit.
-        self.transfers_hold = _transfers_hold(problem.given)
+        self.transfers_hold = any(
+            route.num_bytes and (limits[route.sender], limits[route.receiver]) != (None, None)
+            for route in problem.original.routes
+        )
         self._tables = Tables.of(problem)
         self._transfers = Transfers.of(problem)._replace(limits_bytes=np.zeros(placement.num_ranks, np.int64))
         self.most_over_bytes = np.zeros(placement.num_ranks, np.int64)
@@ -56,46 +58,27 @@ class Incumbent:
         timed = None if orders is None else score(self.problem, orders)
         if orders is None or timed is None:
             return False
-        key = self._key(timed, orders)
-        if (self.key is not None and key >= self.key) or not self._fits(orders):
+        held = peaks(self.problem, orders)
+        times_us = (timed.span_us, timed.makespan_us) if self.of_span else (timed.makespan_us, 0)
+        key = Key(*times_us, int(held.max(initial=0)), int(held.sum()))
+        is_better = self.key is None or key < self.key
+        if not is_better or (held > self.problem.limits_bytes).any() or not self._transfers_fit(orders):
             return False
         self.orders, self.key, self.how = orders, key, how
         self._on_better()
         return True
 
-    def _key(self, timed: Score, orders: Orders) -> Key:
-        held = peaks(self.problem, orders)
-        most, all_ranks = int(held.max(initial=0)), int(held.sum())
-        if self.of_span:
-            return Key(timed.span_us, timed.makespan_us, most, all_ranks)
-        return Key(timed.makespan_us, 0, most, all_ranks)
-
-    def _fits(self, orders: Orders) -> bool:
-        if (peaks(self.problem, orders) > self.problem.limits_bytes).any():
-            return False
+    def _transfers_fit(self, orders: Orders) -> bool:
         if not self.transfers_hold:
             return True
-        over = self.over_bytes(orders)
+        over = np.maximum(self.peaks_bytes(orders) - self._limits_bytes, 0)
         self.most_over_bytes = np.maximum(self.most_over_bytes, over)
         return not over.any()
 
-    def over_bytes(self, orders: Orders) -> Integers:
-        """int64[num_ranks]: by how much each rank exceeds its limit."""
-        over: Integers = np.maximum(self.peaks_bytes(orders) - self._limits_bytes, 0)
-        return over
-
     def peaks_bytes(self, orders: Orders) -> Integers:
         """int64[num_ranks]: the most that each rank holds at any time, static bytes included."""
-        placement = self.problem.placement
         if not self.transfers_hold:
-            return peaks(self.problem, orders) + np.array(placement.static_bytes, np.int64)
+            return peaks(self.problem, orders) + self._static_bytes
         starts_us = start_times(self._tables, orders)
         assert starts_us is not None
-        held = peaks_with_transfers(self._tables, self._transfers, orders, starts_us)
-        return held + np.array(placement.static_bytes, np.int64)
-
-
-def _transfers_hold(placement: Placement) -> bool:
-    """Whether some transfer's bytes count on a rank with a limit."""
-    limits = placement.cluster.limit_bytes
-    return any(r.num_bytes and (limits[r.sender], limits[r.receiver]) != (None, None) for r in placement.routes)
+        return peaks_with_transfers(self._tables, self._transfers, orders, starts_us) + self._static_bytes

@@ -41,9 +41,9 @@ class Lowered:
     """A placement without shared links, for a search.
 
     Attributes:
-        placement: The tasks of the given placement and then the services; the ranks and then the shared links.
+        placement: The tasks of the original placement and then the services; the ranks and then the shared links.
         lags_us: (source, target) -> µs from the end of the source until the last rank of the target has its data.
-        services: For each service the index of its route in the given placement.
+        services: For each service the index of its route in the original placement.
         carried: What transfers hold.
     """
 
@@ -53,29 +53,26 @@ class Lowered:
     carried: tuple[Carried, ...]
 
 
-def lower(given: Placement) -> Lowered:
+def lower(placement: Placement) -> Lowered:
     """The same step without shared links; where there are none, on the same placement."""
-    services = tuple(r for r, route in enumerate(given.routes) if route.shared)
-    task_of = {r: len(given.tasks) + i for i, r in enumerate(services)}
-    lags_us = _lags_us(given, task_of)
-    carried = [
-        held for r, route in enumerate(given.routes) if route.num_bytes for held in _carried(route, task_of.get(r))
-    ]
-    placement = given
-    if given.cluster.shared:
-        placement = _lowered_placement(given, services, lags_us)
-    return Lowered(placement, lags_us, services, tuple(carried))
+    services = tuple(r for r, route in enumerate(placement.routes) if route.shared)
+    task_of = {r: len(placement.tasks) + i for i, r in enumerate(services)}
+    lags_us = _lags_us(placement, task_of)
+    transfers = ((route, task_of.get(r)) for r, route in enumerate(placement.routes) if route.num_bytes)
+    carried = tuple(carried for route, service in transfers for carried in _carried(route, service))
+    lowered = _lowered_placement(placement, services, lags_us) if placement.cluster.shared else placement
+    return Lowered(lowered, lags_us, services, carried)
 
 
-def _lags_us(given: Placement, task_of: dict[int, int]) -> dict[tuple[int, int], int]:
-    lags = {(edge.source, edge.target): 0 for edge in given.edges}
+def _lags_us(placement: Placement, task_of: dict[int, int]) -> dict[tuple[int, int], int]:
+    lags = {(edge.source, edge.target): 0 for edge in placement.edges}
     through: dict[tuple[int, int], int] = {}
-    for r, route in enumerate(given.routes):
+    for r, route in enumerate(placement.routes):
         if r in task_of:
             through[route.source, task_of[r]] = 0
             through[task_of[r], route.target] = scalar(route.duration_us) - scalar(route.service_us)
             lags.pop((route.source, route.target), None)  # follows from these two
-    for r, route in enumerate(given.routes):
+    for r, route in enumerate(placement.routes):
         if r not in task_of:
             edge = route.source, route.target
             lags[edge] = max(lags.get(edge, 0), scalar(route.duration_us))
@@ -90,21 +87,22 @@ def _carried(route: Route, service: int | None) -> tuple[Carried, Carried]:
     if service is not None:
         sent = Instant(service, -service_us)
         arrived = Instant(service, duration_us - service_us)
-    read = Instant(route.target, 0)
     return (
         Carried(route.sender, num_bytes, made, arrived, True),
-        Carried(route.receiver, num_bytes, sent, read, False),
+        Carried(route.receiver, num_bytes, sent, Instant(route.target, 0), False),
     )
 
 
-def _lowered_placement(given: Placement, services: tuple[int, ...], lags_us: dict[tuple[int, int], int]) -> Placement:
-    tasks = [*given.tasks]
-    free = 1 + max(given.stages)
+def _lowered_placement(
+    placement: Placement, services: tuple[int, ...], lags_us: dict[tuple[int, int], int]
+) -> Placement:
+    tasks = [*placement.tasks]
+    free = 1 + max(placement.stages)
     for i, r in enumerate(services):
-        links = tuple(given.num_ranks + link for link in given.routes[r].shared)
-        tasks.append(Task(free + i, Kind.F, links, given.routes[r].service_us))
-    more = len(given.cluster.shared)
-    cluster = Cluster((*given.cluster.limit_bytes, *(None for _ in range(more))))
-    edges = tuple(Edge(source, target) for source, target in lags_us)
-    static_bytes = (*given.static_bytes, *(0 for _ in range(more)))
-    return Placement(tuple(tasks), edges, cluster, static_bytes, given.step_ends)
+        links = tuple(placement.num_ranks + link for link in placement.routes[r].shared)
+        tasks.append(Task(free + i, Kind.F, links, placement.routes[r].service_us))
+    num_links = len(placement.cluster.shared)
+    cluster = Cluster((*placement.cluster.limit_bytes, *[None] * num_links))
+    edges = tuple(Edge(*pair) for pair in lags_us)
+    static_bytes = (*placement.static_bytes, *[0] * num_links)
+    return Placement(tuple(tasks), edges, cluster, static_bytes, placement.step_ends)

@@ -69,10 +69,10 @@ _Method = Callable[[float, int], None]  #: called with its share of the budget, 
 
 
 class Portfolio:
-    """One search: `run`, then `result`.
+    """One search, which `run` does.
 
-    `given` are plans to begin with, where the problem is no step of a model as such: then named schedules and steady
-    states, which need many micro-batches that are alike, are left out.
+    `first_plans` are (name, plan) to begin with, where the problem is no step of a model as such: then named schedules
+    and steady states, which need many micro-batches that are alike, are left out.
     """
 
     def __init__(
@@ -81,9 +81,9 @@ class Portfolio:
         objective: Objective,
         budget: Budget,
         progress: Callable[[Progress], None],
-        given: Iterable[tuple[str, Plan]] | None = None,
+        first_plans: Iterable[tuple[str, Plan]] | None = None,
     ) -> None:
-        self.problem, self.given = problem, None if given is None else tuple(given)
+        self.problem, self.first_plans = problem, first_plans
         #: The same, with what ops read and send in their peaks, and with memory reserved for other transfers.
         self.with_reserve = self.counted = counting_transfers(self.problem)
         self.objective = objective
@@ -130,7 +130,7 @@ class Portfolio:
         """A share of the budget: `part` (0 to 1) of its nominal seconds."""
         return self.budget.share(part * self.budget.seconds)
 
-    def run(self) -> None:
+    def run(self) -> SearchResult:
         """Searches until the best is proven or the budget is used up. Raises SearchError if nothing fits."""
         with watched(lambda: self.budget.must_stop), suppress(Stopped):
             self._run()
@@ -138,6 +138,7 @@ class Portfolio:
             if self.budget.progress_error is not None:
                 raise self.budget.progress_error
             raise self._nothing_found()
+        return self._result()
 
     def _run(self) -> None:
         refuse_too_little_memory(self.problem)
@@ -147,7 +148,7 @@ class Portfolio:
             self._unroll(1.0, 0)
             return
         first = [self._take_named, self._bound, self._guess]
-        if self.given is None:
+        if self.first_plans is None:
             if self.num_ops > _LONG_OPS:
                 first = [self._bound, self._guess, self._take_named]
             first.append(self._take_searching)
@@ -170,7 +171,7 @@ class Portfolio:
         held = simulate(self.problem.to_plan(serial(self.problem))).peak_memory_bytes
         raised = ", ".join(
             f"of rank {rank} to {held[rank]} bytes ({size_text(held[rank])})"
-            for rank, limit in enumerate(self.problem.given.cluster.limit_bytes)
+            for rank, limit in enumerate(self.problem.original.cluster.limit_bytes)
             if limit is not None and held[rank] > limit
         )
         what, longer = "found no order that fits", "give the search more time, "
@@ -186,8 +187,8 @@ class Portfolio:
     # --- methods --------------------------------------------------------------------------------------------------
 
     def _take_named(self) -> None:
-        """The plans to begin with: the given ones, or the named schedules that are quick."""
-        plans = self._named_plans(lambda name: name not in _SEARCHING) if self.given is None else self.given
+        """The plans to begin with: `first_plans`, or the named schedules that are quick."""
+        plans = self._named_plans(lambda name: name not in _SEARCHING) if self.first_plans is None else self.first_plans
         for name, plan in plans:
             self._take_plan(name, plan)
             self.budget.spend(_TRYING.get(name, _NAMED_S_PER_OP) * self.num_ops)
@@ -204,7 +205,7 @@ class Portfolio:
             self.budget.spend(_SEARCHING[name] * self.num_ops)
 
     def _named_plans(self, wants: Callable[[str], bool]) -> Iterable[tuple[str, Plan]]:
-        return named_plans(self.problem.given, self.problem.num_microbatches, self.turn_to, wants)
+        return named_plans(self.problem.original, self.problem.num_microbatches, self.turn_to, wants)
 
     def _take_plan(self, name: str, plan: Plan) -> None:
         try:
@@ -238,22 +239,16 @@ class Portfolio:
                 share.spend_ops(dispatcher.ops_of_last_call)
                 if self.is_proven or share.is_over:
                     break
-            if not self._reserve_more():
+            over = self.incumbent.most_over_bytes
+            if self.incumbent.orders is not None or not over.any():
                 return
+            self.with_reserve = reserving(self.with_reserve, over)
+            self.incumbent.most_over_bytes = np.zeros_like(over)
 
     def _most_us(self) -> int:
         """What lasts longer than this is no better than the best plan."""
         is_known = self.incumbent.key is not None and self.measure == "makespan"
         return self.incumbent.value_us if is_known else NO_LIMIT
-
-    def _reserve_more(self) -> bool:
-        """Reserves more if nothing fitted because of what transfers hold; whether it did."""
-        over = self.incumbent.most_over_bytes
-        if self.incumbent.orders is not None or not over.any():
-            return False
-        self.with_reserve = reserving(self.with_reserve, over)
-        self.incumbent.most_over_bytes = np.zeros_like(over)
-        return True
 
     def _unroll(self, part: float, turn: int) -> None:
         """Tries the best steady state, unrolled, and as priorities of list scheduling."""
@@ -261,7 +256,7 @@ class Portfolio:
             return
         self.turn_to("steady state")
         result = find_steady(
-            self.problem.given,
+            self.problem.original,
             self.share(part),
             microbatches_per_period=None if turn == 0 else 2 + (turn - 1) % 3,
             seed=turn,
@@ -303,29 +298,23 @@ class Portfolio:
     def _fit_exactly(self, part: float, turn: int) -> None:
         """Searches the whole step at once with all that transfers hold, if it is small."""
         self.turn_to("exact search")
-        result = self._solve_with_transfers(part, turn, "as in a plan")
+        best, share = self.incumbent.orders, self.share(_EXACT_TIMES_WITH_TRANSFERS * part)
+        if best is None:  # where nothing is known that fits, finding anything comes first
+            share = self.budget.share(self.budget.left_s)
+        result = exact.solve(self.problem, self.measure, best, self.bound_us, share, turn, transfers="as in a plan")
         is_kept = self.incumbent.offer(result.orders, "exact search")
         self.has_tried_all |= result.is_complete and (is_kept or result.orders is None)
 
     def _bound_with_waits(self, part: float, turn: int) -> None:
         """Raises the bound by a search in which ops may also wait; this can prove that no plan fits."""
         self.turn_to("exact search")
-        had_none = self.incumbent.orders is None
-        result = self._solve_with_transfers(part, turn, "with waits")
+        best, share = self.incumbent.orders, self.share(_EXACT_TIMES_WITH_TRANSFERS * part)
+        result = exact.solve(self.problem, self.measure, best, self.bound_us, share, turn, transfers="with waits")
         self.incumbent.offer(result.orders, "exact search")
-        self.none_fits |= had_none and result.bound_us > longest_us(self.problem)
+        self.none_fits |= best is None and result.bound_us > longest_us(self.problem)
         self.has_tried_waits |= result.is_complete
         if result.bound_us > self.bound_us and not self.none_fits:
             self.bound_us, self.why = result.bound_us, "CP-SAT has tried all orders, and all waits"
-
-    def _solve_with_transfers(
-        self, part: float, turn: int, transfers: Literal["as in a plan", "with waits"]
-    ) -> exact.Exact:
-        best = self.incumbent.orders
-        # Where nothing is known that fits, finding anything comes first.
-        is_urgent = best is None and transfers == "as in a plan"
-        share = self.budget.share(self.budget.left_s) if is_urgent else self.share(_EXACT_TIMES_WITH_TRANSFERS * part)
-        return exact.solve(self.problem, self.measure, best, self.bound_us, share, turn, transfers=transfers)
 
     def _prove(self, part: float, turn: int) -> None:
         """Searches the whole step at once, if it is small."""
@@ -368,7 +357,7 @@ class Portfolio:
         """The methods for such a problem, in order, and their share of the budget in the first turn."""
         if self.incumbent.transfers_hold and self.num_ops <= exact.MOST_TIMED_OPS:
             return [self._fit_exactly, self._bound_with_waits], _FIRST_SHARE_OF_SMALL
-        if self.given is not None:
+        if self.first_plans is not None:
             if self.num_ops <= _EXACT_OPS:  # trying a policy lasts longer than its nominal time where ops are few
                 return [self._prove, self._improve, self._windows], _FIRST_SHARE_OF_SMALL
             return [self._improve, self._prove, self._windows], _FIRST_SHARE
@@ -410,8 +399,8 @@ class Portfolio:
 
     # --- the result -----------------------------------------------------------------------------------------------
 
-    def result(self) -> SearchResult:
-        """The answer; the plan is checked again first, if that does not take long.
+    def _result(self) -> SearchResult:
+        """The plan is checked again first, if that does not take long.
 
         Compiled loops have found that the orders are complete, contradict nothing and fit, in either case.
         """
@@ -420,10 +409,13 @@ class Portfolio:
         if self.is_checked:
             check(plan)
         value_us, bound_us, why = Fraction(self.incumbent.value_us), Fraction(self.bound_us), self.why
+        period_us = None if self.steady is None else self.steady.steady.us_per_microbatch
         if self.objective == "period":
             assert self.steady is not None
             value_us, bound_us = self.steady.steady.us_per_microbatch, self.steady.bound_us
-            why = period_reason(self.problem.given)
+            why = period_reason(self.problem.original)
+        elif period_us is not None and period_us * self.problem.num_microbatches > value_us:
+            period_us = None  # the steady state was abandoned before it became good
         return SearchResult(
             plan,
             self.objective,
@@ -431,19 +423,11 @@ class Portfolio:
             bound_us,
             why,
             self.incumbent.how,
-            self._period_us(),
+            period_us,
             tuple(sorted(self.named, key=lambda named: (named.makespan_us, named.name))),
             self.budget.elapsed_s,
             self.budget.stopped_by,
         )
-
-    def _period_us(self) -> Fraction | None:
-        """None too where the plan itself is faster: the steady state was abandoned before it became good."""
-        if self.steady is None:
-            return None
-        period_us, num_microbatches = self.steady.steady.us_per_microbatch, self.problem.num_microbatches
-        is_slow = self.objective != "period" and period_us * num_microbatches > self.incumbent.value_us
-        return None if is_slow else period_us
 
 
 def _most_work(problem: Problem) -> tuple[int, str]:

@@ -91,14 +91,14 @@ class StepEnds(NamedTuple):
 
 @dataclass(frozen=True)
 class Problem:
-    """What to schedule: `num_microbatches` through the placement `given`, whose micro-batches are alike.
+    """What to schedule: `num_microbatches` through the placement `original`, whose micro-batches are alike.
 
     `reserved_bytes[rank]` of the limit are set apart for what transfers hold, which depends on times, not on orders.
     Where each micro-batch has stages of its own (see `unfolding`), these are `stages_per_microbatch` many, and
     `precedences` are pairs of tasks of which the first has to end before the second starts.
     """
 
-    given: Placement
+    original: Placement
     num_microbatches: int
     reserved_bytes: tuple[int, ...] = ()
     stages_per_microbatch: int = 0
@@ -107,7 +107,7 @@ class Problem:
     @cached_property
     def lowered(self) -> Lowered:
         """The placement with shared links as ranks and their transfers as tasks."""
-        return lower(self.given)
+        return lower(self.original)
 
     @property
     def placement(self) -> Placement:
@@ -117,13 +117,14 @@ class Problem:
     @property
     def num_ranks(self) -> int:
         """Number of ranks; in `placement`, shared links come after them."""
-        return self.given.num_ranks
+        return self.original.num_ranks
 
     @cached_property
     def counts(self) -> Integers:
         """int64[num_tasks]: number of micro-batches per task."""
-        batches = (self.placement.microbatches(task.stage, self.num_microbatches) for task in self.placement.tasks)
-        return np.array([len(range_) for range_ in batches], dtype=np.int64)
+        placement, num_microbatches = self.placement, self.num_microbatches
+        counts = (len(placement.microbatches(task.stage, num_microbatches)) for task in placement.tasks)
+        return np.fromiter(counts, np.int64)
 
     @cached_property
     def first_node(self) -> Integers:
@@ -231,14 +232,12 @@ class Problem:
     @cached_property
     def heads_us(self) -> Integers:
         """int64[num_tasks]: least µs from the start of its micro-batch to the start of each task."""
-        heads: Integers = self.paths_us.max(axis=0)
-        return heads
+        return self.paths_us.max(axis=0)
 
     @cached_property
     def tails_us(self) -> Integers:
         """int64[num_tasks]: least µs from the end of each task to the end of its micro-batch."""
-        tails: Integers = (self.paths_us + self.durations_us).max(axis=1) - self.durations_us
-        return tails
+        return (self.paths_us + self.durations_us).max(axis=1) - self.durations_us
 
     @cached_property
     def limits_bytes(self) -> Integers:
@@ -284,7 +283,7 @@ class Problem:
         index = self.placement.index
         tasks = (index[stage, kind] for order in plan.orders for stage, kind, _ in order)
         orders = np.fromiter(tasks, dtype=np.int32, count=int(self.first_op[self.num_ranks]))
-        if not self.given.cluster.shared:
+        if not self.original.cluster.shared:
             return orders
         num_step_ends = 2 * len(plan.step_end_ranks)  # which come before the services in the plan's graph
         served = [self.task_of[np.array(nodes, np.int64) - num_step_ends] for nodes in plan.served]
@@ -297,15 +296,15 @@ class Problem:
         microbatches = [[*range(first, self.num_microbatches, num_components)] for first in range(num_components)]
         with _uncollected():
             ops: list[Op] = []  # by node
-            for task, component in zip(self.given.tasks, self.placement.component_of, strict=False):
+            for task, component in zip(self.original.tasks, self.placement.component_of, strict=False):
                 ops.extend(map(make, zip(repeat(task.stage), repeat(task.kind), microbatches[component])))
             rows = [tuple(map(ops.__getitem__, self._nodes(orders, rank))) for rank in range(self.num_ranks)]
-        plan = Plan(self.given, self.num_microbatches, tuple(rows))
-        return replace(plan, service_orders=self._served(plan, orders)) if self.given.cluster.shared else plan
+        plan = Plan(self.original, self.num_microbatches, tuple(rows))
+        return replace(plan, service_orders=self._served(plan, orders)) if self.original.cluster.shared else plan
 
     def _served(self, plan: Plan, orders: Orders) -> tuple[tuple[Transfer, ...], ...]:
         """For each shared link its transfers, in these orders."""
-        first = len(self.given.tasks)
+        first = len(self.original.tasks)
         transfers = {
             first + i: [plan.placement.transfer(route, m) for m in plan.microbatches_on(route)]
             for i, route in enumerate(self.lowered.services)
@@ -313,37 +312,35 @@ class Problem:
         rows = []
         for link in range(self.num_ranks, self.placement.num_ranks):
             following = {task: iter(row) for task, row in transfers.items()}
-            rows.append(tuple(next(following[task]) for task in self._row(orders, link)))
+            rows.append(tuple(next(following[task]) for task in self._row(orders, link).tolist()))
         return tuple(rows)
 
     def rank_name(self, rank: int) -> str:
         """What a rank of `placement` is, for messages."""
         if rank < self.num_ranks:
             return f"rank {rank}"
-        return f"the shared link {self.given.cluster.shared[rank - self.num_ranks].name}"
+        return f"the shared link {self.original.cluster.shared[rank - self.num_ranks].name}"
 
     def node_name(self, task: int, k: int) -> str:
         """A task's k-th op, or a transfer, for messages."""
-        if task < len(self.given.tasks):
-            stage, kind = self.given.tasks[task].stage, self.given.tasks[task].kind
-            microbatch = self.given.microbatches(stage, self.num_microbatches)[k]
+        if task < len(self.original.tasks):
+            stage, kind = self.original.tasks[task].stage, self.original.tasks[task].kind
+            microbatch = self.original.microbatches(stage, self.num_microbatches)[k]
             return str(Op(self._stage_in_step(stage), kind, microbatch))
-        route = self.given.routes[self.lowered.services[task - len(self.given.tasks)]]
+        route = self.original.routes[self.lowered.services[task - len(self.original.tasks)]]
         return f"{self.node_name(route.source, k)}→{self.node_name(route.target, k)}"
 
     def _nodes(self, orders: Orders, rank: int) -> list[int]:
         """The nodes of the rank's row."""
-        row = orders[self.first_op[rank] : self.first_op[rank + 1]]
+        row = self._row(orders, rank)
         by_task = np.argsort(row, kind="stable")
         tasks = row[by_task]
         nodes = np.empty(len(row), np.int64)
         nodes[by_task] = self.first_node[tasks] + np.arange(len(row)) - np.searchsorted(tasks, tasks)
-        result: list[int] = nodes.tolist()
-        return result
+        return nodes.tolist()
 
-    def _row(self, orders: Orders, rank: int) -> list[int]:
-        row: list[int] = orders[self.first_op[rank] : self.first_op[rank + 1]].tolist()
-        return row
+    def _row(self, orders: Orders, rank: int) -> Orders:
+        return orders[self.first_op[rank] : self.first_op[rank + 1]]
 
 
 @contextmanager
@@ -371,16 +368,17 @@ def without_common_tasks(problem: Problem) -> tuple[Problem, int]:
     in which such tasks take no time. Transfers and reductions go on meanwhile, so they take no time in it either; nor
     does what messages cost other ops.
     """
-    placement = problem.given
+    placement = problem.original
     busy = {rank for task in placement.tasks for rank in task.ranks}
-    common = [len(task.ranks) == len(busy) > 1 for task in placement.tasks]
-    num_tasks = len(placement.tasks)
-    together_us = int((problem.counts * problem.durations_us)[:num_tasks][common].sum())
+    common = [i for i, task in enumerate(placement.tasks) if len(task.ranks) == len(busy) > 1]
+    together_us = int((problem.counts * problem.durations_us)[common].sum())
     if not together_us:
         return problem, 0
-    tasks = (replace(task, duration_us=0) if c else task for task, c in zip(placement.tasks, common, strict=True))
+    tasks = [*placement.tasks]
+    for i in common:
+        tasks[i] = replace(tasks[i], duration_us=0)
     ends = (replace(end, reduce_us=0) for end in placement.step_ends)
     without_links = Cluster(placement.cluster.limit_bytes)
     apart = replace(placement, tasks=tuple(tasks), cluster=without_links, step_ends=tuple(ends))
     reserved = problem.reserved_bytes[: problem.num_ranks]
-    return replace(problem, given=apart, reserved_bytes=reserved), together_us
+    return replace(problem, original=apart, reserved_bytes=reserved), together_us

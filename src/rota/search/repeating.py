@@ -14,7 +14,7 @@ need not wait for that and may start sooner. The orders are the same, and the en
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -41,8 +41,6 @@ from rota.search.validation import refuse_wrong, seconds_of
 
 _CUT_S = 1.0  # nominal, for CP-SAT to cut a rhythm whose period is known
 _MOST_OPS = 512  # of one model; for a longer step, a shorter one is searched and its middle repeated
-
-Starts = Sequence[Sequence[int]]
 
 
 @dataclass(frozen=True)
@@ -109,7 +107,7 @@ class Repeating:
         return problem.to_plan(np.array([task for row in rows for task, _ in row], np.int32))
 
 
-def orders_of(placement: Placement, starts_us: Starts) -> list[list[tuple[int, int]]]:
+def orders_of(placement: Placement, starts_us: Sequence[Sequence[int]]) -> list[list[tuple[int, int]]]:
     """Per rank, the (task, k) in the order of their starts."""
     rows: list[list[tuple[int, int, int]]] = [[] for _ in range(placement.num_ranks)]
     for i, (task, starts) in enumerate(zip(placement.tasks, starts_us, strict=True)):
@@ -143,8 +141,7 @@ def find_repeating(
     if num_microbatches is not None and num_microbatches % num_components:
         raise SearchError(f"num_microbatches is {num_microbatches}; give {num_components} or a multiple of it")
     _refuse_unknown(placement)
-    seconds = seconds_of(time_limit_s)
-    budget = Budget(seconds, deterministic=True)
+    budget = Budget(seconds_of(time_limit_s), deterministic=True)
     with ended_by_ctrl_c(budget), watched(lambda: budget.must_stop):
         rounds = _fewest_rounds(placement, budget) if num_microbatches is None else num_microbatches // num_components
         if rounds is None:
@@ -259,7 +256,7 @@ def _as_early(step: Repeating) -> tuple[tuple[int, ...], ...]:
 
 
 class _WholeStep:
-    """The model of a step that is no longer than a given one. All tasks have a duration, so that a tick is a µs."""
+    """The model of a step that is no longer than `step`. All tasks have a duration, so that a tick is a µs."""
 
     def __init__(self, step: Repeating) -> None:
         self.problem = Problem(replace(step.placement, step_ends=()), step.num_microbatches)
@@ -292,7 +289,8 @@ class _WholeStep:
         longest = self.longest_us
         self.middle: list[Any] = []  #: its start
         self.index: list[Any] = []
-        windows = [[model.new_int_var(0, longest, f"{name}{rank}") for name in ("from", "to")] for rank in self._ranks]
+        ranks = range(self.problem.placement.num_ranks)
+        windows = [[model.new_int_var(0, longest, f"{name}{rank}") for name in ("from", "to")] for rank in ranks]
         for first, last in windows:
             model.add(last - first <= self.period_us)
         for task, is_middle in enumerate(self.is_middle):
@@ -303,10 +301,6 @@ class _WholeStep:
                 model.add(self.middle[task] == start).only_enforce_if(chosen)
             for rank in self.problem.placement.tasks[task].ranks:
                 self._add_window(task, *windows[rank])
-
-    @property
-    def _ranks(self) -> range:
-        return range(self.problem.placement.num_ranks)
 
     def _nodes(self) -> list[tuple[int, range]]:
         return sorted(self.ordering.window.nodes_of.items())
@@ -339,7 +333,7 @@ class _WholeStep:
                     late = model.add(self.starts[b][k] + T * (later - k) >= self.starts[a][later] + least)
                     late.only_enforce_if([before[a][later], after[b][k]])
 
-    def _sums(self, row: Sequence[Any], others: Any, name: str) -> list[Any]:
+    def _sums(self, row: Sequence[Any], others: Callable[[int], range], name: str) -> list[Any]:
         literals = []
         for k in range(len(row)):
             literal = self.ordering.model.new_bool_var(name)

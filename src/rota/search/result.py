@@ -150,11 +150,11 @@ class SearchResult:
     def _named_lines(self, width: int | None) -> list[str]:
         """The named schedules on this placement, beside the plan."""
         what = "span" if self.objective == "span" else "makespan"
-        mine_us = self.span_us if what == "span" else self.makespan_us
+        plan_us = self.span_us if what == "span" else self.makespan_us
         rows = []
         for named in self.named:
             value_us = named.span_us if what == "span" else named.makespan_us
-            slower = f"{value_us / mine_us - 1:+.1%}" if mine_us else ""
+            slower = f"{value_us / plan_us - 1:+.1%}" if plan_us else ""
             fits = "" if named.fits else "over the limit"
             rows.append((f"  {named.name}", time_text(value_us), slower, size_text(named.peak_bytes), fits))
         if not rows:

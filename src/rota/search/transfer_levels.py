@@ -1,4 +1,4 @@
-"""What each rank holds at its peak, transfers included, for given start times: `rota.core.memory`'s answer, compiled.
+"""What each rank holds at its peak, transfers included, for known start times: `rota.core.memory`'s answer, compiled.
 
 A rank holds what it sends from the op's end until the transfer ends, and what it receives from the transfer's start to
 the end of the op that reads it. So these levels depend on times, not on orders alone.
@@ -6,6 +6,7 @@ the end of the op that reads it. So these levels depend on times, not on orders 
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from itertools import accumulate
 from typing import NamedTuple
@@ -13,6 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from rota.compiled import inner, int64, quick
+from rota.core.placement import Placement
 from rota.core.tasks import scalar
 from rota.search.problem import NO_LIMIT, Integers, Orders, Problem
 from rota.search.timing import Tables
@@ -126,18 +128,22 @@ def counting_transfers(problem: Problem) -> Problem:
     While an op runs, its rank holds what the op reads from other ranks, and at its end what it sends, if that takes
     time. Every plan within the limits is within them here too, for these bytes are only a part of what transfers hold.
     """
-    placement = problem.given
-    received = [dict.fromkeys(task.ranks, 0) for task in placement.tasks]
-    sent = [dict.fromkeys(task.ranks, 0) for task in placement.tasks]
-    for route in placement.routes:
-        received[route.target][route.receiver] += scalar(route.num_bytes)
-        if route.duration_us != 0:
-            sent[route.source][route.sender] += scalar(route.num_bytes)
+    received, sent = transferred_bytes(problem.original)
     tasks = []
-    for task, here, away in zip(placement.tasks, received, sent, strict=True):
-        left, peak = scalar(task.held_bytes), scalar(task.peak_bytes)
-        held = max(left, 0)
-        needed = (max(held + peak + here[r], left + away[r]) for r in task.ranks)
-        tasks.append(replace(task, peak_bytes=min(needed) - held))  # a task's peak is the same on all its ranks
-    counted = replace(placement, tasks=tuple(tasks))
-    return replace(problem, given=counted)
+    for t, task in enumerate(problem.original.tasks):
+        held, peak = scalar(task.held_bytes), scalar(task.peak_bytes)
+        taken = max(held, 0)
+        needed = (max(taken + peak + received[t, rank], held + sent[t, rank]) for rank in task.ranks)
+        tasks.append(replace(task, peak_bytes=min(needed) - taken))  # a task's peak is the same on all its ranks
+    return replace(problem, original=replace(problem.original, tasks=tuple(tasks)))
+
+
+def transferred_bytes(placement: Placement) -> tuple[Counter[tuple[int, int]], Counter[tuple[int, int]]]:
+    """By (task, rank): what an op reads from other ranks, and what it sends to them, if that takes time."""
+    received: Counter[tuple[int, int]] = Counter()
+    sent: Counter[tuple[int, int]] = Counter()
+    for route in placement.routes:
+        received[route.target, route.receiver] += scalar(route.num_bytes)
+        if route.duration_us != 0:
+            sent[route.source, route.sender] += scalar(route.num_bytes)
+    return received, sent

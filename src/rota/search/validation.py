@@ -20,7 +20,7 @@ def refuse_wrong(placement: Placement, num_microbatches: int, objective: str, ob
     _refuse_no_placement(placement)
     if objective not in objectives:
         raise SearchError(f"objective is {objective!r}: use one of {', '.join(objectives)}")
-    _refuse_no_whole("num_microbatches", num_microbatches, 1, None, "a step needs at least 1, a whole number")
+    _refuse_no_whole("num_microbatches", num_microbatches, None, "a step needs at least 1, a whole number")
     if not placement.is_alike:
         _refuse_differing(placement, num_microbatches, objective)
     for sizes in placement.classes:
@@ -49,7 +49,7 @@ def refuse_wrong_curve(placement: Placement, microbatches_per_period: int | None
     _refuse_no_placement(placement)
     if microbatches_per_period is not None:
         remedy = f"give a whole number from 1 to {_MOST_PER_PERIOD}, or None for one and more"
-        _refuse_no_whole("microbatches_per_period", microbatches_per_period, 1, _MOST_PER_PERIOD, remedy)
+        _refuse_no_whole("microbatches_per_period", microbatches_per_period, _MOST_PER_PERIOD, remedy)
     refuse_differing(placement)
     refuse_too_large(placement, _MOST_PER_PERIOD * placement.num_components)
 
@@ -123,8 +123,8 @@ def _refuse_no_placement(placement: object) -> None:
         )
 
 
-def _refuse_no_whole(name: str, value: object, least: int, most: int | None, remedy: str) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < least or (most is not None and value > most):
+def _refuse_no_whole(name: str, value: object, most: int | None, remedy: str) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1 or (most is not None and value > most):
         raise SearchError(f"{name} is {_short(value)}; {remedy}")
 
 

@@ -173,27 +173,19 @@ def _spans(problem: Problem, limits: bool) -> Iterator[Bound]:
     """
     sides = _BothSides.of(problem, limits, step_ends=False)
     whole = sides.heads()
-    most = {}
-    for rank in range(problem.num_ranks):  # a shared link's own window does not count
-        load = sides.load(whole, rank)
-        if load is not None:
-            most[rank] = load.us
+    ranks = range(problem.num_ranks)  # a shared link's own window does not count
+    most = {rank: load.us for rank in ranks if (load := sides.load(whole, rank))}
     if not most:
         return
-    center = max(most, key=lambda rank: (_reach(sides, rank), most[rank]))
-    tried: list[Bound | None] = []
-    through, around = sides.heads(center), ranks_after(sides.first, center) & ranks_after(sides.last, center)
-    tried += [sides.path(through)]
-    tried += [sides.load(through, rank) for rank in np.flatnonzero(around).tolist()]
+    around = {rank: (ranks_after(sides.first, rank), ranks_after(sides.last, rank)) for rank in most}
+    center = max(most, key=lambda rank: (sum(map(np.count_nonzero, around[rank])), most[rank]))
+    through, surrounded = sides.heads(center), np.flatnonzero(np.logical_and(*around[center])).tolist()
+    tried = [sides.path(through), *(sides.load(through, rank) for rank in surrounded)]
     for rank in sorted(most, key=sides.first.work_us, reverse=True)[:_MOST_BEGINNINGS]:
         if rank != center and most[rank] > max(bound.us for bound in tried if bound):
             alone = sides.heads(rank, alone=True)
             tried += [sides.path(alone), sides.load(alone, rank)]
     yield from _highest(tried)
-
-
-def _reach(sides: _BothSides, rank: int) -> int:
-    return int(ranks_after(sides.first, rank).sum() + ranks_after(sides.last, rank).sum())
 
 
 def _highest(bounds: list[Bound | None]) -> list[Bound]:
@@ -205,8 +197,8 @@ def _step_ends(problem: Problem) -> Iterator[Bound]:
     """Bounds from each rank's step ends alone, which also cover ranks without ops."""
     for rank in range(problem.num_ranks):
         ends = problem.step_ends
-        if own := ends.of_rank(rank):
-            us = int(ends.reduce_us[own.start : own.stop].sum()) + ends.optimizers_us(rank)
+        if reductions := ends.of_rank(rank):
+            us = int(ends.reduce_us[reductions].sum()) + ends.optimizers_us(rank)
             yield Bound(us, "step end", f"rank {rank} reduces gradients and does its optimizer steps for {us:,} µs")
 
 
@@ -217,30 +209,30 @@ def _memory_held(problem: Problem, objective: str, known_us: int) -> Iterator[Bo
         return
     what = "micro-batches" if problem.placement.num_components == 1 else "rounds of micro-batches"
     tried: list[Bound | None] = []
-    for rank in rank_loads(problem, whole_step=objective == "makespan"):
-        if rank.headroom_bytes <= 0:
+    for load in rank_loads(problem, whole_step=objective == "makespan"):
+        if load.headroom_bytes <= 0:
             continue
-        held = rounds * rank.held_byte_us
-        if rank.carried_byte_us:
-            tried.append(_with_carried(rank, rounds, what))
+        held = rounds * load.held_byte_us
+        if load.carried_byte_us:
+            tried.append(_with_carried(load, rounds, what))
         if not held:
             continue
-        least, more = (-(-byte_us // rank.headroom_bytes) for byte_us in (held, held + rank.unused_byte_us))
+        least, more = (-(-byte_us // load.headroom_bytes) for byte_us in (held, held + load.unused_byte_us))
         # In a step at least as long as its two ends, both are unused; in a shorter one they may overlap.
-        us = more if max(least, known_us) >= rank.ends_us else least
+        us = more if max(least, known_us) >= load.ends_us else least
         why = (
-            f"rank {rank.rank} holds {rank.held_byte_us:,} byte-µs for each of {rounds:,} {what}, and has room for "
-            f"{rank.headroom_bytes:,} bytes, less while it fills and empties"
+            f"rank {load.rank} holds {load.held_byte_us:,} byte-µs for each of {rounds:,} {what}, and has room for "
+            f"{load.headroom_bytes:,} bytes, less while it fills and empties"
         )
-        tried.append(Bound(us, "memory held", why, Proof("area", rank.rank, -1, -1, True)))
+        tried.append(Bound(us, "memory held", why, Proof("area", load.rank, -1, -1, True)))
     yield from _highest(tried)
 
 
-def _with_carried(rank: RankLoad, rounds: int, what: str) -> Bound:
+def _with_carried(load: RankLoad, rounds: int, what: str) -> Bound:
     """Byte-µs of transfers too; they may use the room that ops cannot use at the two ends."""
-    byte_us = rank.held_byte_us + rank.carried_byte_us
+    byte_us = load.held_byte_us + load.carried_byte_us
     why = (
-        f"rank {rank.rank} holds {byte_us:,} byte-µs for each of {rounds:,} {what}, {rank.carried_byte_us:,} of them "
-        f"for transfers, and has room for {rank.headroom_bytes:,} bytes"
+        f"rank {load.rank} holds {byte_us:,} byte-µs for each of {rounds:,} {what}, {load.carried_byte_us:,} of them "
+        f"for transfers, and has room for {load.headroom_bytes:,} bytes"
     )
-    return Bound(-(-rounds * byte_us // rank.headroom_bytes), "memory held with transfers", why)
+    return Bound(-(-rounds * byte_us // load.headroom_bytes), "memory held with transfers", why)

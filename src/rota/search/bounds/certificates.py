@@ -56,7 +56,7 @@ class NoReasonError(Exception):
 
 def certificate_of(problem: Problem, proof: Proof) -> dict[str, Any] | None:
     """The fields of a certificate for a bound on the makespan; None where its argument cannot be written down."""
-    if problem.given.cluster.shared:  # which a certificate does not know
+    if problem.original.cluster.shared:  # which a certificate does not know
         return None
     fields: dict[str, Any] = {"argument": proof.argument}
     if proof.without_common:
@@ -124,11 +124,9 @@ class _Trace:
                 yield word
 
     def _name(self, at: _At) -> str:
-        placement, k = self.problem.placement, at.k
-        k = int(self.side.counts[at.task]) - 1 - k if self.backward else k
-        stage = placement.tasks[at.task].stage
-        batch = placement.microbatches(stage, self.problem.num_microbatches)[k]
-        return f"{placement.tasks[at.task]}{batch}"
+        placement, task = self.problem.placement, self.problem.placement.tasks[at.task]
+        k = int(self.side.counts[at.task]) - 1 - at.k if self.backward else at.k
+        return f"{task}{placement.microbatches(task.stage, self.problem.num_microbatches)[k]}"
 
     def _back(self, at: _At) -> tuple[_At | None, list[str]]:
         """Where a number comes from (None: the row begins here), and the words between, the last one first."""
@@ -175,26 +173,25 @@ class _Trace:
         raise NoReasonError
 
     def _idle_back(self, at: _At) -> tuple[_At | None, list[str]]:
-        idle, rank, here = self.phases[at.phase][1], self.rank_of[at.place], [self._name(at)]
+        idle, rank, words = self.phases[at.phase][1], self.rank_of[at.place], [self._name(at)]
         value, first = idle[at.k, at.place], int(self.side.first_place[rank])
         heads, tasks = self._heads(at.phase - 1), self.side.tasks_on(rank).tolist()
         used = [place for place, task in enumerate(tasks, first) if self.side.counts[task]]
         if value <= min(heads[0, self.side.places[place]] for place in used):
-            return None, [*here, f"first@{rank}"]
+            return None, [*words, f"first@{rank}"]
         if at.phase > 2 and self.phases[at.phase - 2][1][at.k, at.place] == value:
             return at._replace(phase=at.phase - 2), []
         frees = [heads[0, self.side.places[place]] for place in used if self.headroom.frees[place]]
         if self.headroom.frees[at.place] and value == min(frees) - self.headroom.fill_us[rank]:
-            return None, [*here, self._word("frees", at.place, price_of_fill(self.side, rank))]
+            return None, [*words, self._word("frees", at.place, price_of_fill(self.side, rank))]
         if at.k and idle[at.k - 1, at.place] == value:
-            return at._replace(k=at.k - 1), here
+            return at._replace(k=at.k - 1), words
         for place, task in enumerate(tasks[: at.place - first], first):
             if self.side.after[task, at.task] and idle[at.k, place] == value:
-                return at._replace(task=task, place=place), here
+                return at._replace(task=task, place=place), words
         for arc, over in self._arcs(at):
             if arc[PLACE] == at.place and idle[over - 1, arc[SOURCE_PLACE]] == value:
-                source = _At(at.phase, int(arc[SOURCE_TASK]), over - 1, int(arc[SOURCE_PLACE]))
-                return source, here
+                return _At(at.phase, int(arc[SOURCE_TASK]), over - 1, int(arc[SOURCE_PLACE])), words
         lines = self.headroom.most[at.place]
         work = lines[:, 0] + lines[:, 1] * at.k
         if heads[at.k, at.task] - int(np.floor(work.min() + 1e-9)) == value:
@@ -204,8 +201,6 @@ class _Trace:
     def _word(self, what: str, place: int, price: int) -> str:
         """A word about the rank of a place; the price of a byte is a quotient of whole µs and bytes."""
         rank = self.rank_of[place]
-        tasks = self.side.tasks_on(rank)
-        exact = Fraction(float(self.prices[rank, price])).limit_denominator(
-            max(1, int(np.abs(self.side.held_bytes[tasks]).sum()))
-        )
+        held = int(np.abs(self.side.held_bytes[self.side.tasks_on(rank)]).sum())
+        exact = Fraction(float(self.prices[rank, price])).limit_denominator(max(1, held))
         return f"{what}@{rank}:{exact}" if exact else f"{what}@{rank}"

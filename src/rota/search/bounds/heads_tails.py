@@ -152,16 +152,15 @@ def _step_end_tails(problem: Problem) -> Integers:
     """
     tails = np.zeros(len(problem.counts), np.int64)
     ends, after = problem.step_ends, problem.after
-    for rank, here in enumerate(problem.tasks_on):
-        own = ends.of_rank(rank)
+    for rank, tasks in enumerate(problem.tasks_on):
         optimizers_us = ends.optimizers_us(rank)
-        tails[here] = np.maximum(tails[here], optimizers_us)
-        reducing = [end for end in own if len(ends.gradients_of(end))]
+        tails[tasks] = np.maximum(tails[tasks], optimizers_us)
+        reducing = [end for end in ends.of_rank(rank) if len(ends.gradients_of(end))]
         lasts = [ends.gradients_of(end)[0] for end in reducing]
         for end in reducing:
             later = after[ends.gradients_of(end)][:, lasts].all(axis=0)
             later_us = ends.reduce_us[np.array(reducing)[later]].sum()
-            awaited = np.intersect1d(ends.gradients_of(end), here)  # the reduction waits for each of them
+            awaited = np.intersect1d(ends.gradients_of(end), tasks)  # the reduction waits for each of them
             tails[awaited] = np.maximum(tails[awaited], ends.reduce_us[end] + later_us + optimizers_us)
     return tails
 

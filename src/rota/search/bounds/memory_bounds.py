@@ -19,6 +19,7 @@ from rota.core.placement import Placement
 from rota.core.tasks import scalar
 from rota.core.text import size_text
 from rota.search.problem import NO_LIMIT, Integers, Problem, without_common_tasks
+from rota.search.transfer_levels import transferred_bytes
 
 _MOST_SETS = 20_000  # closed sets of a rank's tasks that are looked at for its least memory
 
@@ -52,14 +53,14 @@ def rank_loads(problem: Problem, whole_step: bool = True) -> list[RankLoad]:
     result = []
     for rank, tasks in enumerate(problem.tasks_on):
         headroom = int(problem.limits_bytes[rank])
-        held = _held_byte_us(problem, tasks) if headroom != NO_LIMIT else 0
-        unused = ends = 0
+        held = carried = unused = ends = 0
+        if headroom != NO_LIMIT:
+            held, carried = _held_byte_us(problem, tasks), _carried_byte_us(problem, rank, whole_step)
         if held:
             for sign, nearest in ((1, heads[tasks].min()), (-1, tails[tasks].min())):
                 ramp, ramp_us = _ramp(problem, tasks, sign, headroom)
                 unused += int(nearest) * headroom + ramp
                 ends += int(nearest) + ramp_us
-        carried = _carried_byte_us(problem, rank, whole_step) if headroom != NO_LIMIT else 0
         result.append(RankLoad(rank, int(problem.durations_us[tasks].sum()), held, headroom, unused, ends, carried))
     return result
 
@@ -70,7 +71,7 @@ def _carried_byte_us(problem: Problem, rank: int, whole_step: bool) -> int:
     What is on its way may be outside of the rank's own window.
     """
     total = 0
-    for route in problem.given.routes:
+    for route in problem.original.routes:
         if route.receiver == rank:
             read_us = int(problem.durations_us[route.target])
             total += scalar(route.num_bytes) * (scalar(route.duration_us) * whole_step + read_us)
@@ -163,12 +164,8 @@ def _held_byte_us(problem: Problem, tasks: Integers) -> int:
     matched = matched_bytes(problem, tasks)
     if matched is None:
         return 0
-    total: int = sum(
-        int(problem.peak_bytes[t]) * durations_us[t] for t in tasks.tolist()
-    )  # of any size, as all products here
-    for source, task, size in matched:
-        total += size * (int(paths_us[source, task]) + durations_us[task])
-    return total
+    at_work = sum(int(problem.peak_bytes[t]) * durations_us[t] for t in tasks)  # of any size, as all products here
+    return at_work + sum(size * (int(paths_us[source, t]) + durations_us[t]) for source, t, size in matched)
 
 
 @dataclass(frozen=True)
@@ -193,12 +190,10 @@ def least_memory(problem: Problem) -> list[Need]:
 def _need(problem: Problem, rank: int) -> Need:
     static, component_of = problem.placement.static_bytes[rank], problem.placement.component_of
     tasks = [t for t in problem.tasks_on[rank].tolist() if problem.counts[t]]
-    peaks = {}
-    for c in sorted({component_of[t] for t in tasks}):
-        peaks[c] = _serial_peak(problem, rank, [t for t in tasks if component_of[t] == c])
+    counts = {component_of[t]: int(problem.counts[t]) for t in tasks}
+    peaks = {c: _serial_peak(problem, rank, [t for t in tasks if component_of[t] == c]) for c in sorted(counts)}
     never_freed = sum(int(problem.held_bytes[t] * problem.counts[t]) for t in tasks)
     needs = [Need(rank, static + max(never_freed, 0), -1)]
-    counts = {component_of[t]: int(problem.counts[t]) for t in tasks}
     others = sum(counts[c] * lowest for c, (_, _, lowest) in peaks.items())
     needs += [Need(rank, static + peak + others - lowest, task) for peak, task, lowest in peaks.values()]
     return max(needs, key=lambda need: need.num_bytes)
@@ -207,11 +202,15 @@ def _need(problem: Problem, rank: int) -> Need:
 def _serial_peak(problem: Problem, rank: int, tasks: list[int]) -> tuple[int, int, int]:
     """(least peak of one micro-batch's tasks over all orders, the task where it is, the least that a closed set holds).
 
-    Sets are reached in order of the peak on the way there, as in Dijkstra's shortest paths.
+    A set is closed if it has, for each task, all tasks before it. Sets are reached in order of the peak on the way
+    there, as in Dijkstra's shortest paths.
     """
     before = [sum(1 << j for j, a in enumerate(tasks) if problem.after[a, b]) for b in tasks]  # sets as bits
-    start, end = _changes(problem, rank, tasks)
-    net = [int(problem.held_bytes[t]) for t in tasks]
+    received, sent = transferred_bytes(problem.original)
+    net, peaks = problem.held_bytes[tasks].tolist(), problem.peak_bytes[tasks].tolist()
+    # Per task, bytes above the level before it: while it runs, with what it received, and after it sent.
+    start = [max(held, 0) + peak + received[t, rank] for t, held, peak in zip(tasks, net, peaks, strict=True)]
+    end = [held + sent[t, rank] for t, held in zip(tasks, net, strict=True)]
     full = (1 << len(tasks)) - 1
     queue: list[tuple[int, int, int, int]] = [(0, 0, 0, -1)]  # peak so far, set, level, where the peak was
     seen: set[int] = set()
@@ -230,26 +229,7 @@ def _serial_peak(problem: Problem, rank: int, tasks: list[int]) -> tuple[int, in
                 heapq.heappush(queue, (place[0], done | 1 << i, level + net[i], place[1]))
     else:
         peak, where = max(((max(start[i], end[i]) + lowest, tasks[i]) for i in range(len(tasks))), default=(0, -1))
-    return peak, where, _least_held(before, net)
-
-
-def _changes(problem: Problem, rank: int, tasks: list[int]) -> tuple[list[int], list[int]]:
-    """Two lists, per task: bytes above the level before it while it runs (with what it received), and after it sent."""
-    received, sent = dict.fromkeys(tasks, 0), dict.fromkeys(tasks, 0)
-    for route in problem.given.routes:
-        if route.receiver == rank and route.target in received:
-            received[route.target] += scalar(route.num_bytes)
-        if route.sender == rank and route.source in sent and route.duration_us != 0:
-            sent[route.source] += scalar(route.num_bytes)
-    held, peak = problem.held_bytes.tolist(), problem.peak_bytes.tolist()
-    return [max(held[t], 0) + peak[t] + received[t] for t in tasks], [held[t] + sent[t] for t in tasks]
-
-
-def _least_held(before: list[int], net: list[int]) -> int:
-    """A lower bound for what any closed set of tasks holds: a set with, for each task, all tasks before it."""
-    if sum(net) >= 0 and _frees_what_is_held(before, net):
-        return 0
-    return sum(min(change, 0) for change in net)
+    return peak, where, 0 if sum(net) >= 0 and _frees_what_is_held(before, net) else lowest
 
 
 def _frees_what_is_held(before: list[int], net: list[int]) -> bool:
@@ -269,12 +249,10 @@ def _frees_what_is_held(before: list[int], net: list[int]) -> bool:
 
 def refuse_too_little_memory(problem: Problem) -> None:
     """Raises NothingFitsError where a rank's limit is below what every plan needs."""
-    placement = problem.given
+    placement = problem.original
     limits = placement.cluster.limit_bytes
-    short = []
-    for need, limit in zip(least_memory(problem), limits, strict=True):
-        if limit is not None and need.num_bytes > limit:
-            short.append(need)
+    needs = zip(least_memory(problem), limits, strict=True)
+    short = [need for need, limit in needs if limit is not None and need.num_bytes > limit]
     if not short:
         return
     first, *others = short

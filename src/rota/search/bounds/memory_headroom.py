@@ -12,17 +12,7 @@ import numpy as np
 
 from rota.compiled import inner, int64, quick
 from rota.core.stopping import look
-from rota.search.bounds.heads_tails import (
-    PLACE,
-    SOURCE_PLACE,
-    SOURCE_TASK,
-    TASK,
-    A,
-    B,
-    C,
-    MemoryHeadroom,
-    Side,
-)
+from rota.search.bounds.heads_tails import PLACE, SOURCE_PLACE, SOURCE_TASK, TASK, A, B, C, MemoryHeadroom, Side
 from rota.search.problem import NO_LIMIT, Flags, Floats, Integers
 
 _MOST_PRICES = 16

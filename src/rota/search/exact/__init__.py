@@ -12,11 +12,11 @@ from ortools.sat.python import cp_model
 from rota.core.stopping import look
 from rota.core.tasks import scalar
 from rota.search.budget import Budget
-from rota.search.critical_path import CriticalPath, last_gradients
+from rota.search.critical_path import CriticalPath
 from rota.search.exact import cpsat
-from rota.search.exact.ordering import Ordering, StepEndTimes, Window
+from rota.search.exact.ordering import Ordering, Window, step_ends_in
 from rota.search.exact.step_points import Gaps, StepPoints
-from rota.search.exact.transfer_memory import After, Carry, Level, Times
+from rota.search.exact.transfer_memory import Carry, Level, Times
 from rota.search.problem import NO_LIMIT, Orders, Problem
 from rota.search.transfer_levels import counting_transfers
 
@@ -26,7 +26,7 @@ _S_PER_CONSTRAINT = 2e-5  # nominal seconds, of a model that counts transfers
 
 @dataclass(frozen=True)
 class Exact:
-    """Orders that are better than those given (None: none were found), and a lower bound for all orders."""
+    """Orders that are better than the best known (None: none were found), and a lower bound for all orders."""
 
     orders: Orders | None
     bound_us: int
@@ -108,25 +108,14 @@ def whole_step(critical_path: CriticalPath, best: Orders | None) -> tuple[Window
     place_of = np.argsort(sequence)
     rows = tuple(tuple(nodes[np.argsort(place_of[nodes])].tolist()) for nodes in critical_path.nodes_on)
     nodes = sequence.tolist()
-    tails = dict.fromkeys(nodes, 0)
-    if not critical_path.of_span:
-        for rank, row in enumerate(rows):
+    tails, step_ends = dict.fromkeys(nodes, 0), []
+    for rank, row in enumerate(rows):
+        ends = () if critical_path.of_span else problem.step_ends.of_rank(rank)
+        step_ends.append(step_ends_in(problem, ((0, end) for end in ends), range(1), row))
+        if ends:
             tails.update((node, max(tails[node], critical_path.optimizer_ticks(rank))) for node in row)
-    step_ends = tuple(
-        ((), 0) if critical_path.of_span else _step_ends(problem, rank, row) for rank, row in enumerate(rows)
-    )
     is_free, levels, heads = (True,) * len(rows), (0,) * len(rows), dict.fromkeys(nodes, 0)
-    return Window(critical_path, tuple(nodes), rows, is_free, levels, heads, tails, step_ends), value_us
-
-
-def _step_ends(problem: Problem, rank: int, row: tuple[int, ...]) -> tuple[tuple[StepEndTimes, ...], int]:
-    """The rank's step ends, and the µs of its optimizer steps."""
-    ends = problem.step_ends
-    times = []
-    for end in ends.of_rank(rank):
-        gradients = tuple(node for node in last_gradients(problem, end) if node in row)
-        times.append(StepEndTimes(gradients, int(ends.reduce_us[end])))
-    return tuple(times), ends.optimizers_us(rank)
+    return Window(critical_path, tuple(nodes), rows, is_free, levels, heads, tails, tuple(step_ends)), value_us
 
 
 def longest_us(problem: Problem) -> int:
@@ -139,8 +128,7 @@ def longest_us(problem: Problem) -> int:
 def _count_transfers(ordering: Ordering, gaps: Gaps, problem: Problem) -> None:
     """Limits levels by time on each rank with a limit where transfers hold bytes."""
     window, model = ordering.window, ordering.model
-    longest = ordering.certain.most
-    most_us = longest + max((scalar(route.duration_us) for route in problem.given.routes), default=0)
+    most_us = ordering.certain.most + max((scalar(route.duration_us) for route in problem.original.routes), default=0)
     points = StepPoints(ordering, gaps, most_us)
     times = Times(
         model,
@@ -154,29 +142,22 @@ def _count_transfers(ordering: Ordering, gaps: Gaps, problem: Problem) -> None:
     peak = {node: int(problem.peak_bytes[task]) for node, task in window.task_of.items()}
     for rank, row in enumerate(window.rows):
         carries = [
-            Carry(
-                span.num_bytes,
-                After(begun, span.since.lag_us),
-                After(over, span.until.lag_us),
-                span.is_sent,
-            )
-            for span in problem.lowered.carried
-            if span.rank == rank and span.since.task in window.nodes_of
-            for begun, over in zip(window.nodes_of[span.since.task], window.nodes_of[span.until.task], strict=True)
+            Carry.of(carried, *nodes)
+            for carried in problem.lowered.carried
+            if carried.rank == rank and carried.since.task in window.nodes_of
+            for nodes in zip(window.nodes_of[carried.since.task], window.nodes_of[carried.until.task], strict=True)
         ]
         if carries and problem.limits_bytes[rank] != NO_LIMIT:
-            level = Level(times, row, carries)
-            for held_now in level.all(held, peak):
-                model.add(held_now <= int(problem.limits_bytes[rank]))
+            for level in Level(times, row, carries).all(held, peak):
+                model.add(level <= int(problem.limits_bytes[rank]))
     points.add_implications()
 
 
 def _measure_span(ordering: Ordering) -> None:
     """Minimizes the longest time from a rank's first start to its last end."""
     window, model = ordering.window, ordering.model
-    longest = ordering.certain.most
     for tasks in window.tasks_on[: window.critical_path.problem.num_ranks]:
-        first = model.new_int_var(0, longest, "first start")
+        first = model.new_int_var(0, ordering.certain.most, "first start")
         for task in tasks:
             model.add(first <= ordering.starts[window.nodes_of[task][0]])
         for task in tasks:
@@ -187,7 +168,7 @@ def _measure_span(ordering: Ordering) -> None:
 def _start_as_soon_as_possible(ordering: Ordering, gaps: Gaps) -> None:
     """Each op starts at 0, or when something that it waits for is there. A later start could make a span shorter."""
     window, model = ordering.window, ordering.model
-    waits = {(a, b, lag) for a, b, lag in window.edges}
+    waits = set(window.edges)
     for row in window.rows:
         waits |= {(a, b, 0) for a, b in permutations(row, 2) if not ordering.certain.is_before(b, a)}
     reasons: dict[int, list[cp_model.IntVar]] = {node: [] for node in window.sequence}

@@ -12,7 +12,7 @@ tasks imply each other.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -20,8 +20,8 @@ from itertools import pairwise
 from ortools.sat.python import cp_model
 
 from rota.core.stopping import look
-from rota.search.critical_path import CriticalPath
-from rota.search.problem import NO_LIMIT
+from rota.search.critical_path import CriticalPath, last_gradients
+from rota.search.problem import NO_LIMIT, Problem
 
 _S_PER_NODE, _S_PER_LITERAL = 1e-5, 2e-5  # nominal seconds, of deduction and of building the model
 _MOST_ROUNDS = 8  # of deduction; what was found by then holds
@@ -33,6 +33,22 @@ class StepEndTimes:
 
     gradients: tuple[int, ...]
     reduce_us: int
+
+
+def step_ends_in(
+    problem: Problem, step_ends: Iterable[tuple[int, int]], window: range, nodes: Sequence[int]
+) -> tuple[tuple[StepEndTimes, ...], int]:
+    """Of a rank's (position of the last gradient, step end) those in the window, and the µs of what follows them."""
+    times, later_us = [], 0
+    for position, end in step_ends:
+        reduce_us = int(problem.step_ends.reduce_us[end])
+        later_us += int(problem.step_ends.optimizer_us[end])
+        if position >= window.stop:
+            later_us += reduce_us
+        elif position >= window.start:
+            gradients = tuple(node for node in last_gradients(problem, end) if node in nodes)
+            times.append(StepEndTimes(gradients, reduce_us))
+    return tuple(times), later_us
 
 
 @dataclass(frozen=True)
@@ -239,6 +255,8 @@ class Ordering:
         self.ticks = window.critical_path.ticks
         horizon = ((most_us if horizon_us is None else horizon_us) + 1) * self.ticks - 1
         self.certain = Certain(window, horizon)
+        #: For two nodes of a free rank whether the first comes first, where that is not certain.
+        self.literals: dict[tuple[int, int], cp_model.IntVar] = {}
         self.is_impossible = self.certain.is_impossible or least_us > most_us
         if self.is_impossible:
             return
@@ -250,9 +268,8 @@ class Ordering:
             for node in window.sequence
         }
         self.ends = {node: start + lengths[node] for node, start in self.starts.items()}
-        #: For two nodes of a free rank whether the first comes first, where that is not certain.
-        self.literals: dict[tuple[int, int], cp_model.IntVar] = {}
-        self._add_edges()
+        for a, b, lag in self.certain.edges:
+            self.model.add(self.starts[b] >= self.ends[a] + lag)
         for rank, row in enumerate(window.rows):
             if window.is_free[rank]:
                 self._add_no_overlap(row)
@@ -262,22 +279,18 @@ class Ordering:
     @property
     def nominal_s(self) -> float:
         """Nominal seconds that it costs to make the model."""
-        return _S_PER_NODE * len(self.window.sequence) + (
-            0 if self.is_impossible else _S_PER_LITERAL * len(self.literals)
-        )
+        return _S_PER_NODE * len(self.window.sequence) + _S_PER_LITERAL * len(self.literals)
 
     def before(self, a: int, b: int) -> cp_model.LiteralT:
         """Whether node `a` comes before node `b`, both on one free rank."""
         if self.certain.is_before(a, b) or self.certain.is_before(b, a):
             return int(self.certain.is_before(a, b))
-        if (b, a) in self.literals:
-            return ~self.literals[b, a]
-        if (a, b) not in self.literals:
-            literal = self.model.new_bool_var(f"{a} before {b}")
-            self.model.add(self.starts[b] >= self.ends[a]).only_enforce_if(literal)
-            self.model.add(self.starts[a] >= self.ends[b]).only_enforce_if(~literal)
-            self.literals[a, b] = literal
-        return self.literals[a, b]
+        if (order := self.order_of(a, b)) is not None:
+            return order
+        literal = self.literals[a, b] = self.model.new_bool_var(f"{a} before {b}")
+        self.model.add(self.starts[b] >= self.ends[a]).only_enforce_if(literal)
+        self.model.add(self.starts[a] >= self.ends[b]).only_enforce_if(~literal)
+        return literal
 
     def order_of(self, a: int, b: int) -> cp_model.LiteralT | None:
         """The literal for `a` before `b`, if there is one."""
@@ -316,10 +329,6 @@ class Ordering:
         """Requires `end_us` not to be before `end` in ticks; extra ticks of zero-length ops never add up to 1 µs."""
         self.model.add(end < (self.end_us + 1) * self.ticks)
 
-    def _add_edges(self) -> None:
-        for a, b, lag in self.certain.edges:
-            self.model.add(self.starts[b] >= self.ends[a] + lag)
-
     def _add_no_overlap(self, row: tuple[int, ...]) -> None:
         lengths = self.window.lengths
         intervals = [self.model.new_fixed_size_interval_var(self.starts[n], lengths[n], f"{n}") for n in row]
@@ -331,16 +340,16 @@ class Ordering:
 
     def _add_memory(self, rank: int, row: tuple[int, ...]) -> None:
         problem = self.window.critical_path.problem
-        limit = int(problem.limits_bytes[rank]) - self.window.levels_bytes[rank]
         if problem.limits_bytes[rank] == NO_LIMIT:
             return
+        limit = int(problem.limits_bytes[rank]) - self.window.levels_bytes[rank]
         held = {node: int(problem.held_bytes[task]) for node, task in self.window.task_of.items()}
         for node in row:
             look()
             needed = max(held[node], 0) + int(problem.peak_bytes[self.window.task_of[node]])
             if needed > 0:
-                kept = [held[other] * self.before(other, node) for other in row if other != node and held[other]]
-                self.model.add(sum(kept) + needed <= limit)
+                level = sum(held[other] * self.before(other, node) for other in row if other != node and held[other])
+                self.model.add(level + needed <= limit)
 
     def _add_implications(self) -> None:
         """If a precedes b, a precedes b's next op, and a's previous op precedes b."""
@@ -352,10 +361,8 @@ class Ordering:
                 self._imply(literal, a - 1, b)
 
     def _imply(self, literal: cp_model.IntVar, a: int, b: int) -> None:
-        if (a, b) in self.literals:
-            self.model.add_implication(literal, self.literals[a, b])
-        elif (b, a) in self.literals:
-            self.model.add_implication(literal, ~self.literals[b, a])
+        if (order := self.order_of(a, b)) is not None:
+            self.model.add_implication(literal, order)
 
     def hint(self) -> None:
         """Hints at the rows as they are."""
@@ -363,11 +370,9 @@ class Ordering:
         times = dict(self.certain.heads)
         following: dict[int, list[tuple[int, int]]] = {node: [] for node in window.sequence}
         place: list[dict[int, int]] = [{node: i for i, node in enumerate(row)} for row in window.rows]
-        for a, b, lag in window.edges:
+        in_rows = ((a, b, 0) for row in window.rows for a, b in pairwise(row))
+        for a, b, lag in (*window.edges, *in_rows):
             following[a].append((b, lag))
-        for row in window.rows:
-            for a, b in pairwise(row):
-                following[a].append((b, 0))
         for node in window.sequence:
             for other, lag in following[node]:
                 times[other] = max(times[other], times[node] + window.lengths[node] + lag)

@@ -67,12 +67,12 @@ class Rounds:
         counted = counting_transfers(apart)
         self.before, self.after = _outer_tasks(counted)
         self.kept = [t for t in range(len(counted.counts)) if t not in {*self.before, *self.after}]
-        self.step = step_of(counted, self.kept)
-        self.unit_us = max(1, gcd(*self.step.durations_us.tolist()))
-        self.step = self.step._replace(durations_us=self.step.durations_us // self.unit_us)
-        component_of = problem.component_of[self.kept]
-        self.component_of = np.unique(component_of, return_inverse=True)[1].astype(np.int64)
-        self.rounds = int(sum(problem.counts[self.kept[c]] for c in np.unique(component_of, return_index=True)[1]))
+        step = step_of(counted, self.kept)
+        self.unit_us = max(1, gcd(*step.durations_us.tolist()))
+        self.step = step._replace(durations_us=step.durations_us // self.unit_us)
+        _, first, component_of = np.unique(problem.component_of[self.kept], return_index=True, return_inverse=True)
+        self.component_of = component_of.astype(np.int64)
+        self.rounds = int(sum(problem.counts[self.kept[i]] for i in first))
         self.still_bytes = max(1, -(-int(self.step.durations_us.max(initial=1)).bit_length() // 8))
         self.is_over = not self._is_promising()
         self.graph: Graph | None = None
@@ -141,11 +141,9 @@ class Rounds:
         answer = _explore(self.step, self.component_of, graph, self.still_bytes, _AT_ONCE)
         self.most_open = max(self.most_open, self._num_open(graph))
         budget.spend(_S_PER_STATE * int(graph.meta[_DONE] - before))
-        if answer == _FULL and sum(array.nbytes for array in graph) > _MOST_BYTES:
-            answer = _TOO_MANY
-        self.is_over = answer == _TOO_MANY
-        if self.is_over:
-            self.graph = None
+        is_too_large = answer == _FULL and sum(array.nbytes for array in graph) > _MOST_BYTES
+        if answer == _TOO_MANY or is_too_large:
+            self.is_over, self.graph = True, None
         elif answer == _FULL:
             self.graph = _grown(graph)
         elif answer == _FINISHED:
@@ -165,30 +163,26 @@ class Rounds:
 
     def _orders(self, keys: Bytes, way: list[tuple[int, int]]) -> Orders | None:
         """The orders of a way, rows of (state, progress); None if components are not complete alike."""
-        num_tasks = len(self.kept)
-        problem = self.problem
-        complete = np.zeros(num_tasks, np.int64)
-        begun = np.zeros(num_tasks, np.int64)
+        problem, num_tasks = self.problem, len(self.kept)
+        complete, begun = np.zeros(num_tasks, np.int64), np.zeros(num_tasks, np.int64)
         rows: list[list[int]] = [[] for _ in range(problem.placement.num_ranks)]
 
-        def add(task: int) -> None:
+        def add(task: int, count: int) -> None:
             for rank in problem.ranks[task].tolist():
-                rows[rank].append(task)
+                rows[rank] += [task] * count
 
         for task in self.before:
-            for _ in range(int(problem.counts[task])):
-                add(task)
+            add(task, int(problem.counts[task]))
         for state, progress in way:
             complete += progress >> (2 * self.component_of) & 3
-            now = complete + keys[state, :num_tasks]
-            for i in np.flatnonzero(now > begun).tolist():
-                add(self.kept[i])
-            begun = now
+            begun_by_then = complete + keys[state, :num_tasks]
+            for i in np.flatnonzero(begun_by_then > begun).tolist():
+                add(self.kept[i], 1)
+            begun = begun_by_then
         if (begun != problem.counts[self.kept]).any():
             return None
         for task in self.after:
-            for _ in range(int(problem.counts[task])):
-                add(task)
+            add(task, int(problem.counts[task]))
         return np.array([task for row in rows for task in row], np.int32)
 
 
@@ -234,10 +228,10 @@ class _Values:
             return int(self.latest[num_rounds - self.rounds - 1][self.root])
         best = int(self.latest[-1][self.root])
         for period in range(1, len(self.latest) - self.depth + 1):
-            now, before = self.latest[-self.depth :], self.latest[-self.depth - period : -period]
             if self.rounds - period - self.depth < int(self.in_flight.max(initial=0)):
                 continue  # not all states have a value yet
-            more = min(int((late - early)[early < _UNKNOWN].min()) for late, early in zip(now, before, strict=True))
+            rounds = zip(self.latest[-self.depth :], self.latest[-self.depth - period : -period], strict=True)
+            more = min(int((late - early)[early < _UNKNOWN].min()) for late, early in rounds)
             times = -(-(num_rounds - self.rounds) // period)
             start = num_rounds - times * period - self.rounds - 1  # in `latest`
             best = max(best, int(self.latest[start][self.root]) + times * more)
@@ -246,18 +240,17 @@ class _Values:
     def way(self, num_rounds: int) -> list[tuple[int, int]]:
         """The fastest way from the first state: rows of (state, progress on the way to it)."""
         graph, state, left, rows = self.graph, self.root, num_rounds, []
-        known: dict[int, Words] = {}
+        values: dict[int, Words] = {}  # by round
         complete = np.zeros(_MOST_COMPONENTS, np.int64)
         self.latest = []
         while left or state != self.root:
-            if any(j not in known for j in range(max(0, left - self.depth), left + 1)):
-                known = self._block(left)
-            edges = range(int(graph.first[state]), int(graph.first[state + 1]))
+            if any(j not in values for j in range(max(0, left - self.depth), left + 1)):
+                values = self._block(left)
             best = None
-            for edge in edges:
+            for edge in range(int(graph.first[state]), int(graph.first[state + 1])):
                 j = left - int(self.steps[edge])
                 target = int(graph.target[edge])
-                if j < 0 or known[left][state] != int(graph.passes[edge]) + known[j][target]:
+                if j < 0 or values[left][state] != int(graph.passes[edge]) + values[j][target]:
                     continue
                 then = complete + (int(graph.progress[edge]) >> np.arange(0, 2 * _MOST_COMPONENTS, 2) & 3)
                 if best is None or then.max() < best[0].max():
@@ -271,11 +264,10 @@ class _Values:
         """The times of some rounds up to `last`, from those that were kept."""
         first = max(0, last - self.depth) // _KEPT_EVERY * _KEPT_EVERY
         rounds = list(self.kept[first])
-        known = dict(zip(range(first - len(rounds) + 1, first + 1), rounds, strict=True))
+        begin = first + 1 - len(rounds)
         for j in range(first + 1, last + 1):
             rounds.append(self._next(rounds, j))
-            known[j] = rounds[-1]
-        return known
+        return dict(enumerate(rounds, begin))
 
 
 def _outer_tasks(problem: Problem) -> tuple[list[int], list[int]]:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from ortools.sat.python import cp_model
 
 from rota.core.stopping import look
+from rota.search.lowering import Carried
 
 _S_PER_LITERAL = 1e-4  # nominal seconds per literal
 
@@ -39,6 +40,12 @@ class Carry(NamedTuple):
     since: After
     until: After
     is_sent: bool  #: the rank in question sends it; else it receives it, until an op of its own ends
+
+    @classmethod
+    def of(cls, carried: Carried, since: int, until: int) -> Carry:
+        """What is carried of one micro-batch, which begins by node `since` and ends by node `until`."""
+        begun, over = After(since, carried.since.lag_us), After(until, carried.until.lag_us)
+        return cls(carried.num_bytes, begun, over, carried.is_sent)
 
 
 @dataclass(frozen=True)

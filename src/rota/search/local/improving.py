@@ -76,10 +76,10 @@ class _Improvement:
             work, turn = 2 * work, turn + 1
 
     def _climb(self, most_work: float) -> None:
-        done = 0
-        while done < most_work and not self.is_over:
+        work = 0
+        while work < most_work and not self.is_over:
             self.climb.try_one()
-            done += self.climb.dispatcher.ops_of_last_call
+            work += self.climb.dispatcher.ops_of_last_call
             self.budget.spend_ops(self.climb.dispatcher.ops_of_last_call)
             if self.climb.orders is not None and self.climb.key is not None and self.climb.key < self.key:
                 self.best, self.key = self.climb.orders, self.climb.key

@@ -41,24 +41,19 @@ class State(NamedTuple):
     @classmethod
     def of(cls, problem: Problem, orders: Orders, seed: int) -> State:
         """The state for these orders; `seed` starts the random generator."""
-        counts, work = problem.counts, problem.counts * problem.durations_us
-        works = [work[tasks].sum() for tasks in problem.tasks_on]
+        counts, work_us = problem.counts, problem.counts * problem.durations_us
         sizes = np.repeat(counts, np.diff(problem.ranks.first))
         first_place = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
-
-        def zeros(size: int) -> Integers:
-            return np.zeros(size, np.int64)
-
         return cls(
             orders=orders.copy(),
-            indexes=zeros(len(orders)),
-            places=zeros(first_place[-1]),
+            indexes=np.zeros(len(orders), np.int64),
+            places=np.zeros(first_place[-1], np.int64),
             first_place=first_place,
-            starts_us=zeros(problem.first_node[-1]),
-            kept_us=zeros(problem.first_node[-1]),
-            work_us=np.array(works, np.int64),
-            began=zeros(len(counts)),
-            started=zeros(len(counts)),
+            starts_us=np.zeros(problem.first_node[-1], np.int64),
+            kept_us=np.zeros(problem.first_node[-1], np.int64),
+            work_us=np.array([work_us[tasks].sum() for tasks in problem.tasks_on], np.int64),
+            began=np.zeros(len(counts), np.int64),
+            started=np.zeros(len(counts), np.int64),
             best=orders.copy(),
             random=np.random.default_rng(seed).integers(1, 1 << 63, 1, np.uint64),
         )

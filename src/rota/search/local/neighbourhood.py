@@ -16,9 +16,9 @@ from ortools.sat.python import cp_model
 
 from rota.core.stopping import Stopped
 from rota.search.budget import Budget
-from rota.search.critical_path import CriticalPath, Paths, last_gradients
+from rota.search.critical_path import CriticalPath, Paths
 from rota.search.exact import cpsat
-from rota.search.exact.ordering import Ordering, StepEndTimes, Window
+from rota.search.exact.ordering import Ordering, Window, step_ends_in
 from rota.search.problem import Orders, Problem
 
 _FIRST_SIZE, _LEAST_SIZE, _MOST_SIZE = 60, 20, 400  # ops of a window that are re-ordered
@@ -105,7 +105,7 @@ def _choose(critical_path: CriticalPath, paths: Paths, size: int, turn: Random) 
 
 def _links_of(problem: Problem, ranks: range) -> set[int]:
     """The shared links that serve transfers between these ranks and any others: if they stay, little can change."""
-    routes = problem.given.routes
+    routes = problem.original.routes
     return {problem.num_ranks + i for r in routes if r.sender in ranks or r.receiver in ranks for i in r.shared}
 
 
@@ -136,7 +136,7 @@ def window_at(critical_path: CriticalPath, paths: Paths, begin: int, end: int, i
             tails[node] = max(tails.get(node, tail), tail)
         rows.append(tuple(nodes))
         levels.append(int(problem.held_bytes[tasks[:first]].sum()))
-        step_ends.append(_step_ends_in(problem, paths.step_ends[rank], first, after, nodes))
+        step_ends.append(step_ends_in(problem, paths.step_ends[rank], range(first, after), nodes))
     _add_paths(critical_path, paths, heads, tails)
     sequence = sorted(heads, key=starts.__getitem__)
     return Window(
@@ -144,41 +144,19 @@ def window_at(critical_path: CriticalPath, paths: Paths, begin: int, end: int, i
     )
 
 
-def _step_ends_in(
-    problem: Problem, step_ends: Sequence[tuple[int, int]], first: int, after: int, nodes: Sequence[int]
-) -> tuple[tuple[StepEndTimes, ...], int]:
-    """Those with their last gradients at positions `first` to `after` of the row, and the µs of what follows them."""
-    ends, later_us = [], 0
-    for place, end in step_ends:
-        reduce_us = int(problem.step_ends.reduce_us[end])
-        later_us += int(problem.step_ends.optimizer_us[end])
-        if place >= after:
-            later_us += reduce_us
-        elif place >= first:
-            gradients = tuple(node for node in last_gradients(problem, end) if node in nodes)
-            ends.append(StepEndTimes(gradients, reduce_us))
-    return tuple(ends), later_us
-
-
 def _add_paths(critical_path: CriticalPath, paths: Paths, heads: dict[int, int], tails: dict[int, int]) -> None:
     """Raises heads by data that comes into the window, and tails by data that leaves it."""
-    first, starts, tails_of = critical_path.problem.first_node.tolist(), paths.starts, paths.tails
-    lengths, ticks = critical_path.lengths.tolist(), critical_path.ticks
-    tasks = critical_path.problem.task_of[list(heads)].tolist()
-    outgoing: dict[int, list[tuple[int, int]]] = {}
-    incoming: dict[int, list[tuple[int, int]]] = {}
-    for (source, target), lag in critical_path.problem.lags_us.items():
-        outgoing.setdefault(source, []).append((target, lag * ticks))
-        incoming.setdefault(target, []).append((source, lag * ticks))
-    for node, task in zip(list(heads), tasks, strict=True):
-        for source, lag in incoming.get(task, ()):
+    problem, starts, tails_of = critical_path.problem, paths.starts, paths.tails
+    first, lengths, ticks = problem.first_node.tolist(), critical_path.lengths.tolist(), critical_path.ticks
+    for node, task in zip(list(heads), problem.task_of[list(heads)].tolist(), strict=True):
+        for source, lag in problem.inputs[task].reshape(-1, 2).tolist():
             other = node - first[task] + first[source]
             if other not in heads:
-                heads[node] = max(heads[node], int(starts[other]) + lengths[source] + lag)
-        for target, lag in outgoing.get(task, ()):
+                heads[node] = max(heads[node], int(starts[other]) + lengths[source] + lag * ticks)
+        for target, lag in problem.outputs[task].reshape(-1, 2).tolist():
             other = node - first[task] + first[target]
             if other not in heads:
-                tails[node] = max(tails[node], lag + lengths[target] + int(tails_of[other]))
+                tails[node] = max(tails[node], lag * ticks + lengths[target] + int(tails_of[other]))
 
 
 def _replaced(paths: Paths, window: Window, rows: list[list[int]]) -> list[list[int]]:

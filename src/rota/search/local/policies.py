@@ -123,7 +123,8 @@ class Climb:
         #: Per task that has a cap, µs between it and its backward.
         self.between_us = problem.heads_us[self.dispatcher.memory.backward_of] - problem.heads_us
         self.most = _most_in_flight(problem)
-        self.largest_held_bytes = _largest_held_bytes(problem)
+        #: int64[num_ranks]: the most that one op keeps.
+        self.largest_held_bytes = np.array([problem.held_bytes[on].max(initial=0) for on in problem.tasks_on], np.int64)
         self.period_us = busiest_us(problem)
         kinds = np.array([task.kind.value for task in problem.placement.tasks])
         self.of_kind = [np.flatnonzero(kinds == kind) for kind in sorted(set(kinds.tolist()))]
@@ -234,26 +235,26 @@ class Climb:
         problem = self.problem
         caps = np.full(len(problem.counts), NO_CAP)
         for rank, on in enumerate(problem.tasks_on):
-            here = np.intersect1d(on, self.capped)
-            if room is None or not len(here):
+            tasks = np.intersect1d(on, self.capped)
+            if room is None or not len(tasks):
                 continue
             limit = problem.limits_bytes[rank]
-            held_bytes = float(problem.held_bytes[here].clip(1).mean())
-            fitting = limit / held_bytes if limit < NO_LIMIT else float(problem.num_ranks * len(here))
-            parts = self.between_us[here] / max(self.between_us[here].sum(), 1)
-            shares = np.rint(least + max(room * fitting - least * len(here), 0) * parts)
-            caps[here] = np.minimum(caps[here], np.maximum(shares, 1))
+            held_bytes = float(problem.held_bytes[tasks].clip(1).mean())
+            fitting = limit / held_bytes if limit < NO_LIMIT else float(problem.num_ranks * len(tasks))
+            parts = self.between_us[tasks] / max(self.between_us[tasks].sum(), 1)
+            shares = np.rint(least + max(room * fitting - least * len(tasks), 0) * parts)
+            caps[tasks] = np.minimum(caps[tasks], np.maximum(shares, 1))
         return caps
 
     def _changed(self, policy: Policy) -> Policy:
         """Changes caps, wishes or patience of some neighbours, or what one rank may hold."""
         random = self.random
-        what = random.integers(8)
-        if what < 3 and len(self.capped):
+        choice = random.integers(8)
+        if choice < 3 and len(self.capped):
             return self._with_other_caps(policy)
-        if what == 3:
+        if choice == 3:
             return self._with_other_patience(policy)
-        if what == 4:
+        if choice == 4:
             limits = policy.limits_bytes.copy()
             rank = random.integers(len(limits))
             more = self.largest_held_bytes[rank] * random.integers(-2, 3)
@@ -309,11 +310,6 @@ class Climb:
         is_one = self.random.random() < 0.5
         width = 1 if is_one else int(self.random.integers(1, self.problem.placement.num_ranks + 1))
         return slice(first, first + width)
-
-
-def _largest_held_bytes(problem: Problem) -> Integers:
-    """int64[num_ranks]: the most that one op keeps."""
-    return np.array([problem.held_bytes[tasks].max(initial=0) for tasks in problem.tasks_on], np.int64)
 
 
 def _most_in_flight(problem: Problem) -> Integers:

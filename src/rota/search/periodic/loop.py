@@ -10,20 +10,20 @@ import numpy as np
 from rota.core.placement import Placement
 from rota.core.tasks import scalar
 from rota.search.lowering import Carried
-from rota.search.problem import NO_LIMIT, Integers, Problem
+from rota.search.problem import NO_LIMIT, Problem
 
 
 @dataclass(frozen=True)
 class Loop:
     """The tasks of one micro-batch of each component, and what they wait for; `reserved_bytes` as in `Problem`."""
 
-    given: Placement
+    original: Placement
     reserved_bytes: tuple[int, ...] = ()
 
     @cached_property
     def problem(self) -> Problem:
         """The problem of one micro-batch per component."""
-        return Problem(self.given, self.given.num_components, self.reserved_bytes)
+        return Problem(self.original, self.original.num_components, self.reserved_bytes)
 
     @property
     def placement(self) -> Placement:
@@ -68,8 +68,7 @@ class Loop:
     @cached_property
     def _paths_us(self) -> list[list[int]]:
         """`Problem.paths_us` as whole numbers of Python, which CP-SAT takes."""
-        paths: list[list[int]] = self.problem.paths_us.tolist()
-        return paths
+        return self.problem.paths_us.tolist()
 
     def apart_us(self, source: int, target: int) -> int | None:
         """How much later than `source` the task `target` starts at least; None if it does not depend on it."""
@@ -79,18 +78,13 @@ class Loop:
     @cached_property
     def waits(self) -> tuple[tuple[int, int, int], ...]:
         """(source, target, least µs from start to start) of each edge that is not implied by a longer path."""
-        inputs: list[list[int]] = [[] for _ in range(self.num_tasks)]
-        for source, target in self.problem.lags_us:
-            inputs[target].append(source)
         result = []
         for (source, target), lag in self.problem.lags_us.items():
             least = self.durations_us[source] + lag
-            others = (other for other in inputs[target] if other != source)
             paths_us = self._paths_us[source]  # far below 0 where there is none
-            if not any(
-                paths_us[other] + self.durations_us[other] + self.problem.lags_us[other, target] >= least
-                for other in others
-            ):
+            inputs = self.problem.inputs[target].reshape(-1, 2).tolist()
+            around_us = (paths_us[task] + self.durations_us[task] + us for task, us in inputs if task != source)
+            if not any(us >= least for us in around_us):
                 result.append((source, target, least))
         return tuple(result)
 
@@ -110,21 +104,14 @@ class Loop:
         sources, targets = (np.array(ends) for ends in list(zip(*self.waits, strict=True))[:2])
         num_into = (~reaches[:, sources] & reaches[:, targets]).sum(axis=1)  # per task: edges to it and what follows
         num_out = (reaches[sources] & ~reaches[targets]).sum(axis=0)  # per task: edges from it and what is before
-        held = self._held_bytes
-        earlier = (num_into == 1) & (reaches @ held <= 0).all(axis=1)
-        later = (num_out == 1) & (reaches.T @ held >= 0).all(axis=1)
-        is_bridge = (earlier[targets] | later[sources]).tolist()
-        return frozenset(
-            (source, target) for (source, target, _), is_one in zip(self.waits, is_bridge, strict=True) if is_one
-        )
-
-    @property
-    def _held_bytes(self) -> Integers:
-        """int64[num_tasks, ...]: bytes that each task leaves on each rank with a limit."""
         held = np.zeros((self.num_tasks, len(self.tasks_on)), np.int64)
         for rank, tasks in enumerate(self.problem.tasks_on):
-            held[tasks, rank] = self.problem.held_bytes[tasks]
-        return held[:, [limit is not None for limit in self.limits_bytes]]
+            if self.limits_bytes[rank] is not None:
+                held[tasks, rank] = self.problem.held_bytes[tasks]
+        earlier = (num_into == 1) & (reaches @ held <= 0).all(axis=1)
+        later = (num_out == 1) & (reaches.T @ held >= 0).all(axis=1)
+        are_bridges = (earlier[targets] | later[sources]).tolist()
+        return frozenset((a, b) for (a, b, _), is_bridge in zip(self.waits, are_bridges, strict=True) if is_bridge)
 
     @cached_property
     def parts(self) -> tuple[tuple[int, ...], ...]:

@@ -69,16 +69,15 @@ class Frontier:
         rows = []
         least = float(self.points[-1].us_per_microbatch)
         for point in self.points:
-            us = float(point.us_per_microbatch)
+            us, bound_us = float(point.us_per_microbatch), float(point.bound_us)
             slower = f"{us / least - 1:.1%}" if least else "-"
             proven = "proven optimal" if point.result.is_optimal else ""
-            bound_us = float(point.bound_us)
             rows.append((exact_size_text(point.limit_bytes), f"{us:,.1f} µs", f"{bound_us:,.1f} µs", slower, proven))
         header = ("memory per rank", "time per micro-batch", "lower bound", "over the fastest", "")
         lines = table_lines(header, rows, left={""}, width=width, optional=("over the fastest", "lower bound"))
         lines += [f"stopped by {self.stopped_by}"] if self.stopped_by else []
-        untried = [(exact_size_text(low), exact_size_text(high)) for low, high in self.untried]
-        lines += [f"not tried, for lack of time: between {low} and {high}" for low, high in untried]
+        for low, high in self.untried:
+            lines.append(f"not tried, for lack of time: between {exact_size_text(low)} and {exact_size_text(high)}")
         return "\n".join(fitted(line, width) for line in lines)
 
 
@@ -210,9 +209,8 @@ class _Curve:
         result = find_steady(placement, self._share(), microbatches_per_period=self.microbatches_per_period)
         point = None
         if result is not None:
-            bound = self._bound(limit)
-            peak = max(result.steady.most_bytes())
-            point = Point(limit, result.steady.us_per_microbatch, bound, peak, result)
+            peak_bytes = max(result.steady.most_bytes())
+            point = Point(limit, result.steady.us_per_microbatch, self._bound(limit), peak_bytes, result)
             self.progress(point)
         self.points[limit] = point
         return point

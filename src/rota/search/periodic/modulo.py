@@ -20,7 +20,7 @@ from rota.core.stopping import look
 from rota.core.tasks import scalar
 from rota.search.budget import Budget
 from rota.search.exact import cpsat
-from rota.search.exact.transfer_memory import After, Carry, Level, PointOrder, TimePoint, Times
+from rota.search.exact.transfer_memory import Carry, Level, PointOrder, TimePoint, Times
 from rota.search.periodic.loop import Loop
 from rota.search.periodic.retiming import Rhythm, Wait, retime
 
@@ -96,13 +96,12 @@ class Period:
         self._add_waits()
         self._add_ranks()
         points = dict(enumerate(map(TimePoint, self.offsets, self.rounds)))
-        before = self.before
         self.point_order = PointOrder(self.model)
         self.times = Times(
             self.model,
             points,
             self._end,
-            lambda a, b: before[a, b],
+            lambda a, b: self.before[a, b],
             self.point_order.is_until,
             self.durations_us.__getitem__,
         )
@@ -203,12 +202,7 @@ class Period:
         held = {i: scalar(tasks[i // u].held_bytes) for i in nodes}
         peak = {i: scalar(tasks[i // u].peak_bytes) for i in nodes}
         carries = [
-            Carry(
-                carried.num_bytes,
-                After(carried.since.task * u + j, carried.since.lag_us),
-                After(carried.until.task * u + j, carried.until.lag_us),
-                carried.is_sent,
-            )
+            Carry.of(carried, carried.since.task * u + j, carried.until.task * u + j)
             for carried in self.loop.carried[rank]
             for j in range(u)
         ]

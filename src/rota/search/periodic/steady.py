@@ -69,10 +69,9 @@ class Steady:
         """The steady state with this rhythm, its first task at time 0."""
         first = min(rhythm.starts_us)
         nodes = range(0, len(rhythm.starts_us), num_copies)
-        starts = tuple(tuple(start - first for start in rhythm.starts_us[i : i + num_copies]) for i in nodes)
-        return cls(
-            placement, num_copies, rhythm.period_us, starts, tuple(rhythm.ties[i : i + num_copies] for i in nodes)
-        )
+        starts_us = tuple(tuple(start - first for start in rhythm.starts_us[i : i + num_copies]) for i in nodes)
+        ties = tuple(rhythm.ties[i : i + num_copies] for i in nodes)
+        return cls(placement, num_copies, rhythm.period_us, starts_us, ties)
 
     @cached_property
     def _problem(self) -> Problem:
@@ -93,12 +92,10 @@ class Steady:
     def flat_starts(self, num_microbatches: int) -> list[list[int]]:
         """[num_tasks][...]: µs at which each task starts its micro-batches; fill and drain have the same gaps."""
         u, num_components = self.microbatches_per_period, self.placement.num_components
+        counts = [len(range(c, num_microbatches, num_components)) for c in self._problem.placement.component_of]
         return [
-            [
-                starts[i % u] + i // u * self.period_us
-                for i in range(len(range(component, num_microbatches, num_components)))
-            ]
-            for component, starts in zip(self._problem.placement.component_of, self.starts_us, strict=True)
+            [starts[i % u] + i // u * self.period_us for i in range(count)]
+            for count, starts in zip(counts, self.starts_us, strict=True)
         ]
 
     def unroll(self, num_microbatches: int) -> Plan:
@@ -125,8 +122,7 @@ class Steady:
         )
         nodes = np.repeat(np.arange(len(task_of)), np.diff(ranks.first)[task_of])
         on = np.concatenate([np.tile(row, count) for row, count in zip(ranks, problem.counts, strict=True)])
-        sequence: Integers = nodes[np.lexsort((*(column[nodes] for column in columns), on))]
-        return sequence
+        return nodes[np.lexsort((*(column[nodes] for column in columns), on))]
 
     def _flat(self, problem: Problem) -> Integers:
         """int64[num_ops]: the flat start of each node."""
@@ -142,13 +138,12 @@ class Steady:
         plan = problem.to_plan(problem.task_of[nodes].astype(np.int32))
         ends = starts + problem.durations_us[problem.task_of]
         rows = [nodes[first[rank] : first[rank + 1]] for rank in range(problem.num_ranks)]
-        service_of = {r: len(problem.given.tasks) + i for i, r in enumerate(problem.lowered.services)}
+        service_of = {r: len(problem.original.tasks) + i for i, r in enumerate(problem.lowered.services)}
         sent, arrived = [], []
         for r, route in enumerate(self.placement.routes):
-            task, after_us = (
-                (service_of[r], 0) if r in service_of else (route.source, problem.durations_us[route.source])
-            )
-            sent.append(tuple(start + int(after_us) for start in flat[task]))
+            task = service_of.get(r, route.source)
+            after_us = 0 if r in service_of else scalar(problem.original.tasks[task].duration_us)
+            sent.append(tuple(start + after_us for start in flat[task]))
             arrived.append(tuple(start + scalar(route.duration_us) for start in sent[-1]))
         starts_us, ends_us = (tuple(tuple(us[row].tolist()) for row in rows) for us in (starts, ends))
         return Timeline(plan, starts_us, ends_us, tuple(sent), tuple(arrived), ())
@@ -156,7 +151,7 @@ class Steady:
     @cached_property
     def peak_bytes(self) -> tuple[int, ...]:
         """The most that each rank holds when everything starts at its flat start."""
-        return tuple(self._timeline.peak_memory_bytes)
+        return self._timeline.peak_memory_bytes
 
     def most_bytes(self, num_microbatches: int | None = None) -> tuple[int, ...]:
         """The most that each rank holds at flat starts or in the unrolled plan of so many micro-batches.
@@ -166,15 +161,13 @@ class Steady:
         """
         if not any(route.num_bytes for route in self.placement.routes):
             return self.peak_bytes
-        per_period, filling = (
-            self.microbatches_per_period * self.placement.num_components,
-            self.latency_us // self.period_us,
-        )
+        per_period = self.microbatches_per_period * self.placement.num_components
+        filling = self.latency_us // self.period_us
         lengths = [per_period * periods for periods in (1, filling + 1, filling + 2, 4 * filling + 8)]
-        peaks = [self.peak_bytes]
-        for length in lengths if num_microbatches is None else [num_microbatches]:
-            peaks.append(simulate(self.unroll(length)).peak_memory_bytes)
-        return tuple(map(max, *peaks))
+        if num_microbatches is not None:
+            lengths = [num_microbatches]
+        peaks = (simulate(self.unroll(length)).peak_memory_bytes for length in lengths)
+        return tuple(map(max, self.peak_bytes, *peaks))
 
     def over_bytes(self, num_microbatches: int | None = None) -> tuple[int, ...]:
         """By how much each rank exceeds its limit, at what `most_bytes` says."""
@@ -193,8 +186,8 @@ class Steady:
             for made, read in zip(flat[source], flat[target], strict=True):
                 if read < made + scalar(tasks[source].duration_us) + lag:
                     raise PlanError(f"{tasks[target]} starts at {read} µs, before {tasks[source]} has arrived", "cycle")
-        for rank, here in enumerate(problem.tasks_on):
-            times = sorted((s, s + scalar(tasks[task].duration_us)) for task in here.tolist() for s in flat[task])
+        for rank, on in enumerate(problem.tasks_on):
+            times = sorted((s, s + scalar(tasks[task].duration_us)) for task in on.tolist() for s in flat[task])
             if any(start < end for (_, end), (start, _) in pairwise(times)):
                 raise PlanError(f"what {problem.rank_name(rank)} does overlaps in the steady state", "cycle")
         for rank, (peak, limit) in enumerate(zip(self.peak_bytes, self.placement.cluster.limit_bytes, strict=True)):
@@ -250,20 +243,20 @@ def find_steady(
         something behind on a rank with a limit.
     """
     best: SteadyResult | None = None
-    wanted = _Wanted(in_flight, seed, num_microbatches)
+    options = _Options(in_flight, seed, num_microbatches)
     reserved = np.zeros(placement.num_ranks + len(placement.cluster.shared), np.int64)
     copies = range(1, _MOST_COPIES + 1) if microbatches_per_period is None else (microbatches_per_period,)
     for _ in range(_MOST_RESERVES):
         loop = Loop(placement, tuple(reserved.tolist()))
-        best, over = _with_reserve(loop, copies, budget, wanted, best)
+        best, over = _with_reserve(loop, copies, budget, options, best)
         if not over.any() or budget.is_over or (best is not None and best.is_optimal):
             break
         reserved += over
     return best
 
 
-class _Wanted(NamedTuple):
-    """Options of `find_steady`, as it has them."""
+class _Options(NamedTuple):
+    """Some arguments of `find_steady`."""
 
     in_flight: int | None
     seed: int
@@ -271,7 +264,7 @@ class _Wanted(NamedTuple):
 
 
 def _with_reserve(
-    loop: Loop, copies: Iterable[int], budget: Budget, wanted: _Wanted, best: SteadyResult | None
+    loop: Loop, copies: Iterable[int], budget: Budget, options: _Options, best: SteadyResult | None
 ) -> tuple[SteadyResult | None, Integers]:
     """(`best` or a better one, by how much the fastest that did not fit when unrolled exceeded the limits)."""
     over = np.zeros(loop.placement.num_ranks, np.int64)
@@ -280,15 +273,14 @@ def _with_reserve(
     one_by_one = _one_by_one(loop)
     if one_by_one is None:
         return best, over
-    bound_us, num_components = period_bound(loop.given), loop.given.num_components
+    bound_us, num_components = period_bound(loop.original), loop.original.num_components
     for num_copies in copies:
         below = None if best is None else ceil(best.steady.us_per_microbatch * num_copies * num_components)
-        search = _Search(loop, num_copies, bound_us * num_components, budget, wanted)
-        search.start(one_by_one)
-        rhythm = search.run(below)
+        search = _Search(loop, num_copies, bound_us * num_components, budget, options)
+        rhythm = search.run(one_by_one, below)
         over = over if over.any() else search.over_bytes
         if rhythm is not None:
-            best = SteadyResult(Steady.of(loop.given, num_copies, rhythm), bound_us, search.is_proven)
+            best = SteadyResult(Steady.of(loop.original, num_copies, rhythm), bound_us, search.is_proven)
         if budget.is_over or (best is not None and (best.is_optimal or best.steady.period_us == 1)):
             break
     return best, over
@@ -308,35 +300,31 @@ def _one_by_one(loop: Loop) -> Rhythm | None:
 class _Search:
     """Looks for the least period of `num_copies` micro-batches per component; `proven_us` is a bound for it."""
 
-    def __init__(self, loop: Loop, num_copies: int, bound_us: Fraction, budget: Budget, wanted: _Wanted) -> None:
+    def __init__(self, loop: Loop, num_copies: int, bound_us: Fraction, budget: Budget, options: _Options) -> None:
         self.has_carries = any(loop.carried)
         #: int64[num_ranks], of the fastest rhythm that fits at flat starts only.
         self.over_bytes = np.zeros(loop.placement.num_ranks, np.int64)
-        self.loop, self.num_copies, self.wanted = loop, num_copies, wanted
+        self.loop, self.num_copies, self.options = loop, num_copies, options
         self.budget, self.spare = budget.share(_COPIES_S), budget.share(_SOLVE_S)
         self.proven_us = max(ceil(bound_us * num_copies), 1)
         self.best: Rhythm | None = None
-        self.most_us = 0
 
     @property
     def is_proven(self) -> bool:
         """Whether no shorter period exists. With reserved memory a failed attempt proves nothing; see `_note_none`."""
         return self.best is not None and self.best.period_us <= self.proven_us
 
-    def start(self, one_by_one: Rhythm) -> None:
-        """Begins with one micro-batch after the other; nothing slower than that is tried."""
-        self.most_us = one_by_one.period_us * self.num_copies
+    def run(self, one_by_one: Rhythm, below_us: int | None) -> Rhythm | None:
+        """The rhythm of the least period, if it is less than `below_us`; nothing slower than `one_by_one` is tried."""
+        most_us = one_by_one.period_us * self.num_copies if below_us is None else below_us
         if self.num_copies == 1:
             self.take(one_by_one)
-
-    def run(self, below_us: int | None) -> Rhythm | None:
-        """The rhythm of the least period, if it is less than `below_us`."""
         low = self.proven_us  # where to look next: nothing was found below
         step = max(low // _FIRST_STEP, 1)
         tried = low
         while not self._try(tried):
             low, tried, step = tried + 1, tried + step, step * 2
-            if self.budget.is_over or tried >= (self.most_us if below_us is None else below_us):
+            if self.budget.is_over or tried >= most_us:
                 break
         if self.best is None and below_us is None:  # one micro-batch after the other always works
             interval = self._interval(self.num_copies * self.loop.critical_us)
@@ -351,7 +339,8 @@ class _Search:
         if self.best is None or (below_us is not None and self.best.period_us >= below_us):
             return None
         self._prove()
-        self._polish()
+        if self._solve_for("latency"):
+            self._solve_for("memory")
         return self.best
 
     def _solved(
@@ -365,12 +354,12 @@ class _Search:
             model = Period(interval, goal)
             if hint_us is not None:
                 model.hint(hint_us)
-            return model.solve(budget, self.wanted.seed)
+            return model.solve(budget, self.options.seed)
         except Stopped:  # the best so far stays
             return Answer(None, False)
 
     def _interval(self, period_us: int, latency_us: int | None = None) -> Interval:
-        return Interval(self.loop, self.num_copies, period_us, latency_us, self.wanted.in_flight)
+        return Interval(self.loop, self.num_copies, period_us, latency_us, self.options.in_flight)
 
     def take(self, rhythm: Rhythm | None) -> bool:
         """Keep the rhythm if it is faster than the best one, and fits; returns whether it is kept."""
@@ -388,9 +377,9 @@ class _Search:
         """Orders fit by themselves; what transfers hold depends on the times."""
         if not self.has_carries:
             return True
-        steady = Steady.of(self.loop.given, self.num_copies, rhythm)
+        steady = Steady.of(self.loop.original, self.num_copies, rhythm)
         over = np.zeros(self.loop.placement.num_ranks, np.int64)
-        over[: self.loop.given.num_ranks] = steady.over_bytes(self.wanted.num_microbatches)
+        over[: self.loop.original.num_ranks] = steady.over_bytes(self.options.num_microbatches)
         self.budget.spend(_SIMULATE_S)
         if not self.over_bytes.any():
             self.over_bytes = over
@@ -407,9 +396,9 @@ class _Search:
             self._note_none(period_us)
             return False
         # Annealing ignores `in_flight`.
-        if answer.rhythm is None and not self.budget.is_over and self.wanted.in_flight is None:
+        if answer.rhythm is None and not self.budget.is_over and self.options.in_flight is None:
             with suppress(Stopped):  # the best so far stays
-                self.take(anneal_offsets(interval, self.budget, self.wanted.seed))
+                self.take(anneal_offsets(interval, self.budget, self.options.seed))
         return self.best is not None and self.best.period_us <= period_us
 
     def _note_none(self, period_us: int) -> None:
@@ -425,23 +414,14 @@ class _Search:
             if not self._take_answer(answer):
                 return
 
-    def _polish(self) -> None:
-        """Looks for the same period with less latency, then with less memory."""
-        if self._solve_for("latency"):
-            self._solve_for("memory")
-
     def _solve_for(self, goal: Literal["latency", "memory"]) -> bool:
-        """Whether it is proven that none is better."""
+        """Looks for the same period with less latency, or memory; whether it is proven that none is better."""
         assert self.best is not None
-        interval = self._interval(self.best.period_us, self._latency_us(self.best))
+        latency_us = Steady.of(self.loop.original, self.num_copies, self.best).latency_us
+        interval = self._interval(self.best.period_us, latency_us)
         answer = self._solved(interval, self.budget.share(_POLISH_S), goal, self.best.starts_us)
         for rhythm in (answer.rhythm, answer.as_solved if self.has_carries else None):
             if rhythm is not None and self._fits(rhythm):
                 self.best = rhythm
                 break
         return answer.is_proven
-
-    def _latency_us(self, rhythm: Rhythm) -> int:
-        durations, u = self.loop.durations_us, self.num_copies
-        ends = (start + durations[node // u] for node, start in enumerate(rhythm.starts_us))
-        return max(ends) - min(rhythm.starts_us)
